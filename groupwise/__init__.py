@@ -1,0 +1,32 @@
+"""Groupwise: reinforcement learning of language models with group-relative methods.
+
+    import groupwise
+    groupwise.rl("configs/quickstart.yaml", "sort_words")
+    groupwise.evaluate("configs/quickstart.yaml", "sort_words", policy="quickstart")
+
+Names are loaded when they are first used, so that importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from groupwise.loops.evaluate import evaluate
+    from groupwise.loops.start import rl
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "evaluate", "rl"]
+
+_HOMES = {"rl": "groupwise.loops.start", "evaluate": "groupwise.loops.evaluate"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'groupwise' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

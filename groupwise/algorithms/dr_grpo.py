@@ -1,0 +1,48 @@
+"""Dr. GRPO, "GRPO done right": https://arxiv.org/abs/2503.20783, section 3.
+
+    A_i  = r_i − mean(r)
+    loss = 1/(N · L) · Σ_i Σ_t [ −min(ratio · A_i, clip(ratio) · A_i) + beta · k3 ]
+
+r are the rewards of a group's scored members, N counts the scored rollouts of the whole step, and L
+is max_completion_length, a constant: each token weighs the same, however long its rollout and
+however hard its prompt. That removes two biases of `grpo`: long wrong answers are no longer
+punished less than short ones, and easy or hopeless prompts no longer count more than the others.
+
+Assumes rewards of a size that means something (about 1), since nothing divides by their spread; and
+the same L for the whole run, since halving it doubles the gradient.
+
+Degenerate cases: rewards that are the same, and a group of one, give advantage exactly 0. A failed
+member is in neither mean nor denominator. A truncated one that is masked counts in both and has no
+gradient; so does one without a trained token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from groupwise.algorithms import ops
+from groupwise.algorithms.clipped import ClippedSurrogate
+from groupwise.types import Group, Weight
+
+
+@dataclass(frozen=True, slots=True)
+class DrGrpo(ClippedSurrogate):
+    """Centred advantages, sum over tokens, constant normaliser."""
+
+    name: ClassVar[str] = "dr_grpo"
+
+    def weights(self, group: Group) -> tuple[Weight | None, ...]:
+        """The scale is 1: the normaliser is the same for all."""
+        credit = ops.group_advantages(group, divide_by_std=False)
+        return tuple(
+            Weight(advantage, scale=1.0) if advantage is not None and self.trains(rollout) else None
+            for rollout, advantage in zip(group.rollouts, credit, strict=True)
+        )
+
+    def denominators(self, groups: Sequence[Group], max_completion_length: int) -> dict[str, float]:
+        """Scored rollouts × max_completion_length. Raises ValueError for a length below 1."""
+        if max_completion_length < 1:
+            raise ValueError(f"max_completion_length is {max_completion_length}; at least 1 token.")
+        return self.per_component(float(ops.scored_members(groups) * max_completion_length))

@@ -1,0 +1,43 @@
+"""Algorithms by name: the loop makes them from a config, the learner from a `LossSpec`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any
+
+from groupwise.algorithms.base import Algorithm
+from groupwise.algorithms.dr_grpo import DrGrpo
+from groupwise.algorithms.grpo import Grpo
+from groupwise.types import LossSpec
+
+ALGORITHMS: dict[str, type[Grpo | DrGrpo]] = {kind.name: kind for kind in (Grpo, DrGrpo)}
+"""Every algorithm by the name that configs use."""
+
+
+def make(name: str, knobs: Mapping[str, Any]) -> Algorithm:
+    """The algorithm with these knobs, and defaults for the rest.
+
+    Raises ValueError for a name, knob or value that does not exist, with those that do.
+    """
+    if name not in ALGORITHMS:
+        raise ValueError(f"There is no algorithm {name!r}{_choose(name, ALGORITHMS)}")
+    kind = ALGORITHMS[name]
+    known = [knob.name for knob in fields(kind)]
+    unknown = [f"{knob!r}{_choose(knob, known)}" for knob in knobs if knob not in known]
+    if unknown:
+        raise ValueError("\n".join(f"{name} has no knob {message}" for message in unknown))
+    return kind(**knobs)
+
+
+def from_spec(spec: LossSpec) -> Algorithm:
+    """The inverse of `Algorithm.loss_spec`."""
+    return make(spec.name, spec.knobs)
+
+
+def _choose(given: str, known: Iterable[str]) -> str:
+    names = sorted(known)
+    nearest = get_close_matches(given, names, n=1)
+    suggestion = f"; did you mean {nearest[0]!r}?" if nearest else "."
+    return f"{suggestion} There are: {', '.join(names)}."

@@ -1,0 +1,93 @@
+"""What the commands write: data on stdout, talk on stderr, and one place that turns errors into exit codes.
+
+With `--json` a command writes exactly one JSON object on stdout, on failure with `error: {code, message}`.
+Exit codes: 0 done; 1 the run failed; 2 what was given cannot work; 130 and 143 interrupted by Ctrl-C or SIGTERM.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import typer
+
+from groupwise.errors import GroupwiseError
+
+PROGRAM = "groupwise"
+
+
+def write_json(data: Any) -> None:
+    """One JSON document on stdout; NaN becomes null, and what JSON does not know is written as its text."""
+    typer.echo(json.dumps(_finite(data), indent=2, ensure_ascii=False, default=str))
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, float) and not math.isfinite(data):
+        return None
+    if isinstance(data, Mapping):
+        return {key: _finite(value) for key, value in cast("Mapping[str, Any]", data).items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in cast("Sequence[Any]", data)]
+    return data
+
+
+def write_result(summary: Mapping[str, Any], *, as_json: bool) -> None:
+    """What a command found: as JSON, or a line `key  value` for each number and text in it."""
+    if as_json:
+        write_json(summary)
+        return
+    lines = list(_lines(summary))
+    width = max((len(name) for name, _ in lines), default=0)
+    for name, text in lines:
+        typer.echo(f"{name:<{width}}  {text}".rstrip())
+
+
+def _lines(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in values.items():
+        name = f"{above}{key}"
+        if isinstance(value, Mapping):
+            yield from _lines(cast("Mapping[str, Any]", value), f"{name}.")
+        else:
+            yield name, _text(value)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def report_error(error: Exception, *, as_json: bool) -> int:
+    """Tell of a failure and return the exit code: a message for what people can mend, a traceback for bugs."""
+    if isinstance(error, GroupwiseError):
+        return _tell(error.message, error.code, error.exit_code, as_json)
+    if isinstance(error, typer.TyperException):
+        return _report_usage(error, as_json)
+    traceback.print_exception(error)
+    what = f"{type(error).__name__}: {error}"
+    return _tell(f"this is a bug in {PROGRAM}, or in the task: {what}", "bug", 1, as_json)
+
+
+def _tell(message: str, code: str, exit_code: int, as_json: bool) -> int:
+    gap = "\n" if "\n" in message else " "
+    typer.echo(f"{PROGRAM}:{gap}{message}", err=True)
+    if as_json:
+        write_json({"error": {"code": code, "message": message}})
+    return exit_code
+
+
+def _report_usage(error: typer.TyperException, as_json: bool) -> int:
+    """A command line that cannot be parsed; typer's own text, which begins with the usage."""
+    show = getattr(error, "show", None)
+    if show is not None:
+        show()
+    else:
+        typer.echo(f"{PROGRAM}: {error.format_message()}", err=True)
+    if as_json:
+        write_json({"error": {"code": "usage", "message": error.format_message()}})
+    return error.exit_code

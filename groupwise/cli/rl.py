@@ -1,0 +1,84 @@
+"""`groupwise rl`: train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ConfigOption = Annotated[
+    Path, typer.Option("--config", "-c", metavar="C.yaml", help="The YAML file that configures it.")
+]
+TaskOption = Annotated[
+    str,
+    typer.Option(
+        "--task-module",
+        "-t",
+        metavar="T",
+        help="The task: a Python file, package.module, module:attribute, or the name of a "
+        "built-in or installed one.",
+    ),
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="key=value",
+        help="Config keys set here, typed as in the file: training.learning_rate=1e-5",
+        show_default=False,
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Write the result as one JSON object.")]
+
+
+def rl(
+    config: ConfigOption,
+    task_module: TaskOption,
+    overrides: Overrides = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the newest unfinished run of this name.")
+    ] = False,
+    resume_from: Annotated[
+        str | None, typer.Option(metavar="RUN@STEP", help="Go on from this checkpoint.")
+    ] = None,
+    init_from: Annotated[
+        str | None, typer.Option(metavar="RUN@STEP", help="Start a new run from these weights.")
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Show the resolved config and the plan; train nothing."),
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a model on a task with reinforcement learning."""
+    from groupwise.cli.output import write_json, write_result
+    from groupwise.loops.start import rl as train
+
+    _check_start(resume, resume_from, init_from)
+    result = train(
+        config,
+        task_module,
+        overrides=tuple(overrides or ()),
+        resume=resume,
+        resume_from=resume_from,
+        init_from=init_from,
+        dry_run=dry_run,
+    )
+    if dry_run:
+        write_json(result.summary)
+    else:
+        write_result(result.summary, as_json=as_json)
+    raise typer.Exit(result.exit_code)
+
+
+def _check_start(resume: bool, resume_from: str | None, init_from: str | None) -> None:
+    """A run starts in one way."""
+    given = {"--resume": resume, "--resume-from": resume_from, "--init-from": init_from}
+    names = [name for name, value in given.items() if value]
+    if len(names) > 1:
+        from groupwise.errors import UsageError
+
+        raise UsageError(
+            f"{' and '.join(names)} exclude each other: --resume and --resume-from go on with a run, "
+            "--init-from starts a new one. Give one of them."
+        )

@@ -1,0 +1,118 @@
+"""From whatever rows a task returns to a list of `Example`s, checked before anything expensive starts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, cast
+
+from groupwise.errors import TaskError
+from groupwise.types import Example, Message, Prompt
+
+_EXPECTED = "Expected a Hugging Face Dataset, a list of dicts or an iterable of dicts, with a `prompt` in each"
+
+
+def examples_from_rows(rows: object, *, where: str, limit: int | None = None) -> list[Example]:
+    """The examples that `rows` hold. Raises TaskError that starts with `where` (who returned them).
+
+    A stream without a length is read up to `limit` rows; what has a length is taken whole, so that the order of draws
+    does not depend on how long the run is to be.
+    """
+    examples = [_example(i, row, where) for i, row in enumerate(_iterated(rows, where, limit))]
+    if not examples:
+        raise TaskError(f"{where} returned an empty dataset. {_EXPECTED}.")
+    return examples
+
+
+def fingerprint(examples: Iterable[Example]) -> str:
+    """SHA-256 (hex) of all prompts and columns: equal exactly where the data are the same, in the same order."""
+    digest = hashlib.sha256()
+    for example in examples:
+        row = _canonical([example.prompt, example.columns])
+        digest.update(json.dumps(row).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def _iterated(rows: object, where: str, limit: int | None) -> Iterator[Any]:
+    if isinstance(rows, Mapping):
+        names = ", ".join(repr(name) for name in cast("Mapping[Any, Any]", rows))
+        raise TaskError(
+            f"{where} returned a dict of {names}, not one dataset. Return one of these."
+        )
+    if isinstance(rows, str | bytes) or not isinstance(rows, Iterable):
+        raise TaskError(f"{where} returned {type(rows).__name__}. {_EXPECTED}.")
+    stream = cast("Iterable[Any]", rows)
+    return iter(stream) if hasattr(stream, "__len__") else islice(stream, limit)
+
+
+def _example(index: int, row: Any, where: str) -> Example:
+    if not isinstance(row, Mapping):
+        hint = " Of a pandas table, return `table.to_dict('records')`." if index == 0 else ""
+        raise TaskError(f"{where}: row {index} is {type(row).__name__}. {_EXPECTED}.{hint}")
+    columns = {str(name): value for name, value in cast("Mapping[Any, Any]", row).items()}
+    if "prompt" not in columns:
+        there = ", ".join(columns) or "none"
+        raise TaskError(
+            f"{where}: row {index} has no column `prompt`. It has: {there}. Rename the one that holds the "
+            "prompt, as text or as a list of chat messages."
+        )
+    return Example(index, _prompt(columns.pop("prompt"), f"{where}: row {index}"), columns)
+
+
+def _prompt(value: Any, where: str) -> Prompt:
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, list | tuple) and value:
+        messages = cast("Sequence[Any]", value)
+        return [_message(entry, f"{where}, message {n}") for n, entry in enumerate(messages)]
+    shown = (
+        "empty"
+        if value in ("", [], ())
+        else f"of type {_kind(cast('object', value)).__name__}: {value!r:.60}"
+    )
+    raise TaskError(
+        f"{where}: `prompt` is {shown}. Expected text, or a list of chat messages such as "
+        '[{"role": "user", "content": "..."}].'
+    )
+
+
+def _message(value: Any, where: str) -> Message:
+    """One checked message; None counts as absent, because tables fill what some rows lack with it."""
+    if not isinstance(value, Mapping):
+        raise TaskError(
+            f"{where} is {type(value).__name__}. Expected a dict with `role` and `content`."
+        )
+    entries = cast("Mapping[str, Any]", value).items()
+    message = {str(key): entry for key, entry in entries if entry is not None}
+    if not isinstance(message.get("role"), str) or not message["role"]:
+        raise TaskError(f"{where} has no text under `role`; it has the keys: {', '.join(message)}.")
+    if "tool_calls" not in message and not isinstance(message.get("content"), str):
+        got = type(message["content"]).__name__ if "content" in message else "none"
+        keys = ", ".join(message)
+        raise TaskError(f"{where} needs text under `content`, got {got}; it has the keys: {keys}.")
+    return message
+
+
+def _canonical(value: Any) -> Any:
+    """Something that JSON can write and that is the same in every process for equal values."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value).items()
+        return {
+            "dict": sorted(([str(k), _canonical(v)] for k, v in items), key=lambda pair: pair[0])
+        }
+    if isinstance(value, list | tuple):
+        return [_canonical(entry) for entry in cast("Sequence[Any]", value)]
+    if isinstance(value, set | frozenset):
+        return sorted(repr(entry) for entry in cast("set[Any]", value))
+    if hasattr(value, "tolist"):
+        return _canonical(value.tolist())
+    shown, kind = repr(value), _kind(value)
+    return f"{kind.__module__}.{kind.__qualname__}" if " at 0x" in shown else shown
+
+
+def _kind(value: object) -> type[object]:
+    return type(value)

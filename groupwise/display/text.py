@@ -1,0 +1,41 @@
+"""Showing text that a stranger wrote. What a model says may hold terminal commands, markup, or characters that reorder a line.
+
+`clean` makes such text harmless and still shows what was there: a control character becomes its picture (`␛`), an
+invisible one its code. The result is plain text: give it to rich as `Text`, never as markup.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+
+_KEPT_INVISIBLE = "\u200c\u200d"
+"""Joiners: words of several scripts and many emoji need them."""
+
+
+def clean(text: str) -> str:
+    """The text without anything that a terminal would obey; line breaks stay, tabs become spaces."""
+    text = text.replace("\r\n", "\n").replace("\t", "    ")
+    return "".join(letter if letter == "\n" else _visible(letter) for letter in text)
+
+
+def one_line(text: str) -> str:
+    """The text cleaned, on one line; line breaks are shown as `⏎`."""
+    return clean(text).replace("\n", "⏎")
+
+
+def shorten(text: str, limit: int) -> str:
+    """At most `limit` characters, the last of them `…` where something was cut off."""
+    return text if len(text) <= limit else text[: max(limit - 1, 0)] + "…"
+
+
+def _visible(letter: str) -> str:
+    if letter.isprintable() or letter in _KEPT_INVISIBLE:
+        return letter
+    code = ord(letter)
+    if code < 0x20:
+        return chr(0x2400 + code)
+    if code == 0x7F:
+        return "␡"
+    if unicodedata.category(letter) == "Zs":
+        return " "
+    return f"<U+{code:04X}>"

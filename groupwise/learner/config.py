@@ -1,0 +1,108 @@
+"""The `training` section: how much is trained, on what steps, with which optimiser."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, cast
+
+from pydantic import model_validator
+
+from groupwise.settings import Strict, setting
+
+
+class TrainingConfig(Strict):
+    """Budget, step size and optimiser. A step draws `prompts_per_step` groups and makes one update."""
+
+    not_yet: ClassVar[frozenset[str]] = frozenset(
+        {
+            "optim=adamw_8bit",
+            "optim=paged_adamw_8bit",
+            "num_iterations",
+            "schedule",
+            "fixed_lag",
+            "packing",
+        }
+    )
+
+    max_steps: int | None = setting(
+        100,
+        "Steps to train; null where num_train_epochs says how long.",
+        on_resume="free",
+        ge=1,
+    )
+    num_train_epochs: float | None = setting(
+        None,
+        "Passes over the dataset, instead of max_steps; fractions are possible.",
+        on_resume="free",
+        gt=0,
+    )
+    prompts_per_step: int = setting(8, "Examples (groups) drawn for each step.", ge=1)
+    num_generations: int = setting(
+        8,
+        "Completions of each prompt, the size of a group; they are compared with each other, "
+        "so 2 is the least.",
+        ge=2,
+    )
+    learning_rate: float = setting(
+        1e-5,
+        "Peak step size of AdamW; this default suits a LoRA adapter, all weights want less.",
+        gt=0,
+    )
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting(
+        "linear",
+        "Course of the learning rate after the warm-up: to 0 at the last step, or constant.",
+    )
+    warmup_steps: int = setting(0, "Steps over which the learning rate rises from 0.", ge=0)
+    warmup_ratio: float = setting(
+        0.0, "The same as a share of all steps; give one of the two.", ge=0, le=1
+    )
+    optim: Literal["adamw"] = setting("adamw", "The optimiser.")
+    weight_decay: float = setting(
+        0.0, "Decoupled weight decay of AdamW. 0, because a LoRA starts at no change.", ge=0
+    )
+    adam_beta1: float = setting(0.9, "Decay of AdamW's mean of gradients.", ge=0, lt=1)
+    adam_beta2: float = setting(0.999, "Decay of AdamW's mean of squared gradients.", ge=0, lt=1)
+    adam_epsilon: float = setting(1e-8, "Added to AdamW's denominator.", gt=0)
+    max_grad_norm: float | None = setting(
+        1.0, "The gradient is scaled down to this norm; null leaves it as it is.", gt=0
+    )
+    seed: int = setting(
+        0, "Decides order of examples, every sampled token and the adapter's start.", ge=0
+    )
+    max_tokens_per_microbatch: int = setting(
+        8192,
+        "Tokens computed at once in the learner; less needs less memory. The gradient stays the same.",
+        on_resume="warn",
+        ge=1,
+    )
+    gradient_checkpointing: bool = setting(
+        False,
+        "Compute activations a second time instead of keeping them: less memory, slower.",
+        on_resume="warn",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _epochs_replace_the_default_steps(cls, given: Any) -> Any:
+        """Whoever gives epochs need not write `max_steps: null` beside them."""
+        if not isinstance(given, dict):
+            return given
+        keys = cast("dict[str, Any]", given)
+        if keys.get("num_train_epochs") is None or "max_steps" in keys:
+            return keys
+        return {**keys, "max_steps": None}
+
+    @model_validator(mode="after")
+    def _one_of_each_pair(self) -> TrainingConfig:
+        if self.max_steps is not None and self.num_train_epochs is not None:
+            raise ValueError(
+                f"max_steps is {self.max_steps} and num_train_epochs is {self.num_train_epochs}; "
+                "give one of the two and set the other to null."
+            )
+        if self.max_steps is None and self.num_train_epochs is None:
+            raise ValueError("max_steps and num_train_epochs are both null; give one of the two.")
+        if self.warmup_steps and self.warmup_ratio:
+            raise ValueError(
+                f"warmup_steps is {self.warmup_steps} and warmup_ratio is {self.warmup_ratio}; "
+                "give one of the two."
+            )
+        return self

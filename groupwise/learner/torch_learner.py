@@ -1,0 +1,239 @@
+"""The default learner: forward, backward and AdamW in this process.
+
+It is blind to algorithms. Rows come in with weights and denominators that were made for the whole step; they are cut into
+micro-batches, each adds its share of the gradient, and `update` applies the sum. Because losses are sums and the denominators
+are given, the gradient does not depend on the cuts. Factors or weights, gradients and optimiser state are float32.
+
+A learner holds one adapter over a base that others may share, or all weights of a model of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from groupwise.algorithms.base import Algorithm, LossResult, TokenBatch
+from groupwise.algorithms.registry import from_spec
+from groupwise.learner.forward import Forward, shared_prompt, whole_rows
+from groupwise.learner.layout import MicroBatch, microbatches
+from groupwise.learner.weights import TrainedWeights
+from groupwise.models.decoder import Decoder
+from groupwise.models.lora import copy_exactly, fingerprint
+from groupwise.types import (
+    LossSpec,
+    OptimiserParams,
+    Policy,
+    PolicyRole,
+    Row,
+    UpdateResult,
+)
+
+OPTIMISER = "optimiser.safetensors"
+STATE = "learner.json"
+
+
+class TorchLearner:
+    """A `groupwise.types.Learner` over any transformers causal language model."""
+
+    def __init__(
+        self,
+        weights: TrainedWeights,
+        *,
+        run: str,
+        publish_folder: Path,
+        max_tokens_per_microbatch: int,
+        seed: int,
+        dropout: bool = False,
+        gradient_checkpointing: bool = False,
+    ) -> None:
+        self._weights = weights
+        self._parameters = weights.parameters()
+        self._run = run
+        self._publish_folder = publish_folder
+        self._max_tokens = max_tokens_per_microbatch
+        self._seed = seed
+        self._dropout = dropout
+        self._checkpointing = gradient_checkpointing
+        self._decoder = Decoder(weights.model)
+        self._forward: Callable[[Decoder, MicroBatch], Forward] = shared_prompt
+        if gradient_checkpointing:
+            self._forward = whole_rows
+            weights.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self._optimiser = torch.optim.AdamW(self._parameters.values(), foreach=True)
+        self._updates = 0
+        self.tokens_computed = 0
+
+    async def forward_backward(
+        self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
+    ) -> dict[str, float]:
+        """See `groupwise.types.Learner.forward_backward`."""
+        algorithm = from_spec(loss)
+        sums: dict[str, float] = {}
+        self._seed_dropout()
+        for batch in microbatches(rows, self._max_tokens):
+            result = self._backward(batch, algorithm, denominators)
+            losses = {f"loss/{name}": value for name, value in result.components.items()}
+            for name, value in {**losses, **result.stats}.items():
+                sums[name] = sums.get(name, 0.0) + float(value.detach())
+            await asyncio.sleep(0)
+        return sums
+
+    async def update(self, params: OptimiserParams) -> UpdateResult:
+        """See `groupwise.types.Learner.update`. A gradient that is not finite is left out."""
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+        applied = math.isfinite(norm)
+        if applied:
+            self._clip(gradients, norm, params.max_grad_norm)
+            self._step(params)
+        self.discard()
+        return UpdateResult(grad_norm=norm, applied=applied)
+
+    def discard(self) -> None:
+        """See `groupwise.types.Learner.discard`."""
+        self._optimiser.zero_grad(set_to_none=False)
+
+    async def publish(self, version: int) -> Policy:
+        """See `groupwise.types.Learner.publish`. The publication before the last one is removed."""
+        folder = self._publish_folder / f"v{version:09d}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        self._weights.save(folder)
+        self._remove_old_publications(version)
+        return Policy(
+            run=self._run,
+            version=version,
+            fingerprint=fingerprint(self._parameters),
+            kind=self._weights.kind,
+            path=str(folder),
+        )
+
+    async def logprobs(self, rows: Sequence[Row], role: PolicyRole = "policy") -> list[tuple[float, ...]]:
+        """See `groupwise.types.Learner.logprobs`."""
+        reference = role == "reference"
+        decoder = Decoder(self._weights.reference_model) if reference else self._decoder
+        acting = self._weights.acting_reference() if reference else self._weights.acting(dropout=False)
+        found: list[tuple[float, ...]] = [()] * len(rows)
+        with torch.no_grad(), acting:
+            for batch in microbatches(rows, self._max_tokens):
+                logprobs = shared_prompt(decoder, batch).logprobs_BT.tolist()
+                for index, row, values in zip(batch.indices, batch.rows, logprobs, strict=True):
+                    found[index] = tuple(values[: len(row.completion_ids)])
+        return found
+
+    def save(self, folder: str) -> None:
+        """See `groupwise.types.Learner.save`."""
+        place = Path(folder)
+        self._weights.save(place)
+        save_file(self._optimiser_tensors(), place / OPTIMISER)
+        (place / STATE).write_text(json.dumps({"updates": self._updates, "seed": self._seed}))
+
+    def load(self, folder: str) -> None:
+        """See `groupwise.types.Learner.load`."""
+        place = Path(folder)
+        self._weights.read(place)
+        self._updates = int(json.loads((place / STATE).read_text())["updates"])
+        if self._updates:
+            self._make_optimiser_state()
+            copy_exactly(self._optimiser_tensors(), load_file(place / OPTIMISER), str(place / OPTIMISER))
+
+    def load_weights(self, folder: str) -> None:
+        """Only the weights of what `save` wrote; the optimiser starts afresh."""
+        self._weights.read(Path(folder))
+
+    def _backward(
+        self, batch: MicroBatch, algorithm: Algorithm, denominators: Mapping[str, float]
+    ) -> LossResult:
+        with self._weights.acting(dropout=self._dropout), self._training_mode():
+            forward = self._forward(self._decoder, batch)
+            result = algorithm.loss(token_batch(batch, forward))
+            total = sum(
+                value / denominators[name] for name, value in result.components.items() if denominators[name]
+            )
+            if isinstance(total, Tensor):
+                total.backward()
+        self.tokens_computed += batch.tokens
+        return result
+
+    def _training_mode(self) -> _TrainingMode:
+        return _TrainingMode(self._weights.model, self._checkpointing)
+
+    def _clip(self, gradients: list[Tensor], norm: float, max_norm: float | None) -> None:
+        if max_norm is not None and norm > max_norm:
+            torch._foreach_mul_(gradients, max_norm / norm)
+
+    def _step(self, params: OptimiserParams) -> None:
+        for group in self._optimiser.param_groups:
+            group["lr"] = params.learning_rate
+            group["weight_decay"] = params.weight_decay
+            group["betas"] = (params.beta1, params.beta2)
+            group["eps"] = params.eps
+        self._optimiser.step()
+        self._updates += 1
+
+    def _seed_dropout(self) -> None:
+        if self._dropout:
+            torch.manual_seed((self._seed << 32) + self._updates)
+
+    def _make_optimiser_state(self) -> None:
+        for parameter in self._parameters.values():
+            self._optimiser.state[parameter] = {
+                "step": torch.tensor(0.0),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+    def _optimiser_tensors(self) -> dict[str, Tensor]:
+        return {
+            f"{kind}|{name}": value
+            for name, parameter in self._parameters.items()
+            for kind, value in self._optimiser.state.get(parameter, {}).items()
+        }
+
+    def _remove_old_publications(self, version: int) -> None:
+        for folder in self._publish_folder.glob("v*"):
+            if folder.name < f"v{version - 1:09d}":
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+class _TrainingMode:
+    """Gradient checkpointing acts only in training mode; everything else stays in evaluation mode."""
+
+    def __init__(self, model: torch.nn.Module, checkpointing: bool) -> None:
+        self._model = model
+        self._checkpointing = checkpointing
+
+    def __enter__(self) -> None:
+        if self._checkpointing:
+            self._model.train()
+
+    def __exit__(self, *_: object) -> None:
+        self._model.eval()
+
+
+def token_batch(batch: MicroBatch, forward: Forward) -> TokenBatch:
+    """A micro-batch and its log-probabilities as the tensors that a loss takes."""
+    device = forward.logprobs_BT.device
+
+    def padded(values: list[tuple[float, ...]]) -> Tensor:
+        width = batch.width
+        return torch.tensor([[*row, *[0.0] * (width - len(row))] for row in values], device=device)
+
+    references = [row.reference_logprobs for row in batch.rows if row.reference_logprobs is not None]
+    return TokenBatch(
+        policy_logprobs_BT=forward.logprobs_BT,
+        sampling_logprobs_BT=padded([row.sampling_logprobs for row in batch.rows]),
+        mask_BT=padded([row.mask for row in batch.rows]),
+        advantages_B=torch.tensor([row.advantage for row in batch.rows], device=device),
+        scales_B=torch.tensor([row.scale for row in batch.rows], device=device),
+        entropies_BT=forward.entropies_BT,
+        reference_logprobs_BT=padded(references) if references else None,
+    )

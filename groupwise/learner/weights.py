@@ -1,0 +1,123 @@
+"""The weights that a learner trains, how they are published, and the reference that they are held against."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, Protocol
+
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from groupwise.models.load import FULL_WEIGHTS
+from groupwise.models.lora import WEIGHTS, AdaptedModel, copy_exactly, read_adapter
+
+
+class TrainedWeights(Protocol):
+    """What a learner needs of its weights."""
+
+    kind: Literal["adapter", "full"]
+
+    @property
+    def model(self) -> PreTrainedModel: ...
+
+    @property
+    def reference_model(self) -> PreTrainedModel:
+        """The model that `acting_reference` computes with; may be the same object."""
+        ...
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """What is trained, by the names used in files, sorted."""
+        ...
+
+    def acting(self, *, dropout: bool) -> contextlib.AbstractContextManager[object]: ...
+
+    def acting_reference(self) -> contextlib.AbstractContextManager[object]:
+        """While this is open, `reference_model` computes as the policy that the run started from."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write the weights in the format of peft or transformers."""
+        ...
+
+    def read(self, folder: Path) -> None:
+        """Restore what `save` wrote; raises `ModelError` unless all names and shapes match."""
+        ...
+
+
+class TrainedAdapter:
+    """An adapter over a frozen base. The reference is the plain base, or a frozen copy of the adapter it started from."""
+
+    kind: Literal["adapter", "full"] = "adapter"
+
+    def __init__(
+        self, adapted: AdaptedModel, seed: int, start: dict[str, Tensor] | None = None, name: str = "policy"
+    ) -> None:
+        self.adapted = adapted
+        self.name = name
+        self._reference: str | None = None
+        adapted.add(name, trainable=True, seed=seed)
+        if start is not None:
+            self._reference = f"{name}-start"
+            adapted.add(self._reference, trainable=False, seed=seed)
+            adapted.write(self._reference, start, "the starting adapter")
+            adapted.write(name, start, "the starting adapter")
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return self.adapted.base
+
+    @property
+    def reference_model(self) -> PreTrainedModel:
+        return self.adapted.base
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return self.adapted.parameters(self.name)
+
+    @contextlib.contextmanager
+    def acting(self, *, dropout: bool) -> Iterator[None]:
+        with self.adapted.using(self.name, dropout=dropout):
+            yield
+
+    @contextlib.contextmanager
+    def acting_reference(self) -> Iterator[None]:
+        with self.adapted.using(self._reference):
+            yield
+
+    def save(self, folder: Path) -> None:
+        self.adapted.save(self.name, folder)
+
+    def read(self, folder: Path) -> None:
+        copy_exactly(self.parameters(), read_adapter(folder), str(folder / WEIGHTS))
+
+
+class TrainedModel:
+    """All weights of a model in float32, with a frozen copy as reference where one is needed."""
+
+    kind: Literal["adapter", "full"] = "full"
+
+    def __init__(self, model: PreTrainedModel, reference: PreTrainedModel | None = None) -> None:
+        self.model = model.requires_grad_(True)
+        self._frozen = reference
+
+    @property
+    def reference_model(self) -> PreTrainedModel:
+        assert self._frozen is not None, "built without a reference, because beta was 0"
+        return self._frozen
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return dict(sorted(self.model.named_parameters()))
+
+    def acting(self, *, dropout: bool) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def acting_reference(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def save(self, folder: Path) -> None:
+        self.model.save_pretrained(folder, max_shard_size="1TB")
+
+    def read(self, folder: Path) -> None:
+        copy_exactly(self.parameters(), load_file(folder / FULL_WEIGHTS), str(folder / FULL_WEIGHTS))

@@ -1,0 +1,65 @@
+"""Ctrl-C and SIGTERM: the first asks the loop to end cleanly, the second ends it at once.
+
+Work that may be dropped half-way (sampling, a partial gradient) is awaited through `allow`; everything else (update,
+publication, record, checkpoint) runs undisturbed, and the request is noticed before the next droppable piece of work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Coroutine
+from types import FrameType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Interrupted(Exception):
+    """The loop was asked to end; `exit_code` is what the shell expects (130 for Ctrl-C, 143 for SIGTERM)."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(signal.Signals(signal_number).name)
+        self.exit_code = 128 + signal_number
+
+
+class Interruption:
+    """Listens for the two signals while it is open, where the loop runs in the main thread; elsewhere it does nothing."""
+
+    def __init__(self) -> None:
+        self._received: int | None = None
+        self._event = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interruption:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    async def allow(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await droppable work; raises `Interrupted`, with the work cancelled, when a signal has come or comes."""
+        task = asyncio.ensure_future(work)
+        asked = asyncio.ensure_future(self._event.wait())
+        try:
+            await asyncio.wait((task, asked), return_when=asyncio.FIRST_COMPLETED)
+            if self._received is not None:
+                raise Interrupted(self._received)
+            return await task
+        finally:
+            asked.cancel()
+            if not task.done():
+                task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        if self._received is not None:
+            raise KeyboardInterrupt
+        self._received = number
+        self._loop.call_soon_threadsafe(self._event.set)

@@ -1,0 +1,129 @@
+"""The numbers of a step, under the names that users of TRL know where the thing is the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+
+from groupwise.types import Group, Rollout
+
+TOKEN_MEANS = {
+    "kl": "kl",
+    "entropy": "entropy",
+    "ratio": "sampling/ratio_mean",
+    "logprob_gap": "sampling/logprob_gap",
+    "clip_low": "clip_ratio/low_mean",
+    "clip_high": "clip_ratio/high_mean",
+}
+"""Sums of the learner that are shown as means over the tokens that teach."""
+
+
+@dataclass(slots=True)
+class Timings:
+    """Seconds of a step's phases; sampling and scoring overlap."""
+
+    sampling: float = 0.0
+    scoring: float = 0.0
+    """From the last sampled token until the last group was scored."""
+    learning: float = 0.0
+    publishing: float = 0.0
+    step: float = 0.0
+    sampled_tokens: int = 0
+    learned_tokens: int = 0
+
+
+def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Rewards, lengths and outcomes of a step's groups. A number that does not exist in this step is left out."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    outcomes = Counter(rollout.outcome for rollout in rollouts)
+    lengths = [len(rollout.completion_ids) for rollout in rollouts]
+    return {
+        **_reward_metrics(groups),
+        **_part_metrics(rollouts),
+        **_task_metrics(groups),
+        "completions/mean_length": fmean(lengths),
+        "completions/min_length": float(min(lengths)),
+        "completions/max_length": float(max(lengths)),
+        "completions/clipped_ratio": fmean(rollout.truncated for rollout in rollouts),
+        "rollouts/scored": float(outcomes["scored"]),
+        "rollouts/failed": float(outcomes["failed"]),
+        "rollouts/timed_out": float(outcomes["timed_out"]),
+    }
+
+
+def loss_metrics(sums: Mapping[str, float], denominators: Mapping[str, float]) -> dict[str, float]:
+    """The loss and per-token means, from what the learner summed over the rows that it computed."""
+    if not sums:
+        return {}
+    metrics = {
+        "loss": sum(sums[f"loss/{name}"] / value for name, value in denominators.items() if value)
+    }
+    tokens = sums.get("tokens", 0.0)
+    means = {shown: sums[name] / tokens for name, shown in TOKEN_MEANS.items() if tokens and name in sums}
+    if "clip_ratio/low_mean" in means:
+        means["clip_ratio/region_mean"] = means["clip_ratio/low_mean"] + means["clip_ratio/high_mean"]
+    return {**metrics, **means}
+
+
+def timing_metrics(timings: Timings) -> dict[str, float]:
+    """Seconds and tokens per second; no part of any equality between runs."""
+    rates = {
+        "perf/sampling_tokens_per_second": (timings.sampled_tokens, timings.sampling),
+        "perf/learning_tokens_per_second": (timings.learned_tokens, timings.learning),
+    }
+    return {
+        "time/sampling": timings.sampling,
+        "time/scoring": timings.scoring,
+        "time/learning": timings.learning,
+        "time/publishing": timings.publishing,
+        "time/step": timings.step,
+        **{name: tokens / seconds for name, (tokens, seconds) in rates.items() if tokens and seconds},
+    }
+
+
+def failure_reasons(groups: Sequence[Group], most: int = 3) -> list[str]:
+    """Why rollouts were not scored, the most frequent reasons first, with counts."""
+    reasons = Counter(
+        rollout.reason or "no reason given"
+        for group in groups
+        for rollout in group.rollouts
+        if rollout.outcome in ("failed", "timed_out")
+    )
+    return [f"{count} × {reason}" for reason, count in reasons.most_common(most)]
+
+
+def _reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    per_group = [[rollout.reward for rollout in group.scored if rollout.reward is not None] for group in groups]
+    scored = [rewards for rewards in per_group if rewards]
+    if not scored:
+        return {}
+    silent = [max(rewards) - min(rewards) == 0 for rewards in scored]
+    return {
+        "reward": fmean(value for rewards in scored for value in rewards),
+        "reward_std": fmean(_std(rewards) for rewards in scored),
+        "frac_reward_zero_std": fmean(silent),
+    }
+
+
+def _part_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        for part in rollout.parts:
+            if part.value is not None:
+                values.setdefault(part.name, []).append(part.value)
+    means = {f"rewards/{name}/mean": fmean(found) for name, found in values.items()}
+    return {**means, **{f"rewards/{name}/std": _std(found) for name, found in values.items()}}
+
+
+def _task_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    names = sorted({name for group in groups for name in group.metrics})
+    return {
+        name: fmean(group.metrics[name] for group in groups if name in group.metrics) for name in names
+    }
+
+
+def _std(values: Sequence[float]) -> float:
+    """That of a sample, as in the algorithms; 0 for a single value."""
+    return stdev(values) if len(values) > 1 else 0.0

@@ -1,0 +1,63 @@
+"""The `model` and `lora` sections: which model is trained, and how much of it."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from groupwise.settings import Strict, setting
+
+Dtype = Literal["float32", "bfloat16"]
+"""How the numbers of a model are stored."""
+
+
+class ModelConfig(Strict):
+    """The model that the run starts from."""
+
+    not_yet: ClassVar[frozenset[str]] = frozenset(
+        {"backend", "load_in_4bit", "load_in_8bit", "adapter_revision"}
+    )
+
+    name: str = setting(
+        ...,
+        "A hub id, a local folder, a .gguf file, or an alias (`smollm2-135m-instruct`, `tiny`).",
+        min_length=1,
+    )
+    revision: str | None = setting(
+        None, "Branch, tag or commit of a hub id; null is the hub's main branch."
+    )
+    adapter: str | None = setting(
+        None, "Folder of a PEFT adapter to start from; null starts from the model as it is."
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto", "Number format of the frozen weights; auto takes what suits the model and machine."
+    )
+    chat_template: str | None = setting(
+        None, "File with a Jinja chat template; null uses the one that comes with the tokenizer."
+    )
+    trust_remote_code: bool = setting(
+        False, "Run Python code from the model's repository. Off, because it can do anything."
+    )
+    max_seq_length: int | None = setting(
+        None, "Most tokens of prompt and completion together; null is the model's own limit.", ge=2
+    )
+
+
+class LoraConfig(Strict):
+    """The low-rank adapter. `lora: null` trains all weights of the model instead."""
+
+    r: int = setting(16, "Rank of the adapter; RL needs little capacity, so 16 is ample.", ge=1)
+    alpha: int = setting(
+        32, "The adapter's output is scaled by alpha / r; twice the rank is the usual choice.", ge=1
+    )
+    dropout: float = setting(
+        0.0,
+        "Share of the adapter's inputs dropped in training. 0, so that sampler and learner see the "
+        "same policy.",
+        ge=0,
+        lt=1,
+    )
+    target_modules: Literal["all-linear"] | tuple[str, ...] = setting(
+        "all-linear",
+        "Names of the layers that get an adapter; all-linear is every linear layer but the output "
+        "head.",
+    )

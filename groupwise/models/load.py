@@ -1,0 +1,90 @@
+"""From a config to a model in memory, on the right device and in the right number format."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from groupwise.errors import ModelError
+from groupwise.models.config import Dtype, ModelConfig
+from groupwise.models.machine import has_bfloat16
+from groupwise.models.tokenizer import explained, quiet, resolve
+
+FULL_WEIGHTS = "model.safetensors"
+"""The one file that holds a whole model, published or saved."""
+
+
+
+def load_model(config: ModelConfig, dtype: Dtype, device: str = "cpu") -> PreTrainedModel:
+    """The model's weights, in evaluation mode, no parameter trainable."""
+    resolved = resolve(config)
+    with quiet(), explained(config, resolved, "model"):
+        model = AutoModelForCausalLM.from_pretrained(
+            resolved.location,
+            dtype=getattr(torch, dtype),
+            attn_implementation="sdpa",
+            trust_remote_code=config.trust_remote_code,
+            **resolved.arguments(),
+        )
+    model.requires_grad_(False)
+    return model.to(device).eval()
+
+
+def choose_dtype(config: ModelConfig, full: bool, device: str) -> Dtype:
+    """`model.dtype`, or for `auto` what suits: float32 to train all weights, else bfloat16 where the processor has it."""
+    if full and config.dtype == "bfloat16":
+        raise ModelError(
+            "model.dtype: bfloat16 cannot train all weights (lora: null): small updates vanish in its rounding. "
+            "Set model.dtype to float32 or auto, or train an adapter (lora: {r: 16})."
+        )
+    if config.dtype != "auto":
+        return config.dtype
+    if full:
+        return "float32"
+    return "bfloat16" if has_bfloat16(device) else "float32"
+
+
+def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every token that ends a completion: of the model's config, its generation config and the tokenizer."""
+    found: set[int] = set()
+    for owner in (model.config, model.generation_config, tokenizer):
+        value = getattr(owner, "eos_token_id", None)
+        found.update([value] if isinstance(value, int) else value or [])
+    return tuple(sorted(found))
+
+
+def write_dequantised(gguf: Path, folder: Path) -> None:
+    """Dequantise a GGUF file into a folder of safetensors, config and tokenizer."""
+    if not gguf.is_file():
+        raise ModelError(f"There is no file {str(gguf)!r}.")
+    with quiet(), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32
+            )
+            tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
+        except (ValueError, OSError, KeyError, ImportError) as error:
+            raise ModelError(f"{gguf} cannot be read as a GGUF model: {error}") from error
+        _without_quantisation(model).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+def _without_quantisation(model: PreTrainedModel) -> PreTrainedModel:
+    # The loaded model remembers that it was GGUF, and would refuse to be saved.
+    config = {**model.config.to_dict(), "_name_or_path": ""}
+    config.pop("quantization_config", None)
+    clean = type(model)(type(model.config)(**config))
+    clean.load_state_dict(model.state_dict())
+    clean.tie_weights()
+    clean.generation_config = model.generation_config or GenerationConfig()
+    return clean

@@ -1,0 +1,226 @@
+"""Low-rank adapters over one frozen base, in the file format of peft.
+
+Several adapters live side by side on the same base: the one that is trained, the one that the sampler serves (a copy that came
+through a published file), and the one that a run started from (the reference for KL). `AdaptedModel.using` says which one acts.
+
+The arithmetic is our own: the low-rank product is added *before* the base output is rounded. With a base in bfloat16, adding
+it afterwards, as peft's layer does, loses most of a change made at the learning rates of RL. The factors are kept in float32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora.layer import Linear as PeftLinear
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from groupwise.errors import ModelError
+from groupwise.models import config as settings_of_models
+
+PREFIX = "base_model.model."
+WEIGHTS = "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+UNSUPPORTED = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication",
+               "lora_bias", "trainable_token_indices", "target_parameters")  # fmt: skip
+
+
+class AdapterSwitch:
+    """Shared by all adapted layers of a model: which adapter acts, and whether dropout does."""
+
+    def __init__(self) -> None:
+        self.active: str | None = None
+        self.dropout = False
+
+
+class ExactLoraLinear(PeftLinear):
+    """`y = round(x Wᵀ + scaling · (x Aᵀ) Bᵀ)`: one rounding, after the sum."""
+
+    switch: AdapterSwitch
+
+    def forward(self, x: Tensor) -> Tensor:
+        base = self.get_base_layer()
+        name = self.switch.active
+        if name is None:
+            return base(x)
+        down = self.lora_A[name].weight
+        up = self.lora_B[name].weight * self.scaling[name]
+        inputs = self.lora_dropout[name](x) if self.switch.dropout else x
+        low = F.linear(F.linear(inputs, down.to(x.dtype)), up.to(x.dtype))
+        if base.bias is not None:
+            low = low + base.bias
+        flat = torch.addmm(low.flatten(0, -2), x.flatten(0, -2), base.weight.t())
+        return flat.view(*x.shape[:-1], -1)
+
+
+class AdaptedModel:
+    """A frozen base with named adapters of one shape."""
+
+    def __init__(self, base: PreTrainedModel, config: LoraConfig) -> None:
+        self.base = base
+        self.config = config
+        self.switch = AdapterSwitch()
+        self.layers: dict[str, ExactLoraLinear] = {}
+
+    def add(self, name: str, *, trainable: bool, seed: int) -> None:
+        """Add an adapter that changes nothing yet: A random from `seed`, B zero (Hu et al. 2021, §4.1)."""
+        if self.layers:
+            for layer in self.layers.values():
+                layer.update_layer(
+                    name, self.config.r, lora_alpha=self.config.lora_alpha, config=self.config
+                )
+        else:
+            self._inject(name)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for key, parameter in self.parameters(name).items():
+                parameter.data = parameter.data.float()
+                parameter.requires_grad_(trainable)
+                if ".lora_A." in key:
+                    bound = 1 / math.sqrt(parameter.shape[1])
+                    drawn = torch.rand(parameter.shape, generator=generator) * 2 - 1
+                    parameter.copy_(drawn * bound)
+                else:
+                    parameter.zero_()
+
+    def parameters(self, name: str) -> dict[str, nn.Parameter]:
+        """The adapter's factors under the names that peft gives them in files, sorted."""
+        found: dict[str, nn.Parameter] = {}
+        for path, layer in self.layers.items():
+            found[f"{PREFIX}{path}.lora_A.weight"] = layer.lora_A[name].weight
+            found[f"{PREFIX}{path}.lora_B.weight"] = layer.lora_B[name].weight
+        return dict(sorted(found.items()))
+
+    def write(self, name: str, tensors: Mapping[str, Tensor], origin: str) -> None:
+        """Overwrite the adapter. Raises `ModelError` unless names and shapes match exactly."""
+        copy_exactly(self.parameters(name), tensors, origin)
+
+    @contextlib.contextmanager
+    def using(self, name: str | None, *, dropout: bool = False) -> Iterator[PreTrainedModel]:
+        """The base with this adapter acting (None: the plain base)."""
+        before = self.switch.active, self.switch.dropout
+        self.switch.active, self.switch.dropout = name, dropout
+        try:
+            yield self.base
+        finally:
+            self.switch.active, self.switch.dropout = before
+
+    def save(self, name: str, folder: Path) -> None:
+        """Write the adapter as peft does, so that peft, transformers and vLLM load it."""
+        tensors = {key: value.detach().cpu().clone() for key, value in self.parameters(name).items()}
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        described = {**self.config.to_dict(), "inference_mode": True}
+        described["base_model_name_or_path"] = self.base.config._name_or_path
+        (folder / CONFIG).write_text(json.dumps(described, indent=2, sort_keys=True, default=_plain))
+
+    def _inject(self, name: str) -> None:
+        self.config._register_custom_module({nn.Linear: ExactLoraLinear})
+        try:
+            inject_adapter_in_model(self.config, self.base, adapter_name=name)
+        except ValueError as error:
+            raise ModelError(_no_target(self.base, error)) from error
+        for path, module in self.base.named_modules():
+            if isinstance(module, ExactLoraLinear):
+                module.switch = self.switch
+                self.layers[path] = module
+        self.base.requires_grad_(False)
+
+
+def new_lora_config(settings: settings_of_models.LoraConfig) -> LoraConfig:
+    """The peft config of a fresh adapter."""
+    targets = settings.target_modules
+    return LoraConfig(
+        r=settings.r,
+        lora_alpha=settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        task_type="CAUSAL_LM",
+    )
+
+
+def read_lora_config(folder: Path) -> LoraConfig:
+    """The config of a stored adapter. Raises `ModelError` for kinds of adapter that are not plain LoRA."""
+    if not (folder / CONFIG).is_file():
+        raise ModelError(f"model.adapter: {folder} has no {CONFIG}, so it holds no adapter.")
+    stored = json.loads((folder / CONFIG).read_text())
+    if stored.get("peft_type") != "LORA":
+        raise ModelError(f"model.adapter: {folder} is of type {stored.get('peft_type')!r}; LORA is expected.")
+    extra = [key for key in UNSUPPORTED if stored.get(key)] + (["bias"] if stored.get("bias", "none") != "none" else [])
+    if extra:
+        raise ModelError(
+            f"model.adapter: {folder} uses {', '.join(extra)}, which this version does not train. "
+            "Merge it into its base and give the merged model as model.name."
+        )
+    config = LoraConfig.from_pretrained(str(folder))
+    config.inference_mode = False
+    return config
+
+
+def read_adapter(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a stored adapter (safetensors only)."""
+    path = folder / WEIGHTS
+    if not path.is_file():
+        found = sorted(entry.name for entry in folder.glob("*")) if folder.is_dir() else []
+        raise ModelError(f"There is no {WEIGHTS} in {folder}; it holds: {', '.join(found) or 'nothing'}.")
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise ModelError(f"{path} is damaged: {error}") from error
+
+
+def copy_exactly(owned: Mapping[str, Tensor], given: Mapping[str, Tensor], origin: str) -> None:
+    """Copy `given` over `owned`; raises `ModelError` that lists every key or shape that does not match."""
+    missing = sorted(set(owned) - set(given))
+    unexpected = sorted(set(given) - set(owned))
+    shapes = [
+        f"{key}: {tuple(given[key].shape)} instead of {tuple(owned[key].shape)}"
+        for key in sorted(set(owned) & set(given))
+        if owned[key].shape != given[key].shape
+    ]
+    if missing or unexpected or shapes:
+        raise ModelError(
+            f"The tensors of {origin} do not match the model, so none was loaded."
+            + _listed("missing", missing)
+            + _listed("not expected", unexpected)
+            + _listed("of another shape", shapes)
+        )
+    with torch.no_grad():
+        for key, tensor in owned.items():
+            tensor.copy_(given[key])
+
+
+def fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 over names, types, shapes and bytes, in the order of the names; 16 hex digits."""
+    digest = hashlib.sha256()
+    for key in sorted(tensors):
+        tensor = tensors[key].detach().cpu().contiguous()
+        digest.update(f"{key}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]
+
+
+def _no_target(base: PreTrainedModel, error: ValueError) -> str:
+    kinds = sorted({path.rsplit(".", 1)[-1] for path, module in base.named_modules() if isinstance(module, nn.Linear)})
+    return f"lora.target_modules: {error}. Linear layers of this model: {', '.join(kinds)}; or all-linear."
+
+
+def _listed(title: str, items: list[str]) -> str:
+    if not items:
+        return ""
+    more = f"\n    … and {len(items) - 8} more" if len(items) > 8 else ""
+    return f"\n  {title} ({len(items)}):" + "".join(f"\n    {item}" for item in items[:8]) + more
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set) else str(value)

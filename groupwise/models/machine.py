@@ -1,0 +1,36 @@
+"""What this machine can do, and how a process is set up for it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+
+import torch
+
+TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3
+"""Parameters of glibc's mallopt(3)."""
+
+
+def choose_device() -> str:
+    """`cuda` where torch can use one, else `cpu`."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def has_bfloat16(device: str) -> bool:
+    """Whether the processor multiplies bfloat16 itself."""
+    if device != "cpu":
+        return torch.cuda.is_bf16_supported()
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def prepare_process(threads: int) -> None:
+    """Set torch's threads, and let the allocator keep what is freed.
+
+    On virtual machines the first touch of fresh memory can cost more than the arithmetic done in it.
+    """
+    torch.set_num_threads(threads)
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(MMAP_THRESHOLD, 1 << 30)
+        libc.mallopt(TRIM_THRESHOLD, (1 << 31) - 1)
+        libc.mallopt(TOP_PAD, 64 << 20)

@@ -1,0 +1,97 @@
+"""What a model will need, told from its config alone: room for prompts, parameters, memory. No weights are loaded."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+from groupwise.models.config import LoraConfig, ModelConfig
+from groupwise.models.lora import AdaptedModel, new_lora_config
+from groupwise.models.tokenizer import explained, quiet, resolve
+
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What a run will hold, in MiB; an estimate, without the interpreter and libraries (about 600)."""
+
+    weights: float
+    trained: float
+    """Trained weights, their gradient, both moments of AdamW, and the sampler's copy."""
+    reference: float
+    """The frozen copy that full fine-tuning with beta > 0 needs."""
+    keys_and_values: float
+    activations: float
+    """Of one micro-batch, kept for its backward pass; the largest part for long texts."""
+
+    @property
+    def total(self) -> float:
+        return sum(asdict(self).values())
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """Sizes of a model and what of it is trained."""
+
+    parameters: int
+    trained_parameters: int
+    memory: MemoryPlan
+
+
+def prompt_room(config: ModelConfig, completion: int) -> int:
+    """Most tokens that a prompt may have beside a completion of so many."""
+    limits = [getattr(_read(config), "max_position_embeddings", None), config.max_seq_length]
+    return min((limit for limit in limits if limit), default=1 << 30) - completion
+
+
+def plan_model(
+    config: ModelConfig,
+    lora: LoraConfig | None,
+    *,
+    dtype: str,
+    slots: int,
+    key_length: int,
+    microbatch: int,
+    needs_reference: bool,
+) -> ModelPlan:
+    """Count parameters on a model without storage, and estimate the memory of a run."""
+    described = _read(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(described)
+        total = sum(parameter.numel() for parameter in model.parameters())
+        trained = total
+        if lora is not None:
+            adapted = AdaptedModel(model, new_lora_config(lora))
+            adapted.add("plan", trainable=True, seed=0)
+            trained = sum(parameter.numel() for parameter in adapted.parameters("plan").values())
+    size = 2 if dtype == "bfloat16" else 4
+    memory = MemoryPlan(
+        weights=total * size / MIB,
+        trained=(5 if lora else 4) * trained * 4 / MIB,
+        reference=total * size / MIB if needs_reference and lora is None else 0.0,
+        keys_and_values=slots * key_length * _cache_per_token(described) * size / MIB,
+        activations=microbatch * _activations_per_token(described) * size / MIB,
+    )
+    return ModelPlan(total, trained, memory)
+
+
+def _read(config: ModelConfig) -> PreTrainedConfig:
+    resolved = resolve(config)
+    with quiet(), explained(config, resolved, "model"):
+        return AutoConfig.from_pretrained(
+            resolved.location, trust_remote_code=config.trust_remote_code, **resolved.arguments()
+        ).get_text_config()
+
+
+def _cache_per_token(config: PreTrainedConfig) -> int:
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * head_size
+
+
+def _activations_per_token(config: PreTrainedConfig) -> int:
+    """Numbers kept for each token: about twelve hidden states and four feed-forward states in each layer."""
+    return config.num_hidden_layers * (12 * config.hidden_size + 4 * config.intermediate_size)

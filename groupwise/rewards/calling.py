@@ -1,0 +1,228 @@
+"""How one reward function is called, and what its answer may be.
+
+The convention is the one that TRL users know: `f(prompts=…, completions=…, **columns) -> list[float | None]`, one call
+for a group, one entry for each member, None where the reward does not apply. A function may name fewer arguments and then
+gets only those; `completion_ids`, `trainer_state`, `log_metric` and `log_extra` are given to those who name them. It may be
+async, a method, a partial or an object with `__call__`.
+
+`call` never raises for what the function does: an exception or an answer of the wrong shape is the reason why the
+rollouts concerned have no value, an entry that is no finite number concerns its own rollout only.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from groupwise.errors import TaskError
+from groupwise.plugins import explain
+from groupwise.rewards.plain import plain
+from groupwise.rewards.scoring import ScoreRequest
+
+RewardCallable = Callable[..., Any]
+
+OPTIONAL_ARGUMENTS = ("completion_ids", "trainer_state", "log_metric", "log_extra")
+"""Given to those functions only that name them."""
+
+RESERVED = ("prompts", "completions", *OPTIONAL_ARGUMENTS)
+"""Names that no dataset column may have, because the arguments of reward functions have them."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """Where the run stands, for rewards that change with time."""
+
+    global_step: int
+    """Index of the step that the group is drawn for, from 0."""
+    max_steps: int
+
+
+@dataclass(slots=True)
+class Logged:
+    """What one function recorded during one call."""
+
+    metrics: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    extras: dict[str, list[Any]] = field(default_factory=dict[str, list[Any]])
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one function said about a group: for each member a value (None: does not apply) or a reason for none."""
+
+    values: tuple[float | None, ...]
+    failures: tuple[str | None, ...]
+    logged: Logged = field(default_factory=Logged)
+
+
+class _Unusable(Exception):
+    """An answer that is no list of one number for each member; its text says what it is instead."""
+
+
+def name_of(function: RewardCallable) -> str:
+    """How a function is called in metrics and messages."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    own = getattr(function, "__name__", None) or getattr(function, "name", None)
+    return own.strip("<>") if isinstance(own, str) else type(function).__name__
+
+
+def check_function(function: object, where: str) -> None:
+    """Raise TaskError unless `function` can be called the way reward functions are."""
+    if inspect.isclass(function):
+        raise TaskError(
+            f"{where}: `{function.__name__}` is a class; give an instance, `{function.__name__}()`."
+        )
+    if not callable(function):
+        shown = "" if function is None else f" ({function!r:.60})"
+        raise TaskError(
+            f"{where}: expected a function (prompts, completions, **columns) -> list[float | None], "
+            f"got {type(function).__name__}{shown}."
+        )
+    for parameter in _parameters(function, where):
+        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
+            raise TaskError(
+                f"{where}: `{name_of(function)}` takes `{parameter.name}` by position only; "
+                "reward functions are called with keywords. Remove the `/` from its signature."
+            )
+
+
+def check_columns(function: RewardCallable, columns: Collection[str], where: str) -> None:
+    """Raise TaskError if `function` needs an argument that is neither a column nor given to every reward."""
+    needed = [
+        parameter.name
+        for parameter in _parameters(function, where)
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    missing = [name for name in needed if name not in columns and name not in RESERVED]
+    if missing:
+        raise TaskError(
+            f"{where}: `{name_of(function)}` asks for {_quoted(missing)}, but the dataset has no such column. "
+            f"It has: {', '.join(sorted(columns)) or 'none but prompt'}. "
+            f"Besides columns a reward may ask for {', '.join(RESERVED)}."
+        )
+
+
+async def call(
+    name: str,
+    function: RewardCallable,
+    request: ScoreRequest,
+    started: Callable[[str], None],
+) -> Answer:
+    """Ask one function about a group. `started` hears its name just before it runs."""
+    count, logged = len(request.completions), Logged()
+    try:
+        arguments = _arguments(function, request, logged)
+        started(name)
+        answer = function(**arguments)
+        if inspect.isawaitable(answer):
+            answer = await answer
+        entries = _entries(answer, count)
+    except _Unusable as problem:
+        return _failed(count, f"reward `{name}` {problem}")
+    except (Exception, SystemExit) as error:  # noqa: BLE001 — user code; it fails its rollouts only
+        return _failed(count, f"reward `{name}` raised {explain(error).strip()}")
+    return _answer(name, entries, logged)
+
+
+def _parameters(function: RewardCallable, where: str) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except ValueError as error:  # some functions written in C tell no signature
+        raise TaskError(
+            f"{where}: `{name_of(function)}` has no signature that Python can read; wrap it in a function."
+        ) from error
+
+
+def _arguments(function: RewardCallable, request: ScoreRequest, logged: Logged) -> dict[str, Any]:
+    """Fresh lists for each function, so that one that changes its arguments changes nobody else's."""
+    parameters = _parameters(function, "reward")
+    named = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    given: dict[str, Any] = {
+        "prompts": [_copy(prompt) for prompt in request.prompts],
+        "completions": [_copy(completion) for completion in request.completions],
+        **{column: list(values) for column, values in request.columns.items()},
+    }
+    optional: dict[str, Any] = {
+        "completion_ids": [list(ids) for ids in request.completion_ids],
+        "trainer_state": TrainerState(request.global_step, request.max_steps),
+        "log_metric": functools.partial(_log_metric, logged),
+        "log_extra": functools.partial(_log_extra, logged, len(request.completions)),
+    }
+    chosen = {key: value for key, value in given.items() if takes_all or key in named}
+    return chosen | {key: value for key, value in optional.items() if key in named}
+
+
+def _copy(value: Any) -> Any:
+    return value if isinstance(value, str) else [dict(message) for message in value]
+
+
+def _log_metric(logged: Logged, name: str, value: float) -> None:
+    """Record a number about the group; several of one name are averaged, and what is not finite is left out."""
+    number = float(value)
+    if math.isfinite(number):
+        logged.metrics.setdefault(name, []).append(number)
+
+
+def _log_extra(logged: Logged, count: int, name: str, values: Sequence[Any]) -> None:
+    """Record a value for each rollout, to be kept beside it."""
+    entries = list(values)
+    if len(entries) != count:
+        raise ValueError(
+            f"log_extra({name!r}, …) got {len(entries)} values for {count} completions"
+        )
+    logged.extras[name] = [plain(value) for value in entries]
+
+
+def _entries(answer: Any, count: int) -> list[Any]:
+    """The answer as a list; arrays and tensors of one axis count as lists."""
+    listed: Any = answer.tolist() if hasattr(answer, "tolist") else answer
+    if not isinstance(listed, list | tuple):
+        raise _Unusable(f"returned {_kind(answer)}; expected a list of {count} numbers")
+    entries = list(cast("Sequence[Any]", listed))
+    if len(entries) != count:
+        raise _Unusable(f"returned {len(entries)} values for {count} completions")
+    return entries
+
+
+def _answer(name: str, entries: list[Any], logged: Logged) -> Answer:
+    values: list[float | None] = []
+    failures: list[str | None] = []
+    for entry in entries:
+        value, problem = _number(entry)
+        values.append(value)
+        failures.append(problem and f"reward `{name}` {problem}")
+    return Answer(tuple(values), tuple(failures), logged)
+
+
+def _number(entry: Any) -> tuple[float | None, str | None]:
+    """The value of one entry, and what is wrong with it."""
+    if entry is None:
+        return None, None
+    try:
+        value = None if isinstance(entry, str | bytes) else float(entry)
+    except Exception:  # noqa: BLE001 — `__float__` of a foreign object may raise anything
+        value = None
+    if value is None:
+        return None, f"returned {_kind(entry)} for this completion; expected a number or None"
+    if not math.isfinite(value):
+        return None, f"returned {value} for this completion; expected a finite number"
+    return value, None
+
+
+def _failed(count: int, reason: str) -> Answer:
+    return Answer((None,) * count, (reason,) * count)
+
+
+def _kind(value: object) -> str:
+    shown = repr(value)
+    return f"{type(value).__name__} {shown if len(shown) <= 60 else shown[:57] + '...'}"
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return " and ".join(f"`{name}`" for name in names)

@@ -1,0 +1,116 @@
+"""Ending a worker with everything that it started, and ending with one's parent.
+
+A worker leads a process group of its own, so one signal reaches what it forked. What left the group (`setsid`, daemons) is
+found on Linux by a mark in its environment, which children inherit. Not covered: a process that left the group *and*
+was started with another environment; on systems other than Linux, any process that left the group.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+MARK = "GROUPWISE_REWARD_WORKER"
+"""The environment variable that marks a worker and its descendants; its value is unique for each worker."""
+
+_PR_SET_PDEATHSIG = 1
+_ROUNDS = 20
+"""How often the table of processes is searched again for what was started meanwhile."""
+
+
+def end_family(leader: int, mark: str) -> None:
+    """Kill the process group of `leader` (not yet reaped) and every process that carries `mark`."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+    end_marked(mark)
+
+
+def end_marked(mark: str) -> None:
+    """Kill every process but this one that carries `mark`."""
+    for _ in range(_ROUNDS):
+        marked = _marked(mark)
+        for process in marked:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(process, signal.SIGKILL)
+        if not marked:
+            return
+
+
+def has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Whether it has ended, without reaping it: its number must stay taken until its group is killed."""
+    if not hasattr(os, "waitid"):
+        return process.poll() is not None
+    if process.returncode is not None:
+        return True
+    try:
+        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        return os.waitid(os.P_PID, process.pid, flags) is not None
+    except ChildProcessError:  # someone else in this program reaps every child
+        return True
+
+
+def how_it_ended(code: int | None) -> str:
+    """A return code in words."""
+    if code is None:
+        return "it does not react to being killed"
+    if code >= 0:
+        return f"exit code {code}"
+    known = {s.value for s in signal.Signals}
+    name = signal.Signals(-code).name if -code in known else f"signal {-code}"
+    return f"{name}, perhaps because memory ran out" if name == "SIGKILL" else name
+
+
+def tie_to_parent(parent: int, mark: str) -> None:
+    """Make this worker, and all that it will start, end when `parent` does, however either of them ends.
+
+    On Linux the kernel kills this process when its parent is gone; a forked guard, which only waits for this
+    process to be gone, then ends the rest. Elsewhere the end of the socket is all there is to go by.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    guarded = os.getpid()
+    if os.fork() == 0:
+        _guard(guarded, mark)
+    _signal_when_parent_ends(signal.SIGKILL, parent)
+
+
+def _guard(guarded: int, mark: str) -> None:
+    def finish(*_: object) -> None:
+        end_marked(mark)
+        os._exit(0)
+
+    try:
+        signal.signal(signal.SIGTERM, finish)
+        for descriptor in _open_descriptors():
+            with suppress(OSError):
+                os.close(descriptor)
+        _signal_when_parent_ends(signal.SIGTERM, guarded)
+        while os.getppid() == guarded:
+            signal.pause()
+    finally:
+        finish()
+
+
+def _open_descriptors() -> list[int]:
+    return [int(name) for name in os.listdir("/proc/self/fd")]
+
+
+def _signal_when_parent_ends(number: int, parent: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:  # it ended before the request
+        os.kill(os.getpid(), number)
+
+
+def _marked(mark: str) -> list[int]:
+    wanted, own = f"{MARK}={mark}".encode(), str(os.getpid())
+    found: list[int] = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # gone meanwhile, or another user's
+            if folder.name != own and wanted in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return found

@@ -1,0 +1,176 @@
+"""A weighted set of reward functions: what a task's `get_reward_funcs` gives, and how a group is scored with it.
+
+Each function gives one part of the reward. The total of a rollout is Σ weight × value over the parts that apply to it. A
+part of weight 0 is recorded and nothing else: it neither counts as applying nor fails anybody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Collection, Sequence
+from statistics import fmean
+from typing import Any, cast
+
+from groupwise.errors import TaskError
+from groupwise.rewards.calling import (
+    Answer,
+    RewardCallable,
+    call,
+    check_columns,
+    check_function,
+    name_of,
+)
+from groupwise.rewards.scoring import GroupScore, MemberScore, ScoreRequest
+from groupwise.types import RewardPart
+
+NO_REWARD = "no reward applied: every reward function returned None for this completion"
+
+
+class Rubric:
+    """Reward functions with their weights and unique names.
+
+    `Rubric([f, (g, 0.5)])` weighs f by 1 and g by 0.5; `weights` replaces them all. Raises TaskError for an empty list,
+    something that is no function, or weights that are no finite numbers, one for each function.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[RewardCallable | tuple[RewardCallable, float]],
+        weights: Sequence[float] | None = None,
+        *,
+        where: str = "Rubric",
+    ) -> None:
+        """`where` says in messages who gave the functions."""
+        pairs = _pairs(functions, where)
+        self.functions = tuple(function for function, _ in pairs)
+        self.names = _unique([name_of(function) for function in self.functions])
+        given = tuple(weight for _, weight in pairs) if weights is None else tuple(weights)
+        self.weights = _checked_weights(given, self.names, where)
+
+    @classmethod
+    def of(cls, value: object, weights: Sequence[float] | None = None, *, where: str) -> Rubric:
+        """The rubric that `value` stands for: a rubric, a list of functions or pairs, or one function."""
+        if isinstance(value, Rubric):
+            pairs = list(zip(value.functions, value.weights, strict=True))
+            return value if weights is None else cls(pairs, weights, where=where)
+        if isinstance(value, list | tuple):
+            return cls(cast("Sequence[RewardCallable]", value), weights, where=where)
+        check_function(value, where)
+        return cls([cast("RewardCallable", value)], weights, where=where)
+
+    @property
+    def stateful(self) -> bool:
+        """Whether a function says (`f.stateful = True`) that it must stay in one process."""
+        return any(getattr(function, "stateful", False) is True for function in self.functions)
+
+    def check_columns(self, columns: Collection[str], *, where: str) -> None:
+        """Raise TaskError if a function asks for an argument that these dataset columns do not give it."""
+        for function in self.functions:
+            check_columns(function, columns, where)
+
+    async def score(
+        self, request: ScoreRequest, started: Callable[[str], None] = lambda name: None
+    ) -> GroupScore:
+        """Score a group. Plain functions run one after the other, async ones together.
+
+        `started` hears the name of each function just before it runs. Never raises for what a function does.
+        """
+        named = zip(self.names, self.functions, strict=True)
+        calls = [call(name, function, request, started) for name, function in named]
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        answers = [_answered(n, r, request) for n, r in zip(self.names, results, strict=True)]
+        members = [self._member(answers, index) for index in range(len(request.completions))]
+        return GroupScore(tuple(members), _metrics(answers))
+
+    def _member(self, answers: Sequence[Answer], index: int) -> MemberScore:
+        parts = tuple(
+            RewardPart(name, answer.values[index], weight)
+            for name, answer, weight in zip(self.names, answers, self.weights, strict=True)
+        )
+        reasons = {
+            name: reason
+            for name, answer in zip(self.names, answers, strict=True)
+            if (reason := answer.failures[index]) is not None
+        }
+        notes = {key: v[index] for answer in answers for key, v in answer.logged.extras.items()}
+        if reasons:
+            notes["failed_rewards"] = reasons
+        fatal = [reason for part in parts if part.weight and (reason := reasons.get(part.name))]
+        if fatal:
+            return MemberScore("failed", "; ".join(fatal), None, parts, notes)
+        return _scored(parts, notes)
+
+
+def _scored(parts: tuple[RewardPart, ...], notes: dict[str, Any]) -> MemberScore:
+    applied = [p.weight * p.value for p in parts if p.weight and p.value is not None]
+    if not applied:
+        return MemberScore("failed", NO_REWARD, None, parts, notes)
+    total = sum(applied)
+    if not math.isfinite(total):
+        reason = f"the weighted total of the rewards is {total}; expected a finite number"
+        return MemberScore("failed", reason, None, parts, notes)
+    return MemberScore("scored", None, total, parts, notes)
+
+
+def _answered(name: str, result: Answer | BaseException, request: ScoreRequest) -> Answer:
+    """An async function that cancels itself gives an exception past `call`."""
+    if isinstance(result, Answer):
+        return result
+    reason = f"reward `{name}` raised {type(result).__name__}"
+    count = len(request.completions)
+    return Answer((None,) * count, (reason,) * count)
+
+
+def _metrics(answers: Sequence[Answer]) -> dict[str, float]:
+    recorded: dict[str, list[float]] = {}
+    for answer in answers:
+        for name, values in answer.logged.metrics.items():
+            recorded.setdefault(name, []).extend(values)
+    return {name: fmean(values) for name, values in recorded.items()}
+
+
+def _pairs(functions: Sequence[Any], where: str) -> list[tuple[RewardCallable, float]]:
+    if not functions:
+        raise TaskError(f"{where}: the list of reward functions is empty; give at least one.")
+    pairs: list[tuple[RewardCallable, float]] = []
+    for index, item in enumerate(functions):
+        place = f"{where}, entry {index}"
+        function, weight = cast("tuple[Any, Any]", item) if _is_pair(item) else (item, 1.0)
+        check_function(function, place)
+        pairs.append((function, weight))
+    return pairs
+
+
+def _is_pair(item: object) -> bool:
+    return isinstance(item, list | tuple) and len(cast("Sequence[Any]", item)) == 2
+
+
+def _checked_weights(
+    weights: tuple[Any, ...], names: tuple[str, ...], where: str
+) -> tuple[float, ...]:
+    if len(weights) != len(names):
+        raise TaskError(
+            f"{where}: {len(weights)} weights for {len(names)} reward functions. "
+            f"Give one for each of {', '.join(names)}."
+        )
+    for name, weight in zip(names, weights, strict=True):
+        number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not number or not math.isfinite(weight):
+            raise TaskError(
+                f"{where}: the weight of `{name}` is {weight!r}; expected a finite number."
+            )
+    if not any(weights):
+        raise TaskError(f"{where}: every weight is 0, so nothing would be rewarded.")
+    return tuple(float(weight) for weight in weights)
+
+
+def _unique(names: Sequence[str]) -> tuple[str, ...]:
+    """`name`, `name_2`, `name_3` … in the order of the list, never a name that another function has by itself."""
+    unique: list[str] = []
+    for name in names:
+        number, candidate = 2, name
+        while candidate in unique or (candidate != name and candidate in names):
+            candidate, number = f"{name}_{number}", number + 1
+        unique.append(candidate)
+    return tuple(unique)

@@ -1,0 +1,77 @@
+"""What is asked of the rewards for a group, and what comes back: plain records and the protocol between them.
+
+A `Scorer` is asked once for each group. It never raises for what a reward function did: members that could not be
+scored come back `failed` or `timed_out` with a reason. It raises `RewardWorkerError` where scoring itself cannot go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from groupwise.rewards.text import CompletionText
+from groupwise.types import Outcome, Prompt, RewardPart
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreRequest:
+    """A group to be scored: every list has one entry for each member, in their order."""
+
+    draw: int
+    prompts: list[Prompt]
+    completions: list[CompletionText]
+    completion_ids: list[list[int]]
+    columns: dict[str, list[Any]]
+    """The other columns of the dataset; their values may be anything that pickle can write."""
+    global_step: int
+    max_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemberScore:
+    """The verdict on one rollout."""
+
+    outcome: Outcome
+    reason: str | None = None
+    """Why it is not `scored`."""
+    reward: float | None = None
+    """Σ weight × value over the parts that apply; None unless `scored`."""
+    parts: tuple[RewardPart, ...] = ()
+    notes: dict[str, Any] = field(default_factory=dict[str, Any])
+    """What functions recorded with `log_extra`, as plain JSON values."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupScore:
+    """The verdicts on a group, in the order of its members."""
+
+    members: tuple[MemberScore, ...]
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+    """What functions recorded with `log_metric`, averaged over the group."""
+
+
+class Scorer(Protocol):
+    """Scores groups. Implementations: `RewardWorkers` (killable processes), `InProcessScorer` (one thread)."""
+
+    async def score(self, request: ScoreRequest) -> GroupScore:
+        """Score one group; may be awaited for many groups at once."""
+        ...
+
+    async def compute_metrics(
+        self,
+        prompts: Sequence[Prompt],
+        completions: Sequence[CompletionText],
+        rows: Sequence[dict[str, Any]],
+    ) -> dict[str, Any]:
+        """The task's own metrics over flat lists, as plain JSON values. Raises RewardWorkerError if they fail."""
+        ...
+
+    async def close(self) -> None:
+        """End every process and thread. Calls that are under way are given up."""
+        ...
+
+
+def unscored(count: int, outcome: Outcome, reason: str) -> GroupScore:
+    """A group none of whose members could be scored, for one reason."""
+    return GroupScore(tuple(MemberScore(outcome, reason) for _ in range(count)))

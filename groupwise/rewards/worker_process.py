@@ -1,0 +1,125 @@
+"""What a reward worker process does: make the scorer once, then answer one request after the other.
+
+The first message says what to import. One thread reads the socket, so that its end is noticed while user code runs: then
+the parent is gone, or wants this process to be, and the whole process group goes. Answers are JSON, because the parent
+trusts nothing that user code could have written; requests are pickled, because this process trusts its parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import pickle
+import queue
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+from groupwise.errors import GroupwiseError
+from groupwise.plugins import explain, load
+from groupwise.rewards.frames import FrameBuffer, send_frame
+from groupwise.rewards.plain import plain
+from groupwise.rewards.processes import MARK, tie_to_parent
+from groupwise.rewards.scoring import GroupScore, ScoreRequest, unscored
+from groupwise.types import to_json
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Serve requests on the socket `descriptor` until it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    tie_to_parent(parent, os.environ[MARK])
+    connection = socket.socket(fileno=descriptor)
+    inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(connection, inbox), daemon=True).start()
+    own = os.getpid()
+
+    def send(message: dict[str, Any]) -> None:
+        if os.getpid() != own:  # user code forked, and its copy came back here
+            os._exit(0)
+        send_frame(connection, json.dumps(message).encode())
+
+    try:
+        scorer = _make(json.loads(inbox.get()))
+    except BaseException as error:  # noqa: BLE001 — told to the parent, whatever it is
+        send({"start_failed": _told(error)})
+        return
+    send({"ready": True})
+    _serve(scorer, inbox, send)
+
+
+def _read(connection: socket.socket, inbox: queue.SimpleQueue[bytes]) -> None:
+    buffer = FrameBuffer()
+    try:
+        while piece := connection.recv(1 << 16):
+            buffer.add(piece)
+            while (frame := buffer.take()) is not None:
+                inbox.put(frame)
+    finally:
+        os.killpg(0, signal.SIGKILL)
+
+
+def _make(setup: Mapping[str, Any]) -> Any:
+    sys.path.extend(folder for folder in setup["sys_path"] if folder not in sys.path)
+    factory = load(setup["factory"], kind="scorer factory").object
+    return factory(**setup["arguments"])
+
+
+def _serve(
+    scorer: Any, inbox: queue.SimpleQueue[bytes], send: Callable[[dict[str, Any]], None]
+) -> None:
+    with asyncio.Runner() as runner:
+        while True:
+            frame = inbox.get()
+            number = int.from_bytes(frame[:8], "big")
+            try:
+                answer = _answer(scorer, pickle.loads(frame[8:]), send, runner)
+            except BaseException as error:  # noqa: BLE001 — told to the parent, whatever it is
+                answer = {"error": _told(error)}
+            send({"number": number, **answer})
+
+
+def _answer(
+    scorer: Any,
+    request: Any,
+    send: Callable[[dict[str, Any]], None],
+    runner: asyncio.Runner,
+) -> dict[str, Any]:
+    if isinstance(request, ScoreRequest):
+        return {"score": json.loads(to_json(_score(scorer, request, send, runner)))}
+    prompts, completions, rows = request
+    metrics = _finished(scorer.compute_metrics(prompts, completions, rows), runner)
+    return {"metrics": plain(metrics)}
+
+
+def _score(
+    scorer: Any,
+    request: ScoreRequest,
+    send: Callable[[dict[str, Any]], None],
+    runner: asyncio.Runner,
+) -> GroupScore:
+    def started(name: str) -> None:
+        send({"running": name})
+
+    try:
+        return _finished(scorer.score(request, started), runner)
+    except BaseException as error:  # noqa: BLE001 — whatever user code did, only its group fails
+        return unscored(len(request.completions), "failed", f"scoring raised {_told(error)}")
+
+
+def _finished(result: Any, runner: asyncio.Runner) -> Any:
+    if not inspect.isawaitable(result):
+        return result
+
+    async def wait() -> Any:
+        return await cast("Any", result)
+
+    return runner.run(wait())
+
+
+def _told(error: BaseException) -> str:
+    return str(error) if isinstance(error, GroupwiseError) else explain(error).strip()

@@ -1,0 +1,61 @@
+"""A task's examples with their prompts as token ids: what can be drawn, and how long it gets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from groupwise.data.order import example_of_draw
+from groupwise.errors import TaskError
+from groupwise.models.tokens import prompt_ids
+from groupwise.types import Example
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """Examples and their prompts, beside each other."""
+
+    examples: tuple[Example, ...]
+    prompts: tuple[tuple[int, ...], ...]
+    dropped: int = 0
+    """Examples left out because their prompts are longer than allowed."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt; 0 for an empty set."""
+        return max(map(len, self.prompts), default=0)
+
+    def drawn(self, draw: int, seed: int, *, shuffle: bool) -> tuple[Example, tuple[int, ...]]:
+        """The example of a draw, with its prompt."""
+        index = example_of_draw(draw, len(self.examples), seed, shuffle=shuffle)
+        return self.examples[index], self.prompts[index]
+
+
+def tokenise(
+    tokenizer: Any, examples: Sequence[Example], *, max_prompt_length: int | None, room: int, where: str
+) -> PromptSet:
+    """Tokenise all prompts, leaving out those longer than `max_prompt_length` (tokens).
+
+    `room` is what the model leaves for a prompt beside the longest completion. Raises `TaskError`, naming the hook `where` the
+    examples came from, if a prompt does not fit there, or if no example is left.
+    """
+    ids = [prompt_ids(tokenizer, example.prompt) for example in examples]
+    limit = max_prompt_length or max(map(len, ids))
+    kept = [index for index, prompt in enumerate(ids) if len(prompt) <= limit]
+    longest = max(map(len, ids))
+    if not kept:
+        raise TaskError(
+            f"{where}: all {len(ids)} prompts are longer than data.max_prompt_length = {max_prompt_length} tokens; "
+            f"the shortest has {min(map(len, ids))}, the longest {longest}."
+        )
+    too_long = [len(ids[index]) for index in kept if len(ids[index]) > room]
+    if too_long:
+        raise TaskError(
+            f"{where}: {len(too_long)} of {len(ids)} prompts do not fit: the longest has {max(too_long)} tokens, and the model "
+            f"has room for {room} beside the completion. Set data.max_prompt_length={room} to leave them out, or "
+            "shorten sampler.max_completion_length."
+        )
+    return PromptSet(
+        tuple(examples[index] for index in kept), tuple(ids[index] for index in kept), len(ids) - len(kept)
+    )

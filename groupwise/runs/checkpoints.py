@@ -1,0 +1,271 @@
+"""Checkpoints: `checkpoints/step-N/` holds the state after N steps, and is visible only when it is complete.
+
+The loop asks for one with `save`. The learner and whoever else has state write their files into a folder under
+construction, a manifest with the size and SHA-256 of each file is written last, and the folder gets its name. So a folder called
+`step-N` was complete once; if a disk or a person damaged it since, its manifest shows it: it is skipped, and named with
+the reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import re
+import shutil
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, cast
+
+from groupwise.errors import CheckpointError, ResumeMismatchError, StoreError
+from groupwise.runs import durable
+
+FORMAT = 1
+"""Of the manifest and of what it promises. A higher one in a file is refused: a newer version wrote it."""
+
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step-(\d+)")
+
+
+class _Damaged(Exception):
+    """Why a checkpoint cannot be used."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """What a file was when the checkpoint was made."""
+
+    size: int
+    """Bytes."""
+    sha256: str
+    """Hex."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A complete checkpoint."""
+
+    step: int
+    """After this many steps."""
+    path: Path
+    files: Mapping[str, FileEntry]
+    """By path within the folder, `/` between its parts."""
+    extra: Mapping[str, Any]
+    """What the writer added: the last manifest, fingerprints, layout."""
+    versions: Mapping[str, str]
+    """Of Groupwise and Python, when it was made."""
+    created_at: float
+    """Seconds since 1970."""
+
+    def verify(self) -> None:
+        """Read every file and compare it with the manifest; CheckpointError that names the first one that differs."""
+        try:
+            _check_files(self.path, self.files, contents=True)
+        except _Damaged as damage:
+            raise CheckpointError(
+                f"the checkpoint {self.path} is damaged: {damage}. "
+                "Resume from an earlier one, or restore it from a copy."
+            ) from damage
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A checkpoint that cannot be used."""
+
+    path: Path
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path.name}: {self.reason}"
+
+
+class CheckpointList(list[Checkpoint]):
+    """The complete checkpoints of a run by their steps; `skipped` names those that were passed over."""
+
+    def __init__(self, complete: Iterable[Checkpoint], skipped: Iterable[Skipped]) -> None:
+        super().__init__(complete)
+        self.skipped = tuple(skipped)
+
+
+def save(
+    folder: Path,
+    step: int,
+    fill: Callable[[Path], None],
+    extra: Mapping[str, Any] | None = None,
+) -> Checkpoint:
+    """Make the checkpoint after `step` steps; `fill` writes its files into the folder that it is given.
+
+    One that is there already is replaced. CheckpointError if the disk refuses; earlier checkpoints stand.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    final = folder / f"step-{step}"
+    building = durable.building_path(final)
+    shutil.rmtree(building, ignore_errors=True)
+    try:
+        building.mkdir()
+        fill(building)
+        durable.write_json(building / MANIFEST, _manifest(building, step, extra or {}))
+        if final.exists():
+            durable.remove_folder(final)
+        durable.publish_folder(building, final)
+    except (OSError, StoreError) as error:
+        raise CheckpointError(
+            f"cannot write the checkpoint {final}: {error}. "
+            "Free space on that disk, then go on with --resume: the earlier checkpoints stand."
+        ) from error
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return read(final)
+
+
+def complete(folder: Path, verify: bool = False) -> CheckpointList:
+    """The complete checkpoints in `folder`, by number of steps. `verify` also reads every file and compares its hash.
+
+    ResumeMismatchError if one of them was written by a newer version.
+    """
+    good: list[Checkpoint] = []
+    skipped: list[Skipped] = []
+    for path in sorted(_folders(folder), key=_step_of):
+        try:
+            good.append(_read(path, verify))
+        except _Damaged as damage:
+            skipped.append(Skipped(path, str(damage)))
+    return CheckpointList(good, skipped)
+
+
+def newest(folder: Path) -> Checkpoint | None:
+    """The last complete and undamaged checkpoint; None if there is none."""
+    return next(reversed(complete(folder, verify=True)), None)
+
+
+def read(path: Path) -> Checkpoint:
+    """The checkpoint in the folder `path`; CheckpointError if it is torn or damaged."""
+    try:
+        return _read(path, verify=False)
+    except _Damaged as damage:
+        raise CheckpointError(f"{path} is not a complete checkpoint: {damage}.") from damage
+
+
+def prune(folder: Path, keep: int, protect: Collection[int] = ()) -> list[int]:
+    """Delete all complete checkpoints but the last `keep` and the protected steps; returns the steps deleted."""
+    if keep < 1:
+        raise ValueError(f"at least one checkpoint must be kept, not {keep}")
+    old = [found for found in complete(folder)[:-keep] if found.step not in protect]
+    for checkpoint in old:
+        durable.remove_folder(checkpoint.path)
+    return [checkpoint.step for checkpoint in old]
+
+
+def drop_after(folder: Path, step: int) -> list[int]:
+    """Delete the checkpoints of later steps, torn ones too; returns their steps.
+
+    A resume from an earlier checkpoint does this *before* it rewinds the record: dying between the two leaves a record
+    that is ahead of its checkpoints, which the next resume rewinds.
+    """
+    later = sorted((path for path in _folders(folder) if _step_of(path) > step), key=_step_of)
+    for path in reversed(later):
+        durable.remove_folder(path)
+    return [_step_of(path) for path in later]
+
+
+def sweep(folder: Path) -> tuple[str, ...]:
+    """Delete what dead writers left under construction; for the holder of the run's lock."""
+    return durable.sweep(folder) if folder.is_dir() else ()
+
+
+def _folders(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return [path for path in folder.iterdir() if path.is_dir() and _NAME.fullmatch(path.name)]
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
+
+
+def _manifest(building: Path, step: int, extra: Mapping[str, Any]) -> dict[str, Any]:
+    files = sorted(path for path in building.rglob("*") if path.is_file())
+    return {
+        "format": FORMAT,
+        "step": step,
+        "created_at": time.time(),
+        "versions": {"groupwise": _own_version(), "python": platform.python_version()},
+        "files": {
+            path.relative_to(building).as_posix(): {
+                "size": path.stat().st_size,
+                "sha256": _sha256(path),
+            }
+            for path in files
+        },
+        "extra": dict(extra),
+    }
+
+
+def _read(path: Path, verify: bool) -> Checkpoint:
+    content = _read_manifest(path)
+    try:
+        checkpoint = Checkpoint(
+            step=int(content["step"]),
+            path=path,
+            files={name: FileEntry(**entry) for name, entry in content["files"].items()},
+            extra=content["extra"],
+            versions=content["versions"],
+            created_at=float(content["created_at"]),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _Damaged(f"{MANIFEST} lacks what it should say ({error!r})") from error
+    if _NAME.fullmatch(path.name) and checkpoint.step != _step_of(path):
+        raise _Damaged(f"{MANIFEST} speaks of step {checkpoint.step}")
+    _check_files(path, checkpoint.files, contents=verify)
+    return checkpoint
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads((path / MANIFEST).read_bytes())
+    except FileNotFoundError as error:
+        raise _Damaged(f"{MANIFEST} is missing, it was not finished") from error
+    except (OSError, ValueError) as error:
+        raise _Damaged(f"{MANIFEST} cannot be read ({error})") from error
+    if not isinstance(content, dict):
+        raise _Damaged(f"{MANIFEST} is not a manifest")
+    manifest = cast("dict[str, Any]", content)
+    _refuse_newer(path, manifest.get("format"))
+    return manifest
+
+
+def _refuse_newer(path: Path, found: Any) -> None:
+    if not isinstance(found, int):
+        raise _Damaged(f"{MANIFEST} does not say which format it has")
+    if found > FORMAT:
+        raise ResumeMismatchError(
+            f"the checkpoint {path} has format {found}; this version of Groupwise reads formats up to {FORMAT}. "
+            "It was written by a newer version: upgrade Groupwise to use it."
+        )
+
+
+def _check_files(path: Path, files: Mapping[str, FileEntry], *, contents: bool) -> None:
+    for name, entry in files.items():
+        file = path / name
+        if not file.is_file():
+            raise _Damaged(f"{name} is missing")
+        size = file.stat().st_size
+        if size != entry.size:
+            raise _Damaged(f"{name} has {size} bytes instead of {entry.size}")
+        if contents and _sha256(file) != entry.sha256:
+            raise _Damaged(f"{name} was changed since it was written")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _own_version() -> str:
+    try:
+        return metadata.version("groupwise")
+    except metadata.PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,66 @@
+"""The `run` section: where a run is written, how often, and what of it is kept."""
+
+from __future__ import annotations
+
+import re
+from typing import ClassVar
+
+from pydantic import field_validator
+
+from groupwise.settings import Strict, setting
+
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+"""What a run may be called: it is a folder, and is addressed `run@step`."""
+
+
+class RunSection(Strict):
+    """The run directory is `dir/name`."""
+
+    not_yet: ClassVar[frozenset[str]] = frozenset(
+        {
+            "report_to",
+            "hub",
+            "wandb_entity",
+            "wandb_project",
+            "wandb_group",
+            "log_unique_prompts",
+            "num_completions_to_print",
+        }
+    )
+
+    name: str | None = setting(
+        None, "Name of the run; null takes the config file's name.", on_resume="free"
+    )
+    dir: str = setting(
+        "runs", "Folder that holds the runs, on a local disk.", on_resume="free", min_length=1
+    )
+    save_steps: int = setting(
+        10, "Steps between checkpoints; a crash costs at most so many.", on_resume="free", ge=1
+    )
+    save_total_limit: int | None = setting(
+        2, "Checkpoints kept, the newest ones; null keeps all.", on_resume="free", ge=1
+    )
+    logging_steps: int = setting(
+        1, "Steps between lines of progress; every step is recorded.", on_resume="free", ge=1
+    )
+    keep_tokens: bool = setting(
+        True,
+        "Store token ids and log-probabilities of every rollout beside its text; costs disk.",
+        on_resume="free",
+    )
+    threads: int | None = setting(
+        None,
+        "CPU threads for torch; null uses one for each core. Other numbers change the last bits.",
+        on_resume="warn",
+        ge=1,
+    )
+
+    @field_validator("name")
+    @classmethod
+    def _is_a_folder_name(cls, name: str | None) -> str | None:
+        if name is not None and not RUN_NAME.fullmatch(name):
+            raise ValueError(
+                f'"{name}" cannot name a run; use letters, digits, `.`, `_` and `-`, '
+                "beginning with a letter or digit."
+            )
+        return name

@@ -1,0 +1,246 @@
+"""One SQLite file with a format, opened and written the safe way.
+
+One writer, any number of readers (WAL). Every write is a transaction that takes the write lock at its beginning and is
+flushed to the disk at its end (`synchronous = FULL`), so that a committed step survives a power cut. Whatever SQLite says
+against it becomes a StoreError that names the file and says what to do.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import struct
+import threading
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from groupwise.errors import StoreError
+from groupwise.runs import durable
+from groupwise.runs.schema import APPLICATION_ID, MIGRATIONS, TEXT_INDEX
+
+BUSY_SECONDS = 30.0
+"""How long to wait for another connection's transaction; a step's transaction takes milliseconds."""
+
+Row = tuple[Any, ...]
+
+
+class Database:
+    """An open run record. One connection, used from one thread at a time (a lock sees to it)."""
+
+    def __init__(self, path: Path, connection: sqlite3.Connection) -> None:
+        self.path = path
+        self.indexed = _has_text_index(connection)
+        """Whether the full-text index can be used and must be kept up to date."""
+        self._connection = connection
+        self._lock = threading.RLock()
+
+    @classmethod
+    def open_for_writing(cls, path: Path) -> Database:
+        """Open or make the file, and bring it to the newest format."""
+        with explained(path), _closed_on_failure(_connect(path, "rwc")) as connection:
+            _check_format(path, connection)
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = FULL")
+            _migrate(connection)
+            _prepare_text_index(connection)
+            return cls(path, connection)
+
+    @classmethod
+    def open_for_reading(cls, path: Path) -> Database:
+        """Open an existing file without writing to it."""
+        with explained(path), _closed_on_failure(_connect_reader(path)) as connection:
+            _check_format(path, connection)
+            if _version(connection) < len(MIGRATIONS):
+                raise StoreError(
+                    f"{path} has format {_version(connection)}, this version of Groupwise reads {len(MIGRATIONS)}; "
+                    "resume the run once to bring it up to date."
+                )
+            return cls(path, connection)
+
+    def close(self) -> None:
+        """Close the connection; what was committed stays."""
+        with self._lock:
+            self._connection.close()
+
+    @contextmanager
+    def transaction(self, action: str) -> Generator[None, None, None]:
+        """All that is executed within is committed as one, or not at all; `action` names it at its crash points."""
+        with self._lock, explained(self.path):
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                durable.commit(self._connection, action)
+            except BaseException:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+
+    def execute(self, statement: str, values: Row = ()) -> sqlite3.Cursor:
+        """Run one statement within a transaction."""
+        return self._connection.execute(statement, values)
+
+    def insert(self, table: str, **columns: Any) -> int:
+        """Add one row within a transaction; returns its row id."""
+        names, marks = ", ".join(columns), ", ".join("?" * len(columns))
+        added = self.execute(
+            f"INSERT INTO {table} ({names}) VALUES ({marks})", tuple(columns.values())
+        ).lastrowid
+        assert added is not None
+        return added
+
+    def insert_many(self, table: str, columns: Iterable[str], rows: Iterable[Row]) -> None:
+        """Add rows within a transaction."""
+        names = tuple(columns)
+        marks = ", ".join("?" * len(names))
+        self._connection.executemany(
+            f"INSERT INTO {table} ({', '.join(names)}) VALUES ({marks})", rows
+        )
+
+    def all(self, query: str, values: Row = ()) -> list[Row]:
+        """All rows that a query yields."""
+        with self._lock, explained(self.path):
+            return self._connection.execute(query, values).fetchall()
+
+    def one(self, query: str, values: Row = ()) -> Row:
+        """The first row that a query yields."""
+        return self.all(query, values)[0]
+
+    @contextmanager
+    def snapshot(self) -> Generator[None, None, None]:
+        """Everything read within sees one and the same state, whatever the writer commits meanwhile."""
+        with self._lock, explained(self.path):
+            if self._connection.in_transaction:
+                yield
+                return
+            self._connection.execute("BEGIN")
+            try:
+                yield
+            finally:
+                self._connection.execute("ROLLBACK")
+
+    def rebuild_text_index(self) -> None:
+        """Make the full-text index anew from the tables; nothing where SQLite lacks FTS5."""
+        with self._lock, explained(self.path):
+            _prepare_text_index(self._connection, force=True)
+            self.indexed = _has_text_index(self._connection)
+
+
+@contextmanager
+def _closed_on_failure(connection: sqlite3.Connection) -> Generator[sqlite3.Connection, None, None]:
+    try:
+        yield connection
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _connect(path: Path, mode: str) -> sqlite3.Connection:
+    address = f"file:{quote(str(path.absolute()))}?mode={mode}"
+    connection = sqlite3.connect(
+        address, uri=True, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
+    )
+    connection.execute("PRAGMA foreign_keys = ON")
+    return connection
+
+
+def _connect_reader(path: Path) -> sqlite3.Connection:
+    """Readers of a folder that they may not write to cannot share the writer's files; they see what was checkpointed."""
+    connection = _connect(path, "ro")
+    try:
+        connection.execute("SELECT 1 FROM sqlite_master").fetchone()
+    except sqlite3.OperationalError:
+        connection.close()
+        return _connect(path, "ro&immutable=1")
+    return connection
+
+
+def _version(connection: sqlite3.Connection) -> int:
+    return connection.execute("PRAGMA user_version").fetchone()[0]
+
+
+def _check_format(path: Path, connection: sqlite3.Connection) -> None:
+    mark = connection.execute("PRAGMA application_id").fetchone()[0]
+    empty = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
+    if mark != APPLICATION_ID and not empty:
+        raise StoreError(f"{path} is an SQLite database, but not the record of a Groupwise run.")
+    if _version(connection) > len(MIGRATIONS):
+        raise StoreError(
+            f"{path} has format {_version(connection)}; this version of Groupwise knows formats up to {len(MIGRATIONS)}. "
+            "It was written by a newer version: upgrade Groupwise to read it."
+        )
+
+
+def _migrate(connection: sqlite3.Connection) -> None:
+    for version in range(_version(connection), len(MIGRATIONS)):
+        connection.executescript(
+            f"BEGIN IMMEDIATE; PRAGMA application_id = {APPLICATION_ID};"
+            f"{MIGRATIONS[version]} PRAGMA user_version = {version + 1};"
+        )
+        durable.commit(connection, "migration")
+
+
+def _fts5(connection: sqlite3.Connection) -> bool:
+    return bool(
+        connection.execute(
+            "SELECT count(*) FROM pragma_module_list WHERE name = 'fts5'"
+        ).fetchone()[0]
+    )
+
+
+def _has_text_index(connection: sqlite3.Connection) -> bool:
+    return _fts5(connection) and _tables(connection) >= {"prompt_index", "completion_index"}
+
+
+def _tables(connection: sqlite3.Connection) -> set[str]:
+    rows = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+    return {name for (name,) in rows}
+
+
+def _prepare_text_index(connection: sqlite3.Connection, force: bool = False) -> None:
+    """Make the index where it is missing, or stale because a SQLite without FTS5 wrote since."""
+    state = connection.execute("SELECT value FROM meta WHERE key = 'text_index'").fetchone()
+    wanted = "current" if _fts5(connection) else "stale"
+    if state == (json.dumps(wanted),) and not force:
+        return
+    connection.execute("BEGIN IMMEDIATE")
+    if wanted == "current":
+        for statement in TEXT_INDEX:
+            connection.execute(statement)
+        for index in ("prompt_index", "completion_index"):
+            connection.execute(f"INSERT INTO {index} ({index}) VALUES ('rebuild')")
+    connection.execute(
+        "INSERT OR REPLACE INTO meta (key, value) VALUES ('text_index', ?)", (json.dumps(wanted),)
+    )
+    durable.commit(connection, "text index")
+
+
+_REMEDIES = (
+    ("full", "Free space on that disk"),
+    ("locked", "Another process is writing to it; end that one"),
+    ("readonly", "Give this user the right to write there"),
+    ("unable to open", "See that the folder is there and may be read and written"),
+    ("malformed", "The file is damaged: restore it from a copy"),
+    ("not a database", "The file is damaged: restore it from a copy"),
+)
+
+
+@contextmanager
+def explained(path: Path) -> Generator[None, None, None]:
+    """Turn what SQLite says into a StoreError that says what to do."""
+    try:
+        yield
+    except (OverflowError, struct.error) as error:
+        raise StoreError(
+            f"{path}: a number does not fit ({error}); token ids have 32 bits, seeds 64 and no sign."
+        ) from error
+    except (sqlite3.OperationalError, sqlite3.DatabaseError) as error:
+        remedy = next(
+            (remedy for sign, remedy in _REMEDIES if sign in str(error)), "Mend what it names"
+        )
+        raise StoreError(
+            f"cannot use the run's record {path}: {error}. {remedy}, then go on with --resume: "
+            "every committed step still stands."
+        ) from error

@@ -1,0 +1,179 @@
+"""The only gateway to the disk for whatever must outlive a crash.
+
+A run is killed at the worst instant sooner or later. So each change becomes visible in one step: a file by renaming a
+finished copy over it, a folder by renaming it into place after all of it was flushed, a database transaction by
+its commit. Before that step the old state stands, after it the new one; there is nothing in between.
+
+Both sides of every such step are *crash points*: `on_write` is called with their name. It does nothing in a real run; a test
+replaces it, dies there, and then asks whether what is left can still be read. The names are `<kind>:<subject>:<moment>`:
+
+    file:<file name>:before      the copy is flushed, the old file stands
+    file:<file name>:after       the new file stands
+    folder:<folder name>:before  everything in it is flushed, it still has its building name
+    folder:<folder name>:after   it has its own name
+    remove:<name>:before         it still stands
+    remove:<name>:moved          it is out of sight, its files are still there
+    remove:<name>:after          it is gone
+    commit:<action>:before       the transaction is complete but not committed
+    commit:<action>:after        it is committed
+
+Files under construction and on their way out begin with `.building-` or `.removing-`; `sweep` deletes what dead
+writers left of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sqlite3
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from groupwise.errors import StoreError
+
+BUILDING = ".building-"
+REMOVING = ".removing-"
+
+
+def _nothing(name: str) -> None:
+    """What happens at a crash point of a real run."""
+
+
+on_write: Callable[[str], None] = _nothing
+"""Called with the name of every crash point, in this process."""
+
+
+def crash_point(name: str) -> None:
+    """Tell `on_write` that the run is at this point."""
+    on_write(name)
+
+
+def building_path(final: Path) -> Path:
+    """Where to build what will be published as `final`: beside it, so that renaming is one atomic step."""
+    return final.with_name(f"{BUILDING}{final.name}-{os.getpid()}")
+
+
+def write_file(path: Path, data: bytes, *, replace: bool = True) -> None:
+    """Make `path` hold `data`, all of it or not at all.
+
+    With `replace=False` an existing file is left as it is and FileExistsError raised.
+    StoreError on a full disk or missing rights.
+    """
+    building = building_path(path)
+    with explained(path):
+        try:
+            _write_flushed(building, data)
+            crash_point(f"file:{path.name}:before")
+            _show_file(building, path, replace)
+        finally:
+            building.unlink(missing_ok=True)
+        flush_folder(path.parent)
+    crash_point(f"file:{path.name}:after")
+
+
+def write_json(path: Path, value: Any, *, replace: bool = True) -> None:
+    """`write_file` of a value as readable JSON."""
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    write_file(path, text.encode("utf-8", "backslashreplace"), replace=replace)
+
+
+def publish_folder(building: Path, final: Path) -> None:
+    """Flush a finished folder to the disk, then give it its name.
+
+    An existing empty `final` is replaced; FileExistsError if it holds anything.
+    """
+    with explained(final):
+        _flush_tree(building)
+        crash_point(f"folder:{final.name}:before")
+        try:
+            building.rename(final)
+        except OSError as error:
+            if final.exists():
+                raise FileExistsError(f"{final} is there already") from error
+            raise
+        flush_folder(final.parent)
+    crash_point(f"folder:{final.name}:after")
+
+
+def remove_folder(path: Path) -> None:
+    """Delete a folder. It goes out of sight in one step, so that nobody meets half of it."""
+    with explained(path):
+        crash_point(f"remove:{path.name}:before")
+        hidden = path.with_name(f"{REMOVING}{path.name}-{os.getpid()}")
+        shutil.rmtree(hidden, ignore_errors=True)
+        path.rename(hidden)
+        flush_folder(path.parent)
+        crash_point(f"remove:{path.name}:moved")
+        shutil.rmtree(hidden)
+    crash_point(f"remove:{path.name}:after")
+
+
+def commit(connection: sqlite3.Connection, action: str) -> None:
+    """Commit the open transaction; `action` names it at its crash points."""
+    crash_point(f"commit:{action}:before")
+    connection.execute("COMMIT")
+    crash_point(f"commit:{action}:after")
+
+
+def sweep(folder: Path) -> tuple[str, ...]:
+    """Delete what dead writers left under construction in `folder`, and return the names. Only for its one live writer."""
+    leftovers = [
+        path for path in sorted(folder.iterdir()) if path.name.startswith((BUILDING, REMOVING))
+    ]
+    for path in leftovers:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    return tuple(path.name for path in leftovers)
+
+
+def flush_folder(path: Path) -> None:
+    """Force a folder's list of names to the disk."""
+    _flush(path)
+
+
+@contextmanager
+def explained(path: Path) -> Generator[None, None, None]:
+    """Turn a refusal of the disk into a StoreError that says what to do."""
+    try:
+        yield
+    except FileExistsError:
+        raise
+    except OSError as error:
+        raise StoreError(
+            f"cannot write {path}: {error.strerror or error}. "
+            "Free space on that disk (or mend its permissions), then go on with --resume: what was complete still stands."
+        ) from error
+
+
+def _write_flushed(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _show_file(building: Path, path: Path, replace: bool) -> None:
+    if replace:
+        building.replace(path)
+    else:
+        os.link(building, path)
+
+
+def _flush_tree(root: Path) -> None:
+    for folder, _, names in os.walk(root):
+        for name in names:
+            _flush(Path(folder, name))
+        _flush(Path(folder))
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,112 @@
+"""How the values of a record become what SQLite can hold, and back, without losing a bit.
+
+SQLite knows signed 64-bit integers, float64, UTF-8 text and blobs. Each function here bridges one gap and has its inverse.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Sequence
+from typing import Any, cast
+
+LONGEST_REPR = 10_000
+"""Characters kept of a value that JSON cannot hold (an image, an array): enough to recognise it."""
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian int32; struct.error if one does not fit."""
+    return struct.pack(f"<{len(token_ids)}i", *token_ids)
+
+
+def unpack_tokens(blob: bytes | None) -> tuple[int, ...]:
+    """The inverse of `pack_tokens`; empty where they were not kept."""
+    return () if blob is None else struct.unpack(f"<{len(blob) // 4}i", blob)
+
+
+def pack_floats(values: Sequence[float] | None) -> bytes | None:
+    """Floats as little-endian float64, every bit kept."""
+    return None if values is None else struct.pack(f"<{len(values)}d", *values)
+
+
+def unpack_floats(blob: bytes | None) -> tuple[float, ...] | None:
+    """The inverse of `pack_floats`."""
+    return None if blob is None else struct.unpack(f"<{len(blob) // 8}d", blob)
+
+
+def signed(seed: int | None) -> int | None:
+    """An unsigned 64-bit number as the signed one with the same bits; OverflowError beyond 64 bits."""
+    return None if seed is None else int.from_bytes(seed.to_bytes(8, "big"), "big", signed=True)
+
+
+def unsigned(stored: int | None) -> int | None:
+    """The inverse of `signed`."""
+    return None if stored is None else stored % 2**64
+
+
+def number(value: float | None) -> float | str | None:
+    """SQLite reads NaN as NULL, and NULL means "none" here; so a NaN is stored as text."""
+    return "nan" if value is not None and math.isnan(value) else value
+
+
+def plain_number(stored: float | str | None) -> float | None:
+    """The inverse of `number`."""
+    return math.nan if stored == "nan" else float(stored) if stored is not None else None
+
+
+def text(value: str | None) -> str | bytes | None:
+    """Text as it is; as a blob where it holds half a surrogate pair, which UTF-8 cannot."""
+    if value is None:
+        return None
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return value.encode("utf-8", "surrogatepass")
+    return value
+
+
+def plain_text(stored: str | bytes | None) -> str | None:
+    """The inverse of `text`."""
+    return stored.decode("utf-8", "surrogatepass") if isinstance(stored, bytes) else stored
+
+
+def label(name: str) -> str:
+    """A name in a form that UTF-8 can hold; any real name stays as it is."""
+    return name.encode("utf-8", "backslashreplace").decode()
+
+
+def pack_json(value: Any) -> str:
+    """Any value as JSON. What JSON cannot hold becomes `{"__repr__": "<its repr>"}`; tuples read back as lists."""
+    try:
+        return json.dumps(value, default=_as_repr)
+    except (TypeError, ValueError, RecursionError):
+        return json.dumps(_by_column(value))
+
+
+def unpack_json(stored: str) -> Any:
+    """The inverse of `pack_json`."""
+    return json.loads(stored)
+
+
+def _by_column(value: Any) -> Any:
+    """Save what can be saved of a mapping in which some value has keys that are no strings, or contains itself."""
+    if not isinstance(value, dict):
+        return _as_repr(value)
+    columns = cast("dict[object, object]", value)
+    return {str(name): _json_or_repr(column) for name, column in columns.items()}
+
+
+def _json_or_repr(value: Any) -> Any:
+    try:
+        return json.loads(json.dumps(value, default=_as_repr))
+    except (TypeError, ValueError, RecursionError):
+        return _as_repr(value)
+
+
+def _as_repr(value: Any) -> dict[str, str]:
+    try:
+        shown = repr(value)
+    except Exception:  # noqa: BLE001 - a user's own class, whose repr may do anything
+        shown = object.__repr__(value)
+    return {"__repr__": shown[:LONGEST_REPR]}

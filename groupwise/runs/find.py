@@ -1,0 +1,207 @@
+"""Finding runs: what people and commands mean by `RUN`, `RUN@STEP` or a path, and the list of all runs.
+
+A step in an address counts steps done: `sort@40` is the checkpoint after 40 steps.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from groupwise.errors import RunNotFoundError, StoreError
+from groupwise.runs import checkpoints
+from groupwise.runs.checkpoints import Checkpoint
+from groupwise.runs.folder import CHECKPOINTS, RECORD, ShownState, shown_state
+from groupwise.runs.store import Store
+
+ENDS = 5
+"""The first and the last reward of a list are means of so many steps (fewer in a short run): one step says little."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """What a reference to a run means."""
+
+    path: Path
+    """The run folder."""
+    checkpoint: Checkpoint | None
+    """None where the reference names the run as a whole."""
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return self.path.name
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """One line of the list of runs."""
+
+    name: str
+    path: Path
+    state: ShownState | None
+    """None where the folder is broken; `broken` says why."""
+    steps: int = 0
+    """Steps done."""
+    max_steps: int | None = None
+    reward_first: float | None = None
+    """Mean reward of the first few steps."""
+    reward_last: float | None = None
+    started: float | None = None
+    """Seconds since 1970."""
+    model: str | None = None
+    task: str | None = None
+    broken: str | None = None
+
+
+def resolve(reference: str, runs_dir: Path = Path("runs")) -> Address:
+    """A run name in `runs_dir`, a path to a run or checkpoint folder, each of the former with `@STEP`.
+
+    RunNotFoundError lists the runs or the checkpoints that there are. Damaged checkpoints are not there.
+    """
+    whole = _find_folder(reference, runs_dir)
+    if whole is not None:
+        return whole
+    name, step = _split(reference)
+    if step is None:
+        raise RunNotFoundError(_no_such_run(name, runs_dir))
+    run = _find_folder(name, runs_dir)
+    if run is None:
+        raise RunNotFoundError(_no_such_run(name, runs_dir))
+    return Address(run.path, _checkpoint_at(run.path, step))
+
+
+def newest_unfinished(name: str, runs_dir: Path) -> Path:
+    """The newest run that was asked for as `name` (or is called so) and has not finished.
+
+    RunNotFoundError says whether all of them are finished, or there are none.
+    """
+    found = [(path, facts) for path, facts in _readable(runs_dir) if _answers_to(path, facts, name)]
+    if not found:
+        raise RunNotFoundError(_no_such_run(name, runs_dir))
+    unfinished = [(path, facts) for path, facts in found if facts.get("state") != "finished"]
+    if not unfinished:
+        names = ", ".join(path.name for path, _ in found)
+        raise RunNotFoundError(
+            f"nothing to resume: every run called '{name}' in {runs_dir} is finished ({names}). "
+            "Start a new one without --resume."
+        )
+    return max(unfinished, key=lambda run: run[1].get("created_at", 0.0))[0]
+
+
+def list_runs(runs_dir: Path = Path("runs")) -> list[RunInfo]:
+    """All runs in a folder, oldest first; folders that cannot be read come last, with the reason."""
+    infos = [run_info(path) for path in _run_folders(runs_dir)]
+    return sorted(infos, key=lambda info: (info.broken is not None, info.started or 0.0, info.name))
+
+
+def run_info(path: Path) -> RunInfo:
+    """What a list says about one run; never raises for a broken one."""
+    try:
+        with Store.open(path / RECORD, readonly=True) as store:
+            return _describe(path, store)
+    except (StoreError, LookupError, TypeError, ValueError) as error:
+        return RunInfo(path.name, path, state=None, broken=str(error))
+
+
+def _describe(path: Path, store: Store) -> RunInfo:
+    facts = store.get_meta()
+    last = store.last_step()
+    rewards = [value for _, value in store.metrics(["reward"]).get("reward", [])]
+    ends = min(ENDS, (len(rewards) + 1) // 2)
+    return RunInfo(
+        name=path.name,
+        path=path,
+        state=shown_state(path, facts["state"]),
+        steps=0 if last is None else last + 1,
+        max_steps=facts.get("max_steps"),
+        reward_first=_mean(rewards[:ends]),
+        reward_last=_mean(rewards[-ends:]),
+        started=facts.get("created_at"),
+        model=facts.get("model"),
+        task=facts.get("task"),
+    )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    known = [value for value in values if value == value]
+    return sum(known) / len(known) if known else None
+
+
+def _find_folder(reference: str, runs_dir: Path) -> Address | None:
+    """The run or checkpoint folder of exactly this name or path."""
+    for path in (Path(reference), runs_dir / reference):
+        if not reference:
+            continue
+        if (path / RECORD).is_file():
+            return Address(path.resolve(), None)
+        if _is_checkpoint_folder(path):
+            path = path.resolve()
+            return Address(path.parent.parent, checkpoints.read(path))
+    return None
+
+
+def _is_checkpoint_folder(path: Path) -> bool:
+    path = path.resolve()
+    return (
+        path.is_dir()
+        and path.parent.name == CHECKPOINTS
+        and (path.parent.parent / RECORD).is_file()
+    )
+
+
+def _split(reference: str) -> tuple[str, int | None]:
+    match = re.fullmatch(r"(.+)@(\d+)", reference, re.DOTALL)
+    return (match[1], int(match[2])) if match else (reference, None)
+
+
+def _checkpoint_at(path: Path, step: int) -> Checkpoint:
+    found = checkpoints.complete(path / CHECKPOINTS, verify=False)
+    for checkpoint in found:
+        if checkpoint.step == step:
+            checkpoint.verify()
+            return checkpoint
+    there = ", ".join(f"{path.name}@{checkpoint.step}" for checkpoint in found) or "none"
+    damaged = "".join(f" Skipped as damaged: {skipped}." for skipped in found.skipped)
+    raise RunNotFoundError(
+        f"the run '{path.name}' has no checkpoint after {step} steps. There are: {there}.{damaged} "
+        "How many are kept is run.save_total_limit, how often they are made run.save_steps."
+    )
+
+
+def _no_such_run(name: str, runs_dir: Path) -> str:
+    names = [path.name for path in _run_folders(runs_dir)]
+    if not names:
+        return f"there is no run '{name}': {runs_dir} holds no runs. Give a path, or --dir."
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f" Did you mean '{near[0]}'?" if near else ""
+    shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+    return f"there is no run '{name}' in {runs_dir}.{hint} There are: {shown}."
+
+
+def _run_folders(runs_dir: Path) -> list[Path]:
+    """Every folder that is or tries to be a run."""
+    if not runs_dir.is_dir():
+        return []
+    return sorted(
+        path for path in runs_dir.iterdir() if path.is_dir() and not path.name.startswith(".")
+    )
+
+
+def _readable(runs_dir: Path) -> list[tuple[Path, dict[str, Any]]]:
+    found: list[tuple[Path, dict[str, Any]]] = []
+    for path in _run_folders(runs_dir):
+        try:
+            with Store.open(path / RECORD, readonly=True) as store:
+                found.append((path, store.get_meta()))
+        except StoreError:
+            continue
+    return found
+
+
+def _answers_to(path: Path, facts: dict[str, Any], name: str) -> bool:
+    return name in (path.name, facts.get("requested_name"))

@@ -1,0 +1,318 @@
+"""The run directory, and the one process that may write to it.
+
+    runs/<name>/
+        config.json     the resolved configuration
+        run.db          steps, metrics, rollouts, evaluations (`groupwise.runs.store`)
+        summary.json    how it ended
+        checkpoints/    step-N/ (`groupwise.runs.checkpoints`)
+        final/          the trained adapter or model with its tokenizer
+        results/        what evaluations wrote, never overwritten
+        reward.svg      the curve
+        log.txt         what the package logged
+        lock            held by the live process
+
+A new run is built beside its place and appears whole. Its state stands in the record: `running` until it ends as
+`finished`, `interrupted` or `failed`; a run that says `running` but that nobody holds has `crashed`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from groupwise.errors import GroupwiseError, RunInUseError, RunNotFoundError, StoreError, UsageError
+from groupwise.runs import checkpoints, durable
+from groupwise.runs.lock import LOCK, RunLock, holder, is_held
+from groupwise.runs.records import ResumeRecord
+from groupwise.runs.store import Store
+
+State = Literal["running", "finished", "interrupted", "failed"]
+ShownState = Literal["running", "finished", "interrupted", "failed", "crashed"]
+
+CONFIG = "config.json"
+RECORD = "run.db"
+SUMMARY = "summary.json"
+RESULTS = "results"
+CHECKPOINTS = "checkpoints"
+
+BUILDING_SECONDS = 60.0
+"""A run under construction for longer than this, that nobody holds, is dead: building one takes milliseconds."""
+
+_LOGGER = logging.getLogger("groupwise")
+
+
+class RunFolder:
+    """A run folder held by this process. Close it, or use it as a context manager, which also records how the run ended."""
+
+    def __init__(self, path: Path, lock: RunLock, store: Store) -> None:
+        self.path = path
+        self.name = path.name
+        self.store = store
+        """The run's record, open for writing."""
+        self.checkpoints = path / CHECKPOINTS
+        self.final = path / "final"
+        self.results = path / RESULTS
+        self.curve = path / "reward.svg"
+        self.swept: tuple[str, ...] = ()
+        """What a dead process had left under construction, deleted when the folder was opened."""
+        self._lock = lock
+        self._log = _LogFile(path / "log.txt")
+
+    @classmethod
+    def create(
+        cls,
+        runs_dir: Path,
+        name: str,
+        config: Mapping[str, Any],
+        meta: Mapping[str, Any] | None = None,
+        *,
+        keep_tokens: bool = True,
+    ) -> RunFolder:
+        """Make `runs_dir/name`, or `name-2`, `name-3` … where runs of that name are finished.
+
+        UsageError where an unfinished run has the name, RunInUseError if it is live. `meta` are facts for lists: kind,
+        model, task, max_steps.
+        """
+        runs_dir.mkdir(parents=True, exist_ok=True)
+        _sweep_dead_builders(runs_dir)
+        while True:
+            path = _free_path(runs_dir, name)
+            with suppress(FileExistsError):  # somebody else was faster: look again
+                lock = _build(path, name, config, meta or {})
+                return cls(path, lock, Store.open(path / RECORD, keep_tokens=keep_tokens))
+
+    @classmethod
+    def open(cls, path: Path, *, keep_tokens: bool = True) -> RunFolder:
+        """Take an existing run up again: it is `running` from now on, and what a dead process left unfinished is deleted.
+
+        RunNotFoundError if it is no run folder, RunInUseError if another process holds it.
+        """
+        if not (path / RECORD).is_file():
+            raise RunNotFoundError(f"{path} is not a run folder: it has no {RECORD}.")
+        lock = RunLock.acquire(path)
+        try:
+            folder = cls(path, lock, Store.open(path / RECORD, keep_tokens=keep_tokens))
+        except BaseException:
+            lock.release()
+            raise
+        folder.swept = durable.sweep(path) + checkpoints.sweep(folder.checkpoints)
+        folder.store.set_meta({"state": "running", "error": None})
+        return folder
+
+    @property
+    def state(self) -> State:
+        """As recorded."""
+        return self.store.get_meta()["state"]
+
+    def config(self) -> dict[str, Any]:
+        """The resolved configuration."""
+        return read_config(self.path)
+
+    def resume(self, config: Mapping[str, Any], record: ResumeRecord) -> None:
+        """Note that the run goes on, with this configuration from now on."""
+        self.store.record_resume(record)
+        durable.write_json(self.path / CONFIG, dict(config))
+
+    def write_final(self, fill: Callable[[Path], None]) -> Path:
+        """Make `final/` from the files that `fill` writes into the folder that it is given; an earlier one is replaced."""
+        building = durable.building_path(self.final)
+        shutil.rmtree(building, ignore_errors=True)
+        with durable.explained(self.final):
+            building.mkdir()
+            fill(building)
+            if self.final.exists():
+                durable.remove_folder(self.final)
+            durable.publish_folder(building, self.final)
+        return self.final
+
+    def finish(
+        self,
+        state: State,
+        summary: Mapping[str, Any] | None = None,
+        error: BaseException | None = None,
+    ) -> None:
+        """Record how the run ended, in summary.json and in the record."""
+        trouble = None if error is None else _trouble(error)
+        ended = {"run": self.name, "state": state, "error": trouble, **(summary or {})}
+        durable.write_json(self.path / SUMMARY, ended)
+        self.store.set_meta({"state": state, "error": trouble, "finished_at": time.time()})
+
+    def close(self) -> None:
+        """Let go of the folder. A run that is still `running` then counts as interrupted."""
+        try:
+            if self.state == "running":
+                self.finish("interrupted")
+        finally:
+            self._log.close()
+            self.store.close()
+            self._lock.release()
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        with suppress(StoreError):  # a full disk must not hide what happened before
+            if self.state == "running":
+                self.finish(
+                    "failed" if isinstance(error, Exception) else "interrupted", error=error
+                )
+        with suppress(StoreError):
+            self.close()
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The resolved configuration of a run; StoreError if it cannot be read."""
+    return _read_json(path / CONFIG)
+
+
+def read_summary(path: Path) -> dict[str, Any] | None:
+    """How a run ended; None if it has not."""
+    return _read_json(path / SUMMARY) if (path / SUMMARY).exists() else None
+
+
+def shown_state(path: Path, recorded: State) -> ShownState:
+    """The recorded state of a run; a `running` one that no live process holds has crashed."""
+    return "crashed" if recorded == "running" and not is_held(path) else recorded
+
+
+def read_state(path: Path) -> ShownState:
+    """The state of a run; StoreError if its record cannot be read."""
+    with Store.open(path / RECORD, readonly=True) as store:
+        return shown_state(path, store.get_meta()["state"])
+
+
+def add_result(path: Path, name: str, content: Any) -> Path:
+    """Write `results/<name>.json` of a run, or `<name>-2.json` … : an earlier result is never overwritten.
+
+    Needs no hold on the run: a finished or a live run may be evaluated.
+    """
+    folder = path / RESULTS
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in count(1):
+        file = folder / (f"{name}.json" if number == 1 else f"{name}-{number}.json")
+        with suppress(FileExistsError):
+            durable.write_json(file, content, replace=False)
+            return file
+    raise AssertionError("unreachable")
+
+
+def _free_path(runs_dir: Path, name: str) -> Path:
+    for number in count(1):
+        path = runs_dir / (name if number == 1 else f"{name}-{number}")
+        if not path.exists():
+            return path
+        _refuse_unfinished(path, name)
+    raise AssertionError("unreachable")
+
+
+def _refuse_unfinished(path: Path, name: str) -> None:
+    if not (path / RECORD).is_file():
+        raise UsageError(
+            f"{path} exists and is not a run folder. Move it away, or choose another run.name=<name>."
+        )
+    state = read_state(path)
+    if state == "running":
+        raise RunInUseError(
+            f"{path} is in use by {holder(path) or 'another process'}. "
+            "Wait for it or stop it, or start another run with run.name=<another name>."
+        )
+    if state != "finished":
+        raise UsageError(
+            f"{path} holds an unfinished run ({state}). Go on with it by --resume, "
+            f"or start another one beside it with run.name=<another name than {name}>."
+        )
+
+
+def _build(path: Path, name: str, config: Mapping[str, Any], meta: Mapping[str, Any]) -> RunLock:
+    """Build the folder beside its place and publish it; the lock that is returned moves with it."""
+    building = durable.building_path(path)
+    shutil.rmtree(building, ignore_errors=True)
+    building.mkdir()
+    lock = RunLock.acquire(building)
+    try:
+        durable.write_json(building / CONFIG, dict(config))
+        with Store.create(building / RECORD) as store:
+            store.set_meta(
+                {
+                    **meta,
+                    "requested_name": name,
+                    "created_at": time.time(),
+                    "state": "running",
+                    "error": None,
+                }
+            )
+        for room in (CHECKPOINTS, RESULTS):
+            (building / room).mkdir()
+        durable.publish_folder(building, path)
+    except BaseException:
+        lock.release()
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+    return lock
+
+
+def _sweep_dead_builders(runs_dir: Path) -> None:
+    """Delete runs that died before they were published."""
+    for building in runs_dir.glob(f"{durable.BUILDING}*"):
+        lock = building / LOCK
+        old = lock.exists() and time.time() - lock.stat().st_mtime > BUILDING_SECONDS
+        if old and not is_held(building):
+            shutil.rmtree(building, ignore_errors=True)
+
+
+def _trouble(error: BaseException) -> dict[str, str]:
+    if isinstance(error, GroupwiseError):
+        return {"code": error.code, "message": str(error)}
+    code = "error" if isinstance(error, Exception) else "interrupted"
+    return {"code": code, "message": f"{type(error).__name__}: {error}"}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return cast("dict[str, Any]", json.loads(path.read_bytes()))
+    except (OSError, ValueError) as error:
+        raise StoreError(f"cannot read {path}: {error}. Restore it from a copy.") from error
+
+
+class _LogFile:
+    """Sends what the package logs to a file for as long as the run is open."""
+
+    def __init__(self, path: Path) -> None:
+        self._handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+        self._handler.setFormatter(_Formatter())
+        self._level_before = _LOGGER.level
+        _LOGGER.addHandler(self._handler)
+        if _LOGGER.getEffectiveLevel() > logging.INFO:
+            _LOGGER.setLevel(logging.INFO)
+
+    def close(self) -> None:
+        _LOGGER.removeHandler(self._handler)
+        _LOGGER.setLevel(self._level_before)
+        self._handler.close()
+
+
+class _Formatter(logging.Formatter):
+    """Time in UTC, level, message. Text of a model may be in it: control characters are spelt out."""
+
+    converter = time.gmtime
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)sZ %(levelname)s %(message)s", "%Y-%m-%dT%H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "".join(
+            letter if letter.isprintable() or letter in "\n\t" else ascii(letter)[1:-1]
+            for letter in super().format(record)
+        )

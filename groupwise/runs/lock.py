@@ -1,0 +1,106 @@
+"""One live process per run folder.
+
+The holder keeps an exclusive `flock` on the file `lock`, and writes into it who it is. The kernel lets go of the lock when the
+process dies, however it dies: so a lock that can be taken is free, whatever the file says, and nobody has to guess whether a
+process number is still the same process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from groupwise.errors import RunInUseError
+
+LOCK = "lock"
+
+PATIENCE = (0.0, 0.01, 0.02, 0.05, 0.1)
+"""Seconds between attempts: `holder` of another process holds the lock for an instant while it looks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """The process that holds a run folder."""
+
+    pid: int
+    started_at: float
+    """Seconds since 1970, when it took the lock."""
+    host: str
+
+    def __str__(self) -> str:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.started_at))
+        return f"process {self.pid} on {self.host} (since {since})"
+
+
+class RunLock:
+    """An exclusive hold on a run folder, until `release` or the end of the process."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor: int | None = descriptor
+
+    @classmethod
+    def acquire(cls, folder: Path) -> RunLock:
+        """Take the folder; RunInUseError that names the process if a live one holds it."""
+        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        if not _take(descriptor, fcntl.LOCK_EX):
+            os.close(descriptor)
+            raise RunInUseError(
+                f"{folder} is in use by {_read(folder) or 'another process'}. "
+                "Wait for it or stop it, or start another run with run.name=<another name>."
+            )
+        _introduce(descriptor)
+        return cls(descriptor)
+
+    def release(self) -> None:
+        """Let go; a second call does nothing."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a live process holds the folder (this one included)."""
+    try:
+        descriptor = os.open(folder / LOCK, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        return not _take(descriptor, fcntl.LOCK_SH)
+    finally:
+        os.close(descriptor)
+
+
+def holder(folder: Path) -> Holder | None:
+    """The live process that holds the folder, if any."""
+    return _read(folder) if is_held(folder) else None
+
+
+def _take(descriptor: int, kind: int) -> bool:
+    for pause in PATIENCE:
+        time.sleep(pause)
+        try:
+            fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if kind == fcntl.LOCK_SH:
+                return False
+        else:
+            return True
+    return False
+
+
+def _introduce(descriptor: int) -> None:
+    me = Holder(pid=os.getpid(), started_at=time.time(), host=socket.gethostname())
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(asdict(me)).encode(), 0)
+
+
+def _read(folder: Path) -> Holder | None:
+    try:
+        return Holder(**json.loads((folder / LOCK).read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None

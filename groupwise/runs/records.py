@@ -1,0 +1,107 @@
+"""What is written to and read from the run's record, beside the groups and rollouts of `groupwise.types`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from groupwise.types import Outcome, RewardPart
+
+TIMING_PREFIXES = ("time/", "perf/")
+"""Metrics of these names say how fast it went: they are recorded like the others, but are no part of any equality."""
+
+Order = Literal["draw", "newest", "best", "worst"]
+"""`draw`: as drawn, members in order. `newest`: the last written first. `best`, `worst`: by the reward (or part)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """The manifest of one committed step: what was trained, in which order, and what came of it."""
+
+    step: int
+    """Index from 0."""
+    version_in: int
+    version_out: int
+    """Equal to `version_in` where nothing taught."""
+    fingerprint_out: str
+    draws: tuple[int, ...]
+    """The step's groups in the order of training."""
+    learning_rate: float
+    finished_at: float
+    """Seconds since 1970."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rewound:
+    """What a resume deleted in order to do it again."""
+
+    steps: int
+    rollouts: int
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationRecord:
+    """One evaluation of the run's policy."""
+
+    step: int
+    """After this many steps; 0 is the policy that the run started from."""
+    name: str
+    policy: str
+    """What was evaluated: `base`, `run@step`, or a fingerprint."""
+    metrics: Mapping[str, float]
+    rows: Sequence[Mapping[str, Any]] = ()
+    """One mapping for each prompt or sample, as JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeRecord:
+    """One time that the run was taken up again."""
+
+    step: int
+    """The first step that was done (again)."""
+    dropped: Rewound
+    resumed_at: float
+    """Seconds since 1970."""
+    changes: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Config keys that are different from now on: dotted key -> [before, after]."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutFilter:
+    """Which rollouts to show. Every condition that is not None must hold."""
+
+    step: int | None = None
+    draw: int | None = None
+    example: int | None = None
+    outcome: Outcome | tuple[Outcome, ...] | None = None
+    part: str | None = None
+    """Only rollouts that have this reward part; `min_reward`, `max_reward`, `best` and `worst` are then about its value."""
+    min_reward: float | None = None
+    max_reward: float | None = None
+    text: str | None = None
+    """Words that stand, in this order, in the prompt or the completion."""
+    order: Order = "draw"
+    limit: int = 50
+    offset: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutView:
+    """One rollout as it is shown in lists: no tokens."""
+
+    id: int
+    step: int | None
+    draw: int
+    member: int
+    attempt: int
+    example: int
+    outcome: Outcome
+    reason: str | None
+    reward: float | None
+    advantage: float | None
+    parts: tuple[RewardPart, ...]
+    truncated: bool
+    completion_tokens: int
+    prompt: str
+    completion: str

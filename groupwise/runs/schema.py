@@ -1,0 +1,142 @@
+"""The tables of `run.db`, as a list of migrations that only ever go forward.
+
+`PRAGMA user_version` counts the migrations that a file has been through. A change of the schema is a new entry at the end of
+`MIGRATIONS`; an entry that was released is never edited.
+
+The shape follows what people ask of a run: curves (`metrics` by name and step), the rollouts of a step, the best, the
+worst and the failed ones, one reward part over all rollouts (`parts` as rows), everything about one example, and text
+(a full-text index beside the tables, which can be rebuilt from them and is left out where SQLite lacks FTS5).
+
+Conventions: a step is an index from 0; a group without a step was finished but belongs to no committed step. Seeds are
+unsigned 64-bit numbers in SQLite's signed ones (two's complement). Token ids are little-endian int32, log-probabilities
+little-endian float64, both bit-exact; NULL where they were not kept. A NaN is the text 'nan' in `rollouts` and `parts`,
+where NULL means "none", and NULL in `metrics`. Text that UTF-8 cannot hold is a BLOB.
+"""
+
+from __future__ import annotations
+
+APPLICATION_ID = 0x47525057
+"""Marks the file as a run record (`GRPW`)."""
+
+MIGRATIONS: tuple[str, ...] = (
+    """
+    CREATE TABLE meta (
+        key   TEXT PRIMARY KEY,
+        value TEXT NOT NULL                        -- JSON
+    ) WITHOUT ROWID;
+
+    CREATE TABLE steps (
+        step            INTEGER PRIMARY KEY CHECK (step >= 0),
+        version_in      INTEGER NOT NULL,          -- the policy that the step began with
+        version_out     INTEGER NOT NULL,          -- the policy that it left
+        fingerprint_out TEXT NOT NULL,
+        draws           TEXT NOT NULL,             -- JSON list, in the order of training
+        learning_rate   REAL NOT NULL,
+        finished_at     REAL NOT NULL              -- seconds since 1970
+    );
+
+    CREATE TABLE metrics (
+        name  TEXT NOT NULL,
+        step  INTEGER NOT NULL REFERENCES steps (step) ON DELETE CASCADE,
+        value REAL,
+        PRIMARY KEY (name, step)
+    ) WITHOUT ROWID;
+    CREATE INDEX metrics_by_step ON metrics (step);
+
+    CREATE TABLE groups (
+        draw        INTEGER PRIMARY KEY,
+        step        INTEGER REFERENCES steps (step) ON DELETE CASCADE,
+        position    INTEGER NOT NULL,              -- in the order of training of its step
+        example     INTEGER NOT NULL,
+        prompt      TEXT NOT NULL,                 -- JSON: text or messages
+        prompt_text TEXT NOT NULL,                 -- for people and the text index
+        columns     TEXT NOT NULL,                 -- JSON
+        metrics     TEXT NOT NULL,                 -- JSON
+        prompt_ids  BLOB                           -- of the members that have none of their own
+    );
+    CREATE INDEX groups_by_step ON groups (step, position);
+    CREATE INDEX groups_by_example ON groups (example);
+
+    CREATE TABLE rollouts (
+        id                INTEGER PRIMARY KEY,
+        draw              INTEGER NOT NULL REFERENCES groups (draw) ON DELETE CASCADE,
+        member            INTEGER NOT NULL,
+        attempt           INTEGER NOT NULL,
+        step              INTEGER,                 -- of its group, repeated for the indexes
+        example           INTEGER NOT NULL,        -- likewise
+        outcome           TEXT NOT NULL CHECK (outcome IN ('pending', 'scored', 'failed', 'timed_out')),
+        reason            TEXT,
+        reward            REAL,
+        advantage         REAL,
+        truncated         INTEGER NOT NULL,
+        completion_tokens INTEGER NOT NULL,
+        completion        TEXT NOT NULL,
+        notes             TEXT NOT NULL,           -- JSON
+        prompt_ids        BLOB,
+        UNIQUE (draw, member, attempt)
+    );
+    CREATE INDEX rollouts_by_step ON rollouts (step, id);
+    CREATE INDEX rollouts_by_outcome ON rollouts (outcome, id);
+    CREATE INDEX rollouts_by_reward ON rollouts (reward, id);
+    CREATE INDEX rollouts_by_step_and_reward ON rollouts (step, reward, id);
+    CREATE INDEX rollouts_by_example ON rollouts (example, id);
+
+    CREATE TABLE segments (
+        rollout        INTEGER NOT NULL REFERENCES rollouts (id) ON DELETE CASCADE,
+        position       INTEGER NOT NULL,
+        source         TEXT NOT NULL,
+        token_ids      BLOB,
+        logprobs       BLOB,
+        policy_version INTEGER,
+        fingerprint    TEXT,
+        params         TEXT,                       -- JSON
+        seed           INTEGER,
+        finish_reason  TEXT,
+        PRIMARY KEY (rollout, position)
+    );
+
+    CREATE TABLE parts (
+        rollout  INTEGER NOT NULL REFERENCES rollouts (id) ON DELETE CASCADE,
+        position INTEGER NOT NULL,
+        name     TEXT NOT NULL,
+        turn     INTEGER,
+        value    REAL,
+        weight   REAL NOT NULL,
+        PRIMARY KEY (rollout, position)
+    ) WITHOUT ROWID;
+    CREATE INDEX parts_by_name ON parts (name, value, rollout);
+
+    CREATE TABLE evaluations (
+        id      INTEGER PRIMARY KEY,
+        step    INTEGER NOT NULL,                  -- after this many steps
+        name    TEXT NOT NULL,
+        policy  TEXT NOT NULL,
+        metrics TEXT NOT NULL,                     -- JSON
+        UNIQUE (step, name, policy)
+    );
+
+    CREATE TABLE evaluation_rows (
+        evaluation INTEGER NOT NULL REFERENCES evaluations (id) ON DELETE CASCADE,
+        position   INTEGER NOT NULL,
+        data       TEXT NOT NULL,                  -- JSON
+        PRIMARY KEY (evaluation, position)
+    ) WITHOUT ROWID;
+
+    CREATE TABLE resumes (
+        id               INTEGER PRIMARY KEY,
+        step             INTEGER NOT NULL,         -- the first step that was done again
+        steps_dropped    INTEGER NOT NULL,
+        rollouts_dropped INTEGER NOT NULL,
+        resumed_at       REAL NOT NULL,            -- seconds since 1970
+        changes          TEXT NOT NULL             -- JSON: config key -> [before, after]
+    );
+    """,
+)
+
+TEXT_INDEX = (
+    "CREATE VIRTUAL TABLE IF NOT EXISTS prompt_index"
+    " USING fts5 (prompt_text, content='groups', content_rowid='draw')",
+    "CREATE VIRTUAL TABLE IF NOT EXISTS completion_index"
+    " USING fts5 (completion, content='rollouts', content_rowid='id')",
+)
+"""Beside the migrations: made where SQLite has FTS5, and rebuilt from the tables whenever it may be stale."""

@@ -1,0 +1,114 @@
+"""One page of rollouts: from a filter to SQL that uses the indexes, and from rows to what is shown."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from groupwise.runs.database import Database, Row
+from groupwise.runs.encoding import label, plain_number, plain_text
+from groupwise.runs.records import RolloutFilter, RolloutView
+from groupwise.runs.tables import read_parts
+from groupwise.types import RewardPart
+
+
+def find_rollouts(db: Database, wanted: RolloutFilter) -> list[RolloutView]:
+    """One page of the rollouts that the filter asks for."""
+    query, values = rollout_query(wanted, indexed=db.indexed)
+    rows = db.all(query, values)
+    parts = read_parts(db, [row[0] for row in rows])
+    return [_view(row, parts.get(row[0], ())) for row in rows]
+
+
+_VIEW = (
+    "rollouts.id, rollouts.step, rollouts.draw, member, attempt, rollouts.example, outcome, reason, reward, advantage,"
+    " truncated, completion_tokens, prompt_text, completion"
+)
+
+
+def rollout_query(wanted: RolloutFilter, *, indexed: bool) -> tuple[str, Row]:
+    """The SQL of one page of rollouts and its values. `indexed`: the full-text index is there."""
+    measured = "part.value" if wanted.part is not None else "reward"
+    clauses, values = _conditions(wanted, measured, indexed)
+    where = f" WHERE {' AND '.join(clauses)}" if clauses else ""
+    query = (
+        f"SELECT {_VIEW} FROM {_source(wanted)} CROSS JOIN groups ON groups.draw = rollouts.draw{where}"
+        f" ORDER BY {_order(wanted, measured)} LIMIT ? OFFSET ?"
+    )
+    return query, (*values, wanted.limit, wanted.offset)
+
+
+def _source(wanted: RolloutFilter) -> str:
+    """The tables in the order in which SQLite is to look into them (CROSS JOIN keeps it): the narrowest first."""
+    if wanted.part is None:
+        return "rollouts"
+    if wanted.step is None and wanted.draw is None:
+        return "parts AS part CROSS JOIN rollouts ON rollouts.id = part.rollout"
+    return "rollouts CROSS JOIN parts AS part ON part.rollout = rollouts.id"
+
+
+def _conditions(wanted: RolloutFilter, measured: str, indexed: bool) -> tuple[list[str], list[Any]]:
+    outcomes = (wanted.outcome,) if isinstance(wanted.outcome, str) else wanted.outcome
+    simple: list[tuple[str, Any]] = [
+        ("part.name = ?", wanted.part and label(wanted.part)),
+        ("rollouts.step = ?", wanted.step),
+        ("rollouts.draw = ?", wanted.draw),
+        ("rollouts.example = ?", wanted.example),
+        ("outcome IN (SELECT value FROM json_each(?))", outcomes and json.dumps(outcomes)),
+        # A NaN is stored as text, which sorts above every number.
+        (f"{measured} BETWEEN ? AND 9e999", wanted.min_reward),
+        (f"{measured} <= ?", wanted.max_reward),
+    ]
+    clauses = [clause for clause, value in simple if value is not None]
+    values = [value for _, value in simple if value is not None]
+    if wanted.order in ("best", "worst"):
+        clauses.append(f"{measured} <= 9e999")
+    if wanted.text is not None:
+        clause, searched = _text_condition(wanted.text, indexed)
+        clauses.append(clause)
+        values += [searched, searched]
+    return clauses, values
+
+
+def _text_condition(words: str, indexed: bool) -> tuple[str, str]:
+    """Full-text search for the words as a phrase; a plain search where there is no index, or nothing that it holds."""
+    if indexed and any(letter.isalnum() for letter in words):
+        phrase = '"' + words.replace('"', " ").replace("\0", " ") + '"'
+        return (
+            "(rollouts.id IN (SELECT rowid FROM completion_index WHERE completion_index MATCH ?)"
+            " OR rollouts.draw IN (SELECT rowid FROM prompt_index WHERE prompt_index MATCH ?))"
+        ), phrase
+    return "(instr(lower(completion), ?) OR instr(lower(prompt_text), ?))", words.lower()
+
+
+def _order(wanted: RolloutFilter, measured: str) -> str:
+    """Ties go by id in the index's own direction, so that a page is read from it and nothing is sorted."""
+    id = "rollouts.id" if wanted.part is None else "part.rollout"
+    return {
+        "draw": "rollouts.draw, member, attempt",
+        "newest": "rollouts.id DESC",
+        "best": f"{measured} DESC, {id} DESC",
+        "worst": f"{measured}, {id}",
+    }[wanted.order]
+
+
+def _view(row: Row, parts: tuple[RewardPart, ...]) -> RolloutView:
+    id, step, draw, member, attempt, example, outcome, reason, reward, advantage, *rest = row
+    truncated, completion_tokens, prompt, completion = rest
+    return RolloutView(
+        id,
+        step,
+        draw,
+        member,
+        attempt,
+        example,
+        outcome,
+        plain_text(reason),
+        plain_number(reward),
+        plain_number(advantage),
+        parts,
+        bool(truncated),
+        completion_tokens,
+        plain_text(prompt) or "",
+        plain_text(completion) or "",
+    )

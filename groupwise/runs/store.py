@@ -1,0 +1,321 @@
+"""The run's record: one SQLite file that holds every step, metric, rollout and evaluation.
+
+The loop is the only writer; it holds the run folder's lock. Each step arrives as one transaction (`commit_step`), so that a
+step is there with its manifest, metrics and rollouts, or not at all. Groups that were finished but belong to no
+committed step are kept without one (`keep_unfinished`). A resume takes the record back to its checkpoint in one transaction
+(`rewind`) and goes on. Anybody may read while the loop writes (WAL): commands, the dashboard, a notebook.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from groupwise.errors import StoreError
+from groupwise.runs.database import Database
+from groupwise.runs.encoding import label, pack_json, unpack_json
+from groupwise.runs.records import (
+    TIMING_PREFIXES,
+    EvaluationRecord,
+    ResumeRecord,
+    Rewound,
+    RolloutFilter,
+    RolloutView,
+    StepRecord,
+)
+from groupwise.runs.search import find_rollouts
+from groupwise.runs.tables import delete_groups, insert_group, read_groups
+from groupwise.types import Group
+
+
+class Store:
+    """One open `run.db`. Use it from any thread; close it, or use it as a context manager."""
+
+    def __init__(self, db: Database, *, keep_tokens: bool) -> None:
+        self.path = db.path
+        self.keep_tokens = keep_tokens
+        """Whether committed steps keep token ids and log-probabilities; texts, rewards and lengths are always kept."""
+        self._db = db
+
+    @classmethod
+    def create(cls, path: Path, *, keep_tokens: bool = True) -> Store:
+        """Make a new record; StoreError if the file is there already."""
+        if path.exists():
+            raise StoreError(f"{path} is there already; open it, or choose another path.")
+        return cls(Database.open_for_writing(path), keep_tokens=keep_tokens)
+
+    @classmethod
+    def open(cls, path: Path, readonly: bool = False, *, keep_tokens: bool = True) -> Store:
+        """Open an existing record, bringing an older one up to date unless `readonly`.
+
+        StoreError if it is missing, is something else, or was written by a newer version of Groupwise.
+        """
+        if not path.is_file():
+            raise StoreError(f"{path} does not exist: a run folder holds its record there.")
+        db = Database.open_for_reading(path) if readonly else Database.open_for_writing(path)
+        return cls(db, keep_tokens=keep_tokens)
+
+    def close(self) -> None:
+        """Close the file; what was committed stays."""
+        self._db.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Steps
+
+    def commit_step(
+        self, record: StepRecord, groups: Sequence[Group], metrics: Mapping[str, float]
+    ) -> None:
+        """Add the next step with its groups and metrics, in one transaction.
+
+        `groups` are those of `record.draws`, in any order; a group that was kept as unfinished is replaced. StoreError if the
+        step is not the last one + 1, or if draws and groups do not agree.
+        """
+        order = {draw: position for position, draw in enumerate(record.draws)}
+        if len(order) != len(record.draws) or sorted(order) != sorted(g.draw for g in groups):
+            raise StoreError(
+                f"step {record.step} names the draws {list(record.draws)}, but was given the groups of "
+                f"{[group.draw for group in groups]}; each draw must come once."
+            )
+        with self._db.transaction("step"):
+            self._expect_step(record.step)
+            self._insert_step(record)
+            for group in sorted(groups, key=lambda group: order[group.draw]):
+                delete_groups(self._db, "step IS NULL AND draw = ?", (group.draw,))
+                insert_group(
+                    self._db,
+                    group,
+                    step=record.step,
+                    position=order[group.draw],
+                    keep_tokens=self.keep_tokens,
+                )
+            self._insert_metrics(record.step, metrics)
+
+    def keep_unfinished(self, groups: Iterable[Group]) -> None:
+        """Keep groups that belong to no committed step, tokens included; an earlier version of the same draw is replaced."""
+        with self._db.transaction("unfinished"):
+            for group in groups:
+                delete_groups(self._db, "step IS NULL AND draw = ?", (group.draw,))
+                insert_group(self._db, group, step=None, position=group.draw, keep_tokens=True)
+
+    def rewind(self, to_step: int) -> Rewound:
+        """Take the record back to the state after `to_step` steps, in one transaction.
+
+        Deletes the steps from index `to_step` on with their rollouts and metrics, all groups without a step, and the
+        evaluations of later policies.
+        """
+        with self._db.transaction("rewind"):
+            (steps,) = self._db.one("SELECT count(*) FROM steps WHERE step >= ?", (to_step,))
+            rollouts = delete_groups(self._db, "step >= ? OR step IS NULL", (to_step,))
+            self._db.execute("DELETE FROM steps WHERE step >= ?", (to_step,))
+            self._db.execute("DELETE FROM evaluations WHERE step > ?", (to_step,))
+        return Rewound(steps=steps, rollouts=rollouts)
+
+    def last_step(self) -> int | None:
+        """Index of the last committed step; None if there is none."""
+        return self._db.one("SELECT max(step) FROM steps")[0]
+
+    def steps(self) -> list[StepRecord]:
+        """The manifests of all committed steps, in order."""
+        rows = self._db.all(
+            "SELECT step, version_in, version_out, fingerprint_out, draws, learning_rate, finished_at"
+            " FROM steps ORDER BY step"
+        )
+        return [
+            StepRecord(step, before, after, fingerprint, tuple(unpack_json(draws)), rate, finished)
+            for step, before, after, fingerprint, draws, rate, finished in rows
+        ]
+
+    # Metrics
+
+    def metric_names(self) -> list[str]:
+        """The names of all metrics of the run, sorted."""
+        # Skips from name to name through the primary key: DISTINCT would read every row.
+        rows = self._db.all(
+            "WITH RECURSIVE names (name) AS (SELECT min(name) FROM metrics UNION ALL"
+            " SELECT (SELECT min(name) FROM metrics WHERE name > names.name) FROM names"
+            " WHERE names.name IS NOT NULL) SELECT name FROM names WHERE name IS NOT NULL"
+        )
+        return [name for (name,) in rows]
+
+    def metrics(
+        self, names: Sequence[str] | None = None, since: int | None = None
+    ) -> dict[str, list[tuple[int, float]]]:
+        """Curves: name -> (step, value) in order of steps, from step `since` on. A name without values is left out."""
+        wanted = self.metric_names() if names is None else names
+        curves = {name: self._curve(name, since or 0) for name in wanted}
+        return {name: curve for name, curve in curves.items() if curve}
+
+    def step_metrics(self, step: int) -> dict[str, float]:
+        """All metrics of one step."""
+        rows = self._db.all("SELECT name, value FROM metrics WHERE step = ? ORDER BY name", (step,))
+        return {name: _metric(value) for name, value in rows}
+
+    def _curve(self, name: str, since: int) -> list[tuple[int, float]]:
+        rows = self._db.all(
+            "SELECT step, value FROM metrics WHERE name = ? AND step >= ? ORDER BY step",
+            (label(name), since),
+        )
+        return [(step, _metric(value)) for step, value in rows]
+
+    # Groups and rollouts
+
+    def groups(self, step: int) -> list[Group]:
+        """The groups of one step, whole, in the order of training. Tokens that were not kept come back as empty tuples."""
+        with self._db.snapshot():
+            return read_groups(self._db, "step = ? ORDER BY position", (step,))
+
+    def unfinished_groups(self) -> list[Group]:
+        """The groups that belong to no committed step, in the order of their draws."""
+        with self._db.snapshot():
+            return read_groups(self._db, "step IS NULL ORDER BY draw")
+
+    def group(self, draw: int) -> Group | None:
+        """The group of one draw, whole; None if there is none."""
+        with self._db.snapshot():
+            return next(iter(read_groups(self._db, "draw = ?", (draw,))), None)
+
+    def rollouts(self, wanted: RolloutFilter) -> list[RolloutView]:
+        """One page of the rollouts that the filter asks for."""
+        with self._db.snapshot():
+            return find_rollouts(self._db, wanted)
+
+    def rebuild_text_index(self) -> None:
+        """Make the full-text index anew from the tables. Nothing where SQLite lacks FTS5: search then reads every text."""
+        self._db.rebuild_text_index()
+
+    # Evaluations, facts about the run, resumes
+
+    def add_evaluation(self, record: EvaluationRecord) -> None:
+        """Add an evaluation; an earlier one of the same step, name and policy is replaced."""
+        key = (record.step, label(record.name), label(record.policy))
+        with self._db.transaction("evaluation"):
+            self._db.execute(
+                "DELETE FROM evaluations WHERE step = ? AND name = ? AND policy = ?", key
+            )
+            added = self._db.insert(
+                "evaluations",
+                step=record.step,
+                name=label(record.name),
+                policy=label(record.policy),
+                metrics=pack_json(dict(record.metrics)),
+            )
+            self._db.insert_many(
+                "evaluation_rows",
+                ("evaluation", "position", "data"),
+                [(added, i, pack_json(dict(row))) for i, row in enumerate(record.rows)],
+            )
+
+    def evaluations(self) -> list[EvaluationRecord]:
+        """All evaluations, by step, then as they were added."""
+        rows = self._db.all(
+            "SELECT id, step, name, policy, metrics FROM evaluations ORDER BY step, id"
+        )
+        return [
+            EvaluationRecord(
+                step,
+                name,
+                policy,
+                unpack_json(metrics),
+                self._evaluation_rows(evaluation),
+            )
+            for evaluation, step, name, policy, metrics in rows
+        ]
+
+    def _evaluation_rows(self, evaluation: int) -> tuple[dict[str, Any], ...]:
+        query = "SELECT data FROM evaluation_rows WHERE evaluation = ? ORDER BY position"
+        return tuple(unpack_json(data) for (data,) in self._db.all(query, (evaluation,)))
+
+    def set_meta(self, values: Mapping[str, Any]) -> None:
+        """Set facts about the run (JSON), all of them in one transaction."""
+        with self._db.transaction("meta"):
+            for key, value in values.items():
+                self._db.execute("DELETE FROM meta WHERE key = ?", (key,))
+                self._db.insert("meta", key=key, value=pack_json(value))
+
+    def get_meta(self) -> dict[str, Any]:
+        """All facts about the run."""
+        rows = self._db.all("SELECT key, value FROM meta ORDER BY key")
+        return {key: unpack_json(value) for key, value in rows}
+
+    def record_resume(self, record: ResumeRecord) -> None:
+        """Note that the run was taken up again."""
+        with self._db.transaction("resume"):
+            self._db.insert(
+                "resumes",
+                step=record.step,
+                steps_dropped=record.dropped.steps,
+                rollouts_dropped=record.dropped.rollouts,
+                resumed_at=record.resumed_at,
+                changes=pack_json(dict(record.changes)),
+            )
+
+    def resumes(self) -> list[ResumeRecord]:
+        """Every time that the run was taken up again, in order."""
+        rows = self._db.all(
+            "SELECT step, steps_dropped, rollouts_dropped, resumed_at, changes FROM resumes ORDER BY id"
+        )
+        return [
+            ResumeRecord(step, Rewound(steps, rollouts), at, unpack_json(changes))
+            for step, steps, rollouts, at, changes in rows
+        ]
+
+    def deterministic_dump(self) -> bytes:
+        """Everything that two equal runs have in common, in canonical form: two dumps are equal iff the runs are.
+
+        Left out: timings (metrics named in `TIMING_PREFIXES`, time stamps), facts about the run, resumes.
+        """
+        with self._db.snapshot():
+            steps = self.steps()
+            curves = self.metrics()
+            content = {
+                "steps": [asdict(replace(record, finished_at=0.0)) for record in steps],
+                "metrics": {
+                    name: curve
+                    for name, curve in curves.items()
+                    if not name.startswith(TIMING_PREFIXES)
+                },
+                "groups": [asdict(group) for record in steps for group in self.groups(record.step)],
+                "unfinished": [asdict(group) for group in self.unfinished_groups()],
+                "evaluations": sorted(
+                    (asdict(evaluation) for evaluation in self.evaluations()),
+                    key=lambda row: (row["step"], row["name"], row["policy"]),
+                ),
+            }
+        return json.dumps(content, sort_keys=True, indent=1).encode()
+
+    def _expect_step(self, step: int) -> None:
+        last = self.last_step()
+        expected = 0 if last is None else last + 1
+        if step != expected:
+            raise StoreError(
+                f"{self.path}: step {step} cannot be committed, the next one is {expected}. "
+                "Rewind to the checkpoint before going on from it."
+            )
+
+    def _insert_step(self, record: StepRecord) -> None:
+        self._db.insert(
+            "steps",
+            step=record.step,
+            version_in=record.version_in,
+            version_out=record.version_out,
+            fingerprint_out=record.fingerprint_out,
+            draws=pack_json(record.draws),
+            learning_rate=record.learning_rate,
+            finished_at=record.finished_at,
+        )
+
+    def _insert_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        rows = [(label(name), step, float(value)) for name, value in metrics.items()]
+        self._db.insert_many("metrics", ("name", "step", "value"), rows)
+
+
+def _metric(stored: float | None) -> float:
+    return float("nan") if stored is None else stored

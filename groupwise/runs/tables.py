@@ -1,0 +1,269 @@
+"""Groups as rows: how `groupwise.types.Group`, with all that hangs on it, enters the tables and leaves them again.
+
+A group is a row of `groups`, its rollouts are rows of `rollouts`, each with its `segments` and `parts`. What is read
+equals what was written, to the last bit of every log-probability.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import groupby
+from typing import Any
+
+from groupwise.errors import StoreError
+from groupwise.runs.database import Database, Row
+from groupwise.runs.encoding import (
+    label,
+    number,
+    pack_floats,
+    pack_json,
+    pack_tokens,
+    plain_number,
+    plain_text,
+    signed,
+    text,
+    unpack_floats,
+    unpack_json,
+    unpack_tokens,
+    unsigned,
+)
+from groupwise.types import Example, Group, Prompt, RewardPart, Rollout, SamplingParams, Segment
+
+
+def insert_group(
+    db: Database, group: Group, *, step: int | None, position: int, keep_tokens: bool
+) -> None:
+    """Add a group, within a transaction. StoreError if its draw belongs to a step already."""
+    _refuse_strangers(db, group)
+    prompt_ids = group.rollouts[0].prompt_ids if group.rollouts else ()
+    db.insert(
+        "groups",
+        draw=group.draw,
+        step=step,
+        position=position,
+        example=group.example.index,
+        prompt=pack_json(group.example.prompt),
+        prompt_text=text(prompt_text(group.example.prompt)),
+        columns=pack_json(group.example.columns),
+        metrics=pack_json(group.metrics),
+        prompt_ids=pack_tokens(prompt_ids) if keep_tokens else None,
+    )
+    for rollout in group.rollouts:
+        added = _insert_rollout(db, rollout, step, group.example.index)
+        if keep_tokens and rollout.prompt_ids != prompt_ids:
+            own = pack_tokens(rollout.prompt_ids)
+            db.execute("UPDATE rollouts SET prompt_ids = ? WHERE id = ?", (own, added))
+        _insert_segments(db, added, rollout.segments, keep_tokens)
+        _insert_parts(db, added, rollout.parts)
+    if db.indexed:
+        _index_group(db, group.draw)
+
+
+def delete_groups(db: Database, condition: str, values: Row) -> int:
+    """Delete groups with all that hangs on them, within a transaction; returns the number of rollouts."""
+    chosen = f"draw IN (SELECT draw FROM groups WHERE {condition})"
+    if db.indexed:
+        db.execute(
+            "INSERT INTO completion_index (completion_index, rowid, completion)"
+            f" SELECT 'delete', id, completion FROM rollouts WHERE {chosen}",
+            values,
+        )
+        db.execute(
+            "INSERT INTO prompt_index (prompt_index, rowid, prompt_text)"
+            f" SELECT 'delete', draw, prompt_text FROM groups WHERE {condition}",
+            values,
+        )
+    deleted = db.execute(f"DELETE FROM rollouts WHERE {chosen}", values)
+    db.execute(f"DELETE FROM groups WHERE {condition}", values)
+    return deleted.rowcount
+
+
+def read_groups(db: Database, condition: str, values: Row = ()) -> list[Group]:
+    """The groups that meet a condition (which may go on with ORDER BY)."""
+    rows = db.all(
+        "SELECT draw, example, prompt, columns, metrics, prompt_ids FROM groups WHERE " + condition,
+        values,
+    )
+    return [
+        Group(
+            draw=draw,
+            example=Example(example, unpack_json(prompt), unpack_json(columns)),
+            rollouts=_read_rollouts(db, draw, unpack_tokens(prompt_ids)),
+            metrics=unpack_json(metrics),
+        )
+        for draw, example, prompt, columns, metrics, prompt_ids in rows
+    ]
+
+
+def read_parts(db: Database, rollouts: Sequence[int]) -> dict[int, tuple[RewardPart, ...]]:
+    """The reward parts of rollouts, by row id; a rollout without parts is left out."""
+    rows = db.all(
+        "SELECT rollout, name, value, weight, turn FROM parts"
+        " WHERE rollout IN (SELECT value FROM json_each(?)) ORDER BY rollout, position",
+        (json.dumps(list(rollouts)),),
+    )
+    return {
+        rollout: tuple(_part(*columns) for _, *columns in members)
+        for rollout, members in groupby(rows, key=lambda row: row[0])
+    }
+
+
+def prompt_text(prompt: Prompt) -> str:
+    """A prompt for people: text as it is, messages one after the other with their roles."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n\n".join(
+        f"{message.get('role', '')}: {_content(message.get('content'))}" for message in prompt
+    )
+
+
+def _refuse_strangers(db: Database, group: Group) -> None:
+    (taken,) = db.one("SELECT max(step) FROM groups WHERE draw = ?", (group.draw,))
+    if taken is not None:
+        raise StoreError(
+            f"{db.path}: draw {group.draw} belongs to step {taken} already; each draw is trained once."
+        )
+    strangers = [rollout.draw for rollout in group.rollouts if rollout.draw != group.draw]
+    if strangers:
+        raise StoreError(f"the group of draw {group.draw} has rollouts of the draws {strangers}.")
+
+
+def _insert_rollout(db: Database, rollout: Rollout, step: int | None, example: int) -> int:
+    return db.insert(
+        "rollouts",
+        draw=rollout.draw,
+        member=rollout.member,
+        attempt=rollout.attempt,
+        step=step,
+        example=example,
+        outcome=rollout.outcome,
+        reason=text(rollout.reason),
+        reward=number(rollout.reward),
+        advantage=number(rollout.advantage),
+        truncated=rollout.truncated,
+        completion_tokens=len(rollout.completion_ids),
+        completion=text(rollout.completion),
+        notes=pack_json(rollout.notes),
+    )
+
+
+_SEGMENT = (
+    "source",
+    "token_ids",
+    "logprobs",
+    "policy_version",
+    "fingerprint",
+    "params",
+    "seed",
+    "finish_reason",
+)
+
+
+def _insert_segments(
+    db: Database, rollout: int, segments: Sequence[Segment], keep_tokens: bool
+) -> None:
+    rows = [
+        (
+            rollout,
+            position,
+            segment.source,
+            pack_tokens(segment.token_ids) if keep_tokens else None,
+            pack_floats(segment.sampling_logprobs) if keep_tokens else None,
+            segment.policy_version,
+            text(segment.fingerprint),
+            pack_json(asdict(segment.params)) if segment.params else None,
+            signed(segment.seed),
+            segment.finish_reason,
+        )
+        for position, segment in enumerate(segments)
+    ]
+    db.insert_many("segments", ("rollout", "position", *_SEGMENT), rows)
+
+
+def _insert_parts(db: Database, rollout: int, parts: Sequence[RewardPart]) -> None:
+    rows = [
+        (rollout, position, label(part.name), part.turn, number(part.value), number(part.weight))
+        for position, part in enumerate(parts)
+    ]
+    db.insert_many("parts", ("rollout", "position", "name", "turn", "value", "weight"), rows)
+
+
+def _index_group(db: Database, draw: int) -> None:
+    db.execute(
+        "INSERT INTO prompt_index (rowid, prompt_text)"
+        " SELECT draw, prompt_text FROM groups WHERE draw = ?",
+        (draw,),
+    )
+    db.execute(
+        "INSERT INTO completion_index (rowid, completion)"
+        " SELECT id, completion FROM rollouts WHERE draw = ?",
+        (draw,),
+    )
+
+
+def _read_rollouts(db: Database, draw: int, prompt_ids: tuple[int, ...]) -> tuple[Rollout, ...]:
+    rows = db.all(
+        "SELECT id, member, attempt, prompt_ids, completion, outcome, reason, reward, notes, advantage"
+        " FROM rollouts WHERE draw = ? ORDER BY id",
+        (draw,),
+    )
+    parts = read_parts(db, [row[0] for row in rows])
+    return tuple(
+        Rollout(
+            draw=draw,
+            member=member,
+            attempt=attempt,
+            prompt_ids=prompt_ids if own_prompt is None else unpack_tokens(own_prompt),
+            segments=_read_segments(db, id),
+            completion=plain_text(completion) or "",
+            outcome=outcome,
+            reason=plain_text(reason),
+            reward=plain_number(reward),
+            parts=parts.get(id, ()),
+            notes=unpack_json(notes),
+            advantage=plain_number(advantage),
+        )
+        for id, member, attempt, own_prompt, completion, outcome, reason, reward, notes, advantage in rows
+    )
+
+
+def _read_segments(db: Database, rollout: int) -> tuple[Segment, ...]:
+    rows = db.all(
+        f"SELECT {', '.join(_SEGMENT)} FROM segments WHERE rollout = ? ORDER BY position",
+        (rollout,),
+    )
+    return tuple(
+        Segment(
+            source=source,
+            token_ids=unpack_tokens(token_ids),
+            sampling_logprobs=unpack_floats(logprobs),
+            policy_version=version,
+            fingerprint=plain_text(fingerprint),
+            params=_params(params),
+            seed=unsigned(seed),
+            finish_reason=reason,
+        )
+        for source, token_ids, logprobs, version, fingerprint, params, seed, reason in rows
+    )
+
+
+def _part(name: str, value: Any, weight: Any, turn: int | None) -> RewardPart:
+    return RewardPart(name, plain_number(value), plain_number(weight) or 0.0, turn)
+
+
+def _params(stored: str | None) -> SamplingParams | None:
+    if stored is None:
+        return None
+    values = unpack_json(stored)
+    return SamplingParams(
+        max_tokens=values["max_tokens"],
+        temperature=values["temperature"],
+        stop_token_ids=tuple(values["stop_token_ids"]),
+        stop=tuple(values["stop"]),
+    )
+
+
+def _content(content: Any) -> str:
+    return content if isinstance(content, str) else "" if content is None else pack_json(content)

@@ -1,0 +1,55 @@
+"""Drawing one token for each row: a counter-based uniform number, inverted through the cumulative distribution.
+
+The uniform number depends on the member's seed and the token's position alone, never on what else is in the batch. The search is
+in two levels (blocks of the vocabulary, then within a block), so that the exponentials are computed once.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+BLOCK = 128
+BELOW_ONE = 1 - 1e-12
+MASK = (1 << 64) - 1
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) with 53 random bits: the splitmix64 finaliser over the seed and the counter (Steele et al. 2014)."""
+    z = (seed + (position + 1) * 0x9E3779B97F4A7C15) & MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+    return ((z ^ (z >> 31)) >> 11) / (1 << 53)
+
+
+def draw_tokens(logits_SV: Tensor, temperatures_S: Tensor, uniforms_S: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens [S] and their log-probabilities [S] (nats, float32) at the temperature.
+
+    A temperature of 0 takes the most probable token, with its log-probability at temperature 1. `uniforms_S` is float64.
+    """
+    greedy_S = temperatures_S == 0
+    divisors_S = torch.where(greedy_S, torch.ones_like(temperatures_S), temperatures_S)
+    scaled_SV = logits_SV / divisors_S[:, None]
+    peaks_S = scaled_SV.amax(-1)
+    weights_SV = (scaled_SV - peaks_S[:, None]).exp()
+    padding = -weights_SV.shape[1] % BLOCK
+    weights_SKB = F.pad(weights_SV, (0, padding)).unflatten(1, (-1, BLOCK))
+    sums_SK = weights_SKB.sum(-1)
+    tokens_S = torch.where(greedy_S, scaled_SV.argmax(-1), _search(weights_SKB, sums_SK, uniforms_S))
+    chosen_S = scaled_SV.gather(1, tokens_S[:, None])[:, 0]
+    return tokens_S, chosen_S - peaks_S - sums_SK.sum(-1).log()
+
+
+def _search(weights_SKB: Tensor, sums_SK: Tensor, uniforms_S: Tensor) -> Tensor:
+    cumulative_SK = sums_SK.double().cumsum(-1)
+    # Rounding may carry a target up to its total, beyond the last token that has weight: stay just below.
+    targets_S1 = (uniforms_S.clamp_max(BELOW_ONE) * cumulative_SK[:, -1])[:, None]
+    block_S1 = torch.searchsorted(cumulative_SK, targets_S1, right=True).clamp_max(sums_SK.shape[1] - 1)
+    before_SK = F.pad(cumulative_SK, (1, 0))
+    rest_S1 = targets_S1 - before_SK.gather(1, block_S1)
+    rows_S = torch.arange(len(uniforms_S), device=uniforms_S.device)
+    inside_SB = weights_SKB[rows_S, block_S1[:, 0]].double().cumsum(-1)
+    rest_S1 = torch.minimum(rest_S1, inside_SB[:, -1:] * BELOW_ONE)
+    offset_S1 = torch.searchsorted(inside_SB, rest_S1, right=True)
+    return (block_S1 * BLOCK + offset_S1)[:, 0]

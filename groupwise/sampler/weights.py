@@ -1,0 +1,70 @@
+"""The weights that a sampler serves: its own copy, which only ever changes through a published file."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from groupwise.models.load import FULL_WEIGHTS
+from groupwise.models.lora import AdaptedModel, copy_exactly, read_adapter
+
+
+class ServedWeights(Protocol):
+    """What a sampler needs of its weights."""
+
+    model: PreTrainedModel
+
+    def read(self, folder: Path) -> None:
+        """Overwrite the weights from a published folder; raises `ModelError` unless all names and shapes match."""
+        ...
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The published part, as it is in memory."""
+        ...
+
+    def acting(self) -> contextlib.AbstractContextManager[object]:
+        """While this is open, the model computes with these weights."""
+        ...
+
+
+class ServedAdapter:
+    """An adapter of the sampler's own, over a base that the learner may share."""
+
+    def __init__(self, adapted: AdaptedModel, name: str = "served") -> None:
+        self.adapted = adapted
+        self.name = name
+        self.model = adapted.base
+        adapted.add(name, trainable=False, seed=0)
+
+    def read(self, folder: Path) -> None:
+        self.adapted.write(self.name, read_adapter(folder), str(folder))
+
+    def tensors(self) -> dict[str, Tensor]:
+        return dict(self.adapted.parameters(self.name))
+
+    @contextlib.contextmanager
+    def acting(self) -> Iterator[None]:
+        with self.adapted.using(self.name):
+            yield
+
+
+class ServedModel:
+    """A whole model of the sampler's own, for full fine-tuning and for evaluating a model as it is."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+
+    def read(self, folder: Path) -> None:
+        copy_exactly(self.tensors(), load_file(folder / FULL_WEIGHTS), str(folder))
+
+    def tensors(self) -> dict[str, Tensor]:
+        return dict(self.model.named_parameters())
+
+    def acting(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()

@@ -1,0 +1,317 @@
+"""The record: what sampling produces, learning consumes, the store keeps and a resume restores.
+
+A task yields an `Example`. Its prompt is asked of the sampler several times (`GroupRequest`), the answers come back as
+`Completion`s, and become a `Group` of `Rollout`s: one attempt each, made of `Segment`s that remember who wrote
+every token, under which policy and with which seed. Scoring adds reward parts and an outcome. An algorithm turns groups into
+`Weight`s, and each scored rollout with its weight becomes a `Row`, the only thing that the learner sees.
+
+Everything here is plain data (no torch, nothing that cannot be written as JSON), because it crosses processes and HTTP and
+is stored. `to_json` and `from_json` are the one pair of functions that do so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Literal, Protocol, TypeVar
+
+from pydantic import TypeAdapter
+
+Message = dict[str, Any]
+"""One chat message, `{"role": "user", "content": "..."}`."""
+
+Prompt = str | list[Message]
+"""A prompt as a task gives it: text, which is tokenised as it stands, or messages, which go through the chat template."""
+
+Source = Literal["policy", "environment", "inserted", "teacher"]
+"""Who wrote a segment. Only `policy` (and, in SFT, `teacher`) tokens teach."""
+
+FinishReason = Literal["stop", "length"]
+"""`stop`: a stop token or stop string ended the completion. `length`: the limit cut it off (a truncated rollout)."""
+
+Outcome = Literal["pending", "scored", "failed", "timed_out"]
+"""`pending` until the rewards are known. Only `scored` rollouts teach: a failure is never a low reward."""
+
+PolicyRole = Literal["policy", "reference"]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One row of a task: the prompt and every other column of its dataset, which the rewards receive."""
+
+    index: int
+    """Position in the dataset, from 0."""
+    prompt: Prompt
+    columns: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How a completion is drawn. Log-probabilities are those of the distribution that was sampled, at this temperature."""
+
+    max_tokens: int
+    """Longest completion in tokens, stop token included."""
+    temperature: float = 1.0
+    """0 is greedy; log-probabilities are then those at temperature 1."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Any of these ends the completion and is its last token."""
+    stop: tuple[str, ...] = ()
+    """Any of these texts ends the completion at the token that completes it; it may span tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRequest:
+    """One prompt to be completed `len(seeds)` times."""
+
+    draw: int
+    """Position in the order of draws of the run; names the group."""
+    prompt_ids: tuple[int, ...]
+    seeds: tuple[int, ...]
+    """One 64-bit seed for each member, distinct; see `groupwise.rollouts.seeds`."""
+    params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What the sampler drew for one member."""
+
+    token_ids: tuple[int, ...]
+    """The sampled tokens verbatim; a stop token that was drawn is the last of them."""
+    logprobs: tuple[float, ...]
+    """Log-probability (nats) of each token under the distribution that was sampled; as long as `token_ids`."""
+    finish_reason: FinishReason
+    seed: int
+    policy_version: int
+    fingerprint: str
+    """Of the weights that really served; see `Policy.fingerprint`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A stretch of tokens of one source within a rollout, after the prompt."""
+
+    source: Source
+    token_ids: tuple[int, ...]
+    sampling_logprobs: tuple[float, ...] | None = None
+    """As in `Completion.logprobs`; None for tokens that were not sampled."""
+    policy_version: int | None = None
+    fingerprint: str | None = None
+    params: SamplingParams | None = None
+    seed: int | None = None
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RewardPart:
+    """One reward function's verdict on one rollout."""
+
+    name: str
+    value: float | None
+    """None: this reward does not apply to this rollout."""
+    weight: float = 1.0
+    turn: int | None = None
+    """The turn it belongs to in a multi-turn rollout; None for the whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One attempt at one example."""
+
+    draw: int
+    member: int
+    """Position in its group, from 0."""
+    attempt: int
+    """0, or the number of the repetition after an infrastructure failure."""
+    prompt_ids: tuple[int, ...]
+    segments: tuple[Segment, ...]
+    completion: str
+    """The text that the rewards saw: the policy's tokens decoded, special tokens left out."""
+    outcome: Outcome = "pending"
+    reason: str | None = None
+    """Why it failed or timed out, for people."""
+    reward: float | None = None
+    """The weighted total of the parts, the number that is trained on and logged; None unless scored."""
+    parts: tuple[RewardPart, ...] = ()
+    notes: dict[str, Any] = field(default_factory=dict)
+    """What reward functions recorded with `log_extra`."""
+    advantage: float | None = None
+    """The credit that the algorithm gave it; kept apart from `reward`."""
+
+    @property
+    def completion_ids(self) -> tuple[int, ...]:
+        """All tokens after the prompt, of every source, in order."""
+        return tuple(token for segment in self.segments for token in segment.token_ids)
+
+    @property
+    def truncated(self) -> bool:
+        """Whether the limit cut the policy's last segment off."""
+        written = [segment for segment in self.segments if segment.source == "policy"]
+        return bool(written) and written[-1].finish_reason == "length"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The rollouts of one example in one draw."""
+
+    draw: int
+    example: Example
+    rollouts: tuple[Rollout, ...]
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What reward functions recorded with `log_metric`, averaged over the group."""
+
+    @property
+    def scored(self) -> tuple[Rollout, ...]:
+        """The members that teach."""
+        return tuple(rollout for rollout in self.rollouts if rollout.outcome == "scored")
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """What an algorithm gives a scored rollout."""
+
+    advantage: float
+    scale: float
+    """The per-sequence normaliser: 1, or 1 / number of trained tokens for a per-sequence mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What is trained: one sequence, unpadded. Rows with the same prompt share its computation in the learner.
+
+    `mask`, `sampling_logprobs` and, where present, `reference_logprobs` and `proximal_logprobs` are as long as
+    `completion_ids`; tokens with mask 0 (observations, inserted text) are seen but do not teach.
+    """
+
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    mask: tuple[int, ...]
+    sampling_logprobs: tuple[float, ...]
+    advantage: float
+    scale: float
+    temperature: float = 1.0
+    """The temperature it was sampled at; the learner computes log-probabilities at the same one."""
+    reference_logprobs: tuple[float, ...] | None = None
+    proximal_logprobs: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A published version of the weights, addressed `run@step`. Publication always goes through files."""
+
+    run: str
+    version: int
+    """+1 for each publication of the run; 0 is the policy that the run started from."""
+    fingerprint: str
+    """SHA-256 (hex, 16 digits) of the published tensors: names, shapes and bytes."""
+    kind: Literal["adapter", "full"]
+    path: str
+    """The folder that holds the tensors in the format of peft (adapter) or transformers (full)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LossSpec:
+    """Names a registered loss and its knobs; the learner looks it up in `groupwise.algorithms.registry`."""
+
+    name: str
+    knobs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class OptimiserParams:
+    """One optimiser call: AdamW with decoupled weight decay, gradient clipped to a global norm first."""
+
+    learning_rate: float
+    max_grad_norm: float | None = 1.0
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    """What `Learner.update` did."""
+
+    grad_norm: float
+    """Global norm of the gradient before clipping."""
+    applied: bool
+    """False where the gradient was not finite and the update was left out."""
+
+
+class Sampler(Protocol):
+    """Produces completions. Implementations: torch in this process, fakes; later worker processes and HTTP engines."""
+
+    async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
+        """Complete one prompt once for each seed, in the order of the seeds.
+
+        May be awaited for many groups at once; the sampler batches them as it likes, and the result of a
+        group does not depend on the others. Cancelling the call frees its slots.
+        """
+        ...
+
+    async def load(self, policy: Policy) -> None:
+        """Serve these weights from now on. Raises `PolicyMismatchError` if the files are not what `policy` says."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Of the weights that serve now, computed from the tensors in memory."""
+        ...
+
+
+class Learner(Protocol):
+    """Computes the loss and updates one adapter (or full model). Blind to algorithms and tasks: it knows rows and sums."""
+
+    async def forward_backward(
+        self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Add the gradient of `Σ component sums / denominators` over the rows to what is there already.
+
+        Returns sums over the rows: `loss/<component>` undivided, and the loss's statistics by name. May be called several times before `update`;
+        the total does not depend on how the rows were cut up. Cancelling it leaves a partial gradient for `discard`.
+        """
+        ...
+
+    async def update(self, params: OptimiserParams) -> UpdateResult:
+        """Clip, step the optimiser, and clear the gradient."""
+        ...
+
+    def discard(self) -> None:
+        """Clear the gradient without an update."""
+        ...
+
+    async def publish(self, version: int) -> Policy:
+        """Write the weights as they are now to files that the sampler can load."""
+        ...
+
+    async def logprobs(
+        self, rows: Sequence[Row], role: PolicyRole = "policy"
+    ) -> list[tuple[float, ...]]:
+        """Log-probabilities (nats) of each row's completion tokens, at the row's temperature."""
+        ...
+
+    def save(self, folder: str) -> None:
+        """Write weights and optimiser state into an existing folder (safetensors and JSON only)."""
+        ...
+
+    def load(self, folder: str) -> None:
+        """Restore exactly what `save` wrote."""
+        ...
+
+
+T = TypeVar("T")
+
+
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
+
+
+def to_json(value: Any) -> bytes:
+    """Any record of this module as JSON. Floats keep every bit; NaN and infinities are refused elsewhere, before."""
+    return _adapter(type(value)).dump_json(value)
+
+
+def from_json(kind: type[T], data: bytes | str) -> T:
+    """The inverse of `to_json` for a record of type `kind`; raises pydantic's ValidationError."""
+    return _adapter(kind).validate_json(data)

@@ -1,0 +1,66 @@
+"""The page on algorithms lists what there is, with its defaults, and its examples run."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+from groupwise.algorithms import ops
+from groupwise.algorithms.registry import ALGORITHMS, make
+
+PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+
+
+def _rows(heading: str) -> list[list[str]]:
+    """The cells of the table under a heading, without its two head lines."""
+    section = PAGE.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def _blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+
+
+def test_every_algorithm_has_a_section() -> None:
+    headings = re.findall(r"^## `(\w+)`", PAGE, re.MULTILINE)
+    assert sorted(headings) == sorted(ALGORITHMS)
+
+
+def test_table_of_knobs_is_exactly_what_exists() -> None:
+    written = {
+        (algorithm, knob.strip("`"), default.strip("`"))
+        for knob, default, algorithms, _ in _rows("Knobs")
+        for algorithm in algorithms.split(", ")
+    }
+    existing = {
+        (name, knob.name, json.dumps(knob.default).strip('"'))
+        for name, kind in ALGORITHMS.items()
+        for knob in fields(kind)
+    }
+    assert written == existing
+
+
+def test_constants_are_named() -> None:
+    assert f"±{ops.MAX_LOG_RATIO:g}" in PAGE
+    assert (ops.STD_EPSILON, ops.TIE_TOLERANCE) == (1e-4, 1e-6)
+    assert "1e-4" in PAGE
+    assert "1e-6" in PAGE
+
+
+@pytest.mark.parametrize("block", _blocks("yaml"))
+def test_configs_on_the_page_are_valid(block: str) -> None:
+    section = dict(YAML(typ="safe").load(block)["algorithm"])
+    make(section.pop("type"), section)
+
+
+def test_examples_on_the_page_run() -> None:
+    blocks = _blocks("python")
+    assert blocks
+    for block in blocks:
+        exec(compile(block, "docs/algorithms.md", "exec"), {})

@@ -1,0 +1,98 @@
+"""Algorithms by name: what exists can be made, sent and made again; what does not is refused with advice."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import FrozenInstanceError, fields
+from typing import Any
+
+import pytest
+
+from groupwise.algorithms.dr_grpo import DrGrpo
+from groupwise.algorithms.grpo import Grpo
+from groupwise.algorithms.registry import ALGORITHMS, from_spec, make
+from groupwise.types import LossSpec, from_json, to_json
+
+KNOBS = {"beta": 0.04, "epsilon": 0.1, "epsilon_high": 0.28, "mask_truncated_completions": True}
+
+
+def test_names() -> None:
+    assert dict(ALGORITHMS) == {"grpo": Grpo, "dr_grpo": DrGrpo}
+
+
+def test_defaults() -> None:
+    assert make("grpo", {}) == Grpo(0.0, 0.2, None, False, "group")
+    assert make("dr_grpo", {}) == DrGrpo(0.0, 0.2, None, False)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_spec_survives_the_wire(name: str) -> None:
+    algorithm = make(name, KNOBS)
+    spec = from_json(LossSpec, to_json(algorithm.loss_spec()))
+    assert spec.name == name
+    assert spec.knobs.keys() == {knob.name for knob in fields(ALGORITHMS[name])}
+    assert from_spec(spec) == algorithm
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_algorithms_are_frozen_and_describe_their_knobs(name: str) -> None:
+    algorithm = make(name, {})
+    assert not hasattr(algorithm, "__dict__")
+    with pytest.raises(FrozenInstanceError):
+        algorithm.epsilon = 1.0  # pyright: ignore[reportAttributeAccessIssue]
+    for knob in fields(ALGORITHMS[name]):
+        assert knob.metadata["description"]
+        assert knob.metadata.keys() <= {"description", "ge", "gt", "le"}
+
+
+def test_unknown_name_lists_what_exists() -> None:
+    with pytest.raises(
+        ValueError, match=r"'drgrpo'; did you mean 'dr_grpo'\? There are: dr_grpo, grpo\."
+    ):
+        make("drgrpo", {})
+    with pytest.raises(ValueError, match=r"no algorithm 'xyz'\. There are: dr_grpo, grpo\."):
+        from_spec(LossSpec("xyz"))
+
+
+def test_all_unknown_knobs_are_named_at_once() -> None:
+    with pytest.raises(ValueError, match="no knob") as caught:
+        make("dr_grpo", {"epsilon_hi": 0.3, "scale_rewards": "none", "epsilon": 0.2})
+    first, second = str(caught.value).splitlines()
+    assert first.startswith("dr_grpo has no knob 'epsilon_hi'; did you mean 'epsilon_high'?")
+    assert second.startswith("dr_grpo has no knob 'scale_rewards'")
+    assert second.endswith("There are: beta, epsilon, epsilon_high, mask_truncated_completions.")
+
+
+@pytest.mark.parametrize(
+    ("knob", "value", "expected"),
+    [
+        ("beta", -0.1, "at least 0.0"),
+        ("beta", float("nan"), "a finite number"),
+        ("beta", "0.1", "a finite number"),
+        ("beta", True, "a finite number"),
+        ("beta", None, "a finite number."),
+        ("epsilon", 0.0, "greater than 0.0"),
+        ("epsilon", float("inf"), "a finite number"),
+        ("epsilon_high", -1, "greater than 0.0"),
+        ("epsilon_high", "wide", "a finite number or null"),
+        ("mask_truncated_completions", 1, "true or false"),
+        ("scale_rewards", "batch", "one of 'group', 'none'"),
+        ("scale_rewards", True, "one of 'group', 'none'"),
+    ],
+)
+def test_bad_value_names_the_knob_and_what_is_allowed(knob: str, value: Any, expected: str) -> None:
+    with pytest.raises(ValueError, match=rf"^grpo\.{knob} is .*; it must be {expected}"):
+        make("grpo", {knob: value})
+
+
+@pytest.mark.parametrize(
+    "knobs", [{"beta": 0}, {"epsilon": 3}, {"epsilon_high": None}, {"epsilon_high": 1}]
+)
+def test_whole_numbers_and_null_are_fine(knobs: dict[str, Any]) -> None:
+    assert make("grpo", knobs).loss_spec().knobs.items() >= knobs.items()
+
+
+def test_algorithms_import_no_torch() -> None:
+    code = "import sys, groupwise.algorithms.registry; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,342 @@
+"""The command line: parsing, exit codes, what stands on stdout and stderr. The verbs themselves are replaced by fakes."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import typer
+
+from groupwise.cli.main import LATER, main
+from groupwise.errors import ConfigError, NothingScoredError
+
+HEAVY = ("torch", "transformers", "peft", "datasets", "numpy", "ruamel", "rich")
+
+
+@dataclass
+class Result:
+    summary: dict[str, Any] = field(default_factory=dict[str, Any])
+    exit_code: int = 0
+
+
+@dataclass
+class Verb:
+    """Stands in for the function that a command calls."""
+
+    result: Any = field(default_factory=Result)
+    error: BaseException | None = None
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=list[Any])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls.append((args, kwargs))
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+
+def replaced(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> Verb:
+    verb, fake = Verb(), ModuleType(module)
+    setattr(fake, name, verb)
+    monkeypatch.setitem(sys.modules, module, fake)
+    return verb
+
+
+@pytest.fixture
+def rl(monkeypatch: pytest.MonkeyPatch) -> Verb:
+    return replaced(monkeypatch, "groupwise.loops.rl", "rl")
+
+
+@pytest.fixture
+def evaluate(monkeypatch: pytest.MonkeyPatch) -> Verb:
+    return replaced(monkeypatch, "groupwise.loops.evaluate", "evaluate")
+
+
+@pytest.fixture
+def fetch(monkeypatch: pytest.MonkeyPatch) -> Verb:
+    return replaced(monkeypatch, "groupwise.models.bundled", "fetch_model")
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A stand-in for `groupwise.cli.runs`, and what was asked of it."""
+    app, asked = typer.Typer(rich_markup_mode=None), list[str]()
+
+    @app.command("show")
+    def show(name: str) -> None:
+        """Show a run."""
+        asked.append(name)
+
+    @app.command("list")
+    def list_runs() -> None:
+        """List runs."""
+
+    assert show
+    assert list_runs
+    fake: Any = ModuleType("groupwise.cli.runs")
+    fake.app = app
+    monkeypatch.setitem(sys.modules, "groupwise.cli.runs", fake)
+    return asked
+
+
+# --- what is handed on
+
+
+def test_rl_hands_everything_on(rl: Verb) -> None:
+    words = ["training.max_steps=3", "lora=null", "task.x=-1"]
+    code = main(["rl", "-c", "c.yaml", "--task-module", "t.py", *words, "--resume-from", "r@3"])
+    assert code == 0
+    assert rl.calls == [
+        (
+            (Path("c.yaml"), "t.py"),
+            {
+                "overrides": tuple(words),
+                "resume": False,
+                "resume_from": "r@3",
+                "init_from": None,
+                "dry_run": False,
+            },
+        )
+    ]
+
+
+def test_words_may_stand_before_options(rl: Verb) -> None:
+    assert (
+        main(["rl", "training.seed=1", "--config", "c", "run.name=x", "-t", "t", "--resume"]) == 0
+    )
+    assert rl.calls[0][1]["overrides"] == ("training.seed=1", "run.name=x")
+    assert rl.calls[0][1]["resume"] is True
+
+
+def test_eval_hands_everything_on(evaluate: Verb) -> None:
+    options = [
+        "--policy",
+        "r@5",
+        "--samples-per-prompt",
+        "4",
+        "--output",
+        "o.json",
+        "eval.temperature=1",
+    ]
+    assert main(["eval", "--config", "c.yaml", "-t", "sort_words", *options]) == 0
+    assert evaluate.calls == [
+        (
+            (Path("c.yaml"), "sort_words"),
+            {
+                "overrides": ("eval.temperature=1",),
+                "policy": "r@5",
+                "samples_per_prompt": 4,
+                "output": Path("o.json"),
+            },
+        )
+    ]
+
+
+def test_eval_is_of_the_base_unless_told_otherwise(evaluate: Verb) -> None:
+    assert main(["eval", "-c", "c", "-t", "t"]) == 0
+    assert evaluate.calls[0][1]["policy"] == "base"
+
+
+def test_fetch_model_prints_the_folder(fetch: Verb, capsys: pytest.CaptureFixture[str]) -> None:
+    fetch.result = Path("/models/x")
+    assert main(["fetch-model", "x"]) == 0
+    assert capsys.readouterr().out == "/models/x\n"
+    assert main(["fetch-model", "x", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"name": "x", "path": "/models/x"}
+
+
+def test_runs_is_handed_to_its_own_app(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", "show", "mine"]) == 0
+    assert runs == ["mine"]
+    assert main(["runs", "--help"]) == 0
+    assert "List runs." in capsys.readouterr().out
+    assert main(["runs", "shwo", "mine"]) == 2
+    assert "Did you mean 'show'?" in capsys.readouterr().err
+
+
+# --- results
+
+
+def test_a_result_is_printed_for_people(rl: Verb, capsys: pytest.CaptureFixture[str]) -> None:
+    rl.result = Result({"run": "runs/x", "reward": {"before": 0.1234567891, "after": None}, "n": 3})
+    assert main(["rl", "-c", "c", "-t", "t"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out.splitlines() == [
+        "run            runs/x",
+        "reward.before  0.123457",
+        "reward.after   -",
+        "n              3",
+    ]
+    assert shown.err == ""
+
+
+def test_a_result_is_one_json_object(rl: Verb, capsys: pytest.CaptureFixture[str]) -> None:
+    rl.result = Result({"path": Path("x"), "reward": float("nan"), "words": ["é", (1.5,)]})
+    assert main(["rl", "-c", "c", "-t", "t", "--json"]) == 0
+    out = capsys.readouterr().out
+    assert json.loads(out) == {"path": "x", "reward": None, "words": ["é", [1.5]]}
+    assert "é" in out
+
+
+def test_a_dry_run_is_json_also_for_people(rl: Verb, capsys: pytest.CaptureFixture[str]) -> None:
+    rl.result = Result({"config": {"a": 1}})
+    assert main(["rl", "-c", "c", "-t", "t", "--dry-run"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"config": {"a": 1}}
+    assert rl.calls[0][1]["dry_run"] is True
+
+
+@pytest.mark.parametrize("code", [0, 1, 130, 143])
+def test_the_exit_code_of_a_run_is_handed_on(rl: Verb, code: int) -> None:
+    rl.result = Result({}, code)
+    assert main(["rl", "-c", "c", "-t", "t"]) == code
+
+
+# --- failures
+
+
+def test_a_config_error_is_a_message_without_traceback(
+    rl: Verb, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rl.error = ConfigError("c.yaml:1: a\nc.yaml:2: b")
+    assert main(["rl", "-c", "c", "-t", "t"]) == 2
+    shown = capsys.readouterr()
+    assert shown.err == "groupwise:\nc.yaml:1: a\nc.yaml:2: b\n"
+    assert shown.out == ""
+
+
+def test_a_failed_run_exits_with_1_and_says_how_in_json(
+    rl: Verb, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rl.error = NothingScoredError("three steps without a score")
+    assert main(["rl", "-c", "c", "-t", "t", "--json"]) == 1
+    shown = capsys.readouterr()
+    assert shown.err == "groupwise: three steps without a score\n"
+    assert json.loads(shown.out) == {
+        "error": {"code": "nothing_scored", "message": "three steps without a score"}
+    }
+
+
+def test_a_bug_shows_its_traceback(rl: Verb, capsys: pytest.CaptureFixture[str]) -> None:
+    rl.error = ZeroDivisionError("by zero")
+    assert main(["rl", "-c", "c", "-t", "t", "--json"]) == 1
+    shown = capsys.readouterr()
+    assert "Traceback" in shown.err
+    assert shown.err.endswith(
+        "groupwise: this is a bug in groupwise, or in the task: ZeroDivisionError: by zero\n"
+    )
+    assert json.loads(shown.out)["error"]["code"] == "bug"
+
+
+def test_ctrl_c_outside_a_run_exits_with_130(rl: Verb) -> None:
+    rl.error = KeyboardInterrupt()
+    assert main(["rl", "-c", "c", "-t", "t"]) == 130
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--resume", "--resume-from", "r@1"],
+        ["--resume", "--init-from", "r@1"],
+        ["--resume-from", "r@1", "--init-from", "r@1"],
+    ],
+)
+def test_a_run_starts_in_one_way(
+    rl: Verb, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["rl", "-c", "c", "-t", "t", *words]) == 2
+    assert "exclude each other" in capsys.readouterr().err
+    assert rl.calls == []
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["rl", "-t", "t"], "Missing option '--config'"),
+        (["rl", "-c", "c"], "Missing option '--task-module'"),
+        (["rl", "-c", "c", "-t", "t", "--resum"], "--resume"),
+        (["evla"], "Did you mean 'eval'?"),
+        (["eval", "-c", "c", "-t", "t", "--samples-per-prompt", "0"], "greater than or equal to 1"),
+        (["fetch-model"], "Missing argument 'NAME'"),
+    ],
+)
+def test_a_wrong_command_line_exits_with_2_and_says_what_was_meant(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    shown = capsys.readouterr()
+    assert told in shown.err
+    assert shown.out == ""
+    assert main([*words, "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == "usage"
+
+
+@pytest.mark.parametrize("name", sorted(LATER))
+def test_commands_of_later_parts_are_refused_as_such(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([name, "--config", "c"]) == 2
+    assert f"`groupwise {name}` is not in this version." in capsys.readouterr().err
+
+
+def test_without_words_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "fetch-model" in capsys.readouterr().err
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("groupwise ")
+
+
+# --- as a process
+
+
+def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment},
+    )
+
+
+def test_python_m_groupwise_answers_without_colours() -> None:
+    shown = run("-m", "groupwise", "--help", NO_COLOR="1", FORCE_COLOR="1")
+    assert shown.returncode == 0
+    assert "Train language models" in shown.stdout
+    assert "\x1b" not in shown.stdout + shown.stderr
+    assert run("-m", "groupwise", "nothing").returncode == 2
+
+
+@pytest.mark.parametrize("words", [["--help"], ["rl", "--help"], ["eval", "--help"]])
+def test_help_imports_nothing_heavy(words: list[str]) -> None:
+    code = (
+        "import sys; from groupwise.cli.main import main; "
+        f"code = main({words!r}); print(code, [m for m in {HEAVY!r} if m in sys.modules])"
+    )
+    shown = run("-c", code)
+    assert shown.stdout.splitlines()[-1] == "0 []", shown.stderr
+
+
+def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
+    """`groupwise ... | head` ends quietly."""
+    code = (
+        "import sys; from groupwise.cli import main as m; from groupwise.cli.output import write_json;"
+        "m.app.command('flood')(lambda: [write_json(list(range(999))) for _ in range(99)] and None);"
+        "sys.exit(m.main(['flood']))"
+    )
+    errors = tmp_path / "err"
+    with errors.open("w") as err:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=err, text=True
+        )
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()
+        process.wait(timeout=60)
+    assert errors.read_text() == ""

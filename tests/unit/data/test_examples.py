@@ -1,0 +1,87 @@
+"""From rows to examples: what is accepted, and what is said about the rest."""
+
+from itertools import count
+
+import numpy as np
+import pytest
+from datasets import Dataset, DatasetDict
+
+from groupwise.data.examples import examples_from_rows, fingerprint
+from groupwise.errors import TaskError
+from groupwise.types import Example
+
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+def refused(rows) -> str:
+    with pytest.raises(TaskError) as caught:
+        examples_from_rows(rows, where="task.py: get_rl_dataset")
+    assert str(caught.value).startswith("task.py: get_rl_dataset")
+    return str(caught.value)
+
+
+def test_lists_and_datasets_give_the_same():
+    rows = [{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]
+    expected = [Example(0, "a", {"answer": "1"}), Example(1, "b", {"answer": "2"})]
+    assert examples_from_rows(rows, where="") == expected
+    assert examples_from_rows(Dataset.from_list(rows), where="") == expected
+    assert examples_from_rows(iter(rows), where="") == expected
+
+
+def test_chat_prompts_lose_the_nones_that_tables_add():
+    rows = Dataset.from_list([{"prompt": CHAT}, {"prompt": [{**CHAT[0], "name": "x"}]}])
+    first, second = examples_from_rows(rows, where="")
+    assert first.prompt == CHAT
+    assert second.prompt == [{**CHAT[0], "name": "x"}]
+
+
+def test_endless_stream_is_read_up_to_the_limit():
+    assert len(examples_from_rows(({"prompt": str(i)} for i in count()), where="", limit=5)) == 5
+
+
+def test_what_has_a_length_is_taken_whole():
+    assert len(examples_from_rows([{"prompt": "a"}] * 9, where="", limit=5)) == 9
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts"),
+    [
+        ([], ["empty dataset"]),
+        (iter([]), ["empty dataset"]),
+        ([{"question": "x", "answer": "y"}], ["row 0", "no column `prompt`", "question, answer"]),
+        ([{"prompt": "a"}, {"prompt": 3}], ["row 1", "`prompt` is of type int: 3"]),
+        ([{"prompt": ""}], ["row 0", "empty"]),
+        ([{"prompt": []}], ["row 0", "empty"]),
+        ([{"prompt": None}], ["NoneType"]),
+        ([{"prompt": ["hi"]}], ["row 0, message 0", "str"]),
+        ([{"prompt": [{"from": "human", "value": "x"}]}], ["`role`", "from, value"]),
+        ([{"prompt": [{"role": "user"}]}], ["`content`", "got none"]),
+        ([{"prompt": [*CHAT, {"role": "user", "content": 3}]}], ["message 1", "got int"]),
+        (["a"], ["row 0 is str"]),
+        ("text", ["returned str"]),
+        (None, ["returned NoneType"]),
+        (DatasetDict(train=Dataset.from_list([{"prompt": "a"}])), ["'train'", "not one dataset"]),
+    ],
+)
+def test_what_is_wrong_is_named(rows, parts):
+    message = refused(rows)
+    for part in parts:
+        assert part in message
+
+
+def test_fingerprint_sees_content_and_order_only():
+    a, b = Example(0, "a", {"x": 1, "y": 2}), Example(1, CHAT, {})
+    assert fingerprint([a, b]) == fingerprint([Example(5, "a", {"y": 2, "x": 1}), b])
+    assert fingerprint([a, b]) != fingerprint([b, a])
+    assert fingerprint([a]) != fingerprint([Example(0, "a", {"x": 1, "y": 3})])
+    assert fingerprint([Example(0, "a", {"x": "1"})]) != fingerprint([Example(0, "a", {"x": 1})])
+
+
+def test_fingerprint_of_odd_values_is_stable():
+    class Odd:
+        pass
+
+    def odd():
+        return [Example(0, "a", {"o": Odd(), "n": np.arange(3), "s": {"b", "a"}, "d": {1: {2: 3}}})]
+
+    assert fingerprint(odd()) == fingerprint(odd())

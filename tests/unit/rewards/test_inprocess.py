@@ -1,0 +1,93 @@
+"""Scoring in a thread: for closures and for functions with a memory. A hanging one ends the run, clearly."""
+
+import asyncio
+import threading
+
+import pytest
+
+from groupwise.errors import RewardWorkerError, TaskError
+from groupwise.rewards.inprocess import InProcessScorer
+from groupwise.rewards.rubric import Rubric
+from groupwise.rewards.scoring import ScoreRequest
+
+
+def request(draw=0):
+    return ScoreRequest(draw, ["p"], ["c"], [[1]], {"draw": [draw]}, 0, 1)
+
+
+def no_metrics(prompts, completions, rows):
+    return {}
+
+
+async def test_closures_keep_their_state_and_their_order():
+    seen = []
+
+    async def remembers(completions, draw, **kwargs):
+        seen.append(draw[0])
+        await asyncio.sleep(0)
+        return [float(len(seen))]
+
+    scorer = InProcessScorer(Rubric([remembers]), no_metrics)
+    found = await asyncio.gather(*(scorer.score(request(draw)) for draw in range(5)))
+    await scorer.close()
+    assert seen == list(range(5))
+    assert [score.members[0].reward for score in found] == [1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+async def test_functions_run_beside_the_event_loop():
+    released = threading.Event()
+
+    def waits(completions, **kwargs):
+        assert released.wait(10)
+        return [1.0]
+
+    scorer = InProcessScorer(Rubric([waits]), no_metrics)
+    call = asyncio.ensure_future(scorer.score(request()))
+    await asyncio.sleep(0)
+    released.set()
+    assert (await call).members[0].reward == 1.0
+    await scorer.close()
+
+
+async def test_hanging_function_raises_for_this_call_and_all_that_follow():
+    released = threading.Event()
+
+    def hangs(completions, **kwargs):
+        released.wait(30)
+        return [1.0]
+
+    scorer = InProcessScorer(Rubric([hangs]), no_metrics, time_limit=0.05)
+    calls = [scorer.score(request(draw)) for draw in range(3)]
+    found = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(error) for error in found] == [RewardWorkerError] * 3
+    assert "`hangs` took longer than 0.05 s" in str(found[0])
+    with pytest.raises(RewardWorkerError):
+        await scorer.score(request())
+    await scorer.close()
+    released.set()
+
+
+async def test_limit_counts_from_the_turn_of_a_call_not_from_its_queueing():
+    def takes_a_while(completions, **kwargs):
+        threading.Event().wait(0.06)
+        return [1.0]
+
+    scorer = InProcessScorer(Rubric([takes_a_while]), no_metrics, time_limit=0.2)
+    found = await asyncio.gather(*(scorer.score(request(draw)) for draw in range(6)))
+    assert {score.members[0].outcome for score in found} == {"scored"}
+    await scorer.close()
+
+
+async def test_metrics_and_their_failures():
+    def metrics(prompts, completions, rows):
+        if rows:
+            raise TaskError("told plainly") if rows[0] else KeyError("lost")
+        return {"n": len(prompts), "pair": (1, 2)}
+
+    scorer = InProcessScorer(Rubric([lambda completions: [1]]), metrics)
+    assert await scorer.compute_metrics(["p"], ["c"], []) == {"n": 1, "pair": [1, 2]}
+    with pytest.raises(RewardWorkerError, match="^told plainly$"):
+        await scorer.compute_metrics([], [], [{"x": 1}])
+    with pytest.raises(RewardWorkerError, match="KeyError: 'lost'"):
+        await scorer.compute_metrics([], [], [{}])
+    await scorer.close()

@@ -1,0 +1,329 @@
+"""The contract of rewards within one process.
+
+1. Functions get what they name, as TRL users know it; nobody's changes reach anybody else.
+2. The total is Σ weight × value over the parts that apply.
+3. What a function does wrongly fails the rollouts concerned, with a reason, and raises nothing.
+4. What cannot be called at all is a TaskError before anything starts.
+"""
+
+import asyncio
+import functools
+from decimal import Decimal
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.errors import TaskError
+from groupwise.rewards.rubric import NO_REWARD, Rubric
+from groupwise.rewards.scoring import ScoreRequest
+from groupwise.types import from_json, to_json
+
+
+def request(count=2, **columns):
+    return ScoreRequest(
+        draw=0,
+        prompts=["p"] * count,
+        completions=[f"c{i}" for i in range(count)],
+        completion_ids=[[i, 9] for i in range(count)],
+        columns=columns,
+        global_step=3,
+        max_steps=10,
+    )
+
+
+def score(rubric, asked=None):
+    if not isinstance(rubric, Rubric):
+        rubric = Rubric(rubric)
+    return asyncio.run(rubric.score(asked or request()))
+
+
+def constant(value, name="f"):
+    def function(completions, **kwargs):
+        return [value] * len(completions)
+
+    function.__name__ = name
+    return function
+
+
+# 1. arguments
+
+
+def test_columns_reach_functions_with_kwargs_and_those_that_name_them():
+    seen = {}
+
+    def everything(prompts, completions, **kwargs):
+        seen["everything"] = kwargs
+        return [0.0, 0.0]
+
+    def one(completions, answer):
+        seen["one"] = answer
+        return [0.0, 0.0]
+
+    score([everything, one], request(answer=["a", "b"], other=[1, 2]))
+    assert seen == {"everything": {"answer": ["a", "b"], "other": [1, 2]}, "one": ["a", "b"]}
+
+
+def test_optional_arguments_go_to_those_who_name_them():
+    seen = {}
+
+    def named(completions, completion_ids, trainer_state, **kwargs):
+        seen.update(ids=completion_ids, step=trainer_state.global_step, of=trainer_state.max_steps)
+        seen["rest"] = set(kwargs)
+        return [1, 1]
+
+    score([named])
+    assert seen == {"ids": [[0, 9], [1, 9]], "step": 3, "of": 10, "rest": {"prompts"}}
+
+
+class Counter:
+    def __call__(self, completions, **kwargs):
+        return [1] * len(completions)
+
+
+class Awaited:
+    async def __call__(self, completions, **kwargs):
+        await asyncio.sleep(0)
+        return [2] * len(completions)
+
+
+def test_async_functions_objects_methods_and_partials():
+    def scaled(completions, factor, **kwargs):
+        return [factor] * len(completions)
+
+    functions = [Counter(), Awaited(), Counter().__call__, functools.partial(scaled, factor=4)]
+    found = score(functions)
+    assert [part.value for part in found.members[0].parts] == [1.0, 2.0, 1.0, 4.0]
+    assert [part.name for part in found.members[0].parts] == [
+        "Counter",
+        "Awaited",
+        "__call__",
+        "scaled",
+    ]
+
+
+def test_changes_to_arguments_stay_with_the_function():
+    chat = ScoreRequest(0, [[{"role": "user", "content": "q"}]], [[{"role": "assistant", "content": "c"}]], [[1]], {"answer": ["x"]}, 0, 1)  # fmt: skip
+
+    def spoils(prompts, completions, answer, **kwargs):
+        completions[0][0]["content"] = prompts[0][0]["content"] = "spoilt"
+        answer.clear()
+        return [1.0]
+
+    def reads(prompts, completions, answer, **kwargs):
+        assert (prompts[0][0]["content"], completions[0][0]["content"]) == ("q", "c")
+        assert answer == ["x"]
+        return [1.0]
+
+    assert score([spoils, reads], chat).members[0].outcome == "scored"
+
+
+def test_metrics_are_averaged_and_extras_kept_beside_their_rollout():
+    def logs(completions, log_metric, log_extra):
+        log_metric("length", 1)
+        log_metric("length", np.float32(2))
+        log_metric("length", float("nan"))
+        log_extra("seen", [np.int64(5), {"a": (1, float("inf"))}])
+        return [1, 1]
+
+    found = score([logs])
+    assert found.metrics == {"length": 1.5}
+    assert [member.notes for member in found.members] == [{"seen": 5}, {"seen": {"a": [1, None]}}]
+    assert from_json(type(found), to_json(found)) == found
+
+
+def test_extras_of_the_wrong_length_fail_the_function():
+    def logs(completions, log_extra):
+        log_extra("seen", [1])
+        return [1, 1]
+
+    assert "1 values for 2 completions" in score([logs]).members[0].reason
+
+
+# 2. totals
+
+
+@given(st.lists(st.tuples(st.floats(-10, 10), st.none() | st.floats(-10, 10)), min_size=1))
+def test_total_is_the_weighted_sum_of_what_applies(parts):
+    parts = [(weight, value) for weight, value in parts if weight] or [(1.0, 1.0)]
+    rubric = Rubric([(constant(value), weight) for weight, value in parts])
+    member = score(rubric).members[0]
+    applied = [weight * value for weight, value in parts if value is not None]
+    assert member.outcome == ("scored" if applied else "failed")
+    assert member.reward == (sum(applied) if applied else None)
+    if not applied:
+        assert member.reason == NO_REWARD
+
+
+def test_part_of_weight_zero_neither_applies_nor_fails():
+    def broken(completions, **kwargs):
+        raise RuntimeError("monitor")
+
+    ok = score([(constant(2.0), 1), (broken, 0)]).members[0]
+    assert (ok.outcome, ok.reward) == ("scored", 2.0)
+    assert "monitor" in ok.notes["failed_rewards"]["broken"]
+    nothing = score([(constant(None), 1), (constant(1.0), 0)]).members[0]
+    assert (nothing.outcome, nothing.reason) == ("failed", NO_REWARD)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [1, 1],
+        (True, 1.0),
+        np.ones(2, dtype=np.float16),
+        [np.array(1.0), np.float32(1)],
+        [Decimal(1), 1],
+    ],
+)
+def test_numbers_of_many_kinds(answer):
+    found = score([lambda completions: answer])
+    assert [member.reward for member in found.members] == [1.0, 1.0]
+
+
+# 3. failures
+
+
+@pytest.mark.parametrize(
+    ("answer", "parts"),
+    [
+        ([1.0], ["returned 1 values for 2 completions"]),
+        (1.0, ["returned float 1.0", "expected a list of 2 numbers"]),
+        (None, ["returned NoneType None"]),
+        ("ab", ["returned str 'ab'"]),
+        ({"a": 1, "b": 2}, ["returned dict"]),
+        (np.float64(1), ["expected a list"]),
+    ],
+)
+def test_wrong_answers_fail_the_whole_call(answer, parts):
+    def reward(completions):
+        return answer
+
+    for member in score([constant(1.0, "fine"), reward]).members:
+        assert (member.outcome, member.reward) == ("failed", None)
+        assert [part.value for part in member.parts] == [1.0, None]
+        for part in ["`reward`", *parts]:
+            assert part in member.reason
+
+
+@pytest.mark.parametrize("entry", [float("nan"), float("inf"), -np.inf, "1", [1.0], 1j, 10**400])
+def test_wrong_entry_fails_its_own_rollout_only(entry):
+    def reward(completions):
+        return [1.0, entry]
+
+    first, second = score([reward]).members
+    assert (first.outcome, first.reward) == ("scored", 1.0)
+    assert second.outcome == "failed"
+    assert "`reward` returned" in second.reason
+
+
+def test_total_that_overflows_fails():
+    member = score([(constant(1e308), 10.0)]).members[0]
+    assert member.outcome == "failed"
+    assert "inf" in member.reason
+
+
+def raises(completions, **kwargs):
+    return [1 / 0 for _ in completions]
+
+
+async def raises_later(completions, **kwargs):
+    await asyncio.sleep(0)
+    raise KeyError("late")
+
+
+async def cancels(completions, **kwargs):
+    raise asyncio.CancelledError
+
+
+def leaves(completions, **kwargs):
+    raise SystemExit(1)
+
+
+@pytest.mark.parametrize(
+    ("function", "part"),
+    [
+        (raises, "return [1 / 0 for _ in completions]"),
+        (raises_later, "KeyError: 'late'"),
+        (cancels, "CancelledError"),
+        (leaves, "SystemExit"),
+    ],
+)
+def test_exceptions_fail_the_call_and_nothing_else(function, part):
+    found = score([function, constant(1.0, "fine")])
+    for member in found.members:
+        assert member.outcome == "failed"
+        assert f"`{function.__name__}` raised" in member.reason
+        assert part in member.reason
+        assert member.parts[1].value == 1.0
+
+
+def test_functions_are_announced_before_they_run():
+    heard = []
+
+    def second(completions):
+        assert heard == ["f", "second"]
+        return [1, 1]
+
+    found = asyncio.run(Rubric([constant(1), second]).score(request(), heard.append))
+    assert found.members[0].outcome == "scored"
+
+
+# 4. what cannot be called
+
+
+def refused(call) -> str:
+    with pytest.raises(TaskError) as caught:
+        call()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "part"),
+    [
+        ([], "empty"),
+        ({}, "got dict"),
+        (None, "got NoneType"),
+        (["accuracy"], "entry 0: expected a function"),
+        ([constant(1), (3, 1.0)], "entry 1"),
+        ([Counter], "give an instance, `Counter()`"),
+        ([(constant(1), "1")], "weight of `f` is '1'"),
+        ([(constant(1), float("nan"))], "finite"),
+        ([(constant(1), True)], "weight of `f` is True"),
+        ([(constant(1), 0)], "every weight is 0"),
+        ([lambda completions, /: 1], "position only"),
+    ],
+)
+def test_what_is_no_rubric_is_refused(value, part):
+    message = refused(lambda: Rubric.of(value, where="task.py: get_reward_funcs"))
+    assert message.startswith("task.py: get_reward_funcs")
+    assert part in message
+
+
+def test_weights_replace_those_given_and_must_fit():
+    given = [(constant(1, "a"), 5), constant(1, "b")]
+    assert Rubric.of(given, where="").weights == (5.0, 1.0)
+    assert Rubric.of(given, [2, 3], where="").weights == (2.0, 3.0)
+    assert Rubric.of(Rubric(given), [2, 3], where="").weights == (2.0, 3.0)
+    assert "3 weights for 2 reward functions" in refused(lambda: Rubric(given, [1, 2, 3]))
+
+
+def test_names_are_unique_and_stable():
+    names = ["f", "f", "f_2", "g", "f"]
+    assert Rubric([constant(1, name) for name in names]).names == ("f", "f_3", "f_2", "g", "f_4")
+
+
+def test_arguments_that_nobody_gives_are_refused_with_the_columns_there_are():
+    rubric = Rubric([lambda completions, gold, log_extra, hint=None: completions])
+    rubric.check_columns({"gold"}, where="t")
+    message = refused(lambda: rubric.check_columns({"answer", "level"}, where="t"))
+    assert "asks for `gold`" in message
+    assert "answer, level" in message
+
+
+def test_stateful_is_what_a_function_says_of_itself():
+    function = constant(1)
+    assert not Rubric([function]).stateful
+    function.stateful = True
+    assert Rubric([constant(2), function]).stateful

@@ -1,0 +1,22 @@
+"""One place that knows both forms of a completion."""
+
+import pytest
+
+from groupwise.rewards.text import as_completion, completion_text
+
+
+@pytest.mark.parametrize("prompt", ["text", [{"role": "user", "content": "x"}]])
+def test_round_trip(prompt):
+    completion = as_completion(prompt, "answer")
+    assert isinstance(completion, str) is isinstance(prompt, str)
+    assert completion_text(completion) == "answer"
+
+
+def test_only_the_assistant_is_read():
+    messages = [
+        {"role": "assistant", "content": "one"},
+        {"role": "tool", "content": "noise"},
+        {"role": "assistant", "content": None, "tool_calls": []},
+        {"content": "two"},
+    ]
+    assert completion_text(messages) == "one\n\ntwo"

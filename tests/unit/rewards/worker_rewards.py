@@ -1,0 +1,186 @@
+"""Reward functions that behave badly in every way, and the factories that workers make them with."""
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from groupwise.rewards.inprocess import RubricScorer
+from groupwise.rewards.rubric import Rubric
+
+
+def fine(completions, **kwargs):
+    return [float(len(text)) for text in completions]
+
+
+def note_process(folder):
+    (Path(folder) / str(os.getpid())).touch()
+
+
+def hangs(completions, folder, **kwargs):
+    note_process(folder[0])
+    time.sleep(600)
+
+
+def ignores_signals(completions, folder, **kwargs):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    hangs(completions, folder)
+
+
+async def blocks_the_loop(completions, folder, **kwargs):
+    hangs(completions, folder)
+
+
+def holds_the_interpreter(completions, folder, **kwargs):
+    note_process(folder[0])
+    ctypes.PyDLL(None).sleep(600)  # keeps the interpreter's lock, like a runaway regular expression
+
+
+def exits(completions, **kwargs):
+    os._exit(7)
+
+
+def crashes(completions, **kwargs):
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def is_killed(completions, **kwargs):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def runs_out_of_memory(completions, **kwargs):
+    raise MemoryError
+
+
+def interrupts(completions, **kwargs):
+    raise KeyboardInterrupt
+
+
+def start_family(folder):
+    """A child, one in a session of its own, and a daemon whose parent is gone."""
+    for own_session, daemon in ((False, False), (True, False), (True, True)):
+        if os.fork() == 0:
+            if own_session:
+                os.setsid()
+            if daemon and os.fork():
+                os._exit(0)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            note_process(folder)
+            time.sleep(600)
+    while len(list(Path(folder).iterdir())) < 3:
+        time.sleep(0.001)
+
+
+def leaves_family_and_hangs(completions, folder, **kwargs):
+    start_family(folder[0])
+    hangs(completions, folder)
+
+
+def leaves_family_and_exits(completions, folder, **kwargs):
+    start_family(folder[0])
+    os._exit(7)
+
+
+def leaves_family_and_answers(completions, folder, **kwargs):
+    start_family(folder[0])
+    note_process(folder[0])
+    return [1.0] * len(completions)
+
+
+def comes_back_twice(completions, **kwargs):
+    os.fork()
+    return [float(os.getpid() != 0)] * len(completions)
+
+
+def spams(completions, **kwargs):
+    for _ in range(20):
+        os.write(1, b"x" * 1_000_000)
+        os.write(2, b"line\n" * 200_000)
+    return [1.0] * len(completions)
+
+
+def talks(completions, **kwargs):
+    print("said by print")
+    os.write(2, b"said to stderr\n")
+    assert sys.stdin.read() == ""
+    return [1.0] * len(completions)
+
+
+def scribbles_on_the_line(completions, **kwargs):
+    for descriptor in range(3, 50):
+        try:
+            os.write(descriptor, b"\xff" * 100)
+        except OSError:
+            continue
+    return [1.0] * len(completions)
+
+
+def closes_the_line(completions, **kwargs):
+    os.closerange(3, 50)
+    time.sleep(600)
+
+
+def presses_ctrl_c(completions, **kwargs):
+    os.killpg(0, signal.SIGINT)
+    return [1.0] * len(completions)
+
+
+def tells_environment(completions, log_extra, names, **kwargs):
+    log_extra("found", [{name: os.environ.get(name) for name in names[0]}] * len(completions))
+    log_extra("torch", ["torch" in sys.modules] * len(completions))
+    return [1.0] * len(completions)
+
+
+def keeps_order(completions, file, **kwargs):
+    with open(file[0], "a") as out:
+        out.write(f"{completions[0]}\n")
+    return [1.0] * len(completions)
+
+
+class Unreadable:
+    """Can be sent and not be read: only this module knows it, under another name there."""
+
+    def __reduce__(self):
+        return (int, ("not a number",))
+
+
+def metrics(prompts, completions, rows):
+    if "boom" in prompts:
+        raise KeyError("boom")
+    if "hang" in prompts:
+        time.sleep(600)
+    return {"n": len(rows), "bad": float("nan"), "shown": (1, 2)}
+
+
+def make(functions):
+    return RubricScorer(Rubric([globals()[name] for name in functions]), metrics)
+
+
+def make_badly():
+    raise ValueError("cannot be made")
+
+
+def crash_at_start(log):
+    with open(log, "a") as out:
+        out.write("started\n")
+    print("last words")
+    sys.stdout.flush()
+    os._exit(9)
+
+
+def hang_at_start():
+    time.sleep(600)
+
+
+class MiscountingScorer:
+    def score(self, request, started):
+        from groupwise.rewards.scoring import unscored
+
+        return unscored(1, "scored", "")
+
+
+def make_miscounting():
+    return MiscountingScorer()

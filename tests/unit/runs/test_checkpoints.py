@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.errors import CheckpointError, ResumeMismatchError
+from groupwise.runs import checkpoints
+from groupwise.runs.checkpoints import MANIFEST
+
+POINTS = [
+    "file:manifest.json:before",
+    "file:manifest.json:after",
+    "folder:step-20:before",
+    "folder:step-20:after",
+]
+
+DieAt = Callable[[str, Callable[[], object]], None]
+
+
+def fill(folder: Path) -> None:
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "weights.safetensors").write_bytes(b"weights" * 100)
+    (folder / "optimiser.json").write_text("{}")
+
+
+def steps(folder: Path) -> list[int]:
+    return [found.step for found in checkpoints.complete(folder, verify=True)]
+
+
+def test_holds_what_was_saved(tmp_path: Path) -> None:
+    saved = checkpoints.save(tmp_path / "checkpoints", 10, fill, {"fingerprint": "abc"})
+    assert saved.path == tmp_path / "checkpoints" / "step-10"
+    assert set(saved.files) == {"adapter/weights.safetensors", "optimiser.json"}
+    assert saved.files["adapter/weights.safetensors"].size == 700
+    assert saved.extra == {"fingerprint": "abc"}
+    assert set(saved.versions) == {"groupwise", "python"}
+    saved.verify()
+    assert checkpoints.read(saved.path) == saved
+    assert checkpoints.newest(tmp_path / "checkpoints") == saved
+
+
+def test_are_sorted_by_number(tmp_path: Path) -> None:
+    for step in (100, 9, 20):
+        checkpoints.save(tmp_path, step, fill)
+    (tmp_path / "step-x").mkdir()
+    (tmp_path / "notes.txt").touch()
+    assert steps(tmp_path) == [9, 20, 100]
+
+
+def test_there_are_none(tmp_path: Path) -> None:
+    assert checkpoints.complete(tmp_path / "missing") == []
+    assert checkpoints.newest(tmp_path / "missing") is None
+    assert checkpoints.sweep(tmp_path / "missing") == ()
+
+
+def test_one_step_is_replaced(tmp_path: Path) -> None:
+    checkpoints.save(tmp_path, 5, fill, {"time": 1})
+    assert checkpoints.save(tmp_path, 5, fill, {"time": 2}).extra == {"time": 2}
+    assert [path.name for path in tmp_path.iterdir()] == ["step-5"]
+
+
+def no_manifest(folder: Path) -> None:
+    (folder / MANIFEST).unlink()
+
+
+def short_file(folder: Path) -> None:
+    (folder / "adapter" / "weights.safetensors").write_bytes(b"weights")
+
+
+def changed_file(folder: Path) -> None:
+    (folder / "adapter" / "weights.safetensors").write_bytes(b"WEIGHTS" * 100)
+
+
+def lost_file(folder: Path) -> None:
+    (folder / "optimiser.json").unlink()
+
+
+def torn_manifest(folder: Path) -> None:
+    (folder / MANIFEST).write_text('{"format": 1, "st')
+
+
+def empty_manifest(folder: Path) -> None:
+    (folder / MANIFEST).write_text('{"format": 1}')
+
+
+def list_manifest(folder: Path) -> None:
+    (folder / MANIFEST).write_text("[]")
+
+
+def other_step(folder: Path) -> None:
+    change_manifest(folder, step=21)
+
+
+def no_format(folder: Path) -> None:
+    change_manifest(folder, format=None)
+
+
+def change_manifest(folder: Path, **changes: Any) -> None:
+    content = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps({**content, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (no_manifest, "manifest.json is missing, it was not finished"),
+        (short_file, "adapter/weights.safetensors has 7 bytes instead of 700"),
+        (changed_file, "adapter/weights.safetensors was changed since it was written"),
+        (lost_file, "optimiser.json is missing"),
+        (torn_manifest, "manifest.json cannot be read"),
+        (empty_manifest, "manifest.json lacks what it should say"),
+        (list_manifest, "manifest.json is not a manifest"),
+        (other_step, "manifest.json speaks of step 21"),
+        (no_format, "does not say which format"),
+    ],
+)
+def test_a_damaged_one_is_skipped_and_named(
+    tmp_path: Path, damage: Callable[[Path], None], reason: str
+) -> None:
+    good = checkpoints.save(tmp_path, 10, fill)
+    bad = checkpoints.save(tmp_path, 20, fill)
+    damage(bad.path)
+    found = checkpoints.complete(tmp_path, verify=True)
+    assert found == [good]
+    (skipped,) = found.skipped
+    assert str(skipped).startswith("step-20: ")
+    assert reason in skipped.reason
+    assert checkpoints.newest(tmp_path) == good
+
+
+def test_damage_is_told_to_who_asks_for_it(tmp_path: Path) -> None:
+    saved = checkpoints.save(tmp_path, 10, fill)
+    changed_file(saved.path)
+    with pytest.raises(CheckpointError, match=r"was changed since it was written.*earlier one"):
+        saved.verify()
+    no_manifest(saved.path)
+    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
+        checkpoints.read(saved.path)
+
+
+def test_a_newer_format_is_refused(tmp_path: Path) -> None:
+    change_manifest(checkpoints.save(tmp_path, 10, fill).path, format=checkpoints.FORMAT + 1)
+    with pytest.raises(ResumeMismatchError, match="upgrade Groupwise"):
+        checkpoints.complete(tmp_path)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_dying_while_saving_leaves_the_last_one(tmp_path: Path, point: str, die_at: DieAt) -> None:
+    checkpoints.save(tmp_path, 10, fill)
+    die_at(point, lambda: checkpoints.save(tmp_path, 20, fill))
+    assert steps(tmp_path) == ([10, 20] if point == "folder:step-20:after" else [10])
+    assert checkpoints.complete(tmp_path).skipped == ()
+    checkpoints.sweep(tmp_path)
+    assert all(path.name.startswith("step-") for path in tmp_path.iterdir())
+    checkpoints.save(tmp_path, 20, fill)
+    assert steps(tmp_path) == [10, 20]
+
+
+@pytest.mark.parametrize("moment", ["before", "moved", "after"])
+def test_dying_while_pruning_leaves_whole_ones(tmp_path: Path, moment: str, die_at: DieAt) -> None:
+    for step in (10, 20, 30):
+        checkpoints.save(tmp_path, step, fill)
+    die_at(f"remove:step-10:{moment}", lambda: checkpoints.prune(tmp_path, keep=2))
+    assert steps(tmp_path) == ([10, 20, 30] if moment == "before" else [20, 30])
+    assert checkpoints.complete(tmp_path).skipped == ()
+
+
+def test_a_failing_writer_leaves_nothing(tmp_path: Path) -> None:
+    def full(folder: Path) -> None:
+        fill(folder)
+        raise OSError(28, "No space left on device")
+
+    checkpoints.save(tmp_path, 10, fill)
+    with pytest.raises(CheckpointError, match=r"step-20.*No space left.*--resume"):
+        checkpoints.save(tmp_path, 20, full)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-10"]
+
+
+def test_prune_keeps_the_last_and_the_protected(tmp_path: Path) -> None:
+    for step in (1, 2, 3, 4):
+        checkpoints.save(tmp_path, step, fill)
+    no_manifest(tmp_path / "step-4")
+    assert checkpoints.prune(tmp_path, keep=1, protect={1}) == [2]
+    assert steps(tmp_path) == [1, 3]
+    assert (tmp_path / "step-4").exists()
+    assert checkpoints.prune(tmp_path, keep=5) == []
+    with pytest.raises(ValueError, match="at least one"):
+        checkpoints.prune(tmp_path, keep=0)
+
+
+def test_later_ones_are_dropped(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        checkpoints.save(tmp_path, step, fill)
+    no_manifest(tmp_path / "step-30")
+    assert checkpoints.drop_after(tmp_path, 10) == [20, 30]
+    assert steps(tmp_path) == [10]

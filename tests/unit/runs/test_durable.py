@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from groupwise.errors import StoreError
+from groupwise.runs import durable
+
+
+class Died(BaseException):
+    pass
+
+
+@pytest.fixture
+def points(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    seen: list[str] = []
+    monkeypatch.setattr(durable, "on_write", seen.append)
+    return seen
+
+
+def die_at(monkeypatch: pytest.MonkeyPatch, point: str) -> None:
+    def die(name: str) -> None:
+        if name == point:
+            raise Died
+
+    monkeypatch.setattr(durable, "on_write", die)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+class TestFiles:
+    def test_hold_what_was_written(self, tmp_path: Path, points: list[str]) -> None:
+        durable.write_file(tmp_path / "a.bin", b"one")
+        durable.write_file(tmp_path / "a.bin", b"two")
+        assert (tmp_path / "a.bin").read_bytes() == b"two"
+        assert names(tmp_path) == ["a.bin"]
+        assert points == ["file:a.bin:before", "file:a.bin:after"] * 2
+
+    def test_json_keeps_what_utf8_cannot_hold_readable(self, tmp_path: Path) -> None:
+        durable.write_json(tmp_path / "a.json", {"name": "é", "odd": "\ud800"})
+        assert json.loads((tmp_path / "a.json").read_bytes())["name"] == "é"
+
+    @pytest.mark.parametrize(("moment", "content"), [("before", b"old"), ("after", b"new")])
+    def test_are_old_or_new(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, content: bytes
+    ) -> None:
+        path = tmp_path / "a.bin"
+        path.write_bytes(b"old")
+        die_at(monkeypatch, f"file:a.bin:{moment}")
+        with pytest.raises(Died):
+            durable.write_file(path, b"new")
+        assert path.read_bytes() == content
+
+    def test_are_not_replaced_unless_asked(self, tmp_path: Path) -> None:
+        durable.write_file(tmp_path / "a.bin", b"old", replace=False)
+        with pytest.raises(FileExistsError):
+            durable.write_file(tmp_path / "a.bin", b"new", replace=False)
+        assert (tmp_path / "a.bin").read_bytes() == b"old"
+        assert names(tmp_path) == ["a.bin"]
+
+    def test_a_full_disk_is_explained(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(descriptor: int) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(StoreError, match=r"No space left on device.*--resume") as caught:
+            durable.write_file(tmp_path / "a.bin", b"x")
+        assert str(tmp_path / "a.bin") in str(caught.value)
+        assert names(tmp_path) == []
+
+    def test_are_flushed_before_they_are_shown(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flushed: list[Path]
+    ) -> None:
+        before: list[Path] = []
+        monkeypatch.setattr(
+            durable,
+            "on_write",
+            lambda name: before.extend(flushed) if name.endswith("before") else None,
+        )
+        durable.write_file(tmp_path / "a.bin", b"x")
+        assert before == [durable.building_path(tmp_path / "a.bin")]
+        assert flushed[-1] == tmp_path
+
+
+class TestFolders:
+    def build(self, tmp_path: Path) -> Path:
+        building = durable.building_path(tmp_path / "done")
+        (building / "inner").mkdir(parents=True)
+        (building / "a").write_text("a")
+        (building / "inner" / "b").write_text("b")
+        return building
+
+    def test_appear_whole_and_flushed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flushed: list[Path]
+    ) -> None:
+        building = self.build(tmp_path)
+        before: list[Path] = []
+        monkeypatch.setattr(
+            durable,
+            "on_write",
+            lambda name: before.extend(flushed) if name.endswith("before") else None,
+        )
+        durable.publish_folder(building, tmp_path / "done")
+        everything = {building, building / "a", building / "inner", building / "inner" / "b"}
+        assert set(before) == everything
+        assert (tmp_path / "done" / "inner" / "b").read_text() == "b"
+        assert names(tmp_path) == ["done"]
+
+    @pytest.mark.parametrize(("moment", "there"), [("before", False), ("after", True)])
+    def test_are_there_or_not(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, there: bool
+    ) -> None:
+        building = self.build(tmp_path)
+        die_at(monkeypatch, f"folder:done:{moment}")
+        with pytest.raises(Died):
+            durable.publish_folder(building, tmp_path / "done")
+        assert (tmp_path / "done").exists() == there
+        assert building.exists() != there
+
+    def test_do_not_replace_another(self, tmp_path: Path) -> None:
+        building = self.build(tmp_path)
+        (tmp_path / "done").mkdir()
+        (tmp_path / "done" / "mine").touch()
+        with pytest.raises(FileExistsError, match="is there already"):
+            durable.publish_folder(building, tmp_path / "done")
+        assert names(tmp_path / "done") == ["mine"]
+
+    def test_go_out_of_sight_in_one_step(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        folder = tmp_path / "old"
+        folder.mkdir()
+        (folder / "a").touch()
+        die_at(monkeypatch, "remove:old:before")
+        with pytest.raises(Died):
+            durable.remove_folder(folder)
+        assert names(folder) == ["a"]
+        die_at(monkeypatch, "remove:old:moved")
+        with pytest.raises(Died):
+            durable.remove_folder(folder)
+        assert not folder.exists()
+        assert len(durable.sweep(tmp_path)) == 1
+        assert names(tmp_path) == []
+
+
+def test_sweep_takes_only_what_is_under_construction(tmp_path: Path) -> None:
+    (tmp_path / ".building-step-3-17").mkdir()
+    (tmp_path / ".building-config.json-17").touch()
+    (tmp_path / ".removing-step-1-17").mkdir()
+    (tmp_path / "step-2").mkdir()
+    (tmp_path / ".hidden").touch()
+    assert len(durable.sweep(tmp_path)) == 3
+    assert names(tmp_path) == [".hidden", "step-2"]
+
+
+@pytest.fixture
+def flushed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The paths that were flushed, as they were called then."""
+    seen: list[Path] = []
+    real: Callable[[Path], None] = durable._flush  # pyright: ignore[reportPrivateUsage]
+
+    def note(path: Path) -> None:
+        seen.append(path)
+        real(path)
+
+    def note_file(path: Path, data: bytes) -> None:
+        path.write_bytes(data)
+        seen.append(path)
+
+    monkeypatch.setattr(durable, "_flush", note)
+    monkeypatch.setattr(durable, "_write_flushed", note_file)
+    return seen
+
+
+def test_removing_a_missing_folder_is_explained(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="cannot write"):
+        durable.remove_folder(tmp_path / "missing")
+    shutil.rmtree(tmp_path)

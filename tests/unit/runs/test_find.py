@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from groupwise.errors import CheckpointError, RunNotFoundError
+from groupwise.runs import checkpoints
+from groupwise.runs.find import list_runs, newest_unfinished, resolve
+from groupwise.runs.folder import RunFolder, State
+from groupwise.runs.records import StepRecord
+
+
+def make(runs: Path, name: str, state: State = "finished", steps: int = 0) -> Path:
+    meta = {"model": "tiny", "task": "sort_words", "max_steps": 10}
+    with RunFolder.create(runs, name, {}, meta) as run:
+        for step in range(steps):
+            record = StepRecord(step, step, step + 1, "f", (), 1e-5, 0.0)
+            run.store.commit_step(record, [], {"reward": step / 10})
+        run.finish(state)
+    return run.path
+
+
+def checkpoint(run: Path, step: int) -> None:
+    def fill(folder: Path) -> None:
+        (folder / "w").write_text("w")
+
+    checkpoints.save(run / "checkpoints", step, fill)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    runs = tmp_path / "runs"
+    run = make(runs, "sort", steps=4)
+    for step in (2, 4, 10):
+        checkpoint(run, step)
+    make(runs, "math")
+    return runs
+
+
+class TestResolve:
+    def test_a_name(self, runs: Path) -> None:
+        found = resolve("sort", runs)
+        assert (found.name, found.path, found.checkpoint) == ("sort", runs / "sort", None)
+
+    def test_a_name_and_a_step(self, runs: Path) -> None:
+        found = resolve("sort@10", runs)
+        assert found.path == runs / "sort"
+        assert found.checkpoint is not None
+        assert found.checkpoint.step == 10
+
+    @pytest.mark.parametrize("suffix", ["", "/"])
+    def test_a_path(self, runs: Path, monkeypatch: pytest.MonkeyPatch, suffix: str) -> None:
+        elsewhere = runs.parent
+        assert resolve(f"{runs}/sort{suffix}", elsewhere).path == runs / "sort"
+        found = resolve(f"{runs}/sort@4", elsewhere)
+        assert found.checkpoint is not None
+        assert found.checkpoint.step == 4
+        found = resolve(f"{runs}/sort/checkpoints/step-2{suffix}", elsewhere)
+        assert (found.name, found.checkpoint and found.checkpoint.step) == ("sort", 2)
+        monkeypatch.chdir(runs / "sort")
+        assert resolve(".", elsewhere).name == "sort"
+
+    def test_a_run_with_an_odd_name(self, runs: Path) -> None:
+        make(runs, "a@3")
+        assert resolve("a@3", runs).name == "a@3"
+
+    def test_an_unknown_run_names_the_nearest_and_all(self, runs: Path) -> None:
+        with pytest.raises(RunNotFoundError) as caught:
+            resolve("srot", runs)
+        assert "Did you mean 'sort'?" in str(caught.value)
+        assert "There are: math, sort." in str(caught.value)
+        with pytest.raises(RunNotFoundError, match="no run 'srot'"):
+            resolve("srot@4", runs)
+
+    def test_no_runs_at_all(self, tmp_path: Path) -> None:
+        for reference in ("x", "x@3", "", "@3", "../x"):
+            with pytest.raises(RunNotFoundError, match="holds no runs"):
+                resolve(reference, tmp_path / "runs")
+
+    def test_a_step_without_a_checkpoint_lists_those_there_are(self, runs: Path) -> None:
+        (runs / "sort" / "checkpoints" / "step-4" / "w").unlink()
+        with pytest.raises(RunNotFoundError) as caught:
+            resolve("sort@3", runs)
+        assert "no checkpoint after 3 steps. There are: sort@2, sort@10." in str(caught.value)
+        assert "Skipped as damaged: step-4: w is missing." in str(caught.value)
+        with pytest.raises(RunNotFoundError, match="There are: none"):
+            resolve("math@1", runs)
+
+    def test_a_damaged_checkpoint_is_not_used(self, runs: Path) -> None:
+        (runs / "sort" / "checkpoints" / "step-2" / "w").write_text("W")
+        with pytest.raises(CheckpointError, match="was changed"):
+            resolve("sort@2", runs)
+
+
+class TestNewestUnfinished:
+    def test_is_the_newest_of_the_name(self, tmp_path: Path) -> None:
+        make(tmp_path, "sort")
+        make(tmp_path, "sort")
+        third = make(tmp_path, "sort", "interrupted")
+        make(tmp_path, "sort-by-length", "failed")
+        assert third.name == "sort-3"
+        assert newest_unfinished("sort", tmp_path) == third
+        assert newest_unfinished("sort-3", tmp_path) == third
+
+    def test_says_when_all_are_finished(self, runs: Path) -> None:
+        with pytest.raises(RunNotFoundError, match=r"is finished \(sort\).*without --resume"):
+            newest_unfinished("sort", runs)
+
+    def test_says_when_there_are_none(self, runs: Path) -> None:
+        with pytest.raises(RunNotFoundError, match=r"no run 'other'.*There are: math, sort"):
+            newest_unfinished("other", runs)
+
+
+class TestList:
+    def test_tells_about_every_run(self, runs: Path) -> None:
+        sort, math = list_runs(runs)
+        assert (sort.name, sort.state, sort.steps, sort.max_steps) == ("sort", "finished", 4, 10)
+        assert sort.reward_first == pytest.approx(0.05)
+        assert sort.reward_last == pytest.approx(0.25)
+        assert (sort.model, sort.task) == ("tiny", "sort_words")
+        assert (math.name, math.steps, math.reward_first) == ("math", 0, None)
+
+    def test_bears_broken_folders(self, runs: Path) -> None:
+        (runs / "empty").mkdir()
+        (runs / "torn").mkdir()
+        (runs / "torn" / "run.db").write_bytes(b"not a database at all" * 100)
+        (runs / "blank").mkdir()
+        (runs / "blank" / "run.db").touch()
+        (runs / "a file").touch()
+        (runs / ".building-x-1").mkdir()
+        listed = list_runs(runs)
+        assert [info.name for info in listed] == ["sort", "math", "blank", "empty", "torn"]
+        broken = {info.name: info.broken or "" for info in listed[2:]}
+        assert "format 0" in broken["blank"]
+        assert "does not exist" in broken["empty"]
+        assert "damaged" in broken["torn"]
+
+    def test_of_a_missing_folder_is_empty(self, tmp_path: Path) -> None:
+        assert list_runs(tmp_path / "nowhere") == []

