@@ -13,13 +13,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from groupwise.loops.evaluate import evaluate
-    from groupwise.loops.start import rl
+    from groupwise.loops.evaluate import EvalResult, evaluate
+    from groupwise.loops.start import RlResult, rl
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "evaluate", "rl"]
+__all__ = ["EvalResult", "RlResult", "__version__", "evaluate", "rl"]
 
-_HOMES = {"rl": "groupwise.loops.start", "evaluate": "groupwise.loops.evaluate"}
+_HOMES = {
+    "EvalResult": "groupwise.loops.evaluate",
+    "RlResult": "groupwise.loops.start",
+    "evaluate": "groupwise.loops.evaluate",
+    "rl": "groupwise.loops.start",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -48,8 +48,8 @@ PROFILES = {"train": ("train",), "dev": ("train", "dev")}
 FLAVOURS = ("cpu", "cuda", "auto")
 NEEDED_GB = {"cpu": 3, "cuda": 10}
 
-ONE_TRY = ("--retries", "0", "--timeout", "15")
-"""An index that does not answer may not cost minutes: there is another place to look."""
+QUICK = ("--retries", "1", "--timeout", "15")
+"""An index that does not answer may not cost minutes. Without any retry pip would not say why it found nothing."""
 
 
 class SetupError(Exception):
@@ -227,7 +227,7 @@ def make_environment() -> None:
         )
     if version < OLDEST_PIP:
         with contextlib.suppress(SetupError):  # an older one does, only slower
-            install(*ONE_TRY, "--upgrade", f"pip>={OLDEST_PIP},<{OLDEST_PIP + 1}")
+            install(*QUICK, "--upgrade", f"pip>={OLDEST_PIP},<{OLDEST_PIP + 1}")
 
 
 def pip_version() -> int | None:
@@ -347,7 +347,7 @@ def torch_attempts(release: str, flavour: str, wanted: str, system: str) -> list
     plain = f"torch=={release}"
     if system != "Linux":
         return [Attempt(("--no-deps", plain))]
-    cpu_build = ("--no-deps", *ONE_TRY, f"{plain}+cpu")
+    cpu_build = ("--no-deps", *QUICK, f"{plain}+cpu")
     pytorch_index = ("--index-url", PYTORCH_CPU_INDEX, *cpu_build)
     if wanted == "cpu":
         return [Attempt(cpu_build), Attempt(pytorch_index, remedy=f"{NO_CPU_BUILD}\n{TAKE_CUDA}")]
@@ -504,7 +504,9 @@ def advice(said: str) -> str:
     return "pip failed. `make clean` and another try from the start may help; its own words:"
 
 
-NOISE = re.compile(r"^WARNING: (Location|Running pip as the 'root')|^\s*$|^\[notice\]")
+NOISE = re.compile(
+    r"^\s*$|^\[notice\]|^\s*WARNING: (Location|Running pip as the 'root'|Retrying \(Retry\(total=[1-9])"
+)
 
 
 def last_lines(said: str, count: int = 12) -> str:

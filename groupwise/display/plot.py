@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 from typing import Literal
 
 from groupwise.display.text import one_line, shorten
@@ -54,9 +55,7 @@ def sparkline(values: Sequence[float], width: int | None = None) -> str:
     finite = [value for value in values if math.isfinite(value)]
     if width is not None and len(finite) > width:
         edges = [round(i * len(finite) / width) for i in range(width + 1)]
-        finite = [
-            math.fsum(finite[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False) if b > a
-        ]
+        finite = [math.fsum(finite[a:b]) / (b - a) for a, b in pairwise(edges) if b > a]
     if not finite:
         return ""
     low, high = min(finite), max(finite)
@@ -126,7 +125,9 @@ class _Frame:
 
     def place(self, x: float, y: float) -> Point:
         """From (0, 0) at the bottom left to (1, 1) at the top right."""
-        return (x - self.left) / (self.right - self.left), (y - self.bottom) / (self.top - self.bottom)
+        return (x - self.left) / (self.right - self.left), (y - self.bottom) / (
+            self.top - self.bottom
+        )
 
 
 def _finite(points: Iterable[Point]) -> tuple[Point, ...]:
@@ -242,9 +243,7 @@ def _heading(title: str, series: Sequence[Series], width: int, colour: bool) -> 
     return [shown + " " * (width - len(line) - len(signs)) + signs] if fits else [shown]
 
 
-def _axis_of_y(
-    canvas: _Canvas, labels: dict[float, str], margin: int, colour: bool
-) -> list[str]:
+def _axis_of_y(canvas: _Canvas, labels: dict[float, str], margin: int, colour: bool) -> list[str]:
     rows = {canvas.row_of(tick): label for tick, label in labels.items()}
     return [
         f"{rows.get(row, ''):>{margin}} {'┤' if row in rows else '│'}{canvas.text(row, colour)}".rstrip()
@@ -378,7 +377,9 @@ def _pixel(frame: _Frame, x: float, y: float, width: int, height: int) -> Point:
 
 
 def _label(x: float, y: float, text: str, kind: str, anchor: str = "start") -> str:
-    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{_xml(text)}</text>'
+    return (
+        f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{_xml(text)}</text>'
+    )
 
 
 def _xml(text: str) -> str:

@@ -74,7 +74,10 @@ class Progress:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 
@@ -102,7 +105,8 @@ class Progress:
         self._line(clean(text))
 
     def result(self, title: str, rows: Sequence[Sequence[str]]) -> None:
-        """A small table at the end of the work; the first row names the columns."""
+        """A small table at the end of the work, below the view, which is left; the first row names the columns."""
+        self.close()
         columns = [[one_line(cell) for cell in column] for column in zip(*rows, strict=True)]
         widths = [max(cell_len(cell) for cell in column) for column in columns]
         self._line("")
@@ -176,7 +180,7 @@ class _Board:
             ("grad", self._number("grad_norm", "{:.3g}")),
             ("lr", self._number("learning_rate", "{:.2g}")),
             ("gap", self._number("sampling/logprob_gap", "{:.1e}")),
-            ("step", self._step_time()),
+            ("time", self._step_time()),
             ("eta", self._remaining()),
         ]
         digits = len(str(self.total))
@@ -197,7 +201,9 @@ class _Board:
         bar.add_column(no_wrap=True)
         bar.add_column(ratio=1)
         bar.add_column(no_wrap=True)
-        bar.add_row(f"step {count}", ProgressBar(self.total, self.done, width=None), f"{self._share():.0%}")
+        bar.add_row(
+            f"step {count}", ProgressBar(self.total, self.done, width=None), f"{self._share():.0%}"
+        )
         title = Text(shorten(self.title, width), "bold")
         if len(self.title) + len(times) + 2 <= width:
             title.append(" " * (width - len(self.title) - len(times)) + times, "not bold dim")
@@ -242,7 +248,7 @@ class _Board:
             ("loss", self._number("loss", "{:.4f}")),
             ("sampling", self._number("perf/sampling_tokens_per_second", "{:,.0f} tok/s")),
             ("learning", self._number("perf/learning_tokens_per_second", "{:,.0f} tok/s")),
-            ("step", self._step_time()),
+            ("step time", self._step_time()),
             ("failed", self._failures()),
         ]
 

@@ -29,7 +29,7 @@ from groupwise.config import (
     with_task_schema,
 )
 from groupwise.data.examples import fingerprint
-from groupwise.display.plot import svg_curve
+from groupwise.display.plot import svg_curve, with_mean
 from groupwise.display.progress import Progress
 from groupwise.errors import ResumeMismatchError, RunNotFoundError
 from groupwise.loops.evaluate import EvalResult, held_out, held_out_prompts
@@ -430,7 +430,8 @@ def write_curve(run: Run) -> None:
     """`reward.svg`, the reward of every step."""
     points = run.folder.store.metrics(["reward"]).get("reward", [])
     if points:
-        run.folder.curve.write_text(svg_curve({"reward": points}, title=f"{run.folder.name}: reward"), encoding="utf-8")
+        drawn = svg_curve(with_mean("reward", points), title=f"{run.folder.name}: reward")
+        run.folder.curve.write_text(drawn, encoding="utf-8")
 
 
 def summarise(

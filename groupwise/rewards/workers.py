@@ -252,6 +252,7 @@ class _Slot:
                 case _Answered():
                     return process
                 case _TimedOut():
+                    self._discard()
                     raise RewardWorkerError(
                         f"A reward worker was not ready after {self._start_limit:g} s. Look at what the task file "
                         f"does when it is imported.{process.last_words()}"

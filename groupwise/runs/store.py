@@ -137,13 +137,7 @@ class Store:
 
     def metric_names(self) -> list[str]:
         """The names of all metrics of the run, sorted."""
-        # Skips from name to name through the primary key: DISTINCT would read every row.
-        rows = self._db.all(
-            "WITH RECURSIVE names (name) AS (SELECT min(name) FROM metrics UNION ALL"
-            " SELECT (SELECT min(name) FROM metrics WHERE name > names.name) FROM names"
-            " WHERE names.name IS NOT NULL) SELECT name FROM names WHERE name IS NOT NULL"
-        )
-        return [name for (name,) in rows]
+        return self._names("metrics")
 
     def metrics(
         self, names: Sequence[str] | None = None, since: int | None = None
@@ -186,6 +180,10 @@ class Store:
         """One page of the rollouts that the filter asks for."""
         with self._db.snapshot():
             return find_rollouts(self._db, wanted)
+
+    def part_names(self) -> list[str]:
+        """The names of all reward parts that any rollout has, sorted."""
+        return self._names("parts")
 
     def rebuild_text_index(self) -> None:
         """Make the full-text index anew from the tables. Nothing where SQLite lacks FTS5: search then reads every text."""
@@ -290,6 +288,15 @@ class Store:
                 ),
             }
         return json.dumps(content, sort_keys=True, indent=1).encode()
+
+    def _names(self, table: str) -> list[str]:
+        """Every name in a table that has an index by name; goes from one to the next, DISTINCT would read every row."""
+        rows = self._db.all(
+            f"WITH RECURSIVE names (name) AS (SELECT min(name) FROM {table} UNION ALL"
+            f" SELECT (SELECT min(name) FROM {table} WHERE name > names.name) FROM names"
+            " WHERE names.name IS NOT NULL) SELECT name FROM names WHERE name IS NOT NULL"
+        )
+        return [name for (name,) in rows]
 
     def _expect_step(self, step: int) -> None:
         last = self.last_step()

@@ -197,12 +197,12 @@ async def test_exceptions_of_any_kind_fail_the_call_and_keep_the_worker(closing,
 
 
 async def test_other_workers_go_on_while_one_hangs(closing, tmp_path):
-    slow = closing(workers_for("hangs", time_limit=0.4, workers=2))
+    slow = closing(workers_for("hangs", time_limit=0.8, workers=2))
     await slow.start()
     started = time.monotonic()
     calls = [slow.score(request(folder=str(tmp_path))) for _ in range(2)]
     assert [outcomes(score) for score in await asyncio.gather(*calls)] == [{"timed_out"}] * 2
-    assert time.monotonic() - started < 0.8  # together, not one after the other
+    assert time.monotonic() - started < 1.5  # together, not one after the other
 
 
 # 3. nothing stays behind

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -119,7 +120,12 @@ def scribbles_on_the_line(completions, **kwargs):
 
 
 def closes_the_line(completions, **kwargs):
-    os.closerange(3, 50)
+    for descriptor in range(3, 50):
+        try:
+            line = socket.socket(fileno=descriptor)
+        except OSError:
+            continue
+        line.shutdown(socket.SHUT_WR)
     time.sleep(600)
 
 
@@ -138,13 +144,6 @@ def keeps_order(completions, file, **kwargs):
     with open(file[0], "a") as out:
         out.write(f"{completions[0]}\n")
     return [1.0] * len(completions)
-
-
-class Unreadable:
-    """Can be sent and not be read: only this module knows it, under another name there."""
-
-    def __reduce__(self):
-        return (int, ("not a number",))
 
 
 def metrics(prompts, completions, rows):

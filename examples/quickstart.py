@@ -1,0 +1,101 @@
+"""`make quickstart`: train a real model on two CPU cores, and see what it learnt.
+
+Everything here goes through the public functions; the same run is `groupwise rl --config configs/quickstart.yaml --task-module sort_words`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import groupwise
+from groupwise.display.plot import terminal_curve, with_mean
+from groupwise.display.text import one_line
+from groupwise.errors import GroupwiseError, RunNotFoundError
+from groupwise.runs.find import newest_unfinished
+from groupwise.runs.store import Store
+
+CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
+TASK = "sort_words"
+SHORT = ["training.max_steps=3", "training.prompts_per_step=2", "eval.max_prompts=8", "run.name=quickstart-short"]
+SHOWN = 5
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--short", action="store_true", help="three small steps: does everything work here?")
+    parser.add_argument("--runs", default="runs", help="folder of the runs")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="config keys set here")
+    given = parser.parse_args()
+    overrides = [*(SHORT if given.short else []), f"run.dir={given.runs}", *given.overrides]
+    name = "quickstart-short" if given.short else "quickstart"
+    began = time.monotonic()
+    print("SmolLM2-135M-Instruct learns to sort three words: LoRA and group-relative RL on this machine.\n", flush=True)
+    try:
+        result = groupwise.rl(CONFIG, TASK, overrides=overrides, resume=unfinished(name, Path(given.runs)))
+    except GroupwiseError as error:
+        print(f"quickstart: {error}", file=sys.stderr)
+        return error.exit_code
+    if result.exit_code:
+        print("\nInterrupted. `make quickstart` goes on where it stopped.")
+        return result.exit_code
+    report(result, time.monotonic() - began)
+    return 0
+
+
+def unfinished(name: str, runs: Path) -> bool:
+    """Whether an earlier quickstart was interrupted and can go on."""
+    try:
+        newest_unfinished(name, runs)
+    except RunNotFoundError:
+        return False
+    return True
+
+
+def report(result: groupwise.RlResult, seconds: float) -> None:
+    """The curve, the same prompts before and after, the held-out numbers, and where to go from here."""
+    folder, summary = result.folder, result.summary
+    with Store.open(folder / "run.db", readonly=True) as store:
+        rewards = store.metrics(["reward"])["reward"]
+    print()
+    print(terminal_curve(with_mean("reward", rewards), title="reward of the sampled completions", colour=sys.stdout.isatty()))
+    print(f"\nThe same held-out prompts before and after ({summary['steps']} steps, {seconds / 60:.1f} minutes):\n")
+    for first, last in list(zip(result.before.rows, result.after.rows, strict=True))[:SHOWN]:
+        print(f"  {one_line(first['prompt'][-1]['content'])}")
+        print(f"    before  {first['reward']:.2f}  {one_line(first['completion'])}")
+        print(f"    after   {last['reward']:.2f}  {one_line(last['completion'])}")
+    held_out = summary["held_out"]
+    print(f"\nOn {held_out['prompts']} held-out prompts, greedy, with 95 % intervals:\n")
+    for metric in held_out["after"]:
+        print(f"  {metric:<10} {interval(held_out['before'][metric])}  →  {interval(held_out['after'][metric])}")
+    verdict = "rises" if held_out["rises"] else "does not rise beyond doubt"
+    print(f"  {'change':<10} {interval(held_out['change'])}: the held-out reward {verdict}")
+    print(next_steps(summary["run"], folder))
+
+
+def interval(found: dict[str, float]) -> str:
+    """A value with its interval."""
+    return f"{found['value']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
+
+
+def next_steps(run: str, folder: Path) -> str:
+    """Commands to go on with."""
+    at = f" --dir {folder.parent}" if str(folder.parent) != "runs" else ""
+    common = f"--config {CONFIG.relative_to(Path.cwd()) if CONFIG.is_relative_to(Path.cwd()) else CONFIG} --task-module {TASK}"
+    return f"""
+The curve as a picture: {folder / "reward.svg"}    The adapter: {folder / "final"}
+
+Go on:
+  . .venv/bin/activate
+  groupwise runs rollouts {run}{at} --best          what it wrote, with rewards and advantages
+  groupwise runs plot {run}{at} --metric entropy    any metric as a curve
+  groupwise eval {common} --policy {run}
+  groupwise rl {common} --resume-from {run}@{{step}} training.max_steps=60
+  groupwise rl --config examples/01_first_task/config.yaml --task-module examples/01_first_task/task.py
+""".replace("{step}", "30")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,346 @@
+"""`groupwise runs`: look at what runs recorded.
+
+Answers go to standard output, as text for people or as JSON (`--json`) for programs; everything else to standard error. What a
+model wrote is shown as harmless plain text.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+from rich.cells import cell_len
+
+from groupwise.display.plot import Point, sparkline, svg_curve, terminal_curve, with_mean
+from groupwise.display.text import clean, one_line, shorten
+from groupwise.errors import RunNotFoundError, UsageError
+from groupwise.runs import checkpoints
+from groupwise.runs.find import RunInfo, list_runs, resolve, run_info
+from groupwise.runs.folder import CHECKPOINTS, RECORD, read_config, read_summary
+from groupwise.runs.records import Order, RolloutFilter, RolloutView
+from groupwise.runs.store import Store
+
+app = typer.Typer(
+    name="runs",
+    help="Look at recorded runs: list, show, rollouts, plot.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+RunsDir = Annotated[Path, typer.Option("--dir", help="Folder that holds the runs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+RunArgument = Annotated[
+    str, typer.Argument(metavar="RUN", help="Name of a run, or path of its folder.")
+]
+
+_RUNS = Path("runs")
+
+
+@app.command("list")
+def list_command(dir: RunsDir = _RUNS, as_json: AsJson = False) -> None:
+    """List all runs with their state, steps and rewards."""
+    infos = list_runs(dir)
+    if as_json:
+        _print_json([_info_json(info) for info in infos])
+        return
+    if not infos:
+        typer.echo(f"no runs in {dir}", err=True)
+        return
+    head = ("name", "state", "steps", "reward", "started", "model", "task")
+    _print_table([head, *(_info_row(info) for info in infos)])
+    for info in infos:
+        if info.broken:
+            typer.echo(f"{one_line(info.name)} cannot be read: {one_line(info.broken)}", err=True)
+
+
+@app.command()
+def show(run: RunArgument, dir: RunsDir = _RUNS, as_json: AsJson = False) -> None:
+    """Show one run: state, configuration, last metrics, checkpoints, evaluations."""
+    path = resolve(run, dir).path
+    facts = _facts(path)
+    if as_json:
+        _print_json(facts)
+    else:
+        _print_facts(facts)
+
+
+@app.command()
+def rollouts(
+    run: RunArgument,
+    dir: RunsDir = _RUNS,
+    step: Annotated[
+        int | None, typer.Option(help="Only this step, an index from 0; default: the last one.")
+    ] = None,
+    all_steps: Annotated[bool, typer.Option("--all", help="All steps, not only the last.")] = False,
+    failed: Annotated[
+        bool, typer.Option("--failed", help="Only failed and timed-out ones.")
+    ] = False,
+    part: Annotated[
+        str | None, typer.Option(help="Only with this reward part; --best and --worst go by it.")
+    ] = None,
+    text: Annotated[
+        str | None, typer.Option(help="Only with this text in the prompt or the completion.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="At most so many.")] = 16,
+    best: Annotated[bool, typer.Option("--best", help="Highest rewards first.")] = False,
+    worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards first.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Read rollouts: each prompt once, then what the members of its group answered and earned.
+
+    Without --step, the last step is shown; with --failed, --part, --text, --best or --worst all steps are searched.
+    """
+    if best and worst:
+        raise UsageError("--best and --worst contradict each other: choose one.")
+    if step is not None and all_steps:
+        raise UsageError("--step and --all contradict each other: choose one.")
+    path = resolve(run, dir).path
+    order: Order = "best" if best else "worst" if worst else "draw"
+    searching = all_steps or failed or best or worst or part is not None or text is not None
+    with Store.open(path / RECORD, readonly=True) as store:
+        if part is not None:
+            _expect_name(f"reward part '{part}'", part, store.part_names())
+        wanted = RolloutFilter(
+            step=step if step is not None or searching else store.last_step(),
+            outcome=("failed", "timed_out") if failed else None,
+            part=part,
+            text=text,
+            order=order,
+            limit=limit,
+        )
+        found = store.rollouts(wanted)
+    if as_json:
+        _print_json([asdict(view) for view in found])
+    elif not found:
+        typer.echo("no rollouts like that", err=True)
+    else:
+        _print_rollouts(found)
+
+
+@app.command()
+def plot(
+    run: RunArgument,
+    dir: RunsDir = _RUNS,
+    metric: Annotated[str, typer.Option(help="Name of the metric.")] = "reward",
+    svg: Annotated[Path | None, typer.Option(help="Write an SVG file as well.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Draw the curve of a metric in the terminal, and to a file if asked."""
+    path = resolve(run, dir).path
+    with Store.open(path / RECORD, readonly=True) as store:
+        _expect_name(f"metric '{metric}'", metric, store.metric_names())
+        points: list[Point] = [(step, value) for step, value in store.metrics([metric])[metric]]
+    title = f"{path.name} · {metric}"
+    if svg is not None:
+        svg.write_text(svg_curve(with_mean(metric, points), title=title), encoding="utf-8")
+        typer.echo(f"wrote {svg}", err=True)
+    if as_json:
+        _print_json({"run": path.name, "metric": metric, "points": points})
+        return
+    width = min(shutil.get_terminal_size().columns, 100)
+    _print(
+        terminal_curve(with_mean(metric, points), width, title=title, colour=sys.stdout.isatty())
+    )
+
+
+# The list
+
+
+def _info_json(info: RunInfo) -> dict[str, Any]:
+    return {**asdict(info), "path": str(info.path)}
+
+
+def _info_row(info: RunInfo) -> tuple[str, ...]:
+    if info.broken:
+        return (info.name, "broken", "", "", "", "", "")
+    total = f"/{info.max_steps}" if info.max_steps is not None else ""
+    rewards = (_rounded(info.reward_first), _rounded(info.reward_last))
+    return (
+        info.name,
+        info.state or "",
+        f"{info.steps}{total}",
+        " → ".join(rewards) if all(rewards) else "",
+        _moment(info.started),
+        shorten(info.model or "", 32),
+        shorten(info.task or "", 32),
+    )
+
+
+# One run
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    with Store.open(path / RECORD, readonly=True) as store:
+        last = store.last_step()
+        rewards = [value for _, value in store.metrics(["reward"]).get("reward", [])]
+        evaluations = [
+            {"step": each.step, "name": each.name, "policy": each.policy, "metrics": each.metrics}
+            for each in store.evaluations()
+        ]
+        found = checkpoints.complete(path / CHECKPOINTS)
+        return {
+            **_info_json(run_info(path)),
+            "error": store.get_meta().get("error"),
+            "last_metrics": {} if last is None else store.step_metrics(last),
+            "rewards": rewards,
+            "evaluations": evaluations,
+            "resumes": [asdict(resume) for resume in store.resumes()],
+            "checkpoints": [checkpoint.step for checkpoint in found],
+            "damaged_checkpoints": [str(skipped) for skipped in found.skipped],
+            "summary": read_summary(path),
+            "config": read_config(path),
+        }
+
+
+def _print_facts(facts: Mapping[str, Any]) -> None:
+    total = f" of {facts['max_steps']}" if facts["max_steps"] is not None else ""
+    error = facts["error"]
+    name = facts["name"]
+    _print_pairs(
+        [
+            ("run", name),
+            ("folder", facts["path"]),
+            ("state", facts["state"]),
+            ("error", f"{error['code']}: {error['message']}" if error else None),
+            ("model", facts["model"]),
+            ("task", facts["task"]),
+            ("started", _moment(facts["started"])),
+            ("steps", f"{facts['steps']}{total}"),
+            ("reward", sparkline(facts["rewards"], 40)),
+            ("checkpoints", ", ".join(f"{name}@{step}" for step in facts["checkpoints"]) or "none"),
+            ("damaged", "; ".join(facts["damaged_checkpoints"])),
+            ("resumed", f"{len(facts['resumes'])} times" if facts["resumes"] else None),
+        ]
+    )
+    _print_section("last step", [(k, _rounded(v)) for k, v in facts["last_metrics"].items()])
+    for evaluation in facts["evaluations"]:
+        title = f"evaluation {evaluation['name']} of {evaluation['policy']} after {evaluation['step']} steps"
+        _print_section(title, [(k, _rounded(v)) for k, v in evaluation["metrics"].items()])
+    _print_section("configuration", list(_flat(facts["config"])))
+
+
+def _print_section(title: str, pairs: Sequence[tuple[str, Any]]) -> None:
+    if pairs:
+        _print(f"\n{one_line(title)}")
+        _print_pairs([(f"  {name}", value) for name, value in pairs])
+
+
+def _print_pairs(pairs: Sequence[tuple[str, Any]]) -> None:
+    shown = [
+        (one_line(name), one_line(str(value))) for name, value in pairs if value not in (None, "")
+    ]
+    width = max((cell_len(name) for name, _ in shown), default=0)
+    for name, value in shown:
+        _print(f"{name}{' ' * (width - cell_len(name))}  {value}")
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(cast("dict[str, Any]", value), f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", json.dumps(value, ensure_ascii=False)
+
+
+# Rollouts
+
+
+def _expect_name(what: str, name: str, names: Sequence[str]) -> None:
+    if names and name not in names:
+        raise RunNotFoundError(f"this run has no {what}. There are: {', '.join(names)}.")
+    if not names:
+        raise RunNotFoundError(f"this run has no {what}: it has recorded no step yet.")
+
+
+def _print_rollouts(views: Sequence[RolloutView]) -> None:
+    for number, (_, members) in enumerate(groupby(views, key=lambda view: view.draw)):
+        group = list(members)
+        first = group[0]
+        place = "unfinished" if first.step is None else f"step {first.step}"
+        if number:
+            _print("")
+        _print(f"━━ {place} · draw {first.draw} · example {first.example} ━━")
+        _print(_indented(first.prompt, "  │ "))
+        for view in group:
+            _print_member(view)
+
+
+def _print_member(view: RolloutView) -> None:
+    facts = [f"#{view.member}", _verdict(view)]
+    if view.advantage is not None:
+        facts.append(f"advantage {view.advantage:+.3f}")
+    facts.append(f"{view.completion_tokens} tokens{', cut off' if view.truncated else ''}")
+    if view.attempt:
+        facts.append(f"attempt {view.attempt}")
+    _print("\n  " + " · ".join(facts))
+    if view.parts:
+        parts = (
+            f"{one_line(part.name)}{'' if part.turn is None else f' (turn {part.turn})'} {_rounded(part.value) or '–'}"
+            for part in view.parts
+        )
+        _print("     " + "   ".join(parts))
+    _print(_indented(view.completion, "     "))
+
+
+def _verdict(view: RolloutView) -> str:
+    if view.outcome == "scored" and view.reward is not None:
+        return f"reward {view.reward:.3f}"
+    outcome = view.outcome.replace("_", " ").upper()
+    return f"{outcome}: {one_line(view.reason)}" if view.reason else outcome
+
+
+def _indented(text: str, margin: str) -> str:
+    return "\n".join(margin + line for line in clean(text).split("\n"))
+
+
+# Printing
+
+
+def _print_table(rows: Sequence[Sequence[str]]) -> None:
+    shown = [[one_line(cell) for cell in row] for row in rows]
+    widths = [max(cell_len(row[column]) for row in shown) for column in range(len(shown[0]))]
+    for row in shown:
+        cells = (
+            cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)
+        )
+        _print("  ".join(cells).rstrip())
+
+
+def _rounded(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _moment(seconds: float | None) -> str:
+    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+def _print(text: str) -> None:
+    """Print what the terminal's encoding can hold, and `?` for the rest."""
+    encoding = sys.stdout.encoding or "utf-8"
+    typer.echo(text.encode(encoding, "replace").decode(encoding))
+
+
+def _print_json(value: Any) -> None:
+    """ASCII only, so that nothing in it can command a terminal; what is no number in JSON becomes null."""
+    typer.echo(json.dumps(_finite(value), indent=2))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(k): _finite(v) for k, v in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in cast("Sequence[Any]", value)]
+    return value

@@ -1,0 +1,326 @@
+"""The contract of tasks: what is found, what is called how, and one clear message for everything that is wrong."""
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from pydantic import BaseModel
+
+from groupwise import plugins
+from groupwise.errors import TaskError
+from groupwise.rewards.rubric import Rubric
+from groupwise.settings import View
+from groupwise.tasks.contract import (
+    builtin_tasks,
+    check_reward_columns,
+    load_task,
+    require,
+)
+
+CONFIG = View({"task": {"size": 3}})
+WHOLE = """
+def get_rl_dataset(config):
+    return [{"prompt": str(i), "answer": i} for i in range(config["task"]["size"])]
+def get_eval_dataset(config):
+    return [{"prompt": "held out", "answer": -1}]
+def reward(completions, answer, **kwargs):
+    return [1.0 for _ in completions]
+def get_reward_funcs(config, tokenizer):
+    return [reward]
+def compute_metrics(prompts, completions, dataset_rows, config, tokenizer):
+    return {"metrics": {"n": len(prompts)}, "texts": completions, "rows": dataset_rows}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _clean_imports(monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(plugins, "_user_folders", set())
+
+
+@pytest.fixture
+def task_of(tmp_path):
+    def make(text: str, name: str = "task.py"):
+        (tmp_path / name).write_text(text)
+        return load_task(tmp_path / name)
+
+    return make
+
+
+def refused(call) -> str:
+    with pytest.raises(TaskError) as caught:
+        call()
+    return str(caught.value)
+
+
+# finding it
+
+
+class Chess:
+    def get_rl_dataset(self, config):
+        return [{"prompt": "e4"}]
+
+    def get_reward_funcs(self, config, tokenizer):
+        return [lambda completions: [1.0] * len(completions)]
+
+
+class NeedsMore:
+    def __init__(self, size):
+        self.size = size
+
+
+def test_file(task_of, tmp_path):
+    task = task_of(WHOLE, "chess.py")
+    path = str(tmp_path / "chess.py")
+    assert (task.name, task.spec, task.file) == ("chess", path, path)
+    for verb in ("rl", "eval"):
+        require(task, verb)
+    assert load_task(task.spec).rl_examples(CONFIG) == task.rl_examples(CONFIG)
+
+
+def test_attribute_of_a_file(tmp_path):
+    (tmp_path / "t.py").write_text(
+        "class A:\n    def get_rl_dataset(self, config):\n        return [{'prompt': 'a'}]\n"
+    )
+    task = load_task(f"{tmp_path / 't.py'}:A")
+    assert (task.name, task.spec) == ("A", f"{tmp_path / 't.py'}:A")
+    assert [e.prompt for e in task.rl_examples(CONFIG)] == ["a"]
+
+
+def test_built_in_by_its_bare_name():
+    task = load_task("sort_words")
+    assert (task.name, task.spec) == ("sort_words", "groupwise.tasks.sort_words")
+    assert set(builtin_tasks()) == {"sort_words"}
+
+
+def test_module_in_memory():
+    import groupwise.tasks.sort_words as module
+
+    assert load_task(module).spec == "groupwise.tasks.sort_words"
+    made_up = types.ModuleType("__main__")
+    assert load_task(made_up).spec is None
+
+
+def test_class_and_object_in_memory():
+    task = load_task(Chess)
+    assert task.name == "Chess"
+    require(task, "rl")
+    assert load_task(Chess()).spec is None
+
+    class Local(Chess):
+        pass
+
+    assert load_task(Local).spec is None
+
+
+def test_class_that_needs_arguments_is_refused():
+    assert "instantiated" in refused(lambda: load_task(NeedsMore))
+
+
+# calling it
+
+
+def test_examples_rubric_and_metrics(task_of):
+    task = task_of(WHOLE)
+    examples = task.rl_examples(CONFIG)
+    assert [(e.index, e.prompt, e.columns) for e in examples] == [
+        (i, str(i), {"answer": i}) for i in range(3)
+    ]
+    rubric = task.rubric(CONFIG, None, weights=[0.5])
+    assert (rubric.names, rubric.weights) == (("reward",), (0.5,))
+    check_reward_columns(task, rubric, examples)
+    chat = [{"role": "assistant", "content": "hi"}]
+    found = task.compute_metrics(["p"], [chat], [{"x": 1}], CONFIG, None)
+    assert found == {"metrics": {"n": 1}, "texts": ["hi"], "rows": [{"x": 1}]}
+
+
+def test_stream_is_read_up_to_the_limit(task_of):
+    task = task_of(
+        "from itertools import count\n"
+        "def get_rl_dataset(config):\n    return ({'prompt': str(i)} for i in count())\n"
+    )
+    assert len(task.rl_examples(CONFIG, limit=4)) == 4
+
+
+def test_hooks_may_name_their_parameters_freely_or_in_any_order(task_of):
+    task = task_of(
+        "def get_rl_dataset(cfg):\n    return [{'prompt': cfg['task']['size'] * 'x'}]\n"
+        "def f(completions): return [1]\n"
+        "def get_reward_funcs(tokenizer, config):\n    assert tokenizer == 'tok'\n    return [f]\n"
+    )
+    require(task, "rl")
+    assert task.rl_examples(CONFIG)[0].prompt == "xxx"
+    assert isinstance(task.rubric(CONFIG, "tok"), Rubric)
+
+
+def test_schema(task_of):
+    assert task_of(WHOLE).config_schema() is None
+    text = "from pydantic import BaseModel\nclass C(BaseModel):\n    size: int = 1\n"
+    schema = task_of(text + "def get_config_schema():\n    return C\n").config_schema()
+    assert schema is not None
+    assert issubclass(schema, BaseModel)
+    message = refused(task_of("def get_config_schema():\n    return {}\n").config_schema)
+    assert "derived from pydantic.BaseModel" in message
+
+
+# what is wrong with it
+
+
+def test_missing_hook_shows_signature_and_near_misses(task_of, tmp_path):
+    task = task_of("import json\ndef get_dataset(config): ...\ndef get_rewards(c, t): ...\n")
+    message = refused(lambda: require(task, "rl"))
+    for part in (
+        str(tmp_path / "task.py"),
+        "no get_rl_dataset, which `rl` needs",
+        "def get_rl_dataset(config)",
+        "Is it `get_dataset`? Rename it.",
+        "no get_reward_funcs",
+        "Is it `get_rewards`? Rename it.",
+    ):
+        assert part in message
+
+
+def test_functions_that_were_only_imported_are_not_listed(task_of):
+    message = refused(lambda: require(task_of("from json import loads\ndef f(): ...\n"), "eval"))
+    assert "functions there are: f\n" in message + "\n"
+
+
+@pytest.mark.parametrize(
+    "signature",
+    ["()", "(config, other)", "(*, settings)", "(tokenizer, cfg)", "(config, tokenizer, more)"],
+)
+def test_wrong_signature_shows_both(task_of, signature):
+    task = task_of(f"def get_reward_funcs{signature}: ...\ndef get_rl_dataset(config): ...\n")
+    if signature == "(config, other)":  # own names in our order are fine
+        require(task, "rl")
+        return
+    message = refused(lambda: require(task, "rl"))
+    assert "expected: get_reward_funcs(config, tokenizer)" in message
+    assert f"found:    get_reward_funcs{signature}" in message
+
+
+def test_async_hook_is_refused(task_of):
+    task = task_of(
+        "async def get_rl_dataset(config): ...\ndef get_reward_funcs(config, tokenizer): ...\n"
+    )
+    assert "is async" in refused(lambda: require(task, "rl"))
+
+
+@pytest.mark.parametrize("verb", ["rl", "eval"])
+def test_environment_is_refused_by_name(task_of, verb):
+    task = task_of(WHOLE + "def get_environment(config): ...\n")
+    message = refused(lambda: require(task, verb))
+    assert "get_environment" in message
+    assert "not in this version" in message
+
+
+def test_callbacks_are_refused_only_if_there_are_any(task_of):
+    hook = "def get_rl_callbacks(config, tokenizer, output_dir):\n    return "
+    task_of(WHOLE).refuse_callbacks(CONFIG, None, "out")
+    task_of(hook + "[]").refuse_callbacks(CONFIG, None, "out")
+    task = task_of(hook + "[1]")
+    message = refused(lambda: task.refuse_callbacks(CONFIG, None, "out"))
+    assert "get_rl_callbacks returned callbacks, which are not in this version" in message
+
+
+def test_sft_hooks_are_no_hindrance(task_of):
+    require(task_of(WHOLE + "def get_sft_dataset(config, tokenizer): ...\n"), "rl")
+
+
+@pytest.mark.parametrize(
+    ("body", "parts"),
+    [
+        ("return []", ["get_rl_dataset", "empty dataset"]),
+        ("return [{'question': 'x'}]", ["no column `prompt`", "question"]),
+        ("return [{'prompt': 'x', 'completions': 1}]", ["column `completions`", "Rename"]),
+        ("return None", ["returned NoneType"]),
+        ("return [{'prompt': config['task']['sise']}]", ["task.py:2", "sise", "Did you mean size"]),
+        ("yield {'prompt': 'a'}\n    1 / 0", ["task.py:3", "1 / 0", "ZeroDivisionError"]),
+    ],
+)
+def test_bad_datasets_and_failing_hooks(task_of, tmp_path, body, parts):
+    task = task_of(
+        f"def get_rl_dataset(config):\n    {body}\ndef get_reward_funcs(config, tokenizer): ...\n"
+    )
+    message = refused(lambda: task.rl_examples(CONFIG))
+    for part in [str(tmp_path / "task.py"), *parts]:
+        assert part in message
+    assert "contract.py" not in message
+
+
+@pytest.mark.parametrize(
+    ("returned", "part"),
+    [
+        ("[]", "empty"),
+        ("[3]", "entry 0"),
+        ("None", "got NoneType"),
+        ("1 / 0", "ZeroDivisionError"),
+    ],
+)
+def test_bad_rewards(task_of, returned, part):
+    task = task_of(f"def get_reward_funcs(config, tokenizer):\n    return {returned}\n")
+    message = refused(lambda: task.rubric(CONFIG, None))
+    assert "get_reward_funcs" in message
+    assert part in message
+
+
+def test_weights_of_the_wrong_length(task_of):
+    task = task_of(WHOLE)
+    assert "2 weights for 1" in refused(lambda: task.rubric(CONFIG, None, [1.0, 2.0]))
+
+
+def test_column_that_a_reward_needs_is_missing_in_some_row(task_of):
+    text = WHOLE.replace('"answer": i}', '**({"answer": i} if i else {})}')
+    task = task_of(text)
+    examples, rubric = task.rl_examples(CONFIG), task.rubric(CONFIG, None)
+    message = refused(lambda: check_reward_columns(task, rubric, examples))
+    assert "asks for `answer`" in message
+
+
+def test_metrics_must_be_a_dict(task_of):
+    task = task_of(
+        "def compute_metrics(prompts, completions, dataset_rows, config, tokenizer): ..."
+    )
+    assert "returned NoneType" in refused(lambda: task.compute_metrics([], [], [], CONFIG, None))
+
+
+# the published examples
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("0[12]_*/task*.py")), ids=lambda f: f.stem)
+async def test_examples_fit_the_contract(file: Path):
+    from groupwise.rewards.scoring import ScoreRequest
+    from groupwise.rewards.text import as_completion
+
+    task, config = load_task(file), View({"task": {}})
+    require(task, "rl")
+    examples, rubric = task.rl_examples(config), task.rubric(config, None)
+    check_reward_columns(task, rubric, examples)
+    prompt = examples[0].prompt
+    texts = ["It is wet.", "THE 12"]
+    columns: dict[str, list[Any]] = {k: [v, v] for k, v in examples[0].columns.items()}
+    answers = [as_completion(prompt, text) for text in texts]
+    asked = ScoreRequest(0, [prompt] * 2, answers, [[1]] * 2, columns, 0, 1)
+    score = await rubric.score(asked)
+    assert {member.outcome for member in score.members} == {"scored"}
+
+
+async def test_first_example_rewards_its_own_answers_and_holds_rows_out():
+    task, config = load_task(EXAMPLES / "01_first_task" / "task.py"), View({"task": {}})
+    require(task, "eval")
+    train, held_out = task.rl_examples(config), task.eval_examples(config)
+    assert not {str(e.prompt) for e in train} & {str(e.prompt) for e in held_out}
+    gold = [e.columns["answer"] for e in held_out]
+    found = task.compute_metrics([], gold, [e.columns for e in held_out], config, None)
+    assert found["metrics"] == {"accuracy": 1.0}
+
+
+def test_plain_examples_return_hugging_face_datasets():
+    for name in ("task_string.py", "task_chat.py"):
+        module = plugins.load(str(EXAMPLES / "02_plain_hooks" / name)).module
+        assert isinstance(module.get_rl_dataset({}), Dataset)

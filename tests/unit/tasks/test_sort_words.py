@@ -1,0 +1,219 @@
+"""The built-in task: its data are disjoint and reproducible, and its rewards cannot be won by anything but sorting."""
+
+import asyncio
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from groupwise.config import load_config, view, with_task_schema
+from groupwise.errors import ConfigError
+from groupwise.rewards.scoring import ScoreRequest
+from groupwise.settings import View
+from groupwise.tasks import sort_words
+from groupwise.tasks.contract import check_reward_columns, load_task, require
+from groupwise.tasks.sort_words import WORDS, TaskConfig
+
+FROZEN = ["mountain", "oyster", "marble"]
+FULL = {"quickstart": 1.0, "classic": 12.11}
+
+
+def config(**task):
+    return View({"task": task})
+
+
+def total(text, words, preset):
+    rubric = load_task("sort_words").rubric(config(preset=preset), None)
+    columns = {"words": [words], "answer": [""]}
+    asked = ScoreRequest(0, ["p"], [text], [[1]], columns, 0, 1)
+    return asyncio.run(rubric.score(asked)).members[0].reward
+
+
+def sets(rows):
+    return [frozenset(row["words"]) for row in rows]
+
+
+@pytest.mark.parametrize(
+    "own", [{}, {"words": 2}, {"min_words": 2, "max_words": 5}, {"preset": "classic", "seed": 5}]
+)
+def test_no_set_of_words_occurs_twice(own):
+    train = sort_words.get_rl_dataset(config(**own))
+    held_out = sort_words.get_eval_dataset(config(**own))
+    assert (len(train), len(held_out)) == (2000, 128)
+    assert len(set(sets(train) + sets(held_out))) == 2128
+
+
+def test_data_are_reproducible_and_held_out_ones_do_not_depend_on_the_training_size():
+    first = sort_words.get_eval_dataset(config(seed=3))
+    assert first == sort_words.get_eval_dataset(config(seed=3, train_size=10))
+    assert first != sort_words.get_eval_dataset(config(seed=4))
+    assert sort_words.get_eval_dataset(config())[0]["words"] == FROZEN
+
+
+def test_numbers_of_words_follow_the_config():
+    rows = sort_words.get_rl_dataset(config(min_words=2, max_words=5))
+    assert {len(row["words"]) for row in rows} == {2, 3, 4, 5}
+    assert {len(row["words"]) for row in sort_words.get_rl_dataset(config(words=4))} == {4}
+
+
+def test_prompt_of_the_quickstart():
+    row = sort_words.get_rl_dataset(config())[0]
+    assert row["prompt"] == [
+        {"role": "system", "content": "Answer with the words only, separated by commas."},
+        {"role": "user", "content": "Sort alphabetically: " + ", ".join(row["words"])},
+    ]
+
+
+def test_no_word_is_part_of_another():
+    assert len(set(WORDS)) == len(WORDS) > 100
+    assert all(word.isascii() and word.islower() and word.isalpha() for word in WORDS)
+    assert not [(a, b) for a in WORDS for b in WORDS if a != b and a in b]
+
+
+@pytest.mark.parametrize("preset", ["quickstart", "classic"])
+def test_gold_answers_earn_full_marks(preset):
+    for row in sort_words.get_eval_dataset(config(preset=preset, min_words=2, max_words=5)):
+        assert total(row["answer"], row["words"], preset) == pytest.approx(FULL[preset])
+
+
+def separated(words, preset):
+    return {"quickstart": ", ", "classic": "\n"}[preset].join(words)
+
+
+word_lists = st.lists(st.sampled_from(WORDS), min_size=2, max_size=5, unique=True)
+
+
+@given(word_lists, st.sampled_from(["quickstart", "classic"]))
+def test_ascending_earns_more_than_descending(words, preset):
+    up, down = (separated(sorted(words, reverse=r), preset) for r in (False, True))
+    assert total(up, words, preset) > total(down, words, preset)
+
+
+@given(word_lists, st.sampled_from(["quickstart", "classic"]), st.data())
+def test_only_the_gold_answer_earns_full_marks(words, preset, data):
+    other = data.draw(st.lists(st.sampled_from(words), max_size=6))
+    reward = total(separated(other, preset), words, preset)
+    if other == sorted(words):
+        assert reward == pytest.approx(FULL[preset])
+    else:
+        assert reward < FULL[preset] - 1e-9
+
+
+@given(word_lists, st.sampled_from(["quickstart", "classic"]), st.data())
+def test_repeating_a_word_earns_nothing(words, preset, data):
+    written = data.draw(st.lists(st.sampled_from(words), min_size=1, max_size=5, unique=True))
+    again = data.draw(st.sampled_from(written))
+    once = total(separated(written, preset), words, preset)
+    twice = total(separated([*written, again], preset), words, preset)
+    assert twice <= once + 1e-12
+
+
+def test_two_right_words_of_five_do_not_earn_the_full_ten():
+    words = ["zebra", "yellow", "apple", "banana", "cabin"]
+    text = "apple\nbanana"
+    rubric = load_task("sort_words").rubric(config(preset="classic"), None)
+    asked = ScoreRequest(0, ["p"], [text], [[1]], {"words": [words]}, 0, 1)
+    parts = {p.name: p.value for p in asyncio.run(rubric.score(asked)).members[0].parts}
+    assert parts == pytest.approx(
+        {
+            "contained_ignoring_case": 0.4,
+            "contained": 0.4,
+            "begins_line": 0.4,
+            "belongs": 1.0,
+            "ascending": 0.1,  # one pair of ten
+        }
+    )
+
+
+WORDS_3 = ["tiger", "apple", "river"]
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("apple, river, tiger", 1.0),
+        ("  Apple, RIVER,tiger.\nThese are sorted.", 1.0),
+        ("apple, tiger, river", 0.3 + 0.7 / 3),
+        ("river, tiger, apple", 0.3),
+        ("apple, river", 0.3 * 2 / 3),
+        ("apple, river, tiger, apple", 0.3 * 3 / 4),
+        ("Sure: apple, river, tiger", 0.3 * 3 / 4),
+        ("Sure!\napple, river, tiger", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_quickstart_rewards(text, reward):
+    assert total(text, WORDS_3, "quickstart") == pytest.approx(reward)
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("apple\nriver\ntiger", 12.11),
+        ("Apple\nRiver\nTiger", 0.01),
+        ("apple river tiger", 0.11 + 1 / 3 + 1 + 10),
+        ("the apple", 0.11 / 3 + 1 / 2),
+        ("", 0.0),
+    ],
+)
+def test_classic_rewards(text, reward):
+    assert total(text, WORDS_3, "classic") == pytest.approx(reward)
+
+
+def test_chat_completions_are_read_too():
+    chat = [{"role": "assistant", "content": "apple, river, tiger"}]
+    assert total(chat, WORDS_3, "quickstart") == pytest.approx(1.0)
+
+
+def test_metrics():
+    rows = [{"words": WORDS_3}] * 4
+    texts = ["apple, river, tiger", "river, apple, tiger", "apple", "nothing at all"]
+    found = sort_words.compute_metrics(["p"] * 4, texts, rows, config(), None)
+    assert found["correct"] == [True, False, False, False]
+    expected = (1.0 + (0.3 + 0.7 / 3) + 0.1 + 0.0) / 4
+    assert found["metrics"] == pytest.approx(
+        {"accuracy": 0.25, "valid_permutation": 0.5, "reward": expected}
+    )
+    json.dumps(found)
+
+
+@pytest.mark.parametrize(
+    ("own", "part"),
+    [
+        ({"word": 3}, "word"),
+        ({"words": 6}, "less than or equal to 5"),
+        ({"words": "3"}, "valid integer"),
+        ({"preset": "hard"}, "quickstart"),
+        ({"min_words": 2}, "together"),
+        ({"words": 4, "min_words": 2, "max_words": 3}, "not both"),
+        ({"min_words": 4, "max_words": 3}, "greater"),
+        ({"words": 2, "train_size": 5000}, "at most 4389"),
+    ],
+)
+def test_schema_refuses(own, part):
+    with pytest.raises(ValidationError) as caught:
+        TaskConfig.model_validate(own)
+    assert part in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "task", [{}, {"preset": "classic", "min_words": 2, "max_words": 5}, {"words": 4}]
+)
+def test_resolved_config_means_the_same_as_the_written_one(task):
+    loaded = load_config({"model": {"name": "tiny"}, "task": task})
+    full = view(with_task_schema(loaded, sort_words.get_config_schema()).config)
+    assert sort_words.get_eval_dataset(full) == sort_words.get_eval_dataset(config(**task))
+    with pytest.raises(ConfigError, match="task"):
+        wrong = load_config({"model": {"name": "tiny"}, "task": {"wrods": 3}})
+        with_task_schema(wrong, sort_words.get_config_schema())
+
+
+def test_task_is_complete():
+    task = load_task("sort_words")
+    require(task, "rl")
+    require(task, "eval")
+    rubric = task.rubric(config(), None)
+    check_reward_columns(task, rubric, task.rl_examples(config()))
+    assert rubric.names == ("right_words", "right_positions")
