@@ -19,22 +19,35 @@ from groupwise.runs.store import Store
 
 CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 TASK = "sort_words"
-SHORT = ["training.max_steps=3", "training.prompts_per_step=2", "eval.max_prompts=8", "run.name=quickstart-short"]
+SHORT = [
+    "training.max_steps=3",
+    "training.prompts_per_step=2",
+    "eval.max_prompts=8",
+    "run.name=quickstart-short",
+]
 SHOWN = 5
 
 
 def main() -> int:
+    """Train, then show what came of it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--short", action="store_true", help="three small steps: does everything work here?")
+    parser.add_argument(
+        "--short", action="store_true", help="three small steps: does everything work here?"
+    )
     parser.add_argument("--runs", default="runs", help="folder of the runs")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="config keys set here")
     given = parser.parse_args()
     overrides = [*(SHORT if given.short else []), f"run.dir={given.runs}", *given.overrides]
     name = "quickstart-short" if given.short else "quickstart"
     began = time.monotonic()
-    print("SmolLM2-135M-Instruct learns to sort three words: LoRA and group-relative RL on this machine.\n", flush=True)
+    print(
+        "SmolLM2-135M-Instruct learns to sort three words: LoRA and group-relative RL on this machine.\n",
+        flush=True,
+    )
     try:
-        result = groupwise.rl(CONFIG, TASK, overrides=overrides, resume=unfinished(name, Path(given.runs)))
+        result = groupwise.rl(
+            CONFIG, TASK, overrides=overrides, resume=unfinished(name, Path(given.runs))
+        )
     except GroupwiseError as error:
         print(f"quickstart: {error}", file=sys.stderr)
         return error.exit_code
@@ -57,11 +70,22 @@ def unfinished(name: str, runs: Path) -> bool:
 def report(result: groupwise.RlResult, seconds: float) -> None:
     """The curve, the same prompts before and after, the held-out numbers, and where to go from here."""
     folder, summary = result.folder, result.summary
+    assert folder is not None
+    assert result.before is not None
+    assert result.after is not None
     with Store.open(folder / "run.db", readonly=True) as store:
         rewards = store.metrics(["reward"])["reward"]
     print()
-    print(terminal_curve(with_mean("reward", rewards), title="reward of the sampled completions", colour=sys.stdout.isatty()))
-    print(f"\nThe same held-out prompts before and after ({summary['steps']} steps, {seconds / 60:.1f} minutes):\n")
+    print(
+        terminal_curve(
+            with_mean("reward", rewards),
+            title="reward of the sampled completions",
+            colour=sys.stdout.isatty(),
+        )
+    )
+    print(
+        f"\nThe same held-out prompts before and after ({summary['steps']} steps, {seconds / 60:.1f} minutes):\n"
+    )
     for first, last in list(zip(result.before.rows, result.after.rows, strict=True))[:SHOWN]:
         print(f"  {one_line(first['prompt'][-1]['content'])}")
         print(f"    before  {first['reward']:.2f}  {one_line(first['completion'])}")
@@ -69,7 +93,9 @@ def report(result: groupwise.RlResult, seconds: float) -> None:
     held_out = summary["held_out"]
     print(f"\nOn {held_out['prompts']} held-out prompts, greedy, with 95 % intervals:\n")
     for metric in held_out["after"]:
-        print(f"  {metric:<10} {interval(held_out['before'][metric])}  →  {interval(held_out['after'][metric])}")
+        print(
+            f"  {metric:<10} {interval(held_out['before'][metric])}  →  {interval(held_out['after'][metric])}"
+        )
     verdict = "rises" if held_out["rises"] else "does not rise beyond doubt"
     print(f"  {'change':<10} {interval(held_out['change'])}: the held-out reward {verdict}")
     print(next_steps(summary["run"], folder))

@@ -90,7 +90,9 @@ def training_parts(config: RunConfig, layout: Layout, run: str, publish_folder: 
     tokenizer = load_tokenizer(config.model)
     model = load_model(config.model, layout.dtype, layout.device)
     stops = stop_token_ids(model, tokenizer)
-    trained, served = _adapter_weights(config, model) if config.lora else _full_weights(config, layout, model)
+    trained, served = (
+        _adapter_weights(config, model) if config.lora else _full_weights(config, layout, model)
+    )
     learner = TorchLearner(
         trained,
         run=run,
@@ -104,7 +106,9 @@ def training_parts(config: RunConfig, layout: Layout, run: str, publish_folder: 
     return Parts(sampler, learner, _with_configured(stops, config))
 
 
-def serving_sampler(config: RunConfig, layout: Layout, weights: Path | None) -> tuple[Sampler, tuple[int, ...]]:
+def serving_sampler(
+    config: RunConfig, layout: Layout, weights: Path | None
+) -> tuple[Sampler, tuple[int, ...]]:
     """A sampler that serves the base model, or the adapter or full weights in `weights`, and its stop tokens."""
     from groupwise.models.load import load_model, stop_token_ids
     from groupwise.models.lora import CONFIG, AdaptedModel, read_lora_config
@@ -265,5 +269,3 @@ def _refuse_other_shape(config: RunConfig, stored: Any) -> None:
 
 def _with_configured(stops: tuple[int, ...], config: RunConfig) -> tuple[int, ...]:
     return tuple(sorted({*stops, *config.sampler.stop_token_ids}))
-
-

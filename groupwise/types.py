@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 from pydantic import TypeAdapter
 
@@ -43,7 +43,7 @@ class Example:
     index: int
     """Position in the dataset, from 0."""
     prompt: Prompt
-    columns: dict[str, Any] = field(default_factory=dict)
+    columns: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class Rollout:
     reward: float | None = None
     """The weighted total of the parts, the number that is trained on and logged; None unless scored."""
     parts: tuple[RewardPart, ...] = ()
-    notes: dict[str, Any] = field(default_factory=dict)
+    notes: dict[str, Any] = field(default_factory=dict[str, Any])
     """What reward functions recorded with `log_extra`."""
     advantage: float | None = None
     """The credit that the algorithm gave it; kept apart from `reward`."""
@@ -157,7 +157,7 @@ class Group:
     draw: int
     example: Example
     rollouts: tuple[Rollout, ...]
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
     """What reward functions recorded with `log_metric`, averaged over the group."""
 
     @property
@@ -214,7 +214,7 @@ class LossSpec:
     """Names a registered loss and its knobs; the learner looks it up in `groupwise.algorithms.registry`."""
 
     name: str
-    knobs: dict[str, Any] = field(default_factory=dict)
+    knobs: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +267,8 @@ class Learner(Protocol):
     ) -> dict[str, float]:
         """Add the gradient of `Σ component sums / denominators` over the rows to what is there already.
 
-        Returns sums over the rows: `loss/<component>` undivided, and the loss's statistics by name. May be called several times before `update`;
+        Returns sums over the rows: `loss/<component>` undivided, and the loss's statistics by name. May be called several
+        times before `update`;
         the total does not depend on how the rows were cut up. Cancelling it leaves a partial gradient for `discard`.
         """
         ...
@@ -309,7 +310,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 def to_json(value: Any) -> bytes:
     """Any record of this module as JSON. Floats keep every bit; NaN and infinities are refused elsewhere, before."""
-    return _adapter(type(value)).dump_json(value)
+    return _adapter(cast("type[Any]", type(value))).dump_json(value)
 
 
 def from_json(kind: type[T], data: bytes | str) -> T:

@@ -163,12 +163,13 @@ def _info_row(info: RunInfo) -> tuple[str, ...]:
     if info.broken:
         return (info.name, "broken", "", "", "", "", "")
     total = f"/{info.max_steps}" if info.max_steps is not None else ""
-    rewards = (_rounded(info.reward_first), _rounded(info.reward_last))
+    ends = (info.reward_first, info.reward_last)
+    rewards = [f"{value:.3f}" for value in ends if value is not None]
     return (
         info.name,
         info.state or "",
         f"{info.steps}{total}",
-        " → ".join(rewards) if all(rewards) else "",
+        " → ".join(rewards),
         _moment(info.started),
         shorten(info.model or "", 32),
         shorten(info.task or "", 32),

@@ -116,11 +116,15 @@ class TorchLearner:
             path=str(folder),
         )
 
-    async def logprobs(self, rows: Sequence[Row], role: PolicyRole = "policy") -> list[tuple[float, ...]]:
+    async def logprobs(
+        self, rows: Sequence[Row], role: PolicyRole = "policy"
+    ) -> list[tuple[float, ...]]:
         """See `groupwise.types.Learner.logprobs`."""
         reference = role == "reference"
         decoder = Decoder(self._weights.reference_model) if reference else self._decoder
-        acting = self._weights.acting_reference() if reference else self._weights.acting(dropout=False)
+        acting = (
+            self._weights.acting_reference() if reference else self._weights.acting(dropout=False)
+        )
         found: list[tuple[float, ...]] = [()] * len(rows)
         with torch.no_grad(), acting:
             for batch in microbatches(rows, self._max_tokens):
@@ -143,7 +147,9 @@ class TorchLearner:
         self._updates = int(json.loads((place / STATE).read_text())["updates"])
         if self._updates:
             self._make_optimiser_state()
-            copy_exactly(self._optimiser_tensors(), load_file(place / OPTIMISER), str(place / OPTIMISER))
+            copy_exactly(
+                self._optimiser_tensors(), load_file(place / OPTIMISER), str(place / OPTIMISER)
+            )
 
     def load_weights(self, folder: str) -> None:
         """Only the weights of what `save` wrote; the optimiser starts afresh."""
@@ -156,7 +162,9 @@ class TorchLearner:
             forward = self._forward(self._decoder, batch)
             result = algorithm.loss(token_batch(batch, forward))
             total = sum(
-                value / denominators[name] for name, value in result.components.items() if denominators[name]
+                value / denominators[name]
+                for name, value in result.components.items()
+                if denominators[name]
             )
             if isinstance(total, Tensor):
                 total.backward()
@@ -227,7 +235,9 @@ def token_batch(batch: MicroBatch, forward: Forward) -> TokenBatch:
         width = batch.width
         return torch.tensor([[*row, *[0.0] * (width - len(row))] for row in values], device=device)
 
-    references = [row.reference_logprobs for row in batch.rows if row.reference_logprobs is not None]
+    references = [
+        row.reference_logprobs for row in batch.rows if row.reference_logprobs is not None
+    ]
     return TokenBatch(
         policy_logprobs_BT=forward.logprobs_BT,
         sampling_logprobs_BT=padded([row.sampling_logprobs for row in batch.rows]),

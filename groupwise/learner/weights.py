@@ -53,7 +53,11 @@ class TrainedAdapter:
     kind: Literal["adapter", "full"] = "adapter"
 
     def __init__(
-        self, adapted: AdaptedModel, seed: int, start: dict[str, Tensor] | None = None, name: str = "policy"
+        self,
+        adapted: AdaptedModel,
+        seed: int,
+        start: dict[str, Tensor] | None = None,
+        name: str = "policy",
     ) -> None:
         self.adapted = adapted
         self.name = name
@@ -120,4 +124,6 @@ class TrainedModel:
         self.model.save_pretrained(folder, max_shard_size="1TB")
 
     def read(self, folder: Path) -> None:
-        copy_exactly(self.parameters(), load_file(folder / FULL_WEIGHTS), str(folder / FULL_WEIGHTS))
+        copy_exactly(
+            self.parameters(), load_file(folder / FULL_WEIGHTS), str(folder / FULL_WEIGHTS)
+        )

@@ -142,7 +142,10 @@ async def answer_held_out(
             asked.prompts.examples[index],
             index,
             asked.prompts.prompts[index],
-            [evaluation_seed(asked.seed, index, member) for member in range(asked.samples_per_prompt)],
+            [
+                evaluation_seed(asked.seed, index, member)
+                for member in range(asked.samples_per_prompt)
+            ],
             asked.params,
             lambda ids: completion_text(tokenizer, ids),
         )
@@ -206,19 +209,29 @@ def _prepared(loaded: LoadedConfig, task: Task, samples_per_prompt: int | None) 
     if samples_per_prompt is None:
         return loaded
     return replace(
-        loaded, config=load_config(resolved(loaded.config), [f"eval.samples_per_prompt={samples_per_prompt}"]).config
+        loaded,
+        config=load_config(
+            resolved(loaded.config), [f"eval.samples_per_prompt={samples_per_prompt}"]
+        ).config,
     )
 
 
 async def _evaluate(
-    loaded: LoadedConfig, task: Task, weights: Path | None, label: str, run: Path | None, output: Path | None
+    loaded: LoadedConfig,
+    task: Task,
+    weights: Path | None,
+    label: str,
+    run: Path | None,
+    output: Path | None,
 ) -> EvalResult:
     from groupwise.models.plan import prompt_room
     from groupwise.models.tokenizer import load_tokenizer
 
     config = loaded.config
     tokenizer = load_tokenizer(config.model)
-    prompts = held_out_prompts(config, task, tokenizer, prompt_room(config.model, build.longest_completion(config)))
+    prompts = held_out_prompts(
+        config, task, tokenizer, prompt_room(config.model, build.longest_completion(config))
+    )
     layout = build.choose_layout(config, prompts.longest)
     sampler, stops = build.serving_sampler(config, layout, weights)
     scorer = build.build_scorer(config, task, tokenizer)
@@ -236,7 +249,9 @@ def _write(
     content = {**result.summary, "task": task.name, "details": result.details, "rows": result.rows}
     if output is not None:
         if output.exists():
-            raise UsageError(f"{output} exists, and results are never overwritten. Give another --output.")
+            raise UsageError(
+                f"{output} exists, and results are never overwritten. Give another --output."
+            )
         output.parent.mkdir(parents=True, exist_ok=True)
         durable.write_json(output, content)
         return output

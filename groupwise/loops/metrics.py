@@ -61,9 +61,13 @@ def loss_metrics(sums: Mapping[str, float], denominators: Mapping[str, float]) -
         "loss": sum(sums[f"loss/{name}"] / value for name, value in denominators.items() if value)
     }
     tokens = sums.get("tokens", 0.0)
-    means = {shown: sums[name] / tokens for name, shown in TOKEN_MEANS.items() if tokens and name in sums}
+    means = {
+        shown: sums[name] / tokens for name, shown in TOKEN_MEANS.items() if tokens and name in sums
+    }
     if "clip_ratio/low_mean" in means:
-        means["clip_ratio/region_mean"] = means["clip_ratio/low_mean"] + means["clip_ratio/high_mean"]
+        means["clip_ratio/region_mean"] = (
+            means["clip_ratio/low_mean"] + means["clip_ratio/high_mean"]
+        )
     return {**metrics, **means}
 
 
@@ -79,7 +83,11 @@ def timing_metrics(timings: Timings) -> dict[str, float]:
         "time/learning": timings.learning,
         "time/publishing": timings.publishing,
         "time/step": timings.step,
-        **{name: tokens / seconds for name, (tokens, seconds) in rates.items() if tokens and seconds},
+        **{
+            name: tokens / seconds
+            for name, (tokens, seconds) in rates.items()
+            if tokens and seconds
+        },
     }
 
 
@@ -95,7 +103,10 @@ def failure_reasons(groups: Sequence[Group], most: int = 3) -> list[str]:
 
 
 def _reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    per_group = [[rollout.reward for rollout in group.scored if rollout.reward is not None] for group in groups]
+    per_group = [
+        [rollout.reward for rollout in group.scored if rollout.reward is not None]
+        for group in groups
+    ]
     scored = [rewards for rewards in per_group if rewards]
     if not scored:
         return {}
@@ -120,7 +131,8 @@ def _part_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 def _task_metrics(groups: Sequence[Group]) -> dict[str, float]:
     names = sorted({name for group in groups for name in group.metrics})
     return {
-        name: fmean(group.metrics[name] for group in groups if name in group.metrics) for name in names
+        name: fmean(group.metrics[name] for group in groups if name in group.metrics)
+        for name in names
     }
 
 

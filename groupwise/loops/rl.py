@@ -127,7 +127,13 @@ async def draw_group(run: Run, draw: int, begun: float) -> Group:
     example, prompt = run.prompts.drawn(draw, training.seed, shuffle=run.config.data.shuffle)
     seeds = [member_seed(training.seed, draw, member) for member in range(training.num_generations)]
     group = await sample_group(
-        run.sampler, example, draw, prompt, seeds, run.params, lambda ids: completion_text(run.tokenizer, ids)
+        run.sampler,
+        example,
+        draw,
+        prompt,
+        seeds,
+        run.params,
+        lambda ids: completion_text(run.tokenizer, ids),
     )
     check_served(run.policy, group)
     run.timings.sampling = time.perf_counter() - begun
@@ -173,7 +179,9 @@ async def take_step(run: Run, groups: Sequence[Group], begun: float) -> None:
     commit(run, noted, version_in, rate, learned)
 
 
-async def learn(run: Run, groups: Sequence[Group], rows: Sequence[Row], rate: float) -> dict[str, float]:
+async def learn(
+    run: Run, groups: Sequence[Group], rows: Sequence[Row], rate: float
+) -> dict[str, float]:
     """Gradient and update; returns metrics, `updated` among them."""
     run.progress.phase("learning", 0, 1)
     begun = time.perf_counter()
@@ -201,7 +209,9 @@ async def learn(run: Run, groups: Sequence[Group], rows: Sequence[Row], rate: fl
 async def with_reference(learner: Learner, rows: Sequence[Row]) -> list[Row]:
     """The rows with the reference policy's log-probabilities."""
     found = await learner.logprobs(rows, "reference")
-    return [replace(row, reference_logprobs=logprobs) for row, logprobs in zip(rows, found, strict=True)]
+    return [
+        replace(row, reference_logprobs=logprobs) for row, logprobs in zip(rows, found, strict=True)
+    ]
 
 
 def optimiser_params(config: RunConfig, rate: float) -> OptimiserParams:
@@ -269,7 +279,9 @@ def commit(
 ) -> None:
     """The step with its rollouts and metrics, in one transaction."""
     run.tokens_seen += sum(
-        len(rollout.prompt_ids) + len(rollout.completion_ids) for group in groups for rollout in group.rollouts
+        len(rollout.prompt_ids) + len(rollout.completion_ids)
+        for group in groups
+        for rollout in group.rollouts
     )
     metrics = {
         **group_metrics(groups),
@@ -306,7 +318,10 @@ def save_checkpoint(run: Run) -> None:
         "non_finite": run.non_finite,
     }
     checkpoints.save(
-        run.folder.checkpoints, run.step, lambda folder: run.learner.save(str(folder)), {"position": position}
+        run.folder.checkpoints,
+        run.step,
+        lambda folder: run.learner.save(str(folder)),
+        {"position": position},
     )
     run.saved_step = run.step
     keep = run.config.run.save_total_limit
@@ -340,7 +355,11 @@ async def evaluate_held_out(run: Run, name: str) -> EvalResult | None:
             lambda done, total: run.progress.phase("evaluating", done, total),
         )
     )
-    run.folder.store.add_evaluation(EvaluationRecord(run.step, name, label, result.metrics, result.rows))
-    shown = ", ".join(f"{key} {value:.3f}" for key, value in result.metrics.items() if "/" not in key)
+    run.folder.store.add_evaluation(
+        EvaluationRecord(run.step, name, label, result.metrics, result.rows)
+    )
+    shown = ", ".join(
+        f"{key} {value:.3f}" for key, value in result.metrics.items() if "/" not in key
+    )
     run.progress.note(f"held-out after {run.step} steps: {shown}")
     return result

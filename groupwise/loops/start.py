@@ -153,7 +153,9 @@ def prepare(
         room=room,
         where=f"{found.described}: get_rl_dataset",
     )
-    asked = held_out_prompts(settings, found, tokenizer, room) if _evaluates(settings, found) else None
+    asked = (
+        held_out_prompts(settings, found, tokenizer, room) if _evaluates(settings, found) else None
+    )
     return Prepared(
         loaded=loaded,
         task=found,
@@ -187,7 +189,9 @@ def _max_steps(config: RunConfig, examples: int) -> int:
     if config.training.max_steps is not None:
         return config.training.max_steps
     assert config.training.num_train_epochs is not None
-    return max(1, math.ceil(config.training.num_train_epochs * examples / config.training.prompts_per_step))
+    return max(
+        1, math.ceil(config.training.num_train_epochs * examples / config.training.prompts_per_step)
+    )
 
 
 def _evaluates(config: RunConfig, task: Task) -> bool:
@@ -210,18 +214,26 @@ def plan(prepared: Prepared) -> dict[str, Any]:
     rows = config.training.prompts_per_step * config.training.num_generations
     example, _ = prepared.prompts.drawn(0, config.training.seed, shuffle=config.data.shuffle)
     return {
-        "config": {**resolved(config), "run": {**resolved(config)["run"], "name": prepared.loaded.run_name}},
+        "config": {
+            **resolved(config),
+            "run": {**resolved(config)["run"], "name": prepared.loaded.run_name},
+        },
         "plan": {
             "task": prepared.task.described,
             "examples": len(prepared.prompts.examples),
             "examples_dropped_as_too_long": prepared.prompts.dropped,
-            "held_out_examples": len(prepared.held_out_prompts.examples) if prepared.held_out_prompts else 0,
+            "held_out_examples": len(prepared.held_out_prompts.examples)
+            if prepared.held_out_prompts
+            else 0,
             "steps": prepared.max_steps,
             "completions_per_step": rows,
             "most_tokens_sampled_per_step": rows * config.sampler.max_completion_length,
             "parameters": sizes.parameters,
             "parameters_trained": sizes.trained_parameters,
-            "memory_mib": {**{key: round(value) for key, value in asdict(sizes.memory).items()}, "total": round(sizes.memory.total)},
+            "memory_mib": {
+                **{key: round(value) for key, value in asdict(sizes.memory).items()},
+                "total": round(sizes.memory.total),
+            },
             "layout": asdict(layout),
             "first_prompt": rendered(prepared.tokenizer, example.prompt),
         },
@@ -231,14 +243,18 @@ def plan(prepared: Prepared) -> dict[str, Any]:
 # --- the folder and resume -----------------------------------------------------------------------
 
 
-def find_resume_point(prepared: Prepared, resume: bool, resume_from: str | None) -> ResumePoint | None:
+def find_resume_point(
+    prepared: Prepared, resume: bool, resume_from: str | None
+) -> ResumePoint | None:
     """Where to go on, None for a new run. Raises `ResumeMismatchError` if the run was made with something else."""
     runs_dir = Path(prepared.config.run.dir)
     if resume_from is not None:
         address = find.resolve(resume_from, runs_dir)
         checkpoint = address.checkpoint or checkpoints.newest(address.path / "checkpoints")
         if checkpoint is None:
-            raise RunNotFoundError(f"The run {address.name!r} has no checkpoint. Give --resume to start it over from step 0.")
+            raise RunNotFoundError(
+                f"The run {address.name!r} has no checkpoint. Give --resume to start it over from step 0."
+            )
         path = address.path
     elif resume:
         path = find.newest_unfinished(prepared.loaded.run_name, runs_dir)
@@ -257,15 +273,25 @@ def _accepted_changes(path: Path, prepared: Prepared) -> dict[str, Any]:
     if recorded.get("task") not in (None, prepared.task.spec or prepared.task.name):
         refused["--task-module"] = (recorded["task"], prepared.task.spec or prepared.task.name)
     if recorded.get("data") not in (None, prepared.data_fingerprint):
-        refused["the training data (fingerprint)"] = (recorded["data"][:16], prepared.data_fingerprint[:16])
+        refused["the training data (fingerprint)"] = (
+            recorded["data"][:16],
+            prepared.data_fingerprint[:16],
+        )
     if refused:
         raise ResumeMismatchError(
             f"{path} was started with something else:\n"
-            + "\n".join(f"  {key}: {old!r} then, {new!r} now" for key, (old, new) in refused.items())
+            + "\n".join(
+                f"  {key}: {old!r} then, {new!r} now" for key, (old, new) in refused.items()
+            )
             + "\nGive what it was started with, or start another run with run.name=<another name>."
         )
     for key, (old, new) in found.warned.items():
-        logger.warning("resumed with another layout: %s was %r, is %r; results agree up to rounding", key, old, new)
+        logger.warning(
+            "resumed with another layout: %s was %r, is %r; results agree up to rounding",
+            key,
+            old,
+            new,
+        )
     return {key: list(change) for key, change in {**found.free, **found.warned}.items()}
 
 
@@ -283,7 +309,11 @@ def open_folder(prepared: Prepared, point: ResumePoint | None) -> RunFolder:
         "layout": asdict(prepared.layout),
     }
     return RunFolder.create(
-        Path(prepared.config.run.dir), prepared.loaded.run_name, _stored_config(prepared), facts, keep_tokens=keep
+        Path(prepared.config.run.dir),
+        prepared.loaded.run_name,
+        _stored_config(prepared),
+        facts,
+        keep_tokens=keep,
     )
 
 
@@ -310,7 +340,9 @@ async def run_in(folder: RunFolder, prepared: Prepared, point: ResumePoint | Non
     try:
         with Interruption() as interruption, progress:
             progress.phase("loading", 0, 1)
-            run = await assemble(folder, prepared, point, scorer, progress, interruption, publications)
+            run = await assemble(
+                folder, prepared, point, scorer, progress, interruption, publications
+            )
             return await conduct(run, prepared, started)
     finally:
         await scorer.close()
@@ -374,7 +406,9 @@ def take_back(run: Run, prepared: Prepared, point: ResumePoint) -> None:
     checkpoints.drop_after(run.folder.checkpoints, run.step)
     dropped = run.folder.store.rewind(run.step)
     run.folder.store.set_meta({"max_steps": run.max_steps, "layout": asdict(prepared.layout)})
-    run.folder.resume(_stored_config(prepared), ResumeRecord(run.step, dropped, time.time(), point.changes))
+    run.folder.resume(
+        _stored_config(prepared), ResumeRecord(run.step, dropped, time.time(), point.changes)
+    )
     run.progress.note(
         f"resumed after {run.step} steps; {dropped.steps} later steps are done again"
         if dropped.steps
@@ -408,7 +442,9 @@ async def evaluated_once(run: Run, name: str) -> EvalResult | None:
     """The held-out result of that name: the recorded one where a resumed run has it already."""
     for record in run.folder.store.evaluations():
         if record.name == name:
-            return EvalResult(record.policy, dict(record.metrics), {}, [dict(row) for row in record.rows])
+            return EvalResult(
+                record.policy, dict(record.metrics), {}, [dict(row) for row in record.rows]
+            )
     return await evaluate_held_out(run, name)
 
 
@@ -435,7 +471,11 @@ def write_curve(run: Run) -> None:
 
 
 def summarise(
-    run: Run, prepared: Prepared, started: float, before: EvalResult | None, after: EvalResult | None
+    run: Run,
+    prepared: Prepared,
+    started: float,
+    before: EvalResult | None,
+    after: EvalResult | None,
 ) -> dict[str, Any]:
     """What a run amounts to, in a few lines."""
     rewards = [value for _, value in run.folder.store.metrics(["reward"]).get("reward", [])]

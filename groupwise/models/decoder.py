@@ -6,10 +6,10 @@ the same arithmetic. In every cache here a key's index is its position: prompts 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from groupwise.errors import ModelError
@@ -22,7 +22,9 @@ class PromptCache:
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         self.keys.append(key)
         self.values.append(value)
         return key, value
@@ -37,7 +39,9 @@ class SharedPrefixCache:
     def __init__(self, prompt: PromptCache) -> None:
         self.prompt = prompt
 
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         rows = key.shape[0]
         shared_key = self.prompt.keys[layer_idx].expand(rows, -1, -1, -1)
         shared_value = self.prompt.values[layer_idx].expand(rows, -1, -1, -1)
@@ -67,7 +71,9 @@ class SlotCache:
             self.keys[layer][slot, :, :length] = prompt.keys[layer][0]
             self.values[layer][slot, :, :length] = prompt.values[layer][0]
 
-    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
         rows = torch.arange(self.slots, device=key.device)
         self.keys[layer_idx][rows, :, self.positions] = key[:, :, 0]
         self.values[layer_idx][rows, :, self.positions] = value[:, :, 0]
@@ -90,7 +96,7 @@ class Decoder:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.body = model.get_decoder()
-        self.head = model.get_output_embeddings()
+        self.head = cast("nn.Module", model.get_output_embeddings())
         self.config = model.config.get_text_config()
         self.window = self._sliding_window()
         self._check_head()
@@ -99,7 +105,9 @@ class Decoder:
     def device(self) -> torch.device:
         return self.model.device
 
-    def hidden(self, ids_BT: Tensor, positions_BT: Tensor, mask_BTK: Tensor, cache: Cache | None) -> Tensor:
+    def hidden(
+        self, ids_BT: Tensor, positions_BT: Tensor, mask_BTK: Tensor, cache: Cache | None
+    ) -> Tensor:
         """Last hidden states [B, T, H]. `mask_BTK` is True where a query may look at a key; B may be 1 (shared)."""
         output = self.body(
             input_ids=ids_BT,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 from pathlib import Path
+from typing import cast
 
 import torch
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -24,7 +26,6 @@ FULL_WEIGHTS = "model.safetensors"
 """The one file that holds a whole model, published or saved."""
 
 
-
 def load_model(config: ModelConfig, dtype: Dtype, device: str = "cpu") -> PreTrainedModel:
     """The model's weights, in evaluation mode, no parameter trainable."""
     resolved = resolve(config)
@@ -37,7 +38,8 @@ def load_model(config: ModelConfig, dtype: Dtype, device: str = "cpu") -> PreTra
             **resolved.arguments(),
         )
     model.requires_grad_(False)
-    return model.to(device).eval()
+    cast("nn.Module", model).to(device)  # in place, as modules do
+    return model.eval()
 
 
 def choose_dtype(config: ModelConfig, full: bool, device: str) -> Dtype:

@@ -33,7 +33,9 @@ def token_logprobs(
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-def _chunk(decoder: Decoder, hidden_NH: Tensor, targets_N: Tensor, temperatures_N: Tensor) -> tuple[Tensor, Tensor]:
+def _chunk(
+    decoder: Decoder, hidden_NH: Tensor, targets_N: Tensor, temperatures_N: Tensor
+) -> tuple[Tensor, Tensor]:
     scaled_NV = decoder.logits(hidden_NH) / temperatures_N[:, None]
     normaliser_N = scaled_NV.logsumexp(-1)
     chosen_N = scaled_NV.gather(1, targets_N[:, None])[:, 0] - normaliser_N

@@ -15,7 +15,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -49,13 +49,18 @@ class ExactLoraLinear(PeftLinear):
 
     switch: AdapterSwitch
 
+    def factors(self, name: str) -> tuple[nn.Parameter, nn.Parameter]:
+        """A [rank, in] and B [out, rank] of an adapter."""
+        down, up = self.lora_A[name], self.lora_B[name]
+        return cast("nn.Parameter", down.weight), cast("nn.Parameter", up.weight)
+
     def forward(self, x: Tensor) -> Tensor:
-        base = self.get_base_layer()
+        base = cast("nn.Linear", self.get_base_layer())
         name = self.switch.active
         if name is None:
             return base(x)
-        down = self.lora_A[name].weight
-        up = self.lora_B[name].weight * self.scaling[name]
+        down, up = self.factors(name)
+        up = up * self.scaling[name]
         inputs = self.lora_dropout[name](x) if self.switch.dropout else x
         low = F.linear(F.linear(inputs, down.to(x.dtype)), up.to(x.dtype))
         if base.bias is not None:
@@ -98,8 +103,9 @@ class AdaptedModel:
         """The adapter's factors under the names that peft gives them in files, sorted."""
         found: dict[str, nn.Parameter] = {}
         for path, layer in self.layers.items():
-            found[f"{PREFIX}{path}.lora_A.weight"] = layer.lora_A[name].weight
-            found[f"{PREFIX}{path}.lora_B.weight"] = layer.lora_B[name].weight
+            down, up = layer.factors(name)
+            found[f"{PREFIX}{path}.lora_A.weight"] = down
+            found[f"{PREFIX}{path}.lora_B.weight"] = up
         return dict(sorted(found.items()))
 
     def write(self, name: str, tensors: Mapping[str, Tensor], origin: str) -> None:
@@ -118,11 +124,15 @@ class AdaptedModel:
 
     def save(self, name: str, folder: Path) -> None:
         """Write the adapter as peft does, so that peft, transformers and vLLM load it."""
-        tensors = {key: value.detach().cpu().clone() for key, value in self.parameters(name).items()}
+        tensors = {
+            key: value.detach().cpu().clone() for key, value in self.parameters(name).items()
+        }
         save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
         described = {**self.config.to_dict(), "inference_mode": True}
         described["base_model_name_or_path"] = self.base.config._name_or_path
-        (folder / CONFIG).write_text(json.dumps(described, indent=2, sort_keys=True, default=_plain))
+        (folder / CONFIG).write_text(
+            json.dumps(described, indent=2, sort_keys=True, default=_plain)
+        )
 
     def _inject(self, name: str) -> None:
         self.config._register_custom_module({nn.Linear: ExactLoraLinear})
@@ -155,14 +165,18 @@ def read_lora_config(folder: Path) -> LoraConfig:
         raise ModelError(f"model.adapter: {folder} has no {CONFIG}, so it holds no adapter.")
     stored = json.loads((folder / CONFIG).read_text())
     if stored.get("peft_type") != "LORA":
-        raise ModelError(f"model.adapter: {folder} is of type {stored.get('peft_type')!r}; LORA is expected.")
-    extra = [key for key in UNSUPPORTED if stored.get(key)] + (["bias"] if stored.get("bias", "none") != "none" else [])
+        raise ModelError(
+            f"model.adapter: {folder} is of type {stored.get('peft_type')!r}; LORA is expected."
+        )
+    extra = [key for key in UNSUPPORTED if stored.get(key)] + (
+        ["bias"] if stored.get("bias", "none") != "none" else []
+    )
     if extra:
         raise ModelError(
             f"model.adapter: {folder} uses {', '.join(extra)}, which this version does not train. "
             "Merge it into its base and give the merged model as model.name."
         )
-    config = LoraConfig.from_pretrained(str(folder))
+    config = cast("LoraConfig", LoraConfig.from_pretrained(str(folder)))
     config.inference_mode = False
     return config
 
@@ -172,7 +186,9 @@ def read_adapter(folder: Path) -> dict[str, Tensor]:
     path = folder / WEIGHTS
     if not path.is_file():
         found = sorted(entry.name for entry in folder.glob("*")) if folder.is_dir() else []
-        raise ModelError(f"There is no {WEIGHTS} in {folder}; it holds: {', '.join(found) or 'nothing'}.")
+        raise ModelError(
+            f"There is no {WEIGHTS} in {folder}; it holds: {', '.join(found) or 'nothing'}."
+        )
     try:
         return load_file(path)
     except SafetensorError as error:
@@ -211,7 +227,13 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _no_target(base: PreTrainedModel, error: ValueError) -> str:
-    kinds = sorted({path.rsplit(".", 1)[-1] for path, module in base.named_modules() if isinstance(module, nn.Linear)})
+    kinds = sorted(
+        {
+            path.rsplit(".", 1)[-1]
+            for path, module in base.named_modules()
+            if isinstance(module, nn.Linear)
+        }
+    )
     return f"lora.target_modules: {error}. Linear layers of this model: {', '.join(kinds)}; or all-linear."
 
 

@@ -88,7 +88,9 @@ def _read(config: ModelConfig) -> PreTrainedConfig:
 
 def _cache_per_token(config: PreTrainedConfig) -> int:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    head_size = (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
     return 2 * config.num_hidden_layers * heads * head_size
 
 

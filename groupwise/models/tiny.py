@@ -43,7 +43,11 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_model(
-    hidden_size: int = 16, layers: int = 2, heads: int = 2, vocab_size: int | None = None, seed: int = 0
+    hidden_size: int = 16,
+    layers: int = 2,
+    heads: int = 2,
+    vocab_size: int | None = None,
+    seed: int = 0,
 ) -> LlamaForCausalLM:
     """A freshly initialised Llama in float32; the same seed gives the same weights."""
     config = LlamaConfig(

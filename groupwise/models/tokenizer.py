@@ -99,7 +99,9 @@ def explained(config: ModelConfig, resolved: ResolvedModel, what: str) -> Iterat
 
 
 def _hub(resolved: ResolvedModel) -> str:
-    return f"the hub as {resolved.location!r}" + (f" at {resolved.revision!r}" if resolved.revision else "")
+    return f"the hub as {resolved.location!r}" + (
+        f" at {resolved.revision!r}" if resolved.revision else ""
+    )
 
 
 def _how_to_fetch(config: ModelConfig) -> str:

@@ -35,10 +35,11 @@ def rendered(tokenizer: Any, prompt: Prompt) -> str:
 
 
 def _text_ids(tokenizer: Any, text: str) -> list[int]:
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    first = tokenizer.bos_token_id
-    wants_bos = first is not None and tokenizer("")["input_ids"][:1] == [first]
-    return [first, *ids] if wants_bos and ids[:1] != [first] else ids
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    first: int | None = tokenizer.bos_token_id
+    if first is None or ids[:1] == [first] or tokenizer("")["input_ids"][:1] != [first]:
+        return ids
+    return [first, *ids]
 
 
 def _chat_ids(tokenizer: Any, messages: list[Message]) -> list[int]:

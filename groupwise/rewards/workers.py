@@ -81,7 +81,8 @@ class RewardWorkers:
         start_limit: float = 60.0,
     ) -> None:
         """Limits in seconds: `time_limit` for one group, `start_limit` for the start of a worker."""
-        setup = {"factory": factory, "arguments": dict(arguments), "sys_path": sys.path}
+        path = [str(folder) for folder in sys.path]
+        setup = {"factory": factory, "arguments": dict(arguments), "sys_path": path}
         self._setup = json.dumps(setup).encode()
         self._start_limit = start_limit
         self._time_limit = time_limit

@@ -33,7 +33,12 @@ class PromptSet:
 
 
 def tokenise(
-    tokenizer: Any, examples: Sequence[Example], *, max_prompt_length: int | None, room: int, where: str
+    tokenizer: Any,
+    examples: Sequence[Example],
+    *,
+    max_prompt_length: int | None,
+    room: int,
+    where: str,
 ) -> PromptSet:
     """Tokenise all prompts, leaving out those longer than `max_prompt_length` (tokens).
 
@@ -57,5 +62,7 @@ def tokenise(
             "shorten sampler.max_completion_length."
         )
     return PromptSet(
-        tuple(examples[index] for index in kept), tuple(ids[index] for index in kept), len(ids) - len(kept)
+        tuple(examples[index] for index in kept),
+        tuple(ids[index] for index in kept),
+        len(ids) - len(kept),
     )

@@ -23,7 +23,9 @@ def uniform(seed: int, position: int) -> float:
     return ((z ^ (z >> 31)) >> 11) / (1 << 53)
 
 
-def draw_tokens(logits_SV: Tensor, temperatures_S: Tensor, uniforms_S: Tensor) -> tuple[Tensor, Tensor]:
+def draw_tokens(
+    logits_SV: Tensor, temperatures_S: Tensor, uniforms_S: Tensor
+) -> tuple[Tensor, Tensor]:
     """Tokens [S] and their log-probabilities [S] (nats, float32) at the temperature.
 
     A temperature of 0 takes the most probable token, with its log-probability at temperature 1. `uniforms_S` is float64.
@@ -36,7 +38,9 @@ def draw_tokens(logits_SV: Tensor, temperatures_S: Tensor, uniforms_S: Tensor) -
     padding = -weights_SV.shape[1] % BLOCK
     weights_SKB = F.pad(weights_SV, (0, padding)).unflatten(1, (-1, BLOCK))
     sums_SK = weights_SKB.sum(-1)
-    tokens_S = torch.where(greedy_S, scaled_SV.argmax(-1), _search(weights_SKB, sums_SK, uniforms_S))
+    tokens_S = torch.where(
+        greedy_S, scaled_SV.argmax(-1), _search(weights_SKB, sums_SK, uniforms_S)
+    )
     chosen_S = scaled_SV.gather(1, tokens_S[:, None])[:, 0]
     return tokens_S, chosen_S - peaks_S - sums_SK.sum(-1).log()
 
@@ -45,7 +49,9 @@ def _search(weights_SKB: Tensor, sums_SK: Tensor, uniforms_S: Tensor) -> Tensor:
     cumulative_SK = sums_SK.double().cumsum(-1)
     # Rounding may carry a target up to its total, beyond the last token that has weight: stay just below.
     targets_S1 = (uniforms_S.clamp_max(BELOW_ONE) * cumulative_SK[:, -1])[:, None]
-    block_S1 = torch.searchsorted(cumulative_SK, targets_S1, right=True).clamp_max(sums_SK.shape[1] - 1)
+    block_S1 = torch.searchsorted(cumulative_SK, targets_S1, right=True).clamp_max(
+        sums_SK.shape[1] - 1
+    )
     before_SK = F.pad(cumulative_SK, (1, 0))
     rest_S1 = targets_S1 - before_SK.gather(1, block_S1)
     rows_S = torch.arange(len(uniforms_S), device=uniforms_S.device)

@@ -68,7 +68,9 @@ class TorchSampler:
 
     def __init__(self, weights: ServedWeights, tokenizer: Any, layout: DecodeLayout) -> None:
         if layout.slots < 8:
-            raise ValueError(f"slots is {layout.slots}; at least 8 are needed for results that do not depend on it.")
+            raise ValueError(
+                f"slots is {layout.slots}; at least 8 are needed for results that do not depend on it."
+            )
         self.layout = layout
         self._weights = weights
         self._tokenizer = tokenizer
@@ -99,7 +101,9 @@ class TorchSampler:
     async def load(self, policy: Policy) -> None:
         """See `groupwise.types.Sampler.load`. Only between groups: keys and values belong to one version."""
         if self._waiting or any(self._slots):
-            raise RunError("The sampler was given new weights while completions of the old ones were on their way.")
+            raise RunError(
+                "The sampler was given new weights while completions of the old ones were on their way."
+            )
         self._weights.read(Path(policy.path))
         self._fingerprint = fingerprint(self._weights.tensors())
         if self._fingerprint != policy.fingerprint:
@@ -144,12 +148,16 @@ class TorchSampler:
                     if any(self._slots):
                         self._decode_one_token()
                 await asyncio.sleep(0)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 — belongs to those who wait for their groups
             self._fail_all(error)
 
     def _fail_all(self, error: Exception) -> None:
-        reason = error if isinstance(error, GroupwiseError) else RunError(f"Sampling failed: {error!r}")
-        tickets = {id(member.ticket): member.ticket for member in (*self._waiting, *self._slots) if member}
+        reason = (
+            error if isinstance(error, GroupwiseError) else RunError(f"Sampling failed: {error!r}")
+        )
+        tickets = {
+            id(member.ticket): member.ticket for member in (*self._waiting, *self._slots) if member
+        }
         self._waiting.clear()
         self._slots = [None] * self.layout.slots
         for ticket in tickets.values():
@@ -182,7 +190,9 @@ class TorchSampler:
         length = ids_1P.shape[1]
         positions_1P = torch.arange(length, device=device)[None]
         ticket.prompt = PromptCache()
-        hidden = self._decoder.hidden(ids_1P, positions_1P, causal_mask(length, 0, device), ticket.prompt)
+        hidden = self._decoder.hidden(
+            ids_1P, positions_1P, causal_mask(length, 0, device), ticket.prompt
+        )
         ticket.first_logits_V = self._decoder.logits(hidden[0, -1:])[0]
 
     def _decode_one_token(self) -> None:
@@ -204,15 +214,21 @@ class TorchSampler:
                 self._deliver(member.ticket)
 
     def _draw(self, members: list[_Member | None] | list[_Member], logits_SV: Tensor) -> None:
-        temperatures = [member.ticket.request.params.temperature if member else 1.0 for member in members]
-        uniforms = [uniform(member.seed, len(member.token_ids)) if member else 0.5 for member in members]
+        temperatures = [
+            member.ticket.request.params.temperature if member else 1.0 for member in members
+        ]
+        uniforms = [
+            uniform(member.seed, len(member.token_ids)) if member else 0.5 for member in members
+        ]
         device = logits_SV.device
         tokens_S, logprobs_S = draw_tokens(
             logits_SV,
             torch.tensor(temperatures, device=device),
             torch.tensor(uniforms, dtype=torch.float64, device=device),
         )
-        for member, token, logprob in zip(members, tokens_S.tolist(), logprobs_S.tolist(), strict=True):
+        for member, token, logprob in zip(
+            members, tokens_S.tolist(), logprobs_S.tolist(), strict=True
+        ):
             if member is not None:
                 self._append(member, token, logprob)
 

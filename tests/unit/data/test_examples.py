@@ -60,7 +60,10 @@ def test_what_has_a_length_is_taken_whole():
         (["a"], ["row 0 is str"]),
         ("text", ["returned str"]),
         (None, ["returned NoneType"]),
-        (DatasetDict(train=Dataset.from_list([{"prompt": "a"}])), ["'train'", "not one dataset"]),
+        (
+            DatasetDict({"train": Dataset.from_list([{"prompt": "a"}])}),
+            ["'train'", "not one dataset"],
+        ),
     ],
 )
 def test_what_is_wrong_is_named(rows, parts):

@@ -86,7 +86,7 @@ async def test_metrics_and_their_failures():
 
     scorer = InProcessScorer(Rubric([lambda completions: [1]]), metrics)
     assert await scorer.compute_metrics(["p"], ["c"], []) == {"n": 1, "pair": [1, 2]}
-    with pytest.raises(RewardWorkerError, match="^told plainly$"):
+    with pytest.raises(RewardWorkerError, match=r"^told plainly$"):
         await scorer.compute_metrics([], [], [{"x": 1}])
     with pytest.raises(RewardWorkerError, match="KeyError: 'lost'"):
         await scorer.compute_metrics([], [], [{}])

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from groupwise.errors import TaskError
 from groupwise.rewards.rubric import NO_REWARD, Rubric
-from groupwise.rewards.scoring import ScoreRequest
-from groupwise.types import from_json, to_json
+from groupwise.rewards.scoring import MemberScore, ScoreRequest
+from groupwise.rewards.text import CompletionText
+from groupwise.types import Prompt, from_json, to_json
 
 
 def request(count=2, **columns):
@@ -37,6 +38,11 @@ def score(rubric, asked=None):
     if not isinstance(rubric, Rubric):
         rubric = Rubric(rubric)
     return asyncio.run(rubric.score(asked or request()))
+
+
+def reason(member: MemberScore) -> str:
+    assert member.reason is not None
+    return member.reason
 
 
 def constant(value, name="f"):
@@ -104,7 +110,9 @@ def test_async_functions_objects_methods_and_partials():
 
 
 def test_changes_to_arguments_stay_with_the_function():
-    chat = ScoreRequest(0, [[{"role": "user", "content": "q"}]], [[{"role": "assistant", "content": "c"}]], [[1]], {"answer": ["x"]}, 0, 1)  # fmt: skip
+    question: list[Prompt] = [[{"role": "user", "content": "q"}]]
+    answers: list[CompletionText] = [[{"role": "assistant", "content": "c"}]]
+    chat = ScoreRequest(0, question, answers, [[1]], {"answer": ["x"]}, 0, 1)
 
     def spoils(prompts, completions, answer, **kwargs):
         completions[0][0]["content"] = prompts[0][0]["content"] = "spoilt"
@@ -138,7 +146,7 @@ def test_extras_of_the_wrong_length_fail_the_function():
         log_extra("seen", [1])
         return [1, 1]
 
-    assert "1 values for 2 completions" in score([logs]).members[0].reason
+    assert "1 values for 2 completions" in reason(score([logs]).members[0])
 
 
 # 2. totals
@@ -204,7 +212,7 @@ def test_wrong_answers_fail_the_whole_call(answer, parts):
         assert (member.outcome, member.reward) == ("failed", None)
         assert [part.value for part in member.parts] == [1.0, None]
         for part in ["`reward`", *parts]:
-            assert part in member.reason
+            assert part in reason(member)
 
 
 @pytest.mark.parametrize("entry", [float("nan"), float("inf"), -np.inf, "1", [1.0], 1j, 10**400])
@@ -215,13 +223,13 @@ def test_wrong_entry_fails_its_own_rollout_only(entry):
     first, second = score([reward]).members
     assert (first.outcome, first.reward) == ("scored", 1.0)
     assert second.outcome == "failed"
-    assert "`reward` returned" in second.reason
+    assert "`reward` returned" in reason(second)
 
 
 def test_total_that_overflows_fails():
     member = score([(constant(1e308), 10.0)]).members[0]
     assert member.outcome == "failed"
-    assert "inf" in member.reason
+    assert "inf" in reason(member)
 
 
 def raises(completions, **kwargs):
@@ -254,8 +262,8 @@ def test_exceptions_fail_the_call_and_nothing_else(function, part):
     found = score([function, constant(1.0, "fine")])
     for member in found.members:
         assert member.outcome == "failed"
-        assert f"`{function.__name__}` raised" in member.reason
-        assert part in member.reason
+        assert f"`{function.__name__}` raised" in reason(member)
+        assert part in reason(member)
         assert member.parts[1].value == 1.0
 
 
@@ -325,5 +333,5 @@ def test_arguments_that_nobody_gives_are_refused_with_the_columns_there_are():
 def test_stateful_is_what_a_function_says_of_itself():
     function = constant(1)
     assert not Rubric([function]).stateful
-    function.stateful = True
+    setattr(function, "stateful", True)  # noqa: B010 — type checkers know no attributes of functions
     assert Rubric([constant(2), function]).stateful

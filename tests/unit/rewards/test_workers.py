@@ -35,8 +35,7 @@ def workers_for(*functions: str, time_limit: float = 20.0, workers: int = 1) -> 
 def request(draw: int = 0, completions: tuple[str, ...] = ("four", "fiver"), **columns):
     count = len(completions)
     repeated = {name: [value] * count for name, value in columns.items()}
-    prompts, ids = ["p"] * count, [[1]] * count
-    return ScoreRequest(draw, prompts, list(completions), ids, repeated, 0, 10)
+    return ScoreRequest(draw, ["p"] * count, list(completions), [[1]] * count, repeated, 0, 10)
 
 
 def rewards(score: GroupScore):
@@ -234,7 +233,7 @@ async def test_close_ends_what_a_reward_left_running(tmp_path):
 async def test_close_does_not_wait_for_a_call(tmp_path):
     workers = workers_for("hangs", time_limit=600)
     call = asyncio.ensure_future(workers.score(request(folder=str(tmp_path))))
-    while not noted(tmp_path):
+    while not noted(tmp_path):  # noqa: ASYNC110 — the event is in another process
         await asyncio.sleep(0.005)
     await workers.close()
     assert outcomes(await call) == {"failed"}
@@ -282,7 +281,7 @@ async def test_output_is_logged_and_standard_input_empty(closing, caplog):
     workers = closing(workers_for("talks"))
     assert outcomes(await workers.score(request())) == {"scored"}
     await workers.close()
-    assert "reward worker 0: said by print" in caplog.messages
+    assert "reward worker 0: said to stdout" in caplog.messages
     assert "reward worker 0: said to stderr" in caplog.messages
 
 

@@ -104,7 +104,7 @@ def spams(completions, **kwargs):
 
 
 def talks(completions, **kwargs):
-    print("said by print")
+    sys.stdout.write("said to stdout\n")
     os.write(2, b"said to stderr\n")
     assert sys.stdin.read() == ""
     return [1.0] * len(completions)
@@ -165,7 +165,7 @@ def make_badly():
 def crash_at_start(log):
     with open(log, "a") as out:
         out.write("started\n")
-    print("last words")
+    sys.stdout.write("last words\n")
     sys.stdout.flush()
     os._exit(9)
 

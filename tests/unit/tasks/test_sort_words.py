@@ -24,11 +24,13 @@ def config(**task):
     return View({"task": task})
 
 
-def total(text, words, preset):
+def total(text, words, preset) -> float:
     rubric = load_task("sort_words").rubric(config(preset=preset), None)
     columns = {"words": [words], "answer": [""]}
     asked = ScoreRequest(0, ["p"], [text], [[1]], columns, 0, 1)
-    return asyncio.run(rubric.score(asked)).members[0].reward
+    member = asyncio.run(rubric.score(asked)).members[0]
+    assert member.reward is not None
+    return member.reward
 
 
 def sets(rows):
@@ -205,8 +207,8 @@ def test_resolved_config_means_the_same_as_the_written_one(task):
     loaded = load_config({"model": {"name": "tiny"}, "task": task})
     full = view(with_task_schema(loaded, sort_words.get_config_schema()).config)
     assert sort_words.get_eval_dataset(full) == sort_words.get_eval_dataset(config(**task))
+    wrong = load_config({"model": {"name": "tiny"}, "task": {"wrods": 3}})
     with pytest.raises(ConfigError, match="task"):
-        wrong = load_config({"model": {"name": "tiny"}, "task": {"wrods": 3}})
         with_task_schema(wrong, sort_words.get_config_schema())
 
 

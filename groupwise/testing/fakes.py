@@ -1,0 +1,192 @@
+"""A sampler and a learner small enough to read, for tests of whatever drives them: the smallest policy that can learn.
+
+The policy is one softmax over a vocabulary of characters that does not look at its context: a table of logits. `FakeSampler` draws from
+it, `FakeLearner` follows the gradient of REINFORCE with the weights that it is given, and publishes the table as a JSON file. Both
+keep the contracts of `groupwise.types` and need no torch. They ignore what needs a real model: the clip, KL and AdamW's moments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from groupwise.data.order import Stream
+from groupwise.errors import PolicyMismatchError
+from groupwise.types import (
+    Completion,
+    GroupRequest,
+    LossSpec,
+    OptimiserParams,
+    Policy,
+    PolicyRole,
+    Row,
+    SamplingParams,
+    UpdateResult,
+)
+
+END = "\n"
+ALPHABET = END + "abcdefghijklmnopqrstuvwxyz "
+END_ID = 0
+TABLE = "table.json"
+
+
+class FakeTokenizer:
+    """A token for each character of the alphabet; other characters become spaces."""
+
+    eos_token_id = END_ID
+    bos_token_id = None
+    chat_template = "plain"
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [max(ALPHABET.find(letter), 0) for letter in text.lower()]}
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False, **_: object) -> str:
+        letters = [ALPHABET[index] for index in ids]
+        return "".join(letter for letter in letters if not (skip_special_tokens and letter == END))
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], **_: object) -> list[int]:
+        return self(" ".join(message["content"] for message in messages))["input_ids"]
+
+
+class FakeSampler:
+    """Draws characters from the table that it loaded; a `groupwise.types.Sampler`."""
+
+    def __init__(self) -> None:
+        self.table = [0.0] * len(ALPHABET)
+        self.version = 0
+        self.requests: list[GroupRequest] = []
+        """All that was asked, in order."""
+
+    async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
+        self.requests.append(request)
+        await asyncio.sleep(0)
+        return tuple(self._completion(seed, request.params) for seed in request.seeds)
+
+    async def load(self, policy: Policy) -> None:
+        self.table = json.loads((Path(policy.path) / TABLE).read_text())
+        if self.fingerprint() != policy.fingerprint:
+            raise PolicyMismatchError(
+                f"{policy.run}@{policy.version}: {policy.path} has the fingerprint {self.fingerprint()}, not {policy.fingerprint}."
+            )
+        self.version = policy.version
+
+    def fingerprint(self) -> str:
+        return _fingerprint(self.table)
+
+    def _completion(self, seed: int, params: SamplingParams) -> Completion:
+        logprobs = _logprobs(self.table, params.temperature or 1.0)
+        stream = Stream(seed)
+        ids: list[int] = []
+        while len(ids) < params.max_tokens and not _ended(ids, params):
+            ids.append(_draw(logprobs, stream, greedy=params.temperature == 0))
+        return Completion(
+            token_ids=tuple(ids),
+            logprobs=tuple(logprobs[index] for index in ids),
+            finish_reason="stop" if _ended(ids, params) else "length",
+            seed=seed,
+            policy_version=self.version,
+            fingerprint=self.fingerprint(),
+        )
+
+
+class FakeLearner:
+    """Follows the policy gradient of its table by plain steps; a `groupwise.types.Learner`."""
+
+    def __init__(self, run: str, folder: Path) -> None:
+        self.run = run
+        self.folder = folder
+        self.table = [0.0] * len(ALPHABET)
+        self.start = list(self.table)
+        self.gradient = [0.0] * len(ALPHABET)
+
+    async def forward_backward(
+        self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
+    ) -> dict[str, float]:
+        sums = {"loss/policy": 0.0, "tokens": 0.0}
+        for row in rows:
+            await asyncio.sleep(0)
+            self._add(row, denominators["policy"], sums)
+        return sums
+
+    async def update(self, params: OptimiserParams) -> UpdateResult:
+        norm = math.sqrt(sum(value * value for value in self.gradient))
+        applied = math.isfinite(norm)
+        if applied:
+            self.table = [
+                weight - params.learning_rate * slope
+                for weight, slope in zip(self.table, self.gradient, strict=True)
+            ]
+        self.discard()
+        return UpdateResult(norm, applied)
+
+    def discard(self) -> None:
+        self.gradient = [0.0] * len(ALPHABET)
+
+    async def publish(self, version: int) -> Policy:
+        folder = self.folder / f"v{version}"
+        self._write(folder)
+        return Policy(self.run, version, _fingerprint(self.table), "full", str(folder))
+
+    async def logprobs(
+        self, rows: Sequence[Row], role: PolicyRole = "policy"
+    ) -> list[tuple[float, ...]]:
+        table = self.start if role == "reference" else self.table
+        return [
+            tuple(_logprobs(table, row.temperature)[index] for index in row.completion_ids)
+            for row in rows
+        ]
+
+    def save(self, folder: str) -> None:
+        self._write(Path(folder))
+
+    def load(self, folder: str) -> None:
+        self.table = json.loads((Path(folder) / TABLE).read_text())
+
+    def _add(self, row: Row, denominator: float, sums: dict[str, float]) -> None:
+        probabilities = [math.exp(value) for value in _logprobs(self.table, row.temperature)]
+        weight = row.advantage * row.scale
+        for token, counts in zip(row.completion_ids, row.mask, strict=True):
+            if not counts:
+                continue
+            sums["loss/policy"] -= weight
+            sums["tokens"] += 1
+            for index, probability in enumerate(probabilities):
+                slope = (index == token) - probability
+                self.gradient[index] -= weight * slope / row.temperature / denominator
+
+    def _write(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / TABLE).write_text(json.dumps(self.table))
+
+
+def _logprobs(table: Sequence[float], temperature: float) -> list[float]:
+    scaled = [value / temperature for value in table]
+    peak = max(scaled)
+    normaliser = peak + math.log(math.fsum(math.exp(value - peak) for value in scaled))
+    return [value - normaliser for value in scaled]
+
+
+def _draw(logprobs: Sequence[float], stream: Stream, *, greedy: bool) -> int:
+    if greedy:
+        return max(range(len(logprobs)), key=logprobs.__getitem__)
+    rest = stream.next() / 2**64
+    for index, logprob in enumerate(logprobs):
+        rest -= math.exp(logprob)
+        if rest < 0:
+            return index
+    return len(logprobs) - 1
+
+
+def _ended(ids: Sequence[int], params: SamplingParams) -> bool:
+    text = "".join(ALPHABET[index] for index in ids)
+    return bool(ids) and (
+        ids[-1] in params.stop_token_ids or any(stop in text for stop in params.stop)
+    )
+
+
+def _fingerprint(table: Sequence[float]) -> str:
+    return hashlib.sha256(json.dumps(table).encode()).hexdigest()[:16]

@@ -1,0 +1,103 @@
+"""The implementations that the contract suites run against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.types import Learner, Sampler
+
+
+@dataclass
+class Pair:
+    """A sampler and a learner that belong together."""
+
+    sampler: Sampler
+    learner: Learner
+    tokenizer: Any
+    end_id: Any
+    disturb: Callable[[], None]
+    """Change the learner's weights."""
+
+
+def _fakes(folder: Path) -> Pair:
+    from groupwise.testing.fakes import END_ID, FakeLearner, FakeSampler, FakeTokenizer
+
+    learner = FakeLearner("contract", folder)
+
+    def disturb() -> None:
+        learner.table[3] += 1.0
+
+    return Pair(FakeSampler(), learner, FakeTokenizer(), END_ID, disturb)
+
+
+def _torch_adapter(folder: Path) -> Pair:
+    import torch
+
+    from groupwise.learner.torch_learner import TorchLearner
+    from groupwise.learner.weights import TrainedAdapter
+    from groupwise.models.config import LoraConfig
+    from groupwise.models.lora import AdaptedModel, new_lora_config
+    from groupwise.models.tiny import tiny_model, tiny_tokenizer
+    from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler
+    from groupwise.sampler.weights import ServedAdapter
+
+    tokenizer = tiny_tokenizer()
+    adapted = AdaptedModel(tiny_model(), new_lora_config(LoraConfig(r=4, alpha=8)))
+    trained = TrainedAdapter(adapted, seed=1)
+    learner = TorchLearner(
+        trained, run="contract", publish_folder=folder, max_tokens_per_microbatch=4096, seed=1
+    )
+    sampler = TorchSampler(ServedAdapter(adapted), tokenizer, DecodeLayout(slots=8, key_length=64))
+    return Pair(
+        sampler,
+        learner,
+        tokenizer,
+        tokenizer.eos_token_id,
+        lambda: _shift(trained.parameters(), torch),
+    )
+
+
+def _torch_full(folder: Path) -> Pair:
+    import torch
+
+    from groupwise.learner.torch_learner import TorchLearner
+    from groupwise.learner.weights import TrainedModel
+    from groupwise.models.tiny import tiny_model, tiny_tokenizer
+    from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler
+    from groupwise.sampler.weights import ServedModel
+
+    tokenizer = tiny_tokenizer()
+    trained = TrainedModel(tiny_model(), reference=tiny_model())
+    learner = TorchLearner(
+        trained, run="contract", publish_folder=folder, max_tokens_per_microbatch=4096, seed=1
+    )
+    sampler = TorchSampler(
+        ServedModel(tiny_model()), tokenizer, DecodeLayout(slots=8, key_length=64)
+    )
+    return Pair(
+        sampler,
+        learner,
+        tokenizer,
+        tokenizer.eos_token_id,
+        lambda: _shift(trained.parameters(), torch),
+    )
+
+
+def _shift(parameters: Any, torch: Any) -> None:
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+
+
+MAKERS = {"fake": _fakes, "torch-adapter": _torch_adapter, "torch-full": _torch_full}
+
+
+@pytest.fixture(params=MAKERS)
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Pair:
+    return MAKERS[request.param](tmp_path / "published")

@@ -1,0 +1,171 @@
+"""What every learner keeps:
+
+1. The update depends on the sum over rows, not on how they were cut up, ordered, or padded beside each other.
+2. A positive advantage makes the row's tokens more probable, a negative one less; masked tokens do not teach.
+3. `discard` leaves no trace; a second update has nothing to apply.
+4. `save` and `load` restore exactly: what is computed and learnt afterwards is equal to the bit.
+5. The fingerprint of a publication changes with the weights and only with them.
+6. The reference stays what the run started from.
+7. Its log-probabilities agree with the sampler's, at every temperature: the ratio right after publication is 1.
+8. A gradient that is not finite is not applied.
+9. Log-probabilities come back in the order of the rows, one for each token.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from groupwise.algorithms.registry import make
+from groupwise.types import GroupRequest, OptimiserParams, Row, SamplingParams
+
+DR_GRPO = make("dr_grpo", {}).loss_spec()
+STEP = OptimiserParams(learning_rate=0.05, max_grad_norm=None)
+PROMPTS = ("sort these", "x", "what is it then")
+
+
+def row_of(prompt, found, advantage, temperature) -> Row:
+    mask = (1,) * len(found.token_ids)
+    return Row(prompt, found.token_ids, mask, found.logprobs, advantage, 1.0, temperature)
+
+
+async def sampled_rows(pair, temperature=1.0, groups=3, members=4, max_tokens=9) -> list[Row]:
+    await pair.sampler.load(await pair.learner.publish(0))
+    generator = random.Random(0)
+    rows = []
+    for draw in range(groups):
+        prompt = tuple(pair.tokenizer(PROMPTS[draw])["input_ids"])
+        params = SamplingParams(max_tokens, temperature, stop_token_ids=(pair.end_id,))
+        seeds = tuple(100 * draw + member for member in range(members))
+        found = await pair.sampler.generate(GroupRequest(draw, prompt, seeds, params))
+        rows += [row_of(prompt, each, generator.uniform(-1, 1), temperature) for each in found]
+    return rows
+
+
+def tokens(rows) -> float:
+    return float(sum(sum(row.mask) for row in rows))
+
+
+async def learnt(pair, rows, cuts=1, probe=None):
+    """Log-probabilities after one update from rows given in `cuts` calls."""
+    total = {"policy": tokens(rows)}
+    size = math.ceil(len(rows) / cuts)
+    for start in range(0, len(rows), size):
+        await pair.learner.forward_backward(rows[start : start + size], DR_GRPO, total)
+    result = await pair.learner.update(STEP)
+    assert result.applied
+    return result.grad_norm, flat(await pair.learner.logprobs(probe or rows))
+
+
+def flat(logprobs):
+    return [value for row in logprobs for value in row]
+
+
+@pytest.mark.parametrize("cuts", [2, 3, 12])
+async def test_the_update_does_not_depend_on_the_cuts(pair, tmp_path, cuts):
+    rows = await sampled_rows(pair)
+    pair.learner.save(str(tmp_path))
+    norm, whole = await learnt(pair, rows)
+    pair.learner.load(str(tmp_path))
+    cut_norm, cut = await learnt(pair, rows, cuts)
+    assert cut_norm == pytest.approx(norm, rel=1e-5)
+    assert cut == pytest.approx(whole, abs=2e-5)
+
+
+async def test_the_update_does_not_depend_on_the_order(pair, tmp_path):
+    rows = await sampled_rows(pair)
+    shuffled = random.Random(1).sample(rows, len(rows))
+    pair.learner.save(str(tmp_path))
+    norm, whole = await learnt(pair, rows, probe=rows)
+    pair.learner.load(str(tmp_path))
+    other_norm, other = await learnt(pair, shuffled, probe=rows)
+    assert other_norm == pytest.approx(norm, rel=1e-5)
+    assert other == pytest.approx(whole, abs=2e-5)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+async def test_the_sign_of_the_advantage_decides(pair, sign):
+    row = replace((await sampled_rows(pair))[0], advantage=float(sign))
+    before = sum((await pair.learner.logprobs([row]))[0])
+    await pair.learner.forward_backward([row], DR_GRPO, {"policy": 1.0})
+    await pair.learner.update(STEP)
+    after = sum((await pair.learner.logprobs([row]))[0])
+    assert (after - before) * sign > 0
+
+
+async def test_masked_tokens_do_not_teach(pair, tmp_path):
+    rows = await sampled_rows(pair)
+    long = next(row for row in rows if len(row.completion_ids) > 4)
+    masked = replace(long, mask=(0,) * len(long.mask), sampling_logprobs=(0.0,) * len(long.mask))
+    pair.learner.save(str(tmp_path))
+    _, without = await learnt(pair, rows, probe=rows)
+    pair.learner.load(str(tmp_path))
+    _, beside = await learnt(pair, [*rows, masked], probe=rows)
+    assert beside == pytest.approx(without, abs=2e-5)
+
+
+async def test_discard_leaves_no_trace(pair):
+    rows = await sampled_rows(pair)
+    before = await pair.learner.logprobs(rows)
+    await pair.learner.forward_backward(rows, DR_GRPO, {"policy": 1.0})
+    pair.learner.discard()
+    assert (await pair.learner.update(replace(STEP, learning_rate=0.0))).grad_norm == 0.0
+    assert await pair.learner.logprobs(rows) == before
+
+
+async def test_save_and_load_restore_exactly(pair, tmp_path):
+    rows = await sampled_rows(pair)
+    await learnt(pair, rows)
+    pair.learner.save(str(tmp_path))
+    saved = await pair.learner.logprobs(rows)
+    straight = [await learnt(pair, rows, cuts=2) for _ in range(2)]
+    pair.disturb()
+    pair.learner.load(str(tmp_path))
+    assert await pair.learner.logprobs(rows) == saved
+    assert [await learnt(pair, rows, cuts=2) for _ in range(2)] == straight
+
+
+async def test_the_fingerprint_follows_the_weights(pair):
+    first = await pair.learner.publish(0)
+    again = await pair.learner.publish(1)
+    assert (again.version, again.fingerprint) == (1, first.fingerprint)
+    pair.disturb()
+    assert (await pair.learner.publish(2)).fingerprint != first.fingerprint
+
+
+async def test_the_reference_stays(pair):
+    rows = await sampled_rows(pair)
+    reference = await pair.learner.logprobs(rows, "reference")
+    assert flat(reference) == pytest.approx(flat(await pair.learner.logprobs(rows)), abs=1e-6)
+    await learnt(pair, rows)
+    assert await pair.learner.logprobs(rows, "reference") == reference
+    assert flat(await pair.learner.logprobs(rows)) != pytest.approx(flat(reference), abs=1e-3)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+async def test_sampler_and_learner_agree(pair, temperature):
+    pair.disturb()
+    rows = await sampled_rows(pair, temperature)
+    sampled = [value for row in rows for value in row.sampling_logprobs]
+    assert flat(await pair.learner.logprobs(rows)) == pytest.approx(sampled, abs=2e-5)
+
+
+async def test_a_gradient_that_is_not_finite_is_not_applied(pair):
+    rows = await sampled_rows(pair)
+    before = await pair.learner.logprobs(rows)
+    poisoned = replace(rows[0], advantage=math.inf)
+    await pair.learner.forward_backward([poisoned], DR_GRPO, {"policy": 1.0})
+    assert not (await pair.learner.update(STEP)).applied
+    assert await pair.learner.logprobs(rows) == before
+    await learnt(pair, rows)
+
+
+async def test_logprobs_come_back_in_order(pair):
+    rows = await sampled_rows(pair)
+    found = await pair.learner.logprobs(rows)
+    assert [len(values) for values in found] == [len(row.completion_ids) for row in rows]
+    one_by_one = [(await pair.learner.logprobs([row]))[0] for row in rows]
+    assert flat(found) == pytest.approx(flat(one_by_one), abs=2e-5)

@@ -1,0 +1,152 @@
+"""What every sampler keeps:
+
+1. One completion for each seed, in the order of the seeds, each naming its seed.
+2. As many log-probabilities as tokens, at most `max_tokens`; `stop` exactly where a stop token or text ended it.
+3. The same seeds give the same completion to the bit, whatever else is asked at the same time, before or after.
+4. Distinct seeds draw differently; greedy completions do not depend on the seed.
+5. Every completion names version and fingerprint of the weights that were loaded; `fingerprint()` is of the tensors in memory.
+6. Other weights than the policy says are refused.
+7. A cancelled call disturbs nobody else.
+8. Requests and results survive a round trip through JSON.
+9. Published changes reach the sampler: other weights, other log-probabilities.
+10. A stop text may be spread over tokens; the token that completes it is the last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from groupwise.errors import PolicyMismatchError
+from groupwise.types import Completion, GroupRequest, SamplingParams, from_json, to_json
+
+PROMPT = "sort these"
+
+
+def request(pair, draw=0, members=4, max_tokens=12, prompt=PROMPT, **params) -> GroupRequest:
+    ids = tuple(pair.tokenizer(prompt)["input_ids"])
+    seeds = tuple(1000 * draw + member for member in range(members))
+    return GroupRequest(
+        draw, ids, seeds, SamplingParams(max_tokens, stop_token_ids=(pair.end_id,), **params)
+    )
+
+
+async def ready(pair) -> None:
+    await pair.sampler.load(await pair.learner.publish(0))
+
+
+async def test_one_completion_for_each_seed_in_order(pair):
+    await ready(pair)
+    asked = request(pair, members=20)
+    assert [found.seed for found in await pair.sampler.generate(asked)] == list(asked.seeds)
+
+
+async def test_lengths_and_finish_reasons(pair):
+    await ready(pair)
+    found = await pair.sampler.generate(request(pair, members=100, max_tokens=30))
+    for completion in found:
+        assert 1 <= len(completion.token_ids) == len(completion.logprobs) <= 30
+        assert all(logprob <= 0 for logprob in completion.logprobs)
+        ended = completion.token_ids[-1] == pair.end_id
+        assert completion.finish_reason == ("stop" if ended else "length")
+        assert pair.end_id not in completion.token_ids[:-1]
+    assert {"stop", "length"} == {completion.finish_reason for completion in found}
+
+
+async def test_results_do_not_depend_on_what_else_is_asked(pair):
+    await ready(pair)
+    asked = request(pair, draw=3, members=5)
+    alone = await pair.sampler.generate(asked)
+    others = [request(pair, draw, members=7, prompt="x" * (draw + 1)) for draw in range(10, 16)]
+    crowd = await asyncio.gather(*map(pair.sampler.generate, [*others[:3], asked, *others[3:]]))
+    assert crowd[3] == alone
+    assert await pair.sampler.generate(replace(asked, seeds=asked.seeds[::-1])) == alone[::-1]
+
+
+async def test_seeds_differ_and_greedy_does_not_use_them(pair):
+    await ready(pair)
+    drawn = await pair.sampler.generate(request(pair, members=8))
+    assert len({completion.token_ids for completion in drawn}) > 1
+    greedy = await pair.sampler.generate(request(pair, members=8, temperature=0.0))
+    assert len({(completion.token_ids, completion.logprobs) for completion in greedy}) == 1
+
+
+async def test_completions_name_the_weights_that_drew_them(pair):
+    for version in (0, 1):
+        policy = await pair.learner.publish(version)
+        await pair.sampler.load(policy)
+        assert pair.sampler.fingerprint() == policy.fingerprint
+        for completion in await pair.sampler.generate(request(pair)):
+            assert (completion.policy_version, completion.fingerprint) == (
+                version,
+                policy.fingerprint,
+            )
+        pair.disturb()
+
+
+async def test_other_weights_than_named_are_refused(pair):
+    policy = await pair.learner.publish(0)
+    with pytest.raises(PolicyMismatchError, match="fingerprint"):
+        await pair.sampler.load(replace(policy, fingerprint="0" * 16))
+
+
+async def test_weights_swapped_behind_its_back_are_refused(pair):
+    policy = await pair.learner.publish(0)
+    pair.disturb()
+    other = await pair.learner.publish(1)
+    shutil.copytree(other.path, policy.path, dirs_exist_ok=True)
+    with pytest.raises(PolicyMismatchError):
+        await pair.sampler.load(policy)
+
+
+async def test_cancelling_disturbs_nobody(pair):
+    await ready(pair)
+    asked = request(pair, draw=1, members=6)
+    alone = await pair.sampler.generate(asked)
+    given_up = asyncio.ensure_future(pair.sampler.generate(request(pair, draw=2, members=12)))
+    kept = asyncio.ensure_future(pair.sampler.generate(asked))
+    await asyncio.sleep(0)
+    given_up.cancel()
+    assert await kept == alone
+    with pytest.raises(asyncio.CancelledError):
+        await given_up
+    assert await pair.sampler.generate(asked) == alone
+
+
+async def test_requests_and_results_cross_processes(pair):
+    await ready(pair)
+    asked = request(pair, members=2)
+    assert from_json(GroupRequest, to_json(asked)) == asked
+    for completion in await pair.sampler.generate(asked):
+        assert from_json(Completion, to_json(completion)) == completion
+
+
+async def test_a_published_change_reaches_the_sampler(pair):
+    await ready(pair)
+    asked = request(pair, temperature=0.0, members=1)
+    before = await pair.sampler.generate(asked)
+    pair.disturb()
+    assert await pair.sampler.generate(asked) == before, "not published yet"
+    await pair.sampler.load(await pair.learner.publish(1))
+    after = await pair.sampler.generate(asked)
+    assert [completion.logprobs for completion in after] != [
+        completion.logprobs for completion in before
+    ]
+
+
+async def test_a_stop_text_may_be_spread_over_tokens(pair):
+    await ready(pair)
+    free = request(pair, members=1, max_tokens=20)
+    whole = (await pair.sampler.generate(free))[0]
+    stop = pair.tokenizer.decode(list(whole.token_ids[3:6]))
+    stopped = (
+        await pair.sampler.generate(replace(free, params=replace(free.params, stop=(stop,))))
+    )[0]
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids == whole.token_ids[: len(stopped.token_ids)]
+    found = pair.tokenizer.decode(list(stopped.token_ids))
+    assert found.endswith(stop)
+    assert stop not in found[:-1]

@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from groupwise.cli.runs import app
+from groupwise.errors import RunNotFoundError, UsageError
+from groupwise.runs import checkpoints
+from groupwise.runs.folder import RunFolder
+from groupwise.runs.records import EvaluationRecord, StepRecord
+from groupwise.types import Example, Group, RewardPart, Rollout, Segment
+
+HOSTILE = "\x1b]0;owned\x07 [bold]no markup[/bold]\nsecond line"
+
+
+def rollout(draw: int, member: int, reward: float) -> Rollout:
+    return Rollout(
+        draw=draw,
+        member=member,
+        attempt=0,
+        prompt_ids=(1,),
+        segments=(Segment("policy", (1, 2, 3), finish_reason="length" if member else "stop"),),
+        completion=f"answer {member} kiwi" if member else HOSTILE,
+        outcome="scored",
+        reward=reward,
+        parts=(
+            RewardPart("order", reward),
+            RewardPart("style", None),
+            RewardPart("turns", 0.5, turn=1),
+        ),
+        advantage=reward - 0.5,
+    )
+
+
+def failed(draw: int) -> Rollout:
+    return Rollout(draw, 2, 1, (1,), (), "oops", "timed_out", "took longer\x1b than 30 s")
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    config = {"model": {"name": "tiny", "lora": None}, "task": {"note": "\x1b[31m"}}
+    meta = {"model": "tiny", "task": "sort_words", "max_steps": 12}
+    with RunFolder.create(tmp_path, "sort", config, meta) as run:
+        for step in range(4):
+            members = (rollout(step, 0, step / 4), rollout(step, 1, 1.0), failed(step))
+            group = Group(step, Example(step, f"Sort {step}"), members)
+            metrics = {"reward": step / 4, "odd": math.nan}
+            run.store.commit_step(
+                StepRecord(step, step, step + 1, "f", (step,), 1e-5, 0.0), [group], metrics
+            )
+        run.store.add_evaluation(EvaluationRecord(4, "held_out", "sort@4", {"reward": 0.75}))
+        checkpoints.save(run.checkpoints, 4, lambda folder: (folder / "w").touch())
+        run.finish("finished", {})
+    with RunFolder.create(tmp_path, "empty", {}, {}):
+        pass
+    return tmp_path
+
+
+def call(runs: Path, *arguments: str) -> str:
+    """Standard output of the command."""
+    result = CliRunner().invoke(app, [*arguments, "--dir", str(runs)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def call_json(runs: Path, *arguments: str) -> Any:
+    written = call(runs, *arguments, "--json")
+    assert written.isascii()
+    return json.loads(written, parse_constant=pytest.fail)
+
+
+class TestList:
+    def test_shows_every_run(self, runs: Path) -> None:
+        (runs / "torn").mkdir()
+        lines = call(runs, "list").splitlines()
+        assert lines[0].split() == ["name", "state", "steps", "reward", "started", "model", "task"]
+        assert [line.split()[:2] for line in lines[1:]] == [
+            ["sort", "finished"],
+            ["empty", "interrupted"],
+            ["torn", "broken"],
+        ]
+        assert "4/12   0.125 → 0.625" in lines[1]
+
+    def test_as_json(self, runs: Path) -> None:
+        (runs / "torn").mkdir()
+        sort, empty, torn = call_json(runs, "list")
+        assert (sort["name"], sort["steps"], sort["state"]) == ("sort", 4, "finished")
+        assert empty["reward_first"] is None
+        assert "does not exist" in torn["broken"]
+
+    def test_of_nothing(self, tmp_path: Path) -> None:
+        assert call(tmp_path / "none", "list") == ""
+        assert call_json(tmp_path / "none", "list") == []
+
+
+class TestShow:
+    def test_tells_what_there_is(self, runs: Path) -> None:
+        shown = call(runs, "show", "sort")
+        for expected in (
+            "state        finished",
+            "steps        4 of 12",
+            "reward       ▁▃▆█",
+            "checkpoints  sort@4",
+            "evaluation held_out of sort@4 after 4 steps",
+            'model.name  "tiny"',
+        ):
+            assert expected in shown
+        assert "\x1b" not in shown
+
+    def test_bears_a_run_without_steps(self, runs: Path) -> None:
+        assert "checkpoints  none" in call(runs, "show", "empty")
+
+    def test_as_json(self, runs: Path) -> None:
+        facts = call_json(runs, "show", "sort")
+        assert facts["checkpoints"] == [4]
+        assert facts["last_metrics"] == {"odd": None, "reward": 0.75}
+        assert facts["summary"]["state"] == "finished"
+        assert facts["config"]["model"]["name"] == "tiny"
+
+    def test_an_unknown_run_is_named(self, runs: Path) -> None:
+        with pytest.raises(RunNotFoundError, match="Did you mean 'sort'"):
+            call(runs, "show", "sorts")
+
+
+class TestRollouts:
+    def test_show_the_last_step_with_its_prompt_once(self, runs: Path) -> None:
+        shown = call(runs, "rollouts", "sort")
+        assert shown.count("Sort 3") == 1
+        assert "Sort 2" not in shown
+        assert "#0 · reward 0.750 · advantage +0.250 · 3 tokens\n" in shown
+        assert "order 0.75   style –   turns (turn 1) 0.5" in shown
+        assert "#1 · reward 1.000 · advantage +0.500 · 3 tokens, cut off" in shown
+        assert "#2 · TIMED OUT: took longer␛ than 30 s · 0 tokens · attempt 1" in shown
+
+    def test_hostile_text_is_printed_harmlessly(self, runs: Path) -> None:
+        shown = call(runs, "rollouts", "sort")
+        assert all(letter == "\n" or letter.isprintable() for letter in shown)
+        assert "     ␛]0;owned␇ [bold]no markup[/bold]\n     second line" in shown
+
+    @pytest.mark.parametrize(
+        ("options", "found"),
+        [
+            (["--step", "1"], [(1, 0), (1, 1), (1, 2)]),
+            (["--failed"], [(0, 2), (1, 2), (2, 2), (3, 2)]),
+            (["--failed", "--step", "2"], [(2, 2)]),
+            (["--text", "KIWI"], [(0, 1), (1, 1), (2, 1), (3, 1)]),
+            (["--worst", "--limit", "2"], [(0, 0), (1, 0)]),
+            (["--best", "--limit", "1"], [(3, 1)]),
+            (["--part", "order", "--worst", "--limit", "1"], [(0, 0)]),
+            (["--all", "--limit", "4"], [(0, 0), (0, 1), (0, 2), (1, 0)]),
+        ],
+    )
+    def test_options(self, runs: Path, options: list[str], found: list[tuple[int, int]]) -> None:
+        views = call_json(runs, "rollouts", "sort", *options)
+        assert [(view["step"], view["member"]) for view in views] == found
+
+    def test_nothing_found_is_no_error(self, runs: Path) -> None:
+        assert call(runs, "rollouts", "sort", "--step", "77") == ""
+        assert call(runs, "rollouts", "empty") == ""
+
+    def test_contradictions_and_unknown_parts_are_refused(self, runs: Path) -> None:
+        with pytest.raises(UsageError, match="contradict"):
+            call(runs, "rollouts", "sort", "--best", "--worst")
+        with pytest.raises(UsageError, match="contradict"):
+            call(runs, "rollouts", "sort", "--step", "1", "--all")
+        with pytest.raises(RunNotFoundError, match="There are: order, style, turns"):
+            call(runs, "rollouts", "sort", "--part", "ordr")
+
+
+class TestPlot:
+    def test_draws_and_writes(self, runs: Path) -> None:
+        target = runs / "reward.svg"
+        shown = call(runs, "plot", "sort", "--svg", str(target))
+        assert shown.startswith("sort · reward")
+        assert "┤" in shown
+        assert "\x1b" not in shown
+        assert target.read_text().startswith("<svg")
+
+    def test_as_json(self, runs: Path) -> None:
+        drawn = call_json(runs, "plot", "sort")
+        assert drawn["points"] == [[0, 0.0], [1, 0.25], [2, 0.5], [3, 0.75]]
+        assert call_json(runs, "plot", "sort", "--metric", "odd")["points"][0] == [0, None]
+
+    def test_unknown_metrics_are_named(self, runs: Path) -> None:
+        with pytest.raises(RunNotFoundError, match=r"no metric 'rewrad'\. There are: odd, reward"):
+            call(runs, "plot", "sort", "--metric", "rewrad")
+        with pytest.raises(RunNotFoundError, match="recorded no step yet"):
+            call(runs, "plot", "empty")

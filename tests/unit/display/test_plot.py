@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import math
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.display.plot import (
+    Point,
+    Series,
+    moving_mean,
+    sparkline,
+    svg_curve,
+    terminal_curve,
+    with_mean,
+)
+
+RISING: list[Point] = [(float(step), step / 10) for step in range(11)]
+ANY_POINTS = st.lists(
+    st.tuples(st.integers(0, 10**6).map(float), st.floats(-1e12, 1e12) | st.just(math.nan)),
+    max_size=30,
+).map(sorted)
+
+
+class TestTerminal:
+    def test_draws_a_rising_line_from_corner_to_corner(self) -> None:
+        lines = terminal_curve([Series("reward", tuple(RISING))], 40, 8, "reward").split("\n")
+        assert lines[0].startswith("reward")
+        assert lines[0].endswith("⠒⠒ reward")
+        body = lines[1:9]
+        assert re.match(r"1\.0 ┤", body[0])
+        assert re.match(r"0\.0 ┤", body[-1])
+        starts = [min(i for i, c in enumerate(line) if 0x2800 < ord(c) < 0x2900) for line in body]
+        assert starts == sorted(starts, reverse=True)
+        assert starts[-1] == 5
+        assert len(body[0]) == 40
+        assert lines[9].startswith("    └┬")
+        assert re.fullmatch(r"\s+0\s+2\s+4\s+6\s+8\s+10", lines[10])
+        assert lines[11].strip() == "step"
+
+    def test_shows_raw_points_beside_their_mean(self) -> None:
+        noisy = [(float(i), float(i % 2)) for i in range(30)]
+        drawn = terminal_curve(with_mean("reward", noisy), 50, 9, "t")
+        assert "·" in drawn.split("\n", 1)[1]
+        assert any(0x2800 < ord(c) < 0x2900 for c in drawn)
+
+    @given(ANY_POINTS, st.integers(1, 120), st.integers(1, 30))
+    def test_fits_whatever_the_values(self, points: list[Point], width: int, height: int) -> None:
+        drawn = terminal_curve([Series("s", tuple(points))], width, height)
+        assert all(len(line) <= max(width, 32) for line in drawn.split("\n"))
+
+    @pytest.mark.parametrize("points", [[], [(0.0, math.nan), (1.0, math.inf)]])
+    def test_says_when_there_is_nothing(self, points: list[Point]) -> None:
+        assert terminal_curve([Series("s", tuple(points))], title="t") == "t: no values yet"
+        assert "no values yet" in svg_curve([Series("s", tuple(points))], title="t")
+
+    def test_one_value_and_equal_values_are_drawn(self) -> None:
+        for points in ([(3.0, 0.5)], [(0.0, 0.5), (9.0, 0.5)], [(0.0, 0.0), (1.0, 0.0)]):
+            drawn = terminal_curve([Series("s", tuple(points))])
+            assert any(0x2800 < ord(c) < 0x2900 for c in drawn)
+
+    def test_colours_only_when_asked(self) -> None:
+        series = with_mean("reward", RISING)
+        assert "\x1b" not in terminal_curve(series, title="t")
+        coloured = terminal_curve(series, title="t", colour=True)
+        assert re.sub(r"\x1b\[\d+m", "", coloured) == terminal_curve(series, title="t")
+
+    def test_names_are_harmless(self) -> None:
+        drawn = terminal_curve([Series("a\x1b[2J\nb", tuple(RISING))], title="t\x07", x_label="x\n")
+        assert "\x1b" not in drawn
+        assert "\x07" not in drawn
+
+
+class TestSvg:
+    def test_is_a_picture_with_every_value(self) -> None:
+        root = ET.fromstring(svg_curve(with_mean("reward", RISING), title="a run", y_label="mean"))
+        name = "{http://www.w3.org/2000/svg}"
+        assert len(root.findall(f".//{name}g[@class='dots c0']/{name}circle")) == len(RISING)
+        texts = [element.text for element in root.iter(f"{name}text")]
+        assert {"a run", "mean", "step", "reward", "mean of 3", "0.0", "1.0", "10"} <= set(texts)
+        line = root.find(f"{name}path[@class='line c0']")
+        assert line is not None
+        places = [float(number) for number in re.findall(r"[-\d.]+", line.get("d", ""))]
+        assert len(places) == 2 * len(RISING)
+        assert places[1::2] == sorted(places[1::2], reverse=True)
+
+    def test_stands_alone(self) -> None:
+        drawn = svg_curve(with_mean("reward", RISING))
+        assert "<script" not in drawn
+        assert "prefers-color-scheme: dark" in drawn
+        assert re.findall(r"https?://[^\"']+", drawn) == ["http://www.w3.org/2000/svg"]
+
+    @given(st.text(st.characters(exclude_categories=())))
+    def test_any_text_is_escaped(self, text: str) -> None:
+        root = ET.fromstring(svg_curve([Series(text, tuple(RISING))], text, text, text).encode())
+        assert not list(root.iter("script"))
+
+    def test_markup_stays_text(self) -> None:
+        drawn = svg_curve([Series("s", tuple(RISING))], title='</title><script>alert("x")</script>')
+        assert "<script" not in drawn
+
+    @given(ANY_POINTS)
+    def test_any_values_give_finite_places(self, points: list[Point]) -> None:
+        drawn = svg_curve(with_mean("s", points))
+        assert "nan" not in drawn
+        assert not re.search(r"[\"L M]-?inf", drawn)
+
+
+class TestSmall:
+    def test_sparkline(self) -> None:
+        assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+        assert sparkline([1.0, 1.0]) == "▄▄"
+        assert sparkline([0.0, math.nan, 1.0]) == "▁█"
+        assert sparkline([0, 0, 4, 4, 7, 7, 7, 7], width=4) == "▁▅██"
+        assert sparkline([]) == ""
+
+    @given(st.lists(st.floats(-1e6, 1e6), max_size=50), st.integers(1, 20))
+    def test_sparkline_fits(self, values: list[float], width: int) -> None:
+        assert len(sparkline(values, width)) == min(len(values), width)
+
+    def test_moving_mean(self) -> None:
+        assert moving_mean([1, 2, 3, 6], 2) == [1, 1.5, 2.5, 4.5]
+        assert moving_mean([], 3) == []

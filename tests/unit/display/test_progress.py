@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from groupwise.display.progress import Progress
+
+METRICS = {
+    "reward": 0.5,
+    "reward_std": 0.2,
+    "rewards/format/mean": 0.8,
+    "rewards/[/bold]\x1b[31m/mean": 0.25,
+    "frac_reward_zero_std": 0.125,
+    "kl": 0.0012,
+    "entropy": 1.234,
+    "completions/mean_length": 34.1,
+    "completions/clipped_ratio": 0.03,
+    "grad_norm": 0.221,
+    "learning_rate": 1e-5,
+    "loss": -0.0031,
+    "sampling/logprob_gap": 3.2e-7,
+    "rollouts/scored": 61.0,
+    "rollouts/failed": 2.0,
+    "rollouts/timed_out": 1.0,
+    "perf/sampling_tokens_per_second": 412.3,
+    "perf/learning_tokens_per_second": 1830.0,
+    "time/step": 6.0,
+}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class TestPlainLines:
+    def test_say_everything_in_one_line_a_step(self) -> None:
+        stream = io.StringIO()
+        with Progress("a run", 20, stream=stream) as progress:
+            progress.phase("sampling", 1, 8)
+            progress.step(0, METRICS)
+        assert stream.getvalue() == (
+            "step  1/20  reward 0.500 ±0.200  loss -0.0031  kl 0.0012  entropy 1.23  len 34.1  cut 3%  "
+            "no-signal 12%  failed 3 of 64 (1 timed out)  grad 0.221  lr 1e-05  gap 3.2e-07  time 6.0 s  eta 1:54\n"
+        )
+
+    def test_come_every_few_steps_and_at_the_end(self) -> None:
+        stream = io.StringIO()
+        with Progress("a run", 10, stream=stream, logging_steps=4) as progress:
+            for step in range(10):
+                progress.step(step, {"reward": 0.1})
+        assert re.findall(r"(\d+)/10", stream.getvalue()) == ["4", "8", "10"]
+
+    def test_have_no_control_characters(self) -> None:
+        stream = io.StringIO()
+        with Progress("a\x1b[2J", 2, stream=stream) as progress:
+            progress.note("model said \x1b[31m[/b]\nsecond line")
+            progress.step(0, METRICS)
+            progress.result("Held-out \x07", [("", "before"), ("re\nward", "0.1\x1b")])
+        assert all(letter == "\n" or letter.isprintable() for letter in stream.getvalue())
+        assert "model said ␛[31m[/b]\nsecond line\n" in stream.getvalue()
+
+    def test_say_nan_and_nothing_of_what_is_not_measured(self) -> None:
+        stream = io.StringIO()
+        with Progress("a run", 2, stream=stream, clock=Clock()) as progress:
+            progress.step(0, {"loss": float("nan")})
+        assert stream.getvalue() == "step 1/2  loss nan  time 0.0 s  eta 0:00\n"
+
+    def test_time_is_measured_where_it_is_not_given(self) -> None:
+        stream, clock = io.StringIO(), Clock()
+        with Progress("a run", 1210, start_step=10, stream=stream, clock=clock) as progress:
+            for step in (10, 11):
+                clock.now += 3.0
+                progress.step(step, {})
+        assert stream.getvalue().splitlines()[-1] == "step   12/1210  time 3.0 s  eta 59:54"
+
+    def test_a_result_is_a_table(self) -> None:
+        stream = io.StringIO()
+        Progress("a run", 1, stream=stream).result(
+            "Held-out", [("", "before", "after"), ("reward", "0.112", "0.58")]
+        )
+        assert (
+            stream.getvalue()
+            == "\nHeld-out\n           before   after\n  reward    0.112    0.58\n"
+        )
+
+    def test_an_ascii_stream_gets_what_it_can_hold(self) -> None:
+        raw = io.BytesIO()
+        stream = io.TextIOWrapper(raw, encoding="ascii")
+        Progress("a run", 1, stream=stream).note("±")
+        assert raw.getvalue() == b"?\n"
+
+
+RUN = """
+    from groupwise.display.progress import Progress
+    from tests_metrics import METRICS
+    with Progress("sort [/bold] \\x1b[31m", 20) as progress:
+        progress.note("before [b]")
+        for step in range(3):
+            progress.phase("sampling", step, 8)
+            progress.step(step, METRICS)
+        {end}
+        progress.result("Held-out", [("", "before", "after"), ("reward", "0.1", "0.6")])
+"""
+
+
+def in_terminal(tmp_path: Path, end: str = "", columns: int = 100, **environment: str) -> str:
+    """What a child process writes to a terminal of its own."""
+    (tmp_path / "tests_metrics.py").write_text(f"METRICS = {METRICS!r}")
+    leader, follower = pty.openpty()
+    child = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(RUN).format(end=end)],
+        stdin=follower,
+        stdout=follower,
+        stderr=follower,
+        env={
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
+            "PYTHONIOENCODING": "utf-8",
+            "TERM": "xterm-256color",
+            "COLUMNS": str(columns),
+            "LINES": "40",
+            **environment,
+        },
+    )
+    os.close(follower)
+    written = b""
+    with contextlib.suppress(OSError):  # the end of a terminal is an error on Linux
+        while chunk := os.read(leader, 65536):
+            written += chunk
+    child.wait()
+    os.close(leader)
+    return written.decode()
+
+
+def plain(written: str) -> str:
+    """Without colours and cursor movements; each redrawing begins on a line of its own."""
+    return re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", written).replace("\r\n", "\n").replace("\r", "\n")
+
+
+class TestTerminal:
+    def test_shows_everything_and_lets_go_of_the_screen(self, tmp_path: Path) -> None:
+        written = in_terminal(tmp_path)
+        shown = plain(written)
+        for expected in (
+            "sort [/bold] ␛[31m",
+            "step  3/20",
+            "15%",
+            "reward 0.500 ±0.200",
+            "format 0.800   [/bold]␛[31m 0.250",
+            "3 of 64 (1 timed out)",
+            "412 tok/s",
+            "1,830 tok/s",
+            "groups without signal 12%",
+            "1:42 to go",
+            "before [b]",
+        ):
+            assert expected in shown
+        assert shown.rstrip().endswith("reward      0.1     0.6")
+        assert "\x1b[31m" not in written.replace("\x1b[1;31m", "").replace("\x1b[31m3 of", "")
+        assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l")
+
+    def test_ctrl_c_gives_the_cursor_back(self, tmp_path: Path) -> None:
+        written = in_terminal(tmp_path, end="raise KeyboardInterrupt")
+        assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l")
+        assert "KeyboardInterrupt" in written
+
+    @pytest.mark.parametrize("columns", [20, 46, 63, 64, 200])
+    def test_fits_any_width(self, tmp_path: Path, columns: int) -> None:
+        shown = plain(in_terminal(tmp_path, columns=columns))
+        view = shown[shown.index("step  3/20") :].split("Held-out")[0].split("\n")
+        assert max(len(line) for line in view) <= columns
+        assert "0.500" in shown
+
+    def test_no_color_has_none(self, tmp_path: Path) -> None:
+        written = in_terminal(tmp_path, NO_COLOR="1")
+        assert not re.search(r"\x1b\[[\d;]*(3[0-7]|38;|9[0-7])[\d;]*m", written)
+
+    def test_a_dumb_terminal_gets_lines(self, tmp_path: Path) -> None:
+        written = in_terminal(tmp_path, TERM="dumb")
+        assert "\x1b" not in written
+        assert "step  3/20  reward 0.500" in written
