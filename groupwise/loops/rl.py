@@ -307,8 +307,15 @@ def commit(
 
 def save_checkpoint(run: Run) -> None:
     """Weights, optimiser and position after the steps done; older checkpoints go as configured."""
-    if run.saved_step == run.step:
-        return
+    if run.saved_step != run.step:
+        write_checkpoint(run)
+    keep = run.config.run.save_total_limit
+    if keep is not None:
+        checkpoints.prune(run.folder.checkpoints, keep)
+
+
+def write_checkpoint(run: Run) -> None:
+    """All that a resume needs, as one folder that appears whole."""
     run.progress.phase("saving", 0, 1)
     position = {
         "step": run.step,
@@ -324,9 +331,6 @@ def save_checkpoint(run: Run) -> None:
         {"position": position},
     )
     run.saved_step = run.step
-    keep = run.config.run.save_total_limit
-    if keep is not None:
-        checkpoints.prune(run.folder.checkpoints, keep)
 
 
 # --- held-out prompts ----------------------------------------------------------------------------

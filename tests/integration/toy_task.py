@@ -1,4 +1,4 @@
-"""A task that a random model can learn: write the letter that is asked for."""
+"""A task that a random model can learn: write small letters."""
 
 import random
 
@@ -8,7 +8,7 @@ LETTERS = "abcde"
 def rows(count, seed):
     generator = random.Random(seed)
     return [
-        {"prompt": f"write {generator.choice(LETTERS)}{index % 10}:", "answer": "a"}
+        {"prompt": f"write {generator.choice(LETTERS)}{index % 10}:", "wanted": "abcdefghijklm"}
         for index in range(count)
     ]
 
@@ -21,8 +21,10 @@ def get_eval_dataset(config):
     return rows(8, seed=1)
 
 
-def share(completions, answer, **kwargs):
-    return [text.count(gold) / 8 for text, gold in zip(completions, answer, strict=True)]
+def share(completions, wanted, **kwargs):
+    """The share of characters that are wanted, of six."""
+    pairs = zip(completions, wanted, strict=True)
+    return [sum(letter in letters for letter in text) / 6 for text, letters in pairs]
 
 
 def get_reward_funcs(config, tokenizer):
@@ -30,6 +32,5 @@ def get_reward_funcs(config, tokenizer):
 
 
 def compute_metrics(prompts, completions, dataset_rows, config, tokenizer):
-    return {
-        "metrics": {"share": sum(text.count("a") for text in completions) / (8 * len(completions))}
-    }
+    shares = share(completions, [row["wanted"] for row in dataset_rows])
+    return {"metrics": {"share": sum(shares) / len(shares)}}

@@ -1,0 +1,180 @@
+"""A resumed run equals the uninterrupted one, to the bit, wherever it was stopped:
+
+1. after a clean stop (SIGINT) at any step, also in the middle of sampling and in the middle of a gradient;
+2. after a crash at every durable write, before and after it becomes visible;
+3. after two crashes;
+4. with the record whole: no rollout missing, none twice.
+
+Repeated runs are equal to begin with, whatever the number of reward workers.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+import groupwise
+from groupwise.loops import rl as loop
+from groupwise.runs import checkpoints, durable
+from groupwise.runs.find import newest_unfinished
+from groupwise.runs.store import Store
+from groupwise.errors import RunNotFoundError
+from tests.integration.running import STEPS, TOY, config, die, in_child, what_must_be_equal
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    runs = tmp_path_factory.mktemp("whole")
+    torch.set_num_threads(1)
+    points: list[str] = []
+    durable.on_write = points.append
+    try:
+        result = groupwise.rl(config(runs), TOY)
+    finally:
+        durable.on_write = lambda name: None
+    assert result.exit_code == 0
+    return what_must_be_equal(runs / "toy"), points
+
+
+def start(runs: Path) -> None:
+    groupwise.rl(config(runs), TOY)
+
+
+def go_on(runs: Path) -> None:
+    """What a person does after a crash: resume, or start anew where nothing was begun; nothing where all was done."""
+    try:
+        newest_unfinished("toy", runs)
+    except RunNotFoundError as error:
+        if "finished" in str(error):
+            return
+        start(runs)
+        return
+    assert groupwise.rl(config(runs), TOY, resume=True).exit_code == 0
+
+
+def test_repeated_runs_are_equal(uninterrupted, tmp_path):
+    start(tmp_path)
+    assert what_must_be_equal(tmp_path / "toy") == uninterrupted[0]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_reward_workers_do_not_change_the_run(uninterrupted, tmp_path, workers):
+    settings = config(tmp_path)
+    settings["rewards"] = {"workers": workers}
+    groupwise.rl(settings, TOY)
+    assert what_must_be_equal(tmp_path / "toy") == uninterrupted[0]
+
+
+def test_every_durable_write_is_a_crash_point(uninterrupted, tmp_path):
+    """Dies at each point in turn; the record of points shows what a run writes durably."""
+    whole, points = uninterrupted
+    kinds = {name.split(":")[0] for name in points}
+    assert kinds == {"file", "folder", "remove", "commit"}
+    assert sum(name == "commit:step:after" for name in points) == STEPS
+    failed = [
+        f"{number} {name}"
+        for number, name in enumerate(points)
+        if not survives(tmp_path / str(number), number, whole)
+    ]
+    assert not failed
+
+
+def survives(runs: Path, number: int, whole: dict) -> bool:
+    assert in_child(lambda: crash_at(number, runs)) == 17
+    durable.on_write = lambda name: None
+    go_on(runs)
+    return what_must_be_equal(runs / "toy") == whole
+
+
+def crash_at(number: int, runs: Path, resume: bool = False) -> None:
+    left = iter(range(number))
+
+    def count(name: str) -> None:
+        if next(left, None) is None:
+            die()
+
+    durable.on_write = count
+    go_on(runs) if resume else start(runs)
+
+
+def test_two_crashes(uninterrupted, tmp_path):
+    whole, points = uninterrupted
+    assert in_child(lambda: crash_at(2 * len(points) // 3, tmp_path)) == 17
+    assert in_child(lambda: crash_at(len(points) // 4, tmp_path, resume=True)) == 17
+    go_on(tmp_path)
+    assert what_must_be_equal(tmp_path / "toy") == whole
+    with Store.open(tmp_path / "toy" / "run.db", readonly=True) as store:
+        assert len(store.resumes()) == 2
+
+
+@pytest.mark.parametrize("place", ["sampling", "gradient", "between"])
+@pytest.mark.parametrize("step", [0, 3])
+def test_a_clean_stop(uninterrupted, tmp_path, monkeypatch, place, step):
+    """Ctrl-C keeps finished rollouts, checkpoints the last whole step, and exits with 130."""
+    interrupt_at(monkeypatch, place, step)
+    result = groupwise.rl(config(tmp_path), TOY)
+    monkeypatch.undo()
+    folder = tmp_path / "toy"
+    assert (result.exit_code, result.summary["state"]) == (130, "interrupted")
+    done = step + (place == "between")
+    with Store.open(folder / "run.db", readonly=True) as store:
+        assert store.last_step() == (done - 1 if done else None)
+        assert bool(store.unfinished_groups()) == (place == "gradient")
+    if done:
+        newest = checkpoints.newest(folder / "checkpoints")
+        assert newest is not None
+        assert newest.step == done
+    assert groupwise.rl(config(tmp_path), TOY, resume=True).exit_code == 0
+    resumed, whole = what_must_be_equal(folder), uninterrupted[0]
+    assert resumed["record"] == whole["record"]
+    for name, digest in whole["files"].items():
+        assert resumed["files"].get(name, digest) == digest
+    assert resumed["files"]["final/adapter_model.safetensors"] == whole["files"]["final/adapter_model.safetensors"]
+
+
+def interrupt_at(monkeypatch, place: str, step: int) -> None:
+    """Send this process SIGINT at a place of the loop."""
+    targets = {"sampling": "draw_group", "gradient": "learn", "between": "commit"}
+    original = getattr(loop, targets[place])
+
+    sent: list[int] = []
+
+    def stop_in(run, *arguments, **keywords):
+        if run.step == step and not sent:
+            sent.append(step)
+            os.kill(os.getpid(), signal.SIGINT)
+        return original(run, *arguments, **keywords)
+
+    monkeypatch.setattr(loop, targets[place], stop_in)
+
+
+def test_resume_from_an_earlier_checkpoint(uninterrupted, tmp_path):
+    settings = config(tmp_path)
+    settings["run"]["save_total_limit"] = None
+    groupwise.rl(settings, TOY)
+    result = groupwise.rl(settings, TOY, resume_from="toy@2")
+    assert result.exit_code == 0
+    assert what_must_be_equal(tmp_path / "toy")["record"] == uninterrupted[0]["record"]
+
+
+def test_more_steps_go_on_where_the_run_ended(tmp_path):
+    """max_steps may change; with a constant learning rate the longer run is the same run."""
+    constant = {"lr_scheduler_type": "constant"}
+    (tmp_path / "whole").mkdir()
+    longer = config(tmp_path / "whole", **constant)
+    longer["eval"] = {"before_and_after": False}
+    groupwise.rl(longer, TOY)
+    shorter = config(tmp_path / "cut", **constant)
+    shorter["eval"] = {"before_and_after": False}
+    shorter["training"]["max_steps"] = 3
+    groupwise.rl(shorter, TOY)
+    shorter["training"]["max_steps"] = STEPS
+    groupwise.rl(shorter, TOY, resume_from="toy@3")
+    cut, whole = (what_must_be_equal(tmp_path / name / "toy") for name in ("cut", "whole"))
+    assert cut["record"] == whole["record"]
