@@ -32,20 +32,24 @@ class MicroBatch:
         return len(self.prompt_ids) + len(self.rows) * self.width
 
 
-def microbatches(rows: Sequence[Row], max_tokens: int) -> list[MicroBatch]:
+def microbatches(
+    rows: Sequence[Row], max_tokens: int, *, prompt_shared: bool = True
+) -> list[MicroBatch]:
     """Cut rows up so that each micro-batch has at most `max_tokens` tokens, or a single row that is longer.
 
-    Prompts keep the order of their first row; within one, longer completions come first, which wastes least padding.
+    Where the forward pass cannot share the prompt, each row costs its own. Prompts keep the order of their first row; within
+    one, longer completions come first, which wastes least padding.
     """
     by_prompt: dict[tuple[int, ...], list[int]] = {}
     for index, row in enumerate(rows):
         by_prompt.setdefault(row.prompt_ids, []).append(index)
     cut: list[MicroBatch] = []
     for prompt_ids, members in by_prompt.items():
+        once, each = (len(prompt_ids), 0) if prompt_shared else (0, len(prompt_ids))
         longest_first = sorted(members, key=lambda index: -len(rows[index].completion_ids))
         while longest_first:
             width = max(1, len(rows[longest_first[0]].completion_ids))
-            count = max(1, (max_tokens - len(prompt_ids)) // width)
+            count = max(1, (max_tokens - once) // (width + each))
             taken, longest_first = longest_first[:count], longest_first[count:]
             cut.append(MicroBatch(prompt_ids, tuple(rows[index] for index in taken), tuple(taken)))
     return cut

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from groupwise.algorithms.base import Algorithm, LossResult, TokenBatch
 from groupwise.algorithms.registry import from_spec
@@ -67,6 +68,11 @@ class TorchLearner:
         if gradient_checkpointing:
             self._forward = whole_rows
             weights.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self._layers = [
+            module
+            for module in weights.model.modules()
+            if gradient_checkpointing and isinstance(module, GradientCheckpointingLayer)
+        ]
         self._optimiser = torch.optim.AdamW(self._parameters.values(), foreach=True)
         self._updates = 0
         self.tokens_computed = 0
@@ -78,7 +84,7 @@ class TorchLearner:
         algorithm = from_spec(loss)
         sums: dict[str, float] = {}
         self._seed_dropout()
-        for batch in microbatches(rows, self._max_tokens):
+        for batch in microbatches(rows, self._max_tokens, prompt_shared=not self._checkpointing):
             result = self._backward(batch, algorithm, denominators)
             losses = {f"loss/{name}": value for name, value in result.components.items()}
             for name, value in {**losses, **result.stats}.items():
@@ -145,6 +151,8 @@ class TorchLearner:
         place = Path(folder)
         self._weights.read(place)
         self._updates = int(json.loads((place / STATE).read_text())["updates"])
+        self.discard()
+        self._optimiser.state.clear()
         if self._updates:
             self._make_optimiser_state()
             copy_exactly(
@@ -172,7 +180,7 @@ class TorchLearner:
         return result
 
     def _training_mode(self) -> _TrainingMode:
-        return _TrainingMode(self._weights.model, self._checkpointing)
+        return _TrainingMode(self._layers)
 
     def _clip(self, gradients: list[Tensor], norm: float, max_norm: float | None) -> None:
         if max_norm is not None and norm > max_norm:
@@ -189,7 +197,7 @@ class TorchLearner:
 
     def _seed_dropout(self) -> None:
         if self._dropout:
-            torch.manual_seed((self._seed << 32) + self._updates)
+            torch.manual_seed(((self._seed << 32) + self._updates) % (1 << 63))
 
     def _make_optimiser_state(self) -> None:
         for parameter in self._parameters.values():
@@ -213,18 +221,18 @@ class TorchLearner:
 
 
 class _TrainingMode:
-    """Gradient checkpointing acts only in training mode; everything else stays in evaluation mode."""
+    """Layers that can be checkpointed are only in training mode; everything else stays in evaluation mode."""
 
-    def __init__(self, model: torch.nn.Module, checkpointing: bool) -> None:
-        self._model = model
-        self._checkpointing = checkpointing
+    def __init__(self, layers: Sequence[torch.nn.Module]) -> None:
+        self._layers = layers
 
     def __enter__(self) -> None:
-        if self._checkpointing:
-            self._model.train()
+        for layer in self._layers:
+            layer.training = True  # not `train()`, which would turn on the dropout inside
 
     def __exit__(self, *_: object) -> None:
-        self._model.eval()
+        for layer in self._layers:
+            layer.training = False
 
 
 def token_batch(batch: MicroBatch, forward: Forward) -> TokenBatch:

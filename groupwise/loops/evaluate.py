@@ -75,12 +75,20 @@ class EvalResult:
         return wilson(self.metrics[metric], len(self.rows))
 
     @property
+    def judged(self) -> list[str]:
+        """The metrics that have an interval: the reward, and accuracies where they are shares from 0 to 1."""
+        return [
+            name
+            for name, value in self.metrics.items()
+            if name == "reward" or (name.endswith("accuracy") and 0 <= value <= 1)
+        ]
+
+    @property
     def summary(self) -> dict[str, Any]:
         """For people and `--json`."""
         intervals = {
             name: [interval.low, interval.high]
-            for name in self.metrics
-            if name == "reward" or name.endswith("accuracy")
+            for name in self.judged
             for interval in [self.interval(name)]
         }
         return {
@@ -177,6 +185,7 @@ def evaluate(
     found = load_task(task)
     require(found, "eval")
     loaded = _prepared(loaded, found, samples_per_prompt)
+    _refuse_existing(output)
     weights, label, run = find_policy(policy, Path(loaded.config.run.dir))
     return asyncio.run(_evaluate(loaded, found, weights, label, run, output))
 
@@ -248,16 +257,20 @@ def _write(
 ) -> Path | None:
     content = {**result.summary, "task": task.name, "details": result.details, "rows": result.rows}
     if output is not None:
-        if output.exists():
-            raise UsageError(
-                f"{output} exists, and results are never overwritten. Give another --output."
-            )
+        _refuse_existing(output)
         output.parent.mkdir(parents=True, exist_ok=True)
         durable.write_json(output, content)
         return output
     if run is not None:
         return add_result(run, f"{task.name}-{result.policy.replace('/', '_')}", content)
     return None
+
+
+def _refuse_existing(output: Path | None) -> None:
+    if output is not None and output.exists():
+        raise UsageError(
+            f"{output} exists, and results are never overwritten. Give another --output."
+        )
 
 
 async def _task_metrics(asked: HeldOut, scorer: Scorer, groups: Sequence[Group]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from groupwise.config import (
 from groupwise.data.examples import fingerprint
 from groupwise.display.plot import svg_curve, with_mean
 from groupwise.display.progress import Progress
-from groupwise.errors import ResumeMismatchError, RunNotFoundError
+from groupwise.errors import ResumeMismatchError, RunNotFoundError, UsageError
 from groupwise.loops.evaluate import EvalResult, held_out, held_out_prompts
 from groupwise.loops.interruption import Interrupted, Interruption
 from groupwise.loops.rl import Run, evaluate_held_out, publish, save_checkpoint, train
@@ -40,7 +40,7 @@ from groupwise.models.plan import plan_model, prompt_room
 from groupwise.models.tokenizer import load_tokenizer
 from groupwise.models.tokens import rendered
 from groupwise.rollouts.prompts import PromptSet, tokenise
-from groupwise.runs import checkpoints, find
+from groupwise.runs import checkpoints, durable, find
 from groupwise.runs.checkpoints import Checkpoint
 from groupwise.runs.folder import RunFolder, read_config
 from groupwise.runs.records import ResumeRecord
@@ -115,8 +115,13 @@ def rl(
         return RlResult(plan(prepared))
     point = find_resume_point(prepared, resume, resume_from)
     folder = open_folder(prepared, point)
-    with folder:
-        return asyncio.run(run_in(folder, prepared, point))
+    try:
+        with folder:
+            return asyncio.run(run_in(folder, prepared, point))
+    except UsageError:
+        if point is None and not find.run_info(folder.path).steps:
+            durable.remove_folder(folder.path)  # nothing was started, so nothing stands in the way
+        raise
 
 
 # --- before anything is built --------------------------------------------------------------------
@@ -339,10 +344,13 @@ async def run_in(folder: RunFolder, prepared: Prepared, point: ResumePoint | Non
     scorer = build.build_scorer(prepared.config, prepared.task, prepared.tokenizer)
     try:
         with Interruption() as interruption, progress:
-            progress.phase("loading", 0, 1)
+            progress.phase("loading")
+            workers = asyncio.create_task(scorer.start())
+            await asyncio.sleep(0)  # they start while the model is loaded
             run = await assemble(
                 folder, prepared, point, scorer, progress, interruption, publications
             )
+            await workers
             return await conduct(run, prepared, started)
     finally:
         await scorer.close()
@@ -426,6 +434,7 @@ async def conduct(run: Run, prepared: Prepared, started: float) -> RlResult:
         keep_what_is_whole(run)
         summary = summarise(run, prepared, started, None, None)
         run.folder.finish("interrupted", summary)
+        run.progress.note(f"interrupted after {run.step} steps; the same command with --resume goes on")
         return RlResult({**summary, "state": "interrupted"}, interrupted.exit_code, run.folder.path)
     except BaseException:
         run.folder.store.keep_unfinished(run.drawn.values())
@@ -503,7 +512,7 @@ def compared(before: EvalResult, after: EvalResult) -> dict[str, Any]:
     first, last = before.rewards, after.rewards
     both = sorted(first.keys() & last.keys())
     change = paired_difference([first[key] for key in both], [last[key] for key in both])
-    names = [name for name in after.metrics if name == "reward" or name.endswith("accuracy")]
+    names = [name for name in after.judged if name in before.judged]
     return {
         "prompts": len(both),
         "change": _as_dict(change),

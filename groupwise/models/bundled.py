@@ -159,18 +159,30 @@ def _download_gguf(bundled: BundledModel, scratch: Path) -> Path:
 
 def _made(final: Path, fill: Callable[[Path], None]) -> Path:
     """Fill a folder beside `final` and rename it: concurrent and killed makers leave nothing half-made."""
-    final.parent.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        building = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
+    except OSError as error:
+        raise ModelError(
+            f"The cache of models cannot be written: {error}. It stands below $XDG_CACHE_HOME, by default ~/.cache; "
+            "name a folder there that can be written."
+        ) from error
     try:
         fill(building)
-        try:
-            building.rename(final)
-        except OSError:
-            if not _complete(final):
-                raise
+        _put(building, final)
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return final
+
+
+def _put(building: Path, final: Path) -> None:
+    if final.exists() and not _complete(final):
+        shutil.rmtree(final)  # somebody removed a part of it
+    try:
+        building.rename(final)
+    except OSError:
+        if not _complete(final):
+            raise
 
 
 def _convert(gguf: Path, folder: Path) -> None:

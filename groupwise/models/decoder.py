@@ -98,6 +98,8 @@ class Decoder:
         self.body = model.get_decoder()
         self.head = cast("nn.Module", model.get_output_embeddings())
         self.config = model.config.get_text_config()
+        kinds = getattr(self.config, "layer_types", None)
+        self.layer_types = set(kinds) if kinds else None
         self.window = self._sliding_window()
         self._check_head()
 
@@ -132,19 +134,31 @@ class Decoder:
 
     def _mask(self, mask_B1TK: Tensor, positions_BT: Tensor) -> Tensor | dict[str, Tensor]:
         if self.window is None:
-            return mask_B1TK
+            return self._usable(mask_B1TK)
         keys_K = torch.arange(mask_B1TK.shape[-1], device=mask_B1TK.device)
         near_B1TK = (positions_BT[:, None, :, None] - keys_K) < self.window
-        return {"full_attention": mask_B1TK, "sliding_attention": mask_B1TK & near_B1TK}
+        sliding = self._usable(mask_B1TK & near_B1TK)
+        if self.layer_types is None:
+            return sliding
+        return {"full_attention": self._usable(mask_B1TK), "sliding_attention": sliding}
+
+    def _usable(self, mask_B1TK: Tensor) -> Tensor:
+        """As the model's attention takes it: torch's own takes truth values, the plain one adds numbers to its scores."""
+        if self.config._attn_implementation == "sdpa":
+            return mask_B1TK
+        lowest = torch.finfo(self.model.dtype).min
+        return torch.zeros_like(mask_B1TK, dtype=self.model.dtype).masked_fill(~mask_B1TK, lowest)
 
     def _sliding_window(self) -> int | None:
-        kinds = set(getattr(self.config, "layer_types", None) or ["full_attention"])
-        if kinds - {"full_attention", "sliding_attention"}:
+        """Most tokens that a layer with a window sees. Models that do not say which layers have it have it in all."""
+        if self.layer_types is None:
+            return getattr(self.config, "sliding_window", None)
+        if self.layer_types - {"full_attention", "sliding_attention"}:
             raise ModelError(
-                f"The model {self.config.model_type!r} has layers of kind {', '.join(sorted(kinds))}; "
+                f"The model {self.config.model_type!r} has layers of kind {', '.join(sorted(self.layer_types))}; "
                 "full and sliding attention are what this version can sample and train."
             )
-        return self.config.sliding_window if "sliding_attention" in kinds else None
+        return self.config.sliding_window if "sliding_attention" in self.layer_types else None
 
     @torch.no_grad()
     def _check_head(self) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -30,16 +31,31 @@ def load_model(config: ModelConfig, dtype: Dtype, device: str = "cpu") -> PreTra
     """The model's weights, in evaluation mode, no parameter trainable."""
     resolved = resolve(config)
     with quiet(), explained(config, resolved, "model"):
-        model = AutoModelForCausalLM.from_pretrained(
+        loaded = AutoModelForCausalLM.from_pretrained(
             resolved.location,
             dtype=getattr(torch, dtype),
-            attn_implementation="sdpa",
             trust_remote_code=config.trust_remote_code,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
             **resolved.arguments(),
         )
+        model, report = cast("tuple[PreTrainedModel, dict[str, Any]]", loaded)
+        _refuse_gaps(report)
     model.requires_grad_(False)
     cast("nn.Module", model).to(device)  # in place, as modules do
     return model.eval()
+
+
+def _refuse_gaps(report: Mapping[str, Any]) -> None:
+    """transformers fills with random numbers what the files lack or hold in another shape."""
+    gaps = [*sorted(report["missing_keys"])]
+    gaps += [
+        f"{key} (stored as {tuple(stored)}, the config says {tuple(wanted)})"
+        for key, stored, wanted in sorted(report["mismatched_keys"])
+    ]
+    if gaps:
+        shown = ", ".join(gaps[:4]) + (", …" if len(gaps) > 4 else "")
+        raise ValueError(f"{len(gaps)} of its tensors are missing or of another shape: {shown}")
 
 
 def choose_dtype(config: ModelConfig, full: bool, device: str) -> Dtype:

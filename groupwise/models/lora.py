@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora.layer import Linear as PeftLinear
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -34,6 +35,10 @@ WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 UNSUPPORTED = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication",
                "lora_bias", "trainable_token_indices", "target_parameters")  # fmt: skip
+
+
+PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal")
+"""Ways to begin an adapter that leave its base as it was."""
 
 
 class AdapterSwitch:
@@ -54,6 +59,10 @@ class ExactLoraLinear(PeftLinear):
         down, up = self.lora_A[name], self.lora_B[name]
         return cast("nn.Parameter", down.weight), cast("nn.Parameter", up.weight)
 
+    def dropout_of(self, name: str) -> float:
+        """Share of the adapter's inputs that is dropped when dropout acts."""
+        return getattr(self.lora_dropout[name], "p", 0.0)
+
     def forward(self, x: Tensor) -> Tensor:
         base = cast("nn.Linear", self.get_base_layer())
         name = self.switch.active
@@ -61,7 +70,7 @@ class ExactLoraLinear(PeftLinear):
             return base(x)
         down, up = self.factors(name)
         up = up * self.scaling[name]
-        inputs = self.lora_dropout[name](x) if self.switch.dropout else x
+        inputs = F.dropout(x, self.dropout_of(name)) if self.switch.dropout else x
         low = F.linear(F.linear(inputs, down.to(x.dtype)), up.to(x.dtype))
         if base.bias is not None:
             low = low + base.bias
@@ -139,12 +148,26 @@ class AdaptedModel:
         try:
             inject_adapter_in_model(self.config, self.base, adapter_name=name)
         except ValueError as error:
-            raise ModelError(_no_target(self.base, error)) from error
+            raise ModelError(_no_target(self.base, str(error).rstrip("."))) from error
+        others: list[str] = []
         for path, module in self.base.named_modules():
             if isinstance(module, ExactLoraLinear):
                 module.switch = self.switch
                 self.layers[path] = module
+            elif isinstance(module, BaseTunerLayer):
+                others.append(path)
+        self._check_targets(others)
         self.base.requires_grad_(False)
+
+    def _check_targets(self, others: list[str]) -> None:
+        """Raise `ModelError` for targets that peft passed over in silence, or that are no plain linear layers."""
+        targets = self.config.target_modules
+        named = [] if targets is None or isinstance(targets, str) else sorted(targets)
+        paths = [f".{path}" for path in self.layers]
+        idle = [name for name in named if not any(path.endswith(f".{name}") for path in paths)]
+        if others or idle or not self.layers:
+            wrong = ", ".join(others[:4] or idle) or "none was found"
+            raise ModelError(_no_target(self.base, f"an adapter needs linear layers ({wrong})"))
 
 
 def new_lora_config(settings: settings_of_models.LoraConfig) -> LoraConfig:
@@ -171,6 +194,9 @@ def read_lora_config(folder: Path) -> LoraConfig:
     extra = [key for key in UNSUPPORTED if stored.get(key)] + (
         ["bias"] if stored.get("bias", "none") != "none" else []
     )
+    start = stored.get("init_lora_weights", True)
+    if start not in PLAIN_STARTS:  # the others change the base too, which the file does not hold
+        extra.append(f"init_lora_weights={start}")
     if extra:
         raise ModelError(
             f"model.adapter: {folder} uses {', '.join(extra)}, which this version does not train. "
@@ -226,15 +252,18 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _no_target(base: PreTrainedModel, error: ValueError) -> str:
+def _no_target(base: PreTrainedModel, problem: str) -> str:
     kinds = sorted(
         {
-            path.rsplit(".", 1)[-1]
+            path.removesuffix(".base_layer").rsplit(".", 1)[-1]
             for path, module in base.named_modules()
-            if isinstance(module, nn.Linear)
+            if isinstance(module, nn.Linear) and ".lora_" not in path
         }
     )
-    return f"lora.target_modules: {error}. Linear layers of this model: {', '.join(kinds)}; or all-linear."
+    return (
+        f"lora.target_modules: {problem}. Linear layers of this {base.config.model_type} model: "
+        f"{', '.join(kinds) or 'none'}; all-linear takes all but the output head."
+    )
 
 
 def _listed(title: str, items: list[str]) -> str:

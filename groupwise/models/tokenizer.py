@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -88,11 +89,11 @@ def explained(config: ModelConfig, resolved: ResolvedModel, what: str) -> Iterat
     """Turn what a loader raises into a message that says what was looked for and where."""
     try:
         yield
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         where = f"the folder {resolved.location}" if resolved.local else _hub(resolved)
         reason = str(error).strip().splitlines()
         raise ModelError(
-            f"The {what} {config.name!r} could not be loaded from {where}: {reason[0] if reason else error!r}\n"
+            f"The {what} {config.name!r} could not be loaded from {where}: {reason[0] if reason else type(error).__name__}\n"
             f"Names that need no hub: {', '.join(ALIASES)}. "
             + (_how_to_fetch(config) if not resolved.local else "Is the folder complete?")
         ) from error

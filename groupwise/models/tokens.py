@@ -48,6 +48,16 @@ def _chat_ids(tokenizer: Any, messages: list[Message]) -> list[int]:
             "The prompt is a list of chat messages, but the model's tokenizer has no chat template. "
             "Give text prompts, or a template file as model.chat_template."
         )
-    return tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=True, return_dict=False
-    )
+    try:
+        return tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    except (
+        Exception
+    ) as error:  # a template is a program of the model's makers and raises what it likes
+        roles = ", ".join(str(message.get("role")) for message in messages)
+        raise TaskError(
+            f"The chat template of the model refuses a prompt with the roles {roles}: {error}\n"
+            "Give messages that it takes (many know no system role, or want user and assistant in turns), or another "
+            "template as model.chat_template."
+        ) from error

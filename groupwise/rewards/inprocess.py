@@ -52,6 +52,9 @@ class InProcessScorer:
         self._given_up: RewardWorkerError | None = None
         self._running = "?"
 
+    async def start(self) -> None:
+        """The thread is ready as soon as it is made."""
+
     async def score(self, request: ScoreRequest) -> GroupScore:
         """Score one group. Raises RewardWorkerError when it takes too long, then and ever after."""
 

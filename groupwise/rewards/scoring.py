@@ -54,6 +54,10 @@ class GroupScore:
 class Scorer(Protocol):
     """Scores groups. Implementations: `RewardWorkers` (killable processes), `InProcessScorer` (one thread)."""
 
+    async def start(self) -> None:
+        """Get ready; raises RewardWorkerError if that fails. Optional: the first call does it too."""
+        ...
+
     async def score(self, request: ScoreRequest) -> GroupScore:
         """Score one group; may be awaited for many groups at once."""
         ...

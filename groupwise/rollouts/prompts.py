@@ -45,6 +45,11 @@ def tokenise(
     `room` is what the model leaves for a prompt beside the longest completion. Raises `TaskError`, naming the hook `where` the
     examples came from, if a prompt does not fit there, or if no example is left.
     """
+    if room < 1:
+        raise TaskError(
+            f"sampler.max_completion_length (or eval.max_completion_length) leaves no room for a prompt: it exceeds the "
+            f"longest text of the model by {1 - room} tokens. Shorten it."
+        )
     ids = [prompt_ids(tokenizer, example.prompt) for example in examples]
     limit = max_prompt_length or max(map(len, ids))
     kept = [index for index, prompt in enumerate(ids) if len(prompt) <= limit]

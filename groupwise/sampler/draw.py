@@ -39,13 +39,15 @@ def draw_tokens(
     weights_SKB = F.pad(weights_SV, (0, padding)).unflatten(1, (-1, BLOCK))
     sums_SK = weights_SKB.sum(-1)
     tokens_S = torch.where(
-        greedy_S, scaled_SV.argmax(-1), _search(weights_SKB, sums_SK, uniforms_S)
+        greedy_S,
+        scaled_SV.argmax(-1),
+        _search(weights_SKB, sums_SK, uniforms_S, logits_SV.shape[1]),
     )
     chosen_S = scaled_SV.gather(1, tokens_S[:, None])[:, 0]
     return tokens_S, chosen_S - peaks_S - sums_SK.sum(-1).log()
 
 
-def _search(weights_SKB: Tensor, sums_SK: Tensor, uniforms_S: Tensor) -> Tensor:
+def _search(weights_SKB: Tensor, sums_SK: Tensor, uniforms_S: Tensor, vocabulary: int) -> Tensor:
     cumulative_SK = sums_SK.double().cumsum(-1)
     # Rounding may carry a target up to its total, beyond the last token that has weight: stay just below.
     targets_S1 = (uniforms_S.clamp_max(BELOW_ONE) * cumulative_SK[:, -1])[:, None]
@@ -58,4 +60,5 @@ def _search(weights_SKB: Tensor, sums_SK: Tensor, uniforms_S: Tensor) -> Tensor:
     inside_SB = weights_SKB[rows_S, block_S1[:, 0]].double().cumsum(-1)
     rest_S1 = torch.minimum(rest_S1, inside_SB[:, -1:] * BELOW_ONE)
     offset_S1 = torch.searchsorted(inside_SB, rest_S1, right=True)
-    return (block_S1 * BLOCK + offset_S1)[:, 0]
+    # Only logits that are not numbers reach beyond the end; their log-probability shows it.
+    return (block_S1 * BLOCK + offset_S1)[:, 0].clamp_max(vocabulary - 1)

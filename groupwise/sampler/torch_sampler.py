@@ -12,6 +12,7 @@ shape (slots × key length), with empty slots computed and ignored, because anot
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.errors import GroupwiseError, PolicyMismatchError, RunError
+from groupwise.errors import GroupwiseError, NonFiniteError, PolicyMismatchError, RunError
 from groupwise.models.decoder import Decoder, PromptCache, SlotCache, causal_mask
 from groupwise.models.lora import fingerprint
 from groupwise.sampler.draw import draw_tokens, uniform
@@ -86,6 +87,8 @@ class TorchSampler:
     async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
         """See `groupwise.types.Sampler.generate`. Raises `RunError` if the request does not fit the layout."""
         self._check_fits(request)
+        if not request.seeds:
+            return ()
         ticket = _Ticket(request, asyncio.get_running_loop().create_future())
         ticket.members = [_Member(ticket, seed) for seed in request.seeds]
         self._waiting.extend(ticket.members)
@@ -118,6 +121,11 @@ class TorchSampler:
         return self._fingerprint
 
     def _check_fits(self, request: GroupRequest) -> None:
+        if not request.prompt_ids or request.params.max_tokens < 1:
+            raise RunError(
+                f"A prompt of {len(request.prompt_ids)} tokens and a completion of at most "
+                f"{request.params.max_tokens}; both need at least one."
+            )
         needed = len(request.prompt_ids) + request.params.max_tokens
         if needed > self.layout.key_length:
             raise RunError(
@@ -160,6 +168,7 @@ class TorchSampler:
         }
         self._waiting.clear()
         self._slots = [None] * self.layout.slots
+        self._cache = SlotCache(self.layout.slots, self.layout.key_length)  # it may hold NaN
         for ticket in tickets.values():
             if not ticket.done.done():
                 ticket.done.set_exception(reason)
@@ -167,7 +176,9 @@ class TorchSampler:
     def _fill_slots(self) -> None:
         for index, slot in enumerate(self._slots):
             while slot is None and self._waiting:
-                slot = self._start(self._waiting.popleft(), index)
+                # It stays in the queue while it starts, so that an error finds it and fails its caller.
+                slot = self._start(self._waiting[0], index)
+                self._waiting.popleft()
 
     def _start(self, member: _Member, index: int) -> _Member | None:
         """Draw the member's first token and place its prompt; None if that token already ended it."""
@@ -233,6 +244,11 @@ class TorchSampler:
                 self._append(member, token, logprob)
 
     def _append(self, member: _Member, token: int, logprob: float) -> None:
+        if not math.isfinite(logprob):
+            raise NonFiniteError(
+                f"The model's logits are not finite (policy version {self._version}), so nothing can be drawn from them. "
+                "Lower training.learning_rate, or try model.dtype=float32."
+            )
         member.token_ids.append(token)
         member.logprobs.append(logprob)
         self.tokens_drawn += 1

@@ -1,0 +1,1 @@
+"""Measurements, one command each; results that name their machine stand in `results/`."""

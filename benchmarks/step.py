@@ -1,0 +1,166 @@
+"""Where the time of a training step goes: `make bench`.
+
+The work is fixed (W1): SmolLM2-135M-Instruct, LoRA of rank 16 on all linear layers, 4 prompts of 53, 73, 86 and 91 tokens × 8 completions
+of exactly 48 new tokens, temperature 1, no KL, one update. Prompts are random tokens, so that nothing but the size of the work
+matters. Prints seconds for each phase as the median of the repetitions with their range, and stores them as JSON with the name of
+the machine. Seconds of different machines or busy ones do not compare; ratios within one run do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import random
+import resource
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from groupwise import build
+from groupwise.algorithms.registry import make
+from groupwise.config import load_config
+from groupwise.types import GroupRequest, OptimiserParams, Row, SamplingParams
+
+PROMPTS = (53, 73, 86, 91)
+MEMBERS = 8
+NEW_TOKENS = 48
+VOCABULARY = 40_000
+RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> None:
+    """Measure, print, store."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
+    parser.add_argument(
+        "--store", action="store_true", help="keep the result in benchmarks/results"
+    )
+    given = parser.parse_args()
+    config = load_config(
+        {
+            "model": {"name": "smollm2-135m-instruct", "dtype": given.dtype},
+            "sampler": {"max_completion_length": NEW_TOKENS, "slots": len(PROMPTS) * MEMBERS},
+            "run": {"threads": given.threads},
+        }
+    ).config
+    layout = build.choose_layout(config, longest_prompt=max(PROMPTS))
+    with tempfile.TemporaryDirectory() as folder:
+        parts = build.training_parts(config, layout, "bench", Path(folder))
+        phases = asyncio.run(measure(parts, given.repetitions))
+    result = {
+        "machine": machine(),
+        "layout": asdict(layout),
+        "seconds": phases,
+        "peak_rss_mib": peak_rss(),
+    }
+    show(result)
+    if given.store:
+        path = RESULTS / f"step-{platform.node()}-{layout.dtype}.json"
+        path.write_text(json.dumps(result, indent=2) + "\n")
+        print(f"\nstored in {path}")
+
+
+async def measure(parts: build.Parts, repetitions: int) -> dict[str, list[float]]:
+    """Seconds of each phase in each repetition, after one that is not counted."""
+    phases: dict[str, list[float]] = {
+        "sampling": [],
+        "learning": [],
+        "update": [],
+        "publication": [],
+    }
+    await parts.sampler.load(await parts.learner.publish(0))
+    for repetition in range(repetitions + 1):
+        taken = await one_step(parts, repetition)
+        for name, seconds in taken.items():
+            if repetition:
+                phases[name].append(seconds)
+    phases["step"] = [sum(each) for each in zip(*phases.values(), strict=True)]
+    return phases
+
+
+async def one_step(parts: build.Parts, repetition: int) -> dict[str, float]:
+    """One step of the fixed work; nothing stops a completion early."""
+    requests = [request(draw, length, repetition) for draw, length in enumerate(PROMPTS)]
+    marks = [time.perf_counter()]
+    groups = await asyncio.gather(*map(parts.sampler.generate, requests))
+    marks.append(time.perf_counter())
+    rows = [
+        Row(
+            asked.prompt_ids,
+            found.token_ids,
+            (1,) * NEW_TOKENS,
+            found.logprobs,
+            (-1.0) ** index,
+            1.0,
+        )
+        for asked, group in zip(requests, groups, strict=True)
+        for index, found in enumerate(group)
+    ]
+    algorithm = make("dr_grpo", {})
+    await parts.learner.forward_backward(
+        rows, algorithm.loss_spec(), {"policy": float(len(rows) * NEW_TOKENS)}
+    )
+    marks.append(time.perf_counter())
+    await parts.learner.update(OptimiserParams(learning_rate=1e-5))
+    marks.append(time.perf_counter())
+    await parts.sampler.load(await parts.learner.publish(repetition + 1))
+    marks.append(time.perf_counter())
+    names = ("sampling", "learning", "update", "publication")
+    return {name: end - start for name, start, end in zip(names, marks, marks[1:], strict=False)}
+
+
+def request(draw: int, length: int, repetition: int) -> GroupRequest:
+    """Random tokens of the given length, other ones in each repetition."""
+    generator = random.Random(f"{repetition}/{draw}")
+    prompt = tuple(generator.randrange(10, VOCABULARY) for _ in range(length))
+    seeds = tuple(generator.getrandbits(63) for _ in range(MEMBERS))
+    return GroupRequest(draw, prompt, seeds, SamplingParams(NEW_TOKENS))
+
+
+def show(result: dict[str, Any]) -> None:
+    """A table for people."""
+    print(f"{result['machine']['processor']}, {result['layout']}")
+    tokens = len(PROMPTS) * MEMBERS * NEW_TOKENS
+    for name, seconds in result["seconds"].items():
+        print(f"  {name:<12} {spread(seconds)} s")
+    print(
+        f"  sampled {tokens / median(result['seconds']['sampling']):.0f} tokens/s, peak {result['peak_rss_mib']} MiB"
+    )
+
+
+def spread(values: Sequence[float]) -> str:
+    """Median and range."""
+    return f"{median(values):6.2f}  ({min(values):.2f} … {max(values):.2f})"
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured on."""
+    import torch
+
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+    return {
+        "processor": names[0] if names else platform.processor(),
+        "cores": os.cpu_count(),
+        "gpu": gpu,
+        "torch": torch.__version__,
+    }
+
+
+def peak_rss() -> int:
+    """Peak memory of this process in MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+
+if __name__ == "__main__":
+    main()
