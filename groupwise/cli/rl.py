@@ -54,7 +54,6 @@ def rl(
     from groupwise.cli.output import write_json, write_result
     from groupwise.loops.start import rl as train
 
-    _check_start(resume, resume_from, init_from)
     result = train(
         config,
         task_module,
@@ -69,16 +68,3 @@ def rl(
     else:
         write_result(result.summary, as_json=as_json)
     raise typer.Exit(result.exit_code)
-
-
-def _check_start(resume: bool, resume_from: str | None, init_from: str | None) -> None:
-    """A run starts in one way."""
-    given = {"--resume": resume, "--resume-from": resume_from, "--init-from": init_from}
-    names = [name for name, value in given.items() if value]
-    if len(names) > 1:
-        from groupwise.errors import UsageError
-
-        raise UsageError(
-            f"{' and '.join(names)} exclude each other: --resume and --resume-from go on with a run, "
-            "--init-from starts a new one. Give one of them."
-        )

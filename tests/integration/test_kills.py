@@ -53,7 +53,9 @@ def run_and_kill(runs: Path, after: float | None) -> None:
     )
     if after is not None:
         deadline = time.monotonic() + 60
-        while not (runs / "toy").exists() and process.poll() is None and time.monotonic() < deadline:
+        while (
+            not (runs / "toy").exists() and process.poll() is None and time.monotonic() < deadline
+        ):
             time.sleep(0.01)
         time.sleep(after)
         process.send_signal(signal.SIGKILL)

@@ -18,11 +18,11 @@ import pytest
 import torch
 
 import groupwise
+from groupwise.errors import RunNotFoundError
 from groupwise.loops import rl as loop
 from groupwise.runs import checkpoints, durable
 from groupwise.runs.find import newest_unfinished
 from groupwise.runs.store import Store
-from groupwise.errors import RunNotFoundError
 from tests.integration.running import STEPS, TOY, config, die, in_child, what_must_be_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -135,7 +135,10 @@ def test_a_clean_stop(uninterrupted, tmp_path, monkeypatch, place, step):
     assert resumed["record"] == whole["record"]
     for name, digest in whole["files"].items():
         assert resumed["files"].get(name, digest) == digest
-    assert resumed["files"]["final/adapter_model.safetensors"] == whole["files"]["final/adapter_model.safetensors"]
+    assert (
+        resumed["files"]["final/adapter_model.safetensors"]
+        == whole["files"]["final/adapter_model.safetensors"]
+    )
 
 
 def interrupt_at(monkeypatch, place: str, step: int) -> None:

@@ -48,7 +48,7 @@ def replaced(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> Verb:
 
 @pytest.fixture
 def rl(monkeypatch: pytest.MonkeyPatch) -> Verb:
-    return replaced(monkeypatch, "groupwise.loops.rl", "rl")
+    return replaced(monkeypatch, "groupwise.loops.start", "rl")
 
 
 @pytest.fixture
@@ -234,22 +234,6 @@ def test_a_bug_shows_its_traceback(rl: Verb, capsys: pytest.CaptureFixture[str])
 def test_ctrl_c_outside_a_run_exits_with_130(rl: Verb) -> None:
     rl.error = KeyboardInterrupt()
     assert main(["rl", "-c", "c", "-t", "t"]) == 130
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--resume", "--resume-from", "r@1"],
-        ["--resume", "--init-from", "r@1"],
-        ["--resume-from", "r@1", "--init-from", "r@1"],
-    ],
-)
-def test_a_run_starts_in_one_way(
-    rl: Verb, words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["rl", "-c", "c", "-t", "t", *words]) == 2
-    assert "exclude each other" in capsys.readouterr().err
-    assert rl.calls == []
 
 
 @pytest.mark.parametrize(

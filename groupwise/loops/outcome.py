@@ -1,0 +1,75 @@
+"""What a run leaves behind when it ends: the final weights, the curve, and a summary."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from groupwise.display.plot import svg_curve, with_mean
+from groupwise.loops.evaluate import EvalResult
+from groupwise.loops.prepare import Prepared
+from groupwise.loops.rl import Run
+from groupwise.loops.statistics import Interval, paired_difference
+
+
+def write_final(run: Run, folder: Path) -> None:
+    """The published weights and the tokenizer, as transformers, peft and vLLM load them."""
+    shutil.copytree(run.policy.path, folder, dirs_exist_ok=True)
+    run.tokenizer.save_pretrained(folder)
+
+
+def write_curve(run: Run) -> None:
+    """`reward.svg`, the reward of every step."""
+    points = run.folder.store.metrics(["reward"]).get("reward", [])
+    if points:
+        drawn = svg_curve(with_mean("reward", points), title=f"{run.folder.name}: reward")
+        run.folder.curve.write_text(drawn, encoding="utf-8")
+
+
+def summarise(
+    run: Run,
+    prepared: Prepared,
+    started: float,
+    before: EvalResult | None,
+    after: EvalResult | None,
+) -> dict[str, Any]:
+    """What a run amounts to, in a few lines."""
+    rewards = [value for _, value in run.folder.store.metrics(["reward"]).get("reward", [])]
+    ends = max(1, min(5, len(rewards) // 2))
+    summary: dict[str, Any] = {
+        "run": run.folder.name,
+        "folder": str(run.folder.path),
+        "task": prepared.task.name,
+        "steps": run.step,
+        "max_steps": run.max_steps,
+        "policy": f"{run.folder.name}@{run.step}",
+        "fingerprint": run.policy.fingerprint,
+        "seconds": round(time.perf_counter() - started, 1),
+    }
+    if rewards:
+        summary["reward_first"] = sum(rewards[:ends]) / ends
+        summary["reward_last"] = sum(rewards[-ends:]) / ends
+    if before and after:
+        summary["held_out"] = compared(before, after)
+    return summary
+
+
+def compared(before: EvalResult, after: EvalResult) -> dict[str, Any]:
+    """Held-out reward before and after, and the paired difference with its 95 % interval."""
+    first, last = before.rewards, after.rewards
+    both = sorted(first.keys() & last.keys())
+    change = paired_difference([first[key] for key in both], [last[key] for key in both])
+    names = [name for name in after.judged if name in before.judged]
+    return {
+        "prompts": len(both),
+        "change": _as_dict(change),
+        "rises": change.low > 0,
+        "before": {name: _as_dict(before.interval(name)) for name in names},
+        "after": {name: _as_dict(after.interval(name)) for name in names},
+    }
+
+
+def _as_dict(interval: Interval) -> dict[str, float]:
+    return {"value": interval.value, "low": interval.low, "high": interval.high}

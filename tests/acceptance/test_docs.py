@@ -1,0 +1,384 @@
+"""What the documentation says is so: commands run, code runs, configs are valid, names exist.
+
+    1. Every line of a ```console or ```bash block is a command. Those of groupwise run, the others (make, pip, activate) are
+       looked up. Output stands in ```text blocks.
+    2. Every ```python block runs. Every ```yaml block is a config or a part of one.
+    3. Links lead somewhere; files, options, config keys, metrics and Python names in `code` exist.
+    4. The index lists every page, and the README's task is the example's file.
+    5. Configs as shipped are valid, and the command in their first line runs.
+
+Commands run as they stand, in a folder of their own that holds the configs of the repository with the tiny model in them and
+two steps, and a run `quickstart` of 30 steps, of which the pages speak. The commands of a page run in their order; each block
+finds that run as the quickstart left it.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import tomllib
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from ruamel.yaml import YAML
+
+from groupwise.cli.main import app, main
+from groupwise.cli.runs import app as runs_app
+from groupwise.config import documentation, load_config
+from groupwise.loops.metrics import TOKEN_MEANS
+from groupwise.models.bundled import ALIASES
+from groupwise.runs.folder import RunFolder
+from groupwise.runs.store import Store
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
+]
+GUIDES = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md", ROOT / "CHANGELOG.md"]
+CONFIGS = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "examples").rglob("*.yaml")])
+STEPS = 2
+SMALL = {
+    "training.max_steps": STEPS,
+    "training.prompts_per_step": 2,
+    "training.num_generations": 4,
+    "eval.max_prompts": 4,
+    "run.threads": 1,
+    "algorithm.beta": 0.01,
+}
+"""With beta a step computes something even where all rewards are the same, as those of the tiny model mostly are."""
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    kinds = "|".join(languages)
+    return re.findall(rf"^```(?:{kinds})\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def prose(page: Path) -> str:
+    return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def spans(page: Path) -> list[str]:
+    """What stands in `code` on a page, blocks left out."""
+    return re.findall(r"`([^`\n]+)`", prose(page))
+
+
+def commands(page: Path) -> list[list[list[str]]]:
+    """The commands of each block, as words."""
+    joined = [block.replace("\\\n", " ") for block in blocks(page, "console", "bash")]
+    return [[shlex.split(line, comments=True) for line in block.splitlines()] for block in joined]
+
+
+def first_line_command(config: Path) -> list[str]:
+    return shlex.split(config.read_text().splitlines()[0].removeprefix("# "))
+
+
+# The folder in which commands run
+
+
+@pytest.fixture(scope="module")
+def furnished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as the repository is after a quickstart, but for the size of the model."""
+    place = tmp_path_factory.mktemp("docs")
+    shutil.copytree(ROOT / "examples", place / "examples")
+    for config in CONFIGS:
+        made_small(config, place / name(config))
+    made_small(ROOT / "examples/01_first_task/config.yaml", place / "my.yaml")
+    (place / "path/to").mkdir(parents=True)
+    shutil.copy(ROOT / "examples/01_first_task/task.py", place / "path/to/task.py")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        quickstart = ["--config", "configs/quickstart.yaml", "--task-module", "sort_words"]
+        assert main(["rl", *quickstart, "training.max_steps=30"]) == 0
+    return place
+
+
+def made_small(config: Path, target: Path) -> None:
+    yaml = YAML()
+    content = yaml.load(config)
+    content["model"] = {"name": "tiny"}
+    for key, value in SMALL.items():
+        section, leaf = key.split(".")
+        content.setdefault(section, {})[leaf] = value
+    target.parent.mkdir(parents=True, exist_ok=True)
+    yaml.dump(content, target)
+
+
+@pytest.fixture
+def place(furnished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    copy = tmp_path / "place"
+    shutil.copytree(furnished, copy)
+    monkeypatch.chdir(copy)
+    return copy
+
+
+Run = Callable[[list[str]], None]
+
+
+@pytest.fixture
+def run(place: Path, capfd: pytest.CaptureFixture[str]) -> Run:
+    def run_one(words: list[str]) -> None:
+        if words[0] != "groupwise":
+            assert known(words), f"what is `{shlex.join(words)}`? Say it here, if it is meant"
+            return
+        adapted = within_seconds(words[1:])
+        code = main(adapted)
+        assert code == 0, f"{shlex.join(words)}\nrun as {adapted}\n{capfd.readouterr().err}"
+
+    return run_one
+
+
+def within_seconds(words: list[str]) -> list[str]:
+    """The command with the tiny model and two steps instead of those that it asks for."""
+    if words[0] == "fetch-model":
+        assert words[1] in ALIASES
+        return ["fetch-model", "tiny"]
+    if "--resume" in words:
+        leave_unfinished(Path("runs/quickstart"))
+    begun = words[words.index("--resume-from") + 1] if "--resume-from" in words else "quickstart@0"
+    steps = (30 if "--resume" in words else int(begun.partition("@")[2])) + STEPS
+    replaced = [
+        re.sub(r"^model\.name=(?!runs/).*", "model.name=tiny", word)
+        for word in words
+        if not word.startswith("training.max_steps=")
+    ]
+    return [*replaced, f"training.max_steps={steps}"] if words[0] == "rl" else replaced
+
+
+def leave_unfinished(path: Path) -> None:
+    with RunFolder.open(path) as folder:
+        folder.finish("interrupted")
+
+
+def known(words: list[str]) -> bool:
+    """Whether a command of another program is one that this repository has or needs."""
+    match words:
+        case ["make", *rest]:
+            verbs = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+            given = [word for word in rest if "=" not in word]
+            return bool(given) and set(given) <= set(verbs) and variables_known(rest)
+        case [".", ".venv/bin/activate"]:
+            return True
+        case ["pip", "install", "torch", "--index-url", index]:
+            return f'"{index}"' in (ROOT / "scripts/bootstrap.py").read_text()
+        case ["pip", "install", target]:
+            project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+            return target in {f".[{extra}]" for extra in project["optional-dependencies"]}
+        case _:
+            return False
+
+
+def variables_known(words: list[str]) -> bool:
+    read = (ROOT / "Makefile").read_text() + (ROOT / "scripts/bootstrap.py").read_text()
+    script = (ROOT / "examples/quickstart.py").read_text()
+    for variable, _, value in (word.partition("=") for word in words if "=" in word):
+        if variable not in read or (value.startswith("--") and f'"{value}"' not in script):
+            return False
+    return True
+
+
+# Commands and code
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if commands(p)], ids=name)
+def test_commands_run(page: Path, furnished: Path, run: Run) -> None:
+    for block in commands(page):
+        shutil.rmtree("runs/quickstart")
+        shutil.copytree(furnished / "runs/quickstart", "runs/quickstart")
+        for words in block:
+            run(words)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=name)
+def test_configs_run_by_their_first_line(config: Path, run: Run) -> None:
+    words = first_line_command(config)
+    assert words[:2] == ["groupwise", "rl"]
+    assert name(config) in words
+    run(words)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=name)
+def test_configs_are_valid_as_shipped(config: Path) -> None:
+    assert load_config(config).config.model.name in ALIASES
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft 0.21 asks
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=name)
+def test_python_runs(page: Path, place: Path) -> None:
+    names: dict[str, Any] = {}
+    for block in blocks(page, "python"):
+        exec(compile(block, name(page), "exec"), names)
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "yaml")], ids=name)
+def test_yaml_is_a_config_or_part_of_one(page: Path) -> None:
+    for block in blocks(page, "yaml"):
+        given = YAML(typ="safe").load(block)
+        load_config({"model": {"name": "tiny"}, **given})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_blocks_are_of_a_kind_that_is_checked(page: Path) -> None:
+    opened = re.findall(r"^```(.*)$", page.read_text(), re.MULTILINE)[::2]
+    assert set(opened) <= {"console", "bash", "python", "yaml", "text"}
+
+
+@pytest.mark.parametrize("style", ["string", "chat"])
+def test_tasks_in_the_plain_hook_style_train(style: str, place: Path) -> None:
+    enough = ["training.prompts_per_step=8", "training.num_generations=8"]  # for some signal
+    command = ["rl", "--config", "my.yaml", f"run.name={style}", *enough]
+    assert main([*command, "--task-module", f"examples/02_plain_hooks/task_{style}.py"]) == 0
+    with Store.open(place / "runs" / style / "run.db", readonly=True) as store:
+        outcomes = {one.outcome for group in store.groups(0) for one in group.rollouts}
+        assert [step.version_out for step in store.steps()] == [1, 2]
+    assert outcomes == {"scored"}
+
+
+# Names
+
+
+def anchors(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if target.startswith(("http://", "https://")):
+            continue
+        file, _, anchor = target.partition("#")
+        found = (page.parent / file).resolve() if file else page
+        assert found.exists(), target
+        assert not anchor or anchor in anchors(found), target
+
+
+FOLDERS = "groupwise|docs|tests|configs|examples|scripts|benchmarks"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_files_exist(page: Path) -> None:
+    for span in spans(page):
+        if re.fullmatch(rf"(?:{FOLDERS})/[\w./-]*", span):
+            assert (ROOT / span).exists(), span
+
+
+@cache
+def options() -> frozenset[str]:
+    """Every option of every command."""
+    found = {"--help", "--version"}
+    for typed in (app, runs_app):
+        group: Any = typer.main.get_command(typed)
+        for command in group.commands.values():
+            for parameter in command.params:
+                found.update(parameter.opts)
+    return frozenset(found)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_options_exist(page: Path) -> None:
+    used = {option for span in spans(page) for option in re.findall(r"(?<!\S)--[a-z-]+", span)}
+    assert used <= options()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_commands_in_the_text_exist(page: Path) -> None:
+    verbs = {command.name for command in app.registered_commands} | {"runs"}
+    inner = {command.name or command.callback.__name__ for command in runs_app.registered_commands}  # type: ignore[union-attr]
+    for span in spans(page):
+        match span.split():
+            case ["groupwise", "runs", verb, *_]:
+                assert verb in inner, span
+            case ["groupwise", verb, *_]:
+                assert verb in verbs or verb.startswith("-"), span
+            case ["make", verb, *_]:
+                assert known(["make", verb]), span
+            case _:
+                pass
+
+
+@cache
+def config_keys() -> frozenset[str]:
+    return frozenset(re.findall(r"^\| `([\w.]+)` \|", documentation(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_config_keys_exist(page: Path) -> None:
+    sections = "|".join({key.partition(".")[0] for key in config_keys()} - {"task"})
+    for span in spans(page):
+        for key in re.findall(rf"(?<![\w./])((?:{sections})\.[a-z_]+)(?=[:=]|$)", span):
+            if key not in {"config.json", "run.db"}:
+                assert key in config_keys(), span
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_python_names_exist(page: Path) -> None:
+    for span in spans(page):
+        if re.fullmatch(r"groupwise(\.\w+)+", span):
+            assert exists(span), span
+
+
+def exists(dotted: str) -> bool:
+    module, _, attribute = dotted.rpartition(".")
+    try:
+        import_module(dotted)
+    except ModuleNotFoundError:
+        return hasattr(import_module(module), attribute)
+    return True
+
+
+def test_metrics_of_the_table_are_recorded(place: Path) -> None:
+    page = (ROOT / "docs/how-to/look-at-rollouts.md").read_text()
+    table = page.partition("| metric | meaning |")[2].partition("\n\n")[0]
+    cells = [line.split("|")[1] for line in table.splitlines()[2:]]
+    named = {span for cell in cells for span in re.findall(r"`([^`]+)`", cell)}
+    assert main(["rl", "-c", "my.yaml", "-t", "examples/02_plain_hooks/task_string.py"]) == 0
+    with Store.open(place / "runs/my/run.db", readonly=True) as store:
+        recorded = {*store.metric_names(), *TOKEN_MEANS.values()}
+    general = {re.sub(r"^rewards/\w+/", "rewards/NAME/", metric) for metric in recorded}
+    general |= {f"{metric.partition('/')[0]}/…" for metric in recorded}
+    assert named <= general
+
+
+# The set as a whole
+
+
+def test_the_index_lists_every_page() -> None:
+    index = ROOT / "docs/index.md"
+    listed = {
+        (index.parent / target.partition("#")[0]).resolve()
+        for target in re.findall(r"\]\(([^)\s]+)\)", index.read_text())
+    }
+    assert set((ROOT / "docs").rglob("*.md")) - {index} <= listed
+
+
+def test_every_page_has_one_title_and_short_lines() -> None:
+    for page in PAGES:
+        lines = page.read_text().splitlines()
+        assert lines[0].startswith("# "), page
+        assert sum(line.startswith("# ") for line in prose(page).splitlines()) == 1, page
+
+
+def test_the_readme_is_short_and_shows_the_first_task() -> None:
+    readme = ROOT / "README.md"
+    task = (ROOT / "examples/01_first_task/task.py").read_text()
+    assert task in blocks(readme, "python")
+    assert len(readme.read_text().splitlines()) < 250
+
+
+def test_options_of_the_command_line_are_explained_somewhere() -> None:
+    explained = "\n".join(page.read_text() for page in PAGES)
+    assert {
+        option for option in options() if option.startswith("--") and option not in explained
+    } == set()

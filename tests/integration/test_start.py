@@ -1,0 +1,226 @@
+"""What `groupwise.rl` refuses, remembers and leaves behind, seen from outside."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import groupwise
+from groupwise.errors import ResumeMismatchError, RunInUseError, RunNotFoundError, UsageError
+from groupwise.loops import rl as loop
+from groupwise.runs.folder import RunFolder, read_config
+from groupwise.runs.store import Store
+from tests.integration.running import STEPS, TOY, config
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [
+        {"resume": True, "resume_from": "r@1"},
+        {"resume": True, "init_from": "r@1"},
+        {"resume_from": "r@1", "init_from": "r@1"},
+    ],
+)
+def test_a_run_starts_in_one_way(tmp_path, ways):
+    with pytest.raises(UsageError, match="exclude each other"):
+        groupwise.rl(config(tmp_path), TOY, **ways)
+
+
+def test_a_finished_run_leaves_everything_in_its_folder(tmp_path):
+    result = groupwise.rl(config(tmp_path), TOY)
+    folder = result.folder
+    assert {path.name for path in folder.iterdir()} >= {
+        "config.json",
+        "run.db",
+        "summary.json",
+        "checkpoints",
+        "final",
+        "results",
+        "reward.svg",
+        "log.txt",
+    }
+    assert [path.name for path in sorted(folder.glob("checkpoints/*"))] == ["step-4", "step-5"]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["state"], summary["steps"], summary["policy"]) == ("finished", STEPS, "toy@5")
+    assert summary["held_out"]["prompts"] == 3
+    with Store.open(folder / "run.db", readonly=True) as store:
+        assert [len(store.groups(step)) for step in range(STEPS)] == [2] * STEPS
+        assert {len(group.rollouts) for group in store.groups(0)} == {4}
+        assert [found.name for found in store.evaluations()] == ["before", "step-3", "after"]
+        names = set(store.metric_names())
+    assert names >= {
+        "reward",
+        "reward_std",
+        "rewards/share/mean",
+        "frac_reward_zero_std",
+        "loss",
+        "entropy",
+        "grad_norm",
+        "learning_rate",
+        "completions/mean_length",
+        "completions/clipped_ratio",
+        "clip_ratio/region_mean",
+        "sampling/logprob_gap",
+        "num_tokens",
+        "rollouts/scored",
+        "time/step",
+    }
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_the_final_adapter_gives_the_same_logits_in_peft(tmp_path):
+    """Reloaded by peft from the folder, tokenizer included, it computes what the run's policy computes."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from groupwise.models.bundled import tiny_folder
+    from groupwise.models.lora import AdaptedModel, read_adapter, read_lora_config
+
+    final = groupwise.rl(config(tmp_path), TOY).folder / "final"
+    ids = AutoTokenizer.from_pretrained(final)("write a1:", return_tensors="pt").input_ids
+    base = AutoModelForCausalLM.from_pretrained(tiny_folder())
+    with torch.no_grad():
+        plain = base(ids).logits
+        theirs = PeftModel.from_pretrained(base, str(final)).eval()(ids).logits
+        ours = AdaptedModel(
+            AutoModelForCausalLM.from_pretrained(tiny_folder()), read_lora_config(final)
+        )
+        ours.add("final", trainable=False, seed=0)
+        ours.write("final", read_adapter(final), "final")
+        with ours.using("final") as model:
+            mine = model(ids).logits
+    assert torch.allclose(mine, theirs, atol=1e-6)
+    assert not torch.allclose(plain, theirs, atol=1e-4), "the adapter has learnt something"
+
+
+def test_full_fine_tuning_leaves_a_whole_model(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    settings = {**config(tmp_path, learning_rate=1e-3), "lora": None}
+    result = groupwise.rl(settings, TOY)
+    reloaded = AutoModelForCausalLM.from_pretrained(result.folder / "final")
+    evaluated = groupwise.evaluate(settings, TOY, policy="toy")
+    assert sum(parameter.numel() for parameter in reloaded.parameters()) > 6000
+    assert evaluated.metrics == result.after.metrics
+
+
+def test_kl_to_the_reference_is_computed_and_counts(tmp_path):
+    settings = {**config(tmp_path), "algorithm": {"type": "grpo", "beta": 0.5}}
+    result = groupwise.rl(settings, TOY)
+    with Store.open(result.folder / "run.db", readonly=True) as store:
+        kl = [value for _, value in store.metrics(["kl"])["kl"]]
+    assert kl[0] == pytest.approx(0.0, abs=1e-6)
+    assert kl[-1] > 0
+
+
+def test_init_from_takes_the_weights_only(tmp_path):
+    first = groupwise.rl(config(tmp_path), TOY)
+    settings = config(tmp_path)
+    settings["run"]["name"] = "second"
+    second = groupwise.rl(settings, TOY, init_from="toy@4")
+    with Store.open(second.folder / "run.db", readonly=True) as store:
+        assert store.steps()[0].version_in == 0
+        start = store.evaluations()[0]
+    checkpoint = groupwise.evaluate(config(tmp_path), TOY, policy="toy@4")
+    assert [row["completion"] for row in start.rows] == [
+        row["completion"] for row in checkpoint.rows
+    ]
+    assert read_config(second.folder)["model"]["adapter"] == str(
+        first.folder.resolve() / "checkpoints" / "step-4"
+    )
+
+
+def test_resume_refuses_another_config_and_shows_the_difference(tmp_path, monkeypatch):
+    interrupt(monkeypatch, tmp_path)
+    with pytest.raises(ResumeMismatchError) as refused:
+        groupwise.rl(config(tmp_path, learning_rate=0.5, num_generations=6), TOY, resume=True)
+    assert "training.learning_rate: 0.01 then, 0.5 now" in str(refused.value)
+    assert "training.num_generations: 4 then, 6 now" in str(refused.value)
+
+
+def test_resume_refuses_other_data(tmp_path, monkeypatch):
+    interrupt(monkeypatch, tmp_path)
+    copy = tmp_path / "toy_task.py"
+    copy.write_text(Path(TOY).read_text().replace("seed=0", "seed=5"))
+    with pytest.raises(ResumeMismatchError, match="task-module"):
+        groupwise.rl(config(tmp_path), str(copy), resume=True)
+    folder = tmp_path / "toy"
+    stored = json.loads((folder / "config.json").read_text())
+    stored["_recorded"]["task"] = str(copy)
+    (folder / "config.json").write_text(json.dumps(stored))
+    with pytest.raises(ResumeMismatchError, match="training data"):
+        groupwise.rl(config(tmp_path), str(copy), resume=True)
+
+
+def test_resume_takes_free_keys_and_remembers_them(tmp_path, monkeypatch):
+    interrupt(monkeypatch, tmp_path)
+    settings = config(tmp_path)
+    settings["run"]["save_total_limit"] = None
+    assert groupwise.rl(settings, TOY, resume=True).exit_code == 0
+    assert read_config(tmp_path / "toy")["run"]["save_total_limit"] is None
+    with Store.open(tmp_path / "toy" / "run.db", readonly=True) as store:
+        assert list(store.resumes()[0].changes) == ["run.save_total_limit"]
+
+
+def test_an_unfinished_run_is_not_overwritten(tmp_path, monkeypatch):
+    interrupt(monkeypatch, tmp_path)
+    with pytest.raises(UsageError, match="--resume") as refused:
+        groupwise.rl(config(tmp_path), TOY)
+    assert "run.name" in str(refused.value)
+
+
+def test_a_live_run_is_not_disturbed(tmp_path, monkeypatch):
+    interrupt(monkeypatch, tmp_path)
+    with RunFolder.open(tmp_path / "toy"):
+        for resume in (True, False):
+            with pytest.raises(RunInUseError, match="process"):
+                groupwise.rl(config(tmp_path), TOY, resume=resume)
+
+
+def test_a_finished_run_keeps_its_name(tmp_path):
+    assert groupwise.rl(config(tmp_path), TOY).summary["run"] == "toy"
+    assert groupwise.rl(config(tmp_path), TOY).summary["run"] == "toy-2"
+    with pytest.raises(RunNotFoundError, match="finished"):
+        groupwise.rl(config(tmp_path), TOY, resume=True)
+
+
+def test_what_fails_before_the_start_leaves_no_folder(tmp_path):
+    """A usage error that only the building of the parts can find must not stand in the way of the next try."""
+    settings = {**config(tmp_path), "lora": {"target_modules": ["no_such_layer"]}}
+    with pytest.raises(UsageError, match="q_proj"):
+        groupwise.rl(settings, TOY)
+    assert not (tmp_path / "toy").exists()
+
+
+def test_dry_run_shows_the_plan_and_writes_nothing(tmp_path):
+    found = groupwise.rl(config(tmp_path / "runs"), TOY, dry_run=True).summary
+    assert found["config"]["training"]["max_steps"] == STEPS
+    plan = found["plan"]
+    assert plan["parameters"] == 6_832
+    assert 0 < plan["parameters_trained"] < plan["parameters"]
+    assert plan["completions_per_step"] == 8
+    assert plan["first_prompt"].startswith("write ")
+    assert plan["memory_mib"]["total"] >= 0
+    assert not (tmp_path / "runs").exists()
+
+
+def interrupt(monkeypatch, runs) -> None:
+    """Leave an interrupted run with a checkpoint after three steps."""
+    original = loop.take_step
+
+    async def stop(run, groups, begun):
+        await original(run, groups, begun)
+        if run.step == 3:
+            run.interruption._receive(2, None)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "take_step", stop)
+        assert groupwise.rl(config(runs), TOY).exit_code == 130

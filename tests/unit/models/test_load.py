@@ -1,0 +1,228 @@
+"""Names of models: what they mean, and what is said when nothing is there."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig
+
+from groupwise.errors import ModelError
+from groupwise.models import tokenizer as tokenizers
+from groupwise.models.bundled import BUNDLED
+from groupwise.models.config import ModelConfig
+from groupwise.models.load import FULL_WEIGHTS, choose_dtype, load_model, stop_token_ids
+from groupwise.models.plan import plan_model, prompt_room
+from groupwise.models.tiny import tiny_model, tiny_tokenizer, write_tiny_model
+from groupwise.models.tokenizer import load_tokenizer, resolve
+
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / "model"
+    write_tiny_model(path)
+    return path
+
+
+def message(call, *arguments) -> str:
+    with pytest.raises(ModelError) as caught:
+        call(*arguments)
+    return str(caught.value)
+
+
+def named(name, **more) -> ModelConfig:
+    return ModelConfig(name=str(name), **more)
+
+
+def change_weights(folder: Path, change) -> None:
+    tensors = load_file(folder / FULL_WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / FULL_WEIGHTS, metadata={"format": "pt"})
+
+
+# What a name means
+
+
+def test_an_alias_is_made_in_the_cache(cache):
+    found = resolve(named("tiny"))
+    assert found.local
+    assert Path(found.location).parent == cache / "groupwise" / "models"
+    assert found.arguments() == {"local_files_only": True}
+
+
+def test_an_alias_without_its_package_is_its_hub_id(monkeypatch):
+    monkeypatch.setattr(tokenizers, "bundled_folder", lambda name: None)
+    found = resolve(named("smollm2-135m-instruct", revision="v1"))
+    assert found.location == BUNDLED["smollm2-135m-instruct"].hub_id
+    assert found.arguments() == {"revision": "v1"}
+
+
+def test_a_folder_is_taken_as_it_is(folder, monkeypatch):
+    assert resolve(named(folder)).location == str(folder)
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert resolve(named("~/model")).location == str(folder)
+    monkeypatch.chdir(folder.parent)
+    assert resolve(named("model")).local
+
+
+@pytest.mark.parametrize("name", ["org/name", "name"])
+def test_everything_else_is_a_hub_id(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = resolve(named(name, revision="main"))
+    assert (found.location, found.local, found.revision) == (name, False, "main")
+
+
+# What is said when nothing is there
+
+
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere", "a/b/c"])
+def test_a_path_that_is_not_there(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert message(resolve, named(name)) == (
+        f"model.name: there is no folder {name!r} (looked in {tmp_path})."
+    )
+
+
+def test_a_gguf_file_that_is_not_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert message(resolve, named("m.gguf")) == (
+        f"model.name: there is no file 'm.gguf' (looked in {tmp_path})."
+    )
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF" + b"rubbish" * 50, b"no GGUF at all"])
+def test_a_gguf_file_that_is_none(tmp_path, cache, content):
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(content)
+    assert str(path) in message(resolve, named(path))
+    assert list((cache / "groupwise" / "models").iterdir()) == [], "nothing half-made is left"
+
+
+def test_a_folder_that_holds_no_model(tmp_path):
+    (tmp_path / "notes.txt").write_text("")
+    said = message(resolve, named(tmp_path))
+    assert "has no config.json" in said
+    assert "notes.txt" in said
+
+
+def test_an_adapter_given_as_the_model(tmp_path):
+    described = {"base_model_name_or_path": "org/base"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(described))
+    said = message(resolve, named(tmp_path))
+    assert "holds an adapter, not a model" in said
+    assert "'org/base'" in said
+    assert "model.adapter" in said
+
+
+@pytest.mark.parametrize("load", [load_tokenizer, lambda config: load_model(config, "float32")])
+def test_a_hub_id_without_the_hub(load):
+    said = message(load, named("nobody/nothing-1b", revision="v2"))
+    assert "'nobody/nothing-1b' could not be loaded from the hub" in said
+    assert "at 'v2'" in said
+    assert "Names that need no hub: tiny, smollm2-135m-instruct" in said
+    assert "local folder" in said
+
+
+def test_an_alias_without_package_and_hub_says_how_to_get_it(monkeypatch):
+    monkeypatch.setattr(tokenizers, "bundled_folder", lambda name: None)
+    said = message(load_tokenizer, named("smollm2-135m-instruct"))
+    assert "groupwise fetch-model smollm2-135m-instruct" in said
+
+
+def test_a_folder_without_weights(folder):
+    (folder / FULL_WEIGHTS).unlink()
+    said = message(load_model, named(folder), "float32")
+    assert f"from the folder {folder}" in said
+    assert "Is the folder complete?" in said
+
+
+def test_torn_weights(folder):
+    whole = (folder / FULL_WEIGHTS).read_bytes()
+    (folder / FULL_WEIGHTS).write_bytes(whole[: len(whole) // 2])
+    assert str(folder) in message(load_model, named(folder), "float32")
+
+
+def test_weights_that_lack_a_tensor_are_not_filled_with_chance(folder):
+    change_weights(folder, lambda tensors: tensors.pop(Q_PROJ))
+    assert Q_PROJ in message(load_model, named(folder), "float32")
+
+
+def test_weights_of_another_shape(folder):
+    change_weights(folder, lambda tensors: tensors.update({Q_PROJ: torch.zeros(3, 3)}))
+    said = message(load_model, named(folder), "float32")
+    assert f"{Q_PROJ} (stored as (3, 3), the config says (16, 16))" in said
+
+
+@pytest.mark.parametrize("text", ["{no json", '{"model_type": "nonesuch"}'])
+def test_a_config_that_cannot_be_read(folder, text):
+    (folder / "config.json").write_text(text)
+    assert str(folder) in message(load_model, named(folder), "float32")
+
+
+def test_a_chat_template_file_replaces_the_tokenizers(folder, tmp_path):
+    template = tmp_path / "t.jinja"
+    template.write_text("{{ messages[0]['content'] }}")
+    assert load_tokenizer(named(folder, chat_template=str(template))).chat_template == (
+        "{{ messages[0]['content'] }}"
+    )
+    assert "there is no file 'no.jinja'" in message(
+        load_tokenizer, named(folder, chat_template="no.jinja")
+    )
+
+
+# What is loaded
+
+
+def test_a_model_is_loaded_frozen_and_in_the_number_format_asked_for(folder):
+    model = load_model(named(folder), "bfloat16")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert not any(module.training for module in model.modules())
+
+
+def test_the_number_format_suits_what_is_trained():
+    assert choose_dtype(named("x"), full=True, device="cpu") == "float32"
+    assert choose_dtype(named("x", dtype="float32"), full=False, device="cpu") == "float32"
+    assert choose_dtype(named("x", dtype="bfloat16"), full=False, device="cpu") == "bfloat16"
+    said = message(choose_dtype, named("x", dtype="bfloat16"), True, "cpu")
+    assert "lora" in said
+    assert "float32" in said
+
+
+def test_stop_tokens_of_all_three_owners_count():
+    model, tokenizer = tiny_model(), tiny_tokenizer()
+    model.config.eos_token_id = 7
+    model.generation_config = GenerationConfig(eos_token_id=[9, 8])
+    assert stop_token_ids(model, tokenizer) == (1, 7, 8, 9)
+    model.config.eos_token_id = None
+    model.generation_config = None
+    assert stop_token_ids(model, tokenizer) == (1,)
+
+
+def test_room_for_prompts_and_sizes_are_told_without_weights(folder):
+    shutil.copy(folder / "config.json", folder.parent / "config.json")
+    bare = named(folder.parent)
+    assert prompt_room(bare, 48) == 2000
+    assert prompt_room(named(folder.parent, max_seq_length=100), 48) == 52
+    sizes = plan_model(
+        bare,
+        None,
+        dtype="float32",
+        slots=8,
+        key_length=64,
+        microbatch=100,
+        needs_reference=True,
+    )
+    assert sizes.parameters == sizes.trained_parameters
+    assert sizes.parameters == sum(p.numel() for p in tiny_model().parameters())
+    assert sizes.memory.reference == sizes.memory.weights
