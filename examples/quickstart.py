@@ -6,9 +6,11 @@ Everything here goes through the public functions; the same run is `groupwise rl
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import groupwise
 from groupwise.display.plot import terminal_curve, with_mean
@@ -37,7 +39,8 @@ def main() -> int:
     parser.add_argument("--runs", default="runs", help="folder of the runs")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="config keys set here")
     given = parser.parse_args()
-    overrides = [*(SHORT if given.short else []), f"run.dir={given.runs}", *given.overrides]
+    place = [] if given.runs == "runs" else [f"run.dir={given.runs}"]
+    overrides = [*(SHORT if given.short else []), *place, *given.overrides]
     name = "quickstart-short" if given.short else "quickstart"
     began = time.monotonic()
     print(
@@ -54,7 +57,7 @@ def main() -> int:
     if result.exit_code:
         print("\nInterrupted. `make quickstart` goes on where it stopped.")
         return result.exit_code
-    report(result, time.monotonic() - began)
+    report(result, time.monotonic() - began, overrides)
     return 0
 
 
@@ -67,7 +70,7 @@ def unfinished(name: str, runs: Path) -> bool:
     return True
 
 
-def report(result: groupwise.RlResult, seconds: float) -> None:
+def report(result: groupwise.RlResult, seconds: float, overrides: list[str]) -> None:
     """The curve, the same prompts before and after, the held-out numbers, and where to go from here."""
     folder, summary = result.folder, result.summary
     assert folder is not None
@@ -98,7 +101,7 @@ def report(result: groupwise.RlResult, seconds: float) -> None:
         )
     verdict = "rises" if held_out["rises"] else "does not rise beyond doubt"
     print(f"  {'change':<10} {interval(held_out['change'])}: the held-out reward {verdict}")
-    print(next_steps(summary["run"], folder))
+    print(next_steps(summary, folder, overrides))
 
 
 def interval(found: dict[str, float]) -> str:
@@ -106,21 +109,24 @@ def interval(found: dict[str, float]) -> str:
     return f"{found['value']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
 
 
-def next_steps(run: str, folder: Path) -> str:
-    """Commands to go on with."""
-    at = f" --dir {folder.parent}" if str(folder.parent) != "runs" else ""
-    common = f"--config {CONFIG.relative_to(Path.cwd()) if CONFIG.is_relative_to(Path.cwd()) else CONFIG} --task-module {TASK}"
+def next_steps(summary: dict[str, Any], folder: Path, overrides: list[str]) -> str:
+    """Commands to go on with: they can be pasted as they are."""
+    run, steps = summary["run"], summary["steps"]
+    at = "" if folder.parent == Path("runs") else f" --dir {folder.parent}"
+    config = CONFIG.relative_to(Path.cwd()) if CONFIG.is_relative_to(Path.cwd()) else CONFIG
+    kept = [word for word in overrides if not word.startswith(("training.max_steps=", "run.name="))]
+    same = f"--config {config} --task-module {TASK} {shlex.join(kept)}".rstrip()
     return f"""
 The curve as a picture: {folder / "reward.svg"}    The adapter: {folder / "final"}
 
 Go on:
   . .venv/bin/activate
-  groupwise runs rollouts {run}{at} --best          what it wrote, with rewards and advantages
-  groupwise runs plot {run}{at} --metric entropy    any metric as a curve
-  groupwise eval {common} --policy {run}
-  groupwise rl {common} --resume-from {run}@{{step}} training.max_steps=60
+  groupwise runs rollouts {run}{at} --best  # what it wrote, with rewards and advantages
+  groupwise runs plot {run}{at} --metric entropy  # any metric as a curve
+  groupwise eval {same} --policy {run}
+  groupwise rl {same} --resume-from {run}@{steps} training.max_steps={2 * steps}
   groupwise rl --config examples/01_first_task/config.yaml --task-module examples/01_first_task/task.py
-""".replace("{step}", "30")
+"""
 
 
 if __name__ == "__main__":

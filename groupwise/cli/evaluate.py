@@ -17,8 +17,8 @@ def evaluate(
     policy: Annotated[
         str,
         typer.Option(
-            metavar="base|RUN[@STEP]|PATH",
-            help="Which weights answer: the model itself, a run's, or an adapter folder.",
+            metavar="base|PATH|RUN[@STEP]|HUB_ID[@REV]",
+            help="Which weights answer: the model itself, those in a folder, a run's, or from the hub.",
         ),
     ] = "base",
     samples_per_prompt: Annotated[

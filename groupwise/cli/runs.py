@@ -33,6 +33,7 @@ app = typer.Typer(
     name="runs",
     help="Look at recorded runs: list, show, rollouts, plot.",
     no_args_is_help=True,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 

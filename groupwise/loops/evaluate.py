@@ -16,9 +16,12 @@ from typing import Any
 
 from groupwise import build
 from groupwise.config import LoadedConfig, RunConfig, load_config, resolved, view, with_task_schema
-from groupwise.errors import RunNotFoundError, UsageError
+from groupwise.errors import UsageError
 from groupwise.loops.gather import gather_all
+from groupwise.loops.policies import FoundPolicy, find_policy
 from groupwise.loops.statistics import Interval, bootstrap_mean, wilson
+from groupwise.models.plan import prompt_room
+from groupwise.models.tokenizer import load_tokenizer
 from groupwise.models.tokens import completion_text
 from groupwise.rewards.scoring import Scorer
 from groupwise.rewards.text import as_completion
@@ -26,7 +29,7 @@ from groupwise.rollouts.prompts import PromptSet, tokenise
 from groupwise.rollouts.score import score_group
 from groupwise.rollouts.seeds import evaluation_seed
 from groupwise.rollouts.single import sample_group
-from groupwise.runs import durable, find
+from groupwise.runs import durable
 from groupwise.runs.folder import add_result
 from groupwise.tasks.contract import Task, load_task, require
 from groupwise.types import Group, Sampler, SamplingParams
@@ -179,36 +182,16 @@ def evaluate(
 ) -> EvalResult:
     """Evaluate a policy on a task's held-out prompts: the command `groupwise eval`.
 
-    `policy` is `base`, an adapter or model folder, or a run (`RUN`, `RUN@STEP`). Raises `UsageError` for what was given wrongly.
+    `policy` is `base`, an adapter or model folder, a run (`RUN`, `RUN@STEP`), or a hub id
+    (`NAME@REVISION`). Raises `UsageError` for what was given wrongly.
     """
     loaded = load_config(config, overrides)
     found = load_task(task)
     require(found, "eval")
     loaded = _prepared(loaded, found, samples_per_prompt)
     _refuse_existing(output)
-    weights, label, run = find_policy(policy, Path(loaded.config.run.dir))
-    return asyncio.run(_evaluate(loaded, found, weights, label, run, output))
-
-
-def find_policy(policy: str, runs_dir: Path) -> tuple[Path | None, str, Path | None]:
-    """Folder of the weights (None: the base model), how the policy is called, and the folder of its run if it has one."""
-    if policy == "base":
-        return None, "base", None
-    path = Path(policy).expanduser()
-    if any((path / name).is_file() for name in ("adapter_config.json", "model.safetensors")):
-        return path, policy, None
-    address = find.resolve(policy, runs_dir)
-    if address.checkpoint is not None:
-        return address.checkpoint.path, f"{address.name}@{address.checkpoint.step}", address.path
-    final = address.path / "final"
-    if final.is_dir():
-        return final, f"{address.name}@{find.run_info(address.path).steps}", address.path
-    newest = find.checkpoints.newest(address.path / "checkpoints")
-    if newest is None:
-        raise RunNotFoundError(
-            f"The run {address.name!r} has no checkpoint yet, so there is nothing to evaluate but its base model: --policy base."
-        )
-    return newest.path, f"{address.name}@{newest.step}", address.path
+    weights = find_policy(policy, Path(loaded.config.run.dir))
+    return asyncio.run(_evaluate(loaded.config, found, weights, output))
 
 
 def _prepared(loaded: LoadedConfig, task: Task, samples_per_prompt: int | None) -> LoadedConfig:
@@ -226,44 +209,35 @@ def _prepared(loaded: LoadedConfig, task: Task, samples_per_prompt: int | None) 
 
 
 async def _evaluate(
-    loaded: LoadedConfig,
-    task: Task,
-    weights: Path | None,
-    label: str,
-    run: Path | None,
-    output: Path | None,
+    config: RunConfig, task: Task, policy: FoundPolicy, output: Path | None
 ) -> EvalResult:
-    from groupwise.models.plan import prompt_room
-    from groupwise.models.tokenizer import load_tokenizer
-
-    config = loaded.config
     tokenizer = load_tokenizer(config.model)
     prompts = held_out_prompts(
         config, task, tokenizer, prompt_room(config.model, build.longest_completion(config))
     )
     layout = build.choose_layout(config, prompts.longest)
-    sampler, stops = build.serving_sampler(config, layout, weights)
+    sampler, stops = build.serving_sampler(config, layout, policy.folder)
     scorer = build.build_scorer(config, task, tokenizer)
     try:
         asked = held_out(config, task, prompts, stops)
-        result = await answer_held_out(asked, sampler, scorer, tokenizer, label)
+        result = await answer_held_out(asked, sampler, scorer, tokenizer, policy.label)
     finally:
         await scorer.close()
-    return replace(result, path=_write(result, task, config, run, output))
+    return replace(result, path=_write(result, task, policy, Path(config.run.dir), output))
 
 
 def _write(
-    result: EvalResult, task: Task, config: RunConfig, run: Path | None, output: Path | None
-) -> Path | None:
+    result: EvalResult, task: Task, policy: FoundPolicy, runs_dir: Path, output: Path | None
+) -> Path:
+    """Into `output`, or the `results` folder of the policy's run, or the one beside the runs."""
     content = {**result.summary, "task": task.name, "details": result.details, "rows": result.rows}
-    if output is not None:
-        _refuse_existing(output)
-        output.parent.mkdir(parents=True, exist_ok=True)
-        durable.write_json(output, content)
-        return output
-    if run is not None:
-        return add_result(run, f"{task.name}-{result.policy.replace('/', '_')}", content)
-    return None
+    if output is None:
+        name = f"{task.name}-{result.policy.strip('./').replace('/', '_')}"
+        return add_result(policy.run or runs_dir.parent, name, content)
+    _refuse_existing(output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    durable.write_json(output, content)
+    return output
 
 
 def _refuse_existing(output: Path | None) -> None:

@@ -15,7 +15,8 @@ from groupwise import build
 from groupwise.build import Layout
 from groupwise.config import LoadedConfig, RunConfig, load_config, resolved, view, with_task_schema
 from groupwise.data.examples import fingerprint
-from groupwise.loops.evaluate import find_policy, held_out_prompts
+from groupwise.loops.evaluate import held_out_prompts
+from groupwise.loops.policies import find_policy
 from groupwise.models.plan import plan_model, prompt_room
 from groupwise.models.tokenizer import load_tokenizer
 from groupwise.models.tokens import rendered
@@ -88,7 +89,7 @@ def prepare(
 
 
 def _starting_from(loaded: LoadedConfig, reference: str) -> LoadedConfig:
-    folder, _, _ = find_policy(reference, Path(loaded.config.run.dir))
+    folder = find_policy(reference, Path(loaded.config.run.dir)).folder
     if folder is None:
         return loaded
     key = "adapter" if (folder / "adapter_config.json").is_file() else "name"

@@ -72,13 +72,6 @@ def _accepted_changes(path: Path, prepared: Prepared) -> dict[str, Any]:
             )
             + "\nGive what it was started with, or start another run with run.name=<another name>."
         )
-    for key, (old, new) in found.warned.items():
-        logger.warning(
-            "resumed with another layout: %s was %r, is %r; results agree up to rounding",
-            key,
-            old,
-            new,
-        )
     return {key: list(change) for key, change in {**found.free, **found.warned}.items()}
 
 
@@ -123,6 +116,7 @@ def take_back(run: Run, prepared: Prepared, point: ResumePoint) -> None:
     for skipped in checkpoints.complete(run.folder.checkpoints, verify=True).skipped:
         run.progress.note(f"skipped a checkpoint: {skipped}")
     checkpoints.drop_after(run.folder.checkpoints, run.step)
+    warn_of_layout(run.folder, prepared)
     dropped = run.folder.store.rewind(run.step)
     run.folder.store.set_meta({"max_steps": run.max_steps, "layout": asdict(prepared.layout)})
     run.folder.resume(
@@ -133,3 +127,16 @@ def take_back(run: Run, prepared: Prepared, point: ResumePoint) -> None:
         if dropped.steps
         else f"resumed after {run.step} steps"
     )
+
+
+def warn_of_layout(folder: RunFolder, prepared: Prepared) -> None:
+    """Say so if this machine works in other shapes than the run did so far: results then agree only up to rounding."""
+    before, now = folder.store.get_meta().get("layout", {}), asdict(prepared.layout)
+    for key in sorted(before.keys() & now.keys()):
+        if before[key] != now[key]:
+            logger.warning(
+                "resumed with another layout: %s was %r, is %r; results agree up to rounding",
+                key,
+                before[key],
+                now[key],
+            )

@@ -62,9 +62,7 @@ def rl(
     starts a new run from the weights of a run or adapter folder. Raises `UsageError` for what was given wrongly, `RunError` if the
     run failed on its way.
     """
-    _check_one_start(
-        {"--resume": resume, "--resume-from": resume_from, "--init-from": init_from}
-    )
+    _check_one_start({"--resume": resume, "--resume-from": resume_from, "--init-from": init_from})
     prepared = prepare(config, task, overrides, init_from)
     if dry_run:
         return RlResult(plan(prepared))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import logging
 import os
 import shutil
 import subprocess
@@ -21,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from groupwise.errors import ModelError
+
+logger = logging.getLogger(__name__)
 
 CONVERSION = 1
 """Raised when the way of converting changes, so that older caches are made anew."""
@@ -188,4 +191,6 @@ def _put(building: Path, final: Path) -> None:
 def _convert(gguf: Path, folder: Path) -> None:
     from groupwise.models.load import write_dequantised
 
+    # A warning, so that it is seen without any logging set up: nothing else tells why the start takes so long.
+    logger.warning("making %s ready for use, once: it takes about 20 seconds", gguf.stem)
     write_dequantised(gguf, folder)

@@ -15,6 +15,7 @@ finds that run as the quickstart left it.
 from __future__ import annotations
 
 import re
+import runpy
 import shlex
 import shutil
 import tomllib
@@ -206,6 +207,19 @@ def test_configs_run_by_their_first_line(config: Path, run: Run) -> None:
     assert words[:2] == ["groupwise", "rl"]
     assert name(config) in words
     run(words)
+
+
+def test_commands_that_the_quickstart_prints_run(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = ROOT / "examples/quickstart.py"
+    small = ["model.name=tiny", "run.threads=1", "algorithm.beta=0.01"]
+    monkeypatch.setattr("sys.argv", [str(script), "--short", *small])
+    assert runpy.run_path(str(script))["main"]() == 0
+    printed = capfd.readouterr().out.partition("Go on:\n")[2].strip().splitlines()
+    assert len(printed) == 6
+    for line in printed:
+        run(shlex.split(line, comments=True))
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=name)

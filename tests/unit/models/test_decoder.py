@@ -112,7 +112,7 @@ def test_rows_that_share_a_prompt(decoder, prompt):
 @torch.no_grad()
 def test_slots_at_their_own_positions(decoder):
     """Two rows with prompts of other lengths, decoded side by side between empty slots."""
-    batch, wanted, starts = ids(2), None, (4, 11)
+    batch, starts = ids(2), (4, 11)
     wanted = own_logits(decoder, batch)
     cache = SlotCache(slots=8, key_length=LENGTH + 5)
     slots = (2, 7)

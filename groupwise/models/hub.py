@@ -1,0 +1,24 @@
+"""Adapters and models that live on the hub, as folders on this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from groupwise.errors import ModelError
+
+
+def fetch_weights(reference: str) -> Path:
+    """The folder of `HUB_ID` or `HUB_ID@REVISION`, downloaded unless it is cached; raises `ModelError` if it cannot be had."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    name, _, revision = reference.partition("@")
+    patterns = ["*.json", "*.safetensors"]
+    try:
+        return Path(snapshot_download(name, revision=revision or None, allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().splitlines()
+        raise ModelError(
+            f"{reference!r} could not be had from the hub: {reason[0] if reason else error!r} "
+            "Offline, give a folder that holds an adapter or a model."
+        ) from error

@@ -1,0 +1,100 @@
+"""What `--policy` finds, in which order, and what it says when there is nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import groupwise
+from groupwise.errors import ModelError, RunNotFoundError, UsageError
+from groupwise.loops import policies
+from groupwise.loops.policies import find_policy
+from tests.integration.running import TOY, config
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("policies") / "runs"
+    groupwise.rl(config(folder), TOY)
+    return folder
+
+
+def test_what_a_policy_may_be(runs):
+    assert find_policy("base", runs).folder is None
+    assert find_policy("toy", runs).folder == (runs / "toy" / "final").resolve()
+    assert find_policy("toy", runs).label == "toy@5"
+    assert find_policy("toy@4", runs).folder == (runs / "toy" / "checkpoints" / "step-4").resolve()
+    assert find_policy(str(runs / "toy" / "final"), runs).run is None
+
+
+def test_a_step_without_a_checkpoint_lists_those_there_are(runs):
+    with pytest.raises(RunNotFoundError, match="toy@4, toy@5"):
+        find_policy("toy@1", runs)
+
+
+def test_a_hub_id_comes_last(runs, monkeypatch):
+    asked = []
+
+    def fetched(reference):
+        asked.append(reference)
+        return runs / "toy" / "final"
+
+    monkeypatch.setattr(policies, "fetch_weights", fetched)
+    assert find_policy("someone/adapter@v2", runs).label == "someone/adapter@v2"
+    assert find_policy(str(runs / "toy"), runs).run is not None, "an existing path is no hub id"
+    assert asked == ["someone/adapter@v2"]
+    with pytest.raises(RunNotFoundError):
+        find_policy("no-slash", runs)
+    with pytest.raises(RunNotFoundError):
+        find_policy("./no/folder", runs)
+
+
+def test_offline_a_hub_id_says_what_was_looked_for(runs):
+    with pytest.raises(ModelError) as failed:
+        find_policy("someone/adapter", runs)
+    assert "no run 'someone/adapter'" in str(failed.value)
+    assert "Offline, give a folder" in str(failed.value)
+
+
+def test_results_stand_in_the_run_and_are_never_overwritten(runs):
+    first = groupwise.evaluate(config(runs), TOY, policy="toy")
+    again = groupwise.evaluate(config(runs), TOY, policy="toy")
+    assert first.path.name == "toy_task-toy@5.json"
+    assert again.path.name == "toy_task-toy@5-2.json"
+    assert first.path.parent.samefile(runs / "toy" / "results")
+    content = json.loads(first.path.read_text())
+    assert len(content["rows"]) == 3
+    assert content["rows"] == json.loads(again.path.read_text())["rows"], "greedy repeats itself"
+    with pytest.raises(UsageError, match="never overwritten"):
+        groupwise.evaluate(config(runs), TOY, policy="toy", output=first.path)
+
+
+def test_results_of_the_base_model_stand_beside_the_runs(runs):
+    found = groupwise.evaluate(config(runs), TOY)
+    assert found.path == runs.parent / "results" / "toy_task-base.json"
+
+
+def test_the_adapter_is_really_used(runs, tmp_path):
+    """A perturbed adapter gives other answers than the one it was copied from."""
+    copy = tmp_path / "copy"
+    shutil.copytree(runs / "toy" / "final", copy)
+    settings = config(runs)
+    settings["eval"]["temperature"] = 1.0
+    trained = groupwise.evaluate(settings, TOY, policy="toy")
+    same = groupwise.evaluate(settings, TOY, policy=str(copy))
+    assert [row["completion"] for row in same.rows] == [row["completion"] for row in trained.rows]
+    perturb(copy)
+    other = groupwise.evaluate(settings, TOY, policy=str(copy))
+    assert [row["completion"] for row in other.rows] != [row["completion"] for row in trained.rows]
+
+
+def perturb(folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "adapter_model.safetensors"
+    save_file({name: tensor + 0.5 for name, tensor in load_file(path).items()}, path)

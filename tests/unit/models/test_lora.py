@@ -1,0 +1,381 @@
+"""Adapters: exact arithmetic on a rounded base, strict files, and the format of peft."""
+
+import json
+
+import pytest
+import torch
+from peft import PeftModel
+from peft.tuners.lora.layer import Linear as PeftLinear
+from safetensors.torch import load_file, save_file
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from groupwise.errors import ModelError
+from groupwise.learner.weights import TrainedAdapter
+from groupwise.models.config import LoraConfig
+from groupwise.models.lora import (
+    CONFIG,
+    WEIGHTS,
+    AdaptedModel,
+    copy_exactly,
+    fingerprint,
+    new_lora_config,
+    read_adapter,
+    read_lora_config,
+)
+from groupwise.models.tiny import tiny_model
+
+IDS = torch.tensor([[7, 8, 9, 30, 31, 4, 50, 66]])
+
+
+def adapted(dtype=torch.float32, **settings) -> AdaptedModel:
+    config = new_lora_config(LoraConfig(**{"r": 4, "alpha": 8, **settings}))
+    return AdaptedModel(tiny_model().to(dtype), config)
+
+
+def randomise(model: AdaptedModel, name: str, size=0.3, seed=1) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters(name).values():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * size)
+
+
+def trained(**settings) -> AdaptedModel:
+    model = adapted(**settings)
+    model.add("policy", trainable=True, seed=0)
+    randomise(model, "policy")
+    return model
+
+
+def logits(model: AdaptedModel, name: str | None):
+    with torch.no_grad(), model.using(name) as acting:
+        return acting(IDS).logits
+
+
+def saved(model: AdaptedModel, folder, name="policy"):
+    folder.mkdir(exist_ok=True)
+    model.save(name, folder)
+    return folder
+
+
+# Small changes on a base in bfloat16
+
+
+@pytest.mark.parametrize("learning_rate", [1e-5, 1e-6])
+def test_a_small_change_acts_in_full_on_a_rounded_base(learning_rate):
+    """After one AdamW step every entry of B is ± the learning rate. How much of that reaches the layer's output?"""
+    config = new_lora_config(LoraConfig(r=16, alpha=32, target_modules=("q_proj",)))
+    model = AdaptedModel(tiny_model(hidden_size=256, layers=1, heads=4).bfloat16(), config)
+    model.add("policy", trainable=True, seed=0)
+    layer = next(iter(model.layers.values()))
+    generator = torch.Generator().manual_seed(1)
+    down, up = layer.factors("policy")
+    base = layer.get_base_layer().weight
+    with torch.no_grad():
+        up.copy_(learning_rate * torch.sign(torch.randn(up.shape, generator=generator)))
+        base.copy_(torch.randn(base.shape, generator=generator) / 16)
+        inputs = torch.randn(4096, 256, generator=generator).bfloat16()
+        exact = 2.0 * (inputs.double() @ down.double().t()) @ up.double().t()
+
+    def slope(changed, unchanged) -> float:
+        realised = changed.double() - unchanged.double()
+        return float((realised * exact).sum() / (exact * exact).sum())
+
+    with torch.no_grad():
+        with model.using(None):
+            before = layer(inputs)
+        with model.using("policy"):
+            ours = slope(layer(inputs), before)
+            theirs = slope(PeftLinear.forward(layer, inputs), before)
+    assert before.dtype == torch.bfloat16
+    assert 0.9 < ours < 1.1
+    assert theirs < 0.7, "the comparison has lost its point: peft adds before rounding now"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fresh_adapter_changes_nothing(dtype):
+    model = adapted(dtype)
+    model.add("policy", trainable=True, seed=3)
+    torch.testing.assert_close(logits(model, "policy"), logits(model, None), rtol=0, atol=1e-6)
+    assert {p.dtype for p in model.parameters("policy").values()} == {torch.float32}
+
+
+def test_the_layer_computes_the_low_rank_sum():
+    model = trained()
+    for layer in model.layers.values():
+        down, up = layer.factors("policy")
+        base = layer.get_base_layer()
+        inputs = torch.randn(2, 3, base.in_features, generator=torch.Generator().manual_seed(2))
+        wanted = inputs @ (base.weight + 2.0 * up @ down).t()
+        with torch.no_grad(), model.using("policy"):
+            torch.testing.assert_close(layer(inputs), wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_a_bias_of_the_base_stays():
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    base = AutoModelForCausalLM.from_config(Qwen2Config(**sizes, **heads)).eval()
+    torch.nn.init.normal_(base.model.layers[0].self_attn.q_proj.bias)
+    with torch.no_grad():
+        before = base(IDS % 64).logits
+    model = AdaptedModel(base, new_lora_config(LoraConfig(r=2)))
+    model.add("policy", trainable=True, seed=0)
+    with torch.no_grad(), model.using("policy"):
+        torch.testing.assert_close(base(IDS % 64).logits, before, atol=1e-6, rtol=1e-5)
+
+
+# Several adapters on one base
+
+
+def test_adapters_side_by_side_do_not_touch_each_other():
+    model = trained()
+    alone = logits(model, "policy")
+    model.add("served", trainable=False, seed=9)
+    assert torch.equal(logits(model, "policy"), alone)
+    randomise(model, "served", seed=5)
+    assert torch.equal(logits(model, "policy"), alone)
+    assert not torch.allclose(logits(model, "served"), alone)
+    assert all(p.requires_grad for p in model.parameters("policy").values())
+    assert not any(p.requires_grad for p in model.parameters("served").values())
+    adapters = {id(p) for name in ("policy", "served") for p in model.parameters(name).values()}
+    assert not any(p.requires_grad for p in model.base.parameters() if id(p) not in adapters)
+
+
+def test_every_adapter_has_the_same_scaling():
+    model = trained()
+    model.add("served", trainable=False, seed=9)
+    model.write("served", {k: p.detach() for k, p in model.parameters("policy").items()}, "a copy")
+    assert torch.equal(logits(model, "served"), logits(model, "policy"))
+
+
+def test_using_returns_to_what_acted_before_also_after_an_error():
+    model = trained()
+    with model.using("policy"):
+        with pytest.raises(RuntimeError), model.using(None):
+            raise RuntimeError
+        assert model.switch.active == "policy"
+    assert model.switch.active is None
+
+
+def test_the_seed_decides_the_start():
+    def start(seed):
+        model = adapted()
+        model.add("policy", trainable=True, seed=seed)
+        return fingerprint(model.parameters("policy"))
+
+    assert start(1) == start(1) != start(2)
+
+
+def test_the_starting_adapter_is_the_reference(tmp_path):
+    folder = saved(trained(), tmp_path / "start")
+    model = AdaptedModel(tiny_model(), read_lora_config(folder))
+    weights = TrainedAdapter(model, seed=0, start=read_adapter(folder))
+    wanted = logits(trained(), "policy")
+    assert torch.equal(logits(model, "policy"), wanted)
+    randomise(model, "policy", seed=8)
+    with torch.no_grad(), weights.acting_reference():
+        assert torch.equal(weights.reference_model(IDS).logits, wanted)
+    assert set(weights.parameters()) == set(model.parameters("policy"))
+
+
+def test_without_a_starting_adapter_the_plain_base_is_the_reference():
+    model = adapted()
+    weights = TrainedAdapter(model, seed=0)
+    randomise(model, "policy")
+    with torch.no_grad(), weights.acting_reference():
+        torch.testing.assert_close(weights.reference_model(IDS).logits, tiny_model()(IDS).logits)
+
+
+# Dropout
+
+
+def test_dropout_acts_only_when_asked_and_in_evaluation_mode_too():
+    model = trained(dropout=0.5)
+    plain = logits(model, "policy")
+    model.base.eval()
+    for _ in range(2):
+        with torch.no_grad(), model.using("policy", dropout=True):
+            torch.manual_seed(0)
+            dropped = model.base(IDS).logits
+        assert not torch.allclose(dropped, plain)
+        assert torch.equal(logits(model, "policy"), plain)
+
+
+# Files
+
+
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing`:FutureWarning"
+)  # peft asks transformers so
+def test_peft_reloads_what_was_saved(tmp_path):
+    model = trained()
+    theirs = PeftModel.from_pretrained(tiny_model(), str(saved(model, tmp_path / "a")))
+    with torch.no_grad():
+        found = theirs(IDS).logits
+        merged = theirs.merge_and_unload()(IDS).logits
+    wanted = logits(model, "policy")
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(merged, wanted, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(wanted, logits(model, None), atol=1e-2)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:`is_gradient_checkpointing`:FutureWarning"
+)  # peft asks transformers so
+def test_what_peft_saved_is_loaded(tmp_path):
+    from peft import get_peft_model
+
+    theirs = get_peft_model(tiny_model(), new_lora_config(LoraConfig(r=4, alpha=12)))
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    theirs.save_pretrained(tmp_path)
+    model = AdaptedModel(tiny_model(), read_lora_config(tmp_path))
+    model.add("served", trainable=False, seed=0)
+    model.write("served", read_adapter(tmp_path), str(tmp_path))
+    with torch.no_grad():
+        wanted = theirs.eval()(IDS).logits
+    torch.testing.assert_close(logits(model, "served"), wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_the_file_holds_the_adapter_alone(tmp_path):
+    tensors = load_file(saved(trained(), tmp_path / "a") / WEIGHTS)
+    assert all(".lora_A." in key or ".lora_B." in key for key in tensors)
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+    described = json.loads((tmp_path / "a" / CONFIG).read_text())
+    assert (described["r"], described["lora_alpha"], described["task_type"]) == (4, 8, "CAUSAL_LM")
+
+
+def test_loading_is_strict_and_lists_everything():
+    model = trained()
+    before = fingerprint(model.parameters("policy"))
+    given = {key: tensor.detach().clone() for key, tensor in model.parameters("policy").items()}
+    lacking, bent, *_ = given
+    given["stranger.lora_A.weight"] = given.pop(lacking)
+    given[bent] = torch.zeros(3, 3)
+    with pytest.raises(ModelError) as caught:
+        model.write("policy", given, "/the/folder")
+    said = str(caught.value)
+    assert "The tensors of /the/folder do not match" in said
+    assert f"missing (1):\n    {lacking}" in said
+    assert "not expected (1):\n    stranger.lora_A.weight" in said
+    assert f"of another shape (1):\n    {bent}: (3, 3) instead of" in said
+    assert fingerprint(model.parameters("policy")) == before, "none was loaded"
+
+
+def test_long_lists_are_cut():
+    owned = {f"k{index:02d}": torch.zeros(1) for index in range(30)}
+    with pytest.raises(ModelError, match="… and 22 more"):
+        copy_exactly(owned, {}, "x")
+
+
+def test_an_adapter_of_another_rank_is_refused(tmp_path):
+    folder = saved(trained(), tmp_path / "a")
+    other = adapted(r=8)
+    other.add("policy", trainable=True, seed=0)
+    with pytest.raises(ModelError, match="of another shape"):
+        other.write("policy", read_adapter(folder), str(folder))
+
+
+def test_a_folder_without_an_adapter(tmp_path):
+    (tmp_path / "README.md").write_text("")
+    with pytest.raises(ModelError, match=r"model\.adapter: .* has no adapter_config\.json"):
+        read_lora_config(tmp_path)
+    with pytest.raises(ModelError, match=r"There is no adapter_model.* it holds: README\.md"):
+        read_adapter(tmp_path)
+    with pytest.raises(ModelError, match="it holds: nothing"):
+        read_adapter(tmp_path / "nowhere")
+
+
+def test_torn_adapter_weights(tmp_path):
+    folder = saved(trained(), tmp_path / "a")
+    (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-40])
+    with pytest.raises(ModelError, match="is damaged"):
+        read_adapter(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"use_dora": True}, "use_dora"),
+        ({"use_rslora": True}, "use_rslora"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern"),
+        ({"alpha_pattern": {"q_proj": 2}}, "alpha_pattern"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"bias": "all"}, "bias"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights=pissa"),
+        ({"peft_type": "IA3"}, "'IA3'"),
+    ],
+)
+def test_other_kinds_of_adapter_are_refused(tmp_path, change, named):
+    folder = saved(trained(), tmp_path / "a")
+    described = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps({**described, **change}))
+    with pytest.raises(ModelError) as caught:
+        read_lora_config(folder)
+    assert named in str(caught.value)
+
+
+def test_the_fingerprint_is_of_names_shapes_types_and_bytes():
+    tensors = {"a": torch.ones(2, 3), "b": torch.zeros(4)}
+    found = {
+        fingerprint(tensors),
+        fingerprint({"a": torch.ones(3, 2), "b": torch.zeros(4)}),
+        fingerprint({"a": torch.ones(2, 3), "c": torch.zeros(4)}),
+        fingerprint({"a": torch.ones(2, 3), "b": torch.zeros(4, dtype=torch.int32)}),
+        fingerprint({"a": torch.ones(2, 3), "b": torch.tensor([0.0, 0, 0, -0.0])}),
+        fingerprint({"a": torch.ones(2, 3).bfloat16(), "b": torch.zeros(4)}),
+    }
+    assert len(found) == 6
+    assert fingerprint(dict(reversed(tensors.items()))) == fingerprint(tensors)
+    transposed = {"a": torch.ones(3, 2).t(), "b": torch.zeros(4)}
+    assert fingerprint(transposed) == fingerprint(tensors)
+
+
+def test_the_fingerprint_survives_the_file(tmp_path):
+    model = trained()
+    folder = saved(model, tmp_path / "a")
+    assert fingerprint(read_adapter(folder)) == fingerprint(model.parameters("policy"))
+    tensors = load_file(folder / WEIGHTS)
+    next(iter(tensors.values()))[0, 0] += 1e-7
+    save_file(tensors, folder / WEIGHTS)
+    assert fingerprint(read_adapter(folder)) != fingerprint(model.parameters("policy"))
+
+
+# Which layers
+
+
+def test_named_targets_get_an_adapter_and_no_others():
+    model = adapted(target_modules=("q_proj", "v_proj"))
+    model.add("policy", trainable=True, seed=0)
+    assert {path.rsplit(".", 1)[-1] for path in model.layers} == {"q_proj", "v_proj"}
+
+
+def test_all_linear_leaves_out_the_head():
+    model = adapted()
+    model.add("policy", trainable=True, seed=0)
+    kinds = {path.rsplit(".", 1)[-1] for path in model.layers}
+    attention, feed_forward = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate", "up", "down"}
+    assert kinds == attention | {f"{name}_proj" for name in feed_forward}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")  # it warns of what is refused afterwards
+@pytest.mark.parametrize("targets", [("nope",), ("q_proj", "v_prj"), ("embed_tokens", "q_proj")])
+def test_targets_that_would_have_no_effect_are_refused(targets):
+    with pytest.raises(ModelError) as caught:
+        adapted(target_modules=targets).add("policy", trainable=True, seed=0)
+    said = str(caught.value)
+    assert said.startswith("lora.target_modules: ")
+    assert (set(targets) - {"q_proj"}).pop() in said
+    assert "q_proj, up_proj, v_proj" in said
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")  # it warns of what is refused afterwards
+def test_a_model_without_linear_layers_is_refused():
+    sizes = {"vocab_size": 64, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2)).eval()
+    with pytest.raises(ModelError, match=r"c_attn.*gpt2"):
+        AdaptedModel(model, new_lora_config(LoraConfig())).add("policy", trainable=True, seed=0)
