@@ -32,6 +32,8 @@ KEY_BLOCK = 64
 """Key lengths are rounded up to this many tokens, so that near configs decode in the same shape."""
 MAX_SLOTS = 64
 MIN_SLOTS = 8
+MEMORY_FREE = 2 << 30
+"""Bytes that must be free in memory before weights are published there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,11 +198,25 @@ def _without_torch() -> Any:
 
 
 def publication_folder(run_folder: Path) -> Path:
-    """Where a run publishes its weights: in memory where the system has such a place, named by the run's folder."""
+    """Where a run publishes its weights: in memory where the system has room there, named by the run's folder.
+
+    Nobody else can write there: what the sampler loads must be what the learner published.
+    """
     name = hashlib.sha256(str(run_folder.resolve()).encode()).hexdigest()[:16]
+    mine = _roomy_place() / f"groupwise-{os.getuid()}"
+    mine.mkdir(mode=0o700, exist_ok=True)
+    found = mine.lstat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o022 or mine.is_symlink():
+        mine = Path(tempfile.mkdtemp(prefix="groupwise-"))
+    return mine / name
+
+
+def _roomy_place() -> Path:
+    """Memory where it is free: containers often have next to none at /dev/shm."""
     memory = Path("/dev/shm")
-    root = memory if memory.is_dir() and os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
-    return root / f"groupwise-{os.getuid()}" / name
+    if os.access(memory, os.W_OK) and shutil.disk_usage(memory).free >= MEMORY_FREE:
+        return memory
+    return Path(tempfile.gettempdir())
 
 
 def remove_publications(folder: Path) -> None:

@@ -7,7 +7,6 @@ prompt by prompt, and nothing of a training run's randomness is touched.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 from groupwise import build
 from groupwise.config import LoadedConfig, RunConfig, load_config, resolved, view, with_task_schema
 from groupwise.errors import UsageError
-from groupwise.loops.gather import gather_all
+from groupwise.loops.awaiting import gather_all, run_to_end
 from groupwise.loops.policies import FoundPolicy, find_policy
 from groupwise.loops.statistics import Interval, bootstrap_mean, wilson
 from groupwise.models.plan import prompt_room
@@ -191,7 +190,7 @@ def evaluate(
     loaded = _prepared(loaded, found, samples_per_prompt)
     _refuse_existing(output)
     weights = find_policy(policy, Path(loaded.config.run.dir))
-    return asyncio.run(_evaluate(loaded.config, found, weights, output))
+    return run_to_end(_evaluate(loaded.config, found, weights, output))
 
 
 def _prepared(loaded: LoadedConfig, task: Task, samples_per_prompt: int | None) -> LoadedConfig:

@@ -24,8 +24,8 @@ from groupwise.config import RunConfig
 from groupwise.display.progress import Progress
 from groupwise.errors import NonFiniteError, NothingScoredError, PolicyMismatchError
 from groupwise.learner.schedule import learning_rate
+from groupwise.loops.awaiting import gather_all
 from groupwise.loops.evaluate import EvalResult, HeldOut, answer_held_out
-from groupwise.loops.gather import gather_all
 from groupwise.loops.interruption import Interruption
 from groupwise.loops.metrics import (
     Timings,

@@ -18,6 +18,7 @@ from groupwise import build
 from groupwise.config import RunConfig
 from groupwise.display.progress import Progress
 from groupwise.errors import UsageError
+from groupwise.loops.awaiting import run_to_end
 from groupwise.loops.evaluate import EvalResult, held_out
 from groupwise.loops.interruption import Interrupted, Interruption
 from groupwise.loops.outcome import summarise, write_curve, write_final
@@ -70,7 +71,7 @@ def rl(
     folder = open_folder(prepared, point)
     try:
         with folder:
-            return asyncio.run(run_in(folder, prepared, point))
+            return run_to_end(run_in(folder, prepared, point))
     except UsageError:
         if point is None and not find.run_info(folder.path).steps:
             durable.remove_folder(folder.path)  # nothing was started, so nothing stands in the way

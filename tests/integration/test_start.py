@@ -224,3 +224,9 @@ def interrupt(monkeypatch, runs) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(loop, "take_step", stop)
         assert groupwise.rl(config(runs), TOY).exit_code == 130
+
+
+async def test_it_runs_where_an_event_loop_is_running_already(tmp_path):
+    """As in a notebook."""
+    assert groupwise.rl(config(tmp_path), TOY).exit_code == 0
+    assert groupwise.evaluate(config(tmp_path), TOY, policy="toy").policy == "toy@5"

@@ -88,7 +88,7 @@ def test_a_small_change_acts_in_full_on_a_rounded_base(learning_rate):
             theirs = slope(PeftLinear.forward(layer, inputs), before)
     assert before.dtype == torch.bfloat16
     assert 0.9 < ours < 1.1
-    assert theirs < 0.7, "the comparison has lost its point: peft adds before rounding now"
+    assert theirs < 0.1, "the comparison has lost its point: peft adds before rounding now"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,9 +1,10 @@
-"""Waiting for many things at once, all or none."""
+"""Awaiting: many things at once, all or none; and everything, from code that is not async."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -18,3 +19,13 @@ async def gather_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run`, also where an event loop is running already (notebooks): there in a thread of its own."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(asyncio.run, work).result()

@@ -1,0 +1,334 @@
+"""The torch sampler:
+
+1. What was sampled is what comes back, token for token, also where text would not give the same tokens again.
+2. Any stop token ends a completion, once; a truncated completion has none.
+3. Nothing but its own prompt and seed decides a completion: to the bit, whatever the mates, the order, the slot, the load.
+4. Its log-probabilities are those of a plain forward pass; greedy, it is transformers' `generate`.
+5. Nothing of one policy is left when another is loaded.
+6. What goes wrong reaches everybody who waits, hangs nobody, and leaves a sampler that works.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, MistralConfig
+
+from groupwise.errors import NonFiniteError, RunError
+from groupwise.learner.torch_learner import TorchLearner
+from groupwise.learner.weights import TrainedModel
+from groupwise.models.tiny import tiny_model, tiny_tokenizer
+from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler
+from groupwise.sampler.weights import ServedModel
+from groupwise.types import GroupRequest, SamplingParams
+
+TOKENIZER = tiny_tokenizer()
+EOS = 1
+
+
+def request(draw=0, members=4, prompt="sort these", max_tokens=20, **params) -> GroupRequest:
+    ids = tuple(TOKENIZER(prompt)["input_ids"])
+    seeds = tuple(1000 * draw + member for member in range(members))
+    params = {"stop_token_ids": (EOS,), **params}
+    return GroupRequest(draw, ids, seeds, SamplingParams(max_tokens, **params))
+
+
+MIXED = [
+    request(0, 5, "a"),
+    request(1, 1, "what is it then", temperature=0.6),
+    request(2, 12, "sort these", max_tokens=25),
+    request(3, 3, "x y z, a longer one", max_tokens=1),
+    request(4, 2, "a", temperature=0.0),
+]
+"""More members than slots, prompts and limits of several lengths."""
+
+
+def plain_logprobs(model, prompt_ids, token_ids, temperature=1.0) -> list[float]:
+    """By transformers' own forward over the whole sequence."""
+    whole = torch.tensor([[*prompt_ids, *token_ids]])
+    with torch.no_grad():
+        logits = model(input_ids=whole, use_cache=False).logits[0].double()
+    tail = (logits[len(prompt_ids) - 1 : -1] / temperature).log_softmax(-1)
+    return [float(tail[index, token]) for index, token in enumerate(token_ids)]
+
+
+# Tokens
+
+
+async def test_sampled_ids_are_verbatim_where_text_would_change_them(make_sampler):
+    found = await make_sampler().generate(request(members=40))
+    changed = [
+        each
+        for each in found
+        if tuple(TOKENIZER(TOKENIZER.decode(each.token_ids, skip_special_tokens=True))["input_ids"])
+        != each.token_ids
+    ]
+    assert changed, "some must hold tokens that text loses"
+    for each in changed:
+        wanted = plain_logprobs(tiny_model(seed=4), request().prompt_ids, each.token_ids)
+        assert each.logprobs == pytest.approx(wanted, abs=2e-5), "they are the drawn ones"
+
+
+async def test_a_stop_token_comes_once_and_last(make_sampler):
+    found = await make_sampler().generate(request(members=60, max_tokens=30))
+    for each in found:
+        ended = each.finish_reason == "stop"
+        assert each.token_ids.count(EOS) == ended
+        assert not ended or each.token_ids[-1] == EOS
+        assert ended or len(each.token_ids) == 30
+    assert {each.finish_reason for each in found} == {"stop", "length"}
+
+
+async def test_every_stop_token_ends_a_completion(make_sampler):
+    stops = tuple(range(1, 40))
+    found = await make_sampler().generate(request(members=60, stop_token_ids=stops))
+    ends = {each.token_ids[-1] for each in found if each.finish_reason == "stop"}
+    assert len(ends) > 5
+    assert ends <= set(stops)
+    assert not any(set(each.token_ids[:-1]) & set(stops) for each in found)
+
+
+async def test_the_limit_counts_the_stop_token(make_sampler):
+    free = await make_sampler().generate(request(members=60, max_tokens=30))
+    ended = next(each for each in free if each.finish_reason == "stop" and len(each.token_ids) > 3)
+    exact = replace(request(max_tokens=len(ended.token_ids)), seeds=(ended.seed,))
+    assert (await make_sampler().generate(exact))[0] == ended
+
+
+async def test_a_stop_text_is_found_however_it_is_cut(make_sampler):
+    sampler = make_sampler()
+    whole = (await sampler.generate(request(members=1, max_tokens=25)))[0]
+    text = TOKENIZER.decode(list(whole.token_ids[:12]))
+    for stop in (text[2], text[3:5], text[4:9]):
+        asked = request(members=1, max_tokens=25, stop=("never!", stop))
+        found = (await sampler.generate(asked))[0]
+        shortest = next(
+            count
+            for count in range(1, 26)
+            if stop in TOKENIZER.decode(list(whole.token_ids[:count]))
+        )
+        assert found.finish_reason == "stop"
+        assert found.token_ids == whole.token_ids[:shortest]
+
+
+# Independence, to the bit
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+async def test_neither_order_nor_mates_nor_slots_change_a_bit(make_sampler, dtype):
+    sampler = make_sampler(dtype=dtype)
+    alone = [await sampler.generate(asked) for asked in MIXED]
+    for seed in range(3):
+        order = random.Random(seed).sample(range(len(MIXED)), len(MIXED))
+        found = await asyncio.gather(*(sampler.generate(MIXED[index]) for index in order))
+        assert [found[order.index(index)] for index in range(len(MIXED))] == alone
+    others = [request(90 + index, 3, "noise " * 2) for index in range(6)]
+    together = await asyncio.gather(*map(sampler.generate, [*others, *MIXED, *others]))
+    assert list(together[6:-6]) == alone
+
+
+async def test_late_arrivals_join_in_without_disturbing(make_sampler):
+    sampler = make_sampler()
+    alone = [await sampler.generate(asked) for asked in MIXED]
+
+    async def later(index):
+        for _ in range(3 * index):
+            await asyncio.sleep(0)
+        return await sampler.generate(MIXED[index])
+
+    assert await asyncio.gather(*map(later, range(len(MIXED)))) == alone
+
+
+async def test_members_of_a_group_may_be_asked_for_one_by_one(make_sampler):
+    sampler = make_sampler()
+    whole = await sampler.generate(MIXED[2])
+    parts = [await sampler.generate(replace(MIXED[2], seeds=(seed,))) for seed in MIXED[2].seeds]
+    assert tuple(part[0] for part in parts) == whole
+    assert len({each.token_ids for each in whole}) == len(whole)
+
+
+async def test_another_sampler_of_the_same_layout_draws_the_same(make_sampler):
+    assert await make_sampler().generate(MIXED[2]) == await make_sampler().generate(MIXED[2])
+
+
+async def test_chance_elsewhere_is_neither_used_nor_changed(make_sampler):
+    sampler = make_sampler()
+    torch.manual_seed(1)
+    first = await sampler.generate(MIXED[2])
+    after = torch.rand(3)
+    torch.manual_seed(1)
+    assert torch.equal(torch.rand(3), after)
+    torch.manual_seed(2)
+    assert await sampler.generate(MIXED[2]) == first
+
+
+async def test_every_slot_is_refilled(make_sampler):
+    sampler = make_sampler()
+    found = await asyncio.gather(
+        *(sampler.generate(request(draw, 7, max_tokens=6)) for draw in range(9))
+    )
+    assert sum(len(group) for group in found) == 63
+    assert sampler.tokens_drawn == sum(len(each.token_ids) for group in found for each in group)
+
+
+# Against transformers
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.9])
+async def test_log_probabilities_are_those_of_a_plain_forward_pass(make_sampler, temperature):
+    model = tiny_model(seed=4)
+    groups = [request(draw, 6, prompt, temperature=temperature)
+              for draw, prompt in enumerate(("a", "a longer prompt"))]  # fmt: skip
+    sampler = make_sampler(model)
+    for asked, found in zip(
+        groups, await asyncio.gather(*map(sampler.generate, groups)), strict=True
+    ):
+        for each in found:
+            wanted = plain_logprobs(model, asked.prompt_ids, each.token_ids, temperature)
+            assert each.logprobs == pytest.approx(wanted, abs=2e-5)
+
+
+async def test_also_where_layers_see_only_a_window(make_sampler):
+    sizes = {"vocab_size": 102, "hidden_size": 32, "intermediate_size": 32, "head_dim": 16}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        MistralConfig(**sizes, **heads, sliding_window=6)
+    ).eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20)
+    asked = request(members=3, prompt="longer than a window")
+    for each in await make_sampler(model).generate(asked):
+        wanted = plain_logprobs(model, asked.prompt_ids, each.token_ids)
+        assert each.logprobs == pytest.approx(wanted, abs=1e-4)
+
+
+@pytest.mark.parametrize("prompt", ["a", "sort these", "what is it then"])
+async def test_greedy_is_what_transformers_generates(make_sampler, prompt):
+    model = tiny_model(seed=4)
+    asked = request(members=1, prompt=prompt, temperature=0.0)
+    found = (await make_sampler(model).generate(asked))[0]
+    ids = torch.tensor([asked.prompt_ids])
+    with torch.no_grad():
+        wanted = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False
+        )
+    assert list(found.token_ids) == wanted[0, ids.shape[1] :].tolist()
+    expected = plain_logprobs(model, asked.prompt_ids, found.token_ids)
+    assert found.logprobs == pytest.approx(expected, abs=2e-5)
+
+
+# Other weights
+
+
+async def test_nothing_of_the_old_policy_is_left(tmp_path):
+    """The same prompt before and after, so that a kept prompt would show."""
+    trained = TrainedModel(tiny_model(seed=4))
+    learner = TorchLearner(
+        trained, run="r", publish_folder=tmp_path, max_tokens_per_microbatch=999, seed=0
+    )
+    sampler = TorchSampler(ServedModel(tiny_model(seed=4)), TOKENIZER, DecodeLayout(8, 48))
+    before = await sampler.generate(request(members=12))
+    with torch.no_grad():
+        for parameter in trained.parameters().values():
+            parameter.add_(torch.randn(parameter.shape) * 0.2)
+    await sampler.load(await learner.publish(1))
+    after = await sampler.generate(request(members=12))
+    assert [each.policy_version for each in after] == [1] * 12
+    assert [each.logprobs for each in after] != [each.logprobs for each in before]
+    for each in after:
+        wanted = plain_logprobs(trained.model, request().prompt_ids, each.token_ids)
+        assert each.logprobs == pytest.approx(wanted, abs=2e-5)
+
+
+async def test_loading_while_it_samples_is_refused(make_sampler, tmp_path):
+    learner = TorchLearner(
+        TrainedModel(tiny_model(seed=4)),
+        run="r",
+        publish_folder=tmp_path,
+        max_tokens_per_microbatch=999,
+        seed=0,
+    )
+    policy = await learner.publish(1)
+    sampler = make_sampler()
+    busy = asyncio.ensure_future(sampler.generate(request()))
+    for _ in range(3):
+        await asyncio.sleep(0)
+        with pytest.raises(RunError, match="on their way"):
+            await sampler.load(policy)
+    assert {each.policy_version for each in await busy} == {0}
+    await sampler.load(policy)
+
+
+# When something goes wrong
+
+
+async def test_a_request_that_does_not_fit_is_refused_and_disturbs_nobody(make_sampler):
+    sampler = make_sampler(key_length=48)
+    alone = await sampler.generate(request())
+    fits = request(prompt="x" * 28)
+    await sampler.generate(fits)
+    running = asyncio.ensure_future(sampler.generate(request()))
+    await asyncio.sleep(0)
+    with pytest.raises(RunError, match=r"29 tokens with 20 new ones needs 49 .* laid out for 48"):
+        await sampler.generate(request(prompt="x" * 29))
+    assert await running == alone
+
+
+@pytest.mark.parametrize(
+    "asked", [replace(request(), prompt_ids=()), request(max_tokens=0)], ids=["prompt", "limit"]
+)
+async def test_a_request_for_nothing_is_refused(make_sampler, asked):
+    with pytest.raises(RunError, match="at least one"):
+        await make_sampler().generate(asked)
+
+
+async def test_a_group_of_none_is_empty(make_sampler):
+    assert await make_sampler().generate(request(members=0)) == ()
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 7])
+async def test_an_error_reaches_all_who_wait_and_hangs_nobody(make_sampler, monkeypatch, after):
+    sampler = make_sampler()
+    wanted = await sampler.generate(request())
+    calls, hidden = [0], sampler._decoder.hidden
+
+    def failing(*arguments):
+        calls[0] += 1
+        if calls[0] > after:
+            raise RuntimeError("out of memory")
+        return hidden(*arguments)
+
+    monkeypatch.setattr(sampler._decoder, "hidden", failing)
+    groups = [request(0, 1), request(1, 1, "b"), request(2, 20)]
+    failed = await asyncio.wait_for(
+        asyncio.gather(*map(sampler.generate, groups), return_exceptions=True), timeout=20
+    )
+    assert [type(error) for error in failed] == [RunError] * 3
+    assert "out of memory" in str(failed[0])
+    monkeypatch.setattr(sampler._decoder, "hidden", hidden)
+    assert await sampler.generate(request()) == wanted
+
+
+async def test_weights_that_are_no_numbers_are_told_and_leave_no_trace(make_sampler):
+    model = tiny_model(seed=4)
+    sampler = make_sampler(model)
+    wanted = await sampler.generate(request())
+    norm = model.model.layers[0].self_attn.v_proj.weight
+    kept = norm.detach().clone()
+    with torch.no_grad():
+        norm.fill_(torch.nan)
+    with pytest.raises(NonFiniteError, match="learning_rate"):
+        await sampler.generate(request(members=1))
+    with torch.no_grad():
+        norm.copy_(kept)
+    assert await sampler.generate(request()) == wanted
+
+
+async def test_few_slots_are_refused():
+    with pytest.raises(ValueError, match="at least 8"):
+        TorchSampler(ServedModel(tiny_model()), TOKENIZER, DecodeLayout(7, 48))
