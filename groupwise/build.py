@@ -68,11 +68,18 @@ def choose_layout(config: RunConfig, longest_prompt: int) -> Layout:
     return Layout(
         device=device,
         dtype=choose_dtype(config.model, full=config.lora is None, device=device),
-        threads=config.run.threads or len(os.sched_getaffinity(0)),
+        threads=config.run.threads or _cores(),
         slots=config.sampler.slots or max(MIN_SLOTS, min(MAX_SLOTS, rows)),
         key_length=-(-needed // KEY_BLOCK) * KEY_BLOCK,
         max_tokens_per_microbatch=config.training.max_tokens_per_microbatch,
     )
+
+
+def _cores() -> int:
+    """Those that this process may use, where the system tells."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def longest_completion(config: RunConfig) -> int:

@@ -23,7 +23,7 @@ def evaluate(
     ] = "base",
     samples_per_prompt: Annotated[
         int | None,
-        typer.Option(metavar="K", min=1, help="Completions of each prompt, for pass@k."),
+        typer.Option(metavar="K", min=1, help="Completions of each prompt."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Where the per-row results are written.")

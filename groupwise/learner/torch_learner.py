@@ -10,6 +10,7 @@ A learner holds one adapter over a base that others may share, or all weights of
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import math
 import shutil
@@ -67,7 +68,7 @@ class TorchLearner:
         self._forward: Callable[[Decoder, MicroBatch], Forward] = shared_prompt
         if gradient_checkpointing:
             self._forward = whole_rows
-            weights.model.gradient_checkpointing_enable({"use_reentrant": False})
+            weights.model.activation_checkpointing_enable({"use_reentrant": False})
         self._layers = [
             module
             for module in weights.model.modules()
@@ -197,7 +198,9 @@ class TorchLearner:
 
     def _seed_dropout(self) -> None:
         if self._dropout:
-            torch.manual_seed(((self._seed << 32) + self._updates) % (1 << 63))
+            # Hashed, because torch's generator looks at the lower 32 bits alone.
+            digest = hashlib.sha256(f"dropout {self._seed} {self._updates}".encode()).digest()
+            torch.manual_seed(int.from_bytes(digest[:4], "big"))
 
     def _make_optimiser_state(self) -> None:
         for parameter in self._parameters.values():

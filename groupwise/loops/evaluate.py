@@ -74,7 +74,12 @@ class EvalResult:
         """A metric with its 95 % interval: bootstrapped for `reward`, Wilson's for shares such as accuracy."""
         if metric == "reward":
             return bootstrap_mean(list(self.rewards.values()))
-        return wilson(self.metrics[metric], len(self.rows))
+        return wilson(self.metrics[metric], self.prompts)
+
+    @property
+    def prompts(self) -> int:
+        """How many were answered; samples of one prompt are no observations of their own."""
+        return len({row["example"] for row in self.rows})
 
     @property
     def judged(self) -> list[str]:
@@ -95,11 +100,11 @@ class EvalResult:
         }
         return {
             "policy": self.policy,
-            "prompts": len({row["example"] for row in self.rows}),
+            "prompts": self.prompts,
             "samples": len(self.rows),
             "metrics": self.metrics,
             "intervals_95": intervals,
-            "results": str(self.path) if self.path else None,
+            **({"results": str(self.path)} if self.path else {}),
         }
 
 

@@ -14,8 +14,9 @@ from groupwise.loops.prepare import Prepared
 from groupwise.loops.rl import Run
 from groupwise.runs import checkpoints, find
 from groupwise.runs.checkpoints import Checkpoint
-from groupwise.runs.folder import RunFolder, read_config
+from groupwise.runs.folder import RECORD, RunFolder, read_config
 from groupwise.runs.records import ResumeRecord
+from groupwise.runs.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -53,17 +54,15 @@ def find_resume_point(
 
 def _accepted_changes(path: Path, prepared: Prepared) -> dict[str, Any]:
     """Config keys that differ and may; refuses the others with the difference."""
-    before = read_config(path)
-    recorded = before.pop("_recorded", {})
-    found = compare_for_resume(before, prepared.config)
+    with Store.open(path / RECORD, readonly=True) as store:
+        recorded = store.get_meta()
+    found = compare_for_resume(read_config(path), prepared.config)
     refused = {key: change for key, change in found.fixed.items() if key != "run.name"}
-    if recorded.get("task") not in (None, prepared.task.spec or prepared.task.name):
-        refused["--task-module"] = (recorded["task"], prepared.task.spec or prepared.task.name)
-    if recorded.get("data") not in (None, prepared.data_fingerprint):
-        refused["the training data (fingerprint)"] = (
-            recorded["data"][:16],
-            prepared.data_fingerprint[:16],
-        )
+    facts = {"--task-module": ("task", prepared.task.name)}
+    facts["the training data (fingerprint)"] = ("data", prepared.data_fingerprint)
+    for shown, (key, now) in facts.items():
+        if recorded.get(key, now) != now:
+            refused[shown] = (recorded[key][:16], now[:16])
     if refused:
         raise ResumeMismatchError(
             f"{path} was started with something else:\n"
@@ -72,6 +71,8 @@ def _accepted_changes(path: Path, prepared: Prepared) -> dict[str, Any]:
             )
             + "\nGive what it was started with, or start another run with run.name=<another name>."
         )
+    for key, change in found.warned.items():
+        _warn(key, *change)
     return {key: list(change) for key, change in {**found.free, **found.warned}.items()}
 
 
@@ -87,19 +88,15 @@ def open_folder(prepared: Prepared, point: ResumePoint | None) -> RunFolder:
         "task_module": prepared.task.spec,
         "max_steps": prepared.max_steps,
         "layout": asdict(prepared.layout),
+        "data": prepared.data_fingerprint,
     }
     return RunFolder.create(
         Path(prepared.config.run.dir),
         prepared.loaded.run_name,
-        _stored_config(prepared),
+        resolved(prepared.config),
         facts,
         keep_tokens=keep,
     )
-
-
-def _stored_config(prepared: Prepared) -> dict[str, Any]:
-    recorded = {"task": prepared.task.spec or prepared.task.name, "data": prepared.data_fingerprint}
-    return {**resolved(prepared.config), "_recorded": recorded}
 
 
 def take_back(run: Run, prepared: Prepared, point: ResumePoint) -> None:
@@ -120,7 +117,7 @@ def take_back(run: Run, prepared: Prepared, point: ResumePoint) -> None:
     dropped = run.folder.store.rewind(run.step)
     run.folder.store.set_meta({"max_steps": run.max_steps, "layout": asdict(prepared.layout)})
     run.folder.resume(
-        _stored_config(prepared), ResumeRecord(run.step, dropped, time.time(), point.changes)
+        resolved(prepared.config), ResumeRecord(run.step, dropped, time.time(), point.changes)
     )
     run.progress.note(
         f"resumed after {run.step} steps; {dropped.steps} later steps are done again"
@@ -134,9 +131,13 @@ def warn_of_layout(folder: RunFolder, prepared: Prepared) -> None:
     before, now = folder.store.get_meta().get("layout", {}), asdict(prepared.layout)
     for key in sorted(before.keys() & now.keys()):
         if before[key] != now[key]:
-            logger.warning(
-                "resumed with another layout: %s was %r, is %r; results agree up to rounding",
-                key,
-                before[key],
-                now[key],
-            )
+            _warn(key, before[key], now[key])
+
+
+def _warn(key: str, before: object, now: object) -> None:
+    logger.warning(
+        "resumed with another layout: %s was %r, is %r; results agree up to rounding",
+        key,
+        before,
+        now,
+    )

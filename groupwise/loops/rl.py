@@ -17,6 +17,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from groupwise.algorithms.base import Algorithm
@@ -324,12 +325,13 @@ def write_checkpoint(run: Run) -> None:
         "unscored_steps": run.unscored_steps,
         "non_finite": run.non_finite,
     }
-    checkpoints.save(
-        run.folder.checkpoints,
-        run.step,
-        lambda folder: run.learner.save(str(folder)),
-        {"position": position},
-    )
+
+    def fill(folder: Path) -> None:
+        run.learner.save(str(folder))
+        if run.policy.kind == "full":  # so that another run can start from it
+            run.tokenizer.save_pretrained(folder)
+
+    checkpoints.save(run.folder.checkpoints, run.step, fill, {"position": position})
     run.saved_step = run.step
 
 

@@ -99,18 +99,19 @@ async def run_in(folder: RunFolder, prepared: Prepared, point: ResumePoint | Non
         logging_steps=prepared.config.run.logging_steps,
     )
     scorer = build.build_scorer(prepared.config, prepared.task, prepared.tokenizer)
+    starting = asyncio.create_task(scorer.start())
     try:
         with Interruption() as interruption, progress:
             progress.phase("loading")
-            workers = asyncio.create_task(scorer.start())
-            await asyncio.sleep(0)  # they start while the model is loaded
+            await asyncio.sleep(0)  # the workers start while the model is loaded
             run = await assemble(
                 folder, prepared, point, scorer, progress, interruption, publications
             )
-            await workers
+            await starting
             return await conduct(run, prepared, started)
     finally:
         await scorer.close()
+        await asyncio.gather(starting, return_exceptions=True)
         build.remove_publications(publications)
 
 
@@ -158,9 +159,9 @@ async def assemble(
 async def conduct(run: Run, prepared: Prepared, started: float) -> RlResult:
     """Held-out prompts before, all steps, held-out prompts after; an interruption keeps what is whole."""
     try:
-        before = await evaluated_once(run, BEFORE) if run.config.eval.before_and_after else None
+        before = await held_out_result(run, BEFORE, step=0)
         await train(run)
-        after = await evaluated_once(run, AFTER) if run.config.eval.before_and_after else None
+        after = await held_out_result(run, AFTER, step=run.max_steps)
     except Interrupted as interrupted:
         keep_what_is_whole(run)
         summary = summarise(run, prepared, started, None, None)
@@ -180,14 +181,15 @@ async def conduct(run: Run, prepared: Prepared, started: float) -> RlResult:
     return RlResult({**summary, "state": "finished"}, 0, run.folder.path, before, after)
 
 
-async def evaluated_once(run: Run, name: str) -> EvalResult | None:
-    """The held-out result of that name: the recorded one where a resumed run has it already."""
+async def held_out_result(run: Run, name: str, step: int) -> EvalResult | None:
+    """How the policy after `step` steps does: as recorded, or found out now; None if that policy is no longer there."""
+    if not run.config.eval.before_and_after:
+        return None
     for record in run.folder.store.evaluations():
-        if record.name == name:
-            return EvalResult(
-                record.policy, dict(record.metrics), {}, [dict(row) for row in record.rows]
-            )
-    return await evaluate_held_out(run, name)
+        if (record.name, record.step) == (name, step):
+            rows = [dict(row) for row in record.rows]
+            return EvalResult(record.policy, dict(record.metrics), {}, rows)
+    return await evaluate_held_out(run, name) if run.step == step else None
 
 
 def keep_what_is_whole(run: Run) -> None:

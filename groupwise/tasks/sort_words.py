@@ -128,7 +128,9 @@ def compute_metrics(
     return {
         "metrics": {
             "accuracy": fmean(correct),
-            "valid_permutation": fmean(sorted(answer) == sorted(words) for answer, words in pairs),
+            "permutation_accuracy": fmean(
+                sorted(answer) == sorted(words) for answer, words in pairs
+            ),
             "reward": fmean(_total(completions, asked, preset)),
         },
         "correct": correct,

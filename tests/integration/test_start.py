@@ -146,18 +146,48 @@ def test_resume_refuses_another_config_and_shows_the_difference(tmp_path, monkey
     assert "training.num_generations: 4 then, 6 now" in str(refused.value)
 
 
-def test_resume_refuses_other_data(tmp_path, monkeypatch):
+def test_resume_refuses_another_task_and_other_data(tmp_path, monkeypatch):
     interrupt(monkeypatch, tmp_path)
-    copy = tmp_path / "toy_task.py"
-    copy.write_text(Path(TOY).read_text().replace("seed=0", "seed=5"))
-    with pytest.raises(ResumeMismatchError, match="task-module"):
-        groupwise.rl(config(tmp_path), str(copy), resume=True)
-    folder = tmp_path / "toy"
-    stored = json.loads((folder / "config.json").read_text())
-    stored["_recorded"]["task"] = str(copy)
-    (folder / "config.json").write_text(json.dumps(stored))
+    source = Path(TOY).read_text()
+    (tmp_path / "other_task.py").write_text(source)
+    with pytest.raises(
+        ResumeMismatchError, match="--task-module: 'toy_task' then, 'other_task' now"
+    ):
+        groupwise.rl(config(tmp_path), str(tmp_path / "other_task.py"), resume=True)
+    (tmp_path / "toy_task.py").write_text(source.replace("seed=0", "seed=5"))
     with pytest.raises(ResumeMismatchError, match="training data"):
-        groupwise.rl(config(tmp_path), str(copy), resume=True)
+        groupwise.rl(config(tmp_path), str(tmp_path / "toy_task.py"), resume=True)
+    (tmp_path / "toy_task.py").write_text(source)
+    assert groupwise.rl(config(tmp_path), str(tmp_path / "toy_task.py"), resume=True).exit_code == 0
+
+
+def test_another_layout_is_warned_about(tmp_path, monkeypatch, caplog):
+    interrupt(monkeypatch, tmp_path)
+    settings = config(tmp_path)
+    settings["sampler"]["slots"] = 16
+    assert groupwise.rl(settings, TOY, resume=True).exit_code == 0
+    assert "slots was 8, is 16" in caplog.text
+
+
+def test_a_longer_run_is_evaluated_anew(tmp_path):
+    groupwise.rl(config(tmp_path), TOY)
+    longer = groupwise.rl(config(tmp_path, max_steps=STEPS + 2), TOY, resume_from="toy@5")
+    with Store.open(longer.folder / "run.db", readonly=True) as store:
+        assert [(found.name, found.step) for found in store.evaluations()] == [
+            ("before", 0),
+            ("step-3", 3),
+            ("after", 5),
+            ("step-6", 6),
+            ("after", 7),
+        ]
+    assert longer.after.policy == "toy@7"
+
+
+def test_a_fully_trained_checkpoint_can_be_started_from(tmp_path):
+    settings = {**config(tmp_path), "lora": None}
+    groupwise.rl(settings, TOY)
+    settings["run"]["name"] = "second"
+    assert groupwise.rl(settings, TOY, init_from="toy@4").exit_code == 0
 
 
 def test_resume_takes_free_keys_and_remembers_them(tmp_path, monkeypatch):

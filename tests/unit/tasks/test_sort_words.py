@@ -176,7 +176,7 @@ def test_metrics():
     assert found["correct"] == [True, False, False, False]
     expected = (1.0 + (0.3 + 0.7 / 3) + 0.1 + 0.0) / 4
     assert found["metrics"] == pytest.approx(
-        {"accuracy": 0.25, "valid_permutation": 0.5, "reward": expected}
+        {"accuracy": 0.25, "permutation_accuracy": 0.5, "reward": expected}
     )
     json.dumps(found)
 

@@ -1,0 +1,377 @@
+"""The torch learner:
+
+1. The gradient does not depend on how the work was cut up: micro-batches, order, calls, ranks, checkpointing.
+2. What is masked teaches nothing and divides nothing; nothing at all gives 0, not NaN.
+3. One update is torch's AdamW after clipping to the norm, exactly.
+4. Dropout repeats itself, acts in every micro-batch, and nowhere but in the gradient.
+5. Publications come and go, but the current one stays; a checkpoint restores whatever was saved.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from groupwise.algorithms.registry import make
+from groupwise.errors import ModelError
+from groupwise.models.lora import CONFIG, WEIGHTS
+from groupwise.models.tiny import tiny_model, tiny_tokenizer
+from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler
+from groupwise.sampler.weights import ServedAdapter
+from groupwise.types import GroupRequest, OptimiserParams, SamplingParams
+
+DR_GRPO = make("dr_grpo", {}).loss_spec()
+PENALISED = make("grpo", {"beta": 0.1}).loss_spec()
+TOTALS = {"policy": 40.0, "kl": 40.0}
+STEP = OptimiserParams(learning_rate=0.01, max_grad_norm=None)
+
+
+def gradient(learner) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in learner._parameters.items() if p.grad is not None}
+
+
+def values(learner) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in learner._parameters.items()}
+
+
+async def computed(learner, rows, loss=PENALISED, totals=TOTALS):
+    sums = await learner.forward_backward(rows, loss, totals)
+    return sums, gradient(learner)
+
+
+def close(found, wanted, rounding=1e-5):
+    assert found.keys() == wanted.keys()
+    for name, expected in wanted.items():
+        size = float(expected.abs().max())
+        torch.testing.assert_close(found[name], expected, rtol=rounding, atol=rounding * size)
+
+
+def differs(found, wanted) -> bool:
+    return any(not torch.allclose(found[name], wanted[name], rtol=1e-3) for name in wanted)
+
+
+KINDS = pytest.mark.parametrize("kind", ["adapter", "full"])
+
+# However the work is cut up
+
+
+@KINDS
+@pytest.mark.parametrize("max_tokens", [1, 20, 33, 60])
+async def test_the_budget_of_a_micro_batch_does_not_matter(
+    make_learner, make_rows, kind, max_tokens
+):
+    rows = make_rows(reference=True)
+    sums, wanted = await computed(make_learner(kind), rows)
+    cut_sums, found = await computed(make_learner(kind, max_tokens=max_tokens), rows)
+    close(found, wanted)
+    assert cut_sums == pytest.approx(sums, rel=1e-5)
+
+
+@KINDS
+@pytest.mark.parametrize("seed", [0, 1])
+async def test_neither_does_the_order_of_the_rows(make_learner, make_rows, kind, seed):
+    rows = make_rows(reference=True)
+    _, wanted = await computed(make_learner(kind), rows)
+    shuffled = random.Random(seed).sample(rows, len(rows))
+    _, found = await computed(make_learner(kind, max_tokens=50), shuffled)
+    close(found, wanted)
+
+
+@KINDS
+@pytest.mark.parametrize("ranks", [2, 3])
+async def test_ranks_that_add_their_gradients_have_that_of_the_whole(
+    make_learner, make_rows, kind, ranks
+):
+    rows = make_rows(reference=True)
+    sums, wanted = await computed(make_learner(kind), rows)
+    shares = [await computed(make_learner(kind), rows[rank::ranks]) for rank in range(ranks)]
+    close({name: sum(share[1][name] for share in shares) for name in wanted}, wanted)
+    assert {name: sum(share[0][name] for share in shares) for name in sums} == pytest.approx(sums)
+
+
+async def test_a_shared_prompt_does_not_matter(make_learner, make_rows):
+    rows = make_rows(count=6, prompts=1, reference=True)
+    _, wanted = await computed(make_learner(), rows)
+    learner = make_learner(max_tokens=1)
+    for row in rows:
+        await learner.forward_backward([row], PENALISED, TOTALS)
+    close(gradient(learner), wanted)
+
+
+@KINDS
+@pytest.mark.parametrize("max_tokens", [30, 4096])
+async def test_gradient_checkpointing_does_not_matter(make_learner, make_rows, kind, max_tokens):
+    rows = make_rows(reference=True)
+    sums, wanted = await computed(make_learner(kind), rows)
+    learner = make_learner(kind, max_tokens=max_tokens, gradient_checkpointing=True)
+    found_sums, found = await computed(learner, rows)
+    close(found, wanted)
+    assert found_sums == pytest.approx(sums, rel=1e-5)
+
+
+async def test_checkpointing_does_not_wake_the_dropout_of_the_base(make_learner, make_rows):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(vocab_size=102, num_attention_heads=2, attention_dropout=0.5, **sizes)
+    ).eval()
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    _, wanted = await computed(make_learner("full", model=model), make_rows(), DR_GRPO)
+    model.load_state_dict(kept)
+    learner = make_learner("full", model=model, gradient_checkpointing=True)
+    learner.discard()
+    recomputed = []
+    layer = model.model.layers[0]
+    layer.register_forward_hook(lambda *_: recomputed.append(layer.training))
+    _, found = await computed(learner, make_rows(), DR_GRPO)
+    close(found, wanted)
+    assert recomputed.count(True) >= 3, "it does act"
+    assert not any(module.training for module in model.modules())
+
+
+async def test_checkpointing_leaves_a_sampler_on_the_same_base_alone(make_learner):
+    async def sampled(**settings):
+        learner = make_learner(**settings)
+        served = ServedAdapter(learner._weights.adapted)
+        sampler = TorchSampler(served, tiny_tokenizer(), DecodeLayout(8, 32))
+        await sampler.load(await learner.publish(0))
+        return await sampler.generate(GroupRequest(0, (40, 41), (1, 2), SamplingParams(9)))
+
+    assert await sampled(gradient_checkpointing=True) == await sampled()
+
+
+async def test_log_probabilities_do_not_depend_on_the_budget(make_learner, make_rows):
+    rows = make_rows()
+    whole = await make_learner().logprobs(rows)
+    cut = await make_learner(max_tokens=1).logprobs(rows)
+    for row, one, other in zip(rows, whole, cut, strict=True):
+        assert len(one) == len(row.completion_ids)
+        assert one == pytest.approx(other, abs=1e-5)
+
+
+# Masks and denominators
+
+
+@pytest.mark.parametrize("loss", [DR_GRPO, PENALISED])
+async def test_a_fully_masked_batch_gives_0(make_learner, make_rows, loss):
+    rows = [replace(row, mask=(0,) * len(row.mask)) for row in make_rows(reference=True)]
+    learner = make_learner()
+    sums, found = await computed(learner, rows, loss)
+    assert set(sums.values()) == {0.0}
+    assert not any(bool(grad.any()) for grad in found.values())
+    before = values(learner)
+    assert await learner.update(STEP) is not None
+    close(values(learner), before, rounding=0)
+
+
+async def test_a_component_without_denominator_teaches_nothing(make_learner, make_rows):
+    learner = make_learner()
+    sums, found = await computed(learner, make_rows(), DR_GRPO, {"policy": 0.0})
+    assert sums["tokens"] > 0
+    assert not any(bool(grad.any()) for grad in found.values())
+
+
+async def test_what_stands_under_the_mask_plays_no_part(make_learner, make_rows):
+    rows = make_rows(reference=True)
+    wild = replace(
+        rows[2],
+        sampling_logprobs=tuple(
+            value if taught else -300.0
+            for value, taught in zip(rows[2].sampling_logprobs, rows[2].mask, strict=True)
+        ),
+    )
+    sums, wanted = await computed(make_learner(), rows)
+    found_sums, found = await computed(make_learner(), [*rows[:2], wild, *rows[3:]])
+    close(found, wanted)
+    assert found_sums == pytest.approx(sums)
+    assert sums["tokens"] == sum(sum(row.mask) for row in rows)
+
+
+async def test_no_rows_are_no_gradient(make_learner):
+    learner = make_learner()
+    assert await learner.forward_backward([], DR_GRPO, TOTALS) == {}
+    assert (await learner.update(STEP)).grad_norm == 0.0
+
+
+async def test_the_denominator_divides_the_gradient(make_learner, make_rows):
+    rows = make_rows()
+    _, whole = await computed(make_learner(), rows, DR_GRPO, {"policy": 1.0})
+    _, part = await computed(make_learner(), rows, DR_GRPO, {"policy": 8.0})
+    close({name: 8 * grad for name, grad in part.items()}, whole)
+
+
+# The update
+
+
+@KINDS
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("max_norm", [None, 1e-3, 1e6])
+async def test_an_update_is_torchs_adamw_after_clipping(
+    make_learner, make_rows, kind, decay, max_norm
+):
+    learner = make_learner(kind)
+    copies = {name: torch.nn.Parameter(value) for name, value in values(learner).items()}
+    reference = torch.optim.AdamW(copies.values(), foreach=False)
+    for step in range(3):
+        params = OptimiserParams(0.01 / (step + 1), max_norm, decay, 0.8, 0.95, 1e-6)
+        _, grads = await computed(learner, make_rows(seed=step), DR_GRPO)
+        norm = torch.stack([grad.norm() for grad in grads.values()]).norm()
+        factor = min(1.0, max_norm / float(norm)) if max_norm else 1.0
+        for name, copy in copies.items():
+            copy.grad = grads[name] * factor
+        reference.param_groups[0].update(
+            lr=params.learning_rate, weight_decay=decay, betas=(0.8, 0.95), eps=1e-6
+        )
+        reference.step()
+        result = await learner.update(params)
+        assert result.applied
+        assert result.grad_norm == pytest.approx(float(norm), rel=1e-5), "before clipping"
+    close(values(learner), {name: copy.detach() for name, copy in copies.items()}, rounding=2e-6)
+
+
+async def test_clipping_holds_the_norm_exactly(make_learner, make_rows):
+    learner = make_learner()
+    _, grads = await computed(learner, make_rows(), DR_GRPO)
+    norm = float(torch.stack([grad.norm() for grad in grads.values()]).norm())
+    seen = {}
+    learner._step = lambda params: seen.update(gradient(learner))
+    await learner.update(replace(STEP, max_grad_norm=norm / 4))
+    close(seen, {name: grad / 4 for name, grad in grads.items()}, rounding=1e-6)
+
+
+async def test_the_base_of_an_adapter_never_moves(make_learner, make_rows):
+    learner = make_learner()
+    adapter = {id(p) for p in learner._parameters.values()}
+    base = [p for p in learner._weights.model.parameters() if id(p) not in adapter]
+    before = [p.detach().clone() for p in base]
+    await computed(learner, make_rows(), DR_GRPO)
+    await learner.update(replace(STEP, weight_decay=0.5))
+    assert all(torch.equal(p, kept) for p, kept in zip(base, before, strict=True))
+    assert not any(p.grad is not None for p in base)
+
+
+async def test_a_cancelled_gradient_is_discarded_without_a_trace(make_learner, make_rows):
+    rows = make_rows()
+    _, wanted = await computed(make_learner(), rows, DR_GRPO)
+    learner = make_learner(max_tokens=1)
+    work = asyncio.ensure_future(learner.forward_backward(rows, DR_GRPO, TOTALS))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    work.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await work
+    assert any(bool(grad.any()) for grad in gradient(learner).values()), "a part was there"
+    learner.discard()
+    _, found = await computed(learner, rows, DR_GRPO)
+    close(found, wanted)
+
+
+# Dropout
+
+
+async def test_dropout_repeats_itself(make_learner, make_rows):
+    rows = make_rows()
+
+    async def found(seed, updates=0):
+        learner = make_learner(dropout=0.4, seed=seed)
+        for _ in range(updates):
+            await computed(learner, rows, DR_GRPO)
+            await learner.update(replace(STEP, learning_rate=0.0))
+        torch.manual_seed(random.randrange(10**6))
+        return (await computed(learner, rows, DR_GRPO))[1]
+
+    first = await found(1)
+    close(await found(1), first, rounding=0)
+    assert differs(await found(2), first)
+    assert differs(await found(1, updates=1), first)
+
+
+async def test_dropout_acts_in_every_micro_batch_and_only_in_the_gradient(make_learner, make_rows):
+    rows = make_rows(count=8, prompts=2)
+    plain, dropping = make_learner(), make_learner(dropout=0.4)
+    for part in (rows[0::2], rows[1::2], rows[0::2]):
+        _, without = await computed(plain, part, DR_GRPO)
+        _, found = await computed(dropping, part, DR_GRPO)
+        assert differs(found, without)
+        plain.discard()
+        dropping.discard()
+    assert await dropping.logprobs(rows) == await plain.logprobs(rows)
+
+
+async def test_any_seed_will_do_for_dropout(make_learner, make_rows):
+    learner = make_learner(dropout=0.4, seed=2**40 + 3)
+    _, found = await computed(learner, make_rows(), DR_GRPO)
+    assert any(bool(grad.any()) for grad in found.values())
+
+
+# Files
+
+
+async def test_old_publications_go_and_the_current_one_stays(make_learner):
+    learner = make_learner()
+    for version in (0, 1, 2, 9, 10, 100):
+        policy = await learner.publish(version)
+        assert (Path(policy.path) / WEIGHTS).is_file()
+        assert (Path(policy.path) / CONFIG).is_file()
+        kept = {path.name for path in Path(policy.path).parent.iterdir()}
+        assert len(kept) <= 2, "the one before may still be read"
+    assert "v000000100" in kept
+
+
+async def test_a_version_published_again_is_written_anew(make_learner, make_rows):
+    learner = make_learner()
+    first = await learner.publish(1)
+    (Path(first.path) / "scrap").write_text("")
+    await computed(learner, make_rows(), DR_GRPO)
+    await learner.update(STEP)
+    second = await learner.publish(1)
+    assert second.path == first.path
+    assert second.fingerprint != first.fingerprint
+    assert not (Path(second.path) / "scrap").exists()
+
+
+@KINDS
+async def test_a_checkpoint_before_the_first_update(make_learner, make_rows, tmp_path, kind):
+    """Also into a learner that has learnt: its moments and its half-made gradient are gone."""
+    rows = make_rows()
+    learner = make_learner(kind)
+    learner.save(str(tmp_path))
+    for seed in (7, 8):
+        await computed(learner, make_rows(seed=seed), DR_GRPO)
+        await learner.update(STEP)
+    await computed(learner, rows, DR_GRPO)
+    learner.load(str(tmp_path))
+    fresh = make_learner(kind)
+    for each in (learner, fresh):
+        await computed(each, rows, DR_GRPO)
+        await each.update(STEP)
+    close(values(learner), values(fresh), rounding=0)
+
+
+@KINDS
+async def test_another_process_goes_on_where_the_checkpoint_was(
+    make_learner, make_rows, tmp_path, kind
+):
+    learner = make_learner(kind, dropout=0.2 if kind == "adapter" else 0.0)
+    await computed(learner, make_rows(seed=1), DR_GRPO)
+    await learner.update(STEP)
+    learner.save(str(tmp_path))
+    other = make_learner(kind, dropout=0.2 if kind == "adapter" else 0.0)
+    other.load(str(tmp_path))
+    for each in (learner, other):
+        for seed in (2, 3):
+            await computed(each, make_rows(seed=seed), DR_GRPO)
+            await each.update(STEP)
+    close(values(other), values(learner), rounding=0)
+
+
+async def test_a_checkpoint_of_another_shape_is_refused(make_learner, tmp_path):
+    make_learner().save(str(tmp_path))
+    with pytest.raises(ModelError, match="of another shape"):
+        make_learner(model=tiny_model(hidden_size=32)).load(str(tmp_path))
