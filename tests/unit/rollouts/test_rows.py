@@ -1,0 +1,97 @@
+"""Rows hold what was sampled, token for token, and only the policy's tokens teach."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.rollouts.rows import training_rows, with_advantages
+from groupwise.types import Example, Group, Rollout, SamplingParams, Segment, Weight
+
+PARAMS = SamplingParams(8, 0.7)
+
+
+def test_a_row_is_the_rollout_verbatim(make_group, written):
+    group = make_group((written(7, 7, 1),))
+    (row,) = training_rows([group], [(Weight(0.5, 0.25),)])
+    assert (row.prompt_ids, row.completion_ids) == ((50, 51), (7, 7, 1))
+    assert row.sampling_logprobs == (-0.7, -0.7, -0.1)
+    assert (row.advantage, row.scale, row.temperature) == (0.5, 0.25, 0.7)
+    assert row.mask == (1, 1, 1)
+    assert row.reference_logprobs is None
+
+
+def test_the_last_stop_token_teaches_once_and_a_truncated_row_has_none(make_group, written):
+    ended, cut = (written(7, 1),), (written(7, 8, finish="length"),)
+    rows = training_rows([make_group(ended, cut)], [(Weight(1, 1), Weight(-1, 1))])
+    assert [sum(row.mask) for row in rows] == [2, 2]
+    assert rows[1].completion_ids == (7, 8)
+
+
+def test_only_what_the_policy_wrote_teaches(make_group, written):
+    segments = (
+        written(5, 6),
+        Segment("inserted", (90, 91)),
+        Segment("environment", (92,)),
+        written(7),
+    )
+    (row,) = training_rows([make_group(segments)], [(Weight(1, 1),)])
+    assert row.completion_ids == (5, 6, 90, 91, 92, 7)
+    assert row.mask == (1, 1, 0, 0, 0, 1)
+    assert row.sampling_logprobs == (-0.5, -0.6, 0.0, 0.0, 0.0, -0.7)
+
+
+SEGMENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["policy", "environment", "inserted"]), st.lists(st.integers(0, 99))
+    ),
+    max_size=6,
+)
+
+
+@given(SEGMENTS)
+def test_mask_ids_and_log_probabilities_have_one_length(described):
+    described = [("policy", [3]), *described]
+    segments = tuple(
+        Segment(source, tuple(ids), (-1.0,) * len(ids), params=PARAMS)  # type: ignore[arg-type]
+        if source == "policy"
+        else Segment(source, tuple(ids))  # type: ignore[arg-type]
+        for source, ids in described
+    )
+    rollout = Rollout(0, 0, 0, (1,), segments, "")
+    group = Group(0, Example(0, "p"), (rollout,))
+    (row,) = training_rows([group], [(Weight(1, 1),)])
+    assert row.completion_ids == rollout.completion_ids
+    assert len(row.mask) == len(row.sampling_logprobs) == len(row.completion_ids)
+    assert sum(row.mask) == sum(len(ids) for source, ids in described if source == "policy")
+
+
+def test_rollouts_without_weight_have_no_row_and_the_others_keep_their_order(make_group, written):
+    groups = [make_group((written(1),), (written(2),)), make_group((written(3),), (written(4),))]
+    weights = [(None, Weight(0.1, 1)), (Weight(0.2, 1), None)]
+    rows = training_rows(groups, weights)
+    assert [(row.completion_ids, row.advantage) for row in rows] == [((2,), 0.1), ((3,), 0.2)]
+
+
+def test_weights_that_do_not_belong_to_the_groups_are_refused(make_group, written):
+    group = make_group((written(1),), (written(2),))
+    with pytest.raises(ValueError, match="zip"):
+        training_rows([group], [(Weight(1, 1),)])
+    with pytest.raises(ValueError, match="zip"):
+        training_rows([group, group], [(None, None)])
+
+
+def test_one_row_has_one_temperature(make_group, written):
+    hot = replace(written(2), params=SamplingParams(8, 1.5))
+    with pytest.raises(AssertionError, match=r"\[0\.7, 1\.5\]"):
+        training_rows([make_group((written(1), hot))], [(Weight(1, 1),)])
+
+
+def test_advantages_are_noted_beside_the_reward(make_group, written):
+    group = make_group((written(1),), (written(2),))
+    scored = replace(group.rollouts[0], outcome="scored", reward=2.0)
+    group = replace(group, rollouts=(scored, group.rollouts[1]))
+    noted = with_advantages(group, (Weight(-0.5, 1), None))
+    assert [each.advantage for each in noted.rollouts] == [-0.5, None]
+    assert [each.reward for each in noted.rollouts] == [2.0, None]
