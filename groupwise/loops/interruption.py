@@ -45,6 +45,9 @@ class Interruption:
 
     async def allow(self, work: Coroutine[Any, Any, T]) -> T:
         """Await droppable work; raises `Interrupted`, with the work cancelled, when a signal has come or comes."""
+        if self._received is not None:
+            work.close()
+            raise Interrupted(self._received)
         task = asyncio.ensure_future(work)
         asked = asyncio.ensure_future(self._event.wait())
         try:

@@ -43,9 +43,7 @@ def test_only_what_the_policy_wrote_teaches(make_group, written):
 
 
 SEGMENTS = st.lists(
-    st.tuples(
-        st.sampled_from(["policy", "environment", "inserted"]), st.lists(st.integers(0, 99))
-    ),
+    st.tuples(st.sampled_from(["policy", "environment", "inserted"]), st.lists(st.integers(0, 99))),
     max_size=6,
 )
 

@@ -1,0 +1,130 @@
+"""Does it learn? A model of random weights learns to answer with the two letters that its prompt calls for.
+
+The whole path is real: config, sampler, rewards, algorithm, learner, publication, held-out prompts. Chance earns 0.05, the
+right first letter alone earns 0.5, so that more than that needs both letters, and a look at the prompt. With the sign of the
+advantage turned round, the same run unlearns even what chance earns.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+
+import groupwise
+from groupwise.algorithms.dr_grpo import DrGrpo
+from groupwise.algorithms.grpo import Grpo
+from groupwise.models import tiny
+from groupwise.runs.store import Store
+from groupwise.types import Weight
+
+WORDS = {"x": "ab", "y": "cd", "z": "ef"}
+CHARACTERS = "abcdefxyz0123456789:"
+SEEN, UNSEEN = range(6), range(6, 10)
+
+
+class TwoLetters:
+    """`4y:` is to be answered by `cd`; the digits of the held-out prompts never occur in training."""
+
+    def get_rl_dataset(self, config: Any) -> list[dict[str, str]]:
+        return rows(SEEN)
+
+    def get_eval_dataset(self, config: Any) -> list[dict[str, str]]:
+        return rows(UNSEEN)
+
+    def get_reward_funcs(self, config: Any, tokenizer: Any) -> list[Any]:
+        return [right_letters]
+
+
+def rows(digits: range) -> list[dict[str, str]]:
+    return [
+        {"prompt": f"{digit}{key}:", "answer": word}
+        for digit in digits
+        for key, word in WORDS.items()
+    ]
+
+
+def right_letters(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    return [
+        sum(mine == right for mine, right in zip(text, gold, strict=False)) / 2
+        for text, gold in zip(completions, answer, strict=True)
+    ]
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small vocabulary, and weights large enough that attention and logits are not flat."""
+    monkeypatch.setattr(tiny, "CHARACTERS", CHARACTERS)
+    made = tiny.tiny_model(hidden_size=32, layers=2, heads=4, seed=1)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(5.0)
+    made.save_pretrained(tmp_path / "model")
+    tiny.tiny_tokenizer().save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def trained(model: Path, algorithm: str, steps: int, rate: float, lora: Any = None):
+    """Mean reward of the first and the last ten steps, and the result."""
+    config = {
+        "model": {"name": str(model), "dtype": "float32"},
+        "lora": lora,
+        "sampler": {"max_completion_length": 2, "slots": 48},
+        "algorithm": {"type": algorithm},
+        "training": {
+            "max_steps": steps,
+            "prompts_per_step": 6,
+            "num_generations": 16,
+            "learning_rate": rate,
+            "lr_scheduler_type": "constant",
+            "seed": 3,
+        },
+        "rewards": {"in_process": True},
+        "run": {"name": "toy", "dir": str(model.parent / "runs"), "save_steps": 1000, "threads": 1},
+    }
+    result = groupwise.rl(config, TwoLetters())
+    with Store.open(result.folder / "run.db", readonly=True) as store:
+        rewards = [value for _, value in store.metrics(["reward"])["reward"]]
+    return fmean(rewards[:10]), fmean(rewards[-10:]), result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo"])
+def test_it_learns_and_what_it_learns_holds_for_prompts_it_never_saw(model, algorithm):
+    first, last, result = trained(model, algorithm, steps=80, rate=0.003)
+    assert first < 0.25
+    assert last > 0.65
+    assert result.before.metrics["reward"] < 0.1
+    assert result.after.metrics["reward"] > 0.65
+    assert result.summary["held_out"]["rises"]
+
+
+@pytest.mark.slow
+def test_a_lora_adapter_learns_too(model):
+    first, last, result = trained(
+        model, "dr_grpo", steps=80, rate=0.005, lora={"r": 8, "alpha": 16}
+    )
+    assert last > 2 * first
+    assert last > 0.25
+    assert result.after.metrics["reward"] > 0.5
+    assert result.summary["held_out"]["rises"]
+
+
+@pytest.mark.parametrize(("algorithm", "kind"), [("grpo", Grpo), ("dr_grpo", DrGrpo)])
+def test_with_the_sign_of_the_advantage_turned_it_unlearns(model, monkeypatch, algorithm, kind):
+    weights = kind.weights
+    monkeypatch.setattr(
+        kind,
+        "weights",
+        lambda self, group: tuple(
+            weight and Weight(-weight.advantage, weight.scale) for weight in weights(self, group)
+        ),
+    )
+    _, last, result = trained(model, algorithm, steps=40, rate=0.003)
+    assert last < 0.03
+    assert result.after.metrics["reward"] < 0.1
+    assert not result.summary["held_out"]["rises"]

@@ -1,0 +1,129 @@
+"""The numbers of a step, against a step small enough to do by hand."""
+
+import math
+
+import pytest
+
+from groupwise.loops.metrics import (
+    Timings,
+    failure_reasons,
+    group_metrics,
+    loss_metrics,
+    timing_metrics,
+)
+from groupwise.types import Example, Group, RewardPart, Rollout, Segment
+
+
+def rollout(member, length, reward=None, outcome="scored", reason=None, parts=(), finish="stop"):
+    segment = Segment("policy", tuple(range(length)), (0.0,) * length, finish_reason=finish)
+    return Rollout(0, member, 0, (1,), (segment,), "", outcome, reason, reward, parts)
+
+
+def group(*rollouts, **metrics):
+    return Group(0, Example(0, "p"), rollouts, metrics)
+
+
+def parts(**values):
+    return tuple(RewardPart(name, value) for name, value in values.items())
+
+
+STEP = [
+    group(
+        rollout(0, 2, 1.0, parts=parts(right=1.0, style=0.5)),
+        rollout(1, 4, 3.0, parts=parts(right=3.0, style=None), finish="length"),
+        rollout(2, 9, None, "failed", "reward `right` raised KeyError"),
+        share=0.2,
+    ),
+    group(
+        rollout(0, 1, 5.0, parts=parts(right=5.0)),
+        rollout(1, 1, 5.0, parts=parts(right=5.0)),
+        share=0.6,
+        only_here=7.0,
+    ),
+    group(rollout(0, 3, None, "timed_out", "30 s"), rollout(1, 3, None, "timed_out", "30 s")),
+]
+
+
+def test_rewards_are_of_scored_members_only():
+    found = group_metrics(STEP)
+    assert found["reward"] == pytest.approx(14 / 4)
+    assert found["reward_std"] == pytest.approx((math.sqrt(2) + 0) / 2)
+    assert found["frac_reward_zero_std"] == 0.5
+    assert found["rewards/right/mean"] == pytest.approx(14 / 4)
+    assert found["rewards/right/std"] == pytest.approx(math.sqrt(11 / 3))
+    assert found["rewards/style/mean"] == 0.5, "None does not count as 0"
+    assert found["rewards/style/std"] == 0.0
+
+
+def test_outcomes_and_lengths_are_of_all():
+    found = group_metrics(STEP)
+    assert (found["rollouts/scored"], found["rollouts/failed"]) == (4, 1)
+    assert found["rollouts/timed_out"] == 2
+    assert found["completions/mean_length"] == pytest.approx(23 / 7)
+    assert (found["completions/min_length"], found["completions/max_length"]) == (1, 9)
+    assert found["completions/clipped_ratio"] == pytest.approx(1 / 7)
+
+
+def test_what_tasks_log_is_averaged_over_the_groups_that_have_it():
+    found = group_metrics(STEP)
+    assert found["share"] == pytest.approx(0.4)
+    assert found["only_here"] == 7.0
+
+
+def test_numbers_that_do_not_exist_are_left_out():
+    found = group_metrics(STEP[2:])
+    assert not {"reward", "reward_std", "frac_reward_zero_std"} & set(found)
+    assert found["rollouts/scored"] == 0
+    assert all(math.isfinite(value) for value in found.values())
+
+
+def test_rewards_that_are_the_same_up_to_addition_have_no_spread():
+    found = group_metrics([group(rollout(0, 1, 0.1 + 0.2), rollout(1, 1, 0.1 + 0.2))])
+    assert found["frac_reward_zero_std"] == 1.0
+    assert found["reward_std"] == 0.0
+
+
+def test_the_loss_is_divided_and_statistics_are_means_over_tokens():
+    sums = {
+        "loss/policy": -6.0,
+        "loss/kl": 1.0,
+        "tokens": 8.0,
+        "ratio": 8.4,
+        "logprob_gap": 0.4,
+        "clip_low": 1.0,
+        "clip_high": 2.0,
+        "kl": 4.0,
+        "entropy": 16.0,
+    }
+    assert loss_metrics(sums, {"policy": 12.0, "kl": 4.0}) == pytest.approx(
+        {
+            "loss": -0.25,
+            "kl": 0.5,
+            "entropy": 2.0,
+            "sampling/ratio_mean": 1.05,
+            "sampling/logprob_gap": 0.05,
+            "clip_ratio/low_mean": 0.125,
+            "clip_ratio/high_mean": 0.25,
+            "clip_ratio/region_mean": 0.375,
+        }
+    )
+
+
+def test_nothing_learnt_is_no_number_and_no_division_by_0():
+    assert loss_metrics({}, {"policy": 3.0}) == {}
+    assert loss_metrics({"loss/policy": 0.0, "tokens": 0.0}, {"policy": 0.0}) == {"loss": 0}
+
+
+def test_rates_are_tokens_per_second():
+    found = timing_metrics(Timings(2.0, 0.5, 4.0, 0.1, 7.0, sampled_tokens=100, learned_tokens=80))
+    assert found["perf/sampling_tokens_per_second"] == 50
+    assert found["perf/learning_tokens_per_second"] == 20
+    assert (found["time/step"], found["time/scoring"]) == (7.0, 0.5)
+    assert not any(name.startswith("perf/") for name in timing_metrics(Timings(step=1.0)))
+
+
+def test_the_most_frequent_reasons_come_first():
+    assert failure_reasons(STEP) == ["2 × 30 s", "1 × reward `right` raised KeyError"]
+    assert failure_reasons(STEP, most=1) == ["2 × 30 s"]
+    assert failure_reasons(STEP[1:2]) == []
+    assert failure_reasons([group(rollout(0, 1, None, "failed"))]) == ["1 × no reason given"]
