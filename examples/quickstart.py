@@ -1,6 +1,6 @@
 """`make quickstart`: train a real model on two CPU cores, and see what it learnt.
 
-Everything here goes through the public functions; the same run is `groupwise rl --config configs/quickstart.yaml --task-module sort_words`.
+Everything here goes through the public functions; the first line of `configs/quickstart.yaml` is the same run as a command.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from groupwise.errors import GroupwiseError, RunNotFoundError
 from groupwise.runs.find import newest_unfinished
 from groupwise.runs.store import Store
 
-CONFIG = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
-TASK = "sort_words"
+ROOT = Path(__file__).parent.parent
+CONFIG = ROOT / "configs" / "quickstart.yaml"
+TASK = ROOT / "examples" / "01_first_task" / "task.py"
 SHORT = [
     "training.max_steps=3",
     "training.prompts_per_step=2",
@@ -44,7 +45,7 @@ def main() -> int:
     name = "quickstart-short" if given.short else "quickstart"
     began = time.monotonic()
     print(
-        "SmolLM2-135M-Instruct learns to sort three words: LoRA and group-relative RL on this machine.\n",
+        "SmolLM2-135M-Instruct learns to add two numbers: LoRA and group-relative RL on this machine.\n",
         flush=True,
     )
     try:
@@ -97,10 +98,12 @@ def report(result: groupwise.RlResult, seconds: float, overrides: list[str]) -> 
     print(f"\nOn {held_out['prompts']} held-out prompts, greedy, with 95 % intervals:\n")
     for metric in held_out["after"]:
         print(
-            f"  {metric:<10} {interval(held_out['before'][metric])}  →  {interval(held_out['after'][metric])}"
+            f"  {metric:<20} {interval(held_out['before'][metric])}  →  {interval(held_out['after'][metric])}"
         )
     verdict = "rises" if held_out["rises"] else "does not rise beyond doubt"
-    print(f"  {'change':<10} {interval(held_out['change'])}: the held-out reward {verdict}")
+    print(
+        f"  {'change in reward':<20} {interval(held_out['change'])}: the held-out reward {verdict}"
+    )
     print(next_steps(summary, folder, overrides))
 
 
@@ -113,11 +116,11 @@ def next_steps(summary: dict[str, Any], folder: Path, overrides: list[str]) -> s
     """Commands to go on with: they can be pasted as they are."""
     run, steps = summary["run"], summary["steps"]
     at = "" if folder.parent == Path("runs") else f" --dir {folder.parent}"
-    config = CONFIG.relative_to(Path.cwd()) if CONFIG.is_relative_to(Path.cwd()) else CONFIG
     kept = [word for word in overrides if not word.startswith(("training.max_steps=", "run.name="))]
-    same = f"--config {config} --task-module {TASK} {shlex.join(kept)}".rstrip()
+    same = f"--config {shown(CONFIG)} --task-module {shown(TASK)} {shlex.join(kept)}".rstrip()
     return f"""
 The curve as a picture: {folder / "reward.svg"}    The adapter: {folder / "final"}
+Your own task: copy {shown(TASK)}, change what is asked and what is rewarded, and give the copy as --task-module.
 
 Go on:
   . .venv/bin/activate
@@ -125,8 +128,12 @@ Go on:
   groupwise runs plot {run}{at} --metric entropy  # any metric as a curve
   groupwise eval {same} --policy {run}
   groupwise rl {same} --resume-from {run}@{steps} training.max_steps={2 * steps}
-  groupwise rl --config examples/01_first_task/config.yaml --task-module examples/01_first_task/task.py
 """
+
+
+def shown(path: Path) -> Path:
+    """The path as one would type it here."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Groupwise: reinforcement learning of language models with group-relative methods.
 
     import groupwise
-    groupwise.rl("configs/quickstart.yaml", "sort_words")
-    groupwise.evaluate("configs/quickstart.yaml", "sort_words", policy="quickstart")
+    groupwise.rl("configs/quickstart.yaml", "examples/01_first_task/task.py")
+    groupwise.evaluate("configs/quickstart.yaml", "examples/01_first_task/task.py", policy="quickstart")
 
 Names are loaded when they are first used, so that importing the package costs nothing.
 """

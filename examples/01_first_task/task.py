@@ -3,7 +3,7 @@
 import random
 import re
 
-PAIRS = [(a, b) for a in range(1, 31) for b in range(1, 31)]
+PAIRS = [(a, b) for a in range(1, 41) for b in range(a, 41)]
 random.Random(0).shuffle(PAIRS)
 HELD_OUT = 128
 
@@ -27,10 +27,15 @@ def get_eval_dataset(config):
     return [row(a, b) for a, b in PAIRS[:HELD_OUT]]
 
 
+def is_right(text, answer):
+    """Whether the last number is the answer."""
+    return re.findall(r"\d+", text)[-1:] == [answer]
+
+
 def correct(completions, answer, **kwargs):
-    """1 where the last number of the completion is the answer."""
-    numbers = [re.findall(r"\d+", completion[0]["content"]) for completion in completions]
-    return [float(found[-1:] == [gold]) for found, gold in zip(numbers, answer, strict=True)]
+    """1 where the completion ends with the answer."""
+    pairs = zip(completions, answer, strict=True)
+    return [float(is_right(completion[0]["content"], gold)) for completion, gold in pairs]
 
 
 def brief(completions, **kwargs):
@@ -46,5 +51,5 @@ def get_reward_funcs(config, tokenizer):
 def compute_metrics(prompts, completions, dataset_rows, config, tokenizer):
     """What an evaluation reports."""
     pairs = zip(completions, dataset_rows, strict=True)
-    right = [text.strip() == row["answer"] for text, row in pairs]
+    right = [is_right(text, row["answer"]) for text, row in pairs]
     return {"metrics": {"accuracy": sum(right) / len(right)}, "right": right}

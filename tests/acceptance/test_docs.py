@@ -8,7 +8,7 @@
     5. Configs as shipped are valid, and the command in their first line runs.
 
 Commands run as they stand, in a folder of their own that holds the configs of the repository with the tiny model in them and
-two steps, and a run `quickstart` of 30 steps, of which the pages speak. The commands of a page run in their order; each block
+two steps, and a run `quickstart` of 40 steps, of which the pages speak. The commands of a page run in their order; each block
 finds that run as the quickstart left it.
 """
 
@@ -38,6 +38,7 @@ from groupwise.runs.folder import RunFolder
 from groupwise.runs.store import Store
 
 ROOT = Path(__file__).resolve().parents[2]
+TASK = "examples/01_first_task/task.py"
 PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
@@ -95,13 +96,13 @@ def furnished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "examples", place / "examples")
     for config in CONFIGS:
         made_small(config, place / name(config))
-    made_small(ROOT / "examples/01_first_task/config.yaml", place / "my.yaml")
+    made_small(ROOT / "configs/quickstart.yaml", place / "my.yaml")
     (place / "path/to").mkdir(parents=True)
     shutil.copy(ROOT / "examples/01_first_task/task.py", place / "path/to/task.py")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
-        quickstart = ["--config", "configs/quickstart.yaml", "--task-module", "sort_words"]
-        assert main(["rl", *quickstart, "training.max_steps=30"]) == 0
+        quickstart = ["--config", "configs/quickstart.yaml", "--task-module", TASK]
+        assert main(["rl", *quickstart, "training.max_steps=40"]) == 0
     return place
 
 
@@ -109,6 +110,8 @@ def made_small(config: Path, target: Path) -> None:
     yaml = YAML()
     content = yaml.load(config)
     content["model"] = {"name": "tiny"}
+    if target.stem != config.stem:
+        del content["run"]["name"]
     for key, value in SMALL.items():
         section, leaf = key.split(".")
         content.setdefault(section, {})[leaf] = value
@@ -148,7 +151,7 @@ def within_seconds(words: list[str]) -> list[str]:
     if "--resume" in words:
         leave_unfinished(Path("runs/quickstart"))
     begun = words[words.index("--resume-from") + 1] if "--resume-from" in words else "quickstart@0"
-    steps = (30 if "--resume" in words else int(begun.partition("@")[2])) + STEPS
+    steps = (40 if "--resume" in words else int(begun.partition("@")[2])) + STEPS
     replaced = [
         re.sub(r"^model\.name=(?!runs/).*", "model.name=tiny", word)
         for word in words
@@ -217,7 +220,7 @@ def test_commands_that_the_quickstart_prints_run(
     monkeypatch.setattr("sys.argv", [str(script), "--short", *small])
     assert runpy.run_path(str(script))["main"]() == 0
     printed = capfd.readouterr().out.partition("Go on:\n")[2].strip().splitlines()
-    assert len(printed) == 6
+    assert len(printed) == 5
     for line in printed:
         run(shlex.split(line, comments=True))
 

@@ -7,6 +7,7 @@ advantage turned round, the same run unlearns even what chance earns.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -68,8 +69,20 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "model"
 
 
-def trained(model: Path, algorithm: str, steps: int, rate: float, lora: Any = None):
-    """Mean reward of the first and the last ten steps, and the result."""
+@dataclass(frozen=True)
+class Progress:
+    """What came of a run."""
+
+    first: float
+    """Mean reward of the first ten steps."""
+    last: float
+    before: float
+    """Held-out reward."""
+    after: float
+    summary: dict[str, Any]
+
+
+def trained(model: Path, algorithm: str, steps: int, rate: float, lora: Any = None) -> Progress:
     config = {
         "model": {"name": str(model), "dtype": "float32"},
         "lora": lora,
@@ -87,31 +100,33 @@ def trained(model: Path, algorithm: str, steps: int, rate: float, lora: Any = No
         "run": {"name": "toy", "dir": str(model.parent / "runs"), "save_steps": 1000, "threads": 1},
     }
     result = groupwise.rl(config, TwoLetters())
+    assert result.folder
+    assert result.before
+    assert result.after
     with Store.open(result.folder / "run.db", readonly=True) as store:
         rewards = [value for _, value in store.metrics(["reward"])["reward"]]
-    return fmean(rewards[:10]), fmean(rewards[-10:]), result
+    held_out = result.before.metrics["reward"], result.after.metrics["reward"]
+    return Progress(fmean(rewards[:10]), fmean(rewards[-10:]), *held_out, result.summary)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo"])
 def test_it_learns_and_what_it_learns_holds_for_prompts_it_never_saw(model, algorithm):
-    first, last, result = trained(model, algorithm, steps=80, rate=0.003)
-    assert first < 0.25
-    assert last > 0.65
-    assert result.before.metrics["reward"] < 0.1
-    assert result.after.metrics["reward"] > 0.65
-    assert result.summary["held_out"]["rises"]
+    found = trained(model, algorithm, steps=80, rate=0.003)
+    assert found.first < 0.25
+    assert found.last > 0.65
+    assert found.before < 0.1
+    assert found.after > 0.65
+    assert found.summary["held_out"]["rises"]
 
 
 @pytest.mark.slow
 def test_a_lora_adapter_learns_too(model):
-    first, last, result = trained(
-        model, "dr_grpo", steps=80, rate=0.005, lora={"r": 8, "alpha": 16}
-    )
-    assert last > 2 * first
-    assert last > 0.25
-    assert result.after.metrics["reward"] > 0.5
-    assert result.summary["held_out"]["rises"]
+    found = trained(model, "dr_grpo", steps=80, rate=0.005, lora={"r": 8, "alpha": 16})
+    assert found.last > 2 * found.first
+    assert found.last > 0.25
+    assert found.after > 0.5
+    assert found.summary["held_out"]["rises"]
 
 
 @pytest.mark.parametrize(("algorithm", "kind"), [("grpo", Grpo), ("dr_grpo", DrGrpo)])
@@ -124,7 +139,7 @@ def test_with_the_sign_of_the_advantage_turned_it_unlearns(model, monkeypatch, a
             weight and Weight(-weight.advantage, weight.scale) for weight in weights(self, group)
         ),
     )
-    _, last, result = trained(model, algorithm, steps=40, rate=0.003)
-    assert last < 0.03
-    assert result.after.metrics["reward"] < 0.1
-    assert not result.summary["held_out"]["rises"]
+    found = trained(model, algorithm, steps=40, rate=0.003)
+    assert found.last < 0.03
+    assert found.after < 0.1
+    assert not found.summary["held_out"]["rises"]

@@ -1,5 +1,7 @@
 """Computing a prompt once for all its completions is the same as computing each row by itself."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig
@@ -8,7 +10,7 @@ from groupwise.learner.forward import shared_prompt, whole_rows
 from groupwise.learner.layout import MicroBatch, microbatches
 from groupwise.models.decoder import Decoder
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "vocab_size": 102,
     "hidden_size": 32,
     "intermediate_size": 32,

@@ -13,6 +13,7 @@ import asyncio
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -116,7 +117,7 @@ async def test_gradient_checkpointing_does_not_matter(make_learner, make_rows, k
 
 
 async def test_checkpointing_does_not_wake_the_dropout_of_the_base(make_learner, make_rows):
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
+    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
         LlamaConfig(vocab_size=102, num_attention_heads=2, attention_dropout=0.5, **sizes)

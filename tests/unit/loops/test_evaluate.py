@@ -1,8 +1,10 @@
 """Evaluation with fakes: seeds that pair, failures left out, results never overwritten, and every form of --policy."""
 
 import json
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,9 +33,12 @@ TOKENIZER = FakeTokenizer()
 class CountingScorer:
     """Rewards the share of `a`; fails the members that `fails` names, by example and member."""
 
-    def __init__(self, fails=frozenset()):
+    def __init__(self, fails: Collection[tuple[int, int]] = ()):
         self.fails = fails
         self.measured = 0
+
+    async def start(self):
+        pass
 
     async def score(self, request):
         members = []
@@ -74,7 +79,7 @@ def asked(prompts=3, samples=2, **changes) -> HeldOut:
     return replace(found, **changes)
 
 
-async def answers(held_out, sampler=None, scorer=None, **more) -> EvalResult:
+async def answers(held_out: HeldOut, sampler=None, scorer: Any = None, **more) -> EvalResult:
     return await answer_held_out(
         held_out, sampler or FakeSampler(), scorer or CountingScorer(), TOKENIZER, "r@1", **more
     )
@@ -213,15 +218,17 @@ def config(runs: Path, **more):
     }
 
 
+def _weights(folder: Path) -> None:
+    (folder / "w").write_text("good")
+
+
 def a_run(runs: Path, name: str = "sort", steps=(2, 4), final: bool = False) -> Path:
     with RunFolder.create(runs, name, {}, {"kind": "rl"}) as folder:
         for step in range(max(steps, default=0)):
             record = StepRecord(step, step, step + 1, "f", (), 0.1, 0.0)
             folder.store.commit_step(record, [], {})
         for step in steps:
-            checkpoints.save(
-                folder.checkpoints, step, lambda into: into.joinpath("w").write_text("good"), {}
-            )
+            checkpoints.save(folder.checkpoints, step, _weights, {})
         if final:
             folder.write_final(lambda into: into.joinpath("adapter_config.json").touch())
             folder.finish("finished")
@@ -243,7 +250,8 @@ def test_the_base_model_is_the_default(served, runs):
 
 def test_results_of_a_run_are_numbered_and_never_overwritten(served, runs):
     run = a_run(runs)
-    paths = [evaluate(config(runs), Task(), policy="sort@2").path for _ in range(3)]
+    results = [evaluate(config(runs), Task(), policy="sort@2") for _ in range(3)]
+    paths = [result.path for result in results if result.path]
     assert [path.name for path in paths] == [
         "Task-sort@2.json",
         "Task-sort@2-2.json",
@@ -290,6 +298,7 @@ def test_policies_by_name(runs):
     for whole in ("sort", str(run)):
         found = find_policy(whole, runs)
         assert (found.label, found.run) == ("sort@4", run)
+        assert found.folder
         assert found.folder.samefile(kept[4])
 
 
@@ -350,7 +359,7 @@ def test_a_damaged_checkpoint_is_refused_and_named(runs, content, error):
     run = a_run(runs)
     for folder in (run / "checkpoints").iterdir():
         (folder / "w").write_text(content)
-    with pytest.raises(error, match="step-2.*: w "):
+    with pytest.raises(error, match=r"step-2.*: w "):
         find_policy("sort@2", runs)
 
 

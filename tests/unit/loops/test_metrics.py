@@ -11,10 +11,18 @@ from groupwise.loops.metrics import (
     loss_metrics,
     timing_metrics,
 )
-from groupwise.types import Example, Group, RewardPart, Rollout, Segment
+from groupwise.types import Example, FinishReason, Group, Outcome, RewardPart, Rollout, Segment
 
 
-def rollout(member, length, reward=None, outcome="scored", reason=None, parts=(), finish="stop"):
+def rollout(
+    member: int,
+    length: int,
+    reward: float | None = None,
+    outcome: Outcome = "scored",
+    reason: str | None = None,
+    parts: tuple[RewardPart, ...] = (),
+    finish: FinishReason = "stop",
+) -> Rollout:
     segment = Segment("policy", tuple(range(length)), (0.0,) * length, finish_reason=finish)
     return Rollout(0, member, 0, (1,), (segment,), "", outcome, reason, reward, parts)
 

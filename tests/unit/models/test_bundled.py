@@ -3,6 +3,7 @@
 import subprocess
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -190,7 +191,7 @@ def test_the_real_model_is_what_its_file_says_and_makes_sense():
     assert gguf is not None, f"make test installs {MODEL.package}"
     config = ModelConfig(name=NAME)
     tokenizer = load_tokenizer(config)
-    model = load_model(config, "float32")
+    model: Any = load_model(config, "float32")
     direct = AutoModelForCausalLM.from_pretrained(
         str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32
     )

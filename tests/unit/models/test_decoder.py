@@ -1,5 +1,7 @@
 """Hidden states, logits and caches against transformers' own forward, for the families people train."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import (
@@ -25,7 +27,7 @@ from groupwise.models.decoder import (
 )
 from groupwise.models.tiny import tiny_model
 
-SMALL = {
+SMALL: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -39,7 +41,7 @@ SMALL = {
     "eos_token_id": 2,
 }
 MIXED = ["sliding_attention", "full_attention"]
-CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+CAPS: dict[str, Any] = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
 CONFIGS = {
     "llama": lambda: LlamaConfig(**SMALL),
     "qwen2": lambda: Qwen2Config(**SMALL),

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -200,7 +201,8 @@ def test_the_number_format_suits_what_is_trained():
 
 
 def test_stop_tokens_of_all_three_owners_count():
-    model, tokenizer = tiny_model(), tiny_tokenizer()
+    model: Any = tiny_model()
+    tokenizer = tiny_tokenizer()
     model.config.eos_token_id = 7
     model.generation_config = GenerationConfig(eos_token_id=[9, 8])
     assert stop_token_ids(model, tokenizer) == (1, 7, 8, 9)

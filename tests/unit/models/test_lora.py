@@ -1,6 +1,7 @@
 """Adapters: exact arithmetic on a rounded base, strict files, and the format of peft."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,8 @@ IDS = torch.tensor([[7, 8, 9, 30, 31, 4, 50, 66]])
 
 def adapted(dtype=torch.float32, **settings) -> AdaptedModel:
     config = new_lora_config(LoraConfig(**{"r": 4, "alpha": 8, **settings}))
-    return AdaptedModel(tiny_model().to(dtype), config)
+    base: Any = tiny_model()
+    return AdaptedModel(base.to(dtype), config)
 
 
 def randomise(model: AdaptedModel, name: str, size=0.3, seed=1) -> None:
@@ -66,7 +68,7 @@ def test_a_small_change_acts_in_full_on_a_rounded_base(learning_rate):
     config = new_lora_config(LoraConfig(r=16, alpha=32, target_modules=("q_proj",)))
     model = AdaptedModel(tiny_model(hidden_size=256, layers=1, heads=4).bfloat16(), config)
     model.add("policy", trainable=True, seed=0)
-    layer = next(iter(model.layers.values()))
+    layer: Any = next(iter(model.layers.values()))
     generator = torch.Generator().manual_seed(1)
     down, up = layer.factors("policy")
     base = layer.get_base_layer().weight
@@ -103,7 +105,7 @@ def test_the_layer_computes_the_low_rank_sum():
     model = trained()
     for layer in model.layers.values():
         down, up = layer.factors("policy")
-        base = layer.get_base_layer()
+        base: Any = layer.get_base_layer()
         inputs = torch.randn(2, 3, base.in_features, generator=torch.Generator().manual_seed(2))
         wanted = inputs @ (base.weight + 2.0 * up @ down).t()
         with torch.no_grad(), model.using("policy"):
@@ -113,8 +115,13 @@ def test_the_layer_computes_the_low_rank_sum():
 def test_a_bias_of_the_base_stays():
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    sizes: dict[str, Any] = {
+        "vocab_size": 64,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+    }
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 2}
     base = AutoModelForCausalLM.from_config(Qwen2Config(**sizes, **heads)).eval()
     torch.nn.init.normal_(base.model.layers[0].self_attn.q_proj.bias)
     with torch.no_grad():
@@ -375,7 +382,13 @@ def test_targets_that_would_have_no_effect_are_refused(targets):
 
 @pytest.mark.filterwarnings("ignore::UserWarning:peft")  # it warns of what is refused afterwards
 def test_a_model_without_linear_layers_is_refused():
-    sizes = {"vocab_size": 64, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
+    sizes: dict[str, Any] = {
+        "vocab_size": 64,
+        "n_embd": 16,
+        "n_layer": 1,
+        "n_head": 2,
+        "n_positions": 32,
+    }
     model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2)).eval()
     with pytest.raises(ModelError, match=r"c_attn.*gpt2"):
         AdaptedModel(model, new_lora_config(LoraConfig())).add("policy", trainable=True, seed=0)

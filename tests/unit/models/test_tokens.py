@@ -1,5 +1,7 @@
 """Prompts to tokens: text as it stands, chats through the template, answers that join on."""
 
+from typing import Any
+
 import pytest
 from tokenizers.processors import TemplateProcessing
 
@@ -32,7 +34,7 @@ CHAT = [
 ]
 
 
-def tokenizer(template: str | None = None, adds_bos: bool = False):
+def tokenizer(template: str | None = None, adds_bos: bool = False) -> Any:
     made = tiny_tokenizer()
     made.add_special_tokens({"additional_special_tokens": MARKS, "bos_token": "<s>"})
     if adds_bos:

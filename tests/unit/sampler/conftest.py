@@ -18,7 +18,8 @@ MakeSampler = Callable[..., TorchSampler]
 @pytest.fixture
 def make_sampler() -> MakeSampler:
     def make(model: Any = None, slots: int = 8, key_length: int = 48, dtype: Any = None):
-        served = ServedModel((model or tiny_model(seed=4)).to(dtype or torch.float32))
+        chosen: Any = model or tiny_model(seed=4)
+        served = ServedModel(chosen.to(dtype or torch.float32))
         return TorchSampler(served, tiny_tokenizer(), DecodeLayout(slots, key_length))
 
     return make

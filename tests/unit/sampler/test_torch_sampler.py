@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler
 from groupwise.sampler.weights import ServedModel
 from groupwise.types import GroupRequest, SamplingParams
 
-TOKENIZER = tiny_tokenizer()
+TOKENIZER: Any = tiny_tokenizer()
 EOS = 1
 
 
@@ -180,7 +181,7 @@ async def test_every_slot_is_refilled(make_sampler):
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.9])
 async def test_log_probabilities_are_those_of_a_plain_forward_pass(make_sampler, temperature):
-    model = tiny_model(seed=4)
+    model: Any = tiny_model(seed=4)
     groups = [request(draw, 6, prompt, temperature=temperature)
               for draw, prompt in enumerate(("a", "a longer prompt"))]  # fmt: skip
     sampler = make_sampler(model)
@@ -193,8 +194,17 @@ async def test_log_probabilities_are_those_of_a_plain_forward_pass(make_sampler,
 
 
 async def test_also_where_layers_see_only_a_window(make_sampler):
-    sizes = {"vocab_size": 102, "hidden_size": 32, "intermediate_size": 32, "head_dim": 16}
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes: dict[str, Any] = {
+        "vocab_size": 102,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "head_dim": 16,
+    }
+    heads: dict[str, Any] = {
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
         MistralConfig(**sizes, **heads, sliding_window=6)
@@ -209,7 +219,7 @@ async def test_also_where_layers_see_only_a_window(make_sampler):
 
 @pytest.mark.parametrize("prompt", ["a", "sort these", "what is it then"])
 async def test_greedy_is_what_transformers_generates(make_sampler, prompt):
-    model = tiny_model(seed=4)
+    model: Any = tiny_model(seed=4)
     asked = request(members=1, prompt=prompt, temperature=0.0)
     found = (await make_sampler(model).generate(asked))[0]
     ids = torch.tensor([asked.prompt_ids])
@@ -315,17 +325,17 @@ async def test_an_error_reaches_all_who_wait_and_hangs_nobody(make_sampler, monk
 
 
 async def test_weights_that_are_no_numbers_are_told_and_leave_no_trace(make_sampler):
-    model = tiny_model(seed=4)
+    model: Any = tiny_model(seed=4)
     sampler = make_sampler(model)
     wanted = await sampler.generate(request())
-    norm = model.model.layers[0].self_attn.v_proj.weight
-    kept = norm.detach().clone()
+    values = model.model.layers[0].self_attn.v_proj.weight
+    kept = values.detach().clone()
     with torch.no_grad():
-        norm.fill_(torch.nan)
+        values.fill_(torch.nan)
     with pytest.raises(NonFiniteError, match="learning_rate"):
         await sampler.generate(request(members=1))
     with torch.no_grad():
-        norm.copy_(kept)
+        values.copy_(kept)
     assert await sampler.generate(request()) == wanted
 
 
