@@ -7,11 +7,9 @@ changes only through published files.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +21,7 @@ from groupwise.config import RunConfig, load_config, view
 from groupwise.errors import ModelError
 from groupwise.models.config import Dtype
 from groupwise.rewards.inprocess import InProcessScorer, RubricScorer
+from groupwise.rewards.rubric import Rubric
 from groupwise.rewards.scoring import Scorer
 from groupwise.rewards.workers import RewardWorkers
 from groupwise.tasks.contract import Task, load_task
@@ -139,10 +138,25 @@ def serving_sampler(
     return sampler, _with_configured(stop_token_ids(model, tokenizer), config)
 
 
-def build_scorer(config: RunConfig, task: Task, tokenizer: Any) -> Scorer:
-    """Reward workers, or one thread here for functions that cannot be imported elsewhere or keep state."""
-    rubric = task.rubric(view(config), tokenizer, config.rewards.reward_weights)
-    if task.spec is None or config.rewards.in_process or rubric.stateful:
+def task_rubric(config: RunConfig, task: Task, tokenizer: Any) -> Rubric | None:
+    """The task's rewards, or None where it has none; made once in a process, because it may load a reward model."""
+    if not task.has("get_reward_funcs"):
+        return None
+    return task.rubric(view(config), tokenizer, config.rewards.reward_weights)
+
+
+def scores_in_workers(config: RunConfig, task: Task, rubric: Rubric | None) -> bool:
+    """Whether rewards run in processes of their own: not where they cannot be imported elsewhere or keep state."""
+    stateful = rubric is not None and rubric.stateful
+    return task.spec is not None and not config.rewards.in_process and not stateful
+
+
+def build_scorer(config: RunConfig, task: Task, tokenizer: Any, rubric: Rubric | None) -> Scorer:
+    """Reward workers, or one thread here that calls `rubric`; see `task_rubric` and `scores_in_workers`.
+
+    Without a rubric only the task's metrics can be asked for.
+    """
+    if not scores_in_workers(config, task, rubric):
         return InProcessScorer(
             rubric, _metrics_of(config, task, tokenizer), time_limit=config.rewards.time_limit
         )
@@ -151,6 +165,7 @@ def build_scorer(config: RunConfig, task: Task, tokenizer: Any) -> Scorer:
         {"config": config.model_dump(mode="json"), "task": task.spec},
         workers=config.rewards.workers,
         time_limit=config.rewards.time_limit,
+        start_limit=config.rewards.start_limit,
     )
 
 
@@ -159,21 +174,34 @@ def scorer_for_worker(config: Mapping[str, Any], task: str) -> RubricScorer:
     loaded = load_config(config).config
     found = load_task(task)
     tokenizer = LazyTokenizer(loaded)
-    rubric = found.rubric(view(loaded), tokenizer, loaded.rewards.reward_weights)
-    return RubricScorer(rubric, _metrics_of(loaded, found, tokenizer))
+    return RubricScorer(
+        task_rubric(loaded, found, tokenizer), _metrics_of(loaded, found, tokenizer)
+    )
 
 
 class LazyTokenizer:
-    """The model's tokenizer, loaded when a task first uses it, and without torch: most rewards never ask."""
+    """The model's tokenizer, loaded when a task first uses it: most rewards never ask.
+
+    Until then a worker has neither transformers nor torch. The first use imports both (seconds, some 250 MB), because
+    transformers decides once for a process whether there is torch: hidden from it to save that, torch would be
+    missing for a reward that loads a model later.
+    """
 
     def __init__(self, config: RunConfig) -> None:
-        self._config = config
-        self._tokenizer: Any = None
+        vars(self).update(_config=config, _tokenizer=None)
+
+    @property
+    def __class__(self) -> Any:
+        """The tokenizer's own, for `isinstance`."""
+        return type(self._loaded())
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._loaded(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._loaded(), name, value)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         return self._loaded()(*arguments, **keywords)
@@ -182,26 +210,12 @@ class LazyTokenizer:
         return len(self._loaded())
 
     def _loaded(self) -> Any:
-        if self._tokenizer is None:
-            with _without_torch():
-                from groupwise.models.tokenizer import load_tokenizer
+        own = vars(self)
+        if own["_tokenizer"] is None:
+            from groupwise.models.tokenizer import load_tokenizer
 
-                self._tokenizer = load_tokenizer(self._config.model)
-        return self._tokenizer
-
-
-@contextlib.contextmanager
-def _without_torch() -> Any:
-    """Let transformers believe that there is no torch: it would cost each worker seconds and 200 MB."""
-    absent = "torch" not in sys.modules
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    if absent:
-        sys.modules["torch"] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        if absent:
-            del sys.modules["torch"]
+            own["_tokenizer"] = load_tokenizer(own["_config"].model)
+        return own["_tokenizer"]
 
 
 def publication_folder(run_folder: Path) -> Path:

@@ -100,7 +100,12 @@ def explain(error: BaseException) -> str:
     )
     if hint := _import_hint(error):
         lines.append(f"  {hint}")
-    return "\n".join(lines)
+    return printable("\n".join(lines))
+
+
+def printable(text: str) -> str:
+    """`text` with what no encoding can write (halves of surrogate pairs) escaped, so that it can be stored and sent."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:

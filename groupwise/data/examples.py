@@ -9,17 +9,22 @@ from itertools import islice
 from typing import Any, cast
 
 from groupwise.errors import TaskError
+from groupwise.plugins import printable
 from groupwise.types import Example, Message, Prompt
 
 _EXPECTED = "Expected a Hugging Face Dataset, a list of dicts or an iterable of dicts, with a `prompt` in each"
 
 
-def examples_from_rows(rows: object, *, where: str, limit: int | None = None) -> list[Example]:
+def examples_from_rows(
+    rows: object, *, where: str, limit: int | None = None, limited_by: str = "a limit"
+) -> list[Example]:
     """The examples that `rows` hold. Raises TaskError that starts with `where` (who returned them).
 
-    A stream without a length is read up to `limit` rows; what has a length is taken whole, so that the order of draws
-    does not depend on how long the run is to be.
+    A stream without a length is read up to `limit` rows, and refused where there is none, because it may have no end;
+    `limited_by` names the config key that would give one. What has a length is taken whole, so that the order of
+    draws does not depend on how long the run is to be.
     """
+    _refuse_endless(rows, where, limit, limited_by)
     examples = [_example(i, row, where) for i, row in enumerate(_iterated(rows, where, limit))]
     if not examples:
         raise TaskError(f"{where} returned an empty dataset. {_EXPECTED}.")
@@ -33,6 +38,15 @@ def fingerprint(examples: Iterable[Example]) -> str:
         row = _canonical([example.prompt, example.columns])
         digest.update(json.dumps(row).encode() + b"\n")
     return digest.hexdigest()
+
+
+def _refuse_endless(rows: object, where: str, limit: int | None, limited_by: str) -> None:
+    if limit is None and isinstance(rows, Iterable) and not hasattr(rows, "__len__"):
+        kind = _kind(cast("object", rows)).__name__
+        raise TaskError(
+            f"{where} returned a {kind}, which has no length, and nothing says how many of its rows to read. "
+            f"Set {limited_by}, or return a list."
+        )
 
 
 def _iterated(rows: object, where: str, limit: int | None) -> Iterator[Any]:
@@ -58,7 +72,26 @@ def _example(index: int, row: Any, where: str) -> Example:
             f"{where}: row {index} has no column `prompt`. It has: {there}. Rename the one that holds the "
             "prompt, as text or as a list of chat messages."
         )
+    for name, value in columns.items():
+        _refuse_broken_text(value, f"{where}: row {index}, column `{name}`")
     return Example(index, _prompt(columns.pop("prompt"), f"{where}: row {index}"), columns)
+
+
+def _refuse_broken_text(value: Any, where: str) -> None:
+    """Raise TaskError for text with half a character, which no tokenizer takes and no file or database keeps."""
+    if isinstance(value, str):
+        if not value.isascii() and (shown := printable(value)) != value:
+            raise TaskError(
+                f"{where}: the text {shown[:60]!r} holds half of a surrogate pair, which is no character. It comes from "
+                'cutting text in UTF-16 or from a broken escape; mend it with text.encode("utf-16", '
+                '"surrogatepass").decode("utf-16", "replace").'
+            )
+    elif isinstance(value, Mapping):
+        for entry in cast("Mapping[Any, Any]", value).items():
+            _refuse_broken_text(entry, where)
+    elif isinstance(value, list | tuple):
+        for entry in cast("Sequence[Any]", value):
+            _refuse_broken_text(entry, where)
 
 
 def _prompt(value: Any, where: str) -> Prompt:

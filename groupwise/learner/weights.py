@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, Protocol
 
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from groupwise.models.load import FULL_WEIGHTS
+from groupwise.models.files import disk_errors, read_model_tensors
 from groupwise.models.lora import WEIGHTS, AdaptedModel, copy_exactly, read_adapter
 
 
@@ -32,6 +31,11 @@ class TrainedWeights(Protocol):
         """What is trained, by the names used in files, sorted."""
         ...
 
+    @property
+    def dropout(self) -> float:
+        """Share of an adapter's inputs that is dropped where dropout acts."""
+        ...
+
     def acting(self, *, dropout: bool) -> contextlib.AbstractContextManager[object]: ...
 
     def acting_reference(self) -> contextlib.AbstractContextManager[object]:
@@ -39,7 +43,7 @@ class TrainedWeights(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write the weights in the format of peft or transformers."""
+        """Write the weights in the format of peft or transformers; OSError if the disk refuses."""
         ...
 
     def read(self, folder: Path) -> None:
@@ -80,6 +84,10 @@ class TrainedAdapter:
     def parameters(self) -> dict[str, nn.Parameter]:
         return self.adapted.parameters(self.name)
 
+    @property
+    def dropout(self) -> float:
+        return self.adapted.config.lora_dropout
+
     @contextlib.contextmanager
     def acting(self, *, dropout: bool) -> Iterator[None]:
         with self.adapted.using(self.name, dropout=dropout):
@@ -101,6 +109,7 @@ class TrainedModel:
     """All weights of a model in float32, with a frozen copy as reference where one is needed."""
 
     kind: Literal["adapter", "full"] = "full"
+    dropout = 0.0
 
     def __init__(self, model: PreTrainedModel, reference: PreTrainedModel | None = None) -> None:
         self.model = model.requires_grad_(True)
@@ -121,9 +130,8 @@ class TrainedModel:
         return contextlib.nullcontext()
 
     def save(self, folder: Path) -> None:
-        self.model.save_pretrained(folder, max_shard_size="1TB")
+        with disk_errors(folder):
+            self.model.save_pretrained(folder, max_shard_size="1TB")
 
     def read(self, folder: Path) -> None:
-        copy_exactly(
-            self.parameters(), load_file(folder / FULL_WEIGHTS), str(folder / FULL_WEIGHTS)
-        )
+        copy_exactly(self.parameters(), read_model_tensors(folder), str(folder))

@@ -145,8 +145,12 @@ async def answer_held_out(
     tokenizer: Any,
     policy: str,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
+    trainer: tuple[int, int] = (0, 1),
 ) -> EvalResult:
-    """Answer every prompt, score the answers, and let the task measure them."""
+    """Answer every prompt, score the answers, and let the task measure them.
+
+    `trainer` is what reward functions see as `trainer_state`: steps done, and steps in all (1 where nothing is trained).
+    """
     total = len(asked.prompts.examples)
     done = 0
 
@@ -165,14 +169,16 @@ async def answer_held_out(
             lambda ids: completion_text(tokenizer, ids),
         )
         if asked.scores_rewards:
-            group = await score_group(scorer, group, global_step=0, max_steps=0)
+            group = await score_group(scorer, group, *trainer)
         done += 1
         on_progress(done, total)
         return group
 
     groups = await gather_all(answer(index) for index in range(total))
     details = await _task_metrics(asked, scorer, groups) if asked.has_metrics else {}
-    return EvalResult(policy, {**_measured(groups), **_numbers(details)}, details, _rows(groups))
+    return EvalResult(
+        policy, _with_own(_numbers(details), _measured(groups)), details, _rows(groups)
+    )
 
 
 def evaluate(
@@ -271,6 +277,14 @@ def _measured(groups: Sequence[Group]) -> dict[str, float]:
         measured = {"reward": fmean(rewards), **measured}
     failed = sum(rollout.outcome in ("failed", "timed_out") for rollout in rollouts)
     return {**measured, "rollouts/failed": float(failed)} if failed else measured
+
+
+def _with_own(theirs: Mapping[str, float], own: Mapping[str, float]) -> dict[str, float]:
+    """Ours first; a metric of the task that has the name of one of ours is kept as `task/<name>`."""
+    return {
+        **own,
+        **{f"task/{name}" if name in own else name: value for name, value in theirs.items()},
+    }
 
 
 def _numbers(details: Mapping[str, Any]) -> dict[str, float]:

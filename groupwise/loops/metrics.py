@@ -19,6 +19,31 @@ TOKEN_MEANS = {
 }
 """Sums of the learner that are shown as means over the tokens that teach."""
 
+OWN_NAMES = frozenset(
+    {
+        "reward",
+        "reward_std",
+        "frac_reward_zero_std",
+        "loss",
+        "kl",
+        "entropy",
+        "grad_norm",
+        "learning_rate",
+        "num_tokens",
+    }
+)
+OWN_PREFIXES = (
+    "rewards/",
+    "completions/",
+    "rollouts/",
+    "sampling/",
+    "clip_ratio/",
+    "time/",
+    "perf/",
+    "task/",
+)
+"""Names that belong to the loop, present in a step or not."""
+
 
 @dataclass(slots=True)
 class Timings:
@@ -129,11 +154,19 @@ def _part_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def _task_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """What reward functions logged. Our own names stay ours: theirs of the same name are kept as `task/<name>`."""
     names = sorted({name for group in groups for name in group.metrics})
     return {
-        name: fmean(group.metrics[name] for group in groups if name in group.metrics)
+        f"task/{name}" if is_our_own(name) else name: fmean(
+            group.metrics[name] for group in groups if name in group.metrics
+        )
         for name in names
     }
+
+
+def is_our_own(name: str) -> bool:
+    """Whether a metric of this name is, or may become, one that the loop records itself."""
+    return name in OWN_NAMES or name.startswith(OWN_PREFIXES)
 
 
 def _std(values: Sequence[float]) -> float:

@@ -5,21 +5,24 @@ What is wrong with any of them is a `UsageError` here, and a dry run ends here.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from groupwise import build
 from groupwise.build import Layout
-from groupwise.config import LoadedConfig, RunConfig, load_config, resolved, view, with_task_schema
+from groupwise.config import LoadedConfig, RunConfig, resolved, view, with_task_schema
 from groupwise.data.examples import fingerprint
+from groupwise.errors import TaskError
 from groupwise.loops.evaluate import held_out_prompts
-from groupwise.loops.policies import find_policy
 from groupwise.models.plan import plan_model, prompt_room
 from groupwise.models.tokenizer import load_tokenizer
 from groupwise.models.tokens import rendered
+from groupwise.rewards.rubric import Rubric
 from groupwise.rollouts.prompts import PromptSet, tokenise
 from groupwise.tasks.contract import Task, check_reward_columns, load_task, require
 
@@ -33,34 +36,28 @@ class Prepared:
     tokenizer: Any
     prompts: PromptSet
     held_out_prompts: PromptSet | None
+    rubric: Rubric
     max_steps: int
-    data_fingerprint: str
     layout: Layout
+    facts: dict[str, str]
+    """Fingerprints of what the config only names: task, its file, the data as token ids, how held-out prompts are answered."""
 
     @property
     def config(self) -> RunConfig:
         return self.loaded.config
 
 
-def prepare(
-    config: Path | str | Mapping[str, Any] | RunConfig,
-    task: object,
-    overrides: Sequence[str],
-    init_from: str | None = None,
-) -> Prepared:
-    """Check config, task and data; tokenise all prompts."""
-    loaded = load_config(config, overrides)
+def prepare(loaded: LoadedConfig, task: object) -> Prepared:
+    """Check task and data against the config; tokenise all prompts."""
     found = load_task(task)
     require(found, "rl")
     schema = found.config_schema()
     if schema is not None:
         loaded = with_task_schema(loaded, schema)
-    if init_from is not None:
-        loaded = _starting_from(loaded, init_from)
     settings = loaded.config
+    _refuse_evaluation_of_nothing(settings, found)
     given = view(settings)
-    limit = _draws(settings)
-    examples = found.rl_examples(given, limit=limit)
+    examples = found.rl_examples(given, limit=_draws(settings))
     tokenizer = load_tokenizer(settings.model)
     found.refuse_callbacks(given, tokenizer, str(Path(settings.run.dir) / loaded.run_name))
     rubric = found.rubric(given, tokenizer, settings.rewards.reward_weights)
@@ -73,28 +70,58 @@ def prepare(
         room=room,
         where=f"{found.described}: get_rl_dataset",
     )
-    asked = (
-        held_out_prompts(settings, found, tokenizer, room) if _evaluates(settings, found) else None
-    )
+    asked = None
+    if _evaluates(settings, found):
+        asked = held_out_prompts(settings, found, tokenizer, room)
+        check_reward_columns(found, rubric, asked.examples)
     return Prepared(
         loaded=loaded,
         task=found,
         tokenizer=tokenizer,
         prompts=prompts,
         held_out_prompts=asked,
+        rubric=rubric,
         max_steps=_max_steps(settings, len(prompts.examples)),
-        data_fingerprint=fingerprint(prompts.examples),
         layout=build.choose_layout(settings, max(prompts.longest, asked.longest if asked else 0)),
+        facts=_facts(settings, found, prompts, asked),
     )
 
 
-def _starting_from(loaded: LoadedConfig, reference: str) -> LoadedConfig:
-    folder = find_policy(reference, Path(loaded.config.run.dir)).folder
-    if folder is None:
-        return loaded
+def starting_from(loaded: LoadedConfig, folder: Path) -> LoadedConfig:
+    """The config of a run that begins with the weights in a folder: an adapter, or a whole model."""
     key = "adapter" if (folder / "adapter_config.json").is_file() else "name"
-    model = loaded.config.model.model_copy(update={key: str(folder)})
+    return with_model(loaded, {key: str(folder)})
+
+
+def with_model(loaded: LoadedConfig, update: Mapping[str, Any]) -> LoadedConfig:
+    """The config with keys of its `model` section replaced."""
+    model = loaded.config.model.model_copy(update=dict(update))
     return replace(loaded, config=loaded.config.model_copy(update={"model": model}))
+
+
+def _facts(
+    config: RunConfig, task: Task, prompts: PromptSet, asked: PromptSet | None
+) -> dict[str, str]:
+    file = Path(task.file) if task.file else None
+    held_out = [config.eval.model_dump(mode="json"), config.sampler.model_dump(mode="json")]
+    return {
+        "task": task.name,
+        "task_file": _digest(file.read_text(errors="replace")) if file and file.is_file() else "",
+        "data": _digest(fingerprint(prompts.examples), prompts.prompts),
+        "held_out": _digest(held_out, asked.prompts if asked else ()),
+    }
+
+
+def _digest(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def _refuse_evaluation_of_nothing(config: RunConfig, task: Task) -> None:
+    if config.eval.eval_steps is not None and not task.has("get_eval_dataset"):
+        raise TaskError(
+            f"eval.eval_steps is {config.eval.eval_steps}, but {task.described} has no get_eval_dataset, so there is "
+            "nothing to evaluate on. Leave the key out, or add the hook."
+        )
 
 
 def _draws(config: RunConfig) -> int | None:

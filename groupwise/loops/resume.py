@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import time
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from groupwise.config import compare_for_resume, resolved
+from groupwise.config import LoadedConfig, compare_for_resume, resolved
 from groupwise.errors import ResumeMismatchError, RunNotFoundError
-from groupwise.loops.prepare import Prepared
+from groupwise.loops.prepare import Prepared, starting_from, with_model
 from groupwise.loops.rl import Run
-from groupwise.runs import checkpoints, find
+from groupwise.runs import checkpoints, durable, find
 from groupwise.runs.checkpoints import Checkpoint
-from groupwise.runs.folder import RECORD, RunFolder, read_config
+from groupwise.runs.folder import CHECKPOINTS, CONFIG, RECORD, RunFolder, read_config
 from groupwise.runs.records import ResumeRecord
 from groupwise.runs.store import Store
 
 logger = logging.getLogger(__name__)
+
+START = "start"
+"""Folder of a run that holds the weights it was started from by `--init-from`."""
+NOT_WEIGHTS = ("optimiser.safetensors", "learner.json", "manifest.json")
+FIXED_FACTS = {
+    "--task-module": "task",
+    "the training data, as token ids": "data",
+    "the base model": "base",
+}
+"""What a resume may not change, beside the config."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,44 +40,58 @@ class ResumePoint:
     path: Path
     checkpoint: Checkpoint | None
     """None: it has none, so it starts at step 0."""
-    changes: dict[str, Any] = field(default_factory=dict[str, Any])
+    facts: dict[str, Any]
+    """What the run noted about itself when it was started."""
+
+    @property
+    def step(self) -> int:
+        """Steps that stand."""
+        return self.checkpoint.step if self.checkpoint else 0
 
 
 def find_resume_point(
-    prepared: Prepared, resume: bool, resume_from: str | None
+    loaded: LoadedConfig, resume: bool, resume_from: str | None
 ) -> ResumePoint | None:
-    """Where to go on, None for a new run. Raises `ResumeMismatchError` if the run was made with something else."""
-    runs_dir = Path(prepared.config.run.dir)
+    """Where to go on; None for a new run."""
+    runs_dir = Path(loaded.config.run.dir)
     if resume_from is not None:
         address = find.resolve(resume_from, runs_dir)
-        checkpoint = address.checkpoint or checkpoints.newest(address.path / "checkpoints")
+        path = address.path
+        checkpoint = address.checkpoint or checkpoints.newest(path / CHECKPOINTS)
         if checkpoint is None:
             raise RunNotFoundError(
                 f"The run {address.name!r} has no checkpoint. Give --resume to start it over from step 0."
             )
-        path = address.path
     elif resume:
-        path = find.newest_unfinished(prepared.loaded.run_name, runs_dir)
-        checkpoint = checkpoints.newest(path / "checkpoints")
+        path = find.newest_unfinished(loaded.run_name, runs_dir)
+        checkpoint = checkpoints.newest(path / CHECKPOINTS)
     else:
         return None
-    return ResumePoint(path, checkpoint, _accepted_changes(path, prepared))
-
-
-def _accepted_changes(path: Path, prepared: Prepared) -> dict[str, Any]:
-    """Config keys that differ and may; refuses the others with the difference."""
     with Store.open(path / RECORD, readonly=True) as store:
-        recorded = store.get_meta()
-    found = compare_for_resume(read_config(path), prepared.config)
+        return ResumePoint(path, checkpoint, store.get_meta())
+
+
+def with_start_of(loaded: LoadedConfig, point: ResumePoint) -> LoadedConfig:
+    """The config with the weights that the run was started from by `--init-from`; they stand in its folder."""
+    if not point.facts.get("init_from"):
+        return loaded
+    stored = read_config(point.path)["model"]
+    return with_model(loaded, {key: stored[key] for key in ("adapter", "name")})
+
+
+def accepted_changes(point: ResumePoint, prepared: Prepared) -> dict[str, Any]:
+    """Config keys that differ and may. Raises `ResumeMismatchError`, with the difference, if the run was made with something else."""
+    found = compare_for_resume(read_config(point.path), prepared.config)
     refused = {key: change for key, change in found.fixed.items() if key != "run.name"}
-    facts = {"--task-module": ("task", prepared.task.name)}
-    facts["the training data (fingerprint)"] = ("data", prepared.data_fingerprint)
-    for shown, (key, now) in facts.items():
-        if recorded.get(key, now) != now:
-            refused[shown] = (recorded[key][:16], now[:16])
+    for shown, key in FIXED_FACTS.items():
+        before, now = point.facts.get(key), prepared.facts.get(key)
+        if before is not None and before != now:
+            refused[shown] = (before, now)
+    if prepared.max_steps < point.step:
+        refused["training.max_steps"] = (f"{point.step} steps done", prepared.max_steps)
     if refused:
         raise ResumeMismatchError(
-            f"{path} was started with something else:\n"
+            f"{point.path} was started with something else:\n"
             + "\n".join(
                 f"  {key}: {old!r} then, {new!r} now" for key, (old, new) in refused.items()
             )
@@ -73,10 +99,16 @@ def _accepted_changes(path: Path, prepared: Prepared) -> dict[str, Any]:
         )
     for key, change in found.warned.items():
         _warn(key, *change)
+    if point.facts.get("task_file", "") != prepared.facts["task_file"]:
+        logger.warning(
+            "the task file was changed since the run was started; it goes on with the new one"
+        )
     return {key: list(change) for key, change in {**found.free, **found.warned}.items()}
 
 
-def open_folder(prepared: Prepared, point: ResumePoint | None) -> RunFolder:
+def open_folder(
+    prepared: Prepared, point: ResumePoint | None, init_from: str | None = None
+) -> RunFolder:
     """The run's folder, held by this process."""
     keep = prepared.config.run.keep_tokens
     if point is not None:
@@ -84,11 +116,13 @@ def open_folder(prepared: Prepared, point: ResumePoint | None) -> RunFolder:
     facts = {
         "kind": "rl",
         "model": prepared.config.model.name,
-        "task": prepared.task.name,
         "task_module": prepared.task.spec,
         "max_steps": prepared.max_steps,
         "layout": asdict(prepared.layout),
-        "data": prepared.data_fingerprint,
+        "examples": len(prepared.prompts.examples),
+        "examples_dropped_as_too_long": prepared.prompts.dropped,
+        "init_from": init_from,
+        **prepared.facts,
     }
     return RunFolder.create(
         Path(prepared.config.run.dir),
@@ -99,7 +133,18 @@ def open_folder(prepared: Prepared, point: ResumePoint | None) -> RunFolder:
     )
 
 
-def take_back(run: Run, prepared: Prepared, point: ResumePoint) -> None:
+def keep_start(folder: RunFolder, loaded: LoadedConfig, start: Path) -> LoadedConfig:
+    """Copy the weights that a run starts from into its folder, so that it needs nobody else's, and note them in its config."""
+    kept = folder.path / START
+    building = durable.building_path(kept)
+    shutil.copytree(start, building, ignore=shutil.ignore_patterns(*NOT_WEIGHTS))
+    durable.publish_folder(building, kept)
+    loaded = starting_from(loaded, kept.resolve())
+    durable.write_json(folder.path / CONFIG, resolved(loaded.config))
+    return loaded
+
+
+def take_back(run: Run, prepared: Prepared, point: ResumePoint, changes: Mapping[str, Any]) -> None:
     """Put weights, optimiser, position and record where the checkpoint is; what came after is drawn again from its seeds."""
     checkpoint = point.checkpoint
     if checkpoint is not None:
@@ -111,19 +156,16 @@ def take_back(run: Run, prepared: Prepared, point: ResumePoint) -> None:
         run.unscored_steps = position["unscored_steps"]
         run.non_finite = position["non_finite"]
     for skipped in checkpoints.complete(run.folder.checkpoints, verify=True).skipped:
-        run.progress.note(f"skipped a checkpoint: {skipped}")
+        run.say(f"skipped a checkpoint: {skipped}")
     checkpoints.drop_after(run.folder.checkpoints, run.step)
     warn_of_layout(run.folder, prepared)
     dropped = run.folder.store.rewind(run.step)
     run.folder.store.set_meta({"max_steps": run.max_steps, "layout": asdict(prepared.layout)})
     run.folder.resume(
-        resolved(prepared.config), ResumeRecord(run.step, dropped, time.time(), point.changes)
+        resolved(prepared.config), ResumeRecord(run.step, dropped, time.time(), changes)
     )
-    run.progress.note(
-        f"resumed after {run.step} steps; {dropped.steps} later steps are done again"
-        if dropped.steps
-        else f"resumed after {run.step} steps"
-    )
+    again = f"; {dropped.steps} later steps are done again" if dropped.steps else ""
+    run.say(f"resumed after {run.step} steps{again}")
 
 
 def warn_of_layout(folder: RunFolder, prepared: Prepared) -> None:

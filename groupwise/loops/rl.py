@@ -14,6 +14,7 @@ the config's seed and these numbers, so the whole state of a run is its weights,
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,12 @@ from typing import Any
 from groupwise.algorithms.base import Algorithm
 from groupwise.config import RunConfig
 from groupwise.display.progress import Progress
-from groupwise.errors import NonFiniteError, NothingScoredError, PolicyMismatchError
+from groupwise.errors import (
+    NonFiniteError,
+    NothingScoredError,
+    PolicyMismatchError,
+    RewardWorkerError,
+)
 from groupwise.learner.schedule import learning_rate
 from groupwise.loops.awaiting import gather_all
 from groupwise.loops.evaluate import EvalResult, HeldOut, answer_held_out
@@ -58,6 +64,9 @@ from groupwise.types import (
 
 logger = logging.getLogger(__name__)
 
+MAX_GAP = 0.15
+"""Mean difference of log-probabilities (nats) above which a warning is due; with bfloat16 weights 0.04 is usual."""
+
 MAX_NON_FINITE = 3
 """Updates in a row whose gradient was not finite, after which a run stops."""
 
@@ -89,20 +98,27 @@ class Run:
     """Why rollouts failed, of the steps in a row that had no scored group."""
     unscored_steps: int = 0
     non_finite: int = 0
+    gap_seen: bool = False
+    """Whether a wide gap between sampler and learner was warned of."""
     tokens_seen: int = 0
     drawn: dict[int, Group] = field(default_factory=dict[int, Group])
     """Groups of the step under way that are sampled and scored."""
     timings: Timings = field(default_factory=Timings)
 
+    def say(self, text: str) -> None:
+        """Tell whoever watches, and the log."""
+        logger.info("%s", text)
+        self.progress.note(text)
+
 
 async def train(run: Run) -> None:
     """Take all steps that are left. Raises `Interrupted` when asked to end, and `RunError` when the run cannot go on."""
     while run.step < run.max_steps:
+        await evaluate_now_and_then(run)
         begun = time.perf_counter()
         run.timings = Timings()
         groups = await run.interruption.allow(draw_groups(run))
         await take_step(run, groups, begun)
-        await evaluate_now_and_then(run)
         if run.step % run.config.run.save_steps == 0:
             save_checkpoint(run)
 
@@ -303,7 +319,28 @@ def commit(
     run.folder.store.commit_step(record, groups, metrics)
     run.drawn = {}
     run.progress.step(run.step, metrics)
+    logger.info(
+        "step %d: reward %.4g, version %d",
+        run.step,
+        metrics.get("reward", math.nan),
+        run.policy.version,
+    )
+    warn_of_gap(run, metrics)
     run.step += 1
+
+
+def warn_of_gap(run: Run, metrics: Mapping[str, float]) -> None:
+    """Sampler and learner should give a token nearly the same probability; a wide gap means that they compute different policies."""
+    gap = metrics.get("sampling/logprob_gap", 0.0)
+    if gap > MAX_GAP and not run.gap_seen:
+        run.gap_seen = True
+        logger.warning(
+            "step %d: sampler and learner differ by %.2g nats per token on average (expected: at most %.2g). The ratio "
+            "corrects for it, but look for its cause: lora.dropout, or a model that computes differently in batches",
+            run.step,
+            gap,
+            MAX_GAP,
+        )
 
 
 def save_checkpoint(run: Run) -> None:
@@ -339,33 +376,59 @@ def write_checkpoint(run: Run) -> None:
 
 
 async def evaluate_now_and_then(run: Run) -> None:
-    """Every `eval.eval_steps` steps, but not after the last one, which has its own evaluation."""
+    """Every `eval.eval_steps` steps; the last step has an evaluation of its own."""
     every = run.config.eval.eval_steps
-    if every and run.step % every == 0 and run.step < run.max_steps:
-        await evaluate_held_out(run, f"step-{run.step}")
+    name = f"step-{run.step}"
+    due = every is not None and run.step > 0 and run.step % every == 0
+    if due and recorded_evaluation(run, name, run.step) is None:
+        await evaluate_held_out(run, name)
+
+
+def recorded_evaluation(run: Run, name: str, step: int) -> EvalResult | None:
+    """An evaluation of that name and step that stands in the record."""
+    for record in run.folder.store.evaluations():
+        if (record.name, record.step) == (name, step):
+            rows = [dict(row) for row in record.rows]
+            return EvalResult(record.policy, dict(record.metrics), {}, rows)
+    return None
 
 
 async def evaluate_held_out(run: Run, name: str) -> EvalResult | None:
-    """Answer the held-out prompts with the policy as it is, and record how it did; None where the task has none."""
+    """Answer the held-out prompts with the policy as it is, and record how it did.
+
+    None where the task has none, or where its own metrics fail: what was trained is worth more than they are.
+    """
     if run.held_out is None:
         return None
-    run.progress.phase("evaluating", 0, len(run.held_out.prompts.examples))
     label = f"{run.folder.name}@{run.step}"
-    result = await run.interruption.allow(
-        answer_held_out(
-            run.held_out,
-            run.sampler,
-            run.scorer,
-            run.tokenizer,
-            label,
-            lambda done, total: run.progress.phase("evaluating", done, total),
+    try:
+        result = await run.interruption.allow(
+            answer_held_out(
+                run.held_out,
+                run.sampler,
+                run.scorer,
+                run.tokenizer,
+                label,
+                on_progress=lambda done, total: run.progress.phase("evaluating", done, total),
+                trainer=(run.step, run.max_steps),
+            )
         )
-    )
+    except RewardWorkerError as error:
+        run.say(
+            f"warning: the held-out prompts after {run.step} steps could not be measured: {error}"
+        )
+        return None
     run.folder.store.add_evaluation(
         EvaluationRecord(run.step, name, label, result.metrics, result.rows)
     )
-    shown = ", ".join(
-        f"{key} {value:.3f}" for key, value in result.metrics.items() if "/" not in key
-    )
-    run.progress.note(f"held-out after {run.step} steps: {shown}")
+    run.say(f"held-out after {run.step} steps: {described(result)}")
     return result
+
+
+def described(result: EvalResult) -> str:
+    """The metrics that people look at, and failures with their reasons."""
+    shown = [f"{key} {value:.3f}" for key, value in result.metrics.items() if "/" not in key]
+    failed = [row["reason"] for row in result.rows if row["reason"]]
+    if failed:
+        shown.append(f"{len(failed)} of {len(result.rows)} could not be scored ({failed[0]})")
+    return ", ".join(shown)

@@ -8,27 +8,47 @@ an error), the folder says so, and what is finished is kept.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from groupwise import build
-from groupwise.config import RunConfig
+from groupwise.config import LoadedConfig, RunConfig, load_config
 from groupwise.display.progress import Progress
-from groupwise.errors import UsageError
+from groupwise.errors import StoreError, UsageError
 from groupwise.loops.awaiting import run_to_end
 from groupwise.loops.evaluate import EvalResult, held_out
 from groupwise.loops.interruption import Interrupted, Interruption
 from groupwise.loops.outcome import summarise, write_curve, write_final
-from groupwise.loops.prepare import Prepared, plan, prepare
-from groupwise.loops.resume import ResumePoint, find_resume_point, open_folder, take_back
-from groupwise.loops.rl import Run, evaluate_held_out, publish, save_checkpoint, train
+from groupwise.loops.policies import find_policy
+from groupwise.loops.prepare import Prepared, plan, prepare, starting_from
+from groupwise.loops.resume import (
+    ResumePoint,
+    accepted_changes,
+    find_resume_point,
+    keep_start,
+    open_folder,
+    take_back,
+    with_start_of,
+)
+from groupwise.loops.rl import (
+    Run,
+    evaluate_held_out,
+    publish,
+    recorded_evaluation,
+    save_checkpoint,
+    train,
+)
 from groupwise.rewards.scoring import Scorer
 from groupwise.runs import durable, find
 from groupwise.runs.folder import RunFolder
 from groupwise.types import Policy, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 BEFORE = "before"
 AFTER = "after"
@@ -64,18 +84,31 @@ def rl(
     run failed on its way.
     """
     _check_one_start({"--resume": resume, "--resume-from": resume_from, "--init-from": init_from})
-    prepared = prepare(config, task, overrides, init_from)
+    loaded = load_config(config, overrides)
+    point = find_resume_point(loaded, resume, resume_from)
+    start = _starting_weights(loaded, init_from)
+    if point is not None:
+        loaded = with_start_of(loaded, point)
+    prepared = prepare(starting_from(loaded, start) if start else loaded, task)
+    changes = accepted_changes(point, prepared) if point else {}
     if dry_run:
         return RlResult(plan(prepared))
-    point = find_resume_point(prepared, resume, resume_from)
-    folder = open_folder(prepared, point)
+    folder = open_folder(prepared, point, init_from)
     try:
         with folder:
-            return run_to_end(run_in(folder, prepared, point))
+            if start is not None:
+                prepared = replace(prepared, loaded=keep_start(folder, prepared.loaded, start))
+            return run_to_end(run_in(folder, prepared, point, changes))
     except UsageError:
         if point is None and not find.run_info(folder.path).steps:
             durable.remove_folder(folder.path)  # nothing was started, so nothing stands in the way
         raise
+
+
+def _starting_weights(loaded: LoadedConfig, init_from: str | None) -> Path | None:
+    if init_from is None:
+        return None
+    return find_policy(init_from, Path(loaded.config.run.dir)).folder
 
 
 def _check_one_start(ways: Mapping[str, object]) -> None:
@@ -87,26 +120,30 @@ def _check_one_start(ways: Mapping[str, object]) -> None:
         )
 
 
-async def run_in(folder: RunFolder, prepared: Prepared, point: ResumePoint | None) -> RlResult:
+async def run_in(
+    folder: RunFolder, prepared: Prepared, point: ResumePoint | None, changes: Mapping[str, Any]
+) -> RlResult:
     """Build the parts, train, and leave the folder with what came of it."""
     started = time.perf_counter()
     publications = build.publication_folder(folder.path)
     build.remove_publications(publications)
+    scorer = build.build_scorer(prepared.config, prepared.task, prepared.tokenizer)
+    starting = asyncio.create_task(scorer.start())
     progress = Progress(
         folder.name,
         prepared.max_steps,
-        start_step=point.checkpoint.step if point and point.checkpoint else 0,
+        start_step=point.step if point else 0,
         logging_steps=prepared.config.run.logging_steps,
     )
-    scorer = build.build_scorer(prepared.config, prepared.task, prepared.tokenizer)
-    starting = asyncio.create_task(scorer.start())
     try:
-        with Interruption() as interruption, progress:
+        with Interruption() as interruption, progress, shown_warnings(progress):
             progress.phase("loading")
             await asyncio.sleep(0)  # the workers start while the model is loaded
-            run = await assemble(
-                folder, prepared, point, scorer, progress, interruption, publications
-            )
+            run = assemble(folder, prepared, scorer, progress, interruption, publications)
+            if point is not None:
+                take_back(run, prepared, point, changes)
+            say_what_begins(run, prepared)
+            await publish(run, run.policy.version)
             await starting
             return await conduct(run, prepared, started)
     finally:
@@ -115,19 +152,18 @@ async def run_in(folder: RunFolder, prepared: Prepared, point: ResumePoint | Non
         build.remove_publications(publications)
 
 
-async def assemble(
+def assemble(
     folder: RunFolder,
     prepared: Prepared,
-    point: ResumePoint | None,
     scorer: Scorer,
     progress: Progress,
     interruption: Interruption,
     publications: Path,
 ) -> Run:
-    """The run at its first step, or at its checkpoint, with the policy published."""
+    """The run at its first step."""
     config = prepared.config
     parts = build.training_parts(config, prepared.layout, folder.name, publications)
-    run = Run(
+    return Run(
         config=config,
         max_steps=prepared.max_steps,
         algorithm=build.build_algorithm(config),
@@ -150,51 +186,95 @@ async def assemble(
         interruption=interruption,
         policy=Policy(folder.name, 0, "", "adapter", ""),
     )
-    if point is not None:
-        take_back(run, prepared, point)
-    await publish(run, run.policy.version)
-    return run
+
+
+def say_what_begins(run: Run, prepared: Prepared) -> None:
+    """The first lines of the log, and what a reader should know."""
+    dropped = prepared.prompts.dropped
+    logger.info(
+        "%s, %s: steps %d to %d, %d examples",
+        run.config.model.name,
+        prepared.task.described,
+        run.step,
+        run.max_steps,
+        len(prepared.prompts.examples),
+    )
+    if dropped:
+        run.say(
+            f"{dropped} of {dropped + len(prepared.prompts.examples)} prompts are longer than data.max_prompt_length = "
+            f"{run.config.data.max_prompt_length} tokens and left out"
+        )
 
 
 async def conduct(run: Run, prepared: Prepared, started: float) -> RlResult:
     """Held-out prompts before, all steps, held-out prompts after; an interruption keeps what is whole."""
     try:
-        before = await held_out_result(run, BEFORE, step=0)
+        before = await held_out_result(run, BEFORE, 0, prepared)
         await train(run)
-        after = await held_out_result(run, AFTER, step=run.max_steps)
+        save_checkpoint(run)
+        run.folder.write_final(lambda folder: write_final(run, folder))
+        after = await held_out_result(run, AFTER, run.max_steps, prepared)
     except Interrupted as interrupted:
-        keep_what_is_whole(run)
-        summary = summarise(run, prepared, started, None, None)
-        run.folder.finish("interrupted", summary)
-        run.progress.note(
-            f"interrupted after {run.step} steps; the same command with --resume goes on"
-        )
-        return RlResult({**summary, "state": "interrupted"}, interrupted.exit_code, run.folder.path)
+        return stopped(run, prepared, started, interrupted)
     except BaseException:
-        run.folder.store.keep_unfinished(run.drawn.values())
+        with suppress(StoreError):  # must not hide what happened
+            run.folder.store.keep_unfinished(run.drawn.values())
         raise
-    save_checkpoint(run)
-    run.folder.write_final(lambda folder: write_final(run, folder))
     write_curve(run)
     summary = summarise(run, prepared, started, before, after)
     run.folder.finish("finished", summary)
+    logger.info("finished after %d steps", run.step)
     return RlResult({**summary, "state": "finished"}, 0, run.folder.path, before, after)
 
 
-async def held_out_result(run: Run, name: str, step: int) -> EvalResult | None:
-    """How the policy after `step` steps does: as recorded, or found out now; None if that policy is no longer there."""
-    if not run.config.eval.before_and_after:
-        return None
-    for record in run.folder.store.evaluations():
-        if (record.name, record.step) == (name, step):
-            rows = [dict(row) for row in record.rows]
-            return EvalResult(record.policy, dict(record.metrics), {}, rows)
-    return await evaluate_held_out(run, name) if run.step == step else None
-
-
-def keep_what_is_whole(run: Run) -> None:
-    """Groups that are scored, and a checkpoint of the last whole step."""
+def stopped(run: Run, prepared: Prepared, started: float, by: Interrupted) -> RlResult:
+    """Leave an interrupted run with its scored groups and a checkpoint of the last whole step."""
     run.folder.store.keep_unfinished(run.drawn.values())
     if run.step > 0:
         save_checkpoint(run)
     write_curve(run)
+    summary = summarise(run, prepared, started, None, None)
+    run.folder.finish("interrupted", summary)
+    run.say(f"interrupted after {run.step} steps; the same command with --resume goes on")
+    return RlResult({**summary, "state": "interrupted"}, by.exit_code, run.folder.path)
+
+
+async def held_out_result(run: Run, name: str, step: int, prepared: Prepared) -> EvalResult | None:
+    """How the policy after `step` steps does: as recorded, or found out now; None if it cannot be found out any more.
+
+    What was recorded counts only if the prompts and the way of answering them are the same now.
+    """
+    if not run.config.eval.before_and_after or run.held_out is None:
+        return None
+    way = prepared.facts["held_out"]
+    recorded = recorded_evaluation(run, name, step)
+    if recorded is not None and run.folder.store.get_meta().get(f"held_out_{name}") == way:
+        return recorded
+    if run.step != step:
+        run.say(
+            "held-out prompts, or how they are answered, were changed: no comparison with before"
+        )
+        return None
+    run.folder.store.set_meta({f"held_out_{name}": way})
+    return await evaluate_held_out(run, name)
+
+
+@contextmanager
+def shown_warnings(progress: Progress) -> Generator[None]:
+    """Show what the package warns of beside the progress, too; the run's log has it anyway."""
+    handler = _Shown(progress)
+    package = logging.getLogger("groupwise")
+    package.addHandler(handler)
+    try:
+        yield
+    finally:
+        package.removeHandler(handler)
+
+
+class _Shown(logging.Handler):
+    def __init__(self, progress: Progress) -> None:
+        super().__init__(logging.WARNING)
+        self._progress = progress
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._progress.note(f"warning: {record.getMessage()}")

@@ -25,6 +25,8 @@ from groupwise.errors import ModelError
 
 logger = logging.getLogger(__name__)
 
+TINY_VERSION = 1
+"""Raised when the model `tiny` changes. It stands here so that a cached one is found without importing torch."""
 CONVERSION = 1
 """Raised when the way of converting changes, so that older caches are made anew."""
 
@@ -112,10 +114,12 @@ def converted_gguf(path: Path) -> Path:
 
 def tiny_folder() -> Path:
     """The folder of the model `tiny`, made at the first use."""
-    from groupwise.models.tiny import TINY_VERSION, write_tiny_model
-
     cached = cache_folder() / f"tiny-{TINY_VERSION}"
-    return cached if _complete(cached) else _made(cached, write_tiny_model)
+    if _complete(cached):
+        return cached
+    from groupwise.models.tiny import write_tiny_model
+
+    return _made(cached, write_tiny_model)
 
 
 def _cached(name: str) -> Path:

@@ -23,9 +23,6 @@ from groupwise.models.config import Dtype, ModelConfig
 from groupwise.models.machine import has_bfloat16
 from groupwise.models.tokenizer import explained, quiet, resolve
 
-FULL_WEIGHTS = "model.safetensors"
-"""The one file that holds a whole model, published or saved."""
-
 
 def load_model(config: ModelConfig, dtype: Dtype, device: str = "cpu") -> PreTrainedModel:
     """The model's weights, in evaluation mode, no parameter trainable."""

@@ -22,13 +22,12 @@ import torch.nn.functional as F
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora.layer import Linear as PeftLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from groupwise.errors import ModelError
 from groupwise.models import config as settings_of_models
+from groupwise.models.files import read_json, read_tensors, write_tensors
 
 PREFIX = "base_model.model."
 WEIGHTS = "adapter_model.safetensors"
@@ -132,13 +131,15 @@ class AdaptedModel:
             self.switch.active, self.switch.dropout = before
 
     def save(self, name: str, folder: Path) -> None:
-        """Write the adapter as peft does, so that peft, transformers and vLLM load it."""
+        """Write the adapter as peft does, so that peft, transformers and vLLM load it; OSError if the disk refuses."""
         tensors = {
             key: value.detach().cpu().clone() for key, value in self.parameters(name).items()
         }
-        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        write_tensors(tensors, folder / WEIGHTS)
         described = {**self.config.to_dict(), "inference_mode": True}
-        described["base_model_name_or_path"] = self.base.config._name_or_path
+        described["base_model_name_or_path"] = (
+            self.config.base_model_name_or_path or self.base.config._name_or_path
+        )
         (folder / CONFIG).write_text(
             json.dumps(described, indent=2, sort_keys=True, default=_plain)
         )
@@ -184,9 +185,11 @@ def new_lora_config(settings: settings_of_models.LoraConfig) -> LoraConfig:
 
 def read_lora_config(folder: Path) -> LoraConfig:
     """The config of a stored adapter. Raises `ModelError` for kinds of adapter that are not plain LoRA."""
+    if not folder.is_dir():
+        raise ModelError(f"model.adapter: there is no folder {folder} (looked in {Path.cwd()}).")
     if not (folder / CONFIG).is_file():
         raise ModelError(f"model.adapter: {folder} has no {CONFIG}, so it holds no adapter.")
-    stored = json.loads((folder / CONFIG).read_text())
+    stored = read_json(folder / CONFIG)
     if stored.get("peft_type") != "LORA":
         raise ModelError(
             f"model.adapter: {folder} is of type {stored.get('peft_type')!r}; LORA is expected."
@@ -209,26 +212,32 @@ def read_lora_config(folder: Path) -> LoraConfig:
 
 def read_adapter(folder: Path) -> dict[str, Tensor]:
     """The tensors of a stored adapter (safetensors only)."""
-    path = folder / WEIGHTS
-    if not path.is_file():
-        found = sorted(entry.name for entry in folder.glob("*")) if folder.is_dir() else []
-        raise ModelError(
-            f"There is no {WEIGHTS} in {folder}; it holds: {', '.join(found) or 'nothing'}."
-        )
-    try:
-        return load_file(path)
-    except SafetensorError as error:
-        raise ModelError(f"{path} is damaged: {error}") from error
+    return read_tensors(folder / WEIGHTS)
 
 
 def copy_exactly(owned: Mapping[str, Tensor], given: Mapping[str, Tensor], origin: str) -> None:
     """Copy `given` over `owned`; raises `ModelError` that lists every key or shape that does not match."""
+    refuse_mismatch(shapes_of(owned), shapes_of(given), origin)
+    with torch.no_grad():
+        for key, tensor in owned.items():
+            tensor.copy_(given[key])
+
+
+def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor."""
+    return {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+
+
+def refuse_mismatch(
+    owned: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]], origin: str
+) -> None:
+    """Raise `ModelError` that lists every name or shape in which `given` differs from `owned`."""
     missing = sorted(set(owned) - set(given))
     unexpected = sorted(set(given) - set(owned))
     shapes = [
-        f"{key}: {tuple(given[key].shape)} instead of {tuple(owned[key].shape)}"
+        f"{key}: {given[key]} instead of {owned[key]}"
         for key in sorted(set(owned) & set(given))
-        if owned[key].shape != given[key].shape
+        if owned[key] != given[key]
     ]
     if missing or unexpected or shapes:
         raise ModelError(
@@ -237,9 +246,6 @@ def copy_exactly(owned: Mapping[str, Tensor], given: Mapping[str, Tensor], origi
             + _listed("not expected", unexpected)
             + _listed("of another shape", shapes)
         )
-    with torch.no_grad():
-        for key, tensor in owned.items():
-            tensor.copy_(given[key])
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:

@@ -1,4 +1,4 @@
-"""Finding a model's files, and its tokenizer, which needs no torch.
+"""Finding a model's files, and its tokenizer, without loading the model.
 
 A name is a hub id, a local folder, a `.gguf` file, or an alias. `resolve` says where its files are without loading them.
 Nothing falls back in silence: what was looked for and where stands in the message.

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from groupwise.errors import TaskError
-from groupwise.plugins import explain
+from groupwise.plugins import explain, printable
 from groupwise.rewards.plain import plain
 from groupwise.rewards.scoring import ScoreRequest
 
@@ -67,7 +67,7 @@ def name_of(function: RewardCallable) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     own = getattr(function, "__name__", None) or getattr(function, "name", None)
-    return own.strip("<>") if isinstance(own, str) else type(function).__name__
+    return printable(own.strip("<>")) if isinstance(own, str) else type(function).__name__
 
 
 def check_function(function: object, where: str) -> None:
@@ -166,7 +166,7 @@ def _log_metric(logged: Logged, name: str, value: float) -> None:
     """Record a number about the group; several of one name are averaged, and what is not finite is left out."""
     number = float(value)
     if math.isfinite(number):
-        logged.metrics.setdefault(name, []).append(number)
+        logged.metrics.setdefault(printable(str(name)), []).append(number)
 
 
 def _log_extra(logged: Logged, count: int, name: str, values: Sequence[Any]) -> None:
@@ -176,7 +176,7 @@ def _log_extra(logged: Logged, count: int, name: str, values: Sequence[Any]) -> 
         raise ValueError(
             f"log_extra({name!r}, …) got {len(entries)} values for {count} completions"
         )
-    logged.extras[name] = [plain(value) for value in entries]
+    logged.extras[printable(str(name))] = [plain(value) for value in entries]
 
 
 def _entries(answer: Any, count: int) -> list[Any]:
@@ -196,7 +196,7 @@ def _answer(name: str, entries: list[Any], logged: Logged) -> Answer:
     for entry in entries:
         value, problem = _number(entry)
         values.append(value)
-        failures.append(problem and f"reward `{name}` {problem}")
+        failures.append(problem and printable(f"reward `{name}` {problem}"))
     return Answer(tuple(values), tuple(failures), logged)
 
 
@@ -216,7 +216,7 @@ def _number(entry: Any) -> tuple[float | None, str | None]:
 
 
 def _failed(count: int, reason: str) -> Answer:
-    return Answer((None,) * count, (reason,) * count)
+    return Answer((None,) * count, (printable(reason),) * count)
 
 
 def _kind(value: object) -> str:

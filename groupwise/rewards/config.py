@@ -9,6 +9,9 @@ from pydantic import model_validator
 from groupwise.settings import Strict, setting
 
 
+START_LIMIT = 60.0
+
+
 class RewardsConfig(Strict):
     """The functions themselves come from the task's `get_reward_funcs`."""
 
@@ -22,7 +25,14 @@ class RewardsConfig(Strict):
     )
     time_limit: float = setting(
         30.0,
-        "Seconds that one call may take; afterwards its rollouts count as timed out and do not teach.",
+        "Seconds that a call of one reward function may take; afterwards the group's rollouts count as timed out and do not "
+        "teach. compute_metrics has ten times as long.",
+        on_resume="free",
+        gt=0,
+    )
+    start_limit: float = setting(
+        START_LIMIT,
+        "Seconds that a worker may take to start: to import the task file and get its reward functions.",
         on_resume="free",
         gt=0,
     )
@@ -50,5 +60,9 @@ class RewardsConfig(Strict):
         if self.in_process and self.workers > 1:
             raise ValueError(
                 f"workers is {self.workers}, but in_process scores in one process; leave one out."
+            )
+        if self.in_process and self.start_limit != START_LIMIT:
+            raise ValueError(
+                f"start_limit is {self.start_limit:g}, but in_process starts no worker; leave one out."
             )
         return self

@@ -6,7 +6,8 @@ scored come back `failed` or `timed_out` with a reason. It raises `RewardWorkerE
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import pickle
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -74,6 +75,17 @@ class Scorer(Protocol):
     async def close(self) -> None:
         """End every process and thread. Calls that are under way are given up."""
         ...
+
+
+def unpicklable(columns: Mapping[str, Any]) -> list[str]:
+    """The columns whose values cannot be sent to another process."""
+    found: list[str] = []
+    for name, values in columns.items():
+        try:
+            pickle.dumps(values)
+        except Exception:  # noqa: BLE001 — values of user classes may raise anything here
+            found.append(name)
+    return found
 
 
 def unscored(count: int, outcome: Outcome, reason: str) -> GroupScore:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from groupwise.errors import GroupwiseError
-from groupwise.plugins import explain, load
+from groupwise.plugins import explain, load, printable
 from groupwise.rewards.frames import FrameBuffer, send_frame
 from groupwise.rewards.plain import plain
 from groupwise.rewards.processes import MARK, tie_to_parent
@@ -90,7 +90,7 @@ def _answer(
     runner: asyncio.Runner,
 ) -> dict[str, Any]:
     if isinstance(request, ScoreRequest):
-        return {"score": json.loads(to_json(_score(scorer, request, send, runner)))}
+        return {"score": _score(scorer, request, send, runner)}
     prompts, completions, rows = request
     metrics = _finished(scorer.compute_metrics(prompts, completions, rows), runner)
     return {"metrics": plain(metrics)}
@@ -101,14 +101,21 @@ def _score(
     request: ScoreRequest,
     send: Callable[[dict[str, Any]], None],
     runner: asyncio.Runner,
-) -> GroupScore:
+) -> dict[str, Any]:
+    """The group's score as JSON values, written here: what user code put into it may refuse to be."""
+
     def started(name: str) -> None:
         send({"running": name})
 
     try:
-        return _finished(scorer.score(request, started), runner)
+        return _as_json(_finished(scorer.score(request, started), runner))
     except BaseException as error:  # noqa: BLE001 — whatever user code did, only its group fails
-        return unscored(len(request.completions), "failed", f"scoring raised {_told(error)}")
+        reason = f"scoring raised {_told(error)}"
+        return _as_json(unscored(len(request.completions), "failed", reason))
+
+
+def _as_json(score: GroupScore) -> dict[str, Any]:
+    return json.loads(to_json(score))
 
 
 def _finished(result: Any, runner: asyncio.Runner) -> Any:
@@ -122,4 +129,4 @@ def _finished(result: Any, runner: asyncio.Runner) -> Any:
 
 
 def _told(error: BaseException) -> str:
-    return str(error) if isinstance(error, GroupwiseError) else explain(error).strip()
+    return printable(str(error)) if isinstance(error, GroupwiseError) else explain(error).strip()

@@ -1,8 +1,9 @@
 """Reward functions in processes of their own that can be killed and replaced at any time.
 
 The run asks `RewardWorkers`; each worker has one thread here that starts its process, sends it one group at a time,
-and waits for the answer no longer than the time limit. A worker that hangs is killed with everything that it started, one
-that crashes is noticed; in both cases the group comes back unscored with the reason, and a new worker takes the next one.
+and waits for the answer. The worker says when it begins a function; one that then takes longer than the time limit is
+killed with everything that it started. One that crashes is noticed. In both cases the group comes back unscored with the
+reason, and a new worker takes the next one.
 Threads take groups in the order in which they were asked for, and no answer depends on which worker gave it.
 
 A worker is a fresh interpreter (`python -m groupwise.rewards.workers`) on a socket pair, not a fork of this process and
@@ -34,7 +35,7 @@ from typing import Any
 from groupwise.errors import RewardWorkerError
 from groupwise.rewards.frames import FrameBuffer, send_frame
 from groupwise.rewards.processes import MARK, end_family, has_ended, how_it_ended
-from groupwise.rewards.scoring import GroupScore, ScoreRequest, unscored
+from groupwise.rewards.scoring import GroupScore, ScoreRequest, unpicklable, unscored
 from groupwise.rewards.text import CompletionText
 from groupwise.rewards.threads import DaemonThreads
 from groupwise.types import Prompt, from_json
@@ -80,7 +81,7 @@ class RewardWorkers:
         time_limit: float = 30.0,
         start_limit: float = 60.0,
     ) -> None:
-        """Limits in seconds: `time_limit` for one group, `start_limit` for the start of a worker."""
+        """Limits in seconds: `time_limit` for a reward function's call, `start_limit` for the start of a worker."""
         path = [str(folder) for folder in sys.path]
         setup = {"factory": factory, "arguments": dict(arguments), "sys_path": path}
         self._setup = json.dumps(setup).encode()
@@ -211,9 +212,13 @@ class _Slot:
         process = self._living()
         self._calls += 1
         ended = process.ask(self._calls, job)
-        if not isinstance(ended, _Answered):
+        if isinstance(ended, _Answered):
+            return ended
+        if self._stopped:
+            ended = _Died("the reward workers were closed during the call")
+        else:
             logger.warning("reward worker %d: %s", self._index, ended.reason)
-            self._discard()
+        self._discard()
         return ended
 
     def end(self) -> None:
@@ -349,7 +354,9 @@ class _Process:
             self._socket.settimeout(limit)
             send_frame(self._socket, payload)
             while not wanted(message := self._receive(deadline)):
-                self._running = message.get("running", self._running)
+                if "running" in message:
+                    self._running = message["running"]
+                    deadline = time.monotonic() + limit
             return _Answered(message)
         except TimeoutError:
             return _TimedOut(f"the call took longer than {limit:g} s{self._while()}")
@@ -446,22 +453,12 @@ def _pickled(request: Any) -> bytes:
     try:
         return pickle.dumps(request)
     except Exception as error:  # values of user classes may raise anything here
-        culprits = _unpicklable(request.columns) if isinstance(request, ScoreRequest) else []
-        which = f" (column {', '.join(culprits)})" if culprits else ""
+        culprits = unpicklable(request.columns) if isinstance(request, ScoreRequest) else []
+        which = f" (column {', '.join(f'`{name}`' for name in culprits)})" if culprits else ""
         raise RewardWorkerError(
             f"A dataset value cannot be sent to the reward workers{which}: {error}. "
             "Keep plain values in the dataset and make the objects in the reward function."
         ) from error
-
-
-def _unpicklable(columns: Mapping[str, Any]) -> list[str]:
-    found: list[str] = []
-    for name, values in columns.items():
-        try:
-            pickle.dumps(values)
-        except Exception:  # noqa: BLE001 — see _pickled
-            found.append(f"`{name}`")
-    return found
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ class SamplerConfig(Strict):
     slots: int | None = setting(
         None,
         "Completions decoded together; null chooses for the machine. More is faster until memory "
-        "or cache runs out.",
+        "or cache runs out. Fewer than 8 would let results depend on the number.",
         on_resume="warn",
-        ge=1,
+        ge=8,
     )

@@ -82,7 +82,6 @@ class TorchSampler:
         self._driver: asyncio.Task[None] | None = None
         self._version = 0
         self._fingerprint = fingerprint(weights.tensors())
-        self.tokens_drawn = 0
 
     async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
         """See `groupwise.types.Sampler.generate`. Raises `RunError` if the request does not fit the layout."""
@@ -251,7 +250,6 @@ class TorchSampler:
             )
         member.token_ids.append(token)
         member.logprobs.append(logprob)
-        self.tokens_drawn += 1
         params = member.ticket.request.params
         if token in params.stop_token_ids or self._ends_with_stop(member, params.stop):
             member.finish_reason = "stop"

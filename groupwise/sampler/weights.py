@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from groupwise.models.load import FULL_WEIGHTS
+from groupwise.models.files import read_model_tensors
 from groupwise.models.lora import AdaptedModel, copy_exactly, read_adapter
 
 
@@ -61,7 +60,7 @@ class ServedModel:
         self.model = model
 
     def read(self, folder: Path) -> None:
-        copy_exactly(self.tensors(), load_file(folder / FULL_WEIGHTS), str(folder))
+        copy_exactly(self.tensors(), read_model_tensors(folder), str(folder))
 
     def tensors(self) -> dict[str, Tensor]:
         return dict(self.model.named_parameters())

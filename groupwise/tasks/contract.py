@@ -30,6 +30,7 @@ from groupwise.errors import TaskError
 from groupwise.plugins import load, run_user_code
 from groupwise.rewards.calling import RESERVED
 from groupwise.rewards.rubric import Rubric
+from groupwise.rewards.scoring import unpicklable
 from groupwise.rewards.text import CompletionText, completion_text
 from groupwise.types import Example, Prompt
 
@@ -37,6 +38,9 @@ Verb = Literal["rl", "eval"]
 
 ENTRY_POINTS = "groupwise.tasks"
 """The entry-point group in which installed packages announce their tasks."""
+
+LIMITED_BY = {"get_rl_dataset": "training.max_steps", "get_eval_dataset": "eval.max_prompts"}
+"""The config key that says how much of an endless dataset is read."""
 
 HOOKS = {
     "get_rl_dataset": ("config",),
@@ -52,6 +56,10 @@ HOOKS = {
 NEEDED: dict[Verb, tuple[str, ...]] = {
     "rl": ("get_rl_dataset", "get_reward_funcs"),
     "eval": ("get_eval_dataset", "compute_metrics"),
+}
+USED_IF_THERE: dict[Verb, tuple[str, ...]] = {
+    "rl": ("get_eval_dataset", "compute_metrics", "get_config_schema", "get_rl_callbacks"),
+    "eval": ("get_reward_funcs", "get_config_schema"),
 }
 NOT_IN_THIS_VERSION = {"get_environment": "multi-turn environments"}
 
@@ -76,12 +84,12 @@ class Task:
         return f"Task {self.name} ({self.file or 'no file'})"
 
     def rl_examples(self, config: Any, limit: int | None = None) -> list[Example]:
-        """The training examples; of a stream without a length, the first `limit`."""
+        """The training examples; of a stream without a length the first `limit`, without which it is refused."""
         return self._examples("get_rl_dataset", config, limit)
 
-    def eval_examples(self, config: Any) -> list[Example]:
-        """The held-out examples."""
-        return self._examples("get_eval_dataset", config, None)
+    def eval_examples(self, config: Any, limit: int | None = None) -> list[Example]:
+        """The held-out examples, the first `limit`; without a limit, a stream without a length is refused."""
+        return self._examples("get_eval_dataset", config, limit)[:limit]
 
     def rubric(self, config: Any, tokenizer: Any, weights: Sequence[float] | None = None) -> Rubric:
         """The rewards; `weights` replaces those that the task gives."""
@@ -114,7 +122,6 @@ class Task:
         """The model of the config's `task:` section, or None where the section is free."""
         if not self.has("get_config_schema"):
             return None
-        self.check_signature("get_config_schema")
         schema = self._call("get_config_schema")
         if not (inspect.isclass(schema) and issubclass(schema, BaseModel)):
             raise TaskError(
@@ -127,7 +134,6 @@ class Task:
         """Raise TaskError if the task brings callbacks, which this version would not run."""
         if not self.has("get_rl_callbacks"):
             return
-        self.check_signature("get_rl_callbacks")
         given = self._call(
             "get_rl_callbacks", config=config, tokenizer=tokenizer, output_dir=output_dir
         )
@@ -176,7 +182,8 @@ class Task:
         where = f"{self.described}: {hook}"
         rows = self._call(hook, config=config)
         examples = run_user_code(  # a stream runs the task's code while it is read
-            lambda: examples_from_rows(rows, where=where, limit=limit), what=f"{where} failed"
+            lambda: examples_from_rows(rows, where=where, limit=limit, limited_by=LIMITED_BY[hook]),
+            what=f"{where} failed",
         )
         if self.has("get_reward_funcs"):
             _refuse_reserved_columns(examples, where)
@@ -218,14 +225,26 @@ def require(task: Task, verb: Verb) -> None:
     absent = [hook for hook in NEEDED[verb] if not task.has(hook)]
     if absent:
         raise TaskError("\n".join(task.missing(hook, verb) for hook in absent))
-    for hook in NEEDED[verb]:
+    for hook in (*NEEDED[verb], *(hook for hook in USED_IF_THERE[verb] if task.has(hook))):
         task.check_signature(hook)
 
 
-def check_reward_columns(task: Task, rubric: Rubric, examples: Sequence[Example]) -> None:
-    """Raise TaskError if a reward function asks for a column that some example lacks."""
+def check_reward_columns(
+    task: Task, rubric: Rubric, examples: Sequence[Example], *, in_workers: bool = False
+) -> None:
+    """Raise TaskError if a reward function asks for a column that some example lacks.
+
+    With `in_workers`, also if the first example's columns cannot be sent to another process.
+    """
     if not examples:
         return
+    stuck = unpicklable(examples[0].columns) if in_workers else []
+    if stuck:
+        raise TaskError(
+            f"{task.described}: the dataset's column {' and '.join(f'`{name}`' for name in stuck)} holds values that "
+            "cannot be sent to the reward workers (pickle refuses them). Keep plain values in the dataset and make "
+            "the objects in the reward function, or set rewards.in_process."
+        )
     columns = set(examples[0].columns)
     for example in examples[1:]:
         columns &= example.columns.keys()

@@ -19,10 +19,12 @@ import torch
 
 import groupwise
 from groupwise.errors import RunNotFoundError
+from groupwise.learner.torch_learner import TorchLearner
 from groupwise.loops import rl as loop
 from groupwise.runs import checkpoints, durable
 from groupwise.runs.find import newest_unfinished
 from groupwise.runs.store import Store
+from groupwise.sampler.torch_sampler import TorchSampler
 from tests.integration.running import STEPS, TOY, config, die, in_child, what_must_be_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -142,19 +144,44 @@ def test_a_clean_stop(uninterrupted, tmp_path, monkeypatch, place, step):
 
 
 def interrupt_at(monkeypatch, place: str, step: int) -> None:
-    """Send this process SIGINT at a place of the loop."""
-    targets = {"sampling": "draw_group", "gradient": "learn", "between": "commit"}
-    original = getattr(loop, targets[place])
+    """Send this process SIGINT in the midst of a piece of work: between tokens, between micro-batches, between steps."""
+    owner, name = {
+        "sampling": (TorchSampler, "_decode_one_token"),
+        "gradient": (TorchLearner, "_backward"),
+        "between": (loop, "commit"),
+    }[place]
+    original, at = getattr(owner, name), []
+    draw_groups = loop.draw_groups
 
-    sent: list[int] = []
+    def drawing(run):
+        at.append(run.step)
+        return draw_groups(run)
 
-    def stop_in(run, *arguments, **keywords):
-        if run.step == step and not sent:
-            sent.append(step)
+    def stop_in(*arguments, **keywords):
+        if at and at[-1] == step and len(at) < 100:
+            at.extend([-1] * 100)
             os.kill(os.getpid(), signal.SIGINT)
-        return original(run, *arguments, **keywords)
+        return original(*arguments, **keywords)
 
-    monkeypatch.setattr(loop, targets[place], stop_in)
+    monkeypatch.setattr(loop, "draw_groups", drawing)
+    monkeypatch.setattr(owner, name, stop_in)
+
+
+def test_an_interrupted_evaluation_is_done_again(uninterrupted, tmp_path, monkeypatch):
+    """The one that was due after step 3 belongs to the run, whether it was under way or not."""
+    answer, calls = loop.answer_held_out, []
+
+    def stop_in(*arguments, **keywords):
+        calls.append(arguments)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return answer(*arguments, **keywords)
+
+    monkeypatch.setattr(loop, "answer_held_out", stop_in)
+    assert groupwise.rl(config(tmp_path), TOY).exit_code == 130
+    monkeypatch.undo()
+    assert groupwise.rl(config(tmp_path), TOY, resume=True).exit_code == 0
+    assert what_must_be_equal(tmp_path / "toy")["record"] == uninterrupted[0]["record"]
 
 
 def test_resume_from_an_earlier_checkpoint(uninterrupted, tmp_path):

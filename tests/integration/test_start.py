@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -133,9 +134,13 @@ def test_init_from_takes_the_weights_only(tmp_path):
     assert [row["completion"] for row in start.rows] == [
         row["completion"] for row in checkpoint.rows
     ]
-    assert read_config(second.folder)["model"]["adapter"] == str(
-        first.folder.resolve() / "checkpoints" / "step-4"
-    )
+    kept = second.folder.resolve() / "start"
+    assert read_config(second.folder)["model"]["adapter"] == str(kept)
+    assert {path.name for path in kept.iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    assert first.folder != second.folder
 
 
 def test_resume_refuses_another_config_and_shows_the_difference(tmp_path, monkeypatch):
@@ -242,7 +247,125 @@ def test_dry_run_shows_the_plan_and_writes_nothing(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def interrupt(monkeypatch, runs) -> None:
+def test_a_run_with_a_start_of_its_own_is_resumed_by_its_command(tmp_path, monkeypatch):
+    groupwise.rl(config(tmp_path), TOY)
+    settings = config(tmp_path)
+    settings["run"]["name"] = "second"
+    whole = groupwise.rl(settings, TOY, init_from="toy@4").summary["fingerprint"]
+    settings["run"]["name"] = "third"
+    interrupt(monkeypatch, tmp_path, settings, init_from="toy@4")
+    shutil.rmtree(tmp_path / "toy")
+    resumed = groupwise.rl(settings, TOY, resume=True)
+    assert resumed.summary["fingerprint"] == whole
+
+
+def test_results_measured_otherwise_are_not_compared(tmp_path, monkeypatch):
+    interrupt(monkeypatch, tmp_path)
+    settings = config(tmp_path)
+    settings["eval"]["max_completion_length"] = 3
+    result = groupwise.rl(settings, TOY, resume=True)
+    assert "held_out" not in result.summary
+    assert result.before is None
+    assert result.after is not None
+    assert "no comparison" in (result.folder / "log.txt").read_text()
+
+
+def test_fewer_steps_than_done_are_refused(tmp_path):
+    groupwise.rl(config(tmp_path), TOY)
+    with pytest.raises(ResumeMismatchError, match="4 steps done"):
+        groupwise.rl(config(tmp_path, max_steps=2), TOY, resume_from="toy@4")
+
+
+def test_metrics_that_fail_do_not_cost_the_training(tmp_path):
+    task = tmp_path / "toy_task.py"
+    source = Path(TOY).read_text()
+    task.write_text(
+        source.replace(
+            "    shares = share(", "    raise RuntimeError('no measure')\n    shares = share("
+        )
+    )
+    result = groupwise.rl(config(tmp_path), str(task))
+    assert result.exit_code == 0
+    assert (result.folder / "final" / "adapter_model.safetensors").exists()
+    assert result.after is None
+    assert "no measure" in (result.folder / "log.txt").read_text()
+
+
+def toy_with(folder: Path, *changes: tuple[str, str]) -> str:
+    """The toy task with some of its lines replaced."""
+    source = Path(TOY).read_text()
+    for old, new in changes:
+        assert old in source
+        source = source.replace(old, new)
+    task = folder / "toy_task.py"
+    task.write_text(source)
+    return str(task)
+
+
+PAIRS = "    pairs = zip(completions, wanted"
+
+
+def test_failures_on_held_out_prompts_are_told(tmp_path):
+    task = toy_with(tmp_path, (PAIRS, "    1 / (len(completions) - 1)\n" + PAIRS))
+    result = groupwise.rl(config(tmp_path), task)
+    assert result.after.metrics["rollouts/failed"] == 3
+    assert "3 of 3 could not be scored" in (result.folder / "log.txt").read_text()
+
+
+def test_logged_metrics_do_not_replace_our_own(tmp_path):
+    logging = (
+        "    if log_metric:\n        log_metric('reward', 99.0)\n        log_metric('mine', 7.0)\n"
+    )
+    task = toy_with(
+        tmp_path,
+        ("wanted, **kwargs):", "wanted, log_metric=None, **kwargs):"),
+        (PAIRS, logging + PAIRS),
+    )
+    result = groupwise.rl(config(tmp_path), task)
+    with Store.open(result.folder / "run.db", readonly=True) as store:
+        metrics = store.step_metrics(0)
+    assert metrics["reward"] < 1
+    assert metrics["task/reward"] == 99.0
+    assert metrics["mine"] == 7.0
+
+
+def test_evaluation_steps_need_something_to_evaluate(tmp_path):
+    task = tmp_path / "toy_task.py"
+    task.write_text(Path(TOY).read_text().replace("def get_eval_dataset", "def not_a_hook"))
+    with pytest.raises(UsageError, match=r"eval\.eval_steps"):
+        groupwise.rl(config(tmp_path), str(task))
+
+
+def test_dropped_prompts_are_counted_where_people_look(tmp_path):
+    task = tmp_path / "toy_task.py"
+    task.write_text(
+        Path(TOY).read_text().replace('f"write {', "'long ' * (index % 2) + f\"write {")
+    )
+    settings = {
+        **config(tmp_path),
+        "data": {"max_prompt_length": 10},
+        "eval": {"before_and_after": False},
+    }
+    result = groupwise.rl(settings, str(task))
+    assert "20 of 40 prompts are longer" in (result.folder / "log.txt").read_text()
+
+
+def test_a_wide_gap_is_warned_of_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "MAX_GAP", -1.0)
+    result = groupwise.rl(config(tmp_path), TOY)
+    assert (result.folder / "log.txt").read_text().count("sampler and learner differ") == 1
+
+
+def test_a_changed_task_file_is_warned_about(tmp_path, monkeypatch):
+    task = tmp_path / "toy_task.py"
+    task.write_text(Path(TOY).read_text())
+    interrupt(monkeypatch, tmp_path, task=str(task))
+    task.write_text(Path(TOY).read_text() + "# another comment\n")
+    result = groupwise.rl(config(tmp_path), str(task), resume=True)
+    assert result.exit_code == 0
+
+
+def interrupt(monkeypatch, runs, settings=None, task=TOY, **ways) -> None:
     """Leave an interrupted run with a checkpoint after three steps."""
     original = loop.take_step
 
@@ -253,7 +376,7 @@ def interrupt(monkeypatch, runs) -> None:
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "take_step", stop)
-        assert groupwise.rl(config(runs), TOY).exit_code == 130
+        assert groupwise.rl(settings or config(runs), task, **ways).exit_code == 130
 
 
 async def test_it_runs_where_an_event_loop_is_running_already(tmp_path):

@@ -14,7 +14,8 @@ from groupwise.errors import ModelError
 from groupwise.models import tokenizer as tokenizers
 from groupwise.models.bundled import BUNDLED
 from groupwise.models.config import ModelConfig
-from groupwise.models.load import FULL_WEIGHTS, choose_dtype, load_model, stop_token_ids
+from groupwise.models.files import FULL_WEIGHTS
+from groupwise.models.load import choose_dtype, load_model, stop_token_ids
 from groupwise.models.plan import plan_model, prompt_room
 from groupwise.models.tiny import tiny_model, tiny_tokenizer, write_tiny_model
 from groupwise.models.tokenizer import load_tokenizer, resolve

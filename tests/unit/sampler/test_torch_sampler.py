@@ -324,16 +324,21 @@ async def test_an_error_reaches_all_who_wait_and_hangs_nobody(make_sampler, monk
     assert await sampler.generate(request()) == wanted
 
 
-async def test_weights_that_are_no_numbers_are_told_and_leave_no_trace(make_sampler):
+@pytest.mark.parametrize("turns", [0, 4])
+async def test_weights_that_are_no_numbers_are_told_and_leave_no_trace(make_sampler, turns):
+    """Also not behind the reach of a later, shorter prompt: 0 × NaN is NaN."""
     model: Any = tiny_model(seed=4)
     sampler = make_sampler(model)
     wanted = await sampler.generate(request())
     values = model.model.layers[0].self_attn.v_proj.weight
     kept = values.detach().clone()
+    failing = asyncio.ensure_future(sampler.generate(request(members=3, prompt="x" * 25)))
+    for _ in range(turns):
+        await asyncio.sleep(0)
     with torch.no_grad():
         values.fill_(torch.nan)
     with pytest.raises(NonFiniteError, match="learning_rate"):
-        await sampler.generate(request(members=1))
+        await failing
     with torch.no_grad():
         values.copy_(kept)
     assert await sampler.generate(request()) == wanted

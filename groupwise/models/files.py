@@ -1,0 +1,106 @@
+"""Reading and writing tensors: the one place where safetensors' own errors become ours.
+
+safetensors reports a full or unwritable disk as an error of its own kind, which is no OSError; and a damaged file likewise. Whoever
+writes here gets an OSError, whoever reads a `ModelError`, so that nobody above needs to know the library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from groupwise.errors import ModelError
+
+FULL_WEIGHTS = "model.safetensors"
+"""The one file that holds a whole model, published or saved."""
+INDEX = "model.safetensors.index.json"
+"""Lists the files of a model that is stored in several."""
+
+
+def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Write one safetensors file; OSError if the disk refuses."""
+    with disk_errors(path):
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Raise the OSError that stands behind a failed write of safetensors."""
+    try:
+        yield
+    except SafetensorError as error:
+        told = re.search(r"os error (\d+)", str(error))
+        number = int(told[1]) if told else errno.EIO
+        raise OSError(number, os.strerror(number) if told else str(error), str(path)) from error
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """All tensors of one safetensors file; `ModelError` if it is not there or damaged."""
+    with _explained(path):
+        return load_file(path)
+
+
+def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes in one safetensors file, from its header alone."""
+    with _explained(path), safe_open(path, "pt") as file:
+        return {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+
+
+def read_model_tensors(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a whole model, in one file or in several with an index."""
+    tensors: dict[str, Tensor] = {}
+    for path in model_files(folder):
+        tensors.update(read_tensors(path))
+    return tensors
+
+
+def model_files(folder: Path) -> list[Path]:
+    """The safetensors files of a whole model; `ModelError` if there is none."""
+    if (folder / FULL_WEIGHTS).is_file():
+        return [folder / FULL_WEIGHTS]
+    if (folder / INDEX).is_file():
+        names = read_json(folder / INDEX).get("weight_map", {}).values()
+        return [folder / name for name in sorted(set(names))]
+    raise ModelError(
+        f"There is neither {FULL_WEIGHTS} nor {INDEX} in {folder}; it holds: {_content(folder)}."
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object that stands beside weights; `ModelError` if it is not there or damaged."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}.") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} is damaged: it holds no JSON object.")
+    return cast("dict[str, Any]", content)
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    if not path.is_file():
+        raise ModelError(
+            f"There is no {path.name} in {path.parent}; it holds: {_content(path.parent)}."
+        )
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise ModelError(
+            f"{path} is damaged or cannot be read: {error}. Restore it from a copy."
+        ) from error
+
+
+def _content(folder: Path) -> str:
+    found = sorted(entry.name for entry in folder.glob("*")) if folder.is_dir() else []
+    return ", ".join(found[:8]) + (", …" if len(found) > 8 else "") or "nothing"
