@@ -74,37 +74,35 @@ def unfinished(name: str, runs: Path) -> bool:
 def report(result: groupwise.RlResult, seconds: float, overrides: list[str]) -> None:
     """The curve, the same prompts before and after, the held-out numbers, and where to go from here."""
     folder, summary = result.folder, result.summary
-    assert folder is not None
-    assert result.before is not None
-    assert result.after is not None
     with Store.open(folder / "run.db", readonly=True) as store:
-        rewards = store.metrics(["reward"])["reward"]
-    print()
-    print(
-        terminal_curve(
-            with_mean("reward", rewards),
-            title="reward of the sampled completions",
-            colour=sys.stdout.isatty(),
-        )
-    )
-    print(
-        f"\nThe same held-out prompts before and after ({summary['steps']} steps, {seconds / 60:.1f} minutes):\n"
-    )
-    for first, last in list(zip(result.before.rows, result.after.rows, strict=True))[:SHOWN]:
-        print(f"  {one_line(first['prompt'][-1]['content'])}")
-        print(f"    before  {first['reward']:.2f}  {one_line(first['completion'])}")
-        print(f"    after   {last['reward']:.2f}  {one_line(last['completion'])}")
-    held_out = summary["held_out"]
-    print(f"\nOn {held_out['prompts']} held-out prompts, greedy, with 95 % intervals:\n")
-    for metric in held_out["after"]:
-        print(
-            f"  {metric:<20} {interval(held_out['before'][metric])}  →  {interval(held_out['after'][metric])}"
-        )
-    verdict = "rises" if held_out["rises"] else "does not rise beyond doubt"
-    print(
-        f"  {'change in reward':<20} {interval(held_out['change'])}: the held-out reward {verdict}"
-    )
+        rewards = with_mean("reward", store.metrics(["reward"]).get("reward", []))
+    title = "reward of the sampled completions"
+    print("\n" + terminal_curve(rewards, title=title, colour=sys.stdout.isatty()))
+    print(f"\n{summary['steps']} steps in {seconds / 60:.1f} minutes.")
+    if result.before and result.after:
+        show_answers(result.before, result.after)
+        show_numbers(summary["held_out"])
     print(next_steps(summary, folder, overrides))
+
+
+def show_answers(before: groupwise.EvalResult, after: groupwise.EvalResult) -> None:
+    """Some held-out prompts, answered before and after."""
+    print("\nThe same held-out prompts before and after:\n")
+    for first, last in list(zip(before.rows, after.rows, strict=True))[:SHOWN]:
+        print(f"  {one_line(first['prompt'][-1]['content'])}")
+        for when, row in (("before", first), ("after", last)):
+            reward = "failed" if row["reward"] is None else f"{row['reward']:.2f}"
+            print(f"    {when:<7} {reward}  {one_line(row['completion'])}")
+
+
+def show_numbers(held_out: dict[str, Any]) -> None:
+    """Metrics on all held-out prompts."""
+    print(f"\nOn {held_out['prompts']} held-out prompts, greedy, with 95 % intervals:\n")
+    for metric, after in held_out["after"].items():
+        print(f"  {metric:<17} {interval(held_out['before'][metric])}  →  {interval(after)}")
+    verdict = "rises" if held_out["rises"] else "does not rise beyond doubt"
+    change = interval(held_out["change"])
+    print(f"  {'change in reward':<17} {change}: the held-out reward {verdict}")
 
 
 def interval(found: dict[str, float]) -> str:

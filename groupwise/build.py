@@ -7,10 +7,7 @@ changes only through published files.
 
 from __future__ import annotations
 
-import hashlib
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,12 +15,12 @@ from typing import Any
 
 from groupwise.algorithms.registry import make
 from groupwise.config import RunConfig, load_config, view
-from groupwise.errors import ModelError
 from groupwise.models.config import Dtype
 from groupwise.rewards.inprocess import InProcessScorer, RubricScorer
 from groupwise.rewards.rubric import Rubric
 from groupwise.rewards.scoring import Scorer
 from groupwise.rewards.workers import RewardWorkers
+from groupwise.runs import publications
 from groupwise.tasks.contract import Task, load_task
 from groupwise.types import Learner, Sampler
 
@@ -31,8 +28,8 @@ KEY_BLOCK = 64
 """Key lengths are rounded up to this many tokens, so that near configs decode in the same shape."""
 MAX_SLOTS = 64
 MIN_SLOTS = 8
-MEMORY_FREE = 2 << 30
-"""Bytes that must be free in memory before weights are published there."""
+LARGE_ADAPTER = 512 << 20
+"""Bytes of one publication where nobody says: rank 64 on a model of 7 billion parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +86,13 @@ def longest_completion(config: RunConfig) -> int:
 def training_parts(config: RunConfig, layout: Layout, run: str, publish_folder: Path) -> Parts:
     """Load the model once and build sampler and learner over it."""
     from groupwise.learner.torch_learner import TorchLearner
+    from groupwise.models.adapters import check_adapter
     from groupwise.models.load import load_model, stop_token_ids
     from groupwise.models.machine import prepare_process
     from groupwise.models.tokenizer import load_tokenizer
     from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler
 
+    check_adapter(config.model, config.lora)
     prepare_process(layout.threads)
     tokenizer = load_tokenizer(config.model)
     model = load_model(config.model, layout.dtype, layout.device)
@@ -107,7 +106,6 @@ def training_parts(config: RunConfig, layout: Layout, run: str, publish_folder: 
         publish_folder=publish_folder,
         max_tokens_per_microbatch=layout.max_tokens_per_microbatch,
         seed=config.training.seed,
-        dropout=config.lora is not None and config.lora.dropout > 0,
         gradient_checkpointing=config.training.gradient_checkpointing,
     )
     sampler = TorchSampler(served, tokenizer, DecodeLayout(layout.slots, layout.key_length))
@@ -117,25 +115,25 @@ def training_parts(config: RunConfig, layout: Layout, run: str, publish_folder: 
 def serving_sampler(
     config: RunConfig, layout: Layout, weights: Path | None
 ) -> tuple[Sampler, tuple[int, ...]]:
-    """A sampler that serves the base model, or the adapter or full weights in `weights`, and its stop tokens."""
+    """A sampler and its stop tokens. It serves the adapter or full weights in `weights`; without, `serving_label` says what."""
+    from groupwise.models.adapters import adapter_folder
     from groupwise.models.load import load_model, stop_token_ids
-    from groupwise.models.lora import CONFIG, AdaptedModel, read_lora_config
     from groupwise.models.machine import prepare_process
     from groupwise.models.tokenizer import load_tokenizer
     from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler
-    from groupwise.sampler.weights import ServedAdapter, ServedModel
 
+    weights = weights or adapter_folder(config.model)
     prepare_process(layout.threads)
     tokenizer = load_tokenizer(config.model)
     model = load_model(config.model, layout.dtype, layout.device)
-    if weights is not None and (weights / CONFIG).is_file():
-        served: Any = ServedAdapter(AdaptedModel(model, read_lora_config(weights)))
-    else:
-        served = ServedModel(model)
-    if weights is not None:
-        served.read(weights)
+    served = _served_weights(config, model, weights)
     sampler = TorchSampler(served, tokenizer, DecodeLayout(layout.slots, layout.key_length))
     return sampler, _with_configured(stop_token_ids(model, tokenizer), config)
+
+
+def serving_label(config: RunConfig) -> str:
+    """How results call the policy that a run would start from."""
+    return "base" if config.model.adapter is None else "base+adapter"
 
 
 def task_rubric(config: RunConfig, task: Task, tokenizer: Any) -> Rubric | None:
@@ -151,11 +149,14 @@ def scores_in_workers(config: RunConfig, task: Task, rubric: Rubric | None) -> b
     return task.spec is not None and not config.rewards.in_process and not stateful
 
 
-def build_scorer(config: RunConfig, task: Task, tokenizer: Any, rubric: Rubric | None) -> Scorer:
-    """Reward workers, or one thread here that calls `rubric`; see `task_rubric` and `scores_in_workers`.
+def build_scorer(
+    config: RunConfig, task: Task, tokenizer: Any, rubric: Rubric | None = None
+) -> Scorer:
+    """Reward workers, or one thread here that calls `rubric`; see `scores_in_workers`.
 
-    Without a rubric only the task's metrics can be asked for.
+    `rubric` is the task's, where the caller has made it already. A task without rewards can be asked for its metrics only.
     """
+    rubric = rubric or task_rubric(config, task, tokenizer)
     if not scores_in_workers(config, task, rubric):
         return InProcessScorer(
             rubric, _metrics_of(config, task, tokenizer), time_limit=config.rewards.time_limit
@@ -191,9 +192,9 @@ class LazyTokenizer:
         vars(self).update(_config=config, _tokenizer=None)
 
     @property
-    def __class__(self) -> Any:
+    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The tokenizer's own, for `isinstance`."""
-        return type(self._loaded())
+        return self._loaded().__class__
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -218,31 +219,21 @@ class LazyTokenizer:
         return own["_tokenizer"]
 
 
-def publication_folder(run_folder: Path) -> Path:
-    """Where a run publishes its weights: in memory where the system has room there, named by the run's folder.
-
-    Nobody else can write there: what the sampler loads must be what the learner published.
-    """
-    name = hashlib.sha256(str(run_folder.resolve()).encode()).hexdigest()[:16]
-    mine = _roomy_place() / f"groupwise-{os.getuid()}"
-    mine.mkdir(mode=0o700, exist_ok=True)
-    found = mine.lstat()
-    if found.st_uid != os.getuid() or found.st_mode & 0o022 or mine.is_symlink():
-        mine = Path(tempfile.mkdtemp(prefix="groupwise-"))
-    return mine / name
+def publication_folder(run_folder: Path, size: int = LARGE_ADAPTER) -> Path:
+    """Claim the folder where a run publishes its weights, empty; `size` is that of one publication in bytes."""
+    return publications.claim(run_folder, size)
 
 
-def _roomy_place() -> Path:
-    """Memory where it is free: containers often have next to none at /dev/shm."""
-    memory = Path("/dev/shm")
-    if os.access(memory, os.W_OK) and shutil.disk_usage(memory).free >= MEMORY_FREE:
-        return memory
-    return Path(tempfile.gettempdir())
+def publication_bytes(config: RunConfig) -> int:
+    """Size of one publication: what is trained, in float32."""
+    from groupwise.models.plan import trained_parameters
+
+    return 4 * trained_parameters(config.model, config.lora)
 
 
 def remove_publications(folder: Path) -> None:
-    """Forget what a run published, its own or what a killed process of the same run left."""
-    shutil.rmtree(folder, ignore_errors=True)
+    """Delete what a run published, and give the folder up."""
+    publications.release(folder)
 
 
 def build_algorithm(config: RunConfig) -> Any:
@@ -257,19 +248,33 @@ def _metrics_of(config: RunConfig, task: Task, tokenizer: Any) -> Any:
     return compute
 
 
+def _served_weights(config: RunConfig, model: Any, weights: Path | None) -> Any:
+    from groupwise.models.adapters import warn_of_other_base
+    from groupwise.models.lora import CONFIG, AdaptedModel, read_lora_config
+    from groupwise.sampler.weights import ServedAdapter, ServedModel
+
+    if weights is None:
+        return ServedModel(model)
+    if (weights / CONFIG).is_file():
+        stored = read_lora_config(weights)
+        warn_of_other_base(stored, config.model, weights)
+        served: Any = ServedAdapter(AdaptedModel(model, stored))
+    else:
+        served = ServedModel(model)
+    served.read(weights)
+    return served
+
+
 def _adapter_weights(config: RunConfig, model: Any) -> tuple[Any, Any]:
     from groupwise.learner.weights import TrainedAdapter
-    from groupwise.models.lora import AdaptedModel, new_lora_config, read_adapter, read_lora_config
+    from groupwise.models.adapters import adapter_folder, starting_config
+    from groupwise.models.lora import AdaptedModel, read_adapter
     from groupwise.sampler.weights import ServedAdapter
 
     assert config.lora is not None
-    if config.model.adapter is None:
-        adapted, start = AdaptedModel(model, new_lora_config(config.lora)), None
-    else:
-        folder = Path(config.model.adapter).expanduser()
-        stored = read_lora_config(folder)
-        _refuse_other_shape(config, stored)
-        adapted, start = AdaptedModel(model, stored), read_adapter(folder)
+    folder = adapter_folder(config.model)
+    adapted = AdaptedModel(model, starting_config(config.model, config.lora))
+    start = None if folder is None else read_adapter(folder)
     return TrainedAdapter(adapted, config.training.seed, start), ServedAdapter(adapted)
 
 
@@ -278,30 +283,10 @@ def _full_weights(config: RunConfig, layout: Layout, model: Any) -> tuple[Any, A
     from groupwise.models.load import load_model
     from groupwise.sampler.weights import ServedModel
 
-    if config.model.adapter is not None:
-        raise ModelError(
-            "model.adapter is set, but lora is null: all weights are trained, and an adapter has no part in that. "
-            "Merge the adapter into the model first, or train it with lora: {}."
-        )
     beta = getattr(config.algorithm, "beta", 0.0)
     reference = load_model(config.model, layout.dtype, layout.device) if beta > 0 else None
     sampled = load_model(config.model, layout.dtype, layout.device)
     return TrainedModel(model, reference), ServedModel(sampled)
-
-
-def _refuse_other_shape(config: RunConfig, stored: Any) -> None:
-    assert config.lora is not None
-    given = config.lora.model_fields_set
-    pairs = {"r": stored.r, "alpha": stored.lora_alpha}
-    different = [
-        f"lora.{key} is {getattr(config.lora, key)}, but the adapter's is {value}"
-        for key, value in pairs.items()
-        if key in given and getattr(config.lora, key) != value
-    ]
-    if different:
-        raise ModelError(
-            f"model.adapter {config.model.adapter}: {'; '.join(different)}. Leave these keys out: the adapter decides."
-        )
 
 
 def _with_configured(stops: tuple[int, ...], config: RunConfig) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 
 from groupwise.cli.evaluate import evaluate
 from groupwise.cli.fetch_model import fetch_model
-from groupwise.cli.output import PROGRAM, report_error
+from groupwise.cli.output import PROGRAM, Stopped, report_error, report_stop
 from groupwise.cli.rl import rl
 
 LATER = frozenset({"sft", "serve", "fleet", "launch", "web", "generate", "check", "doctor", "init"})
@@ -30,6 +30,12 @@ class Verbs(TyperGroup):
         if args[0] in LATER:
             ctx.fail(f"`{PROGRAM} {args[0]}` is not in this version.")
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as interrupt:  # typer would forget which signal it was
+            raise Stopped(interrupt) from interrupt
 
 
 class RunsGroup(TyperGroup):
@@ -113,6 +119,8 @@ def main(args: Sequence[str] | None = None) -> int:
         # The reader of a pipe (`| head`) has left. Nothing more can be said to it, also not by Python as it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except Stopped as stopped:
+        return report_stop(stopped, as_json=as_json)
     except Exception as error:  # noqa: BLE001 - the boundary: each failure gets a message and a code
         return report_error(error, as_json=as_json)
     return code if isinstance(code, int) else 0

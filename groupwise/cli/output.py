@@ -7,31 +7,22 @@ Exit codes: 0 done; 1 the run failed; 2 what was given cannot work; 130 and 143 
 from __future__ import annotations
 
 import json
-import math
+import signal
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import typer
 
 from groupwise.errors import GroupwiseError
+from groupwise.runs.durable import without_nan
 
 PROGRAM = "groupwise"
 
 
 def write_json(data: Any) -> None:
     """One JSON document on stdout; NaN becomes null, and what JSON does not know is written as its text."""
-    typer.echo(json.dumps(_finite(data), indent=2, ensure_ascii=False, default=str))
-
-
-def _finite(data: Any) -> Any:
-    if isinstance(data, float) and not math.isfinite(data):
-        return None
-    if isinstance(data, Mapping):
-        return {key: _finite(value) for key, value in cast("Mapping[str, Any]", data).items()}
-    if isinstance(data, list | tuple):
-        return [_finite(value) for value in cast("Sequence[Any]", data)]
-    return data
+    typer.echo(json.dumps(without_nan(data), indent=2, ensure_ascii=False, default=str))
 
 
 def write_result(summary: Mapping[str, Any], *, as_json: bool) -> None:
@@ -71,6 +62,21 @@ def report_error(error: Exception, *, as_json: bool) -> int:
     traceback.print_exception(error)
     what = f"{type(error).__name__}: {error}"
     return _tell(f"this is a bug in {PROGRAM}, or in the task: {what}", "bug", 1, as_json)
+
+
+class Stopped(Exception):
+    """The user did not want to wait for the end: Ctrl-C, or a second signal."""
+
+    def __init__(self, interrupt: KeyboardInterrupt) -> None:
+        """Who turns another signal than Ctrl-C into a KeyboardInterrupt gives it the signal's number."""
+        number = interrupt.args[0] if interrupt.args else signal.SIGINT
+        self.exit_code = 128 + int(number)
+        super().__init__(f"stopped by {signal.Signals(number).name}")
+
+
+def report_stop(stopped: Stopped, *, as_json: bool) -> int:
+    """Tell that the work was not done, and return the exit code that shells expect."""
+    return _tell(str(stopped), "interrupted", stopped.exit_code, as_json)
 
 
 def _tell(message: str, code: str, exit_code: int, as_json: bool) -> int:

@@ -7,7 +7,6 @@ model wrote is shown as harmless plain text.
 from __future__ import annotations
 
 import json
-import math
 import shutil
 import sys
 import time
@@ -24,6 +23,7 @@ from groupwise.display.plot import Point, sparkline, svg_curve, terminal_curve, 
 from groupwise.display.text import clean, one_line, shorten
 from groupwise.errors import RunNotFoundError, UsageError
 from groupwise.runs import checkpoints
+from groupwise.runs.durable import without_nan
 from groupwise.runs.find import RunInfo, list_runs, resolve, run_info
 from groupwise.runs.folder import CHECKPOINTS, RECORD, read_config, read_summary
 from groupwise.runs.records import Order, RolloutFilter, RolloutView
@@ -335,14 +335,4 @@ def _print(text: str) -> None:
 
 def _print_json(value: Any) -> None:
     """ASCII only, so that nothing in it can command a terminal; what is no number in JSON becomes null."""
-    typer.echo(json.dumps(_finite(value), indent=2))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(k): _finite(v) for k, v in cast("Mapping[Any, Any]", value).items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in cast("Sequence[Any]", value)]
-    return value
+    typer.echo(json.dumps(without_nan(value), indent=2))

@@ -41,7 +41,8 @@ def fingerprint(examples: Iterable[Example]) -> str:
 
 
 def _refuse_endless(rows: object, where: str, limit: int | None, limited_by: str) -> None:
-    if limit is None and isinstance(rows, Iterable) and not hasattr(rows, "__len__"):
+    stream = isinstance(rows, Iterable) and not hasattr(cast("object", rows), "__len__")
+    if stream and limit is None:
         kind = _kind(cast("object", rows)).__name__
         raise TaskError(
             f"{where} returned a {kind}, which has no length, and nothing says how many of its rows to read. "

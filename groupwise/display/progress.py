@@ -12,11 +12,10 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TextIO
 
-from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -104,20 +103,6 @@ class Progress:
         """Something that the reader should know; stays above the view."""
         self._line(clean(text))
 
-    def result(self, title: str, rows: Sequence[Sequence[str]]) -> None:
-        """A small table at the end of the work, below the view, which is left; the first row names the columns."""
-        self.close()
-        columns = [[one_line(cell) for cell in column] for column in zip(*rows, strict=True)]
-        widths = [max(cell_len(cell) for cell in column) for column in columns]
-        self._line("")
-        self._line(one_line(title))
-        for row in zip(*columns, strict=True):
-            cells = [
-                _pad(cell, width, right=index > 0)
-                for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ]
-            self._line("  " + "   ".join(cells).rstrip())
-
     def _line(self, text: str) -> None:
         if self._live is not None:
             self._console.print(Text(text), soft_wrap=True)
@@ -129,11 +114,6 @@ class Progress:
 
 def _is_terminal(stream: TextIO) -> bool:
     return stream.isatty() and os.environ.get("TERM") != "dumb"
-
-
-def _pad(cell: str, width: int, right: bool) -> str:
-    space = " " * (width - cell_len(cell))
-    return space + cell if right else cell + space
 
 
 class _Board:

@@ -15,20 +15,23 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from groupwise.algorithms.base import Algorithm, LossResult, TokenBatch
 from groupwise.algorithms.registry import from_spec
+from groupwise.errors import NonFiniteError
 from groupwise.learner.forward import Forward, shared_prompt, whole_rows
 from groupwise.learner.layout import MicroBatch, microbatches
 from groupwise.learner.weights import TrainedWeights
 from groupwise.models.decoder import Decoder
+from groupwise.models.files import read_json, read_tensors, write_tensors
 from groupwise.models.lora import copy_exactly, fingerprint
+from groupwise.runs import durable
 from groupwise.types import (
     LossSpec,
     OptimiserParams,
@@ -53,7 +56,6 @@ class TorchLearner:
         publish_folder: Path,
         max_tokens_per_microbatch: int,
         seed: int,
-        dropout: bool = False,
         gradient_checkpointing: bool = False,
     ) -> None:
         self._weights = weights
@@ -62,9 +64,10 @@ class TorchLearner:
         self._publish_folder = publish_folder
         self._max_tokens = max_tokens_per_microbatch
         self._seed = seed
-        self._dropout = dropout
+        self._dropout = weights.dropout > 0
         self._checkpointing = gradient_checkpointing
         self._decoder = Decoder(weights.model)
+        self._reference_decoder: Decoder | None = None
         self._forward: Callable[[Decoder, MicroBatch], Forward] = shared_prompt
         if gradient_checkpointing:
             self._forward = whole_rows
@@ -76,7 +79,6 @@ class TorchLearner:
         ]
         self._optimiser = torch.optim.AdamW(self._parameters.values(), foreach=True)
         self._updates = 0
-        self.tokens_computed = 0
 
     async def forward_backward(
         self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
@@ -94,7 +96,10 @@ class TorchLearner:
         return sums
 
     async def update(self, params: OptimiserParams) -> UpdateResult:
-        """See `groupwise.types.Learner.update`. A gradient that is not finite is left out."""
+        """See `groupwise.types.Learner.update`. A gradient that is not finite is left out.
+
+        Raises `NonFiniteError` if the step itself made weights that are not finite.
+        """
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
         applied = math.isfinite(norm)
@@ -106,14 +111,19 @@ class TorchLearner:
 
     def discard(self) -> None:
         """See `groupwise.types.Learner.discard`."""
-        self._optimiser.zero_grad(set_to_none=False)
+        # Not to zeros: those would move weights by their momentum, and would not come back with a checkpoint.
+        self._optimiser.zero_grad(set_to_none=True)
 
     async def publish(self, version: int) -> Policy:
-        """See `groupwise.types.Learner.publish`. The publication before the last one is removed."""
+        """See `groupwise.types.Learner.publish`. The publication before the last one is removed.
+
+        Raises `StoreError` if the disk (or memory) that it is written to refuses.
+        """
         folder = self._publish_folder / f"v{version:09d}"
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        self._weights.save(folder)
+        with durable.explained(folder):
+            folder.mkdir(parents=True)
+            self._weights.save(folder)
         self._remove_old_publications(version)
         return Policy(
             run=self._run,
@@ -128,7 +138,7 @@ class TorchLearner:
     ) -> list[tuple[float, ...]]:
         """See `groupwise.types.Learner.logprobs`."""
         reference = role == "reference"
-        decoder = Decoder(self._weights.reference_model) if reference else self._decoder
+        decoder = self._reference() if reference else self._decoder
         acting = (
             self._weights.acting_reference() if reference else self._weights.acting(dropout=False)
         )
@@ -141,28 +151,21 @@ class TorchLearner:
         return found
 
     def save(self, folder: str) -> None:
-        """See `groupwise.types.Learner.save`."""
+        """See `groupwise.types.Learner.save`. OSError if the disk refuses."""
         place = Path(folder)
         self._weights.save(place)
-        save_file(self._optimiser_tensors(), place / OPTIMISER)
+        write_tensors(self._optimiser_tensors(), place / OPTIMISER)
         (place / STATE).write_text(json.dumps({"updates": self._updates, "seed": self._seed}))
 
     def load(self, folder: str) -> None:
         """See `groupwise.types.Learner.load`."""
         place = Path(folder)
         self._weights.read(place)
-        self._updates = int(json.loads((place / STATE).read_text())["updates"])
+        self._updates = int(read_json(place / STATE)["updates"])
         self.discard()
-        self._optimiser.state.clear()
-        if self._updates:
-            self._make_optimiser_state()
-            copy_exactly(
-                self._optimiser_tensors(), load_file(place / OPTIMISER), str(place / OPTIMISER)
-            )
-
-    def load_weights(self, folder: str) -> None:
-        """Only the weights of what `save` wrote; the optimiser starts afresh."""
-        self._weights.read(Path(folder))
+        stored = read_tensors(place / OPTIMISER)
+        self._make_optimiser_state({name.partition("|")[2] for name in stored})
+        copy_exactly(self._optimiser_tensors(), stored, str(place / OPTIMISER))
 
     def _backward(
         self, batch: MicroBatch, algorithm: Algorithm, denominators: Mapping[str, float]
@@ -177,8 +180,14 @@ class TorchLearner:
             )
             if isinstance(total, Tensor):
                 total.backward()
-        self.tokens_computed += batch.tokens
         return result
+
+    def _reference(self) -> Decoder:
+        if self._weights.reference_model is self._decoder.model:
+            return self._decoder
+        if self._reference_decoder is None:
+            self._reference_decoder = Decoder(self._weights.reference_model)
+        return self._reference_decoder
 
     def _training_mode(self) -> _TrainingMode:
         return _TrainingMode(self._layers)
@@ -193,7 +202,14 @@ class TorchLearner:
             group["weight_decay"] = params.weight_decay
             group["betas"] = (params.beta1, params.beta2)
             group["eps"] = params.eps
-        self._optimiser.step()
+        try:
+            self._optimiser.step()
+        except RuntimeError as error:
+            if "overflow" not in str(error):
+                raise
+            raise NonFiniteError(_too_fast(params)) from error
+        if not math.isfinite(float(torch.nn.utils.get_total_norm(self._parameters.values()))):
+            raise NonFiniteError(_too_fast(params))
         self._updates += 1
 
     def _seed_dropout(self) -> None:
@@ -202,8 +218,11 @@ class TorchLearner:
             digest = hashlib.sha256(f"dropout {self._seed} {self._updates}".encode()).digest()
             torch.manual_seed(int.from_bytes(digest[:4], "big"))
 
-    def _make_optimiser_state(self) -> None:
-        for parameter in self._parameters.values():
+    def _make_optimiser_state(self, names: AbstractSet[str]) -> None:
+        """Moments of these parameters alone: one that has never had a gradient has none."""
+        self._optimiser.state.clear()
+        for name in names & self._parameters.keys():
+            parameter = self._parameters[name]
             self._optimiser.state[parameter] = {
                 "step": torch.tensor(0.0),
                 "exp_avg": torch.zeros_like(parameter),
@@ -236,6 +255,13 @@ class _TrainingMode:
     def __exit__(self, *_: object) -> None:
         for layer in self._layers:
             layer.training = False
+
+
+def _too_fast(params: OptimiserParams) -> str:
+    return (
+        f"An update with the learning rate {params.learning_rate:g} made weights that are not finite. The last checkpoint "
+        "stands. Lower training.learning_rate."
+    )
 
 
 def token_batch(batch: MicroBatch, forward: Forward) -> TokenBatch:

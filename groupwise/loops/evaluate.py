@@ -30,7 +30,7 @@ from groupwise.rollouts.seeds import evaluation_seed
 from groupwise.rollouts.single import sample_group
 from groupwise.runs import durable
 from groupwise.runs.folder import add_result
-from groupwise.tasks.contract import Task, load_task, require
+from groupwise.tasks.contract import Task, check_reward_columns, load_task, require
 from groupwise.types import Group, Sampler, SamplingParams
 
 
@@ -110,7 +110,7 @@ class EvalResult:
 
 def held_out_prompts(config: RunConfig, task: Task, tokenizer: Any, room: int) -> PromptSet:
     """The held-out prompts that an evaluation of this config uses."""
-    examples = task.eval_examples(view(config))[: config.eval.max_prompts]
+    examples = task.eval_examples(view(config), limit=config.eval.max_prompts)
     return tokenise(
         tokenizer,
         examples,
@@ -225,9 +225,13 @@ async def _evaluate(
     prompts = held_out_prompts(
         config, task, tokenizer, prompt_room(config.model, build.longest_completion(config))
     )
+    rubric = build.task_rubric(config, task, tokenizer)
+    if rubric is not None:
+        in_workers = build.scores_in_workers(config, task, rubric)
+        check_reward_columns(task, rubric, prompts.examples, in_workers=in_workers)
     layout = build.choose_layout(config, prompts.longest)
     sampler, stops = build.serving_sampler(config, layout, policy.folder)
-    scorer = build.build_scorer(config, task, tokenizer)
+    scorer = build.build_scorer(config, task, tokenizer, rubric)
     try:
         asked = held_out(config, task, prompts, stops)
         result = await answer_held_out(asked, sampler, scorer, tokenizer, policy.label)

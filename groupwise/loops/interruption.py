@@ -11,7 +11,7 @@ import signal
 import threading
 from collections.abc import Coroutine
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 T = TypeVar("T")
 
@@ -25,7 +25,10 @@ class Interrupted(Exception):
 
 
 class Interruption:
-    """Listens for the two signals while it is open, where the loop runs in the main thread; elsewhere it does nothing."""
+    """Listens for the two signals while it is open, where the loop runs in the main thread; elsewhere one may `ask`."""
+
+    open_ones: ClassVar[list[Interruption]] = []
+    """Those of this process, the newest last."""
 
     def __init__(self) -> None:
         self._received: int | None = None
@@ -37,11 +40,18 @@ class Interruption:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._receive)
+        self.open_ones.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.open_ones.remove(self)
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def ask(self, number: int = signal.SIGINT) -> None:
+        """Ask the loop to end cleanly, from any thread."""
+        self._received = number
+        self._loop.call_soon_threadsafe(self._event.set)
 
     async def allow(self, work: Coroutine[Any, Any, T]) -> T:
         """Await droppable work; raises `Interrupted`, with the work cancelled, when a signal has come or comes."""
@@ -64,5 +74,4 @@ class Interruption:
     def _receive(self, number: int, _: FrameType | None) -> None:
         if self._received is not None:
             raise KeyboardInterrupt
-        self._received = number
-        self._loop.call_soon_threadsafe(self._event.set)
+        self.ask(number)

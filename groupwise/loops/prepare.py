@@ -61,7 +61,8 @@ def prepare(loaded: LoadedConfig, task: object) -> Prepared:
     tokenizer = load_tokenizer(settings.model)
     found.refuse_callbacks(given, tokenizer, str(Path(settings.run.dir) / loaded.run_name))
     rubric = found.rubric(given, tokenizer, settings.rewards.reward_weights)
-    check_reward_columns(found, rubric, examples)
+    in_workers = build.scores_in_workers(settings, found, rubric)
+    check_reward_columns(found, rubric, examples, in_workers=in_workers)
     room = prompt_room(settings.model, build.longest_completion(settings))
     prompts = tokenise(
         tokenizer,
@@ -73,7 +74,7 @@ def prepare(loaded: LoadedConfig, task: object) -> Prepared:
     asked = None
     if _evaluates(settings, found):
         asked = held_out_prompts(settings, found, tokenizer, room)
-        check_reward_columns(found, rubric, asked.examples)
+        check_reward_columns(found, rubric, asked.examples, in_workers=in_workers)
     return Prepared(
         loaded=loaded,
         task=found,

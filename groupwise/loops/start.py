@@ -60,9 +60,10 @@ class RlResult:
 
     summary: dict[str, Any]
     """For people and `--json`: run, state, steps, rewards, held-out results, folders."""
+    folder: Path
+    """The run folder; after a dry run, where it would have been."""
     exit_code: int = 0
     """0 done; 130 or 143 interrupted after a clean checkpoint."""
-    folder: Path | None = None
     before: EvalResult | None = field(default=None, repr=False)
     after: EvalResult | None = field(default=None, repr=False)
 
@@ -92,7 +93,7 @@ def rl(
     prepared = prepare(starting_from(loaded, start) if start else loaded, task)
     changes = accepted_changes(point, prepared) if point else {}
     if dry_run:
-        return RlResult(plan(prepared))
+        return RlResult(plan(prepared), Path(prepared.config.run.dir) / loaded.run_name)
     folder = open_folder(prepared, point, init_from)
     try:
         with folder:
@@ -127,7 +128,7 @@ async def run_in(
     started = time.perf_counter()
     publications = build.publication_folder(folder.path)
     build.remove_publications(publications)
-    scorer = build.build_scorer(prepared.config, prepared.task, prepared.tokenizer)
+    scorer = build.build_scorer(prepared.config, prepared.task, prepared.tokenizer, prepared.rubric)
     starting = asyncio.create_task(scorer.start())
     progress = Progress(
         folder.name,
@@ -224,7 +225,7 @@ async def conduct(run: Run, prepared: Prepared, started: float) -> RlResult:
     summary = summarise(run, prepared, started, before, after)
     run.folder.finish("finished", summary)
     logger.info("finished after %d steps", run.step)
-    return RlResult({**summary, "state": "finished"}, 0, run.folder.path, before, after)
+    return RlResult({**summary, "state": "finished"}, run.folder.path, 0, before, after)
 
 
 def stopped(run: Run, prepared: Prepared, started: float, by: Interrupted) -> RlResult:
@@ -236,7 +237,7 @@ def stopped(run: Run, prepared: Prepared, started: float, by: Interrupted) -> Rl
     summary = summarise(run, prepared, started, None, None)
     run.folder.finish("interrupted", summary)
     run.say(f"interrupted after {run.step} steps; the same command with --resume goes on")
-    return RlResult({**summary, "state": "interrupted"}, by.exit_code, run.folder.path)
+    return RlResult({**summary, "state": "interrupted"}, run.folder.path, by.exit_code)
 
 
 async def held_out_result(run: Run, name: str, step: int, prepared: Prepared) -> EvalResult | None:

@@ -11,9 +11,11 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -21,12 +23,12 @@ from transformers import (
 from groupwise.errors import ModelError
 from groupwise.models.config import Dtype, ModelConfig
 from groupwise.models.machine import has_bfloat16
-from groupwise.models.tokenizer import explained, quiet, resolve
+from groupwise.models.tokenizer import ResolvedModel, explained, quiet, resolve
 
 
 def load_model(config: ModelConfig, dtype: Dtype, device: str = "cpu") -> PreTrainedModel:
     """The model's weights, in evaluation mode, no parameter trainable."""
-    resolved = resolve(config)
+    resolved = _located(config)
     with quiet(), explained(config, resolved, "model"):
         loaded = AutoModelForCausalLM.from_pretrained(
             resolved.location,
@@ -41,6 +43,34 @@ def load_model(config: ModelConfig, dtype: Dtype, device: str = "cpu") -> PreTra
     model.requires_grad_(False)
     cast("nn.Module", model).to(device)  # in place, as modules do
     return model.eval()
+
+
+def read_model_config(config: ModelConfig) -> PreTrainedConfig:
+    """What the model says of itself; no weights are read."""
+    resolved = _located(config)
+    with quiet(), explained(config, resolved, "model"):
+        return AutoConfig.from_pretrained(
+            resolved.location, trust_remote_code=config.trust_remote_code, **resolved.arguments()
+        )
+
+
+def hollow_model(config: ModelConfig) -> PreTrainedModel:
+    """The model without storage for its weights: for names, shapes and counts."""
+    described = read_model_config(config)
+    with torch.device("meta"), quiet(), explained(config, resolve(config), "model"):
+        return AutoModelForCausalLM.from_config(
+            described, trust_remote_code=config.trust_remote_code
+        )
+
+
+def _located(config: ModelConfig) -> ResolvedModel:
+    resolved = resolve(config)
+    if resolved.local and config.revision is not None:
+        raise ModelError(
+            f"model.revision is {config.revision!r}, but it has no effect: {config.name!r} stands on this machine, not on "
+            "the hub. Leave the key out, or give a hub id as model.name."
+        )
+    return resolved
 
 
 def _refuse_gaps(report: Mapping[str, Any]) -> None:

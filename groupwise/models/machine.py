@@ -17,9 +17,9 @@ def choose_device() -> str:
 
 
 def has_bfloat16(device: str) -> bool:
-    """Whether the processor multiplies bfloat16 itself."""
+    """Whether the processor multiplies bfloat16 itself. Older GPUs emulate it, slower than float32."""
     if device != "cpu":
-        return torch.cuda.is_bf16_supported()
+        return torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 

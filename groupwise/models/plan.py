@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from torch.nn import Parameter
+from transformers import PreTrainedConfig
 
+from groupwise.models.adapters import hollow_adapter, starting_config
 from groupwise.models.config import LoraConfig, ModelConfig
-from groupwise.models.lora import AdaptedModel, new_lora_config
-from groupwise.models.tokenizer import explained, quiet, resolve
+from groupwise.models.load import hollow_model, read_model_config
 
 MIB = 2**20
 
@@ -43,7 +44,8 @@ class ModelPlan:
 
 def prompt_room(config: ModelConfig, completion: int) -> int:
     """Most tokens that a prompt may have beside a completion of so many."""
-    limits = [getattr(_read(config), "max_position_embeddings", None), config.max_seq_length]
+    described = read_model_config(config).get_text_config()
+    limits = [getattr(described, "max_position_embeddings", None), config.max_seq_length]
     return min((limit for limit in limits if limit), default=1 << 30) - completion
 
 
@@ -58,15 +60,9 @@ def plan_model(
     needs_reference: bool,
 ) -> ModelPlan:
     """Count parameters on a model without storage, and estimate the memory of a run."""
-    described = _read(config)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(described)
-        total = sum(parameter.numel() for parameter in model.parameters())
-        trained = total
-        if lora is not None:
-            adapted = AdaptedModel(model, new_lora_config(lora))
-            adapted.add("plan", trainable=True, seed=0)
-            trained = sum(parameter.numel() for parameter in adapted.parameters("plan").values())
+    described = read_model_config(config).get_text_config()
+    total = count_parameters(hollow_model(config).parameters())
+    trained = trained_parameters(config, lora)
     size = 2 if dtype == "bfloat16" else 4
     memory = MemoryPlan(
         weights=total * size / MIB,
@@ -78,12 +74,17 @@ def plan_model(
     return ModelPlan(total, trained, memory)
 
 
-def _read(config: ModelConfig) -> PreTrainedConfig:
-    resolved = resolve(config)
-    with quiet(), explained(config, resolved, "model"):
-        return AutoConfig.from_pretrained(
-            resolved.location, trust_remote_code=config.trust_remote_code, **resolved.arguments()
-        ).get_text_config()
+def trained_parameters(config: ModelConfig, lora: LoraConfig | None) -> int:
+    """How many numbers are trained: those of the adapter (the given one or a new one), or all."""
+    if lora is None:
+        return count_parameters(hollow_model(config).parameters())
+    adapted = hollow_adapter(config, starting_config(config, lora))
+    return count_parameters(adapted.parameters("hollow").values())
+
+
+def count_parameters(parameters: Iterable[Parameter]) -> int:
+    """Numbers in all of them together."""
+    return sum(parameter.numel() for parameter in parameters)
 
 
 def _cache_per_token(config: PreTrainedConfig) -> int:

@@ -8,7 +8,6 @@ from pydantic import model_validator
 
 from groupwise.settings import Strict, setting
 
-
 START_LIMIT = 60.0
 
 

@@ -74,26 +74,24 @@ def tie_to_parent(parent: int, mark: str) -> None:
     if not sys.platform.startswith("linux"):
         return
     guarded = os.getpid()
-    if os.fork() == 0:
+    guard = os.fork()
+    if guard == 0:
         _guard(guarded, mark)
+    os.setpgid(guard, guard)  # out of the group that is killed: it has to outlive it
     _signal_when_parent_ends(signal.SIGKILL, parent)
 
 
 def _guard(guarded: int, mark: str) -> None:
-    def finish(*_: object) -> None:
-        end_marked(mark)
-        os._exit(0)
-
     try:
-        signal.signal(signal.SIGTERM, finish)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # so that sigwait cannot miss it
         for descriptor in _open_descriptors():
             with suppress(OSError):
                 os.close(descriptor)
         _signal_when_parent_ends(signal.SIGTERM, guarded)
-        while os.getppid() == guarded:
-            signal.pause()
+        signal.sigwait({signal.SIGTERM})
     finally:
-        finish()
+        end_marked(mark)
+        os._exit(0)
 
 
 def _open_descriptors() -> list[int]:

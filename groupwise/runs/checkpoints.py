@@ -100,12 +100,11 @@ def save(
 
     One that is there already is replaced. CheckpointError if the disk refuses; earlier checkpoints stand.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"step-{step}"
     building = durable.building_path(final)
     shutil.rmtree(building, ignore_errors=True)
     try:
-        building.mkdir()
+        building.mkdir(parents=True)
         fill(building)
         durable.write_json(building / MANIFEST, _manifest(building, step, extra or {}))
         if final.exists():
@@ -113,8 +112,8 @@ def save(
         durable.publish_folder(building, final)
     except (OSError, StoreError) as error:
         raise CheckpointError(
-            f"cannot write the checkpoint {final}: {error}. "
-            "Free space on that disk, then go on with --resume: the earlier checkpoints stand."
+            f"cannot write the checkpoint {final}: {_reason(error)}. Free space on that disk (or mend its permissions), then "
+            "go on with --resume: the earlier checkpoints stand."
         ) from error
     finally:
         shutil.rmtree(building, ignore_errors=True)
@@ -174,6 +173,11 @@ def drop_after(folder: Path, step: int) -> list[int]:
 def sweep(folder: Path) -> tuple[str, ...]:
     """Delete what dead writers left under construction; for the holder of the run's lock."""
     return durable.sweep(folder) if folder.is_dir() else ()
+
+
+def _reason(error: OSError | StoreError) -> str:
+    cause = error.__cause__ if isinstance(error, StoreError) else error
+    return getattr(cause, "strerror", None) or str(error)
 
 
 def _folders(folder: Path) -> list[Path]:

@@ -13,6 +13,10 @@ RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 """What a run may be called: it is a folder, and is addressed `run@step`."""
 
 
+RESERVED = frozenset({"base"})
+"""Names that mean something else where a run may be named."""
+
+
 class RunSection(Strict):
     """The run directory is `dir/name`."""
 
@@ -62,5 +66,9 @@ class RunSection(Strict):
             raise ValueError(
                 f'"{name}" cannot name a run; use letters, digits, `.`, `_` and `-`, '
                 "beginning with a letter or digit."
+            )
+        if name in RESERVED:
+            raise ValueError(
+                f'"{name}" cannot name a run; it names the model itself, as in `--policy {name}`.'
             )
         return name

@@ -24,15 +24,17 @@ writers left of them.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import sqlite3
-from collections.abc import Callable, Generator
+import tempfile
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from groupwise.errors import StoreError
+from groupwise.errors import StoreError, UsageError
 
 BUILDING = ".building-"
 REMOVING = ".removing-"
@@ -75,9 +77,35 @@ def write_file(path: Path, data: bytes, *, replace: bool = True) -> None:
 
 
 def write_json(path: Path, value: Any, *, replace: bool = True) -> None:
-    """`write_file` of a value as readable JSON."""
-    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    """`write_file` of a value as readable JSON; see `without_nan`."""
+    text = json.dumps(without_nan(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     write_file(path, text.encode("utf-8", "backslashreplace"), replace=replace)
+
+
+def without_nan(value: Any) -> Any:
+    """The value with None for NaN and infinities, which JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {k: without_nan(v) for k, v in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(item) for item in cast("Sequence[Any]", value)]
+    return value
+
+
+def check_can_write(file: Path) -> None:
+    """Before long work: UsageError if `file` could not be written at its end. Folders that are missing may be."""
+    folder = file.parent
+    try:
+        while not folder.exists():
+            folder = folder.parent
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"{file} cannot be written: {folder}: {error.strerror or error}. Nothing has been done yet. Mend that, or name "
+            "another place."
+        ) from error
 
 
 def publish_folder(building: Path, final: Path) -> None:

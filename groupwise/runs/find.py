@@ -19,7 +19,7 @@ from groupwise.runs.folder import CHECKPOINTS, RECORD, ShownState, shown_state
 from groupwise.runs.store import Store
 
 ENDS = 5
-"""The first and the last reward of a list are means of so many steps (fewer in a short run): one step says little."""
+"""The first and the last reward of a run are means of so many steps, at most half of them: one step says little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,19 +112,25 @@ def _describe(path: Path, store: Store) -> RunInfo:
     facts = store.get_meta()
     last = store.last_step()
     rewards = [value for _, value in store.metrics(["reward"]).get("reward", [])]
-    ends = min(ENDS, (len(rewards) + 1) // 2)
+    first, last_few = reward_ends(rewards)
     return RunInfo(
         name=path.name,
         path=path,
         state=shown_state(path, facts["state"]),
         steps=0 if last is None else last + 1,
         max_steps=facts.get("max_steps"),
-        reward_first=_mean(rewards[:ends]),
-        reward_last=_mean(rewards[-ends:]),
+        reward_first=first,
+        reward_last=last_few,
         started=facts.get("created_at"),
         model=facts.get("model"),
         task=facts.get("task"),
     )
+
+
+def reward_ends(rewards: Sequence[float]) -> tuple[float | None, float | None]:
+    """Mean reward of the first and of the last few of some steps; None where none of them has one."""
+    ends = max(1, min(ENDS, len(rewards) // 2))
+    return _mean(rewards[:ends]), _mean(rewards[-ends:])
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -135,7 +141,7 @@ def _mean(values: Sequence[float]) -> float | None:
 def _find_folder(reference: str, runs_dir: Path) -> Address | None:
     """The run or checkpoint folder of exactly this name or path."""
     for path in (Path(reference), runs_dir / reference):
-        if not reference:
+        if not reference or not _can_be_looked_at(path):
             continue
         if (path / RECORD).is_file():
             return Address(path.resolve(), None)
@@ -143,6 +149,13 @@ def _find_folder(reference: str, runs_dir: Path) -> Address | None:
             path = path.resolve()
             return Address(path.parent.parent, checkpoints.read(path))
     return None
+
+
+def _can_be_looked_at(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name that is too long, a folder that may not be entered
+        return False
 
 
 def _is_checkpoint_folder(path: Path) -> bool:

@@ -20,15 +20,17 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from groupwise.errors import GroupwiseError, RunInUseError, RunNotFoundError, StoreError, UsageError
 from groupwise.runs import checkpoints, durable
+from groupwise.runs.config import RESERVED
 from groupwise.runs.lock import LOCK, RunLock, holder, is_held
 from groupwise.runs.records import ResumeRecord
 from groupwise.runs.store import Store
@@ -60,8 +62,6 @@ class RunFolder:
         self.final = path / "final"
         self.results = path / RESULTS
         self.curve = path / "reward.svg"
-        self.swept: tuple[str, ...] = ()
-        """What a dead process had left under construction, deleted when the folder was opened."""
         self._lock = lock
         self._log = _LogFile(path / "log.txt")
 
@@ -77,34 +77,58 @@ class RunFolder:
     ) -> RunFolder:
         """Make `runs_dir/name`, or `name-2`, `name-3` … where runs of that name are finished.
 
-        UsageError where an unfinished run has the name, RunInUseError if it is live. `meta` are facts for lists: kind,
-        model, task, max_steps.
+        UsageError where an unfinished run has the name or where nothing can be written, RunInUseError if the run is live.
+        `meta` are facts for lists: kind, model, task, max_steps.
         """
-        runs_dir.mkdir(parents=True, exist_ok=True)
+        _refuse_reserved(name)
+        with _place_explained(runs_dir):
+            runs_dir.mkdir(parents=True, exist_ok=True)
         _sweep_dead_builders(runs_dir)
         while True:
-            path = _free_path(runs_dir, name)
+            with _place_explained(runs_dir):
+                path = _free_path(runs_dir, name)
+                building = durable.building_path(path)
+                shutil.rmtree(building, ignore_errors=True)
+                building.mkdir()
             with suppress(FileExistsError):  # somebody else was faster: look again
-                lock = _build(path, name, config, meta or {})
-                return cls(path, lock, Store.open(path / RECORD, keep_tokens=keep_tokens))
+                lock = _build(building, path, name, config, meta or {})
+                return cls._held(path, lock, keep_tokens=keep_tokens)
 
     @classmethod
     def open(cls, path: Path, *, keep_tokens: bool = True) -> RunFolder:
         """Take an existing run up again: it is `running` from now on, and what a dead process left unfinished is deleted.
 
-        RunNotFoundError if it is no run folder, RunInUseError if another process holds it.
+        RunNotFoundError if it is no run folder, RunInUseError if another process holds it, UsageError or StoreError if it cannot
+        be written.
         """
         if not (path / RECORD).is_file():
             raise RunNotFoundError(f"{path} is not a run folder: it has no {RECORD}.")
         lock = RunLock.acquire(path)
+        folder = cls._held(path, lock, keep_tokens=keep_tokens)
         try:
-            folder = cls(path, lock, Store.open(path / RECORD, keep_tokens=keep_tokens))
+            with durable.explained(path):
+                durable.sweep(path)
+                checkpoints.sweep(folder.checkpoints)
+            folder.store.set_meta({"state": "running", "error": None})
+        except BaseException:
+            folder._let_go()
+            raise
+        return folder
+
+    @classmethod
+    def _held(cls, path: Path, lock: RunLock, *, keep_tokens: bool) -> RunFolder:
+        """The folder whose lock was taken; it is given back where record or log cannot be opened."""
+        try:
+            store = Store.open(path / RECORD, keep_tokens=keep_tokens)
+            try:
+                with durable.explained(path):
+                    return cls(path, lock, store)
+            except BaseException:
+                store.close()
+                raise
         except BaseException:
             lock.release()
             raise
-        folder.swept = durable.sweep(path) + checkpoints.sweep(folder.checkpoints)
-        folder.store.set_meta({"state": "running", "error": None})
-        return folder
 
     @property
     def state(self) -> State:
@@ -150,9 +174,12 @@ class RunFolder:
             if self.state == "running":
                 self.finish("interrupted")
         finally:
-            self._log.close()
-            self.store.close()
-            self._lock.release()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._log.close()
+        self.store.close()
+        self._lock.release()
 
     def __enter__(self) -> RunFolder:
         return self
@@ -196,16 +223,43 @@ def read_state(path: Path) -> ShownState:
 def add_result(path: Path, name: str, content: Any) -> Path:
     """Write `results/<name>.json` of a run, or `<name>-2.json` … : an earlier result is never overwritten.
 
-    Needs no hold on the run: a finished or a live run may be evaluated.
+    Needs no hold on the run: a finished or a live run may be evaluated. StoreError if it cannot be written;
+    `durable.check_can_write` of `result_file` tells so before the work.
     """
     folder = path / RESULTS
-    folder.mkdir(parents=True, exist_ok=True)
+    with durable.explained(folder):
+        folder.mkdir(parents=True, exist_ok=True)
     for number in count(1):
-        file = folder / (f"{name}.json" if number == 1 else f"{name}-{number}.json")
+        file = result_file(path, name if number == 1 else f"{name}-{number}")
         with suppress(FileExistsError):
             durable.write_json(file, content, replace=False)
             return file
     raise AssertionError("unreachable")
+
+
+def result_file(path: Path, name: str) -> Path:
+    """The file of a run that holds the result of this name."""
+    return path / RESULTS / f"{name}.json"
+
+
+def _refuse_reserved(name: str) -> None:
+    if name in RESERVED:
+        raise UsageError(
+            f"A run cannot be called {name!r}: that names the model itself, as in `--policy {name}`. "
+            "Choose another run.name=<name>."
+        )
+
+
+@contextmanager
+def _place_explained(runs_dir: Path) -> Generator[None, None, None]:
+    """Before a run stands, a disk that refuses is a wrong place, not a failed run."""
+    try:
+        yield
+    except OSError as error:
+        reason = "it is a file" if runs_dir.is_file() else error.strerror or str(error)
+        raise UsageError(
+            f"run.dir: no run can be made in {runs_dir}: {reason}. Mend that, or name another folder by run.dir=<folder>."
+        ) from error
 
 
 def _free_path(runs_dir: Path, name: str) -> Path:
@@ -235,11 +289,10 @@ def _refuse_unfinished(path: Path, name: str) -> None:
         )
 
 
-def _build(path: Path, name: str, config: Mapping[str, Any], meta: Mapping[str, Any]) -> RunLock:
-    """Build the folder beside its place and publish it; the lock that is returned moves with it."""
-    building = durable.building_path(path)
-    shutil.rmtree(building, ignore_errors=True)
-    building.mkdir()
+def _build(
+    building: Path, path: Path, name: str, config: Mapping[str, Any], meta: Mapping[str, Any]
+) -> RunLock:
+    """Fill the folder beside its place and publish it; the lock that is returned moves with it."""
     lock = RunLock.acquire(building)
     try:
         durable.write_json(building / CONFIG, dict(config))
@@ -253,8 +306,9 @@ def _build(path: Path, name: str, config: Mapping[str, Any], meta: Mapping[str, 
                     "error": None,
                 }
             )
-        for room in (CHECKPOINTS, RESULTS):
-            (building / room).mkdir()
+        with durable.explained(building):
+            for room in (CHECKPOINTS, RESULTS):
+                (building / room).mkdir()
         durable.publish_folder(building, path)
     except BaseException:
         lock.release()
@@ -290,7 +344,7 @@ class _LogFile:
     """Sends what the package logs to a file for as long as the run is open."""
 
     def __init__(self, path: Path) -> None:
-        self._handler = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
+        self._handler = _Handler(path, encoding="utf-8", errors="backslashreplace")
         self._handler.setFormatter(_Formatter())
         self._level_before = _LOGGER.level
         _LOGGER.addHandler(self._handler)
@@ -300,7 +354,16 @@ class _LogFile:
     def close(self) -> None:
         _LOGGER.removeHandler(self._handler)
         _LOGGER.setLevel(self._level_before)
-        self._handler.close()
+        with suppress(OSError):  # what the disk refuses is lost; it is a log
+            self._handler.close()
+
+
+class _Handler(logging.FileHandler):
+    """Drops what the disk refuses: the record speaks of a full disk, the log need not, line by line."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
 
 
 class _Formatter(logging.Formatter):

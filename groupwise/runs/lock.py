@@ -15,7 +15,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from groupwise.errors import RunInUseError
+from groupwise.errors import RunInUseError, UsageError
 
 LOCK = "lock"
 
@@ -45,8 +45,14 @@ class RunLock:
 
     @classmethod
     def acquire(cls, folder: Path) -> RunLock:
-        """Take the folder; RunInUseError that names the process if a live one holds it."""
-        descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        """Take the folder; RunInUseError that names the process if a live one holds it, UsageError if it cannot be written."""
+        try:
+            descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise UsageError(
+                f"{folder} cannot be taken, because nothing can be written there: {error.strerror}. Mend its permissions, "
+                "or copy the run to another folder."
+            ) from error
         if not _take(descriptor, fcntl.LOCK_EX):
             os.close(descriptor)
             raise RunInUseError(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -377,6 +379,25 @@ def interrupt(monkeypatch, runs, settings=None, task=TOY, **ways) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(loop, "take_step", stop)
         assert groupwise.rl(settings or config(runs), task, **ways).exit_code == 130
+
+
+async def test_interrupting_a_cell_ends_the_run_cleanly(tmp_path, monkeypatch):
+    """As the stop button of a notebook does: the waiting thread gets the interrupt, the run is in another one."""
+    commit = loop.commit
+
+    def stop_at_two(run, *arguments):
+        commit(run, *arguments)
+        if run.step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(loop, "commit", stop_at_two)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        result = groupwise.rl(config(tmp_path), TOY)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (result.exit_code, result.summary["state"]) == (130, "interrupted")
+    assert 2 <= result.summary["steps"] < STEPS
 
 
 async def test_it_runs_where_an_event_loop_is_running_already(tmp_path):

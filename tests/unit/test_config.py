@@ -44,7 +44,8 @@ training.learning_rate training.lr_scheduler_type training.warmup_steps training
 training.weight_decay training.adam_beta1 training.adam_beta2 training.adam_epsilon training.max_grad_norm
 training.seed training.max_tokens_per_microbatch training.gradient_checkpointing
 data.max_prompt_length data.shuffle
-rewards.reward_weights rewards.time_limit rewards.workers rewards.in_process rewards.max_unscored_steps
+rewards.reward_weights rewards.time_limit rewards.start_limit rewards.workers rewards.in_process
+rewards.max_unscored_steps
 eval.before_and_after eval.eval_steps eval.max_prompts eval.samples_per_prompt eval.temperature
 eval.max_completion_length
 run.name run.dir run.save_steps run.save_total_limit run.logging_steps run.keep_tokens run.threads
@@ -53,7 +54,8 @@ task
 """The public keys. Adding one is fine; a key that disappears breaks people's files and needs a note in the changelog."""
 
 FREE = words("""
-training.max_steps training.num_train_epochs rewards.time_limit rewards.workers rewards.max_unscored_steps
+training.max_steps training.num_train_epochs rewards.time_limit rewards.start_limit rewards.workers
+rewards.max_unscored_steps
 eval.before_and_after eval.eval_steps eval.max_prompts eval.samples_per_prompt eval.temperature
 eval.max_completion_length run.name run.dir run.save_steps run.save_total_limit run.logging_steps run.keep_tokens
 """)
@@ -279,6 +281,8 @@ def test_words_that_only_sound_like_secrets_are_fine() -> None:
         (["training.max_steps=null"], "are both null; give one"),
         (["training.warmup_steps=5", "training.warmup_ratio=0.1"], "warmup_ratio is 0.1; give one"),
         (["rewards.in_process=true", "rewards.workers=2"], "in_process scores in one process"),
+        (["rewards.in_process=true", "rewards.start_limit=5"], "in_process starts no worker"),
+        (["sampler.slots=7"], "it must be a whole number (at least 8) or null."),
         (["eval.samples_per_prompt=4"], "temperature 0 gives the same completion each time"),
         (["run.name=a/b"], '"a/b" cannot name a run'),
         (["run.name=run@3"], '"run@3" cannot name a run'),

@@ -13,9 +13,9 @@ from groupwise.types import Example
 CHAT = [{"role": "user", "content": "hi"}]
 
 
-def refused(rows) -> str:
+def refused(rows, limit: int | None = 9) -> str:
     with pytest.raises(TaskError) as caught:
-        examples_from_rows(rows, where="task.py: get_rl_dataset")
+        examples_from_rows(rows, where="task.py: get_rl_dataset", limit=limit)
     assert str(caught.value).startswith("task.py: get_rl_dataset")
     return str(caught.value)
 
@@ -25,7 +25,7 @@ def test_lists_and_datasets_give_the_same():
     expected = [Example(0, "a", {"answer": "1"}), Example(1, "b", {"answer": "2"})]
     assert examples_from_rows(rows, where="") == expected
     assert examples_from_rows(Dataset.from_list(rows), where="") == expected
-    assert examples_from_rows(iter(rows), where="") == expected
+    assert examples_from_rows(iter(rows), where="", limit=5) == expected
 
 
 def test_chat_prompts_lose_the_nones_that_tables_add():
@@ -37,6 +37,27 @@ def test_chat_prompts_lose_the_nones_that_tables_add():
 
 def test_endless_stream_is_read_up_to_the_limit():
     assert len(examples_from_rows(({"prompt": str(i)} for i in count()), where="", limit=5)) == 5
+
+
+def test_stream_without_a_limit_is_refused_before_it_is_read():
+    message = refused(({"prompt": str(i)} for i in count()), limit=None)
+    assert "returned a generator, which has no length" in message
+
+
+@pytest.mark.parametrize(
+    ("row", "place"),
+    [
+        ({"prompt": "half \ud83d"}, "row 1, column `prompt`"),
+        ({"prompt": [{"role": "user", "content": "\ude00"}]}, "row 1, column `prompt`"),
+        ({"prompt": "a", "answer": ["whole", "\ud83d"]}, "row 1, column `answer`"),
+        ({"prompt": "a", "meta": {"k\ud83d": 1}}, "row 1, column `meta`"),
+    ],
+)
+def test_half_a_character_is_refused_by_its_row(row, place):
+    message = refused([{"prompt": "whole \U0001f600"}, row])
+    assert place in message
+    assert "\\ud" in message
+    message.encode()
 
 
 def test_what_has_a_length_is_taken_whole():

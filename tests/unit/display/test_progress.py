@@ -68,7 +68,6 @@ class TestPlainLines:
         with Progress("a\x1b[2J", 2, stream=stream) as progress:
             progress.note("model said \x1b[31m[/b]\nsecond line")
             progress.step(0, METRICS)
-            progress.result("Held-out \x07", [("", "before"), ("re\nward", "0.1\x1b")])
         assert all(letter == "\n" or letter.isprintable() for letter in stream.getvalue())
         assert "model said ␛[31m[/b]\nsecond line\n" in stream.getvalue()
 
@@ -86,16 +85,6 @@ class TestPlainLines:
                 progress.step(step, {})
         assert stream.getvalue().splitlines()[-1] == "step   12/1210  time 3.0 s  eta 59:54"
 
-    def test_a_result_is_a_table(self) -> None:
-        stream = io.StringIO()
-        Progress("a run", 1, stream=stream).result(
-            "Held-out", [("", "before", "after"), ("reward", "0.112", "0.58")]
-        )
-        assert (
-            stream.getvalue()
-            == "\nHeld-out\n           before   after\n  reward    0.112    0.58\n"
-        )
-
     def test_an_ascii_stream_gets_what_it_can_hold(self) -> None:
         raw = io.BytesIO()
         stream = io.TextIOWrapper(raw, encoding="ascii")
@@ -112,7 +101,8 @@ RUN = """
             progress.phase("sampling", step, 8)
             progress.step(step, METRICS)
         {end}
-        progress.result("Held-out", [("", "before", "after"), ("reward", "0.1", "0.6")])
+        progress.close()
+        progress.note("Held-out")
 """
 
 
@@ -168,7 +158,7 @@ class TestTerminal:
             "before [b]",
         ):
             assert expected in shown
-        assert shown.rstrip().endswith("reward      0.1     0.6")
+        assert shown.rstrip().endswith("Held-out")
         assert "\x1b[31m" not in written.replace("\x1b[1;31m", "").replace("\x1b[31m3 of", "")
         assert written.rindex("\x1b[?25h") > written.rindex("\x1b[?25l")
 

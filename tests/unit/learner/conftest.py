@@ -71,7 +71,6 @@ def make_learner(tmp_path: Path) -> MakeLearner:
             run="r",
             publish_folder=tmp_path / "published",
             max_tokens_per_microbatch=max_tokens,
-            dropout=dropout > 0,
             **{"seed": 1, **more},
         )
 

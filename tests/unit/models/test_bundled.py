@@ -1,6 +1,7 @@
 """Bundled models: a cache that is whole or not there, and messages when a download fails."""
 
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,12 @@ def test_the_cache_follows_the_system(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/me")
     assert bundled.cache_folder() == Path("/home/me/.cache/groupwise/models")
+
+
+def test_tiny_that_is_there_needs_no_torch(cache, monkeypatch):
+    folder = bundled.tiny_folder()
+    monkeypatch.setitem(sys.modules, "groupwise.models.tiny", None)
+    assert bundled.bundled_folder("tiny") == folder
 
 
 def test_tiny_is_made_once(cache):

@@ -1,6 +1,8 @@
 """Scoring in a thread: for closures and for functions with a memory. A hanging one ends the run, clearly."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -75,6 +77,92 @@ async def test_limit_counts_from_the_turn_of_a_call_not_from_its_queueing():
     scorer = InProcessScorer(Rubric([takes_a_while]), no_metrics, time_limit=0.2)
     found = await asyncio.gather(*(scorer.score(request(draw)) for draw in range(6)))
     assert {score.members[0].outcome for score in found} == {"scored"}
+    await scorer.close()
+
+
+async def test_limit_holds_for_each_function_not_for_all_together():
+    def naps(completions, **kwargs):
+        threading.Event().wait(0.1)
+        return [1.0]
+
+    async def naps_again(completions, **kwargs):
+        return naps(completions)
+
+    scorer = InProcessScorer(Rubric([naps, naps, naps_again]), no_metrics, time_limit=0.25)
+    assert (await scorer.score(request())).members[0].outcome == "scored"
+    await scorer.close()
+
+
+async def test_close_does_not_wait_for_a_call():
+    running, released = threading.Event(), threading.Event()
+
+    def hangs(completions, **kwargs):
+        running.set()
+        released.wait(30)
+        return [1.0]
+
+    scorer = InProcessScorer(Rubric([hangs]), no_metrics)
+    call = asyncio.ensure_future(scorer.score(request()))
+    await asyncio.to_thread(running.wait, 10)
+    call.cancel()
+    await asyncio.wait_for(scorer.close(), 5)
+    assert not released.is_set()
+    released.set()
+
+
+HANGING = """
+import asyncio, threading
+from groupwise.rewards.inprocess import InProcessScorer
+from groupwise.rewards.rubric import Rubric
+from groupwise.rewards.scoring import ScoreRequest
+
+running = threading.Event()
+
+def hangs(completions):
+    running.set()
+    threading.Event().wait(600)
+
+async def main():
+    scorer = InProcessScorer(Rubric([hangs]), lambda *_: {})
+    call = asyncio.ensure_future(scorer.score(ScoreRequest(0, ["p"], ["c"], [[1]], {}, 0, 1)))
+    await asyncio.to_thread(running.wait)
+    try:
+        raise KeyboardInterrupt
+    finally:
+        await scorer.close()
+
+asyncio.run(main())
+"""
+
+
+def test_hanging_call_does_not_keep_the_program_from_ending():
+    ended = subprocess.run(
+        [sys.executable, "-c", HANGING], capture_output=True, text=True, check=False, timeout=25
+    )
+    assert ended.stderr.rstrip().endswith("KeyboardInterrupt")
+
+
+async def test_scoring_that_raises_fails_its_group_only():
+    def logs_beyond_floats(completions, log_metric):
+        for _ in range(2):
+            log_metric("huge", 1.7e308)
+        return [1.0]
+
+    scorer = InProcessScorer(Rubric([logs_beyond_floats]), no_metrics)
+    for _ in range(2):
+        (member,) = (await scorer.score(request())).members
+        assert member.outcome == "failed"
+        assert "OverflowError" in (member.reason or "")
+    await scorer.close()
+
+
+async def test_reasons_can_be_written():
+    def raises(completions):
+        raise ValueError("half: \ud83d")
+
+    scorer = InProcessScorer(Rubric([raises]), no_metrics)
+    (member,) = (await scorer.score(request())).members
+    assert "half: \\ud83d" in (member.reason or "")
     await scorer.close()
 
 

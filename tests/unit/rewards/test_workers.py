@@ -195,6 +195,43 @@ async def test_exceptions_of_any_kind_fail_the_call_and_keep_the_worker(closing,
         assert outcomes(await workers.score(request())) == {"failed"}
 
 
+@pytest.mark.parametrize("function", ["raises_half_a_character", "returns_half_a_character"])
+async def test_text_that_cannot_be_written_is_escaped_in_reasons(closing, function):
+    workers = closing(workers_for(function))
+    found = await workers.score(request())
+    assert outcomes(found) == {"failed"}
+    assert "\\ud83d" in reason(found)
+    reason(found).encode()
+    with pytest.raises(RewardWorkerError, match=r"half: \\ud83d"):
+        await workers.compute_metrics(["half"], [], [])
+
+
+async def test_text_that_cannot_be_written_is_escaped_in_what_is_logged(closing):
+    workers = closing(workers_for("notes_half_a_character"))
+    found = await workers.score(request())
+    assert rewards(found) == (1.0, 1.0)
+    assert found.metrics == {"half \\ud83d": 1.0}
+    long = hex(10**5000)
+    assert found.members[0].notes == {"\\ud83d": {"\\ud83d": ["\\ud83d"], "long": long}}
+
+
+async def test_score_that_cannot_be_written_fails_its_group_only(closing):
+    workers = closing(RewardWorkers(f"{MODULE}:make_unwritable", {}))
+    for _ in range(2):
+        found = await workers.score(request())
+        assert outcomes(found) == {"failed"}
+        assert "scoring raised" in reason(found)
+
+
+async def test_limit_holds_for_each_function_not_for_all_together(closing):
+    workers = closing(workers_for("naps_once", "naps_again", "naps_a_third_time", time_limit=0.8))
+    await workers.start()
+    assert outcomes(await workers.score(request(nap=0.35))) == {"scored"}
+    found = await workers.score(request(nap=600))
+    assert outcomes(found) == {"timed_out"}
+    assert "`naps_once` was running" in reason(found)
+
+
 async def test_other_workers_go_on_while_one_hangs(closing, tmp_path):
     slow = closing(workers_for("hangs", time_limit=0.8, workers=2))
     await slow.start()
@@ -230,13 +267,16 @@ async def test_close_ends_what_a_reward_left_running(tmp_path):
 
 
 @LINUX
-async def test_close_does_not_wait_for_a_call(tmp_path):
+async def test_close_does_not_wait_for_a_call(tmp_path, caplog):
     workers = workers_for("hangs", time_limit=600)
     call = asyncio.ensure_future(workers.score(request(folder=str(tmp_path))))
     while not noted(tmp_path):  # noqa: ASYNC110 — the event is in another process
         await asyncio.sleep(0.005)
     await workers.close()
-    assert outcomes(await call) == {"failed"}
+    ended = await call
+    assert outcomes(ended) == {"failed"}
+    assert reason(ended) == "the reward workers were closed during the call"
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert gone(noted(tmp_path))
     assert not [t for t in threading.enumerate() if t.name.startswith("reward-worker")]
     await workers.close()

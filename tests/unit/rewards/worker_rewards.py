@@ -56,6 +56,33 @@ def runs_out_of_memory(completions, **kwargs):
     raise MemoryError
 
 
+def raises_half_a_character(completions, **kwargs):
+    raise ValueError("half: \ud83d")
+
+
+def returns_half_a_character(completions, **kwargs):
+    return ["\ud83d"] * len(completions)
+
+
+def notes_half_a_character(completions, log_metric, log_extra, **kwargs):
+    log_metric("half \ud83d", 1.0)
+    log_extra("\ud83d", [{"\ud83d": ["\ud83d"], "long": 10**5000}] * len(completions))
+    return [1.0] * len(completions)
+
+
+def naps_once(completions, nap, **kwargs):
+    time.sleep(nap[0])
+    return [1.0] * len(completions)
+
+
+def naps_again(completions, nap, **kwargs):
+    return naps_once(completions, nap)
+
+
+async def naps_a_third_time(completions, nap, **kwargs):
+    return naps_once(completions, nap)
+
+
 def interrupts(completions, **kwargs):
     raise KeyboardInterrupt
 
@@ -151,6 +178,8 @@ def metrics(prompts, completions, rows):
         raise KeyError("boom")
     if "hang" in prompts:
         time.sleep(600)
+    if "half" in prompts:
+        raise ValueError("half: \ud83d")
     return {"n": len(rows), "bad": float("nan"), "shown": (1, 2)}
 
 
@@ -179,6 +208,18 @@ class MiscountingScorer:
         from groupwise.rewards.scoring import unscored
 
         return unscored(1, "scored", "")
+
+
+class UnwritableScorer:
+    def score(self, request, started):
+        from groupwise.rewards.scoring import GroupScore, MemberScore
+
+        notes = {"value": object(), "half": "\ud83d"}
+        return GroupScore(tuple(MemberScore("scored", notes=notes) for _ in request.completions))
+
+
+def make_unwritable():
+    return UnwritableScorer()
 
 
 def make_miscounting():

@@ -173,7 +173,6 @@ async def test_every_slot_is_refilled(make_sampler):
         *(sampler.generate(request(draw, 7, max_tokens=6)) for draw in range(9))
     )
     assert sum(len(group) for group in found) == 63
-    assert sampler.tokens_drawn == sum(len(each.token_ids) for group in found for each in group)
 
 
 # Against transformers

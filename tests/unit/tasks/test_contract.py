@@ -145,6 +145,26 @@ def test_stream_is_read_up_to_the_limit(task_of):
     assert len(task.rl_examples(CONFIG, limit=4)) == 4
 
 
+@pytest.mark.parametrize(
+    ("read", "key"),
+    [("rl_examples", "training.max_steps"), ("eval_examples", "eval.max_prompts")],
+)
+def test_endless_stream_without_a_limit_is_told_the_key_that_gives_one(task_of, read, key):
+    task = task_of(
+        "from itertools import count\n"
+        "def get_rl_dataset(config):\n    return ({'prompt': str(i)} for i in count())\n"
+        "get_eval_dataset = get_rl_dataset\n"
+    )
+    assert f"Set {key}, or return a list" in refused(lambda: getattr(task, read)(CONFIG))
+    assert len(getattr(task, read)(CONFIG, limit=3)) == 3
+
+
+def test_held_out_rows_end_at_the_limit_whether_they_have_a_length_or_not(task_of):
+    task = task_of("def get_eval_dataset(config):\n    return [{'prompt': 'a'}] * 5\n")
+    assert len(task.eval_examples(CONFIG)) == 5
+    assert len(task.eval_examples(CONFIG, limit=2)) == 2
+
+
 def test_hooks_may_name_their_parameters_freely_or_in_any_order(task_of):
     task = task_of(
         "def get_rl_dataset(cfg):\n    return [{'prompt': cfg['task']['size'] * 'x'}]\n"
@@ -202,6 +222,22 @@ def test_wrong_signature_shows_both(task_of, signature):
     assert f"found:    get_reward_funcs{signature}" in message
 
 
+@pytest.mark.parametrize(
+    ("verb", "hook", "given"),
+    [
+        ("rl", "get_eval_dataset", "def get_eval_dataset(): ..."),
+        ("rl", "compute_metrics", "def compute_metrics(completions): ..."),
+        ("rl", "get_config_schema", "def get_config_schema(config): ..."),
+        ("rl", "get_rl_callbacks", "def get_rl_callbacks(): ..."),
+        ("eval", "get_reward_funcs", "def get_reward_funcs(): ..."),
+        ("eval", "get_config_schema", "async def get_config_schema(): ..."),
+    ],
+)
+def test_optional_hooks_are_checked_as_well(task_of, verb, hook, given):
+    message = refused(lambda: require(task_of(f"{WHOLE}{given}\n"), verb))
+    assert f": {hook} " in message
+
+
 def test_async_hook_is_refused(task_of):
     task = task_of(
         "async def get_rl_dataset(config): ...\ndef get_reward_funcs(config, tokenizer): ...\n"
@@ -245,7 +281,7 @@ def test_bad_datasets_and_failing_hooks(task_of, tmp_path, body, parts):
     task = task_of(
         f"def get_rl_dataset(config):\n    {body}\ndef get_reward_funcs(config, tokenizer): ...\n"
     )
-    message = refused(lambda: task.rl_examples(CONFIG))
+    message = refused(lambda: task.rl_examples(CONFIG, limit=9))
     for part in [str(tmp_path / "task.py"), *parts]:
         assert part in message
     assert "contract.py" not in message
@@ -278,6 +314,15 @@ def test_column_that_a_reward_needs_is_missing_in_some_row(task_of):
     examples, rubric = task.rl_examples(CONFIG), task.rubric(CONFIG, None)
     message = refused(lambda: check_reward_columns(task, rubric, examples))
     assert "asks for `answer`" in message
+
+
+def test_column_that_no_worker_can_get_is_found_at_once(task_of):
+    task = task_of(WHOLE.replace('"answer": i}', '"answer": i, "check": lambda: i}'))
+    examples, rubric = task.rl_examples(CONFIG), task.rubric(CONFIG, None)
+    check_reward_columns(task, rubric, examples)
+    message = refused(lambda: check_reward_columns(task, rubric, examples, in_workers=True))
+    assert "column `check`" in message
+    assert "rewards.in_process" in message
 
 
 def test_metrics_must_be_a_dict(task_of):

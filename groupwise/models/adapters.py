@@ -1,0 +1,138 @@
+"""The adapter that a run starts from (`model.adapter`), checked before any weights are loaded.
+
+It decides its own shape: keys of `lora` that are given beside it must agree with it. Names and shapes of its tensors are held against
+the model's, which is built without storage for that.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+
+from groupwise.errors import ModelError
+from groupwise.models import config as settings_of_models
+from groupwise.models.bundled import BUNDLED
+from groupwise.models.config import ModelConfig
+from groupwise.models.files import read_shapes
+from groupwise.models.load import hollow_model
+from groupwise.models.lora import (
+    WEIGHTS,
+    AdaptedModel,
+    new_lora_config,
+    read_lora_config,
+    refuse_mismatch,
+    shapes_of,
+)
+from groupwise.models.tokenizer import resolve
+
+logger = logging.getLogger(__name__)
+
+
+def adapter_folder(model: ModelConfig) -> Path | None:
+    """The folder that `model.adapter` names; None where it names none. `ModelError` if it holds no plain LoRA adapter."""
+    if model.adapter is None:
+        return None
+    folder = Path(model.adapter).expanduser()
+    read_lora_config(folder)
+    return folder
+
+
+def check_adapter(model: ModelConfig, lora: settings_of_models.LoraConfig | None) -> None:
+    """Raise `ModelError` unless a run of this config can start from `model.adapter`; nothing to check where that is null."""
+    folder = adapter_folder(model)
+    if folder is None:
+        return
+    if lora is None:
+        raise ModelError(
+            "model.adapter is set, but lora is null: all weights are trained, and an adapter has no part in that. "
+            "Merge the adapter into the model first, or train it with lora: {}."
+        )
+    adapted = hollow_adapter(model, starting_config(model, lora))
+    if "target_modules" in lora.model_fields_set:
+        asked = hollow_adapter(model, new_lora_config(lora))
+        _refuse_other_targets(model, set(asked.layers), set(adapted.layers))
+    owned = shapes_of(adapted.parameters("hollow"))
+    refuse_mismatch(owned, read_shapes(folder / WEIGHTS), str(folder / WEIGHTS))
+
+
+def starting_config(model: ModelConfig, lora: settings_of_models.LoraConfig) -> LoraConfig:
+    """The peft config of what is trained: that of the adapter that is given, else a new one. It names the base."""
+    folder = adapter_folder(model)
+    if folder is None:
+        config = new_lora_config(lora)
+    else:
+        config = read_lora_config(folder)
+        _refuse_other_settings(model, lora, config)
+        warn_of_other_base(config, model, folder)
+    config.base_model_name_or_path = base_name(model)
+    return config
+
+
+def hollow_adapter(model: ModelConfig, config: LoraConfig) -> AdaptedModel:
+    """The model with one adapter, called `hollow`, both without storage."""
+    with torch.device("meta"):
+        adapted = AdaptedModel(hollow_model(model), config)
+        adapted.add("hollow", trainable=True, seed=0)
+    return adapted
+
+
+def base_name(model: ModelConfig) -> str:
+    """How files call the base: by its hub id if it has one, else as the config does. Never a cache of this machine."""
+    return BUNDLED[model.name].hub_id if model.name in BUNDLED else model.name
+
+
+def warn_of_other_base(config: LoraConfig, model: ModelConfig, folder: Path) -> None:
+    """Warn where an adapter says that it belongs to another model."""
+    named = config.base_model_name_or_path
+    known = {base_name(model), model.name, resolve(model).location}
+    if named and named not in known and _real(named) not in map(_real, known):
+        logger.warning(
+            "the adapter %s names %s as its base, but model.name is %s: on another base it means nothing",
+            folder,
+            named,
+            model.name,
+        )
+
+
+def _real(name: str) -> Path:
+    return Path(name).expanduser().resolve()
+
+
+def _refuse_other_settings(
+    model: ModelConfig, lora: settings_of_models.LoraConfig, stored: LoraConfig
+) -> None:
+    pairs: dict[str, Any] = {
+        "r": stored.r,
+        "alpha": stored.lora_alpha,
+        "dropout": stored.lora_dropout,
+    }
+    different = [
+        f"lora.{key} is {getattr(lora, key)}, but the adapter's is {value}"
+        for key, value in pairs.items()
+        if key in lora.model_fields_set and getattr(lora, key) != value
+    ]
+    _refuse(model, different)
+
+
+def _refuse_other_targets(model: ModelConfig, asked: set[str], stored: set[str]) -> None:
+    different = [
+        f"lora.target_modules {verb} {len(layers)} layers that the adapter {fact} ({', '.join(sorted(layers)[:3])} …)"
+        for verb, fact, layers in (
+            ("names", "leaves alone", asked - stored),
+            ("leaves out", "has", stored - asked),
+        )
+        if layers
+    ]
+    _refuse(model, different)
+
+
+def _refuse(model: ModelConfig, different: list[str]) -> None:
+    if different:
+        raise ModelError(
+            f"model.adapter {model.adapter}: {'; '.join(different)}. Leave these keys out: the adapter decides, by its "
+            "adapter_config.json."
+        )

@@ -1,0 +1,134 @@
+"""Where a run publishes its weights, so that the sampler can load them: in memory where there is room, else on the disk.
+
+    /dev/shm/groupwise-<user>/      (or the folder for temporary files)
+        <run>/v000000012/           what the learner published; the last two versions are kept
+        <run>.lock                  held by the process that publishes there
+        lock                        held for the instant in which somebody claims, sweeps or releases
+
+Nobody else can write there: what the sampler loads must be what the learner published. A process that was killed leaves its folder
+behind, but not its hold on the lock: whoever claims a folder next deletes those that nobody holds.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+
+from groupwise.runs import durable
+
+MEMORY = Path("/dev/shm")
+COPIES = 3
+"""Two versions are kept while the next one is written."""
+SHARE = 4
+"""Of the memory that is free, published weights may take one part in so many: training needs several times their size."""
+
+_claims: dict[Path, int] = {}
+"""The folders that this process holds, with the descriptors of their locks."""
+
+
+def claim(run_folder: Path, size: int) -> Path:
+    """A folder for the publications of a run, empty or not there yet; `size` is that of one publication in bytes.
+
+    Deletes what dead processes left. StoreError if nothing can be written.
+    """
+    with durable.explained(Path(tempfile.gettempdir())):
+        mine = _own_folder(_roomy_place(COPIES * size))
+        with _alone(mine):
+            _sweep(mine)
+            name = hashlib.sha256(str(run_folder.resolve()).encode()).hexdigest()[:16]
+            for number in count(1):
+                folder = mine / (name if number == 1 else f"{name}-{number}")
+                if _take(folder):
+                    return folder
+    raise AssertionError("unreachable")
+
+
+def release(folder: Path) -> None:
+    """Delete what was published in a claimed folder, and give it up; a second call does nothing."""
+    descriptor = _claims.pop(folder, None)
+    if descriptor is None:
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError), _alone(folder.parent):
+        _lock_of(folder).unlink()
+    os.close(descriptor)
+
+
+def _roomy_place(needed: int) -> Path:
+    """Memory where it is free: containers often have next to none at /dev/shm."""
+    if not os.access(MEMORY, os.W_OK):
+        return Path(tempfile.gettempdir())
+    roomy = shutil.disk_usage(MEMORY).free >= needed and _free_memory() >= SHARE * needed
+    return MEMORY if roomy else Path(tempfile.gettempdir())
+
+
+def _free_memory() -> int:
+    """Bytes that this process can still have, also where a container limits it."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    free = next(int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:")
+    group = Path("/sys/fs/cgroup")
+    with suppress(OSError, ValueError):  # no such limit
+        limit = int((group / "memory.max").read_text())
+        free = min(free, limit - int((group / "memory.current").read_text()))
+    return free
+
+
+def _own_folder(place: Path) -> Path:
+    mine = place / f"groupwise-{os.getuid()}"
+    mine.mkdir(mode=0o700, exist_ok=True)
+    found = mine.lstat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o022 or mine.is_symlink():
+        return Path(tempfile.mkdtemp(prefix="groupwise-"))
+    return mine
+
+
+def _take(folder: Path) -> bool:
+    if folder in _claims:
+        return False
+    descriptor = os.open(_lock_of(folder), os.O_RDWR | os.O_CREAT, 0o600)
+    if not _lock(descriptor):
+        os.close(descriptor)
+        return False
+    shutil.rmtree(folder, ignore_errors=True)
+    _claims[folder] = descriptor
+    return True
+
+
+def _sweep(mine: Path) -> None:
+    for path in mine.glob("*.lock"):
+        folder = path.with_suffix("")
+        descriptor = os.open(path, os.O_RDWR)
+        if _lock(descriptor):
+            shutil.rmtree(folder, ignore_errors=True)
+            path.unlink()
+        os.close(descriptor)
+
+
+def _lock_of(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.lock")
+
+
+def _lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+@contextmanager
+def _alone(mine: Path) -> Generator[None, None, None]:
+    """One process at a time: a lock that was just made, and is not held yet, must not look dead."""
+    descriptor = os.open(mine / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,82 @@
+"""Places where nothing can be written: each is one message that names the path."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from groupwise.errors import CheckpointError, StoreError, UsageError
+from groupwise.runs import checkpoints, durable, lock
+from groupwise.runs.folder import RunFolder, add_result, result_file
+from tests.disks import read_only, small_disk
+
+
+def closed(runs: Path) -> Path:
+    with RunFolder.create(runs, "sort", {}) as run:
+        return run.path
+
+
+def test_a_file_is_no_folder_of_runs(tmp_path: Path) -> None:
+    (tmp_path / "runs").touch()
+    for place in (tmp_path / "runs", tmp_path / "runs" / "deeper"):
+        with pytest.raises(UsageError, match=r"run\.dir: no run can be made in .*runs"):
+            RunFolder.create(place, "sort", {})
+
+
+def test_a_name_may_be_too_long(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="too long"):
+        RunFolder.create(tmp_path, "x" * 300, {})
+
+
+def test_base_is_no_name_of_a_run(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="names the model itself"):
+        RunFolder.create(tmp_path, "base", {})
+
+
+def test_a_read_only_disk(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "2m") as disk:
+        path = closed(disk)
+        with read_only(disk):
+            with pytest.raises(UsageError, match="Read-only"):
+                RunFolder.create(disk, "other", {})
+            with pytest.raises(UsageError, match=r"sort cannot be taken.*Read-only"):
+                RunFolder.open(path)
+            with pytest.raises(StoreError, match="Read-only"):
+                add_result(path, "held_out", {})
+            with pytest.raises(UsageError, match=r"held_out\.json cannot be written.*Read-only"):
+                durable.check_can_write(result_file(path, "held_out"))
+            with pytest.raises(CheckpointError, match="Read-only"):
+                checkpoints.save(path / "checkpoints", 1, lambda folder: None)
+            assert not lock.is_held(path)
+        with RunFolder.open(path) as run:
+            assert run.state == "running", "nothing was lost"
+
+
+def test_a_folder_in_the_place_of_the_log_gives_the_lock_back(tmp_path: Path) -> None:
+    path = closed(tmp_path)
+    (path / "log.txt").unlink()
+    (path / "log.txt").mkdir()
+    with pytest.raises(StoreError, match="directory"):
+        RunFolder.open(path)
+    assert not lock.is_held(path)
+
+
+def test_a_result_that_can_be_written_is_not_refused(tmp_path: Path) -> None:
+    durable.check_can_write(tmp_path / "not" / "there" / "yet.json")
+    assert list(tmp_path.iterdir()) == [], "and nothing is left behind"
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="Not a directory"):
+        durable.check_can_write(tmp_path / "file" / "x.json")
+
+
+def test_json_has_no_nan(tmp_path: Path) -> None:
+    nan, infinity = float("nan"), float("inf")
+    durable.write_json(tmp_path / "x", {"a": nan, "b": [1.5, (-infinity,)], "c": {"d": nan}})
+    text = (tmp_path / "x").read_text()
+    assert json.loads(text, parse_constant=pytest.fail) == {
+        "a": None,
+        "b": [1.5, [None]],
+        "c": {"d": None},
+    }
