@@ -267,14 +267,17 @@ def _served_weights(config: RunConfig, model: Any, weights: Path | None) -> Any:
 
 def _adapter_weights(config: RunConfig, model: Any) -> tuple[Any, Any]:
     from groupwise.learner.weights import TrainedAdapter
-    from groupwise.models.adapters import adapter_folder, starting_config
-    from groupwise.models.lora import AdaptedModel, read_adapter
+    from groupwise.models.adapters import adapter_folder, starting_config, warn_of_other_base
+    from groupwise.models.lora import AdaptedModel, read_adapter, read_lora_config
     from groupwise.sampler.weights import ServedAdapter
 
     assert config.lora is not None
     folder = adapter_folder(config.model)
     adapted = AdaptedModel(model, starting_config(config.model, config.lora))
-    start = None if folder is None else read_adapter(folder)
+    if folder is None:
+        return TrainedAdapter(adapted, config.training.seed), ServedAdapter(adapted)
+    warn_of_other_base(read_lora_config(folder), config.model, folder)
+    start = read_adapter(folder)
     return TrainedAdapter(adapted, config.training.seed, start), ServedAdapter(adapted)
 
 

@@ -43,14 +43,14 @@ def adapter_folder(model: ModelConfig) -> Path | None:
 
 def check_adapter(model: ModelConfig, lora: settings_of_models.LoraConfig | None) -> None:
     """Raise `ModelError` unless a run of this config can start from `model.adapter`; nothing to check where that is null."""
-    folder = adapter_folder(model)
-    if folder is None:
-        return
-    if lora is None:
+    if model.adapter is not None and lora is None:
         raise ModelError(
             "model.adapter is set, but lora is null: all weights are trained, and an adapter has no part in that. "
             "Merge the adapter into the model first, or train it with lora: {}."
         )
+    folder = adapter_folder(model)
+    if folder is None or lora is None:
+        return
     adapted = hollow_adapter(model, starting_config(model, lora))
     if "target_modules" in lora.model_fields_set:
         asked = hollow_adapter(model, new_lora_config(lora))
@@ -67,7 +67,6 @@ def starting_config(model: ModelConfig, lora: settings_of_models.LoraConfig) -> 
     else:
         config = read_lora_config(folder)
         _refuse_other_settings(model, lora, config)
-        warn_of_other_base(config, model, folder)
     config.base_model_name_or_path = base_name(model)
     return config
 

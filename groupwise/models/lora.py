@@ -186,7 +186,10 @@ def new_lora_config(settings: settings_of_models.LoraConfig) -> LoraConfig:
 def read_lora_config(folder: Path) -> LoraConfig:
     """The config of a stored adapter. Raises `ModelError` for kinds of adapter that are not plain LoRA."""
     if not folder.is_dir():
-        raise ModelError(f"model.adapter: there is no folder {folder} (looked in {Path.cwd()}).")
+        raise ModelError(
+            f"model.adapter: there is no folder {folder} (looked in {Path.cwd()}). Give one that holds {CONFIG} and "
+            f"{WEIGHTS}."
+        )
     if not (folder / CONFIG).is_file():
         raise ModelError(f"model.adapter: {folder} has no {CONFIG}, so it holds no adapter.")
     stored = read_json(folder / CONFIG)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -231,9 +232,28 @@ def test_a_bug_shows_its_traceback(rl: Verb, capsys: pytest.CaptureFixture[str])
     assert json.loads(shown.out)["error"]["code"] == "bug"
 
 
-def test_ctrl_c_outside_a_run_exits_with_130(rl: Verb) -> None:
-    rl.error = KeyboardInterrupt()
-    assert main(["rl", "-c", "c", "-t", "t"]) == 130
+@pytest.mark.parametrize(
+    ("interrupt", "code", "told"),
+    [
+        (KeyboardInterrupt(), 130, "stopped by SIGINT"),
+        (KeyboardInterrupt(int(signal.SIGTERM)), 143, "stopped by SIGTERM"),
+    ],
+)
+def test_an_interrupt_outside_a_run_is_no_result(
+    evaluate: Verb,
+    capsys: pytest.CaptureFixture[str],
+    interrupt: KeyboardInterrupt,
+    code: int,
+    told: str,
+) -> None:
+    evaluate.error = interrupt
+    assert main(["eval", "-c", "c", "-t", "t"]) == code
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", f"groupwise: {told}\n")
+    assert main(["eval", "-c", "c", "-t", "t", "--json"]) == code
+    assert json.loads(capsys.readouterr().out) == {
+        "error": {"code": "interrupted", "message": told}
+    }
 
 
 @pytest.mark.parametrize(

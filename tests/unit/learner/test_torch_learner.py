@@ -20,12 +20,13 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from groupwise.algorithms.registry import make
-from groupwise.errors import ModelError
+from groupwise.errors import ModelError, NonFiniteError, StoreError
 from groupwise.models.lora import CONFIG, WEIGHTS
 from groupwise.models.tiny import tiny_model, tiny_tokenizer
 from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler
 from groupwise.sampler.weights import ServedAdapter
 from groupwise.types import GroupRequest, OptimiserParams, SamplingParams
+from tests.disks import small_disk
 
 DR_GRPO = make("dr_grpo", {}).loss_spec()
 PENALISED = make("grpo", {"beta": 0.1}).loss_spec()
@@ -376,3 +377,105 @@ async def test_a_checkpoint_of_another_shape_is_refused(make_learner, tmp_path):
     make_learner().save(str(tmp_path))
     with pytest.raises(ModelError, match="of another shape"):
         make_learner(model=tiny_model(hidden_size=32)).load(str(tmp_path))
+
+
+@pytest.fixture
+def learner_with_an_idle_layer(make_learner):
+    """A linear layer that no text reaches, such as one of a vision tower; `all-linear` gives it an adapter."""
+
+    def made():
+        model: Any = tiny_model(seed=4)
+        model.model.vision = torch.nn.Linear(16, 16)
+        return make_learner(model=model)
+
+    return made
+
+
+async def test_a_parameter_without_gradient_does_not_stand_in_the_way_of_a_resume(
+    learner_with_an_idle_layer, make_rows, tmp_path
+):
+    learner, other = learner_with_an_idle_layer(), learner_with_an_idle_layer()
+    assert any("vision" in name for name in values(learner))
+    await computed(learner, make_rows(), DR_GRPO)
+    await learner.update(STEP)
+    learner.save(str(tmp_path))
+    other.load(str(tmp_path))
+    for each in (learner, other):
+        await computed(each, make_rows(seed=2), DR_GRPO)
+        await each.update(replace(STEP, weight_decay=0.1))
+    close(values(other), values(learner), rounding=0)
+    assert other._optimiser_tensors().keys() == learner._optimiser_tensors().keys()
+
+
+@KINDS
+async def test_an_update_without_a_gradient_is_the_same_before_and_after_a_resume(
+    make_learner, make_rows, tmp_path, kind
+):
+    """Momentum must not move the weights of the one that went on without a stop."""
+    learner, other = make_learner(kind), make_learner(kind)
+    await computed(learner, make_rows(), DR_GRPO)
+    await learner.update(STEP)
+    learner.save(str(tmp_path))
+    other.load(str(tmp_path))
+    for each in (learner, other):
+        await each.update(STEP)
+    close(values(other), values(learner), rounding=0)
+
+
+async def test_the_reference_model_is_looked_at_once(make_rows, tmp_path, monkeypatch):
+    from groupwise.learner import torch_learner
+    from groupwise.learner.weights import TrainedModel
+
+    made = []
+
+    class Counting(torch_learner.Decoder):
+        def __init__(self, model) -> None:
+            made.append(model)
+            super().__init__(model)
+
+    monkeypatch.setattr(torch_learner, "Decoder", Counting)
+    trained, reference = tiny_model(seed=1), tiny_model(seed=2)
+    learner = torch_learner.TorchLearner(
+        TrainedModel(trained, reference),
+        run="r",
+        publish_folder=tmp_path,
+        max_tokens_per_microbatch=4096,
+        seed=0,
+    )
+    first = await learner.logprobs(make_rows(), "reference")
+    assert await learner.logprobs(make_rows(), "reference") == first
+    assert await learner.logprobs(make_rows()) != first
+    assert [model is trained for model in made] == [True, False]
+
+
+async def test_the_reference_of_an_adapter_is_its_base(make_learner, make_rows):
+    learner = make_learner()
+    assert learner._reference() is learner._decoder
+
+
+@pytest.mark.parametrize("rate", [1e38, 1e39])
+async def test_a_step_out_of_the_numbers_says_so(make_learner, make_rows, rate):
+    learner = make_learner()
+    await computed(learner, make_rows(), DR_GRPO)
+    with pytest.raises(NonFiniteError, match=r"learning rate 1e\+3.*Lower training.learning_rate"):
+        await learner.update(replace(STEP, learning_rate=rate))
+
+
+@KINDS
+async def test_a_full_disk_is_explained(make_learner, tmp_path, kind):
+    learner = make_learner(kind)
+    with small_disk(tmp_path / "published", "8k") as disk:
+        with pytest.raises(StoreError, match=r"cannot write .*v000000001.*No space left"):
+            await learner.publish(1)
+        with pytest.raises(OSError, match="No space left"):
+            learner.save(str(disk))
+
+
+@KINDS
+async def test_a_damaged_checkpoint_is_explained(make_learner, tmp_path, kind):
+    learner = make_learner(kind)
+    learner.save(str(tmp_path))
+    damaged = next(tmp_path.glob("*model.safetensors"))
+    damaged.write_bytes(damaged.read_bytes()[:50])
+    with pytest.raises(ModelError, match="is damaged"):
+        learner.load(str(tmp_path))

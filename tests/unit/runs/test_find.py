@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from groupwise.errors import CheckpointError, RunNotFoundError
 from groupwise.runs import checkpoints
-from groupwise.runs.find import list_runs, newest_unfinished, resolve
+from groupwise.runs.find import list_runs, newest_unfinished, resolve, reward_ends
 from groupwise.runs.folder import RunFolder, State
 from groupwise.runs.records import StepRecord
 
@@ -138,3 +139,25 @@ class TestList:
 
     def test_of_a_missing_folder_is_empty(self, tmp_path: Path) -> None:
         assert list_runs(tmp_path / "nowhere") == []
+
+
+@pytest.mark.parametrize(
+    ("rewards", "ends"),
+    [
+        ([], (None, None)),
+        ([1.0], (1.0, 1.0)),
+        ([1.0, 3.0], (1.0, 3.0)),
+        ([1.0, 9.0, 3.0], (1.0, 3.0)),
+        ([1.0, 2.0, 9.0, 3.0, 4.0], (1.5, 3.5)),
+        ([float(step) for step in range(20)], (2.0, 17.0)),
+        ([float("nan"), 1.0, 2.0, 4.0], (1.0, 3.0)),
+        ([float("nan")], (None, None)),
+    ],
+)
+def test_ends_of_the_rewards_never_overlap(rewards: list[float], ends: tuple[Any, Any]) -> None:
+    assert reward_ends(rewards) == ends
+
+
+def test_a_name_that_no_folder_can_have_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(RunNotFoundError):
+        resolve("x" * 300, tmp_path)

@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from groupwise.errors import CheckpointError, StoreError, UsageError
 from groupwise.runs import checkpoints, durable, lock
+from groupwise.runs.config import RunSection
 from groupwise.runs.folder import RunFolder, add_result, result_file
 from tests.disks import read_only, small_disk
 
@@ -33,6 +35,8 @@ def test_a_name_may_be_too_long(tmp_path: Path) -> None:
 def test_base_is_no_name_of_a_run(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="names the model itself"):
         RunFolder.create(tmp_path, "base", {})
+    with pytest.raises(ValidationError, match="names the model itself"):
+        RunSection(name="base")
 
 
 def test_a_read_only_disk(tmp_path: Path) -> None:

@@ -1,0 +1,188 @@
+"""The adapter that a run starts from: everything wrong with it is found before any weights are loaded."""
+
+import json
+import logging
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from groupwise.errors import ModelError
+from groupwise.models import load, plan
+from groupwise.models.adapters import (
+    adapter_folder,
+    base_name,
+    check_adapter,
+    starting_config,
+    warn_of_other_base,
+)
+from groupwise.models.config import LoraConfig, ModelConfig
+from groupwise.models.lora import CONFIG, WEIGHTS, AdaptedModel, new_lora_config, read_lora_config
+from groupwise.models.tiny import tiny_model
+
+TINY = ModelConfig(name="tiny")
+
+
+@pytest.fixture
+def adapter(tmp_path):
+    """A folder with an adapter of the tiny model: rank 4, alpha 8, dropout 0.05, on two kinds of layers."""
+    settings = LoraConfig(r=4, alpha=8, dropout=0.05, target_modules=("q_proj", "v_proj"))
+    model = AdaptedModel(tiny_model(), new_lora_config(settings))
+    model.add("policy", trainable=True, seed=0)
+    model.save("policy", tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def no_loading(monkeypatch):
+    """Weights of a model must not be read."""
+
+    def refuse(*_, **__):
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(load.AutoModelForCausalLM, "from_pretrained", refuse)
+
+
+def starting(adapter, **more) -> ModelConfig:
+    return ModelConfig(name="tiny", adapter=str(adapter), **more)
+
+
+def changed(adapter, **keys) -> None:
+    described = json.loads((adapter / CONFIG).read_text())
+    (adapter / CONFIG).write_text(json.dumps({**described, **keys}))
+
+
+AGREEING = [
+    {},
+    {"r": 4},
+    {"alpha": 8, "dropout": 0.05},
+    {"target_modules": ("v_proj", "q_proj")},
+    {"target_modules": ("self_attn.q_proj", "self_attn.v_proj")},
+]
+
+
+@pytest.mark.parametrize("given", AGREEING)
+def test_what_agrees_is_accepted(adapter, given, no_loading):
+    check_adapter(starting(adapter), LoraConfig(**given))
+    config = starting_config(starting(adapter), LoraConfig(**given))
+    assert (config.r, config.lora_alpha, config.lora_dropout) == (4, 8, 0.05)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"r": 16}, "lora.r is 16, but the adapter's is 4"),
+        ({"alpha": 4}, "lora.alpha is 4"),
+        ({"dropout": 0.0}, "lora.dropout is 0.0, but the adapter's is 0.05"),
+        ({"target_modules": ("q_proj",)}, r"lora.target_modules leaves out 2 layers.*v_proj"),
+        ({"target_modules": "all-linear"}, "lora.target_modules names 10 layers that the adapter"),
+    ],
+)
+def test_what_differs_is_refused(adapter, given, told, no_loading):
+    with pytest.raises(ModelError, match=told):
+        check_adapter(starting(adapter), LoraConfig(**given))
+
+
+def test_there_is_nothing_to_check_without_one(no_loading):
+    check_adapter(TINY, LoraConfig())
+    check_adapter(TINY, None)
+    assert adapter_folder(TINY) is None
+
+
+def test_all_weights_and_an_adapter_exclude_each_other(adapter, no_loading):
+    with pytest.raises(ModelError, match="lora is null"):
+        check_adapter(starting(adapter), None)
+
+
+def test_a_folder_that_is_not_there(no_loading):
+    with pytest.raises(ModelError, match="there is no folder /nope"):
+        check_adapter(starting("/nope"), LoraConfig())
+    with pytest.raises(ModelError, match="there is no folder /nope"):
+        adapter_folder(starting("/nope"))
+
+
+def test_a_damaged_description(adapter):
+    (adapter / CONFIG).write_text("{")
+    with pytest.raises(ModelError, match=r"adapter_config\.json cannot be read"):
+        check_adapter(starting(adapter), LoraConfig())
+
+
+def test_tensors_are_held_against_the_model(adapter, no_loading):
+    tensors = load_file(adapter / WEIGHTS)
+    first, *_ = sorted(tensors)
+    save_file({**tensors, first: torch.zeros(4, 5)}, adapter / WEIGHTS)
+    with pytest.raises(ModelError, match=rf"{first}: \(4, 5\) instead of \(4, 16\)"):
+        check_adapter(starting(adapter), LoraConfig())
+    del tensors[first]
+    save_file(tensors, adapter / WEIGHTS)
+    with pytest.raises(ModelError, match=r"missing \(1\)"):
+        check_adapter(starting(adapter), LoraConfig())
+    (adapter / WEIGHTS).write_bytes(b"\0" * 20)
+    with pytest.raises(ModelError, match="is damaged"):
+        check_adapter(starting(adapter), LoraConfig())
+
+
+def test_the_plan_counts_the_adapter_that_is_given(adapter, no_loading):
+    sizes = {"dtype": "float32", "slots": 8, "key_length": 64, "microbatch": 64}
+    planned = plan.plan_model(starting(adapter), LoraConfig(), **sizes, needs_reference=False)
+    expected = sum(tensor.numel() for tensor in load_file(adapter / WEIGHTS).values())
+    assert (
+        planned.trained_parameters
+        == expected
+        == plan.trained_parameters(starting(adapter), LoraConfig())
+    )
+    assert planned.parameters == 6_832 == plan.trained_parameters(TINY, None)
+    with pytest.raises(ModelError, match="no folder"):
+        plan.plan_model(starting("/nope"), LoraConfig(), **sizes, needs_reference=False)
+
+
+# The name of the base
+
+
+def test_files_call_the_base_as_people_do(tmp_path):
+    assert base_name(ModelConfig(name="smollm2-135m-instruct")).startswith("HuggingFaceTB/")
+    assert base_name(ModelConfig(name="org/model")) == "org/model"
+    assert base_name(ModelConfig(name="./models/mine")) == "./models/mine"
+    model = AdaptedModel(tiny_model(), starting_config(TINY, LoraConfig()))
+    model.add("policy", trainable=True, seed=0)
+    model.save("policy", tmp_path)
+    assert json.loads((tmp_path / CONFIG).read_text())["base_model_name_or_path"] == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("named", "model", "warned"),
+    [
+        ("org/other", "tiny", True),
+        ("tiny", "tiny", False),
+        (None, "tiny", False),
+        ("", "tiny", False),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", "smollm2-135m-instruct", False),
+    ],
+)
+def test_an_adapter_of_another_base_is_warned_about(adapter, caplog, named, model, warned):
+    changed(adapter, base_model_name_or_path=named)
+    with caplog.at_level(logging.WARNING, "groupwise"):
+        warn_of_other_base(read_lora_config(adapter), ModelConfig(name=model), adapter)
+    assert bool(caplog.records) == warned
+    assert not warned or "names org/other as its base, but model.name is tiny" in caplog.text
+
+
+def test_a_folder_may_be_spelt_in_several_ways(adapter, caplog, tmp_path, monkeypatch):
+    folder = tmp_path / "mine"
+    tiny_model().save_pretrained(folder)
+    monkeypatch.chdir(tmp_path)
+    changed(adapter, base_model_name_or_path="./mine")
+    warn_of_other_base(read_lora_config(adapter), ModelConfig(name=str(folder)), adapter)
+    assert not caplog.records
+
+
+# model.revision
+
+
+def test_a_revision_of_local_files_has_no_effect(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    for name in ("tiny", str(tmp_path)):
+        given = ModelConfig(name=name, revision="v2")
+        for read in (load.read_model_config, lambda config: load.load_model(config, "float32")):
+            with pytest.raises(ModelError, match=r"model\.revision is 'v2', but it has no effect"):
+                read(given)
