@@ -19,6 +19,7 @@ from groupwise.errors import UsageError
 from groupwise.loops.awaiting import gather_all, run_to_end
 from groupwise.loops.policies import FoundPolicy, find_policy
 from groupwise.loops.statistics import Interval, bootstrap_mean, wilson
+from groupwise.models.adapters import adapter_folder
 from groupwise.models.plan import prompt_room
 from groupwise.models.tokenizer import load_tokenizer
 from groupwise.models.tokens import completion_text
@@ -29,7 +30,7 @@ from groupwise.rollouts.score import score_group
 from groupwise.rollouts.seeds import evaluation_seed
 from groupwise.rollouts.single import sample_group
 from groupwise.runs import durable
-from groupwise.runs.folder import add_result
+from groupwise.runs.folder import add_result, result_file
 from groupwise.tasks.contract import Task, check_reward_columns, load_task, require
 from groupwise.types import Group, Sampler, SamplingParams
 
@@ -199,8 +200,12 @@ def evaluate(
     found = load_task(task)
     require(found, "eval")
     loaded = _prepared(loaded, found, samples_per_prompt)
-    _refuse_existing(output)
     weights = find_policy(policy, Path(loaded.config.run.dir))
+    if weights.folder is None:
+        adapter_folder(loaded.config.model)
+        weights = replace(weights, label=build.serving_label(loaded.config))
+    _refuse_existing(output)
+    durable.check_can_write(output or _result_file(found, weights, loaded.config))
     return run_to_end(_evaluate(loaded.config, found, weights, output))
 
 
@@ -246,12 +251,20 @@ def _write(
     """Into `output`, or the `results` folder of the policy's run, or the one beside the runs."""
     content = {**result.summary, "task": task.name, "details": result.details, "rows": result.rows}
     if output is None:
-        name = f"{task.name}-{result.policy.strip('./').replace('/', '_')}"
-        return add_result(policy.run or runs_dir.parent, name, content)
+        return add_result(policy.run or runs_dir.parent, _result_name(task, policy), content)
     _refuse_existing(output)
-    output.parent.mkdir(parents=True, exist_ok=True)
+    with durable.explained(output):
+        output.parent.mkdir(parents=True, exist_ok=True)
     durable.write_json(output, content)
     return output
+
+
+def _result_file(task: Task, policy: FoundPolicy, config: RunConfig) -> Path:
+    return result_file(policy.run or Path(config.run.dir).parent, _result_name(task, policy))
+
+
+def _result_name(task: Task, policy: FoundPolicy) -> str:
+    return f"{task.name}-{policy.label.strip('./').replace('/', '_')}"
 
 
 def _refuse_existing(output: Path | None) -> None:

@@ -73,5 +73,5 @@ class Interruption:
 
     def _receive(self, number: int, _: FrameType | None) -> None:
         if self._received is not None:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(number)
         self.ask(number)

@@ -12,6 +12,7 @@ from groupwise.loops.evaluate import EvalResult
 from groupwise.loops.prepare import Prepared
 from groupwise.loops.rl import Run
 from groupwise.loops.statistics import Interval, paired_difference
+from groupwise.runs import durable, find
 
 
 def write_final(run: Run, folder: Path) -> None:
@@ -25,7 +26,7 @@ def write_curve(run: Run) -> None:
     points = run.folder.store.metrics(["reward"]).get("reward", [])
     if points:
         drawn = svg_curve(with_mean("reward", points), title=f"{run.folder.name}: reward")
-        run.folder.curve.write_text(drawn, encoding="utf-8")
+        durable.write_file(run.folder.curve, drawn.encode())
 
 
 def summarise(
@@ -37,7 +38,7 @@ def summarise(
 ) -> dict[str, Any]:
     """What a run amounts to, in a few lines."""
     rewards = [value for _, value in run.folder.store.metrics(["reward"]).get("reward", [])]
-    ends = max(1, min(5, len(rewards) // 2))
+    first, last = find.reward_ends(rewards)
     summary: dict[str, Any] = {
         "run": run.folder.name,
         "folder": str(run.folder.path),
@@ -48,9 +49,8 @@ def summarise(
         "fingerprint": run.policy.fingerprint,
         "seconds": round(time.perf_counter() - started, 1),
     }
-    if rewards:
-        summary["reward_first"] = sum(rewards[:ends]) / ends
-        summary["reward_last"] = sum(rewards[-ends:]) / ends
+    if first is not None:
+        summary |= {"reward_first": first, "reward_last": last}
     if before and after:
         summary["held_out"] = compared(before, after)
     return summary

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from groupwise.errors import ModelError, RunNotFoundError
+from groupwise.models.files import FULL_WEIGHTS, INDEX
 from groupwise.models.hub import fetch_weights
 from groupwise.runs import checkpoints, find
 
-WEIGHT_FILES = ("adapter_config.json", "model.safetensors")
+WEIGHT_FILES = ("adapter_config.json", FULL_WEIGHTS, INDEX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,7 @@ def _of_hub(reference: str, not_a_run: RunNotFoundError) -> FoundPolicy:
         raise ModelError(f"{not_a_run}\nAs a hub id: {error}") from error
     if not any((folder / name).is_file() for name in WEIGHT_FILES):
         raise ModelError(
-            f"{reference!r} on the hub holds neither an adapter nor a model in one file "
-            f"({' or '.join(WEIGHT_FILES)})."
+            f"{reference!r} on the hub holds neither an adapter nor a model in safetensors "
+            f"({', '.join(WEIGHT_FILES)})."
         )
     return FoundPolicy(reference, folder)

@@ -19,6 +19,8 @@ from groupwise.config import LoadedConfig, RunConfig, resolved, view, with_task_
 from groupwise.data.examples import fingerprint
 from groupwise.errors import TaskError
 from groupwise.loops.evaluate import held_out_prompts
+from groupwise.models.adapters import check_adapter
+from groupwise.models.identity import identity
 from groupwise.models.plan import plan_model, prompt_room
 from groupwise.models.tokenizer import load_tokenizer
 from groupwise.models.tokens import rendered
@@ -55,6 +57,7 @@ def prepare(loaded: LoadedConfig, task: object) -> Prepared:
     if schema is not None:
         loaded = with_task_schema(loaded, schema)
     settings = loaded.config
+    check_adapter(settings.model, settings.lora)
     _refuse_evaluation_of_nothing(settings, found)
     given = view(settings)
     examples = found.rl_examples(given, limit=_draws(settings))
@@ -110,6 +113,7 @@ def _facts(
         "task_file": _digest(file.read_text(errors="replace")) if file and file.is_file() else "",
         "data": _digest(fingerprint(prompts.examples), prompts.prompts),
         "held_out": _digest(held_out, asked.prompts if asked else ()),
+        "base": identity(config.model),
     }
 
 

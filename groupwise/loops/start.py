@@ -126,8 +126,7 @@ async def run_in(
 ) -> RlResult:
     """Build the parts, train, and leave the folder with what came of it."""
     started = time.perf_counter()
-    publications = build.publication_folder(folder.path)
-    build.remove_publications(publications)
+    publications = build.publication_folder(folder.path, build.publication_bytes(prepared.config))
     scorer = build.build_scorer(prepared.config, prepared.task, prepared.tokenizer, prepared.rubric)
     starting = asyncio.create_task(scorer.start())
     progress = Progress(
