@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import random
+import re
 import resource
 import tempfile
 import time
@@ -64,9 +65,11 @@ def main() -> None:
     }
     show(result)
     if given.store:
-        path = RESULTS / f"step-{platform.node()}-{layout.dtype}.json"
+        path = RESULTS / f"step-{slug(result['machine'])}-{layout.dtype}.json"
         path.write_text(json.dumps(result, indent=2) + "\n")
-        print(f"\nstored in {path}")
+        print(
+            f"\nstored in {path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}"
+        )
 
 
 async def measure(parts: build.Parts, repetitions: int) -> dict[str, list[float]]:
@@ -155,6 +158,12 @@ def machine() -> dict[str, Any]:
         "gpu": gpu,
         "torch": torch.__version__,
     }
+
+
+def slug(described: dict[str, Any]) -> str:
+    """A machine as part of a file name."""
+    words = f"{described['gpu'] or described['processor']} {described['cores']} cores"
+    return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
 
 
 def peak_rss() -> int:
