@@ -6,6 +6,7 @@
         summary.json    how it ended
         checkpoints/    step-N/ (`groupwise.runs.checkpoints`)
         final/          the trained adapter or model with its tokenizer
+        start/          the weights that it was started from, where those of another run were given
         results/        what evaluations wrote, never overwritten
         reward.svg      the curve
         log.txt         what the package logged
