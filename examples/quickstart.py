@@ -100,7 +100,7 @@ def show_numbers(held_out: dict[str, Any]) -> None:
     print(f"\nOn {held_out['prompts']} held-out prompts, greedy, with 95 % intervals:\n")
     for metric, after in held_out["after"].items():
         print(f"  {metric:<17} {interval(held_out['before'][metric])}  →  {interval(after)}")
-    verdict = "rises" if held_out["rises"] else "does not rise beyond doubt"
+    verdict = "rises" if held_out["rises"] else "has not clearly risen"
     change = interval(held_out["change"])
     print(f"  {'change in reward':<17} {change}: the held-out reward {verdict}")
 

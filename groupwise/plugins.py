@@ -92,6 +92,8 @@ def explain(error: BaseException) -> str:
     """The error as its author wants to see it: own frames only, the line of each, and what to install."""
     every = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in every if _is_users(frame)] or every[-1:]
+    if isinstance(error, SyntaxError):
+        frames = []  # it names file and line itself, and nothing of the file has run
     lines = [
         f"  {frame.filename}:{frame.lineno} in {frame.name}\n    {frame.line}" for frame in frames
     ]

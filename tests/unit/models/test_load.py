@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,24 @@ def test_an_alias_without_its_package_is_its_hub_id(monkeypatch):
     monkeypatch.setattr(tokenizers, "bundled_folder", lambda name: None)
     found = resolve(named("smollm2-135m-instruct", revision="v1"))
     assert found.location == BUNDLED["smollm2-135m-instruct"].hub_id
-    assert found.arguments() == {"revision": "v1"}
+    monkeypatch.setattr(tokenizers, "hub_answers", lambda: True)
+    assert found.arguments() == {"revision": "v1", "local_files_only": False}
+    monkeypatch.setattr(tokenizers, "hub_answers", lambda: False)
+    assert found.arguments() == {"revision": "v1", "local_files_only": True}, "no waiting offline"
+
+
+def test_whether_the_hub_answers_is_asked_once_and_quickly(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HF_HUB_OFFLINE"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
+        assert tokenizers.hub_answers.__wrapped__()
+    assert not tokenizers.hub_answers.__wrapped__(), "nobody listens there any more"
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy.example:3128")
+    assert tokenizers.hub_answers.__wrapped__(), "only the proxy can tell"
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert not tokenizers.hub_answers.__wrapped__()
 
 
 def test_a_folder_is_taken_as_it_is(folder, monkeypatch):
@@ -129,10 +147,16 @@ def test_an_adapter_given_as_the_model(tmp_path):
 @pytest.mark.parametrize("load", [load_tokenizer, lambda config: load_model(config, "float32")])
 def test_a_hub_id_without_the_hub(load):
     said = message(load, named("nobody/nothing-1b", revision="v2"))
-    assert "'nobody/nothing-1b' could not be loaded from the hub" in said
+    assert "model.name 'nobody/nothing-1b'" in said
+    assert "(the hub cannot be reached) as 'nobody/nothing-1b'" in said
+    assert f"looking for a folder of that name in {Path.cwd()}" in said
     assert "at 'v2'" in said
     assert "Names that need no hub: tiny, smollm2-135m-instruct" in said
     assert "local folder" in said
+
+
+def test_a_misspelt_alias_is_told_the_nearest():
+    assert "Did you mean tiny?" in message(load_tokenizer, named("tinny"))
 
 
 def test_an_alias_without_package_and_hub_says_how_to_get_it(monkeypatch):

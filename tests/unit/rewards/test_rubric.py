@@ -146,7 +146,7 @@ def test_extras_of_the_wrong_length_fail_the_function():
         log_extra("seen", [1])
         return [1, 1]
 
-    assert "1 values for 2 completions" in reason(score([logs]).members[0])
+    assert "1 value for 2 completions" in reason(score([logs]).members[0])
 
 
 # 2. totals
@@ -196,7 +196,7 @@ def test_numbers_of_many_kinds(answer):
 @pytest.mark.parametrize(
     ("answer", "parts"),
     [
-        ([1.0], ["returned 1 values for 2 completions"]),
+        ([1.0], ["returned 1 value for 2 completions"]),
         (1.0, ["returned float 1.0", "expected a list of 2 numbers"]),
         (None, ["returned NoneType None"]),
         ("ab", ["returned str 'ab'"]),
