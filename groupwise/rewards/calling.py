@@ -174,7 +174,7 @@ def _log_extra(logged: Logged, count: int, name: str, values: Sequence[Any]) -> 
     entries = list(values)
     if len(entries) != count:
         raise ValueError(
-            f"log_extra({name!r}, …) got {len(entries)} values for {count} completions"
+            f"log_extra({name!r}, …) got {counted(len(entries))} for {count} completions"
         )
     logged.extras[printable(str(name))] = [plain(value) for value in entries]
 
@@ -186,9 +186,7 @@ def _entries(answer: Any, count: int) -> list[Any]:
         raise _Unusable(f"returned {_kind(answer)}; expected a list of {count} numbers")
     entries = list(cast("Sequence[Any]", listed))
     if len(entries) != count:
-        raise _Unusable(
-            f"returned {len(entries)} value{'s' * (len(entries) != 1)} for {count} completions"
-        )
+        raise _Unusable(f"returned {counted(len(entries))} for {count} completions")
     return entries
 
 
@@ -228,3 +226,8 @@ def _kind(value: object) -> str:
 
 def _quoted(names: Sequence[str]) -> str:
     return " and ".join(f"`{name}`" for name in names)
+
+
+def counted(values: int) -> str:
+    """`1 value`, `2 values`."""
+    return f"{values} value" + ("" if values == 1 else "s")
