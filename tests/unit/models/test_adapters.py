@@ -19,6 +19,7 @@ from groupwise.models.adapters import (
 from groupwise.models.config import LoraConfig, ModelConfig
 from groupwise.models.lora import CONFIG, WEIGHTS, AdaptedModel, new_lora_config, read_lora_config
 from groupwise.models.tiny import tiny_model
+from groupwise.models.tokenizer import resolve
 
 TINY = ModelConfig(name="tiny")
 
@@ -161,6 +162,8 @@ def test_files_call_the_base_as_people_do(tmp_path):
 )
 def test_an_adapter_of_another_base_is_warned_about(adapter, caplog, named, model, warned):
     changed(adapter, base_model_name_or_path=named)
+    resolve(ModelConfig(name=model))  # making a bundled model ready is told of, too
+    caplog.clear()
     with caplog.at_level(logging.WARNING, "groupwise"):
         warn_of_other_base(read_lora_config(adapter), ModelConfig(name=model), adapter)
     assert bool(caplog.records) == warned
