@@ -404,3 +404,27 @@ async def test_it_runs_where_an_event_loop_is_running_already(tmp_path):
     """As in a notebook."""
     assert groupwise.rl(config(tmp_path), TOY).exit_code == 0
     assert groupwise.evaluate(config(tmp_path), TOY, policy="toy").policy == "toy@5"
+
+
+def test_a_damaged_checkpoint_is_skipped_and_named(uninterrupted_record, tmp_path, monkeypatch):
+    """The one before it is taken, and the run ends as if nothing had happened."""
+    settings = config(tmp_path)
+    interrupt(monkeypatch, tmp_path, settings)
+    damaged = tmp_path / "toy" / "checkpoints" / "step-3" / "optimiser.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-7] + b"garbage")
+    result = groupwise.rl(settings, TOY, resume=True)
+    told = (result.folder / "log.txt").read_text()
+    assert (
+        "skipped a checkpoint: step-3: optimiser.safetensors was changed since it was written"
+        in told
+    )
+    assert "resumed after 2 steps" in told
+    with Store.open(result.folder / "run.db", readonly=True) as store:
+        assert store.deterministic_dump() == uninterrupted_record
+
+
+@pytest.fixture(scope="module")
+def uninterrupted_record(tmp_path_factory):
+    folder = groupwise.rl(config(tmp_path_factory.mktemp("whole")), TOY).folder
+    with Store.open(folder / "run.db", readonly=True) as store:
+        return store.deterministic_dump()
