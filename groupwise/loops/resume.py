@@ -15,7 +15,7 @@ from groupwise.errors import ResumeMismatchError, RunInUseError, RunNotFoundErro
 from groupwise.loops.prepare import Prepared, starting_from, with_model
 from groupwise.loops.rl import Run
 from groupwise.runs import checkpoints, durable, find
-from groupwise.runs.checkpoints import Checkpoint
+from groupwise.runs.checkpoints import Checkpoint, Skipped
 from groupwise.runs.folder import CHECKPOINTS, CONFIG, RECORD, RunFolder, read_config
 from groupwise.runs.lock import holder, is_held
 from groupwise.runs.records import ResumeRecord
@@ -43,6 +43,8 @@ class ResumePoint:
     """None: it has none, so it starts at step 0."""
     facts: dict[str, Any]
     """What the run noted about itself when it was started."""
+    skipped: tuple[Skipped, ...]
+    """Checkpoints that cannot be used."""
 
     @property
     def step(self) -> int:
@@ -54,26 +56,25 @@ def find_resume_point(
     loaded: LoadedConfig, resume: bool, resume_from: str | None
 ) -> ResumePoint | None:
     """Where to go on; None for a new run."""
+    if not resume and resume_from is None:
+        return None
     runs_dir = Path(loaded.config.run.dir)
-    if resume_from is not None:
-        address = find.resolve(resume_from, runs_dir)
-        path = address.path
-        checkpoint = address.checkpoint or checkpoints.newest(path / CHECKPOINTS)
+    address = find.resolve(resume_from, runs_dir) if resume_from is not None else None
+    path = address.path if address else find.newest_unfinished(loaded.run_name, runs_dir)
+    complete = checkpoints.complete(path / CHECKPOINTS, verify=True)
+    checkpoint = next(reversed(complete), None)
+    if address is not None:
+        checkpoint = address.checkpoint or checkpoint
         if checkpoint is None:
             raise RunNotFoundError(
                 f"The run {address.name!r} has no checkpoint. Give --resume to start it over from step 0."
             )
-    elif resume:
-        path = find.newest_unfinished(loaded.run_name, runs_dir)
-        checkpoint = checkpoints.newest(path / CHECKPOINTS)
-    else:
-        return None
     if is_held(path):
         raise RunInUseError(
             f"{path} is in use by {holder(path) or 'another process'}. Wait for it or stop it."
         )
     with Store.open(path / RECORD, readonly=True) as store:
-        return ResumePoint(path, checkpoint, store.get_meta())
+        return ResumePoint(path, checkpoint, store.get_meta(), complete.skipped)
 
 
 def with_start_of(loaded: LoadedConfig, point: ResumePoint) -> LoadedConfig:
@@ -160,7 +161,7 @@ def take_back(run: Run, prepared: Prepared, point: ResumePoint, changes: Mapping
         run.tokens_seen = position["tokens_seen"]
         run.unscored_steps = position["unscored_steps"]
         run.non_finite = position["non_finite"]
-    for skipped in checkpoints.complete(run.folder.checkpoints, verify=True).skipped:
+    for skipped in point.skipped:
         run.say(f"skipped a checkpoint: {skipped}")
     checkpoints.drop_after(run.folder.checkpoints, run.step)
     warn_of_layout(run.folder, prepared)
