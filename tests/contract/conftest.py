@@ -36,49 +36,38 @@ def _fakes(folder: Path) -> Pair:
 
 
 def _torch_adapter(folder: Path) -> Pair:
-    import torch
-
-    from groupwise.learner.torch_learner import TorchLearner
     from groupwise.learner.weights import TrainedAdapter
     from groupwise.models.config import LoraConfig
     from groupwise.models.lora import AdaptedModel, new_lora_config
-    from groupwise.models.tiny import tiny_model, tiny_tokenizer
-    from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler
+    from groupwise.models.tiny import tiny_model
     from groupwise.sampler.weights import ServedAdapter
 
-    tokenizer = tiny_tokenizer()
     adapted = AdaptedModel(tiny_model(), new_lora_config(LoraConfig(r=4, alpha=8)))
     trained = TrainedAdapter(adapted, seed=1)
-    learner = TorchLearner(
-        trained, run="contract", publish_folder=folder, max_tokens_per_microbatch=4096, seed=1
-    )
-    sampler = TorchSampler(ServedAdapter(adapted), tokenizer, DecodeLayout(slots=8, key_length=64))
-    return Pair(
-        sampler,
-        learner,
-        tokenizer,
-        tokenizer.eos_token_id,
-        lambda: _shift(trained.parameters(), torch),
-    )
+    return _torch_pair(folder, trained, lambda: ServedAdapter(adapted))
 
 
 def _torch_full(folder: Path) -> Pair:
+    from groupwise.learner.weights import TrainedModel
+    from groupwise.models.tiny import tiny_model
+    from groupwise.sampler.weights import ServedModel
+
+    trained = TrainedModel(tiny_model(), reference=tiny_model())
+    return _torch_pair(folder, trained, lambda: ServedModel(tiny_model()))
+
+
+def _torch_pair(folder: Path, trained: Any, served: Callable[[], Any]) -> Pair:
     import torch
 
     from groupwise.learner.torch_learner import TorchLearner
-    from groupwise.learner.weights import TrainedModel
-    from groupwise.models.tiny import tiny_model, tiny_tokenizer
+    from groupwise.models.tiny import tiny_tokenizer
     from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler
-    from groupwise.sampler.weights import ServedModel
 
     tokenizer = tiny_tokenizer()
-    trained = TrainedModel(tiny_model(), reference=tiny_model())
     learner = TorchLearner(
         trained, run="contract", publish_folder=folder, max_tokens_per_microbatch=4096, seed=1
     )
-    sampler = TorchSampler(
-        ServedModel(tiny_model()), tokenizer, DecodeLayout(slots=8, key_length=64)
-    )
+    sampler = TorchSampler(served(), tokenizer, DecodeLayout(slots=8, key_length=64))
     return Pair(
         sampler,
         learner,
