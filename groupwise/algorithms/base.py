@@ -1,23 +1,21 @@
 """What an algorithm is: two pieces of maths that meet in the learner, and know nothing of machines.
 
-The loop calls the first half, on plain records: `weights` turns the rewards of a group into credit
-for each rollout, and `denominators` says what the sums of the whole step are divided by. The
-learner calls the second half, on tensors: `loss` turns a batch of log-probabilities into undivided
-sums. Because sums add up and the denominators are those of the whole step, the gradient does not
-depend on how the rows were cut into batches or spread over machines.
+The loop calls the first half, on plain records: `shaped` may add to the rewards of a group and
+`accepts` may turn it down, `weights` turns the rewards of a step into credit for each rollout, and
+`denominators` says what the sums of the whole step are divided by. The learner calls the second
+half, on tensors: `loss` turns a batch of log-probabilities into undivided sums. Because sums add up
+and the denominators are those of the whole step, the gradient does not depend on how the rows were
+cut into batches or spread over machines.
 
-An algorithm is a frozen dataclass whose fields are its knobs. Each knob describes itself in its
-field's metadata: `description`, and where it has a range `ge`, `gt` or `le`. Tensors are used
-through their methods only, so that nothing here imports torch.
+An algorithm is a frozen dataclass whose fields are its knobs (`knobs.py`). Tensors are used through
+their methods only, so that nothing here imports torch.
 """
 
 from __future__ import annotations
 
-import math
-import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias, get_args, get_origin, get_type_hints
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, Self, TypeAlias
 
 from groupwise.types import Group, LossSpec, Weight
 
@@ -30,7 +28,7 @@ class TokenBatch:
     """Rows as tensors, padded to one length. Where the mask is 0 nothing has an effect, even NaN."""
 
     policy_logprobs_BT: Tensor
-    """By the learner now; the only tensor that carries a gradient."""
+    """By the learner now; carries the gradient."""
     sampling_logprobs_BT: Tensor
     """By the sampler when it sampled."""
     mask_BT: Tensor
@@ -40,9 +38,12 @@ class TokenBatch:
     scales_B: Tensor
     """`Weight.scale` of each row."""
     entropies_BT: Tensor | None = None
-    """Entropy (nats) of the policy at each token; only reported."""
+    """Entropy (nats) of the policy at each token; with gradient where `Loss.needs_entropy_gradient`,
+    otherwise only reported."""
     reference_logprobs_BT: Tensor | None = None
-    """By the reference policy; needed where `Algorithm.needs_reference`."""
+    """By the reference policy; needed where `Loss.needs_reference`."""
+    proximal_logprobs_BT: Tensor | None = None
+    """By the learner at the start of the batch; needed where `Loss.needs_proximal`."""
 
     def __post_init__(self) -> None:
         per_token = (
@@ -50,6 +51,7 @@ class TokenBatch:
             self.sampling_logprobs_BT,
             self.entropies_BT,
             self.reference_logprobs_BT,
+            self.proximal_logprobs_BT,
         )
         shape = tuple(self.mask_BT.shape)
         assert len(shape) == 2, f"the mask is {shape}, it should be (rows, tokens)"
@@ -68,14 +70,16 @@ class LossResult:
     stats: dict[str, Tensor]
     """Without gradient, over tokens that teach.
 
-    `tokens` counts them; divided by it, these are means: `ratio`, `clip_low` and `clip_high` (tokens
-    whose gradient the clip removed), `logprob_gap` (|policy - sampling|, nats), and where the batch
-    has what they need, `kl` (nats, before beta) and `entropy` (nats).
+    `tokens` counts them; divided by it, these are means, each there where it makes sense: `ratio`;
+    `clip_low`, `clip_high` and `clip_delta` (tokens whose gradient that bound removed; in `cispo`,
+    whose weight it capped); `logprob_gap` (|policy - sampling|, nats); `kl` (nats, before beta);
+    `entropy` (nats); `importance_sampling_ratio` (the weight between sampler and learner) and
+    `importance_sampling_clipped` (tokens whose weight was truncated or masked).
     """
 
 
-class Algorithm(Protocol):
-    """Groups to weights, log-probabilities to loss."""
+class Loss(Protocol):
+    """Log-probabilities to loss: all that a learner knows of."""
 
     name: ClassVar[str]
     """As in configs and in `LossSpec.name`."""
@@ -85,8 +89,49 @@ class Algorithm(Protocol):
         """Whether rows must carry the reference's log-probabilities."""
         ...
 
-    def weights(self, group: Group) -> tuple[Weight | None, ...]:
-        """Credit for each of `group.rollouts`, in their order; None for those that do not teach."""
+    @property
+    def needs_proximal(self) -> bool:
+        """Whether rows must carry the learner's log-probabilities at the start of the batch."""
+        ...
+
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        """Whether the batch must have entropies, and with gradient."""
+        ...
+
+    def loss_spec(self) -> LossSpec:
+        """This loss as plain data; `registry.from_spec` is the inverse."""
+        ...
+
+    def loss(self, batch: TokenBatch) -> LossResult:
+        """The undivided sums of a batch. Raises ValueError if the batch lacks what is needed."""
+        ...
+
+
+class Algorithm(Loss, Protocol):
+    """Groups to weights, log-probabilities to loss."""
+
+    @property
+    def resample_rounds(self) -> int:
+        """How often groups that are not accepted are drawn anew in a step; 0: never."""
+        ...
+
+    def shaped(self, group: Group, max_completion_length: int) -> Group:
+        """The scored group with what the algorithm adds to its rewards, as a part of its own.
+
+        To be called once, before the group is stored: the logged total is the trained one.
+        """
+        ...
+
+    def accepts(self, group: Group) -> bool:
+        """Whether a shaped group is worth training; otherwise another is drawn in its place."""
+        ...
+
+    def weights(self, groups: Sequence[Group]) -> tuple[tuple[Weight | None, ...], ...]:
+        """Credit for the rollouts of a step: for each group a tuple in the order of its rollouts.
+
+        None for rollouts that do not teach.
+        """
         ...
 
     def denominators(self, groups: Sequence[Group], max_completion_length: int) -> dict[str, float]:
@@ -97,48 +142,6 @@ class Algorithm(Protocol):
         """Whether rows with these weights can have a gradient; otherwise they need no computing."""
         ...
 
-    def loss_spec(self) -> LossSpec:
-        """This algorithm as plain data; `registry.from_spec` is the inverse."""
+    def adapted(self, kl: float, rollouts: int) -> Self:
+        """The algorithm for the next step, given the mean KL (nats per token) of this one."""
         ...
-
-    def loss(self, batch: TokenBatch) -> LossResult:
-        """The undivided sums of a batch."""
-        ...
-
-
-_RANGES: dict[str, tuple[str, Callable[[float, float], bool]]] = {
-    "ge": ("at least", operator.ge),
-    "gt": ("greater than", operator.gt),
-    "le": ("at most", operator.le),
-}
-
-
-def check_knobs(algorithm: Any) -> None:
-    """Raise ValueError, naming the knob, for a value of the wrong type or out of range."""
-    hints = get_type_hints(algorithm.__class__)
-    for knob in fields(algorithm):
-        value = getattr(algorithm, knob.name)
-        expected = _unmet(value, hints[knob.name], knob.metadata)
-        if expected is not None:
-            raise ValueError(f"{algorithm.name}.{knob.name} is {value!r}; it must be {expected}.")
-
-
-def _unmet(value: Any, hint: Any, limits: Mapping[str, Any]) -> str | None:
-    """What `value` should have been, or None if it is that."""
-    options = get_args(hint)
-    if get_origin(hint) is Literal:
-        return None if value in options else "one of " + ", ".join(map(repr, options))
-    if hint is bool:
-        return None if isinstance(value, bool) else "true or false"
-    if value is None and type(None) in options:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        return "a finite number" + (" or null" if type(None) in options else "")
-    return _out_of_range(value, limits)
-
-
-def _out_of_range(value: float, limits: Mapping[str, Any]) -> str | None:
-    for key, (words, holds) in _RANGES.items():
-        if key in limits and not holds(value, limits[key]):
-            return f"{words} {limits[key]}"
-    return None

@@ -22,27 +22,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from groupwise.algorithms import ops
-from groupwise.algorithms.clipped import ClippedSurrogate
-from groupwise.types import Group, Weight
+from groupwise.algorithms.advantages import Credit, group_relative, scored_members
+from groupwise.algorithms.clipped import Clipped
+from groupwise.types import Group, Rollout
 
 
-@dataclass(frozen=True, slots=True)
-class DrGrpo(ClippedSurrogate):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrGrpo(Clipped):
     """Centred advantages, sum over tokens, constant normaliser."""
 
     name: ClassVar[str] = "dr_grpo"
 
-    def weights(self, group: Group) -> tuple[Weight | None, ...]:
-        """The scale is 1: the normaliser is the same for all."""
-        credit = ops.group_advantages(group, divide_by_std=False)
-        return tuple(
-            Weight(advantage, scale=1.0) if advantage is not None and self.trains(rollout) else None
-            for rollout, advantage in zip(group.rollouts, credit, strict=True)
-        )
+    def credit(self, groups: Sequence[Group]) -> Credit:
+        """Centred within the group, never scaled."""
+        return group_relative(groups, "none")
 
-    def denominators(self, groups: Sequence[Group], max_completion_length: int) -> dict[str, float]:
+    def scale(self, rollout: Rollout) -> float:
+        """1: the normaliser is the same for all."""
+        return 1.0
+
+    def denominator(self, groups: Sequence[Group], max_completion_length: int) -> float:
         """Scored rollouts × max_completion_length. Raises ValueError for a length below 1."""
         if max_completion_length < 1:
             raise ValueError(f"max_completion_length is {max_completion_length}; at least 1 token.")
-        return self.per_component(float(ops.scored_members(groups) * max_completion_length))
+        return float(scored_members(groups) * max_completion_length)

@@ -8,7 +8,8 @@ r are the rewards of a group's scored members, N counts the scored rollouts of t
 
 Assumes that the members of a group are independent attempts at one prompt by one policy. Known
 biases: a token of a long rollout counts less than one of a short rollout, and groups that nearly
-always succeed or fail are blown up by their small std; `dr_grpo` removes both.
+always succeed or fail are blown up by their small std; `dr_grpo` removes both. The paper's penalty
+has the gradient of its estimator (`kl_gradient: estimator`); the default here is the exact one.
 
 Degenerate cases: rewards that are the same, and a group of one, give advantage exactly 0. A failed
 member is in no mean, no spread and no denominator. A truncated one that is masked counts in all
@@ -19,37 +20,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-from groupwise.algorithms import ops
-from groupwise.algorithms.clipped import ClippedSurrogate
-from groupwise.types import Group, Weight
+from groupwise.algorithms.advantages import Credit, group_relative, trained_tokens
+from groupwise.algorithms.clipped import Clipped
+from groupwise.algorithms.family import per_rollout
+from groupwise.algorithms.knobs import SCALE_REWARDS, ScaleRewards
+from groupwise.types import Group, Rollout
 
 
-@dataclass(frozen=True, slots=True)
-class Grpo(ClippedSurrogate):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grpo(Clipped):
     """Standardised advantages, mean over the tokens of each rollout, then over rollouts."""
 
     name: ClassVar[str] = "grpo"
 
-    scale_rewards: Literal["group", "none"] = field(
-        default="group",
-        metadata={
-            "description": "group: divide centred rewards by their group's standard deviation, as "
-            "published. none: centre only, so that the size of rewards matters."
-        },
-    )
+    scale_rewards: ScaleRewards = field(default="group", metadata=SCALE_REWARDS)
 
-    def weights(self, group: Group) -> tuple[Weight | None, ...]:
-        """The scale is 1 / trained tokens of the rollout."""
-        credit = ops.group_advantages(group, divide_by_std=self.scale_rewards == "group")
-        return tuple(
-            Weight(advantage, scale=1 / ops.trained_tokens(rollout))
-            if advantage is not None and self.trains(rollout)
-            else None
-            for rollout, advantage in zip(group.rollouts, credit, strict=True)
-        )
+    def credit(self, groups: Sequence[Group]) -> Credit:
+        """Centred and scaled within the group."""
+        return group_relative(groups, self.scale_rewards)
 
-    def denominators(self, groups: Sequence[Group], max_completion_length: int) -> dict[str, float]:
+    def scale(self, rollout: Rollout) -> float:
+        """A mean over the rollout's tokens."""
+        return 1 / trained_tokens(rollout)
+
+    def denominator(self, groups: Sequence[Group], max_completion_length: int) -> float:
         """The number of scored rollouts; the length plays no part."""
-        return self.per_component(float(ops.scored_members(groups)))
+        return per_rollout(groups)

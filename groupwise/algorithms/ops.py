@@ -1,79 +1,16 @@
-"""The maths that algorithms share, in two halves.
+"""The tensor maths that algorithms share, through the methods of tensors only.
 
-The first half works on rewards, as Python floats: sums are exact (`math.fsum`), so that no result
-depends on the order of a group's members. The second half works on tensors through their methods
-only. There, whatever stands outside the mask is replaced before it is exponentiated or multiplied:
-neither values nor gradients can be reached by it.
+Whatever stands outside the mask is replaced before it is exponentiated or multiplied: neither
+values nor gradients can be reached by it.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
-
 from groupwise.algorithms.base import Tensor, TokenBatch
-from groupwise.types import Group, Rollout
-
-STD_EPSILON = 1e-4
-"""Added to the standard deviation before dividing by it, as TRL does."""
-
-TIE_TOLERANCE = 1e-6
-"""Rewards whose whole spread is within this share of their size (or of 1, if they are smaller) are
-the same reward. Ten times the rounding of float32, in which many rewards are computed, and far
-below any difference that a reward means."""
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios (nats) are held within ± this before they are exponentiated: exp(89) is infinite in
 float32, and 0 · ∞ a NaN gradient. Beyond it, at a ratio of half a billion, there is no gradient."""
-
-
-def tied(rewards: Sequence[float]) -> bool:
-    """Whether the rewards are all the same up to rounding, and so say nothing about who is better."""
-    largest = max(map(abs, rewards), default=0.0)
-    spread = max(rewards, default=0.0) - min(rewards, default=0.0)
-    return spread <= TIE_TOLERANCE * max(1.0, largest)
-
-
-def advantages(rewards: Sequence[float], *, divide_by_std: bool) -> list[float]:
-    """Rewards of one group less their mean, divided on request by standard deviation + 1e-4.
-
-    The standard deviation is that of a sample (over n − 1), as in TRL, which keeps |advantage| below
-    (n − 1) / √n. Tied rewards, and so a group of one, give exactly 0.
-    """
-    if tied(rewards):
-        return [0.0] * len(rewards)
-    mean = math.fsum(reward / len(rewards) for reward in rewards)
-    centred = [reward - mean for reward in rewards]
-    if not divide_by_std:
-        return centred
-    std = math.hypot(*sorted(centred)) / math.sqrt(len(centred) - 1)
-    return [deviation / (std + STD_EPSILON) for deviation in centred]
-
-
-def group_advantages(group: Group, *, divide_by_std: bool) -> tuple[float | None, ...]:
-    """Advantage of each of `group.rollouts`, in their order; None for those that were not scored."""
-    rewards = [_reward(rollout) for rollout in group.scored]
-    credit = iter(advantages(rewards, divide_by_std=divide_by_std))
-    return tuple(
-        next(credit) if rollout.outcome == "scored" else None for rollout in group.rollouts
-    )
-
-
-def _reward(rollout: Rollout) -> float:
-    where = f"draw {rollout.draw}, member {rollout.member}"
-    assert rollout.reward is not None, f"{where} is scored, but has no reward"
-    assert math.isfinite(rollout.reward), f"{where} is scored {rollout.reward}"
-    return rollout.reward
-
-
-def trained_tokens(rollout: Rollout) -> int:
-    """How many tokens of a rollout teach: those that the policy wrote."""
-    return sum(len(segment.token_ids) for segment in rollout.segments if segment.source == "policy")
-
-
-def scored_members(groups: Iterable[Group]) -> int:
-    """How many rollouts of all groups together were scored."""
-    return sum(len(group.scored) for group in groups)
 
 
 def masked_difference(a_BT: Tensor, b_BT: Tensor, mask_BT: Tensor) -> Tensor:
@@ -86,22 +23,37 @@ def bounded(log_ratio_BT: Tensor) -> Tensor:
     return log_ratio_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def clipped_surrogate(ratio_BT: Tensor, advantages_B: Tensor, low: float, high: float) -> Tensor:
-    """PPO's objective for each token, to be maximised: min(ratio · A, clip(ratio, low, high) · A)."""
-    advantages_B1 = advantages_B.unsqueeze(-1)
-    return (ratio_BT * advantages_B1).minimum(ratio_BT.clamp(low, high) * advantages_B1)
+def token_counts(mask_BT: Tensor, like: Tensor) -> Tensor:
+    """How many tokens of each row teach, at least 1, as (B, 1) in the dtype of `like`."""
+    return (mask_BT != 0).sum(-1, keepdim=True).clamp(min=1).to(like.dtype)
 
 
-def k3(policy_BT: Tensor, reference_BT: Tensor, mask_BT: Tensor) -> Tensor:
-    """Schulman's k3 estimate of KL(policy ‖ reference) for each token.
+def sequence_log_ratio(log_ratio_BT: Tensor, mask_BT: Tensor, *, mean: bool) -> Tensor:
+    """Each token with the log-ratio of its whole row, the mean or the sum of those of its tokens.
 
-    That is exp(d) − d − 1 with d = reference − policy log-probability. It is never negative, and its
-    mean over the policy's own samples is the divergence (http://joschu.net/blog/kl-approx.html).
-    The gradient of that mean is another matter: 1 − exp(d) times the gradient of the log-probability
-    is, over the policy's own samples, the gradient of KL(reference ‖ policy).
+    The gradient of a token is that of its own log-probability (GSPO-token, equation 14), for the sum
+    times the number of tokens. Averaged over the row, value and gradient are those of the row's
+    ratio. Whatever multiplies a token then acts on that token's gradient alone.
     """
-    log_ratio = bounded(masked_difference(reference_BT.detach(), policy_BT, mask_BT))
-    return log_ratio.expm1() - log_ratio
+    counts_B1 = token_counts(mask_BT, log_ratio_BT)
+    share_B1 = 1 / counts_B1 if mean else 1.0
+    of_row_B1 = log_ratio_BT.detach().sum(-1, keepdim=True) * share_B1
+    factor = 1.0 if mean else counts_B1
+    carried_BT = (log_ratio_BT - log_ratio_BT.detach()) * factor
+    return bounded(of_row_B1 + carried_BT).masked_fill(mask_BT == 0, 0.0)
+
+
+def clipped_surrogate(
+    ratio_BT: Tensor, advantages_B: Tensor, low: float, high: float, delta: float | None = None
+) -> Tensor:
+    """PPO's objective for each token, to be maximised: min(ratio · A, clip(ratio, low, high) · A).
+
+    With `delta`, the first ratio is held below it, which bounds the loss where A < 0 (two-sided
+    clipping, INTELLECT-2: https://arxiv.org/abs/2505.07291, section 3.4).
+    """
+    advantages_B1 = advantages_B.unsqueeze(-1)
+    free_BT = ratio_BT if delta is None else ratio_BT.clamp(max=delta)
+    return (free_BT * advantages_B1).minimum(ratio_BT.clamp(low, high) * advantages_B1)
 
 
 def scaled_sum(values_BT: Tensor, scales_B: Tensor, mask_BT: Tensor) -> Tensor:
@@ -109,18 +61,29 @@ def scaled_sum(values_BT: Tensor, scales_B: Tensor, mask_BT: Tensor) -> Tensor:
     return (values_BT * scales_B.unsqueeze(-1)).masked_fill(mask_BT == 0, 0.0).sum()
 
 
-def token_stats(batch: TokenBatch, ratio_BT: Tensor, low: float, high: float) -> dict[str, Tensor]:
-    """The sums of `LossResult.stats` that need no reference. Outside the mask the ratio must be 1."""
-    trained, ratio = batch.mask_BT != 0, ratio_BT.detach()
+def clip_stats(
+    batch: TokenBatch, ratio_BT: Tensor, low: float, high: float, delta: float | None
+) -> dict[str, Tensor]:
+    """Tokens that a bound left without gradient. Outside the mask the ratio must be 1."""
     advantages_B1 = batch.advantages_B.unsqueeze(-1)
-    gap = masked_difference(batch.policy_logprobs_BT, batch.sampling_logprobs_BT, batch.mask_BT)
-    stats = {
-        "tokens": trained,
-        "ratio": ratio.masked_fill(~trained, 0.0),
-        "clip_low": (ratio < low) & (advantages_B1 < 0),
-        "clip_high": (ratio > high) & (advantages_B1 > 0),
-        "logprob_gap": gap.detach().abs(),
+    clipped = {
+        "clip_low": (ratio_BT < low) & (advantages_B1 < 0),
+        "clip_high": (ratio_BT > high) & (advantages_B1 > 0),
     }
+    if delta is not None:
+        clipped["clip_delta"] = (ratio_BT > delta) & (advantages_B1 < 0)
+    return clipped
+
+
+def token_stats(batch: TokenBatch) -> dict[str, Tensor]:
+    """The values of `LossResult.stats` that every loss has, per token, 0 outside the mask."""
+    trained = batch.mask_BT != 0
+    stats = {"tokens": trained}
     if batch.entropies_BT is not None:
         stats["entropy"] = batch.entropies_BT.detach().masked_fill(~trained, 0.0)
-    return {name: values_BT.sum().to(ratio.dtype) for name, values_BT in stats.items()}
+    return stats
+
+
+def summed(stats: dict[str, Tensor], like: Tensor) -> dict[str, Tensor]:
+    """The sum of each, in the dtype of `like`."""
+    return {name: values_BT.sum().to(like.dtype) for name, values_BT in stats.items()}

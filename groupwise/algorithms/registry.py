@@ -7,12 +7,21 @@ from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
-from groupwise.algorithms.base import Algorithm
+from groupwise.algorithms.base import Algorithm, Loss
+from groupwise.algorithms.cispo import Cispo
+from groupwise.algorithms.dapo import Dapo
 from groupwise.algorithms.dr_grpo import DrGrpo
+from groupwise.algorithms.family import GroupRelative
 from groupwise.algorithms.grpo import Grpo
+from groupwise.algorithms.gspo import Gspo
+from groupwise.algorithms.reinforce_pp import ReinforcePp
+from groupwise.algorithms.rloo import Rloo
+from groupwise.algorithms.sft import Sft
 from groupwise.types import LossSpec
 
-ALGORITHMS: dict[str, type[Grpo | DrGrpo]] = {kind.name: kind for kind in (Grpo, DrGrpo)}
+ALGORITHMS: dict[str, type[GroupRelative]] = {
+    kind.name: kind for kind in (Grpo, DrGrpo, Dapo, Gspo, Cispo, Rloo, ReinforcePp)
+}
 """Every algorithm by the name that configs use."""
 
 
@@ -31,8 +40,10 @@ def make(name: str, knobs: Mapping[str, Any]) -> Algorithm:
     return kind(**knobs)
 
 
-def from_spec(spec: LossSpec) -> Algorithm:
-    """The inverse of `Algorithm.loss_spec`."""
+def from_spec(spec: LossSpec) -> Loss:
+    """The inverse of `Loss.loss_spec`: an algorithm, or the supervised loss `sft`."""
+    if spec.name == Sft.name and not spec.knobs:
+        return Sft()
     return make(spec.name, spec.knobs)
 
 

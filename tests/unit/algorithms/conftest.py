@@ -63,6 +63,7 @@ def _batch(
     scales: Sequence[float] | None = None,
     reference: Sequence[Sequence[float]] | None = None,
     entropies: Sequence[Sequence[float]] | None = None,
+    proximal: Sequence[Sequence[float]] | None = None,
 ) -> TokenBatch:
     """In float64; sampling log-probabilities are those of the policy, masks and scales 1, unless given."""
 
@@ -78,6 +79,7 @@ def _batch(
         scales_B=tensor([1.0] * len(policy) if scales is None else scales),
         entropies_BT=None if entropies is None else tensor(entropies),
         reference_logprobs_BT=None if reference is None else tensor(reference),
+        proximal_logprobs_BT=None if proximal is None else tensor(proximal),
     )
 
 

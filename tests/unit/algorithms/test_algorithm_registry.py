@@ -9,21 +9,50 @@ from typing import Any
 
 import pytest
 
-from groupwise.algorithms.dr_grpo import DrGrpo
-from groupwise.algorithms.grpo import Grpo
 from groupwise.algorithms.registry import ALGORITHMS, from_spec, make
 from groupwise.types import LossSpec, from_json, to_json
 
-KNOBS = {"beta": 0.04, "epsilon": 0.1, "epsilon_high": 0.28, "mask_truncated_completions": True}
+KNOBS = {
+    "beta": 0.04,
+    "kl_estimator": "k2",
+    "epsilon_high": 0.28,
+    "mask_truncated_completions": True,
+}
+
+SHARED = {
+    "beta": 0.0,
+    "kl_estimator": "k3",
+    "kl_gradient": "exact",
+    "kl_target": None,
+    "kl_horizon": 10_000.0,
+    "entropy_coef": 0.0,
+    "mask_truncated_completions": False,
+    "importance_sampling_correction": "none",
+    "importance_sampling_cap": 3.0,
+    "dynamic_sampling": False,
+    "max_resample_rounds": 10,
+}
+CLIPPED = {**SHARED, "epsilon": 0.2, "epsilon_high": None, "delta": None}
+GROUP = {"scale_rewards": "group"}
+DEFAULTS = {
+    "grpo": CLIPPED | GROUP,
+    "dr_grpo": CLIPPED,
+    "dapo": CLIPPED
+    | GROUP
+    | {"epsilon_high": 0.28, "dynamic_sampling": True}
+    | {"soft_punish_cache": None, "soft_punish_factor": 1.0},
+    "gspo": CLIPPED
+    | GROUP
+    | {"epsilon": 3e-4, "epsilon_high": 4e-4, "importance_sampling_correction": "token_truncate"},
+    "cispo": SHARED | GROUP | {"epsilon_high": 4.0},
+    "rloo": CLIPPED | {"importance_sampling_correction": "token_truncate"},
+    "reinforce_pp": CLIPPED | {"group_baseline": False},
+}
 
 
-def test_names() -> None:
-    assert dict(ALGORITHMS) == {"grpo": Grpo, "dr_grpo": DrGrpo}
-
-
-def test_defaults() -> None:
-    assert make("grpo", {}) == Grpo(0.0, 0.2, None, False, "group")
-    assert make("dr_grpo", {}) == DrGrpo(0.0, 0.2, None, False)
+def test_algorithms_have_these_knobs_and_defaults() -> None:
+    found = {name: make(name, {}).loss_spec().knobs for name in ALGORITHMS}
+    assert found == DEFAULTS
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -40,18 +69,19 @@ def test_algorithms_are_frozen_and_describe_their_knobs(name: str) -> None:
     algorithm = make(name, {})
     assert not hasattr(algorithm, "__dict__")
     with pytest.raises(FrozenInstanceError):
-        algorithm.epsilon = 1.0  # pyright: ignore[reportAttributeAccessIssue]
+        algorithm.epsilon_high = 1.0  # pyright: ignore[reportAttributeAccessIssue]
     for knob in fields(ALGORITHMS[name]):
         assert knob.metadata["description"]
-        assert knob.metadata.keys() <= {"description", "ge", "gt", "le"}
+        assert knob.metadata.keys() <= {"description", "ge", "gt", "le", "needs"}
 
 
 def test_unknown_name_lists_what_exists() -> None:
     with pytest.raises(
-        ValueError, match=r"'drgrpo'; did you mean 'dr_grpo'\? There are: dr_grpo, grpo\."
+        ValueError,
+        match=r"'drgrpo'; did you mean 'dr_grpo'\? There are: cispo, dapo, dr_grpo, grpo,",
     ):
         make("drgrpo", {})
-    with pytest.raises(ValueError, match=r"no algorithm 'xyz'\. There are: dr_grpo, grpo\."):
+    with pytest.raises(ValueError, match=r"no algorithm 'xyz'\. There are: cispo, "):
         from_spec(LossSpec("xyz"))
 
 
@@ -61,7 +91,9 @@ def test_all_unknown_knobs_are_named_at_once() -> None:
     first, second = str(caught.value).splitlines()
     assert first.startswith("dr_grpo has no knob 'epsilon_hi'; did you mean 'epsilon_high'?")
     assert second.startswith("dr_grpo has no knob 'scale_rewards'")
-    assert second.endswith("There are: beta, epsilon, epsilon_high, mask_truncated_completions.")
+    assert (
+        "There are: beta, delta, dynamic_sampling, entropy_coef, epsilon, epsilon_high," in second
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,8 +109,14 @@ def test_all_unknown_knobs_are_named_at_once() -> None:
         ("epsilon_high", -1, "greater than 0.0"),
         ("epsilon_high", "wide", "a finite number or null"),
         ("mask_truncated_completions", 1, "true or false"),
-        ("scale_rewards", "batch", "one of 'group', 'none'"),
-        ("scale_rewards", True, "one of 'group', 'none'"),
+        ("scale_rewards", "step", "one of 'group', 'batch', 'none'"),
+        ("scale_rewards", True, "one of 'group', 'batch', 'none'"),
+        ("max_resample_rounds", 0, "at least 1"),
+        ("max_resample_rounds", 1.5, "a whole number"),
+        ("max_resample_rounds", None, r"a whole number\."),
+        ("delta", 1.0, "greater than 1.0"),
+        ("kl_target", 0, "greater than 0.0"),
+        ("importance_sampling_correction", "tis", "one of 'none', 'token_truncate'"),
     ],
 )
 def test_bad_value_names_the_knob_and_what_is_allowed(knob: str, value: Any, expected: str) -> None:

@@ -24,18 +24,21 @@ FLAT = [[-1.0] * 4, [-1.0] * 4]
 
 
 def test_weights_and_denominators(pair) -> None:
-    good, bad = Grpo().weights(pair)
+    good, bad = Grpo().weights([pair])[0]
     assert good is not None
     assert bad is not None
     assert (good.advantage, bad.advantage) == pytest.approx((A, -A))
     assert (good.scale, bad.scale) == (1 / 2, 1 / 4)
     assert Grpo().denominators([pair, pair], 99) == {"policy": 4.0}
-    assert Grpo(beta=0.1).denominators([pair], 99) == {"policy": 2.0, "kl": 2.0}
+    assert Grpo(beta=0.1, kl_gradient="estimator").denominators([pair], 99) == {
+        "policy": 2.0,
+        "kl": 2.0,
+    }
 
 
 def test_on_policy_loss_is_zero_however_long_the_rollouts(pair, weighted, total) -> None:
     algorithm = Grpo()
-    rows = weighted(algorithm.weights(pair), FLAT, mask=LENGTHS)
+    rows = weighted(algorithm.weights([pair])[0], FLAT, mask=LENGTHS)
     loss = total(algorithm, rows, algorithm.denominators([pair], 8))
     loss.backward()
     assert loss.item() == pytest.approx(0, abs=1e-15)
@@ -45,10 +48,10 @@ def test_on_policy_loss_is_zero_however_long_the_rollouts(pair, weighted, total)
 
 
 def test_off_policy_loss_with_penalty(pair, weighted, total) -> None:
-    algorithm = Grpo(beta=0.1)
+    algorithm = Grpo(beta=0.1, kl_gradient="estimator")
     ratios = [[1.1, 1.3, 1.0, 1.0], [0.9, 0.7, 1.0, 1.3]]
     rows = weighted(
-        algorithm.weights(pair),
+        algorithm.weights([pair])[0],
         [[math.log(ratio) - 1 for ratio in row] for row in ratios],
         sampling=FLAT,
         mask=LENGTHS,
@@ -64,7 +67,7 @@ def test_off_policy_loss_with_penalty(pair, weighted, total) -> None:
 def test_tokens_of_the_environment_count_nowhere(rollout, group, weighted, total) -> None:
     talk = group(rollout(0, 1.0, tokens=2, observed=2), rollout(1, 0.0, tokens=4))
     algorithm = Grpo()
-    weights = algorithm.weights(talk)
+    weights = algorithm.weights([talk])[0]
     assert weights[0] is not None
     assert weights[0].scale == 1 / 2
     rows = weighted(weights, FLAT, mask=[[0, 0, 1, 1], [1, 1, 1, 1]])
@@ -73,13 +76,15 @@ def test_tokens_of_the_environment_count_nowhere(rollout, group, weighted, total
 
 
 def test_centred_only_on_request(pair) -> None:
-    advantages = [weight.advantage for weight in Grpo(scale_rewards="none").weights(pair) if weight]
+    advantages = [
+        weight.advantage for weight in Grpo(scale_rewards="none").weights([pair])[0] if weight
+    ]
     assert advantages == [0.5, -0.5]
 
 
 def test_failed_members_have_no_weight_and_no_share(group) -> None:
     mixed = group(1.0, None, 0.0)
-    weights = Grpo().weights(mixed)
+    weights = Grpo().weights([mixed])[0]
     assert weights[1] is None
     assert [weight.advantage for weight in weights if weight] == pytest.approx([A, -A])
     assert Grpo().denominators([mixed, group(None, None)], 8) == {"policy": 2.0}
@@ -88,8 +93,8 @@ def test_failed_members_have_no_weight_and_no_share(group) -> None:
 
 def test_truncated_members_teach_unless_masked(rollout, group) -> None:
     cut = group(rollout(0, 0.0, truncated=True), 1.0, 1.0)
-    plain = Grpo().weights(cut)
-    masked = Grpo(mask_truncated_completions=True).weights(cut)
+    plain = Grpo().weights([cut])[0]
+    masked = Grpo(mask_truncated_completions=True).weights([cut])[0]
     assert plain[0] is not None
     assert masked[0] is None
     assert masked[1:] == plain[1:]  # its reward still counts in mean and spread
@@ -98,7 +103,7 @@ def test_truncated_members_teach_unless_masked(rollout, group) -> None:
 
 def test_rollout_without_a_token_counts_but_has_no_row(rollout, group) -> None:
     silent = group(rollout(0, 0.0, tokens=0), 1.0)
-    weights = Grpo().weights(silent)
+    weights = Grpo().weights([silent])[0]
     assert weights[0] is None
     assert weights[1] is not None
     assert weights[1].advantage == pytest.approx(A)
@@ -107,6 +112,6 @@ def test_rollout_without_a_token_counts_but_has_no_row(rollout, group) -> None:
 
 def test_group_that_agrees_has_no_signal(group) -> None:
     algorithm = Grpo()
-    weights = algorithm.weights(group(0.35, 0.35, 0.35))
+    weights = algorithm.weights([group(0.35, 0.35, 0.35)])[0]
     assert [weight.advantage for weight in weights if weight] == [0.0, 0.0, 0.0]
     assert not algorithm.teaches(weights)

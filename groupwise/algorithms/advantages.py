@@ -1,0 +1,106 @@
+"""From rewards to advantages: the maths that algorithms share, on Python floats.
+
+Sums are exact (`math.fsum`) or sorted first, so that no result depends on the order of a group's
+members or of the groups. Rewards that are the same give exactly 0 everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
+from groupwise.algorithms.knobs import ScaleRewards
+from groupwise.types import Group, Rollout
+
+STD_EPSILON = 1e-4
+"""Added to the standard deviation before dividing by it, as TRL does."""
+
+TIE_TOLERANCE = 1e-6
+"""Rewards whose whole spread is within this share of their size (or of 1, if they are smaller) are
+the same reward. Ten times the rounding of float32, in which many rewards are computed, and far
+below any difference that a reward means."""
+
+Credit: TypeAlias = list[tuple[float | None, ...]]
+"""For each group the advantages of its rollouts, in their order; None for those not scored."""
+
+
+def tied(rewards: Sequence[float]) -> bool:
+    """Whether the rewards are all the same up to rounding, and so say nothing about who is better."""
+    largest = max(map(abs, rewards), default=0.0)
+    spread = max(rewards, default=0.0) - min(rewards, default=0.0)
+    return spread <= TIE_TOLERANCE * max(1.0, largest)
+
+
+def centred(rewards: Sequence[float]) -> list[float]:
+    """Rewards less their mean. Tied rewards, and so a single one, give exactly 0."""
+    if tied(rewards):
+        return [0.0] * len(rewards)
+    mean = math.fsum(reward / len(rewards) for reward in rewards)
+    return [reward - mean for reward in rewards]
+
+
+def deviation(differences: Sequence[float]) -> float:
+    """Standard deviation of a sample (over n − 1) from differences to its mean; 0 for fewer than two.
+
+    As in TRL; it keeps a standardised advantage below (n − 1) / √n.
+    """
+    if len(differences) < 2:
+        return 0.0
+    return math.hypot(*sorted(differences)) / math.sqrt(len(differences) - 1)
+
+
+def scaled(differences: Sequence[float], std: float) -> list[float]:
+    """Differences divided by the standard deviation + 1e-4."""
+    return [difference / (std + STD_EPSILON) for difference in differences]
+
+
+def leave_one_out(rewards: Sequence[float]) -> list[float]:
+    """Each reward less the mean of the others, which is n / (n − 1) times the centred one."""
+    if len(rewards) < 2:
+        return [0.0] * len(rewards)
+    return [value * len(rewards) / (len(rewards) - 1) for value in centred(rewards)]
+
+
+def group_relative(groups: Sequence[Group], scale: ScaleRewards) -> Credit:
+    """Rewards less their group's mean, divided by the standard deviation of group, step or nothing."""
+    rewards = [scored_rewards(group) for group in groups]
+    differences = [centred(values) for values in rewards]
+    if scale == "group":
+        differences = [scaled(values, deviation(values)) for values in differences]
+    elif scale == "batch":
+        std = deviation(centred([reward for values in rewards for reward in values]))
+        differences = [scaled(values, std) for values in differences]
+    return to_members(groups, differences)
+
+
+def to_members(groups: Sequence[Group], values: Sequence[Sequence[float]]) -> Credit:
+    """Values of the scored members in the places of all members."""
+    return [_to_members(group, of_group) for group, of_group in zip(groups, values, strict=True)]
+
+
+def _to_members(group: Group, values: Sequence[float]) -> tuple[float | None, ...]:
+    left = iter(values)
+    return tuple(next(left) if rollout.outcome == "scored" else None for rollout in group.rollouts)
+
+
+def scored_rewards(group: Group) -> list[float]:
+    """The rewards of a group's scored members, in their order."""
+    return [_reward(rollout) for rollout in group.scored]
+
+
+def _reward(rollout: Rollout) -> float:
+    where = f"draw {rollout.draw}, member {rollout.member}"
+    assert rollout.reward is not None, f"{where} is scored, but has no reward"
+    assert math.isfinite(rollout.reward), f"{where} is scored {rollout.reward}"
+    return rollout.reward
+
+
+def trained_tokens(rollout: Rollout) -> int:
+    """How many tokens of a rollout teach: those that the policy wrote."""
+    return sum(len(segment.token_ids) for segment in rollout.segments if segment.source == "policy")
+
+
+def scored_members(groups: Iterable[Group]) -> int:
+    """How many rollouts of all groups together were scored."""
+    return sum(len(group.scored) for group in groups)

@@ -1,0 +1,65 @@
+"""CISPO, clipped importance-sampling weights: MiniMax-M1, https://arxiv.org/abs/2506.13585, eq. 4, 5.
+
+    A_i  = (r_i − mean(r)) / (std(r) + 1e-4)
+    loss = 1/(Σ_i |o_i|) · Σ_i Σ_t −sg[ min(ratio, 1 + epsilon_high) ] · A_i · log-probability
+
+The weight is clipped, not the update: sg stops its gradient, so every token keeps the gradient of
+its log-probability, at most 1 + epsilon_high times. A clip like PPO's drops exactly the unlikely
+tokens that start a new thought. There is no bound below, as in the paper's experiments.
+
+Assumes that the weights above the cap are few; each makes the gradient a little biased. The paper
+does not give its cap. The default, 5 in all, is that of ScaleRL (https://arxiv.org/abs/2510.13786).
+TRL writes it as `epsilon_high: 5.0`; here the key means the same in all algorithms.
+
+The value of the loss means nothing, only its gradient does: on policy it is that of REINFORCE.
+
+Degenerate cases: those of `grpo`; a truncated rollout that is masked is also left out of the tokens
+that are counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from groupwise.algorithms import ops
+from groupwise.algorithms.advantages import Credit, group_relative
+from groupwise.algorithms.base import Tensor, TokenBatch
+from groupwise.algorithms.clipped import Clipped
+from groupwise.algorithms.family import GroupRelative
+from groupwise.algorithms.knobs import SCALE_REWARDS, ScaleRewards, metadata_of
+from groupwise.types import Group, Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cispo(GroupRelative):
+    """A capped, detached weight times the log-probability; mean over the tokens of the step."""
+
+    name: ClassVar[str] = "cispo"
+
+    epsilon_high: float = field(default=4.0, metadata=metadata_of(Clipped, "epsilon_high"))
+    scale_rewards: ScaleRewards = field(default="group", metadata=SCALE_REWARDS)
+
+    def credit(self, groups: Sequence[Group]) -> Credit:
+        """Centred and scaled within the group."""
+        return group_relative(groups, self.scale_rewards)
+
+    def scale(self, rollout: Rollout) -> float:
+        """1: tokens weigh the same."""
+        return 1.0
+
+    def denominator(self, groups: Sequence[Group], max_completion_length: int) -> float:
+        """The trained tokens of the step."""
+        return float(self.tokens(groups))
+
+    def surrogate(
+        self, batch: TokenBatch, log_ratio_BT: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The capped weight times advantage times log-probability."""
+        masked = batch.mask_BT == 0
+        ratio = ops.bounded(log_ratio_BT.detach()).exp()
+        weight = ratio.clamp(max=1 + self.epsilon_high) * batch.advantages_B.unsqueeze(-1)
+        surrogate = weight * batch.policy_logprobs_BT.masked_fill(masked, 0)
+        capped = (ratio > 1 + self.epsilon_high) & (batch.advantages_B.unsqueeze(-1) != 0)
+        return surrogate, {"clip_high": capped, "ratio": ratio.masked_fill(masked, 0.0)}

@@ -1,0 +1,37 @@
+"""Importance weights between sampler and learner.
+
+The engine that samples and the one that trains give the same weights slightly different
+probabilities, so that what looks on policy is not quite. The correction multiplies the surrogate of
+each token by a detached weight, exp(proximal − sampling log-probability), where proximal ones are
+the learner's at the start of the batch; the ratio that is clipped then speaks of the updates alone.
+
+    token_*      one weight for each token: little variance, a small bias
+    sequence_*   one for the rollout, the product of its tokens' weights: no bias, much variance
+    *_truncate   weights above the cap become the cap (https://fengyao.notion.site/off-policy-rl)
+    *_mask       weights above the cap become 0, and the token or rollout is left out
+
+As in TRL (`vllm_importance_sampling_mode`), whose default is sequence_mask with a cap of 3.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+from groupwise.algorithms import ops
+from groupwise.algorithms.base import Tensor
+
+Correction: TypeAlias = Literal[
+    "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+]
+
+
+def importance_weights(
+    proximal_BT: Tensor, sampling_BT: Tensor, mask_BT: Tensor, mode: Correction, cap: float
+) -> tuple[Tensor, Tensor]:
+    """The weight of each token, and whether the cap acted on it; 1 and False outside the mask."""
+    gap_BT = ops.masked_difference(proximal_BT.detach(), sampling_BT.detach(), mask_BT)
+    if mode.startswith("sequence"):
+        gap_BT = gap_BT.sum(-1, keepdim=True).expand_as(gap_BT).masked_fill(mask_BT == 0, 0.0)
+    weights_BT = ops.bounded(gap_BT).exp()
+    above_BT = (weights_BT > cap) & (mask_BT != 0)
+    return weights_BT.masked_fill(above_BT, cap if mode.endswith("truncate") else 0.0), above_BT

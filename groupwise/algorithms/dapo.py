@@ -1,0 +1,86 @@
+"""DAPO, "decoupled clip and dynamic sampling": https://arxiv.org/abs/2503.14476, equations 8 to 13.
+
+    A_i  = (r_i − mean(r)) / (std(r) + 1e-4)
+    loss = 1/(Σ_i |o_i|) · Σ_i Σ_t −min(ratio · A_i, clip(ratio, 1 − 0.2, 1 + 0.28) · A_i)
+
+Four changes to `grpo`. The clip is wider above, so that unlikely tokens can grow. The sums are
+divided by the tokens of the whole step, so that a token weighs the same in a long rollout. Groups
+in which all succeed or all fail are drawn anew (dynamic sampling). And rewards sink over the last
+tokens before the length limit (`overlong.py`): |y| are the tokens that the policy wrote, and the
+cache is a fifth of the limit unless `soft_punish_cache` says otherwise, as in the paper (4,096 of
+20,480). The paper has no KL penalty.
+
+Assumes that drawing anew is worth its cost: late in training most groups may be solved, and a step
+then takes up to `max_resample_rounds` rounds of sampling.
+
+Degenerate cases: those of `grpo`. A truncated rollout that is masked is also left out of the
+tokens that are counted. Whether a group is drawn anew is decided on the rewards of the task, before
+the punishment: a group that only differs in length has nothing to teach about the task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from groupwise.algorithms.advantages import Credit, group_relative
+from groupwise.algorithms.clipped import Clipped
+from groupwise.algorithms.knobs import SCALE_REWARDS, ScaleRewards, metadata_of
+from groupwise.algorithms.overlong import punished
+from groupwise.types import Group, Rollout
+
+CACHE_SHARE = 0.2
+"""The cache as a share of the limit, unless it is given: 4,096 / 20,480."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dapo(Clipped):
+    """Wider clip above, mean over the tokens of the step, dynamic sampling, over-long shaping."""
+
+    name: ClassVar[str] = "dapo"
+
+    epsilon_high: float | None = field(default=0.28, metadata=metadata_of(Clipped, "epsilon_high"))
+    dynamic_sampling: bool = field(default=True, metadata=metadata_of(Clipped, "dynamic_sampling"))
+    scale_rewards: ScaleRewards = field(default="group", metadata=SCALE_REWARDS)
+    soft_punish_cache: int | None = field(
+        default=None,
+        metadata={
+            "description": "Over-long shaping: tokens before max_completion_length over which the "
+            "reward sinks. null: a fifth of it, as published. 0: no shaping.",
+            "ge": 0,
+        },
+    )
+    soft_punish_factor: float = field(
+        default=1.0,
+        metadata={
+            "description": "Over-long shaping: what a rollout as long as the limit loses.",
+            "gt": 0.0,
+        },
+    )
+
+    def shaped(self, group: Group, max_completion_length: int) -> Group:
+        """With the soft over-long punishment. ValueError for a cache longer than the limit."""
+        cache = self.soft_punish_cache
+        if cache is None:
+            cache = round(CACHE_SHARE * max_completion_length)
+        if cache > max_completion_length:
+            raise ValueError(
+                f"dapo.soft_punish_cache is {cache}, more than max_completion_length "
+                f"({max_completion_length}); a fifth of it is usual."
+            )
+        if cache == 0:
+            return group
+        return punished(group, max_completion_length, cache, self.soft_punish_factor)
+
+    def credit(self, groups: Sequence[Group]) -> Credit:
+        """Centred and scaled within the group."""
+        return group_relative(groups, self.scale_rewards)
+
+    def scale(self, rollout: Rollout) -> float:
+        """1: tokens weigh the same."""
+        return 1.0
+
+    def denominator(self, groups: Sequence[Group], max_completion_length: int) -> float:
+        """The trained tokens of the step."""
+        return float(self.tokens(groups))

@@ -1,0 +1,327 @@
+"""What the algorithms of the family share: the frame of their loss, and the knobs that fit into it.
+
+    policy  = −Σ_rows scale · Σ_tokens w · surrogate
+    kl      =  beta · Σ_rows scale · Σ_tokens k(policy, reference)
+    entropy = −entropy_coef · Σ_rows Σ_tokens H(policy)
+    ratio   = exp(policy log-probability − old log-probability)
+
+The old log-probabilities are those that the sampler reported when it drew the token, and w is 1.
+Then the ratio also corrects for the small differences between sampler and learner. With
+`importance_sampling_correction` the old ones are the learner's own at the start of the batch, and w
+corrects for the sampler (`correction.py`). The entropy is a mean over the tokens of the step,
+whatever the algorithm does with lengths, so that its coefficient means the same everywhere.
+
+An algorithm inherits from here and adds what distinguishes it: how rewards become advantages, the
+scale of a row, what sums are divided by, and the surrogate of a token.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import ClassVar, Self
+
+from groupwise.algorithms import kl, ops
+from groupwise.algorithms.advantages import Credit, scored_members, tied, trained_tokens
+from groupwise.algorithms.base import LossResult, Tensor, TokenBatch
+from groupwise.algorithms.correction import Correction, importance_weights
+from groupwise.algorithms.kl import KlEstimator, KlGradient
+from groupwise.algorithms.knobs import check_knobs
+from groupwise.algorithms.overlong import reward_of_the_task
+from groupwise.types import Group, LossSpec, Rollout, Weight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRelative(ABC):
+    """Knobs and loss that all algorithms share."""
+
+    name: ClassVar[str]
+
+    beta: float = field(
+        default=0.0,
+        metadata={
+            "description": "Weight of the KL penalty to the reference policy. 0: no penalty and no "
+            "reference to compute, usual where rewards can be verified.",
+            "ge": 0.0,
+        },
+    )
+    kl_estimator: KlEstimator = field(
+        default="k3",
+        metadata={
+            "description": "Schulman's estimator of the KL divergence. k3 is never negative and has "
+            "little variance.",
+            "needs": "beta",
+        },
+    )
+    kl_gradient: KlGradient = field(
+        default="exact",
+        metadata={
+            "description": "exact: the penalty's gradient is that of KL(policy ‖ reference). "
+            "estimator: that of the estimator, as first published; for k3 this is the gradient of "
+            "KL(reference ‖ policy), for k1 it would be noise.",
+            "needs": "beta",
+        },
+    )
+    kl_target: float | None = field(
+        default=None,
+        metadata={
+            "description": "Adaptive KL: after each step beta moves so that the mean KL (nats per "
+            "token) nears this target; 0.05 with a beta of 0.12 to start from is usual. null: beta "
+            "stays.",
+            "gt": 0.0,
+            "needs": "beta",
+        },
+    )
+    kl_horizon: float = field(
+        default=10_000.0,
+        metadata={
+            "description": "Adaptive KL: rollouts in which beta moves by up to a fifth; larger is "
+            "slower.",
+            "gt": 0.0,
+            "needs": "kl_target",
+        },
+    )
+    entropy_coef: float = field(
+        default=0.0,
+        metadata={
+            "description": "Weight of a bonus for the policy's entropy, mean nats per token, against "
+            "collapse to one answer. 0: no bonus, and entropies are only measured.",
+            "ge": 0.0,
+        },
+    )
+    mask_truncated_completions: bool = field(
+        default=False,
+        metadata={
+            "description": "Leave rollouts that the length limit cut off out of the loss. Their "
+            "rewards still count in mean and spread, and they still count as rollouts.",
+        },
+    )
+    importance_sampling_correction: Correction = field(
+        default="none",
+        metadata={
+            "description": "Correct for differences between sampler and learner by a weight for each "
+            "token or rollout, truncated or masked above the cap. Costs another forward pass. none: "
+            "the clipped ratio itself is taken against the sampler. Default token_truncate for gspo "
+            "and rloo, whose ratios of whole rollouts add up the differences.",
+        },
+    )
+    importance_sampling_cap: float = field(
+        default=3.0,
+        metadata={
+            "description": "Largest weight of the importance sampling correction.",
+            "gt": 0.0,
+            "needs": "importance_sampling_correction",
+        },
+    )
+    dynamic_sampling: bool = field(
+        default=False,
+        metadata={
+            "description": "Draw another example in place of a group whose members all got the same "
+            "reward, since it teaches nothing. Default true for dapo.",
+        },
+    )
+    max_resample_rounds: int = field(
+        default=10,
+        metadata={
+            "description": "Dynamic sampling: how often groups are drawn anew in a step, before it "
+            "goes on with those that it has.",
+            "ge": 1,
+            "needs": "dynamic_sampling",
+        },
+    )
+
+    def __post_init__(self) -> None:
+        check_knobs(self)
+        self.check_together()
+
+    def check_together(self) -> None:
+        """Raise ValueError for values that do not go with each other."""
+        if self.kl_target is not None and self.beta == 0:
+            raise ValueError(
+                f"{self.name}.kl_target is {self.kl_target}, but beta is 0 and would stay 0; give "
+                "beta a value to start from, for example 0.12."
+            )
+        if self.beta > 0 and (self.kl_estimator, self.kl_gradient) == ("k1", "estimator"):
+            raise ValueError(
+                f"{self.name}.kl_estimator k1 has no use with kl_gradient estimator: that gradient "
+                "does not know the reference. Take kl_gradient exact, or k2 or k3."
+            )
+
+    @abstractmethod
+    def credit(self, groups: Sequence[Group]) -> Credit:
+        """The advantages of a step."""
+
+    @abstractmethod
+    def scale(self, rollout: Rollout) -> float:
+        """The per-sequence normaliser of a rollout that has tokens."""
+
+    @abstractmethod
+    def denominator(self, groups: Sequence[Group], max_completion_length: int) -> float:
+        """What policy and KL of a step are divided by."""
+
+    @abstractmethod
+    def surrogate(
+        self, batch: TokenBatch, log_ratio_BT: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """What is maximised, and statistics, both per token. Outside the mask the log-ratio is 0."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Only the KL penalty does."""
+        return self.beta > 0
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Only the importance sampling correction does."""
+        return self.importance_sampling_correction != "none"
+
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        """Only the entropy bonus does."""
+        return self.entropy_coef > 0
+
+    @property
+    def resample_rounds(self) -> int:
+        """`max_resample_rounds` with dynamic sampling."""
+        return self.max_resample_rounds if self.dynamic_sampling else 0
+
+    def shaped(self, group: Group, max_completion_length: int) -> Group:
+        """The group as it is."""
+        return group
+
+    def accepts(self, group: Group) -> bool:
+        """With dynamic sampling only a group whose rewards, by the task, differ."""
+        if not self.dynamic_sampling:
+            return True
+        return not tied([reward_of_the_task(rollout) for rollout in group.scored])
+
+    def weights(self, groups: Sequence[Group]) -> tuple[tuple[Weight | None, ...], ...]:
+        """Advantage and scale of each rollout that trains."""
+        return tuple(
+            tuple(
+                Weight(advantage, self.scale(rollout))
+                if advantage is not None and self.trains(rollout)
+                else None
+                for rollout, advantage in zip(group.rollouts, advantages, strict=True)
+            )
+            for group, advantages in zip(groups, self.credit(groups), strict=True)
+        )
+
+    def denominators(self, groups: Sequence[Group], max_completion_length: int) -> dict[str, float]:
+        """That of the algorithm for policy and KL, the number of trained tokens for the entropy."""
+        shared = self.denominator(groups, max_completion_length)
+        found = {"policy": shared}
+        if self.needs_reference:
+            found["kl"] = shared
+        if self.needs_entropy_gradient:
+            found["entropy"] = float(self.tokens(groups))
+        return found
+
+    def trains(self, rollout: Rollout) -> bool:
+        """Whether a scored rollout has tokens that teach; it counts as a rollout anyway."""
+        masked = self.mask_truncated_completions and rollout.truncated
+        return not masked and trained_tokens(rollout) > 0
+
+    def tokens(self, groups: Sequence[Group]) -> int:
+        """Tokens that teach in a step: the same that the sums go over."""
+        return sum(
+            trained_tokens(rollout)
+            for group in groups
+            for rollout in group.scored
+            if self.trains(rollout)
+        )
+
+    def teaches(self, weights: Sequence[Weight | None]) -> bool:
+        """Any advantage but 0 does; with a KL penalty or an entropy bonus any row does."""
+        always = self.needs_reference or self.needs_entropy_gradient
+        return any(always or weight.advantage != 0 for weight in weights if weight is not None)
+
+    def adapted(self, kl: float, rollouts: int) -> Self:
+        """With a beta that was moved towards `kl_target`; the same where there is none."""
+        return self if self.kl_target is None else replace(self, beta=self._next_beta(kl, rollouts))
+
+    def _next_beta(self, measured: float, rollouts: int) -> float:
+        assert self.kl_target is not None
+        return kl.adapted_beta(self.beta, measured, self.kl_target, self.kl_horizon, rollouts)
+
+    def loss_spec(self) -> LossSpec:
+        """Name and every knob, defaults too, so that the other side does not fill in its own."""
+        return LossSpec(self.name, asdict(self))
+
+    def loss(self, batch: TokenBatch) -> LossResult:
+        """The sums at the top of this module. Raises ValueError if the batch lacks what is needed."""
+        self._check_complete(batch)
+        mask = batch.mask_BT
+        sampled = batch.sampling_logprobs_BT.detach()
+        old: Tensor = batch.proximal_logprobs_BT if self.needs_proximal else sampled
+        log_ratio = ops.masked_difference(batch.policy_logprobs_BT, old.detach(), mask)
+        surrogate, stats = self.surrogate(batch, log_ratio)
+        gap = ops.masked_difference(batch.policy_logprobs_BT, sampled, mask)
+        stats |= {**ops.token_stats(batch), "logprob_gap": gap.detach().abs()}
+        if self.needs_proximal:
+            surrogate, stats = self._corrected(batch, surrogate, stats)
+        components = {"policy": -ops.scaled_sum(surrogate, batch.scales_B, mask)}
+        components |= self._penalties(batch, log_ratio)
+        if batch.reference_logprobs_BT is not None:
+            stats["kl"] = self._kl(batch).detach()
+        return LossResult(components, ops.summed(stats, surrogate))
+
+    def _corrected(
+        self, batch: TokenBatch, surrogate: Tensor, stats: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        weights, clipped = importance_weights(
+            batch.proximal_logprobs_BT,
+            batch.sampling_logprobs_BT,
+            batch.mask_BT,
+            self.importance_sampling_correction,
+            self.importance_sampling_cap,
+        )
+        shown = weights.masked_fill(batch.mask_BT == 0, 0.0)
+        added = {"importance_sampling_ratio": shown, "importance_sampling_clipped": clipped}
+        return surrogate * weights, stats | added
+
+    def _penalties(self, batch: TokenBatch, log_ratio: Tensor) -> dict[str, Tensor]:
+        """The loss components beside `policy`."""
+        found: dict[str, Tensor] = {}
+        if self.needs_reference:
+            penalty = kl.penalty(
+                batch.policy_logprobs_BT,
+                batch.reference_logprobs_BT,
+                log_ratio,
+                batch.mask_BT,
+                self.kl_estimator,
+                self.kl_gradient,
+            )
+            found["kl"] = self.beta * ops.scaled_sum(penalty, batch.scales_B, batch.mask_BT)
+        if self.needs_entropy_gradient:
+            assert batch.entropies_BT is not None
+            bonus = batch.entropies_BT.masked_fill(batch.mask_BT == 0, 0.0).sum()
+            found["entropy"] = -self.entropy_coef * bonus
+        return found
+
+    def _kl(self, batch: TokenBatch) -> Tensor:
+        return kl.estimate(
+            batch.policy_logprobs_BT, batch.reference_logprobs_BT, batch.mask_BT, self.kl_estimator
+        )
+
+    def _check_complete(self, batch: TokenBatch) -> None:
+        needed = {
+            f"beta {self.beta}": (self.needs_reference, "reference_logprobs_BT"),
+            f"importance_sampling_correction {self.importance_sampling_correction}": (
+                self.needs_proximal,
+                "proximal_logprobs_BT",
+            ),
+            f"entropy_coef {self.entropy_coef}": (self.needs_entropy_gradient, "entropies_BT"),
+        }
+        for reason, (wanted, tensor) in needed.items():
+            if wanted and getattr(batch, tensor) is None:
+                raise ValueError(
+                    f"{self.name} with {reason} needs {tensor}, but the batch has none. Fill it, or "
+                    f"set {reason.split()[0]} to {'none' if 'correction' in reason else 0}."
+                )
+
+
+def per_rollout(groups: Sequence[Group]) -> float:
+    """The denominator of algorithms in which each scored rollout counts the same."""
+    return float(scored_members(groups))

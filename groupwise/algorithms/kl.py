@@ -1,0 +1,80 @@
+"""The KL penalty to the reference: how it is estimated, which way it pulls, and how beta adapts.
+
+With d = policy − reference log-probability of a sampled token, Schulman's estimators
+(http://joschu.net/blog/kl-approx.html) of KL(policy ‖ reference) are
+
+    k1 = d        k2 = d² / 2        k3 = exp(−d) − 1 + d
+
+The mean of k1 and k3 over the policy's own samples is the divergence, that of k2 is near it where
+the two are close. Gradients are another matter, because the samples themselves have none:
+
+    estimator   gradient of k2: d, which is that of KL(policy ‖ reference) on policy
+                gradient of k3: 1 − exp(−d), which is that of KL(reference ‖ policy), the other way
+                gradient of k1: 1, which has the mean 0 and does not know the reference: refused
+    exact       ratio · d for all three, the gradient of KL(policy ‖ reference) also off policy; the
+                value is ratio · k. For k3 that is what TRL calls `use_bias_correction_kl` and
+                DeepSeek-V3.2 (https://arxiv.org/abs/2512.02556) the unbiased estimate
+
+each times the gradient of the token's log-probability. As usual, only the token itself is looked
+at, not how it changes the tokens after it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, TypeAlias
+
+from groupwise.algorithms import ops
+from groupwise.algorithms.base import Tensor
+
+KlEstimator: TypeAlias = Literal["k1", "k2", "k3"]
+KlGradient: TypeAlias = Literal["exact", "estimator"]
+
+MAX_ERROR = 0.2
+"""The controller takes the relative error of the KL for no larger than this."""
+
+
+def estimate(
+    policy_BT: Tensor, reference_BT: Tensor, mask_BT: Tensor, estimator: KlEstimator
+) -> Tensor:
+    """The estimate (nats) for each token, with its own gradient; 0 outside the mask."""
+    ahead_BT = ops.bounded(ops.masked_difference(policy_BT, reference_BT.detach(), mask_BT))
+    if estimator == "k1":
+        return ahead_BT
+    if estimator == "k2":
+        return ahead_BT.square() / 2
+    return (-ahead_BT).expm1() + ahead_BT
+
+
+def penalty(
+    policy_BT: Tensor,
+    reference_BT: Tensor,
+    log_ratio_BT: Tensor,
+    mask_BT: Tensor,
+    estimator: KlEstimator,
+    gradient: KlGradient,
+) -> Tensor:
+    """What beta multiplies, for each token, in value and gradient as the module says.
+
+    `log_ratio_BT` is the policy's log-probability less that at which the token was sampled.
+    """
+    value_BT = estimate(policy_BT, reference_BT, mask_BT, estimator)
+    if gradient == "estimator":
+        return value_BT
+    beyond_BT = log_ratio_BT.abs() > ops.MAX_LOG_RATIO
+    slope_BT = estimate(policy_BT, reference_BT, mask_BT, "k2").masked_fill(beyond_BT, 0.0)
+    ratio_BT = ops.bounded(log_ratio_BT).exp().detach()
+    return ratio_BT * (value_BT.detach() + slope_BT - slope_BT.detach())
+
+
+def adapted_beta(beta: float, kl: float, target: float, horizon: float, rollouts: int) -> float:
+    """Beta for the next step: larger where the KL was above its target, smaller where below.
+
+    The proportional controller of Ziegler et al. 2019 (https://arxiv.org/abs/1909.08593, section
+    2.2) in the form of its code: beta · (1 + clip(kl / target − 1, ± 0.2) · rollouts / horizon). A
+    step counts for one horizon at most, and one whose KL is not finite for none.
+    """
+    if not math.isfinite(kl):
+        return beta
+    error = min(max(kl / target - 1, -MAX_ERROR), MAX_ERROR)
+    return beta * (1 + error * min(rollouts / horizon, 1.0))

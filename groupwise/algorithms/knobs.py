@@ -1,0 +1,75 @@
+"""Knobs: the fields of an algorithm, each with its description, range and reason beside its default.
+
+The metadata of a field holds `description`, where it has a range `ge`, `gt` or `le`, and in `needs`
+the name of another knob without which it has no effect.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import Field, fields
+from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
+
+ScaleRewards: TypeAlias = Literal["group", "batch", "none"]
+
+SCALE_REWARDS = {
+    "description": "group: divide centred rewards by their group's standard deviation, as "
+    "published. batch: by that of all rewards of the step. none: centre only, so that the size of "
+    "rewards matters."
+}
+
+_OFF: tuple[Any, ...] = (None, False, 0, "none")
+"""Values at which a knob does nothing."""
+
+_RANGES: dict[str, tuple[str, Callable[[float, float], bool]]] = {
+    "ge": ("at least", operator.ge),
+    "gt": ("greater than", operator.gt),
+    "le": ("at most", operator.le),
+}
+
+
+def metadata_of(kind: Any, name: str) -> Mapping[str, Any]:
+    """What a knob says of itself, for an algorithm that has it with another default."""
+    return next(knob.metadata for knob in fields(kind) if knob.name == name)
+
+
+def idle(knob: Field[Any], values: Mapping[str, Any]) -> str | None:
+    """The other knob that is off, so that this one has no effect; None where it has one."""
+    needed = knob.metadata.get("needs")
+    return needed if needed is not None and values[needed] in _OFF else None
+
+
+def check_knobs(algorithm: Any) -> None:
+    """Raise ValueError, naming the knob, for a value of the wrong type or out of range."""
+    hints = get_type_hints(algorithm.__class__)
+    for knob in fields(algorithm):
+        value = getattr(algorithm, knob.name)
+        expected = _unmet(value, hints[knob.name], knob.metadata)
+        if expected is not None:
+            raise ValueError(f"{algorithm.name}.{knob.name} is {value!r}; it must be {expected}.")
+
+
+def _unmet(value: Any, hint: Any, limits: Mapping[str, Any]) -> str | None:
+    """What `value` should have been, or None if it is that."""
+    options = get_args(hint)
+    if get_origin(hint) is Literal:
+        return None if value in options else "one of " + ", ".join(map(repr, options))
+    if hint is bool:
+        return None if isinstance(value, bool) else "true or false"
+    if value is None and type(None) in options:
+        return None
+    kind, words = (
+        (float, "a finite number") if float in (hint, *options) else (int, "a whole number")
+    )
+    if isinstance(value, bool) or not isinstance(value, int | kind) or not math.isfinite(value):
+        return words + (" or null" if type(None) in options else "")
+    return _out_of_range(value, limits)
+
+
+def _out_of_range(value: float, limits: Mapping[str, Any]) -> str | None:
+    for key, (words, holds) in _RANGES.items():
+        if key in limits and not holds(value, limits[key]):
+            return f"{words} {limits[key]}"
+    return None

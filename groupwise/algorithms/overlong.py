@@ -1,0 +1,59 @@
+"""Soft over-long punishment: https://arxiv.org/abs/2503.14476 (DAPO), equation 13.
+
+    R(length) = 0                               length ≤ limit − cache
+                (limit − cache − length) / cache   up to the limit
+
+A rollout pays for the last `cache` tokens before the limit in proportion, up to 1 at the limit, so
+that one which ends just in time is not told that it did as well as a short one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from groupwise.algorithms.advantages import trained_tokens
+from groupwise.types import Group, RewardPart, Rollout
+
+PART = "overlong"
+"""Name of the reward part."""
+
+
+def punishment(length: int, limit: int, cache: int) -> float:
+    """Between 0 and −1, for a completion of `length` tokens."""
+    return max(min((limit - cache - length) / cache, 0.0), -1.0)
+
+
+def punished(group: Group, limit: int, cache: int, factor: float) -> Group:
+    """The group with the punishment as a part of each scored rollout's reward, `factor` its weight.
+
+    Raises ValueError if a reward of the task has the part's name.
+    """
+    return replace(
+        group,
+        rollouts=tuple(
+            _punished(rollout, limit, cache, factor) if rollout.outcome == "scored" else rollout
+            for rollout in group.rollouts
+        ),
+    )
+
+
+def _punished(rollout: Rollout, limit: int, cache: int, factor: float) -> Rollout:
+    if any(part.name == PART for part in rollout.parts):
+        raise ValueError(
+            f"A reward is called {PART!r} already, which is the name of the algorithm's own "
+            "punishment. Rename that reward, or set algorithm.soft_punish_cache to 0."
+        )
+    assert rollout.reward is not None, f"draw {rollout.draw}, member {rollout.member} has no reward"
+    value = punishment(trained_tokens(rollout), limit, cache)
+    return replace(
+        rollout,
+        reward=rollout.reward + factor * value,
+        parts=(*rollout.parts, RewardPart(PART, value, factor)),
+    )
+
+
+def reward_of_the_task(rollout: Rollout) -> float:
+    """The reward of a scored rollout without the punishment."""
+    assert rollout.reward is not None, f"draw {rollout.draw}, member {rollout.member} has no reward"
+    added = [part.weight * (part.value or 0.0) for part in rollout.parts if part.name == PART]
+    return rollout.reward - sum(added)

@@ -1,0 +1,99 @@
+"""Published settings by name: an algorithm with the knobs that its source states.
+
+Where a source is silent, the default stands. What is not a knob of the algorithm (learning rate,
+group size, lengths) is named in `docs/algorithms.md`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """One published setting."""
+
+    algorithm: str
+    source: str
+    """Where the values stand."""
+    knobs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+PRESETS: dict[str, Preset] = {
+    "deepseek_math_grpo": Preset(
+        "grpo",
+        "https://arxiv.org/abs/2402.03300, section 4.2",
+        {"beta": 0.04, "kl_estimator": "k3", "kl_gradient": "estimator", "scale_rewards": "group"},
+    ),
+    "deepseek_r1_grpo": Preset(
+        "grpo",
+        "https://www.nature.com/articles/s41586-025-09422-z, methods",
+        {
+            "beta": 0.001,
+            "kl_estimator": "k3",
+            "kl_gradient": "estimator",
+            "epsilon": 10.0,
+            "scale_rewards": "group",
+        },
+    ),
+    "dr_grpo_paper": Preset(
+        "dr_grpo",
+        "https://arxiv.org/abs/2503.20783, and https://github.com/sail-sg/understand-r1-zero",
+        {"beta": 0.0},
+    ),
+    "dapo_paper": Preset(
+        "dapo",
+        "https://arxiv.org/abs/2503.14476, sections 2.3, 3.4 and 4.1",
+        {
+            "beta": 0.0,
+            "epsilon": 0.2,
+            "epsilon_high": 0.28,
+            "scale_rewards": "group",
+            "mask_truncated_completions": True,
+            "dynamic_sampling": True,
+            "soft_punish_cache": None,
+            "soft_punish_factor": 1.0,
+        },
+    ),
+    "gspo_paper": Preset(
+        "gspo",
+        "https://arxiv.org/abs/2507.18071, section 5.1",
+        {"beta": 0.0, "epsilon": 3e-4, "epsilon_high": 4e-4, "scale_rewards": "group"},
+    ),
+    "scalerl_cispo": Preset(
+        "cispo",
+        "https://arxiv.org/abs/2510.13786",
+        {"epsilon_high": 4.0, "scale_rewards": "batch"},
+    ),
+    "rloo_paper": Preset(
+        "rloo",
+        "https://arxiv.org/abs/2402.14740, appendix C",
+        {"beta": 0.03, "kl_estimator": "k1"},
+    ),
+    "reinforce_pp_paper": Preset(
+        "reinforce_pp",
+        "https://arxiv.org/abs/2501.03262",
+        {"group_baseline": False},
+    ),
+    "reinforce_pp_baseline_paper": Preset(
+        "reinforce_pp",
+        "https://arxiv.org/abs/2501.03262",
+        {"group_baseline": True, "kl_estimator": "k2", "kl_gradient": "estimator"},
+    ),
+    "trl_default": Preset(
+        "dapo",
+        "https://github.com/huggingface/trl/blob/v1.16.0/trl/trainer/grpo_config.py",
+        {
+            "beta": 0.0,
+            "epsilon": 0.2,
+            "epsilon_high": None,
+            "scale_rewards": "group",
+            "mask_truncated_completions": False,
+            "dynamic_sampling": False,
+            "soft_punish_cache": 0,
+        },
+    ),
+}
+"""Every preset by the name that configs use."""

@@ -1,0 +1,72 @@
+"""REINFORCE++: https://arxiv.org/abs/2501.03262, in both variants.
+
+    A_i  = (r_i − mean(all r)) / (std(all r) + 1e-4)            plain
+    A_i  = (r_i − mean(r)) / (std(all r − mean(r)) + 1e-4)      with group_baseline
+    loss = 1/(Σ_i |o_i|) · Σ_i Σ_t [ −min(ratio · A_i, clip(ratio) · A_i) + beta · KL ]
+
+r are the rewards of a group's scored members, "all" those of the whole step. Advantages are
+normalised over the step: a standard deviation of few members is noisy, depends on the reward that
+it divides, and blows up groups that nearly always succeed. `group_baseline` first takes away the
+group's mean, which is the paper's variant for reasoning with verifiable rewards (with k2 as the KL
+term of the loss); without it also a group whose members all succeed is rewarded.
+
+Assumes a step of many prompts, since its mean and spread stand for those of all prompts.
+
+Where the code of others differs: OpenRLHF and verl take mean and spread over tokens, so that long
+rollouts count more in them; here, as in the formula for one reward per rollout, rollouts count the
+same. In the plain variant the paper puts the KL into the reward; here it is a term of the loss.
+
+Degenerate cases: rewards that are all the same in the step, and a step of one, give advantage
+exactly 0; with group_baseline so does each group whose rewards are the same. Failed members are in
+no mean, spread or denominator. A truncated rollout that is masked counts in mean and spread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from groupwise.algorithms.advantages import (
+    Credit,
+    centred,
+    deviation,
+    scaled,
+    scored_rewards,
+    to_members,
+)
+from groupwise.algorithms.clipped import Clipped
+from groupwise.types import Group, Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReinforcePp(Clipped):
+    """Advantages normalised over the step, mean over its tokens."""
+
+    name: ClassVar[str] = "reinforce_pp"
+
+    group_baseline: bool = field(
+        default=False,
+        metadata={
+            "description": "Take the mean of its group from each reward, before the step's spread "
+            "divides them. false: the mean of the step instead.",
+        },
+    )
+
+    def credit(self, groups: Sequence[Group]) -> Credit:
+        """Centred within the group or the step, scaled by the step's standard deviation."""
+        rewards = [scored_rewards(group) for group in groups]
+        if self.group_baseline:
+            differences = [value for values in rewards for value in centred(values)]
+        else:
+            differences = centred([value for values in rewards for value in values])
+        left = iter(scaled(differences, deviation(differences)))
+        return to_members(groups, [[next(left) for _ in values] for values in rewards])
+
+    def scale(self, rollout: Rollout) -> float:
+        """1: tokens weigh the same."""
+        return 1.0
+
+    def denominator(self, groups: Sequence[Group], max_completion_length: int) -> float:
+        """The trained tokens of the step."""
+        return float(self.tokens(groups))

@@ -1,0 +1,71 @@
+"""RLOO, REINFORCE leave-one-out: Ahmadian et al. 2024, https://arxiv.org/abs/2402.14740, section 3.
+
+    A_i  = r_i − mean(r of the other members)
+    ρ_i  = exp( Σ_t log ratio_t )
+    loss = 1/N · Σ_i [ −min(ρ_i · A_i, clip(ρ_i, 1 − 0.2, 1 + 0.2) · A_i) + beta · Σ_t KL_t ]
+
+A rollout is one action: no share of its tokens, and a baseline that does not depend on it, so that
+the gradient is unbiased. On policy ρ is 1 and the gradient that of REINFORCE, as in the paper; the
+clip, as in TRL, acts only when several updates are made of one batch.
+
+Assumes rewards of a size that means something, since nothing divides by their spread; and ratios
+that start at 1, since ρ is a product over all tokens: so it is taken against the learner's own
+log-probabilities at the start of the batch (`importance_sampling_correction`, on by default).
+
+In the paper and in TRL the KL is a part of the reward. Here it is a term of the loss, summed over
+the rollout, so that beta has the same size: its gradient looks at each token alone, and has less
+variance.
+
+Degenerate cases: rewards that are the same, and a group of one, give advantage exactly 0; with two
+members the advantages are twice those of `dr_grpo`. Failed and masked members as in `dr_grpo`. A
+rollout of several rows has a ratio for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from groupwise.algorithms import ops
+from groupwise.algorithms.advantages import Credit, leave_one_out, scored_rewards, to_members
+from groupwise.algorithms.base import Tensor, TokenBatch
+from groupwise.algorithms.clipped import Clipped
+from groupwise.algorithms.correction import Correction
+from groupwise.algorithms.family import per_rollout
+from groupwise.algorithms.knobs import metadata_of
+from groupwise.types import Group, Rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rloo(Clipped):
+    """Leave-one-out baseline, the rollout as one action."""
+
+    name: ClassVar[str] = "rloo"
+
+    importance_sampling_correction: Correction = field(
+        default="token_truncate", metadata=metadata_of(Clipped, "importance_sampling_correction")
+    )
+
+    def credit(self, groups: Sequence[Group]) -> Credit:
+        """Each reward less the mean of its siblings'."""
+        return to_members(groups, [leave_one_out(scored_rewards(group)) for group in groups])
+
+    def scale(self, rollout: Rollout) -> float:
+        """1: a rollout's log-probability is the sum of its tokens'."""
+        return 1.0
+
+    def denominator(self, groups: Sequence[Group], max_completion_length: int) -> float:
+        """The number of scored rollouts."""
+        return per_rollout(groups)
+
+    def surrogate(
+        self, batch: TokenBatch, log_ratio_BT: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """That of the rollout, shared out over its tokens."""
+        surrogate, stats = Clipped.surrogate(self, batch, log_ratio_BT)
+        return surrogate / ops.token_counts(batch.mask_BT, surrogate), stats
+
+    def own_log_ratio(self, batch: TokenBatch, log_ratio_BT: Tensor) -> Tensor:
+        """The sum of the rollout's log-ratios."""
+        return ops.sequence_log_ratio(log_ratio_BT, batch.mask_BT, mean=False)

@@ -1,0 +1,49 @@
+"""Supervised fine-tuning as a loss for the same learner: the teacher's tokens become more likely.
+
+    sft = −Σ_rows scale · Σ_tokens log-probability
+
+It has no knobs. With scale 1 and the number of trained tokens as the denominator it is the mean
+cross-entropy per token (nats). Advantages and sampling log-probabilities play no part. Where nothing
+is trained the sums are 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from groupwise.algorithms import ops
+from groupwise.algorithms.base import LossResult, TokenBatch
+from groupwise.types import LossSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Sft:
+    """The cross-entropy of the trained tokens, as a sum."""
+
+    name: ClassVar[str] = "sft"
+
+    @property
+    def needs_reference(self) -> bool:
+        """There is none."""
+        return False
+
+    @property
+    def needs_proximal(self) -> bool:
+        """Nothing was sampled."""
+        return False
+
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        """The entropy is only reported."""
+        return False
+
+    def loss_spec(self) -> LossSpec:
+        """The name alone."""
+        return LossSpec(self.name)
+
+    def loss(self, batch: TokenBatch) -> LossResult:
+        """The sum at the top of this module, as the component `sft`."""
+        logprobs = batch.policy_logprobs_BT
+        component = -ops.scaled_sum(logprobs, batch.scales_B, batch.mask_BT)
+        return LossResult({self.name: component}, ops.summed(ops.token_stats(batch), logprobs))

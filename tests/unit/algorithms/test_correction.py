@@ -1,0 +1,86 @@
+"""The contract of the importance weights: as named, detached, multiplied onto the surrogate, and counted."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from groupwise.algorithms.correction import Correction, importance_weights
+from groupwise.algorithms.registry import ALGORITHMS, make
+
+LOG2 = math.log(2)
+PROXIMAL = [[LOG2, -LOG2, 2 * LOG2, 9.0], [-LOG2, 0.0, 0.0, 0.0]]
+"""Weights 2, 1/2, 4 of the first row (4 for the row), and 1/2, 1 of the second; the last tokens are masked."""
+MASK = [[1, 1, 1, 0], [1, 1, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("mode", "cap", "expected"),
+    [
+        ("token_truncate", 3.0, [[2, 0.5, 3, 1], [0.5, 1, 1, 1]]),
+        ("token_mask", 3.0, [[2, 0.5, 0, 1], [0.5, 1, 1, 1]]),
+        ("token_mask", 1.5, [[0, 0.5, 0, 1], [0.5, 1, 1, 1]]),
+        ("sequence_truncate", 3.0, [[3, 3, 3, 1], [0.5, 0.5, 1, 1]]),
+        ("sequence_mask", 3.0, [[0, 0, 0, 1], [0.5, 0.5, 1, 1]]),
+        ("sequence_mask", 5.0, [[4, 4, 4, 1], [0.5, 0.5, 1, 1]]),
+    ],
+)
+def test_weights_by_hand(mode: Correction, cap: float, expected: list[list[float]]) -> None:
+    zeros = torch.zeros(2, 4)
+    weights, clipped = importance_weights(
+        torch.tensor(PROXIMAL), zeros, torch.tensor(MASK), mode, cap
+    )
+    torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float32))
+    unbounded, _ = importance_weights(torch.tensor(PROXIMAL), zeros, torch.tensor(MASK), mode, 1e9)
+    assert torch.equal(clipped, unbounded > cap)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
+def test_weights_multiply_the_gradient_of_their_tokens(name: str, mode: str, batch) -> None:
+    """The learner's policy is where the batch began, so each ratio is 1 and each weight stands alone."""
+    knobs: dict[str, Any] = {"importance_sampling_correction": mode, "importance_sampling_cap": 5.0}
+    rows = batch(
+        PROXIMAL,
+        [[0.0] * 4] * 2,
+        proximal=PROXIMAL,
+        mask=MASK,
+        advantages=[1.0, -2.0],
+        scales=[0.5, 1.0],
+    )
+    result = make(name, knobs).loss(rows)
+    result.components["policy"].backward()
+    weights = {
+        "token_truncate": [[2, 0.5, 4, 0], [0.5, 1, 0, 0]],
+        "sequence_mask": [[4, 4, 4, 0], [0.5, 0.5, 0, 0]],
+    }[mode]
+    expected = -torch.tensor(weights).double() * torch.tensor([[0.5], [-2.0]])
+    torch.testing.assert_close(rows.policy_logprobs_BT.grad, expected)
+    assert result.stats["ratio"].item() == result.stats["tokens"].item() == 5
+    assert result.stats["importance_sampling_ratio"].item() == torch.tensor(weights).sum().item()
+    assert result.stats["importance_sampling_clipped"].item() == 0
+
+
+def test_the_ratio_is_that_of_the_updates_alone(batch) -> None:
+    """Policy 1.5 times the proximal one, which is twice the sampler's: clipped at 1.2, weighted by 2."""
+    start = -1.0
+    rows = batch(
+        [[start + LOG2 + math.log(1.5)]], [[start]], proximal=[[start + LOG2]], advantages=[1.0]
+    )
+    corrected = make("grpo", {"importance_sampling_correction": "token_truncate"}).loss(rows)
+    assert corrected.components["policy"].item() == pytest.approx(-2 * 1.2)
+    assert corrected.stats["ratio"].item() == pytest.approx(1.5)
+    plain = make("grpo", {"epsilon": 9.0}).loss(rows)
+    assert plain.components["policy"].item() == pytest.approx(-3.0)
+    assert plain.stats["logprob_gap"].item() == corrected.stats["logprob_gap"].item()
+
+
+def test_cut_tokens_are_counted(batch) -> None:
+    rows = batch(PROXIMAL, [[0.0] * 4] * 2, proximal=PROXIMAL, mask=MASK, advantages=[1.0, 1.0])
+    for mode, count in (("token_mask", 1), ("sequence_truncate", 3)):
+        knobs = {"importance_sampling_correction": mode, "importance_sampling_cap": 3.0}
+        stats = make("dapo", knobs).loss(rows).stats
+        assert stats["importance_sampling_clipped"].item() == count

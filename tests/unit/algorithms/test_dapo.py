@@ -1,0 +1,108 @@
+"""Closed forms of DAPO: mean over the tokens of the step, wider clip above, over-long shaping, dynamic sampling."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from groupwise.algorithms.dapo import Dapo
+from groupwise.types import RewardPart
+
+A = 0.5 / (math.sqrt(0.5) + 1e-4)
+"""The advantage of the better of two members whose rewards differ by 1."""
+
+LENGTHS = [[1, 1, 0, 0], [1, 1, 1, 1]]
+FLAT = [[-1.0] * 4, [-1.0] * 4]
+
+
+@pytest.fixture
+def pair(rollout, group):
+    """One member got 1 with two tokens, the other 0 with four."""
+    return group(rollout(0, 1.0, tokens=2), rollout(1, 0.0, tokens=4))
+
+
+def test_weights_and_denominators(pair, group) -> None:
+    (good, bad), _ = Dapo().weights([pair, group(1.0, None)])
+    assert (good.advantage, bad.advantage) == pytest.approx((A, -A))
+    assert (good.scale, bad.scale) == (1.0, 1.0)
+    assert Dapo().denominators([pair, group(1.0, None)], 99) == {"policy": 9.0}
+
+
+def test_on_policy_loss_and_gradient(pair, weighted, total) -> None:
+    algorithm = Dapo()
+    rows = weighted(algorithm.weights([pair])[0], FLAT, mask=LENGTHS)
+    loss = total(algorithm, rows, algorithm.denominators([pair], 8))
+    loss.backward()
+    assert loss.item() == pytest.approx(-(2 * A - 4 * A) / 6)
+    expected = torch.tensor([[-A / 6, -A / 6, 0, 0], [A / 6] * 4], dtype=torch.float64)
+    torch.testing.assert_close(rows.policy_logprobs_BT.grad, expected)
+
+
+def test_clip_is_wider_above(pair, weighted, total) -> None:
+    algorithm = Dapo()
+    ratios = [[1.25, 1.4, 1.0, 1.0], [0.9, 0.7, 1.0, 1.3]]
+    rows = weighted(
+        algorithm.weights([pair])[0],
+        [[math.log(ratio) - 1 for ratio in row] for row in ratios],
+        sampling=FLAT,
+        mask=LENGTHS,
+    )
+    loss = total(algorithm, rows, algorithm.denominators([pair], 8))
+    gain = A * (1.25 + 1.28) - A * (0.9 + 0.8 + 1.0 + 1.3)
+    assert loss.item() == pytest.approx(-gain / 6)
+
+
+def test_masked_members_are_in_no_sum_of_tokens(rollout, group) -> None:
+    cut = group(rollout(0, 0.0, tokens=5, truncated=True), rollout(1, 1.0, tokens=3))
+    assert Dapo().denominators([cut], 8) == {"policy": 8.0}
+    assert Dapo(mask_truncated_completions=True).denominators([cut], 8) == {"policy": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "punishment"), [(1, 0.0), (16, 0.0), (17, -0.25), (18, -0.5), (20, -1.0), (21, -1.0)]
+)
+def test_rewards_sink_over_the_last_fifth(rollout, group, tokens: int, punishment: float) -> None:
+    (shaped,) = Dapo().shaped(group(rollout(0, 2.0, tokens=tokens)), 20).rollouts
+    assert shaped.reward == 2.0 + punishment
+    assert shaped.parts == (RewardPart("overlong", punishment, 1.0),)
+
+
+def test_cache_and_factor_are_knobs_and_only_the_policy_is_counted(rollout, group) -> None:
+    algorithm = Dapo(soft_punish_cache=10, soft_punish_factor=0.5)
+    talk = group(rollout(0, 1.0, tokens=15, observed=50), rollout(1, None, tokens=20))
+    shaped, failed = algorithm.shaped(talk, 20).rollouts
+    assert shaped.reward == 1.0 - 0.5 * 0.5
+    assert shaped.parts == (RewardPart("overlong", -0.5, 0.5),)
+    assert failed == talk.rollouts[1]
+
+
+def test_without_cache_rewards_stay(rollout, group) -> None:
+    long = group(rollout(0, 1.0, tokens=20))
+    assert Dapo(soft_punish_cache=0).shaped(long, 20) is long
+    assert Dapo().shaped(long, 2) is long  # a fifth of two tokens is none
+
+
+def test_cache_longer_than_the_limit_is_refused(group) -> None:
+    with pytest.raises(
+        ValueError, match=r"soft_punish_cache is 21, more than max_completion_length \(20\)"
+    ):
+        Dapo(soft_punish_cache=21).shaped(group(1.0), 20)
+
+
+def test_another_reward_of_that_name_is_refused(rollout, group) -> None:
+    once = Dapo().shaped(group(rollout(0, 1.0)), 20)
+    with pytest.raises(ValueError, match="called 'overlong' already"):
+        Dapo().shaped(once, 20)
+
+
+def test_groups_that_differ_in_length_only_are_drawn_anew(rollout, group) -> None:
+    algorithm = Dapo()
+    solved = algorithm.shaped(group(rollout(0, 1.0, tokens=3), rollout(1, 1.0, tokens=19)), 20)
+    assert solved.rollouts[0].reward != solved.rollouts[1].reward
+    assert algorithm.resample_rounds == 10
+    assert not algorithm.accepts(solved)
+    hidden = algorithm.shaped(group(rollout(0, 0.25), rollout(1, 1.0, tokens=19)), 20)
+    assert hidden.rollouts[0].reward == hidden.rollouts[1].reward
+    assert algorithm.accepts(hidden)

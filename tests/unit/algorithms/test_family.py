@@ -1,0 +1,329 @@
+"""The contract of every algorithm's loss, with every knob that it has.
+
+1. Undivided sums: those of the parts of a batch add up to those of the whole, gradients too.
+2. On policy the gradient is that of REINFORCE with the algorithm's scale; the sign of the advantage is that of the gradient.
+3. Padding changes nothing. Outside the mask nothing counts, not even NaN; without any mask everything is 0, not NaN.
+4. The numerator has the same tokens as the denominator.
+5. The entropy bonus is the mean entropy of the step's tokens; the gradient reaches policy and entropies only.
+6. What a batch lacks is named. Only groups with a difference by the task are accepted, where that is asked for.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.algorithms.base import Algorithm, LossResult, TokenBatch
+from groupwise.algorithms.registry import ALGORITHMS, make
+from groupwise.types import Weight
+
+KNOBS: list[dict[str, Any]] = [
+    {"importance_sampling_correction": "none"},
+    {
+        "beta": 0.1,
+        "importance_sampling_correction": "sequence_mask",
+        "importance_sampling_cap": 1.1,
+    },
+    {"beta": 0.3, "kl_gradient": "estimator", "importance_sampling_correction": "token_mask"},
+    {"entropy_coef": 0.2, "importance_sampling_correction": "sequence_truncate"},
+    {"beta": 0.1, "kl_estimator": "k1", "importance_sampling_correction": "token_truncate"},
+]
+PER_TOKEN = [field.name for field in fields(TokenBatch) if field.name.endswith("logprobs_BT")]
+PER_TOKEN.append("entropies_BT")
+
+
+def _gradients(result: LossResult, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Those of the summed loss, for policy log-probabilities and entropies."""
+    loss = torch.stack(list(result.components.values())).sum()
+    wanted: tuple[Any, Any] = (batch.policy_logprobs_BT, batch.entropies_BT)
+    policy, entropies = torch.autograd.grad(loss, wanted, allow_unused=True, materialize_grads=True)
+    return policy, entropies
+
+
+@st.composite
+def algorithms(draw: st.DrawFn) -> Algorithm:
+    return make(draw(st.sampled_from(sorted(ALGORITHMS))), draw(st.sampled_from(KNOBS)))
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> TokenBatch:
+    """Masks with holes and empty rows, ratios on both sides of every bound."""
+    rng = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
+    rows, tokens = draw(st.integers(1, 5)), draw(st.integers(1, 6))
+
+    def normal(spread: float) -> torch.Tensor:
+        return spread * torch.randn(rows, tokens, dtype=torch.float64, generator=rng)
+
+    policy = -normal(1.5).abs()
+    return TokenBatch(
+        policy_logprobs_BT=policy.clone().requires_grad_(),
+        sampling_logprobs_BT=policy + normal(0.3),
+        mask_BT=torch.randint(2, (rows, tokens), generator=rng),
+        advantages_B=normal(1.0)[:, 0],
+        scales_B=normal(1.0)[:, 0].abs(),
+        entropies_BT=normal(2.0).abs().requires_grad_(),
+        reference_logprobs_BT=policy + normal(0.7),
+        proximal_logprobs_BT=policy + normal(0.2),
+    )
+
+
+def _rows(batch: TokenBatch, chosen: list[int]) -> TokenBatch:
+    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return replace(batch, **{name: tensor[chosen] for name, tensor in values.items()})
+
+
+@given(algorithms(), batches(), st.data())
+def test_sums_and_gradients_do_not_depend_on_how_rows_are_cut_up(
+    algorithm: Algorithm, batch: TokenBatch, data: st.DataObject
+) -> None:
+    whole = algorithm.loss(batch)
+    count = len(batch.mask_BT)
+    part_of_row = data.draw(st.lists(st.integers(0, 2), min_size=count, max_size=count))
+    parts = [[row for row, part in enumerate(part_of_row) if part == wanted] for wanted in range(3)]
+    results = [algorithm.loss(_rows(batch, rows)) for rows in parts]
+    for name, value in (whole.components | whole.stats).items():
+        summed = sum((part.components | part.stats)[name] for part in results)
+        torch.testing.assert_close(summed, value)
+    for pieces, expected in zip(
+        zip(*(_gradients(part, batch) for part in results), strict=True),
+        _gradients(whole, batch),
+        strict=True,
+    ):
+        torch.testing.assert_close(torch.stack(pieces).sum(0), expected)
+
+
+@given(algorithms(), batches())
+def test_padding_changes_nothing(algorithm: Algorithm, batch: TokenBatch) -> None:
+    def padded(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        wide = (0, 3, 0, 1) if name.endswith("_BT") else (0, 1)
+        return torch.nn.functional.pad(tensor.detach(), wide)
+
+    wide = replace(
+        batch,
+        **{field.name: padded(field.name, getattr(batch, field.name)) for field in fields(batch)},
+    )
+    wide.policy_logprobs_BT.requires_grad_()
+    wide.entropies_BT.requires_grad_()
+    expected, found = algorithm.loss(batch), algorithm.loss(wide)
+    torch.testing.assert_close(found.components, expected.components)
+    torch.testing.assert_close(found.stats, expected.stats)
+    for inside, plain in zip(_gradients(found, wide), _gradients(expected, batch), strict=True):
+        torch.testing.assert_close(inside[:-1, :-3], plain)
+
+
+@pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf])
+@given(algorithms(), batches())
+def test_garbage_outside_the_mask_has_no_effect(
+    garbage: float, algorithm: Algorithm, batch: TokenBatch
+) -> None:
+    outside = batch.mask_BT == 0
+    empty = outside.all(-1)
+    soiled = {
+        name: getattr(batch, name).detach().masked_fill(outside, garbage) for name in PER_TOKEN
+    }
+    soiled |= {
+        name: getattr(batch, name).masked_fill(empty, garbage)
+        for name in ("advantages_B", "scales_B")
+    }
+    dirty = replace(batch, **soiled)
+    dirty.policy_logprobs_BT.requires_grad_()
+    dirty.entropies_BT.requires_grad_()
+    expected, found = algorithm.loss(batch), algorithm.loss(dirty)
+    for name, value in (expected.components | expected.stats).items():
+        assert torch.equal((found.components | found.stats)[name], value), name
+    for gradient, clean in zip(_gradients(found, dirty), _gradients(expected, batch), strict=True):
+        assert torch.equal(gradient, clean)
+        assert gradient[outside].eq(0).all()
+
+
+@pytest.mark.parametrize("knobs", KNOBS)
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("rows", [0, 2])
+def test_batch_without_a_trained_token_is_zero(name: str, knobs: dict[str, Any], rows: int) -> None:
+    algorithm = make(name, knobs)
+    garbage = torch.full((rows, 3), math.nan)
+    batch = TokenBatch(
+        policy_logprobs_BT=garbage.clone().requires_grad_(),
+        sampling_logprobs_BT=garbage,
+        mask_BT=torch.zeros(rows, 3),
+        advantages_B=torch.ones(rows),
+        scales_B=torch.ones(rows),
+        entropies_BT=garbage.clone().requires_grad_(),
+        reference_logprobs_BT=garbage,
+        proximal_logprobs_BT=garbage,
+    )
+    result = algorithm.loss(batch)
+    assert {value.item() for value in result.components.values()} == {0.0}
+    assert {value.item() for value in result.stats.values()} == {0.0}
+    for gradient in _gradients(result, batch):
+        assert torch.equal(gradient, torch.zeros(rows, 3))
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_on_policy_gradient_is_that_of_reinforce(name: str, batch) -> None:
+    policy = [[-1.0, -0.5, -0.3], [-0.7, -0.2, -1.1]]
+    mask = [[1, 1, 1], [1, 0, 1]]
+    rows = batch(policy, proximal=policy, mask=mask, advantages=[1.5, -0.5], scales=[0.5, 0.25])
+    result = make(name, {}).loss(rows)
+    gradient, _ = _gradients(result, replace(rows, entropies_BT=rows.policy_logprobs_BT))
+    expected = -torch.tensor([[0.75, 0.75, 0.75], [-0.125, 0, -0.125]], dtype=torch.float64)
+    torch.testing.assert_close(gradient, expected)
+    assert result.stats["ratio"].item() == result.stats["tokens"].item() == 5
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@given(batches())
+def test_flipped_advantage_flips_the_gradient_on_policy(name: str, batch: TokenBatch) -> None:
+    same = batch.policy_logprobs_BT.detach()
+    plain = replace(batch, sampling_logprobs_BT=same, proximal_logprobs_BT=same)
+    flipped = replace(plain, advantages_B=-plain.advantages_B)
+    algorithm = make(name, {})
+    gradient, _ = _gradients(algorithm.loss(plain), plain)
+    opposite, _ = _gradients(algorithm.loss(flipped), flipped)
+    assert torch.equal(opposite, -gradient)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_numerator_and_denominator_count_the_same_tokens(
+    name: str, rollout, group, weighted
+) -> None:
+    """With every surrogate and entropy 1, whatever is divided by tokens is exactly 1."""
+    knobs = {"mask_truncated_completions": True, "entropy_coef": 1.0}
+    algorithm = make(name, {**knobs, "importance_sampling_correction": "none"})
+    step = [group(rollout(0, 0.0, tokens=2), rollout(1, 1.0, tokens=4, truncated=True), None)]
+    (weights,) = algorithm.weights(step)
+    assert [weight is None for weight in weights] == [False, True, True]
+    flat = [[-1.0, -1.0]]
+    rows = weighted([Weight(1.0, weights[0].scale)], flat, entropies=[[1.0, 1.0]])
+    denominators = algorithm.denominators(step, 8)
+    result = algorithm.loss(rows)
+    assert denominators["entropy"] == 2.0
+    assert (result.components["entropy"] / denominators["entropy"]).item() == -1.0
+    per_token = {"dapo", "cispo", "reinforce_pp"}
+    assert denominators["policy"] == (
+        2.0 if name in per_token else 16.0 if name == "dr_grpo" else 2.0
+    )
+
+
+def test_gradient_reaches_policy_and_entropies_only() -> None:
+    names = [name for name in PER_TOKEN if name not in ("policy_logprobs_BT", "entropies_BT")]
+    leaf: Any = {name: torch.tensor([[-1.5]]).requires_grad_() for name in PER_TOKEN}
+    leaf |= {name: torch.tensor([1.0]).requires_grad_() for name in ("advantages_B", "scales_B")}
+    rows = TokenBatch(mask_BT=torch.ones(1, 1), **leaf)
+    for name in ALGORITHMS:
+        knobs = {"beta": 0.5, "entropy_coef": 0.5, "importance_sampling_correction": "token_mask"}
+        result = make(name, knobs).loss(rows)
+        torch.stack(list(result.components.values())).sum().backward()
+        assert all(leaf[other].grad is None for other in names)
+        assert leaf["policy_logprobs_BT"].grad is not None
+        assert leaf["entropies_BT"].grad.item() == -0.5
+        leaf["entropies_BT"].grad = None
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_without_knobs_nothing_is_needed_and_measured_beside_the_policy(name: str, batch) -> None:
+    algorithm = make(name, {"importance_sampling_correction": "none"})
+    assert not algorithm.needs_reference
+    assert not algorithm.needs_proximal
+    assert not algorithm.needs_entropy_gradient
+    result = algorithm.loss(batch([[-1.0, -2.0]], mask=[[1, 0]], advantages=[1.0]))
+    assert result.components.keys() == {"policy"}
+    expected = {"tokens", "ratio", "clip_low", "clip_high", "logprob_gap"}
+    assert result.stats.keys() == expected - ({"clip_low"} if name == "cispo" else set())
+    assert not any(value.requires_grad for value in result.stats.values())
+
+
+@pytest.mark.parametrize(
+    ("knobs", "need", "tensor"),
+    [
+        ({"beta": 0.1}, "needs_reference", "reference_logprobs_BT"),
+        ({"entropy_coef": 0.1}, "needs_entropy_gradient", "entropies_BT"),
+        (
+            {"importance_sampling_correction": "token_mask"},
+            "needs_proximal",
+            "proximal_logprobs_BT",
+        ),
+    ],
+)
+def test_what_a_batch_lacks_is_named(knobs: dict[str, Any], need: str, tensor: str, batch) -> None:
+    algorithm = make("grpo", knobs)
+    (knob, value), *_ = knobs.items()
+    assert getattr(algorithm, need)
+    with pytest.raises(
+        ValueError, match=rf"grpo with {knob} {value} needs {tensor}.*set {knob} to"
+    ):
+        algorithm.loss(batch([[-1.0]], advantages=[1.0]))
+
+
+def test_without_beta_a_reference_is_only_measured(batch) -> None:
+    rows = batch([[-1.0]], advantages=[1.0], reference=[[-2.0]])
+    result = make("grpo", {}).loss(rows)
+    assert result.components.keys() == {"policy"}
+    assert result.stats["kl"].item() == pytest.approx(math.exp(-1.0))
+
+
+@pytest.mark.parametrize("name", ["advantages_B", "scales_B", "proximal_logprobs_BT", "mask_BT"])
+def test_shapes_that_would_broadcast_are_refused(batch, name: str) -> None:
+    flat = [[-1.0, -1.0], [-1.0, -1.0]]
+    rows = batch(flat, proximal=flat, advantages=[1.0, 1.0])
+    with pytest.raises(AssertionError):
+        replace(rows, **{name: getattr(rows, name)[:1]})
+    with pytest.raises(AssertionError):
+        replace(rows, **{name: getattr(rows, name).unsqueeze(-1)})
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_what_teaches(name: str) -> None:
+    silent, loud = Weight(0.0, 1.0), Weight(-0.1, 1.0)
+    assert make(name, {}).teaches([None, silent, loud])
+    assert not make(name, {}).teaches([None, silent, silent])
+    for knobs in ({"beta": 0.01}, {"entropy_coef": 0.01}):
+        assert make(name, knobs).teaches([None, silent])
+        assert not make(name, knobs).teaches([None, None])
+        assert not make(name, knobs).teaches([])
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_dynamic_sampling_accepts_what_differs(name: str, group) -> None:
+    plain = make(name, {"dynamic_sampling": False})
+    assert plain.resample_rounds == 0
+    assert plain.accepts(group(1.0, 1.0))
+    choosy = make(name, {"dynamic_sampling": True, "max_resample_rounds": 4})
+    assert choosy.resample_rounds == 4
+    assert choosy.accepts(group(0.0, 1.0))
+    for silent in (
+        group(1.0, 1.0),
+        group(0.1 + 0.2, 0.3),
+        group(1.0),
+        group(0.5, None),
+        group(None),
+    ):
+        assert not choosy.accepts(silent)
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS.keys() - {"dapo"}))
+def test_rewards_stay_as_they_are(name: str, group) -> None:
+    given_group = group(0.0, 1.0)
+    assert make(name, {}).shaped(given_group, 3) is given_group
+
+
+@pytest.mark.parametrize(
+    ("knobs", "told"),
+    [
+        ({"kl_target": 0.05}, "grpo.kl_target is 0.05, but beta is 0 .* for example 0.12"),
+        (
+            {"beta": 0.1, "kl_estimator": "k1", "kl_gradient": "estimator"},
+            "does not know the reference",
+        ),
+        ({"delta": 1.1}, r"grpo\.delta is 1\.1; it must be above 1 \+ epsilon_high, which is 1\.2"),
+    ],
+)
+def test_knobs_that_do_not_go_together(knobs: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        make("grpo", knobs)
