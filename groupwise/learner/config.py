@@ -9,19 +9,10 @@ from pydantic import model_validator
 from groupwise.settings import Strict, setting
 
 
-class TrainingConfig(Strict):
-    """Budget, step size and optimiser. A step draws `prompts_per_step` groups and makes one update."""
+class OptimisationConfig(Strict):
+    """Budget, step size and optimiser: what every training has."""
 
-    not_yet: ClassVar[frozenset[str]] = frozenset(
-        {
-            "optim=adamw_8bit",
-            "optim=paged_adamw_8bit",
-            "num_iterations",
-            "schedule",
-            "fixed_lag",
-            "packing",
-        }
-    )
+    not_yet: ClassVar[frozenset[str]] = frozenset({"optim=adamw_8bit", "optim=paged_adamw_8bit"})
 
     max_steps: int | None = setting(
         100,
@@ -34,13 +25,6 @@ class TrainingConfig(Strict):
         "Passes over the dataset, instead of max_steps; fractions are possible.",
         on_resume="free",
         gt=0,
-    )
-    prompts_per_step: int = setting(8, "Examples (groups) drawn for each step.", ge=1)
-    num_generations: int = setting(
-        8,
-        "Completions of each prompt, the size of a group; they are compared with each other, "
-        "so 2 is the least.",
-        ge=2,
     )
     learning_rate: float = setting(
         1e-5,
@@ -80,6 +64,19 @@ class TrainingConfig(Strict):
         on_resume="warn",
     )
 
+    packing: bool = setting(
+        True,
+        "Compute rows of different prompts behind each other in one sequence, where the model allows it, instead of each in "
+        "a micro-batch of its own. The gradient stays the same.",
+        on_resume="warn",
+    )
+    max_non_finite_steps: int = setting(
+        3,
+        "Steps in a row with an update that was left out because loss or gradient was not finite, after which a run stops.",
+        on_resume="free",
+        ge=1,
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _epochs_replace_the_default_steps(cls, given: Any) -> Any:
@@ -92,7 +89,7 @@ class TrainingConfig(Strict):
         return {**keys, "max_steps": None}
 
     @model_validator(mode="after")
-    def _one_of_each_pair(self) -> TrainingConfig:
+    def _one_of_each_pair(self) -> OptimisationConfig:
         if self.max_steps is not None and self.num_train_epochs is not None:
             raise ValueError(
                 f"max_steps is {self.max_steps} and num_train_epochs is {self.num_train_epochs}; "
@@ -104,5 +101,55 @@ class TrainingConfig(Strict):
             raise ValueError(
                 f"warmup_steps is {self.warmup_steps} and warmup_ratio is {self.warmup_ratio}; "
                 "give one of the two."
+            )
+        return self
+
+
+class TrainingConfig(OptimisationConfig):
+    """The steps of reinforcement learning. Each draws `prompts_per_step` groups and makes one update, or several."""
+
+    prompts_per_step: int = setting(8, "Examples (groups) drawn for each step.", ge=1)
+    num_generations: int = setting(
+        8,
+        "Completions of each prompt, the size of a group; they are compared with each other, "
+        "so 2 is the least.",
+        ge=2,
+    )
+    num_iterations: int = setting(
+        1,
+        "Passes over the groups of a step (mu in the GRPO paper). More learn more from each completion, off policy.",
+        ge=1,
+    )
+    minibatches: int = setting(
+        1, "Updates in each pass, of whole groups; at most prompts_per_step.", ge=1
+    )
+    schedule: Literal["fixed_lag", "free"] = setting(
+        "fixed_lag",
+        "fixed_lag: step n is sampled by the policy after n - lag steps, and repeats exactly. free: each step takes the "
+        "groups that are finished first, none older than lag steps; the order is recorded.",
+    )
+    lag: int = setting(
+        0,
+        "Steps that sampling may be ahead of learning. 0: they take turns. 1: the next step is sampled while this one is "
+        "learned and scored. With a lag, algorithm.importance_sampling_correction is token_truncate where it is not given.",
+        ge=0,
+    )
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimiser calls of a step in which every group teaches."""
+        return self.num_iterations * self.minibatches
+
+    @model_validator(mode="after")
+    def _can_take_effect(self) -> TrainingConfig:
+        if self.minibatches > self.prompts_per_step:
+            raise ValueError(
+                f"minibatches is {self.minibatches}, but a step has only prompts_per_step = {self.prompts_per_step} groups, "
+                "and an update takes whole ones."
+            )
+        if self.schedule == "free" and self.lag == 0:
+            raise ValueError(
+                "schedule is free with lag 0, which leaves nothing free: every step would wait for its own groups. "
+                "Set lag to 1 or more, or schedule to fixed_lag."
             )
         return self

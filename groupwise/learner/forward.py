@@ -1,20 +1,23 @@
-"""Log-probabilities of the completions of a micro-batch, two ways that agree.
+"""Log-probabilities of the completions of a micro-batch, three ways that agree.
 
-`shared_prompt` computes the prompt once and lets every completion look at its keys and values, gradients included. `whole_rows`
-is the plain reference: prompt and completion as one padded row each. It is also what gradient checkpointing needs, since a cache
-cannot be recomputed.
+`shared_prompt` computes the prompt once and lets every completion look at its keys and values, gradients included. `packed_rows`
+computes rows of any prompts behind each other, each with positions of its own and blind to the others. `whole_rows` is the plain
+reference: prompt and completion as one padded row each. `Paths` says which of them a learner takes: shared prompts need a cache,
+which gradient checkpointing cannot recompute, and packing needs a model in which a row's neighbours really have no effect.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from groupwise.learner.layout import MicroBatch
+from groupwise.learner.layout import Batch, MicroBatch, PackedBatch, cut, widest
 from groupwise.models.decoder import Decoder, PromptCache, SharedPrefixCache, causal_mask
 from groupwise.models.logprobs import token_logprobs
+from groupwise.types import Row
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +28,32 @@ class Forward:
     entropies_BT: Tensor
 
 
-def shared_prompt(decoder: Decoder, batch: MicroBatch) -> Forward:
+@dataclass(frozen=True, slots=True)
+class Paths:
+    """The ways of computing rows that a learner may take."""
+
+    packing: bool
+    """Rows of different prompts behind each other in one sequence."""
+    sharing: bool
+    """One computation of a prompt for all its completions."""
+    entropy_gradient: bool = False
+    """Whether entropies carry a gradient, which costs another pass over the logits."""
+
+    def cut(self, rows: Sequence[Row], max_tokens: int) -> list[Batch]:
+        """The rows as micro-batches of at most `max_tokens` tokens, or a single row that is longer."""
+        return cut(rows, max_tokens, packing=self.packing, prompt_shared=self.sharing)
+
+    def forward(self, decoder: Decoder, batch: Batch) -> Forward:
+        """Log-probabilities and entropies of a micro-batch."""
+        if isinstance(batch, PackedBatch):
+            return packed_rows(decoder, batch, entropy_gradient=self.entropy_gradient)
+        way = shared_prompt if self.sharing else whole_rows
+        return way(decoder, batch, entropy_gradient=self.entropy_gradient)
+
+
+def shared_prompt(
+    decoder: Decoder, batch: MicroBatch, *, entropy_gradient: bool = False
+) -> Forward:
     """The prompt once, then all its completions beside each other."""
     device = decoder.device
     prompt_1P = torch.tensor([batch.prompt_ids], device=device)
@@ -33,7 +61,7 @@ def shared_prompt(decoder: Decoder, batch: MicroBatch) -> Forward:
     cache = PromptCache()
     positions_1P = torch.arange(length, device=device)[None]
     prompt_hidden = decoder.hidden(prompt_1P, positions_1P, causal_mask(length, 0, device), cache)
-    ids_BT = _padded_ids(batch, device)
+    ids_BT = _padded_ids(batch.rows, device)
     rows, width = ids_BT.shape
     hidden_BTH = prompt_hidden[:, -1:].expand(rows, -1, -1)
     if width > 1:
@@ -41,39 +69,113 @@ def shared_prompt(decoder: Decoder, batch: MicroBatch) -> Forward:
         mask = causal_mask(width - 1, length, device)
         later = decoder.hidden(ids_BT[:, :-1], positions_1T, mask, SharedPrefixCache(cache))
         hidden_BTH = torch.cat((hidden_BTH, later), dim=1)
-    return _at_tokens(decoder, batch, hidden_BTH, ids_BT)
+    return _at_tokens(decoder, batch.rows, hidden_BTH[_real(batch.rows, device)], entropy_gradient)
 
 
-def whole_rows(decoder: Decoder, batch: MicroBatch) -> Forward:
+def whole_rows(decoder: Decoder, batch: MicroBatch, *, entropy_gradient: bool = False) -> Forward:
     """Each row by itself, prompt included."""
     device = decoder.device
-    ids_BT = _padded_ids(batch, device)
+    ids_BT = _padded_ids(batch.rows, device)
     rows, width = ids_BT.shape
     prompt_BP = torch.tensor([batch.prompt_ids], device=device).expand(rows, -1)
     length = prompt_BP.shape[1]
     whole = torch.cat((prompt_BP, ids_BT[:, :-1]), dim=1)
     positions = torch.arange(length + width - 1, device=device)[None]
     hidden = decoder.hidden(whole, positions, causal_mask(length + width - 1, 0, device), None)
-    return _at_tokens(decoder, batch, hidden[:, length - 1 :], ids_BT)
+    real = hidden[:, length - 1 :][_real(batch.rows, device)]
+    return _at_tokens(decoder, batch.rows, real, entropy_gradient)
 
 
-def _padded_ids(batch: MicroBatch, device: torch.device) -> Tensor:
-    width = batch.width
-    padded = [[*row.completion_ids, *[0] * (width - len(row.completion_ids))] for row in batch.rows]
+def packed_rows(decoder: Decoder, batch: PackedBatch, *, entropy_gradient: bool = False) -> Forward:
+    """Rows behind each other: positions begin anew with each, and none sees another."""
+    device = decoder.device
+    ids_SL, positions_SL, owners_SL = _packed_tensors(batch, device)
+    hidden_SLH = decoder.hidden(ids_SL, positions_SL, blocks(owners_SL), None)
+    at_N = torch.cat(
+        [
+            torch.arange(len(row.completion_ids), device=device) + _first(batch, row, place)
+            for row, place in zip(batch.rows, batch.places, strict=True)
+        ]
+    )
+    return _at_tokens(decoder, batch.rows, hidden_SLH.flatten(0, 1)[at_N], entropy_gradient)
+
+
+def blocks(owners_SL: Tensor) -> Tensor:
+    """[S, L, L]: a token sees itself and the earlier ones of the same owner."""
+    length = owners_SL.shape[1]
+    same_SLL = owners_SL[:, :, None] == owners_SL[:, None, :]
+    return same_SLL & causal_mask(length, 0, owners_SL.device)
+
+
+def packing_is_exact(decoder: Decoder) -> bool:
+    """Whether rows in one sequence leave each other alone in this model, found out on two short ones.
+
+    They do wherever the layers heed positions and mask alone; a model may have others.
+    """
+    rows = (_toy_row((2, 1), (0, 1, 2)), _toy_row((1, 0), (2, 2)))
+    both = PackedBatch(rows, (0, 1), ((0, 0), (0, 4)), (1, 7))
+    alone = [PackedBatch((row,), (0,), ((0, 0),), (1, 4 - n)) for n, row in enumerate(rows)]
+    with torch.no_grad():
+        together = packed_rows(decoder, both).logprobs_BT
+        apart = [packed_rows(decoder, each).logprobs_BT for each in alone]
+    close = 1e-4 if decoder.model.dtype == torch.float32 else 5e-2
+    return all(
+        torch.allclose(together[number, : each.shape[1]], each[0], rtol=close, atol=close)
+        for number, each in enumerate(apart)
+    )
+
+
+def _toy_row(prompt_ids: tuple[int, ...], completion_ids: tuple[int, ...]) -> Row:
+    count = len(completion_ids)
+    return Row(prompt_ids, completion_ids, (1,) * count, (0.0,) * count, 0.0, 1.0)
+
+
+def _first(batch: PackedBatch, row: Row, place: tuple[int, int]) -> int:
+    """Where the hidden state stands, in the flattened batch, that predicts a row's first completion token."""
+    sequence, start = place
+    return sequence * batch.shape[1] + start + len(row.prompt_ids) - 1
+
+
+def _packed_tensors(batch: PackedBatch, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, positions and owners [S, L]; padding is owned by nobody (0)."""
+    ids = torch.zeros(batch.shape, dtype=torch.long)
+    positions = torch.zeros(batch.shape, dtype=torch.long)
+    owners = torch.zeros(batch.shape, dtype=torch.long)
+    for number, (row, place) in enumerate(zip(batch.rows, batch.places, strict=True), start=1):
+        tokens = [*row.prompt_ids, *row.completion_ids[:-1]]
+        sequence, start = place
+        here = (sequence, slice(start, start + len(tokens)))
+        ids[here] = torch.tensor(tokens)
+        positions[here] = torch.arange(len(tokens))
+        owners[here] = number
+    return ids.to(device), positions.to(device), owners.to(device)
+
+
+def _padded_ids(rows: Sequence[Row], device: torch.device) -> Tensor:
+    width = widest(rows)
+    padded = [[*row.completion_ids, *[0] * (width - len(row.completion_ids))] for row in rows]
     return torch.tensor(padded, device=device)
 
 
-def _at_tokens(decoder: Decoder, batch: MicroBatch, hidden_BTH: Tensor, ids_BT: Tensor) -> Forward:
-    """Logits at real completion positions only, put back into the padded shape."""
-    device = ids_BT.device
-    lengths_B = torch.tensor([len(row.completion_ids) for row in batch.rows], device=device)
-    real_BT = torch.arange(ids_BT.shape[1], device=device) < lengths_B[:, None]
-    temperatures_B = torch.tensor([row.temperature for row in batch.rows], device=device)
-    temperatures_BT = temperatures_B[:, None].expand_as(ids_BT)
+def _real(rows: Sequence[Row], device: torch.device) -> Tensor:
+    """[B, T]: where a completion has a token."""
+    lengths_B = torch.tensor([len(row.completion_ids) for row in rows], device=device)
+    return torch.arange(widest(rows), device=device) < lengths_B[:, None]
+
+
+def _at_tokens(
+    decoder: Decoder, rows: Sequence[Row], hidden_NH: Tensor, entropy_gradient: bool
+) -> Forward:
+    """From the hidden states before each completion token, one row after another, to its numbers in the padded shape."""
+    device = hidden_NH.device
+    real_BT = _real(rows, device)
+    targets_N = _padded_ids(rows, device)[real_BT]
+    temperatures_B = torch.tensor([row.temperature for row in rows], device=device)
+    temperatures_N = temperatures_B[:, None].expand_as(real_BT)[real_BT]
     logprobs_N, entropies_N = token_logprobs(
-        decoder, hidden_BTH[real_BT], ids_BT[real_BT], temperatures_BT[real_BT]
+        decoder, hidden_NH, targets_N, temperatures_N, entropy_gradient=entropy_gradient
     )
-    empty_BT = torch.zeros(ids_BT.shape, device=device)
+    empty_BT = torch.zeros(real_BT.shape, device=device)
     return Forward(
         empty_BT.masked_scatter(real_BT, logprobs_N), empty_BT.masked_scatter(real_BT, entropies_N)
     )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from groupwise.learner.config import TrainingConfig
+from groupwise.learner.config import OptimisationConfig
 
 
-def learning_rate(step: int, max_steps: int, config: TrainingConfig) -> float:
+def learning_rate(step: int, max_steps: int, config: OptimisationConfig) -> float:
     """The rate of step `step` (from 0): warm-up to the peak, then constant, or down towards 0 after the last step."""
     warmup = config.warmup_steps or round(config.warmup_ratio * max_steps)
     if step < warmup:

@@ -14,19 +14,20 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from groupwise.algorithms.base import Algorithm, LossResult, TokenBatch
+from groupwise.algorithms.base import Loss, LossResult, TokenBatch
 from groupwise.algorithms.registry import from_spec
 from groupwise.errors import NonFiniteError
-from groupwise.learner.forward import Forward, shared_prompt, whole_rows
-from groupwise.learner.layout import MicroBatch, microbatches
+from groupwise.learner.forward import Forward, Paths, packing_is_exact
+from groupwise.learner.layout import Batch
 from groupwise.learner.weights import TrainedWeights
 from groupwise.models.decoder import Decoder
 from groupwise.models.files import read_json, read_tensors, write_tensors
@@ -57,20 +58,24 @@ class TorchLearner:
         max_tokens_per_microbatch: int,
         seed: int,
         gradient_checkpointing: bool = False,
+        packing: bool = True,
+        keep_publications: int = 2,
     ) -> None:
+        """`keep_publications`: so many of the last publications keep their files."""
         self._weights = weights
         self._parameters = weights.parameters()
         self._run = run
         self._publish_folder = publish_folder
         self._max_tokens = max_tokens_per_microbatch
+        self._keep_publications = keep_publications
         self._seed = seed
         self._dropout = weights.dropout > 0
-        self._checkpointing = gradient_checkpointing
         self._decoder = Decoder(weights.model)
         self._reference_decoder: Decoder | None = None
-        self._forward: Callable[[Decoder, MicroBatch], Forward] = shared_prompt
+        self._paths = Paths(
+            packing=packing and packing_is_exact(self._decoder), sharing=not gradient_checkpointing
+        )
         if gradient_checkpointing:
-            self._forward = whole_rows
             weights.model.activation_checkpointing_enable({"use_reentrant": False})
         self._layers = [
             module
@@ -84,11 +89,12 @@ class TorchLearner:
         self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
     ) -> dict[str, float]:
         """See `groupwise.types.Learner.forward_backward`."""
-        algorithm = from_spec(loss)
+        found = from_spec(loss)
         sums: dict[str, float] = {}
         self._seed_dropout()
-        for batch in microbatches(rows, self._max_tokens, prompt_shared=not self._checkpointing):
-            result = self._backward(batch, algorithm, denominators)
+        paths = replace(self._paths, entropy_gradient=found.needs_entropy_gradient)
+        for batch in paths.cut(rows, self._max_tokens):
+            result = self._backward(paths, batch, found, denominators)
             losses = {f"loss/{name}": value for name, value in result.components.items()}
             for name, value in {**losses, **result.stats}.items():
                 sums[name] = sums.get(name, 0.0) + float(value.detach())
@@ -115,7 +121,7 @@ class TorchLearner:
         self._optimiser.zero_grad(set_to_none=True)
 
     async def publish(self, version: int) -> Policy:
-        """See `groupwise.types.Learner.publish`. The publication before the last one is removed.
+        """See `groupwise.types.Learner.publish`. Old publications are removed.
 
         Raises `StoreError` if the disk (or memory) that it is written to refuses.
         """
@@ -143,9 +149,10 @@ class TorchLearner:
             self._weights.acting_reference() if reference else self._weights.acting(dropout=False)
         )
         found: list[tuple[float, ...]] = [()] * len(rows)
+        paths = replace(self._paths, sharing=True)  # nothing is recomputed here
         with torch.no_grad(), acting:
-            for batch in microbatches(rows, self._max_tokens):
-                logprobs = shared_prompt(decoder, batch).logprobs_BT.tolist()
+            for batch in paths.cut(rows, self._max_tokens):
+                logprobs = paths.forward(decoder, batch).logprobs_BT.tolist()
                 for index, row, values in zip(batch.indices, batch.rows, logprobs, strict=True):
                     found[index] = tuple(values[: len(row.completion_ids)])
         return found
@@ -168,11 +175,11 @@ class TorchLearner:
         copy_exactly(self._optimiser_tensors(), stored, str(place / OPTIMISER))
 
     def _backward(
-        self, batch: MicroBatch, algorithm: Algorithm, denominators: Mapping[str, float]
+        self, paths: Paths, batch: Batch, loss: Loss, denominators: Mapping[str, float]
     ) -> LossResult:
         with self._weights.acting(dropout=self._dropout), self._training_mode():
-            forward = self._forward(self._decoder, batch)
-            result = algorithm.loss(token_batch(batch, forward))
+            forward = paths.forward(self._decoder, batch)
+            result = loss.loss(token_batch(batch, forward))
             total = sum(
                 value / denominators[name]
                 for name, value in result.components.items()
@@ -238,7 +245,7 @@ class TorchLearner:
 
     def _remove_old_publications(self, version: int) -> None:
         for folder in self._publish_folder.glob("v*"):
-            if folder.name < f"v{version - 1:09d}":
+            if int(folder.name[1:]) <= version - self._keep_publications:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -264,7 +271,7 @@ def _too_fast(params: OptimiserParams) -> str:
     )
 
 
-def token_batch(batch: MicroBatch, forward: Forward) -> TokenBatch:
+def token_batch(batch: Batch, forward: Forward) -> TokenBatch:
     """A micro-batch and its log-probabilities as the tensors that a loss takes."""
     device = forward.logprobs_BT.device
 
@@ -272,9 +279,10 @@ def token_batch(batch: MicroBatch, forward: Forward) -> TokenBatch:
         width = batch.width
         return torch.tensor([[*row, *[0.0] * (width - len(row))] for row in values], device=device)
 
-    references = [
-        row.reference_logprobs for row in batch.rows if row.reference_logprobs is not None
-    ]
+    def where_present(values: list[tuple[float, ...] | None]) -> Tensor | None:
+        present = [row for row in values if row is not None]
+        return padded(present) if present else None
+
     return TokenBatch(
         policy_logprobs_BT=forward.logprobs_BT,
         sampling_logprobs_BT=padded([row.sampling_logprobs for row in batch.rows]),
@@ -282,5 +290,6 @@ def token_batch(batch: MicroBatch, forward: Forward) -> TokenBatch:
         advantages_B=torch.tensor([row.advantage for row in batch.rows], device=device),
         scales_B=torch.tensor([row.scale for row in batch.rows], device=device),
         entropies_BT=forward.entropies_BT,
-        reference_logprobs_BT=padded(references) if references else None,
+        reference_logprobs_BT=where_present([row.reference_logprobs for row in batch.rows]),
+        proximal_logprobs_BT=where_present([row.proximal_logprobs for row in batch.rows]),
     )

@@ -2,6 +2,7 @@
 
 Both sides call the same forward with explicit positions and an explicit mask, so that what is sampled and what is trained is
 the same arithmetic. In every cache here a key's index is its position: prompts begin at 0 and nothing is padded on the left.
+Only where there is no cache may several texts stand in one sequence, each with positions from 0.
 """
 
 from __future__ import annotations
@@ -110,11 +111,17 @@ class Decoder:
     def hidden(
         self, ids_BT: Tensor, positions_BT: Tensor, mask_BTK: Tensor, cache: Cache | None
     ) -> Tensor:
-        """Last hidden states [B, T, H]. `mask_BTK` is True where a query may look at a key; B may be 1 (shared)."""
+        """Last hidden states [B, T, H]. `mask_BTK` is True where a query may look at a key; B may be 1 (shared).
+
+        Without a cache the keys are the tokens given, whatever their positions: several texts may stand behind each other.
+        """
+        places_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]
         output = self.body(
             input_ids=ids_BT,
             position_ids=positions_BT,
-            attention_mask=self._mask(mask_BTK[:, None], positions_BT),
+            attention_mask=self._mask(
+                mask_BTK[:, None], places_BT if cache is None else positions_BT
+            ),
             past_key_values=cache,
             use_cache=cache is not None,
         )
@@ -132,11 +139,12 @@ class Decoder:
         cap = getattr(self.config, "final_logit_softcapping", None)
         return torch.tanh(logits_NV / cap) * cap if cap is not None else logits_NV
 
-    def _mask(self, mask_B1TK: Tensor, positions_BT: Tensor) -> Tensor | dict[str, Tensor]:
+    def _mask(self, mask_B1TK: Tensor, places_BT: Tensor) -> Tensor | dict[str, Tensor]:
+        """The mask in each of the forms that the layers take; `places_BT` are the indices of the queries among the keys."""
         if self.window is None:
             return self._usable(mask_B1TK)
         keys_K = torch.arange(mask_B1TK.shape[-1], device=mask_B1TK.device)
-        near_B1TK = (positions_BT[:, None, :, None] - keys_K) < self.window
+        near_B1TK = (places_BT[:, None, :, None] - keys_K) < self.window
         sliding = self._usable(mask_B1TK & near_B1TK)
         if self.layer_types is None:
             return sliding

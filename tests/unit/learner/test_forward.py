@@ -1,4 +1,4 @@
-"""Computing a prompt once for all its completions is the same as computing each row by itself."""
+"""A prompt computed once for all its completions, and rows packed behind each other, are the same as each row by itself."""
 
 from typing import Any
 
@@ -6,9 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig
 
-from groupwise.learner.forward import shared_prompt, whole_rows
-from groupwise.learner.layout import MicroBatch, microbatches
-from groupwise.models.decoder import Decoder
+from groupwise.learner import forward
+from groupwise.learner.forward import packed_rows, packing_is_exact, shared_prompt, whole_rows
+from groupwise.learner.layout import MicroBatch, microbatches, packed
+from groupwise.models.decoder import Decoder, causal_mask
 
 SIZES: dict[str, Any] = {
     "vocab_size": 102,
@@ -25,6 +26,7 @@ SIZES: dict[str, Any] = {
 CONFIGS = {
     "llama": lambda: LlamaConfig(**SIZES, tie_word_embeddings=True),
     "window": lambda: MistralConfig(**SIZES, sliding_window=4),
+    "eager": lambda: LlamaConfig(**SIZES, attn_implementation="eager"),
     "caps": lambda: Gemma2Config(**SIZES, sliding_window=4, final_logit_softcapping=5.0),
 }
 
@@ -103,3 +105,50 @@ def test_completions_of_one_token(decoder, make_rows, compute):
     found, gradient = gradients(decoder, compute, batch)
     assert found.logprobs_BT.shape == (2, 1)
     assert all(bool(torch.isfinite(each).all()) for each in gradient.values())
+
+
+@pytest.mark.parametrize("budget", [1, 60, 10_000])
+def test_packed_rows_equal_whole_rows_in_values_and_gradients(decoder, make_rows, budget):
+    """Each row's weights are its own, so that a gradient that reached a neighbour would show."""
+    rows = make_rows(count=14, prompts=9)
+    generator = torch.Generator().manual_seed(2)
+    weights = [torch.randn(len(row.completion_ids), generator=generator) for row in rows]
+
+    def computed(compute, batches):
+        decoder.model.zero_grad()
+        values = {}
+        for batch in batches:
+            found = compute(decoder, batch)
+            for place, index in enumerate(batch.indices):
+                mine = found.logprobs_BT[place, : len(weights[index])]
+                values[index] = mine.detach(), found.entropies_BT[place, : len(mine)]
+            sums = [
+                (found.logprobs_BT[place, : len(weights[index])] * weights[index]).sum()
+                for place, index in enumerate(batch.indices)
+            ]
+            torch.stack(sums).sum().backward()
+        named = decoder.model.named_parameters()
+        return values, {name: p.grad.clone() for name, p in named if p.grad is not None}
+
+    packs = packed(rows, budget)
+    assert budget == 1 or len(packs) < len(rows)
+    values, slopes = computed(packed_rows, packs)
+    plain_values, plain_slopes = computed(whole_rows, microbatches(rows, 10_000))
+    for index, wanted in plain_values.items():
+        close(values[index][0], wanted[0])
+        close(values[index][1], wanted[1])
+    assert slopes.keys() == plain_slopes.keys()
+    for name, wanted in plain_slopes.items():
+        close(slopes[name], wanted)
+
+
+def test_packing_is_found_to_be_exact(decoder):
+    assert packing_is_exact(decoder)
+
+
+def test_packing_is_refused_where_rows_see_each_other(decoder, monkeypatch):
+    def everything(owners_SL):
+        return causal_mask(owners_SL.shape[1], 0, owners_SL.device)
+
+    monkeypatch.setattr(forward, "blocks", everything)
+    assert not packing_is_exact(decoder)

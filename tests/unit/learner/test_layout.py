@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.learner.layout import microbatches
+from groupwise.learner.layout import MicroBatch, PackedBatch, cut, microbatches, packed
 from groupwise.types import Row
 
 
@@ -66,3 +66,58 @@ def test_no_micro_batch_is_smaller_than_it_must_be(rows, budget):
         if batch.prompt_ids == following.prompt_ids:
             one_more = len(batch.prompt_ids) + (len(batch.rows) + 1) * batch.width
             assert one_more > budget
+
+
+def length(each: Row) -> int:
+    return len(each.prompt_ids) + len(each.completion_ids) - 1
+
+
+@given(ROWS, BUDGETS)
+def test_packed_rows_stand_once_and_apart(rows, budget):
+    packs = packed(rows, budget)
+    assert sorted(index for pack in packs for index in pack.indices) == list(range(len(rows)))
+    for pack in packs:
+        assert pack.rows == tuple(rows[index] for index in pack.indices)
+        sequences, capacity = pack.shape
+        taken = [[False] * capacity for _ in range(sequences)]
+        for each, (sequence, start) in zip(pack.rows, pack.places, strict=True):
+            for place in range(start, start + length(each)):
+                assert not taken[sequence][place]
+                taken[sequence][place] = True
+        assert all(any(sequence) for sequence in taken)
+
+
+@given(ROWS, BUDGETS)
+def test_packs_keep_the_budget_but_for_a_single_long_row(rows, budget):
+    for pack in packed(rows, budget):
+        sequences, capacity = pack.shape
+        assert capacity == max(map(length, pack.rows)), "no longer than one row needs"
+        assert pack.tokens == sequences * capacity
+        assert pack.tokens <= budget or sequences == 1
+
+
+def test_packing_wastes_little():
+    rows = [row((1,) * (1 + index % 7), 3 + index % 11) for index in range(60)]
+    tokens = sum(pack.tokens for pack in packed(rows, 100))
+    assert tokens <= 1.1 * sum(map(length, rows))
+
+
+@given(ROWS, BUDGETS, st.booleans(), st.booleans())
+def test_every_layout_has_every_row_once(rows, budget, packing, shared):
+    batches = cut(rows, budget, packing=packing, prompt_shared=shared)
+    assert sorted(index for batch in batches for index in batch.indices) == list(range(len(rows)))
+    for batch in batches:
+        assert batch.rows == tuple(rows[index] for index in batch.indices)
+        assert packing or isinstance(batch, MicroBatch)
+        assert shared or not packing or isinstance(batch, PackedBatch)
+
+
+def test_a_prompt_is_shared_where_that_computes_fewer_tokens():
+    group = [row((1,) * 30, 10) for _ in range(4)]
+    single = [row((2,) * 30, 10), row((3,) * 5, 10)]
+    uneven = [row((4,), 50), row((4,), 2), row((4,), 2)]
+    shared, packs = cut([*single, *group, *uneven], 1000, packing=True)
+    assert isinstance(shared, MicroBatch)
+    assert shared.indices == (2, 3, 4, 5)
+    assert sorted(packs.indices) == [0, 1, 6, 7, 8]
+    assert all(isinstance(each, MicroBatch) for each in cut([*single, *group], 1000, packing=False))

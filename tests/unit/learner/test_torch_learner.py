@@ -20,6 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from groupwise.algorithms.registry import make
+from groupwise.algorithms.sft import Sft
 from groupwise.errors import ModelError, NonFiniteError, StoreError
 from groupwise.models.lora import CONFIG, WEIGHTS
 from groupwise.models.tiny import tiny_model, tiny_tokenizer
@@ -29,6 +30,7 @@ from groupwise.types import GroupRequest, OptimiserParams, SamplingParams
 from tests.disks import small_disk
 
 DR_GRPO = make("dr_grpo", {}).loss_spec()
+SFT = Sft().loss_spec()
 PENALISED = make("grpo", {"beta": 0.1}).loss_spec()
 TOTALS = {"policy": 40.0, "kl": 40.0}
 STEP = OptimiserParams(learning_rate=0.01, max_grad_norm=None)
@@ -117,6 +119,80 @@ async def test_gradient_checkpointing_does_not_matter(make_learner, make_rows, k
     assert found_sums == pytest.approx(sums, rel=1e-5)
 
 
+@KINDS
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("max_tokens", [1, 40, 4096])
+async def test_packing_does_not_matter(make_learner, make_rows, kind, checkpointing, max_tokens):
+    rows = make_rows(count=14, prompts=9, reference=True)
+    sums, wanted = await computed(make_learner(kind, packing=False), rows)
+    learner = make_learner(kind, max_tokens=max_tokens, gradient_checkpointing=checkpointing)
+    assert learner._paths.packing
+    found_sums, found = await computed(learner, rows)
+    close(found, wanted)
+    assert found_sums == pytest.approx(sums, rel=1e-5)
+
+
+def taught(make_rows):
+    """Rows of a teacher: prompts of their own, tokens between the trained ones, one long row among short ones."""
+    rows = [replace(row, scale=1.0, advantage=1.0, temperature=1.0) for row in make_rows(14, 9)]
+    longest = replace(
+        rows[0],
+        completion_ids=rows[0].completion_ids * 4,
+        mask=(*rows[0].mask * 3, *[0] * len(rows[0].mask)),
+        sampling_logprobs=rows[0].sampling_logprobs * 4,
+    )
+    return [*rows, longest]
+
+
+@KINDS
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("max_tokens", [1, 45, 4096])
+async def test_supervised_gradients_do_not_depend_on_the_cuts(
+    make_learner, make_rows, kind, packing, max_tokens
+):
+    """Nor on accumulation over calls: the mean is over the tokens of the whole step."""
+    rows = taught(make_rows)
+    totals = {"sft": float(sum(sum(row.mask) for row in rows))}
+    sums, wanted = await computed(make_learner(kind, packing=False), rows, SFT, totals)
+    found_sums, found = await computed(
+        make_learner(kind, packing=packing, max_tokens=max_tokens), rows, SFT, totals
+    )
+    close(found, wanted)
+    assert found_sums == pytest.approx(sums, rel=1e-5)
+    learner = make_learner(kind, packing=packing, max_tokens=max_tokens)
+    for start in range(0, len(rows), 4):
+        await learner.forward_backward(rows[start : start + 4], SFT, totals)
+    close(gradient(learner), wanted)
+
+
+async def test_the_supervised_loss_is_the_cross_entropy_of_transformers(make_learner, make_rows):
+    model = tiny_model(seed=4)
+    rows = taught(make_rows)
+    losses, count = [], 0
+    for row in rows:
+        ids = torch.tensor([[*row.prompt_ids, *row.completion_ids]])
+        labels = torch.tensor([[*[-100] * len(row.prompt_ids), *row.completion_ids]])
+        mask = torch.tensor([[*[0] * len(row.prompt_ids), *row.mask]])
+        labels = labels.masked_fill(mask == 0, -100)
+        losses.append(model(input_ids=ids, labels=labels).loss * sum(row.mask))
+        count += sum(row.mask)
+    mean = torch.stack(losses).sum() / count
+    mean.backward()
+    wanted = {name: p.grad for name, p in sorted(model.named_parameters()) if p.grad is not None}
+    totals = {"sft": float(count)}
+    sums, found = await computed(make_learner("full", model=tiny_model(seed=4)), rows, SFT, totals)
+    assert sums["loss/sft"] / count == pytest.approx(mean.item(), rel=1e-5)
+    assert sums["tokens"] == count
+    close(found, wanted, 1e-4)
+
+
+async def test_log_probabilities_do_not_depend_on_packing(make_learner, make_rows):
+    rows = make_rows(count=14, prompts=9)
+    plain = await make_learner(packing=False).logprobs(rows)
+    for found, wanted in zip(await make_learner(max_tokens=40).logprobs(rows), plain, strict=True):
+        assert found == pytest.approx(wanted, rel=1e-5)
+
+
 async def test_checkpointing_does_not_wake_the_dropout_of_the_base(make_learner, make_rows):
     sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
     torch.manual_seed(0)
@@ -133,7 +209,7 @@ async def test_checkpointing_does_not_wake_the_dropout_of_the_base(make_learner,
     layer.register_forward_hook(lambda *_: recomputed.append(layer.training))
     _, found = await computed(learner, make_rows(), DR_GRPO)
     close(found, wanted)
-    assert recomputed.count(True) >= 3, "it does act"
+    assert any(recomputed), "it does act"
     assert not any(module.training for module in model.modules())
 
 

@@ -56,6 +56,16 @@ def test_the_gradient_is_that_of_log_softmax(inputs):
     torch.testing.assert_close(mine, wanted, atol=1e-5, rtol=1e-4)
 
 
+def test_an_entropy_gradient_is_that_of_the_entropy(inputs):
+    hidden = inputs[0].clone().requires_grad_(True)
+    found, entropies = logprobs.token_logprobs(DECODER, hidden, *inputs[1:], entropy_gradient=True)
+    plain = logprobs.token_logprobs(DECODER, *inputs)
+    torch.testing.assert_close((found, entropies), plain, atol=1e-6, rtol=1e-5)
+    (mine,) = torch.autograd.grad(entropies.sum(), hidden)
+    (wanted,) = torch.autograd.grad(expected(hidden, *inputs[1:])[1].sum(), hidden)
+    torch.testing.assert_close(mine, wanted, atol=1e-5, rtol=1e-4)
+
+
 def test_without_a_gradient_the_values_are_the_same(inputs):
     with_gradient = logprobs.token_logprobs(DECODER, *inputs)
     with torch.no_grad():
