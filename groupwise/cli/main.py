@@ -14,12 +14,15 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from groupwise.cli.check import check
+from groupwise.cli.doctor import doctor
 from groupwise.cli.evaluate import evaluate
 from groupwise.cli.fetch_model import fetch_model
 from groupwise.cli.output import PROGRAM, Stopped, report_error, report_stop
 from groupwise.cli.rl import rl
+from groupwise.cli.sft import sft
 
-LATER = frozenset({"sft", "serve", "fleet", "launch", "web", "generate", "check", "doctor", "init"})
+LATER = frozenset({"serve", "fleet", "launch", "web", "generate", "init"})
 """Commands of parts that are not in this version."""
 
 
@@ -97,12 +100,15 @@ def root(
 
 
 app.command("rl")(rl)
+app.command("sft")(sft)
 app.command("eval")(evaluate)
+app.command("check")(check)
+app.command("doctor")(doctor)
 app.command("fetch-model")(fetch_model)
 app.add_typer(
     typer.Typer(cls=RunsGroup, no_args_is_help=True, rich_markup_mode=None),
     name="runs",
-    help="List runs, show one, read its rollouts, plot its rewards.",
+    help="List runs, show one, read its rollouts, plot its rewards, compare two, rescore one.",
 )
 
 

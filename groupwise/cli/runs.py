@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import groupby
@@ -17,13 +16,28 @@ from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
-from rich.cells import cell_len
 
+from groupwise.cli.printing import (
+    RUNS,
+    AsJson,
+    RunArgument,
+    RunsDir,
+    indented,
+    moment,
+    print_json,
+    print_pairs,
+    print_section,
+    print_table,
+    print_text,
+    rounded,
+)
+from groupwise.cli.runs_compare import compare
+from groupwise.cli.runs_replay import replay
+from groupwise.cli.runs_rescore import rescore
 from groupwise.display.plot import Point, sparkline, svg_curve, terminal_curve, with_mean
-from groupwise.display.text import clean, one_line, shorten
+from groupwise.display.text import one_line, shorten
 from groupwise.errors import RunNotFoundError, UsageError
 from groupwise.runs import checkpoints
-from groupwise.runs.durable import without_nan
 from groupwise.runs.find import RunInfo, list_runs, resolve, run_info
 from groupwise.runs.folder import CHECKPOINTS, RECORD, read_config, read_summary
 from groupwise.runs.records import Order, RolloutFilter, RolloutView
@@ -31,45 +45,37 @@ from groupwise.runs.store import Store
 
 app = typer.Typer(
     name="runs",
-    help="Look at recorded runs: list, show, rollouts, plot.",
+    help="Look at recorded runs: list, show, rollouts, plot, compare, rescore, replay.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 
-RunsDir = Annotated[Path, typer.Option("--dir", help="Folder that holds the runs.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-RunArgument = Annotated[
-    str, typer.Argument(metavar="RUN", help="Name of a run, or path of its folder.")
-]
-
-_RUNS = Path("runs")
-
 
 @app.command("list")
-def list_command(dir: RunsDir = _RUNS, as_json: AsJson = False) -> None:
+def list_command(dir: RunsDir = RUNS, as_json: AsJson = False) -> None:
     """List all runs with their state, steps and rewards."""
     infos = list_runs(dir)
     if as_json:
-        _print_json([_info_json(info) for info in infos])
+        print_json([_info_json(info) for info in infos])
         return
     if not infos:
         typer.echo(f"no runs in {dir}", err=True)
         return
     head = ("name", "state", "steps", "reward", "started", "model", "task")
-    _print_table([head, *(_info_row(info) for info in infos)])
+    print_table([head, *(_info_row(info) for info in infos)])
     for info in infos:
         if info.broken:
             typer.echo(f"{one_line(info.name)} cannot be read: {one_line(info.broken)}", err=True)
 
 
 @app.command()
-def show(run: RunArgument, dir: RunsDir = _RUNS, as_json: AsJson = False) -> None:
+def show(run: RunArgument, dir: RunsDir = RUNS, as_json: AsJson = False) -> None:
     """Show one run: state, configuration, last metrics, checkpoints, evaluations."""
     path = resolve(run, dir).path
     facts = _facts(path)
     if as_json:
-        _print_json(facts)
+        print_json(facts)
     else:
         _print_facts(facts)
 
@@ -77,7 +83,7 @@ def show(run: RunArgument, dir: RunsDir = _RUNS, as_json: AsJson = False) -> Non
 @app.command()
 def rollouts(
     run: RunArgument,
-    dir: RunsDir = _RUNS,
+    dir: RunsDir = RUNS,
     step: Annotated[
         int | None, typer.Option(help="Only this step, an index from 0; default: the last one.")
     ] = None,
@@ -120,7 +126,7 @@ def rollouts(
         )
         found = store.rollouts(wanted)
     if as_json:
-        _print_json([asdict(view) for view in found])
+        print_json([asdict(view) for view in found])
     elif not found:
         typer.echo("no rollouts like that", err=True)
     else:
@@ -130,27 +136,36 @@ def rollouts(
 @app.command()
 def plot(
     run: RunArgument,
-    dir: RunsDir = _RUNS,
-    metric: Annotated[str, typer.Option(help="Name of the metric.")] = "reward",
+    dir: RunsDir = RUNS,
+    metric: Annotated[
+        str | None, typer.Option(help="Name of the metric; default: reward, or loss without one.")
+    ] = None,
     svg: Annotated[Path | None, typer.Option(help="Write an SVG file as well.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Draw the curve of a metric in the terminal, and to a file if asked."""
     path = resolve(run, dir).path
     with Store.open(path / RECORD, readonly=True) as store:
-        _expect_name(f"metric '{metric}'", metric, store.metric_names())
+        names = store.metric_names()
+        metric = metric or ("reward" if "reward" in names or "loss" not in names else "loss")
+        _expect_name(f"metric '{metric}'", metric, names)
         points: list[Point] = [(step, value) for step, value in store.metrics([metric])[metric]]
     title = f"{path.name} · {metric}"
     if svg is not None:
         svg.write_text(svg_curve(with_mean(metric, points), title=title), encoding="utf-8")
         typer.echo(f"wrote {svg}", err=True)
     if as_json:
-        _print_json({"run": path.name, "metric": metric, "points": points})
+        print_json({"run": path.name, "metric": metric, "points": points})
         return
     width = min(shutil.get_terminal_size().columns, 100)
-    _print(
+    print_text(
         terminal_curve(with_mean(metric, points), width, title=title, colour=sys.stdout.isatty())
     )
+
+
+app.command()(compare)
+app.command()(rescore)
+app.command()(replay)
 
 
 # The list
@@ -164,14 +179,16 @@ def _info_row(info: RunInfo) -> tuple[str, ...]:
     if info.broken:
         return (info.name, "broken", "", "", "", "", "")
     total = f"/{info.max_steps}" if info.max_steps is not None else ""
-    ends = (info.reward_first, info.reward_last)
-    rewards = [f"{value:.3f}" for value in ends if value is not None]
+    ends, name = (info.reward_first, info.reward_last), ""
+    if info.reward_first is None:
+        ends, name = (info.loss_first, info.loss_last), "loss "
+    values = [f"{value:.3f}" for value in ends if value is not None]
     return (
         info.name,
         info.state or "",
         f"{info.steps}{total}",
-        " → ".join(rewards),
-        _moment(info.started),
+        name + " → ".join(values) if values else "",
+        moment(info.started),
         shorten(info.model or "", 32),
         shorten(info.task or "", 32),
     )
@@ -183,7 +200,7 @@ def _info_row(info: RunInfo) -> tuple[str, ...]:
 def _facts(path: Path) -> dict[str, Any]:
     with Store.open(path / RECORD, readonly=True) as store:
         last = store.last_step()
-        rewards = [value for _, value in store.metrics(["reward"]).get("reward", [])]
+        curves = store.metrics(["reward", "loss"])
         evaluations = [
             {"step": each.step, "name": each.name, "policy": each.policy, "metrics": each.metrics}
             for each in store.evaluations()
@@ -193,7 +210,8 @@ def _facts(path: Path) -> dict[str, Any]:
             **_info_json(run_info(path)),
             "error": store.get_meta().get("error"),
             "last_metrics": {} if last is None else store.step_metrics(last),
-            "rewards": rewards,
+            "rewards": [value for _, value in curves.get("reward", [])],
+            "losses": [value for _, value in curves.get("loss", [])],
             "evaluations": evaluations,
             "resumes": [asdict(resume) for resume in store.resumes()],
             "checkpoints": [checkpoint.step for checkpoint in found],
@@ -207,7 +225,7 @@ def _print_facts(facts: Mapping[str, Any]) -> None:
     total = f" of {facts['max_steps']}" if facts["max_steps"] is not None else ""
     error = facts["error"]
     name = facts["name"]
-    _print_pairs(
+    print_pairs(
         [
             ("run", name),
             ("folder", facts["path"]),
@@ -215,34 +233,20 @@ def _print_facts(facts: Mapping[str, Any]) -> None:
             ("error", f"{error['code']}: {error['message']}" if error else None),
             ("model", facts["model"]),
             ("task", facts["task"]),
-            ("started", _moment(facts["started"])),
+            ("started", moment(facts["started"])),
             ("steps", f"{facts['steps']}{total}"),
             ("reward", sparkline(facts["rewards"], 40)),
+            ("loss", "" if facts["rewards"] else sparkline(facts["losses"], 40)),
             ("checkpoints", ", ".join(f"{name}@{step}" for step in facts["checkpoints"]) or "none"),
             ("damaged", "; ".join(facts["damaged_checkpoints"])),
             ("resumed", f"{len(facts['resumes'])} times" if facts["resumes"] else None),
         ]
     )
-    _print_section("last step", [(k, _rounded(v)) for k, v in facts["last_metrics"].items()])
+    print_section("last step", [(k, rounded(v)) for k, v in facts["last_metrics"].items()])
     for evaluation in facts["evaluations"]:
         title = f"evaluation {evaluation['name']} of {evaluation['policy']} after {evaluation['step']} steps"
-        _print_section(title, [(k, _rounded(v)) for k, v in evaluation["metrics"].items()])
-    _print_section("configuration", list(_flat(facts["config"])))
-
-
-def _print_section(title: str, pairs: Sequence[tuple[str, Any]]) -> None:
-    if pairs:
-        _print(f"\n{one_line(title)}")
-        _print_pairs([(f"  {name}", value) for name, value in pairs])
-
-
-def _print_pairs(pairs: Sequence[tuple[str, Any]]) -> None:
-    shown = [
-        (one_line(name), one_line(str(value))) for name, value in pairs if value not in (None, "")
-    ]
-    width = max((cell_len(name) for name, _ in shown), default=0)
-    for name, value in shown:
-        _print(f"{name}{' ' * (width - cell_len(name))}  {value}")
+        print_section(title, [(k, rounded(v)) for k, v in evaluation["metrics"].items()])
+    print_section("configuration", list(_flat(facts["config"])))
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
@@ -269,9 +273,9 @@ def _print_rollouts(views: Sequence[RolloutView]) -> None:
         first = group[0]
         place = "unfinished" if first.step is None else f"step {first.step}"
         if number:
-            _print("")
-        _print(f"━━ {place} · draw {first.draw} · example {first.example} ━━")
-        _print(_indented(first.prompt, "  │ "))
+            print_text("")
+        print_text(f"━━ {place} · draw {first.draw} · example {first.example} ━━")
+        print_text(indented(first.prompt, "  │ "))
         for view in group:
             _print_member(view)
 
@@ -283,56 +287,18 @@ def _print_member(view: RolloutView) -> None:
     facts.append(f"{view.completion_tokens} tokens{', cut off' if view.truncated else ''}")
     if view.attempt:
         facts.append(f"attempt {view.attempt}")
-    _print("\n  " + " · ".join(facts))
+    print_text("\n  " + " · ".join(facts))
     if view.parts:
         parts = (
-            f"{one_line(part.name)}{'' if part.turn is None else f' (turn {part.turn})'} {_rounded(part.value) or '–'}"
+            f"{one_line(part.name)}{'' if part.turn is None else f' (turn {part.turn})'} {rounded(part.value) or '–'}"
             for part in view.parts
         )
-        _print("     " + "   ".join(parts))
-    _print(_indented(view.completion, "     "))
+        print_text("     " + "   ".join(parts))
+    print_text(indented(view.completion, "     "))
 
 
 def _verdict(view: RolloutView) -> str:
-    if view.outcome == "scored" and view.reward is not None:
-        return f"reward {view.reward:.3f}"
+    if view.outcome == "scored":
+        return "given" if view.reward is None else f"reward {view.reward:.3f}"
     outcome = view.outcome.replace("_", " ").upper()
     return f"{outcome}: {one_line(view.reason)}" if view.reason else outcome
-
-
-def _indented(text: str, margin: str) -> str:
-    return "\n".join(margin + line for line in clean(text).split("\n"))
-
-
-# Printing
-
-
-def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    shown = [[one_line(cell) for cell in row] for row in rows]
-    widths = [max(cell_len(row[column]) for row in shown) for column in range(len(shown[0]))]
-    for row in shown:
-        cells = (
-            cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)
-        )
-        _print("  ".join(cells).rstrip())
-
-
-def _rounded(value: Any) -> str:
-    if value is None:
-        return ""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _moment(seconds: float | None) -> str:
-    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
-
-
-def _print(text: str) -> None:
-    """Print what the terminal's encoding can hold, and `?` for the rest."""
-    encoding = sys.stdout.encoding or "utf-8"
-    typer.echo(text.encode(encoding, "replace").decode(encoding))
-
-
-def _print_json(value: Any) -> None:
-    """ASCII only, so that nothing in it can command a terminal; what is no number in JSON becomes null."""
-    typer.echo(json.dumps(without_nan(value), indent=2))

@@ -54,7 +54,9 @@ def rl(monkeypatch: pytest.MonkeyPatch) -> Verb:
 
 @pytest.fixture
 def evaluate(monkeypatch: pytest.MonkeyPatch) -> Verb:
-    return replaced(monkeypatch, "groupwise.loops.evaluate", "evaluate")
+    verb = replaced(monkeypatch, "groupwise.loops.evaluate", "evaluate_each")
+    verb.result = [Result()]
+    return verb
 
 
 @pytest.fixture
@@ -126,10 +128,9 @@ def test_eval_hands_everything_on(evaluate: Verb) -> None:
     assert main(["eval", "--config", "c.yaml", "-t", "sort_words", *options]) == 0
     assert evaluate.calls == [
         (
-            (Path("c.yaml"), "sort_words"),
+            (Path("c.yaml"), "sort_words", ["r@5"]),
             {
                 "overrides": ("eval.temperature=1",),
-                "policy": "r@5",
                 "samples_per_prompt": 4,
                 "output": Path("o.json"),
             },
@@ -139,7 +140,7 @@ def test_eval_hands_everything_on(evaluate: Verb) -> None:
 
 def test_eval_is_of_the_base_unless_told_otherwise(evaluate: Verb) -> None:
     assert main(["eval", "-c", "c", "-t", "t"]) == 0
-    assert evaluate.calls[0][1]["policy"] == "base"
+    assert evaluate.calls[0][0][2] == ["base"]
 
 
 def test_fetch_model_prints_the_folder(fetch: Verb, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,391 @@
+"""The command `groupwise check`: a task and its rewards, before any training, without a GPU and without loading a model.
+
+    hooks and data          can be called, are enough for a verb; sizes, columns, lengths, duplicates, overlap
+    the first prompts       exactly as the model will see them
+    rewards                 in the same workers as in training, on gold answers, on wrong ones, and on given completions
+
+A reward that crashes, never varies, or gives gold less than something wrong is a problem; what merely looks odd is a warning. What
+cannot be used at all (a file, hook or config that is broken) raises `UsageError`, as `groupwise rl` would.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from groupwise import build
+from groupwise.checks.check_data import (
+    check_dataset,
+    check_hooks,
+    check_overlap,
+    check_teacher,
+    first_prompts,
+    same_prompt,
+    same_row,
+    spread,
+)
+from groupwise.checks.check_environment import check_environment
+from groupwise.checks.check_given import GivenGroup, judge_given, load_given, score_given
+from groupwise.checks.check_gold import ANSWER_COLUMNS, GOLD_COMPLETION, Gold, gold_column
+from groupwise.checks.check_rewards import (
+    ALONE_ROWS,
+    Trial,
+    Verdict,
+    find_layout,
+    judge_alone,
+    judge_cheap,
+    judge_failures,
+    judge_forms,
+    judge_latency,
+    judge_order,
+    judge_parts,
+    judge_repetition,
+    judge_spread,
+    table,
+    try_cases,
+)
+from groupwise.checks.findings import Finding, Findings, OnFinding, Report
+from groupwise.config import LoadedConfig, RunConfig, load_config, view, with_task_schema
+from groupwise.errors import RewardWorkerError, UsageError
+from groupwise.loops.awaiting import run_to_end
+from groupwise.rewards.rubric import Rubric
+from groupwise.rewards.scoring import Scorer
+from groupwise.rewards.text import as_completion
+from groupwise.tasks.contract import Task, check_reward_columns, load_task
+from groupwise.types import Example
+
+ROWS = 16
+"""Rows on which rewards are tried, where nobody says."""
+SHOWN_PROMPTS = 2
+SHOWN_LAYOUTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A task with what is known about it."""
+
+    config: RunConfig
+    task: Task
+    tokenizer: Any
+    """None where no library for tokenizers is installed."""
+    own_model: bool
+    """Whether the config was given; otherwise the tokenizer is that of `tiny`, and lengths in tokens say nothing."""
+    train: list[Example]
+    held_out: list[Example]
+    rubric: Rubric | None
+
+    @property
+    def examples(self) -> list[Example]:
+        """Those on which rewards are tried."""
+        return self.train or self.held_out
+
+
+def check(
+    task: object,
+    config: Path | str | Mapping[str, Any] | RunConfig | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    completions: str | None = None,
+    rows: int = ROWS,
+    on_finding: OnFinding | None = None,
+) -> Report:
+    """Look at a task and its rewards: the command `groupwise check`.
+
+    `completions` is a JSONL file or a run whose rollouts are scored too, `rows` the number of examples that rewards are tried on.
+    Without a config, that of the model `tiny` stands in. Raises `UsageError` for what cannot be used at all.
+    """
+    findings = Findings(on_finding)
+    subject = _subject(task, config, overrides, findings)
+    room = _room(subject)
+    lengths_by = subject.tokenizer if subject.own_model else None
+    same = same_row if subject.task.has("get_environment") else same_prompt
+    for name, examples in (("training data", subject.train), ("held-out data", subject.held_out)):
+        if examples:
+            findings.extend(check_dataset(name, examples, lengths_by, room, same))
+    if subject.train and subject.held_out:
+        findings.add(check_overlap(subject.train, subject.held_out, same))
+    findings.extend(
+        check_teacher(subject.task, view(subject.config), subject.tokenizer, _draws(subject.config))
+    )
+    details: dict[str, Any] = {
+        "prompts": first_prompts(subject.examples, subject.tokenizer, SHOWN_PROMPTS),
+        "prompts_rendered_by": subject.config.model.name if subject.tokenizer else None,
+    }
+    given = _given(subject, completions)
+    if subject.examples:
+        findings.add(_rendering(subject))
+        details["table"] = run_to_end(_try_everything(subject, rows, given, findings))
+    return Report(subject.task.described, tuple(findings.found), "check_failed", details)
+
+
+def _subject(
+    task: object,
+    config: Path | str | Mapping[str, Any] | RunConfig | None,
+    overrides: Sequence[str],
+    findings: Findings,
+) -> Subject:
+    """Load everything that can be loaded; what is broken raises, as it does in training."""
+    loaded = load_config({"model": {"name": "tiny"}} if config is None else config, overrides)
+    found = load_task(task)
+    findings.add(check_hooks(found))
+    loaded = _with_schema(loaded, found)
+    settings = loaded.config
+    given = view(settings)
+    train = found.rl_examples(given, limit=_draws(settings)) if found.has("get_rl_dataset") else []
+    held_out = (
+        found.eval_examples(given, limit=settings.eval.max_prompts)
+        if found.has("get_eval_dataset")
+        else []
+    )
+    tokenizer = _tokenizer(settings, required=config is not None)
+    rubric = build.task_rubric(settings, found, tokenizer)
+    _check_rollouts(settings, found, train or held_out, configured=config is not None)
+    if rubric is not None:
+        in_workers = build.scores_in_workers(settings, found, rubric)
+        for examples in (train, held_out):
+            check_reward_columns(found, rubric, examples, in_workers=in_workers)
+    return Subject(settings, found, tokenizer, config is not None, train, held_out, rubric)
+
+
+def _check_rollouts(
+    config: RunConfig, task: Task, examples: Sequence[Example], *, configured: bool
+) -> None:
+    """Raise TaskError where environment and data, or a config that was given, do not go together."""
+    if configured:
+        build.check_rollouts(config, task, examples)
+    elif task.has("get_environment") and examples:
+        task.check_environment(view(config), examples)
+
+
+def _with_schema(loaded: LoadedConfig, task: Task) -> LoadedConfig:
+    schema = task.config_schema()
+    return loaded if schema is None else with_task_schema(loaded, schema)
+
+
+def _draws(config: RunConfig) -> int | None:
+    """How many examples of an endless stream a training would read."""
+    steps = config.training.max_steps
+    return None if steps is None else steps * config.training.prompts_per_step
+
+
+def _tokenizer(config: RunConfig, *, required: bool) -> Any:
+    """That of the config's model. Its libraries may be missing, unless somebody asked for it."""
+    if importlib.util.find_spec("transformers") is None:
+        if required:
+            raise UsageError(
+                "--config asks for the tokenizer of its model, but transformers is not installed here. Leave --config out, or: "
+                "pip install groupwise[train]"
+            )
+        return None
+    from groupwise.models.tokenizer import load_tokenizer
+
+    return load_tokenizer(config.model)
+
+
+def _room(subject: Subject) -> int | None:
+    """Tokens that the model leaves for a prompt; None where the model is not known."""
+    if not subject.own_model:
+        return None
+    from groupwise.models.plan import prompt_room
+
+    room = prompt_room(subject.config.model, build.longest_completion(subject.config))
+    limit = subject.config.data.max_prompt_length
+    return None if limit is not None and limit <= room else room
+
+
+def _rendering(subject: Subject) -> Finding:
+    """What the prompts below are rendered by."""
+    if subject.own_model:
+        return Finding("rendering", "ok", f"by the tokenizer of {subject.config.model.name}")
+    if subject.tokenizer is None:
+        return Finding(
+            "rendering",
+            "skipped",
+            "no tokenizer is installed here, so prompts are shown as the task gives them",
+            remedy="install groupwise[train] and give --config",
+        )
+    return Finding(
+        "rendering",
+        "ok",
+        "by the tokenizer of tiny, because no config was given; lengths are in characters",
+        "--config C.yaml shows prompts and lengths as your own model has them",
+    )
+
+
+def _given(subject: Subject, completions: str | None) -> list[GivenGroup]:
+    if completions is None:
+        return []
+    runs_dir = Path(subject.config.run.dir)
+    return load_given(completions, subject.train, subject.held_out, runs_dir)
+
+
+async def _try_everything(
+    subject: Subject, rows: int, given: Sequence[GivenGroup], findings: Findings
+) -> list[dict[str, Any]]:
+    """Environment and rewards, as far as the task has them."""
+    if subject.task.has("get_environment"):
+        first = subject.examples[0]
+        findings.add(await check_environment(subject.task, subject.config, first))
+    if subject.rubric is not None:
+        return await _try_rewards(subject, rows, given, findings)
+    findings.add(Finding("rewards", "skipped", "the task has no get_reward_funcs"))
+    return []
+
+
+# --- rewards -------------------------------------------------------------------------------------
+
+
+async def _try_rewards(
+    subject: Subject, rows: int, given: Sequence[GivenGroup], findings: Findings
+) -> list[dict[str, Any]]:
+    """Call the rewards in all ways, judge them, and return the table of what was earned."""
+    config = subject.config
+    scorer = build.build_scorer(config, subject.task, subject.tokenizer, subject.rubric)
+    trial = Trial(scorer, subject.tokenizer)
+    try:
+        await scorer.start()
+        chosen = spread(subject.examples, rows)
+        gold = await _gold(trial, subject, chosen, findings)
+        verdicts = await _on_known(subject, trial, chosen, gold, findings)
+        if given:
+            answers = await score_given(trial, given)
+            findings.extend(judge_given(given, answers))
+            verdicts += [verdict for group in answers for verdict in group]
+        if subject.task.has("compute_metrics"):
+            findings.add(await _metrics_on_gold(subject, scorer, rows, gold))
+    except RewardWorkerError as error:
+        findings.add(
+            Finding(
+                "rewards",
+                "problem",
+                str(error),
+                "a training would stop here",
+                "mend what the message names",
+            )
+        )
+        return []
+    finally:
+        await scorer.close()
+    return table(verdicts)
+
+
+async def _on_known(
+    subject: Subject,
+    trial: Trial,
+    chosen: Sequence[Example],
+    gold: Gold | None,
+    findings: Findings,
+) -> list[Verdict]:
+    """Gold and wrong completions, and everything that can be told from them."""
+    config, rubric = subject.config, subject.rubric
+    assert rubric is not None
+    tried = await try_cases(trial, chosen, gold)
+    verdicts = [verdict for row in tried for verdict in row]
+    findings.extend(judge_failures(verdicts))
+    findings.add(judge_spread(tried, with_gold=gold is not None))
+    if gold is not None:
+        findings.add(judge_order(tried, gold))
+        findings.extend(judge_forms(tried))
+        findings.extend(judge_cheap(tried))
+    findings.extend(judge_parts(verdicts, with_gold=gold is not None))
+    group = config.training.num_generations
+    findings.add(judge_latency(trial, config.rewards.time_limit, group))
+    findings.extend(await _again(trial, rubric, chosen, tried))
+    return verdicts
+
+
+async def _gold(
+    trial: Trial, subject: Subject, chosen: Sequence[Example], findings: Findings
+) -> Gold | None:
+    """Where gold completions come from; says so."""
+    column = gold_column(chosen)
+    if column is None:
+        findings.add(
+            Finding(
+                "gold answers",
+                "skipped",
+                f"there is no column {', '.join((GOLD_COMPLETION, *ANSWER_COLUMNS))}",
+                "whether a right completion earns most could not be checked",
+                "add a column `gold_completion` with what a perfect model would write, or check --completions of your own",
+            )
+        )
+        return None
+    if column == GOLD_COMPLETION:
+        findings.add(Finding("gold answers", "ok", f"column `{column}`, whole completions"))
+        return Gold(column, None)
+    layout, means = await find_layout(trial, chosen, column)
+    others = sorted(means.items(), key=lambda pair: -pair[1])[:SHOWN_LAYOUTS]
+    earned = "; ".join(f"{name} {mean:.4g}" for name, mean in others)
+    gold = Gold(column, layout)
+    findings.add(
+        Finding(
+            "gold answers",
+            "ok",
+            gold.described,
+            f"the way of writing it that the rewards read; on average earn: {earned}"
+            if means
+            else "",
+            data={"column": column, "layout": layout, "rewards": means},
+        )
+    )
+    return gold
+
+
+async def _again(
+    trial: Trial, rubric: Rubric, chosen: Sequence[Example], tried: Sequence[Sequence[Verdict]]
+) -> list[Finding]:
+    """The same calls a second time, and some completions one by one."""
+    if rubric.stateful:
+        said = "a reward says that it keeps state, so calls may differ"
+        return [Finding("determinism", "skipped", said), Finding("independence", "skipped", said)]
+    pairs = list(zip(chosen, tried, strict=True))
+    before = [verdict.member for _, verdicts in pairs for verdict in verdicts]
+    after = [
+        member
+        for example, verdicts in pairs
+        for member in await trial.score(example, [verdict.text for verdict in verdicts])
+    ]
+    found = [judge_repetition(before, after)]
+    relative = [
+        name
+        for name, function in zip(rubric.names, rubric.functions, strict=True)
+        if getattr(function, "relative", False) is True
+    ]
+    if relative:
+        said = f"{', '.join(f'`{name}`' for name in relative)} compares the members of a group, as it says"
+        return [*found, Finding("independence", "ok", said)]
+    few = [verdict for _, verdicts in pairs[:ALONE_ROWS] for verdict in verdicts]
+    alone = [
+        (await trial.score(example, [verdict.text]))[0]
+        for example, verdicts in pairs[:ALONE_ROWS]
+        for verdict in verdicts
+    ]
+    return [*found, judge_alone([verdict.member for verdict in few], alone)]
+
+
+async def _metrics_on_gold(
+    subject: Subject, scorer: Scorer, rows: int, gold: Gold | None
+) -> Finding:
+    """Whether `compute_metrics` works: on gold, or on nothing said where there is none."""
+    examples = spread(subject.held_out or subject.train, rows)
+    texts = [next(iter(gold.texts(example)), "") if gold else "" for example in examples]
+    what = "gold completions" if any(texts) else "empty completions"
+    try:
+        details = await scorer.compute_metrics(
+            [example.prompt for example in examples],
+            [as_completion(each.prompt, text) for each, text in zip(examples, texts, strict=True)],
+            [{"prompt": example.prompt, **example.columns} for example in examples],
+        )
+    except RewardWorkerError as error:
+        meaning = "an evaluation would have no metrics"
+        return Finding("compute_metrics", "problem", str(error), meaning, "mend compute_metrics")
+    numbers = {
+        name: float(value)
+        for name, value in details.get("metrics", details).items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    shown = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items()) or "no numbers"
+    return Finding("compute_metrics", "ok", f"on {len(examples)} {what}: {shown}", data=numbers)

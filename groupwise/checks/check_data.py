@@ -1,0 +1,262 @@
+"""What `groupwise check` finds out about a task before a reward is called: its hooks, its datasets, its prompts."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any, cast
+
+from groupwise.checks.findings import Finding
+from groupwise.data.sft import teacher_example
+from groupwise.errors import TaskError
+from groupwise.models.tokens import prompt_ids, rendered
+from groupwise.tasks.contract import HOOKS, NEEDED, Task, Verb, require
+from groupwise.types import Example, Prompt
+
+MEASURED = 2000
+"""Prompts of a dataset whose length is measured, evenly spread over it."""
+
+SameAs = Callable[[Example], str]
+"""Gives the same text for rows that are the same."""
+
+
+def check_hooks(task: Task) -> Finding:
+    """Every hook that is there can be called, and they suffice for some verb. Raises TaskError with all that is wrong."""
+    there = [hook for hook in HOOKS if task.has(hook)]
+    refuse_wrong_signatures(task, there)
+    usable = [verb for verb in NEEDED if suffices(task, verb)]
+    if not usable:
+        raise TaskError(
+            "\n".join(task.missing(hook, "rl") for hook in NEEDED["rl"] if not task.has(hook))
+        )
+    lacking = {
+        verb: [hook for hook in NEEDED[verb] if not task.has(hook)]
+        for verb in NEEDED
+        if verb not in usable
+    }
+    not_for = "; ".join(
+        f"`{verb}` would need {', '.join(names)}" for verb, names in lacking.items()
+    )
+    return Finding(
+        "hooks",
+        "ok",
+        ", ".join(there),
+        f"enough for {' and '.join(f'`{verb}`' for verb in usable)}"
+        + (f"; {not_for}" if not_for else ""),
+        data={"hooks": there, "verbs": usable, "missing": lacking},
+    )
+
+
+def suffices(task: Task, verb: Verb) -> bool:
+    """Whether the task has all that a verb needs."""
+    try:
+        require(task, verb)
+    except TaskError:
+        return False
+    return True
+
+
+def refuse_wrong_signatures(task: Task, hooks: Iterable[str]) -> None:
+    """Raise one TaskError for all hooks that cannot be called."""
+    wrong: list[str] = []
+    for hook in hooks:
+        try:
+            task.check_signature(hook)
+        except TaskError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise TaskError("\n".join(wrong))
+
+
+def check_dataset(
+    name: str,
+    examples: Sequence[Example],
+    tokenizer: Any,
+    room: int | None,
+    same: SameAs,
+) -> Iterator[Finding]:
+    """Size, columns and lengths, then what is wrong with them. `room` is that of the model for a prompt, in tokens."""
+    lengths, unit = prompt_lengths(examples, tokenizer)
+    sizes = {"min": min(lengths), "median": median(lengths), "max": max(lengths)}
+    columns = described_columns(examples)
+    shown = ", ".join(f"{column} ({kind})" for column, kind in columns.items())
+    yield Finding(
+        name,
+        "ok",
+        f"{rows(len(examples))}; prompts of {sizes['min']} to {sizes['max']} {unit}, median "
+        f"{sizes['median']:g}; columns: {shown or 'none but prompt'}",
+        data={
+            "rows": len(examples),
+            "columns": columns,
+            "prompt_length": {**sizes, "unit": unit, "measured": len(lengths)},
+        },
+    )
+    if room is not None and sizes["max"] > room:
+        long = sum(length > room for length in lengths)
+        yield Finding(
+            f"{name}: length",
+            "problem",
+            f"{long} of {len(lengths)} prompts are longer than the {room} tokens that the model leaves beside the completion",
+            "training would refuse to start",
+            f"set data.max_prompt_length={room} to leave them out, or shorten sampler.max_completion_length",
+            {"too_long": long, "room": room},
+        )
+    yield from _repeated(name, examples, same)
+    yield from _incomplete(name, examples)
+
+
+def check_teacher(task: Task, config: Any, tokenizer: Any, limit: int | None) -> Iterator[Finding]:
+    """Size and columns of what a teacher wrote. Raises TaskError for a row that cannot be taken as it is."""
+    for hook, name in (
+        ("get_sft_dataset", "sft data"),
+        ("get_sft_eval_dataset", "sft held-out data"),
+    ):
+        if not task.has(hook):
+            continue
+        found = task.sft_rows(hook, config, tokenizer, limit)
+        formatted = task.sft_function("get_sft_formatting_func", config, tokenizer) is not None
+        if not formatted:
+            for index, row in enumerate(found):
+                teacher_example(index, row, text_field="text", where=f"{task.described}: {hook}")
+        columns = described_columns([Example(index, "", row) for index, row in enumerate(found)])
+        shown = ", ".join(f"{column} ({kind})" for column, kind in columns.items())
+        yield Finding(
+            name,
+            "ok",
+            f"{rows(len(found))}; columns: {shown}"
+            + ("; the formatting function was not called" if formatted else ""),
+            data={"rows": len(found), "columns": columns},
+        )
+
+
+def check_overlap(train: Sequence[Example], held_out: Sequence[Example], same: SameAs) -> Finding:
+    """Whether held-out prompts are trained on."""
+    trained = set(map(same, train))
+    shared = [example for example in held_out if same(example) in trained]
+    data = {"shared": len(shared), "examples": [example.index for example in shared[:5]]}
+    if not shared:
+        return Finding("overlap", "ok", "no held-out prompt is trained on", data=data)
+    return Finding(
+        "overlap",
+        "warning",
+        f"{len(shared)} of {len(held_out)} held-out prompts are also trained on "
+        f"(held-out row {shared[0].index} for example)",
+        "the evaluation partly measures what was learnt by heart",
+        "split the rows before they are returned, by prompt",
+        data,
+    )
+
+
+def first_prompts(examples: Sequence[Example], tokenizer: Any, count: int) -> list[str]:
+    """The first prompts as the model sees them; without a tokenizer, as they are written."""
+    if tokenizer is None:
+        return [written(example.prompt) for example in examples[:count]]
+    return [rendered(tokenizer, example.prompt) for example in examples[:count]]
+
+
+def written(prompt: Prompt) -> str:
+    """A prompt as text: of a chat, each message with its role."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(f"[{message['role']}] {message.get('content') or ''}" for message in prompt)
+
+
+def prompt_lengths(examples: Sequence[Example], tokenizer: Any) -> tuple[list[int], str]:
+    """Lengths of prompts spread over the dataset, and their unit."""
+    chosen = spread(examples, MEASURED)
+    if tokenizer is None:
+        return [len(written(example.prompt)) for example in chosen], "characters"
+    return [len(prompt_ids(tokenizer, example.prompt)) for example in chosen], "tokens"
+
+
+def spread(examples: Sequence[Example], count: int) -> list[Example]:
+    """At most `count` examples, evenly from the first to the last."""
+    if len(examples) <= count:
+        return list(examples)
+    return [examples[index * len(examples) // count] for index in range(count)]
+
+
+def prompt_key(prompt: Prompt) -> str:
+    """Equal for prompts that ask the same in the same words."""
+    return json.dumps(prompt, sort_keys=True, default=str)
+
+
+def same_prompt(example: Example) -> str:
+    """Rows are the same where their prompts are: the model sees nothing else."""
+    return prompt_key(example.prompt)
+
+
+def same_row(example: Example) -> str:
+    """Rows are the same where all of their columns are: an environment may make another task of each."""
+    return json.dumps([example.prompt, example.columns], sort_keys=True, default=str)
+
+
+def described_columns(examples: Sequence[Example]) -> dict[str, str]:
+    """Each column with what it holds, and how many rows lack it."""
+    kinds: dict[str, Counter[str]] = {}
+    for example in examples:
+        for column, value in example.columns.items():
+            kinds.setdefault(column, Counter())[kind(value)] += 1
+    described: dict[str, str] = {}
+    for column, counts in kinds.items():
+        absent = len(examples) - counts.total() + counts.pop("nothing", 0)
+        held = " or ".join(sorted(counts)) or "nothing"
+        described[column] = held + (f", missing in {absent}" if absent else "")
+    return described
+
+
+def kind(value: Any) -> str:
+    """What a value is, in a word."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, str):
+        return "text"
+    if isinstance(value, bool):
+        return "yes or no"
+    if isinstance(value, int | float):
+        return "number"
+    if isinstance(value, list | tuple):
+        inner = {kind(entry) for entry in cast("Sequence[Any]", value)}
+        return f"list of {inner.pop()}" if len(inner) == 1 else "list"
+    return "mapping" if isinstance(value, Mapping) else type(value).__name__
+
+
+def rows(count: int) -> str:
+    """`1 row`, `2 rows`."""
+    return f"{count:,} row{'' if count == 1 else 's'}"
+
+
+def _repeated(name: str, examples: Sequence[Example], same: SameAs) -> Iterator[Finding]:
+    """Prompts that occur several times."""
+    counts = Counter(map(same, examples))
+    surplus = len(examples) - len(counts)
+    if not surplus:
+        return
+    key, most = counts.most_common(1)[0]
+    places = [example.index for example in examples if same(example) == key][:3]
+    yield Finding(
+        f"{name}: duplicates",
+        "warning",
+        f"{rows(surplus)} repeat the prompt of another; the most frequent one occurs {most} times "
+        f"(rows {', '.join(map(str, places))}{' …' if most > 3 else ''})",
+        "they count as often as they occur",
+        "leave them out, unless they are meant to weigh more",
+        {"surplus": surplus, "most": most, "rows": places},
+    )
+
+
+def _incomplete(name: str, examples: Sequence[Example]) -> Iterator[Finding]:
+    """Columns that only some rows have."""
+    counts = Counter(column for example in examples for column in example.columns)
+    partial = sorted(column for column, count in counts.items() if count < len(examples))
+    if partial:
+        yield Finding(
+            f"{name}: columns",
+            "warning",
+            f"only some rows have {', '.join(f'`{column}`' for column in partial)}",
+            "a reward function that asks for it by name would be refused",
+            "give every row the same columns, None where there is nothing",
+            {"partial": partial},
+        )

@@ -1,0 +1,192 @@
+"""What a run will cost on this machine: a short measurement of sampling and learning, and what follows for a step.
+
+Completions are sampled to a fixed length with all slots occupied, because a decode step costs the same however many slots are.
+What is learnt from are whole groups. Scoring is left out: rewards run beside it in other processes, and only the task knows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from groupwise import build
+from groupwise.algorithms.registry import make
+from groupwise.checks.doctor_engine import Engine
+from groupwise.checks.doctor_machine import OVERHEAD_MIB
+from groupwise.checks.findings import Finding
+from groupwise.config import DEFAULT_ALGORITHM, RunConfig
+from groupwise.loops.awaiting import gather_all
+from groupwise.rollouts.seeds import member_seed
+from groupwise.types import GroupRequest, OptimiserParams, Row
+
+BUDGET = 12.0
+"""Seconds that a measurement of sampling, or of learning, may take."""
+FEW_TOKENS, MANY_TOKENS = 4, 64
+"""The first measurement is of few, which says how many the second may have."""
+MIB = 2**20
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """Measured."""
+
+    sampling: float
+    """Tokens per second, with all slots occupied."""
+    learning: float
+    """Completion tokens per second, their prompts included."""
+    publishing: float
+    """Seconds of an update, its publication, and loading it."""
+    tokens: int
+    """Of a completion that was measured."""
+
+
+async def measure(
+    engine: Engine, config: RunConfig, slots: int, version: int, clock: Clock = time.perf_counter
+) -> Speeds:
+    """Sample, learn and publish for a few seconds each."""
+    limit = build.longest_written(config)
+    members = config.training.num_generations
+    groups = max(1, min(slots // members, config.training.prompts_per_step))
+    _, few = await _sampled(engine, groups, members, min(FEW_TOKENS, limit), clock)
+    affordable = int(BUDGET * min(FEW_TOKENS, limit) / few) if few else MANY_TOKENS
+    tokens = max(min(FEW_TOKENS, limit), min(affordable, MANY_TOKENS, limit))
+    rows, seconds = await _sampled(engine, groups, members, tokens, clock)
+    learning = await _learnt(engine, rows, members, clock)
+    begun = clock()
+    await engine.learner.update(OptimiserParams(learning_rate=config.training.learning_rate))
+    await engine.sampler.load(await engine.learner.publish(version))
+    return Speeds(
+        sampling=_rate(len(rows) * tokens, seconds),
+        learning=learning,
+        publishing=clock() - begun,
+        tokens=tokens,
+    )
+
+
+async def _sampled(
+    engine: Engine, groups: int, members: int, tokens: int, clock: Clock
+) -> tuple[list[Row], float]:
+    """Groups of completions of exactly so many tokens, as rows, and the seconds that they took."""
+    params = replace(engine.params, max_tokens=tokens, stop_token_ids=(), stop=())
+    asked = [
+        GroupRequest(
+            draw,
+            engine.prompts[draw % len(engine.prompts)],
+            tuple(member_seed(engine.seed, draw, member) for member in range(members)),
+            params,
+        )
+        for draw in range(groups)
+    ]
+    begun = clock()
+    found = await gather_all(engine.sampler.generate(request) for request in asked)
+    seconds = clock() - begun
+    rows = [
+        Row(
+            prompt_ids=request.prompt_ids,
+            completion_ids=each.token_ids,
+            mask=(1,) * len(each.token_ids),
+            sampling_logprobs=each.logprobs,
+            advantage=(-1.0) ** place,
+            scale=1.0,
+            temperature=params.temperature,
+        )
+        for request, completions in zip(asked, found, strict=True)
+        for place, each in enumerate(completions)
+    ]
+    return rows, seconds
+
+
+async def _learnt(engine: Engine, rows: Sequence[Row], members: int, clock: Clock) -> float:
+    """Tokens per second of forward and backward: of one group, and then of as many as there is time for."""
+    seconds = await _backward(engine, rows[:members], clock)
+    engine.learner.discard()
+    affordable = max(1, int(BUDGET / seconds)) if seconds else len(rows)
+    chosen = rows[: members * affordable]
+    seconds = await _backward(engine, chosen, clock)
+    return _rate(sum(len(row.completion_ids) for row in chosen), seconds)
+
+
+async def _backward(engine: Engine, rows: Sequence[Row], clock: Clock) -> float:
+    algorithm = make(DEFAULT_ALGORITHM, {})
+    tokens = float(sum(len(row.completion_ids) for row in rows))
+    begun = clock()
+    await engine.learner.forward_backward(rows, algorithm.loss_spec(), {"policy": tokens})
+    return clock() - begun
+
+
+def _rate(tokens: int, seconds: float) -> float:
+    return tokens / seconds if seconds > 0 else float("inf")
+
+
+def estimate(
+    speeds: Speeds, config: RunConfig, steps: int | None, usual_length: float | None
+) -> Finding:
+    """Seconds of a step and of the run. `usual_length`: tokens of completions that ended by themselves; None where few did."""
+    completions = config.training.prompts_per_step * config.training.num_generations
+    longest = build.longest_written(config)
+    most = _step_seconds(speeds, completions, longest)
+    usual = None if usual_length is None else _step_seconds(speeds, completions, usual_length)
+    data: dict[str, Any] = {
+        "sampling_tokens_per_second": speeds.sampling,
+        "learning_tokens_per_second": speeds.learning,
+        "publishing_seconds": speeds.publishing,
+        "completions_per_step": completions,
+        "step_seconds_at_most": most,
+        "step_seconds_usual": usual,
+        "usual_length": usual_length,
+        "steps": steps,
+    }
+    if steps is not None:
+        data["run_seconds_at_most"] = most * steps
+        data["run_seconds_usual"] = None if usual is None else usual * steps
+    run = "" if steps is None else f"; {steps} steps: {duration((usual or most) * steps)}"
+    step = (
+        f"{duration(most)} at most"
+        if usual is None
+        else f"{duration(usual)} with completions as long as those above ({usual_length:.0f} tokens), {duration(most)} at most"
+    )
+    return Finding(
+        "speed",
+        "ok",
+        f"sampling {speeds.sampling:,.0f} tokens/s, learning {speeds.learning:,.0f} tokens/s",
+        f"a step of {completions} completions takes {step}{run}; scoring and evaluations come on top",
+        data=data,
+    )
+
+
+def _step_seconds(speeds: Speeds, completions: int, length: float) -> float:
+    tokens = completions * length
+    return tokens / speeds.sampling + tokens / speeds.learning + speeds.publishing
+
+
+def peak(planned_mib: float, peak_bytes: int, kind: str) -> Finding:
+    """What was really held here, beside the plan of a whole step."""
+    held = peak_bytes / MIB
+    planned = planned_mib + (OVERHEAD_MIB if kind == "cpu" else 0)
+    data = {"peak_mib": held, "planned_mib": planned}
+    measured = f"{held:,.0f} MiB at most so far; the plan for a whole step is {planned:,.0f} MiB"
+    if held > 1.2 * planned:
+        return Finding(
+            "peak memory",
+            "warning",
+            measured,
+            "a run will need more than was planned",
+            "leave room: lower training.max_tokens_per_microbatch or sampler.slots",
+            data,
+        )
+    return Finding("peak memory", "ok", measured, data=data)
+
+
+def duration(seconds: float) -> str:
+    """`0.4 s`, `12 s`, `3 min`, `2.5 h`."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"

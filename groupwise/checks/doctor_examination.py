@@ -1,0 +1,266 @@
+"""The examination of `groupwise doctor`: everything that needs torch. What is wrong with a config, task or model raises `UsageError`."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from groupwise import build
+from groupwise.build import Layout, Parts
+from groupwise.checks import doctor_cost, doctor_machine
+from groupwise.checks.check_data import spread
+from groupwise.checks.doctor_engine import (
+    PROMPTS,
+    TOKENS,
+    Engine,
+    check_gap,
+    check_invariance,
+    check_publication,
+    failed,
+    judge_drift,
+    judge_masks,
+    judge_slopes,
+    publish,
+    rows_of,
+)
+from groupwise.checks.doctor_template import check_tokenizer, opening_of, stop_tokens
+from groupwise.checks.findings import Finding, Findings
+from groupwise.config import LoadedConfig, RunConfig, view, with_task_schema
+from groupwise.errors import RunError, TaskError
+from groupwise.loops.awaiting import run_to_end
+from groupwise.models.machine import describe_processor, has_bfloat16
+from groupwise.models.plan import ModelPlan, plan_model, prompt_room
+from groupwise.models.probes import (
+    adapter_slopes,
+    free_memory,
+    peak_memory,
+    random_start,
+    trained_adapter,
+)
+from groupwise.models.tokenizer import load_tokenizer
+from groupwise.rollouts.prompts import PromptSet, tokenise
+from groupwise.rollouts.seeds import member_seed
+from groupwise.sampler.draw import uniform
+from groupwise.tasks.contract import Task, load_task
+from groupwise.types import Example, Group, Prompt, SamplingParams
+
+MIB = 2**20
+QUESTIONS = ("What is two plus three?", "Name a colour.", "Say the word yes, and nothing else.")
+"""What is asked where there is no task."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patient:
+    """A config with everything that can be told before the model is loaded."""
+
+    config: RunConfig
+    tokenizer: Any
+    prompts: PromptSet
+    from_task: bool
+    layout: Layout
+    sizes: ModelPlan
+
+    @property
+    def steps(self) -> int | None:
+        """How many a run takes; None where only the task's data would say."""
+        training = self.config.training
+        if training.max_steps is not None:
+            return training.max_steps
+        if not self.from_task or training.num_train_epochs is None:
+            return None
+        examples = len(self.prompts.examples)
+        return max(1, math.ceil(training.num_train_epochs * examples / training.prompts_per_step))
+
+
+def examine_all(
+    loaded: LoadedConfig, task: object, load: float, findings: Findings
+) -> tuple[str, dict[str, Any]]:
+    """Look at machine, tokenizer, engine and cost, in this order; returns the subject and the layout.
+
+    `load` is that of other programs, in cores, before anything was computed here.
+    """
+    patient = _patient(loaded, load_task(task) if task is not None else None)
+    findings.extend(_machine(patient, load))
+    findings.extend(check_tokenizer(patient.tokenizer))
+    findings.add(_prompts(patient))
+    run_to_end(_engine(patient, findings))
+    subject = f"{patient.config.model.name} on {patient.layout.device}"
+    return subject, {"layout": asdict(patient.layout)}
+
+
+def _patient(loaded: LoadedConfig, task: Task | None) -> Patient:
+    """Load all but the model, as a training would."""
+    schema = task.config_schema() if task else None
+    config = (loaded if schema is None else with_task_schema(loaded, schema)).config
+    tokenizer = load_tokenizer(config.model)
+    prompts = tokenise(
+        tokenizer,
+        _examples(config, task) if task else _own_examples(tokenizer),
+        max_prompt_length=config.data.max_prompt_length,
+        room=prompt_room(config.model, build.longest_completion(config)),
+        where=task.described if task else "The prompts of the doctor",
+    )
+    layout = build.choose_layout(config, prompts.longest)
+    sizes = plan_model(
+        config.model,
+        config.lora,
+        dtype=layout.dtype,
+        slots=layout.slots,
+        key_length=layout.key_length,
+        microbatch=layout.max_tokens_per_microbatch,
+        needs_reference=build.build_algorithm(config).needs_reference,
+    )
+    return Patient(config, tokenizer, prompts, task is not None, layout, sizes)
+
+
+def _examples(config: RunConfig, task: Task) -> list[Example]:
+    """The task's prompts, those of the training first."""
+    given = view(config)
+    steps = config.training.max_steps
+    if task.has("get_rl_dataset"):
+        limit = None if steps is None else steps * config.training.prompts_per_step
+        return task.rl_examples(given, limit=limit)
+    if task.has("get_eval_dataset"):
+        return task.eval_examples(given, limit=config.eval.max_prompts)
+    raise TaskError(task.missing("get_rl_dataset", "rl"))
+
+
+def _own_examples(tokenizer: Any) -> list[Example]:
+    """Questions of our own, as chat where there is a template."""
+    chat = bool(getattr(tokenizer, "chat_template", None))
+    prompts: list[Prompt] = []
+    for question in QUESTIONS:
+        asked = opening_of(tokenizer) if chat else []
+        prompts.append(
+            [*asked[:-1], {"role": "user", "content": question}] if chat else f"{question}\n"
+        )
+    return [Example(index, prompt) for index, prompt in enumerate(prompts)]
+
+
+def _machine(patient: Patient, load: float) -> Iterator[Finding]:
+    """Everything about the machine that the config has to do with."""
+    config, layout = patient.config, patient.layout
+    yield doctor_machine.cores(layout.threads, available_cores(), load)
+    yield doctor_machine.device(
+        describe_processor(layout.device),
+        layout.device,
+        layout.dtype,
+        has_bfloat16(layout.device),
+    )
+    free = free_memory(layout.device)
+    yield doctor_machine.memory(
+        patient.sizes.memory.total, None if free is None else free / MIB, layout.device
+    )
+    steps = patient.steps or 1
+    rollouts = steps * config.training.prompts_per_step * config.training.num_generations
+    kept = config.run.save_total_limit or max(1, steps // config.run.save_steps)
+    folder = doctor_machine.existing_parent(Path(config.run.dir))
+    yield doctor_machine.disk(
+        folder,
+        doctor_machine.disk_needed(4 * patient.sizes.trained_parameters, rollouts, kept),
+        shutil.disk_usage(folder).free,
+    )
+    seed = member_seed(0, 0, 0)
+    start = random_start(0, len(doctor_machine.FIRST_START))
+    yield doctor_machine.random_numbers(seed, uniform(seed, 0), start)
+
+
+def available_cores() -> int:
+    """Those that this process may use, where the system tells."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _prompts(patient: Patient) -> Finding:
+    """Which prompts the engine is asked."""
+    longest = patient.prompts.longest
+    if patient.from_task:
+        count = len(patient.prompts.examples)
+        return Finding(
+            "prompts", "ok", f"{PROMPTS} of the task's {count:,}, of up to {longest} tokens"
+        )
+    return Finding(
+        "prompts",
+        "ok",
+        f"{len(QUESTIONS)} of our own, of up to {longest} tokens",
+        "--task-module asks those of your task, and measures with their length",
+    )
+
+
+# --- the engine ----------------------------------------------------------------------------------
+
+
+async def _engine(patient: Patient, findings: Findings) -> None:
+    """Build sampler and learner, look at them, measure them."""
+    config = patient.config
+    folder = build.publication_folder(
+        Path(config.run.dir) / f"doctor-{os.getpid()}", build.publication_bytes(config)
+    )
+    try:
+        parts = build.training_parts(config, patient.layout, "doctor", folder)
+        findings.add(stop_tokens(patient.tokenizer, parts.stop_token_ids, config.sampler.stop))
+        await examine(_asked(patient, parts), parts, patient, findings)
+    except RunError as error:
+        findings.add(failed(error, "engine"))
+    finally:
+        build.remove_publications(folder)
+
+
+def _asked(patient: Patient, parts: Parts) -> Engine:
+    """The engine with a few prompts, spread over those there are."""
+    sampler = patient.config.sampler
+    places = {id(example): place for place, example in enumerate(patient.prompts.examples)}
+    chosen = [places[id(example)] for example in spread(patient.prompts.examples, PROMPTS)]
+    return Engine(
+        sampler=parts.sampler,
+        learner=parts.learner,
+        tokenizer=patient.tokenizer,
+        params=SamplingParams(
+            max_tokens=min(TOKENS, sampler.max_completion_length),
+            temperature=sampler.temperature,
+            stop_token_ids=parts.stop_token_ids,
+            stop=sampler.stop,
+        ),
+        examples=tuple(patient.prompts.examples[place] for place in chosen),
+        prompts=tuple(patient.prompts.prompts[place] for place in chosen),
+        dtype=patient.layout.dtype,
+        seed=patient.config.training.seed,
+    )
+
+
+async def examine(engine: Engine, parts: Parts, patient: Patient, findings: Findings) -> None:
+    """From what is sampled to what it costs."""
+    config, layout = patient.config, patient.layout
+    published = await publish(engine, 0)
+    groups = await engine.sample()
+    rows = rows_of(groups)
+    findings.add(judge_masks(groups, rows, parts.stop_token_ids))
+    findings.add(judge_drift(engine.tokenizer, groups))
+    findings.add(await check_gap(engine, rows, "log-probability gap"))
+    findings.add(await check_invariance(engine, groups))
+    adapter = trained_adapter(parts.trained)
+    if adapter is not None:
+        rate = config.training.learning_rate
+        slopes = [(slope.layer, slope.value) for slope in adapter_slopes(*adapter, rate)]
+        findings.add(judge_slopes(slopes, rate))
+    findings.extend(await check_publication(engine, published, groups))
+    speeds = await doctor_cost.measure(engine, config, layout.slots, published.version + 2)
+    findings.add(
+        doctor_cost.peak(patient.sizes.memory.total, peak_memory(layout.device), layout.device)
+    )
+    findings.add(doctor_cost.estimate(speeds, config, patient.steps, usual_length(groups)))
+
+
+def usual_length(groups: Sequence[Group]) -> float | None:
+    """Mean tokens of completions, if all ended by themselves; otherwise nobody knows how long they would have become."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    if any(rollout.truncated for rollout in rollouts):
+        return None
+    return fmean(len(rollout.completion_ids) for rollout in rollouts)

@@ -1,0 +1,112 @@
+"""What an examination found: one `Finding` for each thing that was looked at, and the `Report` that they make.
+
+`groupwise check` and `groupwise doctor` both fill a `Findings`, which tells each finding to whoever watches as soon as it is there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Level = Literal["ok", "warning", "problem", "skipped"]
+"""`warning`: training works, but look at it. `problem`: training would fail, or teach something else than was meant.
+`skipped`: it could not be looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    name: str
+    """A few words, the same in every run: `log-probability gap`."""
+    level: Level
+    measured: str
+    """What was seen, with its numbers."""
+    meaning: str = ""
+    """What that means for training."""
+    remedy: str = ""
+    """What to do about it."""
+    data: dict[str, Any] = field(default_factory=dict[str, Any])
+    """The numbers behind `measured`, for programs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All findings about one subject."""
+
+    subject: str
+    findings: tuple[Finding, ...]
+    code: str
+    """`error.code` of a report with problems."""
+    details: dict[str, Any] = field(default_factory=dict[str, Any])
+    """What is shown beside the findings: rendered prompts, tables."""
+
+    def of_level(self, level: Level) -> tuple[Finding, ...]:
+        """The findings of one level."""
+        return tuple(finding for finding in self.findings if finding.level == level)
+
+    @property
+    def exit_code(self) -> int:
+        """1 if there is a problem; warnings are no failure."""
+        return 1 if self.of_level("problem") else 0
+
+    @property
+    def verdict(self) -> str:
+        """One line: `1 problem, 2 warnings`, or that there is nothing."""
+        counts = {level: len(self.of_level(level)) for level in ("problem", "warning")}
+        told = [f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items() if count]
+        skipped = len(self.of_level("skipped"))
+        told += [f"{skipped} could not be looked at"] if skipped else []
+        return ", ".join(told) or "nothing to complain of"
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """For `--json`."""
+        problems = [finding.name for finding in self.of_level("problem")]
+        return {
+            "subject": self.subject,
+            "state": "failed" if problems else "ok",
+            "problems": len(problems),
+            "warnings": len(self.of_level("warning")),
+            "findings": [
+                {
+                    "name": each.name,
+                    "level": each.level,
+                    "measured": each.measured,
+                    "meaning": each.meaning,
+                    "remedy": each.remedy,
+                    "data": each.data,
+                }
+                for each in self.findings
+            ],
+            **self.details,
+            **(
+                {"error": {"code": self.code, "message": f"problems: {', '.join(problems)}"}}
+                if problems
+                else {}
+            ),
+        }
+
+
+OnFinding = Callable[[Finding], None]
+
+
+class Findings:
+    """Collects findings, and tells each at once."""
+
+    def __init__(self, on_finding: OnFinding | None = None) -> None:
+        self._on_finding = on_finding
+        self.found: list[Finding] = []
+
+    def add(self, *findings: Finding) -> None:
+        """Take findings in this order."""
+        for finding in findings:
+            self.found.append(finding)
+            if self._on_finding is not None:
+                self._on_finding(finding)
+
+    def extend(self, findings: Iterable[Finding]) -> None:
+        """`add` for findings that come one after the other."""
+        for finding in findings:
+            self.add(finding)

@@ -1,0 +1,63 @@
+"""`groupwise check`: look at a task and its rewards before any training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from groupwise.cli.rl import JsonOption, Overrides, TaskOption
+
+OptionalConfig = Annotated[
+    Path | None,
+    typer.Option(
+        "--config",
+        "-c",
+        metavar="C.yaml",
+        help="The YAML file of the training; without it the model `tiny` stands in.",
+    ),
+]
+
+
+def check(
+    task_module: TaskOption,
+    overrides: Overrides = None,
+    config: OptionalConfig = None,
+    completions: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE|RUN",
+            help="Score these too: a JSONL file with prompt (or example) and completion, or the rollouts of a run.",
+        ),
+    ] = None,
+    rows: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Examples on which the rewards are tried.")
+    ] = 16,
+    as_json: JsonOption = False,
+) -> None:
+    """Check a task and its rewards before any training; no model is loaded."""
+    from groupwise.checks.check import check as run
+    from groupwise.cli import findings
+    from groupwise.cli.output import write_json
+
+    report = run(
+        task_module,
+        config,
+        overrides=tuple(overrides or ()),
+        completions=completions,
+        rows=rows,
+        on_finding=None if as_json else findings.show_finding,
+    )
+    if as_json:
+        write_json(report.summary)
+        raise typer.Exit(report.exit_code)
+    if report.details.get("table"):
+        findings.show_title("what completions earn, on average")
+        findings.show_table(findings.reward_rows(report.details["table"]))
+    seen_by = "model sees" if report.details["prompts_rendered_by"] else "task gives"
+    for number, prompt in enumerate(report.details["prompts"]):
+        findings.show_title(f"prompt {number}, as the {seen_by} it")
+        findings.show_text(prompt)
+    findings.show_verdict(report)
+    raise typer.Exit(report.exit_code)

@@ -1,0 +1,39 @@
+"""`groupwise doctor`: examine model, template and engine on this machine."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from groupwise.cli.check import OptionalConfig
+from groupwise.cli.rl import JsonOption, Overrides
+
+
+def doctor(
+    overrides: Overrides = None,
+    config: OptionalConfig = None,
+    task_module: Annotated[
+        str | None,
+        typer.Option(
+            "--task-module", "-t", metavar="T", help="Ask the prompts of this task, not our own."
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Examine model, template and engine on this machine, and say what a run will cost."""
+    from groupwise.checks.doctor import doctor as run
+    from groupwise.cli import findings
+    from groupwise.cli.output import write_json
+
+    report = run(
+        config,
+        task_module,
+        overrides=tuple(overrides or ()),
+        on_finding=None if as_json else findings.show_finding,
+    )
+    if as_json:
+        write_json(report.summary)
+    else:
+        findings.show_verdict(report)
+    raise typer.Exit(report.exit_code)

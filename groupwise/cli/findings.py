@@ -1,0 +1,109 @@
+"""How findings look: a line for each, with what it means and what to do below; plain text wherever it is not a terminal."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import typer
+
+from groupwise.checks.findings import Finding, Level, Report
+from groupwise.display.text import clean
+
+_COLOURS: dict[Level, str] = {
+    "ok": "green",
+    "warning": "yellow",
+    "problem": "red",
+    "skipped": "bright_black",
+}
+_LEVEL = 9
+"""Columns of the first word of a line, its space included."""
+_NAME = 24
+_INDENT = " " * (_LEVEL + _NAME)
+_LEAST = 40
+"""Columns for text, however narrow the terminal is."""
+
+
+def show_finding(finding: Finding) -> None:
+    """One finding; what to do is shown where there is something to do."""
+    level = typer.style(f"{finding.level:<{_LEVEL}}", fg=_COLOURS[finding.level])
+    first, *rest = _wrapped(finding.measured)
+    _echo(f"{level}{finding.name:<{_NAME - 1}} {first}")
+    for line in (*rest, *_wrapped(finding.meaning)):
+        _echo(_INDENT + line)
+    if finding.remedy and finding.level != "ok":
+        lines = _wrapped(f"→ {finding.remedy}")
+        for line in lines:
+            _echo(_INDENT + line)
+
+
+def show_verdict(report: Report) -> None:
+    """The last line."""
+    level: Level = "problem" if report.exit_code else "ok"
+    _echo(f"\n{typer.style(report.verdict, fg=_COLOURS[level])}")
+
+
+def show_title(text: str) -> None:
+    """A heading with an empty line before it."""
+    _echo(f"\n{text}")
+
+
+def show_text(text: str) -> None:
+    """Text of a stranger, cleaned and indented."""
+    for line in clean(text).split("\n"):
+        _echo(f"  {line}".rstrip())
+
+
+def show_table(rows: Sequence[Sequence[str]]) -> None:
+    """Columns side by side, the first one to the left, numbers to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        first, *others = row
+        cells = [f"{first:<{widths[0]}}"]
+        cells += [f"{text:>{width}}" for text, width in zip(others, widths[1:], strict=True)]
+        _echo(f"  {'  '.join(cells)}".rstrip())
+
+
+def reward_rows(table: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """The table of what each kind of completion earned, as text."""
+    parts = list(dict.fromkeys(name for row in table for name in row["parts"]))
+    head = ["completion", "count", "failed", "reward", *(clean(name) for name in parts)]
+    return [
+        head,
+        *(
+            [
+                row["completion"],
+                str(row["count"]),
+                str(row["failed"]),
+                _number(row["reward"]),
+                *(_number(row["parts"].get(name)) for name in parts),
+            ]
+            for row in table
+        ),
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _wrapped(text: str) -> list[str]:
+    """Lines of a text: as they are, and in a terminal none wider than it."""
+    return [piece for line in clean(text).split("\n") for piece in _pieces(line)] if text else []
+
+
+def _pieces(line: str) -> Iterator[str]:
+    if not sys.stdout.isatty():
+        yield line
+        return
+    width = max(_LEAST, shutil.get_terminal_size().columns - len(_INDENT))
+    yield from textwrap.wrap(line, width, break_on_hyphens=False) or [""]
+
+
+def _echo(text: str) -> None:
+    """With colours only where they are wanted; see https://no-color.org."""
+    typer.echo(text, color=False if os.environ.get("NO_COLOR") else None)

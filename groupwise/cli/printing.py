@@ -1,0 +1,82 @@
+"""What the commands that look at runs have in common: their arguments, tables for people, JSON for programs.
+
+What a model wrote may hold anything; it is shown as harmless plain text, in what the terminal's encoding can hold.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.cells import cell_len
+
+from groupwise.display.text import clean, one_line
+from groupwise.runs.durable import without_nan
+
+RUNS = Path("runs")
+RunsDir = Annotated[Path, typer.Option("--dir", help="Folder that holds the runs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+RunArgument = Annotated[
+    str, typer.Argument(metavar="RUN", help="Name of a run, or path of its folder.")
+]
+
+
+def print_section(title: str, pairs: Sequence[tuple[str, Any]]) -> None:
+    """A title with pairs below it; nothing where there are none."""
+    if pairs:
+        print_text(f"\n{one_line(title)}")
+        print_pairs([(f"  {name}", value) for name, value in pairs])
+
+
+def print_pairs(pairs: Sequence[tuple[str, Any]]) -> None:
+    """Names and values in two columns; those without a value are left out."""
+    shown = [
+        (one_line(name), one_line(str(value))) for name, value in pairs if value not in (None, "")
+    ]
+    width = max((cell_len(name) for name, _ in shown), default=0)
+    for name, value in shown:
+        print_text(f"{name}{' ' * (width - cell_len(name))}  {value}")
+
+
+def indented(text: str, margin: str) -> str:
+    """Text of a stranger, cleaned, with a margin before each line."""
+    return "\n".join(margin + line for line in clean(text).split("\n"))
+
+
+def print_table(rows: Sequence[Sequence[str]]) -> None:
+    """Cells in columns, the head first."""
+    shown = [[one_line(cell) for cell in row] for row in rows]
+    widths = [max(cell_len(row[column]) for row in shown) for column in range(len(shown[0]))]
+    for row in shown:
+        cells = (
+            cell + " " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)
+        )
+        print_text("  ".join(cells).rstrip())
+
+
+def rounded(value: Any) -> str:
+    """A number with four digits."""
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def moment(seconds: float | None) -> str:
+    """Seconds since 1970 as local time."""
+    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+def print_text(text: str) -> None:
+    """Print what the terminal's encoding can hold, and `?` for the rest."""
+    encoding = sys.stdout.encoding or "utf-8"
+    typer.echo(text.encode(encoding, "replace").decode(encoding))
+
+
+def print_json(value: Any) -> None:
+    """ASCII only, so that nothing in it can command a terminal; what is no number in JSON becomes null."""
+    typer.echo(json.dumps(without_nan(value), indent=2))

@@ -1,0 +1,51 @@
+"""`groupwise sft`: warm up, or train, with given answers."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from groupwise.cli.rl import ConfigOption, JsonOption, Overrides, TaskOption
+
+
+def sft(
+    config: ConfigOption,
+    task_module: TaskOption,
+    overrides: Overrides = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the newest unfinished run of this name.")
+    ] = False,
+    resume_from: Annotated[
+        str | None, typer.Option(metavar="RUN@STEP", help="Go on from this checkpoint.")
+    ] = None,
+    init_from: Annotated[
+        str | None, typer.Option(metavar="RUN@STEP", help="Start a new run from these weights.")
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Show the resolved config, the plan, and the first rows with ⟦what is trained⟧.",
+        ),
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a model on the given answers of a task (supervised fine-tuning)."""
+    from groupwise.cli.output import write_json, write_result
+    from groupwise.loops.sft_start import sft as train
+
+    result = train(
+        config,
+        task_module,
+        overrides=tuple(overrides or ()),
+        resume=resume,
+        resume_from=resume_from,
+        init_from=init_from,
+        dry_run=dry_run,
+    )
+    if dry_run:
+        write_json(result.summary)
+    else:
+        write_result(result.summary, as_json=as_json)
+    raise typer.Exit(result.exit_code)

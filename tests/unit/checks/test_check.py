@@ -1,0 +1,347 @@
+"""`groupwise check` on whole tasks: one that is well, and one for each thing that can be wrong."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from groupwise.checks import check as module
+from groupwise.checks.check import check
+from groupwise.checks.findings import Finding, Report
+from groupwise.errors import ConfigError, RunNotFoundError, TaskError, UsageError
+from groupwise.runs.folder import RunFolder
+from groupwise.runs.records import StepRecord
+from groupwise.types import Example, Group, RewardPart, Rollout, Segment
+
+ROWS = [{"prompt": f"Say {word}.", "answer": word} for word in ("red", "green", "blue", "black")]
+PLAIN = {"model": {"name": "tiny"}, "rewards": {"time_limit": 5}}
+
+
+def right(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    """1 for the answer and nothing else."""
+    return [float(text.strip() == gold) for text, gold in zip(completions, answer, strict=True)]
+
+
+def task(*functions: Any, rows: Any = None, **hooks: Any) -> SimpleNamespace:
+    made = {
+        "get_rl_dataset": lambda config: rows or ROWS,
+        "get_reward_funcs": lambda config, tokenizer: list(functions or [right]),
+        **hooks,
+    }
+    return SimpleNamespace(**made)
+
+
+def checked(*functions: Any, **more: Any) -> dict[str, Finding]:
+    return by_name(check(task(*functions, **more), PLAIN))
+
+
+def by_name(report: Report) -> dict[str, Finding]:
+    return {finding.name: finding for finding in report.findings}
+
+
+# What is well
+
+
+def test_a_good_task_passes_everything():
+    report = check(
+        task(get_eval_dataset=lambda config: [{"prompt": "Say pink.", "answer": "pink"}]), PLAIN
+    )
+    assert {
+        finding.name: finding.level for finding in report.findings if finding.level != "ok"
+    } == {}
+    assert report.exit_code == 0
+    assert report.details["prompts"] == ["Say red.", "Say green."]
+    assert {row["completion"]: row["reward"] for row in report.details["table"]} == {
+        "gold": 1, "another's gold": 0, "empty": 0, "garbage": 0, "prompt echoed": 0, "very long": 0,
+    }  # fmt: skip
+    json.dumps(report.summary)
+
+
+def test_a_task_file_is_scored_in_workers_and_needs_no_config(tmp_path: Path):
+    file = tmp_path / "task.py"
+    file.write_text(
+        "import os\n"
+        f"HERE = {json.dumps(ROWS)}\n"
+        "def get_rl_dataset(config):\n    return HERE\n"
+        "def right(completions, answer, log_metric):\n"
+        f"    assert os.getpid() != {__import__('os').getpid()}\n"
+        "    return [float(c == a) for c, a in zip(completions, answer)]\n"
+        "def get_reward_funcs(config, tokenizer):\n    return [right]\n"
+        "def compute_metrics(prompts, completions, dataset_rows, config, tokenizer):\n"
+        "    return {'accuracy': sum(c == r['answer'] for c, r in zip(completions, dataset_rows)) / 4}\n"
+    )
+    report = check(str(file))
+    found = by_name(report)
+    assert report.exit_code == 0
+    assert "no config was given" in found["rendering"].measured
+    assert found["training data"].data["prompt_length"]["unit"] == "characters"
+    assert found["compute_metrics"].data == {"accuracy": 1.0}
+
+
+def test_gold_is_written_the_way_that_earns_most():
+    def tagged(completions, answer):
+        wanted = [f"<answer>{gold}</answer>" for gold in answer]
+        return [float(want in text) for text, want in zip(completions, wanted, strict=True)]
+
+    found = checked(tagged)
+    assert found["gold answers"].data["layout"] == "answer tags"
+    assert found["gold earns most"].level == "ok"
+
+
+def test_a_column_of_gold_completions_is_used_as_it_stands():
+    def particular(completions, number):
+        return [float(text == f"[[{n}]]") for text, n in zip(completions, number, strict=True)]
+
+    rows = [{"prompt": f"{n}?", "number": n, "gold_completion": f"[[{n}]]"} for n in range(4)]
+    found = checked(particular, rows=rows)
+    assert found["gold answers"].measured == "column `gold_completion`, whole completions"
+    assert found["gold earns most"].level == "ok"
+
+
+def test_without_gold_it_says_what_could_not_be_checked():
+    found = checked(
+        lambda completions: [float(len(text)) for text in completions], rows=[{"prompt": "a"}]
+    )
+    assert found["gold answers"].level == "skipped"
+    assert "gold_completion" in found["gold answers"].remedy
+    assert "gold earns most" not in found
+    assert found["spread"].level == "ok"
+
+
+# What fails
+
+
+def test_a_reward_that_crashes():
+    def first_letter(completions, answer):
+        return [float(text[0] == gold[0]) for text, gold in zip(completions, answer, strict=True)]
+
+    report = check(task(first_letter), PLAIN)
+    assert report.exit_code == 1
+    said = by_name(report)["exceptions"]
+    assert "IndexError" in said.measured
+    assert "test_check.py" in said.measured
+    assert report.summary["error"]["code"] == "check_failed"
+
+
+def test_a_reward_that_never_varies():
+    report = check(task(lambda completions: [0.5] * len(completions)), PLAIN)
+    assert report.exit_code == 1
+    assert [each.name for each in report.of_level("problem")] == ["spread"]
+
+
+def test_a_reward_that_prefers_the_wrong_answer():
+    def wrong(completions, answer):
+        return [float(text.strip() != gold) for text, gold in zip(completions, answer, strict=True)]
+
+    assert by_name(check(task(wrong), PLAIN))["gold earns most"].level == "problem"
+
+
+def test_a_reward_that_grows_with_length():
+    report = check(
+        task(right, lambda completions: [len(text) / 100 for text in completions]), PLAIN
+    )
+    assert report.exit_code == 1
+    assert "very long" in by_name(report)["gold earns most"].measured
+
+
+def test_a_reward_that_exceeds_its_time(monkeypatch: pytest.MonkeyPatch):
+    def endless(completions):
+        while True:
+            time.sleep(0.001)
+
+    slow = {**PLAIN, "rewards": {"time_limit": 0.05}}
+    report = check(task(endless), slow)
+    assert report.exit_code == 1
+    assert "took longer than 0.05 s" in by_name(report)["rewards"].measured
+
+
+# What is warned of
+
+
+def test_a_reward_that_looks_for_the_answer_anywhere_lets_the_prompt_win():
+    def contains(completions, answer):
+        return [float(gold in text) for text, gold in zip(completions, answer, strict=True)]
+
+    found = checked(contains)
+    assert found["prompt echoed"].level == "warning"
+    assert found["gold earns most"].level == "warning"
+
+
+def test_a_reward_with_memory_or_chance():
+    calls: list[int] = []
+
+    def tired(completions, answer):
+        calls.append(1)
+        return [value / len(calls) for value in right(completions, answer)]
+
+    assert checked(tired)["determinism"].level == "warning"
+
+
+def test_a_reward_that_compares_the_group_unless_it_says_so():
+    def share(completions, answer):
+        values = right(completions, answer)
+        return [value / len(values) for value in values]
+
+    assert checked(share)["independence"].level == "warning"
+    share.relative = True  # type: ignore[attr-defined]
+    assert checked(share)["independence"].level == "ok"
+
+
+def test_a_stateful_reward_is_not_asked_twice():
+    def novel(completions, answer):
+        return right(completions, answer)
+
+    novel.stateful = True  # type: ignore[attr-defined]
+    found = checked(novel)
+    assert {found["determinism"].level, found["independence"].level} == {"skipped"}
+
+
+def test_metrics_that_fail_are_a_problem():
+    def compute_metrics(prompts, completions, dataset_rows, config, tokenizer):
+        return {"accuracy": 1 / 0}
+
+    found = checked(compute_metrics=compute_metrics)
+    assert found["compute_metrics"].level == "problem"
+    assert "ZeroDivisionError" in found["compute_metrics"].measured
+
+
+# What cannot be used
+
+
+def test_what_training_would_refuse_is_refused_in_the_same_way(tmp_path: Path):
+    with pytest.raises(TaskError, match="not found"):
+        check(str(tmp_path / "no.py"))
+    with pytest.raises(TaskError, match="asks for `target`"):
+        checked(lambda completions, target: [])
+    with pytest.raises(ConfigError):
+        check(task(), PLAIN, overrides=["training.lerning_rate=1"])
+
+
+def test_without_transformers_a_task_can_be_checked_without_a_config_only(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    report = check(task())
+    assert by_name(report)["rendering"].level == "skipped"
+    assert report.details["prompts_rendered_by"] is None
+    with pytest.raises(UsageError, match="transformers is not installed"):
+        check(task(), PLAIN)
+
+
+def test_a_task_without_rewards_is_looked_at_as_far_as_it_goes():
+    hooks = SimpleNamespace(
+        get_eval_dataset=lambda config: ROWS,
+        compute_metrics=lambda prompts, completions, dataset_rows, config, tokenizer: {},
+    )
+    found = by_name(check(hooks, PLAIN))
+    assert found["rewards"].level == "skipped"
+    assert found["held-out data"].data["rows"] == 4
+
+
+def test_rows_of_a_teacher_are_looked_at():
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    teacher = SimpleNamespace(get_sft_dataset=lambda config, tokenizer: [{"messages": chat}] * 3)
+    assert by_name(check(teacher, PLAIN))["sft data"].data["rows"] == 3
+    silent = SimpleNamespace(get_sft_dataset=lambda config, tokenizer: [{"messages": chat[:1]}])
+    with pytest.raises(TaskError, match="row 0"):
+        check(silent, PLAIN)
+
+
+# Completions that were given
+
+
+def given(tmp_path: Path, *rows: Any) -> str:
+    file = tmp_path / "given.jsonl"
+    file.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    return str(file)
+
+
+def test_given_completions_are_scored_by_prompt_or_by_number(tmp_path: Path):
+    source = given(
+        tmp_path,
+        {"prompt": "Say red.", "completion": "red"},
+        {"prompt": "Say red.", "completion": "blue"},
+        {"example": 2, "completion": "black"},
+    )
+    report = check(task(), PLAIN, completions=source)
+    said = by_name(report)["given completions"]
+    assert said.data["mean"] == pytest.approx(1 / 3)
+    assert (said.data["prompts"], said.data["groups"], said.data["constant_groups"]) == (2, 1, 0)
+    assert report.details["table"][-1]["completion"] == "given"
+
+
+def test_given_completions_that_all_earn_the_same_are_a_warning(tmp_path: Path):
+    source = given(tmp_path, *({"example": 0, "completion": text} for text in ("a", "b")))
+    assert by_name(check(task(), PLAIN, completions=source))["given completions"].level == "warning"
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "Say nothing.", "completion": "x"}, "is not in the task's data"),
+        ({"example": 9, "completion": "x"}, "example 9 is not in the task's data"),
+        ({"completion": "x"}, "neither `prompt` nor `example`"),
+        ({"example": 0, "completion": 3}, "expected text"),
+        (["example"], "no JSON object"),
+    ],
+)
+def test_rows_that_fit_nothing_are_refused_with_their_line(row: Any, words: str, tmp_path: Path):
+    source = given(tmp_path, {"example": 0, "completion": "x"}, row)
+    with pytest.raises(UsageError, match=words) as refused:
+        check(task(), PLAIN, completions=source)
+    assert "given.jsonl:2" in str(refused.value)
+
+
+def test_results_of_an_evaluation_can_be_given(tmp_path: Path):
+    file = tmp_path / "results.json"
+    row = {"example": 0, "prompt": "Say green.", "completion": "green"}
+    file.write_text(json.dumps({"metrics": {}, "rows": [row]}, indent=2))
+    said = by_name(check(task(), PLAIN, completions=str(file)))["given completions"]
+    assert said.data["mean"] == 1
+
+
+def test_rollouts_of_a_run_are_scored_again_and_compared(tmp_path: Path):
+    record(tmp_path / "runs", {"red": 1.0, "blue": 0.0})
+    config = {**PLAIN, "run": {"dir": str(tmp_path / "runs")}}
+    assert by_name(check(task(), config, completions="old"))["given: recorded"].level == "ok"
+    doubled = check(task((right, 2.0)), config, completions="old")
+    said = by_name(doubled)["given: recorded"]
+    assert (said.level, said.data["changed"]) == ("warning", 1)
+
+
+def test_a_source_that_is_neither_a_file_nor_a_run_says_so(tmp_path: Path):
+    config = {**PLAIN, "run": {"dir": str(tmp_path)}}
+    with pytest.raises(UsageError, match="names no run"):
+        check(task(), config, completions="nowhere")
+    with pytest.raises(UsageError) as refused:
+        check(task(), config, completions="nowhere")
+    assert isinstance(refused.value.__cause__, RunNotFoundError)
+
+
+def record(runs: Path, rewards: dict[str, float]) -> None:
+    """A run `old` with one group: each completion with what it earned."""
+    segment = Segment("policy", (1,), (-1.0,), 0, "f", None, 1, "stop")
+    rollouts = tuple(
+        Rollout(
+            0,
+            place,
+            0,
+            (1,),
+            (segment,),
+            text,
+            "scored",
+            None,
+            value,
+            (RewardPart("right", value),),
+        )
+        for place, (text, value) in enumerate(rewards.items())
+    )
+    example = Example(0, ROWS[0]["prompt"], {"answer": ROWS[0]["answer"]})
+    with RunFolder.create(runs, "old", {}) as folder:
+        step = StepRecord(0, 0, 1, "f", (0,), 1e-5, 0.0)
+        folder.store.commit_step(step, [Group(0, example, rollouts)], {})

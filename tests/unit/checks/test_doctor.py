@@ -1,0 +1,162 @@
+"""`groupwise doctor` as a whole, on the tiny model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from groupwise import build
+from groupwise.checks import doctor_examination as module
+from groupwise.checks import doctor_machine
+from groupwise.checks.doctor import doctor
+from groupwise.checks.doctor_examination import usual_length
+from groupwise.checks.findings import Report
+from groupwise.errors import ConfigError, ModelError, RunError, TaskError
+from groupwise.models.tiny import CHAT_TEMPLATE
+from groupwise.types import Example, Group, Rollout, Segment
+
+SMALL = {
+    "model": {"name": "tiny"},
+    "lora": {"r": 4},
+    "sampler": {"max_completion_length": 8, "slots": 8},
+    "training": {"max_steps": 3, "prompts_per_step": 2, "num_generations": 2},
+    "run": {"threads": 1},
+}
+
+
+def examined(folder: Path, task: Any = None, **changes: Any) -> Report:
+    return doctor({**SMALL, "run": {"threads": 1, "dir": str(folder / "runs")}, **changes}, task)
+
+
+def by_name(report: Report) -> dict[str, Any]:
+    return {finding.name: finding for finding in report.findings}
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    folder = tmp_path_factory.mktemp("doctor")
+    made = examined(folder)
+    assert list(folder.iterdir()) == [], "a doctor leaves nothing behind"
+    return made
+
+
+def test_the_tiny_model_is_well(report: Report):
+    shaky = {"cores", "peak memory"}  # depend on who else is running here, and on what ran before
+    assert {
+        f.name: f.level for f in report.findings if f.name not in shaky and f.level != "ok"
+    } == {}
+    assert report.exit_code == 0
+    assert report.subject.startswith("tiny on ")
+    json.dumps(report.summary)
+
+
+def test_everything_is_looked_at_in_order(report: Report):
+    assert [finding.name for finding in report.findings] == [
+        "libraries", "cores", "device", "memory", "disk", "random numbers", "round trip", "end of sequence",
+        "padding", "begin of sequence", "generation prompt", "template prefix", "earlier turns", "prompts",
+        "stop tokens", "masks", "re-encoding", "log-probability gap", "batch invariance", "adapter slope",
+        "weight publication", "gap after an update", "peak memory", "speed",
+    ]  # fmt: skip
+
+
+def test_numbers_are_there_for_programs(report: Report):
+    found = by_name(report)
+    assert found["speed"].data["completions_per_step"] == 4
+    assert found["speed"].data["steps"] == 3
+    assert found["log-probability gap"].data["tokens"] > 0
+    assert found["adapter slope"].data["learning_rate"] == 1e-5
+    assert report.details["layout"]["slots"] == 8
+
+
+def test_all_weights_have_no_adapter_to_look_at(tmp_path: Path):
+    found = by_name(examined(tmp_path, lora=None))
+    assert "adapter slope" not in found
+    assert found["weight publication"].level == "ok"
+    assert "float32" in found["device"].measured
+
+
+def test_a_task_asks_its_own_prompts(tmp_path: Path):
+    task = SimpleNamespace(get_rl_dataset=lambda config: [{"prompt": letter} for letter in "abcde"])
+    training = {
+        "max_steps": None,
+        "num_train_epochs": 2,
+        "prompts_per_step": 2,
+        "num_generations": 2,
+    }
+    found = by_name(examined(tmp_path, task, training=training))
+    assert "3 of the task's 5, of up to 1 tokens" in found["prompts"].measured
+    assert found["speed"].data["steps"] == 5
+
+
+def test_a_template_that_is_given_is_the_one_that_is_looked_at(tmp_path: Path):
+    file = tmp_path / "broken.jinja"
+    file.write_text(CHAT_TEMPLATE.replace("<eos>", "<unk>"))
+    report = examined(tmp_path, model={"name": "tiny", "chat_template": str(file)})
+    assert [finding.name for finding in report.of_level("problem")] == ["stop tokens"]
+    assert report.summary["error"]["code"] == "doctor_failed"
+
+
+def test_too_little_disk_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    monkeypatch.setattr(module.build, "training_parts", refuse)
+    report = examined(tmp_path)
+    assert by_name(report)["disk"].level == "problem"
+
+
+def refuse(*_: Any) -> build.Parts:
+    raise RunError("the engine refuses")
+
+
+def test_an_engine_that_fails_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module.build, "training_parts", refuse)
+    said = by_name(examined(tmp_path))["engine"]
+    assert (said.level, said.measured) == ("problem", "the engine refuses")
+
+
+def test_a_machine_without_the_libraries_is_told_so_and_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(doctor_machine, "installed_versions", lambda: {"torch": None})
+    report = doctor()
+    assert [finding.name for finding in report.findings] == ["libraries"]
+    assert report.exit_code == 1
+
+
+def test_nothing_heavy_is_imported_before_that():
+    code = "import sys, groupwise.checks.doctor; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"
+
+
+def test_what_cannot_be_used_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigError):
+        doctor(SMALL, overrides=["sampler.slotz=8"])
+    with pytest.raises(ModelError):
+        examined(tmp_path, model={"name": str(tmp_path / "none")})
+    with pytest.raises(TaskError, match="get_rl_dataset"):
+        examined(tmp_path, SimpleNamespace())
+
+
+def test_lengths_are_usual_only_where_nothing_was_cut_off():
+    def group(*reasons: Any) -> Group:
+        rollouts = tuple(
+            Rollout(
+                0,
+                place,
+                0,
+                (1,),
+                (Segment("policy", (1,) * (place + 1), finish_reason=reason),),
+                "",
+            )
+            for place, reason in enumerate(reasons)
+        )
+        return Group(0, Example(0, "a"), rollouts)
+
+    assert usual_length([group("stop", "stop"), group("stop")]) == pytest.approx(4 / 3)
+    assert usual_length([group("stop", "length")]) is None

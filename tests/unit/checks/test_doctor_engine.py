@@ -1,0 +1,328 @@
+"""Sampler and learner that are well, and doubles that are broken in one thing each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.checks.doctor_engine import (
+    Engine,
+    check_gap,
+    check_invariance,
+    check_publication,
+    failed,
+    judge_drift,
+    judge_gap,
+    judge_masks,
+    judge_slopes,
+    publish,
+    rows_of,
+)
+from groupwise.checks.findings import Finding
+from groupwise.errors import PolicyMismatchError, RunError
+from groupwise.loops.recording import MAX_GAP
+from groupwise.testing.fakes import END_ID, FakeLearner, FakeSampler, FakeTokenizer
+from groupwise.types import Example, Group, SamplingParams, UpdateResult
+
+QUESTIONS = ("ask a", "ask b", "ask c")
+
+
+def engine(folder: Path, sampler: Any = None, learner: Any = None, **changes: Any) -> Engine:
+    tokenizer = FakeTokenizer()
+    made = Engine(
+        sampler=sampler or FakeSampler(),
+        learner=learner or FakeLearner("doctor", folder),
+        tokenizer=tokenizer,
+        params=SamplingParams(12, 1.0, stop_token_ids=(END_ID,)),
+        examples=tuple(Example(place, text) for place, text in enumerate(QUESTIONS)),
+        prompts=tuple(tuple(tokenizer(text)["input_ids"]) for text in QUESTIONS),
+        dtype="float32",
+    )
+    return replace(made, **changes)
+
+
+def peaked(table: list[float]) -> list[float]:
+    """Logits that differ, so that another temperature is another policy."""
+    return [2.0 if place % 3 else 0.0 for place in range(len(table))]
+
+
+async def looked_at(made: Engine) -> dict[str, Finding]:
+    """Everything that the doctor looks at, in its order."""
+    published = await publish(made, 0)
+    groups = await made.sample()
+    rows = rows_of(groups)
+    found = [
+        judge_masks(groups, rows, (END_ID,)),
+        await check_gap(made, rows, "gap"),
+        await check_invariance(made, groups),
+        *await check_publication(made, published, groups),
+    ]
+    return {finding.name: finding for finding in found}
+
+
+async def test_a_sampler_and_a_learner_that_belong_together_are_well(tmp_path: Path):
+    found = await looked_at(engine(tmp_path))
+    assert {name: each.level for name, each in found.items()} == {
+        "masks": "ok",
+        "gap": "ok",
+        "batch invariance": "ok",
+        "weight publication": "ok",
+        "gap after an update": "ok",
+    }
+    assert found["masks"].data["stopped"] > 0
+
+
+# Publication
+
+
+class Stale(FakeSampler):
+    """Says that it has loaded the weights, and goes on with the old ones."""
+
+    named = ""
+
+    async def load(self, policy):
+        self.named, self.version = policy.fingerprint, policy.version
+
+    def fingerprint(self):
+        return self.named
+
+
+async def test_a_sampler_that_serves_stale_weights_is_found_by_its_outputs(tmp_path: Path):
+    said = (await looked_at(engine(tmp_path, Stale())))["weight publication"]
+    assert said.level == "problem"
+    assert "outputs are those of the old weights" in said.measured
+
+
+class Misnamed(FakeSampler):
+    """Stamps completions rightly, and names another fingerprint when it is asked."""
+
+    def fingerprint(self):
+        return "other" if self.version else super().fingerprint()
+
+    async def generate(self, request):
+        found = await super().generate(request)
+        real = FakeSampler.fingerprint(self)
+        return tuple(replace(each, fingerprint=real) for each in found)
+
+    async def load(self, policy):
+        self.version = 0
+        await super().load(policy)
+
+
+async def test_a_sampler_that_names_another_fingerprint_is_found(tmp_path: Path):
+    said = (await looked_at(engine(tmp_path, Misnamed())))["weight publication"]
+    assert said.level == "problem"
+    assert said.data["served"] == "other"
+
+
+class Idle(FakeSampler):
+    """Does not load anything."""
+
+    async def load(self, policy):
+        pass
+
+
+async def test_a_sampler_that_does_not_load_is_found_by_its_fingerprint(tmp_path: Path):
+    said = (await looked_at(engine(tmp_path, Idle())))["weight publication"]
+    assert said.level == "problem"
+    assert "was published, the sampler serves" in said.measured
+
+
+class Refusing(FakeSampler):
+    """Finds other weights in the files than were announced."""
+
+    async def load(self, policy):
+        if policy.version:
+            raise PolicyMismatchError("someone else wrote there")
+        await super().load(policy)
+
+
+async def test_a_publication_that_is_refused_is_a_problem(tmp_path: Path):
+    said = (await looked_at(engine(tmp_path, Refusing())))["weight publication"]
+    assert (said.level, said.measured) == ("problem", "someone else wrote there")
+
+
+class Frozen(FakeLearner):
+    """Updates nothing."""
+
+    async def update(self, params):
+        self.discard()
+        return UpdateResult(0.0, True)
+
+
+async def test_an_update_without_a_gradient_is_a_problem(tmp_path: Path):
+    said = (await looked_at(engine(tmp_path, learner=Frozen("doctor", tmp_path))))[
+        "weight publication"
+    ]
+    assert said.level == "problem"
+    assert "did nothing" in said.measured
+
+
+class Forgetful(FakeLearner):
+    """Publishes what it began with."""
+
+    async def publish(self, version):
+        kept, self.table = self.table, list(self.start)
+        policy = await super().publish(version)
+        self.table = kept
+        return policy
+
+
+async def test_a_learner_that_publishes_its_start_is_a_problem(tmp_path: Path):
+    said = (await looked_at(engine(tmp_path, learner=Forgetful("doctor", tmp_path))))[
+        "weight publication"
+    ]
+    assert said.level == "problem"
+    assert "left the fingerprint" in said.measured
+
+
+# The gap
+
+
+class Colder(FakeLearner):
+    """Computes log-probabilities at another temperature than was sampled at."""
+
+    async def logprobs(self, rows, role="policy"):
+        return await super().logprobs([replace(row, temperature=2.0) for row in rows], role)
+
+
+async def test_a_learner_with_another_temperature_is_found_by_the_gap(tmp_path: Path):
+    learner = Colder("doctor", tmp_path)
+    learner.table = peaked(learner.table)
+    said = (await looked_at(engine(tmp_path, learner=learner)))["gap"]
+    assert said.level == "problem"
+    assert said.data["mean"] > MAX_GAP
+    right = FakeLearner("doctor", tmp_path)
+    right.table = peaked(right.table)
+    assert (await looked_at(engine(tmp_path, learner=right)))["gap"].level == "ok"
+
+
+@pytest.mark.parametrize(
+    ("gap", "dtype", "level"),
+    [
+        (0.0, "float32", "ok"),
+        (0.002, "float32", "problem"),
+        (0.03, "bfloat16", "ok"),
+        (0.09, "bfloat16", "warning"),
+        (0.16, "bfloat16", "problem"),
+        (float("nan"), "bfloat16", "problem"),
+    ],
+)
+def test_what_rounding_explains_depends_on_the_number_format(gap, dtype, level):
+    assert judge_gap([(-1.0, -2.0)], [(-1.0 - gap, -2.0 + gap)], dtype, "gap").level == level
+
+
+# Masks
+
+
+async def groups_of(tmp_path: Path) -> list[Group]:
+    made = engine(tmp_path)
+    await publish(made, 0)
+    return await made.sample()
+
+
+async def test_tokens_after_the_stop_token_are_found(tmp_path: Path):
+    groups = await groups_of(tmp_path)
+    rollout = next(one for one in groups[0].rollouts if one.segments[0].finish_reason == "stop")
+    segment = rollout.segments[0]
+    longer = replace(
+        segment,
+        token_ids=(*segment.token_ids, 5),
+        sampling_logprobs=(*(segment.sampling_logprobs or ()), -1.0),
+    )
+    rollouts = tuple(
+        replace(one, segments=(longer,)) if one is rollout else one for one in groups[0].rollouts
+    )
+    broken = [replace(groups[0], rollouts=rollouts)]
+    said = judge_masks(broken, rows_of(broken), (END_ID,))
+    assert said.level == "problem"
+    assert "before the end" in said.measured
+
+
+async def test_a_row_that_trains_fewer_tokens_than_were_sampled_is_found(tmp_path: Path):
+    groups = await groups_of(tmp_path)
+    rows = rows_of(groups)
+    rows[3] = replace(rows[3], mask=(0, *rows[3].mask[1:]))
+    said = judge_masks(groups, rows, (END_ID,))
+    assert (said.level, said.data["wrong"]) == ("problem", 1)
+
+
+async def test_a_row_with_other_tokens_than_were_sampled_is_found(tmp_path: Path):
+    groups = await groups_of(tmp_path)
+    rows = rows_of(groups)
+    rows[0] = replace(rows[0], completion_ids=(*rows[0].completion_ids[:-1], 7))
+    assert judge_masks(groups, rows, (END_ID,)).level == "problem"
+
+
+async def test_a_stop_token_at_the_end_of_a_cut_completion_is_found(tmp_path: Path):
+    groups = await groups_of(tmp_path)
+    rollouts = tuple(
+        replace(one, segments=(replace(one.segments[0], finish_reason="length"),))
+        for one in groups[0].rollouts
+    )
+    cut = [replace(groups[0], rollouts=rollouts)]
+    if not any(one.completion_ids[-1] == END_ID for one in rollouts):
+        pytest.fail("none of the seeds draws a stop token; choose another")
+    assert judge_masks(cut, rows_of(cut), (END_ID,)).level == "problem"
+
+
+async def test_drift_is_measured_and_harmless(tmp_path: Path):
+    groups = await groups_of(tmp_path)
+    assert judge_drift(FakeTokenizer(), groups).data["drifted"] == 0
+
+    class Merging(FakeTokenizer):
+        def __call__(self, text, add_special_tokens=True):
+            return {"input_ids": [len(text)]}
+
+    said = judge_drift(Merging(), groups)
+    assert said.level == "ok"
+    assert said.data["drifted"] > 0
+
+
+# Invariance
+
+
+class Crowded(FakeSampler):
+    """Draws something else when it is asked for several groups."""
+
+    async def generate(self, request):
+        found = await super().generate(request)
+        if len(self.requests) <= len(QUESTIONS):
+            return found
+        return tuple(replace(each, token_ids=each.token_ids[::-1]) for each in found)
+
+
+class Rounding(Crowded):
+    """Draws the same tokens with other last bits."""
+
+    async def generate(self, request):
+        found = await FakeSampler.generate(self, request)
+        if len(self.requests) <= len(QUESTIONS):
+            return found
+        return tuple(
+            replace(each, logprobs=tuple(value - 1e-7 for value in each.logprobs)) for each in found
+        )
+
+
+@pytest.mark.parametrize(("sampler", "level"), [(Crowded, "problem"), (Rounding, "warning")])
+async def test_a_sampler_whose_results_depend_on_the_others_is_found(
+    sampler, level, tmp_path: Path
+):
+    assert (await looked_at(engine(tmp_path, sampler())))["batch invariance"].level == level
+
+
+# The slope, and what fails altogether
+
+
+def test_steps_that_rounding_swallows_are_warned_of():
+    assert judge_slopes([("a", 0.99), ("b", 1.01)], 1e-6).level == "ok"
+    said = judge_slopes([("a", 0.99), ("b", 0.4)], 1e-6)
+    assert said.level == "warning"
+    assert "least: 40%, b" in said.measured
+
+
+def test_an_engine_that_refuses_is_a_problem():
+    assert failed(RunError("no"), "engine").level == "problem"

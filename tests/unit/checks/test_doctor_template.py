@@ -1,0 +1,142 @@
+"""Tokenizers and chat templates that are well, and ones that are broken in one thing each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from groupwise.checks.doctor_template import answer_end, check_tokenizer, opening_of, stop_tokens
+from groupwise.checks.findings import Finding
+from groupwise.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
+
+EOS = 1
+LOOP = "{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}{% endfor %}"
+STRIPS_THOUGHTS = (
+    "{% for message in messages %}"
+    "{% set kept = message['content'] if loop.last else message['content'].split('</think>')[-1].lstrip() %}"
+    "{{ '<|' + message['role'] + '|>' + kept }}{% if message['role'] == 'assistant' %}{{ '<eos>' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+NO_SYSTEM = (
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+)
+
+
+def tokenizer(template: str | None = CHAT_TEMPLATE, **changes: Any) -> Any:
+    made = tiny_tokenizer()
+    made.chat_template = template
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def found(made: Any) -> dict[str, Finding]:
+    return {finding.name: finding for finding in check_tokenizer(made)}
+
+
+def test_the_tiny_tokenizer_is_well():
+    assert {each.level for each in found(tokenizer()).values()} == {"ok"}
+
+
+def test_a_generation_prompt_that_an_answer_does_not_begin_with_breaks_the_prefix():
+    thinking = CHAT_TEMPLATE.replace("{{ '<|assistant|>' }}", "{{ '<|assistant|><think>' }}")
+    said = found(tokenizer(thinking))["template prefix"]
+    assert said.level == "warning"
+    assert said.data == {"prompt": "<think>", "with_answer": "It makes five.<eos>"}
+
+
+def test_a_template_that_removes_earlier_thoughts_is_told():
+    said = found(tokenizer(STRIPS_THOUGHTS))
+    assert said["template prefix"].level == "ok"
+    assert said["earlier turns"].level == "warning"
+    (thoughts,) = said["earlier turns"].data["rewritten"]
+    assert thoughts.startswith(r"thoughts (from '<think>\nTwo and three.\n</think>")
+
+
+def test_a_template_that_rewrites_earlier_answers_is_told():
+    shouting = CHAT_TEMPLATE.replace(
+        "message['content']", "(message['content'] if loop.last else '...')"
+    )
+    assert "answers" in found(tokenizer(shouting))["earlier turns"].measured
+
+
+def test_a_template_that_does_not_ask_for_an_answer_is_told():
+    assert found(tokenizer(LOOP))["generation prompt"].level == "warning"
+
+
+def test_a_template_that_writes_the_date_is_told():
+    dated = "{{ strftime_now('%d %b %Y') }}" + CHAT_TEMPLATE
+    assert found(tokenizer(dated))["template date"].level == "warning"
+
+
+def test_a_template_without_a_system_role_is_asked_without():
+    made = tokenizer(NO_SYSTEM + CHAT_TEMPLATE)
+    assert [message["role"] for message in opening_of(made)] == ["user"]
+    assert {each.level for each in found(made).values()} == {"ok"}
+
+
+def test_a_double_begin_of_sequence_is_a_problem():
+    once = tokenizer("{{ bos_token }}" + CHAT_TEMPLATE, bos_token="<unk>")
+    assert found(once)["begin of sequence"].data["count"] == 1
+    twice = tokenizer("{{ bos_token }}{{ bos_token }}" + CHAT_TEMPLATE, bos_token="<unk>")
+    assert found(twice)["begin of sequence"].level == "problem"
+
+
+def test_no_end_of_sequence_is_a_problem():
+    assert found(tokenizer(eos_token=None))["end of sequence"].level == "problem"
+
+
+def test_a_pad_token_that_ends_sequences_is_harmless():
+    said = found(tokenizer(pad_token="<eos>"))["padding"]
+    assert (said.level, "harmless" in said.measured) == ("ok", True)
+
+
+def test_without_a_template_the_rest_is_still_looked_at():
+    said = found(tokenizer(None))
+    assert said["chat template"].level == "skipped"
+    assert said["end of sequence"].level == "ok"
+
+
+def test_text_that_does_not_survive_is_told():
+    class Lowering:
+        """Forgets capitals."""
+
+        chat_template = None
+        bos_token_id = None
+        eos_token_id = pad_token_id = EOS
+
+        def __call__(self, text, **_):
+            return {"input_ids": [ord(letter) for letter in text.lower()]}
+
+        def decode(self, ids, **_):
+            return "".join(map(chr, ids))
+
+    assert found(Lowering())["round trip"].level == "warning"
+
+
+# Stop tokens
+
+
+def test_a_completion_must_end_where_the_template_ends_an_answer():
+    ended = CHAT_TEMPLATE.replace("<eos>", "<unk>")
+    assert answer_end(tokenizer(ended)) == 2
+    said = stop_tokens(tokenizer(ended), [EOS], ())
+    assert said.level == "problem"
+    assert "sampler.stop_token_ids=[2]" in said.remedy
+    assert stop_tokens(tokenizer(ended), [EOS, 2], ()).level == "ok"
+
+
+def test_the_end_of_sequence_must_stop_too():
+    said = stop_tokens(tokenizer(None), [5], ())
+    assert (said.level, said.data["missing"]) == ("problem", EOS)
+
+
+@pytest.mark.parametrize(("texts", "level"), [((), "problem"), (("\n",), "ok")])
+def test_something_must_stop_a_completion(texts, level):
+    assert stop_tokens(tokenizer(None, eos_token=None), [], texts).level == level
+
+
+def test_a_template_that_ends_answers_with_nothing_has_no_end():
+    assert answer_end(tokenizer(LOOP)) is None
+    assert stop_tokens(tokenizer(LOOP), [EOS], ()).level == "ok"

@@ -1,0 +1,146 @@
+"""`groupwise check` and `groupwise doctor` on the command line: what is handed on, what is shown, how they end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from groupwise.cli import findings
+from groupwise.cli.main import main
+from groupwise.checks.findings import Finding, Report
+
+GOOD = Finding("hooks", "ok", "all there", "enough for `rl`", "never shown")
+BAD = Finding("spread", "problem", "one line\nanother", "nothing is learnt", "mend it")
+DETAILS = {
+    "prompts": ["Say \x1b[31mred"],
+    "prompts_rendered_by": "tiny",
+    "table": [
+        {"completion": "gold", "count": 2, "failed": 0, "reward": 1.0, "parts": {"right": 1.0}},
+        {"completion": "empty", "count": 2, "failed": 2, "reward": None, "parts": {}},
+    ],
+}
+
+
+class Verb:
+    """Stands in for what a command calls; tells its findings to whoever listens."""
+
+    def __init__(self, *found: Finding) -> None:
+        self.found = found
+        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def __call__(self, *given: Any, on_finding: Any, **named: Any) -> Report:
+        self.calls.append((given, {**named, "listens": on_finding is not None}))
+        for finding in self.found:
+            if on_finding:
+                on_finding(finding)
+        return Report("it", self.found, "check_failed", DETAILS)
+
+
+def replaced(monkeypatch: pytest.MonkeyPatch, name: str, *found: Finding) -> Verb:
+    verb, fake = Verb(*found), ModuleType(f"groupwise.checks.{name}")
+    setattr(fake, name, verb)
+    monkeypatch.setitem(sys.modules, f"groupwise.checks.{name}", fake)
+    return verb
+
+
+def test_check_hands_everything_on(monkeypatch: pytest.MonkeyPatch):
+    verb = replaced(monkeypatch, "check", GOOD)
+    words = [
+        "-t",
+        "t.py",
+        "-c",
+        "c.yaml",
+        "--completions",
+        "run",
+        "--rows",
+        "4",
+        "task.x=1",
+        "--json",
+    ]
+    assert main(["check", *words]) == 0
+    assert verb.calls == [
+        (
+            ("t.py", Path("c.yaml")),
+            {"overrides": ("task.x=1",), "completions": "run", "rows": 4, "listens": False},
+        )
+    ]
+
+
+def test_check_needs_a_task_and_no_config(monkeypatch: pytest.MonkeyPatch):
+    verb = replaced(monkeypatch, "check", GOOD)
+    assert main(["check", "-t", "t.py"]) == 0
+    assert verb.calls[0][0] == ("t.py", None)
+    assert main(["check"]) == 2
+
+
+def test_doctor_needs_nothing(monkeypatch: pytest.MonkeyPatch):
+    verb = replaced(monkeypatch, "doctor", GOOD)
+    assert main(["doctor"]) == 0
+    assert main(["doctor", "-c", "c.yaml", "-t", "t.py", "run.threads=1"]) == 0
+    assert [given for given, _ in verb.calls] == [(None, None), (Path("c.yaml"), "t.py")]
+    assert verb.calls[1][1]["overrides"] == ("run.threads=1",)
+
+
+@pytest.mark.parametrize("name", ["check", "doctor"])
+def test_problems_end_with_1(name: str, monkeypatch: pytest.MonkeyPatch):
+    replaced(monkeypatch, name, GOOD, BAD)
+    assert main([name, *(["-t", "t"] if name == "check" else [])]) == 1
+
+
+def test_findings_are_lines_with_what_to_do_where_there_is_something(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    replaced(monkeypatch, "doctor", GOOD, BAD)
+    main(["doctor"])
+    gap = " " * 33
+    assert capsys.readouterr().out.splitlines() == [
+        "ok       hooks                   all there",
+        f"{gap}enough for `rl`",
+        "problem  spread                  one line",
+        f"{gap}another",
+        f"{gap}nothing is learnt",
+        f"{gap}→ mend it",
+        "",
+        "1 problem",
+    ]
+
+
+def test_check_shows_what_was_earned_and_harmless_prompts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    replaced(monkeypatch, "check", GOOD)
+    main(["check", "-t", "t"])
+    shown = capsys.readouterr().out
+    assert "  completion  count  failed  reward  right\n" in shown
+    assert "  gold            2       0   1.000  1.000\n" in shown
+    assert "  empty           2       2       -      -\n" in shown
+    assert "prompt 0, as the model sees it\n  Say ␛[31mred\n" in shown
+    assert shown.endswith("\nnothing to complain of\n")
+
+
+def test_json_is_one_object_with_everything(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    replaced(monkeypatch, "check", GOOD, BAD)
+    assert main(["check", "-t", "t", "--json"]) == 1
+    written = json.loads(capsys.readouterr().out)
+    assert written["error"]["code"] == "check_failed"
+    assert [each["name"] for each in written["findings"]] == ["hooks", "spread"]
+    assert written["table"] == DETAILS["table"]
+
+
+def test_a_terminal_gets_lines_that_fit(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(findings.sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    findings.show_finding(Finding("x", "ok", "word " * 30))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 1
+    assert max(map(len, lines)) <= 80
