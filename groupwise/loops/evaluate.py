@@ -2,35 +2,48 @@
 
 `answer_held_out` does it for whoever has a sampler and a scorer: the RL loop before, after and during training, and `evaluate`,
 which is the command `groupwise eval`. Seeds depend on the prompt and the sample alone, so that two policies can be compared
-prompt by prompt, and nothing of a training run's randomness is touched.
+prompt by prompt, and nothing of a training run's randomness is touched. `groupwise.loops.measures` says what is measured,
+`groupwise.loops.results` what is written.
 """
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from groupwise import build
 from groupwise.config import LoadedConfig, RunConfig, load_config, resolved, view, with_task_schema
-from groupwise.errors import UsageError
+from groupwise.errors import TaskError, UsageError
 from groupwise.loops.awaiting import gather_all, run_to_end
+from groupwise.loops.measures import (
+    REWARD,
+    Success,
+    by_prompt,
+    is_share,
+    measure,
+    metric_names,
+    rows_of,
+)
 from groupwise.loops.policies import FoundPolicy, find_policy
-from groupwise.loops.statistics import Interval, bootstrap_mean, wilson
+from groupwise.loops.results import check_writable, result_name, write_result
+from groupwise.loops.statistics import Interval, wilson
 from groupwise.models.adapters import adapter_folder
 from groupwise.models.plan import prompt_room
 from groupwise.models.tokenizer import load_tokenizer
 from groupwise.models.tokens import completion_text
+from groupwise.rewards.rubric import Rubric
 from groupwise.rewards.scoring import Scorer
-from groupwise.rewards.text import as_completion
+from groupwise.rollouts.asking import Ask, RolloutKind
 from groupwise.rollouts.prompts import PromptSet, tokenise
-from groupwise.rollouts.score import score_group
+from groupwise.rollouts.score import score_group, transcript
 from groupwise.rollouts.seeds import evaluation_seed
-from groupwise.rollouts.single import sample_group
-from groupwise.runs import durable
-from groupwise.runs.folder import add_result, result_file
+from groupwise.rollouts.single import Single
 from groupwise.tasks.contract import Task, check_reward_columns, load_task, require
 from groupwise.types import Group, Sampler, SamplingParams
 
@@ -46,6 +59,10 @@ class HeldOut:
     scores_rewards: bool
     """Whether the task has rewards; without them only its own metrics are computed."""
     has_metrics: bool
+    rollouts: RolloutKind | None = None
+    """What makes the rollouts; None: single completions."""
+    success: Success = field(default_factory=Success)
+    pass_at_k: tuple[int, ...] = (1,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,28 +71,26 @@ class EvalResult:
 
     policy: str
     metrics: dict[str, float]
-    """Flat numbers: the task's metrics under their own names, `reward`, lengths, failures."""
+    """Flat numbers: the task's metrics under their own names, `reward`, `pass@k`, lengths, failures."""
     details: dict[str, Any]
     """All that the task's `compute_metrics` returned."""
     rows: list[dict[str, Any]]
-    """One for each sample: prompt, completion, reward, parts, outcome."""
+    """One for each sample; see `groupwise.loops.measures.rows_of`."""
     path: Path | None = None
     """Where the rows were written."""
 
     @property
     def rewards(self) -> dict[int, float]:
         """Mean reward of each prompt by its example; prompts without a scored sample are left out."""
-        by_prompt: dict[int, list[float]] = {}
-        for row in self.rows:
-            if row["reward"] is not None:
-                by_prompt.setdefault(row["example"], []).append(row["reward"])
-        return {example: fmean(values) for example, values in by_prompt.items()}
+        return _rewards(self.rows)
 
     def interval(self, metric: str) -> Interval:
-        """A metric with its 95 % interval: bootstrapped for `reward`, Wilson's for shares such as accuracy."""
-        if metric == "reward":
-            return bootstrap_mean(list(self.rewards.values()))
-        return wilson(self.metrics[metric], self.prompts)
+        """A metric with its 95 % interval over prompts: Wilson's where each counts 0 or 1, else bootstrapped.
+
+        A metric that only the task knows is taken for a share of the prompts, such as an accuracy.
+        """
+        found = measure(metric, self.rows)
+        return found.interval if found else wilson(self.metrics[metric], self.prompts)
 
     @property
     def prompts(self) -> int:
@@ -84,12 +99,24 @@ class EvalResult:
 
     @property
     def judged(self) -> list[str]:
-        """The metrics that have an interval: the reward, and accuracies where they are shares from 0 to 1."""
+        """The metrics that have an interval: reward, success, and accuracies where they are shares from 0 to 1."""
         return [
             name
             for name, value in self.metrics.items()
-            if name == "reward" or (name.endswith("accuracy") and 0 <= value <= 1)
+            if name == REWARD or is_share(name) or (name.endswith("accuracy") and 0 <= value <= 1)
         ]
+
+    @property
+    def left_out(self) -> dict[str, int]:
+        """Prompts that a metric says nothing about, because too few of their samples could be scored."""
+        found = {name: measure(name, self.rows) for name in self.judged}
+        return {name: each.left_out for name, each in found.items() if each and each.left_out}
+
+    @property
+    def failures(self) -> dict[str, int]:
+        """Why samples could not be scored, and how many; the most frequent reason first."""
+        reasons = Counter(row["reason"] or row["outcome"] for row in self.rows if _failed(row))
+        return dict(reasons.most_common())
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -105,6 +132,8 @@ class EvalResult:
             "samples": len(self.rows),
             "metrics": self.metrics,
             "intervals_95": intervals,
+            **({"left_out": self.left_out} if self.left_out else {}),
+            **({"failures": self.failures} if self.failures else {}),
             **({"results": str(self.path)} if self.path else {}),
         }
 
@@ -112,16 +141,24 @@ class EvalResult:
 def held_out_prompts(config: RunConfig, task: Task, tokenizer: Any, room: int) -> PromptSet:
     """The held-out prompts that an evaluation of this config uses."""
     examples = task.eval_examples(view(config), limit=config.eval.max_prompts)
+    tools = build.check_rollouts(config, task, examples)
     return tokenise(
         tokenizer,
         examples,
         max_prompt_length=config.data.max_prompt_length,
         room=room,
         where=f"{task.described}: get_eval_dataset",
+        tools=tools,
     )
 
 
-def held_out(config: RunConfig, task: Task, prompts: PromptSet, stops: tuple[int, ...]) -> HeldOut:
+def held_out(
+    config: RunConfig,
+    task: Task,
+    prompts: PromptSet,
+    stops: tuple[int, ...],
+    rollouts: RolloutKind | None = None,
+) -> HeldOut:
     """How the config wants held-out prompts answered."""
     params = SamplingParams(
         max_tokens=config.eval.max_completion_length or config.sampler.max_completion_length,
@@ -134,9 +171,24 @@ def held_out(config: RunConfig, task: Task, prompts: PromptSet, stops: tuple[int
         params=params,
         samples_per_prompt=config.eval.samples_per_prompt,
         seed=config.training.seed,
-        scores_rewards=task.has("get_reward_funcs"),
+        scores_rewards=task.gives_rewards,
         has_metrics=task.has("compute_metrics"),
+        rollouts=rollouts,
+        success=Success(config.eval.success_threshold, config.eval.success_part),
+        pass_at_k=config.eval.ks,
     )
+
+
+def check_success_part(config: RunConfig, task: Task, rubric: Rubric | None) -> None:
+    """Raise TaskError if `eval.success_part` is no part of the task's reward."""
+    part = config.eval.success_part
+    if part is None or task.has("get_environment"):  # whose parts are known when it gives them
+        return
+    if rubric is None or part not in rubric.names:
+        there = f"It has: {', '.join(rubric.names)}." if rubric else "It has no get_reward_funcs."
+        raise TaskError(
+            f"eval.success_part is {part!r}, but {task.described} has no such part. {there}"
+        )
 
 
 async def answer_held_out(
@@ -157,18 +209,7 @@ async def answer_held_out(
 
     async def answer(index: int) -> Group:
         nonlocal done
-        group = await sample_group(
-            sampler,
-            asked.prompts.examples[index],
-            index,
-            asked.prompts.prompts[index],
-            [
-                evaluation_seed(asked.seed, index, member)
-                for member in range(asked.samples_per_prompt)
-            ],
-            asked.params,
-            lambda ids: completion_text(tokenizer, ids),
-        )
+        group = await _sampled(asked, sampler, tokenizer, index)
         if asked.scores_rewards:
             group = await score_group(scorer, group, *trainer)
         done += 1
@@ -177,9 +218,23 @@ async def answer_held_out(
 
     groups = await gather_all(answer(index) for index in range(total))
     details = await _task_metrics(asked, scorer, groups) if asked.has_metrics else {}
-    return EvalResult(
-        policy, _with_own(_numbers(details), _measured(groups)), details, _rows(groups)
+    rows = rows_of(groups, asked.success)
+    own = _measured(rows, asked.pass_at_k)
+    return EvalResult(policy, _with_own(_numbers(details), own), details, rows)
+
+
+async def _sampled(asked: HeldOut, sampler: Sampler, tokenizer: Any, index: int) -> Group:
+    """All samples of one prompt; their seeds are made from prompt and sample, never from when they were drawn."""
+    rollouts = asked.rollouts or Single(partial(completion_text, tokenizer))
+    ask = Ask(
+        draw=index,
+        example=asked.prompts.examples[index],
+        prompt_ids=asked.prompts.prompts[index],
+        members=asked.samples_per_prompt,
+        seed=partial(evaluation_seed, asked.seed, index),
+        params=asked.params,
     )
+    return await rollouts.sample(sampler, ask)
 
 
 def evaluate(
@@ -196,17 +251,46 @@ def evaluate(
     `policy` is `base`, an adapter or model folder, a run (`RUN`, `RUN@STEP`), or a hub id
     (`NAME@REVISION`). Raises `UsageError` for what was given wrongly.
     """
+    return evaluate_each(
+        config,
+        task,
+        [policy],
+        overrides=overrides,
+        samples_per_prompt=samples_per_prompt,
+        output=output,
+    )[0]
+
+
+def evaluate_each(
+    config: Path | str | Mapping[str, Any] | RunConfig,
+    task: object,
+    policies: Sequence[str],
+    *,
+    overrides: Sequence[str] = (),
+    samples_per_prompt: int | None = None,
+    output: Path | None = None,
+) -> list[EvalResult]:
+    """Evaluate several policies in the same way, one after the other; all of them are found before the first is loaded."""
+    if output is not None and len(policies) > 1:
+        raise UsageError(
+            f"--output names one file, but {len(policies)} policies are evaluated. Leave it out: each gets a file of its own."
+        )
     loaded = load_config(config, overrides)
     found = load_task(task)
     require(found, "eval")
-    loaded = _prepared(loaded, found, samples_per_prompt)
-    weights = find_policy(policy, Path(loaded.config.run.dir))
+    settings = _prepared(loaded, found, samples_per_prompt).config
+    every = [_found(policy, settings) for policy in policies]
+    for weights in every:
+        check_writable(*_place(found, weights, settings), output)
+    return [run_to_end(_evaluate(settings, found, weights, output)) for weights in every]
+
+
+def _found(policy: str, config: RunConfig) -> FoundPolicy:
+    weights = find_policy(policy, Path(config.run.dir))
     if weights.folder is None:
-        adapter_folder(loaded.config.model)
-        weights = replace(weights, label=build.serving_label(loaded.config))
-    _refuse_existing(output)
-    durable.check_can_write(output or _result_file(found, weights, loaded.config))
-    return run_to_end(_evaluate(loaded.config, found, weights, output))
+        adapter_folder(config.model)
+        return replace(weights, label=build.serving_label(config))
+    return weights
 
 
 def _prepared(loaded: LoadedConfig, task: Task, samples_per_prompt: int | None) -> LoadedConfig:
@@ -231,69 +315,63 @@ async def _evaluate(
         config, task, tokenizer, prompt_room(config.model, build.longest_completion(config))
     )
     rubric = build.task_rubric(config, task, tokenizer)
+    check_success_part(config, task, rubric)
     if rubric is not None:
         in_workers = build.scores_in_workers(config, task, rubric)
         check_reward_columns(task, rubric, prompts.examples, in_workers=in_workers)
     layout = build.choose_layout(config, prompts.longest)
     sampler, stops = build.serving_sampler(config, layout, policy.folder)
     scorer = build.build_scorer(config, task, tokenizer, rubric)
+    rollouts = build.build_rollouts(config, task, tokenizer, layout.key_length)
     try:
-        asked = held_out(config, task, prompts, stops)
+        asked = held_out(config, task, prompts, stops, rollouts)
         result = await answer_held_out(asked, sampler, scorer, tokenizer, policy.label)
     finally:
+        await rollouts.close()
         await scorer.close()
-    return replace(result, path=_write(result, task, policy, Path(config.run.dir), output))
+    content = {
+        **result.summary,
+        "fingerprint": sampler.fingerprint(),
+        "task": task.name,
+        "config": resolved(config),
+        "finished_at": time.time(),
+        "details": result.details,
+        "rows": result.rows,
+    }
+    return replace(result, path=write_result(content, *_place(task, policy, config), output))
 
 
-def _write(
-    result: EvalResult, task: Task, policy: FoundPolicy, runs_dir: Path, output: Path | None
-) -> Path:
-    """Into `output`, or the `results` folder of the policy's run, or the one beside the runs."""
-    content = {**result.summary, "task": task.name, "details": result.details, "rows": result.rows}
-    if output is None:
-        return add_result(policy.run or runs_dir.parent, _result_name(task, policy), content)
-    _refuse_existing(output)
-    with durable.explained(output):
-        output.parent.mkdir(parents=True, exist_ok=True)
-    durable.write_json(output, content)
-    return output
-
-
-def _result_file(task: Task, policy: FoundPolicy, config: RunConfig) -> Path:
-    return result_file(policy.run or Path(config.run.dir).parent, _result_name(task, policy))
-
-
-def _result_name(task: Task, policy: FoundPolicy) -> str:
-    return f"{task.name}-{policy.label.strip('./').replace('/', '_')}"
-
-
-def _refuse_existing(output: Path | None) -> None:
-    if output is not None and output.exists():
-        raise UsageError(
-            f"{output} exists, and results are never overwritten. Give another --output."
-        )
+def _place(task: Task, policy: FoundPolicy, config: RunConfig) -> tuple[Path, str]:
+    """The folder that holds the results, and the name of this one: with the policy's run, or beside the runs."""
+    return policy.run or Path(config.run.dir).parent, result_name(task.name, policy.label)
 
 
 async def _task_metrics(asked: HeldOut, scorer: Scorer, groups: Sequence[Group]) -> dict[str, Any]:
     samples = [(group.example, rollout) for group in groups for rollout in group.rollouts]
     return await scorer.compute_metrics(
         [example.prompt for example, _ in samples],
-        [as_completion(example.prompt, rollout.completion) for example, rollout in samples],
+        [transcript(example.prompt, rollout) for example, rollout in samples],
         [{"prompt": example.prompt, **example.columns} for example, _ in samples],
     )
 
 
-def _measured(groups: Sequence[Group]) -> dict[str, float]:
-    rollouts = [rollout for group in groups for rollout in group.rollouts]
-    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
-    measured = {
-        "completions/mean_length": fmean(len(rollout.completion_ids) for rollout in rollouts),
-        "completions/clipped_ratio": fmean(rollout.truncated for rollout in rollouts),
-    }
-    if rewards:
-        measured = {"reward": fmean(rewards), **measured}
-    failed = sum(rollout.outcome in ("failed", "timed_out") for rollout in rollouts)
-    return {**measured, "rollouts/failed": float(failed)} if failed else measured
+def _measured(rows: Sequence[Mapping[str, Any]], ks: Sequence[int]) -> dict[str, float]:
+    """The metrics over all prompts; those that no prompt has a value for are left out."""
+    found = {name: measure(name, rows) for name in metric_names(rows, ks)}
+    values = {name: fmean(each.values.values()) for name, each in found.items() if each}
+    failed = sum(_failed(row) for row in rows)
+    return {**values, "rollouts/failed": float(failed)} if failed else values
+
+
+def _failed(row: Mapping[str, Any]) -> bool:
+    return row["outcome"] in ("failed", "timed_out")
+
+
+def _rewards(rows: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    found = measure(REWARD, rows)
+    assert found is not None
+    samples = by_prompt(rows)
+    return {samples[key][0]["example"]: value for key, value in found.values.items()}
 
 
 def _with_own(theirs: Mapping[str, float], own: Mapping[str, float]) -> dict[str, float]:
@@ -312,22 +390,3 @@ def _numbers(details: Mapping[str, Any]) -> dict[str, float]:
         for name, value in chosen.items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     }
-
-
-def _rows(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    return [
-        {
-            "example": group.example.index,
-            "sample": rollout.member,
-            "prompt": group.example.prompt,
-            "completion": rollout.completion,
-            "reward": rollout.reward,
-            "parts": {part.name: part.value for part in rollout.parts},
-            "outcome": rollout.outcome,
-            "reason": rollout.reason,
-            "finish_reason": rollout.segments[-1].finish_reason,
-            "tokens": len(rollout.completion_ids),
-        }
-        for group in groups
-        for rollout in group.rollouts
-    ]

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from groupwise.errors import CheckpointError, ResumeMismatchError, StoreError
-from groupwise.runs import durable
+from groupwise.runs import durable, pieces
 
 FORMAT = 1
 """Of the manifest and of what it promises. A higher one in a file is refused: a newer version wrote it."""
@@ -149,11 +149,15 @@ def read(path: Path) -> Checkpoint:
 
 
 def prune(folder: Path, keep: int, protect: Collection[int] = ()) -> list[int]:
-    """Delete all complete checkpoints but the last `keep` and the protected steps; returns the steps deleted."""
+    """Delete all complete checkpoints but the last `keep` and the protected steps; returns the steps deleted.
+
+    Their pieces of the record stay with the run.
+    """
     if keep < 1:
         raise ValueError(f"at least one checkpoint must be kept, not {keep}")
     old = [found for found in complete(folder)[:-keep] if found.step not in protect]
     for checkpoint in old:
+        pieces.keep_piece(checkpoint.path)
         durable.remove_folder(checkpoint.path)
     return [checkpoint.step for checkpoint in old]
 
@@ -167,6 +171,7 @@ def drop_after(folder: Path, step: int) -> list[int]:
     later = sorted((path for path in _folders(folder) if _step_of(path) > step), key=_step_of)
     for path in reversed(later):
         durable.remove_folder(path)
+    pieces.drop_pieces_after(folder.parent, step)
     return [_step_of(path) for path in later]
 
 

@@ -59,6 +59,26 @@ class RunSection(Strict):
         ge=1,
     )
 
+    profile: int | tuple[int, ...] | None = setting(
+        None,
+        "Steps whose work is traced, by index from 0: one or a list. profile/step-N.json shows it in "
+        "Perfetto, profile/step-N.txt says what took longest. Such a step is slower.",
+        on_resume="free",
+    )
+
+    @property
+    def profiled_steps(self) -> frozenset[int]:
+        """The steps that `profile` names."""
+        return frozenset((self.profile,) if isinstance(self.profile, int) else self.profile or ())
+
+    @field_validator("profile")
+    @classmethod
+    def _names_steps(cls, given: int | tuple[int, ...] | None) -> int | tuple[int, ...] | None:
+        steps = (given,) if isinstance(given, int) else given or ()
+        if any(step < 0 for step in steps):
+            raise ValueError(f"profile has {min(steps)}; steps are counted from 0.")
+        return given
+
     @field_validator("name")
     @classmethod
     def _is_a_folder_name(cls, name: str | None) -> str | None:

@@ -40,7 +40,7 @@ class Database:
     @classmethod
     def open_for_writing(cls, path: Path) -> Database:
         """Open or make the file, and bring it to the newest format."""
-        with explained(path), _closed_on_failure(_connect(path, "rwc")) as connection:
+        with explained(path), _closed_on_failure(connect(path, "rwc")) as connection:
             _check_format(path, connection)
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = FULL")
@@ -137,7 +137,8 @@ def _closed_on_failure(connection: sqlite3.Connection) -> Generator[sqlite3.Conn
         raise
 
 
-def _connect(path: Path, mode: str) -> sqlite3.Connection:
+def connect(path: Path, mode: str) -> sqlite3.Connection:
+    """A connection without transactions of its own; `mode` as in SQLite's URIs."""
     address = f"file:{quote(str(path.absolute()))}?mode={mode}"
     connection = sqlite3.connect(
         address, uri=True, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
@@ -148,12 +149,12 @@ def _connect(path: Path, mode: str) -> sqlite3.Connection:
 
 def _connect_reader(path: Path) -> sqlite3.Connection:
     """Readers of a folder that they may not write to cannot share the writer's files; they see what was checkpointed."""
-    connection = _connect(path, "ro")
+    connection = connect(path, "ro")
     try:
         connection.execute("SELECT 1 FROM sqlite_master").fetchone()
     except sqlite3.OperationalError:
         connection.close()
-        return _connect(path, "ro&immutable=1")
+        return connect(path, "ro&immutable=1")
     return connection
 
 

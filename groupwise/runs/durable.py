@@ -29,6 +29,7 @@ import os
 import shutil
 import sqlite3
 import tempfile
+import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,8 +55,8 @@ def crash_point(name: str) -> None:
 
 
 def building_path(final: Path) -> Path:
-    """Where to build what will be published as `final`: beside it, so that renaming is one atomic step."""
-    return final.with_name(f"{BUILDING}{final.name}-{os.getpid()}")
+    """Where this thread builds what will be published as `final`: beside it, so that renaming is one atomic step."""
+    return final.with_name(f"{BUILDING}{final.name}-{os.getpid()}-{threading.get_native_id()}")
 
 
 def write_file(path: Path, data: bytes, *, replace: bool = True) -> None:
@@ -80,6 +81,29 @@ def write_json(path: Path, value: Any, *, replace: bool = True) -> None:
     """`write_file` of a value as readable JSON; see `without_nan`."""
     text = json.dumps(without_nan(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
     write_file(path, text.encode("utf-8", "backslashreplace"), replace=replace)
+
+
+def publish_file(building: Path, path: Path) -> None:
+    """Flush a finished file to the disk, then give it its name; an earlier one of that name is replaced."""
+    with explained(path):
+        _flush(building)
+        crash_point(f"file:{path.name}:before")
+        building.replace(path)
+        flush_folder(path.parent)
+    crash_point(f"file:{path.name}:after")
+
+
+def keep_file(finished: Path, path: Path) -> None:
+    """Make `path` the same file as a finished one that is about to be deleted; a copy where the disk knows no second names."""
+    building = building_path(path)
+    with explained(path):
+        path.parent.mkdir(exist_ok=True)
+        building.unlink(missing_ok=True)
+        try:
+            os.link(finished, building)
+        except OSError:
+            shutil.copyfile(finished, building)
+        publish_file(building, path)
 
 
 def without_nan(value: Any) -> Any:

@@ -51,6 +51,9 @@ class RunInfo:
     reward_first: float | None = None
     """Mean reward of the first few steps."""
     reward_last: float | None = None
+    loss_first: float | None = None
+    """The same of the loss."""
+    loss_last: float | None = None
     started: float | None = None
     """Seconds since 1970."""
     model: str | None = None
@@ -75,13 +78,28 @@ def resolve(reference: str, runs_dir: Path = Path("runs")) -> Address:
     return Address(run.path, _checkpoint_at(run.path, step))
 
 
+def resolve_run(reference: str, runs_dir: Path = Path("runs")) -> tuple[Path, int | None]:
+    """The run folder that a reference means, and the step it names, whether or not a checkpoint of that step is there."""
+    whole = _find_folder(reference, runs_dir)
+    if whole is not None:
+        return whole.path, whole.checkpoint.step if whole.checkpoint else None
+    name, step = _split(reference)
+    run = _find_folder(name, runs_dir)
+    if run is None or step is None:
+        raise RunNotFoundError(_no_such_run(name, runs_dir))
+    return run.path, step
+
+
 def newest_unfinished(name: str, runs_dir: Path) -> Path:
     """The newest run that was asked for as `name` (or is called so) and has not finished.
 
-    RunNotFoundError says whether all of them are finished, or there are none.
+    RunNotFoundError says whether all of them are finished, or there are none; StoreError why its record cannot be read.
     """
     found = [(path, facts) for path, facts in _readable(runs_dir) if _answers_to(path, facts, name)]
     if not found:
+        own = _find_folder(name, runs_dir)
+        if own is not None:
+            Store.open(own.path / RECORD, readonly=True).close()
         raise RunNotFoundError(_no_such_run(name, runs_dir))
     unfinished = [(path, facts) for path, facts in found if facts.get("state") != "finished"]
     if not unfinished:
@@ -111,8 +129,9 @@ def run_info(path: Path) -> RunInfo:
 def _describe(path: Path, store: Store) -> RunInfo:
     facts = store.get_meta()
     last = store.last_step()
-    rewards = [value for _, value in store.metrics(["reward"]).get("reward", [])]
-    first, last_few = reward_ends(rewards)
+    curves = store.metrics(["reward", "loss"])
+    first, last_few = reward_ends([value for _, value in curves.get("reward", [])])
+    loss_first, loss_last = reward_ends([value for _, value in curves.get("loss", [])])
     return RunInfo(
         name=path.name,
         path=path,
@@ -121,6 +140,8 @@ def _describe(path: Path, store: Store) -> RunInfo:
         max_steps=facts.get("max_steps"),
         reward_first=first,
         reward_last=last_few,
+        loss_first=loss_first,
+        loss_last=loss_last,
         started=facts.get("created_at"),
         model=facts.get("model"),
         task=facts.get("task"),
@@ -128,7 +149,7 @@ def _describe(path: Path, store: Store) -> RunInfo:
 
 
 def reward_ends(rewards: Sequence[float]) -> tuple[float | None, float | None]:
-    """Mean reward of the first and of the last few of some steps; None where none of them has one."""
+    """Mean reward (or loss) of the first and of the last few of some steps; None where none of them has one."""
     ends = max(1, min(ENDS, len(rewards) // 2))
     return _mean(rewards[:ends]), _mean(rewards[-ends:])
 

@@ -5,6 +5,7 @@
         run.db          steps, metrics, rollouts, evaluations (`groupwise.runs.store`)
         summary.json    how it ended
         checkpoints/    step-N/ (`groupwise.runs.checkpoints`)
+        records/        step-N.db, the pieces of the record from checkpoints that are gone (`groupwise.runs.pieces`)
         final/          the trained adapter or model with its tokenizer
         start/          the weights that it was started from, where those of another run were given
         results/        what evaluations wrote, never overwritten

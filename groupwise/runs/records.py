@@ -30,6 +30,13 @@ class StepRecord:
     learning_rate: float
     finished_at: float
     """Seconds since 1970."""
+    rejected: tuple[int, ...] = ()
+    """Groups that were drawn for the step and not trained: the algorithm drew others in their place."""
+
+    @property
+    def all_draws(self) -> tuple[int, ...]:
+        """The trained ones, then the rejected ones."""
+        return (*self.draws, *self.rejected)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,3 +112,15 @@ class RolloutView:
     completion_tokens: int
     prompt: str
     completion: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupReward:
+    """What one group of a committed step earned."""
+
+    step: int
+    draw: int
+    prompt: str
+    """As text; equal for equal prompts."""
+    mean: float
+    """Mean reward of its scored rollouts."""

@@ -131,6 +131,14 @@ MIGRATIONS: tuple[str, ...] = (
         changes          TEXT NOT NULL             -- JSON: config key -> [before, after]
     );
     """,
+    """
+    ALTER TABLE rollouts ADD COLUMN messages TEXT;  -- JSON: what was said in a chat of several turns
+    ALTER TABLE rollouts ADD COLUMN ended_by TEXT;
+    ALTER TABLE segments ADD COLUMN prompt_ids BLOB;  -- where a new row begins
+    """,
+    """
+    ALTER TABLE steps ADD COLUMN rejected TEXT NOT NULL DEFAULT '[]';  -- JSON list: drawn and not trained
+    """,
 )
 
 TEXT_INDEX = (

@@ -16,10 +16,11 @@ from typing import Any
 
 from groupwise.errors import StoreError
 from groupwise.runs.database import Database
-from groupwise.runs.encoding import label, pack_json, unpack_json
+from groupwise.runs.encoding import label, pack_json, plain_text, unpack_json
 from groupwise.runs.records import (
     TIMING_PREFIXES,
     EvaluationRecord,
+    GroupReward,
     ResumeRecord,
     Rewound,
     RolloutFilter,
@@ -75,13 +76,14 @@ class Store:
     ) -> None:
         """Add the next step with its groups and metrics, in one transaction.
 
-        `groups` are those of `record.draws`, in any order; a group that was kept as unfinished is replaced. StoreError if the
+        `groups` are those of `record.all_draws`, in any order; a group that was kept as unfinished is replaced. StoreError if the
         step is not the last one + 1, or if draws and groups do not agree.
         """
-        order = {draw: position for position, draw in enumerate(record.draws)}
-        if len(order) != len(record.draws) or sorted(order) != sorted(g.draw for g in groups):
+        named = record.all_draws
+        order = {draw: position for position, draw in enumerate(named)}
+        if len(order) != len(named) or sorted(order) != sorted(g.draw for g in groups):
             raise StoreError(
-                f"step {record.step} names the draws {list(record.draws)}, but was given the groups of "
+                f"step {record.step} names the draws {list(named)}, but was given the groups of "
                 f"{[group.draw for group in groups]}; each draw must come once."
             )
         with self._db.transaction("step"):
@@ -125,12 +127,14 @@ class Store:
     def steps(self) -> list[StepRecord]:
         """The manifests of all committed steps, in order."""
         rows = self._db.all(
-            "SELECT step, version_in, version_out, fingerprint_out, draws, learning_rate, finished_at"
+            "SELECT step, version_in, version_out, fingerprint_out, draws, learning_rate, finished_at, rejected"
             " FROM steps ORDER BY step"
         )
         return [
-            StepRecord(step, before, after, fingerprint, tuple(unpack_json(draws)), rate, finished)
-            for step, before, after, fingerprint, draws, rate, finished in rows
+            StepRecord(
+                step, before, after, fingerprint, _draws(draws), rate, finished, _draws(rejected)
+            )
+            for step, before, after, fingerprint, draws, rate, finished, rejected in rows
         ]
 
     # Metrics
@@ -162,7 +166,10 @@ class Store:
     # Groups and rollouts
 
     def groups(self, step: int) -> list[Group]:
-        """The groups of one step, whole, in the order of training. Tokens that were not kept come back as empty tuples."""
+        """The groups of one step, whole, in the order of training, then the rejected ones.
+
+        Tokens that were not kept come back as empty tuples, log-probabilities as None.
+        """
         with self._db.snapshot():
             return read_groups(self._db, "step = ? ORDER BY position", (step,))
 
@@ -180,6 +187,19 @@ class Store:
         """One page of the rollouts that the filter asks for."""
         with self._db.snapshot():
             return find_rollouts(self._db, wanted)
+
+    def group_rewards(self, first: int, last: int) -> list[GroupReward]:
+        """The rewards of all groups of the steps `first` to `last`, in order of training; those without a score are left out."""
+        rows = self._db.all(
+            "SELECT g.step, g.draw, g.prompt_text, avg(r.reward) FROM groups g JOIN rollouts r ON r.draw = g.draw"
+            " WHERE g.step BETWEEN ? AND ? AND r.outcome = 'scored'"
+            " GROUP BY g.draw ORDER BY g.step, g.position",
+            (first, last),
+        )
+        return [
+            GroupReward(step, draw, plain_text(prompt) or "", mean)
+            for step, draw, prompt, mean in rows
+        ]
 
     def part_names(self) -> list[str]:
         """The names of all reward parts that any rollout has, sorted."""
@@ -317,11 +337,16 @@ class Store:
             draws=pack_json(record.draws),
             learning_rate=record.learning_rate,
             finished_at=record.finished_at,
+            rejected=pack_json(record.rejected),
         )
 
     def _insert_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         rows = [(label(name), step, float(value)) for name, value in metrics.items()]
         self._db.insert_many("metrics", ("name", "step", "value"), rows)
+
+
+def _draws(stored: str) -> tuple[int, ...]:
+    return tuple(unpack_json(stored))
 
 
 def _metric(stored: float | None) -> float:

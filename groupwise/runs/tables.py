@@ -146,6 +146,8 @@ def _insert_rollout(db: Database, rollout: Rollout, step: int | None, example: i
         completion_tokens=len(rollout.completion_ids),
         completion=text(rollout.completion),
         notes=pack_json(rollout.notes),
+        messages=pack_json(rollout.messages) if rollout.messages is not None else None,
+        ended_by=rollout.ended_by,
     )
 
 
@@ -158,6 +160,7 @@ _SEGMENT = (
     "params",
     "seed",
     "finish_reason",
+    "prompt_ids",
 )
 
 
@@ -176,6 +179,9 @@ def _insert_segments(
             pack_json(asdict(segment.params)) if segment.params else None,
             signed(segment.seed),
             segment.finish_reason,
+            pack_tokens(segment.prompt_ids)
+            if keep_tokens and segment.prompt_ids is not None
+            else None,
         )
         for position, segment in enumerate(segments)
     ]
@@ -205,8 +211,8 @@ def _index_group(db: Database, draw: int) -> None:
 
 def _read_rollouts(db: Database, draw: int, prompt_ids: tuple[int, ...]) -> tuple[Rollout, ...]:
     rows = db.all(
-        "SELECT id, member, attempt, prompt_ids, completion, outcome, reason, reward, notes, advantage"
-        " FROM rollouts WHERE draw = ? ORDER BY id",
+        "SELECT id, member, attempt, prompt_ids, completion, outcome, reason, reward, notes, advantage,"
+        " messages, ended_by FROM rollouts WHERE draw = ? ORDER BY id",
         (draw,),
     )
     parts = read_parts(db, [row[0] for row in rows])
@@ -224,8 +230,10 @@ def _read_rollouts(db: Database, draw: int, prompt_ids: tuple[int, ...]) -> tupl
             parts=parts.get(id, ()),
             notes=unpack_json(notes),
             advantage=plain_number(advantage),
+            messages=None if messages is None else tuple(unpack_json(messages)),
+            ended_by=ended_by,
         )
-        for id, member, attempt, own_prompt, completion, outcome, reason, reward, notes, advantage in rows
+        for id, member, attempt, own_prompt, completion, outcome, reason, reward, notes, advantage, messages, ended_by in rows
     )
 
 
@@ -244,8 +252,9 @@ def _read_segments(db: Database, rollout: int) -> tuple[Segment, ...]:
             params=_params(params),
             seed=unsigned(seed),
             finish_reason=reason,
+            prompt_ids=None if prompt_ids is None else unpack_tokens(prompt_ids),
         )
-        for source, token_ids, logprobs, version, fingerprint, params, seed, reason in rows
+        for source, token_ids, logprobs, version, fingerprint, params, seed, reason, prompt_ids in rows
     )
 
 

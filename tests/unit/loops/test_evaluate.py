@@ -4,6 +4,7 @@ import json
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -11,16 +12,29 @@ import pytest
 from groupwise import build
 from groupwise.errors import (
     CheckpointError,
+    ConfigError,
     GroupwiseError,
     ModelError,
     RunNotFoundError,
+    TaskError,
     UsageError,
 )
-from groupwise.loops.evaluate import EvalResult, HeldOut, answer_held_out, evaluate
+from groupwise.loops.evaluate import (
+    EvalResult,
+    HeldOut,
+    answer_held_out,
+    evaluate,
+    evaluate_each,
+)
+from groupwise.loops.measures import Success
 from groupwise.loops.outcome import compared
 from groupwise.loops.policies import FoundPolicy, find_policy
+from groupwise.loops.results import read_result
+from groupwise.loops.statistics import pass_at_k
 from groupwise.rewards.scoring import GroupScore, MemberScore
 from groupwise.rollouts.prompts import PromptSet
+from groupwise.rollouts.seeds import evaluation_seed
+from groupwise.rollouts.single import Single
 from groupwise.runs import checkpoints
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.records import StepRecord
@@ -120,10 +134,11 @@ async def test_fewer_prompts_or_samples_are_the_first_of_more():
 async def test_failures_are_no_low_rewards():
     whole = await answers(asked())
     result = await answers(asked(), scorer=CountingScorer({(0, 0), (1, 0), (1, 1)}))
-    kept = [row["reward"] for row in whole.rows if (row["example"], row["sample"]) not in {
-        (10, 0), (11, 0), (11, 1)}]  # fmt: skip
-    assert result.metrics["reward"] == pytest.approx(sum(kept) / 3)
+    of_10, of_12 = whole.rows[1]["reward"], (whole.rows[4]["reward"] + whole.rows[5]["reward"]) / 2
+    assert result.metrics["reward"] == pytest.approx((of_10 + of_12) / 2), "a prompt counts once"
     assert result.metrics["rollouts/failed"] == 3.0
+    assert result.summary["failures"] == {"it raised": 3}
+    assert result.summary["left_out"] == dict.fromkeys(("reward", "pass@1", "avg@2", "maj@2"), 1)
     assert set(result.rewards) == {10, 12}, "a prompt without a scored sample is left out"
     assert result.rewards[10] == whole.rows[1]["reward"]
     assert [row["reason"] for row in result.rows].count("it raised") == 3
@@ -162,7 +177,60 @@ async def test_intervals_are_given_for_the_reward_and_for_shares():
     low, high = result.summary["intervals_95"]["reward"]
     assert low <= result.metrics["reward"] <= high
     percent = replace(result, metrics={**result.metrics, "word_accuracy": 85.0})
-    assert set(percent.summary["intervals_95"]) == {"reward", "accuracy"}
+    assert set(percent.summary["intervals_95"]) == {
+        "reward", "pass@1", "avg@2", "maj@2", "accuracy"}  # fmt: skip
+    assert not {"left_out", "failures"} & set(result.summary)
+
+
+class TwoTurns(Single):
+    """A kind of rollout that asks for the seed of a second segment, and says when it ends."""
+
+    def __init__(self):
+        super().__init__(lambda ids: TOKENIZER.decode(ids, skip_special_tokens=True))
+        self.asks, self.closed = [], False
+
+    async def sample(self, sampler, ask):
+        self.asks.append(ask)
+        return await super().sample(sampler, ask)
+
+    async def close(self):
+        self.closed = True
+
+
+async def test_every_kind_of_rollout_is_asked_with_seeds_of_its_own():
+    kind = TwoTurns()
+    result = await answers(asked(rollouts=kind))
+    assert [row["completion"] for row in result.rows] == [
+        row["completion"] for row in (await answers(asked())).rows
+    ]
+    assert [ask.members for ask in kind.asks] == [2, 2, 2]
+    seeds = {ask.seed(m, segment) for ask in kind.asks for m in (0, 1) for segment in (0, 1, -1)}
+    assert len(seeds) == 3 * 2 * 3
+    assert kind.asks[1].seed(1, 2) == evaluation_seed(5, 1, 1, 2)
+
+
+async def test_pass_at_k_counts_what_reaches_the_threshold():
+    told = asked(4, 4, pass_at_k=(1, 2, 4), success=Success(2 / 8))
+    result = await answers(told)
+    wins = [
+        sum(row["reward"] >= 0.25 for row in result.rows if row["example"] == example)
+        for example in (10, 11, 12, 13)
+    ]
+    assert 0 < sum(wins) < 16, "the case is neither all right nor all wrong"
+    for k in (1, 2, 4):
+        wanted = fmean(pass_at_k(4, won, k) for won in wins)
+        assert result.metrics[f"pass@{k}"] == pytest.approx(wanted)
+    assert result.metrics["avg@4"] == pytest.approx(sum(wins) / 16)
+    low, high = result.summary["intervals_95"]["pass@2"]
+    assert low < result.metrics["pass@2"] < high
+
+
+async def test_a_part_may_decide_what_succeeds():
+    by_part = await answers(asked(success=Success(1 / 8, "share")))
+    by_total = await answers(asked(success=Success(1 / 8)))
+    assert by_part.metrics["pass@1"] == by_total.metrics["pass@1"] > 0
+    other = await answers(asked(success=Success(1 / 8, "style")))
+    assert "pass@1" not in other.metrics, "a part that no sample has judges none"
 
 
 async def test_before_and_after_are_compared_prompt_by_prompt():
@@ -279,6 +347,53 @@ def test_samples_per_prompt_replace_the_configs(served, runs):
     assert evaluate(config(runs), Task(), samples_per_prompt=4).summary["samples"] == 12
     with pytest.raises(GroupwiseError, match="temperature"):
         evaluate(config(runs, eval={"temperature": 0.0}), Task(), samples_per_prompt=4)
+
+
+def test_what_is_written_says_how_it_came_about(served, runs):
+    result = evaluate(config(runs, eval={"temperature": 1.0}), Task(), samples_per_prompt=2)
+    assert result.path
+    stored = read_result(result.path)
+    assert (stored["format"], stored["kind"], stored["policy"]) == (1, "evaluation", "base")
+    assert stored["fingerprint"] == FakeSampler().fingerprint()
+    assert stored["config"]["eval"]["samples_per_prompt"] == 2
+    assert [len(stored["rows"]), stored["prompts"], stored["samples"]] == [6, 3, 6]
+    keys = [row["key"] for row in stored["rows"]]
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_a_success_part_that_is_not_there_is_refused_before_the_model_is_loaded(served, runs):
+    with pytest.raises(TaskError, match=r"success_part is 'acuracy'.*It has: lambda"):
+        evaluate(config(runs, eval={"success_part": "acuracy"}), Task())
+    assert served == []
+
+
+def test_more_successes_than_samples_cannot_be_asked_for(served, runs):
+    given = config(runs, eval={"pass_at_k": [1, 8], "temperature": 1.0, "samples_per_prompt": 4})
+    with pytest.raises(
+        ConfigError, match=r"pass_at_k has 8, but samples_per_prompt is 4.*to 8 or more"
+    ):
+        evaluate(given, Task())
+    with pytest.raises(ConfigError, match="pass_at_k has 0; k is a number of samples"):
+        evaluate(config(runs, eval={"pass_at_k": [0]}), Task())
+    assert served == []
+
+
+def test_the_configured_kind_of_rollout_is_used_and_ended(served, runs, monkeypatch):
+    kind = TwoTurns()
+    monkeypatch.setattr(build, "build_rollouts", lambda *_: kind)
+    evaluate(config(runs), Task())
+    assert (len(kind.asks), kind.closed) == (3, True)
+
+
+def test_several_policies_are_found_before_the_first_is_loaded(served, runs):
+    a_run(runs)
+    with pytest.raises(RunNotFoundError):
+        evaluate_each(config(runs), Task(), ["base", "sort@3"])
+    assert served == []
+    found = evaluate_each(config(runs), Task(), ["base", "sort@2"])
+    assert [result.policy for result in found] == ["base", "sort@2"]
+    with pytest.raises(UsageError, match="--output names one file, but 2 policies"):
+        evaluate_each(config(runs), Task(), ["base", "sort"], output=runs / "x.json")
 
 
 def test_no_more_prompts_than_asked_for(served, runs):

@@ -1,13 +1,25 @@
-"""Intervals: Wilson's against published values, the bootstrap against how often it holds the truth."""
+"""Intervals: Wilson's against published values, the bootstrap against how often it holds the truth.
+
+And the estimators of repeated sampling, against every choice of samples, by hand, and against what they estimate.
+"""
 
 import math
 import random
+import time
+from itertools import combinations
 from statistics import fmean
 
 import pytest
 
 from groupwise.loops import statistics
-from groupwise.loops.statistics import bootstrap_mean, paired_difference, wilson
+from groupwise.loops.statistics import (
+    bootstrap_mean,
+    majority,
+    mean_with_interval,
+    paired_difference,
+    pass_at_k,
+    wilson,
+)
 
 
 @pytest.mark.parametrize(
@@ -88,3 +100,86 @@ def test_pairs_must_be_pairs():
 
 def test_it_reads_well():
     assert str(wilson(0.5, 10)) == "0.500 [0.237, 0.763]"
+
+
+def test_prompts_that_all_succeed_are_not_taken_for_certain():
+    found = mean_with_interval([1.0] * 20)
+    assert (found.low, found.high) == (wilson(1.0, 20).low, 1.0)
+    assert found.low < 0.9
+    assert mean_with_interval([0.5] * 20) == bootstrap_mean([0.5] * 20)
+    assert math.isnan(mean_with_interval([]).value)
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+def test_success_over_prompts_is_covered(monkeypatch, samples):
+    """Prompts of different difficulty, some samples of each: the interval holds the mean over all prompts there could be."""
+    monkeypatch.setattr(statistics, "RESAMPLES", 200)
+    chance, covered = random.Random(2), 0
+    for _ in range(200):
+        rates = [chance.betavariate(0.5, 1.0) for _ in range(40)]
+        values = [fmean(chance.random() < rate for _ in range(samples)) for rate in rates]
+        found = mean_with_interval(values)
+        covered += found.low <= 1 / 3 <= found.high
+    assert 0.88 <= covered / 200 <= 0.995
+
+
+def test_five_hundred_prompts_take_no_time():
+    chance = random.Random(0)
+    begun = time.process_time()
+    mean_with_interval([chance.randrange(17) / 16 for _ in range(500)])
+    assert time.process_time() - begun < 1.0
+
+
+@pytest.mark.parametrize("samples", range(1, 8))
+def test_pass_at_k_is_the_share_of_all_choices_that_hold_a_success(samples):
+    for successes in range(samples + 1):
+        outcomes = [index < successes for index in range(samples)]
+        for k in range(1, samples + 1):
+            choices = list(combinations(outcomes, k))
+            wanted = sum(map(any, choices)) / len(choices)
+            assert pass_at_k(samples, successes, k) == pytest.approx(wanted, abs=1e-12)
+
+
+def test_pass_at_k_is_unbiased_where_the_plain_estimate_is_not():
+    chance, rate, samples, k = random.Random(0), 0.3, 6, 4
+    truth = 1 - (1 - rate) ** k
+    wins = [sum(chance.random() < rate for _ in range(samples)) for _ in range(20_000)]
+    error = 3 * 0.5 / len(wins) ** 0.5
+    assert fmean(pass_at_k(samples, won, k) for won in wins) == pytest.approx(truth, abs=error)
+    plain = fmean(1 - (1 - won / samples) ** k for won in wins)
+    assert abs(plain - truth) > 2 * error, "the shortcut that this must not be"
+
+
+def test_pass_at_k_holds_for_many_samples():
+    assert pass_at_k(1000, 1, 100) == pytest.approx(0.1)
+    assert pass_at_k(1000, 1000, 1000) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("samples", "successes", "k"), [(4, 2, 5), (4, 2, 0), (4, 5, 1), (0, 0, 1)]
+)
+def test_what_cannot_be_estimated_is_refused(samples, successes, k):
+    with pytest.raises(ValueError, match="cannot be"):
+        pass_at_k(samples, successes, k)
+
+
+@pytest.mark.parametrize(
+    ("answers", "right", "value"),
+    [
+        (["7", "7", "8"], "7", 1.0),
+        (["7", "8", "8"], "7", 0.0),
+        (["7", "8"], "7", 0.5),  # a tie, broken by lot
+        (["7", "8", "9"], "7", 1 / 3),
+        (["7", "7", "8", "8", "9"], "9", 0.0),
+        (["7", None, None], "7", 1.0),  # None has no vote
+        ([None, None], "7", 0.0),
+    ],
+)
+def test_majority_by_hand(answers, right, value):
+    won = [answer == right for answer in answers]
+    assert majority(answers, won) == pytest.approx(value)
+    assert majority(answers[::-1], won[::-1]) == pytest.approx(value), "order plays no part"
+
+
+def test_an_answer_is_as_right_as_the_samples_that_gave_it():
+    assert majority(["7", "7", "7", "8"], [True, True, False, False]) == pytest.approx(2 / 3)

@@ -1,0 +1,239 @@
+"""The record of a run in pieces that travel with its checkpoints, so that a run outlives the loss of its `run.db`.
+
+    checkpoints/step-N/record.db    the steps since the checkpoint before, with their metrics, rollouts and evaluations
+    records/step-N.db               the same of checkpoints that were deleted because newer ones came
+
+A piece has the tables of `run.db` and the very same rows, bit for bit: it is a small record, complete in itself, that is written
+once. The facts about the run and its resumes are in each piece, as they were. Put together in their order, the pieces give
+the record after the last checkpoint; `make_anew` does so where `run.db` is missing or damaged.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from groupwise.errors import StoreError
+from groupwise.runs import durable
+from groupwise.runs.database import connect, explained
+from groupwise.runs.schema import APPLICATION_ID, MIGRATIONS
+from groupwise.runs.store import Store
+
+PIECE = "record.db"
+"""A piece within its checkpoint."""
+KEPT = "records"
+"""Folder of a run that holds the pieces of deleted checkpoints."""
+
+_OF_STEPS = {
+    "steps": "step IN (SELECT value FROM json_each(:steps))",
+    "metrics": "step IN (SELECT value FROM json_each(:steps))",
+    "groups": "step IN (SELECT value FROM json_each(:steps))",
+    "rollouts": "step IN (SELECT value FROM json_each(:steps))",
+}
+_OF_ROLLOUTS = "rollout IN (SELECT id FROM other.rollouts WHERE {})".format(_OF_STEPS["rollouts"])
+_TABLES = {**_OF_STEPS, "segments": _OF_ROLLOUTS, "parts": _OF_ROLLOUTS}
+
+
+@dataclass(frozen=True, slots=True)
+class MadeAnew:
+    """A record that was put together from its pieces."""
+
+    trouble: str
+    """What was wrong with the one before."""
+    steps: int
+    """Steps that are in it."""
+    lost: tuple[int, ...]
+    """Steps that no piece had."""
+    damaged: Path | None
+    """Where the damaged one is now."""
+
+    def __str__(self) -> str:
+        kept = f" (kept as {self.damaged.name})" if self.damaged else ""
+        found = f"{self.steps} steps came back, with all that was recorded of them up to the last checkpoint"
+        lost = f"; lost are {_ranges(self.lost)}, of which no piece is left" if self.lost else ""
+        return f"the record {self.trouble}{kept} and was put together again from the checkpoints: {found}{lost}"
+
+
+# --- pieces --------------------------------------------------------------------------------------
+
+
+def write_piece(run: Path, record: Path, folder: Path, step: int) -> None:
+    """Write the piece of the checkpoint after `step` steps into its folder, which is under construction."""
+    first = max((last for last in _pieces(run) if last < step), default=0)
+    file = folder / PIECE
+    with explained(file), closing(connect(file, "rwc")) as connection:
+        connection.execute("PRAGMA synchronous = OFF")  # the checkpoint is flushed as a whole
+        for migration in MIGRATIONS:
+            connection.executescript(migration)
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        connection.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
+        _attach(connection, record, "ro")
+        connection.execute("BEGIN")
+        _copy_steps(connection, range(first, step))
+        _copy_evaluations(connection, first, step)
+        _copy_facts(connection)
+        connection.execute("COMMIT")
+
+
+def keep_piece(checkpoint: Path) -> None:
+    """Before a checkpoint is deleted: its piece stays with the run."""
+    piece = checkpoint / PIECE
+    if piece.is_file():
+        kept = checkpoint.parent.parent / KEPT / f"{checkpoint.name}.db"
+        durable.keep_file(piece, kept)
+
+
+def drop_pieces_after(run: Path, step: int) -> None:
+    """Delete the kept pieces of later checkpoints: their steps are done again."""
+    for last, piece in _pieces(run).items():
+        if last > step and piece.parent.name == KEPT:
+            with durable.explained(piece):
+                piece.unlink()
+
+
+def _pieces(run: Path) -> dict[int, Path]:
+    """All that there are, by the steps after which they were written, in order."""
+    kept = {int(path.stem.removeprefix("step-")): path for path in run.glob(f"{KEPT}/step-*.db")}
+    own = {
+        int(path.parent.name.removeprefix("step-")): path
+        for path in run.glob(f"checkpoints/step-*/{PIECE}")
+    }
+    return dict(sorted((kept | own).items()))
+
+
+# --- the record ----------------------------------------------------------------------------------
+
+
+def trouble_with(record: Path, *, thorough: bool = False) -> str | None:
+    """Why a record cannot be used, as far as pieces can help; None where it can, or where it is something else.
+
+    `thorough` reads the whole file.
+    """
+    if not record.is_file():
+        return "was missing"
+    try:
+        with closing(connect(record, "ro")) as connection:
+            if not connection.execute("SELECT 1 FROM sqlite_master").fetchone():
+                return "was empty"
+            connection.execute("SELECT max(step) FROM steps").fetchone()
+            found = connection.execute("PRAGMA quick_check(1)").fetchone() if thorough else ("ok",)
+    except sqlite3.OperationalError:  # locked, not readable, not ours: whoever opens it says so
+        return None
+    except sqlite3.DatabaseError as error:
+        return f"was damaged ({error})"
+    return None if found == ("ok",) else f"was damaged ({found[0]})"
+
+
+def make_anew(run: Path, record: Path, step: int, trouble: str) -> MadeAnew:
+    """Put the record after `step` steps together from its pieces; for the holder of the run's lock.
+
+    The damaged one is kept beside it. StoreError if there is no piece of that step: it was lost, or never written.
+    """
+    pieces = {last: piece for last, piece in _pieces(run).items() if last <= step}
+    if step not in pieces:
+        raise StoreError(
+            f"{record} {trouble}, and the checkpoint after {step} steps holds no {PIECE} from which it could be "
+            "put together again. Restore the file from a copy, or start another run from these weights with --init-from."
+        )
+    building = durable.building_path(record)
+    _put_together(building, list(pieces.values()))
+    damaged = _set_aside(record)
+    durable.publish_file(building, record)
+    with Store.open(record) as store:
+        there = {found.step for found in store.steps()}
+    lost = tuple(sorted(set(range(step)) - there))
+    return MadeAnew(trouble, len(there), lost, damaged)
+
+
+def _put_together(building: Path, pieces: Sequence[Path]) -> None:
+    Store.create(building).close()
+    with explained(building), closing(connect(building, "rw")) as connection:
+        for piece in pieces:
+            _attach(connection, piece, "ro&immutable=1")
+            connection.execute("BEGIN")
+            missing = connection.execute(
+                "SELECT step FROM other.steps WHERE step NOT IN (SELECT step FROM main.steps)"
+            )
+            _copy_steps(connection, [step for (step,) in missing])
+            _copy_evaluations(connection, 0, None)
+            _copy_facts(connection)
+            connection.execute("COMMIT")
+            connection.execute("DETACH other")
+    with Store.open(building) as store:
+        store.rebuild_text_index()
+
+
+def _set_aside(record: Path) -> Path | None:
+    """Give a damaged record another name, with what SQLite keeps beside it."""
+    names = (
+        record.with_name(f"{record.name}.damaged{'' if n == 1 else f'-{n}'}") for n in count(1)
+    )
+    aside = next(name for name in names if not name.exists())
+    with durable.explained(record):
+        for ending in ("-wal", "-shm", ""):
+            found = record.with_name(record.name + ending)
+            if found.exists():
+                found.rename(aside.with_name(aside.name + ending))
+    return aside if aside.exists() else None
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+def _attach(connection: sqlite3.Connection, path: Path, mode: str) -> None:
+    """Name the tables of another record `other.<table>`."""
+    connection.execute("ATTACH ? AS other", (f"{path.absolute().as_uri()}?mode={mode}",))
+
+
+def _copy_steps(connection: sqlite3.Connection, steps: Sequence[int]) -> None:
+    values = {"steps": json.dumps(list(steps))}
+    for table, condition in _TABLES.items():
+        _copy(connection, table, condition, values)
+
+
+def _copy_evaluations(connection: sqlite3.Connection, first: int, last: int | None) -> None:
+    """Those of policies after `first` to `last` steps; earlier ones of the same policy and name are replaced."""
+    condition = "step >= :first AND (:last IS NULL OR step <= :last)"
+    values = {"first": first, "last": last}
+    connection.execute(
+        "DELETE FROM main.evaluations WHERE EXISTS (SELECT 1 FROM other.evaluations o WHERE o.id = evaluations.id"
+        " OR (o.step, o.name, o.policy) = (evaluations.step, evaluations.name, evaluations.policy))"
+    )
+    _copy(connection, "evaluations", condition, values)
+    chosen = f"evaluation IN (SELECT id FROM other.evaluations WHERE {condition})"
+    _copy(connection, "evaluation_rows", chosen, values)
+
+
+def _copy_facts(connection: sqlite3.Connection) -> None:
+    for table, condition in {"meta": "key != 'text_index'", "resumes": "TRUE"}.items():
+        connection.execute(f"DELETE FROM main.{table} WHERE {condition}")
+        _copy(connection, table, condition, {})
+
+
+def _copy(
+    connection: sqlite3.Connection, table: str, condition: str, values: Mapping[str, object]
+) -> None:
+    """Rows of the other record, with the columns that it has: an older one lacks those that came later."""
+    info = connection.execute("SELECT name FROM pragma_table_info(?, 'other')", (table,))
+    columns = ", ".join(f'"{name}"' for (name,) in info)
+    connection.execute(
+        f"INSERT INTO main.{table} ({columns}) SELECT {columns} FROM other.{table} WHERE {condition}",
+        values,
+    )
+
+
+def _ranges(steps: Sequence[int]) -> str:
+    """`step 3` or `the steps 0 to 4, 7`."""
+    runs: list[list[int]] = []
+    for step in steps:
+        if runs and step == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], step]
+        else:
+            runs.append([step])
+    words = [f"{first} to {last[0]}" if last else str(first) for first, *last in runs]
+    return f"{'step' if len(steps) == 1 else 'the steps'} {', '.join(words)}"

@@ -1,0 +1,149 @@
+"""An evaluation beside a training changes nothing of it, and what it finds can be compared and judged anew.
+
+1. A run with evaluations equals the run without, bit for bit: rollouts, metrics, weights, optimiser.
+2. No generator is moved (torch, Python) and no mode is changed, also where dropout makes training depend on both.
+3. Two real runs are compared, and a run's rollouts are judged by other rewards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import groupwise
+from groupwise.cli.main import main
+from groupwise.loops import evaluate as evaluation
+from groupwise.loops.compare import compare_references
+from groupwise.loops.rescore import rescore
+from groupwise.runs.store import Store
+from tests.integration.running import TOY, config
+
+
+def settings(runs: Path, name: str, **changes: Any) -> dict[str, Any]:
+    """Training with dropout, so that it draws from torch's own generator too."""
+    found = config(runs)
+    found["lora"]["dropout"] = 0.2
+    found["run"]["name"] = name
+    found["eval"] = {
+        "eval_steps": None,
+        "before_and_after": False,
+        "max_prompts": 3,
+        "temperature": 1.0,
+        "samples_per_prompt": 2,
+        "success_threshold": 0.3,
+        **changes,
+    }
+    return found
+
+
+def trained(folder: Path) -> dict[str, Any]:
+    """What the training left, without the evaluations."""
+    with Store.open(folder / "run.db", readonly=True) as store:
+        record = json.loads(store.deterministic_dump())
+    del record["evaluations"]
+    kept = [*folder.glob("checkpoints/step-*/*"), *folder.glob("final/*")]
+    files = {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in kept
+        if path.name != "manifest.json"
+    }
+    return {"record": record, "files": files}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("apart") / "runs"
+    groupwise.rl(settings(folder, "without"), TOY)
+    groupwise.rl(settings(folder, "with", eval_steps=1, before_and_after=True), TOY)
+    return folder
+
+
+def without_name(found: dict[str, Any]) -> str:
+    return json.dumps(found, sort_keys=True).replace('"with"', '"without"')
+
+
+def test_a_run_with_evaluations_equals_the_run_without(runs):
+    alone, beside = trained(runs / "without"), trained(runs / "with")
+    assert len(alone["record"]["steps"]) == 5
+    assert [key for key in alone["files"] if key.endswith(".safetensors")]
+    assert without_name(beside["record"]) == without_name(alone["record"])
+    weights = {key: digest for key, digest in alone["files"].items() if "safetensors" in key}
+    assert weights == {key: beside["files"][key] for key in weights}
+
+
+def test_it_was_really_evaluated(runs):
+    with Store.open(runs / "with" / "run.db", readonly=True) as store:
+        found = {each.name: each for each in store.evaluations()}
+    assert set(found) == {"before", "step-1", "step-2", "step-3", "step-4", "after"}
+    assert {"pass@1", "pass@2", "avg@2", "maj@2", "rewards/share/mean"} <= set(
+        found["after"].metrics
+    )
+    assert found["before"].rows != found["after"].rows
+
+
+def test_generators_and_modes_stay_as_they_were(runs, monkeypatch):
+    """Looked at within an evaluation, before its first prompt and after its last."""
+    before: list[Any] = []
+    after: list[Any] = []
+    served: list[Any] = []
+    ask, rows_of = evaluation._sampled, evaluation.rows_of
+
+    def state() -> Any:
+        modes = [module.training for module in served[0].modules()]
+        return torch.get_rng_state().tolist(), random.getstate(), modes
+
+    async def first(asked, sampler, *rest):
+        served[:] = [sampler._weights.model]
+        if len(before) == len(after):
+            before.append(state())
+        return await ask(asked, sampler, *rest)
+
+    def last(*arguments):
+        after.append(state())
+        return rows_of(*arguments)
+
+    monkeypatch.setattr(evaluation, "_sampled", first)
+    monkeypatch.setattr(evaluation, "rows_of", last)
+    groupwise.rl(settings(runs, "watched", eval_steps=2), TOY)
+    assert len(before) == 2
+    assert before == after
+
+
+def test_two_runs_are_compared(runs):
+    found = compare_references("with", "with@0", runs)
+    assert (found.prompts, found.a.label, found.b.label) == (3, "with@5 (after)", "with@0 (before)")
+    both = compare_references("with", "without", runs)
+    assert both.metrics == (), "the other has no evaluation"
+    assert both.curve.change.value == 0
+    assert both.curve.a == both.curve.b
+    assert set(both.config) == {"eval.before_and_after", "eval.eval_steps"}
+
+
+def test_the_rollouts_of_a_run_are_judged_anew(runs, tmp_path):
+    same = rescore("with", task=TOY, runs_dir=runs)
+    assert (same.overall.rollouts, same.overall.failed, same.overall.moved) == (40, 0, 0)
+    assert [row.old for row in same.rows] == [row.new for row in same.rows]
+    rewards = tmp_path / "other.py"
+    rewards.write_text("def other(completions, wanted, **_): return [-len(t) for t in completions]")
+    assert rescore("with", rewards=[f"{rewards}:other"], runs_dir=runs).overall.new < 0
+
+
+def test_several_policies_in_one_command(runs, tmp_path, capsys):
+    given = tmp_path / "toy.yaml"  # JSON is YAML
+    given.write_text(json.dumps(settings(runs, "any")))
+    command = ["eval", "-c", str(given), "-t", TOY, "--policy", "with@4", "--policy", "with"]
+    assert main(command) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("A  with@4 (")
+    assert "held-out prompts: 3 answered by both" in shown
+    assert main([*command, "--policy", "base", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [each["policy"] for each in found["evaluations"]] == ["with@4", "with@5", "base"]
+    assert [each["prompts"] for each in found["comparisons"]] == [3, 3]
