@@ -13,17 +13,37 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from groupwise.checks.check import check
+    from groupwise.checks.doctor import doctor
+    from groupwise.loops.callbacks import Callback
     from groupwise.loops.evaluate import EvalResult, evaluate
+    from groupwise.loops.sft_start import SftResult, sft
     from groupwise.loops.start import RlResult, rl
 
 __version__ = "0.1.0"
-__all__ = ["EvalResult", "RlResult", "__version__", "evaluate", "rl"]
+__all__ = [
+    "Callback",
+    "EvalResult",
+    "RlResult",
+    "SftResult",
+    "__version__",
+    "check",
+    "doctor",
+    "evaluate",
+    "rl",
+    "sft",
+]
 
 _HOMES = {
+    "Callback": "groupwise.loops.callbacks",
     "EvalResult": "groupwise.loops.evaluate",
     "RlResult": "groupwise.loops.start",
+    "SftResult": "groupwise.loops.sft_start",
+    "check": "groupwise.checks.check",
+    "doctor": "groupwise.checks.doctor",
     "evaluate": "groupwise.loops.evaluate",
     "rl": "groupwise.loops.start",
+    "sft": "groupwise.loops.sft_start",
 }
 
 

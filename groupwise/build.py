@@ -8,21 +8,31 @@ changes only through published files.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from groupwise.algorithms.registry import make
 from groupwise.config import RunConfig, load_config, view
+from groupwise.errors import TaskError
 from groupwise.models.config import Dtype
+from groupwise.models.tokens import completion_text
 from groupwise.rewards.inprocess import InProcessScorer, RubricScorer
 from groupwise.rewards.rubric import Rubric
-from groupwise.rewards.scoring import Scorer
+from groupwise.rewards.scoring import Scorer, unpicklable
 from groupwise.rewards.workers import RewardWorkers
+from groupwise.rollouts.asking import RolloutKind
+from groupwise.rollouts.environment import EnvironmentRollouts, Limits
+from groupwise.rollouts.hosts import EnvironmentHost, LocalHost, WorkerHost
+from groupwise.rollouts.sessions import Sessions
+from groupwise.rollouts.single import Single
+from groupwise.rollouts.two_stage import TwoStage
 from groupwise.runs import publications
+from groupwise.sft_config import SftConfig
 from groupwise.tasks.contract import Task, load_task
-from groupwise.types import Learner, Sampler
+from groupwise.tasks.tools import Schema
+from groupwise.types import Example, Learner, Sampler
 
 KEY_BLOCK = 64
 """Key lengths are rounded up to this many tokens, so that near configs decode in the same shape."""
@@ -42,6 +52,10 @@ class Layout:
     slots: int
     key_length: int
     max_tokens_per_microbatch: int
+    processor: str = ""
+    """What computes, as people call it, with the instruction set that torch uses there: others round otherwise."""
+    torch: str = ""
+    """Its version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +65,14 @@ class Parts:
     sampler: Sampler
     learner: Learner
     stop_token_ids: tuple[int, ...]
+    trained: Any = None
+    """The learner's `groupwise.learner.weights.TrainedWeights`, for whoever examines them."""
 
 
 def choose_layout(config: RunConfig, longest_prompt: int) -> Layout:
     """What suits this machine, where the config does not say."""
     from groupwise.models.load import choose_dtype
-    from groupwise.models.machine import choose_device
+    from groupwise.models.machine import choose_device, describe_processor, torch_version
 
     device = choose_device()
     needed = longest_prompt + longest_completion(config)
@@ -68,6 +84,8 @@ def choose_layout(config: RunConfig, longest_prompt: int) -> Layout:
         slots=config.sampler.slots or max(MIN_SLOTS, min(MAX_SLOTS, rows)),
         key_length=-(-needed // KEY_BLOCK) * KEY_BLOCK,
         max_tokens_per_microbatch=config.training.max_tokens_per_microbatch,
+        processor=describe_processor(device),
+        torch=torch_version(),
     )
 
 
@@ -79,8 +97,14 @@ def _cores() -> int:
 
 
 def longest_completion(config: RunConfig) -> int:
-    """The longest completion that training or evaluation may ask for, in tokens."""
-    return max(config.sampler.max_completion_length, config.eval.max_completion_length or 0)
+    """Most tokens that may follow a prompt in training or evaluation: of a rollout, whatever it consists of."""
+    one = max(config.sampler.max_completion_length, config.eval.max_completion_length or 0)
+    return config.rollout.longest(one)
+
+
+def longest_written(config: RunConfig) -> int:
+    """Most tokens that the policy may write in one rollout of training: what algorithms take as the longest completion."""
+    return config.rollout.longest_written(config.sampler.max_completion_length)
 
 
 def training_parts(config: RunConfig, layout: Layout, run: str, publish_folder: Path) -> Parts:
@@ -107,9 +131,51 @@ def training_parts(config: RunConfig, layout: Layout, run: str, publish_folder: 
         max_tokens_per_microbatch=layout.max_tokens_per_microbatch,
         seed=config.training.seed,
         gradient_checkpointing=config.training.gradient_checkpointing,
+        packing=config.training.packing,
+        keep_publications=config.training.lag + 2,
     )
     sampler = TorchSampler(served, tokenizer, DecodeLayout(layout.slots, layout.key_length))
-    return Parts(sampler, learner, _with_configured(stops, config))
+    return Parts(sampler, learner, _with_configured(stops, config), trained)
+
+
+def supervised_layout(config: SftConfig) -> Layout:
+    """What suits this machine; nothing is sampled."""
+    from groupwise.models.load import choose_dtype
+    from groupwise.models.machine import choose_device, describe_processor, torch_version
+
+    device = choose_device()
+    return Layout(
+        device=device,
+        dtype=choose_dtype(config.model, full=config.lora is None, device=device),
+        threads=config.run.threads or _cores(),
+        slots=0,
+        key_length=0,
+        max_tokens_per_microbatch=config.training.max_tokens_per_microbatch,
+        processor=describe_processor(device),
+        torch=torch_version(),
+    )
+
+
+def supervised_learner(config: SftConfig, layout: Layout, run: str, folder: Path) -> Learner:
+    """Load the model and build the learner of a run that samples nothing; it would publish into `folder`."""
+    from groupwise.learner.torch_learner import TorchLearner
+    from groupwise.learner.weights import TrainedModel
+    from groupwise.models.adapters import check_adapter
+    from groupwise.models.load import load_model
+    from groupwise.models.machine import prepare_process
+
+    check_adapter(config.model, config.lora)
+    prepare_process(layout.threads)
+    model = load_model(config.model, layout.dtype, layout.device)
+    return TorchLearner(
+        _trained_adapter(config, model) if config.lora else TrainedModel(model),
+        run=run,
+        publish_folder=folder,
+        max_tokens_per_microbatch=layout.max_tokens_per_microbatch,
+        seed=config.training.seed,
+        gradient_checkpointing=config.training.gradient_checkpointing,
+        packing=config.training.packing,
+    )
 
 
 def serving_sampler(
@@ -180,6 +246,76 @@ def scorer_for_worker(config: Mapping[str, Any], task: str) -> RubricScorer:
     )
 
 
+def check_rollouts(
+    config: RunConfig, task: Task, examples: Sequence[Example]
+) -> tuple[Schema, ...]:
+    """Raise TaskError where task and `rollout.type` do not go together, or an example lacks what its environment asks for.
+
+    Returns the tools that the prompts of chats describe.
+    """
+    if config.rollout.type != "environment":
+        if task.has("get_environment"):
+            raise TaskError(
+                f"{task.described} has get_environment, but rollout.type is {config.rollout.type}, so that it would never "
+                "be asked. Set rollout.type to environment, or remove the hook."
+            )
+        return ()
+    if not task.has("get_environment"):
+        raise TaskError(
+            f"{task.described} has no get_environment, but rollout.type is environment.\n"
+            "  expected: def get_environment(config)\n"
+            "Add the hook, or leave rollout.type out."
+        )
+    factory = task.check_environment(view(config), examples)
+    stuck = unpicklable(examples[0].columns) if examples and _hosts_in_workers(config, task) else []
+    if stuck:
+        raise TaskError(
+            f"{task.described}: the dataset's column {' and '.join(f'`{name}`' for name in stuck)} holds values that "
+            "cannot be sent to the environment workers (pickle refuses them). Keep plain values in the dataset and make "
+            "the objects in the environment, or set rollout.in_process."
+        )
+    return tuple(getattr(factory, "schemas", ()))
+
+
+def build_rollouts(
+    config: RunConfig, task: Task, tokenizer: Any, room: int | None = None
+) -> RolloutKind:
+    """What makes the rollouts. `room` is the sampler's key length, which an environment's own prompts must not exceed."""
+    if config.rollout.type == "single":
+        return Single(lambda ids: completion_text(tokenizer, ids))
+    if config.rollout.type == "two_stage":
+        return TwoStage(config.rollout, tokenizer)
+    limits = Limits(
+        max_turns=config.rollout.max_turns,
+        max_tokens=longest_completion(config),
+        time_limit=config.rollout.time_limit,
+        max_seconds=config.rollout.max_seconds,
+        room=room,
+    )
+    tools = check_rollouts(config, task, ())
+    return EnvironmentRollouts(_environment_host(config, task), tokenizer, limits, tools)
+
+
+def environments_for_worker(config: Mapping[str, Any], task: str) -> Sessions:
+    """The factory that environment workers call: the task's environments, made afresh in the worker."""
+    return Sessions(load_task(task).environment(view(load_config(config).config)))
+
+
+def _environment_host(config: RunConfig, task: Task) -> EnvironmentHost:
+    if not _hosts_in_workers(config, task):
+        return LocalHost(Sessions(task.environment(view(config))))
+    return WorkerHost(
+        "groupwise.build:environments_for_worker",
+        {"config": config.model_dump(mode="json"), "task": task.spec},
+        workers=config.rollout.workers,
+        start_limit=config.rollout.start_limit,
+    )
+
+
+def _hosts_in_workers(config: RunConfig, task: Task) -> bool:
+    return task.spec is not None and not config.rollout.in_process
+
+
 class LazyTokenizer:
     """The model's tokenizer, loaded when a task first uses it: most rewards never ask.
 
@@ -225,10 +361,10 @@ def publication_folder(run_folder: Path, size: int = LARGE_ADAPTER) -> Path:
 
 
 def publication_bytes(config: RunConfig) -> int:
-    """Size of one publication: what is trained, in float32."""
+    """Size of a publication: what is trained, in float32; and of the earlier ones that a lag keeps."""
     from groupwise.models.plan import trained_parameters
 
-    return 4 * trained_parameters(config.model, config.lora)
+    return 4 * trained_parameters(config.model, config.lora) * (1 + config.training.lag)
 
 
 def remove_publications(folder: Path) -> None:
@@ -266,19 +402,25 @@ def _served_weights(config: RunConfig, model: Any, weights: Path | None) -> Any:
 
 
 def _adapter_weights(config: RunConfig, model: Any) -> tuple[Any, Any]:
+    from groupwise.sampler.weights import ServedAdapter
+
+    trained = _trained_adapter(config, model)
+    return trained, ServedAdapter(trained.adapted)
+
+
+def _trained_adapter(config: RunConfig | SftConfig, model: Any) -> Any:
+    """A new adapter, or the one that the config starts from."""
     from groupwise.learner.weights import TrainedAdapter
     from groupwise.models.adapters import adapter_folder, starting_config, warn_of_other_base
     from groupwise.models.lora import AdaptedModel, read_adapter, read_lora_config
-    from groupwise.sampler.weights import ServedAdapter
 
     assert config.lora is not None
     folder = adapter_folder(config.model)
     adapted = AdaptedModel(model, starting_config(config.model, config.lora))
     if folder is None:
-        return TrainedAdapter(adapted, config.training.seed), ServedAdapter(adapted)
+        return TrainedAdapter(adapted, config.training.seed)
     warn_of_other_base(read_lora_config(folder), config.model, folder)
-    start = read_adapter(folder)
-    return TrainedAdapter(adapted, config.training.seed, start), ServedAdapter(adapted)
+    return TrainedAdapter(adapted, config.training.seed, read_adapter(folder))
 
 
 def _full_weights(config: RunConfig, layout: Layout, model: Any) -> tuple[Any, Any]:

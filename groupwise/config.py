@@ -8,20 +8,35 @@ registered dataclasses, so that a new algorithm needs no new config. The `task` 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from dataclasses import Field as Knob
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Union, cast, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    Protocol,
+    Union,
+    cast,
+    get_type_hints,
+)
 
-from pydantic import BaseModel, Discriminator, Tag, create_model, model_validator
+from pydantic import AfterValidator, BaseModel, Discriminator, Tag, create_model, model_validator
 
+from groupwise.algorithms.knobs import idle
+from groupwise.algorithms.presets import PRESETS, Preset
 from groupwise.algorithms.registry import ALGORITHMS
+from groupwise.algorithms.sft import Sft
 from groupwise.data.config import DataConfig
 from groupwise.learner.config import TrainingConfig
 from groupwise.models.config import LoraConfig, ModelConfig
 from groupwise.rewards.config import RewardsConfig
+from groupwise.rollouts.config import RolloutConfig
 from groupwise.runs.config import RunSection
 from groupwise.sampler.config import SamplerConfig
 from groupwise.settings import (
@@ -43,39 +58,61 @@ DEFAULT_ALGORITHM = "dr_grpo"
 """Its centred advantages have no difficulty bias and do not explode on tiny spreads."""
 
 
+if TYPE_CHECKING:
+    PresetName = str
+else:
+    PresetName = Literal[tuple(PRESETS)]
+
+
 class AlgorithmConfig(Strict):
     """The algorithm and its knobs; each registered algorithm has a subclass with the knobs as keys."""
 
-    not_yet: ClassVar[frozenset[str]] = frozenset(
-        {
-            "type=dapo",
-            "type=gspo",
-            "type=cispo",
-            "type=rloo",
-            "type=reinforce_pp",
-            "num_iterations",
-            "entropy_coef",
-            "entropy_bonus",
-            "kl_estimator",
-            "adaptive_kl",
-            "dynamic_sampling",
-            "importance_sampling_level",
-            "importance_sampling_correction",
-            "delta",
-        }
-    )
-
     type: str = setting(DEFAULT_ALGORITHM, "The algorithm.")
+    preset: PresetName | None = setting(
+        None,
+        "Published settings by name: a type and values for its keys, which keys beside it change.",
+        on_resume="free",
+    )
 
     @property
     def knobs(self) -> dict[str, Any]:
         """All knobs by name, as `groupwise.algorithms.registry.make` takes them."""
-        return self.model_dump(exclude={"type"})
+        return self.model_dump(exclude={"type", "preset"})
+
+    @model_validator(mode="before")
+    @classmethod
+    def _filled_from_preset(cls, given: Any) -> Any:
+        preset = _preset_of(given)
+        if preset is None:
+            return given
+        if given.get("type", preset.algorithm) != preset.algorithm:
+            raise ValueError(
+                f"preset {given['preset']} is {preset.algorithm}, but type is {given['type']}. Leave "
+                "type out, or leave preset out and give its values one by one."
+            )
+        return {**preset.knobs, **given}
 
     @model_validator(mode="after")
     def _suits_the_algorithm(self) -> AlgorithmConfig:
-        ALGORITHMS[self.type](**self.knobs)
+        kind, values = ALGORITHMS[self.type], self.knobs
+        kind(**values)
+        of_preset: Mapping[str, Any] = PRESETS[self.preset].knobs if self.preset else {}
+        for knob in fields(kind):
+            needed, value = idle(knob, values), values[knob.name]
+            if needed and value not in (knob.default, of_preset.get(knob.name, knob.default)):
+                raise ValueError(
+                    f"{knob.name} is {value}, which has no effect while {needed} is "
+                    f"{json.dumps(values[needed])}. Set {needed}, or leave {knob.name} out."
+                )
         return self
+
+
+def _preset_of(given: Any) -> Preset | None:
+    """The preset that a section asks for; None where it asks for none, or for one that does not exist."""
+    if not isinstance(given, Mapping):
+        return None
+    name = cast("Mapping[str, Any]", given).get("preset")
+    return PRESETS.get(name) if isinstance(name, str) else None
 
 
 def algorithm_sections(
@@ -94,14 +131,16 @@ def _algorithm_section(name: str, kind: type[Any]) -> type[AlgorithmConfig]:
 
 def _knob_key(knob: Knob[Any]) -> Any:
     assert knob.default is not MISSING, f"knob {knob.name} needs a default"
-    constraints = dict(knob.metadata)
+    constraints = {name: limit for name, limit in knob.metadata.items() if name != "needs"}
     return setting(knob.default, constraints.pop("description"), **constraints)
 
 
 def _algorithm_type(given: Any) -> str | None:
-    """Which algorithm a section is for; the default where it does not say."""
+    """Which algorithm a section is for; that of its preset or the default where it does not say."""
     if isinstance(given, Mapping):
-        return str(cast("Mapping[str, Any]", given).get("type", DEFAULT_ALGORITHM))
+        preset = _preset_of(cast("Any", given))
+        default = preset.algorithm if preset else DEFAULT_ALGORITHM
+        return str(cast("Mapping[str, Any]", given).get("type", default))
     return getattr(given, "type", None)
 
 
@@ -137,6 +176,21 @@ class EvalConfig(Strict):
         ge=1,
     )
     samples_per_prompt: int = setting(1, "Completions of each prompt.", on_resume="free", ge=1)
+    pass_at_k: tuple[int, ...] | None = setting(
+        None,
+        "The k for which pass@k is estimated; null: 1, 2, 4 and so on up to samples_per_prompt.",
+        on_resume="free",
+    )
+    success_threshold: float = setting(
+        0.999,
+        "A completion succeeds if its reward is at least this; the default is a full reward of 1.",
+        on_resume="free",
+    )
+    success_part: str | None = setting(
+        None,
+        "Name of the reward part that success_threshold is about; null: the total.",
+        on_resume="free",
+    )
     temperature: float = setting(
         0.0, "0 answers greedily, which repeats exactly.", on_resume="free", ge=0
     )
@@ -156,6 +210,25 @@ class EvalConfig(Strict):
             )
         return self
 
+    @model_validator(mode="after")
+    def _has_samples_for_each_k(self) -> EvalConfig:
+        given = self.pass_at_k or (1,)
+        if min(given) < 1:
+            raise ValueError(f"pass_at_k has {min(given)}; k is a number of samples, 1 or more.")
+        if max(given) > self.samples_per_prompt:
+            raise ValueError(
+                f"pass_at_k has {max(given)}, but samples_per_prompt is {self.samples_per_prompt}: pass@k is estimated "
+                f"from at least k samples of each prompt. Set samples_per_prompt to {max(given)} or more."
+            )
+        return self
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        """The k of pass@k, in order."""
+        if self.pass_at_k is not None:
+            return tuple(sorted(set(self.pass_at_k)))
+        return tuple(2**power for power in range(self.samples_per_prompt.bit_length()))
+
 
 _BATCH = (
     "a step is training.prompts_per_step groups of training.num_generations completions, "
@@ -163,6 +236,10 @@ _BATCH = (
 )
 _ENGINE = "sampler.engine names the engine, and only torch is in this version"
 _TASK_DATA = "the data comes from the task's get_rl_dataset"
+_OVERLONG = (
+    "algorithm.type dapo has algorithm.soft_punish_cache and algorithm.soft_punish_factor, and "
+    "algorithm.mask_truncated_completions leaves rollouts that were cut off out of the loss"
+)
 _RESUME = "give --resume or --resume-from RUN@STEP on the command line"
 
 
@@ -225,8 +302,43 @@ FOREIGN: dict[str, str] = {
     ),
     **dict.fromkeys(("kl_coef", "kl_loss_coef", "init_kl_coef"), _named("algorithm.beta")),
     **dict.fromkeys(("clip_range", "cliprange", "clip_ratio"), _named("algorithm.epsilon")),
-    "clip_ratio_high": _named("algorithm.epsilon_high"),
-    "loss_type": _named("algorithm.type"),
+    **dict.fromkeys(("clip_ratio_high", "cliprange_high"), _named("algorithm.epsilon_high")),
+    "clip_ratio_low": _named("algorithm.epsilon"),
+    "clip_ratio_c": _named("algorithm.delta"),
+    **dict.fromkeys(
+        ("loss_type", "adv_estimator", "advantage_estimator"), _named("algorithm.type")
+    ),
+    "importance_sampling_level": "here algorithm.type gspo has one ratio for a sequence",
+    **dict.fromkeys(
+        ("kl_loss_type", "kl_penalty", "kl_type"),
+        _named("algorithm.kl_estimator"),
+    ),
+    "use_bias_correction_kl": "here it is algorithm.kl_gradient with the value exact, its default",
+    **dict.fromkeys(("adaptive_kl", "use_adaptive_kl", "target_kl"), _named("algorithm.kl_target")),
+    **dict.fromkeys(
+        ("entropy_bonus", "entropy_coeff", "entropy_loss_coef"), _named("algorithm.entropy_coef")
+    ),
+    **dict.fromkeys(
+        ("filter_groups", "dynamic_sample", "dynamic_filtering"),
+        _named("algorithm.dynamic_sampling"),
+    ),
+    **dict.fromkeys(
+        ("max_resample_times", "max_num_gen_batches"), _named("algorithm.max_resample_rounds")
+    ),
+    **dict.fromkeys(("overlong_buffer", "overlong_filter"), _OVERLONG),
+    **dict.fromkeys(
+        ("vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "rollout_is"),
+        _named("algorithm.importance_sampling_correction"),
+    ),
+    **dict.fromkeys(
+        (
+            "vllm_importance_sampling_cap",
+            "vllm_importance_sampling_clip_max",
+            "tis_imp_ratio_cap",
+        ),
+        _named("algorithm.importance_sampling_cap"),
+    ),
+    "normalize_advantages": "here algorithm.type reinforce_pp normalises advantages over the step",
     **dict.fromkeys(("dataset", "train_dataset", "eval_dataset"), _TASK_DATA),
     **dict.fromkeys(("output_dir", "logging_dir"), "here it is run.dir with run.name"),
     **dict.fromkeys(("run_name", "experiment_name"), _named("run.name")),
@@ -235,15 +347,56 @@ FOREIGN: dict[str, str] = {
         "here it is eval.eval_steps, and eval.before_and_after",
     ),
     "save_strategy": _named("run.save_steps"),
+    **dict.fromkeys(
+        (
+            "examples_per_step",
+            "completion_only_loss",
+            "assistant_only_loss",
+            "assistant_turns",
+            "dataset_text_field",
+            "truncation_mode",
+            "load_best_model_at_end",
+            "eval_on_start",
+        ),
+        "it belongs to `groupwise sft`, which has a config of its own",
+    ),
     **dict.fromkeys(("resume", "resume_from_checkpoint"), _RESUME),
 }
 """What people write who come from TRL, verl, OpenRLHF or vLLM, and what it is here."""
 
 
+LATER_CALLBACKS = frozenset({"push_to_hub_revision", "success_cache", "benchmark_on_checkpoint"})
+"""Names of callbacks that are not in this version."""
+
+
+def _each_named(entries: tuple[str | dict[str, Any], ...]) -> tuple[str | dict[str, Any], ...]:
+    """Each entry says which callback it is. What the names mean is found out where a run is prepared."""
+    for entry in entries:
+        name = entry if isinstance(entry, str) else entry.get("name")
+        if not isinstance(name, str) or not name:
+            raise ValueError(
+                f"the entry {json.dumps(entry)} does not say which callback it is; write a name, or a section with `name:` "
+                "and parameters."
+            )
+        if name in LATER_CALLBACKS:
+            raise ValueError(f"{name} is not in this version.")
+    return entries
+
+
+CallbackEntries = Annotated[tuple[str | dict[str, Any], ...], AfterValidator(_each_named)]
+CALLBACKS: Any = setting(
+    (),
+    "What is told of the run's events and may stop it: names, `module:Class`, `file.py:Class`, or sections with `name` and "
+    "parameters.",
+    on_resume="free",
+)
+"""The key `callbacks` of every command that trains."""
+
+
 class RunConfig(Strict):
     """One run, of training or evaluation."""
 
-    not_yet: ClassVar[frozenset[str]] = frozenset({"rollout", "callbacks", "replay", "curriculum"})
+    not_yet: ClassVar[frozenset[str]] = frozenset({"replay", "curriculum"})
     foreign: ClassVar[Mapping[str, str]] = FOREIGN
 
     model: ModelConfig
@@ -255,11 +408,34 @@ class RunConfig(Strict):
     training: TrainingConfig = TrainingConfig()
     data: DataConfig = DataConfig()
     rewards: RewardsConfig = RewardsConfig()
+    rollout: RolloutConfig = RolloutConfig()
     eval: EvalConfig = EvalConfig()
+    callbacks: CallbackEntries = CALLBACKS
     run: RunSection = RunSection()
     task: dict[str, Any] = setting(
         {}, "What the task itself reads; free, unless the task brings a schema for it."
     )
+
+    @model_validator(mode="after")
+    def _two_stages_have_lengths_of_their_own(self) -> RunConfig:
+        default = SamplerConfig().max_completion_length
+        given = {
+            "sampler": self.sampler.max_completion_length != default,
+            "eval": self.eval.max_completion_length is not None,
+        }
+        idle = [section for section, is_set in given.items() if is_set]
+        if self.rollout.type == "two_stage" and idle:
+            raise ValueError(
+                f"{idle[0]}.max_completion_length has no effect where rollout.type is two_stage; set "
+                "rollout.max_reasoning_length and rollout.max_answer_length instead."
+            )
+        return self
+
+
+class Dumped(Protocol):
+    """A config, of whatever command."""
+
+    def model_dump(self, *, mode: str) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,20 +460,43 @@ def load_config(
 ) -> LoadedConfig:
     """Read, override and validate. Raises ConfigError with every problem, one in each line."""
     path = Path(source) if isinstance(source, str | Path) else None
-    tree = override(_tree(source), overrides)
-    config = validate(RunConfig, tree, check=lambda given: secrets_in(given, ("task",)))
-    return LoadedConfig(config, _stem(path), path, tree)
+    tree = override(given_tree(source), overrides)
+    _correct_for_lag(tree)
+    config = validate(RunConfig, tree, check=_problems_beside_the_schema)
+    return LoadedConfig(config, stem_of(path), path, tree)
 
 
-def _tree(source: Path | str | Mapping[str, Any] | RunConfig) -> Tree:
-    if isinstance(source, RunConfig):
+def _correct_for_lag(tree: Tree) -> None:
+    """Completions of earlier policies are weighed by what the learner makes of them, unless the config says otherwise."""
+    sections = tree.values
+    training, algorithm = sections.get("training"), sections.get("algorithm", {})
+    if isinstance(training, dict) and isinstance(algorithm, dict):
+        given = cast("dict[str, Any]", algorithm)
+        if cast("dict[str, Any]", training).get("lag"):
+            sections["algorithm"] = {"importance_sampling_correction": "token_truncate"} | given
+
+
+def given_tree(source: Path | str | Mapping[str, Any] | BaseModel) -> Tree:
+    """What was given as a config, of whatever command, not yet validated."""
+    if isinstance(source, BaseModel):
         return tree_of(source.model_dump(mode="json", exclude_unset=True))
     if isinstance(source, Mapping):
         return tree_of(source)
     return read_yaml(Path(source))
 
 
-def _stem(path: Path | None) -> str:
+def _problems_beside_the_schema(tree: Tree) -> list[str]:
+    problems = [*secrets_in(tree, ("task",)), *secrets_in(tree, ("callbacks",))]
+    if tree.value(("algorithm", "type")) == Sft.name:
+        where = tree.origin(("algorithm", "type"))
+        problems.append(
+            f"{where}: sft learns from given answers; it has its own command, groupwise sft."
+        )
+    return problems
+
+
+def stem_of(path: Path | None) -> str:
+    """The name of a config file without its ending, fit to name a run."""
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem if path else "run").lstrip("._-")
     return stem or "run"
 
@@ -312,7 +511,7 @@ def with_task_schema(loaded: LoadedConfig, schema: type[BaseModel]) -> LoadedCon
     return replace(loaded, config=loaded.config.model_copy(update={"task": values}))
 
 
-def resolved(config: RunConfig) -> dict[str, Any]:
+def resolved(config: Dumped) -> dict[str, Any]:
     """Every key with its value, as JSON knows it; `load_config` of it gives an equal config."""
     return config.model_dump(mode="json")
 
@@ -322,9 +521,9 @@ def view(config: RunConfig) -> View:
     return View(resolved(config))
 
 
-def compare_for_resume(old: Mapping[str, Any], new: RunConfig) -> Differences:
+def compare_for_resume(old: Mapping[str, Any], new: Dumped) -> Differences:
     """What changed since a run was started with the resolved config `old`."""
-    return compare(old, resolved(new), RunConfig)
+    return compare(old, resolved(new), cast("type[BaseModel]", type(new)))
 
 
 def documentation() -> str:

@@ -14,7 +14,9 @@
         ├── NonFiniteError            loss or gradient was not finite too often
         ├── CheckpointError           a checkpoint is torn or cannot be read
         ├── StoreError                the run's record cannot be read or written
-        └── RewardWorkerError         reward workers cannot be started, or a stateful reward timed out
+        ├── RewardWorkerError         reward workers cannot be started, or a stateful reward timed out
+        ├── EnvironmentWorkerError    likewise of environments
+        └── CallbackError             a callback failed that the run cannot go on without
 
 A message says what was given, what was expected, what exists and what to do. Errors are picklable: they cross processes.
 A reward that fails is none of these: it is data (`Rollout.outcome`).
@@ -120,3 +122,15 @@ class RewardWorkerError(RunError):
     """Reward workers cannot be started, or a reward that cannot be replaced timed out."""
 
     code = "reward_worker"
+
+
+class EnvironmentWorkerError(RunError):
+    """Workers for environments cannot be started, or an environment that cannot be replaced timed out."""
+
+    code = "environment_worker"
+
+
+class CallbackError(RunError):
+    """A callback failed that says of itself that the run cannot go on without it. Mend it, or remove it."""
+
+    code = "callback"

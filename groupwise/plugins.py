@@ -67,16 +67,19 @@ def load(
     kind: str = "task",
     builtins: Mapping[str, str] | None = None,
     entry_points: str | None = None,
+    instantiate: bool = True,
 ) -> LoadedPlugin:
     """Load `spec`; see the module's text for its forms.
 
     `kind` names what is loaded in messages. `builtins` maps bare names to modules, `entry_points` is the group in which
-    installed packages announce theirs. Raises TaskError.
+    installed packages announce theirs. A class is instantiated, unless the caller does it. Raises TaskError.
     """
     target, attribute = _split(spec)
     file = Path(target).expanduser()
     if _is_path(target) or file.is_file():
-        return _taken(_load_file(file, spec, kind), str(file.resolve()), attribute, kind)
+        return _taken(
+            _load_file(file, spec, kind), str(file.resolve()), attribute, kind, instantiate
+        )
     builtins = builtins or {}
     if attribute is None and target in builtins:
         return _taken(_import(builtins[target], kind), builtins[target], None, kind)
@@ -84,7 +87,7 @@ def load(
     if attribute is None and target in announced:
         target, attribute = _split(announced[target])
     if _exists(target):
-        return _taken(_import(target, kind), target, attribute, kind)
+        return _taken(_import(target, kind), target, attribute, kind, instantiate)
     raise TaskError(_not_found(spec, target, kind, builtins, announced))
 
 
@@ -127,13 +130,15 @@ def _is_path(target: str) -> bool:
     return target.endswith(".py") or "/" in target or "\\" in target
 
 
-def _taken(module: ModuleType, source: str, attribute: str | None, kind: str) -> LoadedPlugin:
+def _taken(
+    module: ModuleType, source: str, attribute: str | None, kind: str, instantiate: bool = True
+) -> LoadedPlugin:
     found: Any = module
     for name in attribute.split(".") if attribute else ():
         if not hasattr(found, name):
             raise TaskError(_no_attribute(source, found, name, kind))
         found = getattr(found, name)
-    if inspect.isclass(found):
+    if inspect.isclass(found) and instantiate:
         found = _instance(found, source)
     spec = f"{source}:{attribute}" if attribute else source
     return LoadedPlugin(found, module, spec, getattr(module, "__file__", None))

@@ -500,7 +500,12 @@ def _is_secret(key: str) -> bool:
 
 def secrets_in(tree: Tree, at: KeyPath) -> list[str]:
     """A problem for each key below `at` that looks like a credential: configs are stored and shared, secrets are not."""
-    section = tree.value(at)
+    return _secrets(tree, tree.value(at), at)
+
+
+def _secrets(tree: Tree, section: Any, at: KeyPath) -> list[str]:
+    if isinstance(section, list):
+        return [found for item in cast("list[Any]", section) for found in _secrets(tree, item, at)]
     if not isinstance(section, Mapping):
         return []
     problems: list[str] = []
@@ -508,7 +513,7 @@ def secrets_in(tree: Tree, at: KeyPath) -> list[str]:
         path = (*at, key)
         if _is_secret(key) and isinstance(value, str):
             problems.append(f"{tree.origin(path)}: {_explain_secret(path)}")
-        problems += secrets_in(tree, path)
+        problems += _secrets(tree, value, path)
     return problems
 
 
@@ -637,6 +642,9 @@ def _describe(annotation: Any, constraints: Sequence[Any]) -> str | None:
         return None if None in members else " or ".join(dict.fromkeys(cast("list[str]", members)))
     if origin in (list, tuple) and arguments and arguments[0] in _WORDS:
         return f"a list of {_WORDS[arguments[0]][1]}"
+    if origin in (list, tuple) and arguments:
+        inner = _describe(arguments[0], ())
+        return f"a list, each {inner}" if inner else None
     if origin is dict or sections_in(annotation):
         return "a section with keys of its own"
     return None

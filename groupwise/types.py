@@ -33,6 +33,9 @@ FinishReason = Literal["stop", "length"]
 Outcome = Literal["pending", "scored", "failed", "timed_out"]
 """`pending` until the rewards are known. Only `scored` rollouts teach: a failure is never a low reward."""
 
+EndedBy = Literal["environment", "turns", "tokens"]
+"""What ended a rollout of several turns: its environment, or the limit that cut it off."""
+
 PolicyRole = Literal["policy", "reference"]
 
 
@@ -100,6 +103,9 @@ class Segment:
     params: SamplingParams | None = None
     seed: int | None = None
     finish_reason: FinishReason | None = None
+    prompt_ids: tuple[int, ...] | None = None
+    """Where a new row begins: all that the policy saw before this segment, because the chat template wrote earlier turns
+    anew. None: the segment goes on with the row before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +132,7 @@ class Rollout:
     prompt_ids: tuple[int, ...]
     segments: tuple[Segment, ...]
     completion: str
-    """The text that the rewards saw: the policy's tokens decoded, special tokens left out."""
+    """The text that the rewards saw, special tokens left out; of several turns all that was said after the prompt."""
     outcome: Outcome = "pending"
     reason: str | None = None
     """Why it failed or timed out, for people."""
@@ -137,6 +143,10 @@ class Rollout:
     """What reward functions recorded with `log_extra`."""
     advantage: float | None = None
     """The credit that the algorithm gave it; kept apart from `reward`."""
+    messages: tuple[Message, ...] | None = None
+    """What was said after the prompt of a chat of several turns, the environment's messages among it; None elsewhere."""
+    ended_by: EndedBy | None = None
+    """What ended a rollout of several turns; None where it failed, and for other kinds."""
 
     @property
     def completion_ids(self) -> tuple[int, ...]:
@@ -145,9 +155,26 @@ class Rollout:
 
     @property
     def truncated(self) -> bool:
-        """Whether the limit cut the policy's last segment off."""
+        """Whether a limit cut it off: the rollout where it has several turns, else the policy's last segment."""
+        if self.ended_by is not None:
+            return self.ended_by != "environment"
+        return self.finish_reason == "length"
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """How the policy's last segment ended; None where the policy wrote nothing."""
         written = [segment for segment in self.segments if segment.source == "policy"]
-        return bool(written) and written[-1].finish_reason == "length"
+        return written[-1].finish_reason if written else None
+
+    @property
+    def part_values(self) -> dict[str, float | None]:
+        """The reward parts by name; those of several turns are summed, None where none of them applies."""
+        values: dict[str, float | None] = {}
+        for part in self.parts:
+            before = values.get(part.name)
+            added = before if part.value is None else (before or 0.0) + part.value
+            values[part.name] = added
+        return values
 
 
 @dataclass(frozen=True, slots=True)

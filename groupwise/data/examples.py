@@ -12,7 +12,10 @@ from groupwise.errors import TaskError
 from groupwise.plugins import printable
 from groupwise.types import Example, Message, Prompt
 
-_EXPECTED = "Expected a Hugging Face Dataset, a list of dicts or an iterable of dicts, with a `prompt` in each"
+_EXPECTED = (
+    "Expected a Hugging Face Dataset, a list of dicts or an iterable of dicts, with {} in each"
+)
+_PROMPT = "a `prompt`"
 
 
 def examples_from_rows(
@@ -24,11 +27,24 @@ def examples_from_rows(
     `limited_by` names the config key that would give one. What has a length is taken whole, so that the order of
     draws does not depend on how long the run is to be.
     """
+    found = read_rows(rows, where=where, limit=limit, limited_by=limited_by, holding=_PROMPT)
+    return [_example(index, columns, where) for index, columns in enumerate(found)]
+
+
+def read_rows(
+    rows: object, *, where: str, limit: int | None, limited_by: str, holding: str
+) -> list[dict[str, Any]]:
+    """The columns of every row, whatever form of dataset they come in; see `examples_from_rows`.
+
+    `holding` says in messages what each row must have.
+    """
+    expected = _EXPECTED.format(holding)
     _refuse_endless(rows, where, limit, limited_by)
-    examples = [_example(i, row, where) for i, row in enumerate(_iterated(rows, where, limit))]
-    if not examples:
-        raise TaskError(f"{where} returned an empty dataset. {_EXPECTED}.")
-    return examples
+    stream = _iterated(rows, where, limit, expected)
+    found = [_columns(index, row, where, expected) for index, row in enumerate(stream)]
+    if not found:
+        raise TaskError(f"{where} returned an empty dataset. {expected}.")
+    return found
 
 
 def fingerprint(examples: Iterable[Example]) -> str:
@@ -50,32 +66,36 @@ def _refuse_endless(rows: object, where: str, limit: int | None, limited_by: str
         )
 
 
-def _iterated(rows: object, where: str, limit: int | None) -> Iterator[Any]:
+def _iterated(rows: object, where: str, limit: int | None, expected: str) -> Iterator[Any]:
     if isinstance(rows, Mapping):
         names = ", ".join(repr(name) for name in cast("Mapping[Any, Any]", rows))
         raise TaskError(
             f"{where} returned a dict of {names}, not one dataset. Return one of these."
         )
     if isinstance(rows, str | bytes) or not isinstance(rows, Iterable):
-        raise TaskError(f"{where} returned {type(rows).__name__}. {_EXPECTED}.")
+        raise TaskError(f"{where} returned {type(rows).__name__}. {expected}.")
     stream = cast("Iterable[Any]", rows)
     return iter(stream) if hasattr(stream, "__len__") else islice(stream, limit)
 
 
-def _example(index: int, row: Any, where: str) -> Example:
+def _columns(index: int, row: Any, where: str, expected: str) -> dict[str, Any]:
     if not isinstance(row, Mapping):
         hint = " Of a pandas table, return `table.to_dict('records')`." if index == 0 else ""
-        raise TaskError(f"{where}: row {index} is {type(row).__name__}. {_EXPECTED}.{hint}")
+        raise TaskError(f"{where}: row {index} is {type(row).__name__}. {expected}.{hint}")
     columns = {str(name): value for name, value in cast("Mapping[Any, Any]", row).items()}
+    for name, value in columns.items():
+        _refuse_broken_text(value, f"{where}: row {index}, column `{name}`")
+    return columns
+
+
+def _example(index: int, columns: dict[str, Any], where: str) -> Example:
     if "prompt" not in columns:
         there = ", ".join(columns) or "none"
         raise TaskError(
             f"{where}: row {index} has no column `prompt`. It has: {there}. Rename the one that holds the "
             "prompt, as text or as a list of chat messages."
         )
-    for name, value in columns.items():
-        _refuse_broken_text(value, f"{where}: row {index}, column `{name}`")
-    return Example(index, _prompt(columns.pop("prompt"), f"{where}: row {index}"), columns)
+    return Example(index, checked_prompt(columns.pop("prompt"), f"{where}: row {index}"), columns)
 
 
 def _refuse_broken_text(value: Any, where: str) -> None:
@@ -95,24 +115,25 @@ def _refuse_broken_text(value: Any, where: str) -> None:
             _refuse_broken_text(entry, where)
 
 
-def _prompt(value: Any, where: str) -> Prompt:
+def checked_prompt(value: Any, where: str, name: str = "prompt") -> Prompt:
+    """Text or chat messages, as a column of this name holds them. Raises TaskError that starts with `where`."""
     if isinstance(value, str) and value:
         return value
     if isinstance(value, list | tuple) and value:
         messages = cast("Sequence[Any]", value)
-        return [_message(entry, f"{where}, message {n}") for n, entry in enumerate(messages)]
+        return [checked_message(entry, f"{where}, message {n}") for n, entry in enumerate(messages)]
     shown = (
         "empty"
         if value in ("", [], ())
         else f"of type {_kind(cast('object', value)).__name__}: {value!r:.60}"
     )
     raise TaskError(
-        f"{where}: `prompt` is {shown}. Expected text, or a list of chat messages such as "
+        f"{where}: `{name}` is {shown}. Expected text, or a list of chat messages such as "
         '[{"role": "user", "content": "..."}].'
     )
 
 
-def _message(value: Any, where: str) -> Message:
+def checked_message(value: Any, where: str) -> Message:
     """One checked message; None counts as absent, because tables fill what some rows lack with it."""
     if not isinstance(value, Mapping):
         raise TaskError(

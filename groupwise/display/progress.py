@@ -128,6 +128,7 @@ class _Board:
         self._began = self._last = clock()
         self._seconds: deque[float] = deque(maxlen=RECENT)
         self._rewards: list[float] = []
+        self._losses: list[float] = []
         self._metrics: Metrics = {}
         self._phase: tuple[str, int | None, int | None] = ("", None, None)
 
@@ -145,6 +146,8 @@ class _Board:
         self._metrics = dict(metrics)
         if "reward" in metrics:
             self._rewards.append(metrics["reward"])
+        if "loss" in metrics:
+            self._losses.append(metrics["loss"])
 
     def line(self) -> str:
         """The step as one plain line; what the step did not measure is left out."""
@@ -160,6 +163,7 @@ class _Board:
             ("grad", self._number("grad_norm", "{:.3g}")),
             ("lr", self._number("learning_rate", "{:.2g}")),
             ("gap", self._number("sampling/logprob_gap", "{:.1e}")),
+            ("epoch", self._number("epoch", "{:.2f}")),
             ("time", self._step_time()),
             ("eta", self._remaining()),
         ]
@@ -193,14 +197,24 @@ class _Board:
     def _numbers(self, width: int) -> list[RenderableType]:
         if not self._metrics:
             return []
-        reward = Text.assemble(("reward ", "dim"), (self._reward() or "none scored", "bold green"))
-        room = width - reward.cell_len - 2
-        if room >= 10:
-            reward.append("  " + sparkline(self._rewards, min(room, 40)), "green")
-        lines: list[RenderableType] = [reward]
+        lines: list[RenderableType] = [self._headline(width)]
         if parts := self._parts(width):
             lines.append(Text.assemble(("parts  ", "dim"), parts))
         return [*lines, self._table(columns=1 if width < NARROW else 3)]
+
+    def _headline(self, width: int) -> Text:
+        """The number that the run is about: its reward, or the loss where nothing is rewarded."""
+        name, value, curve = "reward ", self._reward() or "none scored", self._rewards
+        if not self._rewarded():
+            name, value, curve = "loss ", self._number("loss", "{:.4f}") or "", self._losses
+        line = Text.assemble((name, "dim"), (value, "bold green"))
+        room = width - line.cell_len - 2
+        if room >= 10:
+            line.append("  " + sparkline(curve, min(room, 40)), "green")
+        return line
+
+    def _rewarded(self) -> bool:
+        return "reward" in self._metrics or "rollouts/scored" in self._metrics
 
     def _table(self, columns: int) -> Table:
         table = Table.grid(padding=(0, 1))
@@ -225,7 +239,8 @@ class _Board:
             ("groups without signal", self._number("frac_reward_zero_std", "{:.0%}")),
             ("grad norm", self._number("grad_norm", "{:.3g}")),
             ("learning rate", self._number("learning_rate", "{:.2e}")),
-            ("loss", self._number("loss", "{:.4f}")),
+            ("loss", self._number("loss", "{:.4f}") if self._rewarded() else None),
+            ("epoch", self._number("epoch", "{:.2f}")),
             ("sampling", self._number("perf/sampling_tokens_per_second", "{:,.0f} tok/s")),
             ("learning", self._number("perf/learning_tokens_per_second", "{:,.0f} tok/s")),
             ("step time", self._step_time()),

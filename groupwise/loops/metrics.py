@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,9 @@ TOKEN_MEANS = {
     "logprob_gap": "sampling/logprob_gap",
     "clip_low": "clip_ratio/low_mean",
     "clip_high": "clip_ratio/high_mean",
+    "clip_delta": "clip_ratio/delta_mean",
+    "importance_sampling_ratio": "sampling/importance_sampling_ratio/mean",
+    "importance_sampling_clipped": "sampling/importance_sampling_clipped",
 }
 """Sums of the learner that are shown as means over the tokens that teach."""
 
@@ -26,6 +30,7 @@ OWN_NAMES = frozenset(
         "frac_reward_zero_std",
         "loss",
         "kl",
+        "beta",
         "entropy",
         "grad_norm",
         "learning_rate",
@@ -58,6 +63,10 @@ class Timings:
     sampled_tokens: int = 0
     learned_tokens: int = 0
 
+    def drew(self, sampling: float, scoring: float, sampled_tokens: int) -> None:
+        """Note how long the groups of the step took, also where that was during the step before."""
+        self.sampling, self.scoring, self.sampled_tokens = sampling, scoring, sampled_tokens
+
 
 def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Rewards, lengths and outcomes of a step's groups. A number that does not exist in this step is left out."""
@@ -78,21 +87,25 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     }
 
 
-def loss_metrics(sums: Mapping[str, float], denominators: Mapping[str, float]) -> dict[str, float]:
-    """The loss and per-token means, from what the learner summed over the rows that it computed."""
-    if not sums:
-        return {}
+def loss_metrics(
+    updates: Sequence[tuple[Mapping[str, float], Mapping[str, float]]],
+) -> dict[str, float]:
+    """The mean loss and per-token means, from what the learner summed for each update, and its denominators."""
     metrics = {
-        "loss": sum(sums[f"loss/{name}"] / value for name, value in denominators.items() if value)
+        "loss": fmean(
+            sum(sums[f"loss/{name}"] / value for name, value in denominators.items() if value)
+            for sums, denominators in updates
+        )
     }
+    names = {name for sums, _ in updates for name in sums}
+    sums = {name: math.fsum(each.get(name, 0.0) for each, _ in updates) for name in sorted(names)}
     tokens = sums.get("tokens", 0.0)
     means = {
         shown: sums[name] / tokens for name, shown in TOKEN_MEANS.items() if tokens and name in sums
     }
-    if "clip_ratio/low_mean" in means:
-        means["clip_ratio/region_mean"] = (
-            means["clip_ratio/low_mean"] + means["clip_ratio/high_mean"]
-        )
+    if "clip_ratio/high_mean" in means:  # a clip from above alone has no low one
+        low = means.get("clip_ratio/low_mean", 0.0)
+        means["clip_ratio/region_mean"] = low + means["clip_ratio/high_mean"]
     return {**metrics, **means}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from groupwise.display.plot import svg_curve, with_mean
 from groupwise.loops.evaluate import EvalResult
 from groupwise.loops.prepare import Prepared
-from groupwise.loops.rl import Run
+from groupwise.loops.run import Run
 from groupwise.loops.statistics import Interval, paired_difference
 from groupwise.runs import durable, find
 

@@ -18,7 +18,9 @@ from groupwise.build import Layout
 from groupwise.config import LoadedConfig, RunConfig, resolved, view, with_task_schema
 from groupwise.data.examples import fingerprint
 from groupwise.errors import TaskError
-from groupwise.loops.evaluate import held_out_prompts
+from groupwise.loops.callback_registry import Named, configured_callbacks
+from groupwise.loops.evaluate import check_success_part, held_out_prompts
+from groupwise.loops.profiling import check_profiled_steps
 from groupwise.models.adapters import check_adapter
 from groupwise.models.identity import identity
 from groupwise.models.plan import plan_model, prompt_room
@@ -38,15 +40,21 @@ class Prepared:
     tokenizer: Any
     prompts: PromptSet
     held_out_prompts: PromptSet | None
-    rubric: Rubric
+    rubric: Rubric | None
     max_steps: int
     layout: Layout
     facts: dict[str, str]
     """Fingerprints of what the config only names: task, its file, the data as token ids, how held-out prompts are answered."""
+    callbacks: tuple[Named, ...] = ()
+    """Those of the config; the task's own are made where the run's folder is known."""
 
     @property
     def config(self) -> RunConfig:
         return self.loaded.config
+
+    @property
+    def run_name(self) -> str:
+        return self.loaded.run_name
 
 
 def prepare(loaded: LoadedConfig, task: object) -> Prepared:
@@ -62,10 +70,11 @@ def prepare(loaded: LoadedConfig, task: object) -> Prepared:
     given = view(settings)
     examples = found.rl_examples(given, limit=_draws(settings))
     tokenizer = load_tokenizer(settings.model)
-    found.refuse_callbacks(given, tokenizer, str(Path(settings.run.dir) / loaded.run_name))
-    rubric = found.rubric(given, tokenizer, settings.rewards.reward_weights)
+    callbacks = configured_callbacks(settings.callbacks, given, loaded.tree.origin(("callbacks",)))
+    rubric = build.task_rubric(settings, found, tokenizer)
     in_workers = build.scores_in_workers(settings, found, rubric)
     check_reward_columns(found, rubric, examples, in_workers=in_workers)
+    tools = build.check_rollouts(settings, found, examples)
     room = prompt_room(settings.model, build.longest_completion(settings))
     prompts = tokenise(
         tokenizer,
@@ -73,11 +82,15 @@ def prepare(loaded: LoadedConfig, task: object) -> Prepared:
         max_prompt_length=settings.data.max_prompt_length,
         room=room,
         where=f"{found.described}: get_rl_dataset",
+        tools=tools,
     )
     asked = None
     if _evaluates(settings, found):
         asked = held_out_prompts(settings, found, tokenizer, room)
+        check_success_part(settings, found, rubric)
         check_reward_columns(found, rubric, asked.examples, in_workers=in_workers)
+    max_steps = _max_steps(settings, len(prompts.examples))
+    check_profiled_steps(settings.run, max_steps)
     return Prepared(
         loaded=loaded,
         task=found,
@@ -85,9 +98,10 @@ def prepare(loaded: LoadedConfig, task: object) -> Prepared:
         prompts=prompts,
         held_out_prompts=asked,
         rubric=rubric,
-        max_steps=_max_steps(settings, len(prompts.examples)),
+        max_steps=max_steps,
         layout=build.choose_layout(settings, max(prompts.longest, asked.longest if asked else 0)),
         facts=_facts(settings, found, prompts, asked),
+        callbacks=callbacks,
     )
 
 
@@ -106,18 +120,26 @@ def with_model(loaded: LoadedConfig, update: Mapping[str, Any]) -> LoadedConfig:
 def _facts(
     config: RunConfig, task: Task, prompts: PromptSet, asked: PromptSet | None
 ) -> dict[str, str]:
-    file = Path(task.file) if task.file else None
     held_out = [config.eval.model_dump(mode="json"), config.sampler.model_dump(mode="json")]
     return {
-        "task": task.name,
-        "task_file": _digest(file.read_text(errors="replace")) if file and file.is_file() else "",
-        "data": _digest(fingerprint(prompts.examples), prompts.prompts),
-        "held_out": _digest(held_out, asked.prompts if asked else ()),
+        **task_facts(task),
+        "data": digest(fingerprint(prompts.examples), prompts.prompts),
+        "held_out": digest(held_out, asked.prompts if asked else ()),
         "base": identity(config.model),
     }
 
 
-def _digest(*parts: Any) -> str:
+def task_facts(task: Task) -> dict[str, str]:
+    """The task's name, and a fingerprint of its file."""
+    file = Path(task.file) if task.file else None
+    return {
+        "task": task.name,
+        "task_file": digest(file.read_text(errors="replace")) if file and file.is_file() else "",
+    }
+
+
+def digest(*parts: Any) -> str:
+    """A short fingerprint of plain values."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 

@@ -6,18 +6,21 @@ import logging
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+from groupwise.build import Layout
 from groupwise.config import LoadedConfig, compare_for_resume, resolved
 from groupwise.errors import ResumeMismatchError, RunInUseError, RunNotFoundError
-from groupwise.loops.prepare import Prepared, starting_from, with_model
-from groupwise.loops.rl import Run
-from groupwise.runs import checkpoints, durable, find
+from groupwise.loops.prepare import starting_from, with_model
+from groupwise.loops.run import POLICIES
+from groupwise.loops.training import TrainedBy, Training
+from groupwise.runs import checkpoints, durable, find, recovery
 from groupwise.runs.checkpoints import Checkpoint, Skipped
 from groupwise.runs.folder import CHECKPOINTS, CONFIG, RECORD, RunFolder, read_config
 from groupwise.runs.lock import holder, is_held
+from groupwise.runs.pieces import PIECE, MadeAnew
 from groupwise.runs.records import ResumeRecord
 from groupwise.runs.store import Store
 
@@ -25,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 START = "start"
 """Folder of a run that holds the weights it was started from by `--init-from`."""
-NOT_WEIGHTS = ("optimiser.safetensors", "learner.json", "manifest.json")
+NOT_WEIGHTS = ("optimiser.safetensors", "learner.json", "manifest.json", PIECE, POLICIES)
 FIXED_FACTS = {
     "--task-module": "task",
     "the training data, as token ids": "data",
@@ -45,6 +48,8 @@ class ResumePoint:
     """What the run noted about itself when it was started."""
     skipped: tuple[Skipped, ...]
     """Checkpoints that cannot be used."""
+    made_anew: MadeAnew | None = None
+    """How its record was mended."""
 
     @property
     def step(self) -> int:
@@ -52,13 +57,31 @@ class ResumePoint:
         return self.checkpoint.step if self.checkpoint else 0
 
 
+class Preparation(Protocol):
+    """What is known of a run before anything is built."""
+
+    @property
+    def config(self) -> TrainedBy: ...
+    @property
+    def run_name(self) -> str: ...
+    @property
+    def max_steps(self) -> int: ...
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """Fingerprints of what the config only names: `FIXED_FACTS` and `task_file` among them."""
+        ...
+
+
 def find_resume_point(
-    loaded: LoadedConfig, resume: bool, resume_from: str | None
+    loaded: LoadedConfig, resume: bool, resume_from: str | None, kind: str = "rl"
 ) -> ResumePoint | None:
-    """Where to go on; None for a new run."""
+    """Where to go on; None for a new run. `kind` is the command that started it."""
     if not resume and resume_from is None:
         return None
     runs_dir = Path(loaded.config.run.dir)
+    mended = recovery.recover_by_name(resume_from or loaded.run_name, runs_dir)
     address = find.resolve(resume_from, runs_dir) if resume_from is not None else None
     path = address.path if address else find.newest_unfinished(loaded.run_name, runs_dir)
     complete = checkpoints.complete(path / CHECKPOINTS, verify=True)
@@ -73,8 +96,14 @@ def find_resume_point(
         raise RunInUseError(
             f"{path} is in use by {holder(path) or 'another process'}. Wait for it or stop it."
         )
+    made_anew = mended.get(path.resolve()) or recovery.recover(path)
     with Store.open(path / RECORD, readonly=True) as store:
-        return ResumePoint(path, checkpoint, store.get_meta(), complete.skipped)
+        facts = store.get_meta()
+    if facts.get("kind", kind) != kind:
+        raise ResumeMismatchError(
+            f"{path} is a run of `groupwise {facts['kind']}`; go on with it by that command."
+        )
+    return ResumePoint(path, checkpoint, facts, complete.skipped, made_anew)
 
 
 def with_start_of(loaded: LoadedConfig, point: ResumePoint) -> LoadedConfig:
@@ -85,7 +114,7 @@ def with_start_of(loaded: LoadedConfig, point: ResumePoint) -> LoadedConfig:
     return with_model(loaded, {key: stored[key] for key in ("adapter", "name")})
 
 
-def accepted_changes(point: ResumePoint, prepared: Prepared) -> dict[str, Any]:
+def accepted_changes(point: ResumePoint, prepared: Preparation) -> dict[str, Any]:
     """Config keys that differ and may. Raises `ResumeMismatchError`, with the difference, if the run was made with something else."""
     found = compare_for_resume(read_config(point.path), prepared.config)
     refused = {key: change for key, change in found.fixed.items() if key != "run.name"}
@@ -113,28 +142,18 @@ def accepted_changes(point: ResumePoint, prepared: Prepared) -> dict[str, Any]:
 
 
 def open_folder(
-    prepared: Prepared, point: ResumePoint | None, init_from: str | None = None
+    prepared: Preparation, point: ResumePoint | None, facts: Mapping[str, Any]
 ) -> RunFolder:
-    """The run's folder, held by this process."""
+    """The run's folder, held by this process. A new one notes `facts`: `kind`, `model`, what it was started from …"""
     keep = prepared.config.run.keep_tokens
     if point is not None:
         return RunFolder.open(point.path, keep_tokens=keep)
-    facts = {
-        "kind": "rl",
-        "model": prepared.config.model.name,
-        "task_module": prepared.task.spec,
-        "max_steps": prepared.max_steps,
-        "layout": asdict(prepared.layout),
-        "examples": len(prepared.prompts.examples),
-        "examples_dropped_as_too_long": prepared.prompts.dropped,
-        "init_from": init_from,
-        **prepared.facts,
-    }
+    sizes = {"max_steps": prepared.max_steps, "layout": asdict(prepared.layout)}
     return RunFolder.create(
         Path(prepared.config.run.dir),
-        prepared.loaded.run_name,
+        prepared.run_name,
         resolved(prepared.config),
-        facts,
+        {**facts, **sizes, **prepared.facts},
         keep_tokens=keep,
     )
 
@@ -150,36 +169,41 @@ def keep_start(folder: RunFolder, loaded: LoadedConfig, start: Path) -> LoadedCo
     return loaded
 
 
-def take_back(run: Run, prepared: Prepared, point: ResumePoint, changes: Mapping[str, Any]) -> None:
+def take_back(
+    run: Training, prepared: Preparation, point: ResumePoint, changes: Mapping[str, Any]
+) -> None:
     """Put weights, optimiser, position and record where the checkpoint is; what came after is drawn again from its seeds."""
     checkpoint = point.checkpoint
     if checkpoint is not None:
         run.learner.load(str(checkpoint.path))
-        position = checkpoint.extra["position"]
-        run.step = run.saved_step = position["step"]
-        run.policy = replace(run.policy, version=position["policy"]["version"])
-        run.tokens_seen = position["tokens_seen"]
-        run.unscored_steps = position["unscored_steps"]
-        run.non_finite = position["non_finite"]
+        run.take_position(checkpoint.extra["position"])
+        run.load_more(checkpoint.path, checkpoint.extra["position"])
+    if point.made_anew is not None:
+        run.say(str(point.made_anew))
     for skipped in point.skipped:
         run.say(f"skipped a checkpoint: {skipped}")
     checkpoints.drop_after(run.folder.checkpoints, run.step)
-    warn_of_layout(run.folder, prepared)
+    changed = {**changes, **changed_layout(run.folder, prepared)}
     dropped = run.folder.store.rewind(run.step)
     run.folder.store.set_meta({"max_steps": run.max_steps, "layout": asdict(prepared.layout)})
     run.folder.resume(
-        resolved(prepared.config), ResumeRecord(run.step, dropped, time.time(), changes)
+        resolved(prepared.config), ResumeRecord(run.step, dropped, time.time(), changed)
     )
     again = f"; {dropped.steps} later steps are done again" if dropped.steps else ""
     run.say(f"resumed after {run.step} steps{again}")
 
 
-def warn_of_layout(folder: RunFolder, prepared: Prepared) -> None:
-    """Say so if this machine works in other shapes than the run did so far: results then agree only up to rounding."""
+def changed_layout(folder: RunFolder, prepared: Preparation) -> dict[str, Any]:
+    """Where this machine works otherwise than the run did so far, with a warning: results then agree only up to rounding."""
     before, now = folder.store.get_meta().get("layout", {}), asdict(prepared.layout)
-    for key in sorted(before.keys() & now.keys()):
-        if before[key] != now[key]:
-            _warn(key, before[key], now[key])
+    found = {
+        key: [before[key], now[key]]
+        for key in sorted(before.keys() & now.keys())
+        if before[key] != now[key]
+    }
+    for key, change in found.items():
+        _warn(key, *change)
+    return {f"layout.{key}": change for key, change in found.items()}
 
 
 def _warn(key: str, before: object, now: object) -> None:

@@ -12,16 +12,19 @@ import logging
 import time
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from groupwise import build
-from groupwise.config import LoadedConfig, RunConfig, load_config
+from groupwise.config import LoadedConfig, RunConfig, load_config, view
 from groupwise.display.progress import Progress
 from groupwise.errors import StoreError, UsageError
 from groupwise.loops.awaiting import run_to_end
+from groupwise.loops.callback_registry import callbacks_of_task
+from groupwise.loops.callbacks import Callbacks, RunEnd
 from groupwise.loops.evaluate import EvalResult, held_out
+from groupwise.loops.held_out import announce, evaluate_held_out, recorded_evaluation
 from groupwise.loops.interruption import Interrupted, Interruption
 from groupwise.loops.outcome import summarise, write_curve, write_final
 from groupwise.loops.policies import find_policy
@@ -35,15 +38,11 @@ from groupwise.loops.resume import (
     take_back,
     with_start_of,
 )
-from groupwise.loops.rl import (
-    Run,
-    evaluate_held_out,
-    publish,
-    recorded_evaluation,
-    save_checkpoint,
-    train,
-)
+from groupwise.loops.rl import publish, train
+from groupwise.loops.run import Run
+from groupwise.loops.training import save_checkpoint
 from groupwise.rewards.scoring import Scorer
+from groupwise.rollouts.asking import RolloutKind
 from groupwise.runs import durable, find
 from groupwise.runs.folder import RunFolder
 from groupwise.types import Policy, SamplingParams
@@ -84,17 +83,19 @@ def rl(
     starts a new run from the weights of a run or adapter folder. Raises `UsageError` for what was given wrongly, `RunError` if the
     run failed on its way.
     """
-    _check_one_start({"--resume": resume, "--resume-from": resume_from, "--init-from": init_from})
+    check_one_start({"--resume": resume, "--resume-from": resume_from, "--init-from": init_from})
     loaded = load_config(config, overrides)
     point = find_resume_point(loaded, resume, resume_from)
-    start = _starting_weights(loaded, init_from)
+    start = starting_weights(loaded, init_from)
     if point is not None:
         loaded = with_start_of(loaded, point)
     prepared = prepare(starting_from(loaded, start) if start else loaded, task)
     changes = accepted_changes(point, prepared) if point else {}
     if dry_run:
-        return RlResult(plan(prepared), Path(prepared.config.run.dir) / loaded.run_name)
-    folder = open_folder(prepared, point, init_from)
+        place = Path(prepared.config.run.dir) / loaded.run_name
+        all_callbacks(prepared, place)
+        return RlResult(plan(prepared), place)
+    folder = open_folder(prepared, point, _facts(prepared, init_from))
     try:
         with folder:
             if start is not None:
@@ -106,13 +107,27 @@ def rl(
         raise
 
 
-def _starting_weights(loaded: LoadedConfig, init_from: str | None) -> Path | None:
+def _facts(prepared: Prepared, init_from: str | None) -> dict[str, Any]:
+    """What a new run notes about itself, beside the fingerprints of `Prepared.facts`."""
+    return {
+        "kind": "rl",
+        "model": prepared.config.model.name,
+        "task_module": prepared.task.spec,
+        "examples": len(prepared.prompts.examples),
+        "examples_dropped_as_too_long": prepared.prompts.dropped,
+        "init_from": init_from,
+    }
+
+
+def starting_weights(loaded: LoadedConfig, init_from: str | None) -> Path | None:
+    """The folder of the weights that `--init-from` names."""
     if init_from is None:
         return None
     return find_policy(init_from, Path(loaded.config.run.dir)).folder
 
 
-def _check_one_start(ways: Mapping[str, object]) -> None:
+def check_one_start(ways: Mapping[str, object]) -> None:
+    """Raise `UsageError` if more than one way of starting is given."""
     given = [name for name, value in ways.items() if value]
     if len(given) > 1:
         raise UsageError(
@@ -126,9 +141,13 @@ async def run_in(
 ) -> RlResult:
     """Build the parts, train, and leave the folder with what came of it."""
     started = time.perf_counter()
+    callbacks = all_callbacks(prepared, folder.path)
     publications = build.publication_folder(folder.path, build.publication_bytes(prepared.config))
     scorer = build.build_scorer(prepared.config, prepared.task, prepared.tokenizer, prepared.rubric)
-    starting = asyncio.create_task(scorer.start())
+    rollouts = build.build_rollouts(
+        prepared.config, prepared.task, prepared.tokenizer, prepared.layout.key_length
+    )
+    starting = asyncio.gather(scorer.start(), rollouts.start())
     progress = Progress(
         folder.name,
         prepared.max_steps,
@@ -139,7 +158,8 @@ async def run_in(
         with Interruption() as interruption, progress, shown_warnings(progress):
             progress.phase("loading")
             await asyncio.sleep(0)  # the workers start while the model is loaded
-            run = assemble(folder, prepared, scorer, progress, interruption, publications)
+            run = assemble(folder, prepared, scorer, rollouts, progress, interruption, publications)
+            run.callbacks = callbacks
             if point is not None:
                 take_back(run, prepared, point, changes)
             say_what_begins(run, prepared)
@@ -147,15 +167,25 @@ async def run_in(
             await starting
             return await conduct(run, prepared, started)
     finally:
+        callbacks.close()
+        await rollouts.close()
         await scorer.close()
         await asyncio.gather(starting, return_exceptions=True)
         build.remove_publications(publications)
+
+
+def all_callbacks(prepared: Prepared, folder: Path) -> Callbacks:
+    """Those of the config, then those of the task."""
+    given, tokenizer = view(prepared.config), prepared.tokenizer
+    of_task = callbacks_of_task(prepared.task, given, tokenizer, str(folder))
+    return Callbacks([*prepared.callbacks, *of_task])
 
 
 def assemble(
     folder: RunFolder,
     prepared: Prepared,
     scorer: Scorer,
+    rollouts: RolloutKind,
     progress: Progress,
     interruption: Interruption,
     publications: Path,
@@ -163,12 +193,14 @@ def assemble(
     """The run at its first step."""
     config = prepared.config
     parts = build.training_parts(config, prepared.layout, folder.name, publications)
+    nothing_yet = Policy(folder.name, 0, "", "adapter", "")
     return Run(
         config=config,
         max_steps=prepared.max_steps,
         algorithm=build.build_algorithm(config),
         sampler=parts.sampler,
         learner=parts.learner,
+        rollouts=rollouts,
         scorer=scorer,
         tokenizer=prepared.tokenizer,
         params=SamplingParams(
@@ -178,13 +210,17 @@ def assemble(
             stop=config.sampler.stop,
         ),
         prompts=prepared.prompts,
-        held_out=held_out(config, prepared.task, prepared.held_out_prompts, parts.stop_token_ids)
+        held_out=held_out(
+            config, prepared.task, prepared.held_out_prompts, parts.stop_token_ids, rollouts
+        )
         if prepared.held_out_prompts
         else None,
         folder=folder,
         progress=progress,
         interruption=interruption,
-        policy=Policy(folder.name, 0, "", "adapter", ""),
+        policy=nothing_yet,
+        serving=nothing_yet,
+        publications=publications,
     )
 
 
@@ -209,32 +245,56 @@ def say_what_begins(run: Run, prepared: Prepared) -> None:
 async def conduct(run: Run, prepared: Prepared, started: float) -> RlResult:
     """Held-out prompts before, all steps, held-out prompts after; an interruption keeps what is whole."""
     try:
+        await run.callbacks.begin(run)
         before = await held_out_result(run, BEFORE, 0, prepared)
         await train(run)
         save_checkpoint(run)
+        await run.callbacks.saved()
         run.folder.write_final(lambda folder: write_final(run, folder))
-        after = await held_out_result(run, AFTER, run.max_steps, prepared)
+        after = await held_out_result(run, AFTER, run.step, prepared)
     except Interrupted as interrupted:
-        return stopped(run, prepared, started, interrupted)
-    except BaseException:
+        return await stopped(run, prepared, started, interrupted)
+    except BaseException as error:
         with suppress(StoreError):  # must not hide what happened
             run.folder.store.keep_unfinished(run.drawn.values())
+        await failed(run, error)
         raise
     write_curve(run)
-    summary = summarise(run, prepared, started, before, after)
+    summary = {**summarise(run, prepared, started, before, after), **ended_early(run)}
     run.folder.finish("finished", summary)
     logger.info("finished after %d steps", run.step)
+    await run.callbacks.end(RunEnd("finished", summary))
     return RlResult({**summary, "state": "finished"}, run.folder.path, 0, before, after)
 
 
-def stopped(run: Run, prepared: Prepared, started: float, by: Interrupted) -> RlResult:
+def ended_early(run: Run) -> dict[str, Any]:
+    """For the summary: which callback ended the run before its last step, and why."""
+    stop = run.callbacks.stop
+    if stop is None or run.step >= run.max_steps:
+        return {}
+    why = f": {stop.reason}" if stop.reason else ""
+    run.say(f"ended after {run.step} of {run.max_steps} steps by the callback {stop.by}{why}")
+    return {"stopped": asdict(stop)}
+
+
+async def failed(run: Run, error: BaseException) -> None:
+    """Tell the callbacks, once the folder says so. Ctrl-C twice ends the run at once and does not wait for them."""
+    if isinstance(error, Exception):
+        with suppress(StoreError):
+            run.folder.finish("failed", error=error)
+        await run.callbacks.end(RunEnd("failed", {}, str(error)))
+
+
+async def stopped(run: Run, prepared: Prepared, started: float, by: Interrupted) -> RlResult:
     """Leave an interrupted run with its scored groups and a checkpoint of the last whole step."""
     run.folder.store.keep_unfinished(run.drawn.values())
     if run.step > 0:
         save_checkpoint(run)
+        await run.callbacks.saved()
     write_curve(run)
     summary = summarise(run, prepared, started, None, None)
     run.folder.finish("interrupted", summary)
+    await run.callbacks.end(RunEnd("interrupted", summary))
     run.say(f"interrupted after {run.step} steps; the same command with --resume goes on")
     return RlResult({**summary, "state": "interrupted"}, run.folder.path, by.exit_code)
 
@@ -249,6 +309,8 @@ async def held_out_result(run: Run, name: str, step: int, prepared: Prepared) ->
     way = prepared.facts["held_out"]
     recorded = recorded_evaluation(run, name, step)
     if recorded is not None and run.folder.store.get_meta().get(f"held_out_{name}") == way:
+        if run.step == step:
+            await announce(run, name, recorded)
         return recorded
     if run.step != step:
         run.say(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import platform
+from pathlib import Path
 
 import torch
 
@@ -21,6 +23,26 @@ def has_bfloat16(device: str) -> bool:
     if device != "cpu":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def describe_processor(device: str) -> str:
+    """The processor by its name, for a CPU with the instruction set that torch uses on it."""
+    if device != "cpu":
+        return torch.cuda.get_device_name()
+    return f"{_cpu_name()} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def torch_version() -> str:
+    """Of torch, with the variant that is installed."""
+    return str(torch.__version__)
 
 
 def prepare_process(threads: int) -> None:

@@ -12,12 +12,12 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from groupwise.errors import GroupwiseError, RewardWorkerError
+from groupwise.errors import GroupwiseError, RewardWorkerError, RunError
 from groupwise.plugins import explain
 from groupwise.rewards.plain import plain
-from groupwise.rewards.rubric import Rubric
+from groupwise.rewards.rubric import NO_REWARD, Rubric
 from groupwise.rewards.scoring import GroupScore, ScoreRequest, unscored
 from groupwise.rewards.text import CompletionText
 from groupwise.rewards.threads import DaemonThreads
@@ -28,6 +28,8 @@ ComputeMetrics = Callable[
 ]
 
 
+T = TypeVar("T")
+
 _END_LIMIT = 1.0
 """Seconds that an idle thread may take to end."""
 
@@ -37,13 +39,53 @@ class RubricScorer:
     """What a factory for `RewardWorkers` returns: a rubric and the task's metrics, both ready to be called."""
 
     rubric: Rubric | None
-    """None: the task has no rewards, and nobody may ask for scores."""
+    """None: the task has no reward functions, and none applies."""
     compute_metrics: ComputeMetrics
 
     async def score(self, request: ScoreRequest, started: Callable[[str], None]) -> GroupScore:
         """See `Rubric.score`."""
-        assert self.rubric is not None, "a task without rewards was asked for scores"
+        if self.rubric is None:  # the rewards are those of the task's environment
+            return unscored(len(request.completions), "failed", NO_REWARD)
         return await self.rubric.score(request, started)
+
+
+class LimitedThread:
+    """One thread that does one call after the other; a call that exceeds its limit ends the run."""
+
+    def __init__(self, name: str, too_slow: Callable[[str, float], RunError]) -> None:
+        """`too_slow` makes the error from what was running and its limit in seconds."""
+        self._too_slow = too_slow
+        self._runner = _Runner()
+        self._thread: DaemonThreads[Work] = DaemonThreads([self._runner], name)
+        self._given_up: RunError | None = None
+
+    async def call(self, call: Callable[[Work], Awaitable[T]], limit: float | None = None) -> T:
+        """The result of a coroutine function, run there; it notes when a piece of user code begins, which has the whole limit.
+
+        Raises what `too_slow` makes when that is exceeded, then and ever after.
+        """
+        if self._given_up is not None:
+            raise self._given_up
+        job = Work(call)
+        done = asyncio.wrap_future(self._thread.submit(job))
+        if limit is None:
+            return await done
+        begun = asyncio.wrap_future(job.begun)
+        await asyncio.wait({done, begun}, return_when=asyncio.FIRST_COMPLETED)
+        while not done.done() and (left := job.since + limit - time.monotonic()) > 0:
+            await asyncio.wait({done}, timeout=left)
+        if done.done() and not done.cancelled():
+            return done.result()
+        if self._given_up is None:
+            self._given_up = self._too_slow(job.running, limit)
+            self._thread.close()
+        raise self._given_up
+
+    async def close(self) -> None:
+        """Give up the calls that wait, and the one that is under way: nobody waits for its end."""
+        self._thread.close()
+        if not self._runner.busy:
+            await asyncio.to_thread(self._thread.join, _END_LIMIT)
 
 
 class InProcessScorer:
@@ -55,9 +97,7 @@ class InProcessScorer:
         """`time_limit` in seconds for a reward function's call; None for `rubric`: see `RubricScorer`."""
         self._scorer = RubricScorer(rubric, compute_metrics)
         self._time_limit = time_limit
-        self._runner = _Runner()
-        self._thread: DaemonThreads[_Work] = DaemonThreads([self._runner], "rewards")
-        self._given_up: RewardWorkerError | None = None
+        self._thread = LimitedThread("rewards", _too_slow)
 
     async def start(self) -> None:
         """The thread is ready as soon as it is made."""
@@ -65,14 +105,14 @@ class InProcessScorer:
     async def score(self, request: ScoreRequest) -> GroupScore:
         """Score one group. Raises RewardWorkerError when it takes too long, then and ever after."""
 
-        async def work(job: _Work) -> GroupScore:
+        async def work(job: Work) -> GroupScore:
             try:
                 return await self._scorer.score(request, job.note)
             except Exception as error:  # noqa: BLE001 — whatever user code did, only its group fails
                 reason = f"scoring raised {explain(error).strip()}"
                 return unscored(len(request.completions), "failed", reason)
 
-        return await self._within_limit(_Work(work))
+        return await self._thread.call(work, self._time_limit)
 
     async def compute_metrics(
         self,
@@ -82,11 +122,11 @@ class InProcessScorer:
     ) -> dict[str, Any]:
         """The task's metrics, as JSON values; without a time limit, because nothing could be done about it."""
 
-        async def work(job: _Work) -> dict[str, Any]:
+        async def work(job: Work) -> dict[str, Any]:
             return plain(self._scorer.compute_metrics(prompts, completions, rows))
 
         try:
-            return await asyncio.wrap_future(self._thread.submit(_Work(work)))
+            return await self._thread.call(work)
         except GroupwiseError as error:
             raise RewardWorkerError(str(error)) from error
         except Exception as error:  # user code may raise anything
@@ -94,38 +134,22 @@ class InProcessScorer:
 
     async def close(self) -> None:
         """Give up the calls that wait, and the one that is under way: nobody waits for its end."""
-        self._thread.close()
-        if not self._runner.busy:
-            await asyncio.to_thread(self._thread.join, _END_LIMIT)
+        await self._thread.close()
 
-    async def _within_limit(self, job: _Work) -> GroupScore:
-        if self._given_up is not None:
-            raise self._given_up
-        done = asyncio.wrap_future(self._thread.submit(job))
-        begun = asyncio.wrap_future(job.begun)
-        await asyncio.wait({done, begun}, return_when=asyncio.FIRST_COMPLETED)
-        while not done.done() and (left := job.since + self._time_limit - time.monotonic()) > 0:
-            await asyncio.wait({done}, timeout=left)
-        if done.done() and not done.cancelled():
-            return done.result()
-        if self._given_up is None:
-            self._given_up = RewardWorkerError(self._too_slow(job))
-            self._thread.close()
-        raise self._given_up
 
-    def _too_slow(self, job: _Work) -> str:
-        return (
-            f"The reward function `{job.running}` took longer than {self._time_limit:g} s. It runs inside this "
-            "process, where it cannot be killed and replaced, because it keeps state or cannot be imported by another "
-            "process. Make it faster, raise the limit, or move it into a task file."
-        )
+def _too_slow(running: str, limit: float) -> RunError:
+    return RewardWorkerError(
+        f"The reward function `{running}` took longer than {limit:g} s. It runs inside this "
+        "process, where it cannot be killed and replaced, because it keeps state or cannot be imported by another "
+        "process. Make it faster, raise the limit, or move it into a task file."
+    )
 
 
 @dataclass(slots=True)
-class _Work:
+class Work:
     """A call for the thread, and what the thread notes about it."""
 
-    call: Callable[[_Work], Awaitable[Any]]
+    call: Callable[[Work], Awaitable[Any]]
     begun: Future[None] = field(default_factory=Future[None])
     running: str = "?"
     since: float = 0.0
@@ -145,7 +169,7 @@ class _Runner:
     def begin(self) -> None:
         self._loop = asyncio.Runner()
 
-    def do(self, job: _Work) -> Any:
+    def do(self, job: Work) -> Any:
         self.busy, job.since = True, time.monotonic()
         job.begun.set_result(None)
 

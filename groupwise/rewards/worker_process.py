@@ -1,8 +1,11 @@
-"""What a reward worker process does: make the scorer once, then answer one request after the other.
+"""What a worker process does: make once what serves, then answer one request after the other.
 
 The first message says what to import. One thread reads the socket, so that its end is noticed while user code runs: then
 the parent is gone, or wants this process to be, and the whole process group goes. Answers are JSON, because the parent
 trusts nothing that user code could have written; requests are pickled, because this process trusts its parent.
+
+What serves is a scorer of rewards (`score` and `compute_metrics`), or has `answer(request, started)`, sync or async, whose
+result is made of plain values; `started` is told what user code is about to run.
 """
 
 from __future__ import annotations
@@ -44,12 +47,12 @@ def main(descriptor: int, parent: int) -> None:
         send_frame(connection, json.dumps(message).encode())
 
     try:
-        scorer = _make(json.loads(inbox.get()))
+        server = _make(json.loads(inbox.get()))
     except BaseException as error:  # noqa: BLE001 — told to the parent, whatever it is
         send({"start_failed": _told(error)})
         return
     send({"ready": True})
-    _serve(scorer, inbox, send)
+    _serve(server, inbox, send)
 
 
 def _read(connection: socket.socket, inbox: queue.SimpleQueue[bytes]) -> None:
@@ -65,48 +68,49 @@ def _read(connection: socket.socket, inbox: queue.SimpleQueue[bytes]) -> None:
 
 def _make(setup: Mapping[str, Any]) -> Any:
     sys.path.extend(folder for folder in setup["sys_path"] if folder not in sys.path)
-    factory = load(setup["factory"], kind="scorer factory").object
+    factory = load(setup["factory"], kind="factory").object
     return factory(**setup["arguments"])
 
 
 def _serve(
-    scorer: Any, inbox: queue.SimpleQueue[bytes], send: Callable[[dict[str, Any]], None]
+    server: Any, inbox: queue.SimpleQueue[bytes], send: Callable[[dict[str, Any]], None]
 ) -> None:
     with asyncio.Runner() as runner:
         while True:
             frame = inbox.get()
             number = int.from_bytes(frame[:8], "big")
             try:
-                answer = _answer(scorer, pickle.loads(frame[8:]), send, runner)
+                answer = _answer(server, pickle.loads(frame[8:]), send, runner)
             except BaseException as error:  # noqa: BLE001 — told to the parent, whatever it is
                 answer = {"error": _told(error)}
             send({"number": number, **answer})
 
 
 def _answer(
-    scorer: Any,
+    server: Any,
     request: Any,
     send: Callable[[dict[str, Any]], None],
     runner: asyncio.Runner,
 ) -> dict[str, Any]:
+    def started(name: str) -> None:
+        send({"running": name})
+
     if isinstance(request, ScoreRequest):
-        return {"score": _score(scorer, request, send, runner)}
+        return {"score": _score(server, request, started, runner)}
+    if hasattr(server, "answer"):
+        return {"answer": plain(_finished(server.answer(request, started), runner))}
     prompts, completions, rows = request
-    metrics = _finished(scorer.compute_metrics(prompts, completions, rows), runner)
+    metrics = _finished(server.compute_metrics(prompts, completions, rows), runner)
     return {"metrics": plain(metrics)}
 
 
 def _score(
     scorer: Any,
     request: ScoreRequest,
-    send: Callable[[dict[str, Any]], None],
+    started: Callable[[str], None],
     runner: asyncio.Runner,
 ) -> dict[str, Any]:
     """The group's score as JSON values, written here: what user code put into it may refuse to be."""
-
-    def started(name: str) -> None:
-        send({"running": name})
-
     try:
         return _as_json(_finished(scorer.score(request, started), runner))
     except BaseException as error:  # noqa: BLE001 — whatever user code did, only its group fails

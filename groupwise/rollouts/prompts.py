@@ -8,7 +8,8 @@ from typing import Any
 
 from groupwise.data.order import example_of_draw
 from groupwise.errors import TaskError
-from groupwise.models.tokens import prompt_ids
+from groupwise.rollouts.dialogue import first_ids
+from groupwise.tasks.tools import Schema
 from groupwise.types import Example
 
 
@@ -39,18 +40,20 @@ def tokenise(
     max_prompt_length: int | None,
     room: int,
     where: str,
+    tools: Sequence[Schema] = (),
 ) -> PromptSet:
     """Tokenise all prompts, leaving out those longer than `max_prompt_length` (tokens).
 
-    `room` is what the model leaves for a prompt beside the longest completion. Raises `TaskError`, naming the hook `where` the
-    examples came from, if a prompt does not fit there, or if no example is left.
+    `tools` are described in the prompts of chats. `room` is what the model leaves for a prompt beside the longest completion.
+    Raises `TaskError`, naming the hook `where` the examples came from, if a prompt does not fit there, or if no
+    example is left.
     """
     if room < 1:
         raise TaskError(
             f"sampler.max_completion_length (or eval.max_completion_length) leaves no room for a prompt: it exceeds the "
-            f"longest text of the model by {1 - room} tokens. Shorten it."
+            f"longest text of the model by {1 - room} tokens. Shorten it, or with another rollout.type its limits."
         )
-    ids = [prompt_ids(tokenizer, example.prompt) for example in examples]
+    ids = [first_ids(tokenizer, example.prompt, tools) for example in examples]
     limit = max_prompt_length or max(map(len, ids))
     kept = [index for index, prompt in enumerate(ids) if len(prompt) <= limit]
     longest = max(map(len, ids))
@@ -64,7 +67,7 @@ def tokenise(
         raise TaskError(
             f"{where}: {len(too_long)} of {len(ids)} prompts do not fit: the longest has {max(too_long)} tokens, and the model "
             f"has room for {room} beside the completion. Set data.max_prompt_length={room} to leave them out, or "
-            "shorten sampler.max_completion_length."
+            "shorten sampler.max_completion_length (rollout.max_rollout_length in environments)."
         )
     return PromptSet(
         tuple(examples[index] for index in kept),

@@ -1,22 +1,27 @@
-"""From scored rollouts and their weights to the rows that are trained."""
+"""From scored rollouts and their weights to the rows that are trained.
+
+A rollout is one row, or several where the chat template wrote earlier turns anew: each segment that has a prompt of its own begins
+one. All rows of a rollout carry its weight, so that sums over rows are sums over rollouts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from groupwise.types import Group, Rollout, Row, Weight
+from groupwise.types import Group, Rollout, Row, Segment, Weight
 
 Weights = tuple[Weight | None, ...]
 
 
 def training_rows(groups: Sequence[Group], weights: Sequence[Weights]) -> list[Row]:
-    """A row for each rollout that has a weight; the sampled ids go in verbatim."""
+    """The rows of each rollout that has a weight; the sampled ids go in verbatim. A row without a policy's token is left out."""
     return [
-        _row(rollout, weight)
+        row
         for group, group_weights in zip(groups, weights, strict=True)
         for rollout, weight in zip(group.rollouts, group_weights, strict=True)
         if weight is not None
+        for row in _rows(rollout, weight)
     ]
 
 
@@ -29,12 +34,26 @@ def with_advantages(group: Group, weights: Weights) -> Group:
     return replace(group, rollouts=tuple(noted))
 
 
-def _row(rollout: Rollout, weight: Weight) -> Row:
+def _rows(rollout: Rollout, weight: Weight) -> list[Row]:
+    parts: list[tuple[tuple[int, ...], list[Segment]]] = [(rollout.prompt_ids, [])]
+    for segment in rollout.segments:
+        if segment.prompt_ids is not None:
+            parts.append((segment.prompt_ids, []))
+        parts[-1][1].append(segment)
+    written = [(prompt, segments) for prompt, segments in parts if any(map(_teaches, segments))]
+    return [_row(prompt, segments, weight) for prompt, segments in written]
+
+
+def _teaches(segment: Segment) -> bool:
+    return segment.source == "policy" and bool(segment.token_ids)
+
+
+def _row(prompt_ids: tuple[int, ...], segments: Sequence[Segment], weight: Weight) -> Row:
     ids: list[int] = []
     mask: list[int] = []
     logprobs: list[float] = []
     temperatures: set[float] = set()
-    for segment in rollout.segments:
+    for segment in segments:
         length = len(segment.token_ids)
         ids.extend(segment.token_ids)
         mask.extend([1 if segment.source == "policy" else 0] * length)
@@ -43,7 +62,7 @@ def _row(rollout: Rollout, weight: Weight) -> Row:
             temperatures.add(segment.params.temperature)
     assert len(temperatures) == 1, f"one row, several temperatures: {sorted(temperatures)}"
     return Row(
-        prompt_ids=rollout.prompt_ids,
+        prompt_ids=prompt_ids,
         completion_ids=tuple(ids),
         mask=tuple(mask),
         sampling_logprobs=tuple(logprobs),

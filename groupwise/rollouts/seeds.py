@@ -20,6 +20,7 @@ def member_seed(seed: int, draw: int, member: int, segment: int = 0, attempt: in
     return derive("member", seed, draw, member, segment, attempt)
 
 
-def evaluation_seed(seed: int, index: int, member: int) -> int:
-    """The seed of one sample in an evaluation: the same for every policy, so that they can be paired."""
-    return derive("evaluation", seed, index, member)
+def evaluation_seed(seed: int, index: int, member: int, segment: int = 0) -> int:
+    """The seed of one sample's segment in an evaluation: the same for every policy, so that they can be paired."""
+    later = (segment,) if segment else ()
+    return derive("evaluation", seed, index, member, *later)

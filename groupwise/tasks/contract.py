@@ -5,7 +5,14 @@
     get_eval_dataset(config)                    held-out rows
     compute_metrics(prompts, completions, dataset_rows, config, tokenizer)
                                                 dict; its sub-dict `metrics` is printed, everything is written
+    get_rl_callbacks(config, tokenizer, output_dir)
+                                                list of callbacks; see `groupwise.loops.callbacks`
+    get_environment(config)                     answers the policy turn by turn; see `groupwise.tasks.environment`
     get_config_schema()                         a pydantic model of the config's `task:` section
+    get_sft_dataset(config, tokenizer)          rows of a teacher; see `groupwise.data.sft`
+    get_sft_eval_dataset(config, tokenizer)     held-out ones
+    get_sft_formatting_func(config, tokenizer)  a function from a row, or a batch, to text or messages
+    get_sft_data_collator(config, tokenizer)    a function from rows to a batch with labels
 
 `load_task` finds the task, `require` checks that it has what a verb needs, and the methods of `Task` call the hooks and check
 what they return. Everything that is wrong with a task is a `TaskError` before a model is loaded.
@@ -25,21 +32,29 @@ from typing import Any, Literal, cast
 from pydantic import BaseModel
 
 import groupwise.tasks
-from groupwise.data.examples import examples_from_rows
+from groupwise.data.examples import examples_from_rows, read_rows
+from groupwise.data.sft import HOLDING
 from groupwise.errors import TaskError
 from groupwise.plugins import load, run_user_code
 from groupwise.rewards.calling import RESERVED
 from groupwise.rewards.rubric import Rubric
 from groupwise.rewards.scoring import unpicklable
 from groupwise.rewards.text import CompletionText, completion_text
+from groupwise.tasks.environment import GIVEN, EnvironmentFactory, check_factory, check_reset
+from groupwise.tasks.tools import Tools
 from groupwise.types import Example, Prompt
 
-Verb = Literal["rl", "eval"]
+Verb = Literal["rl", "sft", "eval"]
 
 ENTRY_POINTS = "groupwise.tasks"
 """The entry-point group in which installed packages announce their tasks."""
 
-LIMITED_BY = {"get_rl_dataset": "training.max_steps", "get_eval_dataset": "eval.max_prompts"}
+LIMITED_BY = {
+    "get_rl_dataset": "training.max_steps",
+    "get_eval_dataset": "eval.max_prompts",
+    "get_sft_dataset": "training.max_steps",
+    "get_sft_eval_dataset": "eval.max_examples",
+}
 """The config key that says how much of an endless dataset is read."""
 
 HOOKS = {
@@ -50,18 +65,36 @@ HOOKS = {
     "get_eval_dataset": ("config",),
     "compute_metrics": ("prompts", "completions", "dataset_rows", "config", "tokenizer"),
     "get_config_schema": (),
+    "get_sft_dataset": ("config", "tokenizer"),
+    "get_sft_eval_dataset": ("config", "tokenizer"),
+    "get_sft_formatting_func": ("config", "tokenizer"),
+    "get_sft_data_collator": ("config", "tokenizer"),
 }
 """Every hook with its parameters."""
 
 NEEDED: dict[Verb, tuple[str, ...]] = {
     "rl": ("get_rl_dataset", "get_reward_funcs"),
+    "sft": ("get_sft_dataset",),
     "eval": ("get_eval_dataset", "compute_metrics"),
 }
 USED_IF_THERE: dict[Verb, tuple[str, ...]] = {
-    "rl": ("get_eval_dataset", "compute_metrics", "get_config_schema", "get_rl_callbacks"),
-    "eval": ("get_reward_funcs", "get_config_schema"),
+    "rl": (
+        "get_eval_dataset",
+        "compute_metrics",
+        "get_config_schema",
+        "get_rl_callbacks",
+        "get_environment",
+    ),
+    "sft": (
+        "get_sft_eval_dataset",
+        "get_sft_formatting_func",
+        "get_sft_data_collator",
+        "get_config_schema",
+    ),
+    "eval": ("get_reward_funcs", "get_config_schema", "get_environment"),
 }
-NOT_IN_THIS_VERSION = {"get_environment": "multi-turn environments"}
+NO_TASKS = ("contract", "environment", "tools")
+"""Modules of this room that are no built-in task."""
 
 
 class Task:
@@ -91,10 +124,66 @@ class Task:
         """The held-out examples, the first `limit`; without a limit, a stream without a length is refused."""
         return self._examples("get_eval_dataset", config, limit)[:limit]
 
+    def sft_rows(
+        self, hook: str, config: Any, tokenizer: Any, limit: int | None = None
+    ) -> list[dict[str, Any]]:
+        """The rows of `get_sft_dataset` or `get_sft_eval_dataset`, as they are; a stream is read up to `limit`.
+
+        An optional hook may return None for none.
+        """
+        where = f"{self.described}: {hook}"
+        rows = self._call(hook, config=config, tokenizer=tokenizer)
+        if rows is None and hook not in NEEDED["sft"]:
+            return []
+        return run_user_code(  # a stream runs the task's code while it is read
+            lambda: read_rows(
+                rows, where=where, limit=limit, limited_by=LIMITED_BY[hook], holding=HOLDING
+            ),
+            what=f"{where} failed",
+        )
+
+    def sft_function(self, hook: str, config: Any, tokenizer: Any) -> Callable[[Any], Any] | None:
+        """What `get_sft_formatting_func` or `get_sft_data_collator` gives; None where there is no such hook, or it gives None."""
+        if not self.has(hook):
+            return None
+        given = self._call(hook, config=config, tokenizer=tokenizer)
+        if given is not None and not callable(given):
+            raise TaskError(
+                f"{self.described}: {hook} returned {type(given).__name__}. Expected a function."
+            )
+        return given
+
     def rubric(self, config: Any, tokenizer: Any, weights: Sequence[float] | None = None) -> Rubric:
         """The rewards; `weights` replaces those that the task gives."""
         given = self._call("get_reward_funcs", config=config, tokenizer=tokenizer)
         return Rubric.of(given, weights, where=f"{self.described}: get_reward_funcs")
+
+    @property
+    def gives_rewards(self) -> bool:
+        """Whether rollouts can be scored: by reward functions, or by the environment itself."""
+        return self.has("get_reward_funcs") or self.has("get_environment")
+
+    def environment(self, config: Any) -> EnvironmentFactory:
+        """What makes the environment of a rollout; the hook is called once in each process."""
+        where = f"{self.described}: get_environment"
+        factory = check_factory(self._call("get_environment", config=config), where)
+        silent = isinstance(factory, Tools) and not factory.gives_rewards
+        if silent and not self.has("get_reward_funcs"):
+            raise TaskError(
+                f"{where} returned tools that give no reward, and there is no get_reward_funcs. Add the hook, or give "
+                "Tools a class with a method `reward`."
+            )
+        return factory
+
+    def check_environment(self, config: Any, examples: Sequence[Example]) -> EnvironmentFactory:
+        """The same, once it is sure that its `reset` gets what it asks for from every example."""
+        factory = self.environment(config)
+        if not examples:
+            return factory
+        columns = set(examples[0].columns).intersection(*(each.columns for each in examples))
+        _refuse_columns(GIVEN, examples, f"{self.described}", "`reset` gets")
+        check_reset(factory, columns, f"{self.described}: get_environment")
+        return factory
 
     def compute_metrics(
         self,
@@ -130,18 +219,19 @@ class Task:
             )
         return schema
 
-    def refuse_callbacks(self, config: Any, tokenizer: Any, output_dir: str) -> None:
-        """Raise TaskError if the task brings callbacks, which this version would not run."""
+    def rl_callbacks(self, config: Any, tokenizer: Any, output_dir: str) -> Sequence[object]:
+        """What the task wants to be told of its runs; see `groupwise.loops.callback_registry`. Nothing without the hook."""
         if not self.has("get_rl_callbacks"):
-            return
+            return ()
         given = self._call(
             "get_rl_callbacks", config=config, tokenizer=tokenizer, output_dir=output_dir
         )
-        if given:
+        if given is not None and not isinstance(given, list | tuple):
+            got = type(given).__name__
             raise TaskError(
-                f"{self.described}: get_rl_callbacks returned callbacks, which are not in this version: they "
-                "would never be called. Return an empty list or remove the hook."
+                f"{self.described}: get_rl_callbacks returned {got}. Expected a list of callbacks."
             )
+        return cast("Sequence[object]", given or ())
 
     def check_signature(self, hook: str) -> None:
         """Raise TaskError unless the hook can be called with what it is given."""
@@ -185,7 +275,7 @@ class Task:
             lambda: examples_from_rows(rows, where=where, limit=limit, limited_by=LIMITED_BY[hook]),
             what=f"{where} failed",
         )
-        if self.has("get_reward_funcs"):
+        if self.gives_rewards:
             _refuse_reserved_columns(examples, where)
         return examples
 
@@ -216,27 +306,27 @@ def load_task(source: object) -> Task:
 
 def require(task: Task, verb: Verb) -> None:
     """Raise TaskError unless the task has all that `rl` or `eval` needs, and nothing that would be left unused."""
-    for hook, part in NOT_IN_THIS_VERSION.items():
-        if task.has(hook):
-            raise TaskError(
-                f"{task.described}: {hook} is there, but {part} are not in this version. Remove the hook to run "
-                "the task with single completions."
-            )
-    absent = [hook for hook in NEEDED[verb] if not task.has(hook)]
+    absent = [hook for hook in NEEDED[verb] if not task.has(hook) and not _replaced(task, hook)]
     if absent:
         raise TaskError("\n".join(task.missing(hook, verb) for hook in absent))
-    for hook in (*NEEDED[verb], *(hook for hook in USED_IF_THERE[verb] if task.has(hook))):
-        task.check_signature(hook)
+    for hook in (*NEEDED[verb], *USED_IF_THERE[verb]):
+        if task.has(hook):
+            task.check_signature(hook)
+
+
+def _replaced(task: Task, hook: str) -> bool:
+    """An environment may give the rewards itself."""
+    return hook == "get_reward_funcs" and task.has("get_environment")
 
 
 def check_reward_columns(
-    task: Task, rubric: Rubric, examples: Sequence[Example], *, in_workers: bool = False
+    task: Task, rubric: Rubric | None, examples: Sequence[Example], *, in_workers: bool = False
 ) -> None:
     """Raise TaskError if a reward function asks for a column that some example lacks.
 
     With `in_workers`, also if the first example's columns cannot be sent to another process.
     """
-    if not examples:
+    if not examples or rubric is None:
         return
     stuck = unpicklable(examples[0].columns) if in_workers else []
     if stuck:
@@ -254,8 +344,8 @@ def check_reward_columns(
 def builtin_tasks() -> dict[str, str]:
     """The names of the built-in tasks and their modules."""
     modules = pkgutil.iter_modules(groupwise.tasks.__path__, "groupwise.tasks.")
-    own = __name__
-    return {m.name.rpartition(".")[2]: m.name for m in modules if m.name != own}
+    named = {module.name.rpartition(".")[2]: module.name for module in modules}
+    return {name: module for name, module in named.items() if name not in NO_TASKS}
 
 
 def _load_by_name(spec: str) -> Task:
@@ -316,9 +406,15 @@ def _alike(name: str, hook: str) -> bool:
 
 
 def _refuse_reserved_columns(examples: Sequence[Example], where: str) -> None:
-    taken = [name for name in RESERVED if any(name in example.columns for example in examples)]
+    _refuse_columns(RESERVED, examples, where, "reward functions get")
+
+
+def _refuse_columns(
+    names: Sequence[str], examples: Sequence[Example], where: str, who_gets: str
+) -> None:
+    taken = [name for name in names if any(name in example.columns for example in examples)]
     if taken:
         raise TaskError(
-            f"{where}: the dataset has a column {' and '.join(f'`{name}`' for name in taken)}, but reward functions "
-            "get arguments of that name. Rename the column."
+            f"{where}: the dataset has a column {' and '.join(f'`{name}`' for name in taken)}, but {who_gets} "
+            "arguments of that name. Rename the column."
         )

@@ -29,6 +29,7 @@ import pytest
 import typer
 from ruamel.yaml import YAML
 
+from groupwise import sft_config
 from groupwise.cli.main import app, main
 from groupwise.cli.runs import app as runs_app
 from groupwise.config import documentation, load_config
@@ -36,6 +37,7 @@ from groupwise.loops.metrics import TOKEN_MEANS
 from groupwise.models.bundled import ALIASES
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.store import Store
+from groupwise.sft_config import load_sft_config
 
 ROOT = Path(__file__).resolve().parents[2]
 TASK = "examples/01_first_task/task.py"
@@ -46,6 +48,8 @@ PAGES = [
 ]
 GUIDES = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md", ROOT / "CHANGELOG.md"]
 CONFIGS = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "examples").rglob("*.yaml")])
+SUPERVISED = ("sft.md", "configuration-sft.md")
+"""Pages whose configs are of `groupwise sft`."""
 STEPS = 2
 SMALL = {
     "training.max_steps": STEPS,
@@ -56,6 +60,12 @@ SMALL = {
     "algorithm.beta": 0.01,
 }
 """With beta a step computes something even where all rewards are the same, as those of the tiny model mostly are."""
+SMALL_SFT = {
+    "training.max_steps": STEPS,
+    "training.examples_per_step": 2,
+    "eval.max_examples": 4,
+    "run.threads": 1,
+}
 
 
 def name(path: Path) -> str:
@@ -86,6 +96,11 @@ def first_line_command(config: Path) -> list[str]:
     return shlex.split(config.read_text().splitlines()[0].removeprefix("# "))
 
 
+def is_supervised(config: Path) -> bool:
+    """Whether it is a config of `groupwise sft`."""
+    return first_line_command(config)[:2] == ["groupwise", "sft"]
+
+
 # The folder in which commands run
 
 
@@ -112,7 +127,7 @@ def made_small(config: Path, target: Path) -> None:
     content["model"] = {"name": "tiny"}
     if target.stem != config.stem:
         del content["run"]["name"]
-    for key, value in SMALL.items():
+    for key, value in (SMALL_SFT if is_supervised(config) else SMALL).items():
         section, leaf = key.split(".")
         content.setdefault(section, {})[leaf] = value
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -157,7 +172,7 @@ def within_seconds(words: list[str]) -> list[str]:
         for word in words
         if not word.startswith("training.max_steps=")
     ]
-    return [*replaced, f"training.max_steps={steps}"] if words[0] == "rl" else replaced
+    return [*replaced, f"training.max_steps={steps}"] if words[0] in ("rl", "sft") else replaced
 
 
 def leave_unfinished(path: Path) -> None:
@@ -207,7 +222,7 @@ def test_commands_run(page: Path, furnished: Path, run: Run) -> None:
 @pytest.mark.parametrize("config", CONFIGS, ids=name)
 def test_configs_run_by_their_first_line(config: Path, run: Run) -> None:
     words = first_line_command(config)
-    assert words[:2] == ["groupwise", "rl"]
+    assert words[:2] in (["groupwise", "rl"], ["groupwise", "sft"])
     assert name(config) in words
     run(words)
 
@@ -227,7 +242,8 @@ def test_commands_that_the_quickstart_prints_run(
 
 @pytest.mark.parametrize("config", CONFIGS, ids=name)
 def test_configs_are_valid_as_shipped(config: Path) -> None:
-    assert load_config(config).config.model.name in ALIASES
+    load = load_sft_config if is_supervised(config) else load_config
+    assert load(config).config.model.name in ALIASES
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft 0.21 asks
@@ -242,7 +258,8 @@ def test_python_runs(page: Path, place: Path) -> None:
 def test_yaml_is_a_config_or_part_of_one(page: Path) -> None:
     for block in blocks(page, "yaml"):
         given = YAML(typ="safe").load(block)
-        load_config({"model": {"name": "tiny"}, **given})
+        load = load_sft_config if page.name in SUPERVISED else load_config
+        load({"model": {"name": "tiny"}, **given})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -327,7 +344,8 @@ def test_commands_in_the_text_exist(page: Path) -> None:
 
 @cache
 def config_keys() -> frozenset[str]:
-    return frozenset(re.findall(r"^\| `([\w.]+)` \|", documentation(), re.MULTILINE))
+    tables = documentation() + sft_config.documentation()
+    return frozenset(re.findall(r"^\| `([\w.]+)` \|", tables, re.MULTILINE))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

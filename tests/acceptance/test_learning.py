@@ -16,8 +16,7 @@ import pytest
 import torch
 
 import groupwise
-from groupwise.algorithms.dr_grpo import DrGrpo
-from groupwise.algorithms.grpo import Grpo
+from groupwise.algorithms.registry import ALGORITHMS
 from groupwise.models import tiny
 from groupwise.runs.store import Store
 from groupwise.types import Weight
@@ -82,7 +81,9 @@ class Progress:
     summary: dict[str, Any]
 
 
-def trained(model: Path, algorithm: str, steps: int, rate: float, lora: Any = None) -> Progress:
+def trained(
+    model: Path, algorithm: str, steps: int, rate: float, lora: Any = None, **training: Any
+) -> Progress:
     config = {
         "model": {"name": str(model), "dtype": "float32"},
         "lora": lora,
@@ -95,6 +96,7 @@ def trained(model: Path, algorithm: str, steps: int, rate: float, lora: Any = No
             "learning_rate": rate,
             "lr_scheduler_type": "constant",
             "seed": 3,
+            **training,
         },
         "rewards": {"in_process": True},
         "run": {"name": "toy", "dir": str(model.parent / "runs"), "save_steps": 1000, "threads": 1},
@@ -110,9 +112,9 @@ def trained(model: Path, algorithm: str, steps: int, rate: float, lora: Any = No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo"])
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
 def test_it_learns_and_what_it_learns_holds_for_prompts_it_never_saw(model, algorithm):
-    found = trained(model, algorithm, steps=80, rate=0.003)
+    found = trained(model, algorithm, steps=60, rate=0.003)
     assert found.first < 0.25
     assert found.last > 0.65
     assert found.before < 0.1
@@ -129,17 +131,32 @@ def test_a_lora_adapter_learns_too(model):
     assert found.summary["held_out"]["rises"]
 
 
-@pytest.mark.parametrize(("algorithm", "kind"), [("grpo", Grpo), ("dr_grpo", DrGrpo)])
-def test_with_the_sign_of_the_advantage_turned_it_unlearns(model, monkeypatch, algorithm, kind):
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+def test_with_the_sign_of_the_advantage_turned_it_unlearns(model, monkeypatch, algorithm):
+    kind = ALGORITHMS[algorithm]
     weights = kind.weights
-    monkeypatch.setattr(
-        kind,
-        "weights",
-        lambda self, group: tuple(
-            weight and Weight(-weight.advantage, weight.scale) for weight in weights(self, group)
-        ),
-    )
+
+    def turned(self: Any, groups: Any) -> Any:
+        return [
+            [weight and Weight(-weight.advantage, weight.scale) for weight in credit]
+            for credit in weights(self, groups)
+        ]
+
+    monkeypatch.setattr(kind, "weights", turned)
     found = trained(model, algorithm, steps=40, rate=0.003)
     assert found.last < 0.03
     assert found.after < 0.1
     assert not found.summary["held_out"]["rises"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "way",
+    [{"lag": 1}, {"schedule": "free", "lag": 2}, {"num_iterations": 2, "minibatches": 2}],
+    ids=["lag", "free", "updates"],
+)
+def test_it_learns_off_policy_too(model, way):
+    found = trained(model, "dr_grpo", steps=60, rate=0.003, **way)
+    assert found.last > 0.65
+    assert found.after > 0.65

@@ -9,6 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import groupwise
+from groupwise.errors import RunNotFoundError
+from groupwise.runs import durable
+from groupwise.runs.find import newest_unfinished
 from groupwise.runs.store import Store
 
 TOY = str(Path(__file__).with_name("toy_task.py"))
@@ -36,16 +40,43 @@ def config(runs: Path, **training: Any) -> dict[str, Any]:
 
 
 def what_must_be_equal(folder: Path) -> dict[str, Any]:
-    """Record, checkpoints and final weights, without timings."""
+    """Record, checkpoints and final weights, without timings (which the pieces of the record in checkpoints have, too)."""
     with Store.open(folder / "run.db", readonly=True) as store:
         record = store.deterministic_dump().decode()
-    kept = [*folder.glob("checkpoints/step-*/*"), *folder.glob("final/*")]
+    kept = [*folder.glob("checkpoints/step-*/**/*"), *folder.glob("final/*")]
     files = {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in kept
-        if path.name != "manifest.json"
+        if path.is_file() and path.name not in ("manifest.json", "record.db")
     }
     return {"record": record, "files": files}
+
+
+def go_on(settings: dict[str, Any], task: str = TOY) -> None:
+    """What a person does after a crash: resume, or start anew where nothing was begun; nothing where all was done."""
+    name, runs = settings["run"]["name"], Path(settings["run"]["dir"])
+    try:
+        newest_unfinished(name, runs)
+    except RunNotFoundError as error:
+        if "finished" not in str(error):
+            groupwise.rl(settings, task)
+        return
+    assert groupwise.rl(settings, task, resume=True).exit_code == 0
+
+
+def crash_at(number: int, work: Callable[[], None]) -> int:
+    """Do `work` in a forked child that dies at its durable write of that number; its exit status, 17 if it came so far."""
+    left = iter(range(number))
+
+    def count(name: str) -> None:
+        if next(left, None) is None:
+            die()
+
+    def counted() -> None:
+        durable.on_write = count
+        work()
+
+    return in_child(counted)
 
 
 def in_child(work: Callable[[], None]) -> int:

@@ -1,6 +1,7 @@
 """kill -9 of a real run at random instants, again and again until it is done: always the same run.
 
-The instants are drawn from a printed seed. CI kills twice; `make soak SUITE=kills` takes KILLS (default 100) runs.
+CI kills 20 times, half of them with sampling a step ahead; `make soak SUITE=kills` kills KILLS times (default 200). The instants are
+drawn from a printed seed.
 """
 
 from __future__ import annotations
@@ -20,14 +21,16 @@ from groupwise.errors import RunNotFoundError
 from groupwise.runs.find import newest_unfinished
 from tests.integration.running import TOY, config, what_must_be_equal
 
-MOST_KILLS = 3
+MOST_KILLS = 5
 """Of one run; after that it may finish."""
 
+LAGS = (0, 1)
 
-def command(runs: Path, resume: bool) -> list[str]:
+
+def command(runs: Path, lag: int, resume: bool) -> list[str]:
     settings = runs / "config.yaml"
     runs.mkdir(parents=True, exist_ok=True)
-    written = {**config(runs, max_steps=12), "rewards": {"workers": 1}}
+    written = {**config(runs, max_steps=12, lag=lag), "rewards": {"workers": 1}}
     settings.write_text(json.dumps(written))
     words = [sys.executable, "-m", "groupwise", "rl", "-c", str(settings), "-t", TOY]
     return [*words, "--resume"] if resume else words
@@ -46,10 +49,13 @@ def finished(runs: Path) -> bool:
     return summary.exists() and json.loads(summary.read_text())["state"] == "finished"
 
 
-def run_and_kill(runs: Path, after: float | None) -> None:
-    """Run until it ends, or kill it `after` seconds from its first durable write."""
+def run_and_kill(runs: Path, lag: int, after: float | None) -> bool:
+    """Run until it ends, or kill it `after` seconds from its first durable write. True if it was killed before it ended."""
     process = subprocess.Popen(
-        command(runs, begun(runs)), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        command(runs, lag, begun(runs)),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     if after is not None:
         deadline = time.monotonic() + 60
@@ -61,39 +67,51 @@ def run_and_kill(runs: Path, after: float | None) -> None:
         process.send_signal(signal.SIGKILL)
     _, talk = process.communicate(timeout=120)
     assert process.returncode in (0, -signal.SIGKILL), talk
+    return process.returncode != 0
 
 
-def killed_until_done(runs: Path, chance: random.Random) -> int:
+def killed_until_done(runs: Path, lag: int, chance: random.Random, most: int) -> int:
+    """Kills one run at most so many times, until it is done; how often it was killed."""
     kills = 0
     while not finished(runs):
-        run_and_kill(runs, chance.uniform(0.0, 3.0) if kills < MOST_KILLS else None)
-        kills += 1
-        assert kills <= MOST_KILLS + 1
+        kills += run_and_kill(runs, lag, chance.uniform(0.0, 3.0) if kills < most else None)
     return kills
+
+
+def kill(count: int, lag: int, runs: Path, chance: random.Random, whole: dict) -> None:
+    """Run after run, until `count` processes were killed; each run ends equal to the undisturbed one."""
+    kills = number = 0
+    while kills < count:
+        folder = runs / str(number)
+        kills += killed_until_done(folder, lag, chance, min(MOST_KILLS, count - kills))
+        assert what_must_be_equal(folder / "toy") == whole, f"run {number} with lag {lag}"
+        number += 1
+    print(f"lag {lag}: {number} runs, {kills} processes killed, all runs equal")
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    runs = tmp_path_factory.mktemp("uninterrupted")
-    run_and_kill(runs, None)
-    return what_must_be_equal(runs / "toy")
+    found = {}
+    for lag in LAGS:
+        runs = tmp_path_factory.mktemp("uninterrupted")
+        run_and_kill(runs, lag, None)
+        found[lag] = what_must_be_equal(runs / "toy")
+    return found
 
 
 @pytest.mark.slow
-def test_a_killed_run_ends_equal(whole, tmp_path):
-    assert killed_until_done(tmp_path, random.Random(1)) >= 1
-    assert what_must_be_equal(tmp_path / "toy") == whole
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("lag", LAGS)
+def test_ten_kills_leave_every_run_as_it_would_have_been(whole, tmp_path, lag):
+    kill(10, lag, tmp_path, random.Random(lag), whole[lag])
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(0)
-def test_many_killed_runs_end_equal(whole, tmp_path):
+def test_many_kills_leave_every_run_as_it_would_have_been(whole, tmp_path):
     seed = int(os.environ.get("SEED", str(random.SystemRandom().randrange(10**6))))
-    count = int(os.environ.get("KILLS", "100"))
+    count = int(os.environ.get("KILLS", "200"))
     print(f"seed {seed}")
     chance = random.Random(seed)
-    kills = 0
-    for number in range(count):
-        kills += killed_until_done(tmp_path / str(number), chance)
-        assert what_must_be_equal(tmp_path / str(number) / "toy") == whole, f"run {number}"
-    print(f"{count} runs, {kills} processes, all equal")
+    for lag in LAGS:
+        kill(count // len(LAGS), lag, tmp_path / str(lag), chance, whole[lag])

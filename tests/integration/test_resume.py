@@ -18,14 +18,20 @@ import pytest
 import torch
 
 import groupwise
-from groupwise.errors import RunNotFoundError
 from groupwise.learner.torch_learner import TorchLearner
+from groupwise.loops import held_out, schedules
 from groupwise.loops import rl as loop
 from groupwise.runs import checkpoints, durable
-from groupwise.runs.find import newest_unfinished
 from groupwise.runs.store import Store
 from groupwise.sampler.torch_sampler import TorchSampler
-from tests.integration.running import STEPS, TOY, config, die, in_child, what_must_be_equal
+from tests.integration.running import (
+    STEPS,
+    TOY,
+    config,
+    crash_at,
+    go_on,
+    what_must_be_equal,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -46,18 +52,6 @@ def uninterrupted(tmp_path_factory):
 
 def start(runs: Path) -> None:
     groupwise.rl(config(runs), TOY)
-
-
-def go_on(runs: Path) -> None:
-    """What a person does after a crash: resume, or start anew where nothing was begun; nothing where all was done."""
-    try:
-        newest_unfinished("toy", runs)
-    except RunNotFoundError as error:
-        if "finished" in str(error):
-            return
-        start(runs)
-        return
-    assert groupwise.rl(config(runs), TOY, resume=True).exit_code == 0
 
 
 def test_repeated_runs_are_equal(uninterrupted, tmp_path):
@@ -88,31 +82,70 @@ def test_every_durable_write_is_a_crash_point(uninterrupted, tmp_path):
 
 
 def survives(runs: Path, number: int, whole: dict) -> bool:
-    assert in_child(lambda: crash_at(number, runs)) == 17
-    durable.on_write = lambda name: None
-    go_on(runs)
+    assert crash_at(number, lambda: start(runs)) == 17
+    go_on(config(runs))
     return what_must_be_equal(runs / "toy") == whole
-
-
-def crash_at(number: int, runs: Path, resume: bool = False) -> None:
-    left = iter(range(number))
-
-    def count(name: str) -> None:
-        if next(left, None) is None:
-            die()
-
-    durable.on_write = count
-    go_on(runs) if resume else start(runs)
 
 
 def test_two_crashes(uninterrupted, tmp_path):
     whole, points = uninterrupted
-    assert in_child(lambda: crash_at(2 * len(points) // 3, tmp_path)) == 17
-    assert in_child(lambda: crash_at(len(points) // 4, tmp_path, resume=True)) == 17
-    go_on(tmp_path)
+    assert crash_at(2 * len(points) // 3, lambda: start(tmp_path)) == 17
+    assert crash_at(len(points) // 4, lambda: go_on(config(tmp_path))) == 17
+    go_on(config(tmp_path))
     assert what_must_be_equal(tmp_path / "toy") == whole
     with Store.open(tmp_path / "toy" / "run.db", readonly=True) as store:
         assert len(store.resumes()) == 2
+
+
+WAYS = {
+    "several updates": {"training": {"num_iterations": 2, "minibatches": 2}},
+    "adaptive kl": {"algorithm": {"type": "grpo", "beta": 0.12, "kl_target": 0.001}},
+    "dynamic sampling": {
+        "algorithm": {"type": "dapo", "max_resample_rounds": 2},
+        "sampler": {"max_completion_length": 1},
+    },
+    "dynamic sampling ahead": {
+        "algorithm": {"type": "dapo"},
+        "sampler": {"max_completion_length": 1},
+        "training": {"lag": 1},
+    },
+    "importance correction": {
+        "algorithm": {"type": "gspo", "importance_sampling_correction": "sequence_mask"}
+    },
+    "entropy bonus": {"algorithm": {"type": "dr_grpo", "entropy_coef": 0.01}},
+    "all weights": {"lora": None, "algorithm": {"type": "rloo", "beta": 0.1}},
+    "dropout": {"lora": {"r": 4, "dropout": 0.2}},
+    "checkpointing": {"training": {"gradient_checkpointing": True}},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_of_training_resumes_bit_equal(tmp_path, way):
+    """A crash after the fourth step, when a checkpoint is there and two steps are under way."""
+
+    def settings(folder: str) -> dict:
+        made = config(tmp_path / folder)
+        for section, keys in WAYS[way].items():
+            made[section] = keys and {**made.get(section, {}), **keys}
+        return made
+
+    points: list[str] = []
+    durable.on_write = points.append
+    try:
+        groupwise.rl(settings("whole"), TOY)
+    finally:
+        durable.on_write = lambda name: None
+    steps = [number for number, point in enumerate(points) if point == "commit:step:after"]
+    assert crash_at(steps[3], lambda: groupwise.rl(settings("crashed"), TOY)) == 17
+    go_on(settings("crashed"))
+    whole, crashed = (
+        what_must_be_equal(tmp_path / folder / "toy") for folder in ("whole", "crashed")
+    )
+    assert crashed == whole
+    with Store.open(tmp_path / "whole" / "toy" / "run.db", readonly=True) as store:
+        curves = store.metrics()
+    assert ("rollouts/rejected_groups" in curves) == ("dynamic" in way)
+    assert len({beta for _, beta in curves.get("beta", [])}) == (STEPS if "adaptive" in way else 0)
 
 
 @pytest.mark.parametrize("place", ["sampling", "gradient", "between"])
@@ -151,11 +184,11 @@ def interrupt_at(monkeypatch, place: str, step: int) -> None:
         "between": (loop, "commit"),
     }[place]
     original, at = getattr(owner, name), []
-    draw_groups = loop.draw_groups
+    draw_next = schedules.FixedLag.next
 
-    def drawing(run):
-        at.append(run.step)
-        return draw_groups(run)
+    def drawing(schedule):
+        at.append(schedule._run.step)
+        return draw_next(schedule)
 
     def stop_in(*arguments, **keywords):
         if at and at[-1] == step and len(at) < 100:
@@ -163,13 +196,13 @@ def interrupt_at(monkeypatch, place: str, step: int) -> None:
             os.kill(os.getpid(), signal.SIGINT)
         return original(*arguments, **keywords)
 
-    monkeypatch.setattr(loop, "draw_groups", drawing)
+    monkeypatch.setattr(schedules.FixedLag, "next", drawing)
     monkeypatch.setattr(owner, name, stop_in)
 
 
 def test_an_interrupted_evaluation_is_done_again(uninterrupted, tmp_path, monkeypatch):
     """The one that was due after step 3 belongs to the run, whether it was under way or not."""
-    answer, calls = loop.answer_held_out, []
+    answer, calls = held_out.answer_held_out, []
 
     def stop_in(*arguments, **keywords):
         calls.append(arguments)
@@ -177,7 +210,7 @@ def test_an_interrupted_evaluation_is_done_again(uninterrupted, tmp_path, monkey
             os.kill(os.getpid(), signal.SIGINT)
         return answer(*arguments, **keywords)
 
-    monkeypatch.setattr(loop, "answer_held_out", stop_in)
+    monkeypatch.setattr(held_out, "answer_held_out", stop_in)
     assert groupwise.rl(config(tmp_path), TOY).exit_code == 130
     monkeypatch.undo()
     assert groupwise.rl(config(tmp_path), TOY, resume=True).exit_code == 0

@@ -13,6 +13,7 @@ import torch
 
 import groupwise
 from groupwise.errors import ResumeMismatchError, RunInUseError, RunNotFoundError, UsageError
+from groupwise.loops import recording
 from groupwise.loops import rl as loop
 from groupwise.runs.folder import RunFolder, read_config
 from groupwise.runs.store import Store
@@ -353,7 +354,7 @@ def test_dropped_prompts_are_counted_where_people_look(tmp_path):
 
 
 def test_a_wide_gap_is_warned_of_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "MAX_GAP", -1.0)
+    monkeypatch.setattr(recording, "MAX_GAP", -1.0)
     result = groupwise.rl(config(tmp_path), TOY)
     assert (result.folder / "log.txt").read_text().count("sampler and learner differ") == 1
 
@@ -371,8 +372,8 @@ def interrupt(monkeypatch, runs, settings=None, task=TOY, **ways) -> None:
     """Leave an interrupted run with a checkpoint after three steps."""
     original = loop.take_step
 
-    async def stop(run, groups, begun):
-        await original(run, groups, begun)
+    async def stop(run, drawn, begun):
+        await original(run, drawn, begun)
         if run.step == 3:
             run.interruption._receive(2, None)
 

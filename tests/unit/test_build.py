@@ -102,7 +102,7 @@ def test_where_rewards_run(tmp_path):
 def test_limits_reach_the_workers(tmp_path):
     config = config_of(start_limit=5.0, time_limit=3.0)
     scorer = build.build_scorer(config, task_of(tmp_path, METRICS_ONLY), None)
-    assert vars(scorer)["_start_limit"] == 5.0
+    assert vars(vars(scorer)["_pool"])["_start_limit"] == 5.0
     assert vars(scorer)["_time_limit"] == 3.0
 
 

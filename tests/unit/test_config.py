@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from groupwise.algorithms.presets import PRESETS
 from groupwise.algorithms.registry import ALGORITHMS, make
 from groupwise.config import (
     FOREIGN,
@@ -38,30 +39,44 @@ model.name model.revision model.adapter model.dtype model.chat_template model.tr
 lora lora.r lora.alpha lora.dropout lora.target_modules
 sampler.engine sampler.max_completion_length sampler.temperature sampler.stop sampler.stop_token_ids sampler.slots
 algorithm.type algorithm.beta algorithm.epsilon algorithm.epsilon_high algorithm.mask_truncated_completions
-algorithm.scale_rewards
+algorithm.scale_rewards algorithm.preset algorithm.kl_estimator algorithm.kl_gradient algorithm.kl_target
+algorithm.kl_horizon algorithm.entropy_coef algorithm.importance_sampling_correction
+algorithm.importance_sampling_cap algorithm.dynamic_sampling algorithm.max_resample_rounds algorithm.delta
+algorithm.soft_punish_cache algorithm.soft_punish_factor algorithm.group_baseline
 training.max_steps training.num_train_epochs training.prompts_per_step training.num_generations
 training.learning_rate training.lr_scheduler_type training.warmup_steps training.warmup_ratio training.optim
 training.weight_decay training.adam_beta1 training.adam_beta2 training.adam_epsilon training.max_grad_norm
-training.seed training.max_tokens_per_microbatch training.gradient_checkpointing
+training.seed training.max_tokens_per_microbatch training.packing training.gradient_checkpointing
+training.max_non_finite_steps training.num_iterations training.minibatches training.schedule training.lag
 data.max_prompt_length data.shuffle
 rewards.reward_weights rewards.time_limit rewards.start_limit rewards.workers rewards.in_process
 rewards.max_unscored_steps
+rollout.type rollout.max_reasoning_length rollout.max_answer_length rollout.reasoning_end rollout.answer_start
+rollout.max_turns rollout.max_rollout_length rollout.max_seconds rollout.time_limit rollout.start_limit rollout.workers
+rollout.in_process
 eval.before_and_after eval.eval_steps eval.max_prompts eval.samples_per_prompt eval.temperature
+eval.pass_at_k eval.success_threshold eval.success_part
 eval.max_completion_length
+callbacks
 run.name run.dir run.save_steps run.save_total_limit run.logging_steps run.keep_tokens run.threads
+run.profile
 task
 """)
 """The public keys. Adding one is fine; a key that disappears breaks people's files and needs a note in the changelog."""
 
 FREE = words("""
-training.max_steps training.num_train_epochs rewards.time_limit rewards.start_limit rewards.workers
-rewards.max_unscored_steps
+algorithm.preset
+training.max_steps training.num_train_epochs training.max_non_finite_steps rewards.time_limit rewards.start_limit rewards.workers
+rewards.max_unscored_steps rollout.max_seconds rollout.time_limit rollout.start_limit rollout.workers
 eval.before_and_after eval.eval_steps eval.max_prompts eval.samples_per_prompt eval.temperature
-eval.max_completion_length run.name run.dir run.save_steps run.save_total_limit run.logging_steps run.keep_tokens
+eval.pass_at_k eval.success_threshold eval.success_part
+eval.max_completion_length callbacks run.name run.dir run.save_steps run.save_total_limit run.logging_steps run.keep_tokens
+run.profile
 """)
 
 LAYOUT = words("""
-sampler.slots training.max_tokens_per_microbatch training.gradient_checkpointing rewards.in_process run.threads
+sampler.slots training.max_tokens_per_microbatch training.packing training.gradient_checkpointing rewards.in_process rollout.in_process
+run.threads
 """)
 
 
@@ -228,6 +243,13 @@ task:
         ("seed", "training.seed"),
         ("model.model_name_or_path", "model.name"),
         ("training.loss_type", "algorithm.type"),
+        ("algorithm.importance_sampling_level", "algorithm.type gspo"),
+        ("algorithm.use_bias_correction_kl", "algorithm.kl_gradient"),
+        ("algorithm.entropy_bonus", "algorithm.entropy_coef"),
+        ("vllm_importance_sampling_mode", "algorithm.importance_sampling_correction"),
+        ("vllm_importance_sampling_clip_max", "algorithm.importance_sampling_cap"),
+        ("algorithm.adaptive_kl", "algorithm.kl_target"),
+        ("overlong_buffer", "algorithm.soft_punish_cache"),
         ("training.lr", "training.learning_rate"),
         ("output_dir", "run.dir"),
         ("lora.lora_alpha", "lora.alpha"),
@@ -247,11 +269,10 @@ def test_keys_of_other_frameworks_are_told_their_name_here(
     model.backend=unsloth model.load_in_4bit=true model.load_in_8bit=true model.adapter_revision=x
     sampler.engine=vllm sampler.engine=openai sampler.top_p=0.9 sampler.top_k=5 sampler.min_p=0.1
     sampler.min_completion_length=3 sampler.url=http://x sampler.vllm_python=x
-    rollout={} callbacks=[] data.dataset_name=x data.dataset_config=x data.dataset_split=x
+    callbacks=[push_to_hub_revision] callbacks=[{"name":"success_cache"}] data.dataset_name=x data.dataset_config=x data.dataset_split=x
     data.dataset_mixture=[] data.prompt_column=x data.answer_column=x data.system_prompt=x
     data.easy_pool={} data.replay={} rewards.reward_funcs=[x] run.report_to=wandb run.hub={}
-    algorithm.num_iterations=2 training.num_iterations=2 training.optim=adamw_8bit
-    training.schedule=free algorithm.entropy_bonus=0.1 algorithm.type=dapo algorithm.type=gspo
+    training.optim=adamw_8bit
     top_p=0.9 dataset_name=x load_in_4bit=true report_to=wandb
     """),
 )
@@ -267,6 +288,25 @@ def test_secrets_are_refused_and_not_shown(tmp_path: Path, key: str) -> None:
     assert f"{key} looks like a secret" in message
     assert "environment variable" in message
     assert "sk-123" not in message
+
+
+def test_callbacks_hold_no_secrets_either(tmp_path: Path) -> None:
+    message = refusal("callbacks:\n  - name: x\n    inner:\n    - api_key: sk-123", tmp_path)
+    assert message.startswith("c.yaml:5: callbacks.inner.api_key looks like a secret")
+    assert "sk-123" not in message
+
+
+def test_callbacks_are_names_or_sections_with_a_name(tmp_path: Path) -> None:
+    text = "callbacks: [early_stop, {name: my.py:Own, often: 3}]"
+    config = load(text, tmp_path).config
+    assert config.callbacks == ("early_stop", {"name": "my.py:Own", "often": 3})
+    assert load_config(resolved(config)).config == config
+    shape = "it must be a list, each text or a section with keys of its own."
+    assert refusal("", tmp_path, "callbacks=3") == f"override callbacks=3: callbacks is 3; {shape}"
+    assert refusal("callbacks: [x, 3]", tmp_path) == f'c.yaml:2: callbacks is ["x", 3]; {shape}'
+    assert 'the entry {"often": 3} does not say which' in refusal(
+        "callbacks: [{often: 3}]", tmp_path
+    )
 
 
 def test_words_that_only_sound_like_secrets_are_fine() -> None:
@@ -315,14 +355,64 @@ def test_knobs_of_an_algorithm_are_keys_and_make_it() -> None:
 
 def test_an_unknown_knob_names_the_nearest_and_who_has_it(tmp_path: Path) -> None:
     assert refusal("", tmp_path, "algorithm.scale_rewards=group").endswith(
-        "algorithm.scale_rewards is not a key of algorithm type dr_grpo; it is a key of grpo."
+        "algorithm.scale_rewards is not a key of algorithm type dr_grpo; it is a key of grpo, dapo, gspo, cispo."
     )
     assert refusal("", tmp_path, "algorithm.epsilon_hi=0.3").endswith(
-        "did you mean algorithm.epsilon_high (of grpo, dr_grpo)?"
+        "did you mean algorithm.epsilon_high (of grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp)?"
     )
     assert refusal("", tmp_path, "algorithm.type=gropo").endswith(
-        'algorithm.type is "gropo"; it must be one of grpo, dr_grpo; did you mean grpo?'
+        'algorithm.type is "gropo"; it must be one of grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_pp; did you mean grpo?'
     )
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_its_type_and_values(name: str) -> None:
+    section = load_config(MINIMAL, [f"algorithm.preset={name}"]).config.algorithm
+    preset = PRESETS[name]
+    assert section.type == preset.algorithm
+    assert make(section.type, section.knobs) == make(preset.algorithm, preset.knobs)
+    given = resolved(load_config(MINIMAL, [f"algorithm.preset={name}"]).config)
+    assert load_config(given).config.algorithm == section
+
+
+def test_keys_beside_a_preset_win() -> None:
+    words = ["algorithm.preset=dapo_paper", "algorithm.epsilon_high=0.5", "algorithm.type=dapo"]
+    section: Any = load_config(MINIMAL, words).config.algorithm
+    assert (section.epsilon_high, section.mask_truncated_completions) == (0.5, True)
+
+
+def test_what_a_changed_preset_no_longer_needs_is_no_mistake() -> None:
+    words = ["algorithm.preset=deepseek_math_grpo", "algorithm.beta=0"]
+    config = load_config(MINIMAL, words).config
+    assert config.algorithm.knobs["kl_gradient"] == "estimator"
+    assert load_config(resolved(config)).config == config
+
+
+def test_a_preset_that_does_not_exist_or_fit_says_what_does(tmp_path: Path) -> None:
+    message = refusal("", tmp_path, "algorithm.preset=dapo")
+    assert 'algorithm.preset is "dapo"; it must be one of deepseek_math_grpo, ' in message
+    assert "dapo_paper" in message
+    message = refusal("", tmp_path, "algorithm.preset=dapo_paper", "algorithm.type=grpo")
+    assert "preset dapo_paper is dapo, but type is grpo. Leave type out" in message
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("kl_estimator=k2", "kl_estimator is k2, which has no effect while beta is 0.0"),
+        ("importance_sampling_cap=2.0", 'while importance_sampling_correction is "none"'),
+        ("max_resample_rounds=3", "while dynamic_sampling is false"),
+        ("kl_horizon=5.0", "while kl_target is null"),
+        ("kl_target=0.05", "dr_grpo.kl_target is 0.05, but beta is 0"),
+        ("delta=1.1", "dr_grpo.delta is 1.1; it must be above 1 + epsilon_high"),
+    ],
+)
+def test_a_knob_without_effect_is_refused(tmp_path: Path, word: str, told: str) -> None:
+    assert told in refusal("", tmp_path, f"algorithm.{word}")
+
+
+def test_sft_is_not_an_algorithm_of_rl(tmp_path: Path) -> None:
+    assert "its own command, groupwise sft" in refusal("", tmp_path, "algorithm.type=sft")
 
 
 def test_a_new_algorithm_needs_no_new_config() -> None:
@@ -333,7 +423,7 @@ def test_a_new_algorithm_needs_no_new_config() -> None:
 
     section = algorithm_sections({"novel": Novel})["novel"]
     found = {leaf.path[0]: leaf.key for leaf in leaves(section)}
-    assert set(found) == {"type", "sharpness", "mode"}
+    assert set(found) == {"type", "preset", "sharpness", "mode"}
     assert found["sharpness"].description == "How sharp."
     with pytest.raises(ValidationError, match="greater than 0"):
         section.model_validate_json('{"sharpness": 0}')

@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = {
 CONFIGS = {
     "llama": lambda: LlamaConfig(**SIZES, tie_word_embeddings=True),
     "window": lambda: MistralConfig(**SIZES, sliding_window=4),
-    "eager": lambda: LlamaConfig(**SIZES, attn_implementation="eager"),
+    "eager": lambda: LlamaConfig(**{**SIZES, "attn_implementation": "eager"}),
     "caps": lambda: Gemma2Config(**SIZES, sliding_window=4, final_logit_softcapping=5.0),
 }
 

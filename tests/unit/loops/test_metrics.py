@@ -103,7 +103,7 @@ def test_the_loss_is_divided_and_statistics_are_means_over_tokens():
         "kl": 4.0,
         "entropy": 16.0,
     }
-    assert loss_metrics(sums, {"policy": 12.0, "kl": 4.0}) == pytest.approx(
+    assert loss_metrics([(sums, {"policy": 12.0, "kl": 4.0})]) == pytest.approx(
         {
             "loss": -0.25,
             "kl": 0.5,
@@ -118,8 +118,15 @@ def test_the_loss_is_divided_and_statistics_are_means_over_tokens():
 
 
 def test_nothing_learnt_is_no_number_and_no_division_by_0():
-    assert loss_metrics({}, {"policy": 3.0}) == {}
-    assert loss_metrics({"loss/policy": 0.0, "tokens": 0.0}, {"policy": 0.0}) == {"loss": 0}
+    assert loss_metrics([({"loss/policy": 0.0, "tokens": 0.0}, {"policy": 0.0})]) == {"loss": 0}
+
+
+def test_several_updates_give_their_mean_loss_and_means_over_all_their_tokens():
+    first = ({"loss/policy": -4.0, "tokens": 2.0, "ratio": 2.0}, {"policy": 4.0})
+    second = ({"loss/policy": -6.0, "tokens": 6.0, "ratio": 9.0}, {"policy": 2.0})
+    found = loss_metrics([first, second])
+    assert found["loss"] == -2.0
+    assert found["sampling/ratio_mean"] == 11 / 8
 
 
 def test_rates_are_tokens_per_second():

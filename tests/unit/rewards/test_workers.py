@@ -19,8 +19,9 @@ from pathlib import Path
 import pytest
 
 from groupwise.errors import RewardWorkerError
+from groupwise.rewards.pool import START_ATTEMPTS
 from groupwise.rewards.scoring import GroupScore, ScoreRequest
-from groupwise.rewards.workers import START_ATTEMPTS, RewardWorkers
+from groupwise.rewards.workers import RewardWorkers
 
 MODULE = Path(__file__).with_name("worker_rewards.py")
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="found through /proc")
@@ -317,7 +318,7 @@ def test_all_end_when_the_parent_is_killed(tmp_path, function, family):
 
 
 async def test_output_is_logged_and_standard_input_empty(closing, caplog):
-    caplog.set_level(logging.INFO, "groupwise.rewards.workers")
+    caplog.set_level(logging.INFO, "groupwise.rewards.pool")
     workers = closing(workers_for("talks"))
     assert outcomes(await workers.score(request())) == {"scored"}
     await workers.close()
@@ -326,7 +327,7 @@ async def test_output_is_logged_and_standard_input_empty(closing, caplog):
 
 
 async def test_spam_neither_stalls_nor_floods(closing, caplog):
-    caplog.set_level(logging.INFO, "groupwise.rewards.workers")
+    caplog.set_level(logging.INFO, "groupwise.rewards.pool")
     workers = closing(workers_for("spams"))
     assert outcomes(await workers.score(request())) == {"scored"}
     await workers.close()

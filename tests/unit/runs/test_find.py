@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.errors import CheckpointError, RunNotFoundError
+from groupwise.errors import CheckpointError, RunNotFoundError, StoreError
 from groupwise.runs import checkpoints
 from groupwise.runs.find import list_runs, newest_unfinished, resolve, reward_ends
 from groupwise.runs.folder import RunFolder, State
@@ -156,6 +156,12 @@ class TestList:
 )
 def test_ends_of_the_rewards_never_overlap(rewards: list[float], ends: tuple[Any, Any]) -> None:
     assert reward_ends(rewards) == ends
+
+
+def test_a_run_whose_record_cannot_be_read_is_not_said_to_be_missing(runs: Path) -> None:
+    (runs / "sort" / "run.db").write_bytes(b"no database at all, but long enough to look at")
+    with pytest.raises(StoreError, match=r"sort/run\.db"):
+        newest_unfinished("sort", runs)
 
 
 def test_a_name_that_no_folder_can_have_is_not_there(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ PARAMS = st.builds(
     stop_token_ids=TOKENS,
     stop=st.lists(WORDS, max_size=2).map(tuple),
 )
+MESSAGES = st.lists(st.dictionaries(WORDS, JSON, max_size=2), max_size=2).map(tuple)
 SEGMENTS = st.builds(
     Segment,
     source=st.sampled_from(["policy", "environment", "inserted", "teacher"]),
@@ -63,6 +64,7 @@ SEGMENTS = st.builds(
     params=st.none() | PARAMS,
     seed=st.none() | st.integers(0, 2**64 - 1),
     finish_reason=st.sampled_from([None, "stop", "length"]),
+    prompt_ids=st.none() | TOKENS,
 )
 PARTS = st.builds(
     RewardPart,
@@ -100,6 +102,8 @@ def groups(draw: Callable[[Any], Any]) -> Group:
                 parts=tuple(draw(st.lists(PARTS, max_size=3))),
                 notes=draw(COLUMNS),
                 advantage=draw(st.none() | NUMBERS),
+                messages=draw(st.none() | MESSAGES),
+                ended_by=draw(st.sampled_from([None, "environment", "tokens", "turns"])),
             )
             for member in range(members)
         ),

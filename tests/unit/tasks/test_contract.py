@@ -245,21 +245,20 @@ def test_async_hook_is_refused(task_of):
     assert "is async" in refused(lambda: require(task, "rl"))
 
 
-@pytest.mark.parametrize("verb", ["rl", "eval"])
-def test_environment_is_refused_by_name(task_of, verb):
-    task = task_of(WHOLE + "def get_environment(config): ...\n")
-    message = refused(lambda: require(task, verb))
-    assert "get_environment" in message
-    assert "not in this version" in message
-
-
-def test_callbacks_are_refused_only_if_there_are_any(task_of):
+@pytest.mark.parametrize(
+    ("returned", "callbacks"),
+    [("[output_dir, 1]", ["out", 1]), ("()", ()), ("None", ())],
+)
+def test_callbacks_are_those_that_the_hook_returns(task_of, returned, callbacks):
     hook = "def get_rl_callbacks(config, tokenizer, output_dir):\n    return "
-    task_of(WHOLE).refuse_callbacks(CONFIG, None, "out")
-    task_of(hook + "[]").refuse_callbacks(CONFIG, None, "out")
-    task = task_of(hook + "[1]")
-    message = refused(lambda: task.refuse_callbacks(CONFIG, None, "out"))
-    assert "get_rl_callbacks returned callbacks, which are not in this version" in message
+    assert task_of(hook + returned).rl_callbacks(CONFIG, None, "out") == callbacks
+    assert task_of(WHOLE).rl_callbacks(CONFIG, None, "out") == ()
+
+
+def test_callbacks_come_as_a_list(task_of):
+    task = task_of("def get_rl_callbacks(config, tokenizer, output_dir):\n    return 'early_stop'")
+    message = refused(lambda: task.rl_callbacks(CONFIG, None, "out"))
+    assert "get_rl_callbacks returned str. Expected a list of callbacks." in message
 
 
 def test_sft_hooks_are_no_hindrance(task_of):

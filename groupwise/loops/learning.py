@@ -1,0 +1,105 @@
+"""What a step teaches: rows from groups and weights, and one or several updates with them.
+
+A step makes `training.num_iterations` passes over its groups, each in `training.minibatches` updates of whole groups. The ratio of
+every update is taken against the policy that sampled (or, with importance correction, against the learner's own at the
+start of the step), so that the clip holds all updates of a step near it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from statistics import fmean
+
+from groupwise.learner.config import TrainingConfig
+from groupwise.loops.metrics import loss_metrics
+from groupwise.loops.run import Learning
+from groupwise.loops.training import count_non_finite, update
+from groupwise.rollouts.rows import Weights, training_rows
+from groupwise.types import Group, Row
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """What came of a step's updates."""
+
+    changed: bool = False
+    """Whether an update was applied."""
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+
+
+async def learn(
+    run: Learning, groups: Sequence[Group], weights: Sequence[Weights], rate: float
+) -> Learned:
+    """Gradients and updates; nothing where no group teaches."""
+    rows_by_group = [
+        training_rows([group], [credit]) if run.algorithm.teaches(credit) else []
+        for group, credit in zip(groups, weights, strict=True)
+    ]
+    if not any(rows_by_group):
+        return Learned()
+    run.progress.phase("learning", 0, 1)
+    begun = time.perf_counter()
+    rows_by_group = await run.interruption.allow(_with_logprobs(run, rows_by_group))
+    learned = await _updates(run, groups, rows_by_group, rate)
+    run.timings.learning = time.perf_counter() - begun
+    return learned
+
+
+async def _updates(
+    run: Learning, groups: Sequence[Group], rows_by_group: Sequence[Sequence[Row]], rate: float
+) -> Learned:
+    losses: list[tuple[dict[str, float], dict[str, float]]] = []
+    norms: list[float] = []
+    left_out = 0
+    for part in parts(len(groups), run.config.training):
+        rows = [row for index in part for row in rows_by_group[index]]
+        if not rows:
+            continue
+        denominators = run.algorithm.denominators(
+            [groups[index] for index in part], run.longest_completion
+        )
+        sums = await _forward_backward(run, rows, denominators, droppable=not norms)
+        result = await update(run, rows, sums, rate)
+        left_out += not result.applied
+        losses.append((sums, denominators))
+        norms.append(result.grad_norm)
+        run.timings.learned_tokens += sum(len(row.completion_ids) for row in rows)
+    count_non_finite(run, left_out)
+    metrics = {**loss_metrics(losses), "grad_norm": fmean(norms)}
+    return Learned(changed=left_out < len(norms), metrics=metrics)
+
+
+def parts(groups: int, training: TrainingConfig) -> Iterator[range]:
+    """The groups of each update of a step: contiguous, as equal as possible, the same in every pass."""
+    count = min(training.minibatches, groups)
+    bounds = [groups * index // count for index in range(count + 1)]
+    for _ in range(training.num_iterations):
+        yield from (range(*pair) for pair in pairwise(bounds))
+
+
+async def _forward_backward(
+    run: Learning, rows: Sequence[Row], denominators: dict[str, float], *, droppable: bool
+) -> dict[str, float]:
+    """The gradient of one update. Once a step has changed the weights, it is finished before an interruption is heeded."""
+    work = run.learner.forward_backward(rows, run.algorithm.loss_spec(), denominators)
+    try:
+        return await (run.interruption.allow(work) if droppable else work)
+    except BaseException:
+        run.learner.discard()
+        raise
+
+
+async def _with_logprobs(run: Learning, rows_by_group: Sequence[Sequence[Row]]) -> list[list[Row]]:
+    """The rows with what the loss needs beside the sampler's log-probabilities, all by the weights at the start of the step."""
+    rows = [row for group in rows_by_group for row in group]
+    if run.algorithm.needs_reference:
+        found = await run.learner.logprobs(rows, "reference")
+        rows = [replace(r, reference_logprobs=f) for r, f in zip(rows, found, strict=True)]
+    if run.algorithm.needs_proximal:
+        found = await run.learner.logprobs(rows)
+        rows = [replace(r, proximal_logprobs=f) for r, f in zip(rows, found, strict=True)]
+    left = iter(rows)
+    return [[next(left) for _ in group] for group in rows_by_group]

@@ -1,0 +1,131 @@
+"""What a step leaves in the record, and what is noticed when it is written."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+
+from groupwise.errors import NothingScoredError
+from groupwise.loops.metrics import failure_reasons, group_metrics, timing_metrics
+from groupwise.loops.run import Drawn, Run
+from groupwise.runs.records import StepRecord
+from groupwise.types import Group, Policy
+
+logger = logging.getLogger(__name__)
+
+MAX_GAP = 0.15
+"""Mean difference of log-probabilities (nats) above which a warning is due; with bfloat16 weights 0.04 is usual."""
+
+
+def commit(
+    run: Run, drawn: Drawn, policy_in: Policy, rate: float, learned: Mapping[str, float]
+) -> dict[str, float]:
+    """The step with its rollouts and metrics (which it returns), in one transaction. Then the run stands after it."""
+    run.tokens_seen += _tokens(drawn.all)
+    metrics = {
+        **_drawn_metrics(drawn, policy_in),
+        **learned,
+        **_adaptive(run),
+        "learning_rate": rate,
+        "num_tokens": float(run.tokens_seen),
+        **timing_metrics(run.timings),
+    }
+    record = StepRecord(
+        step=run.step,
+        version_in=policy_in.version,
+        version_out=run.policy.version,
+        fingerprint_out=run.policy.fingerprint,
+        draws=tuple(group.draw for group in drawn.groups),
+        rejected=tuple(group.draw for group in drawn.rejected),
+        learning_rate=rate,
+        finished_at=time.time(),
+    )
+    run.folder.store.commit_step(record, drawn.all, metrics)
+    for group in drawn.all:
+        run.drawn.pop(group.draw, None)
+    run.progress.step(run.step, metrics)
+    logger.info(
+        "step %d/%d: reward %.4g, version %d",
+        run.step + 1,
+        run.max_steps,
+        metrics.get("reward", math.nan),
+        run.policy.version,
+    )
+    _warn_of_gap(run, metrics)
+    _go_on(run, policy_in, metrics)
+    return metrics
+
+
+def check_something_scored(run: Run, groups: Sequence[Group]) -> None:
+    """Too many steps in a row without one scored rollout stop the run."""
+    if any(group.scored for group in groups):
+        run.unscored_steps, run.unscored = 0, []
+        return
+    run.unscored_steps += 1
+    run.unscored = failure_reasons(groups)
+    for reason in run.unscored:
+        logger.warning("step %d: no rollout was scored: %s", run.step + 1, reason)
+    limit = run.config.rewards.max_unscored_steps
+    if run.unscored_steps >= limit:
+        raise NothingScoredError(
+            f"No rollout could be scored in {run.unscored_steps} steps in a row (rewards.max_unscored_steps). In the last one:\n  "
+            + "\n  ".join(run.unscored)
+            + "\nMend the reward functions, then go on with --resume."
+        )
+
+
+def _go_on(run: Run, policy_in: Policy, metrics: Mapping[str, float]) -> None:
+    """The next step begins: with an adapted penalty, and the policies that its schedule still needs."""
+    run.adapt(metrics)
+    run.earlier[run.step] = policy_in
+    run.step += 1
+    training = run.config.training
+    kept = training.lag if training.schedule == "fixed_lag" else 0
+    run.earlier = {step: p for step, p in run.earlier.items() if step >= run.step - kept}
+
+
+def _warn_of_gap(run: Run, metrics: Mapping[str, float]) -> None:
+    """Sampler and learner should give a token nearly the same probability; a wide gap means that they compute different policies."""
+    gap = metrics.get("sampling/logprob_gap", 0.0)
+    late = run.config.training.lag > 0 or run.config.training.updates_per_step > 1
+    if gap > MAX_GAP and not run.gap_seen and not late:
+        run.gap_seen = True
+        logger.warning(
+            "step %d: sampler and learner differ by %.2g nats per token on average (expected: at most %.2g). The ratio "
+            "corrects for it, but look for its cause: lora.dropout, or a model that computes differently in batches",
+            run.step + 1,
+            gap,
+            MAX_GAP,
+        )
+
+
+def _drawn_metrics(drawn: Drawn, policy_in: Policy) -> dict[str, float]:
+    """Those of all groups that were drawn for a step; how many others had to be drawn for, how old the policies were."""
+    metrics = group_metrics(drawn.all)
+    if drawn.rejected:
+        metrics["rollouts/rejected_groups"] = float(len(drawn.rejected))
+    ages = [
+        policy_in.version - segment.policy_version
+        for group in drawn.groups
+        for rollout in group.rollouts
+        for segment in rollout.segments
+        if segment.policy_version is not None
+    ]
+    return {**metrics, "sampling/staleness": fmean(ages)} if any(ages) else metrics
+
+
+def _adaptive(run: Run) -> dict[str, float]:
+    """The weight of the KL penalty, where it moves."""
+    knobs = run.algorithm.loss_spec().knobs
+    return {} if knobs.get("kl_target") is None else {"beta": knobs["beta"]}
+
+
+def _tokens(groups: Sequence[Group]) -> int:
+    return sum(
+        len(rollout.prompt_ids) + len(rollout.completion_ids)
+        for group in groups
+        for rollout in group.rollouts
+    )

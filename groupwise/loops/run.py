@@ -1,0 +1,170 @@
+"""A run of reinforcement learning while it goes on: what `Training` has, and sampler, rewards and prompts.
+
+`Learning` is the half of it that turns groups into updates, whoever drew and scored them: all that a replay needs.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from groupwise import build
+from groupwise.algorithms.base import Algorithm
+from groupwise.algorithms.registry import make
+from groupwise.config import RunConfig
+from groupwise.loops.evaluate import HeldOut
+from groupwise.loops.training import Training
+from groupwise.rewards.scoring import Scorer
+from groupwise.rollouts.asking import RolloutKind
+from groupwise.rollouts.prompts import PromptSet
+from groupwise.types import Group, Policy, Sampler, SamplingParams
+
+POLICIES = "policies"
+"""Folder of a checkpoint that holds the policies which drew the groups of the next steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The groups of a step."""
+
+    groups: Sequence[Group]
+    """Those that teach, in the order of training."""
+    rejected: Sequence[Group] = ()
+    """Those that the algorithm drew others for; they stay in record and metrics."""
+    sampling: float = 0.0
+    """Seconds until the last token was sampled."""
+    scoring: float = 0.0
+    """Seconds from then until the last group was scored."""
+    sampled_tokens: int = 0
+
+    @property
+    def all(self) -> list[Group]:
+        return [*self.groups, *self.rejected]
+
+
+class Schedule(Protocol):
+    """Says which policy draws which groups, and when; see `groupwise.loops.schedules`."""
+
+    async def next(self) -> Drawn:
+        """The groups of the step that is due."""
+        ...
+
+    async def settle(self) -> None:
+        """Return when no completion is on its way, so that the sampler can be given other weights."""
+        ...
+
+    async def close(self) -> None:
+        """Give up what is on its way."""
+        ...
+
+    @property
+    def outstanding(self) -> Sequence[int]:
+        """Draws before `next_draw` that no step has had yet."""
+        ...
+
+    @property
+    def next_draw(self) -> int:
+        """The first draw that nobody has asked for, beside the outstanding ones."""
+        ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Learning(Training):
+    """What learns from groups."""
+
+    config: RunConfig  # pyright: ignore[reportIncompatibleVariableOverride] — never assigned again
+    algorithm: Algorithm
+
+    @property
+    def longest_completion(self) -> int:
+        """Most tokens that the policy may write in one rollout."""
+        return build.longest_written(self.config)
+
+    def adapt(self, metrics: Mapping[str, float]) -> None:
+        """Make ready for the next step, given the metrics of the one that was done."""
+        if "kl" in metrics:
+            scored = int(metrics["rollouts/scored"])
+            self.algorithm = self.algorithm.adapted(metrics["kl"], scored)
+
+    def position(self) -> dict[str, Any]:
+        """See `Training.position`."""
+        spec = self.algorithm.loss_spec()
+        algorithm = {"name": spec.name, "knobs": dict(spec.knobs)}
+        return {**super(Learning, self).position(), "algorithm": algorithm}
+
+    def take_position(self, position: Mapping[str, Any]) -> None:
+        """See `Training.take_position`."""
+        super(Learning, self).take_position(position)
+        self.algorithm = make(**position["algorithm"])
+
+
+@dataclass(slots=True, kw_only=True)
+class Run(Learning):
+    """A run of reinforcement learning under way."""
+
+    sampler: Sampler
+    rollouts: RolloutKind
+    scorer: Scorer
+    params: SamplingParams
+    prompts: PromptSet
+    held_out: HeldOut | None
+    serving: Policy
+    """The one that the sampler has."""
+    publications: Path
+    """Where the learner publishes, and the policies that a checkpoint kept are put."""
+    schedule: Schedule | None = None
+    """None before the first step."""
+    earlier: dict[int, Policy] = field(default_factory=dict[int, Policy])
+    """The policies after the last steps, by step: as many as the schedule lags behind."""
+    next_draw: int = 0
+    """The first draw that no step has had, where groups are trained in the order of their draws."""
+    outstanding: tuple[int, ...] = ()
+    """Draws that were asked for before the checkpoint and belong to no step yet."""
+    unscored: list[str] = field(default_factory=list[str])
+    """Why rollouts failed, of the steps in a row that had no scored group."""
+    unscored_steps: int = 0
+    gap_seen: bool = False
+    """Whether a wide gap between sampler and learner was warned of."""
+    drawn: dict[int, Group] = field(default_factory=dict[int, Group])
+    """Groups that are sampled and scored, and belong to no committed step."""
+
+    def epoch(self) -> float:
+        """See `Training.epoch`."""
+        drawn = self.schedule.next_draw if self.schedule else self.next_draw
+        return drawn / len(self.prompts.examples)
+
+    def position(self) -> dict[str, Any]:
+        """See `Training.position`."""
+        schedule = self.schedule
+        return {
+            **super(Run, self).position(),
+            "unscored_steps": self.unscored_steps,
+            "next_draw": schedule.next_draw if schedule else self.next_draw,
+            "outstanding": list(schedule.outstanding if schedule else self.outstanding),
+            "earlier": {
+                str(step): {"version": policy.version, "fingerprint": policy.fingerprint}
+                for step, policy in self.earlier.items()
+            },
+        }
+
+    def take_position(self, position: Mapping[str, Any]) -> None:
+        """See `Training.take_position`."""
+        super(Run, self).take_position(position)
+        self.unscored_steps = position["unscored_steps"]
+        self.next_draw = position["next_draw"]
+        self.outstanding = tuple(position["outstanding"])
+
+    def save_more(self, folder: Path) -> None:
+        """The policies that drew, or are drawing, the groups of the next steps."""
+        for step, policy in self.earlier.items():
+            shutil.copytree(policy.path, folder / POLICIES / f"step-{step}")
+
+    def load_more(self, folder: Path, position: Mapping[str, Any]) -> None:
+        """See `Training.load_more`. The files are copied, because checkpoints go."""
+        for name, facts in position["earlier"].items():
+            kept = self.publications / f"after-step-{name}"
+            shutil.copytree(folder / POLICIES / f"step-{name}", kept)
+            self.earlier[int(name)] = replace(self.policy, **facts, path=str(kept))

@@ -1,0 +1,258 @@
+"""The loop of supervised fine-tuning: the same learner, taught by given answers instead of rewards.
+
+    for each step:
+        take_step       examples drawn by their order → rows → update → record
+        evaluate        now and then the loss on held-out rows, which knows the best step and when to stop
+        save            now and then a checkpoint; the best one is never pruned
+
+The loss of a step is the mean over all its trained tokens, however they are spread over rows. Nothing is sampled, so nothing is
+published on the way: the policies of a supervised run are its checkpoints. Its whole state is weights, optimiser, the count of steps,
+and what the evaluations said (`SftRun.position`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from groupwise.algorithms.sft import Sft
+from groupwise.learner.schedule import learning_rate
+from groupwise.loops.metrics import Timings, loss_metrics, timing_metrics
+from groupwise.loops.profiling import profiled
+from groupwise.loops.training import Training, count_non_finite, update, write_checkpoint
+from groupwise.rollouts.teacher import Lesson, LessonSet, teacher_group, teacher_row
+from groupwise.runs import checkpoints
+from groupwise.runs.records import EvaluationRecord, StepRecord
+from groupwise.sft_config import SftConfig
+from groupwise.types import Row
+
+logger = logging.getLogger(__name__)
+
+EVALUATED_AT_ONCE = 64
+"""Held-out rows between two moments at which an evaluation can be interrupted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The lowest held-out loss so far, and after which step."""
+
+    step: int
+    loss: float
+
+
+@dataclass(slots=True, kw_only=True)
+class SftRun(Training):
+    """A supervised run under way."""
+
+    config: SftConfig  # pyright: ignore[reportIncompatibleVariableOverride]
+    lessons: LessonSet
+    max_draws: int | None
+    """Examples drawn in all steps together; None where the steps say how long."""
+    held_out: LessonSet | None
+    eval_steps: int
+    best: Best | None = None
+    not_better: int = 0
+    """Evaluations in a row since the best one."""
+    evaluated_step: int | None = None
+    """After which step the last evaluation was."""
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether early stopping ends the run here."""
+        patience = self.config.eval.early_stopping_patience
+        return patience is not None and self.not_better >= patience
+
+    def position(self) -> dict[str, Any]:
+        """See `Training.position`."""
+        return {
+            **super(SftRun, self).position(),
+            "best": asdict(self.best) if self.best else None,
+            "not_better": self.not_better,
+            "evaluated_step": self.evaluated_step,
+        }
+
+    def take_position(self, position: Mapping[str, Any]) -> None:
+        """See `Training.take_position`."""
+        super(SftRun, self).take_position(position)
+        self.best = Best(**position["best"]) if position["best"] else None
+        self.not_better = position["not_better"]
+        self.evaluated_step = position["evaluated_step"]
+
+
+async def train(run: SftRun) -> None:
+    """Take all steps that are left. Raises `Interrupted` when asked to end, and `RunError` when the run cannot go on."""
+    await evaluate_if_due(run)
+    while run.step < run.max_steps and not run.gave_up:
+        with profiled(run):
+            await take_step(run)
+        await evaluate_if_due(run)
+        if run.step % run.config.run.save_steps == 0:
+            save(run)
+
+
+async def take_step(run: SftRun) -> None:
+    """Learn from the next examples, and commit the step with its record as one unit."""
+    begun = time.perf_counter()
+    run.timings = Timings()
+    training = run.config.training
+    shuffle = run.config.data.shuffle
+    draws = _draws(run)
+    lessons = [run.lessons.drawn(draw, training.seed, shuffle=shuffle) for draw in draws]
+    rows = [teacher_row(row) for lesson in lessons for row in lesson.rows]
+    rate = learning_rate(run.step, run.max_steps, training)
+    version_in = run.policy.version
+    learned = await _learn(run, rows, rate)
+    run.timings.step = time.perf_counter() - begun
+    _commit(run, draws, lessons, version_in, {**learned, "learning_rate": rate})
+
+
+def _draws(run: SftRun) -> range:
+    """The draws of the step; the last step of whole epochs has what is left of them."""
+    size = run.config.training.examples_per_step
+    end = (run.step + 1) * size
+    return range(run.step * size, end if run.max_draws is None else min(end, run.max_draws))
+
+
+async def _learn(run: SftRun, rows: list[Row], rate: float) -> dict[str, float]:
+    """Gradient and update; returns metrics."""
+    run.progress.phase("learning", 0, 1)
+    begun = time.perf_counter()
+    denominators = {Sft.name: float(sum(sum(row.mask) for row in rows))}
+    work = run.learner.forward_backward(rows, Sft().loss_spec(), denominators)
+    try:
+        sums = await run.interruption.allow(work)
+    except BaseException:
+        run.learner.discard()
+        raise
+    result = await update(run, rows, sums, rate)
+    count_non_finite(run, not result.applied)
+    if result.applied:
+        run.policy = replace(run.policy, version=run.policy.version + 1)
+    run.timings.learning = time.perf_counter() - begun
+    run.timings.learned_tokens = sum(len(r.prompt_ids) + len(r.completion_ids) for r in rows)
+    return {**loss_metrics([(sums, denominators)]), "grad_norm": result.grad_norm}
+
+
+def _commit(
+    run: SftRun,
+    draws: Sequence[int],
+    lessons: Sequence[Lesson],
+    version_in: int,
+    learned: Mapping[str, float],
+) -> None:
+    """The step with its rows and metrics, in one transaction. Then the run stands after it."""
+    run.tokens_seen += run.timings.learned_tokens
+    metrics = {
+        **learned,
+        "num_tokens": float(run.tokens_seen),
+        "epoch": (draws[-1] + 1) / len(run.lessons.lessons),
+        **{name: value for name, value in timing_metrics(run.timings).items() if value},
+    }
+    record = StepRecord(
+        step=run.step,
+        version_in=version_in,
+        version_out=run.policy.version,
+        fingerprint_out="",
+        draws=tuple(draws),
+        learning_rate=metrics["learning_rate"],
+        finished_at=time.time(),
+    )
+    groups = [
+        teacher_group(run.tokenizer, lesson, draw)
+        for draw, lesson in zip(draws, lessons, strict=True)
+    ]
+    run.folder.store.commit_step(record, groups, metrics)
+    run.progress.step(run.step, metrics)
+    logger.info("step %d/%d: loss %.4g", run.step + 1, run.max_steps, metrics["loss"])
+    run.step += 1
+
+
+# --- held-out rows -------------------------------------------------------------------------------
+
+
+async def evaluate_if_due(run: SftRun) -> None:
+    """Before the first step, every `eval.eval_steps` steps, and after the last one."""
+    if run.held_out is None or run.evaluated_step == run.step:
+        return
+    if run.step == 0:
+        due = run.config.eval.eval_on_start
+    else:
+        due = run.step % run.eval_steps == 0 or run.step == run.max_steps
+    if due:
+        loss = await _evaluate(run, run.held_out)
+        _judge(run, loss)
+
+
+async def _evaluate(run: SftRun, held_out: LessonSet) -> float:
+    """Record the loss on the held-out rows; returns it, in nats per trained token."""
+    losses: list[float] = []
+    counts: list[int] = []
+    rows = [(lesson, teacher_row(row)) for lesson in held_out.lessons for row in lesson.rows]
+    for start in range(0, len(rows), EVALUATED_AT_ONCE):
+        run.progress.phase("evaluating", start, len(rows))
+        part = [row for _, row in rows[start : start + EVALUATED_AT_ONCE]]
+        found = await run.interruption.allow(run.learner.logprobs(part))
+        for row, logprobs in zip(part, found, strict=True):
+            losses.append(-math.fsum(p for p, m in zip(logprobs, row.mask, strict=True) if m))
+            counts.append(sum(row.mask))
+        await asyncio.sleep(0)
+    loss = math.fsum(losses) / sum(counts)
+    metrics = {
+        "eval_loss": loss,
+        "perplexity": _perplexity(loss),
+        "eval_tokens": float(sum(counts)),
+    }
+    details = [
+        {"example": lesson.example.index, "loss": total / count, "tokens": count}
+        for (lesson, _), total, count in zip(rows, losses, counts, strict=True)
+    ]
+    label = f"{run.folder.name}@{run.step}"
+    record = EvaluationRecord(run.step, f"step-{run.step}", label, metrics, details)
+    run.folder.store.add_evaluation(record)
+    run.say(f"held-out after {run.step} steps: eval_loss {loss:.4f}")
+    return loss
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700.0))  # beyond it a float overflows
+
+
+def _judge(run: SftRun, loss: float) -> None:
+    """Note whether the evaluation is the best so far; a checkpoint keeps the best one. The start is no candidate."""
+    run.evaluated_step = run.step
+    if run.step == 0:
+        return
+    least = run.config.eval.early_stopping_threshold
+    if run.best is None or loss < run.best.loss - least:
+        run.best, run.not_better = Best(run.step, loss), 0
+        write_checkpoint(run)
+        prune(run)
+        return
+    run.not_better += 1
+    if run.gave_up:
+        run.say(
+            f"stopped early: no held-out loss below {run.best.loss:.4f} (after {run.best.step} steps) in "
+            f"{run.not_better} evaluations"
+        )
+
+
+# --- checkpoints ---------------------------------------------------------------------------------
+
+
+def save(run: SftRun) -> None:
+    """Weights, optimiser and position after the steps done; older checkpoints go as configured."""
+    if run.saved_step != run.step:
+        write_checkpoint(run)
+    prune(run)
+
+
+def prune(run: SftRun) -> None:
+    """Delete old checkpoints, but not the best one."""
+    keep = run.config.run.save_total_limit
+    if keep is not None:
+        checkpoints.prune(run.folder.checkpoints, keep, {run.best.step} if run.best else ())

@@ -1,0 +1,236 @@
+"""Which tokens of a conversation the assistant wrote: masks from the lengths of renders, never from looking for token ids.
+
+For each assistant turn the conversation is rendered twice: up to the turn, as a prompt that asks for it, and up to and with the turn.
+The second begins with the first, and what it has more is the turn, its end token included. So a turn is trained after exactly the
+tokens that the model sees when it is asked for it. Where a template marks the assistant's words itself (`{% generation %}`), its marks
+are taken instead.
+
+Some templates rewrite earlier turns as a conversation grows: thinking is dropped, a tool list moves. Then the tokens after which a later
+turn is written are not those that an earlier turn was written in, and the two cannot share a row: a new one starts. Where nothing is
+rewritten, all turns stand in one row.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from groupwise.errors import TaskError
+from groupwise.models.tokens import prompt_ids
+from groupwise.types import Message
+
+MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+SHOWN = 40
+"""Characters of a text that a message shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation and what else its template receives."""
+
+    messages: Sequence[Message]
+    tools: Sequence[Any] | None = None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Masked:
+    """A sequence of tokens; the mask is 1 for those that teach."""
+
+    ids: tuple[int, ...]
+    mask: tuple[int, ...]
+    ends: int = 0
+    """Trained stretches that close with an end token: after them the model stops."""
+    stretches: int = 1
+    """Trained stretches: turns, or one completion."""
+
+
+def assistant_turns(chat: Chat) -> list[int]:
+    """The positions of the assistant's messages."""
+    return [n for n, message in enumerate(chat.messages) if message["role"] == "assistant"]
+
+
+def mask_turns(tokenizer: Any, chat: Chat, turns: Sequence[int]) -> list[Masked]:
+    """The conversation up to the last of these turns, as few rows as its template allows, with the turns trained.
+
+    Raises `TaskError` where the template refuses the messages, or where no mask could be right.
+    """
+    rows: list[Masked] = []
+    for turn in turns:
+        row = _mask_turn(tokenizer, chat, turn)
+        if rows and row.ids[: len(rows[-1].ids)] == rows[-1].ids:
+            row = _joined(rows.pop(), row)
+        rows.append(row)
+    return rows
+
+
+def mask_whole_chat(tokenizer: Any, chat: Chat) -> Masked:
+    """The whole conversation, every token of it trained."""
+    ids = _ids(tokenizer, _render(tokenizer, chat, len(chat.messages), ask=False))
+    return Masked(ids, (1,) * len(ids), ends=_ended(tokenizer, ids))
+
+
+def mask_text(tokenizer: Any, text: str) -> Masked:
+    """A text with its end token, every token trained."""
+    ids = prompt_ids(tokenizer, _closed(tokenizer, text))
+    return Masked(ids, (1,) * len(ids), ends=_ended(tokenizer, ids))
+
+
+def mask_completion(tokenizer: Any, prompt: str, completion: str, *, whole: bool) -> Masked:
+    """A completion and its end token after a prompt, both text; `whole` trains the prompt too."""
+    before = prompt_ids(tokenizer, prompt)
+    after = _tail(tokenizer, prompt, _closed(tokenizer, prompt + completion))
+    mask = (int(whole),) * len(before) + (1,) * len(after)
+    return Masked(before + after, mask, ends=_ended(tokenizer, after))
+
+
+def special_texts(tokenizer: Any) -> tuple[str, ...]:
+    """The texts of all special tokens, end tokens among them."""
+    added = tokenizer.added_tokens_decoder.values()
+    return (*tokenizer.all_special_tokens, *(token.content for token in added if token.special))
+
+
+def _mask_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
+    """The conversation up to one assistant turn, of which that turn alone is trained."""
+    if MARKS.search(_template(tokenizer, chat)):
+        return _marked_turn(tokenizer, chat, turn)
+    if turn == 0:
+        raise TaskError(
+            "the conversation begins with the assistant, so nothing asks for its first turn. Begin it with a user message, "
+            "or leave that turn out."
+        )
+    before = _render(tokenizer, chat, turn, ask=True)
+    whole = _render(tokenizer, chat, turn + 1, ask=False)
+    if not whole.startswith(before):
+        raise TaskError(_rewritten(turn, before, whole))
+    opening = _ids(tokenizer, before)
+    ids = opening + _tail(tokenizer, before, whole)
+    closed = opening + _tail(tokenizer, before, _without_space_after_end(tokenizer, whole))
+    end = len(closed) if ids[: len(closed)] == closed else len(ids)
+    mask = (0,) * len(opening) + (1,) * (end - len(opening)) + (0,) * (len(ids) - end)
+    return Masked(ids, mask, ends=_ended(tokenizer, ids[len(opening) : end]))
+
+
+def _marked_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
+    """As the template marks it. Marks of earlier turns are left out: those stand in rows of their own, or are joined."""
+    marked = tokenizer.apply_chat_template(
+        list(chat.messages[: turn + 1]),
+        tools=chat.tools,
+        tokenize=True,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+        **chat.template_kwargs,
+    )
+    ids, marks = tuple(marked["input_ids"]), marked["assistant_masks"]
+    earlier = _ids(tokenizer, _render(tokenizer, chat, turn, ask=False)) if turn else ()
+    start = _common(ids, earlier)
+    mask = tuple(mark if place >= start else 0 for place, mark in enumerate(marks))
+    if not any(mask):
+        raise TaskError(
+            f"the chat template has {{% generation %}} marks, but marks nothing of message {turn}. Mend the template, or give "
+            "one as model.chat_template."
+        )
+    last = max(place for place, mark in enumerate(mask) if mark)
+    return Masked(ids, mask, ends=_ended(tokenizer, ids[: last + 1]))
+
+
+def _joined(first: Masked, longer: Masked) -> Masked:
+    """Both masks over the longer of two sequences, of which the first is the beginning."""
+    rest = (0,) * (len(longer.ids) - len(first.ids))
+    mask = tuple(max(pair) for pair in zip(first.mask + rest, longer.mask, strict=True))
+    return Masked(longer.ids, mask, first.ends + longer.ends, first.stretches + longer.stretches)
+
+
+def _render(tokenizer: Any, chat: Chat, count: int, *, ask: bool) -> str:
+    """The first `count` messages as text; `ask` adds what makes the model answer."""
+    _template(tokenizer, chat)
+    messages = list(chat.messages[:count])
+    try:
+        return tokenizer.apply_chat_template(
+            messages,
+            tools=chat.tools,
+            add_generation_prompt=ask,
+            tokenize=False,
+            **chat.template_kwargs,
+        )
+    except (
+        Exception
+    ) as error:  # a template is a program of the model's makers and raises what it likes
+        roles = ", ".join(str(message.get("role")) for message in messages)
+        raise TaskError(
+            f"the chat template of the model refuses messages with the roles {roles}: {error}. Give messages that it takes "
+            "(many know no system role, or want user and assistant in turns), or another template as model.chat_template."
+        ) from error
+
+
+def _template(tokenizer: Any, chat: Chat) -> str:
+    if not tokenizer.chat_template:
+        raise TaskError(
+            "the row is a conversation, but the model's tokenizer has no chat template. Give rows as text (`text`, or "
+            "`prompt` and `completion`), or a template file as model.chat_template."
+        )
+    return tokenizer.get_chat_template(tools=chat.tools)
+
+
+def _ids(tokenizer: Any, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _tail(tokenizer: Any, before: str, whole: str) -> tuple[int, ...]:
+    """The tokens of `whole` after those of its beginning `before`.
+
+    Where tokenising the whole would join characters across the border, the two are tokenised apart, because the model
+    is asked with the tokens of `before`.
+    """
+    opening, ids = _ids(tokenizer, before), _ids(tokenizer, whole)
+    if ids[: len(opening)] == opening:
+        return ids[len(opening) :]
+    rest = _ids(tokenizer, whole[len(before) :])
+    if tokenizer.decode([*opening, *rest]) != tokenizer.decode(list(ids)):
+        raise TaskError(
+            f"the text {_shown(whole[len(before) :])} cannot be tokenised apart from what stands before it, "
+            f"{_shown(before[-SHOWN:])}: the parts make another text. Let the completion begin with a space or a line break."
+        )
+    return rest
+
+
+def _without_space_after_end(tokenizer: Any, text: str) -> str:
+    """Without the line break that templates write after an end token: the model stops at the token and never writes it."""
+    stripped = text.rstrip()
+    return stripped if stripped.endswith(special_texts(tokenizer)) else text
+
+
+def _closed(tokenizer: Any, text: str) -> str:
+    """The text with the model's end token, once."""
+    end = tokenizer.eos_token
+    return text if end is None or text.endswith(end) else text + end
+
+
+def _ended(tokenizer: Any, ids: Sequence[int]) -> int:
+    """1 if the last of these tokens is one that can end a text, else 0."""
+    ends = tokenizer.convert_tokens_to_ids(list(special_texts(tokenizer)))
+    return int(bool(ids) and ids[-1] in ends)
+
+
+def _rewritten(turn: int, before: str, whole: str) -> str:
+    same = _common(before, whole)
+    return (
+        f"message {turn} (assistant): the chat template writes the conversation differently once the turn is there. Where "
+        f"the prompt goes on with {_shown(before[same:])}, it writes {_shown(whole[same:])}, so the model would be trained "
+        "after other tokens than it is asked with. Give the row as `prompt` and `completion` texts, give what the template "
+        "misses (a thinking model wants the turn's `reasoning_content`), or give as model.chat_template a template that "
+        "does not do so, or that marks the assistant's words with {% generation %}."
+    )
+
+
+def _common(first: Sequence[object], second: Sequence[object]) -> int:
+    """How far two sequences are the same from their beginnings."""
+    pairs = zip(first, second, strict=False)
+    differ = (place for place, (one, other) in enumerate(pairs) if one != other)
+    return next(differ, min(len(first), len(second)))
+
+
+def _shown(text: str) -> str:
+    return repr(text[:SHOWN] + ("…" if len(text) > SHOWN else ""))

@@ -1,0 +1,247 @@
+"""The config of a supervised run (`groupwise sft`): the sections that it shares with other runs, and its own.
+
+One strict schema for each command: a key that could not take effect is refused, so a config of `groupwise rl` is no config of
+`groupwise sft`. The sections `model`, `lora`, `run` and `task` mean the same in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal, cast
+
+from pydantic import model_validator
+
+from groupwise.config import FOREIGN, LoadedConfig, given_tree, stem_of
+from groupwise.learner.config import OptimisationConfig
+from groupwise.models.config import LoraConfig, ModelConfig
+from groupwise.runs.config import RunSection
+from groupwise.settings import Strict, document, override, secrets_in, setting, validate
+
+
+class SftTrainingConfig(OptimisationConfig):
+    """The steps of a supervised run. Each makes one update with `examples_per_step` examples."""
+
+    max_steps: int | None = setting(
+        None,
+        "Steps to train, instead of num_train_epochs.",
+        on_resume="free",
+        ge=1,
+    )
+    num_train_epochs: float | None = setting(
+        1.0,
+        "Passes over the dataset; fractions are possible. null where max_steps says how long.",
+        gt=0,
+    )
+    examples_per_step: int = setting(
+        16, "Examples of each step, the batch size; each teaches by one row or more.", ge=1
+    )
+    learning_rate: float = setting(
+        1e-4,
+        "Peak step size of AdamW; this default suits a LoRA adapter, all weights want a tenth.",
+        gt=0,
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _steps_replace_the_default_epochs(cls, given: Any) -> Any:
+        """Whoever gives steps need not write `num_train_epochs: null` beside them."""
+        if not isinstance(given, dict):
+            return given
+        keys = cast("dict[str, Any]", given)
+        if keys.get("max_steps") is None or "num_train_epochs" in keys:
+            return keys
+        return {**keys, "num_train_epochs": None}
+
+
+class SftDataConfig(Strict):
+    """How the rows of the task's `get_sft_dataset` are read, and what of them is trained."""
+
+    not_yet: ClassVar[frozenset[str]] = frozenset(
+        {"dataset_name", "dataset_config", "dataset_split", "dataset_mixture", "mixture", "columns"}
+    )
+
+    dataset_text_field: str = setting(
+        "text", "Column of rows that are one text, trained whole.", min_length=1
+    )
+    completion_only_loss: bool | None = setting(
+        None,
+        "true: only completions and the assistant's turns are trained. false: every token. null: completions where the row "
+        "says what is one (messages, prompt and completion), and texts whole.",
+    )
+    assistant_turns: Literal["all", "last"] = setting(
+        "all", "Which of the assistant's turns in `messages` are trained."
+    )
+    max_length: int | None = setting(
+        None, "Longest row in tokens; null: only the model's own limit.", ge=2
+    )
+    truncation_mode: Literal["keep_start", "keep_end", "drop"] = setting(
+        "keep_start",
+        "What becomes of longer rows: cut at the end, cut at the beginning, or left out. A row of which nothing trained is "
+        "left is left out as well; all are counted.",
+    )
+    shuffle: bool = setting(
+        True, "Take the examples of each epoch in an order of its own, from the seed."
+    )
+
+    @model_validator(mode="after")
+    def _can_take_effect(self) -> SftDataConfig:
+        if self.completion_only_loss is False and self.assistant_turns == "last":
+            raise ValueError(
+                "assistant_turns is last, but completion_only_loss is false, which trains every token. Set one of the two."
+            )
+        return self
+
+
+class SftEvalConfig(Strict):
+    """The loss on the rows of the task's `get_sft_eval_dataset`."""
+
+    eval_steps: int | None = setting(
+        None, "Steps between evaluations; null: once an epoch.", on_resume="free", ge=1
+    )
+    eval_on_start: bool = setting(
+        True, "Evaluate before the first step as well, to have something to compare with."
+    )
+    max_examples: int | None = setting(
+        None, "Examples evaluated, the first ones; null uses all.", ge=1
+    )
+    early_stopping_patience: int | None = setting(
+        None,
+        "Evaluations in a row without a better loss, after which the run ends; null: never.",
+        on_resume="free",
+        ge=1,
+    )
+    early_stopping_threshold: float = setting(
+        0.0,
+        "A loss (nats per token) is better if it is lower by more than this than the best so far.",
+        on_resume="free",
+        ge=0,
+    )
+    load_best_model_at_end: bool = setting(
+        False,
+        "final/ holds the weights of the best evaluation instead of the last ones.",
+        on_resume="free",
+    )
+
+
+_STEP = (
+    "a step is training.examples_per_step examples, and training.max_tokens_per_microbatch is what is "
+    "computed at once"
+)
+_RL = "it belongs to `groupwise rl`, which has a config of its own; `groupwise sft` samples nothing"
+_TASK_DATA = "the data comes from the task's get_sft_dataset and get_sft_eval_dataset"
+_EVAL = "here it is eval.eval_steps; evaluation is on where the task has get_sft_eval_dataset"
+_NOT_HERE = ("sampler.", "training.num_generations", "algorithm.", "prompts_per_step")
+
+
+def _foreign() -> dict[str, str]:
+    """What the config of `groupwise rl` says of other frameworks' keys, without what is different here."""
+    shared = {
+        name: advice
+        for name, advice in FOREIGN.items()
+        if not any(part in advice for part in _NOT_HERE)
+    }
+    return {
+        **shared,
+        **dict.fromkeys(
+            (
+                "per_device_train_batch_size",
+                "per_device_eval_batch_size",
+                "gradient_accumulation_steps",
+                "train_batch_size",
+                "mini_batch_size",
+                "micro_batch_size",
+                "batch_size",
+            ),
+            _STEP,
+        ),
+        **dict.fromkeys(
+            (
+                "sampler",
+                "algorithm",
+                "rewards",
+                "rollout",
+                "prompts_per_step",
+                "num_generations",
+                "num_iterations",
+                "minibatches",
+                "schedule",
+                "lag",
+                "max_prompt_length",
+                "max_completion_length",
+                "beta",
+                "temperature",
+                "before_and_after",
+            ),
+            _RL,
+        ),
+        **dict.fromkeys(("dataset", "train_dataset", "eval_dataset"), _TASK_DATA),
+        **dict.fromkeys(
+            ("max_seq_length", "max_seq_len", "sequence_len", "cutoff_len", "model_max_length"),
+            "here it is data.max_length",
+        ),
+        **dict.fromkeys(
+            ("max_length", "dataset_text_field", "completion_only_loss", "truncation_mode"),
+            "here it stands in the section data",
+        ),
+        **dict.fromkeys(
+            ("assistant_only_loss", "train_on_inputs", "train_on_prompt"),
+            "here it is data.completion_only_loss",
+        ),
+        **dict.fromkeys(("eval_strategy", "evaluation_strategy", "do_eval"), _EVAL),
+        **dict.fromkeys(("metric_for_best_model", "greater_is_better"), "the metric is eval_loss"),
+    }
+
+
+class SftConfig(Strict):
+    """One supervised run."""
+
+    not_yet: ClassVar[frozenset[str]] = frozenset({"callbacks"})
+    foreign: ClassVar[Mapping[str, str]] = _foreign()
+
+    model: ModelConfig
+    lora: LoraConfig | None = setting(
+        LoraConfig(), "The adapter that is trained; null trains all weights of the model."
+    )
+    training: SftTrainingConfig = SftTrainingConfig()
+    data: SftDataConfig = SftDataConfig()
+    eval: SftEvalConfig = SftEvalConfig()
+    run: RunSection = RunSection()
+    task: dict[str, Any] = setting(
+        {}, "What the task itself reads; free, unless the task brings a schema for it."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedSftConfig(LoadedConfig):
+    """A validated config of a supervised run and where it came from."""
+
+    config: SftConfig  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+def load_sft_config(
+    source: Path | str | Mapping[str, Any] | SftConfig, overrides: Sequence[str] = ()
+) -> LoadedSftConfig:
+    """Read, override and validate. Raises ConfigError with every problem, one in each line."""
+    path = Path(source) if isinstance(source, str | Path) else None
+    tree = override(given_tree(source), overrides)
+    config = validate(SftConfig, tree, check=lambda given: secrets_in(given, ("task",)))
+    return LoadedSftConfig(config, stem_of(path), path, tree)
+
+
+def documentation() -> str:
+    """`docs/configuration-sft.md`."""
+    return _PAGE.format(table=document(SftConfig))
+
+
+_PAGE = """\
+# Configuration of a supervised run
+
+What a config of `groupwise sft` may hold. How configs are written, and what **on resume** means, stands in
+[configuration](configuration.md); how the parts work together in [warm up with examples](how-to/sft.md).
+
+{table}
+This page is made from the code:
+`python -c "from groupwise.sft_config import documentation as d; print(d(), end='')" > docs/configuration-sft.md`
+"""

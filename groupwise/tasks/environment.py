@@ -1,0 +1,184 @@
+"""What an environment is: an object for one rollout, which answers the policy turn by turn.
+
+    class Guess:
+        def reset(self, secret):                 # optional: columns of the row by name, `prompt`, `seed`, `member`
+            self.secret = secret
+
+        def step(self, completion):              # each turn: what the policy wrote, as text
+            if completion.strip() == self.secret:
+                return Step(done=True, reward=1.0)
+            return Step("No. Guess again.")
+
+    def get_environment(config):                 # a class, or any function that makes an environment
+        return Guess
+
+More methods are optional: `reward()` gives a number or a dict of named numbers for the whole rollout once it has ended,
+however it ended; `metrics()` gives named numbers that are recorded and do not count; `close()` frees what the environment holds. Every
+method may be async.
+
+An environment must be a function of what `reset` is given and of the completions: where its process is lost, another one makes
+it anew and tells it the same completions again. `seed` is the same for all members of a group, so that they begin alike; chance
+that is to differ between them comes from `seed` and `member` together.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+from groupwise.errors import TaskError
+from groupwise.plugins import printable
+from groupwise.types import Message, Prompt, RewardPart
+
+Observation = str | list[Message] | None
+"""What an environment answers: text, or messages of a chat. Text in a chat is a message of the user."""
+
+DEFAULT_PART = "environment"
+"""Name of a reward that is given as a plain number."""
+
+GIVEN = ("prompt", "seed", "member")
+"""What `reset` can ask for besides columns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An environment's answer to one completion."""
+
+    observation: Observation = None
+    """What the policy sees next. After the last turn it is only recorded."""
+    done: bool = False
+    """Whether the rollout has ended."""
+    reward: float | Mapping[str, float] | None = None
+    """Earned in this turn: a number, or several by name. Those of all turns, and of `reward()`, add up."""
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Numbers by name that are recorded and do not count."""
+
+
+class Environment(Protocol):
+    """The one method that an environment must have; see this module's text for the others."""
+
+    def step(self, completion: str) -> Any:
+        """Answer a completion with a `Step`, sync or async."""
+        ...
+
+
+EnvironmentFactory = Callable[[], Environment]
+
+
+def check_factory(given: object, where: str) -> EnvironmentFactory:
+    """Raise TaskError unless `given` makes environments when it is called without arguments."""
+    expected = "Expected a class with a method `step(self, completion)`, or a function that makes such an object"
+    if not callable(given):
+        hint = ", not an object of it" if hasattr(given, "step") else ""
+        raise TaskError(f"{where} returned {type(given).__name__}. {expected}{hint}.")
+    if inspect.isclass(given) and not callable(getattr(given, "step", None)):
+        raise TaskError(f"{where} returned the class {given.__name__} without `step`. {expected}.")
+    return cast("EnvironmentFactory", given)
+
+
+def check_reset(factory: EnvironmentFactory, columns: Collection[str], where: str) -> None:
+    """Raise TaskError if a class's `reset` asks for an argument that no row gives it."""
+    reset = getattr(factory, "reset", None)  # of a class, or of tools that are one
+    if reset is None:
+        return
+    needed = [p.name for p in _arguments(reset)[1:] if p.default is p.empty and _is_named(p)]
+    missing = [name for name in needed if name not in columns and name not in GIVEN]
+    if missing:
+        raise TaskError(
+            f"{where}: `reset` asks for {' and '.join(f'`{name}`' for name in missing)}, but the dataset has no such "
+            f"column. It has: {', '.join(sorted(columns)) or 'none but prompt'}. Besides columns it may ask for "
+            f"{', '.join(GIVEN)}."
+        )
+
+
+def reset_arguments(reset: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What of `given` the method names; all of the columns, if it takes any keyword."""
+    parameters = _arguments(reset)
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return dict(given)
+    return {p.name: given[p.name] for p in parameters if p.name in given}
+
+
+def as_step(returned: object) -> Step:
+    """What `step` returned, checked; raises ValueError that says what it should have been."""
+    if not isinstance(returned, Step):
+        raise ValueError(f"`step` returned {_shown(returned)}; expected a groupwise Step")
+    return Step(
+        observation=_observation(returned.observation),
+        done=bool(returned.done),
+        reward=returned.reward,
+        metrics=returned.metrics,
+    )
+
+
+def as_prompt(returned: object) -> Prompt | None:
+    """The first prompt that `reset` returned, checked; None keeps the row's."""
+    try:
+        return _observation(returned)
+    except ValueError:
+        raise ValueError(
+            f"`reset` returned {_shown(returned)}; expected None, text, or a list of chat messages"
+        ) from None
+
+
+def as_parts(given: object, turn: int | None, weight: float = 1.0) -> tuple[RewardPart, ...]:
+    """A reward as parts by name; raises ValueError for what is no finite number."""
+    if given is None:
+        return ()
+    named = cast(
+        "Mapping[Any, Any]", given if isinstance(given, Mapping) else {DEFAULT_PART: given}
+    )
+    return tuple(
+        RewardPart(printable(str(name)), _number(str(name), value), weight, turn)
+        for name, value in named.items()
+        if value is not None
+    )
+
+
+def _number(name: str, value: Any) -> float:
+    try:
+        number = math.nan if isinstance(value, str | bytes) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"the reward `{name}` is {_shown(value)}; expected a finite number")
+    return number
+
+
+def _observation(value: object) -> Observation:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return printable(value)
+    messages = cast("object", [value] if isinstance(value, Mapping) else value)
+    if not isinstance(messages, list | tuple) or not all(map(_is_message, cast("Any", messages))):
+        raise ValueError(
+            f"the observation is {_shown(cast('object', value))}; expected text or chat messages with `role` and `content`"
+        )
+    return [
+        {key: printable(text) if isinstance(text, str) else text for key, text in message.items()}
+        for message in cast("Sequence[Message]", messages)
+    ]
+
+
+def _is_message(value: object) -> bool:
+    if not isinstance(value, Mapping):
+        return False
+    message = cast("Mapping[Any, Any]", value)
+    return isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+
+
+def _arguments(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    return list(inspect.signature(function).parameters.values())
+
+
+def _is_named(parameter: inspect.Parameter) -> bool:
+    return parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+
+
+def _shown(value: object) -> str:
+    shown = repr(value)
+    return f"{type(value).__name__} {shown if len(shown) <= 60 else shown[:57] + '...'}"

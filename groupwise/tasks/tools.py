@@ -1,0 +1,309 @@
+"""Tools: Python functions that the policy may call, as an environment.
+
+    def get_environment(config):
+        return Tools([add, look_up])
+
+Each turn is searched for calls. Their results are the next observation; a turn without a call is the answer and ends the
+rollout. What goes wrong in a call (unknown name, arguments that do not fit, an exception) is told to the policy in the same way,
+so that it can learn to do better.
+
+A schema is made from a function's signature and docstring, in the form that chat templates take. The usual way to write a call is
+that of Hermes and Qwen, `<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>`. `TextCalls` finds calls
+by a regular expression instead, for models that are too small for JSON.
+
+Tools that share a state are the methods of a class: `Tools(Shop)` makes a `Shop` for each rollout and offers its public
+methods. Its `reset`, `reward`, `metrics` and `close` are those of an environment.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError, validate_call
+
+from groupwise.errors import TaskError
+from groupwise.tasks.environment import Step, reset_arguments
+from groupwise.types import Message
+
+Tool = Callable[..., Any]
+Schema = dict[str, Any]
+OWN_METHODS = ("reset", "reward", "metrics", "close")
+"""Methods of a class of tools that are the environment's, not tools."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call that the policy wrote."""
+
+    name: str
+    arguments: dict[str, Any]
+    problem: str | None = None
+    """Why it cannot be made, where it is no proper call."""
+
+
+class CallForm(Protocol):
+    """How calls are written, and how results are told."""
+
+    def find(self, text: str) -> list[ToolCall]:
+        """The calls in a completion, in order; also those that are malformed."""
+        ...
+
+    def results(self, results: Sequence[tuple[str, str]], *, chat: bool) -> str | list[Message]:
+        """The observation for (tool, result) pairs."""
+        ...
+
+    @property
+    def renders_schemas(self) -> bool:
+        """Whether the tools' schemas belong into the first prompt."""
+        ...
+
+
+class HermesCalls:
+    """`<tool_call>` with JSON; results are messages of the role `tool`, or stand in `<tool_response>` in plain text."""
+
+    renders_schemas = True
+    _PATTERN = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+
+    def find(self, text: str) -> list[ToolCall]:
+        """See `CallForm.find`."""
+        return [_hermes_call(found.strip()) for found in self._PATTERN.findall(text)]
+
+    def results(self, results: Sequence[tuple[str, str]], *, chat: bool) -> str | list[Message]:
+        """See `CallForm.results`."""
+        if chat:
+            return [{"role": "tool", "name": name, "content": result} for name, result in results]
+        told = [f"<tool_response>\n{result}\n</tool_response>" for _, result in results]
+        return "\n" + "\n".join(told) + "\n"
+
+
+@dataclass(frozen=True)
+class TextCalls:
+    """Calls of one tool by a regular expression; its named groups are the arguments.
+
+    `TextCalls("square", r"sq\\((?P<n>\\d+)\\)", result=" = {result}\\n")`
+    """
+
+    tool: str
+    pattern: str
+    result: str = "{result}"
+    """How a result is told; `{result}` stands for it."""
+
+    renders_schemas = False
+
+    def find(self, text: str) -> list[ToolCall]:
+        """See `CallForm.find`."""
+        return [ToolCall(self.tool, found.groupdict()) for found in re.finditer(self.pattern, text)]
+
+    def results(self, results: Sequence[tuple[str, str]], *, chat: bool) -> str | list[Message]:
+        """See `CallForm.results`."""
+        return "".join(self.result.replace("{result}", result) for _, result in results)
+
+
+class Tools:
+    """Makes an environment of tools for each rollout; what `get_environment` returns."""
+
+    def __init__(self, tools: Sequence[Tool] | type, calls: CallForm | None = None) -> None:
+        """Raises TaskError for a tool whose schema cannot be made."""
+        self._given: Any = tools
+        self.calls = calls or HermesCalls()
+        functions = (
+            _methods(tools) if inspect.isclass(tools) else list(cast("Sequence[Tool]", tools))
+        )
+        if not functions:
+            raise TaskError(
+                "Tools: no tool is there; give functions, or a class with public methods."
+            )
+        made = [schema_of(function) for function in functions]
+        self.names = tuple(schema["function"]["name"] for schema in made)
+        _check_names(self.names, self.calls)
+        self.schemas: list[Schema] = made if self.calls.renders_schemas else []
+        """For the chat template."""
+
+    @property
+    def gives_rewards(self) -> bool:
+        """Whether rewards can come from the environment itself."""
+        return inspect.isclass(self._given) and hasattr(self._given, "reward")
+
+    @property
+    def reset(self) -> Callable[..., Any] | None:
+        """The `reset` of the class, if there is one."""
+        return getattr(self._given, "reset", None) if inspect.isclass(self._given) else None
+
+    def __call__(self) -> ToolEnvironment:
+        """An environment for one rollout."""
+        if not inspect.isclass(self._given):
+            return ToolEnvironment(list(self._given), self.calls, None)
+        state = self._given()
+        bound = [getattr(state, method.__name__) for method in _methods(self._given)]
+        return ToolEnvironment(bound, self.calls, state)
+
+
+class ToolEnvironment:
+    """Calls what the policy asks for, turn by turn."""
+
+    def __init__(self, tools: Sequence[Tool], calls: CallForm, state: object | None) -> None:
+        self._tools = {tool.__name__: validate_call(tool) for tool in tools}
+        self._calls = calls
+        self._state = state
+        self._chat = True
+
+    async def reset(self, **given: Any) -> Any:
+        """Begin; the class of the tools hears it too."""
+        self._chat = not isinstance(given["prompt"], str)
+        return await self._ask("reset", given)
+
+    async def step(self, completion: str) -> Step:
+        """The results of the calls in a completion; without one it is the answer."""
+        calls = self._calls.find(completion)
+        if not calls:
+            return Step(done=True)
+        results = [(call.name, await self._result(call)) for call in calls]
+        return Step(self._calls.results(results, chat=self._chat))
+
+    async def reward(self) -> Any:
+        """That of the class, if it gives one."""
+        return await self._ask("reward")
+
+    async def metrics(self) -> Any:
+        """Those of the class, if it gives any."""
+        return await self._ask("metrics")
+
+    async def close(self) -> None:
+        """Free what the class holds."""
+        await self._ask("close")
+
+    async def _ask(self, method: str, given: Mapping[str, Any] | None = None) -> Any:
+        function = getattr(self._state, method, None)
+        if function is None:
+            return None
+        answer = function(**reset_arguments(function, given or {}))
+        return await answer if inspect.isawaitable(answer) else answer
+
+    async def _result(self, call: ToolCall) -> str:
+        if call.problem is not None:
+            return f"error: {call.problem}"
+        tool = self._tools.get(call.name)
+        if tool is None:
+            return f"error: there is no tool {call.name!r}; there are: {', '.join(self._tools)}"
+        try:
+            result = tool(**call.arguments)
+            return _told(await result if inspect.isawaitable(result) else result)
+        except ValidationError as error:
+            return f"error: {_validation(error)}"
+        except Exception as error:  # noqa: BLE001 — a tool may raise anything, and the policy is told
+            return f"error: {type(error).__name__}: {error}"
+
+
+def schema_of(tool: Tool) -> Schema:
+    """A function's schema as chat templates take it. Raises TaskError for a parameter without a type."""
+    name = getattr(tool, "__name__", type(tool).__name__)
+    parameters = [p for p in inspect.signature(tool).parameters.values() if p.name != "self"]
+    untyped = [p.name for p in parameters if p.annotation is p.empty]
+    if untyped:
+        raise TaskError(
+            f"Tool `{name}`: the parameter `{untyped[0]}` has no type, so the policy cannot be told what to give. "
+            f"Write it into the signature, `{untyped[0]}: int`."
+        )
+    summary, described = _docstring(tool)
+    if not summary:
+        raise TaskError(
+            f"Tool `{name}` has no docstring; its first line tells the policy what it does."
+        )
+    hints = get_type_hints(tool)
+    properties: dict[str, Any] = {}
+    for parameter in parameters:
+        schema = _plain_schema(
+            hints[parameter.name], f"Tool `{name}`: the parameter `{parameter.name}`"
+        )
+        about = described.get(parameter.name)
+        properties[parameter.name] = {**schema, "description": about} if about else schema
+    required = [p.name for p in parameters if p.default is p.empty]
+    arguments = {"type": "object", "properties": properties, "required": required}
+    function = {"name": name, "description": summary, "parameters": arguments}
+    return {"type": "function", "function": function}
+
+
+def instructions(schemas: Sequence[Schema]) -> str:
+    """What a chat is told about its tools where the model's template does not do it."""
+    lines = "\n".join(json.dumps(schema, ensure_ascii=False) for schema in schemas)
+    return (
+        f"You may call these functions:\n<tools>\n{lines}\n</tools>\n"
+        "To call one, write its name and arguments as JSON between these tags:\n"
+        '<tool_call>\n{"name": "...", "arguments": {...}}\n</tool_call>'
+    )
+
+
+def _hermes_call(text: str) -> ToolCall:
+    expected = 'expected {"name": ..., "arguments": {...}} between the tags'
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        return ToolCall("", {}, f"the call is no JSON ({error}); {expected}")
+    if not isinstance(found, dict):
+        return ToolCall("", {}, f"the call is no JSON object; {expected}")
+    call = cast("dict[str, Any]", found)
+    name, arguments = call.get("name"), call.get("arguments", {})
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return ToolCall(str(name or ""), {}, f"the call lacks its name or arguments; {expected}")
+    return ToolCall(name, cast("dict[str, Any]", arguments))
+
+
+def _methods(kind: type) -> list[Tool]:
+    """Public methods in the order of their definition, inherited ones first."""
+    names = [name for base in reversed(kind.__mro__[:-1]) for name in vars(base)]
+    public = [name for name in dict.fromkeys(names) if not name.startswith("_")]
+    return [
+        getattr(kind, name)
+        for name in public
+        if inspect.isroutine(getattr(kind, name)) and name not in OWN_METHODS
+    ]
+
+
+def _check_names(names: Sequence[str], calls: CallForm) -> None:
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise TaskError(f"Tools: two tools are called `{twice[0]}`; give them different names.")
+    if isinstance(calls, TextCalls) and calls.tool not in names:
+        raise TaskError(
+            f"TextCalls is about the tool `{calls.tool}`, but there are: {', '.join(names)}."
+        )
+
+
+def _plain_schema(hint: Any, where: str) -> Schema:
+    try:
+        schema = TypeAdapter(hint).json_schema()
+    except Exception as error:  # pydantic raises several kinds for types that JSON does not know
+        raise TaskError(
+            f"{where} has the type {hint}, which has no JSON schema: {error}"
+        ) from error
+    return {key: value for key, value in schema.items() if key != "title"}
+
+
+def _docstring(tool: Tool) -> tuple[str, dict[str, str]]:
+    """What a docstring says before its sections, and of each parameter in its `Args:`."""
+    text = inspect.getdoc(tool) or ""
+    summary = re.split(r"\n\s*(?:Args|Arguments|Parameters|Returns|Raises):", text)[0]
+    found = re.search(r"(?:Args|Arguments|Parameters):\n(.*?)(?:\n\S|\Z)", text, re.DOTALL)
+    entries = re.findall(
+        r"^ +(\w+)(?: *\([^)]*\))?: (.*(?:\n {8,}.*)*)", found[1] if found else "", re.MULTILINE
+    )
+    return " ".join(summary.split()), {name: " ".join(about.split()) for name, about in entries}
+
+
+def _told(result: Any) -> str:
+    if isinstance(result, str):
+        return result
+    try:
+        return json.dumps(result, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(result)
+
+
+def _validation(error: ValidationError) -> str:
+    told = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
+    return "; ".join(told)

@@ -1,0 +1,381 @@
+"""What callbacks are told, and what comes of what they ask, in whole runs:
+
+1. every event in its order, each when what it tells of is durable;
+2. a run that is observed equals the run without, whatever the observers do to what they are given;
+3. a callback's state goes on over crashes and interruptions as if nothing had happened: nothing is missed, nothing twice;
+4. a failing callback costs nothing but a warning, unless it is critical;
+5. stop, save and evaluate are done after the step, and a resume remembers them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import groupwise
+from groupwise.errors import CallbackError, ConfigError, TaskError
+from groupwise.runs import checkpoints, durable
+from groupwise.runs.find import newest_unfinished
+from groupwise.runs.store import Store
+from tests.integration import toy_task
+from tests.integration.running import STEPS, TOY, config, die, in_child, what_must_be_equal
+from tests.integration.toy_callbacks import HISTORY
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+FILE = str(Path(__file__).with_name("toy_callbacks.py"))
+
+
+def settings(runs: Path, *callbacks: Any, **training: Any) -> dict[str, Any]:
+    named = [f"{FILE}:{c}" if isinstance(c, str) and c[0].isupper() else c for c in callbacks]
+    return {**config(runs, **training), "callbacks": named}
+
+
+def named(name: str, **parameters: Any) -> dict[str, Any]:
+    return {"name": f"{FILE}:{name}", **parameters}
+
+
+def task_with(*callbacks: object) -> Any:
+    hooks = {name: value for name, value in vars(toy_task).items() if name.startswith("get_")}
+    hooks["compute_metrics"] = toy_task.compute_metrics
+    hooks["get_rl_callbacks"] = lambda config, tokenizer, output_dir: list(callbacks)
+    return SimpleNamespace(**hooks)
+
+
+def history(runs: Path) -> list[str]:
+    return json.loads((runs / "toy" / HISTORY).read_text())
+
+
+@pytest.fixture(scope="module")
+def unobserved(tmp_path_factory):
+    runs = tmp_path_factory.mktemp("unobserved")
+    torch.set_num_threads(1)
+    groupwise.rl(config(runs), TOY)
+    return what_must_be_equal(runs / "toy")
+
+
+@pytest.fixture(scope="module")
+def observed(tmp_path_factory):
+    """A run with a history and a table of its loss, and a checkpoint where it is evaluated."""
+    runs = tmp_path_factory.mktemp("observed")
+    torch.set_num_threads(1)
+    groupwise.rl(settings(runs, "History", "loss_logging", named("Asking", save=3)), TOY)
+    return runs
+
+
+# --- what they are told
+
+
+def test_every_event_comes_in_its_order(tmp_path):
+    told = []
+
+    class Witness(groupwise.Callback):
+        def on_run_begin(self, run):
+            told.append(("begin", run.step, run.max_steps, run.kind, run.folder.name))
+
+        def on_step_begin(self, run):
+            told.append(("step", run.step))
+
+        def on_groups(self, run, groups, rejected):
+            scored = {r.outcome for group in groups for r in group.rollouts}
+            told.append(("groups", len(groups), list(rejected), scored))
+
+        def on_step_end(self, run, metrics):
+            with Store.open(run.folder / "run.db", readonly=True) as store:
+                assert store.last_step() == run.step - 1
+                assert store.step_metrics(run.step - 1) == metrics
+            told.append(("done", run.step))
+
+        async def on_evaluate(self, run, evaluation):
+            told.append(("evaluated", evaluation.name, evaluation.step, len(evaluation.rows)))
+
+        def on_save(self, run, checkpoint):
+            assert checkpoints.newest(checkpoint.parent).path == checkpoint
+            told.append(("saved", checkpoint.name))
+
+        def on_run_end(self, run, end):
+            assert json.loads((run.folder / "summary.json").read_text())["state"] == end.state
+            told.append(("end", end.state, end.summary["steps"], end.error))
+
+    groupwise.rl(config(tmp_path), task_with(Witness()))
+
+    def step(index):
+        return [("step", index), ("groups", 2, [], {"scored"}), ("done", index + 1)]
+
+    assert told == [
+        ("begin", 0, STEPS, "rl", "toy"),
+        ("evaluated", "before", 0, 3),
+        *step(0),
+        *step(1),
+        ("saved", "step-2"),
+        *step(2),
+        ("evaluated", "step-3", 3, 3),
+        *step(3),
+        ("saved", "step-4"),
+        *step(4),
+        ("saved", "step-5"),
+        ("evaluated", "after", 5, 3),
+        ("end", "finished", STEPS, None),
+    ]
+
+
+def test_observing_changes_nothing(unobserved, observed, tmp_path):
+    assert what_must_be_equal(observed / "toy") == unobserved
+    result = groupwise.rl(settings(tmp_path, "Meddling", "History"), TOY)
+    assert what_must_be_equal(tmp_path / "toy") == unobserved
+    assert result.summary["steps"] == STEPS
+
+
+# --- resumes
+
+
+def go_on(runs: Path, *callbacks: Any) -> None:
+    newest_unfinished("toy", runs)
+    assert groupwise.rl(settings(runs, *callbacks), TOY, resume=True).exit_code == 0
+
+
+def crash_at(point: str, given: dict[str, Any]) -> int:
+    """The exit status of a run that dies at the crash point `name#count`."""
+    name, _, count = point.partition("#")
+    left = iter(range(int(count or 1) - 1))
+
+    def count_down(written: str) -> None:
+        if written == name and next(left, None) is None:
+            die()
+
+    def run() -> None:
+        durable.on_write = count_down
+        groupwise.rl(given, TOY)
+
+    return in_child(run)
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        "commit:step:after#1",  # no checkpoint yet: all is told again to a callback that knows nothing
+        "folder:step-2:after",  # the checkpoint stands, and nobody was told
+        "commit:evaluation:after#2",  # the checkpoint stands, the evaluation is recorded, and nobody was told of that
+        "commit:step:after#4",
+        "folder:final:after",
+    ],
+)
+def test_a_crash_loses_and_repeats_nothing(unobserved, observed, tmp_path, point):
+    callbacks = ("History", "loss_logging", named("Asking", save=3))
+    assert crash_at(point, settings(tmp_path, *callbacks)) == 17
+    go_on(tmp_path, *callbacks)
+    assert history(tmp_path) == history(observed)
+    assert what_must_be_equal(tmp_path / "toy") == unobserved
+    tables = [(runs / "toy" / "loss_history.csv").read_bytes() for runs in (tmp_path, observed)]
+    assert tables[0] == tables[1]
+
+
+@pytest.mark.parametrize("interrupted_in", [2, 3])
+def test_an_interruption_loses_and_repeats_nothing(observed, tmp_path, interrupted_in):
+    """Within a step, and after an evaluation; only the checkpoint of the interruption is one more."""
+    asking = named("Asking", interrupt=interrupted_in)
+    first = groupwise.rl(settings(tmp_path, "History", "loss_logging", asking), TOY)
+    assert first.exit_code == 130
+    go_on(tmp_path, "History", "loss_logging", asking)
+    expected = [told for told in history(observed) if told != "saved step-3"]
+    assert [told for told in history(tmp_path) if told != "saved step-3"] == expected
+    assert (tmp_path / "toy" / "loss_history.csv").read_bytes() == (
+        observed / "toy" / "loss_history.csv"
+    ).read_bytes()
+
+
+# --- failures
+
+
+def test_a_failing_callback_costs_a_warning(unobserved, tmp_path, caplog):
+    groupwise.rl(settings(tmp_path, "Failing"), TOY)
+    assert what_must_be_equal(tmp_path / "toy") == unobserved
+    warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warned) == 2
+    assert "the callback Failing failed in on_step_end; the run goes on:" in warned[0]
+    assert "toy_callbacks.py" in warned[0]
+    assert "no luck after 1" in warned[0]
+    assert "loops/callbacks.py" not in warned[0]
+    assert "Failing failed: 5 × on_step_end" in warned[1]
+    assert "no luck after 4" in (tmp_path / "toy" / "log.txt").read_text()
+
+
+def test_a_critical_one_ends_the_run_after_its_step(unobserved, tmp_path):
+    with pytest.raises(CallbackError, match="no luck after 3"):
+        groupwise.rl(settings(tmp_path, named("Failing", critical=True, at=3), "History"), TOY)
+    folder = tmp_path / "toy"
+    assert json.loads((folder / "summary.json").read_text())["error"]["code"] == "callback"
+    assert (folder / HISTORY).exists(), "others are told of the end"
+    with Store.open(folder / "run.db", readonly=True) as store:
+        assert store.last_step() == 2
+    go_on(tmp_path)
+    assert what_must_be_equal(folder) == unobserved
+
+
+def test_a_failing_run_is_told_of(tmp_path):
+    ends = []
+
+    class Witness(groupwise.Callback):
+        def on_run_end(self, run, end):
+            ends.append((end.state, json.loads((run.folder / "summary.json").read_text())["state"]))
+            assert "No rollout could be scored" in str(end.error)
+
+    task = task_with(Witness())
+    task.get_reward_funcs = lambda config, tokenizer: [lambda completions, **_: [None] * 4]
+    with pytest.raises(groupwise.errors.NothingScoredError):
+        groupwise.rl({**config(tmp_path), "eval": {"before_and_after": False}}, task)
+    assert ends == [("failed", "failed")]
+
+
+# --- what they ask for
+
+
+def test_save_and_evaluate_are_done_after_the_step(tmp_path):
+    given = settings(tmp_path, named("Asking", save=1, evaluate=4), "History")
+    given["run"]["save_total_limit"] = None
+    groupwise.rl(given, TOY)
+    saved = sorted(path.name for path in (tmp_path / "toy" / "checkpoints").iterdir())
+    assert saved == ["step-1", "step-2", "step-4", "step-5"]
+    told = history(tmp_path)
+    evaluated = [line.split()[1] for line in told if line.startswith("evaluated")]
+    assert evaluated == ["before", "step-3", "step-4", "after"]
+    assert told.index("saved step-1") < told.index("begin 1")
+
+
+@pytest.mark.parametrize("point", [None, "folder:step-3:after"])
+def test_a_stopped_run_is_finished_and_says_why(tmp_path, point):
+    """Also where it died between the checkpoint and its end."""
+    asking = named("Asking", stop=3, save=3)
+    if point is None:
+        result = groupwise.rl(settings(tmp_path, asking), TOY)
+    else:
+        assert crash_at(point, settings(tmp_path, asking)) == 17
+        result = groupwise.rl(settings(tmp_path, asking), TOY, resume=True)
+    assert (result.exit_code, result.summary["state"]) == (0, "finished")
+    assert result.summary["steps"] == 3
+    assert result.summary["stopped"] == {"by": "Asking", "reason": "enough"}
+    assert checkpoints.newest(tmp_path / "toy" / "checkpoints").step == 3
+    assert (tmp_path / "toy" / "final" / "adapter_model.safetensors").is_file()
+    assert result.after is not None
+
+
+def test_a_stopped_run_goes_on_without_the_callback(unobserved, tmp_path):
+    groupwise.rl(settings(tmp_path, named("Asking", stop=3)), TOY)
+    result = groupwise.rl(settings(tmp_path), TOY, resume_from="toy@3")
+    assert "stopped" not in result.summary
+    name = "final/adapter_model.safetensors"
+    assert what_must_be_equal(tmp_path / "toy")["files"][name] == unobserved["files"][name]
+
+
+def test_a_request_without_means_is_told(tmp_path, caplog):
+    given = settings(tmp_path, named("Asking", evaluate=2))
+    given["eval"] = {"before_and_after": False}
+    groupwise.rl(given, TOY)
+    assert "a callback asked for an evaluation, but this run has no held-out prompts" in caplog.text
+
+
+def test_early_stop_ends_a_run_on_its_own_metric_and_over_a_resume(tmp_path):
+    stopping = {"name": "early_stop", "metric": "learning_rate", "patience": 2, "observe": "steps"}
+    given = settings(tmp_path, stopping, max_steps=9)
+    assert crash_at("commit:step:after#3", given) == 17
+    summary = groupwise.rl(given, TOY, resume=True).summary
+    assert summary["steps"] == 3
+    assert "has not risen above 0.01 (after 1 steps) in 2 steps" in summary["stopped"]["reason"]
+
+
+# --- where they come from
+
+
+def test_the_hook_gets_the_folder_and_its_callbacks_come_after_the_configs(tmp_path, caplog):
+    folders = []
+    task = task_with()
+
+    class Late(groupwise.Callback):
+        pass
+
+    def get_rl_callbacks(config, tokenizer, output_dir):
+        folders.append((config.training.seed, tokenizer.eos_token_id is not None, output_dir))
+        return [Late]
+
+    task.get_rl_callbacks = get_rl_callbacks
+    given = {**settings(tmp_path, "History"), "eval": {"before_and_after": False}}
+    given["training"]["max_steps"] = 1
+    groupwise.rl(given, task)
+    groupwise.rl(given, task)
+    runs = [str(tmp_path / name) for name in ("toy", "toy-2")]
+    assert folders == [(3, True, folder) for folder in runs]
+    assert "callbacks: History, Late" in (tmp_path / "toy" / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_what_cannot_work_is_refused_before_a_run_begins(tmp_path, dry_run):
+    given = {**settings(tmp_path, "early_stop"), "eval": {}}
+    with pytest.raises(ConfigError, match="there are none during training"):
+        groupwise.rl(given, TOY, dry_run=dry_run)
+    with pytest.raises(TaskError, match="get_rl_callbacks: int is int, which is no callback"):
+        groupwise.rl(config(tmp_path), task_with(3), dry_run=dry_run)
+    assert not list(tmp_path.iterdir())
+
+
+# --- those of transformers
+
+
+def test_callbacks_of_transformers_run(unobserved, tmp_path, capsys):
+    from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+
+    told = []
+    base: Any = TrainerCallback
+
+    class Own(base):
+        def on_epoch_end(self, args, state, control, **kwargs):
+            raise AssertionError("there are no epochs")
+
+        def on_step_end(self, args, state, control, **kwargs):
+            told.append((state.global_step, state.max_steps, args.output_dir, args.beta))
+            if state.global_step == 1:
+                control.should_save = control.should_evaluate = True
+            return control
+
+        def on_save(self, args, state, control, **kwargs):
+            told.append("saved")
+
+        def on_evaluate(self, args, state, control, metrics, **kwargs):
+            told.append(("evaluated", "eval_reward" in metrics, kwargs["processing_class"] is None))
+
+    groupwise.rl(config(tmp_path), task_with(Own(), PrinterCallback, ProgressCallback()))
+    folder = str(tmp_path / "toy")
+    assert told[:5] == [
+        ("evaluated", True, False),
+        (1, STEPS, folder, 0.0),
+        "saved",
+        ("evaluated", True, False),
+        (2, STEPS, folder, 0.0),
+    ]
+    log = (tmp_path / "toy" / "log.txt").read_text()
+    assert "callback Own: on_epoch_end will not be called" in log
+    assert "callback ProgressCallback: on_predict, on_prediction_step will not be called" in log
+    assert "WARNING" not in log
+    assert "'eval_reward': '0'" in capsys.readouterr().out
+
+
+def test_early_stopping_of_transformers_counts_on_over_a_resume(tmp_path):
+    from transformers import EarlyStoppingCallback
+
+    def given(runs: Path) -> dict[str, Any]:
+        return {**config(runs, max_steps=12), "eval": {"eval_steps": 2, "max_prompts": 1}}
+
+    entry = {"name": "transformers:EarlyStoppingCallback", "early_stopping_patience": 3}
+    result = groupwise.rl({**given(tmp_path / "whole"), "callbacks": [entry]}, TOY)
+    assert result.summary["stopped"]["by"] == EarlyStoppingCallback.__name__
+    steps = result.summary["steps"]
+    assert steps < 12
+    crashed = {**given(tmp_path / "crashed"), "callbacks": [entry]}
+    assert crash_at(f"commit:step:after#{steps}", crashed) == 17
+    again = groupwise.rl(crashed, TOY, resume=True)
+    assert again.summary["steps"] == steps

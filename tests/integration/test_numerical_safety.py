@@ -1,0 +1,94 @@
+"""A loss or gradient that is not finite: the update is left out and counted, its rows are kept, too many in a row stop the run."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import groupwise
+from groupwise.errors import NonFiniteError
+from groupwise.learner.torch_learner import TorchLearner
+from groupwise.runs.checkpoints import newest
+from groupwise.runs.store import Store
+from groupwise.types import Row, from_json
+from tests.integration.running import STEPS, TOY, config, what_must_be_equal
+
+
+@pytest.fixture
+def spoil(monkeypatch):
+    """Make loss or gradient of the updates of some numbers (from 0) something that is no number."""
+
+    def spoiled(what: str, numbers: set[int]) -> None:
+        original, calls = TorchLearner.forward_backward, []
+
+        async def forward_backward(self, rows, loss, denominators):
+            sums = await original(self, rows, loss, denominators)
+            if len(calls) in numbers and what == "loss":
+                sums["loss/policy"] = math.nan
+            if len(calls) in numbers and what == "gradient":
+                next(iter(self._parameters.values())).grad.fill_(math.inf)
+            calls.append(rows)
+            return sums
+
+        monkeypatch.setattr(TorchLearner, "forward_backward", forward_backward)
+
+    return spoiled
+
+
+def versions(folder: Path) -> list[tuple[int, int]]:
+    with Store.open(folder / "run.db", readonly=True) as store:
+        return [(record.version_in, record.version_out) for record in store.steps()]
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_one_update_is_left_out_and_the_run_goes_on(tmp_path, spoil, what):
+    spoil(what, {2})
+    assert groupwise.rl(config(tmp_path), TOY).exit_code == 0
+    assert versions(tmp_path / "toy") == [(0, 1), (1, 2), (2, 2), (2, 3), (3, 4)]
+    kept = (tmp_path / "toy" / "non-finite" / "step-2.jsonl").read_text().splitlines()
+    rows = [from_json(Row, line) for line in kept]
+    with Store.open(tmp_path / "toy" / "run.db", readonly=True) as store:
+        sampled = {
+            rollout.completion_ids for group in store.groups(2) for rollout in group.rollouts
+        }
+    assert rows
+    assert {row.completion_ids for row in rows} <= sampled
+
+
+def test_an_update_that_is_left_out_leaves_no_trace_in_the_weights(tmp_path, spoil):
+    spoil("gradient", {STEPS - 1})
+    groupwise.rl(config(tmp_path, lr_scheduler_type="constant"), TOY)
+    shorter = config(tmp_path / "shorter", lr_scheduler_type="constant", max_steps=STEPS - 1)
+    groupwise.rl(shorter, TOY)
+    final = "final/adapter_model.safetensors"
+    one, other = (what_must_be_equal(f / "toy")["files"] for f in (tmp_path, tmp_path / "shorter"))
+    assert one[final] == other[final]
+
+
+def test_too_many_in_a_row_stop_the_run(tmp_path, spoil):
+    spoil("loss", {1, 2, 3})
+    with pytest.raises(NonFiniteError, match="3 steps in a row .training.max_non_finite_steps"):
+        groupwise.rl(config(tmp_path), TOY)
+    assert len(versions(tmp_path / "toy")) == 3
+    checkpoint = newest(tmp_path / "toy" / "checkpoints")
+    assert checkpoint is not None
+    assert (checkpoint.step, checkpoint.extra["position"]["non_finite"]) == (2, 1)
+
+
+def test_how_many_is_configured_and_one_good_step_starts_over(tmp_path, spoil):
+    spoil("loss", {0, 2, 4})
+    assert groupwise.rl(config(tmp_path, max_non_finite_steps=2), TOY).exit_code == 0
+    spoil("loss", {0})
+    with pytest.raises(NonFiniteError):
+        groupwise.rl(config(tmp_path / "strict", max_non_finite_steps=1), TOY)
+
+
+def test_a_left_out_update_among_several_leaves_the_others(tmp_path, spoil):
+    spoil("gradient", {1})
+    torch.set_num_threads(1)
+    settings = config(tmp_path, num_iterations=2, max_steps=2)
+    assert groupwise.rl(settings, TOY).exit_code == 0
+    assert versions(tmp_path / "toy") == [(0, 1), (1, 2)]

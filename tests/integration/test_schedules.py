@@ -1,0 +1,191 @@
+"""Schedules, seen from outside, on real runs of the tiny model:
+
+1. lag 0 equals a loop that draws, scores and learns in turns, bit for bit;
+2. with a lag of s, the groups of step n come from the policy after max(0, n − s) steps;
+3. a lagged run repeats, and resumes bit-equal after a clean stop and after a crash at any durable write;
+4. the free schedule trains every draw once, none older than its bound, slow ones too, also over a crash.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import groupwise
+from groupwise.loops import drawing
+from groupwise.loops import rl as loop
+from groupwise.loops.run import Drawn
+from groupwise.runs import durable
+from groupwise.runs.records import StepRecord
+from groupwise.runs.store import Store
+from tests.integration.running import TOY, config, crash_at, go_on, what_must_be_equal
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+def trained(runs: Path, **training: Any) -> Path:
+    assert groupwise.rl(config(runs, **training), TOY).exit_code == 0
+    return runs / "toy"
+
+
+def steps(folder: Path) -> list[tuple[StepRecord, list[int]]]:
+    """Each step with the ages of its rollouts, in steps."""
+    with Store.open(folder / "run.db", readonly=True) as store:
+        records = store.steps()
+        before = {record.version_in: record.step for record in reversed(records)}
+        return [
+            (
+                record,
+                [
+                    record.step - before[segment.policy_version]
+                    for group in store.groups(record.step)
+                    for rollout in group.rollouts
+                    for segment in rollout.segments
+                    if segment.policy_version is not None
+                ],
+            )
+            for record in records
+        ]
+
+
+class InTurns:
+    """The loop without a schedule: one group after the other, nothing ahead."""
+
+    outstanding = ()
+
+    def __init__(self, run: Any) -> None:
+        self.run = run
+
+    @property
+    def next_draw(self) -> int:
+        return self.run.step * self.run.config.training.prompts_per_step
+
+    async def next(self) -> Drawn:
+        size = self.run.config.training.prompts_per_step
+        groups = []
+        for draw in range(self.next_draw, self.next_draw + size):
+            group = await drawing.sample(self.run, draw)
+            groups.append(await drawing.score(self.run, group))
+        return Drawn(groups)
+
+    async def settle(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+def test_lag_0_equals_taking_turns(tmp_path, monkeypatch):
+    torch.set_num_threads(1)
+    ours = what_must_be_equal(trained(tmp_path / "ours"))
+    monkeypatch.setattr(loop, "make_schedule", InTurns)
+    assert what_must_be_equal(trained(tmp_path / "turns")) == ours
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2, 7])
+def test_the_groups_of_a_step_come_from_the_policy_that_the_lag_says(tmp_path, lag):
+    for record, ages in steps(trained(tmp_path, lag=lag)):
+        assert set(ages) == {min(record.step, lag)}
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def lagged(request, tmp_path_factory):
+    runs = tmp_path_factory.mktemp(f"lag{request.param}")
+    torch.set_num_threads(1)
+    points: list[str] = []
+    durable.on_write = points.append
+    try:
+        folder = trained(runs, lag=request.param)
+    finally:
+        durable.on_write = lambda name: None
+    return request.param, what_must_be_equal(folder), points
+
+
+def test_a_lagged_run_repeats(lagged, tmp_path):
+    lag, whole, _ = lagged
+    assert what_must_be_equal(trained(tmp_path, lag=lag)) == whole
+
+
+def test_a_lagged_run_is_another_than_the_synchronous_one(lagged, tmp_path):
+    assert what_must_be_equal(trained(tmp_path))["record"] != lagged[1]["record"]
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_lagged_run_stops_cleanly_and_goes_on(lagged, tmp_path, monkeypatch, step):
+    lag, whole, _ = lagged
+    commit = loop.commit
+
+    def stop(run, *arguments):
+        commit(run, *arguments)
+        if run.step == step:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "commit", stop)
+        assert groupwise.rl(config(tmp_path, lag=lag), TOY).exit_code == 130
+    assert groupwise.rl(config(tmp_path, lag=lag), TOY, resume=True).exit_code == 0
+    resumed = what_must_be_equal(tmp_path / "toy")
+    assert resumed["record"] == whole["record"]
+    final = "final/adapter_model.safetensors"
+    assert resumed["files"][final] == whole["files"][final]
+
+
+def test_a_lagged_run_survives_a_crash_at_its_durable_writes(lagged, tmp_path):
+    """Every fifth point here; `test_resume` has all of them for lag 0."""
+    lag, whole, points = lagged
+    chosen = range(lag, len(points), 5)
+    failed = [
+        f"{number} {points[number]}"
+        for number in chosen
+        if crashed_and_resumed(config(tmp_path / str(number), lag=lag), number) != whole
+    ]
+    assert not failed
+
+
+def crashed_and_resumed(settings: dict[str, Any], number: int) -> dict[str, Any]:
+    assert crash_at(number, lambda: start(settings)) == 17
+    go_on(settings)
+    return what_must_be_equal(Path(settings["run"]["dir"]) / "toy")
+
+
+def start(settings: dict[str, Any]) -> None:
+    groupwise.rl(settings, TOY)
+
+
+@pytest.fixture
+def slow_rewards(monkeypatch):
+    """Each group's rewards take another number of turns of the event loop; some take very long."""
+    score = drawing.score
+    dice = random.Random(5)
+
+    async def slow(run, group):
+        for _ in range(dice.choice([0, 5, 50, 500])):
+            await asyncio.sleep(0)
+        return await score(run, group)
+
+    monkeypatch.setattr(drawing, "score", slow)
+
+
+@pytest.mark.parametrize("lag", [1, 3])
+def test_the_free_schedule_loses_nobody(tmp_path, slow_rewards, lag):
+    found = steps(trained(tmp_path, schedule="free", lag=lag, max_steps=12))
+    draws = [draw for record, _ in found for draw in record.draws]
+    assert sorted(draws) == list(range(24))
+    assert draws != sorted(draws), "slow groups held up the others"
+    assert max(age for _, ages in found for age in ages) <= lag
+    assert all(len(record.draws) == 2 for record, _ in found)
+
+
+def test_the_free_schedule_loses_nobody_over_crashes(tmp_path, slow_rewards):
+    settings = config(tmp_path, schedule="free", lag=2, max_steps=8)
+    assert crash_at(40, lambda: start(settings)) == 17
+    for number in (18, 30):
+        assert crash_at(number, lambda: go_on(settings)) == 17
+    go_on(settings)
+    draws = [draw for record, _ in steps(tmp_path / "toy") for draw in record.draws]
+    assert sorted(draws) == list(range(16))

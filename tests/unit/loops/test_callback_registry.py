@@ -1,0 +1,202 @@
+"""What may stand under `callbacks`, and one message for each thing that may not."""
+
+import importlib.metadata
+import sys
+from typing import Any
+
+import pytest
+
+from groupwise import plugins
+from groupwise.errors import ConfigError, TaskError
+from groupwise.loops.callback_registry import BUILTIN, configured_callbacks, given_callbacks
+from groupwise.loops.callbacks import Callback
+from groupwise.loops.early_stop import EarlyStop
+from groupwise.loops.loss_logging import LossLogging
+from groupwise.loops.trainer_callbacks import TrainerCallbackAdapter
+from groupwise.settings import View
+from tests.unit.loops.observed import CONFIG
+
+GIVEN = View(CONFIG)
+FILE = """
+from groupwise import Callback
+
+class Plain(Callback):
+    def __init__(self, often: int = 1, *, names: tuple[str, ...] = ("a",), where=None, **others):
+        self.given = (often, names, where, others)
+
+class Needy(Callback):
+    def __init__(self, url: str, user: "Unknown" = None):
+        self.url = url
+
+class Broken(Callback):
+    def __init__(self):
+        raise RuntimeError("no server")
+
+class Misspelt(Callback):
+    def on_step_ended(self, run, metrics): ...
+
+class WrongParameters(Callback):
+    def on_step_end(self, run): ...
+
+class Defaults(Callback):
+    def on_step_end(self, run, metrics, more=None): ...
+
+class HalfAState(Callback):
+    def state(self):
+        return 1
+
+class Picky(Callback):
+    def check(self, config):
+        raise ValueError(f"beta is {config.algorithm.beta}; it must be 0.")
+
+class Failing(Callback):
+    def check(self, config):
+        config["nothing"]
+
+class TrainerCallback:
+    pass
+
+class Foreign(TrainerCallback):
+    def __init__(self, patience: int = 1):
+        self.patience = patience
+
+class Other:
+    pass
+
+ready = Plain(5)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _clean_imports(monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(plugins, "_user_folders", set())
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(FILE)
+    return str(path)
+
+
+def one(entry: Any) -> tuple[str, Any]:
+    (found,) = configured_callbacks([entry], GIVEN, "c.yaml:3")
+    return found
+
+
+def refused(entry: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        one(entry)
+    message = str(caught.value)
+    assert message.startswith("c.yaml:3: callbacks: ")
+    return message.removeprefix("c.yaml:3: callbacks: ")
+
+
+def test_built_in_ones_by_name():
+    assert {"early_stop": EarlyStop, "loss_logging": LossLogging} == BUILTIN
+    name, callback = one("early_stop")
+    assert name == "early_stop"
+    assert isinstance(callback, EarlyStop)
+    _, callback = one({"name": "early_stop", "patience": 7, "min_delta": 1, "mode": "min"})
+    assert (callback.patience, callback.min_delta, callback.mode) == (7, 1.0, "min")
+    _, callback = one({"name": "loss_logging", "metrics": ["kl"]})
+    assert callback.metrics == ("kl",)
+
+
+def test_classes_by_file_and_module(file, tmp_path, monkeypatch):
+    name, callback = one(f"{file}:Plain")
+    assert (name, callback.given) == ("Plain", (1, ("a",), None, {}))
+    given = {"often": 2, "names": ["b", "c"], "where": {"x": 1}, "more": [1]}
+    _, callback = one({"name": f"{file}:Plain", **given})
+    assert callback.given == (2, ("b", "c"), {"x": 1}, {"more": [1]})
+    name, callback = one(f"{file}:ready")
+    assert (name, callback.given[0]) == ("Plain", 5)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert one("mine:Defaults")[0] == "Defaults"
+
+
+def test_an_installed_package_announces_one(monkeypatch, tmp_path, file):
+    monkeypatch.syspath_prepend(tmp_path)
+    point = importlib.metadata.EntryPoint("notify", "mine:Needy", "groupwise.callbacks")
+    monkeypatch.setattr(
+        importlib.metadata, "entry_points", lambda group: [point] if group == point.group else []
+    )
+    name, callback = one({"name": "notify", "url": "x"})
+    assert (name, callback.url) == ("notify", "x")
+
+
+def test_those_of_transformers_are_wrapped(file):
+    name, callback = one({"name": f"{file}:Foreign", "patience": 3})
+    assert name == "Foreign"
+    assert isinstance(callback, TrainerCallbackAdapter)
+    assert callback.wrapped.patience == 3
+
+
+@pytest.mark.parametrize(
+    ("entry", "told"),
+    [
+        ("erly_stop", "No callback `erly_stop` was found"),
+        ("erly_stop", "Did you mean `early_stop`?"),
+        (
+            {"name": "early_stop", "pateince": 3},
+            "early_stop has no parameter `pateince`; did you mean patience? It takes: metric, patience, min_delta, mode, "
+            "observe.",
+        ),
+        ({"name": "early_stop", "patience": "3"}, 'early_stop: patience is "3": input should be a'),
+        ({"name": "early_stop", "patience": True}, "early_stop: patience is true: input should"),
+        ({"name": "early_stop", "mode": "up"}, "early_stop: mode is \"up\": input should be 'max'"),
+        (
+            {"name": "early_stop", "patience": 0},
+            "early_stop: patience is 0; it must be at least 1.",
+        ),
+        (
+            {"name": "FILE:Misspelt"},
+            "`on_step_ended` would never be called. Did you mean on_step_end",
+        ),
+        ("FILE:WrongParameters", "expected: on_step_end(self, run, metrics)"),
+        ("FILE:WrongParameters", "found:    on_step_end(run)"),
+        ("FILE:HalfAState", "`state` and `load_state` belong together"),
+        ("FILE:Needy", "Needy needs `url`."),
+        ({"name": "FILE:Foreign", "paticence": 1}, "did you mean patience?"),
+        ({"name": "FILE:Broken", "x": 1}, "has no parameter `x`. It takes none."),
+        ("FILE:Broken", "RuntimeError: no server"),
+        ("FILE:Picky", "Picky: beta is 0.5; it must be 0."),
+        ("FILE:Failing", "config has no `nothing`"),
+        ("FILE:Other", "is Other, which is no callback. Derive its class from groupwise.Callback"),
+        ("FILE:Nothing", "has no `Nothing` to load as a callback"),
+        ("FILE", "is a module. Name the class in it"),
+        ("FILE", "callbacks there are: Plain, Needy, Broken"),
+        ({"name": "FILE:ready", "often": 3}, "is an instance, so it takes no parameters (often)"),
+        ("no/such.py:Class", "was not found"),
+    ],
+)
+def test_what_is_refused(file, entry, told):
+    if isinstance(entry, str):
+        entry = entry.replace("FILE", file)
+    else:
+        entry = {**entry, "name": entry["name"].replace("FILE", file)}
+    assert told in refused(entry)
+
+
+def test_all_problems_at_once():
+    with pytest.raises(ConfigError) as caught:
+        configured_callbacks(["nobody", "loss_logging", {"name": "early_stop", "x": 1}], GIVEN, "c")
+    assert len([line for line in str(caught.value).splitlines() if line.startswith("c: ")]) == 2
+
+
+def test_what_a_hook_returns():
+    class Own(Callback):
+        pass
+
+    instance = Own()
+    found = given_callbacks([instance, Own], GIVEN, "here")
+    assert [name for name, _ in found] == ["Own", "Own"]
+    assert found[0][1] is instance
+    assert isinstance(found[1][1], Own)
+
+
+@pytest.mark.parametrize("given", [3, int, "early_stop", object()])
+def test_what_a_hook_may_not_return(given):
+    with pytest.raises(TaskError, match=r"^here: (int|str|object) is .*, which is no callback"):
+        given_callbacks([given], GIVEN, "here")

@@ -1,0 +1,114 @@
+"""When a run is taken for one that gets no better."""
+
+from typing import Any
+
+import pytest
+
+from groupwise.loops.early_stop import EarlyStop
+from groupwise.runs.records import EvaluationRecord
+from groupwise.settings import View
+
+
+class Run:
+    def __init__(self) -> None:
+        self.step = 0
+        self.stopped: list[str] = []
+        self.said: list[str] = []
+
+    def stop(self, reason: str) -> None:
+        self.stopped.append(reason)
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+def steps_until_stopped(callback: EarlyStop, values: list[Any], run: Any = None) -> int | None:
+    run = run or Run()
+    for value in values:
+        run.step += 1
+        callback.on_step_end(run, {} if value is None else {callback.metric: value})
+        if run.stopped:
+            return run.step
+    return None
+
+
+@pytest.mark.parametrize(
+    ("parameters", "values", "stopped_after"),
+    [
+        ({}, [1, 1, 1, 1], 4),
+        ({"patience": 1}, [1, 2, 3, 3], 4),
+        ({"patience": 2}, [1, 0, 2, 0, 0], 5),
+        ({"patience": 2, "min_delta": 0.5}, [1, 1.5, 1.4], 3),
+        ({"patience": 2, "min_delta": 0.5}, [1, 1.6, 1.4], None),
+        ({"patience": 2, "mode": "min"}, [3, 2, 1, 2, 1], 5),
+        ({"patience": 1, "metric": "eval_loss"}, [3, 2, 2], 3),
+        ({"patience": 1, "metric": "loss", "mode": "max"}, [3, 2], 2),
+        ({"patience": 2}, [float("nan"), 1, float("nan"), float("inf")], 4),
+        ({"patience": 2}, [1, None, 1, None, None, 1], 6),
+    ],
+)
+def test_patience(parameters, values, stopped_after):
+    assert steps_until_stopped(EarlyStop(observe="steps", **parameters), values) == stopped_after
+
+
+def test_the_reason_says_what_was_best_and_when():
+    run = Run()
+    steps_until_stopped(
+        EarlyStop(observe="steps", patience=2, min_delta=0.1), [0.5, 0.55, 0.2], run
+    )
+    assert run.stopped == [
+        "reward has not risen above 0.5 (after 1 steps) by more than 0.1 in 2 steps"
+    ]
+
+
+def test_state_goes_on_where_it_was():
+    values = [0.1, 0.3, 0.2, 0.3, 0.1]
+    whole, first, second = (EarlyStop(observe="steps") for _ in range(3))
+    run = Run()
+    assert steps_until_stopped(whole, values) == 5
+    assert steps_until_stopped(first, values[:3], run) is None
+    second.load_state(first.state())
+    assert steps_until_stopped(second, values[3:], run) == 5
+    assert second.state() == whole.state()
+
+
+def test_only_what_it_observes_counts():
+    evaluation = EvaluationRecord(0, "step-1", "x", {"reward": 1.0})
+    run: Any = Run()
+    steps, evaluations = EarlyStop(observe="steps", patience=1), EarlyStop(patience=1)
+    for _ in range(2):
+        steps.on_evaluate(run, evaluation)
+        evaluations.on_step_end(run, {"reward": 1.0})
+    assert not run.stopped
+    for _ in range(2):
+        evaluations.on_evaluate(run, evaluation)
+    assert len(run.stopped) == 1
+
+
+def test_a_metric_that_is_not_there_is_said_once():
+    run: Any = Run()
+    callback = EarlyStop(metric="rewrd", observe="steps")
+    for _ in range(2):
+        callback.on_step_end(run, {"reward": 1.0, "loss": 0.1})
+    assert run.said == [
+        "early_stop: there is no metric 'rewrd' in the steps so far. Did you mean reward? There are: loss, reward"
+    ]
+    assert not run.stopped
+
+
+@pytest.mark.parametrize(
+    ("parameters", "told"),
+    [({"patience": 0}, "patience is 0"), ({"min_delta": -1.0}, "at least 0")],
+)
+def test_parameters_that_cannot_be(parameters, told):
+    with pytest.raises(ValueError, match=told):
+        EarlyStop(**parameters)
+
+
+def test_there_must_be_evaluations_to_observe():
+    never = View({"eval": {"eval_steps": None, "before_and_after": True}})
+    with pytest.raises(ValueError, match=r"eval\.eval_steps is null"):
+        EarlyStop().check(never)
+    EarlyStop(observe="steps").check(never)
+    EarlyStop().check(View({"eval": {"eval_steps": 5, "before_and_after": True}}))
+    EarlyStop().check(View({"eval": {"eval_steps": None}}))  # SFT: each epoch

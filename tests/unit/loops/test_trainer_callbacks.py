@@ -1,0 +1,289 @@
+"""Callbacks for the Trainer of transformers: what they are given, and what becomes of what they ask."""
+
+import logging
+from typing import Any
+
+import pytest
+from transformers import EarlyStoppingCallback, PrinterCallback
+from transformers import TrainerCallback as Base
+from transformers.trainer_callback import ExportableState, ProgressCallback
+
+from groupwise.loops.callbacks import Callbacks, RunEnd
+from groupwise.loops.trainer_callbacks import TrainerCallbackAdapter, is_trainer_callback
+from groupwise.runs.records import EvaluationRecord
+from tests.unit.loops.observed import CONFIG, Observed
+
+TrainerCallback: Any = Base  # people's overrides are freer than its annotations
+
+
+class Recording(TrainerCallback):
+    """Notes each event with the steps done; `wishes` are set on `control` at an event."""
+
+    def __init__(self, **wishes: str) -> None:
+        self.events: list[Any] = []
+        self.wishes = wishes
+        self.given: dict[str, Any] = {}
+
+    def _note(self, event: str, args: Any, state: Any, control: Any, given: dict[str, Any]) -> Any:
+        self.events.append((event, state.global_step))
+        self.given[event] = (args, state, given)
+        if event in self.wishes:
+            setattr(control, self.wishes[event], True)
+        return control
+
+    def on_init_end(self, args, state, control, **kwargs):
+        return self._note("on_init_end", args, state, control, kwargs)
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        return self._note("on_train_begin", args, state, control, kwargs)
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        return self._note("on_step_begin", args, state, control, kwargs)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self._note("on_step_end", args, state, control, kwargs)  # returning control is optional
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        logs.pop("loss", None)
+        return self._note("on_log", args, state, control, {**kwargs, "logs": logs})
+
+    def on_evaluate(self, args, state, control, metrics, **kwargs):
+        return self._note("on_evaluate", args, state, control, {**kwargs, "metrics": metrics})
+
+    def on_save(self, args, state, control, **kwargs):
+        return self._note("on_save", args, state, control, kwargs)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        return self._note("on_train_end", args, state, control, kwargs)
+
+
+class Told:
+    """A run that one callback of transformers is told of."""
+
+    def __init__(self, callback: Any, run: Observed) -> None:
+        self.run = run
+        self.adapter = TrainerCallbackAdapter(callback)
+        self.callbacks = Callbacks([(type(callback).__name__, self.adapter)])
+
+    async def begin(self) -> None:
+        await self.callbacks.begin(self.run)
+
+    async def step(self, **metrics: float) -> None:
+        await self.callbacks.step_begins()
+        self.run.step += 1
+        await self.callbacks.step_committed(metrics)
+
+    async def evaluate(self, **metrics: float) -> None:
+        step = self.run.step
+        await self.callbacks.evaluated(EvaluationRecord(step, f"step-{step}", "toy", metrics))
+
+    async def save(self) -> None:
+        self.run.saved_step = self.run.step
+        await self.callbacks.saved()
+
+
+@pytest.fixture
+async def told(tmp_path):
+    made = []
+
+    async def begin(callback: Any, begun: bool = True, **facts: Any) -> Told:
+        one = Told(callback, Observed(tmp_path, **facts))
+        made.append(one)
+        if begun:
+            await one.begin()
+        return one
+
+    yield begin
+    for each in made:
+        each.callbacks.close()
+
+
+def warnings(caplog) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name.startswith("groupwise.")]
+
+
+def test_they_are_known_by_the_name_of_their_base():
+    assert is_trainer_callback(PrinterCallback)
+    assert is_trainer_callback(type("Own", (type("TrainerCallback", (), {}),), {}))
+    assert not is_trainer_callback(dict)
+
+
+async def test_events_in_the_order_of_a_trainer(told, tmp_path):
+    recording = Recording()
+    one = await told(recording)
+    await one.step(loss=0.5)
+    await one.save()
+    await one.evaluate(reward=1.0)
+    await one.callbacks.end(RunEnd("finished", {}))
+    assert recording.events == [
+        ("on_init_end", 0),
+        ("on_train_begin", 0),
+        ("on_step_begin", 0),
+        ("on_step_end", 1),
+        ("on_log", 1),
+        ("on_save", 1),
+        ("on_log", 1),
+        ("on_evaluate", 1),
+        ("on_train_end", 1),
+    ]
+
+
+async def test_what_they_are_given(told, tmp_path):
+    recording = Recording()
+    one = await told(recording)
+    await one.step(loss=0.5, num_tokens=30.0)
+    await one.evaluate(reward=1.0, eval_loss=2.0)
+    args, state, given = recording.given["on_step_end"]
+    assert args.output_dir == str(tmp_path)
+    assert (args.max_steps, args.learning_rate, args.beta) == (10, 0.1, 0.5)
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (8, 1)
+    assert (args.eval_strategy, args.eval_steps, args.save_steps) == ("steps", 2, 2)
+    assert (args.metric_for_best_model, args.greater_is_better) == ("eval_reward", True)
+    assert args.to_dict()["run_name"] == "toy"
+    with pytest.raises(
+        AttributeError, match="these `args` have no `fp16`; there is no Trainer here"
+    ):
+        _ = args.fp16
+    assert (state.global_step, state.max_steps, state.epoch) == (1, 10, 0.25)
+    assert state.num_input_tokens_seen == 30
+    assert state.is_world_process_zero
+    assert state.is_local_process_zero
+    assert given["processing_class"] == "the tokenizer"
+    assert given["model"] is None
+    assert recording.given["on_evaluate"][2]["metrics"] == {
+        "eval_reward": 1.0,
+        "eval_loss": 2.0,
+        "epoch": 0.25,
+    }
+    assert state.log_history == [
+        {"loss": 0.5, "num_tokens": 30.0, "epoch": 0.25, "step": 1},
+        {"eval_reward": 1.0, "eval_loss": 2.0, "epoch": 0.25, "step": 1},
+    ]
+
+
+async def test_logs_come_every_so_many_steps_and_when_asked_for(told):
+    settings = {**CONFIG, "run": {**CONFIG["run"], "logging_steps": 3}}
+    quiet, asking = Recording(), Recording(on_step_end="should_log")
+    one, other = await told(quiet, settings=settings), await told(asking, settings=settings)
+    for _ in range(3):
+        await one.step(loss=1.0)
+        await other.step(loss=1.0)
+    assert [event for event in quiet.events if event[0] == "on_log"] == [("on_log", 3)]
+    assert len([event for event in asking.events if event[0] == "on_log"]) == 3
+
+
+@pytest.mark.parametrize("event", ["on_train_begin", "on_step_end", "on_log"])
+async def test_control_is_passed_on(told, event):
+    stopping = await told(Recording(**{event: "should_training_stop"}))
+    saving = await told(Recording(**{event: "should_save"}))
+    evaluating = await told(Recording(**{event: "should_evaluate"}))
+    for one in (stopping, saving, evaluating):
+        await one.step(loss=1.0)
+    assert stopping.callbacks.stop.by == "Recording"
+    assert saving.callbacks.save_was_asked()
+    assert evaluating.callbacks.evaluation_was_asked()
+    assert not saving.adapter._control.should_save
+
+
+async def test_another_control_may_be_returned(told):
+    class Other(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            answer = type(control)()
+            answer.should_training_stop = True
+            return answer
+
+    one = await told(Other())
+    await one.step()
+    assert one.callbacks.stop is not None
+
+
+async def test_events_that_do_not_happen_are_named_once(told):
+    class Waiting(TrainerCallback):
+        def on_epoch_end(self, args, state, control, **kwargs): ...
+        def on_optimizer_step(self, args, state, control, **kwargs): ...
+        def on_step_end(self, args, state, control, **kwargs): ...
+
+    one = await told(Waiting())
+    await one.step()
+    (said,) = one.run.said
+    assert "Waiting: on_epoch_end, on_optimizer_step will not be called" in said
+    assert not (await told(Recording())).run.said
+
+
+async def test_stopping_an_epoch_is_said_to_do_nothing_once(told):
+    one = await told(Recording(on_step_end="should_epoch_stop"))
+    await one.step()
+    await one.step()
+    (said,) = one.run.said
+    assert "control.should_epoch_stop has no effect" in said
+    assert one.callbacks.stop is None
+
+
+# --- real ones
+
+
+async def test_early_stopping(told, caplog):
+    one = await told(EarlyStoppingCallback(early_stopping_patience=2))
+    for step, reward in enumerate([1.0, 2.0, 2.0, 1.5]):
+        assert one.callbacks.stop is None, step
+        await one.step()
+        await one.evaluate(reward=reward)
+    assert one.callbacks.stop.by == "EarlyStoppingCallback"
+    assert (one.adapter._state.best_metric, one.adapter._state.best_global_step) == (2.0, 2)
+    assert not [text for text in warnings(caplog) if "failed" in text]
+
+
+async def test_early_stopping_of_a_supervised_run_looks_at_the_loss(told):
+    settings = {**CONFIG, "eval": {"eval_steps": None}}
+    one = await told(EarlyStoppingCallback(1), kind="sft", settings=settings)
+    for loss in (2.0, 1.0, 1.5):
+        assert one.callbacks.stop is None
+        await one.step()
+        await one.evaluate(eval_loss=loss)
+    assert one.callbacks.stop is not None
+
+
+async def test_early_stopping_without_evaluations_is_reported(told, caplog):
+    caplog.set_level(logging.WARNING)
+    await told(EarlyStoppingCallback(), settings={**CONFIG, "eval": {"eval_steps": None}})
+    assert any("requires IntervalStrategy of steps or epoch" in t for t in warnings(caplog))
+
+
+async def test_exported_state_and_the_best_metric_go_on_over_a_resume(told):
+    one = await told(EarlyStoppingCallback(early_stopping_patience=2))
+    for reward in (2.0, 1.0):
+        await one.step()
+        await one.evaluate(reward=reward)
+    again = await told(
+        EarlyStoppingCallback(early_stopping_patience=2),
+        begun=False,
+        step=2,
+        curves={"loss": [(0, 0.5), (1, 0.25)]},
+    )
+    again.callbacks.load_state(one.callbacks.state())
+    await again.begin()
+    assert again.adapter._state.log_history == [{"loss": 0.5, "step": 1}, {"loss": 0.25, "step": 2}]
+    await again.step()
+    await again.evaluate(reward=1.5)
+    assert again.callbacks.stop is not None
+    assert isinstance(again.adapter.wrapped, ExportableState)
+
+
+async def test_the_best_checkpoint_is_the_one_of_the_best_evaluation(told, tmp_path):
+    one = await told(Recording())
+    for reward in (1.0, 3.0, 2.0):
+        await one.step()
+        await one.save()
+        await one.evaluate(reward=reward)
+    assert one.adapter._state.best_model_checkpoint == str(tmp_path / "checkpoints" / "step-2")
+
+
+async def test_printing_and_progress(told, capsys, caplog):
+    one, other = await told(PrinterCallback()), await told(ProgressCallback())
+    await one.step(loss=0.25)
+    await other.step(loss=0.25)
+    await other.callbacks.end(RunEnd("finished", {}))
+    shown = capsys.readouterr()
+    assert "{'loss': '0.25', 'epoch': '0.25'}" in shown.out
+    assert "1/10" in shown.err
+    assert not [text for text in warnings(caplog) if "failed" in text]

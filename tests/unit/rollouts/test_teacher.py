@@ -1,0 +1,178 @@
+"""From a teacher's rows to what is trained and what is recorded:
+
+1. What is trained is what the row says, and nothing else; a row of which nothing is trained is an error that names it.
+2. Rows that are too long are cut where it was asked, and counted; those that would teach nothing any more are left out.
+3. The record holds every token of a row, by who wrote it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from groupwise.errors import TaskError
+from groupwise.rollouts.teacher import TeacherWay, read_lessons, teacher_group, teacher_row
+from tests.chat import chat_tokenizer
+
+CHAT = {
+    "messages": [
+        {"role": "user", "content": "ab"},
+        {"role": "assistant", "content": "cd"},
+        {"role": "user", "content": "ef"},
+        {"role": "assistant", "content": "gh"},
+    ]
+}
+TEXT = {"text": "abcdef"}
+PAIR = {"prompt": "ab", "completion": "cd"}
+TOKENS = {"input_ids": [10, 11, 12, 13], "labels": [-100, 11, -100, 13]}
+END = "<|im_end|>"
+
+
+def read(rows: list[dict[str, Any]], family: str = "chatml", **way: Any):
+    return read_lessons(chat_tokenizer(family), rows, TeacherWay(**way), where="W")
+
+
+def trained(row: dict[str, Any], family: str = "chatml", **way: Any) -> list[str]:
+    """The trained tokens of each row, as text."""
+    tokenizer = chat_tokenizer(family)
+    (lesson,) = read([row], family, **way).lessons
+    return [
+        tokenizer.decode([token for token, mark in zip(r.ids, r.mask, strict=True) if mark])
+        for r in lesson.rows
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "way", "wanted"),
+    [
+        (CHAT, {}, [f"cd{END}gh{END}"]),
+        (CHAT, {"completion_only": True}, [f"cd{END}gh{END}"]),
+        (CHAT, {"last_turn_only": True}, [f"gh{END}"]),
+        (
+            CHAT,
+            {"completion_only": False},
+            [
+                f"user\nab{END}\n<|im_start|>assistant\ncd{END}\n"
+                f"<|im_start|>user\nef{END}\n<|im_start|>assistant\ngh{END}\n"
+            ],
+        ),
+        (TEXT, {}, [f"bcdef{END}"]),
+        (PAIR, {}, [f"cd{END}"]),
+        (PAIR, {"completion_only": False}, [f"bcd{END}"]),
+        (TOKENS, {}, ["bd"]),
+    ],
+)
+def test_what_is_trained(row, way, wanted):
+    """The first token of all is never: nothing stands before it that could predict it."""
+    assert trained(row, **way) == wanted
+
+
+def test_a_template_that_rewrites_turns_gives_several_rows():
+    assert trained(CHAT, "qwen3") == [
+        f"<think>\n\n</think>\n\ncd{END}",
+        f"<think>\n\n</think>\n\ngh{END}",
+    ]
+
+
+def test_only_the_completion_of_messages_is_trained():
+    row = {"prompt": CHAT["messages"][:3], "completion": CHAT["messages"][3:]}
+    assert trained(row) == [f"gh{END}"]
+
+
+def test_a_collators_masks_are_used_as_they_are():
+    def collator(features):
+        (feature,) = features
+        ids = feature["input_ids"]
+        return {"input_ids": [ids], "labels": [[-100, -100, *ids[2:4], *[-100] * (len(ids) - 4)]]}
+
+    assert trained(TEXT, collator=collator) == ["cd"]
+    assert trained(PAIR, collator=collator) == ["cd"]
+
+
+@pytest.mark.parametrize(
+    ("row", "way", "said"),
+    [
+        ({"input_ids": [1, 2], "labels": [-100, -100]}, {}, "no token of it is trained"),
+        ({"input_ids": [1, 2], "labels": [1, -100]}, {}, "no token of it is trained"),
+        (
+            TEXT,
+            {"completion_only": True},
+            "data.completion_only_loss is true, but the row is one text",
+        ),
+        ({"messages": [*CHAT["messages"][1:]]}, {}, "begins with the assistant"),
+        ({"words": "a"}, {}, "has none of the forms"),
+    ],
+)
+def test_a_row_that_cannot_teach_is_named(row, way, said):
+    with pytest.raises(TaskError, match=f"^W: row 1.*{said}"):
+        read([{**PAIR} if not way else {**CHAT}, row], **way)
+
+
+@pytest.mark.parametrize(
+    ("mode", "kept"), [("keep_start", "abcd"), ("keep_end", f"def{END}"), ("drop", None)]
+)
+def test_rows_that_are_too_long(mode, kept):
+    tokenizer = chat_tokenizer("chatml")
+    found = read([TEXT, PAIR, {"text": "a"}], max_length=4, truncation=mode)
+    texts = [tokenizer.decode(list(lesson.rows[0].ids)) for lesson in found.lessons]
+    if mode == "drop":
+        assert texts == [f"a{END}"]
+        assert (found.cut, found.dropped) == (0, 2)
+    else:
+        pair = "abcd" if mode == "keep_start" else f"bcd{END}"
+        assert texts == [kept, pair, f"a{END}"]
+        assert (found.cut, found.dropped) == (2, 0)
+
+
+def test_a_cut_row_that_teaches_nothing_any_more_is_left_out():
+    """A truncated row has no end token, and none is added."""
+    found = read([{"prompt": "abcdef", "completion": "g"}, PAIR], max_length=4)
+    assert [lesson.example.index for lesson in found.lessons] == [1]
+    assert (found.cut, found.dropped) == (1, 1)
+    assert sum(found.lessons[0].rows[0].mask) == 2
+    with pytest.raises(TaskError, match="nothing is left to train: of all 1 rows"):
+        read([{"prompt": "abcdef", "completion": "g"}], max_length=4)
+
+
+def test_counts():
+    found = read([CHAT, PAIR])
+    assert found.trained_tokens == 2 * 3 + 3
+    assert found.tokens == sum(len(row.ids) for lesson in found.lessons for row in lesson.rows)
+    assert found.longest == len(found.lessons[0].rows[0].ids)
+    assert found.without_end == 0
+    tokenizer = chat_tokenizer("chatml")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    open_ended = read_lessons(tokenizer, [CHAT, PAIR], TeacherWay(), where="W")
+    assert open_ended.without_end == 2
+
+
+def test_learner_rows_begin_and_end_with_a_trained_token():
+    (lesson,) = read([CHAT]).lessons
+    masked = lesson.rows[0]
+    row = teacher_row(masked)
+    assert row.prompt_ids + row.completion_ids == masked.ids[:-1], "the last line break is left out"
+    assert (row.mask[0], row.mask[-1], sum(row.mask)) == (1, 1, 6)
+    assert len(row.mask) == len(row.completion_ids) == len(row.sampling_logprobs)
+    assert (row.scale, row.temperature) == (1.0, 1.0)
+
+
+def test_the_record():
+    tokenizer = chat_tokenizer("chatml")
+    (lesson,) = read([CHAT]).lessons
+    group = teacher_group(tokenizer, lesson, 7)
+    (rollout,) = group.rollouts
+    assert (group.draw, rollout.draw, rollout.outcome, rollout.reward) == (7, 7, "scored", None)
+    assert [segment.source for segment in rollout.segments] == ["teacher", "environment", "teacher"]
+    row = teacher_row(lesson.rows[0])
+    assert (rollout.prompt_ids, rollout.completion_ids) == (row.prompt_ids, row.completion_ids)
+    assert rollout.completion == "cd\nuser\nef\nassistant\ngh"
+    assert group.example.prompt == CHAT["messages"][:1]
+    assert not rollout.truncated
+
+
+def test_several_rows_of_an_example_are_members_of_a_group():
+    (lesson,) = read([CHAT], "qwen3").lessons
+    group = teacher_group(chat_tokenizer("qwen3"), lesson, 0)
+    assert [rollout.member for rollout in group.rollouts] == [0, 1]
+    assert group.rollouts[0].prompt_ids != group.rollouts[1].prompt_ids

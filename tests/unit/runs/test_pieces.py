@@ -1,0 +1,277 @@
+"""Pieces of the record:
+
+1. put together, they are the record row by row, to the bit, also what only SQLite sees (lengths of tokens that were not kept);
+2. each begins where the one before ended; those of deleted checkpoints stay with the run, those of undone steps go;
+3. damage is noticed, whatever it is, and what is lost is named.
+"""
+
+from __future__ import annotations
+
+import math
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from groupwise.errors import RunInUseError, StoreError
+from groupwise.runs import checkpoints, durable, pieces
+from groupwise.runs.folder import RunFolder
+from groupwise.runs.pieces import trouble_with, write_piece
+from groupwise.runs.records import EvaluationRecord, ResumeRecord, Rewound, StepRecord
+from groupwise.runs.recovery import recover
+from groupwise.types import Example, Group, RewardPart, Rollout, SamplingParams, Segment
+
+TABLES = ("steps", "metrics", "groups", "rollouts", "segments", "parts")
+
+
+def group(draw: int) -> Group:
+    """One with all that is hard to keep: NaN, half a surrogate pair, the largest seed, floats without end."""
+    rollouts = tuple(
+        Rollout(
+            draw=draw,
+            member=member,
+            attempt=0,
+            prompt_ids=(1, 2, draw),
+            segments=(
+                Segment("policy", (7, 8), (-1 / 3, -1e-300), 0, "f", SamplingParams(4), 2**64 - 1),
+            ),
+            completion="caf\udce9",
+            outcome="scored",
+            reward=math.nan if member else 0.1 + 0.2,
+            parts=(RewardPart("p", None), RewardPart("p", 1 / 3, 0.7, turn=1)),
+            notes={"n": [1, None]},
+            advantage=-1 / 7,
+        )
+        for member in range(2)
+    )
+    return Group(draw, Example(draw, "prompt", {"x": draw}), rollouts, {"m": 0.1})
+
+
+def recorded(runs: Path, *, keep_tokens: bool = True) -> RunFolder:
+    """A run of six steps with checkpoints after 2, 4 and 6, of which the first is deleted."""
+    folder = RunFolder.create(runs, "r", {"a": 1}, {"kind": "rl"}, keep_tokens=keep_tokens)
+    folder.store.add_evaluation(EvaluationRecord(0, "before", "r@0", {"x": 0.1}, [{"a": 1}]))
+    for step in range(6):
+        commit(folder, step)
+        if step % 2:
+            save(folder, step + 1)
+            name = f"step-{step + 1}"
+            folder.store.add_evaluation(EvaluationRecord(step + 1, name, "r", {"x": step}))
+    folder.store.record_resume(ResumeRecord(3, Rewound(1, 2), 5.0, {"k": [1, 2]}))
+    checkpoints.prune(folder.checkpoints, 2)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = recorded(tmp_path)
+    yield folder
+    folder._let_go()
+
+
+def commit(folder: RunFolder, step: int) -> None:
+    record = StepRecord(step, step, step + 1, f"f{step}", (2 * step,), 1e-5, 9.5, (2 * step + 1,))
+    metrics = {"loss": math.nan, "reward": 1 / (step + 3)}
+    folder.store.commit_step(record, [group(2 * step), group(2 * step + 1)], metrics)
+
+
+def save(folder: RunFolder, step: int) -> None:
+    def fill(building: Path) -> None:
+        write_piece(folder.path, folder.store.path, building, step)
+
+    checkpoints.save(folder.checkpoints, step, fill)
+
+
+def rows(record: Path, tables: tuple[str, ...] = TABLES) -> dict[str, list[tuple[object, ...]]]:
+    connection = sqlite3.connect(record)
+    connection.text_factory = bytes
+    found = {
+        table: sorted(connection.execute(f"SELECT * FROM {table}").fetchall(), key=repr)
+        for table in tables
+    }
+    connection.close()
+    return found
+
+
+def lose(folder: RunFolder) -> Path:
+    """Close the run as a crash would, with its record gone."""
+    folder._let_go()
+    for ending in ("", "-wal", "-shm"):
+        folder.path.joinpath(f"run.db{ending}").unlink(missing_ok=True)
+    return folder.path
+
+
+def steps_of(piece: Path) -> list[int]:
+    connection = sqlite3.connect(piece)
+    found = [step for (step,) in connection.execute("SELECT step FROM steps ORDER BY step")]
+    connection.close()
+    return found
+
+
+# 1
+
+
+@pytest.mark.parametrize("keep_tokens", [True, False])
+def test_put_together_they_are_the_record(tmp_path, keep_tokens):
+    run = recorded(tmp_path, keep_tokens=keep_tokens)
+    before = rows(run.store.path)
+    path = lose(run)
+    made = recover(path)
+    assert made is not None
+    assert (made.steps, made.lost, made.damaged, made.trouble) == (6, (), None, "was missing")
+    assert rows(path / "run.db") == before
+    assert all(before.values())
+
+
+def test_evaluations_and_facts_come_back_as_of_the_last_checkpoint(run):
+    path = lose(run)
+    recover(path)
+    with RunFolder.open(path) as folder:
+        names = [(found.step, found.name, found.rows) for found in folder.store.evaluations()]
+        assert names == [(0, "before", ({"a": 1},)), (2, "step-2", ()), (4, "step-4", ())]
+        assert folder.store.get_meta()["kind"] == "rl"
+        assert folder.store.resumes() == [], "it was resumed after the last checkpoint"
+
+
+def test_text_is_found_again(run):
+    path = lose(run)
+    recover(path)
+    connection = sqlite3.connect(path / "run.db")
+    query = "SELECT count(*) FROM prompt_index WHERE prompt_index MATCH 'prompt'"
+    assert connection.execute(query).fetchone() == (12,)
+    connection.close()
+
+
+def test_the_run_goes_on(run):
+    path = lose(run)
+    recover(path)
+    with RunFolder.open(path) as folder:
+        commit(folder, 6)
+        assert folder.store.last_step() == 6
+
+
+def test_equal_records_give_equal_bytes(run, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write_piece(run.path, run.store.path, tmp_path / name, 6)
+    assert (tmp_path / "a/record.db").read_bytes() == (tmp_path / "b/record.db").read_bytes()
+
+
+# 2
+
+
+def test_each_begins_where_the_one_before_ended(run):
+    assert steps_of(run.path / "records/step-2.db") == [0, 1]
+    assert steps_of(run.checkpoints / "step-4/record.db") == [2, 3]
+    assert steps_of(run.checkpoints / "step-6/record.db") == [4, 5]
+    assert not (run.checkpoints / "step-2").exists()
+
+
+def test_one_that_is_gone_is_made_up_for_by_the_next(run, tmp_path):
+    run.path.joinpath("checkpoints/step-4/record.db").unlink()
+    write_piece(run.path, run.store.path, tmp_path, 5)
+    assert steps_of(tmp_path / "record.db") == [2, 3, 4]
+
+
+def test_those_of_undone_steps_go(run):
+    checkpoints.prune(run.checkpoints, 1)
+    assert {path.name for path in run.path.glob("records/*")} == {"step-2.db", "step-4.db"}
+    checkpoints.drop_after(run.checkpoints, 2)
+    assert {path.name for path in run.path.glob("records/*")} == {"step-2.db"}
+
+
+def test_where_a_disk_knows_no_second_names_they_are_copied(run, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError("not supported")
+
+    monkeypatch.setattr(durable.os, "link", refuse)
+    checkpoints.prune(run.checkpoints, 1)
+    assert steps_of(run.path / "records/step-4.db") == [2, 3]
+
+
+def test_a_crash_before_a_checkpoint_is_deleted_loses_nothing(run, die_at):
+    die_at("file:step-4.db:before", lambda: checkpoints.prune(run.checkpoints, 1))
+    assert (run.checkpoints / "step-4/record.db").exists()
+    checkpoints.prune(run.checkpoints, 1)
+    assert {path.name for path in run.path.glob("records/*.db")} == {"step-2.db", "step-4.db"}
+
+
+# 3
+
+
+def in_the_middle(record: Path) -> None:
+    content = bytearray(record.read_bytes())
+    content[8192:-8192] = b"\xff" * (len(content) - 16384)
+    record.write_bytes(content)
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "empty": lambda record: record.write_bytes(b""),
+    "another file": lambda record: record.write_bytes(b"no database at all" * 1000),
+    "half of it": lambda record: record.write_bytes(record.read_bytes()[: 4096 * 8]),
+    "in the middle": in_the_middle,
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_damage_is_noticed_and_mended(run, how):
+    before = rows(run.store.path)
+    run._let_go()
+    DAMAGE[how](run.path / "run.db")
+    made = recover(run.path)
+    assert made is not None
+    assert made.damaged == run.path / "run.db.damaged"
+    assert made.trouble.startswith(("was damaged", "was empty"))
+    assert rows(run.path / "run.db") == before
+    assert recover(run.path) is None
+
+
+def test_a_sound_record_is_left_alone(run):
+    assert trouble_with(run.store.path, thorough=True) is None
+
+
+def test_what_is_lost_is_named(run):
+    run.path.joinpath("records/step-2.db").unlink()
+    made = recover(lose(run))
+    assert made is not None
+    assert (made.steps, made.lost) == (4, (0, 1))
+    assert "lost are the steps 0 to 1, of which no piece is left" in str(made)
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"), [((3,), "step 3"), ((0, 1, 2, 5), "the steps 0 to 2, 5")]
+)
+def test_steps_are_named_in_ranges(steps, said):
+    assert pieces._ranges(steps) == said
+
+
+def test_without_a_piece_of_the_last_checkpoint_nothing_is_mended(run):
+    run.path.joinpath("checkpoints/step-6/record.db").unlink()
+    checkpoints.save(run.checkpoints, 6, lambda folder: None)
+    path = lose(run)
+    with pytest.raises(StoreError, match=r"holds no record.db from which it could be"):
+        recover(path)
+
+
+def test_without_a_checkpoint_nothing_is_mended(run):
+    checkpoints.drop_after(run.checkpoints, 0)
+    path = lose(run)
+    with pytest.raises(StoreError, match="no complete checkpoint: nothing is left"):
+        recover(path)
+
+
+def test_a_run_in_use_is_not_touched(run):
+    for ending in ("", "-wal", "-shm"):
+        run.path.joinpath(f"run.db{ending}").unlink(missing_ok=True)
+    with pytest.raises(RunInUseError):
+        recover(run.path)
+
+
+def test_a_crash_while_it_is_mended_is_mended_by_the_next(run, die_at):
+    before = rows(run.store.path)
+    path = lose(run)
+    die_at("file:run.db:before", lambda: recover(path))
+    assert not (path / "run.db").exists()
+    assert recover(path) is not None
+    assert rows(path / "run.db") == before

@@ -1,0 +1,229 @@
+"""Tools: schemas from signatures, calls found in text, and every mistake told to the policy."""
+
+import json
+from typing import Any, Literal
+
+import pytest
+
+from groupwise.errors import TaskError
+from groupwise.tasks.environment import Step
+from groupwise.tasks.tools import HermesCalls, TextCalls, Tools, instructions, schema_of
+
+
+def look_up(
+    name: str, kinds: list[Literal["a", "b"]], most: int = 3, loud: bool | None = None
+) -> str:
+    """Find things by name.
+
+    More about it.
+
+    Args:
+        name: What it is called,
+            in full.
+        kinds (list): Which kinds.
+
+    Returns:
+        What was found.
+    """
+    return f"{name}:{'+'.join(kinds)}:{most}:{loud}"
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+async def divide(a: float, b: float) -> float:
+    """Divide."""
+    return a / b
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+async def answer(tools: Tools, completion: str, prompt: Any = "p") -> Step:
+    environment = tools()
+    await environment.reset(prompt=prompt, seed=1, member=0)
+    return await environment.step(completion)
+
+
+async def told(tools: Tools, completion: str) -> str:
+    observation = (await answer(tools, completion, [{"role": "user", "content": "p"}])).observation
+    (message,) = observation
+    return message["content"]
+
+
+def test_schema_is_made_of_signature_and_docstring():
+    assert schema_of(look_up) == {
+        "type": "function",
+        "function": {
+            "name": "look_up",
+            "description": "Find things by name. More about it.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "name": {"type": "string", "description": "What it is called, in full."},
+                    "kinds": {
+                        "type": "array",
+                        "items": {"type": "string", "enum": ["a", "b"]},
+                        "description": "Which kinds.",
+                    },
+                    "most": {"type": "integer"},
+                    "loud": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+                },
+                "required": ["name", "kinds"],
+            },
+        },
+    }
+
+
+def test_schema_is_the_one_that_transformers_makes():
+    from transformers.utils import get_json_schema
+
+    def weather(city: str, days: int = 3):
+        """
+        Tell the weather.
+
+        Args:
+            city: Where.
+            days: How many days.
+        """
+
+    assert schema_of(weather) == get_json_schema(weather)
+
+
+@pytest.mark.parametrize(
+    ("tools", "said"),
+    [
+        ([], "no tool is there"),
+        ([lambda x: x], "the parameter `x` has no type"),
+        ([add, add], "two tools are called `add`"),
+    ],
+)
+def test_tools_without_a_schema_are_refused(tools, said):
+    with pytest.raises(TaskError, match=said):
+        Tools(tools)
+
+
+def test_tool_without_a_docstring_or_with_a_foreign_type_is_refused():
+    def silent(a: int): ...
+
+    def foreign(a: Tools):
+        """Use it."""
+
+    with pytest.raises(TaskError, match="`silent` has no docstring"):
+        Tools([silent])
+    with pytest.raises(TaskError, match="`foreign`: the parameter `a` has the type"):
+        Tools([foreign])
+    with pytest.raises(TaskError, match="TextCalls is about the tool `sub`, but there are: add"):
+        Tools([add], TextCalls("sub", "x"))
+
+
+async def test_calls_are_made_in_their_order_and_a_turn_without_one_is_the_answer():
+    tools = Tools([add, divide])
+    text = f"I think {call('add', a=1, b=2)} and {call('divide', a=1, b=4)}"
+    step = await answer(tools, text, [{"role": "user", "content": "p"}])
+    assert step == Step(
+        [
+            {"role": "tool", "name": "add", "content": "3"},
+            {"role": "tool", "name": "divide", "content": "0.25"},
+        ]
+    )
+    assert await answer(tools, "The answer is 3.") == Step(done=True)
+
+
+async def test_text_prompts_get_text_results():
+    step = await answer(Tools([add]), call("add", a=1, b=2))
+    assert step.observation == "\n<tool_response>\n3\n</tool_response>\n"
+
+
+@pytest.mark.parametrize(
+    ("completion", "said"),
+    [
+        (call("sub", a=1, b=2), "error: there is no tool 'sub'; there are: add, divide"),
+        (call("add", a=1), "error: b: Missing required argument"),
+        (call("add", a="x", b=2), "error: a: Input should be a valid integer"),
+        (call("add", a=1, b=2, c=3), "error: c: Unexpected keyword argument"),
+        (call("divide", a=1, b=0), "error: ZeroDivisionError: float division by zero"),
+        ("<tool_call>{'name': 'add'}</tool_call>", "error: the call is no JSON ("),
+        ('<tool_call>{"name": "add", "argu', "error: the call is no JSON ("),
+        ("<tool_call>[1]</tool_call>", "error: the call is no JSON object; expected"),
+        ('<tool_call>{"arguments": {}}</tool_call>', "error: the call lacks its name or arguments"),
+        (
+            '<tool_call>{"name": "add", "arguments": 3}</tool_call>',
+            "error: the call lacks its name",
+        ),
+    ],
+)
+async def test_mistakes_are_told_to_the_policy(completion, said):
+    assert (await told(Tools([add, divide]), completion)).startswith(said)
+
+
+async def test_arguments_of_a_kindred_type_are_taken():
+    assert await told(Tools([add]), call("add", a="1", b=2.0)) == "3"
+
+
+async def test_results_that_are_no_text_are_told_as_json():
+    def find(n: int) -> Any:
+        """Find."""
+        return {"é": [n, None]} if n else object
+
+    assert await told(Tools([find]), call("find", n=1)) == '{"é": [1, null]}'
+    assert "class 'object'" in await told(Tools([find]), call("find", n=0))
+
+
+def test_calls_are_found_however_they_are_cut():
+    find = HermesCalls().find
+    assert [c.name for c in find(call("a") + call("b"))] == ["a", "b"]
+    assert [c.name for c in find('<tool_call>{"name": "a"}<tool_call>{"name": "b"}')] == ["a", "b"]
+    assert find("no call, tool_call") == []
+    assert find('<tool_call>{"name": "a"}')[0].arguments == {}
+
+
+async def test_text_calls_are_found_by_their_pattern():
+    tools = Tools([add], TextCalls("add", r"(?P<a>\d+)\+(?P<b>\d+)=", "{result} "))
+    assert tools.schemas == []
+    assert await answer(tools, "1+2=, 3+4=") == Step("3 7 ")
+    assert await answer(tools, "12") == Step(done=True)
+
+
+class Counter:
+    """Tools with a state."""
+
+    def reset(self, start: int) -> str:
+        self.value = start
+        return "Count!"
+
+    def increase(self, by: int = 1) -> int:
+        """Increase the counter."""
+        self.value += by
+        return self.value
+
+    def _hidden(self):
+        raise AssertionError
+
+    async def reward(self) -> float:
+        return float(self.value)
+
+
+async def test_public_methods_of_a_class_are_tools_with_a_state_for_each_rollout():
+    tools = Tools(Counter)
+    assert tools.names == ("increase",)
+    assert tools.gives_rewards
+    assert "self" not in tools.schemas[0]["function"]["parameters"]["properties"]
+    one, other = tools(), tools()
+    assert await one.reset(prompt="p", start=5, seed=1, member=0) == "Count!"
+    await other.reset(prompt="p", start=0, seed=1, member=1)
+    assert (
+        await one.step(call("increase", by=2))
+    ).observation == "\n<tool_response>\n7\n</tool_response>\n"
+    await one.step(call("increase"))
+    assert (await one.reward(), await other.reward()) == (8.0, 0.0)
+    assert await one.metrics() is None
+
+
+def test_instructions_hold_each_schema_on_a_line():
+    lines = instructions([schema_of(add), schema_of(look_up)]).splitlines()
+    found = [json.loads(line)["function"]["name"] for line in lines if line.startswith('{"type"')]
+    assert found == ["add", "look_up"]

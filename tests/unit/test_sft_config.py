@@ -1,0 +1,100 @@
+"""The config of a supervised run: strict, documented, and every message for a key of another command or framework teaches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.config import RunConfig, load_config
+from groupwise.errors import ConfigError
+from groupwise.settings import leaves
+from groupwise.sft_config import SftConfig, documentation, load_sft_config
+
+MODEL = {"model": {"name": "tiny"}}
+ROOT = Path(__file__).parents[2]
+
+
+def config(**sections: Any) -> SftConfig:
+    return load_sft_config({**MODEL, **sections}).config
+
+
+def refused(**sections: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        config(**sections)
+    return str(caught.value)
+
+
+def test_one_epoch_unless_told_otherwise():
+    assert (config().training.max_steps, config().training.num_train_epochs) == (None, 1.0)
+    steps = config(training={"max_steps": 5}).training
+    assert (steps.max_steps, steps.num_train_epochs) == (5, None)
+    epochs = config(training={"num_train_epochs": 0.5}).training
+    assert (epochs.max_steps, epochs.num_train_epochs) == (None, 0.5)
+    assert "give one of the two" in refused(training={"max_steps": 5, "num_train_epochs": 2.0})
+
+
+def test_overrides_and_the_name_of_the_file(tmp_path):
+    file = tmp_path / "warm up.yaml"
+    file.write_text("model: {name: tiny}\n")
+    loaded = load_sft_config(file, ["training.examples_per_step=3", "lora=null"])
+    assert (loaded.config.training.examples_per_step, loaded.config.lora) == (3, None)
+    assert loaded.run_name == "warm-up"
+
+
+@pytest.mark.parametrize("section", ["sampler", "algorithm", "rewards"])
+def test_sections_of_reinforcement_learning_are_told_apart(section):
+    assert "it belongs to `groupwise rl`, which has a config of its own" in refused(**{section: {}})
+
+
+def test_a_config_of_rl_is_refused_key_by_key():
+    said = refused(
+        training={"prompts_per_step": 2, "num_generations": 4}, eval={"before_and_after": True}
+    )
+    assert said.count("it belongs to `groupwise rl`") == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"training": {"per_device_train_batch_size": 4}}, "training.examples_per_step examples"),
+        ({"training": {"max_length": 4}}, "here it stands in the section data"),
+        ({"data": {"max_seq_length": 4}}, "here it is data.max_length"),
+        ({"training": {"assistant_only_loss": True}}, "here it is data.completion_only_loss"),
+        ({"training": {"lr": 1.0}}, "here it is training.learning_rate"),
+        ({"eval": {"early_stoping_patience": 3}}, "did you mean eval.early_stopping_patience?"),
+        ({"data": {"truncation_mode": "left"}}, "keep_start"),
+        (
+            {"data": {"completion_only_loss": False, "assistant_turns": "last"}},
+            "which trains every token",
+        ),
+    ],
+)
+def test_messages_teach(given, said):
+    assert said in refused(**given)
+
+
+def test_advice_names_keys_that_there_are():
+    """Whatever stands as section.key in an advice can be written in this config."""
+    known = {".".join(leaf.path) for leaf in leaves(SftConfig)}
+    sections = {name.split(".")[0] for name in known}
+    for foreign, advice in SftConfig.foreign.items():
+        for word in advice.replace(",", " ").replace(";", " ").split():
+            if word.split(".")[0] in sections and "." in word:
+                assert word in known, (foreign, advice)
+
+
+def test_rl_tells_of_keys_that_belong_here():
+    with pytest.raises(ConfigError, match="it belongs to `groupwise sft`"):
+        load_config({**MODEL, "data": {"completion_only_loss": True}})
+
+
+def test_what_is_shared_means_the_same():
+    shared = SftConfig.model_fields.keys() & RunConfig.model_fields.keys()
+    for name in shared - {"training", "data", "eval"}:
+        assert SftConfig.model_fields[name].annotation == RunConfig.model_fields[name].annotation
+
+
+def test_the_page_is_up_to_date():
+    assert (ROOT / "docs" / "configuration-sft.md").read_text() == documentation()
