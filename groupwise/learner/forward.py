@@ -8,6 +8,7 @@ which gradient checkpointing cannot recompute, and packing needs a model in whic
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from groupwise.learner.layout import Batch, MicroBatch, PackedBatch, cut, widest
 from groupwise.models.decoder import Decoder, PromptCache, SharedPrefixCache, causal_mask
 from groupwise.models.logprobs import token_logprobs
 from groupwise.types import Row
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,18 @@ class Paths:
             return packed_rows(decoder, batch, entropy_gradient=self.entropy_gradient)
         way = shared_prompt if self.sharing else whole_rows
         return way(decoder, batch, entropy_gradient=self.entropy_gradient)
+
+
+def choose_paths(decoder: Decoder, *, packing: bool, sharing: bool) -> Paths:
+    """The ways that this model may take; packing is left out, with a warning, where rows would disturb each other."""
+    exact = packing and packing_is_exact(decoder)
+    if packing and not exact:
+        logger.warning(
+            "%s computes rows behind each other differently than alone, so they are not packed (training.packing): "
+            "slower, the result is the same",
+            decoder.config.model_type,
+        )
+    return Paths(packing=exact, sharing=sharing)
 
 
 def shared_prompt(

@@ -26,7 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from groupwise.algorithms.base import Loss, LossResult, TokenBatch
 from groupwise.algorithms.registry import from_spec
 from groupwise.errors import NonFiniteError
-from groupwise.learner.forward import Forward, Paths, packing_is_exact
+from groupwise.learner.forward import Forward, Paths, choose_paths
 from groupwise.learner.layout import Batch
 from groupwise.learner.weights import TrainedWeights
 from groupwise.models.decoder import Decoder
@@ -72,8 +72,8 @@ class TorchLearner:
         self._dropout = weights.dropout > 0
         self._decoder = Decoder(weights.model)
         self._reference_decoder: Decoder | None = None
-        self._paths = Paths(
-            packing=packing and packing_is_exact(self._decoder), sharing=not gradient_checkpointing
+        self._paths = choose_paths(
+            self._decoder, packing=packing, sharing=not gradient_checkpointing
         )
         if gradient_checkpointing:
             weights.model.activation_checkpointing_enable({"use_reentrant": False})

@@ -7,7 +7,13 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig
 
 from groupwise.learner import forward
-from groupwise.learner.forward import packed_rows, packing_is_exact, shared_prompt, whole_rows
+from groupwise.learner.forward import (
+    choose_paths,
+    packed_rows,
+    packing_is_exact,
+    shared_prompt,
+    whole_rows,
+)
 from groupwise.learner.layout import MicroBatch, microbatches, packed
 from groupwise.models.decoder import Decoder, causal_mask
 
@@ -146,9 +152,12 @@ def test_packing_is_found_to_be_exact(decoder):
     assert packing_is_exact(decoder)
 
 
-def test_packing_is_refused_where_rows_see_each_other(decoder, monkeypatch):
+def test_packing_is_refused_where_rows_see_each_other(decoder, monkeypatch, caplog):
     def everything(owners_SL):
         return causal_mask(owners_SL.shape[1], 0, owners_SL.device)
 
+    assert choose_paths(decoder, packing=True, sharing=True).packing
     monkeypatch.setattr(forward, "blocks", everything)
     assert not packing_is_exact(decoder)
+    assert not choose_paths(decoder, packing=True, sharing=True).packing
+    assert "they are not packed (training.packing)" in caplog.text

@@ -1,0 +1,85 @@
+"""Do rollouts of several turns teach? The two examples as shipped, with the model `tiny` and its random weights.
+
+In both the full reward needs a look at what the environment said: the game is won in every case only by following `<` and `>`, and the
+calculator's sum stands nowhere else. With the sign of the advantage turned round, neither is learnt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+import groupwise
+from groupwise.algorithms.dr_grpo import DrGrpo
+from groupwise.runs.store import Store
+from groupwise.types import Rollout, Weight
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+GAME, CALCULATOR = EXAMPLES / "03_guessing_game", EXAMPLES / "04_calculator_tool"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What came of a run."""
+
+    first: float
+    """Mean reward of the first ten steps."""
+    last: float
+    after: dict[str, float]
+    """The evaluation's metrics."""
+    rollouts: list[Rollout]
+    """Of the last step."""
+
+
+def trained(example: Path, folder: Path, *more: str) -> Progress:
+    overrides = [f"run.dir={folder / 'runs'}", "run.threads=1", "run.save_steps=1000", *more]
+    result = groupwise.rl(example / "config.yaml", example / "task.py", overrides=overrides)
+    assert result.after
+    with Store.open(result.folder / "run.db", readonly=True) as store:
+        rewards = [value for _, value in store.metrics(["reward"])["reward"]]
+        last = store.last_step()
+        assert last is not None
+        rollouts = [rollout for group in store.groups(last) for rollout in group.rollouts]
+    return Progress(fmean(rewards[:10]), fmean(rewards[-10:]), result.after.metrics, rollouts)
+
+
+@pytest.mark.slow
+def test_it_learns_to_follow_what_the_game_says(tmp_path):
+    found = trained(GAME, tmp_path)
+    assert found.first < 0
+    assert found.last > 0.9
+    assert found.after["win_rate"] == 1.0
+    assert {rollout.ended_by for rollout in found.rollouts} == {"environment"}
+    assert max(len(rollout.segments) for rollout in found.rollouts) == 3
+
+
+@pytest.mark.slow
+def test_it_learns_to_use_a_tool(tmp_path):
+    found = trained(CALCULATOR, tmp_path)
+    assert found.first < 0.1
+    assert found.last > 0.9
+    assert found.after["accuracy"] == 1.0
+    for rollout in found.rollouts:
+        assert [segment.source for segment in rollout.segments] == [
+            "policy",
+            "environment",
+            "policy",
+        ]
+
+
+@pytest.mark.parametrize("example", [GAME, CALCULATOR], ids=["game", "calculator"])
+def test_with_the_sign_of_the_advantage_turned_it_does_not(example, tmp_path, monkeypatch):
+    weights = DrGrpo.weights
+    monkeypatch.setattr(
+        DrGrpo,
+        "weights",
+        lambda self, group: tuple(
+            weight and Weight(-weight.advantage, weight.scale) for weight in weights(self, group)
+        ),
+    )
+    found = trained(example, tmp_path, "training.max_steps=40")
+    assert found.last < max(found.first, 0.05)
