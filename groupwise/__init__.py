@@ -13,9 +13,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from groupwise.callbacks.base import Callback
     from groupwise.checks.check import check
     from groupwise.checks.doctor import doctor
-    from groupwise.loops.callbacks import Callback
     from groupwise.loops.evaluate import EvalResult, evaluate
     from groupwise.loops.sft_start import SftResult, sft
     from groupwise.loops.start import RlResult, rl
@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Callback": "groupwise.loops.callbacks",
+    "Callback": "groupwise.callbacks.base",
     "EvalResult": "groupwise.loops.evaluate",
     "RlResult": "groupwise.loops.start",
     "SftResult": "groupwise.loops.sft_start",

@@ -15,10 +15,10 @@ from typing import Any
 
 from groupwise import build
 from groupwise.build import Layout
+from groupwise.callbacks.registry import Named, configured_callbacks
 from groupwise.config import LoadedConfig, RunConfig, resolved, view, with_task_schema
 from groupwise.data.examples import fingerprint
 from groupwise.errors import TaskError
-from groupwise.loops.callback_registry import Named, configured_callbacks
 from groupwise.loops.evaluate import check_success_part, held_out_prompts
 from groupwise.loops.profiling import check_profiled_steps
 from groupwise.models.adapters import check_adapter

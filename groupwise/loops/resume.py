@@ -97,8 +97,7 @@ def find_resume_point(
             f"{path} is in use by {holder(path) or 'another process'}. Wait for it or stop it."
         )
     made_anew = mended.get(path.resolve()) or recovery.recover(path)
-    with Store.open(path / RECORD, readonly=True) as store:
-        facts = store.get_meta()
+    facts = Store.facts(path / RECORD)
     if facts.get("kind", kind) != kind:
         raise ResumeMismatchError(
             f"{path} is a run of `groupwise {facts['kind']}`; go on with it by that command."

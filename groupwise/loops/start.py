@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from groupwise import build
+from groupwise.callbacks.base import Callbacks, RunEnd
+from groupwise.callbacks.registry import callbacks_of_task
 from groupwise.config import LoadedConfig, RunConfig, load_config, view
 from groupwise.display.progress import Progress
 from groupwise.errors import StoreError, UsageError
 from groupwise.loops.awaiting import run_to_end
-from groupwise.loops.callback_registry import callbacks_of_task
-from groupwise.loops.callbacks import Callbacks, RunEnd
 from groupwise.loops.evaluate import EvalResult, held_out
 from groupwise.loops.held_out import announce, evaluate_held_out, recorded_evaluation
 from groupwise.loops.interruption import Interrupted, Interruption

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from groupwise.callbacks.base import Callbacks
 from groupwise.display.progress import Progress
 from groupwise.errors import NonFiniteError
 from groupwise.learner.config import OptimisationConfig
-from groupwise.loops.callbacks import Callbacks
 from groupwise.loops.interruption import Interruption
 from groupwise.loops.metrics import Timings
 from groupwise.runs import checkpoints, durable

@@ -49,11 +49,11 @@ class Database:
             return cls(path, connection)
 
     @classmethod
-    def open_for_reading(cls, path: Path) -> Database:
-        """Open an existing file without writing to it."""
+    def open_for_reading(cls, path: Path, *, older: bool = False) -> Database:
+        """Open an existing file without writing to it; one of an older format only with `older`, for what all formats have."""
         with explained(path), _closed_on_failure(_connect_reader(path)) as connection:
             _check_format(path, connection)
-            if _version(connection) < len(MIGRATIONS):
+            if _version(connection) < len(MIGRATIONS) and not older:
                 raise StoreError(
                     f"{path} has format {_version(connection)}, this version of Groupwise reads {len(MIGRATIONS)}; "
                     "resume the run once to bring it up to date."

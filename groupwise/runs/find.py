@@ -99,7 +99,7 @@ def newest_unfinished(name: str, runs_dir: Path) -> Path:
     if not found:
         own = _find_folder(name, runs_dir)
         if own is not None:
-            Store.open(own.path / RECORD, readonly=True).close()
+            Store.facts(own.path / RECORD)
         raise RunNotFoundError(_no_such_run(name, runs_dir))
     unfinished = [(path, facts) for path, facts in found if facts.get("state") != "finished"]
     if not unfinished:
@@ -230,8 +230,7 @@ def _readable(runs_dir: Path) -> list[tuple[Path, dict[str, Any]]]:
     found: list[tuple[Path, dict[str, Any]]] = []
     for path in _run_folders(runs_dir):
         try:
-            with Store.open(path / RECORD, readonly=True) as store:
-                found.append((path, store.get_meta()))
+            found.append((path, Store.facts(path / RECORD)))
         except StoreError:
             continue
     return found

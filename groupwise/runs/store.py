@@ -59,6 +59,14 @@ class Store:
         db = Database.open_for_reading(path) if readonly else Database.open_for_writing(path)
         return cls(db, keep_tokens=keep_tokens)
 
+    @classmethod
+    def facts(cls, path: Path) -> dict[str, Any]:
+        """All facts about a run, from a record of any format that there was; StoreError as in `open`."""
+        if not path.is_file():
+            raise StoreError(f"{path} does not exist: a run folder holds its record there.")
+        with cls(Database.open_for_reading(path, older=True), keep_tokens=True) as store:
+            return store.get_meta()
+
     def close(self) -> None:
         """Close the file; what was committed stays."""
         self._db.close()

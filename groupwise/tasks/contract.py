@@ -6,7 +6,7 @@
     compute_metrics(prompts, completions, dataset_rows, config, tokenizer)
                                                 dict; its sub-dict `metrics` is printed, everything is written
     get_rl_callbacks(config, tokenizer, output_dir)
-                                                list of callbacks; see `groupwise.loops.callbacks`
+                                                list of callbacks; see `groupwise.callbacks.base`
     get_environment(config)                     answers the policy turn by turn; see `groupwise.tasks.environment`
     get_config_schema()                         a pydantic model of the config's `task:` section
     get_sft_dataset(config, tokenizer)          rows of a teacher; see `groupwise.data.sft`
@@ -220,7 +220,7 @@ class Task:
         return schema
 
     def rl_callbacks(self, config: Any, tokenizer: Any, output_dir: str) -> Sequence[object]:
-        """What the task wants to be told of its runs; see `groupwise.loops.callback_registry`. Nothing without the hook."""
+        """What the task wants to be told of its runs; see `groupwise.callbacks.registry`. Nothing without the hook."""
         if not self.has("get_rl_callbacks"):
             return ()
         given = self._call(

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import pytest
 
@@ -53,8 +52,9 @@ def test_it_learns_to_follow_what_the_game_says(tmp_path):
     assert found.first < 0
     assert found.last > 0.9
     assert found.after["win_rate"] == 1.0
-    assert {rollout.ended_by for rollout in found.rollouts} == {"environment"}
-    assert max(len(rollout.segments) for rollout in found.rollouts) == 3
+    won = [rollout for rollout in found.rollouts if rollout.ended_by == "environment"]
+    assert len(won) > 0.9 * len(found.rollouts)
+    assert {len(rollout.segments) for rollout in won} == {1, 3}  # in the first turn, or the second
 
 
 @pytest.mark.slow
@@ -74,12 +74,13 @@ def test_it_learns_to_use_a_tool(tmp_path):
 @pytest.mark.parametrize("example", [GAME, CALCULATOR], ids=["game", "calculator"])
 def test_with_the_sign_of_the_advantage_turned_it_does_not(example, tmp_path, monkeypatch):
     weights = DrGrpo.weights
-    monkeypatch.setattr(
-        DrGrpo,
-        "weights",
-        lambda self, group: tuple(
-            weight and Weight(-weight.advantage, weight.scale) for weight in weights(self, group)
-        ),
-    )
+
+    def turned(self, groups):
+        return tuple(
+            tuple(weight and Weight(-weight.advantage, weight.scale) for weight in credit)
+            for credit in weights(self, groups)
+        )
+
+    monkeypatch.setattr(DrGrpo, "weights", turned)
     found = trained(example, tmp_path, "training.max_steps=40")
     assert found.last < max(found.first, 0.05)

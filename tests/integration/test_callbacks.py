@@ -201,7 +201,7 @@ def test_a_failing_callback_costs_a_warning(unobserved, tmp_path, caplog):
     assert "the callback Failing failed in on_step_end; the run goes on:" in warned[0]
     assert "toy_callbacks.py" in warned[0]
     assert "no luck after 1" in warned[0]
-    assert "loops/callbacks.py" not in warned[0]
+    assert "callbacks/base.py" not in warned[0]
     assert "Failing failed: 5 × on_step_end" in warned[1]
     assert "no luck after 4" in (tmp_path / "toy" / "log.txt").read_text()
 

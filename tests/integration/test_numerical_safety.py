@@ -70,7 +70,7 @@ def test_an_update_that_is_left_out_leaves_no_trace_in_the_weights(tmp_path, spo
 
 def test_too_many_in_a_row_stop_the_run(tmp_path, spoil):
     spoil("loss", {1, 2, 3})
-    with pytest.raises(NonFiniteError, match="3 steps in a row .training.max_non_finite_steps"):
+    with pytest.raises(NonFiniteError, match=r"3 steps in a row \(training\.max_non_finite_steps"):
         groupwise.rl(config(tmp_path), TOY)
     assert len(versions(tmp_path / "toy")) == 3
     checkpoint = newest(tmp_path / "toy" / "checkpoints")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -241,3 +242,17 @@ def test_more_steps_go_on_where_the_run_ended(tmp_path):
     groupwise.rl(shorter, TOY, resume_from="toy@3")
     cut, whole = (what_must_be_equal(tmp_path / name / "toy") for name in ("cut", "whole"))
     assert cut["record"] == whole["record"]
+
+
+def test_a_run_of_an_older_format_of_the_record_goes_on(uninterrupted, tmp_path):
+    """As one that was begun before an upgrade: its record has not been through the last migrations."""
+    steps = [at for at, point in enumerate(uninterrupted[1]) if point == "commit:step:after"]
+    assert crash_at(steps[3], lambda: start(tmp_path)) == 17
+    with sqlite3.connect(tmp_path / "toy" / "run.db") as record:
+        record.executescript(
+            "ALTER TABLE steps DROP COLUMN rejected; ALTER TABLE rollouts DROP COLUMN messages;"
+            "ALTER TABLE rollouts DROP COLUMN ended_by; ALTER TABLE segments DROP COLUMN prompt_ids;"
+            "PRAGMA user_version = 1;"
+        )
+    go_on(config(tmp_path))
+    assert what_must_be_equal(tmp_path / "toy") == uninterrupted[0]

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from groupwise.checks.findings import Finding, Report
 from groupwise.cli import findings
 from groupwise.cli.main import main
-from groupwise.checks.findings import Finding, Report
 
 GOOD = Finding("hooks", "ok", "all there", "enough for `rl`", "never shown")
 BAD = Finding("spread", "problem", "one line\nanother", "nothing is learnt", "mend it")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-from groupwise.loops.callbacks import Callback, RunHandle
+from groupwise.callbacks.base import Callback, RunHandle
 from groupwise.plugins import nearest
 from groupwise.runs.records import EvaluationRecord
 from groupwise.settings import View

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from groupwise.loops.callbacks import Callback, RunEnd, RunHandle
+from groupwise.callbacks.base import Callback, RunEnd, RunHandle
 from groupwise.runs.records import EvaluationRecord
 from groupwise.settings import View
 

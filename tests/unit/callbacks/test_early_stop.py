@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.loops.early_stop import EarlyStop
+from groupwise.callbacks.early_stop import EarlyStop
 from groupwise.runs.records import EvaluationRecord
 from groupwise.settings import View
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from groupwise.callbacks import base as module
+from groupwise.callbacks.base import Callback, Callbacks, RunEnd, Stop
 from groupwise.errors import CallbackError
-from groupwise.loops import callbacks as module
-from groupwise.loops.callbacks import Callback, Callbacks, RunEnd, Stop
 from groupwise.runs.records import EvaluationRecord
 from groupwise.types import Example, Group, Rollout
-from tests.unit.loops.observed import Observed
+from tests.unit.callbacks.observed import Observed
 
 BEFORE = EvaluationRecord(0, "before", "toy@0", {"reward": 0.5}, [{"reward": 0.5}])
 
@@ -201,7 +201,7 @@ async def test_whatever_a_plain_one_raises_is_reported(begun, caplog, error):
     assert "callback Bad failed in on_step_begin; the run goes on:" in warned
     assert "raise error" in warned
     assert type(error).__name__ in warned
-    assert "loops/callbacks.py" not in warned
+    assert "callbacks/base.py" not in warned
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), SystemExit(3), asyncio.CancelledError()])

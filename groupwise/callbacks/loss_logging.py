@@ -8,7 +8,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
-from groupwise.loops.callbacks import Callback, RunHandle
+from groupwise.callbacks.base import Callback, RunHandle
 from groupwise.runs import durable
 
 logger = logging.getLogger(__name__)

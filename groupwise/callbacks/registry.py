@@ -16,11 +16,11 @@ from typing import Any, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
+from groupwise.callbacks.base import EVENTS, Callback, overrides
+from groupwise.callbacks.early_stop import EarlyStop
+from groupwise.callbacks.loss_logging import LossLogging
+from groupwise.callbacks.trainer import TrainerCallbackAdapter, is_trainer_callback
 from groupwise.errors import ConfigError, TaskError
-from groupwise.loops.callbacks import EVENTS, Callback, overrides
-from groupwise.loops.early_stop import EarlyStop
-from groupwise.loops.loss_logging import LossLogging
-from groupwise.loops.trainer_callbacks import TrainerCallbackAdapter, is_trainer_callback
 from groupwise.plugins import load, nearest, run_user_code
 from groupwise.settings import View
 from groupwise.tasks.contract import Task

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from groupwise.loops.callbacks import RunHandle
-from groupwise.loops.loss_logging import LossLogging
-from tests.unit.loops.observed import Observed
+from groupwise.callbacks.base import RunHandle
+from groupwise.callbacks.loss_logging import LossLogging
+from tests.unit.callbacks.observed import Observed
 
 
 def handle(run: Observed) -> RunHandle:

@@ -8,10 +8,10 @@ from transformers import EarlyStoppingCallback, PrinterCallback
 from transformers import TrainerCallback as Base
 from transformers.trainer_callback import ExportableState, ProgressCallback
 
-from groupwise.loops.callbacks import Callbacks, RunEnd
-from groupwise.loops.trainer_callbacks import TrainerCallbackAdapter, is_trainer_callback
+from groupwise.callbacks.base import Callbacks, RunEnd
+from groupwise.callbacks.trainer import TrainerCallbackAdapter, is_trainer_callback
 from groupwise.runs.records import EvaluationRecord
-from tests.unit.loops.observed import CONFIG, Observed
+from tests.unit.callbacks.observed import CONFIG, Observed
 
 TrainerCallback: Any = Base  # people's overrides are freer than its annotations
 

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from groupwise import plugins
+from groupwise.callbacks.base import Callback
+from groupwise.callbacks.early_stop import EarlyStop
+from groupwise.callbacks.loss_logging import LossLogging
+from groupwise.callbacks.registry import BUILTIN, configured_callbacks, given_callbacks
+from groupwise.callbacks.trainer import TrainerCallbackAdapter
 from groupwise.errors import ConfigError, TaskError
-from groupwise.loops.callback_registry import BUILTIN, configured_callbacks, given_callbacks
-from groupwise.loops.callbacks import Callback
-from groupwise.loops.early_stop import EarlyStop
-from groupwise.loops.loss_logging import LossLogging
-from groupwise.loops.trainer_callbacks import TrainerCallbackAdapter
 from groupwise.settings import View
-from tests.unit.loops.observed import CONFIG
+from tests.unit.callbacks.observed import CONFIG
 
 GIVEN = View(CONFIG)
 FILE = """
