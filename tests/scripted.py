@@ -8,7 +8,7 @@ from typing import Any
 
 from groupwise.rollouts.asking import Ask
 from groupwise.rollouts.seeds import member_seed
-from groupwise.types import Completion, Example, GroupRequest, Prompt, SamplingParams
+from groupwise.types import Completion, Example, GroupRequest, Policy, Prompt, SamplingParams
 
 Say = Callable[[int, str], str]
 """(seed, all that the policy sees as text) -> what it writes."""
@@ -26,10 +26,17 @@ class ScriptedSampler:
         self.requests: list[GroupRequest] = []
 
     async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
+        assert request.params.max_tokens >= 1
         self.requests.append(request)
         await asyncio.sleep(0)
         seen = self.tokenizer.decode(list(request.prompt_ids), skip_special_tokens=False)
         return tuple(self._completion(seed, seen, request.params) for seed in request.seeds)
+
+    async def load(self, policy: Policy) -> None:
+        raise NotImplementedError
+
+    def fingerprint(self) -> str:
+        return "f"
 
     def _completion(self, seed: int, seen: str, params: SamplingParams) -> Completion:
         wanted = self.tokenizer(self.say(seed, seen), add_special_tokens=False)["input_ids"]

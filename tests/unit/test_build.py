@@ -8,10 +8,17 @@ from transformers import PreTrainedTokenizerBase
 
 from groupwise import build
 from groupwise.config import RunConfig, load_config
+from groupwise.errors import TaskError
 from groupwise.rewards.inprocess import InProcessScorer
 from groupwise.rewards.scoring import ScoreRequest
 from groupwise.rewards.workers import RewardWorkers
+from groupwise.rollouts.environment import EnvironmentRollouts
+from groupwise.rollouts.hosts import LocalHost, WorkerHost
+from groupwise.rollouts.single import Single
+from groupwise.rollouts.two_stage import TwoStage
 from groupwise.tasks.contract import Task, load_task
+from groupwise.types import Example
+from tests.scripted import ScriptedSampler, ask_for
 
 REWARDS = """
 import os
@@ -112,3 +119,66 @@ def test_lazy_tokenizer_passes_for_the_tokenizer():
     tokenizer.padding_side = "left"
     assert tokenizer(["a", "abc"], padding=True)["attention_mask"] == [[0, 0, 1], [1, 1, 1]]
     assert len(tokenizer) == tokenizer.vocab_size
+
+
+ENVIRONMENT = """
+from groupwise.tasks.environment import Step
+
+class Echo:
+    def reset(self, word):
+        self.word = word
+
+    def step(self, completion):
+        return Step(self.word, done=completion == "b", reward=0.5)
+
+def get_environment(config):
+    return Echo
+"""
+
+
+def rollouts_of(**rollout: object) -> RunConfig:
+    return load_config({"model": {"name": "tiny"}, "rollout": rollout}).config
+
+
+def test_each_type_of_rollout_is_built(tmp_path):
+    plain = task_of(tmp_path, METRICS_ONLY)
+    assert type(build.build_rollouts(rollouts_of(), plain, None)) is Single
+    assert type(build.build_rollouts(rollouts_of(type="two_stage"), plain, None)) is TwoStage
+    playing = task_of(tmp_path, ENVIRONMENT)
+    for in_process, host in ((False, WorkerHost), (True, LocalHost)):
+        config = rollouts_of(type="environment", in_process=in_process)
+        kind = build.build_rollouts(config, playing, None)
+        assert type(kind) is EnvironmentRollouts
+        assert type(vars(kind)["_host"]) is host
+
+
+async def test_environment_of_a_task_file_answers_from_its_worker(tmp_path):
+    config = rollouts_of(type="environment")
+    tokenizer = build.LazyTokenizer(config)
+    kind = build.build_rollouts(config, task_of(tmp_path, ENVIRONMENT), tokenizer, room=40)
+    sampler = ScriptedSampler(tokenizer, lambda seed, seen: "b" if "no" in seen else "a")
+    ask = ask_for(tokenizer, "p", tokenizer("p")["input_ids"], members=2, max_tokens=1, word="no")
+    group = await kind.sample(sampler, ask)
+    await kind.close()
+    assert [each.completion for each in group.rollouts] == ["anobno"] * 2
+    assert [len(each.parts) for each in group.rollouts] == [2, 2]
+
+
+def test_task_and_type_of_rollout_must_go_together(tmp_path):
+    playing = task_of(tmp_path, ENVIRONMENT)
+    with pytest.raises(TaskError, match=r"has get_environment, but rollout\.type is single"):
+        build.check_rollouts(rollouts_of(), playing, ())
+    with pytest.raises(TaskError, match="has no get_environment"):
+        build.check_rollouts(rollouts_of(type="environment"), task_of(tmp_path, METRICS_ONLY), ())
+    stuck = [Example(0, "p", {"word": "a", "hook": lambda: 1})]
+    with pytest.raises(TaskError, match="column `hook` holds values"):
+        build.check_rollouts(rollouts_of(type="environment"), playing, stuck)
+
+
+def test_whole_rollouts_have_room():
+    assert build.longest_completion(rollouts_of()) == 256
+    assert build.longest_completion(rollouts_of(type="environment", max_turns=3)) == 2 * 3 * 256
+    assert build.longest_written(rollouts_of(type="environment", max_turns=3)) == 3 * 256
+    limited = rollouts_of(type="environment", max_turns=3, max_rollout_length=500)
+    assert build.longest_completion(limited) == build.longest_written(limited) == 500
+    assert build.choose_layout(limited, longest_prompt=12).key_length == 512

@@ -26,7 +26,7 @@ class Counts:
 
 
 class Hangs(Counts):
-    def reset(self, folder, member):
+    def reset(self, folder, member=0):
         super().reset(folder)
         self.member = member
 

@@ -56,6 +56,10 @@ class Guess:
         return {"turns": self.turns}
 
 
+AnyGuess: Any = Guess
+"""For games whose `reset` asks for something else."""
+
+
 class Inline:
     """Sessions in this very thread: an `EnvironmentHost` for tests."""
 
@@ -94,6 +98,15 @@ def turns(*texts: str) -> Any:
 def one(group: Group) -> Rollout:
     (rollout,) = group.rollouts
     return rollout
+
+
+def reason_of(rollout: Rollout) -> str:
+    assert rollout.reason
+    return rollout.reason
+
+
+async def scored(scorer: Any, group: Group) -> Group:
+    return await score_group(scorer, group, 0, 1)
 
 
 def row_of(rollout: Rollout) -> Any:
@@ -220,6 +233,7 @@ async def test_tokens_are_those_of_the_template_for_the_whole_conversation(famil
         {"role": "assistant", "content": f"{space}7"},
         {"role": "user", "content": "Right."},
     )
+    whole: list[int] = []
     for request, heard in zip(sampler.requests, (0, 2, 4), strict=True):
         whole = tokenizer.apply_chat_template(
             [*USER, *rollout.messages[:heard]],
@@ -251,6 +265,15 @@ async def test_template_that_forgets_reasoning_begins_a_new_row():
     assert all(set(row.mask) == {1} for row in rows)
     assert {(row.advantage, row.scale) for row in rows} == {(0.5, 0.25)}
     assert tokenizer.decode(rows[2].prompt_ids).count("9<|im_end|>") == 1
+
+
+async def test_template_that_changes_only_what_stands_far_before_begins_a_new_row_too():
+    tokenizer = chat_tokenizer("chatml")
+    tokenizer.chat_template = "{{ messages|length }}" + tokenizer.chat_template
+    say = chat_say("chatml", "5", "7")
+    rows = rows_of(one(await sampled(Guess, say, USER, tokenizer=tokenizer, secret=7)))
+    assert [tokenizer.decode(row.prompt_ids)[0] for row in rows] == ["1", "3"]
+    assert [tokenizer.decode(row.completion_ids) for row in rows] == ["5<|im_end|>", "7<|im_end|>"]
 
 
 async def test_white_space_that_a_template_trims_begins_no_new_row():
@@ -291,7 +314,7 @@ async def test_observation_that_the_template_refuses_fails_the_rollout():
     )
     rollout = one(await sampled(Talks, lambda seed, seen: "5", USER, tokenizer=tokenizer))
     assert rollout.outcome == "failed"
-    assert "roles user, assistant, assistant: roles must alternate" in rollout.reason
+    assert "roles user, assistant, assistant: roles must alternate" in reason_of(rollout)
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow], max_examples=40)
@@ -356,7 +379,7 @@ async def test_tokens_are_limited_and_the_last_turn_gets_what_is_left():
 
 
 async def test_room_of_the_sampler_limits_prompts_that_the_environment_makes():
-    class Asks(Guess):
+    class Asks(AnyGuess):
         def reset(self, secret):
             super().reset(secret)
             return "a much longer prompt:"
@@ -365,30 +388,30 @@ async def test_room_of_the_sampler_limits_prompts_that_the_environment_makes():
     assert (len(short.prompt_ids), len(short.completion_ids)) == (21, 2)
     none = one(await sampled(Asks, turns("55"), limits={"room": 21}, secret=7))
     assert none.outcome == "failed"
-    assert "first prompt has 21 tokens, and the run was laid out for 21" in none.reason
+    assert "first prompt has 21 tokens, and the run was laid out for 21" in reason_of(none)
 
 
 async def test_prompt_of_the_environment_is_the_one_of_the_record():
-    class Asks(Guess):
+    class Asks(AnyGuess):
         def reset(self, secret, seed, prompt):
             super().reset(secret)
             return f"{prompt} {random.Random(seed).randrange(1000)}"
 
     group = await sampled(Asks, lambda seed, seen: "7", members=3, secret=7)
-    assert group.example.prompt.startswith("guess: ")
+    assert str(group.example.prompt).startswith("guess: ")
     assert len({rollout.prompt_ids for rollout in group.rollouts}) == 1
     assert score_request(group, 0, 1).prompts == [group.example.prompt] * 3
 
 
 async def test_member_with_another_prompt_than_its_group_fails():
-    class Asks(Guess):
+    class Asks(AnyGuess):
         def reset(self, secret, member):
             super().reset(secret)
             return "even" if member % 2 == 0 else "odd"
 
     group = await sampled(Asks, lambda seed, seen: "7", members=3, secret=7)
     assert [each.outcome for each in group.rollouts] == ["pending", "failed", "pending"]
-    assert "another first prompt" in group.rollouts[1].reason
+    assert "another first prompt" in reason_of(group.rollouts[1])
 
 
 async def test_environments_own_time_is_limited_over_all_turns():
@@ -409,8 +432,8 @@ async def test_environment_that_raises_fails_its_rollout_with_the_line(place):
     broken = type("Broken", (Guess,), {place: raises})
     rollout = one(await sampled(broken, turns("7"), secret=7))
     assert rollout.outcome == "failed"
-    assert "RuntimeError: boom" in rollout.reason
-    assert 'raise RuntimeError("boom")' in rollout.reason
+    assert "RuntimeError: boom" in reason_of(rollout)
+    assert 'raise RuntimeError("boom")' in reason_of(rollout)
     assert rollout.reward is None
 
 
@@ -433,11 +456,11 @@ async def test_answers_of_a_wrong_kind_are_named(answer, said):
 
     rollout = one(await sampled(Odd, turns("5")))
     assert rollout.outcome == "failed"
-    assert said in rollout.reason
+    assert said in reason_of(rollout)
 
 
 async def test_one_members_failure_leaves_the_others_alone():
-    class Moody(Guess):
+    class Moody(AnyGuess):
         def reset(self, secret, member):
             super().reset(secret)
             assert member != 1
@@ -445,15 +468,15 @@ async def test_one_members_failure_leaves_the_others_alone():
     group = await sampled(Moody, turns("5", "7"), members=3, secret=7)
     assert [each.outcome for each in group.rollouts] == ["pending", "failed", "pending"]
     assert group.rollouts[1].segments == ()
-    scored = await score_group(Answers(), group, 0, 1)
-    assert [each.outcome for each in scored.rollouts] == ["scored", "failed", "scored"]
-    assert scored.rollouts[1].reward is None
+    found = await scored(Answers(), group)
+    assert [each.outcome for each in found.rollouts] == ["scored", "failed", "scored"]
+    assert found.rollouts[1].reward is None
 
 
 async def test_environment_is_closed_however_its_rollout_ends():
     closed = []
 
-    class Closes(Guess):
+    class Closes(AnyGuess):
         def reset(self, secret, member):
             super().reset(secret)
             self.member = member
@@ -504,7 +527,7 @@ class Unwilling:
 
 async def test_rewards_by_turn_and_for_the_whole_add_up():
     group = await sampled(Guess, turns("5", "7"), secret=7)
-    rollout = one(await score_group(Answers(), group, 0, 1))
+    rollout = one(await scored(Answers(), group))
     assert rollout.parts == (
         RewardPart("environment", 0.1, 1.0, 0),
         RewardPart("environment", 1.0, 1.0, 1),
@@ -521,7 +544,7 @@ async def test_reward_functions_see_the_transcript_and_add_to_the_environments_r
     say = chat_say("chatml", "5", "7")
     group = await sampled(Guess, say, USER, tokenizer=tokenizer, secret=7)
     scorer = Answers(0.5)
-    rollout = one(await score_group(scorer, group, 0, 1))
+    rollout = one(await scored(scorer, group))
     assert rollout.reward == pytest.approx(0.5 + 1.08)
     assert [part.name for part in rollout.parts] == [
         "quick",
@@ -542,15 +565,15 @@ class Mute:
 
 
 async def test_environment_without_rewards_leaves_them_to_the_functions():
-    rollout = one(await score_group(Answers(0.25), await sampled(Mute, turns("5")), 0, 1))
+    rollout = one(await scored(Answers(0.25), await sampled(Mute, turns("5"))))
     assert (rollout.outcome, rollout.reward) == ("scored", 0.25)
-    nobody = one(await score_group(Unwilling(), await sampled(Mute, turns("5")), 0, 1))
+    nobody = one(await scored(Unwilling(), await sampled(Mute, turns("5"))))
     assert (nobody.outcome, nobody.reward) == ("failed", None)
 
 
 async def test_whoever_earned_nothing_has_earned_zero_where_only_the_environment_rewards():
     """It would be wrong to leave the losers out: the mean of a group would be that of its winners."""
-    rollout = one(await score_group(Answers(), await sampled(Mute, turns("5")), 0, 1))
+    rollout = one(await scored(Answers(), await sampled(Mute, turns("5"))))
     assert (rollout.outcome, rollout.reward, rollout.reason) == ("scored", 0.0, None)
     assert rollout.parts == (RewardPart("environment", 0.0),)
 
@@ -562,7 +585,7 @@ async def test_group_of_failures_is_not_scored_at_all():
 
     group = await sampled(Broken, turns("5"), members=2)
     scorer = Answers(1.0)
-    assert await score_group(scorer, group, 0, 1) == group
+    assert await scored(scorer, group) == group
     assert scorer.asked == []
 
 

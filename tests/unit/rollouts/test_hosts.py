@@ -117,7 +117,7 @@ async def test_lost_process_costs_the_one_rollout_and_the_others_go_on(
 async def test_environment_that_is_not_repeatable_fails_when_its_process_is_lost(hosted, tmp_path):
     (group,) = await drawn(hosted("Forgets"), tmp_path)
     assert [each.outcome for each in group.rollouts] == ["failed"] * 3
-    reasons = [each.reason for each in group.rollouts]
+    reasons = [str(each.reason) for each in group.rollouts]
     assert sum("answered differently in turn 1" in reason for reason in reasons) == 2
 
 

@@ -14,7 +14,7 @@ def test_they_never_change():
     assert derive("a", 1) == 9484037261928657086
     assert member_seed(0, 0, 0) == 10880533986507347724
     assert member_seed(7, 12, 3, 1, 2) == 16740792441481916158
-    assert evaluation_seed(0, 5, 1) == 5184117073476335492
+    assert evaluation_seed(0, 5, 1) == evaluation_seed(0, 5, 1, 0) == 5184117073476335492
 
 
 @given(PLACES, PLACES)
@@ -31,6 +31,13 @@ def test_members_of_all_groups_of_a_step_are_distinct():
     """Also where two draws are of the same example: the draw is what counts."""
     seeds = [member_seed(0, draw, member) for draw in range(100) for member in range(64)]
     assert len(set(seeds)) == len(seeds)
+
+
+def test_segments_of_an_evaluation_are_distinct():
+    seeds = {
+        evaluation_seed(0, index, 1, segment) for index in range(20) for segment in range(-1, 9)
+    }
+    assert len(seeds) == 200
 
 
 def test_parts_are_kept_apart():

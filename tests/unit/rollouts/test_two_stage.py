@@ -4,6 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from groupwise.config import load_config, resolved
+from groupwise.errors import ConfigError
 from groupwise.rollouts.config import RolloutConfig
 from groupwise.rollouts.rows import training_rows
 from groupwise.rollouts.two_stage import TwoStage
@@ -134,7 +136,15 @@ async def test_it_needs_nothing_of_a_sampler_but_generate():
 @pytest.mark.parametrize("key", ["max_turns", "workers", "max_rollout_length"])
 def test_keys_of_another_kind_are_refused(key):
     with pytest.raises(ValueError, match=f"{key} has no effect where type is two_stage"):
-        RolloutConfig(type="two_stage", **{key: 3})
+        RolloutConfig.model_validate({"type": "two_stage", key: 3})
+
+
+@pytest.mark.parametrize("key", ["sampler", "eval"])
+def test_length_of_a_single_completion_is_refused_beside_two_stages(key):
+    given = {"model": {"name": "tiny"}, "rollout": {"type": "two_stage"}}
+    load_config(resolved(load_config(given).config))
+    with pytest.raises(ConfigError, match=rf"{key}\.max_completion_length has no effect"):
+        load_config({**given, key: {"max_completion_length": 99}})
 
 
 def test_longest_rollout_has_room_for_the_tags():

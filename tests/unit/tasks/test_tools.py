@@ -50,6 +50,7 @@ async def answer(tools: Tools, completion: str, prompt: Any = "p") -> Step:
 
 async def told(tools: Tools, completion: str) -> str:
     observation = (await answer(tools, completion, [{"role": "user", "content": "p"}])).observation
+    assert isinstance(observation, list)
     (message,) = observation
     return message["content"]
 
