@@ -13,11 +13,18 @@ from typing import Any, ClassVar, Literal, cast
 
 from pydantic import model_validator
 
-from groupwise.config import FOREIGN, LoadedConfig, given_tree, stem_of
+from groupwise.config import (
+    CALLBACKS,
+    FOREIGN,
+    CallbackEntries,
+    LoadedConfig,
+    given_tree,
+    stem_of,
+)
 from groupwise.learner.config import OptimisationConfig
 from groupwise.models.config import LoraConfig, ModelConfig
 from groupwise.runs.config import RunSection
-from groupwise.settings import Strict, document, override, secrets_in, setting, validate
+from groupwise.settings import Strict, Tree, document, override, secrets_in, setting, validate
 
 
 class SftTrainingConfig(OptimisationConfig):
@@ -197,7 +204,6 @@ def _foreign() -> dict[str, str]:
 class SftConfig(Strict):
     """One supervised run."""
 
-    not_yet: ClassVar[frozenset[str]] = frozenset({"callbacks"})
     foreign: ClassVar[Mapping[str, str]] = _foreign()
 
     model: ModelConfig
@@ -207,6 +213,7 @@ class SftConfig(Strict):
     training: SftTrainingConfig = SftTrainingConfig()
     data: SftDataConfig = SftDataConfig()
     eval: SftEvalConfig = SftEvalConfig()
+    callbacks: CallbackEntries = CALLBACKS
     run: RunSection = RunSection()
     task: dict[str, Any] = setting(
         {}, "What the task itself reads; free, unless the task brings a schema for it."
@@ -226,8 +233,12 @@ def load_sft_config(
     """Read, override and validate. Raises ConfigError with every problem, one in each line."""
     path = Path(source) if isinstance(source, str | Path) else None
     tree = override(given_tree(source), overrides)
-    config = validate(SftConfig, tree, check=lambda given: secrets_in(given, ("task",)))
+    config = validate(SftConfig, tree, check=_secrets)
     return LoadedSftConfig(config, stem_of(path), path, tree)
+
+
+def _secrets(tree: Tree) -> list[str]:
+    return [*secrets_in(tree, ("task",)), *secrets_in(tree, ("callbacks",))]
 
 
 def documentation() -> str:

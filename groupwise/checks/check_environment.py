@@ -62,7 +62,10 @@ async def _played(host: EnvironmentHost, example: Example, limit: float) -> Find
 
 
 def _told(begun: Reply, again: Reply, answer: Reply, ended: Reply) -> Finding:
-    earned = {part.name: part.value for part in (*answer.parts, *ended.parts) if part.weight}
+    earned: dict[str, float] = {}
+    for part in (*answer.parts, *ended.parts):
+        if part.weight and part.value is not None:
+            earned[part.name] = earned.get(part.name, 0.0) + part.value
     opening = "the row's prompt" if begun.prompt is None else repr(written(begun.prompt)[:80])
     said = "nothing" if answer.observation is None else repr(_text(answer)[:80])
     measured = (

@@ -159,9 +159,9 @@ def _reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
 def _part_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     values: dict[str, list[float]] = {}
     for rollout in rollouts:
-        for part in rollout.parts:
-            if part.value is not None:
-                values.setdefault(part.name, []).append(part.value)
+        for name, value in rollout.part_values.items():
+            if value is not None:
+                values.setdefault(name, []).append(value)
     means = {f"rewards/{name}/mean": fmean(found) for name, found in values.items()}
     return {**means, **{f"rewards/{name}/std": _std(found) for name, found in values.items()}}
 

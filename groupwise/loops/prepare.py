@@ -199,7 +199,7 @@ def plan(prepared: Prepared) -> dict[str, Any]:
             else 0,
             "steps": prepared.max_steps,
             "completions_per_step": rows,
-            "most_tokens_sampled_per_step": rows * config.sampler.max_completion_length,
+            "most_tokens_sampled_per_step": rows * build.longest_written(config),
             "parameters": sizes.parameters,
             "parameters_trained": sizes.trained_parameters,
             "memory_mib": {

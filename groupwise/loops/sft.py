@@ -67,6 +67,15 @@ class SftRun(Training):
         patience = self.config.eval.early_stopping_patience
         return patience is not None and self.not_better >= patience
 
+    @property
+    def over(self) -> bool:
+        """See `Training.over`."""
+        return super(SftRun, self).over or self.gave_up
+
+    def epoch(self) -> float:
+        """See `Training.epoch`."""
+        return _draws(self).start / len(self.lessons.lessons)
+
     def position(self) -> dict[str, Any]:
         """See `Training.position`."""
         return {
@@ -87,12 +96,13 @@ class SftRun(Training):
 async def train(run: SftRun) -> None:
     """Take all steps that are left. Raises `Interrupted` when asked to end, and `RunError` when the run cannot go on."""
     await evaluate_if_due(run)
-    while run.step < run.max_steps and not run.gave_up:
+    while not run.over:
+        await run.callbacks.step_begins()
         with profiled(run):
             await take_step(run)
         await evaluate_if_due(run)
-        if run.step % run.config.run.save_steps == 0:
-            save(run)
+        if run.callbacks.save_was_asked() or run.step % run.config.run.save_steps == 0:
+            await save(run)
 
 
 async def take_step(run: SftRun) -> None:
@@ -108,7 +118,9 @@ async def take_step(run: SftRun) -> None:
     version_in = run.policy.version
     learned = await _learn(run, rows, rate)
     run.timings.step = time.perf_counter() - begun
-    _commit(run, draws, lessons, version_in, {**learned, "learning_rate": rate})
+    learned["learning_rate"] = rate
+    metrics = _commit(run, draws, lessons, version_in, learned)
+    await run.callbacks.step_committed(metrics)
 
 
 def _draws(run: SftRun) -> range:
@@ -144,8 +156,8 @@ def _commit(
     lessons: Sequence[Lesson],
     version_in: int,
     learned: Mapping[str, float],
-) -> None:
-    """The step with its rows and metrics, in one transaction. Then the run stands after it."""
+) -> dict[str, float]:
+    """The step with its rows and metrics, in one transaction. Then the run stands after it. Returns the metrics."""
     run.tokens_seen += run.timings.learned_tokens
     metrics = {
         **learned,
@@ -170,22 +182,28 @@ def _commit(
     run.progress.step(run.step, metrics)
     logger.info("step %d/%d: loss %.4g", run.step + 1, run.max_steps, metrics["loss"])
     run.step += 1
+    return metrics
 
 
 # --- held-out rows -------------------------------------------------------------------------------
 
 
 async def evaluate_if_due(run: SftRun) -> None:
-    """Before the first step, every `eval.eval_steps` steps, and after the last one."""
+    """Before the first step, every `eval.eval_steps` steps, after the last one, and where a callback asks for it."""
+    asked = run.callbacks.evaluation_was_asked()
+    if asked and run.held_out is None:
+        logger.warning(
+            "a callback asked for an evaluation, but the task has no get_sft_eval_dataset: there are no held-out rows"
+        )
     if run.held_out is None or run.evaluated_step == run.step:
         return
     if run.step == 0:
         due = run.config.eval.eval_on_start
     else:
-        due = run.step % run.eval_steps == 0 or run.step == run.max_steps
-    if due:
+        due = run.step % run.eval_steps == 0 or run.over
+    if due or asked:
         loss = await _evaluate(run, run.held_out)
-        _judge(run, loss)
+        await _judge(run, loss)
 
 
 async def _evaluate(run: SftRun, held_out: LessonSet) -> float:
@@ -214,6 +232,7 @@ async def _evaluate(run: SftRun, held_out: LessonSet) -> float:
     label = f"{run.folder.name}@{run.step}"
     record = EvaluationRecord(run.step, f"step-{run.step}", label, metrics, details)
     run.folder.store.add_evaluation(record)
+    await run.callbacks.evaluated(record)
     run.say(f"held-out after {run.step} steps: eval_loss {loss:.4f}")
     return loss
 
@@ -222,7 +241,7 @@ def _perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0))  # beyond it a float overflows
 
 
-def _judge(run: SftRun, loss: float) -> None:
+async def _judge(run: SftRun, loss: float) -> None:
     """Note whether the evaluation is the best so far; a checkpoint keeps the best one. The start is no candidate."""
     run.evaluated_step = run.step
     if run.step == 0:
@@ -230,8 +249,7 @@ def _judge(run: SftRun, loss: float) -> None:
     least = run.config.eval.early_stopping_threshold
     if run.best is None or loss < run.best.loss - least:
         run.best, run.not_better = Best(run.step, loss), 0
-        write_checkpoint(run)
-        prune(run)
+        await save(run)
         return
     run.not_better += 1
     if run.gave_up:
@@ -244,15 +262,11 @@ def _judge(run: SftRun, loss: float) -> None:
 # --- checkpoints ---------------------------------------------------------------------------------
 
 
-def save(run: SftRun) -> None:
-    """Weights, optimiser and position after the steps done; older checkpoints go as configured."""
+async def save(run: SftRun) -> None:
+    """Weights, optimiser and position after the steps done; older checkpoints go as configured, but never the best one."""
     if run.saved_step != run.step:
         write_checkpoint(run)
-    prune(run)
-
-
-def prune(run: SftRun) -> None:
-    """Delete old checkpoints, but not the best one."""
     keep = run.config.run.save_total_limit
     if keep is not None:
         checkpoints.prune(run.folder.checkpoints, keep, {run.best.step} if run.best else ())
+    await run.callbacks.saved()

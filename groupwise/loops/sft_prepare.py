@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from groupwise import build
 from groupwise.build import Layout
+from groupwise.callbacks.registry import Named, configured_callbacks
 from groupwise.config import resolved, with_task_schema
 from groupwise.errors import TaskError
 from groupwise.loops.prepare import digest, task_facts
@@ -41,6 +42,7 @@ class SftPrepared:
     layout: Layout
     facts: dict[str, str]
     """Fingerprints of what the config only names: task, its file, the rows as token ids and masks."""
+    callbacks: tuple[Named, ...] = ()
 
     @property
     def config(self) -> SftConfig:
@@ -96,7 +98,9 @@ def prepare_sft(loaded: LoadedSftConfig, task: object) -> SftPrepared:
         "base": identity(config.model),
     }
     layout = build.supervised_layout(config)
-    prepared = SftPrepared(loaded, found, tokenizer, lessons, held_out, layout, facts)
+    origin = loaded.tree.origin(("callbacks",))
+    callbacks = configured_callbacks(config.callbacks, View(resolved(config)), origin)
+    prepared = SftPrepared(loaded, found, tokenizer, lessons, held_out, layout, facts, callbacks)
     check_profiled_steps(config.run, prepared.max_steps)
     return prepared
 

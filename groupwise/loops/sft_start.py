@@ -12,9 +12,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from groupwise import build
+from groupwise.callbacks.base import Callbacks, RunEnd
 from groupwise.display.plot import svg_curve, with_mean
 from groupwise.display.progress import Progress
 from groupwise.errors import UsageError
@@ -33,7 +34,13 @@ from groupwise.loops.resume import (
 )
 from groupwise.loops.sft import SftRun, save, train
 from groupwise.loops.sft_prepare import SftPrepared, plan_sft, prepare_sft
-from groupwise.loops.start import check_one_start, shown_warnings, starting_weights
+from groupwise.loops.start import (
+    check_one_start,
+    ended_early,
+    failed,
+    shown_warnings,
+    starting_weights,
+)
 from groupwise.runs import checkpoints, durable, find
 from groupwise.runs.folder import RunFolder
 from groupwise.sft_config import LoadedSftConfig, SftConfig, load_sft_config
@@ -121,14 +128,19 @@ async def _run_in(
         start_step=point.step if point else 0,
         logging_steps=prepared.config.run.logging_steps,
     )
-    with Interruption() as interruption, progress, shown_warnings(progress):
-        progress.phase("loading")
-        run = _assemble(folder, prepared, progress, interruption)
-        if point is not None:
-            take_back(run, prepared, point, changes)
-            _look_anew_if_changed(run, prepared)
-        _say_what_begins(run, prepared)
-        return await _conduct(run, prepared, started)
+    callbacks = Callbacks(prepared.callbacks)
+    try:
+        with Interruption() as interruption, progress, shown_warnings(progress):
+            progress.phase("loading")
+            run = _assemble(folder, prepared, progress, interruption)
+            run.callbacks = callbacks
+            if point is not None:
+                take_back(run, prepared, point, changes)
+                _look_anew_if_changed(run, prepared)
+            _say_what_begins(run, prepared)
+            return await _conduct(run, prepared, started)
+    finally:
+        callbacks.close()
 
 
 def _assemble(
@@ -190,14 +202,18 @@ def _say_what_begins(run: SftRun, prepared: SftPrepared) -> None:
 async def _conduct(run: SftRun, prepared: SftPrepared, started: float) -> SftResult:
     """All steps, then the final weights; an interruption keeps what is whole."""
     try:
+        await run.callbacks.begin(run)
         await train(run)
     except Interrupted as interrupted:
         if run.step > 0:
-            save(run)
-        return _ended(run, prepared, started, "interrupted", interrupted.exit_code)
-    save(run)
+            await save(run)
+        return await _ended(run, prepared, started, "interrupted", interrupted.exit_code)
+    except Exception as error:
+        await failed(run, error)
+        raise
+    await save(run)
     run.folder.write_final(lambda folder: _write_final(run, folder))
-    return _ended(run, prepared, started, "finished", 0)
+    return await _ended(run, prepared, started, "finished", 0)
 
 
 def _write_final(run: SftRun, folder: Path) -> None:
@@ -219,17 +235,21 @@ def _final_step(run: SftRun) -> int:
     return run.step
 
 
-def _ended(
-    run: SftRun, prepared: SftPrepared, started: float, state: str, exit_code: int
+async def _ended(
+    run: SftRun,
+    prepared: SftPrepared,
+    started: float,
+    state: Literal["finished", "interrupted"],
+    exit_code: int,
 ) -> SftResult:
     """Leave curve and summary, and record the state."""
     _write_curve(run)
-    summary = _summarise(run, prepared, started)
+    summary = {**_summarise(run, prepared, started), **ended_early(run)}
+    run.folder.finish(state, summary)
+    await run.callbacks.end(RunEnd(state, summary))
     if state == "finished":
-        run.folder.finish("finished", summary)
         logger.info("finished after %d steps", run.step)
     else:
-        run.folder.finish("interrupted", summary)
         run.say(f"interrupted after {run.step} steps; the same command with --resume goes on")
     return SftResult({**summary, "state": state}, run.folder.path, exit_code)
 

@@ -40,7 +40,7 @@ from groupwise.loops.resume import (
 )
 from groupwise.loops.rl import publish, train
 from groupwise.loops.run import Run
-from groupwise.loops.training import save_checkpoint
+from groupwise.loops.training import Training, save_checkpoint
 from groupwise.rewards.scoring import Scorer
 from groupwise.rollouts.asking import RolloutKind
 from groupwise.runs import durable, find
@@ -267,7 +267,7 @@ async def conduct(run: Run, prepared: Prepared, started: float) -> RlResult:
     return RlResult({**summary, "state": "finished"}, run.folder.path, 0, before, after)
 
 
-def ended_early(run: Run) -> dict[str, Any]:
+def ended_early(run: Training) -> dict[str, Any]:
     """For the summary: which callback ended the run before its last step, and why."""
     stop = run.callbacks.stop
     if stop is None or run.step >= run.max_steps:
@@ -277,7 +277,7 @@ def ended_early(run: Run) -> dict[str, Any]:
     return {"stopped": asdict(stop)}
 
 
-async def failed(run: Run, error: BaseException) -> None:
+async def failed(run: Training, error: BaseException) -> None:
     """Tell the callbacks, once the folder says so. Ctrl-C twice ends the run at once and does not wait for them."""
     if isinstance(error, Exception):
         with suppress(StoreError):

@@ -177,9 +177,8 @@ MUTATIONS = (
             (
                 "loops/schedules.py",
                 "        return await gather_all(one(draw) for draw in draws)",
-                "        known = set(self._run.drawn)\n"
-                "        found = {g.draw: g for g in await gather_all(one(draw) for draw in draws)}\n"
-                "        return [found[d] for d in self._run.drawn if d in found and (d not in known or True)]",
+                "        await gather_all(one(draw) for draw in draws)\n"
+                "        return [group for draw, group in self._run.drawn.items() if draw in draws]",
             ),
         ),
         (f"{DRAWS}::test_what_is_scored_first_does_not_matter",),
@@ -536,14 +535,62 @@ MUTATIONS = (
     ),
     Mutation(
         "32",
-        "pass@k is the plain share",
-        (),
-        (),
+        "pass@k is the chance of k independent tries",
+        (
+            (
+                "loops/statistics.py",
+                "return 1.0 - math.comb(samples - successes, k) / math.comb(samples, k)",
+                "return 1.0 - (1.0 - successes / samples) ** k",
+            ),
+        ),
+        (
+            "tests/unit/loops/test_statistics.py::test_pass_at_k_is_unbiased_where_the_plain_estimate_is_not",
+        ),
     ),
     Mutation(
         "32",
-        "an evaluation sets the seed of the training",
-        (),
-        (),
+        "an evaluation seeds the generator of the training",
+        (
+            (
+                "loops/evaluate.py",
+                "    rows = rows_of(groups, asked.success)\n",
+                "    __import__('torch').manual_seed(0)\n    rows = rows_of(groups, asked.success)\n",
+            ),
+        ),
+        ("tests/integration/test_evaluation_apart.py::test_generators_and_modes_stay_as_they_were",),
     ),
 )
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    with Nursery() as started:
+        yield started
+
+
+def failed(test: str, outcomes: Outcomes) -> bool:
+    """Whether a test failed in at least one of its cases."""
+    return any(node == test or node.startswith(f"{test}[") for node in outcomes.failed)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_mistake_is_noticed(nursery: Nursery, tmp_path: Path, mutation: Mutation) -> None:
+    outcomes = nursery.run(tree(tmp_path, mutation.edits), mutation.tests)
+    assert outcomes.package == str(tmp_path / "groupwise" / "__init__.py")
+    assert not outcomes.broken, outcomes.talk
+    assert outcomes.code == 1, outcomes.talk
+    assert [test for test in mutation.tests if not failed(test, outcomes)] == [], outcomes.talk
+
+
+def test_without_a_mistake_they_pass(nursery: Nursery, tmp_path: Path) -> None:
+    named = sorted({test for mutation in MUTATIONS for test in mutation.tests})
+    outcomes = nursery.run(tree(tmp_path), named)
+    assert outcomes.package == str(tmp_path / "groupwise" / "__init__.py")
+    assert outcomes.code == 0, outcomes.talk
+    assert len(outcomes.passed) >= len(named)
+
+
+def test_a_text_that_is_gone_is_told(tmp_path: Path) -> None:
+    for edits in ((("types.py", "no such text", ""),), (("types.py", "dataclass", "x"),)):
+        with pytest.raises(AssertionError, match=r"types\.py has the text of a mutation \d+ times"):
+            tree(tmp_path / str(len(edits[0][1])), edits)

@@ -52,16 +52,18 @@ def what_must_be_equal(folder: Path) -> dict[str, Any]:
     return {"record": record, "files": files}
 
 
-def go_on(settings: dict[str, Any], task: str = TOY) -> None:
+def go_on(
+    settings: dict[str, Any], task: str = TOY, command: Callable[..., Any] = groupwise.rl
+) -> None:
     """What a person does after a crash: resume, or start anew where nothing was begun; nothing where all was done."""
     name, runs = settings["run"]["name"], Path(settings["run"]["dir"])
     try:
         newest_unfinished(name, runs)
     except RunNotFoundError as error:
         if "finished" not in str(error):
-            groupwise.rl(settings, task)
+            command(settings, task)
         return
-    assert groupwise.rl(settings, task, resume=True).exit_code == 0
+    assert command(settings, task, resume=True).exit_code == 0
 
 
 def crash_at(number: int, work: Callable[[], None]) -> int:

@@ -23,17 +23,15 @@ from groupwise.cli.main import main
 from groupwise.errors import (
     ConfigError,
     ResumeMismatchError,
-    RunNotFoundError,
     TaskError,
     UsageError,
 )
 from groupwise.learner.torch_learner import TorchLearner
 from groupwise.loops import sft as loop
 from groupwise.runs import checkpoints, durable
-from groupwise.runs.find import newest_unfinished
 from groupwise.runs.store import Store
-from tests.integration import sft_task
-from tests.integration.running import TOY, die, in_child, what_must_be_equal
+from tests.integration import running, sft_task
+from tests.integration.running import TOY, what_must_be_equal
 from tests.integration.running import config as rl_config
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -176,17 +174,6 @@ def test_whole_epochs_end_with_what_is_left(tmp_path):
 # Stopping and going on
 
 
-def go_on(settings: dict[str, Any]) -> None:
-    """What a person does after a crash: resume, or start anew where nothing was begun; nothing where all was done."""
-    try:
-        newest_unfinished("sft", Path(settings["run"]["dir"]))
-    except RunNotFoundError as error:
-        if "finished" not in str(error):
-            groupwise.sft(settings, TASK)
-        return
-    assert groupwise.sft(settings, TASK, resume=True).exit_code == 0
-
-
 def short(runs: Path) -> dict[str, Any]:
     """Three steps, with a checkpoint, a best one and a pruned one among its writes."""
     settings = config(runs, training={"max_steps": 3, "examples_per_step": 2})
@@ -194,15 +181,8 @@ def short(runs: Path) -> dict[str, Any]:
     return settings
 
 
-def crash_at(number: int, runs: Path) -> None:
-    left = iter(range(number))
-
-    def count(name: str) -> None:
-        if next(left, None) is None:
-            die()
-
-    durable.on_write = count
-    go_on(short(runs))
+def go_on(settings: dict[str, Any]) -> None:
+    running.go_on(settings, TASK, groupwise.sft)
 
 
 def test_every_durable_write_is_a_crash_point(tmp_path):
@@ -217,8 +197,7 @@ def test_every_durable_write_is_a_crash_point(tmp_path):
     failed = []
     for number, name in enumerate(points):
         runs = tmp_path / str(number)
-        assert in_child(lambda number=number, runs=runs: crash_at(number, runs)) == 17
-        durable.on_write = lambda name: None
+        assert running.crash_at(number, lambda runs=runs: go_on(short(runs))) == 17
         go_on(short(runs))
         if what_must_be_equal(runs / "sft") != whole:
             failed.append(f"{number} {name}")

@@ -1,5 +1,6 @@
 """A prompt computed once for all its completions, and rows packed behind each other, are the same as each row by itself."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -111,6 +112,30 @@ def test_completions_of_one_token(decoder, make_rows, compute):
     found, gradient = gradients(decoder, compute, batch)
     assert found.logprobs_BT.shape == (2, 1)
     assert all(bool(torch.isfinite(each).all()) for each in gradient.values())
+
+
+@pytest.mark.parametrize("compute", [shared_prompt, whole_rows, packed_rows])
+def test_padding_is_told_by_lengths_and_not_by_its_token(decoder, make_rows, compute):
+    """Where the token that pads also ends a text, or stands within one, it is a token like any other."""
+    padding = 0
+    rows = [
+        replace(row, prompt_ids=(5, padding, 7), completion_ids=(*row.completion_ids[:-1], padding))
+        for row in make_rows(count=6, prompts=1)
+    ]
+    rows[3] = replace(rows[3], completion_ids=(padding,) * len(rows[3].completion_ids))
+    assert len({len(row.completion_ids) for row in rows}) > 2
+    batches: Any = packed(rows, 60) if compute is packed_rows else microbatches(rows, 10_000)
+    for batch in batches:
+        with torch.no_grad():
+            found = compute(decoder, batch).logprobs_BT
+        for row, mine in zip(batch.rows, found, strict=True):
+            whole = torch.tensor([[*row.prompt_ids, *row.completion_ids]])
+            with torch.no_grad():
+                logits = decoder.model(input_ids=whole, use_cache=False).logits[0]
+            tail = (logits[len(row.prompt_ids) - 1 : -1] / row.temperature).log_softmax(-1)
+            targets = torch.tensor(row.completion_ids)[:, None]
+            close(mine[: len(targets)], tail.gather(1, targets)[:, 0])
+            assert not mine[len(targets) :].any()
 
 
 @pytest.mark.parametrize("budget", [1, 60, 10_000])

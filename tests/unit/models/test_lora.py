@@ -156,6 +156,26 @@ def test_every_adapter_has_the_same_scaling():
     assert torch.equal(logits(model, "served"), logits(model, "policy"))
 
 
+def test_the_base_holds_nothing_of_its_adapters():
+    """Its own tensors stay, so that what is written of the base is the base, and its embeddings stay tied."""
+    model = trained()
+    model.add("served", trainable=False, seed=9)
+    randomise(model, "served", seed=5)
+    fresh = tiny_model().state_dict()
+    own = {
+        key.replace(".base_layer", ""): value
+        for key, value in model.base.state_dict().items()
+        if ".lora_" not in key
+    }
+    assert own.keys() == fresh.keys()
+    assert all(torch.equal(value, fresh[key]) for key, value in own.items())
+    assert torch.equal(logits(model, None), tiny_model()(IDS).logits)
+    embeddings: Any = model.base.get_input_embeddings()
+    head: Any = model.base.get_output_embeddings()
+    assert model.base.config.tie_word_embeddings
+    assert head.weight is embeddings.weight
+
+
 def test_using_returns_to_what_acted_before_also_after_an_error():
     model = trained()
     with model.using("policy"):

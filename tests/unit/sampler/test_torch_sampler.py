@@ -254,6 +254,31 @@ async def test_nothing_of_the_old_policy_is_left(tmp_path):
         assert each.logprobs == pytest.approx(wanted, abs=2e-5)
 
 
+async def test_nothing_of_the_old_policy_is_left_in_a_shared_system_prompt(tmp_path):
+    """Prompts that begin alike, before and after: what they share is computed by the policy that answers."""
+    shared = "a long system prompt, shared: "
+    trained = TrainedModel(tiny_model(seed=4))
+    learner = TorchLearner(
+        trained, run="r", publish_folder=tmp_path, max_tokens_per_microbatch=999, seed=0
+    )
+    sampler = TorchSampler(ServedModel(tiny_model(seed=4)), TOKENIZER, DecodeLayout(8, 64))
+    for version, questions in enumerate([("one", "two"), ("one", "three"), ("", "two", "four")]):
+        await sampler.load(await learner.publish(version))
+        asked = [
+            request(10 * version + draw, 3, shared + question)
+            for draw, question in enumerate(questions)
+        ]
+        for each, found in zip(
+            asked, await asyncio.gather(*map(sampler.generate, asked)), strict=True
+        ):
+            for completion in found:
+                wanted = plain_logprobs(trained.model, each.prompt_ids, completion.token_ids)
+                assert completion.logprobs == pytest.approx(wanted, abs=2e-5)
+        with torch.no_grad():
+            for parameter in trained.parameters().values():
+                parameter.add_(torch.randn(parameter.shape) * 0.2)
+
+
 async def test_loading_while_it_samples_is_refused(make_sampler, tmp_path):
     learner = TorchLearner(
         TrainedModel(tiny_model(seed=4)),

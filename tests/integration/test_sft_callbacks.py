@@ -1,0 +1,104 @@
+"""Callbacks in supervised runs: told in order, heeded, and remembered over crashes; an observed run is the same run."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import groupwise
+from groupwise.errors import ConfigError
+from groupwise.runs import durable
+from groupwise.runs.store import Store
+from tests.integration.running import crash_at, what_must_be_equal
+from tests.integration.test_sft import STEPS, TASK, config
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+FILE = f"{Path(__file__).with_name('toy_callbacks.py')}"
+
+
+def settings(runs: Path, *callbacks: Any) -> dict[str, Any]:
+    return config(runs, callbacks=list(callbacks))
+
+
+def told(folder: Path) -> list[str]:
+    return json.loads((folder / "lessons.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def observed(tmp_path_factory):
+    runs = tmp_path_factory.mktemp("observed")
+    torch.set_num_threads(1)
+    points: list[str] = []
+    durable.on_write = points.append
+    try:
+        groupwise.sft(settings(runs, f"{FILE}:Lessons", "loss_logging"), TASK)
+    finally:
+        durable.on_write = lambda name: None
+    return runs / "sft", points
+
+
+def test_every_event_comes_in_its_order(observed):
+    folder, _ = observed
+    assert told(folder) == [
+        "evaluated step-0",
+        *("begin 0", "end 1", "begin 1", "end 2", "evaluated step-2", "saved step-2"),
+        *(
+            "begin 2",
+            "end 3",
+            "saved step-3",
+            "begin 3",
+            "end 4",
+            "evaluated step-4",
+            "saved step-4",
+        ),
+        *("begin 4", "end 5", "evaluated step-5", "saved step-5"),
+    ]
+
+
+def test_an_observed_run_is_the_same_run(observed, tmp_path):
+    groupwise.sft(config(tmp_path), TASK)
+    plain, seen = what_must_be_equal(tmp_path / "sft"), what_must_be_equal(observed[0])
+    assert seen["record"] == plain["record"]
+    assert seen["files"].keys() >= plain["files"].keys()
+
+
+def test_state_and_table_go_on_over_a_crash(observed, tmp_path):
+    whole, points = observed
+    steps = [at for at, point in enumerate(points) if point == "commit:step:after"]
+    made = settings(tmp_path, f"{FILE}:Lessons", "loss_logging")
+    assert crash_at(steps[3], lambda: groupwise.sft(made, TASK)) == 17
+    assert groupwise.sft(made, TASK, resume=True).exit_code == 0
+    assert [event for event in told(tmp_path / "sft") if not event.startswith("saved")] == [
+        event for event in told(whole) if not event.startswith("saved")
+    ]
+    tables = [(folder / "loss_history.csv").read_text() for folder in (whole, tmp_path / "sft")]
+    rows = [list(csv.DictReader(table.splitlines())) for table in tables]
+    assert [row["loss"] for row in rows[1]] == [row["loss"] for row in rows[0]]
+    assert len(rows[0]) == STEPS
+
+
+def test_a_callback_stops_saves_and_evaluates(tmp_path):
+    asking = {"name": f"{FILE}:Asking", "save": 1, "evaluate": 1, "stop": 3}
+    result = groupwise.sft(settings(tmp_path, asking), TASK)
+    assert (result.summary["steps"], result.summary["state"]) == (3, "finished")
+    assert result.summary["stopped"]["reason"] == "enough"
+    with Store.open(tmp_path / "sft" / "run.db", readonly=True) as store:
+        assert [record.step for record in store.evaluations()] == [0, 1, 2, 3]
+
+
+def test_early_stop_looks_at_the_held_out_loss(tmp_path):
+    stopping = {"name": "early_stop", "metric": "eval_loss", "mode": "min", "patience": 1}
+    made = settings(tmp_path, {**stopping, "min_delta": 100.0})
+    assert groupwise.sft(made, TASK).summary["steps"] < STEPS
+
+
+def test_a_callback_that_does_not_exist_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(ConfigError, match="early_stop"):
+        groupwise.sft(settings(tmp_path, "early_stopp"), TASK)
+    assert not (tmp_path / "sft").exists()

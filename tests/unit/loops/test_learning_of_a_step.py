@@ -1,0 +1,152 @@
+"""What a step hands to the learner, update by update:
+
+1. groups without signal have no rows, unless there is a penalty or a bonus, and stay in the denominators;
+2. each update is divided by the groups that it takes;
+3. reference and proximal log-probabilities are those of the start of the step, for every update of it;
+4. a step in which nothing teaches asks nothing of the learner.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from groupwise.algorithms.registry import make
+from groupwise.learner.config import TrainingConfig
+from groupwise.loops.learning import Learned, learn
+from groupwise.loops.metrics import Timings
+from groupwise.types import (
+    Example,
+    Group,
+    LossSpec,
+    OptimiserParams,
+    Rollout,
+    Row,
+    SamplingParams,
+    Segment,
+    UpdateResult,
+)
+
+LONGEST = 10
+"""Most tokens of a completion."""
+
+
+class Recorder:
+    """A learner whose log-probabilities tell how many updates it has made."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.rows: list[list[Row]] = []
+        self.denominators: list[dict[str, float]] = []
+        self.updates = 0
+
+    async def forward_backward(
+        self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
+    ) -> dict[str, float]:
+        self.calls.append("gradient")
+        self.rows.append(list(rows))
+        self.denominators.append(dict(denominators))
+        return {"tokens": 1.0, **{f"loss/{name}": 0.0 for name in denominators}}
+
+    async def update(self, params: OptimiserParams) -> UpdateResult:
+        self.calls.append("update")
+        self.updates += 1
+        return UpdateResult(1.0, applied=True)
+
+    async def logprobs(self, rows: Sequence[Row], role: str = "policy") -> list[tuple[float, ...]]:
+        self.calls.append(role)
+        return [(-1.0 - self.updates,) * len(row.completion_ids) for row in rows]
+
+
+def group(draw: int, *rewards: float | None, tokens: int = 2) -> Group:
+    """Rewards of its members, None for one that failed."""
+    params = SamplingParams(LONGEST)
+    segment = Segment("policy", tuple(range(tokens)), (-1.0,) * tokens, params=params)
+    rollouts = tuple(
+        Rollout(draw, member, 0, (1,), (segment,), "", "failed", "it raised")
+        if reward is None
+        else Rollout(draw, member, 0, (1,), (segment,), "", "scored", reward=reward)
+        for member, reward in enumerate(rewards)
+    )
+    return Group(draw, Example(draw, "p"), rollouts)
+
+
+def learnt(
+    groups: Sequence[Group], name: str, knobs: dict[str, Any] | None = None, **training: Any
+) -> tuple[Recorder, Learned]:
+    learner, algorithm = Recorder(), make(name, knobs or {})
+
+    async def allow(work: Coroutine[Any, Any, Any]) -> Any:
+        return await work
+
+    run: Any = SimpleNamespace(
+        algorithm=algorithm,
+        learner=learner,
+        config=SimpleNamespace(training=TrainingConfig(prompts_per_step=len(groups), **training)),
+        progress=SimpleNamespace(phase=lambda *_: None),
+        interruption=SimpleNamespace(allow=allow),
+        longest_completion=LONGEST,
+        timings=Timings(),
+        non_finite=0,
+        step=0,
+    )
+    return learner, asyncio.run(learn(run, groups, algorithm.weights(groups), 0.1))
+
+
+STEP = [group(0, 0.0, 1.0), group(1, 0.35, 0.35, tokens=5), group(2, 1.0, 3.0, None, tokens=3)]
+"""One with a spread of 1, one that agrees, one with a failed member."""
+
+WHOLE = {
+    "grpo": 6.0,
+    "dr_grpo": 6.0 * LONGEST,
+    "gspo": 6.0,
+    "rloo": 6.0,
+    "dapo": 20.0,
+    "cispo": 20.0,
+}
+"""By scored rollouts, by their greatest length, or by their tokens: those that agree count, the failed one does not."""
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_groups_without_signal_cost_nothing_and_stay_in_the_denominator(name):
+    learner, learned = learnt(STEP, name)
+    (rows,) = learner.rows
+    assert [len(row.completion_ids) for row in rows] == [2, 2, 3, 3]
+    assert learner.denominators == [{"policy": WHOLE[name]}]
+    assert learned.changed
+
+
+@pytest.mark.parametrize(
+    ("knobs", "component"), [({"beta": 0.1}, "kl"), ({"entropy_coef": 0.1}, "entropy")]
+)
+def test_with_a_penalty_or_a_bonus_they_are_computed(knobs, component):
+    learner, _ = learnt(STEP, "grpo", knobs)
+    assert [len(row.completion_ids) for row in learner.rows[0]] == [2, 2, 5, 5, 3, 3]
+    assert learner.denominators[0] == {"policy": 6.0, component: 6.0 if component == "kl" else 20.0}
+
+
+def test_every_update_is_divided_by_its_own_groups():
+    groups = [*STEP, group(3, 0.0, 2.0, tokens=7)]
+    learner, _ = learnt(groups, "dapo", minibatches=2, num_iterations=2)
+    assert [found["policy"] for found in learner.denominators] == [14.0, 20.0] * 2
+    assert [len(rows) for rows in learner.rows] == [2, 4] * 2
+    assert learner.calls == ["gradient", "update"] * 4
+
+
+def test_proximal_logprobs_are_those_before_the_first_update():
+    learner, _ = learnt(STEP, "gspo", {"beta": 0.1}, minibatches=3, num_iterations=2)
+    assert learner.calls == ["reference", "policy", *["gradient", "update"] * 6]
+    for row in (row for rows in learner.rows for row in rows):
+        length = len(row.completion_ids)
+        assert row.proximal_logprobs == row.reference_logprobs == (-1.0,) * length
+        assert row.sampling_logprobs == (-1.0,) * length
+
+
+def test_where_nothing_teaches_the_learner_is_not_asked():
+    learner, learned = learnt([group(0, 1.0, 1.0), group(1, None, None)], "grpo")
+    assert learner.calls == []
+    assert (learned.changed, learned.metrics) == (False, {})
