@@ -23,7 +23,6 @@ ROOT = Path(__file__).resolve().parents[1]
 LINKED = ("tests", "examples", "configs", "pyproject.toml")
 SLOW_IMPORTS = (
     "torch",
-    "hypothesis",
     "numpy",
     "peft",
     "pydantic",
@@ -33,6 +32,7 @@ SLOW_IMPORTS = (
     "transformers.models.llama.modeling_llama",
     "typer",
 )
+"""No plugins of pytest: those must be imported by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class _Witness:
 
 
 def _nursery() -> None:
-    for name in (*SLOW_IMPORTS, "pytest", "pytest_asyncio", "pytest_timeout"):
+    for name in (*SLOW_IMPORTS, "pytest"):
         __import__(name)
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:

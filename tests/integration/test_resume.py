@@ -117,12 +117,20 @@ WAYS = {
     "all weights": {"lora": None, "algorithm": {"type": "rloo", "beta": 0.1}},
     "dropout": {"lora": {"r": 4, "dropout": 0.2}},
     "checkpointing": {"training": {"gradient_checkpointing": True}},
+    "two stages": {
+        "rollout": {"type": "two_stage", "max_reasoning_length": 6, "max_answer_length": 3},
+        "sampler": {"max_completion_length": 256},
+    },
+    "an environment": {"rollout": {"type": "environment", "max_turns": 3}},
+    "an environment ahead": {"rollout": {"type": "environment"}, "training": {"lag": 1}},
 }
+GAME = str(Path(__file__).parents[2] / "examples" / "03_guessing_game" / "task.py")
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_of_training_resumes_bit_equal(tmp_path, way):
     """A crash after the fourth step, when a checkpoint is there and two steps are under way."""
+    task = GAME if "environment" in way else TOY
 
     def settings(folder: str) -> dict:
         made = config(tmp_path / folder)
@@ -133,12 +141,12 @@ def test_every_way_of_training_resumes_bit_equal(tmp_path, way):
     points: list[str] = []
     durable.on_write = points.append
     try:
-        groupwise.rl(settings("whole"), TOY)
+        groupwise.rl(settings("whole"), task)
     finally:
         durable.on_write = lambda name: None
     steps = [number for number, point in enumerate(points) if point == "commit:step:after"]
-    assert crash_at(steps[3], lambda: groupwise.rl(settings("crashed"), TOY)) == 17
-    go_on(settings("crashed"))
+    assert crash_at(steps[3], lambda: groupwise.rl(settings("crashed"), task)) == 17
+    go_on(settings("crashed"), task)
     whole, crashed = (
         what_must_be_equal(tmp_path / folder / "toy") for folder in ("whole", "crashed")
     )
