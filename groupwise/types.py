@@ -203,6 +203,17 @@ class Weight:
 
 
 @dataclass(frozen=True, slots=True)
+class OtherRows:
+    """Sums over the tokens that teach in the other rows of a rollout, for what is one for the rollout as a whole."""
+
+    tokens: int
+    log_weight: float = 0.0
+    """Proximal less sampling log-probabilities (nats); 0 where there are no proximal ones."""
+    log_ratio: float = 0.0
+    """Those of the policy at this update less the old ones: the proximal log-probabilities, or the sampler's where there are none."""
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """What is trained: one sequence, unpadded. Rows with the same prompt share its computation in the learner.
 
@@ -220,6 +231,10 @@ class Row:
     """The temperature it was sampled at; the learner computes log-probabilities at the same one."""
     reference_logprobs: tuple[float, ...] | None = None
     proximal_logprobs: tuple[float, ...] | None = None
+    rollout: tuple[int, int] | None = None
+    """Draw and member of its rollout, which its other rows share."""
+    others: OtherRows | None = None
+    """None: the rollout has no other rows."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LINKED = ("tests", "examples", "configs", "pyproject.toml")
 SLOW_IMPORTS = (
     "torch",
+    "hypothesis",
     "numpy",
     "peft",
     "pydantic",
@@ -32,7 +33,6 @@ SLOW_IMPORTS = (
     "transformers.models.llama.modeling_llama",
     "typer",
 )
-"""No plugins of pytest: those must be imported by it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +71,30 @@ class Outcomes:
 
 def tree(folder: Path, edits: Sequence[tuple[str, str, str]] = ()) -> Path:
     """Copy the package there, mutated. AssertionError where a text to be replaced does not stand there exactly once."""
+    changed = _changed(edits)
     shutil.copytree(ROOT / "groupwise", folder / "groupwise", ignore=_half_written)
     for name in LINKED:
         (folder / name).symlink_to(ROOT / name)
-    for file, old, new in edits:
+    for file, text in changed.items():
         path = folder / "groupwise" / file
-        text = path.read_text()
-        found = text.count(old)
-        assert found == 1, f"{file} has the text of a mutation {found} times, not once:\n{old}"
-        path.write_text(text.replace(old, new))
+        path.write_text(text)
         for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
             compiled.unlink()
     return folder
+
+
+def _changed(edits: Sequence[tuple[str, str, str]]) -> dict[str, str]:
+    """The files of the package that are changed, with their texts."""
+    texts: dict[str, str] = {}
+    for file, old, new in edits:
+        text = texts.get(file) or (ROOT / "groupwise" / file).read_text()
+        found = text.count(old)
+        assert found == 1, (
+            f"{file} has the text of a mutation {found} times, not once. Make the same mistake in the code as it is now, in "
+            f"tests/mutations.py:\n{old}"
+        )
+        texts[file] = text.replace(old, new)
+    return texts
 
 
 def _half_written(_: str, names: list[str]) -> list[str]:
@@ -134,7 +146,7 @@ class _Witness:
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when == "call" and report.outcome in ("passed", "failed"):
             self.found[report.outcome].append(report.nodeid)
-        elif report.failed:
+        elif report.failed and report.when == "setup":
             self.found["broken"].append(report.nodeid)
 
     def pytest_collectreport(self, report: Any) -> None:
@@ -176,6 +188,7 @@ def _run_tests(folder: Path, tests: list[str]) -> None:
 
     witness = _Witness()
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", f"--basetemp={folder / 'tmp'}"]
+    options += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # anyio came with transformers
     code = pytest.main([*options, *tests], plugins=[witness])
     import groupwise
 

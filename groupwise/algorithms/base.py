@@ -24,6 +24,15 @@ Tensor: TypeAlias = Any
 
 
 @dataclass(frozen=True, slots=True)
+class Others:
+    """Of each row, sums over the other rows of its rollout; see `groupwise.types.OtherRows`."""
+
+    tokens_B: Tensor
+    log_weights_B: Tensor
+    log_ratios_B: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class TokenBatch:
     """Rows as tensors, padded to one length. Where the mask is 0 nothing has an effect, even NaN."""
 
@@ -44,6 +53,8 @@ class TokenBatch:
     """By the reference policy; needed where `Loss.needs_reference`."""
     proximal_logprobs_BT: Tensor | None = None
     """By the learner at the start of the batch; needed where `Loss.needs_proximal`."""
+    others: Others | None = None
+    """None: each row is a whole rollout."""
 
     def __post_init__(self) -> None:
         per_token = (
@@ -112,6 +123,11 @@ class Algorithm(Loss, Protocol):
     """Groups to weights, log-probabilities to loss."""
 
     @property
+    def ratio_of_rollout(self) -> bool:
+        """Whether the ratio is one for a rollout, so that a row must know those of its other rows."""
+        ...
+
+    @property
     def resample_rounds(self) -> int:
         """How often groups that are not accepted are drawn anew in a step; 0: never."""
         ...
@@ -125,6 +141,13 @@ class Algorithm(Loss, Protocol):
 
     def accepts(self, group: Group) -> bool:
         """Whether a shaped group is worth training; otherwise another is drawn in its place."""
+        ...
+
+    def check(self, longest: int, rewards: Sequence[str]) -> None:
+        """Raise ValueError where a knob does not go with the length (tokens) or the rewards of a run.
+
+        `longest` is what the policy may write in one rollout, `rewards` the names of those known.
+        """
         ...
 
     def weights(self, groups: Sequence[Group]) -> tuple[tuple[Weight | None, ...], ...]:

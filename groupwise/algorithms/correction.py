@@ -6,7 +6,8 @@ each token by a detached weight, exp(proximal − sampling log-probability), whe
 the learner's at the start of the batch; the ratio that is clipped then speaks of the updates alone.
 
     token_*      one weight for each token: little variance, a small bias
-    sequence_*   one for the rollout, the product of its tokens' weights: no bias, much variance
+    sequence_*   one for the rollout, all its rows, the product of its tokens' weights: no bias, much
+                 variance
     *_truncate   weights above the cap become the cap (https://fengyao.notion.site/off-policy-rl)
     *_mask       weights above the cap become 0, and the token or rollout is left out
 
@@ -18,7 +19,7 @@ from __future__ import annotations
 from typing import Literal, TypeAlias
 
 from groupwise.algorithms import ops
-from groupwise.algorithms.base import Tensor
+from groupwise.algorithms.base import Others, Tensor
 
 Correction: TypeAlias = Literal[
     "none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
@@ -26,12 +27,20 @@ Correction: TypeAlias = Literal[
 
 
 def importance_weights(
-    proximal_BT: Tensor, sampling_BT: Tensor, mask_BT: Tensor, mode: Correction, cap: float
+    proximal_BT: Tensor,
+    sampling_BT: Tensor,
+    mask_BT: Tensor,
+    mode: Correction,
+    cap: float,
+    others: Others | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The weight of each token, and whether the cap acted on it; 1 and False outside the mask."""
     gap_BT = ops.masked_difference(proximal_BT.detach(), sampling_BT.detach(), mask_BT)
     if mode.startswith("sequence"):
-        gap_BT = gap_BT.sum(-1, keepdim=True).expand_as(gap_BT).masked_fill(mask_BT == 0, 0.0)
+        gap_B1 = gap_BT.sum(-1, keepdim=True)
+        if others is not None:
+            gap_B1 = gap_B1 + others.log_weights_B.unsqueeze(-1)
+        gap_BT = gap_B1.expand_as(gap_BT).masked_fill(mask_BT == 0, 0.0)
     weights_BT = ops.bounded(gap_BT).exp()
     above_BT = (weights_BT > cap) & (mask_BT != 0)
     return weights_BT.masked_fill(above_BT, cap if mode.endswith("truncate") else 0.0), above_BT

@@ -1,14 +1,14 @@
 """What the algorithms of the family share: the frame of their loss, and the knobs that fit into it.
 
     policy  = −Σ_rows scale · Σ_tokens w · surrogate
-    kl      =  beta · Σ_rows scale · Σ_tokens k(policy, reference)
+    kl      =  beta · Σ_rows scale · Σ_tokens k(policy, reference), as `kl.py` says
     entropy = −entropy_coef · Σ_rows Σ_tokens H(policy)
     ratio   = exp(policy log-probability − old log-probability)
 
 The old log-probabilities are those that the sampler reported when it drew the token, and w is 1.
 Then the ratio also corrects for the small differences between sampler and learner. With
 `importance_sampling_correction` the old ones are the learner's own at the start of the batch, and w
-corrects for the sampler (`correction.py`). The entropy is a mean over the tokens of the step,
+corrects for the sampler (`correction.py`), also in the exact gradient of the KL. The entropy is a mean over the tokens of the step,
 whatever the algorithm does with lengths, so that its coefficient means the same everywhere.
 
 An algorithm inherits from here and adds what distinguishes it: how rewards become advantages, the
@@ -182,6 +182,11 @@ class GroupRelative(ABC):
         return self.entropy_coef > 0
 
     @property
+    def ratio_of_rollout(self) -> bool:
+        """Each token has its own, unless an algorithm says otherwise."""
+        return False
+
+    @property
     def resample_rounds(self) -> int:
         """`max_resample_rounds` with dynamic sampling."""
         return self.max_resample_rounds if self.dynamic_sampling else 0
@@ -189,6 +194,9 @@ class GroupRelative(ABC):
     def shaped(self, group: Group, max_completion_length: int) -> Group:
         """The group as it is."""
         return group
+
+    def check(self, longest: int, rewards: Sequence[str]) -> None:
+        """Everything goes with every run."""
 
     def accepts(self, group: Group) -> bool:
         """With dynamic sampling only a group whose rewards, by the task, differ."""
@@ -259,29 +267,32 @@ class GroupRelative(ABC):
         surrogate, stats = self.surrogate(batch, log_ratio)
         gap = ops.masked_difference(batch.policy_logprobs_BT, sampled, mask)
         stats |= {**ops.token_stats(batch), "logprob_gap": gap.detach().abs()}
+        weights: Tensor = 1.0
         if self.needs_proximal:
-            surrogate, stats = self._corrected(batch, surrogate, stats)
-        components = {"policy": -ops.scaled_sum(surrogate, batch.scales_B, mask)}
-        components |= self._penalties(batch, log_ratio)
+            weights, weighted = self._importance(batch)
+            stats |= weighted
+        components = {"policy": -ops.scaled_sum(surrogate * weights, batch.scales_B, mask)}
+        components |= self._penalties(batch, log_ratio, weights)
         if batch.reference_logprobs_BT is not None:
             stats["kl"] = self._kl(batch).detach()
         return LossResult(components, ops.summed(stats, surrogate))
 
-    def _corrected(
-        self, batch: TokenBatch, surrogate: Tensor, stats: dict[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def _importance(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The correction's weight of each token, detached, and its statistics."""
         weights, clipped = importance_weights(
             batch.proximal_logprobs_BT,
             batch.sampling_logprobs_BT,
             batch.mask_BT,
             self.importance_sampling_correction,
             self.importance_sampling_cap,
+            batch.others,
         )
         shown = weights.masked_fill(batch.mask_BT == 0, 0.0)
-        added = {"importance_sampling_ratio": shown, "importance_sampling_clipped": clipped}
-        return surrogate * weights, stats | added
+        return weights, {"importance_sampling_ratio": shown, "importance_sampling_clipped": clipped}
 
-    def _penalties(self, batch: TokenBatch, log_ratio: Tensor) -> dict[str, Tensor]:
+    def _penalties(
+        self, batch: TokenBatch, log_ratio: Tensor, weights: Tensor
+    ) -> dict[str, Tensor]:
         """The loss components beside `policy`."""
         found: dict[str, Tensor] = {}
         if self.needs_reference:
@@ -292,6 +303,7 @@ class GroupRelative(ABC):
                 batch.mask_BT,
                 self.kl_estimator,
                 self.kl_gradient,
+                weights,
             )
             found["kl"] = self.beta * ops.scaled_sum(penalty, batch.scales_B, batch.mask_BT)
         if self.needs_entropy_gradient:

@@ -17,7 +17,7 @@ learner would already clip half of the rollouts. So the ratio is taken against t
 log-probabilities at the start of the batch (`importance_sampling_correction`, on by default).
 
 Degenerate cases: those of `grpo`. A rollout of several rows (a template rewrote earlier turns) has
-a ratio for each row.
+one ratio for all of them, in which each row carries the gradient of its own tokens.
 """
 
 from __future__ import annotations
@@ -49,6 +49,11 @@ class Gspo(Clipped):
     )
     scale_rewards: ScaleRewards = field(default="group", metadata=SCALE_REWARDS)
 
+    @property
+    def ratio_of_rollout(self) -> bool:
+        """All rows of a rollout share its mean."""
+        return True
+
     def credit(self, groups: Sequence[Group]) -> Credit:
         """Centred and scaled within the group."""
         return group_relative(groups, self.scale_rewards)
@@ -63,4 +68,5 @@ class Gspo(Clipped):
 
     def own_log_ratio(self, batch: TokenBatch, log_ratio_BT: Tensor) -> Tensor:
         """The mean of the rollout's log-ratios."""
-        return ops.sequence_log_ratio(log_ratio_BT, batch.mask_BT, mean=True)
+        return ops.sequence_log_ratio(
+            log_ratio_BT, others=batch.others, mask_BT=batch.mask_BT, mean=True)

@@ -15,7 +15,10 @@ the two are close. Gradients are another matter, because the samples themselves 
                 value is ratio · k. For k3 that is what TRL calls `use_bias_correction_kl` and
                 DeepSeek-V3.2 (https://arxiv.org/abs/2512.02556) the unbiased estimate
 
-each times the gradient of the token's log-probability. As usual, only the token itself is looked
+each times the gradient of the token's log-probability. That ratio is the policy's to the sampler's.
+With an importance correction it is the product of the ratio to the proximal policy and the
+correction's weight, so it is exact but for weights above the cap, which are truncated or masked as
+they are for the policy. As usual, only the token itself is looked
 at, not how it changes the tokens after it.
 """
 
@@ -53,10 +56,12 @@ def penalty(
     mask_BT: Tensor,
     estimator: KlEstimator,
     gradient: KlGradient,
+    weights_BT: Tensor = 1.0,
 ) -> Tensor:
     """What beta multiplies, for each token, in value and gradient as the module says.
 
-    `log_ratio_BT` is the policy's log-probability less that at which the token was sampled.
+    `log_ratio_BT` is the policy's log-probability less that at which the token was sampled; where
+    it is less another one, the detached `weights_BT` lead from there to the sampler's.
     """
     value_BT = estimate(policy_BT, reference_BT, mask_BT, estimator)
     if gradient == "estimator":
@@ -64,7 +69,7 @@ def penalty(
     beyond_BT = log_ratio_BT.abs() > ops.MAX_LOG_RATIO
     slope_BT = estimate(policy_BT, reference_BT, mask_BT, "k2").masked_fill(beyond_BT, 0.0)
     ratio_BT = ops.bounded(log_ratio_BT).exp().detach()
-    return ratio_BT * (value_BT.detach() + slope_BT - slope_BT.detach())
+    return weights_BT * ratio_BT * (value_BT.detach() + slope_BT - slope_BT.detach())
 
 
 def adapted_beta(beta: float, kl: float, target: float, horizon: float, rollouts: int) -> float:

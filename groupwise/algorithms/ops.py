@@ -6,7 +6,7 @@ values nor gradients can be reached by it.
 
 from __future__ import annotations
 
-from groupwise.algorithms.base import Tensor, TokenBatch
+from groupwise.algorithms.base import Others, Tensor, TokenBatch
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios (nats) are held within ± this before they are exponentiated: exp(89) is infinite in
@@ -23,24 +23,31 @@ def bounded(log_ratio_BT: Tensor) -> Tensor:
     return log_ratio_BT.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def token_counts(mask_BT: Tensor, like: Tensor) -> Tensor:
-    """How many tokens of each row teach, at least 1, as (B, 1) in the dtype of `like`."""
-    return (mask_BT != 0).sum(-1, keepdim=True).clamp(min=1).to(like.dtype)
+def token_counts(mask_BT: Tensor, like: Tensor, others: Others | None = None) -> Tensor:
+    """How many tokens of each row's rollout teach, at least 1, as (B, 1) in the dtype of `like`."""
+    counts_B1 = (mask_BT != 0).sum(-1, keepdim=True)
+    if others is not None:
+        counts_B1 = counts_B1 + others.tokens_B.unsqueeze(-1)
+    return counts_B1.clamp(min=1).to(like.dtype)
 
 
-def sequence_log_ratio(log_ratio_BT: Tensor, mask_BT: Tensor, *, mean: bool) -> Tensor:
-    """Each token with the log-ratio of its whole row, the mean or the sum of those of its tokens.
+def sequence_log_ratio(
+    log_ratio_BT: Tensor, mask_BT: Tensor, *, mean: bool, others: Others | None = None
+) -> Tensor:
+    """Each token with the log-ratio of its whole rollout, the mean or the sum of those of its tokens.
 
     The gradient of a token is that of its own log-probability (GSPO-token, equation 14), for the sum
-    times the number of tokens. Averaged over the row, value and gradient are those of the row's
+    times the number of tokens. Averaged over the rollout, value and gradient are those of its
     ratio. Whatever multiplies a token then acts on that token's gradient alone.
     """
-    counts_B1 = token_counts(mask_BT, log_ratio_BT)
+    counts_B1 = token_counts(mask_BT, log_ratio_BT, others)
     share_B1 = 1 / counts_B1 if mean else 1.0
-    of_row_B1 = log_ratio_BT.detach().sum(-1, keepdim=True) * share_B1
+    total_B1 = log_ratio_BT.detach().sum(-1, keepdim=True)
+    if others is not None:
+        total_B1 = total_B1 + others.log_ratios_B.unsqueeze(-1)
     factor = 1.0 if mean else counts_B1
     carried_BT = (log_ratio_BT - log_ratio_BT.detach()) * factor
-    return bounded(of_row_B1 + carried_BT).masked_fill(mask_BT == 0, 0.0)
+    return bounded(total_B1 * share_B1 + carried_BT).masked_fill(mask_BT == 0, 0.0)
 
 
 def clipped_surrogate(

@@ -18,7 +18,7 @@ variance.
 
 Degenerate cases: rewards that are the same, and a group of one, give advantage exactly 0; with two
 members the advantages are twice those of `dr_grpo`. Failed and masked members as in `dr_grpo`. A
-rollout of several rows has a ratio for each.
+rollout of several rows is one action all the same, with one ratio.
 """
 
 from __future__ import annotations
@@ -47,6 +47,11 @@ class Rloo(Clipped):
         default="token_truncate", metadata=metadata_of(Clipped, "importance_sampling_correction")
     )
 
+    @property
+    def ratio_of_rollout(self) -> bool:
+        """All rows of a rollout share its sum."""
+        return True
+
     def credit(self, groups: Sequence[Group]) -> Credit:
         """Each reward less the mean of its siblings'."""
         return to_members(groups, [leave_one_out(scored_rewards(group)) for group in groups])
@@ -64,8 +69,9 @@ class Rloo(Clipped):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """That of the rollout, shared out over its tokens."""
         surrogate, stats = Clipped.surrogate(self, batch, log_ratio_BT)
-        return surrogate / ops.token_counts(batch.mask_BT, surrogate), stats
+        return surrogate / ops.token_counts(batch.mask_BT, surrogate, batch.others), stats
 
     def own_log_ratio(self, batch: TokenBatch, log_ratio_BT: Tensor) -> Tensor:
         """The sum of the rollout's log-ratios."""
-        return ops.sequence_log_ratio(log_ratio_BT, batch.mask_BT, mean=False)
+        return ops.sequence_log_ratio(
+            log_ratio_BT, others=batch.others, mask_BT=batch.mask_BT, mean=False)

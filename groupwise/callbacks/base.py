@@ -268,10 +268,14 @@ class Callbacks:
         asked, self._asked.save = self._asked.save, False
         return asked
 
+    @property
     def evaluation_was_asked(self) -> bool:
-        """Whether an evaluation is wanted now; asking makes it forgotten."""
-        asked, self._asked.evaluate = self._asked.evaluate, False
-        return asked
+        """Whether an evaluation is wanted now. It is until one was told of, also over an interruption, or given up."""
+        return self._asked.evaluate
+
+    def give_up_evaluation(self) -> None:
+        """The evaluation that was asked for cannot be made."""
+        self._asked.evaluate = False
 
     # What they are told
 
@@ -304,7 +308,10 @@ class Callbacks:
 
     async def evaluated(self, record: EvaluationRecord) -> None:
         """An evaluation stands in the record, now or since before a resume. Told once, if it is of the policy as it is."""
-        if self._run is None or record.step != self._run.step or record.name in self._told:
+        if self._run is None or record.step != self._run.step:
+            return
+        self._asked.evaluate = False
+        if record.name in self._told:
             return
         self._told.append(record.name)
         await self._tell("on_evaluate", lambda: (copy.deepcopy(record),))

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from groupwise.algorithms.base import Loss, LossResult, TokenBatch
+from groupwise.algorithms.base import Loss, LossResult, Others, TokenBatch
 from groupwise.algorithms.registry import from_spec
 from groupwise.errors import NonFiniteError
 from groupwise.learner.forward import Forward, Paths, choose_paths
@@ -292,4 +292,17 @@ def token_batch(batch: Batch, forward: Forward) -> TokenBatch:
         entropies_BT=forward.entropies_BT,
         reference_logprobs_BT=where_present([row.reference_logprobs for row in batch.rows]),
         proximal_logprobs_BT=where_present([row.proximal_logprobs for row in batch.rows]),
+        others=_others(batch, device),
+    )
+
+
+def _others(batch: Batch, device: torch.device) -> Others | None:
+    """What rows know of the other rows of their rollouts; None where each is a whole rollout."""
+    if all(row.others is None for row in batch.rows):
+        return None
+    sums = [row.others or OtherRows(0) for row in batch.rows]
+    return Others(
+        tokens_B=torch.tensor([each.tokens for each in sums], device=device),
+        log_weights_B=torch.tensor([each.log_weight for each in sums], device=device),
+        log_ratios_B=torch.tensor([each.log_ratio for each in sums], device=device),
     )

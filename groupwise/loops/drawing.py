@@ -34,9 +34,9 @@ async def sample(run: Run, draw: int) -> Group:
     return group
 
 
-async def score(run: Run, group: Group) -> Group:
-    """The group with rewards, shaped as the algorithm wants them."""
-    scored = await score_group(run.scorer, group, run.step, run.max_steps)
+async def score(run: Run, group: Group, step: int) -> Group:
+    """The group with rewards, shaped as the algorithm wants them. Reward functions see `step`: the one that drew it."""
+    scored = await score_group(run.scorer, group, step, run.max_steps)
     return run.algorithm.shaped(scored, run.longest_completion)
 
 

@@ -29,12 +29,13 @@ async def evaluate_now_and_then(run: Run) -> None:
 
 def _due(run: Run) -> bool:
     """After the last step only what was asked for: usually it has an evaluation of its own."""
-    asked = run.callbacks.evaluation_was_asked()
+    asked = run.callbacks.evaluation_was_asked
     if asked and run.held_out is None:
         logger.warning(
             "a callback asked for an evaluation, but this run has no held-out prompts: that takes the task's "
             "get_eval_dataset, and eval.eval_steps or eval.before_and_after"
         )
+        run.callbacks.give_up_evaluation()
     if run.over:
         return asked and not run.config.eval.before_and_after
     every = run.config.eval.eval_steps

@@ -3,6 +3,9 @@
 A step makes `training.num_iterations` passes over its groups, each in `training.minibatches` updates of whole groups. The ratio of
 every update is taken against the policy that sampled (or, with importance correction, against the learner's own at the
 start of the step), so that the clip holds all updates of a step near it.
+
+Where an algorithm takes one ratio for a rollout (`Algorithm.ratio_of_rollout`) and a rollout has several rows, each row is told how likely its other
+rows are by the weights of the update; this costs another forward pass of those rows.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from groupwise.learner.config import TrainingConfig
 from groupwise.loops.metrics import loss_metrics
 from groupwise.loops.run import Learning
 from groupwise.loops.training import count_non_finite, update
-from groupwise.rollouts.rows import Weights, training_rows
+from groupwise.rollouts.rows import Weights, training_rows, with_others
 from groupwise.types import Group, Row
 
 
@@ -61,6 +64,7 @@ async def _updates(
         denominators = run.algorithm.denominators(
             [groups[index] for index in part], run.longest_completion
         )
+        rows = await _with_ratios(run, rows, droppable=not norms)
         sums = await _forward_backward(run, rows, denominators, droppable=not norms)
         result = await update(run, rows, sums, rate)
         left_out += not result.applied
@@ -101,5 +105,20 @@ async def _with_logprobs(run: Learning, rows_by_group: Sequence[Sequence[Row]]) 
     if run.algorithm.needs_proximal:
         found = await run.learner.logprobs(rows)
         rows = [replace(r, proximal_logprobs=f) for r, f in zip(rows, found, strict=True)]
-    left = iter(rows)
+    left = iter(with_others(rows))
     return [[next(left) for _ in group] for group in rows_by_group]
+
+
+async def _with_ratios(run: Learning, rows: list[Row], *, droppable: bool) -> list[Row]:
+    """The rows with the ratios of the other rows of their rollouts by the weights as they are now.
+
+    Before the first update these are the proximal ones, where there are any, and every ratio is 1.
+    """
+    parted = [row for row in rows if row.others is not None]
+    known = droppable and run.algorithm.needs_proximal
+    if not parted or known or not run.algorithm.ratio_of_rollout:
+        return rows
+    work = run.learner.logprobs(parted)
+    now = await (run.interruption.allow(work) if droppable else work)
+    left = iter(with_others(parted, now))
+    return [row if row.others is None else next(left) for row in rows]

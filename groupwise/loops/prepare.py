@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from groupwise import build
 from groupwise.build import Layout
@@ -107,8 +107,12 @@ def prepare(loaded: LoadedConfig, task: object) -> Prepared:
 
 def starting_from(loaded: LoadedConfig, folder: Path) -> LoadedConfig:
     """The config of a run that begins with the weights in a folder: an adapter, or a whole model."""
-    key = "adapter" if (folder / "adapter_config.json").is_file() else "name"
-    return with_model(loaded, {key: str(folder)})
+    return with_model(loaded, {key_of_weights(folder): str(folder)})
+
+
+def key_of_weights(folder: Path) -> Literal["adapter", "name"]:
+    """The key of the `model` section that names such weights: those of an adapter, or a whole model."""
+    return "adapter" if (folder / "adapter_config.json").is_file() else "name"
 
 
 def with_model(loaded: LoadedConfig, update: Mapping[str, Any]) -> LoadedConfig:

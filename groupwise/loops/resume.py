@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from groupwise.build import Layout
 from groupwise.config import LoadedConfig, compare_for_resume, resolved
 from groupwise.errors import ResumeMismatchError, RunInUseError, RunNotFoundError
-from groupwise.loops.prepare import starting_from, with_model
+from groupwise.loops.prepare import key_of_weights, starting_from
 from groupwise.loops.run import POLICIES
 from groupwise.loops.training import TrainedBy, Training
 from groupwise.runs import checkpoints, durable, find, recovery
@@ -48,6 +48,8 @@ class ResumePoint:
     """What the run noted about itself when it was started."""
     skipped: tuple[Skipped, ...]
     """Checkpoints that cannot be used."""
+    there: tuple[int, ...]
+    """The steps of all complete checkpoints."""
     made_anew: MadeAnew | None = None
     """How its record was mended."""
 
@@ -102,21 +104,32 @@ def find_resume_point(
         raise ResumeMismatchError(
             f"{path} is a run of `groupwise {facts['kind']}`; go on with it by that command."
         )
-    return ResumePoint(path, checkpoint, facts, complete.skipped, made_anew)
+    there = tuple(found.step for found in complete)
+    return ResumePoint(path, checkpoint, facts, complete.skipped, there, made_anew)
 
 
 def with_start_of(loaded: LoadedConfig, point: ResumePoint) -> LoadedConfig:
-    """The config with the weights that the run was started from by `--init-from`; they stand in its folder."""
-    if not point.facts.get("init_from"):
+    """The config with the weights that the run was started from by `--init-from`; they stand in its folder, wherever that is now."""
+    own = point.path / START
+    if not point.facts.get("init_from") or not own.is_dir():
         return loaded
+    return starting_from(loaded, own.resolve())
+
+
+def start_to_keep(point: ResumePoint) -> Path | None:
+    """The weights of `--init-from` where the run died before they were copied into its folder."""
+    if not point.facts.get("init_from") or (point.path / START).is_dir():
+        return None
     stored = read_config(point.path)["model"]
-    return with_model(loaded, {key: stored[key] for key in ("adapter", "name")})
+    return Path(stored["adapter"] or stored["name"])
 
 
 def accepted_changes(point: ResumePoint, prepared: Preparation) -> dict[str, Any]:
     """Config keys that differ and may. Raises `ResumeMismatchError`, with the difference, if the run was made with something else."""
     found = compare_for_resume(read_config(point.path), prepared.config)
-    refused = {key: change for key, change in found.fixed.items() if key != "run.name"}
+    refused = {
+        key: change for key, change in found.fixed.items() if key not in _not_compared(point)
+    }
     for shown, key in FIXED_FACTS.items():
         before, now = point.facts.get(key), prepared.facts.get(key)
         if before is not None and before != now:
@@ -140,13 +153,25 @@ def accepted_changes(point: ResumePoint, prepared: Preparation) -> dict[str, Any
     return {key: list(change) for key, change in {**found.free, **found.warned}.items()}
 
 
+def _not_compared(point: ResumePoint) -> set[str]:
+    """The name of a run may be another one, and the path of its own starting weights."""
+    start = point.path / START
+    if not point.facts.get("init_from"):
+        return {"run.name"}
+    if not start.is_dir():
+        return {"run.name", "model.adapter", "model.name"}
+    return {"run.name", f"model.{key_of_weights(start)}"}
+
+
 def open_folder(
     prepared: Preparation, point: ResumePoint | None, facts: Mapping[str, Any]
 ) -> RunFolder:
     """The run's folder, held by this process. A new one notes `facts`: `kind`, `model`, what it was started from …"""
     keep = prepared.config.run.keep_tokens
     if point is not None:
-        return RunFolder.open(point.path, keep_tokens=keep)
+        folder = RunFolder.open(point.path, keep_tokens=keep)
+        _refuse_if_gone_on(folder, point)
+        return folder
     sizes = {"max_steps": prepared.max_steps, "layout": asdict(prepared.layout)}
     return RunFolder.create(
         Path(prepared.config.run.dir),
@@ -154,6 +179,19 @@ def open_folder(
         resolved(prepared.config),
         {**facts, **sizes, **prepared.facts},
         keep_tokens=keep,
+    )
+
+
+def _refuse_if_gone_on(folder: RunFolder, point: ResumePoint) -> None:
+    """Somebody else may have resumed, and ended, between the choice of the checkpoint and this process's hold on the run."""
+    now = tuple(found.step for found in checkpoints.complete(folder.checkpoints))
+    ended = folder.store.get_meta().get("finished_at")
+    if now == point.there and ended == point.facts.get("finished_at"):
+        return
+    folder.close()
+    raise RunInUseError(
+        f"{point.path} was gone on with by somebody else in the meantime. Look at it with `groupwise runs show`, and "
+        "give --resume again if it is not finished."
     )
 
 

@@ -127,7 +127,7 @@ class FixedLag:
             waiting.discard(draw)
             if last and not waiting:
                 self._sampling[step].set()
-            return await _scored(self._run, group, timer)
+            return await _scored(self._run, group, step, timer)
 
         return await gather_all(one(draw) for draw in draws)
 
@@ -212,7 +212,7 @@ class Free:
             group = self._timer.sampled(await drawing.sample(self._run, draw))
         finally:
             under_way.sampled.set()
-        under_way.group = await _scored(self._run, group, self._timer)
+        under_way.group = await _scored(self._run, group, under_way.since, self._timer)
         self._finished.append(draw)
 
     def _unwanted(self) -> list[int]:
@@ -287,8 +287,8 @@ class _Timer:
         )
 
 
-async def _scored(run: Run, group: Group, timer: _Timer) -> Group:
-    scored = await drawing.score(run, group)
+async def _scored(run: Run, group: Group, step: int, timer: _Timer) -> Group:
+    scored = await drawing.score(run, group, step)
     timer.scored()
     run.drawn[group.draw] = scored
     run.progress.phase("sampling", len(run.drawn), run.config.training.prompts_per_step)

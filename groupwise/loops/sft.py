@@ -190,12 +190,13 @@ def _commit(
 
 async def evaluate_if_due(run: SftRun) -> None:
     """Before the first step, every `eval.eval_steps` steps, after the last one, and where a callback asks for it."""
-    asked = run.callbacks.evaluation_was_asked()
+    asked = run.callbacks.evaluation_was_asked
     if asked and run.held_out is None:
         logger.warning(
             "a callback asked for an evaluation, but the task has no get_sft_eval_dataset: there are no held-out rows"
         )
     if run.held_out is None or run.evaluated_step == run.step:
+        run.callbacks.give_up_evaluation()
         return
     if run.step == 0:
         due = run.config.eval.eval_on_start
@@ -247,16 +248,14 @@ async def _judge(run: SftRun, loss: float) -> None:
     if run.step == 0:
         return
     least = run.config.eval.early_stopping_threshold
-    if run.best is None or loss < run.best.loss - least:
+    if math.isfinite(loss) and (run.best is None or loss < run.best.loss - least):
         run.best, run.not_better = Best(run.step, loss), 0
         await save(run)
         return
     run.not_better += 1
     if run.gave_up:
-        run.say(
-            f"stopped early: no held-out loss below {run.best.loss:.4f} (after {run.best.step} steps) in "
-            f"{run.not_better} evaluations"
-        )
+        best = f"{run.best.loss:.4f} (after {run.best.step} steps)" if run.best else "infinity"
+        run.say(f"stopped early: no held-out loss below {best} in {run.not_better} evaluations")
 
 
 # --- checkpoints ---------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from groupwise.loops.resume import (
     find_resume_point,
     keep_start,
     open_folder,
+    start_to_keep,
     take_back,
     with_start_of,
 )
@@ -83,7 +84,7 @@ def sft(
     check_one_start({"--resume": resume, "--resume-from": resume_from, "--init-from": init_from})
     loaded = load_sft_config(config, overrides)
     point = find_resume_point(loaded, resume, resume_from, KIND)
-    start = starting_weights(loaded, init_from)
+    start = start_to_keep(point) if point else starting_weights(loaded, init_from)
     if point is not None:
         loaded = cast("LoadedSftConfig", with_start_of(loaded, point))
     if start is not None:

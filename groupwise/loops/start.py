@@ -35,6 +35,7 @@ from groupwise.loops.resume import (
     find_resume_point,
     keep_start,
     open_folder,
+    start_to_keep,
     take_back,
     with_start_of,
 )
@@ -86,7 +87,7 @@ def rl(
     check_one_start({"--resume": resume, "--resume-from": resume_from, "--init-from": init_from})
     loaded = load_config(config, overrides)
     point = find_resume_point(loaded, resume, resume_from)
-    start = starting_weights(loaded, init_from)
+    start = start_to_keep(point) if point else starting_weights(loaded, init_from)
     if point is not None:
         loaded = with_start_of(loaded, point)
     prepared = prepare(starting_from(loaded, start) if start else loaded, task)

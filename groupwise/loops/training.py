@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 NON_FINITE = "non-finite"
 """Folder of a run that holds the rows of updates that were left out."""
+MOST_KEPT = 20
+"""Files in it."""
 
 
 class TrainedBy(Protocol):
@@ -139,15 +142,20 @@ async def update(
 
 
 def _keep_for_inspection(training: Training, rows: list[Row]) -> None:
-    file = training.folder.path / NON_FINITE / f"step-{training.step}.jsonl"
-    with durable.explained(file):
-        file.parent.mkdir(exist_ok=True)
-    durable.write_file(file, b"".join(to_json(row) + b"\n" for row in rows))
     logger.warning(
-        "step %d: loss or gradient was not finite; the update was left out, its rows are in %s",
-        training.step + 1,
-        file,
+        "step %d: loss or gradient was not finite; the update was left out", training.step + 1
     )
+    folder = training.folder.path / NON_FINITE
+    with durable.explained(folder):
+        folder.mkdir(exist_ok=True)
+        kept = {file.name for file in folder.glob("step-*.jsonl")}
+    if len(kept) >= MOST_KEPT:
+        return
+    again = (f"-{number}" for number in count(2))
+    names = (f"step-{training.step}{more}.jsonl" for more in chain([""], again))
+    file = folder / next(name for name in names if name not in kept)
+    durable.write_file(file, b"".join(to_json(row) + b"\n" for row in rows))
+    logger.warning("its rows are in %s", file)
 
 
 def count_non_finite(training: Training, left_out: int) -> None:

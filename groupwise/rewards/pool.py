@@ -52,6 +52,7 @@ _ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
     "PYTHONFAULTHANDLER": "1",
+    "PYTHONHASHSEED": "0",  # the order of a set, and hash(text), are the same in every worker and every run
     "PYTHONUNBUFFERED": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }

@@ -1,15 +1,18 @@
 """From scored rollouts and their weights to the rows that are trained.
 
 A rollout is one row, or several where the chat template wrote earlier turns anew: each segment that has a prompt of its own begins
-one. All rows of a rollout carry its weight, so that sums over rows are sums over rollouts.
+one. All rows of a rollout carry its weight, so that sums over rows are sums over rollouts. They are computed apart from each other; what is
+one for the rollout as a whole, a ratio or an importance weight, needs `with_others`.
 """
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from groupwise.types import Group, Rollout, Row, Segment, Weight
+from groupwise.types import Group, OtherRows, Rollout, Row, Segment, Weight
 
 Weights = tuple[Weight | None, ...]
 
@@ -22,6 +25,25 @@ def training_rows(groups: Sequence[Group], weights: Sequence[Weights]) -> list[R
         for rollout, weight in zip(group.rollouts, group_weights, strict=True)
         if weight is not None
         for row in _rows(rollout, weight)
+    ]
+
+
+def with_others(
+    rows: Sequence[Row], policy: Sequence[Sequence[float]] | None = None
+) -> list[Row]:
+    """The rows, each told of the other rows of its rollout, where there are any; those must all be given.
+
+    `policy` holds the log-probabilities of each row's tokens by the weights of this update; None: they are the old ones.
+    """
+    sums = [_sums(row, policy[index] if policy else None) for index, row in enumerate(rows)]
+    places: defaultdict[tuple[int, int] | None, list[int]] = defaultdict(list)
+    for index, row in enumerate(rows):
+        places[row.rollout].append(index)
+    return [
+        replace(row, others=_added([sums[other] for other in places[row.rollout] if other != index]))
+        if row.rollout is not None and len(places[row.rollout]) > 1
+        else row
+        for index, row in enumerate(rows)
     ]
 
 
@@ -41,7 +63,8 @@ def _rows(rollout: Rollout, weight: Weight) -> list[Row]:
             parts.append((segment.prompt_ids, []))
         parts[-1][1].append(segment)
     written = [(prompt, segments) for prompt, segments in parts if any(map(_teaches, segments))]
-    return [_row(prompt, segments, weight) for prompt, segments in written]
+    key = (rollout.draw, rollout.member)
+    return [replace(_row(prompt, part, weight), rollout=key) for prompt, part in written]
 
 
 def _teaches(segment: Segment) -> bool:
@@ -69,4 +92,27 @@ def _row(prompt_ids: tuple[int, ...], segments: Sequence[Segment], weight: Weigh
         advantage=weight.advantage,
         scale=weight.scale,
         temperature=temperatures.pop(),
+    )
+
+
+def _sums(row: Row, policy: Sequence[float] | None) -> OtherRows:
+    """What this row is to the other rows of its rollout."""
+    old = row.sampling_logprobs if row.proximal_logprobs is None else row.proximal_logprobs
+    return OtherRows(
+        tokens=sum(row.mask),
+        log_weight=_difference(row, old, row.sampling_logprobs),
+        log_ratio=_difference(row, old if policy is None else policy, old),
+    )
+
+
+def _difference(row: Row, of: Sequence[float], to: Sequence[float]) -> float:
+    """Summed over the tokens that teach."""
+    return math.fsum(a - b for a, b, counts in zip(of, to, row.mask, strict=True) if counts)
+
+
+def _added(sums: Sequence[OtherRows]) -> OtherRows:
+    return OtherRows(
+        tokens=sum(each.tokens for each in sums),
+        log_weight=math.fsum(each.log_weight for each in sums),
+        log_ratio=math.fsum(each.log_ratio for each in sums),
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -70,11 +71,14 @@ def test_an_example_that_is_drawn_twice_in_a_step_is_two_groups(tmp_path):
         assert len({rollout.completion_ids for rollout in members}) > 12
         for group in groups:
             credit = [rollout.advantage for rollout in group.rollouts]
-            rewards = [rollout.reward for rollout in group.rollouts]
-            mean = sum(rewards) / len(rewards)
-            assert credit == pytest.approx([reward - mean for reward in rewards], abs=1e-9)
-        means = {sum(rollout.reward for rollout in group.rollouts) for group in groups}
+            mean = fmean(rewards_of(group))
+            assert credit == pytest.approx([r - mean for r in rewards_of(group)], abs=1e-9)
+        means = {fmean(rewards_of(group)) for group in groups}
         assert len(means) > 1, "or one baseline for all would not show"
+
+
+def rewards_of(group: Group) -> list[float]:
+    return [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
 
 
 @pytest.mark.parametrize("lag", [0, 2])
@@ -85,12 +89,12 @@ def test_what_is_scored_first_does_not_matter(tmp_path, monkeypatch, lag):
     begun: list[int] = []
     ended: list[int] = []
 
-    async def slow(run: Any, group: Group) -> Group:
+    async def slow(run: Any, group: Group, step: int) -> Group:
         begun.append(group.draw)
         for _ in range(dice.choice([0, 20, 100])):
             await asyncio.sleep(0)
         ended.append(group.draw)
-        return await score(run, group)
+        return await score(run, group, step)
 
     monkeypatch.setattr(drawing, "score", slow)
     trained(tmp_path / "slow", 5, prompts_per_step=4, lag=lag)

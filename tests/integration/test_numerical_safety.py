@@ -11,6 +11,7 @@ import torch
 import groupwise
 from groupwise.errors import NonFiniteError
 from groupwise.learner.torch_learner import TorchLearner
+from groupwise.loops import training
 from groupwise.runs.checkpoints import newest
 from groupwise.runs.store import Store
 from groupwise.types import Row, from_json
@@ -92,3 +93,11 @@ def test_a_left_out_update_among_several_leaves_the_others(tmp_path, spoil):
     settings = config(tmp_path, num_iterations=2, max_steps=2)
     assert groupwise.rl(settings, TOY).exit_code == 0
     assert versions(tmp_path / "toy") == [(0, 1), (1, 2)]
+
+
+def test_every_update_that_is_left_out_keeps_its_rows_up_to_a_number(tmp_path, spoil, monkeypatch):
+    monkeypatch.setattr(training, "MOST_KEPT", 3)
+    spoil("gradient", set(range(4)))
+    groupwise.rl(config(tmp_path, num_iterations=2, max_steps=3), TOY)
+    kept = sorted(path.name for path in (tmp_path / "toy" / "non-finite").iterdir())
+    assert kept == ["step-0-2.jsonl", "step-0.jsonl", "step-1.jsonl"]

@@ -11,6 +11,7 @@ Repeated runs are equal to begin with, whatever the number of reward workers.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sqlite3
 from pathlib import Path
@@ -19,9 +20,11 @@ import pytest
 import torch
 
 import groupwise
+from groupwise.errors import RunInUseError
 from groupwise.learner.torch_learner import TorchLearner
 from groupwise.loops import held_out, schedules
 from groupwise.loops import rl as loop
+from groupwise.loops import start as start_module
 from groupwise.runs import checkpoints, durable
 from groupwise.runs.store import Store
 from groupwise.sampler.torch_sampler import TorchSampler
@@ -121,16 +124,18 @@ WAYS = {
         "rollout": {"type": "two_stage", "max_reasoning_length": 6, "max_answer_length": 3},
         "sampler": {"max_completion_length": 256},
     },
+    "a step ahead": {"training": {"lag": 1}},
     "an environment": {"rollout": {"type": "environment", "max_turns": 3}},
     "an environment ahead": {"rollout": {"type": "environment"}, "training": {"lag": 1}},
 }
+STEPPED = str(Path(__file__).with_name("stepped_task.py"))
 GAME = str(Path(__file__).parents[2] / "examples" / "03_guessing_game" / "task.py")
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_of_training_resumes_bit_equal(tmp_path, way):
     """A crash after the fourth step, when a checkpoint is there and two steps are under way."""
-    task = GAME if "environment" in way else TOY
+    task = GAME if "environment" in way else STEPPED
 
     def settings(folder: str) -> dict:
         made = config(tmp_path / folder)
@@ -264,3 +269,58 @@ def test_a_run_of_an_older_format_of_the_record_goes_on(uninterrupted, tmp_path)
         )
     go_on(config(tmp_path))
     assert what_must_be_equal(tmp_path / "toy") == uninterrupted[0]
+
+
+def started_from(runs: Path, settings: dict) -> None:
+    groupwise.rl(settings, TOY, init_from=str(runs / "before" / "toy"))
+
+
+def test_a_run_that_starts_from_another_one_is_crashed_at_every_write(tmp_path):
+    """It copies what it starts from; until it has, a resume copies it. Afterwards nobody else's files are needed."""
+    first = config(tmp_path / "before", max_steps=2)
+    groupwise.rl(first, TOY)
+    points: list[str] = []
+    durable.on_write = points.append
+    try:
+        started_from(tmp_path, config(tmp_path / "whole", max_steps=2))
+    finally:
+        durable.on_write = lambda name: None
+    whole = what_must_be_equal(tmp_path / "whole" / "toy")
+    failed = []
+    for number in range(len(points)):
+        settings = config(tmp_path / str(number), max_steps=2)
+        assert crash_at(number, lambda made=settings: started_from(tmp_path, made)) == 17
+        if not (tmp_path / str(number) / "toy" / "run.db").exists():
+            continue  # nothing was begun
+        go_on(settings)
+        start = tmp_path / str(number) / "toy" / "start" / "adapter_model.safetensors"
+        if what_must_be_equal(tmp_path / str(number) / "toy") != whole or not start.is_file():
+            failed.append(f"{number} {points[number]}")
+    assert not failed
+
+
+def test_a_moved_run_with_weights_of_its_own_goes_on(tmp_path):
+    groupwise.rl(config(tmp_path / "before", max_steps=2), TOY)
+    settings = config(tmp_path / "here", max_steps=2, lr_scheduler_type="constant")
+    started_from(tmp_path, settings)
+    shutil.rmtree(tmp_path / "before")
+    (tmp_path / "here").rename(tmp_path / "there")
+    longer = config(tmp_path / "there", max_steps=3, lr_scheduler_type="constant")
+    assert groupwise.rl(longer, TOY, resume_from="toy@2").summary["steps"] == 3
+
+
+def test_who_comes_second_does_not_rewind_what_the_first_has_done(tmp_path, monkeypatch):
+    """The first chooses its checkpoint; meanwhile the second resumes and ends."""
+    assert crash_at(25, lambda: start(tmp_path)) == 17
+    prepare = start_module.prepare
+
+    def slow(*arguments):
+        monkeypatch.setattr(start_module, "prepare", prepare)
+        assert groupwise.rl(config(tmp_path), TOY, resume=True).exit_code == 0
+        return prepare(*arguments)
+
+    monkeypatch.setattr(start_module, "prepare", slow)
+    with pytest.raises(RunInUseError, match="gone on with by somebody else"):
+        groupwise.rl(config(tmp_path), TOY, resume=True)
+    with Store.open(tmp_path / "toy" / "run.db", readonly=True) as store:
+        assert store.last_step() == STEPS - 1

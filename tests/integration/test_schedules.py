@@ -25,9 +25,12 @@ from groupwise.loops.run import Drawn
 from groupwise.runs import durable
 from groupwise.runs.records import StepRecord
 from groupwise.runs.store import Store
-from tests.integration.running import TOY, config, crash_at, go_on, what_must_be_equal
+from tests.integration.running import STEPS, TOY, config, crash_at, go_on, what_must_be_equal
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+
+STEPPED = str(Path(__file__).with_name("stepped_task.py"))
 
 
 def trained(runs: Path, **training: Any) -> Path:
@@ -55,6 +58,15 @@ def steps(folder: Path) -> list[tuple[StepRecord, list[int]]]:
         ]
 
 
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_rewards_are_told_the_step_that_the_group_is_drawn_for(tmp_path, lag):
+    assert groupwise.rl(config(tmp_path, lag=lag), STEPPED).exit_code == 0
+    with Store.open(tmp_path / "toy" / "run.db", readonly=True) as store:
+        for step in range(STEPS):
+            for group in store.groups(step):
+                assert {part.value for r in group.rollouts for part in r.parts[1:]} == {step / 100}
+
+
 class InTurns:
     """The loop without a schedule: one group after the other, nothing ahead."""
 
@@ -72,7 +84,7 @@ class InTurns:
         groups = []
         for draw in range(self.next_draw, self.next_draw + size):
             group = await drawing.sample(self.run, draw)
-            groups.append(await drawing.score(self.run, group))
+            groups.append(await drawing.score(self.run, group, self.run.step))
         return Drawn(groups)
 
     async def settle(self) -> None: ...
@@ -163,10 +175,10 @@ def slow_rewards(monkeypatch):
     score = drawing.score
     dice = random.Random(5)
 
-    async def slow(run, group):
+    async def slow(run, group, step):
         for _ in range(dice.choice([0, 5, 50, 500])):
             await asyncio.sleep(0)
-        return await score(run, group)
+        return await score(run, group, step)
 
     monkeypatch.setattr(drawing, "score", slow)
 

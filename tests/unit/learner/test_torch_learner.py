@@ -19,9 +19,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from groupwise.algorithms.registry import make
+from groupwise.algorithms.registry import ALGORITHMS, make
 from groupwise.algorithms.sft import Sft
 from groupwise.errors import ModelError, NonFiniteError, StoreError
+from groupwise.learner.layout import PackedBatch
 from groupwise.models.lora import CONFIG, WEIGHTS
 from groupwise.models.tiny import tiny_model, tiny_tokenizer
 from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler
@@ -184,6 +185,50 @@ async def test_the_supervised_loss_is_the_cross_entropy_of_transformers(make_lea
     assert sums["loss/sft"] / count == pytest.approx(mean.item(), rel=1e-5)
     assert sums["tokens"] == count
     close(found, wanted, 1e-4)
+
+
+EVERYTHING = {
+    "beta": 0.2,
+    "entropy_coef": 0.1,
+    "importance_sampling_correction": "sequence_truncate",
+}
+FAST = {
+    "shared prompts": {"packing": False},
+    "packed": {"packing": True},
+    "packed in small batches": {"packing": True, "max_tokens": 40},
+    "packed and recomputed": {"packing": True, "gradient_checkpointing": True},
+}
+
+
+@pytest.mark.parametrize("way", FAST)
+@pytest.mark.parametrize("name", [*ALGORITHMS, "sft"])
+async def test_every_fast_path_equals_the_plain_one_with_every_option(
+    make_learner, make_rows, name, way
+):
+    """The plain one: each row by itself, prompt included, nothing shared and nothing packed."""
+    loss = SFT if name == "sft" else make(name, EVERYTHING).loss_spec()
+    totals = {"policy": 40.0, "kl": 30.0, "entropy": 20.0, "sft": 50.0}
+    rows = make_rows(count=14, prompts=9, reference=True)
+    near = await make_learner().logprobs(rows)
+    rows = [
+        replace(
+            row,
+            sampling_logprobs=tuple(value + 0.2 for value in found),
+            proximal_logprobs=tuple(value - 0.1 for value in found),
+        )
+        for row, found in zip(rows, near, strict=True)
+    ]
+    plain = make_learner(packing=False, gradient_checkpointing=True, max_tokens=1)
+    assert not plain._paths.packing
+    assert not plain._paths.sharing
+    sums, wanted = await computed(plain, rows, loss, totals)
+    learner = make_learner(**FAST[way])
+    batches = learner._paths.cut(rows, learner._max_tokens)
+    assert any(isinstance(batch, PackedBatch) for batch in batches) == ("packed" in way)
+    found_sums, found = await computed(learner, rows, loss, totals)
+    assert any(bool(each.any()) for each in wanted.values())
+    close(found, wanted)
+    assert found_sums == pytest.approx(sums, rel=1e-4, abs=1e-5)
 
 
 async def test_log_probabilities_do_not_depend_on_packing(make_learner, make_rows):

@@ -257,6 +257,28 @@ async def test_family_ends_with_its_worker(closing, tmp_path, function):
     assert gone(family)
 
 
+def own_children() -> set[int]:
+    """Processes of which this one is the parent, those that ended and were not reaped among them."""
+    threads = Path("/proc/self/task").iterdir()
+    return {int(child) for thread in threads for child in (thread / "children").read_text().split()}
+
+
+@LINUX
+async def test_every_worker_is_reaped_however_it_ended(tmp_path):
+    before = own_children()
+    fine = workers_for("fine")
+    assert rewards(await fine.score(request())) == FINE
+    assert own_children() > before
+    hanging = workers_for("hangs", time_limit=0.3)
+    assert outcomes(await hanging.score(request(folder=str(tmp_path)))) == {"timed_out"}
+    dying = workers_for("crashes", workers=2)
+    calls = [dying.score(request(draw)) for draw in range(3)]
+    assert set().union(*map(outcomes, await asyncio.gather(*calls))) == {"failed"}
+    for each in (fine, hanging, dying):
+        await each.close()
+    assert own_children() <= before
+
+
 @LINUX
 async def test_close_ends_what_a_reward_left_running(tmp_path):
     workers = workers_for("leaves_family_and_answers")

@@ -1,18 +1,26 @@
 """The weights that a sampler serves, from whatever folder they come."""
 
 import asyncio
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from groupwise import build
+from groupwise.algorithms.registry import make
 from groupwise.config import load_config
 from groupwise.errors import ModelError
+from groupwise.learner.torch_learner import TorchLearner
+from groupwise.learner.weights import TrainedAdapter, TrainedModel
 from groupwise.models.config import LoraConfig
 from groupwise.models.lora import AdaptedModel, new_lora_config
+from groupwise.models.probes import adapter_slopes
 from groupwise.models.tiny import tiny_model
-from groupwise.sampler.weights import ServedModel
-from groupwise.types import GroupRequest, SamplingParams
+from groupwise.sampler.weights import ServedAdapter, ServedModel
+from groupwise.types import GroupRequest, OptimiserParams, Row, SamplingParams
 
 
 def test_a_model_in_several_files_is_served(tmp_path):
@@ -71,3 +79,55 @@ def test_an_adapter_of_another_base_is_warned_about(adapter, caplog):
     )
     drawn(adapter)
     assert "names org/x as its base" in caplog.text
+
+
+ROWS = [Row((40, 41), (50, 51, 52), (1, 1, 1), (-4.0,) * 3, 1.0, 1.0)]
+
+
+def learnt(weights, folder, rate):
+    """One update, published."""
+    learner = TorchLearner(
+        weights, run="r", publish_folder=folder, max_tokens_per_microbatch=999, seed=0
+    )
+
+    async def step():
+        await learner.forward_backward(ROWS, make("dr_grpo", {}).loss_spec(), {"policy": 1.0})
+        assert (await learner.update(OptimiserParams(learning_rate=rate))).applied
+        return await learner.publish(1)
+
+    return asyncio.run(step())
+
+
+def test_tied_embeddings_stay_tied_and_are_published_once(tmp_path):
+    trained = TrainedModel(tiny_model())
+    policy = learnt(trained, tmp_path, rate=0.01)
+    assert "lm_head.weight" not in load_file(f"{policy.path}/model.safetensors")
+    served = ServedModel(tiny_model())
+    served.read(Path(policy.path))
+    reloaded: Any = AutoModelForCausalLM.from_pretrained(policy.path)
+    ids = torch.tensor([[40, 41, 50]])
+    with torch.no_grad():
+        wanted = trained.model(ids).logits
+        assert not torch.allclose(wanted, tiny_model()(ids).logits, atol=1e-3)
+        for model in (served.model, reloaded):
+            assert torch.equal(model(ids).logits, wanted)
+            head: Any = model.get_output_embeddings()
+            assert head.weight is model.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize("rate", [1e-6, 1e-5])
+def test_a_small_step_on_a_rounded_base_acts_in_learner_and_sampler(tmp_path, rate):
+    """The factors are float32 on both sides, and both compute with the layer that adds before it rounds."""
+    base: Any = tiny_model(hidden_size=64)
+    model = AdaptedModel(base.to(torch.bfloat16), new_lora_config(LoraConfig(r=16, alpha=32)))
+    trained, served = TrainedAdapter(model, seed=1), ServedAdapter(model)
+    before = {name: value.detach().clone() for name, value in trained.parameters().items()}
+    served.read(Path(learnt(trained, tmp_path, rate).path))
+    for name, value in served.tensors().items():
+        assert value.dtype == torch.float32
+        assert torch.equal(value, trained.parameters()[name])
+        if ".lora_B." in name:
+            moved = (value - before[name]).abs().max()
+            assert float(moved) == pytest.approx(rate, rel=1e-3)
+    for adapter in (trained.name, served.name):
+        assert all(0.9 < each.value < 1.1 for each in adapter_slopes(model, adapter, rate))

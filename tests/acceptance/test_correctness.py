@@ -1,0 +1,84 @@
+"""docs/correctness.md names tests that exist, for every item, and says which of them are tried by mutation."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.mutations import MUTATIONS
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "correctness.md"
+ITEMS = [*map(str, range(1, 25)), "24b", *map(str, range(25, 33)), "34"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the tables."""
+
+    item: str
+    promise: str
+    tests: tuple[str, ...]
+    mutated: bool
+
+
+def rows() -> list[Row]:
+    lines = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in PAGE.read_text().splitlines()
+        if re.match(r"\| \d", line)
+    ]
+    return [
+        Row(item, promise, tuple(re.findall(r"`([^`]+)`", tests)), mutated == "✓")
+        for item, promise, tests, mutated in lines
+    ]
+
+
+ROWS = rows()
+
+
+@cache
+def named_in(file: str) -> frozenset[str]:
+    """The tests of a file in `tests`, those of classes as `Class::test`."""
+    found: set[str] = set()
+    for node in ast.parse((ROOT / "tests" / file).read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            found |= {f"{node.name}::{each.name}" for each in node.body if hasattr(each, "name")}  # type: ignore[attr-defined]
+    return frozenset(name for name in found if name.rpartition("::")[2].startswith("test_"))
+
+
+def test_every_item_has_its_row() -> None:
+    assert [row.item for row in ROWS] == ITEMS
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.item)
+def test_the_named_in_an_item_exist(row: Row) -> None:
+    assert row.tests
+    assert len(set(row.tests)) == len(row.tests)
+    for test in row.tests:
+        file, _, name = test.partition("::")
+        assert name in named_in(file), f"{test} is not there; {file} has {sorted(named_in(file))}"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.item)
+def test_what_is_tried_by_mutation_is_marked(row: Row) -> None:
+    tried = [test for each in MUTATIONS if each.item == row.item for test in each.tests]
+    assert row.mutated == bool(tried)
+    short = {test.removeprefix("tests/").partition("[")[0] for test in tried}
+    assert short <= set(row.tests)
+
+
+def test_no_mutation_is_of_an_unknown_item() -> None:
+    assert {mutation.item for mutation in MUTATIONS} <= set(ITEMS)
+    assert len({mutation.name for mutation in MUTATIONS}) == len(MUTATIONS)
+
+
+def test_the_page_is_linked() -> None:
+    assert "](correctness.md)" in (ROOT / "docs" / "index.md").read_text()

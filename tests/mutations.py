@@ -1,0 +1,666 @@
+"""Mistakes that are made on purpose in a copy of the package, and the tests that must fail then.
+
+The items are those of docs/correctness.md, which lists the same tests. A mistake is one that a reasonable change could make; the
+narrowest tests are named, because each costs a process. `tests/mutating.py` runs them.
+"""
+
+from __future__ import annotations
+
+from tests.mutating import Mutation
+
+ADVANTAGES = "tests/unit/algorithms/test_advantages.py"
+CONTRACT = "tests/contract/test_learner_contract.py"
+DRAWS = "tests/integration/test_draws.py"
+FORWARD = "tests/unit/learner/test_forward.py"
+LEARNER = "tests/unit/learner/test_torch_learner.py"
+LEARNING = "tests/unit/loops/test_learning_of_a_step.py"
+RESUME = "tests/integration/test_resume.py"
+ROWS = "tests/unit/rollouts/test_rows.py"
+SAMPLER = "tests/unit/sampler/test_torch_sampler.py"
+SAMPLERS = "tests/contract/test_sampler_contract.py"
+SCHEDULES = "tests/integration/test_schedules.py"
+
+MUTATIONS = (
+    Mutation(
+        "1",
+        "a row is trained on tokens that were written as text and read again",
+        (
+            (
+                "sampler/torch_sampler.py",
+                "token_ids=tuple(member.token_ids),",
+                "token_ids=tuple(self._tokenizer(self._tokenizer.decode(member.token_ids, "
+                "skip_special_tokens=True))['input_ids']),",
+            ),
+        ),
+        (f"{SAMPLER}::test_sampled_ids_are_verbatim_where_text_would_change_them",),
+    ),
+    Mutation(
+        "2",
+        "a turn that the template wrote anew is trained in the row before it",
+        (
+            (
+                "rollouts/rows.py",
+                "if segment.prompt_ids is not None:",
+                "if segment.prompt_ids is not None and not parts[-1][1]:",
+            ),
+        ),
+        (
+            "tests/unit/rollouts/test_environment.py::test_template_that_forgets_reasoning_begins_a_new_row",
+        ),
+    ),
+    Mutation(
+        "3",
+        "the mask leaves out every token that has the id of the end token",
+        (
+            (
+                "rollouts/rows.py",
+                'mask.extend([1 if segment.source == "policy" else 0] * length)',
+                'mask.extend(int(segment.source == "policy" and i != 1) for i in segment.token_ids)',
+            ),
+        ),
+        (f"{ROWS}::test_the_last_stop_token_teaches_once_and_a_truncated_row_has_none",),
+    ),
+    Mutation(
+        "3",
+        "padding is told by the id of its token",
+        (
+            (
+                "learner/forward.py",
+                "return torch.arange(widest(rows), device=device) < lengths_B[:, None]",
+                "return (_padded_ids(rows, device) != 0) & (lengths_B[:, None] > 0)",
+            ),
+        ),
+        (f"{FORWARD}::test_padding_is_told_by_lengths_and_not_by_its_token",),
+    ),
+    Mutation(
+        "4",
+        "the question is trained with the answer",
+        (
+            (
+                "models/chat_masks.py",
+                "    mask = (0,) * len(opening) + (1,) * (end - len(opening)) + ",
+                "    mask = (1,) * len(opening) + (1,) * (end - len(opening)) + ",
+            ),
+        ),
+        (
+            "tests/unit/models/test_chat_masks.py::test_spans",
+            "tests/unit/rollouts/test_original_templates.py::test_what_is_trained_are_the_answers",
+        ),
+    ),
+    Mutation(
+        "5",
+        "tokens of the environment teach",
+        (("rollouts/rows.py", '[1 if segment.source == "policy" else 0]', "[1]"),),
+        (f"{ROWS}::test_only_what_the_policy_wrote_teaches",),
+    ),
+    Mutation(
+        "5",
+        "tokens of the environment count in the length of a rollout",
+        (
+            (
+                "algorithms/advantages.py",
+                'for segment in rollout.segments if segment.source == "policy")',
+                "for segment in rollout.segments)",
+            ),
+        ),
+        (
+            f"{ADVANTAGES}::test_only_what_the_policy_wrote_is_trained",
+            "tests/unit/algorithms/test_grpo.py::test_tokens_of_the_environment_count_nowhere",
+        ),
+    ),
+    Mutation(
+        "6",
+        "only the first stop token stops",
+        (
+            (
+                "sampler/torch_sampler.py",
+                "if token in params.stop_token_ids or",
+                "if token in params.stop_token_ids[:1] or",
+            ),
+        ),
+        (f"{SAMPLER}::test_every_stop_token_ends_a_completion",),
+    ),
+    Mutation(
+        "6",
+        "a stop text is looked for in the last token alone",
+        (("sampler/torch_sampler.py", "member.token_ids[-reach:]", "member.token_ids[-1:]"),),
+        (f"{SAMPLER}::test_a_stop_text_is_found_however_it_is_cut",),
+    ),
+    Mutation(
+        "7",
+        "keys are as many as the longest completion of the moment needs",
+        (
+            (
+                "models/decoder.py",
+                "        return self.keys[layer_idx], self.values[layer_idx]\n",
+                "        most = int(self.positions.max()) + 1\n"
+                "        return self.keys[layer_idx][:, :, :most], self.values[layer_idx][:, :, :most]\n",
+            ),
+            (
+                "sampler/torch_sampler.py",
+                "mask_S1K = torch.arange(self.layout.key_length, device=device)",
+                "mask_S1K = torch.arange(int(positions_S.max()) + 1, device=device)",
+            ),
+        ),
+        (f"{SAMPLER}::test_neither_order_nor_mates_nor_slots_change_a_bit",),
+    ),
+    Mutation(
+        "7",
+        "all completions draw from one stream of random numbers",
+        (
+            (
+                "sampler/torch_sampler.py",
+                "uniform(member.seed, len(member.token_ids)) if member else 0.5",
+                "float(torch.rand(())) if member else 0.5",
+            ),
+        ),
+        (f"{SAMPLERS}::test_results_do_not_depend_on_what_else_is_asked[torch-adapter]",),
+    ),
+    Mutation(
+        "7",
+        "packed rows see those before them",
+        (
+            (
+                "learner/forward.py",
+                "return same_SLL & causal_mask(",
+                "return same_SLL | causal_mask(",
+            ),
+        ),
+        (f"{FORWARD}::test_packed_rows_equal_whole_rows_in_values_and_gradients[llama-10000]",),
+    ),
+    Mutation(
+        "8",
+        "a member is compared with those of its place in other groups",
+        (
+            (
+                "algorithms/advantages.py",
+                "    differences = [centred(values) for values in rewards]\n    if scale ==",
+                "    by_place = [centred(values) for values in zip(*rewards)]\n"
+                "    differences = [list(values) for values in zip(*by_place)]\n    if scale ==",
+            ),
+        ),
+        (
+            f"{ADVANTAGES}::test_a_group_does_not_know_the_others[dr_grpo]",
+            "tests/unit/algorithms/test_dr_grpo.py::test_weights_and_denominators",
+        ),
+    ),
+    Mutation(
+        "8",
+        "groups are trained in the order in which they are scored",
+        (
+            (
+                "loops/schedules.py",
+                "        return await gather_all(one(draw) for draw in draws)",
+                "        await gather_all(one(draw) for draw in draws)\n"
+                "        return [group for draw, group in self._run.drawn.items() if draw in draws]",
+            ),
+        ),
+        (f"{DRAWS}::test_what_is_scored_first_does_not_matter",),
+    ),
+    Mutation(
+        "9",
+        "rewards that differ by rounding are no tie",
+        (
+            (
+                "algorithms/advantages.py",
+                "return spread <= TIE_TOLERANCE *",
+                "return spread <= 0.0 *",
+            ),
+        ),
+        (f"{ADVANTAGES}::test_rewards_that_differ_by_rounding_are_the_same",),
+    ),
+    Mutation(
+        "9",
+        "a spread is divided by itself, however small",
+        (
+            (
+                "algorithms/advantages.py",
+                "difference / (std + STD_EPSILON)",
+                "difference / (std or 1.0)",
+            ),
+        ),
+        (f"{ADVANTAGES}::test_tiny_spreads_do_not_explode",),
+    ),
+    Mutation(
+        "10",
+        "a failed member counts as 0",
+        (
+            (
+                "algorithms/advantages.py",
+                "return [_reward(rollout) for rollout in group.scored]",
+                "return [rollout.reward or 0.0 for rollout in group.rollouts]",
+            ),
+            (
+                "algorithms/advantages.py",
+                'next(left) if rollout.outcome == "scored" else None for',
+                "next(left) for",
+            ),
+        ),
+        (
+            f"{ADVANTAGES}::test_failed_members_are_as_if_never_there[dr_grpo]",
+            "tests/unit/algorithms/test_grpo.py::test_failed_members_have_no_weight_and_no_share",
+        ),
+    ),
+    Mutation(
+        "10",
+        "a failed member is logged as 0",
+        (
+            (
+                "loops/metrics.py",
+                "[rollout.reward for rollout in group.scored if rollout.reward is not None]",
+                "[rollout.reward or 0.0 for rollout in group.rollouts]",
+            ),
+        ),
+        ("tests/unit/loops/test_metrics.py::test_rewards_are_of_scored_members_only",),
+    ),
+    Mutation(
+        "11",
+        "a group without signal leaves the denominator",
+        (
+            (
+                "loops/learning.py",
+                "[groups[index] for index in part], run.longest_completion",
+                "[groups[index] for index in part if rows_by_group[index]], run.longest_completion",
+            ),
+        ),
+        (f"{LEARNING}::test_groups_without_signal_cost_nothing_and_stay_in_the_denominator",),
+    ),
+    Mutation(
+        "12",
+        "a micro-batch is divided by its own number of tokens",
+        (
+            (
+                "learner/torch_learner.py",
+                "                value / denominators[name]\n",
+                '                value / max(1.0, float(result.stats["tokens"]))\n',
+            ),
+        ),
+        (
+            f"{LEARNER}::test_the_budget_of_a_micro_batch_does_not_matter[20-adapter]",
+            f"{LEARNER}::test_supervised_gradients_do_not_depend_on_the_cuts[45-True-adapter]",
+            f"{LEARNER}::test_ranks_that_add_their_gradients_have_that_of_the_whole[2-adapter]",
+        ),
+    ),
+    Mutation(
+        "12",
+        "no gradient flows through a shared prompt",
+        (
+            (
+                "models/decoder.py",
+                "        self.keys.append(key)\n        self.values.append(value)\n",
+                "        self.keys.append(key.detach())\n        self.values.append(value.detach())\n",
+            ),
+        ),
+        (f"{FORWARD}::test_shared_prompts_equal_whole_rows_in_values_and_gradients[llama]",),
+    ),
+    Mutation(
+        "12",
+        "each update of a step is divided by the whole step",
+        (
+            (
+                "loops/learning.py",
+                "[groups[index] for index in part], run.longest_completion",
+                "groups, run.longest_completion",
+            ),
+        ),
+        (f"{LEARNING}::test_every_update_is_divided_by_its_own_groups",),
+    ),
+    Mutation(
+        "13",
+        "the sum of the loss forgets the mask",
+        (
+            (
+                "algorithms/ops.py",
+                "(values_BT * scales_B.unsqueeze(-1)).masked_fill(mask_BT == 0, 0.0).sum()",
+                "(values_BT * scales_B.unsqueeze(-1)).sum()",
+            ),
+        ),
+        (
+            "tests/unit/algorithms/test_family.py::test_batch_without_a_trained_token_is_zero",
+            "tests/unit/algorithms/test_sft_loss.py::test_only_masked_in_tokens_count",
+        ),
+    ),
+    Mutation(
+        "15",
+        "the ratio is taken against the policy of the moment, so it is always 1",
+        (
+            (
+                "algorithms/family.py",
+                "sampled = batch.sampling_logprobs_BT.detach()",
+                "sampled = batch.policy_logprobs_BT.detach()",
+            ),
+        ),
+        ("tests/unit/algorithms/test_grpo.py::test_off_policy_loss_with_penalty",),
+    ),
+    Mutation(
+        "15",
+        "proximal log-probabilities are those before each update instead of before the first",
+        (
+            (
+                "loops/learning.py",
+                "        sums = await _forward_backward(run, rows, denominators, droppable=not norms)",
+                "        (rows,) = await _with_logprobs(run, [rows])\n"
+                "        sums = await _forward_backward(run, rows, denominators, droppable=not norms)",
+            ),
+        ),
+        (f"{LEARNING}::test_proximal_logprobs_are_those_before_the_first_update",),
+    ),
+    Mutation(
+        "16",
+        "the clip acts on the side of the loss",
+        (("algorithms/ops.py", "advantages_B1).minimum(", "advantages_B1).maximum("),),
+        ("tests/unit/algorithms/test_clipped.py::test_clip_acts_on_the_side_of_the_gain",),
+    ),
+    Mutation(
+        "16",
+        "the weight of CISPO has a gradient",
+        (
+            (
+                "algorithms/cispo.py",
+                "ops.bounded(log_ratio_BT.detach()).exp()",
+                "ops.bounded(log_ratio_BT).exp()",
+            ),
+        ),
+        ("tests/unit/algorithms/test_cispo.py::test_loss_and_gradient",),
+    ),
+    Mutation(
+        "16",
+        "the ratio of a sequence is the product of its tokens'",
+        (("algorithms/gspo.py", "mask_BT, mean=True)", "mask_BT, mean=False)"),),
+        ("tests/unit/algorithms/test_gspo.py::test_ratio_is_the_exponential_of_the_mean",),
+    ),
+    Mutation(
+        "18",
+        "packed rows have no gradient of their entropy",
+        (
+            (
+                "learner/forward.py",
+                "return packed_rows(decoder, batch, entropy_gradient=self.entropy_gradient)",
+                "return packed_rows(decoder, batch)",
+            ),
+        ),
+        (f"{LEARNER}::test_every_fast_path_equals_the_plain_one_with_every_option[grpo-packed]",),
+    ),
+    Mutation(
+        "20",
+        "the learner takes log-probabilities at temperature 1",
+        (
+            (
+                "models/logprobs.py",
+                "decoder.logits(hidden_NH) / temperatures_N[:, None]",
+                "decoder.logits(hidden_NH)",
+            ),
+        ),
+        (f"{CONTRACT}::test_sampler_and_learner_agree[torch-adapter-0.5]",),
+    ),
+    Mutation(
+        "22",
+        "the sampler believes what it is told about its weights",
+        (
+            (
+                "sampler/torch_sampler.py",
+                "self._fingerprint = fingerprint(self._weights.tensors())\n        if",
+                "self._fingerprint = policy.fingerprint\n        if",
+            ),
+        ),
+        (f"{SAMPLERS}::test_other_weights_than_named_are_refused[torch-adapter]",),
+    ),
+    Mutation(
+        "22",
+        "the loop trains on whatever was sampled by whomever",
+        (
+            (
+                "loops/drawing.py",
+                "    check_served(policy, group)\n    return group",
+                "    return group",
+            ),
+        ),
+        ("tests/integration/test_on_policy.py::test_completions_of_other_weights_stop_the_run",),
+    ),
+    Mutation(
+        "23",
+        "keys and values of a prompt outlive the policy that computed them",
+        (
+            (
+                "sampler/torch_sampler.py",
+                "        if ticket.prompt is None:\n            self._compute_prompt(ticket)\n",
+                "        kept = self.__dict__.setdefault('kept', {})\n"
+                "        if ticket.request.prompt_ids in kept:\n"
+                "            ticket.prompt, ticket.first_logits_V = kept[ticket.request.prompt_ids]\n"
+                "        if ticket.prompt is None:\n"
+                "            self._compute_prompt(ticket)\n"
+                "        kept[ticket.request.prompt_ids] = ticket.prompt, ticket.first_logits_V\n",
+            ),
+        ),
+        (f"{SAMPLER}::test_nothing_of_the_old_policy_is_left",),
+    ),
+    Mutation(
+        "24b",
+        "the adapter is added after rounding",
+        (
+            (
+                "models/lora.py",
+                "        flat = torch.addmm(low.flatten(0, -2), x.flatten(0, -2), base.weight.t())\n"
+                "        return flat.view(*x.shape[:-1], -1)\n",
+                "        return F.linear(x, base.weight) + low\n",
+            ),
+        ),
+        ("tests/unit/models/test_lora.py::test_a_small_change_acts_in_full_on_a_rounded_base",),
+    ),
+    Mutation(
+        "25",
+        "the lag is ignored",
+        (
+            (
+                "loops/schedules.py",
+                "min(run.step + self._lag + 1, run.max_steps)",
+                "min(run.step + 1, run.max_steps)",
+            ),
+        ),
+        (f"{SCHEDULES}::test_the_groups_of_a_step_come_from_the_policy_that_the_lag_says[2]",),
+    ),
+    Mutation(
+        "25",
+        "after a resume everything is sampled by the newest policy",
+        (
+            (
+                "loops/schedules.py",
+                "await self._serve(run.earlier.get(max(0, step - self._lag), run.policy))",
+                "await self._serve(run.policy)",
+            ),
+        ),
+        (f"{SCHEDULES}::test_a_lagged_run_stops_cleanly_and_goes_on[1-2]",),
+    ),
+    Mutation(
+        "25",
+        "the free schedule gives up groups that take too long",
+        (
+            (
+                "loops/schedules.py",
+                "            since = {draw: each.since for draw, each in self._under_way.items()}\n",
+                "            for draw, each in list(self._under_way.items()):\n"
+                "                if not each.group and each.task and each.since <= run.step - self._lag:\n"
+                "                    each.task.cancel()\n"
+                "                    del self._under_way[draw]\n"
+                "            since = {draw: each.since for draw, each in self._under_way.items()}\n",
+            ),
+        ),
+        (f"{SCHEDULES}::test_the_free_schedule_loses_nobody[1]",),
+    ),
+    Mutation(
+        "26",
+        "a seed knows the example and not the draw",
+        (
+            (
+                "loops/drawing.py",
+                "member_seed(training.seed, draw, member, segment)",
+                "member_seed(training.seed, example.index, member, segment)",
+            ),
+        ),
+        (f"{DRAWS}::test_an_example_that_is_drawn_twice_in_a_step_is_two_groups",),
+    ),
+    Mutation(
+        "26",
+        "all members of a group have one seed",
+        (
+            (
+                "rollouts/seeds.py",
+                'derive("member", seed, draw, member, segment, attempt)',
+                'derive("member", seed, draw, segment, attempt)',
+            ),
+        ),
+        ("tests/unit/rollouts/test_seeds.py::test_members_of_all_groups_of_a_step_are_distinct",),
+    ),
+    Mutation(
+        "27",
+        "examples are drawn with replacement",
+        (
+            (
+                "data/order.py",
+                "return _permutation(examples, seed, epoch)[position] if shuffle else position",
+                'return Stream("order", seed, draw).below(examples) if shuffle else position',
+            ),
+        ),
+        ("tests/unit/data/test_order.py::test_each_epoch_holds_every_example_once",),
+    ),
+    Mutation(
+        "28",
+        "the moments of the optimiser are not restored",
+        (
+            (
+                "learner/torch_learner.py",
+                "        copy_exactly(self._optimiser_tensors(), stored, str(place / OPTIMISER))\n",
+                "",
+            ),
+        ),
+        (f"{CONTRACT}::test_save_and_load_restore_exactly[torch-adapter]",),
+    ),
+    Mutation(
+        "28",
+        "the random numbers of dropout begin anew",
+        (
+            (
+                "learner/torch_learner.py",
+                'self._updates = int(read_json(place / STATE)["updates"])',
+                "self._updates = 0",
+            ),
+        ),
+        (f"{LEARNER}::test_another_process_goes_on_where_the_checkpoint_was[adapter]",),
+    ),
+    Mutation(
+        "28",
+        "the data begin anew",
+        (("loops/run.py", 'self.next_draw = position["next_draw"]', "self.next_draw = 0"),),
+        (f"{RESUME}::test_every_way_of_training_resumes_bit_equal[entropy bonus]",),
+    ),
+    Mutation(
+        "28",
+        "the weight of an adaptive penalty begins anew",
+        (("loops/run.py", 'self.algorithm = make(**position["algorithm"])', "pass"),),
+        (f"{RESUME}::test_every_way_of_training_resumes_bit_equal[adaptive kl]",),
+    ),
+    Mutation(
+        "28",
+        "the policies of the lag are forgotten",
+        (
+            (
+                "loops/run.py",
+                "self.earlier[int(name)] = replace(self.policy, **facts, path=str(kept))",
+                "pass",
+            ),
+        ),
+        (f"{SCHEDULES}::test_a_lagged_run_stops_cleanly_and_goes_on[1-2]",),
+    ),
+    Mutation(
+        "28",
+        "steps after the checkpoint stay in the record",
+        (
+            (
+                "loops/resume.py",
+                "run.folder.store.rewind(run.step)",
+                "run.folder.store.rewind(run.max_steps)",
+            ),
+        ),
+        (f"{RESUME}::test_every_way_of_training_resumes_bit_equal[entropy bonus]",),
+    ),
+    Mutation(
+        "29",
+        "contents of a checkpoint are not compared",
+        (
+            (
+                "runs/checkpoints.py",
+                "good.append(_read(path, verify))",
+                "good.append(_read(path, False))",
+            ),
+        ),
+        ("tests/unit/runs/test_checkpoints.py::test_a_damaged_one_is_skipped_and_named",),
+    ),
+    Mutation(
+        "30",
+        "a worker that was killed is not reaped",
+        (
+            (
+                "rewards/pool.py",
+                "        with suppress(subprocess.TimeoutExpired):\n"
+                "            self._process.wait(_REAP_LIMIT)\n"
+                "        self._socket.close()\n",
+                "        self._socket.close()\n",
+            ),
+        ),
+        (
+            "tests/unit/rewards/test_workers.py::test_hanging_call_is_timed_out_and_the_next_one_served[hangs]",
+        ),
+    ),
+    Mutation(
+        "30",
+        "an exception of a reward reaches the loop",
+        (
+            (
+                "rewards/calling.py",
+                "    except (Exception, SystemExit) as error:  # noqa",
+                "    except TypeError as error:  # noqa",
+            ),
+        ),
+        ("tests/unit/rewards/test_rubric.py::test_exceptions_fail_the_call_and_nothing_else",),
+    ),
+    Mutation(
+        "30",
+        "a list of the wrong length is taken",
+        (
+            (
+                "rewards/calling.py",
+                "    if len(entries) != count:\n        raise _Unusable",
+                "    if not entries:\n        raise _Unusable",
+            ),
+        ),
+        ("tests/unit/rewards/test_rubric.py::test_wrong_answers_fail_the_whole_call",),
+    ),
+    Mutation(
+        "32",
+        "pass@k is the chance of k independent tries",
+        (
+            (
+                "loops/statistics.py",
+                "return 1.0 - math.comb(samples - successes, k) / math.comb(samples, k)",
+                "return 1.0 - (1.0 - successes / samples) ** k",
+            ),
+        ),
+        (
+            "tests/unit/loops/test_statistics.py::test_pass_at_k_is_unbiased_where_the_plain_estimate_is_not",
+        ),
+    ),
+    Mutation(
+        "32",
+        "an evaluation seeds the generator of the training",
+        (
+            (
+                "loops/evaluate.py",
+                "    rows = rows_of(groups, asked.success)\n",
+                "    __import__('torch').manual_seed(0)\n    rows = rows_of(groups, asked.success)\n",
+            ),
+        ),
+        (
+            "tests/integration/test_evaluation_apart.py::test_generators_and_modes_stay_as_they_were",
+        ),
+    ),
+)

@@ -1,0 +1,90 @@
+"""A gold answer earns full marks, in every built-in task and in the examples that have one; a wrong one earns less.
+
+A new built-in task belongs into `GOLD`, which a test holds against the list of those there are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise import plugins
+from groupwise.rewards.scoring import ScoreRequest
+from groupwise.rewards.text import as_completion
+from groupwise.settings import View
+from groupwise.tasks.contract import builtin_tasks, load_task
+from groupwise.types import Example
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+@dataclass(frozen=True)
+class Gold:
+    """How a task's right and wrong answers are written, and what a right one earns."""
+
+    task: str
+    right: Callable[[dict[str, Any]], str]
+    wrong: Callable[[dict[str, Any]], str]
+    full: float
+    config: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+def answer(columns: dict[str, Any]) -> str:
+    return columns["answer"]
+
+
+GOLD = {
+    "sort_words": Gold(
+        "sort_words", answer, lambda c: ", ".join(sorted(c["words"], reverse=True)), 1.0
+    ),
+    "sort_words, classic": Gold(
+        "sort_words",
+        answer,
+        lambda c: "\n".join(sorted(c["words"], reverse=True)),
+        12.11,
+        {"preset": "classic"},
+    ),
+    "first example": Gold(
+        str(EXAMPLES / "01_first_task" / "task.py"), answer, lambda c: f"1{c['answer']}", 1.2
+    ),
+    "sums with a warm-up": Gold(
+        str(EXAMPLES / "05_sft_then_rl" / "task.py"),
+        lambda c: f"7+5+0=12\nAnswer: {c['sum']}",
+        lambda c: f"Answer: {c['sum'] + 1}",
+        1.1,
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _clean_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(plugins, "_user_folders", set())
+
+
+def earned(rubric: Any, example: Example, text: str) -> float:
+    columns = {name: [value] for name, value in example.columns.items()}
+    completions = [as_completion(example.prompt, text)]
+    asked = ScoreRequest(0, [example.prompt], completions, [[1]], columns, 0, 1)
+    (member,) = asyncio.run(rubric.score(asked)).members
+    return member.reward
+
+
+@pytest.mark.parametrize("name", GOLD)
+def test_gold_answers_earn_full_marks_and_wrong_ones_less(name: str) -> None:
+    gold = GOLD[name]
+    task, config = load_task(gold.task), View({"task": gold.config})
+    rubric = task.rubric(config, None)
+    for example in task.eval_examples(config)[:40]:
+        assert earned(rubric, example, gold.right(example.columns)) == pytest.approx(gold.full)
+        assert earned(rubric, example, gold.wrong(example.columns)) < gold.full - 1e-6
+
+
+def test_no_built_in_task_is_missing() -> None:
+    assert {gold.task for gold in GOLD.values()} >= set(builtin_tasks())
