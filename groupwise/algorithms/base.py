@@ -144,7 +144,8 @@ class Algorithm(Loss, Protocol):
         ...
 
     def check(self, longest: int, rewards: Sequence[str]) -> None:
-        """Raise ValueError where a knob does not go with the length (tokens) or the rewards of a run.
+        """Raise ValueError where a knob does not go with the length (tokens) of a run's rollouts, and
+        TaskError where a reward does not go with the algorithm.
 
         `longest` is what the policy may write in one rollout, `rewards` the names of those known.
         """

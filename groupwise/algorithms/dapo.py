@@ -27,7 +27,7 @@ from typing import ClassVar
 from groupwise.algorithms.advantages import Credit, group_relative
 from groupwise.algorithms.clipped import Clipped
 from groupwise.algorithms.knobs import SCALE_REWARDS, ScaleRewards, metadata_of
-from groupwise.algorithms.overlong import punished
+from groupwise.algorithms.overlong import check_names, punished
 from groupwise.types import Group, Rollout
 
 CACHE_SHARE = 0.2
@@ -59,19 +59,29 @@ class Dapo(Clipped):
         },
     )
 
+    def check(self, longest: int, rewards: Sequence[str]) -> None:
+        """Refuses a cache longer than the limit, and a reward with the name of the punishment."""
+        if self._cache(longest):
+            check_names(rewards)
+
     def shaped(self, group: Group, max_completion_length: int) -> Group:
-        """With the soft over-long punishment. ValueError for a cache longer than the limit."""
-        cache = self.soft_punish_cache
-        if cache is None:
-            cache = round(CACHE_SHARE * max_completion_length)
-        if cache > max_completion_length:
-            raise ValueError(
-                f"dapo.soft_punish_cache is {cache}, more than max_completion_length "
-                f"({max_completion_length}); a fifth of it is usual."
-            )
+        """With the soft over-long punishment. Raises as `check` does."""
+        cache = self._cache(max_completion_length)
         if cache == 0:
             return group
         return punished(group, max_completion_length, cache, self.soft_punish_factor)
+
+    def _cache(self, longest: int) -> int:
+        """Tokens before the limit over which the reward sinks."""
+        cache = self.soft_punish_cache
+        if cache is None:
+            return round(CACHE_SHARE * longest)
+        if cache > longest:
+            raise ValueError(
+                f"algorithm.soft_punish_cache is {cache}, but the policy may write {longest} tokens "
+                "at most in a rollout; a fifth of them is usual, which null stands for."
+            )
+        return cache
 
     def credit(self, groups: Sequence[Group]) -> Credit:
         """Centred and scaled within the group."""

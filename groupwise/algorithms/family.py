@@ -195,7 +195,7 @@ class GroupRelative(ABC):
         """The group as it is."""
         return group
 
-    def check(self, longest: int, rewards: Sequence[str]) -> None:
+    def check(self, longest: int, rewards: Sequence[str]) -> None:  # noqa: B027 — optional
         """Everything goes with every run."""
 
     def accepts(self, group: Group) -> bool:

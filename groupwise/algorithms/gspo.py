@@ -68,5 +68,4 @@ class Gspo(Clipped):
 
     def own_log_ratio(self, batch: TokenBatch, log_ratio_BT: Tensor) -> Tensor:
         """The mean of the rollout's log-ratios."""
-        return ops.sequence_log_ratio(
-            log_ratio_BT, others=batch.others, mask_BT=batch.mask_BT, mean=True)
+        return ops.sequence_log_ratio(log_ratio_BT, batch.others, batch.mask_BT, mean=True)

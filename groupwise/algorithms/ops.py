@@ -32,7 +32,7 @@ def token_counts(mask_BT: Tensor, like: Tensor, others: Others | None = None) ->
 
 
 def sequence_log_ratio(
-    log_ratio_BT: Tensor, mask_BT: Tensor, *, mean: bool, others: Others | None = None
+    log_ratio_BT: Tensor, others: Others | None, mask_BT: Tensor, *, mean: bool
 ) -> Tensor:
     """Each token with the log-ratio of its whole rollout, the mean or the sum of those of its tokens.
 

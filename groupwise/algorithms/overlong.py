@@ -9,9 +9,11 @@ that one which ends just in time is not told that it did as well as a short one.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from groupwise.algorithms.advantages import trained_tokens
+from groupwise.errors import TaskError
 from groupwise.types import Group, RewardPart, Rollout
 
 PART = "overlong"
@@ -23,10 +25,19 @@ def punishment(length: int, limit: int, cache: int) -> float:
     return max(min((limit - cache - length) / cache, 0.0), -1.0)
 
 
+def check_names(names: Iterable[str]) -> None:
+    """Raise TaskError if a reward has the name of the punishment."""
+    if PART in names:
+        raise TaskError(
+            f"A reward is called {PART!r}, which is the name of the algorithm's own "
+            "punishment. Rename that reward, or set algorithm.soft_punish_cache to 0."
+        )
+
+
 def punished(group: Group, limit: int, cache: int, factor: float) -> Group:
     """The group with the punishment as a part of each scored rollout's reward, `factor` its weight.
 
-    Raises ValueError if a reward of the task has the part's name.
+    Raises TaskError if a reward has the part's name; those of an environment are not known before.
     """
     return replace(
         group,
@@ -38,11 +49,7 @@ def punished(group: Group, limit: int, cache: int, factor: float) -> Group:
 
 
 def _punished(rollout: Rollout, limit: int, cache: int, factor: float) -> Rollout:
-    if any(part.name == PART for part in rollout.parts):
-        raise ValueError(
-            f"A reward is called {PART!r} already, which is the name of the algorithm's own "
-            "punishment. Rename that reward, or set algorithm.soft_punish_cache to 0."
-        )
+    check_names(part.name for part in rollout.parts)
     assert rollout.reward is not None, f"draw {rollout.draw}, member {rollout.member} has no reward"
     value = punishment(trained_tokens(rollout), limit, cache)
     return replace(

@@ -73,5 +73,4 @@ class Rloo(Clipped):
 
     def own_log_ratio(self, batch: TokenBatch, log_ratio_BT: Tensor) -> Tensor:
         """The sum of the rollout's log-ratios."""
-        return ops.sequence_log_ratio(
-            log_ratio_BT, others=batch.others, mask_BT=batch.mask_BT, mean=False)
+        return ops.sequence_log_ratio(log_ratio_BT, batch.others, batch.mask_BT, mean=False)

@@ -311,9 +311,10 @@ class Callbacks:
         if self._run is None or record.step != self._run.step:
             return
         self._asked.evaluate = False
-        if record.name in self._told:
+        told = f"{record.name} {record.asked}".strip()  # what asks something else is another one
+        if told in self._told:
             return
-        self._told.append(record.name)
+        self._told.append(told)
         await self._tell("on_evaluate", lambda: (copy.deepcopy(record),))
 
     async def saved(self) -> None:

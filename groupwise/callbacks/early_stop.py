@@ -40,6 +40,8 @@ class EarlyStop(Callback):
         """Steps done when it was seen."""
         self.not_better = 0
         """Observations since the best one."""
+        self._asked = ""
+        """What the evaluations so far asked."""
         self._missed = False
 
     def check(self, config: View) -> None:
@@ -58,16 +60,29 @@ class EarlyStop(Callback):
     def on_evaluate(self, run: RunHandle, evaluation: EvaluationRecord) -> None:
         """One observation, where evaluations are observed."""
         if self.observe == "evaluations":
+            self._forget_unless_comparable(evaluation.asked)
             self._look(run, dict(evaluation.metrics))
 
     def state(self) -> dict[str, Any]:
         """The best so far, and how long ago it was."""
-        return {"best": self.best, "best_step": self.best_step, "not_better": self.not_better}
+        return {
+            "best": self.best,
+            "best_step": self.best_step,
+            "not_better": self.not_better,
+            "asked": self._asked,
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """See `state`."""
         self.best, self.best_step = state["best"], state["best_step"]
         self.not_better = state["not_better"]
+        self._asked = state.get("asked", "")
+
+    def _forget_unless_comparable(self, asked: str) -> None:
+        """What was the best on other held-out prompts is no mark for these."""
+        if self._asked and asked != self._asked:
+            self.best, self.best_step, self.not_better = None, 0, 0
+        self._asked = asked
 
     def _look(self, run: RunHandle, metrics: dict[str, float]) -> None:
         value = metrics.get(self.metric)

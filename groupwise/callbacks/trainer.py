@@ -37,6 +37,8 @@ HAPPEN = frozenset(
 )
 NOT_HERE = ("model", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
 """Arguments that a Trainer gives, and that are None here."""
+OF_THE_BEST = ("best_metric", "best_global_step", "best_model_checkpoint")
+"""Attributes of `state` that speak of the best evaluation so far."""
 
 
 def is_trainer_callback(kind: type) -> bool:
@@ -114,6 +116,7 @@ class TrainerCallbackAdapter(Callback):
         self._state: Any = None
         self._control: Any = TrainerControl()
         self._best: dict[str, Any] = {}
+        self._asked = ""
         self._saved: tuple[int, str] | None = None
         self._epochs_said = False
 
@@ -157,6 +160,12 @@ class TrainerCallbackAdapter(Callback):
             name if name.startswith("eval_") else f"eval_{name}": value
             for name, value in evaluation.metrics.items()
         }
+        if (
+            self._asked and evaluation.asked != self._asked
+        ):  # other prompts: nothing to compare with
+            for name in OF_THE_BEST:
+                setattr(self._state, name, None)
+        self._asked = evaluation.asked
         self._log(run, metrics)
         self._call(run, "on_evaluate", metrics={**metrics, "epoch": run.epoch})
         self._note_best(run, metrics)
@@ -174,15 +183,15 @@ class TrainerCallbackAdapter(Callback):
 
     def state(self) -> dict[str, Any]:
         """The best evaluation so far, and the attributes that the callback itself exports."""
-        kept = ("best_metric", "best_global_step", "best_model_checkpoint")
-        best = {name: getattr(self._state, name) for name in kept} if self._state else self._best
+        known = {name: getattr(self._state, name) for name in OF_THE_BEST} if self._state else None
+        kept = {"best": known or self._best, "asked": self._asked}
         if not any(each.__name__ == STATEFUL for each in type(self.wrapped).__mro__):
-            return {"best": best}
-        return {"best": best, "attributes": dict(self.wrapped.state()["attributes"])}
+            return kept
+        return {**kept, "attributes": dict(self.wrapped.state()["attributes"])}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """See `state`."""
-        self._best = state["best"]
+        self._best, self._asked = state["best"], state.get("asked", "")
         for name, value in state.get("attributes", {}).items():
             setattr(self.wrapped, name, value)
 

@@ -203,7 +203,7 @@ def _facts(path: Path) -> dict[str, Any]:
         curves = store.metrics(["reward", "loss"])
         evaluations = [
             {"step": each.step, "name": each.name, "policy": each.policy, "metrics": each.metrics}
-            for each in store.evaluations()
+            for each in store.evaluations(rows=False)
         ]
         found = checkpoints.complete(path / CHECKPOINTS)
         return {

@@ -36,6 +36,7 @@ from groupwise.runs import durable
 from groupwise.types import (
     LossSpec,
     OptimiserParams,
+    OtherRows,
     Policy,
     PolicyRole,
     Row,

@@ -19,7 +19,7 @@ from typing import Any
 
 from groupwise import build
 from groupwise.config import LoadedConfig, RunConfig, load_config, resolved, view, with_task_schema
-from groupwise.errors import TaskError, UsageError
+from groupwise.errors import RewardWorkerError, TaskError, UsageError
 from groupwise.loops.awaiting import gather_all, run_to_end
 from groupwise.loops.measures import (
     REWARD,
@@ -199,10 +199,12 @@ async def answer_held_out(
     policy: str,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     trainer: tuple[int, int] = (0, 1),
+    on_metrics_failed: Callable[[RewardWorkerError], None] | None = None,
 ) -> EvalResult:
     """Answer every prompt, score the answers, and let the task measure them.
 
-    `trainer` is what reward functions see as `trainer_state`: steps done, and steps in all (1 where nothing is trained).
+    `trainer` is what reward functions see as `trainer_state`: steps done, and steps in all (1 where nothing is trained). Where
+    the task's own metrics fail, `on_metrics_failed` is told and they are left out; without it, RewardWorkerError is raised.
     """
     total = len(asked.prompts.examples)
     done = 0
@@ -217,7 +219,13 @@ async def answer_held_out(
         return group
 
     groups = await gather_all(answer(index) for index in range(total))
-    details = await _task_metrics(asked, scorer, groups) if asked.has_metrics else {}
+    details: dict[str, Any] = {}
+    try:
+        details = await _task_metrics(asked, scorer, groups) if asked.has_metrics else {}
+    except RewardWorkerError as error:
+        if on_metrics_failed is None:
+            raise
+        on_metrics_failed(error)
     rows = rows_of(groups, asked.success)
     own = _measured(rows, asked.pass_at_k)
     return EvalResult(policy, _with_own(_numbers(details), own), details, rows)

@@ -14,6 +14,9 @@ from groupwise.runs.records import EvaluationRecord
 
 logger = logging.getLogger(__name__)
 
+ASKED = "held_out"
+"""The fact about a run that says what its evaluations ask, and how."""
+
 
 async def evaluate_now_and_then(run: Run) -> None:
     """Every `eval.eval_steps` steps, and where a callback asks for it."""
@@ -44,24 +47,44 @@ def _due(run: Run) -> bool:
 
 async def announce(run: Run, name: str, result: EvalResult) -> None:
     """Tell the callbacks of an evaluation of the policy as it is."""
-    await run.callbacks.evaluated(
-        EvaluationRecord(run.step, name, result.policy, result.metrics, result.rows)
-    )
+    await run.callbacks.evaluated(_record(run, name, result))
 
 
 def recorded_evaluation(run: Run, name: str, step: int) -> EvalResult | None:
-    """An evaluation of that name and step that stands in the record."""
-    for record in run.folder.store.evaluations():
-        if (record.name, record.step) == (name, step):
-            rows = [dict(row) for row in record.rows]
-            return EvalResult(record.policy, dict(record.metrics), {}, rows)
-    return None
+    """An evaluation of that name and step that stands in the record, if it asked what the run asks now."""
+    record = run.folder.store.evaluation(step, name)
+    if record is None or record.asked not in ("", _asked(run)):
+        return None
+    return EvalResult(record.policy, dict(record.metrics), {}, [dict(row) for row in record.rows])
+
+
+def notice_changed_questions(run: Run, asked: str) -> None:
+    """After a resume: note what the run asks from now on, and say so where that is something else."""
+    before = _asked(run)
+    if before == asked:
+        return
+    run.folder.store.set_meta({ASKED: asked})
+    if before and run.folder.store.evaluations(rows=False):
+        run.say(
+            "the held-out prompts, or how they are answered, were changed: evaluations do not compare with earlier ones, and "
+            "the best one is looked for anew"
+        )
+
+
+def _asked(run: Run) -> str:
+    return run.folder.store.get_meta().get(ASKED, "")
+
+
+def _record(run: Run, name: str, result: EvalResult) -> EvaluationRecord:
+    metrics, rows = result.metrics, result.rows
+    return EvaluationRecord(run.step, name, result.policy, metrics, rows, _asked(run))
 
 
 async def evaluate_held_out(run: Run, name: str) -> EvalResult | None:
     """Answer the held-out prompts with the policy as it is, and record how it did.
 
-    None where the task has none, or where its own metrics fail: what was trained is worth more than they are.
+    Metrics of the task that fail are left out. None where the task has no such prompts, or where no reward worker can be
+    started: what was trained is worth more.
     """
     if run.held_out is None:
         return None
@@ -76,6 +99,9 @@ async def evaluate_held_out(run: Run, name: str) -> EvalResult | None:
                 label,
                 on_progress=lambda done, total: run.progress.phase("evaluating", done, total),
                 trainer=(run.step, run.max_steps),
+                on_metrics_failed=lambda error: run.say(
+                    f"warning: after {run.step} steps the task's own metrics of the held-out prompts are left out: {error}"
+                ),
             )
         )
     except RewardWorkerError as error:
@@ -83,9 +109,7 @@ async def evaluate_held_out(run: Run, name: str) -> EvalResult | None:
             f"warning: the held-out prompts after {run.step} steps could not be measured: {error}"
         )
         return None
-    run.folder.store.add_evaluation(
-        EvaluationRecord(run.step, name, label, result.metrics, result.rows)
-    )
+    run.folder.store.add_evaluation(_record(run, name, result))
     run.say(f"held-out after {run.step} steps: {described(result)}")
     await announce(run, name, result)
     return result

@@ -4,8 +4,8 @@ A step makes `training.num_iterations` passes over its groups, each in `training
 every update is taken against the policy that sampled (or, with importance correction, against the learner's own at the
 start of the step), so that the clip holds all updates of a step near it.
 
-Where an algorithm takes one ratio for a rollout (`Algorithm.ratio_of_rollout`) and a rollout has several rows, each row is told how likely its other
-rows are by the weights of the update; this costs another forward pass of those rows.
+Where an algorithm takes one ratio for a rollout (`Algorithm.ratio_of_rollout`) and a rollout has several rows, each row is told before
+an update how likely the weights of this update make its other rows; this costs another forward pass of those rows.
 """
 
 from __future__ import annotations

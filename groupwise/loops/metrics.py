@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
+from groupwise.algorithms.advantages import tied
 from groupwise.types import Group, Rollout
 
 TOKEN_MEANS = {
@@ -148,7 +149,7 @@ def _reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
     scored = [rewards for rewards in per_group if rewards]
     if not scored:
         return {}
-    silent = [max(rewards) - min(rewards) == 0 for rewards in scored]
+    silent = [tied(rewards) for rewards in scored]
     return {
         "reward": fmean(value for rewards in scored for value in rewards),
         "reward_std": fmean(_std(rewards) for rewards in scored),

@@ -18,7 +18,7 @@ from groupwise.build import Layout
 from groupwise.callbacks.registry import Named, configured_callbacks
 from groupwise.config import LoadedConfig, RunConfig, resolved, view, with_task_schema
 from groupwise.data.examples import fingerprint
-from groupwise.errors import TaskError
+from groupwise.errors import ConfigError, TaskError
 from groupwise.loops.evaluate import check_success_part, held_out_prompts
 from groupwise.loops.profiling import check_profiled_steps
 from groupwise.models.adapters import check_adapter
@@ -29,6 +29,9 @@ from groupwise.models.tokens import rendered
 from groupwise.rewards.rubric import Rubric
 from groupwise.rollouts.prompts import PromptSet, tokenise
 from groupwise.tasks.contract import Task, check_reward_columns, load_task, require
+
+ROWS_READ = "rows_read"
+"""The fact about a run that says how many rows of a stream without a length it reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +46,9 @@ class Prepared:
     rubric: Rubric | None
     max_steps: int
     layout: Layout
-    facts: dict[str, str]
-    """Fingerprints of what the config only names: task, its file, the data as token ids, how held-out prompts are answered."""
+    facts: dict[str, Any]
+    """Fingerprints of what the config only names: task, its file, the data as token ids, how held-out prompts are answered;
+    how many rows of a stream were read."""
     callbacks: tuple[Named, ...] = ()
     """Those of the config; the task's own are made where the run's folder is known."""
 
@@ -57,8 +61,12 @@ class Prepared:
         return self.loaded.run_name
 
 
-def prepare(loaded: LoadedConfig, task: object) -> Prepared:
-    """Check task and data against the config; tokenise all prompts."""
+def prepare(loaded: LoadedConfig, task: object, rows_read: int | None = None) -> Prepared:
+    """Check task and data against the config; tokenise all prompts.
+
+    `rows_read` is how many rows of an endless stream the run began with, where it goes on: its examples are the same ones for all of
+    its steps, however many there will be.
+    """
     found = load_task(task)
     require(found, "rl")
     schema = found.config_schema()
@@ -68,12 +76,14 @@ def prepare(loaded: LoadedConfig, task: object) -> Prepared:
     check_adapter(settings.model, settings.lora)
     _refuse_evaluation_of_nothing(settings, found)
     given = view(settings)
-    examples = found.rl_examples(given, limit=_draws(settings))
+    rows_read = rows_read or _draws(settings)
+    examples = found.rl_examples(given, limit=rows_read)
     tokenizer = load_tokenizer(settings.model)
     callbacks = configured_callbacks(settings.callbacks, given, loaded.tree.origin(("callbacks",)))
     rubric = build.task_rubric(settings, found, tokenizer)
     in_workers = build.scores_in_workers(settings, found, rubric)
     check_reward_columns(found, rubric, examples, in_workers=in_workers)
+    _check_algorithm(settings, rubric)
     tools = build.check_rollouts(settings, found, examples)
     room = prompt_room(settings.model, build.longest_completion(settings))
     prompts = tokenise(
@@ -100,7 +110,7 @@ def prepare(loaded: LoadedConfig, task: object) -> Prepared:
         rubric=rubric,
         max_steps=max_steps,
         layout=build.choose_layout(settings, max(prompts.longest, asked.longest if asked else 0)),
-        facts=_facts(settings, found, prompts, asked),
+        facts=_facts(settings, found, prompts, asked, rows_read),
         callbacks=callbacks,
     )
 
@@ -122,13 +132,21 @@ def with_model(loaded: LoadedConfig, update: Mapping[str, Any]) -> LoadedConfig:
 
 
 def _facts(
-    config: RunConfig, task: Task, prompts: PromptSet, asked: PromptSet | None
-) -> dict[str, str]:
-    held_out = [config.eval.model_dump(mode="json"), config.sampler.model_dump(mode="json")]
+    config: RunConfig,
+    task: Task,
+    prompts: PromptSet,
+    asked: PromptSet | None,
+    rows_read: int | None,
+) -> dict[str, Any]:
+    held_out = [
+        config.eval.model_dump(mode="json", exclude={"eval_steps", "before_and_after"}),
+        config.sampler.model_dump(mode="json", exclude={"slots"}),
+    ]
     return {
         **task_facts(task),
         "data": digest(fingerprint(prompts.examples), prompts.prompts),
         "held_out": digest(held_out, asked.prompts if asked else ()),
+        ROWS_READ: rows_read,
         "base": identity(config.model),
     }
 
@@ -153,6 +171,14 @@ def _refuse_evaluation_of_nothing(config: RunConfig, task: Task) -> None:
             f"eval.eval_steps is {config.eval.eval_steps}, but {task.described} has no get_eval_dataset, so there is "
             "nothing to evaluate on. Leave the key out, or add the hook."
         )
+
+
+def _check_algorithm(config: RunConfig, rubric: Rubric | None) -> None:
+    longest = build.longest_written(config)
+    try:
+        build.build_algorithm(config).check(longest, rubric.names if rubric else ())
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _draws(config: RunConfig) -> int | None:

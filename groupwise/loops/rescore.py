@@ -3,7 +3,8 @@
 The completions stand in the record of a run; here they go through the reward functions of a task file, or through functions named
 one by one, in the same killable workers as in training. What comes back is set beside what was recorded: totals step by step, how
 far the two agree, and the rollouts whose place in their group changed, because groups are what is learnt from. The record is
-only read; the result is a file of its own in `results/`.
+only read. The result is a pair of files in `results/`: the numbers as JSON, and the rollouts as JSON lines, written step by step,
+because those of a long run do not fit into memory.
 
 Rewards see what was recorded: texts and columns as JSON keeps them, token ids if the run kept them (`run.keep_tokens`).
 """
@@ -11,12 +12,16 @@ Rewards see what was recorded: texts and columns as JSON keeps them, token ids i
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import combinations
+from heapq import nlargest
+from itertools import chain, combinations, groupby
+from math import fsum, inf, sqrt
+from operator import itemgetter
 from pathlib import Path
-from statistics import StatisticsError, correlation, fmean
-from typing import Any
+from statistics import fmean
+from typing import Any, BinaryIO
 
 from groupwise import build
 from groupwise.config import LoadedConfig, RunConfig, load_config, with_task_schema
@@ -28,15 +33,17 @@ from groupwise.rewards.rubric import Rubric
 from groupwise.rewards.scoring import Scorer
 from groupwise.rewards.workers import RewardWorkers
 from groupwise.rollouts.score import score_group
-from groupwise.runs.durable import check_can_write
+from groupwise.runs import durable
 from groupwise.runs.find import resolve
 from groupwise.runs.folder import RECORD, add_result, read_config, result_file
 from groupwise.runs.store import Store
 from groupwise.tasks.contract import load_task
 from groupwise.types import Group, Outcome, Rollout
 
-FORMAT = 1
+FORMAT = 2
 KIND = "rescoring"
+ROWS = ".jsonl"
+"""Ending of the file with the rollouts, beside that with the numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +106,13 @@ class Rescoring:
     """The new reward functions with their weights."""
     steps: dict[int, Agreement]
     overall: Agreement
-    rows: tuple[Rescored, ...]
     path: Path
-    """Where all of it was written."""
+    """Where all of it was written: this file, and one of the same name with the rollouts."""
+
+    def rows(self) -> Iterator[Rescored]:
+        """The rollouts, in order, as they were written."""
+        with self.path.with_suffix(ROWS).open("rb") as file:
+            yield from (Rescored(**json.loads(line)) for line in file)
 
     def summary(self, rows: int = 0) -> dict[str, Any]:
         """Plain data, for `--json`, with so many of the rollouts that moved, the farthest first."""
@@ -116,8 +127,8 @@ class Rescoring:
 
     def farthest(self, count: int) -> list[Rescored]:
         """The rollouts whose place in the group changed most."""
-        moved = [row for row in self.rows if row.moved]
-        return sorted(moved, key=lambda row: -row.moved)[:count]
+        moved = (row for row in self.rows() if row.moved) if count else ()
+        return nlargest(count, moved, key=lambda row: row.moved)
 
 
 def rescore(
@@ -141,23 +152,29 @@ def rescore(
         chosen = _chosen(store, path.name, step, limit)
         loaded = load_config(read_config(path), overrides)
         judge = _task_judge(loaded, task) if task is not None else _named_judge(loaded, rewards)
-        check_can_write(result_file(path, judge.name))
+        place = result_file(path, judge.name)
+        durable.check_can_write(place)
+        with durable.explained(place):
+            place.parent.mkdir(parents=True, exist_ok=True)
         steps = store.get_meta().get("max_steps") or len(chosen)
-        rows = run_to_end(_rescored(store, chosen, judge, steps))
-    by_step = {number: [row for row in rows if row.step == number] for number in chosen}
-    agreements = {number: _agreement(some) for number, some in by_step.items()}
-    overall = _agreement(rows)
-    content = {
-        "format": FORMAT,
-        "kind": KIND,
-        "run": path.name,
-        "rewards": judge.weights,
-        "overall": asdict(overall),
-        "steps": {str(number): asdict(each) for number, each in agreements.items()},
-        "rows": [asdict(row) for row in rows],
-    }
-    written = add_result(path, judge.name, content)
-    return Rescoring(path.name, judge.weights, agreements, overall, tuple(rows), written)
+        written = durable.building_path(place.with_suffix(ROWS))
+        try:
+            with durable.explained(written), written.open("wb") as file:
+                found = run_to_end(_rescored(store, chosen, judge, steps, file))
+            agreements = {number: _agreement([one]) for number, one in found.items()}
+            overall = _agreement(list(found.values()))
+            content = {
+                "format": FORMAT,
+                "kind": KIND,
+                "run": path.name,
+                "rewards": judge.weights,
+                "overall": asdict(overall),
+                "steps": {str(number): asdict(each) for number, each in agreements.items()},
+            }
+            result = add_result(path, judge.name, content, written)
+        finally:
+            written.unlink(missing_ok=True)
+    return Rescoring(path.name, judge.weights, agreements, overall, result)
 
 
 # --- who judges ----------------------------------------------------------------------------------
@@ -254,29 +271,42 @@ def _chosen(
             f"The run {name!r} has no step {step}; it has the steps {min(steps)} to {max(steps)}."
         )
     draws = [(k, draw) for k, draws in steps.items() if step in (None, k) for draw in draws]
-    kept = draws[-limit:] if limit else draws
-    return {k: frozenset(draw for at, draw in kept if at == k) for k in dict(kept)}
+    kept = groupby(draws[-limit:] if limit else draws, key=itemgetter(0))
+    return {k: frozenset(draw for _, draw in some) for k, some in kept}
 
 
 async def _rescored(
-    store: Store, chosen: dict[int, frozenset[int]], judge: _Judge, max_steps: int
-) -> list[Rescored]:
-    rows: list[Rescored] = []
+    store: Store,
+    chosen: dict[int, frozenset[int]],
+    judge: _Judge,
+    max_steps: int,
+    file: BinaryIO,
+) -> dict[int, _Tally]:
+    """Write the rollouts down, step by step; returns what is to be said of each step."""
+    tallies: dict[int, _Tally] = {}
     try:
         for step, draws in chosen.items():
-            groups = [_forgotten(group) for group in store.groups(step) if group.draw in draws]
-            _check_needs(judge, [group for _, group in groups])
-            scored = await gather_all(
-                score_group(judge.scorer, group, step, max_steps)
-                for _, group in groups
-                if group.rollouts
-            )
-            by_draw = {group.draw: group for group in scored}
-            for old, _ in groups:
-                rows.extend(_ranked(_beside(step, old, by_draw.get(old.draw))))
+            groups = await _rescored_step(store, step, draws, judge, max_steps)
+            tallies[step] = _tally(groups)
+            for row in chain.from_iterable(groups):
+                text = json.dumps(durable.without_nan(asdict(row)), ensure_ascii=False)
+                file.write(text.encode("utf-8", "backslashreplace") + b"\n")
     finally:
         await judge.scorer.close()
-    return rows
+    return tallies
+
+
+async def _rescored_step(
+    store: Store, step: int, draws: frozenset[int], judge: _Judge, max_steps: int
+) -> list[list[Rescored]]:
+    """The rollouts of each group of a step."""
+    groups = [_forgotten(group) for group in store.groups(step) if group.draw in draws]
+    _check_needs(judge, [group for _, group in groups])
+    scored = await gather_all(
+        score_group(judge.scorer, group, step, max_steps) for _, group in groups if group.rollouts
+    )
+    by_draw = {group.draw: group for group in scored}
+    return [_ranked(_beside(step, old, by_draw.get(old.draw))) for old, _ in groups]
 
 
 def _forgotten(group: Group) -> tuple[Group, Group]:
@@ -344,40 +374,104 @@ def _rank(value: float, values: Sequence[float]) -> float:
     return better + (1 + sum(other == value for other in values)) / 2
 
 
-def _agreement(rows: Sequence[Rescored]) -> Agreement:
-    pairs = _both(rows)
-    old, new = [x for x, _ in pairs], [y for _, y in pairs]
-    alike = list(_ordered_alike(rows))
-    return Agreement(
+@dataclass(frozen=True, slots=True)
+class _Tally:
+    """What a step adds to what is said of all steps: sums and squares instead of its rollouts."""
+
+    rollouts: int
+    moved: int
+    failed: int
+    scored: int
+    sums: tuple[float, float]
+    """Of the old and the new totals of those that both could score."""
+    squares: tuple[float, float, float]
+    """Of old, of new, and their products, about the means."""
+    lowest: tuple[float, float]
+    highest: tuple[float, float]
+    pairs: int
+    """That either tells apart."""
+    alike: int
+    """Of these, those that both put in the same order."""
+
+    @property
+    def means(self) -> tuple[float, float]:
+        return self.sums[0] / self.scored, self.sums[1] / self.scored
+
+
+def _tally(groups: Sequence[Sequence[Rescored]]) -> _Tally:
+    rows = [row for group in groups for row in group]
+    both = _both(rows)
+    old, new = [x for x, _ in both], [y for _, y in both]
+    mean_old, mean_new = (fmean(old), fmean(new)) if both else (0.0, 0.0)
+    alike = [each for group in groups for each in _ordered_alike(group)]
+    return _Tally(
         rollouts=len(rows),
-        scored=len(pairs),
-        old=fmean(old) if old else None,
-        new=fmean(new) if new else None,
-        correlation=_correlation(old, new),
-        agreement=fmean(alike) if alike else None,
         moved=sum(row.moved > 0 for row in rows),
         failed=sum(row.new is None for row in rows),
+        scored=len(both),
+        sums=(fsum(old), fsum(new)),
+        squares=(
+            fsum((x - mean_old) * (x - mean_old) for x in old),
+            fsum((y - mean_new) * (y - mean_new) for y in new),
+            fsum((x - mean_old) * (y - mean_new) for x, y in both),
+        ),
+        lowest=(min(old, default=inf), min(new, default=inf)),
+        highest=(max(old, default=-inf), max(new, default=-inf)),
+        pairs=len(alike),
+        alike=sum(alike),
     )
 
 
-def _ordered_alike(rows: Sequence[Rescored]) -> Iterator[bool]:
-    """For each pair within a group that one of the two tells apart: whether both order it alike."""
-    groups: dict[int, list[Rescored]] = {}
-    for row in rows:
-        groups.setdefault(row.draw, []).append(row)
-    for group in groups.values():
-        for (x_old, x_new), (y_old, y_new) in combinations(_both(group), 2):
-            before, after = _sign(x_old - y_old), _sign(x_new - y_new)
-            if before or after:
-                yield before == after
+def _agreement(tallies: Sequence[_Tally]) -> Agreement:
+    """What is said of some steps together."""
+    some = [each for each in tallies if each.scored]
+    scored = sum(each.scored for each in some)
+    pairs = sum(each.pairs for each in some)
+    means = _means(some, scored) if scored else (None, None)
+    return Agreement(
+        rollouts=sum(each.rollouts for each in tallies),
+        scored=scored,
+        old=means[0],
+        new=means[1],
+        correlation=_correlation(some, scored),
+        agreement=sum(each.alike for each in some) / pairs if pairs else None,
+        moved=sum(each.moved for each in tallies),
+        failed=sum(each.failed for each in tallies),
+    )
+
+
+def _means(tallies: Sequence[_Tally], scored: int) -> tuple[float, float]:
+    return (
+        fsum(each.sums[0] for each in tallies) / scored,
+        fsum(each.sums[1] for each in tallies) / scored,
+    )
+
+
+def _correlation(tallies: Sequence[_Tally], scored: int) -> float | None:
+    """None where there are too few, or all are the same. Squares about the step's mean, and those of the step's mean about all."""
+    spread = [
+        max(each.highest[side] for each in tallies) > min(each.lowest[side] for each in tallies)
+        for side in ((0, 1) if scored else ())
+    ]
+    if not spread or not all(spread):
+        return None
+    mean = _means(tallies, scored)
+    apart = [
+        (each, each.means[0] - mean[0], each.means[1] - mean[1], each.scored) for each in tallies
+    ]
+    old = fsum(each.squares[0] + n * x * x for each, x, _, n in apart)
+    new = fsum(each.squares[1] + n * y * y for each, _, y, n in apart)
+    both = fsum(each.squares[2] + n * x * y for each, x, y, n in apart)
+    return max(-1.0, min(1.0, both / sqrt(old * new))) if old and new else None
+
+
+def _ordered_alike(group: Sequence[Rescored]) -> Iterator[bool]:
+    """For each pair of a group that one of the two tells apart: whether both order it alike."""
+    for (x_old, x_new), (y_old, y_new) in combinations(_both(group), 2):
+        before, after = _sign(x_old - y_old), _sign(x_new - y_new)
+        if before or after:
+            yield before == after
 
 
 def _sign(value: float) -> int:
     return (value > 0) - (value < 0)
-
-
-def _correlation(x: Sequence[float], y: Sequence[float]) -> float | None:
-    try:
-        return correlation(x, y)
-    except StatisticsError:  # too few, or all the same
-        return None

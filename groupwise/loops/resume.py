@@ -49,7 +49,7 @@ class ResumePoint:
     skipped: tuple[Skipped, ...]
     """Checkpoints that cannot be used."""
     there: tuple[int, ...]
-    """The steps of all complete checkpoints."""
+    """The steps of all checkpoints that look complete."""
     made_anew: MadeAnew | None = None
     """How its record was mended."""
 
@@ -104,7 +104,7 @@ def find_resume_point(
         raise ResumeMismatchError(
             f"{path} is a run of `groupwise {facts['kind']}`; go on with it by that command."
         )
-    there = tuple(found.step for found in complete)
+    there = tuple(found.step for found in checkpoints.complete(path / CHECKPOINTS))
     return ResumePoint(path, checkpoint, facts, complete.skipped, there, made_anew)
 
 

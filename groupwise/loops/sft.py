@@ -231,7 +231,8 @@ async def _evaluate(run: SftRun, held_out: LessonSet) -> float:
         for (lesson, _), total, count in zip(rows, losses, counts, strict=True)
     ]
     label = f"{run.folder.name}@{run.step}"
-    record = EvaluationRecord(run.step, f"step-{run.step}", label, metrics, details)
+    asked = run.folder.store.get_meta().get("held_out", "")
+    record = EvaluationRecord(run.step, f"step-{run.step}", label, metrics, details, asked)
     run.folder.store.add_evaluation(record)
     await run.callbacks.evaluated(record)
     run.say(f"held-out after {run.step} steps: eval_loss {loss:.4f}")

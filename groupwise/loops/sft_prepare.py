@@ -14,7 +14,7 @@ from groupwise.build import Layout
 from groupwise.callbacks.registry import Named, configured_callbacks
 from groupwise.config import resolved, with_task_schema
 from groupwise.errors import TaskError
-from groupwise.loops.prepare import digest, task_facts
+from groupwise.loops.prepare import ROWS_READ, digest, task_facts
 from groupwise.loops.profiling import check_profiled_steps
 from groupwise.models.adapters import check_adapter
 from groupwise.models.chat_masks import Masked
@@ -40,8 +40,9 @@ class SftPrepared:
     lessons: LessonSet
     held_out: LessonSet | None
     layout: Layout
-    facts: dict[str, str]
-    """Fingerprints of what the config only names: task, its file, the rows as token ids and masks."""
+    facts: dict[str, Any]
+    """Fingerprints of what the config only names: task, its file, the rows as token ids and masks; how many rows of a stream
+    were read."""
     callbacks: tuple[Named, ...] = ()
 
     @property
@@ -73,8 +74,8 @@ class SftPrepared:
         return self.config.eval.eval_steps or epoch
 
 
-def prepare_sft(loaded: LoadedSftConfig, task: object) -> SftPrepared:
-    """Check task and rows against the config; tokenise and mask all rows."""
+def prepare_sft(loaded: LoadedSftConfig, task: object, rows_read: int | None = None) -> SftPrepared:
+    """Check task and rows against the config; tokenise and mask all rows. `rows_read`: see `groupwise.loops.prepare.prepare`."""
     found = load_task(task)
     require(found, "sft")
     schema = found.config_schema()
@@ -83,7 +84,8 @@ def prepare_sft(loaded: LoadedSftConfig, task: object) -> SftPrepared:
     config = loaded.config
     check_adapter(config.model, config.lora)
     tokenizer = load_tokenizer(config.model)
-    lessons = _read(config, found, tokenizer, "get_sft_dataset", _draws(config))
+    rows_read = rows_read or _draws(config)
+    lessons = _read(config, found, tokenizer, "get_sft_dataset", rows_read)
     assert lessons is not None, "an empty dataset is an error"
     held_out = None
     if found.has("get_sft_eval_dataset"):
@@ -96,6 +98,7 @@ def prepare_sft(loaded: LoadedSftConfig, task: object) -> SftPrepared:
         "data": _fingerprint(lessons),
         "held_out": _fingerprint(held_out) if held_out else "",
         "base": identity(config.model),
+        ROWS_READ: rows_read,
     }
     layout = build.supervised_layout(config)
     origin = loaded.tree.origin(("callbacks",))

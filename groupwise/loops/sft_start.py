@@ -21,7 +21,7 @@ from groupwise.display.progress import Progress
 from groupwise.errors import UsageError
 from groupwise.loops.awaiting import run_to_end
 from groupwise.loops.interruption import Interrupted, Interruption
-from groupwise.loops.prepare import starting_from
+from groupwise.loops.prepare import ROWS_READ, starting_from
 from groupwise.loops.resume import (
     NOT_WEIGHTS,
     ResumePoint,
@@ -89,7 +89,7 @@ def sft(
         loaded = cast("LoadedSftConfig", with_start_of(loaded, point))
     if start is not None:
         loaded = cast("LoadedSftConfig", starting_from(loaded, start))
-    prepared = prepare_sft(loaded, task)
+    prepared = prepare_sft(loaded, task, point.facts.get(ROWS_READ) if point else None)
     changes = accepted_changes(point, prepared) if point else {}
     if dry_run:
         return SftResult(plan_sft(prepared), Path(prepared.config.run.dir) / loaded.run_name)
@@ -278,7 +278,7 @@ def _summarise(run: SftRun, prepared: SftPrepared, started: float) -> dict[str, 
         "loss_first": first,
         "loss_last": last,
     }
-    found = run.folder.store.evaluations()
+    found = run.folder.store.evaluations(rows=False)
     evaluated = [record.metrics["eval_loss"] for record in found]
     if evaluated:
         summary |= {"eval_loss_first": evaluated[0], "eval_loss_last": evaluated[-1]}

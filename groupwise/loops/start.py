@@ -24,11 +24,17 @@ from groupwise.display.progress import Progress
 from groupwise.errors import StoreError, UsageError
 from groupwise.loops.awaiting import run_to_end
 from groupwise.loops.evaluate import EvalResult, held_out
-from groupwise.loops.held_out import announce, evaluate_held_out, recorded_evaluation
+from groupwise.loops.held_out import (
+    ASKED,
+    announce,
+    evaluate_held_out,
+    notice_changed_questions,
+    recorded_evaluation,
+)
 from groupwise.loops.interruption import Interrupted, Interruption
 from groupwise.loops.outcome import summarise, write_curve, write_final
 from groupwise.loops.policies import find_policy
-from groupwise.loops.prepare import Prepared, plan, prepare, starting_from
+from groupwise.loops.prepare import ROWS_READ, Prepared, plan, prepare, starting_from
 from groupwise.loops.resume import (
     ResumePoint,
     accepted_changes,
@@ -90,7 +96,8 @@ def rl(
     start = start_to_keep(point) if point else starting_weights(loaded, init_from)
     if point is not None:
         loaded = with_start_of(loaded, point)
-    prepared = prepare(starting_from(loaded, start) if start else loaded, task)
+    rows_read = point.facts.get(ROWS_READ) if point else None
+    prepared = prepare(starting_from(loaded, start) if start else loaded, task, rows_read)
     changes = accepted_changes(point, prepared) if point else {}
     if dry_run:
         place = Path(prepared.config.run.dir) / loaded.run_name
@@ -163,6 +170,7 @@ async def run_in(
             run.callbacks = callbacks
             if point is not None:
                 take_back(run, prepared, point, changes)
+                notice_changed_questions(run, prepared.facts[ASKED])
             say_what_begins(run, prepared)
             await publish(run, run.policy.version)
             await starting

@@ -155,8 +155,8 @@ class Work:
     since: float = 0.0
     """When the function that is `running` was begun, on the monotonic clock."""
 
-    def note(self, name: str) -> None:
-        """Hear that a function begins; each has the whole time limit."""
+    def note(self, name: str, *, repeated: bool = False) -> None:
+        """Hear that a function begins; each has the whole time limit, and nothing is repeated in a process that lives."""
         self.running, self.since = name, time.monotonic()
 
 

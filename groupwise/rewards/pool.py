@@ -124,12 +124,15 @@ class WorkerPool:
         for slot in self._slots:
             await asyncio.wrap_future(slot.ready)
 
-    async def ask(self, payload: bytes, limit: float) -> Ended:
+    async def ask(self, payload: bytes, limit: float, repeat_limit: float | None = None) -> Ended:
         """Have a pickled request answered; `limit` is in seconds for each piece of user code that the worker names.
 
+        `repeat_limit` is that of pieces which the worker says are repeated; None: the same.
         Raises the kind's error where no worker can be started, or one reports that it cannot work.
         """
-        ended = await asyncio.wrap_future(self._launched().submit(_Call(payload, limit)))
+        ended = await asyncio.wrap_future(
+            self._launched().submit(_Call(payload, limit, repeat_limit))
+        )
         if isinstance(ended, Answered) and "error" in ended.message:
             raise self._kind.error(f"{_a(self._kind)} reports: {ended.message['error']}")
         return ended
@@ -165,6 +168,7 @@ def _a(kind: Kind) -> str:
 class _Call:
     payload: bytes
     limit: float
+    repeat_limit: float | None = None
 
 
 class _Slot:
@@ -313,7 +317,12 @@ class _Process:
         self._output.begin_call()
         self._running = None
         payload = number.to_bytes(8, "big") + call.payload
-        return self._exchange(payload, call.limit, lambda answer: answer.get("number") == number)
+        return self._exchange(
+            payload,
+            call.limit,
+            lambda answer: answer.get("number") == number,
+            call.limit if call.repeat_limit is None else call.repeat_limit,
+        )
 
     def last_words(self) -> str:
         """What it printed last, for a message."""
@@ -335,19 +344,25 @@ class _Process:
         self._output.join()
 
     def _exchange(
-        self, payload: bytes, limit: float, wanted: Callable[[dict[str, Any]], bool]
+        self,
+        payload: bytes,
+        limit: float,
+        wanted: Callable[[dict[str, Any]], bool],
+        repeat_limit: float = 0.0,
     ) -> Ended:
-        deadline = time.monotonic() + limit
+        allowed = max(limit, repeat_limit)  # nothing has been named yet
+        deadline = time.monotonic() + allowed
         try:
-            self._socket.settimeout(limit)
+            self._socket.settimeout(allowed)
             send_frame(self._socket, payload)
             while not wanted(message := self._receive(deadline)):
                 if "running" in message:
                     self._running = message["running"]
-                    deadline = time.monotonic() + limit
+                    allowed = repeat_limit if message.get("repeated") else limit
+                    deadline = time.monotonic() + allowed
             return Answered(message)
         except TimeoutError:
-            return TimedOut(f"the call took longer than {limit:g} s{self._while()}")
+            return TimedOut(f"the call took longer than {allowed:g} s{self._while()}")
         except (OSError, EOFError):
             return self._death()
         except ValueError as error:

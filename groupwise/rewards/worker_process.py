@@ -5,7 +5,7 @@ the parent is gone, or wants this process to be, and the whole process group goe
 trusts nothing that user code could have written; requests are pickled, because this process trusts its parent.
 
 What serves is a scorer of rewards (`score` and `compute_metrics`), or has `answer(request, started)`, sync or async, whose
-result is made of plain values; `started` is told what user code is about to run.
+result is made of plain values; `started` is told what user code is about to run, and whether that is `repeated`.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def _answer(
     send: Callable[[dict[str, Any]], None],
     runner: asyncio.Runner,
 ) -> dict[str, Any]:
-    def started(name: str) -> None:
-        send({"running": name})
+    def started(name: str, *, repeated: bool = False) -> None:
+        send({"running": name, "repeated": repeated})
 
     if isinstance(request, ScoreRequest):
         return {"score": _score(server, request, started, runner)}

@@ -8,7 +8,8 @@ share their prompt; afterwards each goes its own way. A rollout ends
     done             when the environment says so
     cut off          at `max_turns` completions, or where no token is left of `max_rollout_length`; see `Rollout.ended_by`
     timed_out        when a turn takes longer than `time_limit`, or all its turns longer than `max_seconds`, of the environment's
-                     own time: waiting for the sampler or for another rollout's turn does not count
+                     own time: waiting for the sampler, for another rollout's turn, or for what is repeated after the loss of a
+                     process does not count
     failed           when the environment raises, or its answer cannot be shown to the policy
 
 A rollout that was cut off is scored like one that is done. A completion that reaches its own limit is given to the environment
@@ -241,6 +242,7 @@ class EnvironmentRollouts:
             seed=ask.seed(0, ENVIRONMENT),
             prompt=ask.example.prompt,
             columns=ask.example.columns,
+            repeat_limit=self._limits.time_limit,
         )
 
     def _call_of(self, ask: Ask, attempt: _Attempt) -> SessionCall:

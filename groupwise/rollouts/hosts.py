@@ -30,7 +30,10 @@ class EnvironmentHost(Protocol):
         ...
 
     async def ask(self, call: SessionCall, limit: float) -> Reply:
-        """One call, which may take `limit` seconds. Never raises for what the environment does."""
+        """One call, in which each piece of user code may take `limit` seconds, or `call.repeat_limit` if it is repeated.
+
+        Never raises for what the environment does.
+        """
         ...
 
     async def close(self) -> None:
@@ -65,7 +68,8 @@ class WorkerHost:
 
     async def ask(self, call: SessionCall, limit: float) -> Reply:
         """See `EnvironmentHost.ask`."""
-        ended = await self._pools[call.draw % len(self._pools)].ask(_pickled(call), limit)
+        pool = self._pools[call.draw % len(self._pools)]
+        ended = await pool.ask(_pickled(call), limit, call.repeat_limit)
         match ended:
             case Answered(message):
                 return _read(message)

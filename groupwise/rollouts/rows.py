@@ -28,23 +28,23 @@ def training_rows(groups: Sequence[Group], weights: Sequence[Weights]) -> list[R
     ]
 
 
-def with_others(
-    rows: Sequence[Row], policy: Sequence[Sequence[float]] | None = None
-) -> list[Row]:
+def with_others(rows: Sequence[Row], policy: Sequence[Sequence[float]] | None = None) -> list[Row]:
     """The rows, each told of the other rows of its rollout, where there are any; those must all be given.
 
     `policy` holds the log-probabilities of each row's tokens by the weights of this update; None: they are the old ones.
     """
-    sums = [_sums(row, policy[index] if policy else None) for index, row in enumerate(rows)]
     places: defaultdict[tuple[int, int] | None, list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
         places[row.rollout].append(index)
-    return [
-        replace(row, others=_added([sums[other] for other in places[row.rollout] if other != index]))
-        if row.rollout is not None and len(places[row.rollout]) > 1
-        else row
-        for index, row in enumerate(rows)
-    ]
+    told = list(rows)
+    for rollout, own in places.items():
+        if rollout is None or len(own) == 1:
+            continue
+        sums = {index: _sums(rows[index], policy[index] if policy else None) for index in own}
+        for index in own:
+            others = _added([sums[other] for other in own if other != index])
+            told[index] = replace(rows[index], others=others)
+    return told
 
 
 def with_advantages(group: Group, weights: Weights) -> Group:

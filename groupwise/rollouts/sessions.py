@@ -2,7 +2,8 @@
 
 A `SessionCall` carries every completion so far. Where the session is at hand, only the last one is news. Where it is not, because the
 process that held it is gone, the environment is made anew and hears the completions again; its answers must be those that it
-gave before (`heard`), or the rollout fails. So a process that is killed costs the one rollout that hung in it, and nobody
+gave before (`heard`), or the rollout fails. What it does again has a limit of its own (`repeat_limit`), because the
+rollout may have little time left for what is new. So a process that is killed costs the one rollout that hung in it, and nobody
 has to keep account of the others.
 
 `Sessions` runs in a worker process or in a thread of the run, and never raises for what an environment does.
@@ -14,10 +15,10 @@ import hashlib
 import inspect
 import json
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from groupwise.plugins import explain, printable
 from groupwise.tasks.environment import (
@@ -30,8 +31,13 @@ from groupwise.tasks.environment import (
 )
 from groupwise.types import Outcome, Prompt, RewardPart, to_json
 
-Started = Callable[[str], None]
-"""Told what user code is about to run."""
+
+class Started(Protocol):
+    """Told what user code is about to run."""
+
+    def __call__(self, name: str, *, repeated: bool = False) -> None:
+        """`repeated`: it has run before, in a process that is gone."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,8 @@ class SessionCall:
     """All so far; none: the first prompt is asked for."""
     heard: tuple[str, ...] = ()
     """Digests of the replies so far, one for the beginning and one for each turn."""
+    repeat_limit: float | None = None
+    """Seconds for each piece that is repeated: it was fast enough before, whatever time is left. None: as for what is new."""
     ending: bool = False
     """The rollout has ended; nothing is to be answered any more."""
 
@@ -117,10 +125,10 @@ class Sessions:
 
     async def _rebuilt(self, call: SessionCall, started: Started) -> _Session:
         """A new environment that has heard what the lost one had."""
-        started(f"{_name(self._factory)}()")
+        started(f"{_name(self._factory)}()", repeated=bool(call.heard))
         session = self._sessions[call.session] = _Session(self._factory())
         for turn, before in enumerate(call.heard):
-            again = await self._turn(session, call, turn, started)
+            again = await self._turn(session, call, turn, partial(started, repeated=True))
             if again.digest != before:
                 raise _NotRepeatable(
                     f"the environment was made anew after the loss of its process, and answered differently in turn {turn}. "

@@ -7,9 +7,12 @@
 A policy that reasons on and on so answers all the same. Inserted tokens are seen and do not teach. The second stage is a request of its
 own for each member, whose prompt is all that went before, so this works with every sampler.
 
+Stop tokens and the stop texts of the config (`sampler.stop`) end either stage, as they end a completion; a
+reasoning that they end has its answer all the same.
+
 The end tag is looked for as text, because it may be several tokens. What was sampled stays as it was sampled: if the tag ends
-inside a token, the rest of this token stays too, and the answer's tag follows it; if a stop token ended the reasoning,
-it stays, and the tags follow it.
+inside a token, the rest of this token stays too, and the answer's tag follows it; if a stop token or a stop text ended the
+reasoning, it stays, and the tags follow it.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ class TwoStage:
             ask.prompt_ids,
             [ask.seed(member, 0) for member in range(ask.members)],
             max_tokens=self._config.max_reasoning_length,
-            stop=(self._config.reasoning_end,),
+            stop=(self._config.reasoning_end, *ask.params.stop),
         )
         reasoned = await sampler.generate(request)
         rollouts = await together(

@@ -159,6 +159,8 @@ def prune(folder: Path, keep: int, protect: Collection[int] = ()) -> list[int]:
     for checkpoint in old:
         pieces.keep_piece(checkpoint.path)
         durable.remove_folder(checkpoint.path)
+    if old:
+        pieces.merge_kept_pieces(folder.parent)
     return [checkpoint.step for checkpoint in old]
 
 
@@ -177,7 +179,8 @@ def drop_after(folder: Path, step: int) -> list[int]:
 
 def sweep(folder: Path) -> tuple[str, ...]:
     """Delete what dead writers left under construction; for the holder of the run's lock."""
-    return durable.sweep(folder) if folder.is_dir() else ()
+    places = [place for place in (folder, folder.parent / pieces.KEPT) if place.is_dir()]
+    return tuple(name for place in places for name in durable.sweep(place))
 
 
 def _reason(error: OSError | StoreError) -> str:

@@ -83,14 +83,25 @@ def write_json(path: Path, value: Any, *, replace: bool = True) -> None:
     write_file(path, text.encode("utf-8", "backslashreplace"), replace=replace)
 
 
-def publish_file(building: Path, path: Path) -> None:
-    """Flush a finished file to the disk, then give it its name; an earlier one of that name is replaced."""
+def publish_file(building: Path, path: Path, *, replace: bool = True) -> None:
+    """Flush a finished file to the disk, then give it its name; an earlier one of that name is replaced.
+
+    With `replace=False` an earlier one is left as it is and FileExistsError raised.
+    """
     with explained(path):
         _flush(building)
         crash_point(f"file:{path.name}:before")
-        building.replace(path)
+        _show_file(building, path, replace)
         flush_folder(path.parent)
     crash_point(f"file:{path.name}:after")
+
+
+def remove_file(path: Path) -> None:
+    """Delete a file; nothing where there is none."""
+    with explained(path):
+        crash_point(f"remove:{path.name}:before")
+        path.unlink(missing_ok=True)
+    crash_point(f"remove:{path.name}:after")
 
 
 def keep_file(finished: Path, path: Path) -> None:

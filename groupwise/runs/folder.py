@@ -222,9 +222,10 @@ def read_state(path: Path) -> ShownState:
         return shown_state(path, store.get_meta()["state"])
 
 
-def add_result(path: Path, name: str, content: Any) -> Path:
+def add_result(path: Path, name: str, content: Any, rows: Path | None = None) -> Path:
     """Write `results/<name>.json` of a run, or `<name>-2.json` … : an earlier result is never overwritten.
 
+    `rows` is a finished file, on the same disk, that becomes `results/<name>.jsonl`: what is too much for one JSON value.
     Needs no hold on the run: a finished or a live run may be evaluated. StoreError if it cannot be written;
     `durable.check_can_write` of `result_file` tells so before the work.
     """
@@ -234,9 +235,23 @@ def add_result(path: Path, name: str, content: Any) -> Path:
     for number in count(1):
         file = result_file(path, name if number == 1 else f"{name}-{number}")
         with suppress(FileExistsError):
-            durable.write_json(file, content, replace=False)
+            if rows is None:
+                durable.write_json(file, content, replace=False)
+            else:
+                _add_with_rows(file, content, rows)
             return file
     raise AssertionError("unreachable")
+
+
+def _add_with_rows(file: Path, content: Any, rows: Path) -> None:
+    """The rows first, so that a result never lacks them. Raises FileExistsError, leaving nothing, if either is there."""
+    beside = file.with_suffix(".jsonl")
+    durable.publish_file(rows, beside, replace=False)
+    try:
+        durable.write_json(file, content, replace=False)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def result_file(path: Path, name: str) -> Path:

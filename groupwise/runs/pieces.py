@@ -2,20 +2,27 @@
 
     checkpoints/step-N/record.db    the steps since the checkpoint before, with their metrics, rollouts and evaluations
     records/step-N.db               the same of checkpoints that were deleted because newer ones came
+    records/steps-M-to-N.db         those of several such checkpoints, from step-M to step-N, put together
 
 A piece has the tables of `run.db` and the very same rows, bit for bit: it is a small record, complete in itself, that is written
 once. The facts about the run and its resumes are in each piece, as they were. Put together in their order, the pieces give
 the record after the last checkpoint; `make_anew` does so where `run.db` is missing or damaged.
+
+Kept pieces are merged whenever there are `MERGED_AT_ONCE` of them. The merged one appears whole, then its parts are deleted: whoever
+dies in between leaves rows twice, which is no harm, and parts that the next merge deletes. It never spans a checkpoint that still
+stands, because a resume from there deletes all pieces that end later.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import re
 import sqlite3
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, groupby
 from pathlib import Path
 
 from groupwise.errors import StoreError
@@ -28,6 +35,12 @@ PIECE = "record.db"
 """A piece within its checkpoint."""
 KEPT = "records"
 """Folder of a run that holds the pieces of deleted checkpoints."""
+MERGED_AT_ONCE = 64
+"""Kept pieces that become one: a long run then has a few hundred files, and writes each row of its record three times in all."""
+
+logger = logging.getLogger(__name__)
+
+_KEPT_NAME = re.compile(r"step-(?P<only>\d+)\.db|steps-(?P<first>\d+)-to-(?P<last>\d+)\.db")
 
 _OF_STEPS = {
     "steps": "step IN (SELECT value FROM json_each(:steps))",
@@ -64,20 +77,26 @@ class MadeAnew:
 
 def write_piece(run: Path, record: Path, folder: Path, step: int) -> None:
     """Write the piece of the checkpoint after `step` steps into its folder, which is under construction."""
-    first = max((last for last in _pieces(run) if last < step), default=0)
-    file = folder / PIECE
-    with explained(file), closing(connect(file, "rwc")) as connection:
-        connection.execute("PRAGMA synchronous = OFF")  # the checkpoint is flushed as a whole
-        for migration in MIGRATIONS:
-            connection.executescript(migration)
-        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-        connection.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
+    first = max((last for last, _ in _pieces(run) if last < step), default=0)
+    with _new_piece(folder / PIECE) as connection:
         _attach(connection, record, "ro")
         connection.execute("BEGIN")
         _copy_steps(connection, range(first, step))
         _copy_evaluations(connection, first, step)
         _copy_facts(connection)
         connection.execute("COMMIT")
+
+
+@contextmanager
+def _new_piece(file: Path) -> Generator[sqlite3.Connection]:
+    """An empty one to be filled, which is flushed when it gets its place."""
+    with explained(file), closing(connect(file, "rwc")) as connection:
+        connection.execute("PRAGMA synchronous = OFF")
+        for migration in MIGRATIONS:
+            connection.executescript(migration)
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        connection.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
+        yield connection
 
 
 def keep_piece(checkpoint: Path) -> None:
@@ -90,20 +109,87 @@ def keep_piece(checkpoint: Path) -> None:
 
 def drop_pieces_after(run: Path, step: int) -> None:
     """Delete the kept pieces of later checkpoints: their steps are done again."""
-    for last, piece in _pieces(run).items():
-        if last > step and piece.parent.name == KEPT:
-            with durable.explained(piece):
-                piece.unlink()
+    for kept in _kept(run):
+        if kept.last > step:
+            durable.remove_file(kept.path)
 
 
-def _pieces(run: Path) -> dict[int, Path]:
-    """All that there are, by the steps after which they were written, in order."""
-    kept = {int(path.stem.removeprefix("step-")): path for path in run.glob(f"{KEPT}/step-*.db")}
-    own = {
-        int(path.parent.name.removeprefix("step-")): path
-        for path in run.glob(f"checkpoints/step-*/{PIECE}")
-    }
-    return dict(sorted((kept | own).items()))
+def merge_kept_pieces(run: Path) -> None:
+    """Put kept pieces together where there are many. A disk that refuses leaves them as they are: they are as good."""
+    kept = _kept(run)
+    merged = [each for each in kept if each.merged]
+    single = [each for each in kept if not each.merged]
+    try:
+        for part in single:
+            if any(whole.first <= part.last <= whole.last for whole in merged):
+                durable.remove_file(part.path)  # left over by a crash
+        if len(single) < MERGED_AT_ONCE:
+            return
+        for parts in _between_checkpoints(run, single):
+            if len(parts) >= MERGED_AT_ONCE:
+                _merge(parts[:MERGED_AT_ONCE])
+    except StoreError as error:
+        logger.warning("kept pieces of the record could not be merged: %s", error)
+
+
+def _merge(parts: Sequence[_Kept]) -> None:
+    whole = parts[0].path.with_name(f"steps-{parts[0].first}-to-{parts[-1].last}.db")
+    building = durable.building_path(whole)
+    building.unlink(missing_ok=True)
+    try:
+        with _new_piece(building) as connection:
+            _put_in(connection, [part.path for part in parts])
+        durable.publish_file(building, whole)
+    finally:
+        building.unlink(missing_ok=True)
+    for part in parts:
+        durable.remove_file(part.path)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A piece of deleted checkpoints, the first and the last one by their steps; the same one unless it is merged."""
+
+    path: Path
+    first: int
+    last: int
+
+    @property
+    def merged(self) -> bool:
+        return self.path.name.startswith("steps-")
+
+
+def _kept(run: Path) -> list[_Kept]:
+    """In order; a merged one comes after its parts."""
+    folder = run / KEPT
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    found = [(folder / name, _KEPT_NAME.fullmatch(name)) for name in names]
+    kept = [
+        _Kept(path, int(name["first"] or name["only"]), int(name["last"] or name["only"]))
+        for path, name in found
+        if name
+    ]
+    return sorted(kept, key=lambda each: (each.last, each.merged))
+
+
+def _between_checkpoints(run: Path, kept: Sequence[_Kept]) -> Iterator[list[_Kept]]:
+    """Pieces one after the other with no checkpoint between them."""
+    there = [step for step, _ in _checkpoints(run)]
+    for _, pieces in groupby(kept, lambda each: sum(step < each.last for step in there)):
+        yield list(pieces)
+
+
+def _pieces(run: Path) -> list[tuple[int, Path]]:
+    """All that there are, with the steps after which they were written, in order."""
+    own = [(step, path / PIECE) for step, path in _checkpoints(run) if (path / PIECE).is_file()]
+    kept = [(each.last, each.path) for each in _kept(run)]
+    return sorted(kept + own, key=lambda piece: piece[0])
+
+
+def _checkpoints(run: Path) -> list[tuple[int, Path]]:
+    """The folders of checkpoints with their steps, whatever state they are in."""
+    found = [(re.fullmatch(r"step-(\d+)", path.name), path) for path in run.glob("checkpoints/*")]
+    return [(int(name[1]), path) for name, path in found if name]
 
 
 # --- the record ----------------------------------------------------------------------------------
@@ -134,14 +220,14 @@ def make_anew(run: Path, record: Path, step: int, trouble: str) -> MadeAnew:
 
     The damaged one is kept beside it. StoreError if there is no piece of that step: it was lost, or never written.
     """
-    pieces = {last: piece for last, piece in _pieces(run).items() if last <= step}
-    if step not in pieces:
+    pieces = [(last, piece) for last, piece in _pieces(run) if last <= step]
+    if step not in dict(pieces):
         raise StoreError(
             f"{record} {trouble}, and the checkpoint after {step} steps holds no {PIECE} from which it could be "
             "put together again. Restore the file from a copy, or start another run from these weights with --init-from."
         )
     building = durable.building_path(record)
-    _put_together(building, list(pieces.values()))
+    _put_together(building, [piece for _, piece in pieces])
     damaged = _set_aside(record)
     durable.publish_file(building, record)
     with Store.open(record) as store:
@@ -153,19 +239,24 @@ def make_anew(run: Path, record: Path, step: int, trouble: str) -> MadeAnew:
 def _put_together(building: Path, pieces: Sequence[Path]) -> None:
     Store.create(building).close()
     with explained(building), closing(connect(building, "rw")) as connection:
-        for piece in pieces:
-            _attach(connection, piece, "ro&immutable=1")
-            connection.execute("BEGIN")
-            missing = connection.execute(
-                "SELECT step FROM other.steps WHERE step NOT IN (SELECT step FROM main.steps)"
-            )
-            _copy_steps(connection, [step for (step,) in missing])
-            _copy_evaluations(connection, 0, None)
-            _copy_facts(connection)
-            connection.execute("COMMIT")
-            connection.execute("DETACH other")
+        _put_in(connection, pieces)
     with Store.open(building) as store:
         store.rebuild_text_index()
+
+
+def _put_in(connection: sqlite3.Connection, pieces: Sequence[Path]) -> None:
+    """Add to a record what pieces have that it lacks; evaluations and facts of the later ones replace earlier ones."""
+    for piece in pieces:
+        _attach(connection, piece, "ro&immutable=1")
+        connection.execute("BEGIN")
+        missing = connection.execute(
+            "SELECT step FROM other.steps WHERE step NOT IN (SELECT step FROM main.steps)"
+        )
+        _copy_steps(connection, [step for (step,) in missing])
+        _copy_evaluations(connection, 0, None)
+        _copy_facts(connection)
+        connection.execute("COMMIT")
+        connection.execute("DETACH other")
 
 
 def _set_aside(record: Path) -> Path | None:

@@ -59,6 +59,8 @@ class EvaluationRecord:
     metrics: Mapping[str, float]
     rows: Sequence[Mapping[str, Any]] = ()
     """One mapping for each prompt or sample, as JSON."""
+    asked: str = ""
+    """Fingerprint of what was asked, and how: only evaluations that have the same one compare. Empty: not known."""
 
 
 @dataclass(frozen=True, slots=True)

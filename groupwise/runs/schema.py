@@ -139,6 +139,9 @@ MIGRATIONS: tuple[str, ...] = (
     """
     ALTER TABLE steps ADD COLUMN rejected TEXT NOT NULL DEFAULT '[]';  -- JSON list: drawn and not trained
     """,
+    """
+    ALTER TABLE evaluations ADD COLUMN asked TEXT NOT NULL DEFAULT '';  -- fingerprint of prompts and way of answering
+    """,
 )
 
 TEXT_INDEX = (

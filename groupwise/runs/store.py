@@ -232,6 +232,7 @@ class Store:
                 name=label(record.name),
                 policy=label(record.policy),
                 metrics=pack_json(dict(record.metrics)),
+                asked=record.asked,
             )
             self._db.insert_many(
                 "evaluation_rows",
@@ -239,10 +240,21 @@ class Store:
                 [(added, i, pack_json(dict(row))) for i, row in enumerate(record.rows)],
             )
 
-    def evaluations(self) -> list[EvaluationRecord]:
-        """All evaluations, by step, then as they were added."""
-        rows = self._db.all(
-            "SELECT id, step, name, policy, metrics FROM evaluations ORDER BY step, id"
+    def evaluations(self, *, rows: bool = True) -> list[EvaluationRecord]:
+        """All evaluations, by step, then as they were added. Without `rows`, only what they say as a whole."""
+        return self._evaluations("TRUE ORDER BY step, id", (), rows)
+
+    def evaluation(self, step: int, name: str) -> EvaluationRecord | None:
+        """The evaluation of that name after `step` steps, the last one that was added; None if there is none."""
+        wanted = "step = ? AND name = ? ORDER BY id DESC LIMIT 1"
+        return next(iter(self._evaluations(wanted, (step, label(name)), rows=True)), None)
+
+    def _evaluations(
+        self, condition: str, values: tuple[int | str, ...], rows: bool
+    ) -> list[EvaluationRecord]:
+        found = self._db.all(
+            f"SELECT id, step, name, policy, metrics, asked FROM evaluations WHERE {condition}",
+            values,
         )
         return [
             EvaluationRecord(
@@ -250,9 +262,10 @@ class Store:
                 name,
                 policy,
                 unpack_json(metrics),
-                self._evaluation_rows(evaluation),
+                self._evaluation_rows(evaluation) if rows else (),
+                asked,
             )
-            for evaluation, step, name, policy, metrics in rows
+            for evaluation, step, name, policy, metrics, asked in found
         ]
 
     def _evaluation_rows(self, evaluation: int) -> tuple[dict[str, Any], ...]:

@@ -129,7 +129,7 @@ def test_two_runs_are_compared(runs):
 def test_the_rollouts_of_a_run_are_judged_anew(runs, tmp_path):
     same = rescore("with", task=TOY, runs_dir=runs)
     assert (same.overall.rollouts, same.overall.failed, same.overall.moved) == (40, 0, 0)
-    assert [row.old for row in same.rows] == [row.new for row in same.rows]
+    assert all(row.old == row.new for row in same.rows())
     rewards = tmp_path / "other.py"
     rewards.write_text("def other(completions, wanted, **_): return [-len(t) for t in completions]")
     assert rescore("with", rewards=[f"{rewards}:other"], runs_dir=runs).overall.new < 0

@@ -11,6 +11,7 @@ Repeated runs are equal to begin with, whatever the number of reward workers.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import sqlite3
@@ -263,12 +264,16 @@ def test_a_run_of_an_older_format_of_the_record_goes_on(uninterrupted, tmp_path)
     assert crash_at(steps[3], lambda: start(tmp_path)) == 17
     with sqlite3.connect(tmp_path / "toy" / "run.db") as record:
         record.executescript(
-            "ALTER TABLE steps DROP COLUMN rejected; ALTER TABLE rollouts DROP COLUMN messages;"
+            "ALTER TABLE evaluations DROP COLUMN asked; ALTER TABLE steps DROP COLUMN rejected;"
+            "ALTER TABLE rollouts DROP COLUMN messages;"
             "ALTER TABLE rollouts DROP COLUMN ended_by; ALTER TABLE segments DROP COLUMN prompt_ids;"
             "PRAGMA user_version = 1;"
         )
     go_on(config(tmp_path))
-    assert what_must_be_equal(tmp_path / "toy") == uninterrupted[0]
+    gone_on, whole = what_must_be_equal(tmp_path / "toy"), uninterrupted[0]
+    assert gone_on["files"] == whole["files"]
+    records = [re.sub(r'"asked": "\w*"', "", each["record"]) for each in (gone_on, whole)]
+    assert records[0] == records[1], "what the first evaluation asked was not recorded then"
 
 
 def started_from(runs: Path, settings: dict) -> None:

@@ -250,6 +250,26 @@ def test_dry_run_shows_the_plan_and_writes_nothing(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("cache", "called", "said"),
+    [
+        (7, "share", r"soft_punish_cache is 7, but the policy may write 6 tokens at most"),
+        (None, "overlong", r"called 'overlong', which is the name of the algorithm's own"),
+    ],
+)
+def test_what_an_algorithm_cannot_go_with_is_refused_before_the_start(
+    tmp_path, cache, called, said
+):
+    task = tmp_path / "named.py"
+    task.write_text(Path(TOY).read_text().replace("share", called))
+    settings = config(tmp_path / "runs")
+    settings["algorithm"] = {"type": "dapo", "soft_punish_cache": cache}
+    with pytest.raises(UsageError, match=said):
+        groupwise.rl(settings, str(task), dry_run=True)
+    settings["algorithm"]["soft_punish_cache"] = 0
+    groupwise.rl(settings, str(task), dry_run=True)
+
+
 def test_a_run_with_a_start_of_its_own_is_resumed_by_its_command(tmp_path, monkeypatch):
     groupwise.rl(config(tmp_path), TOY)
     settings = config(tmp_path)
@@ -290,7 +310,9 @@ def test_metrics_that_fail_do_not_cost_the_training(tmp_path):
     result = groupwise.rl(config(tmp_path), str(task))
     assert result.exit_code == 0
     assert (result.folder / "final" / "adapter_model.safetensors").exists()
-    assert result.after is None
+    assert result.after is not None
+    assert (len(result.after.rows), "share" in result.after.metrics) == (3, False)
+    assert "reward" in result.summary["held_out"]["after"]
     assert "no measure" in (result.folder / "log.txt").read_text()
 
 

@@ -54,7 +54,7 @@ def test_ratio_of_a_sequence_in_value_and_gradient(mean: bool) -> None:
     counts_B = MASK.sum(-1).clamp(min=1)
     sums_B = (gap_BT * MASK).sum(-1)
     direct_B = (sums_B / counts_B if mean else sums_B).exp()
-    shared_BT = ops.sequence_log_ratio(log_ratio_BT, MASK, mean=mean).exp()
+    shared_BT = ops.sequence_log_ratio(log_ratio_BT, None, MASK, mean=mean).exp()
     averaged_B = (shared_BT * MASK).sum(-1) / counts_B
     torch.testing.assert_close(averaged_B[:2], direct_B[:2])
     found = torch.autograd.grad(averaged_B[:2].sum(), gap_BT, retain_graph=True)[0]
@@ -65,7 +65,7 @@ def test_ratio_of_a_sequence_in_value_and_gradient(mean: bool) -> None:
 
 def test_extreme_ratio_of_a_sequence_has_no_gradient() -> None:
     gap_BT = torch.tensor([[30.0, 30.0]], requires_grad=True)
-    ratio_BT = ops.sequence_log_ratio(gap_BT, torch.ones(1, 2), mean=True).exp()
+    ratio_BT = ops.sequence_log_ratio(gap_BT, None, torch.ones(1, 2), mean=True).exp()
     ratio_BT.sum().backward()
     assert ratio_BT.isfinite().all()
     assert gap_BT.grad is not None

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from groupwise.algorithms.dapo import Dapo
+from groupwise.errors import TaskError
 from groupwise.types import RewardPart
 
 A = 0.5 / (math.sqrt(0.5) + 1e-4)
@@ -85,16 +86,23 @@ def test_without_cache_rewards_stay(rollout, group) -> None:
 
 
 def test_cache_longer_than_the_limit_is_refused(group) -> None:
-    with pytest.raises(
-        ValueError, match=r"soft_punish_cache is 21, more than max_completion_length \(20\)"
-    ):
+    said = r"soft_punish_cache is 21, but the policy may write 20 tokens"
+    with pytest.raises(ValueError, match=said):
         Dapo(soft_punish_cache=21).shaped(group(1.0), 20)
+    with pytest.raises(ValueError, match=said):
+        Dapo(soft_punish_cache=21).check(20, ())
+    Dapo(soft_punish_cache=21).check(21, ())
 
 
 def test_another_reward_of_that_name_is_refused(rollout, group) -> None:
     once = Dapo().shaped(group(rollout(0, 1.0)), 20)
-    with pytest.raises(ValueError, match="called 'overlong' already"):
+    said = "called 'overlong', which is the name of the algorithm's own"
+    with pytest.raises(TaskError, match=said):
         Dapo().shaped(once, 20)
+    with pytest.raises(TaskError, match=said):
+        Dapo().check(20, ("right", "overlong"))
+    Dapo(soft_punish_cache=0).check(20, ("overlong",))
+    Dapo().check(20, ("right", "overlong_2"))
 
 
 def test_groups_that_differ_in_length_only_are_drawn_anew(rollout, group) -> None:

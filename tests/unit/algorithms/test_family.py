@@ -6,11 +6,13 @@
 4. The numerator has the same tokens as the denominator.
 5. The entropy bonus is the mean entropy of the step's tokens; the gradient reaches policy and entropies only.
 6. What a batch lacks is named. Only groups with a difference by the task are accepted, where that is asked for.
+7. A rollout in several rows has the loss and the gradient that it would have in one.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
 
@@ -19,7 +21,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.algorithms.base import Algorithm, LossResult, TokenBatch
+from groupwise.algorithms.base import Algorithm, LossResult, Others, TokenBatch
 from groupwise.algorithms.registry import ALGORITHMS, make
 from groupwise.types import Weight
 
@@ -70,12 +72,29 @@ def batches(draw: st.DrawFn) -> TokenBatch:
         entropies_BT=normal(2.0).abs().requires_grad_(),
         reference_logprobs_BT=policy + normal(0.7),
         proximal_logprobs_BT=policy + normal(0.2),
+        others=Others(
+            torch.randint(5, (rows,), generator=rng), normal(0.3)[:, 0], normal(0.3)[:, 0]
+        )
+        if draw(st.booleans())
+        else None,
+    )
+
+
+def _changed(batch: Any, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Any:
+    """The batch with every tensor changed."""
+    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return replace(
+        batch,
+        **{
+            name: _changed(value, change) if name == "others" else change(name, value)
+            for name, value in values.items()
+            if value is not None
+        },
     )
 
 
 def _rows(batch: TokenBatch, chosen: list[int]) -> TokenBatch:
-    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    return replace(batch, **{name: tensor[chosen] for name, tensor in values.items()})
+    return _changed(batch, lambda _, tensor: tensor[chosen])
 
 
 @given(algorithms(), batches(), st.data())
@@ -104,10 +123,7 @@ def test_padding_changes_nothing(algorithm: Algorithm, batch: TokenBatch) -> Non
         wide = (0, 3, 0, 1) if name.endswith("_BT") else (0, 1)
         return torch.nn.functional.pad(tensor.detach(), wide)
 
-    wide = replace(
-        batch,
-        **{field.name: padded(field.name, getattr(batch, field.name)) for field in fields(batch)},
-    )
+    wide = _changed(batch, padded)
     wide.policy_logprobs_BT.requires_grad_()
     wide.entropies_BT.requires_grad_()
     expected, found = algorithm.loss(batch), algorithm.loss(wide)
@@ -165,6 +181,64 @@ def test_batch_without_a_trained_token_is_zero(name: str, knobs: dict[str, Any],
         assert torch.equal(gradient, torch.zeros(rows, 3))
 
 
+def _cut_in_two(batch: TokenBatch, at: int) -> TokenBatch:
+    """The one row of a batch as two, the first the shorter, each of which knows the sums of the other."""
+    rest = batch.mask_BT.shape[1] - at
+
+    def two(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name.endswith("_B"):
+            return tensor.repeat(2)
+        padded = torch.nn.functional.pad(tensor[:, :at], (0, rest - at))
+        return torch.cat([padded, tensor[:, at:]])
+
+    pair = _changed(batch, two)
+    return replace(pair, others=_sums_of_the_other(pair))
+
+
+def _sums_of_the_other(pair: TokenBatch) -> Others:
+    def other(values_BT: torch.Tensor | int) -> torch.Tensor:
+        return (values_BT * pair.mask_BT).sum(-1).flip(0).detach()
+
+    return Others(
+        tokens_B=other(1),
+        log_weights_B=other(pair.proximal_logprobs_BT - pair.sampling_logprobs_BT),
+        log_ratios_B=other(pair.policy_logprobs_BT - pair.proximal_logprobs_BT),
+    )
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_truncate", "sequence_mask"])
+@pytest.mark.parametrize("cap", [1.1, 50.0])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_rollout_is_the_same_in_one_row_and_in_two(name: str, cap: float, mode: str) -> None:
+    rng = torch.Generator().manual_seed(5)
+    policy = -torch.rand(1, 7, dtype=torch.float64, generator=rng)
+    near = [policy + 0.2 * torch.randn(1, 7, dtype=torch.float64, generator=rng) for _ in range(3)]
+    whole = TokenBatch(
+        policy_logprobs_BT=policy.clone().requires_grad_(),
+        sampling_logprobs_BT=near[0],
+        proximal_logprobs_BT=near[1],
+        reference_logprobs_BT=near[2],
+        mask_BT=torch.tensor([[1, 1, 0, 1, 1, 0, 1]]),
+        advantages_B=torch.tensor([0.7], dtype=torch.float64),
+        scales_B=torch.tensor([0.2], dtype=torch.float64),
+    )
+    knobs = {"importance_sampling_correction": mode, "importance_sampling_cap": cap, "beta": 0.1}
+    wide_clip = {} if name == "cispo" else {"epsilon": 0.9}
+    algorithm = make(name, {**knobs, **wide_clip, "epsilon_high": 9.0})
+    results = [algorithm.loss(batch) for batch in (whole, _cut_in_two(whole, 3))]
+    gradients = [
+        torch.autograd.grad(
+            torch.stack(list(result.components.values())).sum(), whole.policy_logprobs_BT
+        )[0]
+        for result in results
+    ]
+    torch.testing.assert_close(*[result.components for result in results])
+    torch.testing.assert_close(*[result.stats for result in results])
+    torch.testing.assert_close(*gradients)
+    left_out = (mode, cap) == ("sequence_mask", 1.1)
+    assert gradients[0].eq(0).all() == left_out
+
+
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_on_policy_gradient_is_that_of_reinforce(name: str, batch) -> None:
     policy = [[-1.0, -0.5, -0.3], [-0.7, -0.2, -1.1]]
@@ -181,7 +255,7 @@ def test_on_policy_gradient_is_that_of_reinforce(name: str, batch) -> None:
 @given(batches())
 def test_flipped_advantage_flips_the_gradient_on_policy(name: str, batch: TokenBatch) -> None:
     same = batch.policy_logprobs_BT.detach()
-    plain = replace(batch, sampling_logprobs_BT=same, proximal_logprobs_BT=same)
+    plain = replace(batch, sampling_logprobs_BT=same, proximal_logprobs_BT=same, others=None)
     flipped = replace(plain, advantages_B=-plain.advantages_B)
     algorithm = make(name, {})
     gradient, _ = _gradients(algorithm.loss(plain), plain)

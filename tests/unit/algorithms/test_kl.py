@@ -1,7 +1,7 @@
 """The contract of the KL penalty, against the exact divergence over a vocabulary of five tokens.
 
 1. k1 and k3 have the mean of KL(policy ‖ reference); k2 is near it where the two are close. k3 is never negative.
-2. The exact gradient is that of KL(policy ‖ reference) for every estimator, on and off policy.
+2. The exact gradient is that of KL(policy ‖ reference) for every estimator, on and off policy, with and without the correction.
 3. The gradient of k2 is that too on policy; that of k3 is the one of KL(reference ‖ policy); that of k1 is 0 in the mean.
 4. Nothing outside the mask, and no extreme difference, makes anything that is not finite.
 5. Beta follows Ziegler's controller: towards the target, by at most a fifth in a horizon.
@@ -18,8 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.algorithms import kl
+from groupwise.algorithms.base import TokenBatch
 from groupwise.algorithms.kl import KlEstimator, KlGradient
-from groupwise.algorithms.registry import make
+from groupwise.algorithms.registry import ALGORITHMS, make
 
 VOCABULARY = 5
 ESTIMATORS: tuple[KlEstimator, ...] = get_args(KlEstimator)
@@ -86,6 +87,41 @@ def test_exact_gradient_is_that_of_the_divergence(estimator: KlEstimator, on_pol
     found = _gradient(_expected(policy_V, reference_V, drawn_V, estimator, "exact"), logits_V)
     expected = _gradient(_divergence(policy_V, reference_V), logits_V)
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("cap", [1e9, 1.1])
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_exact_gradient_stays_exact_for_stale_samples_with_the_correction(
+    name: str, cap: float
+) -> None:
+    """Sampler, proximal and current policy all differ; only tokens whose weight the cap cut lose some of their share."""
+    logits_V, reference_V, sampling_V = _distributions()
+    policy_V = logits_V.log_softmax(0)
+    nudge_V = torch.tensor([0.2, 0.1, -0.3, 0.4, -0.1], dtype=torch.float64)
+    proximal_V = (logits_V + nudge_V).log_softmax(0).detach()
+    each_a_row = TokenBatch(
+        policy_logprobs_BT=policy_V[:, None],
+        sampling_logprobs_BT=sampling_V[:, None],
+        proximal_logprobs_BT=proximal_V[:, None],
+        reference_logprobs_BT=reference_V[:, None],
+        mask_BT=torch.ones(VOCABULARY, 1),
+        advantages_B=torch.zeros(VOCABULARY),
+        scales_B=sampling_V.exp(),
+    )
+    knobs = {"importance_sampling_correction": "token_truncate", "importance_sampling_cap": cap}
+    algorithm = make(name, {**knobs, "beta": 1.0, "kl_estimator": "k1"})
+    found = algorithm.loss(each_a_row).components["kl"]
+    weights_V = (proximal_V - sampling_V).exp()
+    kept_V = weights_V.clamp(max=cap) / weights_V
+    assert (kept_V < 1).any() == (cap < 2)
+    share_V = kept_V * policy_V.detach().exp()
+    divergence = (share_V * (policy_V - reference_V)).sum()
+    assert found.item() == pytest.approx(divergence.item())
+    slope = (share_V * (policy_V - reference_V).square() / 2).sum()
+    torch.testing.assert_close(_gradient(found, logits_V), _gradient(slope, logits_V))
+    if cap > 2:
+        exact = _gradient(_divergence(policy_V, reference_V), logits_V)
+        torch.testing.assert_close(_gradient(found, logits_V), exact)
 
 
 def test_gradients_of_the_estimators() -> None:

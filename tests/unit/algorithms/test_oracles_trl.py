@@ -8,6 +8,7 @@ differ by design, a test states the exact relation and why:
 3. A token's importance weight multiplies the gradient of the whole sequence in TRL's GSPO; here that of its token.
 4. Members without a reward count in TRL's mean over rollouts, and not here.
 5. In TRL the mean over rollouts is that of each micro-batch; here that of the step.
+6. The importance weight is on the surrogate alone in TRL; here on the KL too, whose gradient is exact only with it.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ KNOBS: list[dict[str, Any]] = [
         "importance_sampling_correction": "sequence_mask",
         "importance_sampling_cap": 1.5,
         "beta": 0.04,
+        "kl_gradient": "estimator",
         "entropy_coef": 0.01,
         "mask_truncated_completions": True,
         "epsilon_high": 0.5,
@@ -225,6 +227,20 @@ def test_gspo_gives_each_token_its_own_ratio_in_the_kl(trl) -> None:
     of_trl = 0.1 * (sequence * k3.sum(-1) / counts).mean()
     ours = steps.loss(algorithm)[0] - penalty
     torch.testing.assert_close(ours + of_trl, theirs, **CLOSE)
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate"])
+def test_importance_weight_is_on_the_kl_too(trl, mode: str) -> None:
+    """Without it, the KL is TRL's: that of a sampler which is the proximal policy."""
+    knobs = {"importance_sampling_correction": mode, "importance_sampling_cap": 1.2, "beta": 0.1}
+    algorithm, steps = make("grpo", knobs), problem(0)
+    theirs = trl.grpo(_trainer(steps, algorithm), None, _inputs(steps, algorithm))
+    unweighted = replace(steps, sampling_BT=steps.proximal_BT)
+    ours, plain = (
+        algorithm.loss(each.batch(algorithm)).components["kl"] / 8 for each in (steps, unweighted)
+    )
+    assert not torch.isclose(ours, plain)
+    torch.testing.assert_close(steps.loss(algorithm)[0] - ours + plain, theirs, **CLOSE)
 
 
 @pytest.mark.parametrize("seed", range(3))

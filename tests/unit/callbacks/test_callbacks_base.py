@@ -322,9 +322,22 @@ async def test_requests_are_forgotten_when_they_are_taken(begun):
     callbacks = await begun(Asking())
     assert not callbacks.save_was_asked()
     await callbacks.step_begins()
-    asked = [callbacks.save_was_asked(), callbacks.evaluation_was_asked()]
-    again = [callbacks.save_was_asked(), callbacks.evaluation_was_asked()]
-    assert (asked, again) == ([True, True], [False, False])
+    assert [callbacks.save_was_asked(), callbacks.save_was_asked()] == [True, False]
+
+
+async def test_an_evaluation_is_asked_for_until_it_was_made_or_given_up(begun):
+    class Asking(Callback):
+        def on_step_begin(self, run):
+            run.evaluate()
+
+    callbacks = await begun(Asking())
+    await callbacks.step_begins()
+    assert [callbacks.evaluation_was_asked, callbacks.evaluation_was_asked] == [True, True]
+    await callbacks.evaluated(BEFORE)
+    assert not callbacks.evaluation_was_asked
+    await callbacks.step_begins()
+    callbacks.give_up_evaluation()
+    assert not callbacks.evaluation_was_asked
 
 
 # --- what is told once
@@ -412,7 +425,7 @@ async def test_requests_are_part_of_the_state(begun):
     there, gone = Callbacks([("Asking", Asking())]), Callbacks()
     there.load_state(kept)
     gone.load_state(kept)
-    assert there.evaluation_was_asked()
+    assert there.evaluation_was_asked
     assert there.stop == Stop("Asking", "enough")
     assert gone.stop is None, "who asked is not there any more"
 

@@ -72,6 +72,17 @@ def test_state_goes_on_where_it_was():
     assert second.state() == whole.state()
 
 
+def test_the_best_on_other_held_out_prompts_is_no_mark():
+    run: Any = Run()
+    one, other = EarlyStop(patience=2), EarlyStop(patience=2)
+    one.on_evaluate(run, EvaluationRecord(0, "step-0", "x", {"reward": 0.9}, asked="easy"))
+    one.on_evaluate(run, EvaluationRecord(1, "step-1", "x", {"reward": 0.8}, asked="easy"))
+    other.load_state(one.state())
+    for step, reward in enumerate((0.2, 0.1, 0.3, 0.2)):
+        other.on_evaluate(run, EvaluationRecord(step, "s", "x", {"reward": reward}, asked="hard"))
+    assert (other.best, other.not_better, run.stopped) == (0.3, 1, [])
+
+
 def test_only_what_it_observes_counts():
     evaluation = EvaluationRecord(0, "step-1", "x", {"reward": 1.0})
     run: Any = Run()

@@ -1,6 +1,7 @@
 """Callbacks for the Trainer of transformers: what they are given, and what becomes of what they ask."""
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -181,7 +182,7 @@ async def test_control_is_passed_on(told, event):
         await one.step(loss=1.0)
     assert stopping.callbacks.stop.by == "Recording"
     assert saving.callbacks.save_was_asked()
-    assert evaluating.callbacks.evaluation_was_asked()
+    assert evaluating.callbacks.evaluation_was_asked
     assert not saving.adapter._control.should_save
 
 
@@ -267,6 +268,18 @@ async def test_exported_state_and_the_best_metric_go_on_over_a_resume(told):
     await again.evaluate(reward=1.5)
     assert again.callbacks.stop is not None
     assert isinstance(again.adapter.wrapped, ExportableState)
+
+
+async def test_the_best_on_other_held_out_prompts_is_forgotten(told):
+    first = await told(Recording())
+    easy = EvaluationRecord(0, "step-0", "toy", {"reward": 9.0}, asked="easy")
+    await first.callbacks.evaluated(easy)
+    second = await told(Recording(), begun=False)
+    second.callbacks.load_state(first.callbacks.state())
+    await second.begin()
+    assert second.adapter._state.best_metric == 9.0
+    await second.callbacks.evaluated(replace(easy, metrics={"reward": 1.0}, asked="hard"))
+    assert second.adapter._state.best_metric == 1.0
 
 
 async def test_the_best_checkpoint_is_the_one_of_the_best_evaluation(told, tmp_path):

@@ -15,6 +15,7 @@ from groupwise.errors import (
     ConfigError,
     GroupwiseError,
     ModelError,
+    RewardWorkerError,
     RunNotFoundError,
     TaskError,
     UsageError,
@@ -244,6 +245,25 @@ async def test_before_and_after_are_compared_prompt_by_prompt():
     wanted = sum(after.rewards[key] - before.rewards[key] for key in (11, 12)) / 2
     assert found["change"]["value"] == pytest.approx(wanted)
     assert not compared(after, after)["rises"]
+
+
+class UnmeasuredScorer(CountingScorer):
+    """Scores, but the task's own metrics fail."""
+
+    async def compute_metrics(self, prompts, completions, rows):
+        raise RewardWorkerError("compute_metrics raised ValueError")
+
+
+async def test_where_the_tasks_own_metrics_fail_all_else_stands():
+    told: list[RewardWorkerError] = []
+    result = await answers(asked(), scorer=UnmeasuredScorer(), on_metrics_failed=told.append)
+    whole = await answers(asked())
+    assert [str(error) for error in told] == ["compute_metrics raised ValueError"]
+    assert result.rows == whole.rows
+    assert set(whole.metrics) - set(result.metrics) == {"accuracy"}
+    assert result.details == {}
+    with pytest.raises(RewardWorkerError, match="raised ValueError"):
+        await answers(asked(), scorer=UnmeasuredScorer())
 
 
 # The command, with a fake sampler

@@ -3,13 +3,15 @@
 1. groups without signal have no rows, unless there is a penalty or a bonus, and stay in the denominators;
 2. each update is divided by the groups that it takes;
 3. reference and proximal log-probabilities are those of the start of the step, for every update of it;
-4. a step in which nothing teaches asks nothing of the learner.
+4. a step in which nothing teaches asks nothing of the learner;
+5. a row knows the other rows of its rollout: their weights as of the start of the step, their ratios as of each update.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,3 +152,50 @@ def test_where_nothing_teaches_the_learner_is_not_asked():
     learner, learned = learnt([group(0, 1.0, 1.0), group(1, None, None)], "grpo")
     assert learner.calls == []
     assert (learned.changed, learned.metrics) == (False, {})
+
+
+def in_two_rows(draw: int) -> Group:
+    """Two members, of whom the second has another row of 3 tokens after one of 2."""
+    plain = group(draw, 0.0, 1.0)
+    params = SamplingParams(LONGEST)
+    anew = Segment("policy", (1, 2, 3), (-1.5,) * 3, params=params, prompt_ids=(1, 9))
+    second = plain.rollouts[1]
+    second = replace(second, segments=(*second.segments, anew))
+    return replace(plain, rollouts=(plain.rollouts[0], second))
+
+
+def others_of(rows: Sequence[Row]) -> list[tuple[int, float, float] | None]:
+    return [
+        row.others and (row.others.tokens, row.others.log_weight, row.others.log_ratio)
+        for row in rows
+    ]
+
+
+@pytest.mark.parametrize("name", ["gspo", "rloo"])
+def test_ratio_of_a_rollout_in_several_rows_follows_the_updates(name):
+    """The learner gives a token −1 at first and one nat less after each update; the sampler gave −1 and −1.5."""
+    learner, _ = learnt([in_two_rows(0)], name, num_iterations=3)
+    assert learner.calls == [
+        "policy",
+        *["gradient", "update"],
+        *["policy", "gradient", "update"] * 2,
+    ]
+    assert [others_of(rows) for rows in learner.rows] == [
+        [None, (3, 1.5, -3.0 * updates), (2, 0.0, -2.0 * updates)] for updates in range(3)
+    ]
+
+
+def test_ratio_to_the_sampler_is_asked_for_from_the_first_update_on():
+    knobs = {"importance_sampling_correction": "none"}
+    learner, _ = learnt([in_two_rows(0)], "gspo", knobs, num_iterations=2)
+    assert learner.calls == ["policy", "gradient", "update"] * 2
+    assert [others_of(rows) for rows in learner.rows] == [
+        [None, (3, 0.0, 1.5 - 3 * updates), (2, 0.0, -2.0 * updates)] for updates in range(2)
+    ]
+
+
+def test_other_rows_cost_nothing_where_each_token_has_its_own_ratio():
+    knobs = {"importance_sampling_correction": "sequence_mask"}
+    learner, _ = learnt([in_two_rows(0)], "grpo", knobs, num_iterations=2)
+    assert learner.calls == ["policy", *["gradient", "update"] * 2]
+    assert others_of(learner.rows[1]) == [None, (3, 1.5, 0.0), (2, 0.0, 0.0)]

@@ -91,6 +91,11 @@ def test_rewards_that_are_the_same_up_to_addition_have_no_spread():
     assert found["reward_std"] == 0.0
 
 
+def test_spread_is_that_of_training():
+    found = group_metrics([group(rollout(0, 1, 0.3), rollout(1, 1, 0.1 + 0.2))])
+    assert found["frac_reward_zero_std"] == 1.0
+
+
 def test_the_loss_is_divided_and_statistics_are_means_over_tokens():
     sums = {
         "loss/policy": -6.0,

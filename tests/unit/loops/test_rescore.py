@@ -1,7 +1,9 @@
 """Recorded rollouts judged anew: by a task or by named functions, in workers, without a word written into the record."""
 
 import json
+import tracemalloc
 from pathlib import Path
+from statistics import correlation, fmean
 from typing import Any
 
 import pytest
@@ -77,7 +79,7 @@ def test_the_farthest_moved_come_first(runs):
         (0, 0, 1, 4),
         (0, 3, 4, 1),
     ]
-    again = judged(runs, "backwards", step=2).rows
+    again = judged(runs, "backwards", step=2).rows()
     failed = next(row for row in again if row.old is None)
     assert (failed.new, failed.old_outcome, failed.new_outcome) == (-1.0, "failed", "scored")
     assert (failed.old_rank, failed.moved) == (None, 0)
@@ -89,29 +91,72 @@ def test_all_is_written_beside_the_record(runs):
     assert names == ["rescored-length.json", "rescored-length-2.json"]
     stored = json.loads(found[0].path.read_text())
     assert (stored["kind"], stored["rewards"]) == ("rescoring", {"length": 1.0})
-    assert len(stored["rows"]) == 24
-    assert stored["rows"][0]["old_parts"] == {}
-    assert stored["rows"][0]["new_parts"] == {"length": 4.0}
+    written = found[1].path.with_suffix(".jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in written]
+    assert len(rows) == 24
+    assert rows[0]["old_parts"] == {}
+    assert rows[0]["new_parts"] == {"length": 4.0}
+    assert not list(found[0].path.parent.glob(".*")), "nothing is left under construction"
     assert stored["overall"] == found[0].summary()["overall"]
+
+
+def test_all_steps_together_are_what_their_rollouts_say(runs):
+    for name in ("length", "backwards"):
+        found = judged(runs, name, limit=5)
+        both = [(row.old, row.new) for row in found.rows() if row.old is not None is not row.new]
+        old, new = [x for x, _ in both], [y for _, y in both]
+        assert (found.overall.old, found.overall.new) == (fmean(old), fmean(new))
+        assert found.overall.correlation == pytest.approx(correlation(old, new))
+        assert found.overall.rollouts == 20
+
+
+def test_a_long_run_is_never_in_memory_as_a_whole(tmp_path):
+    text, steps = "a" * 200_000, 40
+    with RunFolder.create(
+        tmp_path, "r", {"model": {"name": "tiny"}, "rewards": {"in_process": True}}, {}
+    ) as run:
+        for step in range(steps):
+            one = Rollout(step, 0, 0, (1,), (Segment("policy", (1,)),), text, "scored", None, 1.0)
+            record = StepRecord(step, 0, 0, "f", (step,), 0.1, 0.0)
+            run.store.commit_step(record, [Group(step, Example(0, "p"), (one,))], {})
+    judged(tmp_path, "length", limit=1)  # whatever is imported on the way
+    tracemalloc.start()
+    found = judged(tmp_path, "length")
+    farthest = found.farthest(3)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < steps * len(text) / 2
+    assert (found.overall.rollouts, found.overall.new, farthest) == (steps, len(text), [])
+
+
+def test_a_result_of_an_earlier_version_keeps_its_name(runs):
+    results = runs / "r" / "results"
+    (results / "rescored-length.json").write_text("{}")
+    assert judged(runs, "length", step=0).path.name == "rescored-length-2.json"
+    assert sorted(path.name for path in results.iterdir()) == [
+        "rescored-length-2.json",
+        "rescored-length-2.jsonl",
+        "rescored-length.json",
+    ]
 
 
 def test_a_task_judges_with_its_weights_and_the_configs_task_section(runs):
     found = rescore("r", task=REWARDS, runs_dir=runs, overrides=["task.backwards=0.5"])
     assert found.rewards == {"length": 2.0, "backwards": 0.5}
-    assert found.rows[0].new == 2.0 * 4 - 0.5 * 4
+    assert next(found.rows()).new == 2.0 * 4 - 0.5 * 4
     with pytest.raises(TaskError, match="has no get_reward_funcs"):
         rescore("r", task=str(Path(__file__)), runs_dir=runs)
 
 
 def test_rewards_that_raise_or_hang_cost_their_group_only(runs):
     raised = judged(runs, "raises_at_two", limit=4)
-    assert [row.draw for row in raised.rows[::4]] == [2, 3, 4, 5], "the last groups"
-    lost = [row for row in raised.rows if row.new is None]
+    assert [row.draw for row in list(raised.rows())[::4]] == [2, 3, 4, 5], "the last groups"
+    lost = [row for row in raised.rows() if row.new is None]
     assert {(row.draw, row.new_outcome) for row in lost} == {(2, "failed")}
     assert "two is too much" in (lost[0].reason or "")
     assert raised.steps[1].failed == 4
     hung = judged(runs, "hangs_at_one", step=0)
-    assert {(row.draw, row.new_outcome) for row in hung.rows} == {(0, "scored"), (1, "timed_out")}
+    assert {(row.draw, row.new_outcome) for row in hung.rows()} == {(0, "scored"), (1, "timed_out")}
     assert hung.overall.scored == 4
 
 
@@ -135,7 +180,7 @@ def test_attempts_that_never_ended_are_left_out(tmp_path):
         group = Group(0, Example(0, "p"), (torn, whole, two_stage))
         run.store.commit_step(StepRecord(0, 0, 0, "f", (0,), 0.1, 0.0), [group], {})
         run.finish("finished")
-    assert [row.member for row in judged(tmp_path, "length").rows] == [1, 2]
+    assert [row.member for row in judged(tmp_path, "length").rows()] == [1, 2]
 
 
 def test_without_spread_there_is_no_correlation(tmp_path):

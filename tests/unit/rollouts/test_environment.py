@@ -74,7 +74,9 @@ class Inline:
     async def ask(self, call: Any, limit: float) -> Reply:
         self.calls.append(call)
         self.limits.append(limit)
-        return replace(await self.sessions.reply(call, lambda name: None), seconds=self.seconds)
+        return replace(
+            await self.sessions.reply(call, lambda name, **_: None), seconds=self.seconds
+        )
 
     async def close(self) -> None: ...
 

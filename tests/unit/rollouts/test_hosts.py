@@ -10,6 +10,7 @@ import asyncio
 import os
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,9 @@ async def hosted():
     """`hosted(name)`: rollouts in an environment of `hosted.py`, in workers."""
     made: list[EnvironmentRollouts] = []
 
-    def make(name: str, *, workers: int = 1, time_limit: float = 20.0, start: str = "make"):
+    def make(name: str, *, workers: int = 1, start: str = "make", **limits: float):
         host = WorkerHost(f"{MODULE}:{start}", {"name": name}, workers=workers)
-        made.append(rollouts_in(host, time_limit))
+        made.append(rollouts_in(host, **limits))
         return made[-1]
 
     yield make
@@ -41,8 +42,10 @@ async def hosted():
         await kind.close()
 
 
-def rollouts_in(host: Any, time_limit: float = 20.0) -> EnvironmentRollouts:
-    return EnvironmentRollouts(host, PIECES, Limits(5, 200, time_limit, 60.0))
+def rollouts_in(
+    host: Any, time_limit: float = 20.0, max_seconds: float = 60.0
+) -> EnvironmentRollouts:
+    return EnvironmentRollouts(host, PIECES, Limits(5, 200, time_limit, max_seconds))
 
 
 async def drawn(kind: EnvironmentRollouts, folder: Path, draws: range = range(1), members: int = 3):
@@ -112,6 +115,44 @@ async def test_lost_process_costs_the_one_rollout_and_the_others_go_on(
     assert len(processes(tmp_path)) == 2
     (again,) = await drawn(kind, tmp_path, range(7, 8))  # and the next group is served
     assert [each.outcome for each in again.rollouts] == ["pending", outcome, "pending"]
+
+
+async def test_what_is_repeated_may_take_as_long_as_a_turn_however_little_time_is_left(
+    hosted, tmp_path
+):
+    kind = hosted("StartsSlowly", max_seconds=1.1)  # half a second is left after the beginning
+    await kind.start()
+    (group,) = await drawn(kind, tmp_path)
+    assert [each.outcome for each in group.rollouts] == ["pending", "timed_out", "pending"]
+    assert [group.rollouts[i].completion for i in (0, 2)] == ["3=3;4=7;5=12;"] * 2
+    assert len(processes(tmp_path)) == 2
+
+
+class Silent:
+    def reset(self):
+        pass
+
+    def step(self, completion):
+        return Step(completion)
+
+
+async def test_only_what_was_heard_before_counts_as_repeated():
+    first = SessionCall(0, 0, 0, 1, "p", {})
+
+    async def told(call: SessionCall) -> list[tuple[str, bool]]:
+        """By a process that does not know the session."""
+        noted: list[tuple[str, bool]] = []
+        await Sessions(Silent).reply(
+            call, lambda name, *, repeated=False: noted.append((name, repeated))
+        )
+        return noted
+
+    beginning = await Sessions(Silent).reply(first, lambda *_, **__: None)
+    second = replace(first, completions=("3",), heard=(beginning.digest,))
+    assert await told(first) == [("Silent()", False), ("Silent.reset", False)]
+    again = [("Silent()", True), ("Silent.reset", True)]
+    assert await told(second) == [*again, ("Silent.step, turn 1", False)]
+    assert await told(replace(second, ending=True)) == [*again, ("Silent.close", False)]
 
 
 async def test_environment_that_is_not_repeatable_fails_when_its_process_is_lost(hosted, tmp_path):

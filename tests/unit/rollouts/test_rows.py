@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.rollouts.rows import training_rows, with_advantages
+from groupwise.rollouts.rows import training_rows, with_advantages, with_others
 from groupwise.types import Example, Group, Rollout, SamplingParams, Segment, Weight
 
 PARAMS = SamplingParams(8, 0.7)
@@ -84,6 +84,52 @@ def test_one_row_has_one_temperature(make_group, written):
     hot = replace(written(2), params=SamplingParams(8, 1.5))
     with pytest.raises(AssertionError, match=r"\[0\.7, 1\.5\]"):
         training_rows([make_group((written(1), hot))], [(Weight(1, 1),)])
+
+
+REWRITTEN = (50, 99)
+"""What the policy saw in the second turn, where the template wrote the first one anew."""
+
+
+def in_two_rows(written):
+    return written(5, 6), Segment("environment", (9,)), replace(written(7), prompt_ids=REWRITTEN)
+
+
+def test_rows_of_a_rollout_know_the_sums_of_the_others(make_group, written):
+    third = replace(written(8, 9), prompt_ids=(60,))
+    group = make_group((*in_two_rows(written), third), (written(5, 6),))
+    rows = training_rows([group], [(Weight(1, 1), Weight(2, 1))])
+    assert [row.rollout for row in rows] == [(4, 0)] * 3 + [(4, 1)]
+    assert [row.others for row in rows] == [None] * 4
+    proximal = [(-1.0,) * len(row.completion_ids) for row in rows]
+    rows = [replace(row, proximal_logprobs=old) for row, old in zip(rows, proximal, strict=True)]
+    weights = [1.1 - 2, 0.7 - 1, 1.7 - 2]  # of each row's tokens that teach: proximal − sampling
+    told = with_others(rows)
+    assert [row.others and row.others.tokens for row in told] == [3, 4, 3, None]
+    found = [row.others.log_weight for row in told[:3] if row.others]
+    assert found == pytest.approx([sum(weights) - own for own in weights])
+    assert [row.others.log_ratio for row in told[:3] if row.others] == [0.0] * 3
+    assert told[3] == rows[3]
+
+
+def test_ratios_are_those_of_the_policy_to_the_old_one(make_group, written):
+    rows = training_rows([make_group(in_two_rows(written))], [(Weight(1, 1),)])
+    now = [(-0.4, -0.4, 77.0), (-0.4,)]  # the environment's token counts for nothing
+    first, second = with_others(rows, now)
+    assert first.others
+    assert second.others
+    assert (first.others.log_ratio, second.others.log_ratio) == pytest.approx((0.3, 0.3))
+    assert first.others.log_weight == second.others.log_weight == 0.0
+    with_proximal = [replace(row, proximal_logprobs=(-0.5,) * len(row.mask)) for row in rows]
+    first, second = with_others(with_proximal, now)
+    assert first.others
+    assert second.others
+    assert (first.others.log_ratio, second.others.log_ratio) == pytest.approx((0.1, 0.2))
+
+
+def test_rows_without_a_rollout_are_alone(make_group, written):
+    rows = training_rows([make_group(in_two_rows(written))], [(Weight(1, 1),)])
+    apart = [replace(row, rollout=None) for row in rows]
+    assert with_others(apart) == apart
 
 
 def test_advantages_are_noted_beside_the_reward(make_group, written):

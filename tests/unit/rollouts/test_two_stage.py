@@ -66,6 +66,14 @@ async def test_stop_token_that_ended_the_reasoning_stays_and_the_tags_follow():
     assert rollout.completion == "so</think><answer>7"
 
 
+async def test_stop_texts_of_the_config_end_either_stage():
+    rollout, sampler = await rollout_of("so!!! on and on", "7!! 8", stop=("!!",))
+    assert [request.params.stop for request in sampler.requests] == [("</think>", "!!"), ("!!",)]
+    assert pieces(rollout)[0] == ["s", "o", "!", "!"]
+    assert rollout.completion == "so!!</think><answer>7!!"
+    assert not rollout.truncated
+
+
 async def test_second_stage_sees_the_whole_prompt_and_has_its_own_limit_and_seed():
     rollout, sampler = await rollout_of("so</think>", "123456789", members=3, stop=("!",))
     first, *later = sampler.requests

@@ -2,14 +2,16 @@
 
 1. put together, they are the record row by row, to the bit, also what only SQLite sees (lengths of tokens that were not kept);
 2. each begins where the one before ended; those of deleted checkpoints stay with the run, those of undone steps go;
-3. damage is noticed, whatever it is, and what is lost is named.
+3. many kept ones become one, whoever dies meanwhile, but never across a checkpoint that stands;
+4. damage is noticed, whatever it is, and what is lost is named.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import sqlite3
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import pytest
@@ -198,6 +200,112 @@ def test_a_crash_before_a_checkpoint_is_deleted_loses_nothing(run, die_at):
 
 
 # 3
+
+
+@pytest.fixture
+def merging(monkeypatch):
+    monkeypatch.setattr(pieces, "MERGED_AT_ONCE", 3)
+
+
+def go_on(folder: RunFolder, first: int, last: int, protect: Collection[int] = ()) -> None:
+    """Steps with an evaluation and a checkpoint after each of them, of which one is kept."""
+    for step in range(first, last):
+        commit(folder, step)
+        save(folder, step + 1)
+        named = EvaluationRecord(step + 1, f"step-{step + 1}", "r", {"x": step}, [{"a": step}])
+        folder.store.add_evaluation(named)
+        checkpoints.prune(folder.checkpoints, 1, protect)
+
+
+def kept(run: Path) -> set[str]:
+    return {path.name for path in run.glob("records/*")}
+
+
+def all_of(record: Path) -> dict[str, list[tuple[object, ...]]]:
+    return rows(record, (*TABLES, "evaluations", "evaluation_rows"))
+
+
+def test_many_become_one(tmp_path, merging):
+    run = RunFolder.create(tmp_path, "r", {}, {"kind": "rl"})
+    go_on(run, 0, 9)
+    assert kept(run.path) == {"steps-1-to-3.db", "steps-4-to-6.db", "step-7.db", "step-8.db"}
+    assert steps_of(run.path / "records/steps-4-to-6.db") == [3, 4, 5]
+    run.store.rewind(9)
+    before = all_of(run.store.path)
+    path = lose(run)
+    made = recover(path)
+    assert made is not None
+    assert (made.steps, made.lost) == (9, ())
+    after = all_of(path / "run.db")
+    assert {table: after[table] for table in TABLES} == {table: before[table] for table in TABLES}
+    assert after["evaluations"] == before["evaluations"][:-1], "the last one came after it"
+    assert len(after["evaluation_rows"]) == 8
+
+
+def test_dying_in_a_merge_loses_nothing(tmp_path, merging):
+    """At each of its durable writes: the record can be put together, and the next merge leaves none of what was merged."""
+    points: list[str] = []
+    durable.on_write = points.append
+    try:
+        RunFolder.create(tmp_path / "whole", "r", {}, {"kind": "rl"})._let_go()
+        with RunFolder.open(tmp_path / "whole" / "r") as whole:
+            go_on(whole, 0, 4)
+            before = rows(whole.store.path)
+    finally:
+        durable.on_write = lambda name: None
+    first = points.index("file:steps-1-to-3.db:before")
+    merge = points[first : points.index("remove:step-3.db:after") + 1]
+    assert len(merge) == 8, merge
+    for number, point in enumerate(merge):
+        runs = tmp_path / str(number)
+        RunFolder.create(runs, "r", {}, {"kind": "rl"})._let_go()
+        assert die_there(runs / "r", point) == 9, point
+        for ending in ("", "-wal", "-shm"):
+            (runs / "r" / f"run.db{ending}").unlink(missing_ok=True)
+        made = recover(runs / "r")
+        assert made is not None
+        assert (made.steps, made.lost) == (4, ()), point
+        assert rows(runs / "r" / "run.db") == before, point
+        with RunFolder.open(runs / "r") as folder:
+            go_on(folder, 4, 5)
+        assert kept(runs / "r") == {"steps-1-to-3.db", "step-4.db"}, point
+
+
+def die_there(run: Path, point: str) -> int:
+    child = os.fork()
+    if child == 0:
+        durable.on_write = lambda name: os._exit(9) if name == point else None
+        try:
+            with RunFolder.open(run) as folder:
+                go_on(folder, 0, 4)
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_what_belongs_to_a_checkpoint_that_stands_is_not_merged_with_later_ones(tmp_path, merging):
+    """SFT keeps its best checkpoint; a resume from there drops what came later and nothing else."""
+    run = RunFolder.create(tmp_path, "r", {}, {"kind": "sft"})
+    go_on(run, 0, 8, protect={3})
+    assert kept(run.path) == {"step-1.db", "step-2.db", "steps-4-to-6.db", "step-7.db"}
+    checkpoints.drop_after(run.checkpoints, 3)
+    assert kept(run.path) == {"step-1.db", "step-2.db"}
+    made = recover(lose(run))
+    assert made is not None
+    assert (made.steps, made.lost) == (3, ())
+
+
+def test_one_that_cannot_be_read_is_left_and_told_of(tmp_path, merging, caplog):
+    run = RunFolder.create(tmp_path, "r", {}, {"kind": "rl"})
+    go_on(run, 0, 3)
+    (run.path / "records/step-2.db").write_bytes(b"no database at all" * 1000)
+    go_on(run, 3, 4)
+    assert kept(run.path) == {"step-1.db", "step-2.db", "step-3.db"}
+    assert "could not be merged" in caplog.text
+    run._let_go()
+
+
+# 4
 
 
 def in_the_middle(record: Path) -> None:

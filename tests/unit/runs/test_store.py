@@ -16,6 +16,7 @@ import sqlite3
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -572,6 +573,10 @@ class TestTheRest:
         for record in (first, other, again):
             store.add_evaluation(record)
         assert store.evaluations() == [again, other]
+        assert store.evaluations(rows=False) == [replace(again, rows=()), other]
+        assert store.evaluation(4, "held_out") == other
+        assert store.evaluation(0, "held_out") == again
+        assert store.evaluation(3, "held_out") is None
 
     def test_facts_and_resumes(self, store: Store) -> None:
         store.set_meta({"state": "running", "max_steps": 150})
