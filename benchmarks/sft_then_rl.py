@@ -55,7 +55,7 @@ def main() -> None:
     """Run both, print, draw, and store if asked."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=40, help="steps of rewards after the warm-up")
-    parser.add_argument("--sft-steps", type=int, default=24)
+    parser.add_argument("--sft-steps", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dir", default="runs", help="folder of the runs")
     parser.add_argument("--store", action="store_true", help="keep picture and numbers")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,11 @@ from groupwise.rewards.inprocess import InProcessScorer, RubricScorer
 from groupwise.rewards.rubric import Rubric
 from groupwise.rewards.scoring import Scorer, unpicklable
 from groupwise.rewards.workers import RewardWorkers
-from groupwise.rollouts.asking import RolloutKind
+from groupwise.rollouts.asking import Ask, RolloutKind
+from groupwise.rollouts.dialogue import first_ids
 from groupwise.rollouts.environment import EnvironmentRollouts, Limits
 from groupwise.rollouts.hosts import EnvironmentHost, LocalHost, WorkerHost
+from groupwise.rollouts.seeds import member_seed
 from groupwise.rollouts.sessions import Sessions
 from groupwise.rollouts.single import Single
 from groupwise.rollouts.two_stage import TwoStage
@@ -32,7 +35,7 @@ from groupwise.runs import publications
 from groupwise.sft_config import SftConfig
 from groupwise.tasks.contract import Task, load_task
 from groupwise.tasks.tools import Schema
-from groupwise.types import Example, Learner, Sampler
+from groupwise.types import Example, Learner, Sampler, SamplingParams
 
 KEY_BLOCK = 64
 """Key lengths are rounded up to this many tokens, so that near configs decode in the same shape."""
@@ -75,18 +78,23 @@ def choose_layout(config: RunConfig, longest_prompt: int) -> Layout:
     from groupwise.models.machine import choose_device, describe_processor, torch_version
 
     device = choose_device()
-    needed = longest_prompt + longest_completion(config)
     rows = config.training.prompts_per_step * config.training.num_generations
     return Layout(
         device=device,
         dtype=choose_dtype(config.model, full=config.lora is None, device=device),
         threads=config.run.threads or _cores(),
         slots=config.sampler.slots or max(MIN_SLOTS, min(MAX_SLOTS, rows)),
-        key_length=-(-needed // KEY_BLOCK) * KEY_BLOCK,
+        key_length=key_length(config, longest_prompt),
         max_tokens_per_microbatch=config.training.max_tokens_per_microbatch,
         processor=describe_processor(device),
         torch=torch_version(),
     )
+
+
+def key_length(config: RunConfig, longest_prompt: int) -> int:
+    """Most tokens that the sampler can see, prompt included, where prompts have at most so many."""
+    needed = longest_prompt + longest_completion(config)
+    return -(-needed // KEY_BLOCK) * KEY_BLOCK
 
 
 def _cores() -> int:
@@ -294,6 +302,35 @@ def build_rollouts(
     )
     tools = check_rollouts(config, task, ())
     return EnvironmentRollouts(_environment_host(config, task), tokenizer, limits, tools)
+
+
+async def first_prompts(
+    config: RunConfig,
+    task: Task,
+    tokenizer: Any,
+    examples: Sequence[Example],
+    room: int | None = None,
+) -> list[tuple[int, ...]]:
+    """What the policy is asked first for these examples, as tokens: with tools, and as their environments begin.
+
+    `room` is as in `build_rollouts`. Raises TaskError where an environment gives no first prompt.
+    """
+    tools = check_rollouts(config, task, ())
+    asked = [first_ids(tokenizer, example.prompt, tools) for example in examples]
+    if config.rollout.type != "environment":
+        return asked
+    rollouts = build_rollouts(config, task, tokenizer, room)
+    assert isinstance(rollouts, EnvironmentRollouts)
+    params = SamplingParams(max_tokens=1)
+    asks = [
+        Ask(draw, example, ids, 1, partial(member_seed, config.training.seed, draw), params)
+        for draw, (example, ids) in enumerate(zip(examples, asked, strict=True))
+    ]
+    try:
+        await rollouts.start()
+        return [await rollouts.opening(ask) for ask in asks]
+    finally:
+        await rollouts.close()
 
 
 def environments_for_worker(config: Mapping[str, Any], task: str) -> Sessions:

@@ -206,7 +206,7 @@ class EvalConfig(Strict):
         if self.temperature == 0 and self.samples_per_prompt > 1:
             raise ValueError(
                 f"samples_per_prompt is {self.samples_per_prompt}, but temperature 0 gives the same "
-                "completion each time; set a temperature above 0."
+                "completion each time; set a temperature above 0, as in eval.temperature=1.0."
             )
         return self
 
@@ -415,6 +415,16 @@ class RunConfig(Strict):
     task: dict[str, Any] = setting(
         {}, "What the task itself reads; free, unless the task brings a schema for it."
     )
+
+    @model_validator(mode="after")
+    def _groups_have_members_to_compare(self) -> RunConfig:
+        kind = ALGORITHMS[self.algorithm.type]
+        if self.training.num_generations == 1 and kind(**self.algorithm.knobs).compares_members:
+            raise ValueError(
+                f"training.num_generations is 1, but {self.algorithm.type} as it is set compares the completions of a prompt "
+                "with each other; give at least 2. Only reinforce_pp without group_baseline and dynamic_sampling takes 1."
+            )
+        return self
 
     @model_validator(mode="after")
     def _two_stages_have_lengths_of_their_own(self) -> RunConfig:

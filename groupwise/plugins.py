@@ -325,7 +325,9 @@ def _is_users(frame: traceback.FrameSummary) -> bool:
         return False
     path = str(Path(frame.filename).resolve())
     if path.startswith(_PACKAGE_FOLDER):
-        return f"{_PACKAGE_FOLDER}/tasks" in path and not path.endswith("contract.py")
+        return f"{_PACKAGE_FOLDER}/tasks" in path and not path.endswith(
+            ("contract.py", "environment.py")
+        )
     return not path.startswith(_LIBRARY_FOLDERS)
 
 

@@ -347,9 +347,9 @@ def validate(
     except ValidationError as error:
         details = error.errors(include_url=False, include_input=False)
         problems += [line for detail in details for line in _explain(model, detail, tree, at)]
-        raise ConfigError(_listed(problems)) from None
+        raise ConfigError(_listed(problems, tree.source)) from None
     if problems:
-        raise ConfigError(_listed(problems))
+        raise ConfigError(_listed(problems, tree.source))
     return result
 
 
@@ -358,8 +358,14 @@ def _extra_keys(model: type[BaseModel]) -> Literal["forbid"] | None:
     return None if model.model_config.get("extra") else "forbid"
 
 
-def _listed(problems: Sequence[str]) -> str:
-    return "\n".join(dict.fromkeys(problems))
+def _listed(problems: Sequence[str], source: str) -> str:
+    """One below the other: those of the file in its order, then those of overrides."""
+
+    def line(problem: str) -> float:
+        found = re.match(rf"{re.escape(source)}(:\d+)?: ", problem)
+        return int((found[1] or ":0")[1:]) if found else math.inf
+
+    return "\n".join(sorted(dict.fromkeys(problems), key=line))
 
 
 @dataclass(frozen=True, slots=True)

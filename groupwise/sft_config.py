@@ -137,6 +137,10 @@ _STEP = (
     "computed at once"
 )
 _RL = "it belongs to `groupwise rl`, which has a config of its own; `groupwise sft` samples nothing"
+_RL_EVAL = (
+    "it belongs to `groupwise rl` and `groupwise eval`, which have a config of their own; `groupwise sft` evaluates the "
+    "loss on held-out rows"
+)
 _TASK_DATA = "the data comes from the task's get_sft_dataset and get_sft_eval_dataset"
 _EVAL = "here it is eval.eval_steps; evaluation is on where the task has get_sft_eval_dataset"
 _NOT_HERE = ("sampler.", "training.num_generations", "algorithm.", "prompts_per_step")
@@ -179,10 +183,20 @@ def _foreign() -> dict[str, str]:
                 "max_completion_length",
                 "beta",
                 "temperature",
-                "before_and_after",
             ),
             _RL,
         ),
+        **dict.fromkeys(
+            (
+                "before_and_after",
+                "samples_per_prompt",
+                "pass_at_k",
+                "success_threshold",
+                "success_part",
+            ),
+            _RL_EVAL,
+        ),
+        "max_prompts": "here it is eval.max_examples",
         **dict.fromkeys(("dataset", "train_dataset", "eval_dataset"), _TASK_DATA),
         **dict.fromkeys(
             ("max_seq_length", "max_seq_len", "sequence_len", "cutoff_len", "model_max_length"),

@@ -154,6 +154,11 @@ class Rollout:
         return tuple(token for segment in self.segments for token in segment.token_ids)
 
     @property
+    def written(self) -> int:
+        """Tokens that the policy wrote; `completion_ids` has those of environment and inserted text, too."""
+        return sum(len(each.token_ids) for each in self.segments if each.source == "policy")
+
+    @property
     def truncated(self) -> bool:
         """Whether a limit cut it off: the rollout where it has several turns, else the policy's last segment."""
         if self.ended_by is not None:

@@ -182,6 +182,11 @@ class GroupRelative(ABC):
         return self.entropy_coef > 0
 
     @property
+    def compares_members(self) -> bool:
+        """Whether a rollout has a worth only beside others of its group, so that a group needs two."""
+        return True
+
+    @property
     def ratio_of_rollout(self) -> bool:
         """Each token has its own, unless an algorithm says otherwise."""
         return False

@@ -53,6 +53,11 @@ class ReinforcePp(Clipped):
         },
     )
 
+    @property
+    def compares_members(self) -> bool:
+        """Not in the plain form, which compares the rollouts of the whole step."""
+        return self.group_baseline or self.dynamic_sampling
+
     def credit(self, groups: Sequence[Group]) -> Credit:
         """Centred within the group or the step, scaled by the step's standard deviation."""
         rewards = [scored_rewards(group) for group in groups]

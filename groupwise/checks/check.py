@@ -12,17 +12,20 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from groupwise import build
+from groupwise.checks import check_games
 from groupwise.checks.check_data import (
     check_dataset,
     check_hooks,
     check_overlap,
     check_teacher,
     first_prompts,
+    prompt_lengths,
     same_prompt,
     same_row,
     spread,
@@ -49,12 +52,14 @@ from groupwise.checks.check_rewards import (
 )
 from groupwise.checks.findings import Finding, Findings, OnFinding, Report
 from groupwise.config import LoadedConfig, RunConfig, load_config, view, with_task_schema
-from groupwise.errors import RewardWorkerError, UsageError
+from groupwise.errors import EnvironmentWorkerError, RewardWorkerError, TaskError, UsageError
 from groupwise.loops.awaiting import run_to_end
+from groupwise.models.tokens import rendered
 from groupwise.rewards.rubric import Rubric
 from groupwise.rewards.scoring import Scorer
 from groupwise.rewards.text import as_completion
 from groupwise.tasks.contract import Task, check_reward_columns, load_task
+from groupwise.tasks.tools import Schema
 from groupwise.types import Example
 
 ROWS = 16
@@ -76,6 +81,8 @@ class Subject:
     train: list[Example]
     held_out: list[Example]
     rubric: Rubric | None
+    tools: tuple[Schema, ...] = ()
+    """Those that the prompts of chats describe."""
 
     @property
     def examples(self) -> list[Example]:
@@ -104,14 +111,14 @@ def check(
     same = same_row if subject.task.has("get_environment") else same_prompt
     for name, examples in (("training data", subject.train), ("held-out data", subject.held_out)):
         if examples:
-            findings.extend(check_dataset(name, examples, lengths_by, room, same))
+            findings.extend(check_dataset(name, examples, lengths_by, room, same, subject.tools))
     if subject.train and subject.held_out:
         findings.add(check_overlap(subject.train, subject.held_out, same))
     findings.extend(
         check_teacher(subject.task, view(subject.config), subject.tokenizer, _draws(subject.config))
     )
     details: dict[str, Any] = {
-        "prompts": first_prompts(subject.examples, subject.tokenizer, SHOWN_PROMPTS),
+        "prompts": _shown_prompts(subject),
         "prompts_rendered_by": subject.config.model.name if subject.tokenizer else None,
     }
     given = _given(subject, completions)
@@ -128,8 +135,8 @@ def _subject(
     findings: Findings,
 ) -> Subject:
     """Load everything that can be loaded; what is broken raises, as it does in training."""
-    loaded = load_config({"model": {"name": "tiny"}} if config is None else config, overrides)
     found = load_task(task)
+    loaded = load_config(_stand_in(found) if config is None else config, overrides)
     findings.add(check_hooks(found))
     loaded = _with_schema(loaded, found)
     settings = loaded.config
@@ -142,22 +149,18 @@ def _subject(
     )
     tokenizer = _tokenizer(settings, required=config is not None)
     rubric = build.task_rubric(settings, found, tokenizer)
-    _check_rollouts(settings, found, train or held_out, configured=config is not None)
+    tools = build.check_rollouts(settings, found, train or held_out)
     if rubric is not None:
         in_workers = build.scores_in_workers(settings, found, rubric)
         for examples in (train, held_out):
             check_reward_columns(found, rubric, examples, in_workers=in_workers)
-    return Subject(settings, found, tokenizer, config is not None, train, held_out, rubric)
+    return Subject(settings, found, tokenizer, config is not None, train, held_out, rubric, tools)
 
 
-def _check_rollouts(
-    config: RunConfig, task: Task, examples: Sequence[Example], *, configured: bool
-) -> None:
-    """Raise TaskError where environment and data, or a config that was given, do not go together."""
-    if configured:
-        build.check_rollouts(config, task, examples)
-    elif task.has("get_environment") and examples:
-        task.check_environment(view(config), examples)
+def _stand_in(task: Task) -> dict[str, Any]:
+    """The config where none is given."""
+    rollout = {"type": "environment"} if task.has("get_environment") else {}
+    return {"model": {"name": "tiny"}, "rollout": rollout}
 
 
 def _with_schema(loaded: LoadedConfig, task: Task) -> LoadedConfig:
@@ -196,6 +199,18 @@ def _room(subject: Subject) -> int | None:
     return None if limit is not None and limit <= room else room
 
 
+def _shown_prompts(subject: Subject) -> list[str]:
+    """The first prompts; those that environments begin with, unless they cannot, which is found out elsewhere."""
+    tokenizer, examples = subject.tokenizer, subject.examples
+    if tokenizer is not None and examples and subject.task.has("get_environment"):
+        asked = build.first_prompts(
+            subject.config, subject.task, tokenizer, examples[:SHOWN_PROMPTS]
+        )
+        with suppress(TaskError, EnvironmentWorkerError):
+            return [rendered(tokenizer, ids) for ids in run_to_end(asked)]
+    return first_prompts(examples, tokenizer, SHOWN_PROMPTS, subject.tools)
+
+
 def _rendering(subject: Subject) -> Finding:
     """What the prompts below are rendered by."""
     if subject.own_model:
@@ -227,12 +242,32 @@ async def _try_everything(
 ) -> list[dict[str, Any]]:
     """Environment and rewards, as far as the task has them."""
     if subject.task.has("get_environment"):
-        first = subject.examples[0]
-        findings.add(await check_environment(subject.task, subject.config, first))
+        played = await check_environment(subject.task, subject.config, subject.examples[0])
+        findings.add(played)
+        if subject.rubric is None and subject.tokenizer is not None and played.level == "ok":
+            return await _try_games(subject, findings)
     if subject.rubric is not None:
         return await _try_rewards(subject, rows, given, findings)
     findings.add(Finding("rewards", "skipped", "the task has no get_reward_funcs"))
     return []
+
+
+async def _try_games(subject: Subject, findings: Findings) -> list[dict[str, Any]]:
+    """Games in an environment that is to give the rewards itself, and the table of what was earned."""
+    config, tokenizer, examples = subject.config, subject.tokenizer, subject.examples
+    room = None
+    if subject.own_model:
+        lengths, _ = prompt_lengths(examples, tokenizer, subject.tools)
+        room = build.key_length(config, max(lengths))
+    try:
+        games = await check_games.play(config, subject.task, tokenizer, examples, room)
+    except EnvironmentWorkerError as error:
+        findings.add(
+            Finding("games", "problem", str(error), "a training would stop here", "make it faster")
+        )
+        return []
+    findings.extend(check_games.judge_games(games))
+    return check_games.table(games)
 
 
 # --- rewards -------------------------------------------------------------------------------------

@@ -6,18 +6,21 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import median
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from groupwise.checks.findings import Finding
 from groupwise.data.sft import teacher_example
 from groupwise.errors import TaskError
-from groupwise.models.tokens import prompt_ids, rendered
+from groupwise.models.tokens import rendered
+from groupwise.rollouts.dialogue import first_ids
 from groupwise.tasks.contract import HOOKS, NEEDED, Task, Verb, require
+from groupwise.tasks.tools import Schema
 from groupwise.types import Example, Prompt
 
 MEASURED = 2000
 """Prompts of a dataset whose length is measured, evenly spread over it."""
 
+T = TypeVar("T")
 SameAs = Callable[[Example], str]
 """Gives the same text for rows that are the same."""
 
@@ -76,9 +79,13 @@ def check_dataset(
     tokenizer: Any,
     room: int | None,
     same: SameAs,
+    tools: Sequence[Schema] = (),
 ) -> Iterator[Finding]:
-    """Size, columns and lengths, then what is wrong with them. `room` is that of the model for a prompt, in tokens."""
-    lengths, unit = prompt_lengths(examples, tokenizer)
+    """Size, columns and lengths, then what is wrong with them. `room` is that of the model for a prompt, in tokens.
+
+    `tools` are those that the prompts of chats describe.
+    """
+    lengths, unit = prompt_lengths(examples, tokenizer, tools)
     sizes = {"min": min(lengths), "median": median(lengths), "max": max(lengths)}
     columns = described_columns(examples)
     shown = ", ".join(f"{column} ({kind})" for column, kind in columns.items())
@@ -149,11 +156,14 @@ def check_overlap(train: Sequence[Example], held_out: Sequence[Example], same: S
     )
 
 
-def first_prompts(examples: Sequence[Example], tokenizer: Any, count: int) -> list[str]:
+def first_prompts(
+    examples: Sequence[Example], tokenizer: Any, count: int, tools: Sequence[Schema] = ()
+) -> list[str]:
     """The first prompts as the model sees them; without a tokenizer, as they are written."""
     if tokenizer is None:
         return [written(example.prompt) for example in examples[:count]]
-    return [rendered(tokenizer, example.prompt) for example in examples[:count]]
+    ids = [first_ids(tokenizer, example.prompt, tools) for example in examples[:count]]
+    return [rendered(tokenizer, each) for each in ids]
 
 
 def written(prompt: Prompt) -> str:
@@ -163,19 +173,21 @@ def written(prompt: Prompt) -> str:
     return "\n".join(f"[{message['role']}] {message.get('content') or ''}" for message in prompt)
 
 
-def prompt_lengths(examples: Sequence[Example], tokenizer: Any) -> tuple[list[int], str]:
+def prompt_lengths(
+    examples: Sequence[Example], tokenizer: Any, tools: Sequence[Schema] = ()
+) -> tuple[list[int], str]:
     """Lengths of prompts spread over the dataset, and their unit."""
     chosen = spread(examples, MEASURED)
     if tokenizer is None:
         return [len(written(example.prompt)) for example in chosen], "characters"
-    return [len(prompt_ids(tokenizer, example.prompt)) for example in chosen], "tokens"
+    return [len(first_ids(tokenizer, example.prompt, tools)) for example in chosen], "tokens"
 
 
-def spread(examples: Sequence[Example], count: int) -> list[Example]:
-    """At most `count` examples, evenly from the first to the last."""
-    if len(examples) <= count:
-        return list(examples)
-    return [examples[index * len(examples) // count] for index in range(count)]
+def spread(found: Sequence[T], count: int) -> list[T]:
+    """At most `count` of them, evenly from the first to the last."""
+    if len(found) <= count:
+        return list(found)
+    return [found[index * len(found) // count] for index in range(count)]
 
 
 def prompt_key(prompt: Prompt) -> str:

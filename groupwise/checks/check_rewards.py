@@ -308,16 +308,21 @@ def judge_cheap(tried: Sequence[Sequence[Verdict]]) -> Iterator[Finding]:
 def judge_parts(verdicts: Sequence[Verdict], *, with_gold: bool) -> Iterator[Finding]:
     """Each reward function by itself: how often it applies, and whether it ever changes (which without gold says nothing)."""
     parts = part_values(verdicts)
+    failures = Counter(name for v in verdicts for name in v.member.notes.get("failed_rewards", ()))
     for name, values in parts.items():
         given = [value for value in values if value is not None]
-        absent = 1 - len(given) / len(values)
+        failed = failures[name] / len(values)
+        absent = 1 - len(given) / len(values) - failed
         numbers = distribution(given) if given else {}
         described = "no value"
         if given:
             described = "{min:.4g} to {max:.4g}, mean {mean:.4g}".format_map(numbers)
-        if absent:
+        if failures[name]:
+            described += f"; failed for {failed:.0%}"
+        if len(given) + failures[name] < len(values):
             described += f"; None for {absent:.0%}"
-        idle = with_gold and (not given or (is_constant(given) and len(parts) > 1))
+        silent = not given and not failures[name]
+        idle = with_gold and (silent or (bool(given) and is_constant(given) and len(parts) > 1))
         yield Finding(
             f"part {name}",
             "warning" if idle else "ok",
@@ -326,7 +331,7 @@ def judge_parts(verdicts: Sequence[Verdict], *, with_gold: bool) -> Iterator[Fin
             if idle
             else "",
             "remove it, or look at what it expects" if idle else "",
-            {"none_share": absent, **numbers},
+            {"none_share": absent, "failed_share": failed, **numbers},
         )
 
 

@@ -1,7 +1,8 @@
 """What a run will cost on this machine: a short measurement of sampling and learning, and what follows for a step.
 
 Completions are sampled to a fixed length with all slots occupied, because a decode step costs the same however many slots are.
-What is learnt from are whole groups. Scoring is left out: rewards run beside it in other processes, and only the task knows.
+What is learnt from are whole groups. Scoring is left out: rewards run beside it in other processes, and only the task knows. So is
+the time that an environment takes; what its turns cost the model is not: each reads the conversation again, which is measured too.
 """
 
 from __future__ import annotations
@@ -14,10 +15,9 @@ from typing import Any
 from groupwise import build
 from groupwise.algorithms.registry import make
 from groupwise.checks.doctor_engine import Engine
-from groupwise.checks.doctor_machine import OVERHEAD_MIB
 from groupwise.checks.findings import Finding
 from groupwise.config import DEFAULT_ALGORITHM, RunConfig
-from groupwise.loops.awaiting import gather_all
+from groupwise.rollouts.asking import gather_all
 from groupwise.rollouts.seeds import member_seed
 from groupwise.types import GroupRequest, OptimiserParams, Row
 
@@ -25,6 +25,8 @@ BUDGET = 12.0
 """Seconds that a measurement of sampling, or of learning, may take."""
 FEW_TOKENS, MANY_TOKENS = 4, 64
 """The first measurement is of few, which says how many the second may have."""
+READ_TOKENS = 512
+"""Of a conversation that is read again, at most."""
 MIB = 2**20
 
 Clock = Callable[[], float]
@@ -42,6 +44,8 @@ class Speeds:
     """Seconds of an update, its publication, and loading it."""
     tokens: int
     """Of a completion that was measured."""
+    reading: float = float("inf")
+    """Tokens of a prompt per second; infinite where nothing is read twice, and was not measured."""
 
 
 async def measure(
@@ -56,6 +60,8 @@ async def measure(
     tokens = max(min(FEW_TOKENS, limit), min(affordable, MANY_TOKENS, limit))
     rows, seconds = await _sampled(engine, groups, members, tokens, clock)
     learning = await _learnt(engine, rows, members, clock)
+    turns = _turns(config)
+    reading = await _read(engine, config, clock) if turns > 1 else float("inf")
     begun = clock()
     await engine.learner.update(OptimiserParams(learning_rate=config.training.learning_rate))
     await engine.sampler.load(await engine.learner.publish(version))
@@ -64,7 +70,22 @@ async def measure(
         learning=learning,
         publishing=clock() - begun,
         tokens=tokens,
+        reading=reading,
     )
+
+
+def _turns(config: RunConfig) -> int:
+    """Most completions of a rollout that are asked for with all that was said before."""
+    return config.rollout.max_turns if config.rollout.type == "environment" else 1
+
+
+async def _read(engine: Engine, config: RunConfig, clock: Clock) -> float:
+    """Tokens of a prompt per second, from the first token after one that is as long as a conversation becomes."""
+    prompt = engine.prompts[0]
+    length = min(READ_TOKENS, len(prompt) + build.longest_completion(config) - 1)
+    conversation = (prompt * (length // len(prompt) + 1))[:length]
+    _, seconds = await _sampled(replace(engine, prompts=(conversation,)), 1, 1, 1, clock)
+    return _rate(length, seconds)
 
 
 async def _sampled(
@@ -123,13 +144,22 @@ def _rate(tokens: int, seconds: float) -> float:
 
 
 def estimate(
-    speeds: Speeds, config: RunConfig, steps: int | None, usual_length: float | None
+    speeds: Speeds,
+    config: RunConfig,
+    steps: int | None,
+    usual_length: float | None,
+    longest_prompt: int = 0,
 ) -> Finding:
-    """Seconds of a step and of the run. `usual_length`: tokens of completions that ended by themselves; None where few did."""
+    """Seconds of a step and of the run. `usual_length`: tokens of completions that ended by themselves; None where few did.
+
+    How many turns are usual in an environment nobody knows: there is only a bound.
+    """
     completions = config.training.prompts_per_step * config.training.num_generations
-    longest = build.longest_written(config)
-    most = _step_seconds(speeds, completions, longest)
-    usual = None if usual_length is None else _step_seconds(speeds, completions, usual_length)
+    turns = _turns(config)
+    most = _most_seconds(speeds, config, completions, longest_prompt)
+    usual = None
+    if usual_length is not None and turns == 1:
+        usual = _step_seconds(speeds, completions, usual_length, usual_length)
     data: dict[str, Any] = {
         "sampling_tokens_per_second": speeds.sampling,
         "learning_tokens_per_second": speeds.learning,
@@ -140,6 +170,8 @@ def estimate(
         "usual_length": usual_length,
         "steps": steps,
     }
+    if turns > 1:
+        data["reading_tokens_per_second"] = speeds.reading
     if steps is not None:
         data["run_seconds_at_most"] = most * steps
         data["run_seconds_usual"] = None if usual is None else usual * steps
@@ -153,20 +185,32 @@ def estimate(
         "speed",
         "ok",
         f"sampling {speeds.sampling:,.0f} tokens/s, learning {speeds.learning:,.0f} tokens/s",
-        f"a step of {completions} completions takes {step}{run}; scoring and evaluations come on top",
+        f"a step of {completions} {'completions' if turns == 1 else f'rollouts with {turns} turns'} takes {step}{run}; "
+        f"{'' if turns == 1 else 'the environment, '}scoring and evaluations come on top",
         data=data,
     )
 
 
-def _step_seconds(speeds: Speeds, completions: int, length: float) -> float:
-    tokens = completions * length
-    return tokens / speeds.sampling + tokens / speeds.learning + speeds.publishing
+def _step_seconds(
+    speeds: Speeds, rollouts: int, written: float, learnt: float, read: float = 0.0
+) -> float:
+    """Of rollouts with so many tokens each: written by the policy, learnt from, and read again in later turns."""
+    each = written / speeds.sampling + learnt / speeds.learning + read / speeds.reading
+    return rollouts * each + speeds.publishing
 
 
-def peak(planned_mib: float, peak_bytes: int, kind: str) -> Finding:
-    """What was really held here, beside the plan of a whole step."""
+def _most_seconds(speeds: Speeds, config: RunConfig, rollouts: int, longest_prompt: int) -> float:
+    """Of rollouts that reach every limit; the learner also goes through what the environment said."""
+    written, turns = build.longest_written(config), _turns(config)
+    if turns == 1:
+        return _step_seconds(speeds, rollouts, written, written)
+    whole = build.longest_completion(config)
+    return _step_seconds(speeds, rollouts, written, whole, (turns - 1) * (longest_prompt + whole))
+
+
+def peak(planned: float, peak_bytes: int) -> Finding:
+    """What was really held here, beside the plan of a whole step (MiB)."""
     held = peak_bytes / MIB
-    planned = planned_mib + (OVERHEAD_MIB if kind == "cpu" else 0)
     data = {"peak_mib": held, "planned_mib": planned}
     measured = f"{held:,.0f} MiB at most so far; the plan for a whole step is {planned:,.0f} MiB"
     if held > 1.2 * planned:

@@ -62,7 +62,7 @@ class Patient:
     config: RunConfig
     tokenizer: Any
     prompts: PromptSet
-    from_task: bool
+    task: Task | None
     layout: Layout
     sizes: ModelPlan
 
@@ -72,7 +72,7 @@ class Patient:
         training = self.config.training
         if training.max_steps is not None:
             return training.max_steps
-        if not self.from_task or training.num_train_epochs is None:
+        if self.task is None or training.num_train_epochs is None:
             return None
         examples = len(self.prompts.examples)
         return max(1, math.ceil(training.num_train_epochs * examples / training.prompts_per_step))
@@ -99,12 +99,14 @@ def _patient(loaded: LoadedConfig, task: Task | None) -> Patient:
     schema = task.config_schema() if task else None
     config = (loaded if schema is None else with_task_schema(loaded, schema)).config
     tokenizer = load_tokenizer(config.model)
+    examples = _examples(config, task) if task else _own_examples(tokenizer)
     prompts = tokenise(
         tokenizer,
-        _examples(config, task) if task else _own_examples(tokenizer),
+        examples,
         max_prompt_length=config.data.max_prompt_length,
         room=prompt_room(config.model, build.longest_completion(config)),
         where=task.described if task else "The prompts of the doctor",
+        tools=build.check_rollouts(config, task, examples) if task else (),
     )
     layout = build.choose_layout(config, prompts.longest)
     sizes = plan_model(
@@ -115,8 +117,9 @@ def _patient(loaded: LoadedConfig, task: Task | None) -> Patient:
         key_length=layout.key_length,
         microbatch=layout.max_tokens_per_microbatch,
         needs_reference=build.build_algorithm(config).needs_reference,
+        device=layout.device,
     )
-    return Patient(config, tokenizer, prompts, task is not None, layout, sizes)
+    return Patient(config, tokenizer, prompts, task, layout, sizes)
 
 
 def _examples(config: RunConfig, task: Task) -> list[Example]:
@@ -154,9 +157,7 @@ def _machine(patient: Patient, load: float) -> Iterator[Finding]:
         has_bfloat16(layout.device),
     )
     free = free_memory(layout.device)
-    yield doctor_machine.memory(
-        patient.sizes.memory.total, None if free is None else free / MIB, layout.device
-    )
+    yield doctor_machine.memory(patient.sizes.memory.total, None if free is None else free / MIB)
     steps = patient.steps or 1
     rollouts = steps * config.training.prompts_per_step * config.training.num_generations
     kept = config.run.save_total_limit or max(1, steps // config.run.save_steps)
@@ -181,7 +182,7 @@ def available_cores() -> int:
 def _prompts(patient: Patient) -> Finding:
     """Which prompts the engine is asked."""
     longest = patient.prompts.longest
-    if patient.from_task:
+    if patient.task is not None:
         count = len(patient.prompts.examples)
         return Finding(
             "prompts", "ok", f"{PROMPTS} of the task's {count:,}, of up to {longest} tokens"
@@ -206,18 +207,23 @@ async def _engine(patient: Patient, findings: Findings) -> None:
     try:
         parts = build.training_parts(config, patient.layout, "doctor", folder)
         findings.add(stop_tokens(patient.tokenizer, parts.stop_token_ids, config.sampler.stop))
-        await examine(_asked(patient, parts), parts, patient, findings)
+        await examine(await _asked(patient, parts), parts, patient, findings)
     except RunError as error:
         findings.add(failed(error, "engine"))
     finally:
         build.remove_publications(folder)
 
 
-def _asked(patient: Patient, parts: Parts) -> Engine:
-    """The engine with a few prompts, spread over those there are."""
-    sampler = patient.config.sampler
-    places = {id(example): place for place, example in enumerate(patient.prompts.examples)}
-    chosen = [places[id(example)] for example in spread(patient.prompts.examples, PROMPTS)]
+async def _asked(patient: Patient, parts: Parts) -> Engine:
+    """The engine with a few prompts, spread over those there are, as their environments begin."""
+    config, task = patient.config, patient.task
+    sampler = config.sampler
+    chosen = spread(patient.prompts.examples, PROMPTS)
+    if task is not None:
+        room = patient.layout.key_length
+        prompts = await build.first_prompts(config, task, patient.tokenizer, chosen, room)
+    else:
+        prompts = spread(patient.prompts.prompts, PROMPTS)
     return Engine(
         sampler=parts.sampler,
         learner=parts.learner,
@@ -228,10 +234,10 @@ def _asked(patient: Patient, parts: Parts) -> Engine:
             stop_token_ids=parts.stop_token_ids,
             stop=sampler.stop,
         ),
-        examples=tuple(patient.prompts.examples[place] for place in chosen),
-        prompts=tuple(patient.prompts.prompts[place] for place in chosen),
+        examples=tuple(chosen),
+        prompts=tuple(prompts),
         dtype=patient.layout.dtype,
-        seed=patient.config.training.seed,
+        seed=config.training.seed,
     )
 
 
@@ -252,10 +258,9 @@ async def examine(engine: Engine, parts: Parts, patient: Patient, findings: Find
         findings.add(judge_slopes(slopes, rate))
     findings.extend(await check_publication(engine, published, groups))
     speeds = await doctor_cost.measure(engine, config, layout.slots, published.version + 2)
-    findings.add(
-        doctor_cost.peak(patient.sizes.memory.total, peak_memory(layout.device), layout.device)
-    )
-    findings.add(doctor_cost.estimate(speeds, config, patient.steps, usual_length(groups)))
+    findings.add(doctor_cost.peak(patient.sizes.memory.total, peak_memory(layout.device)))
+    longest = patient.prompts.longest
+    findings.add(doctor_cost.estimate(speeds, config, patient.steps, usual_length(groups), longest))
 
 
 def usual_length(groups: Sequence[Group]) -> float | None:

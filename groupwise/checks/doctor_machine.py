@@ -11,8 +11,6 @@ from groupwise.checks.findings import Finding
 
 LIBRARIES = ("torch", "transformers", "peft", "tokenizers", "safetensors", "huggingface_hub")
 """What training imports."""
-OVERHEAD_MIB = 600
-"""The interpreter and its libraries, which no plan counts."""
 NEARLY_FULL = 0.8
 """Share of the free memory above which a plan is called tight."""
 BUSY = 0.5
@@ -111,10 +109,9 @@ def device(name: str, kind: str, dtype: str, has_bfloat16: bool) -> Finding:
     return Finding("device", "ok", measured, data=data)
 
 
-def memory(planned_mib: float, free_mib: float | None, kind: str) -> Finding:
-    """The plan of a run against what is free on the device."""
-    needed = planned_mib + (OVERHEAD_MIB if kind == "cpu" else 0)
-    data = {"planned_mib": planned_mib, "needed_mib": needed, "free_mib": free_mib}
+def memory(needed: float, free_mib: float | None) -> Finding:
+    """What a run needs by its plan (MiB) against what is free on the device."""
+    data = {"needed_mib": needed, "free_mib": free_mib}
     if free_mib is None:
         said = f"a run needs about {needed:,.0f} MiB; this system does not say what is free"
         return Finding("memory", "skipped", said, data=data)

@@ -11,7 +11,7 @@ from typing import Any
 
 from groupwise.checks.findings import Finding
 from groupwise.errors import TaskError
-from groupwise.models.tokens import prompt_ids
+from groupwise.models.tokens import prompt_ids, unannounced
 from groupwise.types import Message
 
 QUESTION = "What is two plus three?"
@@ -125,6 +125,8 @@ def generation_prompt(tokenizer: Any, opening: list[Message]) -> Finding:
     name = "generation prompt"
     bare, asked = _ids(tokenizer, opening, ask=False), _ids(tokenizer, opening, ask=True)
     added = tokenizer.decode(asked[len(bare) :], skip_special_tokens=False)
+    if asked == bare and unannounced(tokenizer, opening) is None:
+        return Finding(name, "ok", "an answer follows its prompt at once", data={"added": added})
     if asked == bare:
         return Finding(
             name,

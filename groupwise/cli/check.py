@@ -36,7 +36,7 @@ def check(
     ] = 16,
     as_json: JsonOption = False,
 ) -> None:
-    """Check a task and its rewards before any training; no model is loaded."""
+    """Check a task and its rewards before any training. No model is loaded."""
     from groupwise.checks.check import check as run
     from groupwise.cli import findings
     from groupwise.cli.output import write_json

@@ -21,7 +21,7 @@ def doctor(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Examine model, template and engine on this machine, and say what a run will cost."""
+    """Examine model and engine on this machine, and estimate costs."""
     from groupwise.checks.doctor import doctor as run
     from groupwise.cli import findings
     from groupwise.cli.output import write_json

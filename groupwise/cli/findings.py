@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
-import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import typer
 
 from groupwise.checks.findings import Finding, Level, Report
+from groupwise.cli.printing import folded
 from groupwise.display.text import clean
 
 _COLOURS: dict[Level, str] = {
@@ -24,21 +23,20 @@ _LEVEL = 9
 """Columns of the first word of a line, its space included."""
 _NAME = 24
 _INDENT = " " * (_LEVEL + _NAME)
-_LEAST = 40
-"""Columns for text, however narrow the terminal is."""
 
 
 def show_finding(finding: Finding) -> None:
     """One finding; what to do is shown where there is something to do."""
     level = typer.style(f"{finding.level:<{_LEVEL}}", fg=_COLOURS[finding.level])
-    first, *rest = _wrapped(finding.measured)
-    _echo(f"{level}{finding.name:<{_NAME - 1}} {first}")
-    for line in (*rest, *_wrapped(finding.meaning)):
+    remedy = f"→ {finding.remedy}" if finding.remedy and finding.level != "ok" else ""
+    texts = [finding.measured, *(text for text in (finding.meaning, remedy) if text)]
+    lines = [line for text in texts for line in folded(text, len(_INDENT))]
+    begins = f"{level}{clean(finding.name):<{_NAME - 1}}"
+    if len(finding.name) < _NAME or not sys.stdout.isatty():
+        begins += f" {lines.pop(0)}"
+    _echo(begins)
+    for line in lines:
         _echo(_INDENT + line)
-    if finding.remedy and finding.level != "ok":
-        lines = _wrapped(f"→ {finding.remedy}")
-        for line in lines:
-            _echo(_INDENT + line)
 
 
 def show_verdict(report: Report) -> None:
@@ -89,19 +87,6 @@ def reward_rows(table: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
-
-
-def _wrapped(text: str) -> list[str]:
-    """Lines of a text: as they are, and in a terminal none wider than it."""
-    return [piece for line in clean(text).split("\n") for piece in _pieces(line)] if text else []
-
-
-def _pieces(line: str) -> Iterator[str]:
-    if not sys.stdout.isatty():
-        yield line
-        return
-    width = max(_LEAST, shutil.get_terminal_size().columns - len(_INDENT))
-    yield from textwrap.wrap(line, width, break_on_hyphens=False) or [""]
 
 
 def _echo(text: str) -> None:

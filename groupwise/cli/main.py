@@ -108,7 +108,7 @@ app.command("fetch-model")(fetch_model)
 app.add_typer(
     typer.Typer(cls=RunsGroup, no_args_is_help=True, rich_markup_mode=None),
     name="runs",
-    help="List runs, show one, read its rollouts, plot its rewards, compare two, rescore or replay one.",
+    help="Look at runs: list, show, plot, compare, rescore, replay.",
 )
 
 

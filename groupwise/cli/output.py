@@ -41,6 +41,8 @@ def _lines(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, st
         name = f"{above}{key}"
         if _is_interval(value):
             yield name, "{value:.3f} [{low:.3f}, {high:.3f}]".format_map(value)
+        elif isinstance(value, Mapping) and value.keys() == {"value"}:  # type: ignore[reportUnknownMemberType]
+            yield name, _text(value["value"])
         elif isinstance(value, Mapping):
             yield from _lines(cast("Mapping[str, Any]", value), f"{name}.")
         else:

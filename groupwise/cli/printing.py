@@ -6,11 +6,13 @@ What a model wrote may hold anything; it is shown as harmless plain text, in wha
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.cells import cell_len
@@ -18,6 +20,8 @@ from rich.cells import cell_len
 from groupwise.display.text import clean, one_line
 from groupwise.runs.durable import without_nan
 
+LEAST_WIDTH = 40
+"""Columns for folded text, however narrow the terminal is."""
 RUNS = Path("runs")
 RunsDir = Annotated[Path, typer.Option("--dir", help="Folder that holds the runs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -46,6 +50,22 @@ def print_pairs(pairs: Sequence[tuple[str, Any]]) -> None:
 def indented(text: str, margin: str) -> str:
     """Text of a stranger, cleaned, with a margin before each line."""
     return "\n".join(margin + line for line in clean(text).split("\n"))
+
+
+def folded(text: str, indent: int, stream: TextIO | None = None) -> list[str]:
+    """Lines of a text, cleaned: as they are, and in a terminal none that is wider than it behind `indent` columns.
+
+    `stream` is where they will be shown; None: stdout.
+    """
+    lines = clean(text).split("\n")
+    if not (stream or sys.stdout).isatty():
+        return lines
+    width = max(LEAST_WIDTH, shutil.get_terminal_size().columns - indent)
+    return [
+        part
+        for line in lines
+        for part in textwrap.wrap(line, width, break_on_hyphens=False) or [""]
+    ]
 
 
 def print_table(rows: Sequence[Sequence[str]]) -> None:

@@ -43,6 +43,9 @@ from groupwise.runs.folder import CHECKPOINTS, RECORD, read_config, read_summary
 from groupwise.runs.records import Order, RolloutFilter, RolloutView
 from groupwise.runs.store import Store
 
+LIMITS = {"turns": "max_turns", "tokens": "max_rollout_length"}
+"""The keys of the `rollout` section by what they ended."""
+
 app = typer.Typer(
     name="runs",
     help="Look at recorded runs: list, show, rollouts, plot, compare, rescore, replay.",
@@ -55,6 +58,10 @@ app = typer.Typer(
 @app.command("list")
 def list_command(dir: RunsDir = RUNS, as_json: AsJson = False) -> None:
     """List all runs with their state, steps and rewards."""
+    if not dir.is_dir():
+        raise RunNotFoundError(
+            f"there is no folder {dir}. Give --dir the folder that holds the runs (run.dir in their configs)."
+        )
     infos = list_runs(dir)
     if as_json:
         print_json([_info_json(info) for info in infos])
@@ -64,9 +71,7 @@ def list_command(dir: RunsDir = RUNS, as_json: AsJson = False) -> None:
         return
     head = ("name", "state", "steps", "reward", "started", "model", "task")
     print_table([head, *(_info_row(info) for info in infos)])
-    for info in infos:
-        if info.broken:
-            typer.echo(f"{one_line(info.name)} cannot be read: {one_line(info.broken)}", err=True)
+    _say_what_is_broken([info for info in infos if info.broken])
 
 
 @app.command()
@@ -116,6 +121,8 @@ def rollouts(
     with Store.open(path / RECORD, readonly=True) as store:
         if part is not None:
             _expect_name(f"reward part '{part}'", part, store.part_names())
+        if step is not None:
+            _expect_step(step, store.last_step())
         wanted = RolloutFilter(
             step=step if step is not None or searching else store.last_step(),
             outcome=("failed", "timed_out") if failed else None,
@@ -194,6 +201,16 @@ def _info_row(info: RunInfo) -> tuple[str, ...]:
     )
 
 
+def _say_what_is_broken(infos: Sequence[RunInfo]) -> None:
+    """One line, however many they are."""
+    if not infos:
+        return
+    first = infos[0]
+    more = f" (and {len(infos) - 1} more, for which --json has the reasons)" if infos[1:] else ""
+    reason = one_line(first.broken or "")
+    typer.echo(f"{one_line(first.name)} cannot be read{more}: {reason}", err=True)
+
+
 # One run
 
 
@@ -267,6 +284,13 @@ def _expect_name(what: str, name: str, names: Sequence[str]) -> None:
         raise RunNotFoundError(f"this run has no {what}: it has recorded no step yet.")
 
 
+def _expect_step(step: int, last: int | None) -> None:
+    if last is None:
+        raise RunNotFoundError(f"this run has no step {step}: it has recorded none yet.")
+    if not 0 <= step <= last:
+        raise RunNotFoundError(f"this run has no step {step}; it has the steps 0 to {last}.")
+
+
 def _print_rollouts(views: Sequence[RolloutView]) -> None:
     for number, (_, members) in enumerate(groupby(views, key=lambda view: view.draw)):
         group = list(members)
@@ -284,7 +308,7 @@ def _print_member(view: RolloutView) -> None:
     facts = [f"#{view.member}", _verdict(view)]
     if view.advantage is not None:
         facts.append(f"advantage {view.advantage:+.3f}")
-    facts.append(f"{view.completion_tokens} tokens{', cut off' if view.truncated else ''}")
+    facts.append(f"{view.completion_tokens} tokens{_cut_off(view)}")
     if view.attempt:
         facts.append(f"attempt {view.attempt}")
     print_text("\n  " + " · ".join(facts))
@@ -295,6 +319,12 @@ def _print_member(view: RolloutView) -> None:
         )
         print_text("     " + "   ".join(parts))
     print_text(indented(view.completion, "     "))
+
+
+def _cut_off(view: RolloutView) -> str:
+    """That a limit cut the rollout off, and which one where there are several."""
+    limit = LIMITS.get(view.ended_by or "")
+    return f", cut off{f' by {limit}' if limit else ''}" if view.truncated else ""
 
 
 def _verdict(view: RolloutView) -> str:

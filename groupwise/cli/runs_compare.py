@@ -37,7 +37,7 @@ def compare(
     ] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Compare two policies on the held-out prompts that both answered, and two runs by their rewards.
+    """Compare two policies on the held-out prompts that both answered, and two runs by their rewards, or by their losses.
 
     Each is a run (its evaluation after training), a run after some steps (what was recorded then), or a file that
     `groupwise eval` wrote.
@@ -57,7 +57,7 @@ def print_comparison(comparison: Comparison, rows: int = 0) -> None:
     for note in comparison.notes:
         print_text(f"note: {one_line(note)}")
     if comparison.metrics:
-        print_text(f"\nheld-out prompts: {_pairs_found(comparison)}")
+        print_text(f"\n{_pairs_found(comparison)}")
         head = ("metric", "A", "B", "B − A [95 %]", "better", "worse", "equal")
         print_table([head, *(_metric_row(change) for change in comparison.metrics)])
     if comparison.curve:
@@ -75,7 +75,9 @@ def _pairs_found(comparison: Comparison) -> str:
         for name, count in (("A", comparison.only_a), ("B", comparison.only_b))
         if count
     ]
-    return ", ".join([f"{comparison.prompts} answered by both", *alone])
+    if comparison.a.supervised:
+        return f"held-out examples: the same {comparison.prompts} for both"
+    return ", ".join([f"held-out prompts: {comparison.prompts} answered by both", *alone])
 
 
 def _metric_row(change: MetricChange) -> tuple[str, ...]:
@@ -89,10 +91,11 @@ def _signed(interval: Interval) -> str:
 
 
 def _print_curve(curve: CurveChange) -> None:
-    print_text(f"\nreward in training, {curve.steps} steps that both have")
+    print_text(f"\n{curve.metric} in training, {curve.steps} steps that both have")
     head = ("", "first steps", "last steps", "B − A, last steps [95 %]")
     change = _signed(curve.change) if curve.change else "no draws with the same prompt"
-    print_table([head, ("A", *map(rounded, curve.a), ""), ("B", *map(rounded, curve.b), change)])
+    rows = [head, ("A", *map(rounded, curve.a), ""), ("B", *map(rounded, curve.b), change)]
+    print_table(rows if curve.metric == "reward" else [row[:3] for row in rows])
 
 
 def _differs(pair: tuple[Any, Any]) -> str:

@@ -31,7 +31,7 @@ def sft(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Train a model on the given answers of a task (supervised fine-tuning)."""
+    """Train a model on given answers (supervised fine-tuning)."""
     from groupwise.cli.output import write_json, write_result
     from groupwise.loops.sft_start import sft as train
 

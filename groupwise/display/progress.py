@@ -153,7 +153,7 @@ class _Board:
         """The step as one plain line; what the step did not measure is left out."""
         facts = [
             ("reward", self._reward()),
-            ("loss", self._number("loss", "{:.4f}")),
+            ("loss", self._number("loss", "{:z.4f}")),
             ("kl", self._number("kl", "{:.4f}")),
             ("entropy", self._number("entropy", "{:.2f}")),
             ("len", self._number("completions/mean_length", "{:.1f}")),
@@ -206,7 +206,7 @@ class _Board:
         """The number that the run is about: its reward, or the loss where nothing is rewarded."""
         name, value, curve = "reward ", self._reward() or "none scored", self._rewards
         if not self._rewarded():
-            name, value, curve = "loss ", self._number("loss", "{:.4f}") or "", self._losses
+            name, value, curve = "loss ", self._number("loss", "{:z.4f}") or "", self._losses
         line = Text.assemble((name, "dim"), (value, "bold green"))
         room = width - line.cell_len - 2
         if room >= 10:
@@ -239,7 +239,7 @@ class _Board:
             ("groups without signal", self._number("frac_reward_zero_std", "{:.0%}")),
             ("grad norm", self._number("grad_norm", "{:.3g}")),
             ("learning rate", self._number("learning_rate", "{:.2e}")),
-            ("loss", self._number("loss", "{:.4f}") if self._rewarded() else None),
+            ("loss", self._number("loss", "{:z.4f}") if self._rewarded() else None),
             ("epoch", self._number("epoch", "{:.2f}")),
             ("sampling", self._number("perf/sampling_tokens_per_second", "{:,.0f} tok/s")),
             ("learning", self._number("perf/learning_tokens_per_second", "{:,.0f} tok/s")),

@@ -112,8 +112,8 @@ class TrainingConfig(OptimisationConfig):
     num_generations: int = setting(
         8,
         "Completions of each prompt, the size of a group; they are compared with each other, "
-        "so 2 is the least.",
-        ge=2,
+        "so 2 is the least, except for the plain form of reinforce_pp.",
+        ge=1,
     )
     num_iterations: int = setting(
         1,

@@ -1,4 +1,4 @@
-"""Awaiting: many things at once, all or none; and everything, from code that is not async."""
+"""Awaiting an asynchronous piece of work from code that is not async."""
 
 from __future__ import annotations
 
@@ -10,17 +10,6 @@ from typing import Any, TypeVar
 from groupwise.loops.interruption import Interruption
 
 T = TypeVar("T")
-
-
-async def gather_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results in the order given. If one fails or the wait is cancelled, the others are cancelled and awaited first."""
-    tasks = [asyncio.ensure_future(each) for each in work]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:

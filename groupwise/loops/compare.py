@@ -6,16 +6,19 @@ never by their position. What does not pair is counted, and differences in how t
 prompts, rewards or temperatures would be a comparison of these.
 
 Intervals are paired bootstraps over the prompts: what makes one prompt harder than another is in both sides and cancels out.
+
+Two supervised runs are compared by their losses, on the held-out rows that both were given and in training. Beside a run that was
+rewarded, a supervised one is what `groupwise eval` found of its answers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from groupwise.config import RunConfig, load_config, resolved
+from groupwise.config import LoadedConfig, RunConfig, load_config, resolved
 from groupwise.errors import ConfigError, RunNotFoundError, UsageError
 from groupwise.loops.measures import CLIPPED, LENGTH, REWARD, Row, by_prompt, measure, prompt_key
 from groupwise.loops.results import read_result
@@ -25,9 +28,13 @@ from groupwise.runs.folder import RECORD, RESULTS, read_config
 from groupwise.runs.records import EvaluationRecord
 from groupwise.runs.store import Store
 from groupwise.settings import Change, compare
+from groupwise.sft_config import SftConfig, load_sft_config
 
 NO_MERIT = frozenset({LENGTH, CLIPPED})
 """Metrics of which more is neither better nor worse."""
+
+LOSS = "loss"
+EVAL_LOSS = "eval_loss"
 
 SAME = 1e-9
 """Values nearer to each other than this are equal."""
@@ -60,6 +67,10 @@ class Side:
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
     run: Path | None = None
     """The folder of a run that was named as a whole: its curve is compared as well."""
+    supervised: bool = False
+    """Whether a run of `groupwise sft` recorded it: its rows are losses on given answers."""
+    asked: str = ""
+    """Fingerprint of the rows that a supervised run was evaluated on."""
 
     @property
     def samples(self) -> int:
@@ -82,21 +93,22 @@ class MetricChange:
     change: Interval | None = None
     """Mean of B − A with its interval; None for a metric that is known for the whole only."""
     better: int | None = None
-    """Prompts on which B has more; None also where more is no merit."""
+    """Prompts on which B has more (of a loss: less); None also where more is no merit."""
     worse: int | None = None
     equal: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class CurveChange:
-    """Rewards in training, over the steps that both runs have."""
+    """Rewards, or losses, in training, over the steps that both runs have."""
 
+    metric: str
     steps: int
     a: tuple[float | None, float | None]
-    """Mean reward of the first and of the last few of these steps."""
+    """Mean of the first and of the last few of these steps."""
     b: tuple[float | None, float | None]
     change: Interval | None
-    """Mean of B − A in the last few steps, over the draws in which both had the same prompt; None if there are none."""
+    """Mean of B − A in the last few steps, over the draws in which both had the same prompt; None if there are none, and of losses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +164,10 @@ def _without_name(change: MetricChange) -> dict[str, Any]:
 def compare_references(a: str, b: str, runs_dir: Path = Path("runs")) -> Comparison:
     """Compare what two references mean: the command `groupwise runs compare`. Raises `UsageError`."""
     first, second = find_side(a, runs_dir), find_side(b, runs_dir)
+    if first.supervised and not second.supervised:
+        first = _answers_of(a, b, second, runs_dir)
+    elif second.supervised and not first.supervised:
+        second = _answers_of(b, a, first, runs_dir)
     for side, other in ((first, second), (second, first)):
         if not side.rows and (other.rows and not (first.run and second.run)):
             raise RunNotFoundError(_no_evaluation(side.run, None))
@@ -160,16 +176,16 @@ def compare_references(a: str, b: str, runs_dir: Path = Path("runs")) -> Compari
 
 def compare_sides(a: Side, b: Side) -> Comparison:
     """Compare two sides. UsageError where both have evaluations but no prompt in common."""
+    if a.supervised and b.supervised:
+        return _compare_losses(a, b)
     of_a, of_b = by_prompt(a.rows), by_prompt(b.rows)
     both = [key for key in of_a if key in of_b]
     if a.rows and b.rows and not both:
         raise UsageError(_nothing_in_common(a, b))
     config = _config_changes(a.config, b.config) if a.config and b.config else {}
-    curve = _curve_change(a.run, b.run) if a.run and b.run else None
+    curve = _curve_change(a.run, b.run, REWARD) if a.run and b.run else None
     if not both and curve is None:
-        raise UsageError(
-            f"There is nothing to compare in {a.label} and {b.label}: neither evaluations nor steps that both have."
-        )
+        raise UsageError(_nothing_to_compare(a, b))
     return Comparison(
         a=a,
         b=b,
@@ -182,6 +198,37 @@ def compare_sides(a: Side, b: Side) -> Comparison:
         config=config,
         changed=tuple(_changed_prompts(of_a, of_b, both)),
     )
+
+
+def _compare_losses(a: Side, b: Side) -> Comparison:
+    """Two supervised runs: held-out rows only if they are the same ones, token by token."""
+    of_a, of_b = _loss_by_example(a.rows), _loss_by_example(b.rows)
+    both = [example for example in of_a if example in of_b] if a.asked == b.asked else []
+    curve = _curve_change(a.run, b.run, LOSS) if a.run and b.run else None
+    notes = _notes_on_losses(a, b, bool(both))
+    if not both and curve is None:
+        raise UsageError(". ".join([_nothing_to_compare(a, b).rstrip("."), *notes]) + ".")
+    others = [
+        MetricChange(name, a.metrics[name], b.metrics[name])
+        for name in a.metrics
+        if name in b.metrics and name != EVAL_LOSS
+    ]
+    return Comparison(
+        a=a,
+        b=b,
+        prompts=len(both),
+        only_a=0,
+        only_b=0,
+        metrics=(_loss_change(of_a, of_b, both), *others) if both else (),
+        curve=curve,
+        notes=tuple(notes),
+        config=_config_changes(a.config, b.config, SftConfig),
+        changed=(),
+    )
+
+
+def _nothing_to_compare(a: Side, b: Side) -> str:
+    return f"There is nothing to compare in {a.label} and {b.label}: neither evaluations nor steps that both have."
 
 
 # --- finding the sides ---------------------------------------------------------------------------
@@ -223,13 +270,44 @@ def _side_of_run(run: Path) -> Side:
     """The evaluation after training, or the newest one during it; without one, the curve alone."""
     recorded = [each for each in _recorded(run) if each.step > 0]
     if not recorded:
-        return Side(run.name, config=read_config(run), run=run)
+        return Side(run.name, config=read_config(run), run=run, supervised=_is_supervised(run))
     return _side_of_record(run, recorded[-1], whole=True)
 
 
 def _side_of_record(run: Path, record: EvaluationRecord, *, whole: bool = False) -> Side:
     label = f"{run.name}@{record.step} ({record.name})"
-    return Side(label, record.metrics, record.rows, read_config(run), run if whole else None)
+    return Side(
+        label,
+        record.metrics,
+        record.rows,
+        read_config(run),
+        run if whole else None,
+        _is_supervised(run),
+        record.asked,
+    )
+
+
+def _is_supervised(run: Path) -> bool:
+    return Store.facts(run / RECORD).get("kind") == "sft"
+
+
+def _answers_of(reference: str, other: str, rewarded: Side, runs_dir: Path) -> Side:
+    """What `groupwise eval` found of a supervised run, which is to be compared with one that was rewarded."""
+    run, step = resolve_run(reference, runs_dir)
+    policy = f"{run.name}@" if step is None else f"{run.name}@{step} ("
+    written = [side for side in _written(run) if side.label.startswith(policy)]
+    if not written:
+        command = f"groupwise eval -c CONFIG -t TASK --policy {reference}"
+        way = (
+            f"`{command}` lets it answer held-out prompts; then this command compares the two."
+            if rewarded.rows
+            else f"`{command} --policy {other}` lets both answer the same held-out prompts and compares them."
+        )
+        raise UsageError(
+            f"{reference} is a run of `groupwise sft`, which records losses on given answers, and {other} is judged by the "
+            f"rewards of its own answers. {way}"
+        )
+    return written[-1]
 
 
 def _recorded(run: Path) -> list[EvaluationRecord]:
@@ -261,6 +339,35 @@ def _no_evaluation(run: Path | None, step: int | None) -> str:
 
 
 # --- comparing -----------------------------------------------------------------------------------
+
+
+def _loss_by_example(rows: Sequence[Row]) -> dict[int, tuple[float, int]]:
+    """Of each example: the sum of its losses, and its trained tokens."""
+    found: dict[int, tuple[float, int]] = {}
+    for row in rows:
+        total, tokens = found.get(row["example"], (0.0, 0))
+        found[row["example"]] = (total + row["loss"] * row["tokens"], tokens + row["tokens"])
+    return found
+
+
+def _loss_change(
+    a: Mapping[int, tuple[float, int]], b: Mapping[int, tuple[float, int]], both: Sequence[int]
+) -> MetricChange:
+    """The loss of a token. An observation is an example, which counts by its tokens."""
+    each = sum(a[example][1] for example in both) / len(both)
+    before, after = ([side[example][0] / each for example in both] for side in (a, b))
+    pairs = [
+        (x - y) * each / a[example][1] for x, y, example in zip(before, after, both, strict=True)
+    ]
+    return MetricChange(
+        EVAL_LOSS,
+        sum(before) / len(both),
+        sum(after) / len(both),
+        paired_difference(before, after),
+        sum(gain > SAME for gain in pairs),
+        sum(gain < -SAME for gain in pairs),
+        sum(abs(gain) <= SAME for gain in pairs),
+    )
 
 
 def _metric_changes(a: Side, b: Side, both: Sequence[str]) -> list[MetricChange]:
@@ -320,19 +427,19 @@ def _mean_reward(rows: Sequence[Row]) -> float:
     return sum(row["reward"] for row in rows) / len(rows)
 
 
-def _curve_change(a: Path, b: Path) -> CurveChange | None:
+def _curve_change(a: Path, b: Path, metric: str) -> CurveChange | None:
     with (
         Store.open(a / RECORD, readonly=True) as first,
         Store.open(b / RECORD, readonly=True) as second,
     ):
-        curves = [dict(store.metrics([REWARD]).get(REWARD, [])) for store in (first, second)]
+        curves = [dict(store.metrics([metric]).get(metric, [])) for store in (first, second)]
         steps = sorted(curves[0].keys() & curves[1].keys())
         if not steps:
             return None
         ends = [reward_ends([curve[step] for step in steps]) for curve in curves]
         last = steps[-max(1, min(ENDS, len(steps) // 2)) :]
-        change = _change_of_draws(first, second, last[0], last[-1])
-    return CurveChange(len(steps), ends[0], ends[1], change)
+        change = _change_of_draws(first, second, last[0], last[-1]) if metric == REWARD else None
+    return CurveChange(metric, len(steps), ends[0], ends[1], change)
 
 
 def _change_of_draws(a: Store, b: Store, first: int, last: int) -> Interval | None:
@@ -346,16 +453,23 @@ def _change_of_draws(a: Store, b: Store, first: int, last: int) -> Interval | No
     return paired_difference([rewards[0][key] for key in both], [rewards[1][key] for key in both])
 
 
-def _config_changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Change]:
-    found = compare(_with_defaults(a), _with_defaults(b), RunConfig)
+def _config_changes(
+    a: Mapping[str, Any],
+    b: Mapping[str, Any],
+    model: type[RunConfig] | type[SftConfig] = RunConfig,
+) -> dict[str, Change]:
+    load = load_config if model is RunConfig else load_sft_config
+    found = compare(_with_defaults(a, load), _with_defaults(b, load), model)
     every = {**found.fixed, **found.warned, **found.free}
     return {key: every[key] for key in sorted(every) if key not in PLACES}
 
 
-def _with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_defaults(
+    config: Mapping[str, Any], load: Callable[[Mapping[str, Any]], LoadedConfig]
+) -> Mapping[str, Any]:
     """A config of an earlier version with the keys that it did not have yet; as it is where that cannot be done."""
     try:
-        return resolved(load_config(config).config)
+        return resolved(load(config).config)
     except ConfigError:
         return config
 
@@ -389,6 +503,24 @@ def _notes(a: Side, b: Side, config: Mapping[str, Change]) -> list[str]:
         notes.append(
             f"{changed} prompts stand in both with other columns (such as another answer); they are not paired"
         )
+    return notes
+
+
+def _notes_on_losses(a: Side, b: Side, paired: bool) -> list[str]:
+    without = [side.label for side in (a, b) if not side.rows]
+    notes: list[str] = []
+    if without:
+        notes = [
+            f"only losses in training are compared: no evaluation of {' and of '.join(without)}"
+        ]
+    elif not paired:
+        notes = [
+            "the held-out rows of the two are not the same as tokens (other data, tokenizer, template, data.* or "
+            "eval.max_examples), so their eval_loss cannot be compared"
+        ]
+    data = [Store.facts(side.run / RECORD).get("data") for side in (a, b) if side.run]
+    if len(data) == 2 and data[0] != data[1]:
+        notes.append("trained on other rows: their losses in training are of other texts")
     return notes
 
 

@@ -36,6 +36,8 @@ async def sample(run: Run, draw: int) -> Group:
 
 async def score(run: Run, group: Group, step: int) -> Group:
     """The group with rewards, shaped as the algorithm wants them. Reward functions see `step`: the one that drew it."""
+    if any(part.weight for rollout in group.rollouts for part in rollout.parts):
+        run.unrewarded = False
     scored = await score_group(run.scorer, group, step, run.max_steps)
     return run.algorithm.shaped(scored, run.longest_completion)
 

@@ -18,9 +18,9 @@ from statistics import fmean
 from typing import Any
 
 from groupwise import build
-from groupwise.config import LoadedConfig, RunConfig, load_config, resolved, view, with_task_schema
+from groupwise.config import RunConfig, load_config, resolved, view, with_task_schema
 from groupwise.errors import RewardWorkerError, TaskError, UsageError
-from groupwise.loops.awaiting import gather_all, run_to_end
+from groupwise.loops.awaiting import run_to_end
 from groupwise.loops.measures import (
     REWARD,
     Success,
@@ -39,7 +39,7 @@ from groupwise.models.tokenizer import load_tokenizer
 from groupwise.models.tokens import completion_text
 from groupwise.rewards.rubric import Rubric
 from groupwise.rewards.scoring import Scorer
-from groupwise.rollouts.asking import Ask, RolloutKind
+from groupwise.rollouts.asking import Ask, RolloutKind, gather_all
 from groupwise.rollouts.prompts import PromptSet, tokenise
 from groupwise.rollouts.score import score_group, transcript
 from groupwise.rollouts.seeds import evaluation_seed
@@ -283,10 +283,13 @@ def evaluate_each(
         raise UsageError(
             f"--output names one file, but {len(policies)} policies are evaluated. Leave it out: each gets a file of its own."
         )
+    if samples_per_prompt is not None:
+        overrides = [*overrides, f"eval.samples_per_prompt={samples_per_prompt}"]
     loaded = load_config(config, overrides)
     found = load_task(task)
     require(found, "eval")
-    settings = _prepared(loaded, found, samples_per_prompt).config
+    schema = found.config_schema()
+    settings = (with_task_schema(loaded, schema) if schema is not None else loaded).config
     every = [_found(policy, settings) for policy in policies]
     for weights in every:
         check_writable(*_place(found, weights, settings), output)
@@ -299,20 +302,6 @@ def _found(policy: str, config: RunConfig) -> FoundPolicy:
         adapter_folder(config.model)
         return replace(weights, label=build.serving_label(config))
     return weights
-
-
-def _prepared(loaded: LoadedConfig, task: Task, samples_per_prompt: int | None) -> LoadedConfig:
-    schema = task.config_schema()
-    if schema is not None:
-        loaded = with_task_schema(loaded, schema)
-    if samples_per_prompt is None:
-        return loaded
-    return replace(
-        loaded,
-        config=load_config(
-            resolved(loaded.config), [f"eval.samples_per_prompt={samples_per_prompt}"]
-        ).config,
-    )
 
 
 async def _evaluate(

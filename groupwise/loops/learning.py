@@ -43,7 +43,7 @@ async def learn(
     ]
     if not any(rows_by_group):
         return Learned()
-    run.progress.phase("learning", 0, 1)
+    run.progress.phase("learning")
     begun = time.perf_counter()
     rows_by_group = await run.interruption.allow(_with_logprobs(run, rows_by_group))
     learned = await _updates(run, groups, rows_by_group, rate)

@@ -8,7 +8,8 @@ rows of scored groups; they are what result files and the record of a run hold, 
     pass@k                       chance that one of k samples succeeds, by the unbiased estimator
     avg@n                        share of the n samples that succeed
     maj@n                        whether the answer that most of the n samples gave is right
-    completions/mean_length      tokens
+    completions/mean_length      tokens that the policy wrote
+    rollouts/mean_length         tokens after the prompt, where others wrote some of them: environment, inserted text
     completions/clipped_ratio    share that the length limit cut off
 
 `measure` gives one value for each prompt, which is what intervals and paired comparisons need. A sample that could not be scored is
@@ -42,6 +43,7 @@ ANSWER_NOTES = ("extracted_answer", "answer")
 
 REWARD = "reward"
 LENGTH = "completions/mean_length"
+WHOLE_LENGTH = "rollouts/mean_length"
 CLIPPED = "completions/clipped_ratio"
 
 
@@ -128,6 +130,8 @@ def metric_names(rows: Sequence[Row], ks: Sequence[int]) -> list[str]:
     repeated = [f"avg@{samples}", f"maj@{samples}"] if samples > 1 else []
     parts = dict.fromkeys(f"rewards/{name}/mean" for row in rows for name in row["parts"])
     wanted = [REWARD, *(f"pass@{k}" for k in ks), *repeated, *parts, LENGTH, CLIPPED]
+    if any(_written(row) != row["tokens"] for row in rows):
+        wanted.append(WHOLE_LENGTH)
     return [name for name in wanted if (found := measure(name, rows)) and found.values]
 
 
@@ -167,7 +171,15 @@ def _part(rows: Sequence[Row], name: str) -> float | None:
 
 
 def _length(rows: Sequence[Row]) -> float | None:
+    return _mean(map(_written, rows))
+
+
+def _whole_length(rows: Sequence[Row]) -> float | None:
     return _mean(row["tokens"] for row in rows)
+
+
+def _written(row: Row) -> float | None:
+    return row.get("written", row["tokens"])  # other programs need not tell them apart
 
 
 def _clipped(rows: Sequence[Row]) -> float | None:
@@ -213,6 +225,7 @@ def _facts(rollout: Rollout, success: Success, note: str | None) -> dict[str, An
         "truncated": rollout.truncated,
         "finish_reason": rollout.finish_reason,
         "tokens": len(rollout.completion_ids),
+        "written": rollout.written,
     }
 
 
@@ -221,6 +234,7 @@ _SIMPLE: dict[str, Compute] = {
     "avg@": _average,
     "maj@": _vote,
     LENGTH: _length,
+    WHOLE_LENGTH: _whole_length,
     CLIPPED: _clipped,
 }
 

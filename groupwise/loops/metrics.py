@@ -73,7 +73,8 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Rewards, lengths and outcomes of a step's groups. A number that does not exist in this step is left out."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     outcomes = Counter(rollout.outcome for rollout in rollouts)
-    lengths = [len(rollout.completion_ids) for rollout in rollouts]
+    lengths = [rollout.written for rollout in rollouts]
+    whole = [len(rollout.completion_ids) for rollout in rollouts]
     return {
         **_reward_metrics(groups),
         **_part_metrics(rollouts),
@@ -82,6 +83,7 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
         "completions/min_length": float(min(lengths)),
         "completions/max_length": float(max(lengths)),
         "completions/clipped_ratio": fmean(rollout.truncated for rollout in rollouts),
+        **({} if whole == lengths else {"rollouts/mean_length": fmean(whole)}),
         "rollouts/scored": float(outcomes["scored"]),
         "rollouts/failed": float(outcomes["failed"]),
         "rollouts/timed_out": float(outcomes["timed_out"]),
@@ -149,9 +151,12 @@ def _reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
     scored = [rewards for rewards in per_group if rewards]
     if not scored:
         return {}
+    mean = {"reward": fmean(value for rewards in scored for value in rewards)}
+    if all(len(group.rollouts) == 1 for group in groups):  # nobody is compared within a group
+        return mean
     silent = [tied(rewards) for rewards in scored]
     return {
-        "reward": fmean(value for rewards in scored for value in rewards),
+        **mean,
         "reward_std": fmean(_std(rewards) for rewards in scored),
         "frac_reward_zero_std": fmean(silent),
     }

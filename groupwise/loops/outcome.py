@@ -57,18 +57,25 @@ def summarise(
 
 
 def compared(before: EvalResult, after: EvalResult) -> dict[str, Any]:
-    """Held-out reward before and after, and the paired difference with its 95 % interval."""
+    """Held-out metrics before and after, and the paired difference of the rewards with its 95 % interval."""
     first, last = before.rewards, after.rewards
     both = sorted(first.keys() & last.keys())
     change = paired_difference([first[key] for key in both], [last[key] for key in both])
-    names = [name for name in after.judged if name in before.judged]
+    names = [name for name in after.metrics if name in before.metrics]
     return {
         "prompts": len(both),
         "change": _as_dict(change),
         "rises": change.low > 0,
-        "before": {name: _as_dict(before.interval(name)) for name in names},
-        "after": {name: _as_dict(after.interval(name)) for name in names},
+        "before": {name: _measured(before, name) for name in names},
+        "after": {name: _measured(after, name) for name in names},
     }
+
+
+def _measured(result: EvalResult, name: str) -> dict[str, float]:
+    """A metric, with its 95 % interval where it has one."""
+    if name in result.judged:
+        return _as_dict(result.interval(name))
+    return {"value": result.metrics[name]}
 
 
 def _as_dict(interval: Interval) -> dict[str, float]:

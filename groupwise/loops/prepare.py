@@ -19,16 +19,18 @@ from groupwise.callbacks.registry import Named, configured_callbacks
 from groupwise.config import LoadedConfig, RunConfig, resolved, view, with_task_schema
 from groupwise.data.examples import fingerprint
 from groupwise.errors import ConfigError, TaskError
+from groupwise.loops.awaiting import run_to_end
 from groupwise.loops.evaluate import check_success_part, held_out_prompts
 from groupwise.loops.profiling import check_profiled_steps
 from groupwise.models.adapters import check_adapter
 from groupwise.models.identity import identity
 from groupwise.models.plan import plan_model, prompt_room
 from groupwise.models.tokenizer import load_tokenizer
-from groupwise.models.tokens import rendered
+from groupwise.models.tokens import rendered, unannounced
 from groupwise.rewards.rubric import Rubric
 from groupwise.rollouts.prompts import PromptSet, tokenise
 from groupwise.tasks.contract import Task, check_reward_columns, load_task, require
+from groupwise.types import Example
 
 ROWS_READ = "rows_read"
 """The fact about a run that says how many rows of a stream without a length it reads."""
@@ -73,7 +75,7 @@ def prepare(loaded: LoadedConfig, task: object, rows_read: int | None = None) ->
     if schema is not None:
         loaded = with_task_schema(loaded, schema)
     settings = loaded.config
-    check_adapter(settings.model, settings.lora)
+    check_start(loaded)
     _refuse_evaluation_of_nothing(settings, found)
     given = view(settings)
     rows_read = rows_read or _draws(settings)
@@ -113,6 +115,13 @@ def prepare(loaded: LoadedConfig, task: object, rows_read: int | None = None) ->
         facts=_facts(settings, found, prompts, asked, rows_read),
         callbacks=callbacks,
     )
+
+
+def check_start(loaded: LoadedConfig) -> None:
+    """Raise `ModelError` if the run cannot start from its adapter, called as the user gave it."""
+    model, lora = loaded.config.model, loaded.config.lora
+    in_config = loaded.tree.value(("model", "adapter")) == model.adapter
+    check_adapter(model, lora, "model.adapter" if in_config else "--init-from")
 
 
 def starting_from(loaded: LoadedConfig, folder: Path) -> LoadedConfig:
@@ -212,9 +221,11 @@ def plan(prepared: Prepared) -> dict[str, Any]:
         key_length=layout.key_length,
         microbatch=layout.max_tokens_per_microbatch,
         needs_reference=build.build_algorithm(config).needs_reference,
+        device=layout.device,
     )
     rows = config.training.prompts_per_step * config.training.num_generations
     example, _ = prepared.prompts.drawn(0, config.training.seed, shuffle=config.data.shuffle)
+    warning = unannounced(prepared.tokenizer, example.prompt)
     return {
         "config": {
             **resolved(config),
@@ -237,6 +248,14 @@ def plan(prepared: Prepared) -> dict[str, Any]:
                 "total": round(sizes.memory.total),
             },
             "layout": asdict(layout),
-            "first_prompt": rendered(prepared.tokenizer, example.prompt),
+            "warnings": [warning] if warning else [],
+            "first_prompt": _first_prompt(prepared, example),
         },
     }
+
+
+def _first_prompt(prepared: Prepared, example: Example) -> str:
+    """An example's first prompt, which tools and environments have a part in."""
+    config, tokenizer, room = prepared.config, prepared.tokenizer, prepared.layout.key_length
+    (ids,) = run_to_end(build.first_prompts(config, prepared.task, tokenizer, [example], room))
+    return rendered(tokenizer, ids)

@@ -55,6 +55,7 @@ def commit(
         run.policy.version,
     )
     _warn_of_gap(run, metrics)
+    _warn_of_no_reward(run, drawn.all)
     _go_on(run, policy_in, metrics)
     return metrics
 
@@ -70,11 +71,21 @@ def check_something_scored(run: Run, groups: Sequence[Group]) -> None:
         logger.warning("step %d: no rollout was scored: %s", run.step + 1, reason)
     limit = run.config.rewards.max_unscored_steps
     if run.unscored_steps >= limit:
+        steps = "1 step" if run.unscored_steps == 1 else f"{run.unscored_steps} steps in a row"
         raise NothingScoredError(
-            f"No rollout could be scored in {run.unscored_steps} steps in a row (rewards.max_unscored_steps). In the last one:\n  "
+            f"No rollout could be scored in {steps} (rewards.max_unscored_steps). In the last one:\n  "
             + "\n  ".join(run.unscored)
-            + "\nMend the reward functions, then go on with --resume."
+            + f"\nMend {_culprits(run, groups)}, then go on with --resume."
         )
+
+
+def _culprits(run: Run, groups: Sequence[Group]) -> str:
+    """Whose code failed the rollouts: one that its environment failed was ended by nothing."""
+    if run.config.rollout.type != "environment":
+        return "the reward functions"
+    endings = {rollout.ended_by is None for group in groups for rollout in group.rollouts}
+    names = {True: "the environment", False: "the reward functions"}
+    return " and ".join(names[kind] for kind in sorted(endings, reverse=True))
 
 
 def _go_on(run: Run, policy_in: Policy, metrics: Mapping[str, float]) -> None:
@@ -99,6 +110,17 @@ def _warn_of_gap(run: Run, metrics: Mapping[str, float]) -> None:
             run.step + 1,
             gap,
             MAX_GAP,
+        )
+
+
+def _warn_of_no_reward(run: Run, groups: Sequence[Group]) -> None:
+    """Once: rollouts that are given nothing count as 0, so that a task which forgot its rewards looks like one that is lost."""
+    if run.unrewarded and any(group.scored for group in groups):
+        run.unrewarded = False
+        logger.warning(
+            "step %d: no environment gave any reward, and the task has no get_reward_funcs, so every rollout counts as 0 and "
+            "nothing is learnt. Return Step(reward=...), or add a method `reward` or the hook; groupwise check looks at it",
+            run.step + 1,
         )
 
 

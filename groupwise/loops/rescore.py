@@ -26,12 +26,13 @@ from typing import Any, BinaryIO
 from groupwise import build
 from groupwise.config import LoadedConfig, RunConfig, load_config, with_task_schema
 from groupwise.errors import RunNotFoundError, TaskError, UsageError
-from groupwise.loops.awaiting import gather_all, run_to_end
+from groupwise.loops.awaiting import run_to_end
 from groupwise.plugins import load
 from groupwise.rewards.inprocess import InProcessScorer, RubricScorer
 from groupwise.rewards.rubric import Rubric
 from groupwise.rewards.scoring import Scorer
 from groupwise.rewards.workers import RewardWorkers
+from groupwise.rollouts.asking import gather_all
 from groupwise.rollouts.score import score_group
 from groupwise.runs import durable
 from groupwise.runs.find import resolve
@@ -149,6 +150,7 @@ def rescore(
         raise UsageError("Give either --task-module or --rewards: whose rewards are to judge?")
     path = resolve(run, runs_dir).path
     with Store.open(path / RECORD, readonly=True) as store:
+        _refuse_other_kinds(path, store.get_meta().get("kind", "rl"))
         chosen = _chosen(store, path.name, step, limit)
         loaded = load_config(read_config(path), overrides)
         judge = _task_judge(loaded, task) if task is not None else _named_judge(loaded, rewards)
@@ -177,6 +179,11 @@ def rescore(
     return Rescoring(path.name, judge.weights, agreements, overall, result)
 
 
+def _refuse_other_kinds(path: Path, kind: str) -> None:
+    if kind != "rl":
+        raise UsageError(f"{path} is a run of `groupwise {kind}`: it has no rollouts to score.")
+
+
 # --- who judges ----------------------------------------------------------------------------------
 
 
@@ -196,6 +203,11 @@ class _Judge:
 
 def _task_judge(loaded: LoadedConfig, task: object) -> _Judge:
     found = load_task(task)
+    if not found.has("get_reward_funcs") and found.has("get_environment"):
+        raise TaskError(
+            f"{found.described} has no get_reward_funcs: its environment gave the rewards, turn by turn, which cannot be "
+            "computed again from the record. Give --rewards MODULE:FUNCTION, functions that judge what was recorded."
+        )
     if not found.has("get_reward_funcs"):
         raise TaskError(found.missing("get_reward_funcs", "rl"))
     found.check_signature("get_reward_funcs")

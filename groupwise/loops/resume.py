@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -140,15 +141,10 @@ def accepted_changes(point: ResumePoint, prepared: Preparation) -> dict[str, Any
         raise ResumeMismatchError(
             f"{point.path} was started with something else:\n"
             + "\n".join(
-                f"  {key}: {old!r} then, {new!r} now" for key, (old, new) in refused.items()
+                f"  {key}: {_written(old)} then, {_written(new)} now"
+                for key, (old, new) in refused.items()
             )
             + "\nGive what it was started with, or start another run with run.name=<another name>."
-        )
-    for key, change in found.warned.items():
-        _warn(key, *change)
-    if point.facts.get("task_file", "") != prepared.facts["task_file"]:
-        logger.warning(
-            "the task file was changed since the run was started; it goes on with the new one"
         )
     return {key: list(change) for key, change in {**found.free, **found.warned}.items()}
 
@@ -220,7 +216,9 @@ def take_back(
     for skipped in point.skipped:
         run.say(f"skipped a checkpoint: {skipped}")
     checkpoints.drop_after(run.folder.checkpoints, run.step)
-    changed = {**changes, **changed_layout(run.folder, prepared)}
+    layout = changed_layout(run.folder, prepared)
+    _warn_of_changes(point, prepared, layout)
+    changed = {**changes, **layout}
     dropped = run.folder.store.rewind(run.step)
     run.folder.store.set_meta({"max_steps": run.max_steps, "layout": asdict(prepared.layout)})
     run.folder.resume(
@@ -231,22 +229,42 @@ def take_back(
 
 
 def changed_layout(folder: RunFolder, prepared: Preparation) -> dict[str, Any]:
-    """Where this machine works otherwise than the run did so far, with a warning: results then agree only up to rounding."""
+    """Where this machine works otherwise than the run did so far."""
     before, now = folder.store.get_meta().get("layout", {}), asdict(prepared.layout)
-    found = {
-        key: [before[key], now[key]]
+    return {
+        f"layout.{key}": [before[key], now[key]]
         for key in sorted(before.keys() & now.keys())
         if before[key] != now[key]
     }
-    for key, change in found.items():
-        _warn(key, *change)
-    return {f"layout.{key}": change for key, change in found.items()}
 
 
-def _warn(key: str, before: object, now: object) -> None:
-    logger.warning(
-        "resumed with another layout: %s was %r, is %r; results agree up to rounding",
-        key,
-        before,
-        now,
-    )
+def _warn_of_changes(
+    point: ResumePoint, prepared: Preparation, layout: Mapping[str, Sequence[Any]]
+) -> None:
+    """Say what makes results agree only up to rounding: keys that are no part of the layout, and facts of it, by their keys."""
+    keys = compare_for_resume(read_config(point.path), prepared.config).warned
+    names = {_leaf(key): key for key in keys}
+    facts = {names.get(_leaf(fact), _leaf(fact)): change for fact, change in layout.items()}
+    others = {
+        key: change for key, change in keys.items() if not hasattr(prepared.layout, _leaf(key))
+    }
+    for key, (before, now) in {**others, **facts}.items():
+        logger.warning(
+            "resumed with another layout: %s was %s, is %s; results agree up to rounding",
+            key,
+            _written(before),
+            _written(now),
+        )
+    if point.facts.get("task_file", "") != prepared.facts["task_file"]:
+        logger.warning(
+            "the task file was changed since the run was started; it goes on with the new one"
+        )
+
+
+def _leaf(key: str) -> str:
+    return key.rpartition(".")[2]
+
+
+def _written(value: object) -> str:
+    """As it is written in a config."""
+    return json.dumps(value, ensure_ascii=False)

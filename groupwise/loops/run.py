@@ -126,6 +126,8 @@ class Run(Learning):
     unscored: list[str] = field(default_factory=list[str])
     """Why rollouts failed, of the steps in a row that had no scored group."""
     unscored_steps: int = 0
+    unrewarded: bool = False
+    """Whether rewards are for the environments to give, and none has given any yet, or was warned of it."""
     gap_seen: bool = False
     """Whether a wide gap between sampler and learner was warned of."""
     drawn: dict[int, Group] = field(default_factory=dict[int, Group])

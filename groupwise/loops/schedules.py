@@ -22,9 +22,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from groupwise.loops import drawing
-from groupwise.loops.awaiting import gather_all
 from groupwise.loops.interruption import Interrupted
 from groupwise.loops.run import Drawn, Run, Schedule
+from groupwise.rollouts.asking import gather_all
 from groupwise.types import Group, Policy
 
 

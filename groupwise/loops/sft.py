@@ -132,7 +132,7 @@ def _draws(run: SftRun) -> range:
 
 async def _learn(run: SftRun, rows: list[Row], rate: float) -> dict[str, float]:
     """Gradient and update; returns metrics."""
-    run.progress.phase("learning", 0, 1)
+    run.progress.phase("learning")
     begun = time.perf_counter()
     denominators = {Sft.name: float(sum(sum(row.mask) for row in rows))}
     work = run.learner.forward_backward(rows, Sft().loss_spec(), denominators)

@@ -14,13 +14,13 @@ from groupwise.build import Layout
 from groupwise.callbacks.registry import Named, configured_callbacks
 from groupwise.config import resolved, with_task_schema
 from groupwise.errors import TaskError
-from groupwise.loops.prepare import ROWS_READ, digest, task_facts
+from groupwise.loops.prepare import ROWS_READ, check_start, digest, task_facts
 from groupwise.loops.profiling import check_profiled_steps
-from groupwise.models.adapters import check_adapter
 from groupwise.models.chat_masks import Masked
 from groupwise.models.identity import identity
-from groupwise.models.plan import plan_model, prompt_room
+from groupwise.models.plan import plan_model, prompt_room, vocabulary
 from groupwise.models.tokenizer import load_tokenizer
+from groupwise.models.tokens import unannounced
 from groupwise.rollouts.teacher import LessonSet, TeacherWay, read_lessons
 from groupwise.settings import View
 from groupwise.sft_config import LoadedSftConfig, SftConfig
@@ -82,7 +82,7 @@ def prepare_sft(loaded: LoadedSftConfig, task: object, rows_read: int | None = N
     if schema is not None:
         loaded = cast("LoadedSftConfig", with_task_schema(loaded, schema))
     config = loaded.config
-    check_adapter(config.model, config.lora)
+    check_start(loaded)
     tokenizer = load_tokenizer(config.model)
     rows_read = rows_read or _draws(config)
     lessons = _read(config, found, tokenizer, "get_sft_dataset", rows_read)
@@ -124,6 +124,7 @@ def _read(
         completion_only=config.data.completion_only_loss,
         last_turn_only=config.data.assistant_turns == "last",
         max_length=min(config.data.max_length or room, room),
+        vocabulary=vocabulary(config.model),
         truncation=config.data.truncation_mode,
         formatting=task.sft_function("get_sft_formatting_func", given, tokenizer),
         collator=task.sft_function("get_sft_data_collator", given, tokenizer),
@@ -170,8 +171,10 @@ def plan_sft(prepared: SftPrepared) -> dict[str, Any]:
             layout.max_tokens_per_microbatch, config.training.examples_per_step * lessons.longest
         ),
         needs_reference=False,
+        device=layout.device,
     )
     first = lessons.drawn(0, config.training.seed, shuffle=config.data.shuffle)
+    warning = unannounced(prepared.tokenizer, first.example.prompt)
     settings = resolved(config)
     return {
         "config": {**settings, "run": {**settings["run"], "name": prepared.run_name}},
@@ -188,6 +191,7 @@ def plan_sft(prepared: SftPrepared) -> dict[str, Any]:
                 "total": round(sizes.memory.total),
             },
             "layout": asdict(layout),
+            "warnings": [warning] if warning else [],
             "first_rows": [shown_row(prepared.tokenizer, row) for row in first.rows],
         },
     }

@@ -42,6 +42,7 @@ from groupwise.loops.start import (
     shown_warnings,
     starting_weights,
 )
+from groupwise.models.tokens import unannounced
 from groupwise.runs import checkpoints, durable, find
 from groupwise.runs.folder import RunFolder
 from groupwise.sft_config import LoadedSftConfig, SftConfig, load_sft_config
@@ -192,6 +193,8 @@ def _say_what_begins(run: SftRun, prepared: SftPrepared) -> None:
         run.say(
             f"rows longer than {limit} tokens (data.max_length): {lessons.cut} were cut, {lessons.dropped} are left out"
         )
+    if warning := unannounced(prepared.tokenizer, lessons.lessons[0].example.prompt):
+        logger.warning(warning)
     if lessons.without_end:
         logger.warning(
             "%d turns or completions are trained without a token that ends them: the model will not learn to stop there. "

@@ -48,6 +48,7 @@ from groupwise.loops.resume import (
 from groupwise.loops.rl import publish, train
 from groupwise.loops.run import Run
 from groupwise.loops.training import Training, save_checkpoint
+from groupwise.models.tokens import unannounced
 from groupwise.rewards.scoring import Scorer
 from groupwise.rollouts.asking import RolloutKind
 from groupwise.runs import durable, find
@@ -58,6 +59,12 @@ logger = logging.getLogger(__name__)
 
 BEFORE = "before"
 AFTER = "after"
+
+WAYS_TO_START = {
+    "--resume": "goes on with the newest unfinished run of that name",
+    "--resume-from": "goes on with the run and the checkpoint that it names",
+    "--init-from": "starts a new run from the weights that it names",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +142,11 @@ def starting_weights(loaded: LoadedConfig, init_from: str | None) -> Path | None
 
 
 def check_one_start(ways: Mapping[str, object]) -> None:
-    """Raise `UsageError` if more than one way of starting is given."""
+    """Raise `UsageError` if more than one of `WAYS_TO_START` is given."""
     given = [name for name, value in ways.items() if value]
     if len(given) > 1:
-        raise UsageError(
-            f"{' and '.join(given)} exclude each other: --resume and --resume-from go on with a run, --init-from starts a "
-            "new one. Give one of them."
-        )
+        meant = ", ".join(f"{name} {WAYS_TO_START[name]}" for name in given)
+        raise UsageError(f"{' and '.join(given)} exclude each other: {meant}. Give one of them.")
 
 
 async def run_in(
@@ -219,6 +224,7 @@ def assemble(
             stop=config.sampler.stop,
         ),
         prompts=prepared.prompts,
+        unrewarded=prepared.rubric is None,
         held_out=held_out(
             config, prepared.task, prepared.held_out_prompts, parts.stop_token_ids, rollouts
         )
@@ -236,6 +242,8 @@ def assemble(
 def say_what_begins(run: Run, prepared: Prepared) -> None:
     """The first lines of the log, and what a reader should know."""
     dropped = prepared.prompts.dropped
+    if warning := unannounced(prepared.tokenizer, prepared.prompts.examples[0].prompt):
+        logger.warning(warning)
     logger.info(
         "%s, %s: steps %d to %d, %d examples",
         run.config.model.name,

@@ -41,32 +41,41 @@ def adapter_folder(model: ModelConfig) -> Path | None:
     return folder
 
 
-def check_adapter(model: ModelConfig, lora: settings_of_models.LoraConfig | None) -> None:
-    """Raise `ModelError` unless a run of this config can start from `model.adapter`; nothing to check where that is null."""
+def check_adapter(
+    model: ModelConfig,
+    lora: settings_of_models.LoraConfig | None,
+    given_as: str = "model.adapter",
+) -> None:
+    """Raise `ModelError` unless a run of this config can start from `model.adapter`; nothing to check where that is null.
+
+    `given_as` is what messages call it.
+    """
     if model.adapter is not None and lora is None:
         raise ModelError(
-            "model.adapter is set, but lora is null: all weights are trained, and an adapter has no part in that. "
+            f"{given_as} is an adapter, but lora is null: all weights are trained, and an adapter has no part in that. "
             "Merge the adapter into the model first, or train it with lora: {}."
         )
     folder = adapter_folder(model)
     if folder is None or lora is None:
         return
-    adapted = hollow_adapter(model, starting_config(model, lora))
+    adapted = hollow_adapter(model, starting_config(model, lora, given_as))
     if "target_modules" in lora.model_fields_set:
         asked = hollow_adapter(model, new_lora_config(lora))
-        _refuse_other_targets(model, set(asked.layers), set(adapted.layers))
+        _refuse_other_targets(f"{given_as} {folder}", set(asked.layers), set(adapted.layers))
     owned = shapes_of(adapted.parameters("hollow"))
     refuse_mismatch(owned, read_shapes(folder / WEIGHTS), str(folder / WEIGHTS))
 
 
-def starting_config(model: ModelConfig, lora: settings_of_models.LoraConfig) -> LoraConfig:
+def starting_config(
+    model: ModelConfig, lora: settings_of_models.LoraConfig, given_as: str = "model.adapter"
+) -> LoraConfig:
     """The peft config of what is trained: that of the adapter that is given, else a new one. It names the base."""
     folder = adapter_folder(model)
     if folder is None:
         config = new_lora_config(lora)
     else:
         config = read_lora_config(folder)
-        _refuse_other_settings(model, lora, config)
+        _refuse_other_settings(f"{given_as} {folder}", lora, config)
     config.base_model_name_or_path = base_name(model)
     return config
 
@@ -102,7 +111,7 @@ def _real(name: str) -> Path:
 
 
 def _refuse_other_settings(
-    model: ModelConfig, lora: settings_of_models.LoraConfig, stored: LoraConfig
+    adapter: str, lora: settings_of_models.LoraConfig, stored: LoraConfig
 ) -> None:
     pairs: dict[str, Any] = {
         "r": stored.r,
@@ -114,10 +123,10 @@ def _refuse_other_settings(
         for key, value in pairs.items()
         if key in lora.model_fields_set and getattr(lora, key) != value
     ]
-    _refuse(model, different)
+    _refuse(adapter, different)
 
 
-def _refuse_other_targets(model: ModelConfig, asked: set[str], stored: set[str]) -> None:
+def _refuse_other_targets(adapter: str, asked: set[str], stored: set[str]) -> None:
     different = [
         f"lora.target_modules {verb} {len(layers)} layers that the adapter {fact} ({', '.join(sorted(layers)[:3])} …)"
         for verb, fact, layers in (
@@ -126,12 +135,12 @@ def _refuse_other_targets(model: ModelConfig, asked: set[str], stored: set[str])
         )
         if layers
     ]
-    _refuse(model, different)
+    _refuse(adapter, different)
 
 
-def _refuse(model: ModelConfig, different: list[str]) -> None:
+def _refuse(adapter: str, different: list[str]) -> None:
     if different:
         raise ModelError(
-            f"model.adapter {model.adapter}: {'; '.join(different)}. Leave these keys out: the adapter decides, by its "
+            f"{adapter}: {'; '.join(different)}. Leave these keys out: the adapter decides, by its "
             "adapter_config.json."
         )

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from groupwise.errors import TaskError
-from groupwise.models.tokens import prompt_ids
+from groupwise.models.tokens import PROBE, prompt_ids, refusal
 from groupwise.types import Message
 
 MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -105,12 +105,26 @@ def _mask_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
     whole = _render(tokenizer, chat, turn + 1, ask=False)
     if not whole.startswith(before):
         raise TaskError(_rewritten(turn, before, whole))
+    if before == _render(tokenizer, chat, turn, ask=False):
+        before += _header(tokenizer, chat, turn, before, whole)
     opening = _ids(tokenizer, before)
     ids = opening + _tail(tokenizer, before, whole)
     closed = opening + _tail(tokenizer, before, _without_space_after_end(tokenizer, whole))
     end = len(closed) if ids[: len(closed)] == closed else len(ids)
     mask = (0,) * len(opening) + (1,) * (end - len(opening)) + (0,) * (len(ids) - end)
     return Masked(ids, mask, ends=_ended(tokenizer, ids[len(opening) : end]))
+
+
+def _header(tokenizer: Any, chat: Chat, turn: int, before: str, whole: str) -> str:
+    """What the template writes before the assistant's words, where it does not ask for them; empty where that cannot be told."""
+    message = chat.messages[turn]
+    if message.keys() != {"role", "content"}:
+        return ""
+    probed = replace(chat, messages=[*chat.messages[:turn], {**message, "content": PROBE}])
+    other = _render(tokenizer, probed, turn + 1, ask=False)
+    header, found, _ = other[len(before) :].partition(PROBE)
+    known = found and header.strip() and whole.startswith(before + header)
+    return header if known else ""
 
 
 def _marked_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
@@ -158,11 +172,7 @@ def _render(tokenizer: Any, chat: Chat, count: int, *, ask: bool) -> str:
     except (
         Exception
     ) as error:  # a template is a program of the model's makers and raises what it likes
-        roles = ", ".join(str(message.get("role")) for message in messages)
-        raise TaskError(
-            f"the chat template of the model refuses messages with the roles {roles}: {error}. Give messages that it takes "
-            "(many know no system role, or want user and assistant in turns), or another template as model.chat_template."
-        ) from error
+        raise TaskError(refusal(error, messages)) from error
 
 
 def _template(tokenizer: Any, chat: Chat) -> str:

@@ -13,12 +13,16 @@ from groupwise.models.config import LoraConfig, ModelConfig
 from groupwise.models.load import hollow_model, read_model_config
 
 MIB = 2**20
+PROCESS_MIB = 600.0
+"""What a process holds once torch and transformers are imported and have computed something."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What a run will hold, in MiB; an estimate, without the interpreter and libraries (about 600)."""
+    """What a run will hold on its device, in MiB; an estimate."""
 
+    process: float
+    """The interpreter and its libraries, where the device is the processor."""
     weights: float
     trained: float
     """Trained weights, their gradient, both moments of AdamW, and the sampler's copy."""
@@ -49,6 +53,11 @@ def prompt_room(config: ModelConfig, completion: int) -> int:
     return min((limit for limit in limits if limit), default=1 << 30) - completion
 
 
+def vocabulary(config: ModelConfig) -> int:
+    """How many token ids the model has an embedding for: 0 up to one less."""
+    return read_model_config(config).get_text_config().vocab_size
+
+
 def plan_model(
     config: ModelConfig,
     lora: LoraConfig | None,
@@ -58,6 +67,7 @@ def plan_model(
     key_length: int,
     microbatch: int,
     needs_reference: bool,
+    device: str,
 ) -> ModelPlan:
     """Count parameters on a model without storage, and estimate the memory of a run."""
     described = read_model_config(config).get_text_config()
@@ -65,6 +75,7 @@ def plan_model(
     trained = trained_parameters(config, lora)
     size = 2 if dtype == "bfloat16" else 4
     memory = MemoryPlan(
+        process=PROCESS_MIB if device == "cpu" else 0.0,
         weights=total * size / MIB,
         trained=(5 if lora else 4) * trained * 4 / MIB,
         reference=total * size / MIB if needs_reference and lora is None else 0.0,

@@ -6,6 +6,7 @@ operators belong to which.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +27,8 @@ from groupwise.types import (
 OPERATORS = 40
 """Lines of the table."""
 NAME_WIDTH = 60
+QUIET = "6"
+"""The level of torch's tracer above which it tells standard error nothing; read when it traces for the first time."""
 
 
 class Trace:
@@ -51,6 +54,7 @@ class Trace:
 @contextmanager
 def traced() -> Generator[Trace]:
     """Trace what this thread does while it is open, and what it starts on a GPU. Results stay the same, it only gets slower."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)

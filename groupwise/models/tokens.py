@@ -8,10 +8,14 @@ and end where the assistant's answer begins.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from groupwise.errors import TaskError
 from groupwise.types import Message, Prompt
+
+PROBE = "⟦words⟧"
+"""Stands for the assistant's words where a render is to show what comes before them."""
 
 
 def prompt_ids(tokenizer: Any, prompt: Prompt) -> tuple[int, ...]:
@@ -29,9 +33,43 @@ def completion_text(tokenizer: Any, token_ids: Sequence[int]) -> str:
     )
 
 
-def rendered(tokenizer: Any, prompt: Prompt) -> str:
-    """The prompt as the model sees it, special tokens included; for people."""
-    return tokenizer.decode(list(prompt_ids(tokenizer, prompt)), skip_special_tokens=False)
+def rendered(tokenizer: Any, ids: Sequence[int]) -> str:
+    """A prompt as the model sees it, special tokens included; for people."""
+    return tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def refusal(error: Exception, messages: Sequence[Message]) -> str:
+    """Why a chat template made no text of messages: it is broken itself, or they are not what it takes."""
+    reason, line = str(error).rstrip(". \n"), getattr(error, "lineno", None)
+    if line is not None:  # only errors of its syntax carry one
+        return (
+            f"the chat template of the model does not parse: {reason} (line {line} of the template). Mend it, or give "
+            "another one as model.chat_template."
+        )
+    roles = ", ".join(str(message.get("role")) for message in messages)
+    return (
+        f"the chat template of the model refuses messages with the roles {roles}: {reason}. Give messages that it takes "
+        "(many know no system role, or want user and assistant in turns), or another template as model.chat_template."
+    )
+
+
+def unannounced(tokenizer: Any, prompt: Prompt) -> str | None:
+    """What to warn of where the chat template does not tell the model that it is its turn; None where it does."""
+    if isinstance(prompt, str):
+        return None
+    header = ""
+    with suppress(Exception):  # a template may refuse what was not asked for
+        answer = {"role": "assistant", "content": PROBE}
+        bare = tokenizer.apply_chat_template(prompt, tokenize=False)
+        asked = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+        told = tokenizer.apply_chat_template([*prompt, answer], tokenize=False)
+        header = told.removeprefix(asked).partition(PROBE)[0] if asked == bare else ""
+    if not header.strip():
+        return None
+    return (
+        f"the chat template writes {header!r} before an answer, but not at the end of a prompt, so the model is not told "
+        "that it is its turn. Let the template honour add_generation_prompt, or give another one as model.chat_template"
+    )
 
 
 def _text_ids(tokenizer: Any, text: str) -> list[int]:
@@ -55,9 +93,5 @@ def _chat_ids(tokenizer: Any, messages: list[Message]) -> list[int]:
     except (
         Exception
     ) as error:  # a template is a program of the model's makers and raises what it likes
-        roles = ", ".join(str(message.get("role")) for message in messages)
-        raise TaskError(
-            f"The chat template of the model refuses a prompt with the roles {roles}: {error}\n"
-            "Give messages that it takes (many know no system role, or want user and assistant in turns), or another "
-            "template as model.chat_template."
-        ) from error
+        told = refusal(error, messages)
+        raise TaskError(told[0].upper() + told[1:]) from error

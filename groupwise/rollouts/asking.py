@@ -57,8 +57,8 @@ class RolloutKind(Protocol):
         ...
 
 
-async def together(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Results in the order given. If one fails, the others are cancelled and awaited first."""
+async def gather_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Results in the order given. If one fails or the wait is cancelled, the others are cancelled and awaited first."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         return list(await asyncio.gather(*tasks))

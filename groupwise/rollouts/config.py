@@ -9,6 +9,8 @@ from pydantic import model_validator
 from groupwise.settings import Strict, setting
 
 START_LIMIT = 60.0
+HEADERS = 16
+"""Tokens that a chat template may put around the two messages of a turn; usual ones put 10 to 14."""
 
 
 class RolloutConfig(Strict):
@@ -41,7 +43,8 @@ class RolloutConfig(Strict):
     max_rollout_length: int | None = setting(
         None,
         "environment: most tokens of a rollout after its first prompt, observations included; it is cut off there. null: "
-        "twice max_turns × the longest completion, so that observations may be as long as completions.",
+        "max_turns × (2 × the longest completion + 16), so that observations may be as long as completions, and a chat "
+        "has room for the headers of its messages.",
         ge=1,
     )
     max_seconds: float = setting(
@@ -111,7 +114,8 @@ class RolloutConfig(Strict):
             )  # at most a token a byte
             return self.max_reasoning_length + inserted + self.max_answer_length
         if self.type == "environment":
-            return self.max_rollout_length or 2 * self.max_turns * max_completion_length
+            turn = 2 * max_completion_length + HEADERS
+            return self.max_rollout_length or self.max_turns * turn
         return max_completion_length
 
     def longest_written(self, max_completion_length: int) -> int:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from groupwise.errors import TaskError
-from groupwise.models.tokens import completion_text, prompt_ids
+from groupwise.models.tokens import completion_text, prompt_ids, refusal
 from groupwise.rollouts.single import policy_segment
 from groupwise.rollouts.two_stage import text_ids
 from groupwise.tasks.environment import Observation
@@ -83,7 +83,7 @@ def first_ids(tokenizer: Any, prompt: Prompt, tools: Sequence[Schema]) -> tuple[
         return text_ids(tokenizer, _render(tokenizer, prompt, tools))
     except Unrenderable as problem:
         raise TaskError(
-            f"{problem}\nGive another template as model.chat_template, or tools in TextCalls."
+            f"{problem}\nOr give the tools in TextCalls, which the template need not know."
         ) from problem
 
 
@@ -266,7 +266,4 @@ def _render(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Schema]
     except (
         Exception
     ) as error:  # a template is a program of the model's makers and raises what it likes
-        roles = ", ".join(str(message.get("role")) for message in messages)
-        raise Unrenderable(
-            f"the chat template of the model refuses a conversation with the roles {roles}: {error}"
-        ) from error
+        raise Unrenderable(refusal(error, messages)) from error

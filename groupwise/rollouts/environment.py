@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from groupwise.errors import TaskError
-from groupwise.rollouts.asking import ENVIRONMENT, Ask, together
+from groupwise.rollouts.asking import ENVIRONMENT, Ask, gather_all
 from groupwise.rollouts.dialogue import Dialogue, Unrenderable, begin
 from groupwise.rollouts.hosts import EnvironmentHost
 from groupwise.rollouts.sessions import Reply, SessionCall
@@ -120,15 +120,24 @@ class EnvironmentRollouts:
 
     async def sample(self, sampler: Sampler, ask: Ask) -> Group:
         """See `RolloutKind.sample`."""
-        attempts = await together(self._begun(ask, member) for member in range(ask.members))
+        attempts = await gather_all(self._begun(ask, member) for member in range(ask.members))
         example = self._common_example(ask, attempts)
         drawn = await self._first_completions(sampler, ask, attempts)
-        await together(
+        await gather_all(
             self._played(sampler, ask, attempt, completion)
             for attempt, completion in zip(attempts, drawn, strict=True)
         )
         rollouts = tuple(_rollout(ask, attempt) for attempt in attempts)
         return Group(ask.draw, example, rollouts)
+
+    async def opening(self, ask: Ask) -> tuple[int, ...]:
+        """Tokens of the prompt that an example's environment begins with. Raises TaskError where it gives none."""
+        attempt = await self._begun(ask, 0)
+        if attempt.outcome != "pending":
+            raise TaskError(f"the first prompt of row {ask.example.index}: {attempt.reason}")
+        ending = replace(self._call_of(ask, attempt), ending=True)
+        await self._host.ask(ending, self._limits.time_limit)
+        return attempt.first
 
     def _common_example(self, ask: Ask, attempts: Sequence[_Attempt]) -> Example:
         """The example with the prompt that its environments gave it; a member that was given another one fails."""

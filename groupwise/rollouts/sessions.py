@@ -15,11 +15,13 @@ import hashlib
 import inspect
 import json
 import time
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
+from groupwise.errors import TaskError
 from groupwise.plugins import explain, printable
 from groupwise.tasks.environment import (
     EnvironmentFactory,
@@ -27,6 +29,7 @@ from groupwise.tasks.environment import (
     as_parts,
     as_prompt,
     as_step,
+    check_methods,
     reset_arguments,
 )
 from groupwise.types import Outcome, Prompt, RewardPart, to_json
@@ -85,8 +88,8 @@ class _Session:
     heard: list[str] = field(default_factory=list[str])
 
 
-class _NotRepeatable(Exception):
-    """Its text says what differed."""
+class _Unusable(Exception):
+    """The environment, or an answer of it, cannot be used; its text says why."""
 
 
 class Sessions:
@@ -104,7 +107,7 @@ class Sessions:
         """Do what the call asks; an exception of the environment fails its rollout."""
         try:
             return await self._replied(call, started)
-        except _NotRepeatable as problem:
+        except _Unusable as problem:
             reason = str(problem)
         except BaseException as error:  # noqa: BLE001 — user code; it fails its rollout only
             reason = f"the environment raised {explain(error).strip()}"
@@ -126,11 +129,16 @@ class Sessions:
     async def _rebuilt(self, call: SessionCall, started: Started) -> _Session:
         """A new environment that has heard what the lost one had."""
         started(f"{_name(self._factory)}()", repeated=bool(call.heard))
-        session = self._sessions[call.session] = _Session(self._factory())
+        environment = self._factory()
+        try:
+            check_methods(environment, "the environment")
+        except TaskError as problem:
+            raise _Unusable(str(problem)) from problem
+        session = self._sessions[call.session] = _Session(environment)
         for turn, before in enumerate(call.heard):
             again = await self._turn(session, call, turn, partial(started, repeated=True))
             if again.digest != before:
-                raise _NotRepeatable(
+                raise _Unusable(
                     f"the environment was made anew after the loss of its process, and answered differently in turn {turn}. "
                     "It must depend on its row, seed and member and on the completions alone."
                 )
@@ -154,15 +162,21 @@ class Sessions:
         reset = getattr(session.environment, "reset", None)
         if reset is None:
             return Reply()
-        started(f"{_name(session.environment)}.reset")
+        name = f"{_name(session.environment)}.reset"
+        started(name)
         own = {"prompt": call.prompt, "seed": call.seed, "member": call.member}
         given = reset_arguments(reset, {**call.columns, **own})
-        return Reply(prompt=as_prompt(await _finished(reset(**given))))
+        returned = await _finished(reset(**given))
+        with _checked(name):
+            return Reply(prompt=as_prompt(returned))
 
     async def _step(self, session: _Session, completion: str, turn: int, started: Started) -> Reply:
-        started(f"{_name(session.environment)}.step, turn {turn}")
-        step = as_step(await _finished(session.environment.step(completion)))
-        parts = (*as_parts(step.reward, turn - 1), *as_parts(dict(step.metrics), turn - 1, 0.0))
+        name = f"{_name(session.environment)}.step, turn {turn}"
+        started(name)
+        returned = await _finished(session.environment.step(completion))
+        with _checked(name):
+            step = as_step(returned)
+            parts = (*as_parts(step.reward, turn - 1), *as_parts(step.metrics, turn - 1, 0.0))
         return Reply(observation=step.observation, done=step.done, parts=parts)
 
     async def _ended(self, session: _Session, call: SessionCall, started: Started) -> Reply:
@@ -172,8 +186,11 @@ class Sessions:
         for method, weight in (("reward", 1.0), ("metrics", 0.0)):
             function = getattr(session.environment, method, None)
             if function is not None:
-                started(f"{_name(session.environment)}.{method}")
-                parts += as_parts(await _finished(function()), None, weight)
+                name = f"{_name(session.environment)}.{method}"
+                started(name)
+                returned = await _finished(function())
+                with _checked(name):
+                    parts += as_parts(returned, None, weight)
         started(f"{_name(session.environment)}.close")
         return Reply(parts=tuple(parts), seconds=time.perf_counter() - begun)
 
@@ -184,6 +201,15 @@ class Sessions:
         if close is not None:
             with suppress(BaseException):
                 await _finished(close())
+
+
+@contextmanager
+def _checked(name: str) -> Generator[None]:
+    """What is wrong with an answer is told beside the method that gave it."""
+    try:
+        yield
+    except ValueError as problem:
+        raise _Unusable(f"the environment's {name}: {problem}") from problem
 
 
 async def _finished(result: Any) -> Any:

@@ -49,6 +49,8 @@ class TeacherWay:
     last_turn_only: bool = False
     max_length: int = 1 << 30
     """Tokens of a row."""
+    vocabulary: int = 1 << 30
+    """Token ids that the model knows: 0 up to one less."""
     truncation: TruncationMode = "keep_start"
     formatting: Callable[[Any], Any] | None = None
     collator: Callable[[Any], Any] | None = None
@@ -157,7 +159,8 @@ def _lesson(
             return _collated(tokenizer, index, row, way, where)
         found = teacher_example(index, row, text_field=way.text_field, where=where)
         return Lesson(
-            found.example, tuple(_checked(m, here) for m in _masked(tokenizer, found.content, way))
+            found.example,
+            tuple(_checked(m, way, here) for m in _masked(tokenizer, found.content, way)),
         )
     except TaskError as error:
         if error.message.startswith(where):
@@ -178,7 +181,7 @@ def _collated(
         ids = _whole(tokenizer, found.content).ids
     tokens = collate(way.collator, row, ids, here)
     example = found.example if found else Example(index, "", dict(row))
-    return Lesson(example, (_checked(_of_tokens(tokens), here),))
+    return Lesson(example, (_checked(_of_tokens(tokens), way, here),))
 
 
 def _masked(tokenizer: Any, content: Content, way: TeacherWay) -> list[Masked]:
@@ -220,8 +223,14 @@ def _of_tokens(tokens: Tokens) -> Masked:
     return Masked(tokens.ids, tokens.mask, ends=1)
 
 
-def _checked(masked: Masked, where: str) -> Masked:
+def _checked(masked: Masked, way: TeacherWay, where: str) -> Masked:
     """The first token has nothing before it that could predict it, so it is never trained."""
+    unknown = (n for n, token in enumerate(masked.ids) if not 0 <= token < way.vocabulary)
+    if (place := next(unknown, None)) is not None:
+        raise TaskError(
+            f"{where}: token {place} has the id {masked.ids[place]}, but the model's vocabulary has {way.vocabulary} tokens, "
+            f"with the ids 0 to {way.vocabulary - 1}. Make `input_ids` with this model's tokenizer."
+        )
     if not any(masked.mask[1:]):
         raise TaskError(
             f"{where}: no token of it is trained. It has {len(masked.ids)} tokens, and all of them are masked; a row needs one "

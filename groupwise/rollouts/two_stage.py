@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from groupwise.models.tokens import completion_text
-from groupwise.rollouts.asking import Ask, together
+from groupwise.rollouts.asking import Ask, gather_all
 from groupwise.rollouts.config import RolloutConfig
 from groupwise.rollouts.single import policy_segment
 from groupwise.types import Completion, Group, Rollout, Sampler, Segment
@@ -46,7 +46,7 @@ class TwoStage:
             stop=(self._config.reasoning_end, *ask.params.stop),
         )
         reasoned = await sampler.generate(request)
-        rollouts = await together(
+        rollouts = await gather_all(
             self._answered(sampler, ask, member, policy_segment(completion, request.params))
             for member, completion in enumerate(reasoned)
         )

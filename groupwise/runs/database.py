@@ -49,16 +49,22 @@ class Database:
             return cls(path, connection)
 
     @classmethod
-    def open_for_reading(cls, path: Path, *, older: bool = False) -> Database:
-        """Open an existing file without writing to it; one of an older format only with `older`, for what all formats have."""
+    def open_for_reading(cls, path: Path, *, as_it_is: bool = False) -> Database:
+        """Open an existing file without writing to it.
+
+        One of an older format is read from a copy of its own in the newest format; with `as_it_is` there is no copy, for
+        what all formats have.
+        """
         with explained(path), _closed_on_failure(_connect_reader(path)) as connection:
             _check_format(path, connection)
-            if _version(connection) < len(MIGRATIONS) and not older:
-                raise StoreError(
-                    f"{path} has format {_version(connection)}, this version of Groupwise reads {len(MIGRATIONS)}; "
-                    "resume the run once to bring it up to date."
-                )
-            return cls(path, connection)
+            if _version(connection) == 0:
+                raise StoreError(f"{path} is empty: nothing was recorded in it.")
+            if _version(connection) == len(MIGRATIONS) or as_it_is:
+                return cls(path, connection)
+            with _closed_on_failure(_up_to_date_copy(connection)) as copy:
+                database = cls(path, copy)
+            connection.close()
+            return database
 
     def close(self) -> None:
         """Close the connection; what was committed stays."""
@@ -176,11 +182,27 @@ def _check_format(path: Path, connection: sqlite3.Connection) -> None:
 
 def _migrate(connection: sqlite3.Connection) -> None:
     for version in range(_version(connection), len(MIGRATIONS)):
-        connection.executescript(
-            f"BEGIN IMMEDIATE; PRAGMA application_id = {APPLICATION_ID};"
-            f"{MIGRATIONS[version]} PRAGMA user_version = {version + 1};"
-        )
+        connection.executescript(_migration(version))
         durable.commit(connection, "migration")
+
+
+def _migration(version: int) -> str:
+    """From a format to the next one, in a transaction that is left open."""
+    return (
+        f"BEGIN IMMEDIATE; PRAGMA application_id = {APPLICATION_ID};"
+        f"{MIGRATIONS[version]} PRAGMA user_version = {version + 1};"
+    )
+
+
+def _up_to_date_copy(connection: sqlite3.Connection) -> sqlite3.Connection:
+    """What it holds now, in the newest format, to be read only: SQLite's own temporary file, which ends with the connection."""
+    copy = sqlite3.connect("", isolation_level=None, check_same_thread=False)
+    with _closed_on_failure(copy):
+        connection.backup(copy)
+        for version in range(_version(copy), len(MIGRATIONS)):
+            copy.executescript(f"{_migration(version)} COMMIT;")
+        copy.execute("PRAGMA query_only = ON")
+    return copy
 
 
 def _fts5(connection: sqlite3.Connection) -> bool:

@@ -120,7 +120,7 @@ def list_runs(runs_dir: Path = Path("runs")) -> list[RunInfo]:
 def run_info(path: Path) -> RunInfo:
     """What a list says about one run; never raises for a broken one."""
     try:
-        with Store.open(path / RECORD, readonly=True) as store:
+        with Store.glance(path / RECORD) as store:
             return _describe(path, store)
     except (StoreError, LookupError, TypeError, ValueError) as error:
         return RunInfo(path.name, path, state=None, broken=str(error))

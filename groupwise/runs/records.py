@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from groupwise.types import Outcome, RewardPart
+from groupwise.types import EndedBy, Outcome, RewardPart
 
 TIMING_PREFIXES = ("time/", "perf/")
 """Metrics of these names say how fast it went: they are recorded like the others, but are no part of any equality."""
@@ -114,6 +114,8 @@ class RolloutView:
     completion_tokens: int
     prompt: str
     completion: str
+    ended_by: EndedBy | None = None
+    """Where an environment answered: what ended the rollout."""
 
 
 @dataclass(frozen=True, slots=True)

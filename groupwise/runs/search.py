@@ -22,7 +22,7 @@ def find_rollouts(db: Database, wanted: RolloutFilter) -> list[RolloutView]:
 
 _VIEW = (
     "rollouts.id, rollouts.step, rollouts.draw, member, attempt, rollouts.example, outcome, reason, reward, advantage,"
-    " truncated, completion_tokens, prompt_text, completion"
+    " truncated, completion_tokens, prompt_text, completion, ended_by"
 )
 
 
@@ -94,7 +94,7 @@ def _order(wanted: RolloutFilter, measured: str) -> str:
 
 def _view(row: Row, parts: tuple[RewardPart, ...]) -> RolloutView:
     id, step, draw, member, attempt, example, outcome, reason, reward, advantage, *rest = row
-    truncated, completion_tokens, prompt, completion = rest
+    truncated, completion_tokens, prompt, completion, ended_by = rest
     return RolloutView(
         id,
         step,
@@ -111,4 +111,5 @@ def _view(row: Row, parts: tuple[RewardPart, ...]) -> RolloutView:
         completion_tokens,
         plain_text(prompt) or "",
         plain_text(completion) or "",
+        ended_by,
     )

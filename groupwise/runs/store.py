@@ -50,7 +50,7 @@ class Store:
 
     @classmethod
     def open(cls, path: Path, readonly: bool = False, *, keep_tokens: bool = True) -> Store:
-        """Open an existing record, bringing an older one up to date unless `readonly`.
+        """Open an existing record, bringing an older one up to date; `readonly` does so in a copy and writes nothing.
 
         StoreError if it is missing, is something else, or was written by a newer version of Groupwise.
         """
@@ -60,11 +60,19 @@ class Store:
         return cls(db, keep_tokens=keep_tokens)
 
     @classmethod
-    def facts(cls, path: Path) -> dict[str, Any]:
-        """All facts about a run, from a record of any format that there was; StoreError as in `open`."""
+    def glance(cls, path: Path) -> Store:
+        """Open a record of any format to read its facts, last step and curves, which all formats have, at no cost.
+
+        StoreError as in `open`.
+        """
         if not path.is_file():
             raise StoreError(f"{path} does not exist: a run folder holds its record there.")
-        with cls(Database.open_for_reading(path, older=True), keep_tokens=True) as store:
+        return cls(Database.open_for_reading(path, as_it_is=True), keep_tokens=True)
+
+    @classmethod
+    def facts(cls, path: Path) -> dict[str, Any]:
+        """All facts about a run, from a record of any format that there was; StoreError as in `open`."""
+        with cls.glance(path) as store:
             return store.get_meta()
 
     def close(self) -> None:

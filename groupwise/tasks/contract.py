@@ -40,7 +40,13 @@ from groupwise.rewards.calling import RESERVED
 from groupwise.rewards.rubric import Rubric
 from groupwise.rewards.scoring import unpicklable
 from groupwise.rewards.text import CompletionText, completion_text
-from groupwise.tasks.environment import GIVEN, EnvironmentFactory, check_factory, check_reset
+from groupwise.tasks.environment import (
+    GIVEN,
+    EnvironmentFactory,
+    check_factory,
+    check_methods,
+    check_reset,
+)
 from groupwise.tasks.tools import Tools
 from groupwise.types import Example, Prompt
 
@@ -176,8 +182,10 @@ class Task:
         return factory
 
     def check_environment(self, config: Any, examples: Sequence[Example]) -> EnvironmentFactory:
-        """The same, once it is sure that its `reset` gets what it asks for from every example."""
+        """The same, once it is sure that its methods can be called, and its `reset` gets what it asks for from every example."""
         factory = self.environment(config)
+        if inspect.isclass(factory):
+            check_methods(factory, f"{self.described}: get_environment")
         if not examples:
             return factory
         columns = set(examples[0].columns).intersection(*(each.columns for each in examples))

@@ -42,6 +42,14 @@ DEFAULT_PART = "environment"
 GIVEN = ("prompt", "seed", "member")
 """What `reset` can ask for besides columns."""
 
+CALLED_WITH: dict[str, tuple[str, ...]] = {
+    "step": ("completion",),
+    "reward": (),
+    "metrics": (),
+    "close": (),
+}
+"""What the other methods are given."""
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -94,6 +102,29 @@ def check_reset(factory: EnvironmentFactory, columns: Collection[str], where: st
         )
 
 
+def check_methods(made: object, where: str) -> None:
+    """Raise TaskError if a method cannot be called with what it is given. `made`: an environment, or a class of them."""
+    owner = made if inspect.isclass(made) else type(made)
+    for name, given in CALLED_WITH.items():
+        method = getattr(made, name, None)
+        if method is None and name != "step":
+            continue
+        if not callable(method):
+            raise TaskError(f"{where}: `{owner.__name__}.{name}` is {_shown(method)}, no method.")
+        static = isinstance(inspect.getattr_static(made, name, None), staticmethod)
+        unbound = inspect.isclass(made) and inspect.isfunction(method) and not static
+        expected = ("self", *given) if unbound else given
+        signature = inspect.signature(method)
+        try:
+            signature.bind(*expected)
+        except TypeError:
+            raise TaskError(
+                f"{where}: `{owner.__name__}.{name}` has the wrong parameters.\n"
+                f"  expected: {name}({', '.join(expected)})\n"
+                f"  found:    {name}{signature}"
+            ) from None
+
+
 def reset_arguments(reset: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """What of `given` the method names; all of the columns, if it takes any keyword."""
     parameters = _arguments(reset)
@@ -106,6 +137,10 @@ def as_step(returned: object) -> Step:
     """What `step` returned, checked; raises ValueError that says what it should have been."""
     if not isinstance(returned, Step):
         raise ValueError(f"`step` returned {_shown(returned)}; expected a groupwise Step")
+    if not isinstance(cast("object", returned.metrics), Mapping):
+        raise ValueError(
+            f"the metrics are {_shown(returned.metrics)}; expected a dict of named numbers"
+        )
     return Step(
         observation=_observation(returned.observation),
         done=bool(returned.done),

@@ -45,6 +45,11 @@ def test_a_profiled_run_is_the_same_run(tmp_path, lag):
     assert not (tmp_path / "plain/toy/profile").exists()
 
 
+def test_torchs_tracer_says_nothing_into_the_progress(tmp_path, capfd):
+    groupwise.rl(settings(tmp_path, 1), TOY)
+    assert "rofiler" not in capfd.readouterr().err
+
+
 def test_the_trace_shows_sampling_and_every_call_of_the_learner(tmp_path):
     folder = groupwise.rl(settings(tmp_path, 2), TOY).folder
     found = names(folder, 2)

@@ -22,6 +22,7 @@ import groupwise
 from groupwise.cli.main import main
 from groupwise.errors import (
     ConfigError,
+    ModelError,
     ResumeMismatchError,
     TaskError,
     UsageError,
@@ -345,6 +346,9 @@ def test_reinforcement_learning_starts_from_it(uninterrupted, tmp_path):
     folder, *_ = uninterrupted
     settings = rl_config(tmp_path)
     settings["training"]["max_steps"] = 1
+    other = {**settings, "lora": {"r": 8}}
+    with pytest.raises(ModelError, match=r"^--init-from .*: lora\.r is 8, but the adapter's is 4"):
+        groupwise.rl(other, TOY, init_from=str(folder))
     result = groupwise.rl(settings, TOY, init_from=str(folder))
     assert result.exit_code == 0
     started = load_file(tmp_path / "toy" / "start" / "adapter_model.safetensors")

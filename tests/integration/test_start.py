@@ -34,7 +34,7 @@ def _one_thread():
     ],
 )
 def test_a_run_starts_in_one_way(tmp_path, ways):
-    with pytest.raises(UsageError, match="exclude each other"):
+    with pytest.raises(UsageError, match=r"exclude each other: --resume(-from)? goes on with the "):
         groupwise.rl(config(tmp_path), TOY, **ways)
 
 
@@ -159,7 +159,7 @@ def test_resume_refuses_another_task_and_other_data(tmp_path, monkeypatch):
     source = Path(TOY).read_text()
     (tmp_path / "other_task.py").write_text(source)
     with pytest.raises(
-        ResumeMismatchError, match="--task-module: 'toy_task' then, 'other_task' now"
+        ResumeMismatchError, match='--task-module: "toy_task" then, "other_task" now'
     ):
         groupwise.rl(config(tmp_path), str(tmp_path / "other_task.py"), resume=True)
     (tmp_path / "toy_task.py").write_text(source.replace("seed=0", "seed=5"))
@@ -174,7 +174,10 @@ def test_another_layout_is_warned_about(tmp_path, monkeypatch, caplog):
     settings = config(tmp_path)
     settings["sampler"]["slots"] = 16
     assert groupwise.rl(settings, TOY, resume=True).exit_code == 0
-    assert "slots was 8, is 16" in caplog.text
+    warned = [each.getMessage() for each in caplog.records if "layout" in each.getMessage()]
+    assert warned == [
+        "resumed with another layout: sampler.slots was 8, is 16; results agree up to rounding"
+    ]
 
 
 def test_a_longer_run_is_evaluated_anew(tmp_path):
@@ -248,6 +251,26 @@ def test_dry_run_shows_the_plan_and_writes_nothing(tmp_path):
     assert plan["first_prompt"].startswith("write ")
     assert plan["memory_mib"]["total"] >= 0
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_template_that_does_not_ask_for_the_answer_is_warned_of(tmp_path, caplog):
+    class Chats:
+        get_rl_dataset = staticmethod(
+            lambda config: [{"prompt": [{"role": "user", "content": "go"}]}]
+        )
+        get_reward_funcs = staticmethod(
+            lambda config, tokenizer: [lambda completions, **_: [1.0 for _ in completions]]
+        )
+
+    template = tmp_path / "silent.jinja"
+    template.write_text("{% for m in messages %}{{ m['role'] }}: {{ m['content'] }} {% endfor %}")
+    settings = config(tmp_path, max_steps=1)
+    settings["model"]["chat_template"] = str(template)
+    settings["eval"] = {}
+    (warning,) = groupwise.rl(settings, Chats, dry_run=True).summary["plan"]["warnings"]
+    assert "writes 'assistant: ' before an answer, but not at the end of a prompt" in warning
+    groupwise.rl(settings, Chats)
+    assert [record.message for record in caplog.records].count(warning) == 1
 
 
 @pytest.mark.parametrize(

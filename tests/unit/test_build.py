@@ -177,7 +177,9 @@ def test_task_and_type_of_rollout_must_go_together(tmp_path):
 
 def test_whole_rollouts_have_room():
     assert build.longest_completion(rollouts_of()) == 256
-    assert build.longest_completion(rollouts_of(type="environment", max_turns=3)) == 2 * 3 * 256
+    assert build.longest_completion(rollouts_of(type="environment", max_turns=3)) == 3 * (
+        2 * 256 + 16
+    )
     assert build.longest_written(rollouts_of(type="environment", max_turns=3)) == 3 * 256
     limited = rollouts_of(type="environment", max_turns=3, max_rollout_length=500)
     assert build.longest_completion(limited) == build.longest_written(limited) == 500

@@ -199,6 +199,21 @@ def test_a_config_does_not_change() -> None:
         config.training.max_steps = 3  # type: ignore[misc]
 
 
+def test_one_completion_a_prompt_suits_only_what_compares_none() -> None:
+    def alone(**algorithm: Any) -> Any:
+        return load_config({**MINIMAL, "training": {"num_generations": 1}, "algorithm": algorithm})
+
+    assert alone(type="reinforce_pp").config.training.num_generations == 1
+    for algorithm in (
+        {"type": "grpo"},
+        {"type": "rloo"},
+        {"type": "reinforce_pp", "group_baseline": True},
+        {"type": "reinforce_pp", "dynamic_sampling": True},
+    ):
+        with pytest.raises(ConfigError, match=r"training\.num_generations is 1, but .* at least 2"):
+            alone(**algorithm)
+
+
 # --- what is refused
 
 
@@ -206,21 +221,21 @@ def test_all_mistakes_are_told_at_once_with_their_lines(tmp_path: Path) -> None:
     text = """\
 training:
   learning_rat: 1e-5
-  num_generations: 1
+  num_generations: 0
 sampler: {engine: vllm, temperature: 0}
 learning_rate: 1e-5
 task:
   hf_token: hf_123456
 """
     assert refusal(text, tmp_path, "run.dri=x").split("\n") == [
-        "c.yaml:8: task.hf_token looks like a secret; secrets never stand in a config, which is stored with the run. "
-        "Set it as an environment variable and read it from there.",
+        "c.yaml:3: training.learning_rat is not a key; did you mean training.learning_rate?",
+        "c.yaml:4: training.num_generations is 0; it must be a whole number (at least 1).",
         "c.yaml:5: sampler.engine: vllm is not in this version; it must be torch.",
         "c.yaml:5: sampler.temperature is 0; it must be a number (above 0).",
-        "c.yaml:4: training.num_generations is 1; it must be a whole number (at least 2).",
-        "c.yaml:3: training.learning_rat is not a key; did you mean training.learning_rate?",
-        "override run.dri=x: run.dri is not a key; did you mean run.dir?",
         "c.yaml:6: learning_rate is not a key; did you mean training.learning_rate?",
+        "c.yaml:8: task.hf_token looks like a secret; secrets never stand in a config, which is stored with the run. "
+        "Set it as an environment variable and read it from there.",
+        "override run.dri=x: run.dri is not a key; did you mean run.dir?",
     ]
     assert "hf_123456" not in refusal(text, tmp_path)
 

@@ -280,9 +280,9 @@ titel: x
         "c.yaml: title is required: What it is called.",
         'c.yaml:1: rate is "fast"; it must be a number (above 0, at most 1).',
         "c.yaml:2: big is 1; it must be true or false.",
-        'c.yaml:6: engine.stop is ["a", 1]; it must be a list of texts.',
-        "c.yaml:5: engine.slots is 2.5; it must be a whole number (at least 1) or null.",
         "c.yaml:4: engine.nam is not a key; did you mean engine.name?",
+        "c.yaml:5: engine.slots is 2.5; it must be a whole number (at least 1) or null.",
+        'c.yaml:6: engine.stop is ["a", 1]; it must be a list of texts.',
         "c.yaml:7: engine.top_p is not in this version.",
         "c.yaml:10: shape.radius is -1; it must be a number (above 0).",
         "c.yaml:11: titel is not a key; did you mean title?",
@@ -350,8 +350,8 @@ def test_a_schema_that_is_not_ours_is_explained_the_same_way(tmp_path: Path) -> 
     with pytest.raises(ConfigError) as caught:
         validate(Words, read_yaml(path), at=("task",))
     assert str(caught.value).replace(f"{tmp_path}/", "").split("\n") == [
-        "c.yaml:3: task.count is 0; it must be a whole number (at least 1).",
         "c.yaml:2: task.language is required.",
+        "c.yaml:3: task.count is 0; it must be a whole number (at least 1).",
         "c.yaml:4: task.langage is not a key; did you mean task.language?",
     ]
 

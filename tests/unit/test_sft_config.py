@@ -50,9 +50,11 @@ def test_sections_of_reinforcement_learning_are_told_apart(section):
 
 def test_a_config_of_rl_is_refused_key_by_key():
     said = refused(
-        training={"prompts_per_step": 2, "num_generations": 4}, eval={"before_and_after": True}
+        training={"prompts_per_step": 2, "num_generations": 4},
+        eval={"before_and_after": True, "pass_at_k": [1]},
     )
-    assert said.count("it belongs to `groupwise rl`") == 3
+    assert said.count("it belongs to `groupwise rl`") == 4
+    assert "eval.pass_at_k is not a key; it belongs to `groupwise rl` and `groupwise eval`" in said
 
 
 @pytest.mark.parametrize(

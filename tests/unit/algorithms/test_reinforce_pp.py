@@ -27,6 +27,12 @@ def test_group_baseline_takes_the_mean_of_the_group_first(group) -> None:
     assert [*first, *second] == pytest.approx(list(expected))
 
 
+def test_one_completion_a_prompt_is_compared_with_those_of_the_step(group) -> None:
+    (first,), (second,) = _advantages(ReinforcePp(), [group(0.0), group(1.0)])
+    assert first == -second
+    assert second == pytest.approx(0.5 / (0.5**0.5 + 1e-4))
+
+
 def test_only_the_baseline_keeps_a_group_that_agrees_silent(group) -> None:
     groups = [group(1.0, 1.0), group(0.0, 1.0), group(0.1 + 0.2, 0.3, 0.3)]
     assert _advantages(ReinforcePp(), groups)[0][0] > 0

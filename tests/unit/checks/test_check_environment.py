@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from groupwise.checks.check import check
-from groupwise.checks.findings import Finding
+from groupwise.checks.findings import Finding, Report
 from groupwise.errors import TaskError
 from groupwise.tasks.environment import Step
+from groupwise.tasks.tools import Tools
 
 
 class Guess:
@@ -41,13 +42,35 @@ class Fragile(Guess):
         return Step(reward=float(completion))
 
 
-def found(environment: Any, **config: Any) -> dict[str, Finding]:
+class Silent:
+    """Forgets to reward."""
+
+    def step(self, completion):
+        return Step("Well done.", done=True)
+
+
+class Shop:
+    """Tools that share a state."""
+
+    def buy(self, count: int) -> str:
+        """Buy some apples."""
+        return f"{count} bought"
+
+    def reward(self):
+        return 0.5
+
+
+def reported(environment: Any, prompt: Any = "Guess.", model: Any = None, **config: Any) -> Report:
     task = SimpleNamespace(
-        get_rl_dataset=lambda config: [{"prompt": "Guess.", "secret": "red"}],
+        get_rl_dataset=lambda config: [{"prompt": prompt, "secret": "red"}],
         get_environment=lambda config: environment,
     )
-    given = {"model": {"name": "tiny"}, "rollout": {"type": "environment", **config}}
-    return {finding.name: finding for finding in check(task, given).findings}
+    rollout = {"type": "environment", "max_turns": 4, "max_rollout_length": 400, **config}
+    return check(task, {"model": {"name": "tiny", **(model or {})}, "rollout": rollout})
+
+
+def found(environment: Any, **given: Any) -> dict[str, Finding]:
+    return {finding.name: finding for finding in reported(environment, **given).findings}
 
 
 def test_an_environment_is_begun_and_answered():
@@ -61,7 +84,61 @@ def test_an_environment_is_begun_and_answered():
 def test_a_task_whose_environment_gives_the_rewards_suffices():
     seen = found(Guess)
     assert "rl" in seen["hooks"].data["verbs"]
-    assert seen["rewards"].level == "skipped"
+    assert seen["rewards"].level == "ok"
+    assert (seen["rewards"].data["min"], seen["rewards"].data["max"]) == (-2.0, 1.0)
+
+
+def test_games_are_shown_by_who_played_them():
+    table = {row["completion"]: row for row in reported(Guess).details["table"]}
+    assert table["the row"]["reward"] == 1.0, "the secret is a column"
+    assert table["nonsense"]["reward"] == -2.0, "four turns"
+    assert all(row["failed"] == 0 for row in table.values())
+
+
+def test_an_environment_that_never_gives_a_reward_is_a_problem():
+    seen = found(Silent)
+    assert seen["rewards"].level == "problem"
+    assert "gave no reward" in seen["rewards"].measured
+    with_functions = SimpleNamespace(
+        get_rl_dataset=lambda config: [{"prompt": "Guess."}],
+        get_environment=lambda config: Silent,
+        get_reward_funcs=lambda config, tokenizer: [
+            lambda completions, **_: [0.0] * len(completions)
+        ],
+    )
+    assert "rewards" not in {each.name for each in check(with_functions).findings}
+
+
+def test_games_that_all_earn_the_same_say_nothing():
+    assert found(Tools(Shop))["rewards"].level == "skipped"
+
+
+def test_games_that_cannot_go_on_are_a_problem():
+    class Mute:
+        def step(self, completion):
+            return Step(reward=1.0)
+
+    said = found(Mute, prompt=[{"role": "user", "content": "Guess."}])
+    assert said["games"].level == "problem"
+    assert "no observation" in said["games"].measured
+
+
+def test_prompts_are_those_that_the_environment_begins_with():
+    assert reported(Guess).details["prompts"] == ["Guess the word of 3 letters."]
+    assert reported(Moody).details["prompts"][0].startswith("Guess the word of 3 letters. 0.")
+
+
+def test_tools_are_part_of_the_prompt_and_of_its_length():
+    chat = [{"role": "user", "content": "Buy three."}]
+    report = reported(Tools(Shop), prompt=chat)
+    (shown,) = report.details["prompts"]
+    assert "Buy some apples." in shown
+    said = {finding.name: finding for finding in report.findings}
+    length = said["training data"].data["prompt_length"]["max"]
+    assert length > 200
+    short = found(Tools(Shop), prompt=chat, model={"max_seq_length": 500})
+    assert short["training data: length"].level == "problem"
+    assert short["training data: length"].data["room"] == 100
 
 
 def test_members_must_begin_alike():

@@ -222,6 +222,16 @@ def test_parts_are_told_apart_with_their_share_of_none():
     assert said["part never"].level == "warning"
 
 
+async def test_a_part_that_fails_is_not_said_to_be_none():
+    def broken(completions: list[str]) -> list[float]:
+        return [float("nan")] * len(completions)
+
+    members = await trial(broken).score(rows("7")[0], ["7", "8"])
+    (said,) = judge_parts([Verdict(0, "gold", "7", each) for each in members], with_gold=True)
+    assert (said.level, said.measured) == ("ok", "no value; failed for 100%")
+    assert (said.data["failed_share"], said.data["none_share"]) == (1.0, 0.0)
+
+
 def test_a_single_part_that_is_constant_is_told_once_by_the_spread():
     assert [each.level for each in judge_parts([verdict("gold", 1.0)] * 2, with_gold=True)] == [
         "ok"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from groupwise.checks.doctor_cost import (
     peak,
 )
 from groupwise.checks.doctor_engine import Engine
-from groupwise.config import load_config
+from groupwise.config import RunConfig, load_config
+from groupwise.rollouts.config import RolloutConfig
 from groupwise.testing.fakes import END_ID, FakeLearner, FakeSampler, FakeTokenizer
 from groupwise.types import Example, SamplingParams
 
@@ -71,14 +73,16 @@ class TimedLearner(FakeLearner):
         return await super().publish(version)
 
 
-async def measured(folder: Path, sampling: float, learning: float) -> tuple[Speeds, Any, Any]:
+async def measured(
+    folder: Path, sampling: float, learning: float, config: RunConfig = CONFIG
+) -> tuple[Speeds, Any, Any]:
     clock = Clock()
     sampler, learner = TimedSampler(clock, sampling), TimedLearner(folder, clock, learning)
     engine = Engine(
         sampler, learner, FakeTokenizer(), SamplingParams(12, 1.0, stop_token_ids=(END_ID,)),
         (Example(0, "a"), Example(1, "b")), ((1,), (2,)), "float32",
     )  # fmt: skip
-    return await measure(engine, CONFIG, 8, 1, clock), sampler, learner
+    return await measure(engine, config, 8, 1, clock), sampler, learner
 
 
 async def test_speeds_are_tokens_by_seconds(tmp_path: Path):
@@ -106,6 +110,28 @@ def test_a_step_is_estimated_from_the_speeds():
     assert "100 steps: 4 min" in said.meaning
 
 
+def test_turns_are_written_read_again_and_learnt_from_with_what_was_said_between():
+    rollout = {"type": "environment", "max_turns": 4, "max_rollout_length": 300}
+    config = CONFIG.model_copy(update={"rollout": RolloutConfig.model_validate(rollout)})
+    speeds = replace(SPEEDS, reading=1000.0)
+    said = estimate(speeds, config, 100, usual_length=10.0, longest_prompt=20)
+    each = 4 * 50 / 100 + 300 / 200 + 3 * (20 + 300) / 1000
+    assert said.data["step_seconds_at_most"] == pytest.approx(8 * each + 1)
+    assert said.data["step_seconds_usual"] is None, "nobody knows how many turns are usual"
+    assert "8 rollouts with 4 turns" in said.meaning
+    assert "the environment, scoring" in said.meaning
+
+
+async def test_reading_is_measured_where_there_are_turns(tmp_path: Path):
+    assert (await measured(tmp_path, 0.01, 0.002))[0].reading == float("inf")
+    rollout = {"type": "environment", "max_turns": 4, "max_rollout_length": 300}
+    config = CONFIG.model_copy(update={"rollout": RolloutConfig.model_validate(rollout)})
+    speeds, sampler, _ = await measured(tmp_path, 0.01, 0.002, config)
+    asked = sampler.requests[-1]
+    assert (len(asked.prompt_ids), asked.params.max_tokens, len(asked.seeds)) == (300, 1, 1)
+    assert speeds.reading == pytest.approx(300 / 0.01)
+
+
 def test_lengths_that_nobody_knows_are_not_made_up():
     said = estimate(SPEEDS, CONFIG, None, usual_length=None)
     assert said.data["step_seconds_usual"] is None
@@ -115,7 +141,7 @@ def test_lengths_that_nobody_knows_are_not_made_up():
 
 @pytest.mark.parametrize(("held", "level"), [(1600, "ok"), (2000, "warning")])
 def test_more_memory_than_was_planned_is_a_warning(held, level):
-    assert peak(1000.0, held * MIB, "cpu").level == level
+    assert peak(1600.0, held * MIB).level == level
 
 
 @pytest.mark.parametrize(

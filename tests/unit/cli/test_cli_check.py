@@ -144,3 +144,31 @@ def test_a_terminal_gets_lines_that_fit(
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 1
     assert max(map(len, lines)) <= 80
+
+
+# Width
+
+
+LONG = Finding("part very_long_name_of_a_reward", "warning", "word " * 40, "more " * 30, "do " * 40)
+
+
+def test_findings_are_folded_behind_their_names_in_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    findings.show_finding(LONG)
+    findings.show_finding(Finding("spread", "ok", "word " * 40))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    begins = [line for line in lines if not line.startswith(" " * 33)]
+    assert begins == ["warning  part very_long_name_of_a_reward", begins[1]]
+    assert begins[1].startswith(f"{'ok       spread':<33}word word")
+
+
+def test_findings_are_one_line_each_in_a_pipe(capsys: pytest.CaptureFixture[str]):
+    findings.show_finding(LONG)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    assert lines[0].startswith("warning  part very_long_name_of_a_reward word word")

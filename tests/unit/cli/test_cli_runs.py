@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,8 +95,17 @@ class TestList:
         assert "does not exist" in torn["broken"]
 
     def test_of_nothing(self, tmp_path: Path) -> None:
-        assert call(tmp_path / "none", "list") == ""
-        assert call_json(tmp_path / "none", "list") == []
+        assert call(tmp_path, "list") == ""
+        assert call_json(tmp_path, "list") == []
+        with pytest.raises(RunNotFoundError, match=r"no folder .*none\. Give --dir"):
+            call(tmp_path / "none", "list")
+
+    def test_what_cannot_be_read_is_one_line(self, tmp_path: Path) -> None:
+        for name in ("a", "b", "c"):
+            (tmp_path / name).mkdir()
+        result = CliRunner().invoke(app, ["list", "--dir", str(tmp_path)], catch_exceptions=False)
+        (line,) = result.stderr.splitlines()
+        assert line.startswith("a cannot be read (and 2 more, for which --json has the reasons): ")
 
 
 class TestShow:
@@ -137,6 +147,22 @@ class TestRollouts:
         assert "#1 · reward 1.000 · advantage +0.500 · 3 tokens, cut off" in shown
         assert "#2 · TIMED OUT: took longer␛ than 30 s · 0 tokens · attempt 1" in shown
 
+    def test_tells_which_limit_cut_a_rollout_off(self, tmp_path: Path) -> None:
+        with RunFolder.create(tmp_path, "play", {}, {}) as run:
+            members = [
+                replace(rollout(0, 0, 1.0), ended_by="turns"),
+                replace(rollout(0, 1, 1.0), ended_by="tokens"),
+                replace(rollout(0, 2, 1.0), ended_by="environment"),
+            ]
+            group = Group(0, Example(0, "Play"), tuple(members))
+            run.store.commit_step(StepRecord(0, 0, 1, "f", (0,), 1e-5, 0.0), [group], {})
+        shown = call(tmp_path, "rollouts", "play")
+        assert "· 3 tokens, cut off by max_turns\n" in shown
+        assert "· 3 tokens, cut off by max_rollout_length\n" in shown
+        assert "· 3 tokens\n" in shown
+        found = call_json(tmp_path, "rollouts", "play")
+        assert [view["ended_by"] for view in found] == ["turns", "tokens", "environment"]
+
     def test_hostile_text_is_printed_harmlessly(self, runs: Path) -> None:
         shown = call(runs, "rollouts", "sort")
         assert all(letter == "\n" or letter.isprintable() for letter in shown)
@@ -160,8 +186,14 @@ class TestRollouts:
         assert [(view["step"], view["member"]) for view in views] == found
 
     def test_nothing_found_is_no_error(self, runs: Path) -> None:
-        assert call(runs, "rollouts", "sort", "--step", "77") == ""
+        assert call(runs, "rollouts", "sort", "--text", "nowhere") == ""
         assert call(runs, "rollouts", "empty") == ""
+
+    def test_a_step_that_there_is_not(self, runs: Path) -> None:
+        with pytest.raises(RunNotFoundError, match="no step 77; it has the steps 0 to 3"):
+            call(runs, "rollouts", "sort", "--step", "77")
+        with pytest.raises(RunNotFoundError, match="recorded none yet"):
+            call(runs, "rollouts", "empty", "--step", "0")
 
     def test_contradictions_and_unknown_parts_are_refused(self, runs: Path) -> None:
         with pytest.raises(UsageError, match="contradict"):

@@ -56,6 +56,12 @@ class TestPlainLines:
             "no-signal 12%  failed 3 of 64 (1 timed out)  grad 0.221  lr 1e-05  gap 3.2e-07  time 6.0 s  eta 1:54\n"
         )
 
+    def test_no_number_is_minus_nothing(self) -> None:
+        stream = io.StringIO()
+        with Progress("a run", 20, stream=stream) as progress:
+            progress.step(0, {"loss": -1e-9})
+        assert "loss 0.0000" in stream.getvalue()
+
     def test_come_every_few_steps_and_at_the_end(self) -> None:
         stream = io.StringIO()
         with Progress("a run", 10, stream=stream, logging_steps=4) as progress:

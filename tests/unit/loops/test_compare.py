@@ -244,3 +244,74 @@ def test_nothing_at_all_is_said(runs):
         compare_references("a", "c", runs)
     with pytest.raises(RunNotFoundError, match=r"no file nothing\.json"):
         compare_references("a", "nothing.json", runs)
+
+
+# Supervised runs
+
+
+def a_supervised_run(
+    runs: Path, name: str, losses: Sequence[float], asked: str = "rows", **config: Any
+) -> Path:
+    """Its curve, and an evaluation of two examples: one of 3 tokens in two rows, one of 1 token."""
+    settings = {"model": {"name": "tiny"}, **config}
+    with RunFolder.create(runs, name, settings, {"kind": "sft", "data": "d"}) as run:
+        for step, loss in enumerate(losses):
+            record = StepRecord(step, step, step + 1, "", (step,), 0.1, 0.0)
+            run.store.commit_step(record, [Group(step, Example(step, ""), ())], {"loss": loss})
+        if asked:
+            last = losses[-1]
+            rows = [
+                {"example": 0, "loss": last, "tokens": 1},
+                {"example": 0, "loss": last, "tokens": 2},
+                {"example": 1, "loss": 1.0, "tokens": 1},
+            ]
+            metrics = {"eval_loss": (3 * last + 1) / 4, "perplexity": 2.0}
+            steps = len(losses)
+            run.store.add_evaluation(
+                EvaluationRecord(steps, f"step-{steps}", f"{name}@{steps}", metrics, rows, asked)
+            )
+        run.finish("finished")
+        return run.path
+
+
+def test_supervised_runs_are_compared_by_their_losses(runs):
+    a_supervised_run(runs, "w", [2.0, 0.5])
+    a_supervised_run(runs, "v", [2.0, 0.9], training={"learning_rate": 0.5})
+    found = compare_references("w", "v", runs)
+    loss = metric(found, "eval_loss")
+    assert (loss.a, loss.b) == (pytest.approx(2.5 / 4), pytest.approx(3.7 / 4)), "as recorded"
+    assert loss.change.value == pytest.approx(1.2 / 4)
+    assert loss.change.low <= loss.change.value <= loss.change.high
+    assert (loss.better, loss.worse, loss.equal) == (0, 1, 1), "less is better"
+    assert metric(found, "perplexity").change is None
+    assert (found.curve.metric, found.curve.steps, found.curve.b) == ("loss", 2, (2.0, 0.9))
+    assert found.config == {"training.learning_rate": (1e-4, 0.5)}
+    assert (found.prompts, found.notes) == (2, ())
+    assert json.loads(json.dumps(found.summary()))["metrics"]["eval_loss"]["worse"] == 1
+
+
+def test_losses_on_other_rows_are_not_compared(runs):
+    a_supervised_run(runs, "w", [2.0, 0.5])
+    a_supervised_run(runs, "v", [2.0, 0.9], asked="others")
+    a_supervised_run(runs, "bare-sft", [2.0, 0.9], asked="")
+    found = compare_references("w", "v", runs)
+    assert (found.metrics, found.curve.steps) == ((), 2)
+    assert "the held-out rows of the two are not the same as tokens" in found.notes[0]
+    with pytest.raises(UsageError, match=r"nothing to compare.* not the same as tokens"):
+        compare_references("w@2", "v@2", runs)
+    assert compare_references("w", "bare-sft", runs).notes == (
+        "only losses in training are compared: no evaluation of bare-sft",
+    )
+
+
+def test_a_supervised_run_beside_a_rewarded_one_is_what_it_answered(runs):
+    warm = a_supervised_run(runs, "w", [2.0, 0.5])
+    with pytest.raises(UsageError, match=r"run of `groupwise sft`.*eval .*--policy w` lets it"):
+        compare_references("w", "a", runs)
+    with pytest.raises(UsageError, match=r"--policy w@2 --policy bare` lets both answer"):
+        compare_references("bare", "w@2", runs)
+    written = a_file(warm / "results", "w@2", {"p": [0.1], "q": [0.5]})
+    for reference in ("w", "w@2"):
+        found = compare_references(reference, "a", runs)
+        assert (found.a.label, found.prompts) == (f"w@2 ({written})", 2)
+        assert metric(found, "reward").change.value == pytest.approx(-0.1)

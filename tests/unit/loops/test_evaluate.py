@@ -245,6 +245,10 @@ async def test_before_and_after_are_compared_prompt_by_prompt():
     wanted = sum(after.rewards[key] - before.rewards[key] for key in (11, 12)) / 2
     assert found["change"]["value"] == pytest.approx(wanted)
     assert not compared(after, after)["rises"]
+    assert found["after"].keys() == after.metrics.keys()
+    assert found["after"]["reward"].keys() == {"value", "low", "high"}
+    lengths = {"value": after.metrics["completions/mean_length"]}
+    assert found["after"]["completions/mean_length"] == lengths
 
 
 class UnmeasuredScorer(CountingScorer):
@@ -365,6 +369,8 @@ def test_an_output_file_is_written_once(served, runs, tmp_path):
 
 def test_samples_per_prompt_replace_the_configs(served, runs):
     assert evaluate(config(runs), Task(), samples_per_prompt=4).summary["samples"] == 12
+    asked = config(runs, eval={"temperature": 1.0, "pass_at_k": [1, 4]})
+    assert "pass@4" in evaluate(asked, Task(), samples_per_prompt=4).summary["metrics"]
     with pytest.raises(GroupwiseError, match="temperature"):
         evaluate(config(runs, eval={"temperature": 0.0}), Task(), samples_per_prompt=4)
 

@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 
-from groupwise.loops.awaiting import gather_all, run_to_end
+from groupwise.loops.awaiting import run_to_end
 from groupwise.loops.interruption import Interrupted, Interruption
 
 PREAMBLE = """
@@ -176,36 +176,7 @@ def test_the_exit_code_is_what_a_shell_expects():
     assert Interrupted(signal.SIGTERM).exit_code == 143
 
 
-# Waiting for many at once
-
-
-async def test_gathering_keeps_the_order():
-    async def after(turns, value):
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        return value
-
-    assert await gather_all(after(5 - index, index) for index in range(5)) == [0, 1, 2, 3, 4]
-    assert await gather_all([]) == []
-
-
-async def test_if_one_fails_the_others_are_cancelled_and_awaited():
-    cleaned = []
-
-    async def wait():
-        try:
-            await asyncio.Event().wait()
-        finally:
-            await asyncio.sleep(0)
-            cleaned.append(True)
-
-    async def fail():
-        await asyncio.sleep(0)
-        raise KeyError("x")
-
-    with pytest.raises(KeyError):
-        await gather_all([wait(), fail(), wait()])
-    assert cleaned == [True, True], "nothing goes on in the background"
+# Code that is not async
 
 
 def test_plain_code_awaits_to_the_end_with_or_without_a_running_loop():

@@ -1,6 +1,7 @@
 """The numbers of a step, against a step small enough to do by hand."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -63,6 +64,12 @@ def test_rewards_are_of_scored_members_only():
     assert found["rewards/style/std"] == 0.0
 
 
+def test_groups_of_one_have_no_spread():
+    found = group_metrics([group(rollout(0, 1, 1.0)), group(rollout(0, 1, 3.0))])
+    assert found["reward"] == 2.0
+    assert {"reward_std", "frac_reward_zero_std"}.isdisjoint(found)
+
+
 def test_outcomes_and_lengths_are_of_all():
     found = group_metrics(STEP)
     assert (found["rollouts/scored"], found["rollouts/failed"]) == (4, 1)
@@ -70,6 +77,15 @@ def test_outcomes_and_lengths_are_of_all():
     assert found["completions/mean_length"] == pytest.approx(23 / 7)
     assert (found["completions/min_length"], found["completions/max_length"]) == (1, 9)
     assert found["completions/clipped_ratio"] == pytest.approx(1 / 7)
+
+
+def test_what_others_said_is_no_length_of_completions():
+    written = Segment("policy", (1, 2), (0.0, 0.0), finish_reason="stop")
+    said = [written, Segment("environment", (3,) * 10), written]
+    found = group_metrics([group(replace(rollout(0, 1, 1.0), segments=tuple(said)))])
+    assert (found["completions/mean_length"], found["completions/max_length"]) == (4, 4)
+    assert found["rollouts/mean_length"] == 14
+    assert "rollouts/mean_length" not in group_metrics(STEP)
 
 
 def test_what_tasks_log_is_averaged_over_the_groups_that_have_it():

@@ -4,6 +4,7 @@ import json
 import tracemalloc
 from pathlib import Path
 from statistics import correlation, fmean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -202,6 +203,11 @@ def test_what_cannot_be_done_is_said(runs):
         judged(runs, "length", step=3)
     with pytest.raises(TaskError, match="Did you mean `length`"):
         judged(runs, "lengt")
+    with pytest.raises(TaskError, match=r"its environment gave the rewards.* Give --rewards"):
+        rescore("r", task=SimpleNamespace(get_environment=lambda config: None), runs_dir=runs)
+    RunFolder.create(runs, "warm", {"data": {}}, {"kind": "sft"}).close()
+    with pytest.raises(UsageError, match="a run of `groupwise sft`: it has no rollouts to score"):
+        rescore("warm", task=REWARDS, runs_dir=runs)
     with RunFolder.create(runs, "plain", {"model": {"name": "tiny"}}, {}) as run:
         group = Group(0, Example(0, "p"), (rollout(0, 0, 1.0),))
         run.store.commit_step(StepRecord(0, 0, 0, "f", (0,), 0.1, 0.0), [group], {})

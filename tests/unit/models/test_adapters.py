@@ -84,6 +84,11 @@ def test_what_differs_is_refused(adapter, given, told, no_loading):
         check_adapter(starting(adapter), LoraConfig(**given))
 
 
+def test_it_is_called_as_the_user_gave_it(adapter, no_loading):
+    with pytest.raises(ModelError, match=rf"^--init-from {adapter}: lora\.r is 16"):
+        check_adapter(starting(adapter), LoraConfig(r=16), "--init-from")
+
+
 def test_there_is_nothing_to_check_without_one(no_loading):
     check_adapter(TINY, LoraConfig())
     check_adapter(TINY, None)
@@ -124,7 +129,7 @@ def test_tensors_are_held_against_the_model(adapter, no_loading):
 
 
 def test_the_plan_counts_the_adapter_that_is_given(adapter, no_loading):
-    sizes = {"dtype": "float32", "slots": 8, "key_length": 64, "microbatch": 64}
+    sizes = {"dtype": "float32", "slots": 8, "key_length": 64, "microbatch": 64, "device": "cpu"}
     planned = plan.plan_model(starting(adapter), LoraConfig(), **sizes, needs_reference=False)
     expected = sum(tensor.numel() for tensor in load_file(adapter / WEIGHTS).values())
     assert (

@@ -193,7 +193,7 @@ def test_a_template_without_an_end_token_is_told_from_one_with():
         "{% for m in messages %}{{ m['role'] + ':' + m['content'] + '\n' }}{% endfor %}"
     )
     (row,) = mask_turns(tokenizer, Chat(TWO_TURNS[:2]), [1])
-    assert shown(tokenizer, row) == "user: 1+1? \n⟦assistant: 2\n\n⟧"
+    assert shown(tokenizer, row) == "user: 1+1? \nassistant:⟦ 2\n\n⟧"
     assert (row.ends, row.stretches) == (0, 1)
 
 
@@ -254,3 +254,29 @@ def test_the_prompt_keeps_its_tokens_where_the_border_could_be_merged_away():
     assert tokenizer("ab", add_special_tokens=False)["input_ids"] == [2]
     row = mask_completion(tokenizer, "a", "b", whole=False)
     assert (row.ids, row.mask) == ((0, 1, 3), (0, 1, 1))
+
+
+SILENT = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+)
+
+
+def test_the_header_is_not_trained_where_the_template_does_not_ask():
+    tokenizer = chat_tokenizer("chatml")
+    tokenizer.chat_template = SILENT
+    (row,) = mask_turns(tokenizer, Chat(TWO_TURNS), [1, 3])
+    assert shown(tokenizer, row) == CHATML
+    letter = [TWO_TURNS[0], {"role": "assistant", "content": "a"}]
+    (row,) = mask_turns(tokenizer, Chat(letter), [1])
+    assert shown(tokenizer, row).endswith("<|im_start|>assistant\n⟦a<|im_end|>⟧\n")
+    rows = mask_turns(tokenizer, Chat([*TWO_TURNS[:1], {**TWO_TURNS[1], "name": "me"}]), [1])
+    assert "⟦<|im_start|>assistant" in shown(
+        tokenizer, rows[0]
+    )  # where the words begin is not sure
+
+
+def test_a_broken_template_is_told_once():
+    tokenizer = chat_tokenizer("chatml")
+    tokenizer.chat_template = SILENT + "{% if %}"
+    with pytest.raises(TaskError, match=r"does not parse: [^.]*\(line 3 of the template\)\. Mend"):
+        mask_turns(tokenizer, Chat(TWO_TURNS), [1])

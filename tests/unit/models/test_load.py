@@ -249,7 +249,9 @@ def test_room_for_prompts_and_sizes_are_told_without_weights(folder):
         key_length=64,
         microbatch=100,
         needs_reference=True,
+        device="cpu",
     )
+    assert sizes.memory.process == 600 < sizes.memory.total
     assert sizes.parameters == sizes.trained_parameters
     assert sizes.parameters == sum(p.numel() for p in tiny_model().parameters())
     assert sizes.memory.reference == sizes.memory.weights

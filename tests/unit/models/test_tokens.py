@@ -7,7 +7,7 @@ from tokenizers.processors import TemplateProcessing
 
 from groupwise.errors import TaskError
 from groupwise.models.tiny import tiny_tokenizer
-from groupwise.models.tokens import completion_text, prompt_ids, rendered
+from groupwise.models.tokens import completion_text, prompt_ids, rendered, unannounced
 
 CHATML = (
     "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nBe helpful.<|im_end|>\n{% endif %}"
@@ -77,7 +77,7 @@ def test_and_not_where_the_tokenizer_adds_none():
 def test_text_may_end_inside_an_open_think_tag():
     made = tokenizer()
     ids = prompt_ids(made, "Solve it.\n<think>\n")
-    assert rendered(made, "Solve it.\n<think>\n").endswith("<think>\n")
+    assert rendered(made, ids).endswith("<think>\n")
     assert tokens(made, ids)[-8:] == list("<think>\n")
 
 
@@ -137,3 +137,27 @@ def test_a_completion_is_text_without_special_tokens():
     ids = made("a , b's<|im_end|><eos>")["input_ids"]
     assert completion_text(made, ids) == "a , b's"
     assert completion_text(made, ()) == ""
+
+
+def test_a_broken_template_is_told_with_its_line():
+    made = tokenizer("{% for m in messages %}\n{{ m['content'] }}\n{% endif %}")
+    with pytest.raises(TaskError, match=r"does not parse: .*'endif'.* \(line 3 of the template\)"):
+        prompt_ids(made, CHAT)
+
+
+def test_messages_that_a_template_refuses_are_told():
+    with pytest.raises(TaskError, match="refuses messages with the roles system: System role not"):
+        prompt_ids(tokenizer(TURNS), [{"role": "system", "content": "s"}])
+
+
+def test_a_template_that_does_not_ask_is_warned_of():
+    silent = tokenizer("{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{% endfor %}")
+    said = unannounced(silent, CHAT)
+    assert said is not None
+    assert "writes '[assistant] ' before an answer, but not at the end of a prompt" in said
+    bare = tokenizer("{% for m in messages %}{{ m['content'] }} {% endfor %}")
+    assert unannounced(bare, CHAT) is None, "nothing stands before an answer"
+    assert unannounced(silent, "text") is None
+    assert unannounced(tokenizer("{% broken"), CHAT) is None
+    for template in TEMPLATES.values():
+        assert unannounced(tokenizer(template), CHAT) is None

@@ -10,6 +10,7 @@
 import asyncio
 import random
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -446,6 +447,7 @@ async def test_environment_that_raises_fails_its_rollout_with_the_line(place):
         (("higher", True), "`step` returned tuple ('higher', True); expected a groupwise Step"),
         (Step(3), "the observation is int 3; expected text or chat messages"),  # type: ignore[arg-type]
         (Step([{"role": "user"}]), "expected text or chat messages with `role` and `content`"),
+        (Step("a", metrics=3), "the metrics are int 3; expected a dict of named numbers"),  # type: ignore[arg-type]
         (Step("a", reward=float("nan")), "the reward `environment` is float nan"),
         (Step("a", reward={"won": "yes"}), "the reward `won` is str 'yes'"),  # type: ignore[dict-item]
         (Step([{"role": "user", "content": "b"}]), "answered text with chat messages"),
@@ -459,6 +461,31 @@ async def test_answers_of_a_wrong_kind_are_named(answer, said):
     rollout = one(await sampled(Odd, turns("5")))
     assert rollout.outcome == "failed"
     assert said in reason_of(rollout)
+
+
+async def test_an_answer_of_a_wrong_kind_is_told_with_its_method_and_turn_and_none_of_our_lines():
+    class Odd:
+        turn = 0
+
+        def step(self, completion):
+            self.turn += 1
+            return Step("go on") if self.turn == 1 else "hello"
+
+    rollout = one(await sampled(Odd, lambda seed, seen: "5"))
+    told = (
+        "the environment's Odd.step, turn 2: `step` returned str 'hello'; expected a groupwise Step"
+    )
+    assert rollout.reason == told
+
+
+async def test_methods_of_what_a_function_makes_are_checked_when_it_is_made():
+    class Odd:
+        def step(self):
+            return Step(done=True)
+
+    rollout = one(await sampled(partial(Odd), turns("5")))
+    assert reason_of(rollout).startswith("the environment: `Odd.step` has the wrong parameters.")
+    assert "expected: step(completion)" in reason_of(rollout)
 
 
 async def test_one_members_failure_leaves_the_others_alone():

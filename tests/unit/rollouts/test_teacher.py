@@ -102,6 +102,12 @@ def test_a_collators_masks_are_used_as_they_are():
         ),
         ({"messages": [*CHAT["messages"][1:]]}, {}, "begins with the assistant"),
         ({"words": "a"}, {}, "has none of the forms"),
+        (
+            {"input_ids": [10, 260, 11], "labels": [-100, 260, 11]},
+            {"vocabulary": 260},
+            "token 1 has the id 260, but the model's vocabulary has 260 tokens, with the ids 0 to 259",
+        ),
+        ({"input_ids": [10, -1]}, {}, "token 1 has the id -1"),
     ],
 )
 def test_a_row_that_cannot_teach_is_named(row, way, said):

@@ -133,7 +133,7 @@ class TestList:
         listed = list_runs(runs)
         assert [info.name for info in listed] == ["sort", "math", "blank", "empty", "torn"]
         broken = {info.name: info.broken or "" for info in listed[2:]}
-        assert "format 0" in broken["blank"]
+        assert "is empty: nothing was recorded" in broken["blank"]
         assert "does not exist" in broken["empty"]
         assert "damaged" in broken["torn"]
 

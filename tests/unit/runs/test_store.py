@@ -621,12 +621,37 @@ class TestFormat:
         monkeypatch.setattr(
             database, "MIGRATIONS", (*schema.MIGRATIONS, "CREATE TABLE later (x INTEGER);")
         )
-        with pytest.raises(StoreError, match="resume the run once"):
-            Store.open(path, readonly=True)
+        before = path.read_bytes()
+        with Store.open(path, readonly=True) as store:
+            assert (store.last_step(), len(store.groups(0))) == (0, 2)
+            assert store.rollouts(RolloutFilter(text="answer"))
+            with pytest.raises(StoreError, match="readonly"):
+                store.set_meta({"state": "lost"})
+        assert path.read_bytes() == before, "reading never writes into a run"
+        with Store.glance(path) as store:
+            assert store.last_step() == 0
         with Store.open(path) as store:
             assert store.last_step() == 0
         alter(path, "INSERT INTO later VALUES (1)")
         Store.open(path, readonly=True).close()
+
+    @pytest.mark.parametrize("version", range(1, len(schema.MIGRATIONS)))
+    def test_every_older_one_can_be_read(self, tmp_path: Path, version: int) -> None:
+        path = tmp_path / "run.db"
+        connection = sqlite3.connect(path)
+        connection.executescript(
+            "PRAGMA journal_mode = WAL;" + "".join(schema.MIGRATIONS[:version])
+        )
+        connection.executescript(
+            "INSERT INTO steps (step, version_in, version_out, fingerprint_out, draws, learning_rate, finished_at)"
+            " VALUES (0, 0, 1, 'f', '[0]', 0.1, 2.0);"
+            "INSERT INTO evaluations (step, name, policy, metrics) VALUES (1, 'after', 'r@1', '{}');"
+            f"PRAGMA application_id = {schema.APPLICATION_ID}; PRAGMA user_version = {version};"
+        )
+        connection.close()
+        with Store.open(path, readonly=True) as store:
+            assert store.steps() == [StepRecord(0, 0, 1, "f", (0,), 0.1, 2.0)]
+            assert store.evaluations() == [EvaluationRecord(1, "after", "r@1", {})]
 
     def test_other_files_are_refused(self, tmp_path: Path) -> None:
         foreign = tmp_path / "foreign.db"

@@ -89,6 +89,38 @@ def test_columns_that_reset_asks_for_must_be_in_every_row():
     assert "asks for `money`" in refused(Tools(Shop), ROWS)
 
 
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ("def step(self): ...", "expected: step(self, completion)\n  found:    step(self)"),
+        ("async def step(self, completion, turn): ...", "found:    step(self, completion, turn)"),
+        ("@staticmethod\ndef step(): ...", "expected: step(completion)\n  found:    step()"),
+        ("def reward(self, completions): ...", "expected: reward(self)"),
+        ("def metrics(self, config): ...", "expected: metrics(self)"),
+        ("def close(self, error): ...", "expected: close(self)"),
+        ("metrics = {}", "`Odd.metrics` is dict {}, no method"),
+    ],
+)
+def test_methods_that_cannot_be_called_are_refused_before_the_start(method, said):
+    methods: dict[str, object] = {}
+    exec(method, methods)
+    del methods["__builtins__"]
+    said_of_it = refused(type("Odd", (Game,), methods))
+    assert said in said_of_it
+    assert "get_environment: `Odd." in said_of_it
+
+
+def test_methods_that_take_more_than_they_are_given_are_fine():
+    class Takes(Game):
+        @classmethod
+        def step(cls, completion, *more, turn=0): ...
+
+        @staticmethod
+        def reward(scale=1.0): ...
+
+    assert task_with(Takes).check_environment({}, ROWS) is Takes
+
+
 def test_columns_may_not_be_called_like_other_arguments():
     said = refused(Game, [Example(0, "p", {"secret": 1, "seed": 2})])
     assert "the dataset has a column `seed`, but `reset` gets arguments of that name" in said
