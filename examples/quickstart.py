@@ -98,7 +98,8 @@ def show_answers(before: groupwise.EvalResult, after: groupwise.EvalResult) -> N
 def show_numbers(held_out: dict[str, Any]) -> None:
     """Metrics on all held-out prompts."""
     print(f"\nOn {held_out['prompts']} held-out prompts, greedy, with 95 % intervals:\n")
-    for metric, after in held_out["after"].items():
+    measured = {name: after for name, after in held_out["after"].items() if "low" in after}
+    for metric, after in measured.items():
         print(f"  {metric:<17} {interval(held_out['before'][metric])}  →  {interval(after)}")
     verdict = "rises" if held_out["rises"] else "has not clearly risen"
     change = interval(held_out["change"])
