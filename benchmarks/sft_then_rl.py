@@ -104,7 +104,7 @@ def step_values(folder: Path, metric: str) -> list[float]:
 
 def store(both: tuple[Way, Way]) -> None:
     """Picture and numbers."""
-    title = "Three-digit sums: share of right answers while training"
+    title = "Three-digit sums: share right"
     curves = [way.curve for way in both]
     PICTURE.write_text(svg_curve(curves, title=title, x_label="seconds of training"))
     described = machine()
