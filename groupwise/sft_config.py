@@ -108,10 +108,12 @@ class SftEvalConfig(Strict):
         None, "Steps between evaluations; null: once an epoch.", on_resume="free", ge=1
     )
     eval_on_start: bool = setting(
-        True, "Evaluate before the first step as well, to have something to compare with."
+        True,
+        "Evaluate before the first step as well, to have something to compare with.",
+        on_resume="free",
     )
     max_examples: int | None = setting(
-        None, "Examples evaluated, the first ones; null uses all.", ge=1
+        None, "Examples evaluated, the first ones; null uses all.", on_resume="free", ge=1
     )
     early_stopping_patience: int | None = setting(
         None,

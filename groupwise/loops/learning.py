@@ -73,6 +73,8 @@ async def _updates(
         run.timings.learned_tokens += sum(len(row.completion_ids) for row in rows)
     count_non_finite(run, left_out)
     metrics = {**loss_metrics(losses), "grad_norm": fmean(norms)}
+    if left_out:
+        metrics["updates/left_out"] = float(left_out)
     return Learned(changed=left_out < len(norms), metrics=metrics)
 
 

@@ -44,6 +44,7 @@ OWN_PREFIXES = (
     "rollouts/",
     "sampling/",
     "clip_ratio/",
+    "updates/",
     "time/",
     "perf/",
     "task/",

@@ -56,8 +56,10 @@ class SftRun(Training):
     held_out: LessonSet | None
     eval_steps: int
     best: Best | None = None
+    to_beat: float | None = None
+    """The loss that patience looks at: the last one that was lower by more than the threshold."""
     not_better: int = 0
-    """Evaluations in a row since the best one."""
+    """Evaluations in a row since then."""
     evaluated_step: int | None = None
     """After which step the last evaluation was."""
 
@@ -81,6 +83,7 @@ class SftRun(Training):
         return {
             **super(SftRun, self).position(),
             "best": asdict(self.best) if self.best else None,
+            "to_beat": self.to_beat,
             "not_better": self.not_better,
             "evaluated_step": self.evaluated_step,
         }
@@ -89,6 +92,7 @@ class SftRun(Training):
         """See `Training.take_position`."""
         super(SftRun, self).take_position(position)
         self.best = Best(**position["best"]) if position["best"] else None
+        self.to_beat = position["to_beat"]
         self.not_better = position["not_better"]
         self.evaluated_step = position["evaluated_step"]
 
@@ -147,7 +151,8 @@ async def _learn(run: SftRun, rows: list[Row], rate: float) -> dict[str, float]:
         run.policy = replace(run.policy, version=run.policy.version + 1)
     run.timings.learning = time.perf_counter() - begun
     run.timings.learned_tokens = sum(len(r.prompt_ids) + len(r.completion_ids) for r in rows)
-    return {**loss_metrics([(sums, denominators)]), "grad_norm": result.grad_norm}
+    left_out = {} if result.applied else {"updates/left_out": 1.0}
+    return {**loss_metrics([(sums, denominators)]), "grad_norm": result.grad_norm, **left_out}
 
 
 def _commit(
@@ -248,15 +253,24 @@ async def _judge(run: SftRun, loss: float) -> None:
     run.evaluated_step = run.step
     if run.step == 0:
         return
-    least = run.config.eval.early_stopping_threshold
-    if math.isfinite(loss) and (run.best is None or loss < run.best.loss - least):
-        run.best, run.not_better = Best(run.step, loss), 0
+    _count_patience(run, loss)
+    if math.isfinite(loss) and (run.best is None or loss < run.best.loss):
+        run.best = Best(run.step, loss)
         await save(run)
-        return
-    run.not_better += 1
     if run.gave_up:
         best = f"{run.best.loss:.4f} (after {run.best.step} steps)" if run.best else "infinity"
-        run.say(f"stopped early: no held-out loss below {best} in {run.not_better} evaluations")
+        run.say(
+            f"stopped early: {run.not_better} evaluations without a better loss; the best is {best}"
+        )
+
+
+def _count_patience(run: SftRun, loss: float) -> None:
+    """Only a loss that is lower by more than the threshold is better here; the best step is that of the lowest."""
+    least = run.config.eval.early_stopping_threshold
+    if math.isfinite(loss) and (run.to_beat is None or loss < run.to_beat - least):
+        run.to_beat, run.not_better = loss, 0
+    else:
+        run.not_better += 1
 
 
 # --- checkpoints ---------------------------------------------------------------------------------

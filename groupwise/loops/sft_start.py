@@ -173,7 +173,8 @@ def _look_anew_if_changed(run: SftRun, prepared: SftPrepared) -> None:
     if store.get_meta().get("held_out") == now:
         return
     store.set_meta({"held_out": now})
-    run.best, run.not_better, run.evaluated_step = None, 0, None
+    run.best = run.to_beat = run.evaluated_step = None
+    run.not_better = 0
     run.say("the held-out rows were changed: the best step is looked for anew")
 
 

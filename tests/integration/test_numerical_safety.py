@@ -55,6 +55,7 @@ def test_one_update_is_left_out_and_the_run_goes_on(tmp_path, spoil, what):
         sampled = {
             rollout.completion_ids for group in store.groups(2) for rollout in group.rollouts
         }
+        assert store.metrics(["updates/left_out"])["updates/left_out"] == [(2, 1.0)]
     assert rows
     assert {row.completion_ids for row in rows} <= sampled
 

@@ -316,7 +316,8 @@ def test_early_stopping(tmp_path, monkeypatch):
     settings = config(tmp_path, training={"max_steps": 9}, eval=stopping)
     evaluated_as(monkeypatch, 0.5, 3.0, 2.95, 2.8, 2.75, 2.71, 1.0)
     summary = groupwise.sft(settings, TASK).summary
-    assert (summary["steps"], summary["best_step"], summary["stopped_early"]) == (5, 3, True)
+    assert (summary["steps"], summary["best_step"], summary["stopped_early"]) == (5, 5, True)
+    assert summary["eval_loss_best"] == 2.71
     assert "stopped early" in (tmp_path / "sft" / "log.txt").read_text()
 
 
