@@ -39,6 +39,7 @@ class SftTrainingConfig(OptimisationConfig):
     num_train_epochs: float | None = setting(
         1.0,
         "Passes over the dataset; fractions are possible. null where max_steps says how long.",
+        on_resume="free",
         gt=0,
     )
     examples_per_step: int = setting(

@@ -55,6 +55,8 @@ class SftRun(Training):
     """Examples drawn in all steps together; None where the steps say how long."""
     held_out: LessonSet | None
     eval_steps: int
+    next_draw: int = 0
+    """The first draw that no step has had."""
     best: Best | None = None
     to_beat: float | None = None
     """The loss that patience looks at: the last one that was lower by more than the threshold."""
@@ -76,13 +78,14 @@ class SftRun(Training):
 
     def epoch(self) -> float:
         """See `Training.epoch`."""
-        return _draws(self).start / len(self.lessons.lessons)
+        return self.next_draw / len(self.lessons.lessons)
 
     def position(self) -> dict[str, Any]:
         """See `Training.position`."""
         return {
             **super(SftRun, self).position(),
             "best": asdict(self.best) if self.best else None,
+            "next_draw": self.next_draw,
             "to_beat": self.to_beat,
             "not_better": self.not_better,
             "evaluated_step": self.evaluated_step,
@@ -92,6 +95,12 @@ class SftRun(Training):
         """See `Training.take_position`."""
         super(SftRun, self).take_position(position)
         self.best = Best(**position["best"]) if position["best"] else None
+        self.next_draw = position["next_draw"]
+        if (
+            self.max_draws is not None
+        ):  # the last step of the epochs that were wanted before may have been a small one
+            size = self.config.training.examples_per_step
+            self.max_steps = self.step + max(0, -(-(self.max_draws - self.next_draw) // size))
         self.to_beat = position["to_beat"]
         self.not_better = position["not_better"]
         self.evaluated_step = position["evaluated_step"]
@@ -129,9 +138,8 @@ async def take_step(run: SftRun) -> None:
 
 def _draws(run: SftRun) -> range:
     """The draws of the step; the last step of whole epochs has what is left of them."""
-    size = run.config.training.examples_per_step
-    end = (run.step + 1) * size
-    return range(run.step * size, end if run.max_draws is None else min(end, run.max_draws))
+    end = run.next_draw + run.config.training.examples_per_step
+    return range(run.next_draw, end if run.max_draws is None else min(end, run.max_draws))
 
 
 async def _learn(run: SftRun, rows: list[Row], rate: float) -> dict[str, float]:
@@ -187,6 +195,7 @@ def _commit(
     run.progress.step(run.step, metrics)
     logger.info("step %d/%d: loss %.4g", run.step + 1, run.max_steps, metrics["loss"])
     run.step += 1
+    run.next_draw = draws[-1] + 1
     return metrics
 
 

@@ -172,6 +172,20 @@ def test_whole_epochs_end_with_what_is_left(tmp_path):
         assert store.step_metrics(2)["epoch"] == 1.0
 
 
+def test_epochs_may_change_after_a_small_last_step(tmp_path):
+    """Every example once per epoch, also where the first epoch ended with three."""
+    once = {"max_steps": None, "num_train_epochs": 1.0, "lr_scheduler_type": "constant"}
+    groupwise.sft(config(tmp_path, training=once), TASK)
+    longer = config(tmp_path, training={**once, "num_train_epochs": 2.0})
+    assert groupwise.sft(longer, TASK, resume_from="sft@3").summary["steps"] == 6
+    with Store.open(tmp_path / "sft" / "run.db", readonly=True) as store:
+        steps = store.steps()
+    assert [len(step.draws) for step in steps] == [4, 4, 3, 4, 4, 3]
+    assert [draw for step in steps for draw in step.draws] == list(range(22))
+    counted = config(tmp_path, training={"max_steps": 7, "lr_scheduler_type": "constant"})
+    assert groupwise.sft(counted, TASK, resume_from="sft@6").summary["steps"] == 7
+
+
 # Stopping and going on
 
 
