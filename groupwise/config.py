@@ -536,6 +536,11 @@ def compare_for_resume(old: Mapping[str, Any], new: Dumped) -> Differences:
     return compare(old, resolved(new), cast("type[BaseModel]", type(new)))
 
 
+def json_schema(model: type[BaseModel] = RunConfig) -> str:
+    """`docs/schemas/rl.json` (of `SftConfig`: `sft.json`), for editors that check and complete YAML."""
+    return json.dumps(model.model_json_schema(), indent=1, ensure_ascii=False) + "\n"
+
+
 def documentation() -> str:
     """`docs/configuration.md`."""
     return _PAGE.format(table=document(RunConfig))
@@ -562,6 +567,11 @@ training:
   (the result stays equal up to rounding), *fixed* refuses it.
 
 {table}
-This page is made from the code:
+Editors check and complete a config by its JSON schema, [for rl and eval](schemas/rl.json) or [for sft](schemas/sft.json): a first line
+`# yaml-language-server: $schema=<path of the file>` names it.
+
+This page is made from the code, as are the schemas:
 `python -c "from groupwise.config import documentation as d; print(d(), end='')" > docs/configuration.md`
+`python -c "from groupwise.config import json_schema as s; print(s(), end='')" > docs/schemas/rl.json`
+`python -c "from groupwise.config import json_schema as s; from groupwise.sft_config import SftConfig as c; print(s(c), end='')" > docs/schemas/sft.json`
 """

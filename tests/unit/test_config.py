@@ -19,6 +19,7 @@ from groupwise.config import (
     algorithm_sections,
     compare_for_resume,
     documentation,
+    json_schema,
     load_config,
     resolved,
     view,
@@ -26,6 +27,7 @@ from groupwise.config import (
 )
 from groupwise.errors import ConfigError
 from groupwise.settings import leaves
+from groupwise.sft_config import SftConfig
 
 MINIMAL: dict[str, Any] = {"model": {"name": "tiny"}}
 
@@ -116,6 +118,12 @@ def test_what_a_resume_may_change() -> None:
 def test_the_page_of_the_documentation_is_up_to_date() -> None:
     page = Path(__file__).parents[2] / "docs" / "configuration.md"
     assert page.read_text() == documentation(), "make it again: the command stands at its end"
+
+
+@pytest.mark.parametrize(("name", "model"), [("rl", RunConfig), ("sft", SftConfig)])
+def test_the_json_schemas_are_up_to_date(name: str, model: type[Any]) -> None:
+    file = Path(__file__).parents[2] / "docs" / "schemas" / f"{name}.json"
+    assert file.read_text() == json_schema(model), "make it again: see the end of configuration.md"
 
 
 def test_foreign_names_are_not_keys_here_and_point_to_keys_that_exist() -> None:
