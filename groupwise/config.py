@@ -537,7 +537,7 @@ def compare_for_resume(old: Mapping[str, Any], new: Dumped) -> Differences:
 
 
 def json_schema(model: type[BaseModel] = RunConfig) -> str:
-    """`docs/schemas/rl.json` (of `SftConfig`: `sft.json`), for editors that check and complete YAML."""
+    """`docs/schemas/rl.json`, for editors that check and complete YAML."""
     return json.dumps(model.model_json_schema(), indent=1, ensure_ascii=False) + "\n"
 
 
@@ -573,5 +573,5 @@ Editors check and complete a config by its JSON schema, [for rl and eval](schema
 This page is made from the code, as are the schemas:
 `python -c "from groupwise.config import documentation as d; print(d(), end='')" > docs/configuration.md`
 `python -c "from groupwise.config import json_schema as s; print(s(), end='')" > docs/schemas/rl.json`
-`python -c "from groupwise.config import json_schema as s; from groupwise.sft_config import SftConfig as c; print(s(c), end='')" > docs/schemas/sft.json`
+`python -c "from groupwise.sft_config import sft_schema as s; print(s(), end='')" > docs/schemas/sft.json`
 """

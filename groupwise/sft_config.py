@@ -19,6 +19,7 @@ from groupwise.config import (
     CallbackEntries,
     LoadedConfig,
     given_tree,
+    json_schema,
     stem_of,
 )
 from groupwise.learner.config import OptimisationConfig
@@ -256,6 +257,11 @@ def load_sft_config(
 
 def _secrets(tree: Tree) -> list[str]:
     return [*secrets_in(tree, ("task",)), *secrets_in(tree, ("callbacks",))]
+
+
+def sft_schema() -> str:
+    """`docs/schemas/sft.json`."""
+    return json_schema(SftConfig)
 
 
 def documentation() -> str:

@@ -66,7 +66,7 @@ def go_on(
     assert command(settings, task, resume=True).exit_code == 0
 
 
-def crash_at(number: int, work: Callable[[], None]) -> int:
+def crash_at(number: int, work: Callable[[], object]) -> int:
     """Do `work` in a forked child that dies at its durable write of that number; its exit status, 17 if it came so far."""
     left = iter(range(number))
 

@@ -35,7 +35,7 @@ class Silent(Guess):
 
 
 class Broken(Guess):
-    def reset(self, secret):
+    def reset(self, secret):  # pyright: ignore[reportIncompatibleMethodOverride] — it is called by names
         raise KeyError(secret)
 
 

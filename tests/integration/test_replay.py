@@ -163,12 +163,15 @@ def change(folder: Path, statement: str, *values: Any) -> None:
 def nudge_logprob(folder: Path) -> None:
     """The first log-probability of the last step."""
     connection = sqlite3.connect(folder / "run.db")
-    rollout, blob = connection.execute(
+    found = connection.execute(
         "SELECT rollout, logprobs FROM segments JOIN rollouts r ON r.id = rollout"
         " WHERE r.step = 4 AND r.advantage != 0"
-    ).fetchone()
+    ).fetchall()
     connection.close()
-    first, *others = unpack_floats(blob)
+    rollout, blob = found[0]
+    logprobs = unpack_floats(blob)
+    assert logprobs
+    first, *others = logprobs
     nudged = pack_floats([first + 1e-5, *others])
     change(folder, "UPDATE segments SET logprobs = ? WHERE rollout = ?", nudged, rollout)
 

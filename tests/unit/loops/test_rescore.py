@@ -104,8 +104,9 @@ def test_all_is_written_beside_the_record(runs):
 def test_all_steps_together_are_what_their_rollouts_say(runs):
     for name in ("length", "backwards"):
         found = judged(runs, name, limit=5)
-        both = [(row.old, row.new) for row in found.rows() if row.old is not None is not row.new]
-        old, new = [x for x, _ in both], [y for _, y in both]
+        both = [(row.old, row.new) for row in found.rows()]
+        pairs = [(x, y) for x, y in both if x is not None and y is not None]
+        old, new = [x for x, _ in pairs], [y for _, y in pairs]
         assert (found.overall.old, found.overall.new) == (fmean(old), fmean(new))
         assert found.overall.correlation == pytest.approx(correlation(old, new))
         assert found.overall.rollouts == 20

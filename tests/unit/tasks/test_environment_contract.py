@@ -113,7 +113,7 @@ def test_methods_that_cannot_be_called_are_refused_before_the_start(method, said
 def test_methods_that_take_more_than_they_are_given_are_fine():
     class Takes(Game):
         @classmethod
-        def step(cls, completion, *more, turn=0): ...
+        def step(cls, completion, *more, turn=0): ...  # pyright: ignore[reportIncompatibleMethodOverride]
 
         @staticmethod
         def reward(scale=1.0): ...
