@@ -34,8 +34,9 @@ from groupwise.checks.findings import Finding, Findings
 from groupwise.config import LoadedConfig, RunConfig, view, with_task_schema
 from groupwise.errors import RunError, TaskError
 from groupwise.loops.awaiting import run_to_end
+from groupwise.loops.prepare import planned_sizes
 from groupwise.models.machine import describe_processor, has_bfloat16
-from groupwise.models.plan import ModelPlan, plan_model, prompt_room
+from groupwise.models.plan import ModelPlan, prompt_room
 from groupwise.models.probes import (
     adapter_slopes,
     free_memory,
@@ -109,16 +110,7 @@ def _patient(loaded: LoadedConfig, task: Task | None) -> Patient:
         tools=build.check_rollouts(config, task, examples) if task else (),
     )
     layout = build.choose_layout(config, prompts.longest)
-    sizes = plan_model(
-        config.model,
-        config.lora,
-        dtype=layout.dtype,
-        slots=layout.slots,
-        key_length=layout.key_length,
-        microbatch=layout.max_tokens_per_microbatch,
-        needs_reference=build.build_algorithm(config).needs_reference,
-        device=layout.device,
-    )
+    sizes = planned_sizes(config, layout)
     return Patient(config, tokenizer, prompts, task, layout, sizes)
 
 

@@ -28,6 +28,15 @@ Overrides = Annotated[
         show_default=False,
     ),
 ]
+ResumeOption = Annotated[
+    bool, typer.Option("--resume", help="Go on with the newest unfinished run of this name.")
+]
+ResumeFromOption = Annotated[
+    str | None, typer.Option(metavar="RUN@STEP", help="Go on from this checkpoint.")
+]
+InitFromOption = Annotated[
+    str | None, typer.Option(metavar="RUN@STEP", help="Start a new run from these weights.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Write the result as one JSON object.")]
 
 
@@ -35,15 +44,9 @@ def rl(
     config: ConfigOption,
     task_module: TaskOption,
     overrides: Overrides = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the newest unfinished run of this name.")
-    ] = False,
-    resume_from: Annotated[
-        str | None, typer.Option(metavar="RUN@STEP", help="Go on from this checkpoint.")
-    ] = None,
-    init_from: Annotated[
-        str | None, typer.Option(metavar="RUN@STEP", help="Start a new run from these weights.")
-    ] = None,
+    resume: ResumeOption = False,
+    resume_from: ResumeFromOption = None,
+    init_from: InitFromOption = None,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Show the resolved config and the plan; train nothing."),

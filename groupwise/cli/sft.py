@@ -6,22 +6,24 @@ from typing import Annotated
 
 import typer
 
-from groupwise.cli.rl import ConfigOption, JsonOption, Overrides, TaskOption
+from groupwise.cli.rl import (
+    ConfigOption,
+    InitFromOption,
+    JsonOption,
+    Overrides,
+    ResumeFromOption,
+    ResumeOption,
+    TaskOption,
+)
 
 
 def sft(
     config: ConfigOption,
     task_module: TaskOption,
     overrides: Overrides = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the newest unfinished run of this name.")
-    ] = False,
-    resume_from: Annotated[
-        str | None, typer.Option(metavar="RUN@STEP", help="Go on from this checkpoint.")
-    ] = None,
-    init_from: Annotated[
-        str | None, typer.Option(metavar="RUN@STEP", help="Start a new run from these weights.")
-    ] = None,
+    resume: ResumeOption = False,
+    resume_from: ResumeFromOption = None,
+    init_from: InitFromOption = None,
     dry_run: Annotated[
         bool,
         typer.Option(

@@ -24,7 +24,7 @@ from groupwise.loops.evaluate import check_success_part, held_out_prompts
 from groupwise.loops.profiling import check_profiled_steps
 from groupwise.models.adapters import check_adapter
 from groupwise.models.identity import identity
-from groupwise.models.plan import plan_model, prompt_room
+from groupwise.models.plan import ModelPlan, plan_model, prompt_room
 from groupwise.models.tokenizer import load_tokenizer
 from groupwise.models.tokens import rendered, unannounced
 from groupwise.rewards.rubric import Rubric
@@ -210,10 +210,9 @@ def _evaluates(config: RunConfig, task: Task) -> bool:
     return wanted and task.has("get_eval_dataset")
 
 
-def plan(prepared: Prepared) -> dict[str, Any]:
-    """What a run would do: the resolved config, sizes, and the first prompt as the model would see it."""
-    config, layout = prepared.config, prepared.layout
-    sizes = plan_model(
+def planned_sizes(config: RunConfig, layout: Layout) -> ModelPlan:
+    """Parameters and memory of a run in this layout."""
+    return plan_model(
         config.model,
         config.lora,
         dtype=layout.dtype,
@@ -223,6 +222,12 @@ def plan(prepared: Prepared) -> dict[str, Any]:
         needs_reference=build.build_algorithm(config).needs_reference,
         device=layout.device,
     )
+
+
+def plan(prepared: Prepared) -> dict[str, Any]:
+    """What a run would do: the resolved config, sizes, and the first prompt as the model would see it."""
+    config, layout = prepared.config, prepared.layout
+    sizes = planned_sizes(config, layout)
     rows = config.training.prompts_per_step * config.training.num_generations
     example, _ = prepared.prompts.drawn(0, config.training.seed, shuffle=config.data.shuffle)
     warning = unannounced(prepared.tokenizer, example.prompt)

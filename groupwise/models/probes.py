@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import resource
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from groupwise.models.lora import AdaptedModel, ExactLoraLinear
+from groupwise.runs import publications
 
 TOKENS = 1024
 """Random inputs of a layer; so many make the slope sure to about 1 %."""
@@ -73,15 +72,9 @@ def free_memory(device: str) -> int | None:
     if device != "cpu":
         return torch.cuda.mem_get_info(device)[0]
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        return publications.free_memory()
     except OSError:
         return None
-    free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    group = Path("/sys/fs/cgroup")
-    with suppress(OSError, ValueError):  # no such limit
-        limit = int((group / "memory.max").read_text())
-        free = min(free, limit - int((group / "memory.current").read_text()))
-    return free
 
 
 def peak_memory(device: str) -> int:

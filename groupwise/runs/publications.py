@@ -65,11 +65,11 @@ def _roomy_place(needed: int) -> Path:
     """Memory where it is free: containers often have next to none at /dev/shm."""
     if not os.access(MEMORY, os.W_OK):
         return Path(tempfile.gettempdir())
-    roomy = shutil.disk_usage(MEMORY).free >= needed and _free_memory() >= SHARE * needed
+    roomy = shutil.disk_usage(MEMORY).free >= needed and free_memory() >= SHARE * needed
     return MEMORY if roomy else Path(tempfile.gettempdir())
 
 
-def _free_memory() -> int:
+def free_memory() -> int:
     """Bytes that this process can still have, also where a container limits it."""
     lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
     free = next(int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:")

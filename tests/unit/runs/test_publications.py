@@ -38,7 +38,7 @@ def test_one_folder_for_each_run_that_only_the_user_may_write_to(
 def test_three_times_the_size_must_be_free(
     memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publications, "_free_memory", lambda: 1 << 60)
+    monkeypatch.setattr(publications, "free_memory", lambda: 1 << 60)
     free = publications.shutil.disk_usage(memory).free
     assert publications.claim(tmp_path / "a", free // 4).is_relative_to(memory)
     assert publications.claim(tmp_path / "b", free // 2).is_relative_to(tmp_path / "disk")
@@ -47,8 +47,8 @@ def test_three_times_the_size_must_be_free(
 def test_what_training_itself_needs_is_not_taken(
     memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert publications._free_memory() > 0
-    monkeypatch.setattr(publications, "_free_memory", lambda: 1200)
+    assert publications.free_memory() > 0
+    monkeypatch.setattr(publications, "free_memory", lambda: 1200)
     assert publications.claim(tmp_path / "a", 100).is_relative_to(memory)
     assert publications.claim(tmp_path / "b", 101).is_relative_to(tmp_path / "disk")
 
