@@ -22,7 +22,7 @@ fix: ## mend what a machine can mend
 	$(READY) && $(BIN)/ruff check --fix . && $(BIN)/ruff format .
 bench: ## measure the parts of a training step
 	$(READY) && $(BIN)/python -m benchmarks.step $(ARGS)
-soak: ## run the long tests (SUITE=kills selects; KILLS and SEED are its own)
+soak: ## run the long tests (SUITE=kills, with KILLS and SEED, or SUITE=crash_points, with FIRST and LAST)
 	$(READY) && $(PYTEST) -m soak -k "$(SUITE)" --timeout 7200 $(ARGS)
 clean: ## remove what can be made again; runs/ stays
 	@rm -rf .venv .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist; find . -name __pycache__ -prune -exec rm -rf {} +

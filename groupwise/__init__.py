@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from groupwise.callbacks.base import Callback
     from groupwise.checks.check import check
     from groupwise.checks.doctor import doctor
-    from groupwise.loops.evaluate import EvalResult, evaluate
+    from groupwise.evaluation.evaluate import EvalResult, evaluate
+    from groupwise.loops.rl_start import RlResult, rl
     from groupwise.loops.sft_start import SftResult, sft
-    from groupwise.loops.start import RlResult, rl
 
 __version__ = "0.1.0"
 __all__ = [
@@ -36,13 +36,13 @@ __all__ = [
 
 _HOMES = {
     "Callback": "groupwise.callbacks.base",
-    "EvalResult": "groupwise.loops.evaluate",
-    "RlResult": "groupwise.loops.start",
+    "EvalResult": "groupwise.evaluation.evaluate",
+    "RlResult": "groupwise.loops.rl_start",
     "SftResult": "groupwise.loops.sft_start",
     "check": "groupwise.checks.check",
     "doctor": "groupwise.checks.doctor",
-    "evaluate": "groupwise.loops.evaluate",
-    "rl": "groupwise.loops.start",
+    "evaluate": "groupwise.evaluation.evaluate",
+    "rl": "groupwise.loops.rl_start",
     "sft": "groupwise.loops.sft_start",
 }
 

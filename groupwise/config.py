@@ -21,6 +21,7 @@ from typing import (
     ClassVar,
     Literal,
     Protocol,
+    TypeVar,
     Union,
     cast,
     get_type_hints,
@@ -28,31 +29,28 @@ from typing import (
 
 from pydantic import AfterValidator, BaseModel, Discriminator, Tag, create_model, model_validator
 
+from groupwise.algorithms.kl import FIRST_BETA
 from groupwise.algorithms.knobs import idle
 from groupwise.algorithms.presets import PRESETS, Preset
 from groupwise.algorithms.registry import ALGORITHMS
 from groupwise.algorithms.sft import Sft
+from groupwise.callbacks.registry import unknown_callback
 from groupwise.data.config import DataConfig
+from groupwise.foreign_keys import FOREIGN_TO_RL
 from groupwise.learner.config import TrainingConfig
 from groupwise.models.config import LoraConfig, ModelConfig
 from groupwise.rewards.config import RewardsConfig
 from groupwise.rollouts.config import RolloutConfig
 from groupwise.runs.config import RunSection
 from groupwise.sampler.config import SamplerConfig
-from groupwise.settings import (
-    Differences,
-    Strict,
-    Tree,
-    View,
-    compare,
-    document,
-    override,
-    read_yaml,
-    secrets_in,
-    setting,
-    tree_of,
-    validate,
-)
+from groupwise.settings.comparison import Differences, compare
+from groupwise.settings.credentials import secrets_in
+from groupwise.settings.documentation import document
+from groupwise.settings.overrides import override
+from groupwise.settings.schema import Strict, refuse, setting
+from groupwise.settings.tree import Tree, read_yaml, tree_of
+from groupwise.settings.validation import validate
+from groupwise.settings.view import View
 
 DEFAULT_ALGORITHM = "dr_grpo"
 """Its centred advantages have no difficulty bias and do not explode on tiny spreads."""
@@ -81,16 +79,16 @@ class AlgorithmConfig(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _filled_from_preset(cls, given: Any) -> Any:
+    def _filled(cls, given: Any) -> Any:
         preset = _preset_of(given)
         if preset is None:
-            return given
+            return _started(given)
         if given.get("type", preset.algorithm) != preset.algorithm:
             raise ValueError(
                 f"preset {given['preset']} is {preset.algorithm}, but type is {given['type']}. Leave "
                 "type out, or leave preset out and give its values one by one."
             )
-        return {**preset.knobs, **given}
+        return _started({**preset.knobs, **given})
 
     @model_validator(mode="after")
     def _suits_the_algorithm(self) -> AlgorithmConfig:
@@ -105,6 +103,14 @@ class AlgorithmConfig(Strict):
                     f"{json.dumps(values[needed])}. Set {needed}, or leave {knob.name} out."
                 )
         return self
+
+
+def _started(given: Any) -> Any:
+    """With a beta for an adaptive one to start from, where none is given."""
+    if not isinstance(given, Mapping):
+        return given
+    values = cast("Mapping[str, Any]", given)
+    return {"beta": FIRST_BETA, **values} if values.get("adaptive_kl") is True else values
 
 
 def _preset_of(given: Any) -> Preset | None:
@@ -158,7 +164,7 @@ else:
 class EvalConfig(Strict):
     """Answering held-out prompts, beside a training and in `groupwise eval`."""
 
-    not_yet: ClassVar[frozenset[str]] = frozenset({"suites", "benchmarks", "top_p", "top_k"})
+    not_yet: ClassVar[frozenset[str]] = frozenset({"suites", "benchmarks"})
 
     before_and_after: bool = setting(
         True,
@@ -194,6 +200,27 @@ class EvalConfig(Strict):
     temperature: float = setting(
         0.0, "0 answers greedily, which repeats exactly.", on_resume="free", ge=0
     )
+    top_k: int | None = setting(
+        None,
+        "Draw from so many of the most probable tokens alone; null: all. Of top_k, top_p and min_p each takes what the one before "
+        "it left.",
+        on_resume="free",
+        ge=1,
+    )
+    top_p: float | None = setting(
+        None,
+        "Draw from the most probable tokens that together reach this probability, at the temperature; null: all.",
+        on_resume="free",
+        gt=0,
+        lt=1,
+    )
+    min_p: float | None = setting(
+        None,
+        "Draw from the tokens that have at least this share of the highest probability; null: all.",
+        on_resume="free",
+        gt=0,
+        le=1,
+    )
     max_completion_length: int | None = setting(
         None,
         "Longest completion in tokens; null is sampler.max_completion_length.",
@@ -202,25 +229,43 @@ class EvalConfig(Strict):
     )
 
     @model_validator(mode="after")
-    def _greedy_repeats_itself(self) -> EvalConfig:
-        if self.temperature == 0 and self.samples_per_prompt > 1:
-            raise ValueError(
-                f"samples_per_prompt is {self.samples_per_prompt}, but temperature 0 gives the same "
-                "completion each time; set a temperature above 0, as in eval.temperature=1.0."
+    def _keys_go_together(self) -> EvalConfig:
+        refuse(
+            (
+                self._greedy_repeats_itself(),
+                self._greedy_leaves_nothing_out(),
+                self._lacks_samples_for_a_k(),
             )
+        )
         return self
 
-    @model_validator(mode="after")
-    def _has_samples_for_each_k(self) -> EvalConfig:
+    def _greedy_repeats_itself(self) -> str | None:
+        if self.temperature > 0 or self.samples_per_prompt == 1:
+            return None
+        return (
+            f"samples_per_prompt is {self.samples_per_prompt}, but temperature 0 gives the same "
+            "completion each time; set a temperature above 0, as in eval.temperature=1.0."
+        )
+
+    def _greedy_leaves_nothing_out(self) -> str | None:
+        given = [key for key in ("top_k", "top_p", "min_p") if getattr(self, key) is not None]
+        if self.temperature > 0 or not given:
+            return None
+        return (
+            f"{given[0]} is {getattr(self, given[0])}, which has no effect while temperature is 0, where always the most "
+            f"probable token is taken; set a temperature above 0, as in eval.temperature=1.0, or leave {given[0]} out."
+        )
+
+    def _lacks_samples_for_a_k(self) -> str | None:
         given = self.pass_at_k or (1,)
         if min(given) < 1:
-            raise ValueError(f"pass_at_k has {min(given)}; k is a number of samples, 1 or more.")
-        if max(given) > self.samples_per_prompt:
-            raise ValueError(
-                f"pass_at_k has {max(given)}, but samples_per_prompt is {self.samples_per_prompt}: pass@k is estimated "
-                f"from at least k samples of each prompt. Set samples_per_prompt to {max(given)} or more."
-            )
-        return self
+            return f"pass_at_k has {min(given)}; k is a number of samples, 1 or more."
+        if max(given) <= self.samples_per_prompt:
+            return None
+        return (
+            f"pass_at_k has {max(given)}, but samples_per_prompt is {self.samples_per_prompt}: pass@k is estimated "
+            f"from at least k samples of each prompt. Set samples_per_prompt to {max(given)} or more."
+        )
 
     @property
     def ks(self) -> tuple[int, ...]:
@@ -230,157 +275,31 @@ class EvalConfig(Strict):
         return tuple(2**power for power in range(self.samples_per_prompt.bit_length()))
 
 
-_BATCH = (
-    "a step is training.prompts_per_step groups of training.num_generations completions, "
-    "and training.max_tokens_per_microbatch is what is computed at once"
-)
-_ENGINE = "sampler.engine names the engine, and only torch is in this version"
-_TASK_DATA = "the data comes from the task's get_rl_dataset"
-_OVERLONG = (
-    "algorithm.type dapo has algorithm.soft_punish_cache and algorithm.soft_punish_factor, and "
-    "algorithm.mask_truncated_completions leaves rollouts that were cut off out of the loss"
-)
-_RESUME = "give --resume or --resume-from RUN@STEP on the command line"
-
-
-def _named(key: str) -> str:
-    return f"here it is {key}"
-
-
-FOREIGN: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            "per_device_train_batch_size",
-            "per_device_eval_batch_size",
-            "gradient_accumulation_steps",
-            "generation_batch_size",
-            "steps_per_generation",
-            "train_batch_size",
-            "rollout_batch_size",
-            "mini_batch_size",
-            "micro_batch_size",
-            "batch_size",
-        ),
-        _BATCH,
-    ),
-    **dict.fromkeys(("vllm", "vllm_*", "use_vllm", "sglang"), _ENGINE),
-    **dict.fromkeys(
-        ("max_tokens", "max_new_tokens", "max_response_length", "response_length"),
-        _named("sampler.max_completion_length"),
-    ),
-    **dict.fromkeys(
-        ("hf_repo_id", "hub_model_id", "push_to_hub", "repo_id"),
-        "the hub is not in this version; the final adapter stands in the run's folder",
-    ),
-    **dict.fromkeys(
-        ("model_name_or_path", "model_name", "model_id", "base_model", "pretrained_model"),
-        _named("model.name"),
-    ),
-    "model_revision": _named("model.revision"),
-    **dict.fromkeys(("adapter_path", "adapter_name_or_path"), _named("model.adapter")),
-    **dict.fromkeys(("torch_dtype", "bf16", "fp16", "precision"), _named("model.dtype")),
-    **dict.fromkeys(("max_seq_len", "max_length"), _named("model.max_seq_length")),
-    **dict.fromkeys(("lora_r", "lora_rank", "rank"), _named("lora.r")),
-    "lora_alpha": _named("lora.alpha"),
-    "lora_dropout": _named("lora.dropout"),
-    "lora_target_modules": _named("lora.target_modules"),
-    "use_peft": "here it is lora, where null trains all weights",
-    **dict.fromkeys(("lr", "actor_lr"), _named("training.learning_rate")),
-    **dict.fromkeys(("epochs", "num_epochs", "total_epochs"), _named("training.num_train_epochs")),
-    **dict.fromkeys(
-        ("total_steps", "num_steps", "total_training_steps"), _named("training.max_steps")
-    ),
-    **dict.fromkeys(
-        ("group_size", "num_return_sequences", "rollouts_per_example"),
-        _named("training.num_generations"),
-    ),
-    **dict.fromkeys(("lr_scheduler", "scheduler"), _named("training.lr_scheduler_type")),
-    "warmup": "here it is training.warmup_steps or training.warmup_ratio",
-    "optimizer": _named("training.optim"),
-    **dict.fromkeys(
-        ("gradient_clipping", "grad_clip", "clip_grad_norm"), _named("training.max_grad_norm")
-    ),
-    **dict.fromkeys(("kl_coef", "kl_loss_coef", "init_kl_coef"), _named("algorithm.beta")),
-    **dict.fromkeys(("clip_range", "cliprange", "clip_ratio"), _named("algorithm.epsilon")),
-    **dict.fromkeys(("clip_ratio_high", "cliprange_high"), _named("algorithm.epsilon_high")),
-    "clip_ratio_low": _named("algorithm.epsilon"),
-    "clip_ratio_c": _named("algorithm.delta"),
-    **dict.fromkeys(
-        ("loss_type", "adv_estimator", "advantage_estimator"), _named("algorithm.type")
-    ),
-    "importance_sampling_level": "here algorithm.type gspo has one ratio for a sequence",
-    **dict.fromkeys(
-        ("kl_loss_type", "kl_penalty", "kl_type"),
-        _named("algorithm.kl_estimator"),
-    ),
-    "use_bias_correction_kl": "here it is algorithm.kl_gradient with the value exact, its default",
-    **dict.fromkeys(("adaptive_kl", "use_adaptive_kl", "target_kl"), _named("algorithm.kl_target")),
-    **dict.fromkeys(
-        ("entropy_bonus", "entropy_coeff", "entropy_loss_coef"), _named("algorithm.entropy_coef")
-    ),
-    **dict.fromkeys(
-        ("filter_groups", "dynamic_sample", "dynamic_filtering"),
-        _named("algorithm.dynamic_sampling"),
-    ),
-    **dict.fromkeys(
-        ("max_resample_times", "max_num_gen_batches"), _named("algorithm.max_resample_rounds")
-    ),
-    **dict.fromkeys(("overlong_buffer", "overlong_filter"), _OVERLONG),
-    **dict.fromkeys(
-        ("vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "rollout_is"),
-        _named("algorithm.importance_sampling_correction"),
-    ),
-    **dict.fromkeys(
-        (
-            "vllm_importance_sampling_cap",
-            "vllm_importance_sampling_clip_max",
-            "tis_imp_ratio_cap",
-        ),
-        _named("algorithm.importance_sampling_cap"),
-    ),
-    "normalize_advantages": "here algorithm.type reinforce_pp normalises advantages over the step",
-    **dict.fromkeys(("dataset", "train_dataset", "eval_dataset"), _TASK_DATA),
-    **dict.fromkeys(("output_dir", "logging_dir"), "here it is run.dir with run.name"),
-    **dict.fromkeys(("run_name", "experiment_name"), _named("run.name")),
-    **dict.fromkeys(
-        ("eval_strategy", "evaluation_strategy", "do_eval"),
-        "here it is eval.eval_steps, and eval.before_and_after",
-    ),
-    "save_strategy": _named("run.save_steps"),
-    **dict.fromkeys(
-        (
-            "examples_per_step",
-            "completion_only_loss",
-            "assistant_only_loss",
-            "assistant_turns",
-            "dataset_text_field",
-            "truncation_mode",
-            "load_best_model_at_end",
-            "eval_on_start",
-        ),
-        "it belongs to `groupwise sft`, which has a config of its own",
-    ),
-    **dict.fromkeys(("resume", "resume_from_checkpoint"), _RESUME),
-}
-"""What people write who come from TRL, verl, OpenRLHF or vLLM, and what it is here."""
-
-
 LATER_CALLBACKS = frozenset({"push_to_hub_revision", "success_cache", "benchmark_on_checkpoint"})
 """Names of callbacks that are not in this version."""
 
 
 def _each_named(entries: tuple[str | dict[str, Any], ...]) -> tuple[str | dict[str, Any], ...]:
-    """Each entry says which callback it is. What the names mean is found out where a run is prepared."""
-    for entry in entries:
-        name = entry if isinstance(entry, str) else entry.get("name")
-        if not isinstance(name, str) or not name:
-            raise ValueError(
-                f"the entry {json.dumps(entry)} does not say which callback it is; write a name, or a section with `name:` "
-                "and parameters."
-            )
-        if name in LATER_CALLBACKS:
-            raise ValueError(f"{name} is not in this version.")
+    """Each entry says which callback it is. Their code is loaded where a run is prepared."""
+    refuse([_not_named(entry) for entry in entries])
     return entries
+
+
+def _not_named(entry: str | dict[str, Any]) -> str | None:
+    name = _name_of(entry)
+    if name is None:
+        return (
+            f"the entry {json.dumps(entry)} does not say which callback it is; write a name, or a section with `name:` "
+            "and parameters."
+        )
+    return f"{name} is not in this version." if name in LATER_CALLBACKS else None
+
+
+def _name_of(entry: object) -> str | None:
+    """The name in an entry of `callbacks`, or what may be none; None where there is no text."""
+    if isinstance(entry, Mapping):
+        entry = cast("Mapping[str, Any]", entry).get("name")
+    return entry if isinstance(entry, str) and entry else None
 
 
 CallbackEntries = Annotated[tuple[str | dict[str, Any], ...], AfterValidator(_each_named)]
@@ -397,7 +316,7 @@ class RunConfig(Strict):
     """One run, of training or evaluation."""
 
     not_yet: ClassVar[frozenset[str]] = frozenset({"replay", "curriculum"})
-    foreign: ClassVar[Mapping[str, str]] = FOREIGN
+    foreign: ClassVar[Mapping[str, str]] = FOREIGN_TO_RL
 
     model: ModelConfig
     lora: LoraConfig | None = setting(
@@ -417,29 +336,59 @@ class RunConfig(Strict):
     )
 
     @model_validator(mode="after")
-    def _groups_have_members_to_compare(self) -> RunConfig:
-        kind = ALGORITHMS[self.algorithm.type]
-        if self.training.num_generations == 1 and kind(**self.algorithm.knobs).compares_members:
-            raise ValueError(
-                f"training.num_generations is 1, but {self.algorithm.type} as it is set compares the completions of a prompt "
-                "with each other; give at least 2. Only reinforce_pp without group_baseline and dynamic_sampling takes 1."
+    def _sections_go_together(self) -> RunConfig:
+        refuse(
+            (
+                self._compares_nobody(),
+                self._lengths_have_no_effect(),
+                self._completions_may_not_be_as_long_as_they_must(),
             )
+        )
         return self
 
-    @model_validator(mode="after")
-    def _two_stages_have_lengths_of_their_own(self) -> RunConfig:
+    def _compares_nobody(self) -> str | None:
+        algorithm = ALGORITHMS[self.algorithm.type](**self.algorithm.knobs)
+        if self.training.num_generations > 1 or not algorithm.compares_members:
+            return None
+        return (
+            f"training.num_generations is 1, but {self.algorithm.type} as it is set compares the completions of a prompt "
+            "with each other; give at least 2. Only reinforce_pp without group_baseline and dynamic_sampling takes 1."
+        )
+
+    def _lengths_have_no_effect(self) -> str | None:
         default = SamplerConfig().max_completion_length
         given = {
             "sampler": self.sampler.max_completion_length != default,
             "eval": self.eval.max_completion_length is not None,
         }
         idle = [section for section, is_set in given.items() if is_set]
-        if self.rollout.type == "two_stage" and idle:
-            raise ValueError(
-                f"{idle[0]}.max_completion_length has no effect where rollout.type is two_stage; set "
-                "rollout.max_reasoning_length and rollout.max_answer_length instead."
-            )
-        return self
+        if self.rollout.type != "two_stage" or not idle:
+            return None
+        return (
+            f"{idle[0]}.max_completion_length has no effect where rollout.type is two_stage; set "
+            "rollout.max_reasoning_length and rollout.max_answer_length instead."
+        )
+
+    def _completions_may_not_be_as_long_as_they_must(self) -> str | None:
+        least = self.sampler.min_completion_length
+        if self.rollout.type == "two_stage":
+            most = {
+                "rollout.max_reasoning_length": self.rollout.max_reasoning_length,
+                "rollout.max_answer_length": self.rollout.max_answer_length,
+            }
+        else:
+            most = {
+                "sampler.max_completion_length": self.sampler.max_completion_length,
+                "eval.max_completion_length": self.eval.max_completion_length,
+                "rollout.max_rollout_length": self.rollout.max_rollout_length,
+            }
+        for key, limit in most.items():
+            if limit is not None and limit < least:
+                return (
+                    f"sampler.min_completion_length is {least}, but {key} is {limit}, and no completion can be longer. Lower "
+                    "the one or raise the other."
+                )
+        return None
 
 
 class Dumped(Protocol):
@@ -465,15 +414,44 @@ class LoadedConfig:
         return self.config.run.name or self.name_stem
 
 
+Loaded = TypeVar("Loaded", bound=LoadedConfig)
+
+
 def load_config(
-    source: Path | str | Mapping[str, Any] | RunConfig, overrides: Sequence[str] = ()
+    source: Path | str | Mapping[str, Any] | RunConfig,
+    overrides: Sequence[str] = (),
+    *,
+    to_train: bool = False,
 ) -> LoadedConfig:
-    """Read, override and validate. Raises ConfigError with every problem, one in each line."""
+    """Read, override and validate. Raises ConfigError with every problem, one in each line.
+
+    `to_train`: whether the names of `callbacks` must be there, which nobody but a training loads.
+    """
     path = Path(source) if isinstance(source, str | Path) else None
     tree = override(given_tree(source), overrides)
     _correct_for_lag(tree)
-    config = validate(RunConfig, tree, check=_problems_beside_the_schema)
+
+    def check(given: Tree) -> list[str]:
+        return [
+            *_problems_beside_the_schema(given),
+            *(unknown_callbacks(given) if to_train else ()),
+        ]
+
+    config = validate(RunConfig, tree, check=check)
     return LoadedConfig(config, stem_of(path), path, tree)
+
+
+def unknown_callbacks(tree: Tree) -> list[str]:
+    """A problem for each entry of `callbacks` that names nothing, as far as that shows without running code."""
+    entries: Any = tree.value(("callbacks",))
+    given = cast("list[object]", entries) if isinstance(entries, list) else []
+    names = [_name_of(entry) for entry in given]
+    where = tree.origin(("callbacks",))
+    return [
+        f"{where}: callbacks: {problem}"
+        for name in names
+        if name and name not in LATER_CALLBACKS and (problem := unknown_callback(name))
+    ]
 
 
 def _correct_for_lag(tree: Tree) -> None:
@@ -511,7 +489,7 @@ def stem_of(path: Path | None) -> str:
     return stem or "run"
 
 
-def with_task_schema(loaded: LoadedConfig, schema: type[BaseModel]) -> LoadedConfig:
+def with_task_schema(loaded: Loaded, schema: type[BaseModel]) -> Loaded:
     """The config with its `task` section validated by `schema` and filled with the schema's defaults.
 
     Raises ConfigError like `load_config`, each problem under `task.`.

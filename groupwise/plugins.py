@@ -91,6 +91,21 @@ def load(
     raise TaskError(_not_found(spec, target, kind, builtins, announced))
 
 
+def missing(spec: str, *, kind: str, builtins: Mapping[str, str], entry_points: str) -> str | None:
+    """What `load` would say of a spec that names nothing, as far as that shows without running code; None otherwise.
+
+    Whether a dotted module or an attribute is there shows only when the packages around them have run.
+    """
+    target, _ = _split(spec)
+    file = Path(target).expanduser()
+    if _is_path(target) or file.is_file():
+        return None if file.is_file() else _no_file(file, spec, kind)
+    announced = _announced(entry_points)
+    if "." in target or target in builtins or target in announced or _exists(target):
+        return None
+    return _not_found(spec, target, kind, builtins, announced)
+
+
 def explain(error: BaseException) -> str:
     """The error as its author wants to see it: own frames only, the line of each, and what to install."""
     every = traceback.extract_tb(error.__traceback__)

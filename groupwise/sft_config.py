@@ -15,17 +15,23 @@ from pydantic import model_validator
 
 from groupwise.config import (
     CALLBACKS,
-    FOREIGN,
     CallbackEntries,
     LoadedConfig,
     given_tree,
     json_schema,
     stem_of,
+    unknown_callbacks,
 )
+from groupwise.foreign_keys import FOREIGN_TO_SFT
 from groupwise.learner.config import OptimisationConfig
 from groupwise.models.config import LoraConfig, ModelConfig
 from groupwise.runs.config import RunSection
-from groupwise.settings import Strict, Tree, document, override, secrets_in, setting, validate
+from groupwise.settings.credentials import secrets_in
+from groupwise.settings.documentation import document
+from groupwise.settings.overrides import override
+from groupwise.settings.schema import Strict, setting
+from groupwise.settings.tree import Tree
+from groupwise.settings.validation import validate
 
 
 class SftTrainingConfig(OptimisationConfig):
@@ -136,93 +142,10 @@ class SftEvalConfig(Strict):
     )
 
 
-_STEP = (
-    "a step is training.examples_per_step examples, and training.max_tokens_per_microbatch is what is "
-    "computed at once"
-)
-_RL = "it belongs to `groupwise rl`, which has a config of its own; `groupwise sft` samples nothing"
-_RL_EVAL = (
-    "it belongs to `groupwise rl` and `groupwise eval`, which have a config of their own; `groupwise sft` evaluates the "
-    "loss on held-out rows"
-)
-_TASK_DATA = "the data comes from the task's get_sft_dataset and get_sft_eval_dataset"
-_EVAL = "here it is eval.eval_steps; evaluation is on where the task has get_sft_eval_dataset"
-_NOT_HERE = ("sampler.", "training.num_generations", "algorithm.", "prompts_per_step")
-
-
-def _foreign() -> dict[str, str]:
-    """What the config of `groupwise rl` says of other frameworks' keys, without what is different here."""
-    shared = {
-        name: advice
-        for name, advice in FOREIGN.items()
-        if not any(part in advice for part in _NOT_HERE)
-    }
-    return {
-        **shared,
-        **dict.fromkeys(
-            (
-                "per_device_train_batch_size",
-                "per_device_eval_batch_size",
-                "gradient_accumulation_steps",
-                "train_batch_size",
-                "mini_batch_size",
-                "micro_batch_size",
-                "batch_size",
-            ),
-            _STEP,
-        ),
-        **dict.fromkeys(
-            (
-                "sampler",
-                "algorithm",
-                "rewards",
-                "rollout",
-                "prompts_per_step",
-                "num_generations",
-                "num_iterations",
-                "minibatches",
-                "schedule",
-                "lag",
-                "max_prompt_length",
-                "max_completion_length",
-                "beta",
-                "temperature",
-            ),
-            _RL,
-        ),
-        **dict.fromkeys(
-            (
-                "before_and_after",
-                "samples_per_prompt",
-                "pass_at_k",
-                "success_threshold",
-                "success_part",
-            ),
-            _RL_EVAL,
-        ),
-        "max_prompts": "here it is eval.max_examples",
-        **dict.fromkeys(("dataset", "train_dataset", "eval_dataset"), _TASK_DATA),
-        **dict.fromkeys(
-            ("max_seq_length", "max_seq_len", "sequence_len", "cutoff_len", "model_max_length"),
-            "here it is data.max_length",
-        ),
-        **dict.fromkeys(
-            ("max_length", "dataset_text_field", "completion_only_loss", "truncation_mode"),
-            "here it stands in the section data",
-        ),
-        **dict.fromkeys(
-            ("assistant_only_loss", "train_on_inputs", "train_on_prompt"),
-            "here it is data.completion_only_loss",
-        ),
-        **dict.fromkeys(("eval_strategy", "evaluation_strategy", "do_eval"), _EVAL),
-        **dict.fromkeys(("metric_for_best_model", "greater_is_better"), "the metric is eval_loss"),
-    }
-
-
 class SftConfig(Strict):
     """One supervised run."""
 
-    foreign: ClassVar[Mapping[str, str]] = _foreign()
+    foreign: ClassVar[Mapping[str, str]] = FOREIGN_TO_SFT
 
     model: ModelConfig
     lora: LoraConfig | None = setting(
@@ -246,12 +169,19 @@ class LoadedSftConfig(LoadedConfig):
 
 
 def load_sft_config(
-    source: Path | str | Mapping[str, Any] | SftConfig, overrides: Sequence[str] = ()
+    source: Path | str | Mapping[str, Any] | SftConfig,
+    overrides: Sequence[str] = (),
+    *,
+    to_train: bool = False,
 ) -> LoadedSftConfig:
-    """Read, override and validate. Raises ConfigError with every problem, one in each line."""
+    """Read, override and validate; see `groupwise.config.load_config`."""
     path = Path(source) if isinstance(source, str | Path) else None
     tree = override(given_tree(source), overrides)
-    config = validate(SftConfig, tree, check=_secrets)
+
+    def check(given: Tree) -> list[str]:
+        return [*_secrets(given), *(unknown_callbacks(given) if to_train else ())]
+
+    config = validate(SftConfig, tree, check=check)
     return LoadedSftConfig(config, stem_of(path), path, tree)
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, Protocol, TypeVar, cast
 
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, TypeAdapter, with_config
 
 Message = dict[str, Any]
 """One chat message, `{"role": "user", "content": "..."}`."""
@@ -61,6 +61,20 @@ class SamplingParams:
     """Any of these ends the completion and is its last token."""
     stop: tuple[str, ...] = ()
     """Any of these texts ends the completion at the token that completes it; it may span tokens."""
+    min_tokens: int = 0
+    """In so many tokens at the beginning the stop tokens cannot be drawn, and no stop text ends the completion before the last of
+    them. Log-probabilities are those without the stop tokens there; a `Row` says it in `withheld`."""
+    top_k: int | None = None
+    """Draw from so many of the most probable tokens alone; None, as for the next two: from all of them."""
+    top_p: float | None = None
+    """Draw from the most probable tokens that together have at least this probability."""
+    min_p: float | None = None
+    """Draw from the tokens with at least this share of the highest probability."""
+
+    @property
+    def truncates(self) -> bool:
+        """Whether improbable tokens are left out, which the learner's log-probabilities do not know."""
+        return (self.top_k, self.top_p, self.min_p) != (None, None, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +205,9 @@ class Group:
     rollouts: tuple[Rollout, ...]
     metrics: dict[str, float] = field(default_factory=dict[str, float])
     """What reward functions recorded with `log_metric`, averaged over the group."""
+    prompt_seen: str | None = None
+    """The prompt of a chat as the model saw it, for people: with what the template wrote around it, tools among it. Where members had
+    prompts of their own, the first one's. None: the example's prompt is all there is to show."""
 
     @property
     def scored(self) -> tuple[Rollout, ...]:
@@ -208,6 +225,22 @@ class Weight:
 
 
 @dataclass(frozen=True, slots=True)
+class Withheld:
+    """Some tokens of a row at which certain ids could not be drawn: to sampler and learner their probability there is 0."""
+
+    start: int
+    """The first of the tokens, by its place in `Row.completion_ids`."""
+    end: int
+    """One past the last of them."""
+    token_ids: tuple[int, ...]
+
+
+_NAN_AS_TEXT = with_config(ConfigDict(ser_json_inf_nan="strings"))
+"""For what is written to see why it is not finite: "NaN", "Infinity" and "-Infinity" instead of null."""
+
+
+@_NAN_AS_TEXT
+@dataclass(frozen=True, slots=True)
 class OtherRows:
     """Sums over the tokens that teach in the other rows of a rollout, for what is one for the rollout as a whole."""
 
@@ -218,6 +251,7 @@ class OtherRows:
     """Those of the policy at this update less the old ones: the proximal log-probabilities, or the sampler's where there are none."""
 
 
+@_NAN_AS_TEXT
 @dataclass(frozen=True, slots=True)
 class Row:
     """What is trained: one sequence, unpadded. Rows with the same prompt share its computation in the learner.
@@ -240,6 +274,18 @@ class Row:
     """Draw and member of its rollout, which its other rows share."""
     others: OtherRows | None = None
     """None: the rollout has no other rows."""
+    withheld: tuple[Withheld, ...] = ()
+    """Where the policy could not draw every token, because of `SamplingParams.min_tokens`; they do not overlap."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What a learner makes of a row; both as long as its `completion_ids`."""
+
+    logprobs: tuple[float, ...]
+    """Log-probability (nats) of each token, at the row's temperature."""
+    right: tuple[bool, ...]
+    """Whether each token is the one that it finds likeliest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,7 +381,11 @@ class Learner(Protocol):
     async def logprobs(
         self, rows: Sequence[Row], role: PolicyRole = "policy"
     ) -> list[tuple[float, ...]]:
-        """Log-probabilities (nats) of each row's completion tokens, at the row's temperature."""
+        """Log-probabilities (nats) of each row's completion tokens, at the row's temperature, without what is withheld."""
+        ...
+
+    async def predictions(self, rows: Sequence[Row]) -> list[Prediction]:
+        """The same of the policy, and which of the tokens it finds likeliest."""
         ...
 
     def save(self, folder: str) -> None:
@@ -356,7 +406,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def to_json(value: Any) -> bytes:
-    """Any record of this module as JSON. Floats keep every bit; NaN and infinities are refused elsewhere, before."""
+    """Any record of this module as JSON. Floats keep every bit; NaN and infinities are refused elsewhere, before, but for `Row`."""
     return _adapter(cast("type[Any]", type(value))).dump_json(value)
 
 

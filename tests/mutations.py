@@ -375,7 +375,7 @@ MUTATIONS = (
         (
             (
                 "learner/forward.py",
-                "return packed_rows(decoder, batch, entropy_gradient=self.entropy_gradient)",
+                "return packed_rows(decoder, batch, self.wanted)",
                 "return packed_rows(decoder, batch)",
             ),
         ),
@@ -392,6 +392,31 @@ MUTATIONS = (
             ),
         ),
         (f"{CONTRACT}::test_sampler_and_learner_agree[torch-adapter-0.5]",),
+    ),
+    Mutation(
+        "20",
+        "the learner does not know which tokens were withheld",
+        (("learner/forward.py", "withheld_X2=_withheld(rows, device),", "withheld_X2=None,"),),
+        (
+            f"{CONTRACT}::test_they_agree_where_the_end_could_not_be_drawn[torch-adapter-1.0]",
+            f"{FORWARD}::test_what_could_not_be_drawn_is_left_out_in_its_own_row_and_place",
+            "tests/integration/test_on_policy.py::test_every_step_begins_at_a_ratio_of_1_with_a_least_length",
+        ),
+    ),
+    Mutation(
+        "20",
+        "withheld tokens are counted from the beginning of the row",
+        (
+            (
+                "rollouts/rows.py",
+                "end = start + min(params.min_tokens, len(segment.token_ids))",
+                "end = min(params.min_tokens, start + len(segment.token_ids))",
+            ),
+        ),
+        (
+            f"{ROWS}::test_each_segment_withholds_the_stop_tokens_from_its_own_beginning",
+            "tests/unit/rollouts/test_two_stage.py::test_reasoning_and_answer_both_have_their_least_length",
+        ),
     ),
     Mutation(
         "22",
@@ -411,8 +436,8 @@ MUTATIONS = (
         (
             (
                 "loops/drawing.py",
-                "    check_served(policy, group)\n    return group",
-                "    return group",
+                "    check_served(policy, group)\n    if isinstance(group",
+                "    if isinstance(group",
             ),
         ),
         ("tests/integration/test_on_policy.py::test_completions_of_other_weights_stop_the_run",),
@@ -640,13 +665,13 @@ MUTATIONS = (
         "pass@k is the chance of k independent tries",
         (
             (
-                "loops/statistics.py",
+                "evaluation/statistics.py",
                 "return 1.0 - math.comb(samples - successes, k) / math.comb(samples, k)",
                 "return 1.0 - (1.0 - successes / samples) ** k",
             ),
         ),
         (
-            "tests/unit/loops/test_statistics.py::test_pass_at_k_is_unbiased_where_the_plain_estimate_is_not",
+            "tests/unit/evaluation/test_statistics.py::test_pass_at_k_is_unbiased_where_the_plain_estimate_is_not",
         ),
     ),
     Mutation(
@@ -654,7 +679,7 @@ MUTATIONS = (
         "an evaluation seeds the generator of the training",
         (
             (
-                "loops/evaluate.py",
+                "evaluation/evaluate.py",
                 "    rows = rows_of(groups, asked.success)\n",
                 "    __import__('torch').manual_seed(0)\n    rows = rows_of(groups, asked.success)\n",
             ),

@@ -49,6 +49,8 @@ class TokenBatch:
     entropies_BT: Tensor | None = None
     """Entropy (nats) of the policy at each token; with gradient where `Loss.needs_entropy_gradient`,
     otherwise only reported."""
+    right_BT: Tensor | None = None
+    """Whether each token is the one that the policy finds likeliest; there where `Loss.needs_accuracy`."""
     reference_logprobs_BT: Tensor | None = None
     """By the reference policy; needed where `Loss.needs_reference`."""
     proximal_logprobs_BT: Tensor | None = None
@@ -61,6 +63,7 @@ class TokenBatch:
             self.policy_logprobs_BT,
             self.sampling_logprobs_BT,
             self.entropies_BT,
+            self.right_BT,
             self.reference_logprobs_BT,
             self.proximal_logprobs_BT,
         )
@@ -84,7 +87,7 @@ class LossResult:
     `tokens` counts them; divided by it, these are means, each there where it makes sense: `ratio`;
     `clip_low`, `clip_high` and `clip_delta` (tokens whose gradient that bound removed; in `cispo`,
     whose weight it capped); `logprob_gap` (|policy - sampling|, nats); `kl` (nats, before beta);
-    `entropy` (nats); `importance_sampling_ratio` (the weight between sampler and learner) and
+    `entropy` (nats); `right` (tokens that are the likeliest ones); `importance_sampling_ratio` (the weight between sampler and learner) and
     `importance_sampling_clipped` (tokens whose weight was truncated or masked).
     """
 
@@ -108,6 +111,11 @@ class Loss(Protocol):
     @property
     def needs_entropy_gradient(self) -> bool:
         """Whether the batch must have entropies, and with gradient."""
+        ...
+
+    @property
+    def needs_accuracy(self) -> bool:
+        """Whether the batch must say which tokens are the likeliest ones."""
         ...
 
     def loss_spec(self) -> LossSpec:

@@ -8,8 +8,9 @@ its log-probability, at most 1 + epsilon_high times. A clip like PPO's drops exa
 tokens that start a new thought. There is no bound below, as in the paper's experiments.
 
 Assumes that the weights above the cap are few; each makes the gradient a little biased. The paper
-does not give its cap. The default, 5 in all, is that of ScaleRL (https://arxiv.org/abs/2510.13786).
-TRL writes it as `epsilon_high: 5.0`; here the key means the same in all algorithms.
+does not give its cap, nor does the text of ScaleRL (https://arxiv.org/abs/2510.13786), which finds
+little difference over a wide range (appendix A.17.2). The default, 5 in all, is what TRL gives for
+ScaleRL, as `epsilon_high: 5.0`; here the key means the same in all algorithms.
 
 The value of the loss means nothing, only its gradient does: on policy it is that of REINFORCE.
 

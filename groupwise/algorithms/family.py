@@ -63,14 +63,20 @@ class GroupRelative(ABC):
             "needs": "beta",
         },
     )
-    kl_target: float | None = field(
-        default=None,
+    adaptive_kl: bool = field(
+        default=False,
         metadata={
-            "description": "Adaptive KL: after each step beta moves so that the mean KL (nats per "
-            "token) nears this target; 0.05 with a beta of 0.12 to start from is usual. null: beta "
-            "stays.",
+            "description": "After each step beta moves so that the mean KL nears kl_target. It "
+            "starts at beta, or at 0.12 where a config gives none.",
+        },
+    )
+    kl_target: float = field(
+        default=0.05,
+        metadata={
+            "description": "Adaptive KL: the mean KL to the reference, nats per token, that beta "
+            "moves towards.",
             "gt": 0.0,
-            "needs": "beta",
+            "needs": "adaptive_kl",
         },
     )
     kl_horizon: float = field(
@@ -79,7 +85,7 @@ class GroupRelative(ABC):
             "description": "Adaptive KL: rollouts in which beta moves by up to a fifth; larger is "
             "slower.",
             "gt": 0.0,
-            "needs": "kl_target",
+            "needs": "adaptive_kl",
         },
     )
     entropy_coef: float = field(
@@ -137,10 +143,10 @@ class GroupRelative(ABC):
 
     def check_together(self) -> None:
         """Raise ValueError for values that do not go with each other."""
-        if self.kl_target is not None and self.beta == 0:
+        if self.adaptive_kl and self.beta == 0:
             raise ValueError(
-                f"{self.name}.kl_target is {self.kl_target}, but beta is 0 and would stay 0; give "
-                "beta a value to start from, for example 0.12."
+                f"{self.name}.adaptive_kl is true, but beta is 0 and would stay 0; give beta a value "
+                f"to start from, for example {kl.FIRST_BETA}."
             )
         if self.beta > 0 and (self.kl_estimator, self.kl_gradient) == ("k1", "estimator"):
             raise ValueError(
@@ -180,6 +186,11 @@ class GroupRelative(ABC):
     def needs_entropy_gradient(self) -> bool:
         """Only the entropy bonus does."""
         return self.entropy_coef > 0
+
+    @property
+    def needs_accuracy(self) -> bool:
+        """Sampled tokens are not meant to be the likeliest ones."""
+        return False
 
     @property
     def compares_members(self) -> bool:
@@ -251,11 +262,10 @@ class GroupRelative(ABC):
         return any(always or weight.advantage != 0 for weight in weights if weight is not None)
 
     def adapted(self, kl: float, rollouts: int) -> Self:
-        """With a beta that was moved towards `kl_target`; the same where there is none."""
-        return self if self.kl_target is None else replace(self, beta=self._next_beta(kl, rollouts))
+        """With a beta that was moved towards `kl_target`; the same without `adaptive_kl`."""
+        return replace(self, beta=self._next_beta(kl, rollouts)) if self.adaptive_kl else self
 
     def _next_beta(self, measured: float, rollouts: int) -> float:
-        assert self.kl_target is not None
         return kl.adapted_beta(self.beta, measured, self.kl_target, self.kl_horizon, rollouts)
 
     def loss_spec(self) -> LossSpec:

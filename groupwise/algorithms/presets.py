@@ -29,7 +29,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "deepseek_r1_grpo": Preset(
         "grpo",
-        "https://www.nature.com/articles/s41586-025-09422-z, methods",
+        "https://www.nature.com/articles/s41586-025-09422-z, methods, first RL stage",
         {
             "beta": 0.001,
             "kl_estimator": "k3",
@@ -40,7 +40,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "dr_grpo_paper": Preset(
         "dr_grpo",
-        "https://arxiv.org/abs/2503.20783, and https://github.com/sail-sg/understand-r1-zero",
+        "https://arxiv.org/abs/2503.20783, examples/qwen2.5-math-7b.sh in https://github.com/sail-sg/understand-r1-zero",
         {"beta": 0.0},
     ),
     "dapo_paper": Preset(
@@ -59,12 +59,13 @@ PRESETS: dict[str, Preset] = {
     ),
     "gspo_paper": Preset(
         "gspo",
-        "https://arxiv.org/abs/2507.18071, section 5.1",
+        "https://arxiv.org/abs/2507.18071, sections 2 and 5.1",
         {"beta": 0.0, "epsilon": 3e-4, "epsilon_high": 4e-4, "scale_rewards": "group"},
     ),
     "scalerl_cispo": Preset(
         "cispo",
-        "https://arxiv.org/abs/2510.13786",
+        "https://arxiv.org/abs/2510.13786, section 4; the cap from docs/source/paper_index.md in "
+        "https://github.com/huggingface/trl",
         {"epsilon_high": 4.0, "scale_rewards": "batch"},
     ),
     "rloo_paper": Preset(
@@ -74,12 +75,12 @@ PRESETS: dict[str, Preset] = {
     ),
     "reinforce_pp_paper": Preset(
         "reinforce_pp",
-        "https://arxiv.org/abs/2501.03262",
+        "https://arxiv.org/abs/2501.03262, equations 4 and 5",
         {"group_baseline": False},
     ),
     "reinforce_pp_baseline_paper": Preset(
         "reinforce_pp",
-        "https://arxiv.org/abs/2501.03262",
+        "https://arxiv.org/abs/2501.03262, equations 6 to 8",
         {"group_baseline": True, "kl_estimator": "k2", "kl_gradient": "estimator"},
     ),
     "trl_default": Preset(

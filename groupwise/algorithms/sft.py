@@ -38,6 +38,11 @@ class Sft:
         """The entropy is only reported."""
         return False
 
+    @property
+    def needs_accuracy(self) -> bool:
+        """How many of the teacher's tokens the model would write itself is the number that people know."""
+        return True
+
     def loss_spec(self) -> LossSpec:
         """The name alone."""
         return LossSpec(self.name)
@@ -46,4 +51,7 @@ class Sft:
         """The sum at the top of this module, as the component `sft`."""
         logprobs = batch.policy_logprobs_BT
         component = -ops.scaled_sum(logprobs, batch.scales_B, batch.mask_BT)
-        return LossResult({self.name: component}, ops.summed(ops.token_stats(batch), logprobs))
+        stats = ops.token_stats(batch)
+        if batch.right_BT is not None:
+            stats["right"] = batch.right_BT.masked_fill(batch.mask_BT == 0, 0)
+        return LossResult({self.name: component}, ops.summed(stats, logprobs))

@@ -29,7 +29,7 @@ from groupwise.plugins import explain
 from groupwise.rewards.threads import DaemonThreads
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.records import EvaluationRecord
-from groupwise.settings import View
+from groupwise.settings.view import View
 from groupwise.types import Group, Policy
 
 logger = logging.getLogger(__name__)

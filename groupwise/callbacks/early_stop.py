@@ -8,7 +8,7 @@ from typing import Any, Literal
 from groupwise.callbacks.base import Callback, RunHandle
 from groupwise.plugins import nearest
 from groupwise.runs.records import EvaluationRecord
-from groupwise.settings import View
+from groupwise.settings.view import View
 
 
 class EarlyStop(Callback):

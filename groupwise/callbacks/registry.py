@@ -21,13 +21,15 @@ from groupwise.callbacks.early_stop import EarlyStop
 from groupwise.callbacks.loss_logging import LossLogging
 from groupwise.callbacks.trainer import TrainerCallbackAdapter, is_trainer_callback
 from groupwise.errors import ConfigError, TaskError
-from groupwise.plugins import load, nearest, run_user_code
-from groupwise.settings import View
+from groupwise.plugins import load, missing, nearest, run_user_code
+from groupwise.settings.view import View
 from groupwise.tasks.contract import Task
 
 BUILTIN: dict[str, type[Callback]] = {"early_stop": EarlyStop, "loss_logging": LossLogging}
 ENTRY_POINTS = "groupwise.callbacks"
 """The entry-point group in which installed packages announce their callbacks."""
+
+_KNOWN = dict.fromkeys(BUILTIN, __name__)
 
 Named = tuple[str, Callback]
 """A callback with its name in messages and checkpoints."""
@@ -82,11 +84,15 @@ def _configured(entry: str | Mapping[str, Any], config: View) -> Named:
     return name if announced else _kind(found).__name__, _checked(made, config, name)
 
 
+def unknown_callback(name: str) -> str | None:
+    """What is to be said of a name that stands for nothing, as far as that shows without running code; None otherwise."""
+    return missing(name, kind="callback", builtins=_KNOWN, entry_points=ENTRY_POINTS)
+
+
 def _loaded(name: str) -> object:
     """The class (or instance) that a name stands for."""
-    known = dict.fromkeys(BUILTIN, __name__)
     plugin = load(
-        name, kind="callback", builtins=known, entry_points=ENTRY_POINTS, instantiate=False
+        name, kind="callback", builtins=_KNOWN, entry_points=ENTRY_POINTS, instantiate=False
     )
     if not inspect.ismodule(plugin.object):
         return plugin.object

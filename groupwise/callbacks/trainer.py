@@ -18,7 +18,7 @@ from typing import Any, cast
 
 from groupwise.callbacks.base import Callback, RunEnd, RunHandle
 from groupwise.runs.records import EvaluationRecord
-from groupwise.settings import View
+from groupwise.settings.view import View
 
 BASE = "TrainerCallback"
 STATEFUL = "ExportableState"

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise import build
+from groupwise.awaiting import run_to_end
 from groupwise.checks import check_games
 from groupwise.checks.check_data import (
     check_dataset,
@@ -53,7 +54,6 @@ from groupwise.checks.check_rewards import (
 from groupwise.checks.findings import Finding, Findings, OnFinding, Report
 from groupwise.config import LoadedConfig, RunConfig, load_config, view, with_task_schema
 from groupwise.errors import EnvironmentWorkerError, RewardWorkerError, TaskError, UsageError
-from groupwise.loops.awaiting import run_to_end
 from groupwise.models.tokens import rendered
 from groupwise.rewards.rubric import Rubric
 from groupwise.rewards.scoring import Scorer

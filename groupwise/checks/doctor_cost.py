@@ -14,12 +14,15 @@ from typing import Any
 
 from groupwise import build
 from groupwise.algorithms.registry import make
+from groupwise.algorithms.sft import Sft
 from groupwise.checks.doctor_engine import Engine
 from groupwise.checks.findings import Finding
 from groupwise.config import DEFAULT_ALGORITHM, RunConfig
 from groupwise.rollouts.asking import gather_all
 from groupwise.rollouts.seeds import member_seed
-from groupwise.types import GroupRequest, OptimiserParams, Row
+from groupwise.rollouts.teacher import LessonSet, teacher_row
+from groupwise.sft_config import SftConfig
+from groupwise.types import GroupRequest, Learner, OptimiserParams, Row
 
 BUDGET = 12.0
 """Seconds that a measurement of sampling, or of learning, may take."""
@@ -206,6 +209,73 @@ def _most_seconds(speeds: Speeds, config: RunConfig, rollouts: int, longest_prom
         return _step_seconds(speeds, rollouts, written, written)
     whole = build.longest_completion(config)
     return _step_seconds(speeds, rollouts, written, whole, (turns - 1) * (longest_prompt + whole))
+
+
+@dataclass(frozen=True, slots=True)
+class LessonSpeeds:
+    """Measured, of a supervised run."""
+
+    learning: float
+    """Tokens of rows per second, forward and backward."""
+    updating: float
+    """Seconds of an update."""
+
+
+async def measure_lessons(
+    learner: Learner, lessons: LessonSet, config: SftConfig, clock: Clock = time.perf_counter
+) -> LessonSpeeds:
+    """Learn from one example, and then from as many of a step as there is time for; nothing is kept."""
+    training, shuffle = config.training, config.data.shuffle
+    rows = [
+        teacher_row(row)
+        for draw in range(training.examples_per_step)
+        for row in lessons.drawn(draw, training.seed, shuffle=shuffle).rows
+    ]
+    seconds = await _taught(learner, rows[:1], clock)
+    learner.discard()
+    affordable = max(1, int(BUDGET / seconds)) if seconds else len(rows)
+    chosen = rows[:affordable]
+    seconds = await _taught(learner, chosen, clock)
+    begun = clock()
+    await learner.update(OptimiserParams(learning_rate=training.learning_rate))
+    return LessonSpeeds(_rate(sum(map(_length, chosen)), seconds), clock() - begun)
+
+
+async def _taught(learner: Learner, rows: Sequence[Row], clock: Clock) -> float:
+    tokens = float(sum(sum(row.mask) for row in rows))
+    begun = clock()
+    await learner.forward_backward(rows, Sft().loss_spec(), {Sft.name: tokens})
+    return clock() - begun
+
+
+def _length(row: Row) -> int:
+    return len(row.prompt_ids) + len(row.completion_ids)
+
+
+def estimate_lessons(
+    speeds: LessonSpeeds, lessons: LessonSet, config: SftConfig, steps: int
+) -> Finding:
+    """Seconds of a step and of a supervised run, with usual rows and with the longest ones."""
+    size = config.training.examples_per_step
+    each = lessons.tokens / len(lessons.lessons)
+    usual = size * each / speeds.learning + speeds.updating
+    most = size * max(each, lessons.longest) / speeds.learning + speeds.updating
+    return Finding(
+        "speed",
+        "ok",
+        f"learning {speeds.learning:,.0f} tokens/s",
+        f"a step of {size} examples takes {duration(usual)} with usual rows ({each:.0f} tokens), {duration(most)} with the "
+        f"longest; {steps} steps: {duration(usual * steps)}; evaluations come on top",
+        data={
+            "learning_tokens_per_second": speeds.learning,
+            "updating_seconds": speeds.updating,
+            "examples_per_step": size,
+            "step_seconds_usual": usual,
+            "step_seconds_at_most": most,
+            "steps": steps,
+            "run_seconds_usual": usual * steps,
+        },
+    )
 
 
 def peak(planned: float, peak_bytes: int) -> Finding:

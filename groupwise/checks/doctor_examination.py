@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from groupwise import build
+from groupwise.awaiting import run_to_end
 from groupwise.build import Layout, Parts
 from groupwise.checks import doctor_cost, doctor_machine
 from groupwise.checks.check_data import spread
+from groupwise.checks.doctor_cost import Speeds
 from groupwise.checks.doctor_engine import (
     PROMPTS,
     TOKENS,
@@ -33,8 +36,7 @@ from groupwise.checks.doctor_template import check_tokenizer, opening_of, stop_t
 from groupwise.checks.findings import Finding, Findings
 from groupwise.config import LoadedConfig, RunConfig, view, with_task_schema
 from groupwise.errors import RunError, TaskError
-from groupwise.loops.awaiting import run_to_end
-from groupwise.loops.prepare import planned_sizes
+from groupwise.loops.rl_prepare import planned_sizes
 from groupwise.models.machine import describe_processor, has_bfloat16
 from groupwise.models.plan import ModelPlan, prompt_room
 from groupwise.models.probes import (
@@ -193,20 +195,39 @@ def _prompts(patient: Patient) -> Finding:
 async def _engine(patient: Patient, findings: Findings) -> None:
     """Build sampler and learner, look at them, measure them."""
     config = patient.config
+    try:
+        with _parts(patient) as parts:
+            findings.add(stop_tokens(patient.tokenizer, parts.stop_token_ids, config.sampler.stop))
+            await examine(await engine_of(patient, parts), parts, patient, findings)
+    except RunError as error:
+        findings.add(failed(error, "engine"))
+
+
+async def measure_cost(patient: Patient) -> tuple[Speeds, float | None]:
+    """How fast a run like this one samples and learns here, and its `usual_length`; nothing else is examined."""
+    with _parts(patient) as parts:
+        engine = await engine_of(patient, parts)
+        published = await publish(engine, 0)
+        groups = await engine.sample()
+        slots, version = patient.layout.slots, published.version + 1
+        speeds = await doctor_cost.measure(engine, patient.config, slots, version)
+    return speeds, usual_length(groups)
+
+
+@contextmanager
+def _parts(patient: Patient) -> Generator[Parts]:
+    """Sampler and learner; what they publish is removed afterwards."""
+    config = patient.config
     folder = build.publication_folder(
         Path(config.run.dir) / f"doctor-{os.getpid()}", build.publication_bytes(config)
     )
     try:
-        parts = build.training_parts(config, patient.layout, "doctor", folder)
-        findings.add(stop_tokens(patient.tokenizer, parts.stop_token_ids, config.sampler.stop))
-        await examine(await _asked(patient, parts), parts, patient, findings)
-    except RunError as error:
-        findings.add(failed(error, "engine"))
+        yield build.training_parts(config, patient.layout, "doctor", folder)
     finally:
         build.remove_publications(folder)
 
 
-async def _asked(patient: Patient, parts: Parts) -> Engine:
+async def engine_of(patient: Patient, parts: Parts) -> Engine:
     """The engine with a few prompts, spread over those there are, as their environments begin."""
     config, task = patient.config, patient.task
     sampler = config.sampler
@@ -225,6 +246,7 @@ async def _asked(patient: Patient, parts: Parts) -> Engine:
             temperature=sampler.temperature,
             stop_token_ids=parts.stop_token_ids,
             stop=sampler.stop,
+            min_tokens=sampler.min_completion_length,
         ),
         examples=tuple(chosen),
         prompts=tuple(prompts),

@@ -12,7 +12,7 @@ from groupwise.cli.rl import ConfigOption, JsonOption, Overrides, TaskOption
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from groupwise.loops.evaluate import EvalResult
+    from groupwise.evaluation.evaluate import EvalResult
 
 
 def evaluate(
@@ -38,7 +38,7 @@ def evaluate(
 ) -> None:
     """Evaluate a model on the held-out prompts of a task."""
     from groupwise.cli.output import write_result
-    from groupwise.loops.evaluate import evaluate_each
+    from groupwise.evaluation.evaluate import evaluate_each
 
     results = evaluate_each(
         config,
@@ -57,7 +57,7 @@ def evaluate(
 def _write_several(results: Sequence[EvalResult], as_json: bool) -> None:
     from groupwise.cli.output import write_json
     from groupwise.cli.runs_compare import print_comparison
-    from groupwise.loops.compare import compare_sides, side_of_file
+    from groupwise.review.compare import compare_sides, side_of_file
 
     sides = [side_of_file(result.path) for result in results if result.path]
     comparisons = [compare_sides(sides[0], other) for other in sides[1:]]

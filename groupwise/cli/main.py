@@ -18,11 +18,12 @@ from groupwise.cli.check import check
 from groupwise.cli.doctor import doctor
 from groupwise.cli.evaluate import evaluate
 from groupwise.cli.fetch_model import fetch_model
+from groupwise.cli.init import init
 from groupwise.cli.output import PROGRAM, Stopped, report_error, report_stop
 from groupwise.cli.rl import rl
 from groupwise.cli.sft import sft
 
-LATER = frozenset({"serve", "fleet", "launch", "web", "generate", "init"})
+LATER = frozenset({"serve", "fleet", "launch", "web", "generate"})
 """Commands of parts that are not in this version."""
 
 
@@ -102,6 +103,7 @@ def root(
 app.command("rl")(rl)
 app.command("sft")(sft)
 app.command("eval")(evaluate)
+app.command("init")(init)
 app.command("check")(check)
 app.command("doctor")(doctor)
 app.command("fetch-model")(fetch_model)

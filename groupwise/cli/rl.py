@@ -55,7 +55,7 @@ def rl(
 ) -> None:
     """Train a model on a task with reinforcement learning."""
     from groupwise.cli.output import write_json, write_result
-    from groupwise.loops.start import rl as train
+    from groupwise.loops.rl_start import rl as train
 
     result = train(
         config,

@@ -22,8 +22,8 @@ from groupwise.cli.printing import (
 from groupwise.display.text import one_line
 
 if TYPE_CHECKING:
-    from groupwise.loops.compare import Comparison, CurveChange, MetricChange, PromptChange
-    from groupwise.loops.statistics import Interval
+    from groupwise.evaluation.statistics import Interval
+    from groupwise.review.compare import Comparison, CurveChange, MetricChange, PromptChange
 
 What = Annotated[str, typer.Argument(metavar="RUN|RUN@STEP|FILE")]
 
@@ -42,7 +42,7 @@ def compare(
     Each is a run (its evaluation after training), a run after some steps (what was recorded then), or a file that
     `groupwise eval` wrote.
     """
-    from groupwise.loops.compare import compare_references
+    from groupwise.review.compare import compare_references
 
     comparison = compare_references(a, b, dir)
     if as_json:

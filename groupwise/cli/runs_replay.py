@@ -17,7 +17,7 @@ from groupwise.cli.printing import (
 )
 
 if TYPE_CHECKING:
-    from groupwise.loops.replay import Learnt, Replay, ReplayedStep
+    from groupwise.review.replay import Learnt, Replay, ReplayedStep
 
 
 def replay(
@@ -32,7 +32,7 @@ def replay(
 
     Begins at the newest checkpoint before it. Exit code 1 if they are not.
     """
-    from groupwise.loops.replay import replay as run_again
+    from groupwise.review.replay import replay as run_again
 
     found = run_again(run, step=step, runs_dir=dir)
     if as_json:

@@ -20,7 +20,7 @@ from groupwise.cli.rl import Overrides
 from groupwise.display.text import one_line, shorten
 
 if TYPE_CHECKING:
-    from groupwise.loops.rescore import Agreement, Rescored, Rescoring
+    from groupwise.review.rescore import Agreement, Rescored, Rescoring
 
 
 def rescore(
@@ -49,7 +49,7 @@ def rescore(
     as_json: AsJson = False,
 ) -> None:
     """Score recorded rollouts with other rewards, and compare with what was recorded. The record stays as it is."""
-    from groupwise.loops.rescore import rescore as run_again
+    from groupwise.review.rescore import rescore as run_again
 
     found = run_again(
         run,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from groupwise.settings import Strict, setting
+from groupwise.settings.schema import Strict, setting
 
 
 class DataConfig(Strict):

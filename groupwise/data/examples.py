@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import islice
 from typing import Any, cast
 
+from groupwise.data.content import canonical, untold
 from groupwise.errors import TaskError
 from groupwise.plugins import printable
 from groupwise.types import Example, Message, Prompt
+
+logger = logging.getLogger(__name__)
 
 _EXPECTED = (
     "Expected a Hugging Face Dataset, a list of dicts or an iterable of dicts, with {} in each"
@@ -48,12 +53,29 @@ def read_rows(
 
 
 def fingerprint(examples: Iterable[Example]) -> str:
-    """SHA-256 (hex) of all prompts and columns: equal exactly where the data are the same, in the same order."""
+    """SHA-256 (hex) of all prompts and columns: equal exactly where the data are the same, in the same order.
+
+    A column with objects whose content cannot be told is warned of, once: they are told by their class alone, so that a change
+    inside them is not noticed. It is no error, because whoever gave them can train with them.
+    """
     digest = hashlib.sha256()
     for example in examples:
-        row = _canonical([example.prompt, example.columns])
-        digest.update(json.dumps(row).encode() + b"\n")
+        told = canonical([example.prompt, example.columns])
+        digest.update(json.dumps(told).encode() + b"\n")
+        for column, value in told[1]["dict"]:
+            for what in untold(value):
+                _warn_of_untold(column, what)
     return digest.hexdigest()
+
+
+@cache
+def _warn_of_untold(column: str, what: str) -> None:
+    logger.warning(
+        "column `%s` holds %s, whose content cannot be told: if it is another one when a run is resumed, nobody notices. Keep "
+        "plain values in the dataset, or give a class a __repr__ that tells all of its content.",
+        column,
+        what,
+    )
 
 
 def _refuse_endless(rows: object, where: str, limit: int | None, limited_by: str) -> None:
@@ -148,25 +170,6 @@ def checked_message(value: Any, where: str) -> Message:
         keys = ", ".join(message)
         raise TaskError(f"{where} needs text under `content`, got {got}; it has the keys: {keys}.")
     return message
-
-
-def _canonical(value: Any) -> Any:
-    """Something that JSON can write and that is the same in every process for equal values."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Mapping):
-        items = cast("Mapping[Any, Any]", value).items()
-        return {
-            "dict": sorted(([str(k), _canonical(v)] for k, v in items), key=lambda pair: pair[0])
-        }
-    if isinstance(value, list | tuple):
-        return [_canonical(entry) for entry in cast("Sequence[Any]", value)]
-    if isinstance(value, set | frozenset):
-        return sorted(repr(entry) for entry in cast("set[Any]", value))
-    if hasattr(value, "tolist"):
-        return _canonical(value.tolist())
-    shown, kind = repr(value), _kind(value)
-    return f"{kind.__module__}.{kind.__qualname__}" if " at 0x" in shown else shown
 
 
 def _kind(value: object) -> type[object]:

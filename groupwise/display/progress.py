@@ -154,6 +154,7 @@ class _Board:
         facts = [
             ("reward", self._reward()),
             ("loss", self._number("loss", "{:z.4f}")),
+            ("tokens right", self._number("mean_token_accuracy", "{:.1%}")),
             ("kl", self._number("kl", "{:.4f}")),
             ("entropy", self._number("entropy", "{:.2f}")),
             ("len", self._number("completions/mean_length", "{:.1f}")),
@@ -240,6 +241,7 @@ class _Board:
             ("grad norm", self._number("grad_norm", "{:.3g}")),
             ("learning rate", self._number("learning_rate", "{:.2e}")),
             ("loss", self._number("loss", "{:z.4f}") if self._rewarded() else None),
+            ("tokens right", self._number("mean_token_accuracy", "{:.1%}")),
             ("epoch", self._number("epoch", "{:.2f}")),
             ("sampling", self._number("perf/sampling_tokens_per_second", "{:,.0f} tok/s")),
             ("learning", self._number("perf/learning_tokens_per_second", "{:,.0f} tok/s")),

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, cast
 
 from pydantic import model_validator
 
-from groupwise.settings import Strict, setting
+from groupwise.settings.schema import Strict, setting
 
 
 class OptimisationConfig(Strict):

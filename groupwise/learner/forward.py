@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -29,6 +30,21 @@ class Forward:
 
     logprobs_BT: Tensor
     entropies_BT: Tensor
+    right_BT: Tensor | None = None
+    """Whether the token is the likeliest one; None where nobody asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a forward pass tells beside log-probabilities and entropies, because it costs more."""
+
+    entropy_gradient: bool = False
+    """Entropies with a gradient: another pass over the logits."""
+    accuracy: bool = False
+    """Whether tokens are the likeliest ones: a search through the logits."""
+
+
+PLAIN = Wanted()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +55,7 @@ class Paths:
     """Rows of different prompts behind each other in one sequence."""
     sharing: bool
     """One computation of a prompt for all its completions."""
-    entropy_gradient: bool = False
-    """Whether entropies carry a gradient, which costs another pass over the logits."""
+    wanted: Wanted = PLAIN
 
     def cut(self, rows: Sequence[Row], max_tokens: int) -> list[Batch]:
         """The rows as micro-batches of at most `max_tokens` tokens, or a single row that is longer."""
@@ -49,9 +64,9 @@ class Paths:
     def forward(self, decoder: Decoder, batch: Batch) -> Forward:
         """Log-probabilities and entropies of a micro-batch."""
         if isinstance(batch, PackedBatch):
-            return packed_rows(decoder, batch, entropy_gradient=self.entropy_gradient)
+            return packed_rows(decoder, batch, self.wanted)
         way = shared_prompt if self.sharing else whole_rows
-        return way(decoder, batch, entropy_gradient=self.entropy_gradient)
+        return way(decoder, batch, self.wanted)
 
 
 def choose_paths(decoder: Decoder, *, packing: bool, sharing: bool) -> Paths:
@@ -66,9 +81,7 @@ def choose_paths(decoder: Decoder, *, packing: bool, sharing: bool) -> Paths:
     return Paths(packing=exact, sharing=sharing)
 
 
-def shared_prompt(
-    decoder: Decoder, batch: MicroBatch, *, entropy_gradient: bool = False
-) -> Forward:
+def shared_prompt(decoder: Decoder, batch: MicroBatch, wanted: Wanted = PLAIN) -> Forward:
     """The prompt once, then all its completions beside each other."""
     device = decoder.device
     prompt_1P = torch.tensor([batch.prompt_ids], device=device)
@@ -84,10 +97,10 @@ def shared_prompt(
         mask = causal_mask(width - 1, length, device)
         later = decoder.hidden(ids_BT[:, :-1], positions_1T, mask, SharedPrefixCache(cache))
         hidden_BTH = torch.cat((hidden_BTH, later), dim=1)
-    return _at_tokens(decoder, batch.rows, hidden_BTH[_real(batch.rows, device)], entropy_gradient)
+    return _at_tokens(decoder, batch.rows, hidden_BTH[_real(batch.rows, device)], wanted)
 
 
-def whole_rows(decoder: Decoder, batch: MicroBatch, *, entropy_gradient: bool = False) -> Forward:
+def whole_rows(decoder: Decoder, batch: MicroBatch, wanted: Wanted = PLAIN) -> Forward:
     """Each row by itself, prompt included."""
     device = decoder.device
     ids_BT = _padded_ids(batch.rows, device)
@@ -98,10 +111,10 @@ def whole_rows(decoder: Decoder, batch: MicroBatch, *, entropy_gradient: bool = 
     positions = torch.arange(length + width - 1, device=device)[None]
     hidden = decoder.hidden(whole, positions, causal_mask(length + width - 1, 0, device), None)
     real = hidden[:, length - 1 :][_real(batch.rows, device)]
-    return _at_tokens(decoder, batch.rows, real, entropy_gradient)
+    return _at_tokens(decoder, batch.rows, real, wanted)
 
 
-def packed_rows(decoder: Decoder, batch: PackedBatch, *, entropy_gradient: bool = False) -> Forward:
+def packed_rows(decoder: Decoder, batch: PackedBatch, wanted: Wanted = PLAIN) -> Forward:
     """Rows behind each other: positions begin anew with each, and none sees another."""
     device = decoder.device
     ids_SL, positions_SL, owners_SL = _packed_tensors(batch, device)
@@ -112,7 +125,7 @@ def packed_rows(decoder: Decoder, batch: PackedBatch, *, entropy_gradient: bool 
             for row, place in zip(batch.rows, batch.places, strict=True)
         ]
     )
-    return _at_tokens(decoder, batch.rows, hidden_SLH.flatten(0, 1)[at_N], entropy_gradient)
+    return _at_tokens(decoder, batch.rows, hidden_SLH.flatten(0, 1)[at_N], wanted)
 
 
 def blocks(owners_SL: Tensor) -> Tensor:
@@ -178,19 +191,41 @@ def _real(rows: Sequence[Row], device: torch.device) -> Tensor:
     return torch.arange(widest(rows), device=device) < lengths_B[:, None]
 
 
-def _at_tokens(
-    decoder: Decoder, rows: Sequence[Row], hidden_NH: Tensor, entropy_gradient: bool
-) -> Forward:
+def _at_tokens(decoder: Decoder, rows: Sequence[Row], hidden_NH: Tensor, wanted: Wanted) -> Forward:
     """From the hidden states before each completion token, one row after another, to its numbers in the padded shape."""
     device = hidden_NH.device
     real_BT = _real(rows, device)
     targets_N = _padded_ids(rows, device)[real_BT]
     temperatures_B = torch.tensor([row.temperature for row in rows], device=device)
     temperatures_N = temperatures_B[:, None].expand_as(real_BT)[real_BT]
-    logprobs_N, entropies_N = token_logprobs(
-        decoder, hidden_NH, targets_N, temperatures_N, entropy_gradient=entropy_gradient
+    found = token_logprobs(
+        decoder,
+        hidden_NH,
+        targets_N,
+        temperatures_N,
+        entropy_gradient=wanted.entropy_gradient,
+        accuracy=wanted.accuracy,
+        withheld_X2=_withheld(rows, device),
     )
     empty_BT = torch.zeros(real_BT.shape, device=device)
+    wrong_BT = torch.zeros_like(real_BT)
     return Forward(
-        empty_BT.masked_scatter(real_BT, logprobs_N), empty_BT.masked_scatter(real_BT, entropies_N)
+        empty_BT.masked_scatter(real_BT, found.logprobs_N),
+        empty_BT.masked_scatter(real_BT, found.entropies_N),
+        None if found.right_N is None else wrong_BT.masked_scatter(real_BT, found.right_N),
     )
+
+
+def _withheld(rows: Sequence[Row], device: torch.device) -> Tensor | None:
+    """[X, 2]: pairs of a completion token, counted over all rows, and an id that could not be drawn there."""
+    if not any(row.withheld for row in rows):
+        return None
+    starts = accumulate((len(row.completion_ids) for row in rows), initial=0)
+    pairs = [
+        (start + place, token)
+        for row, start in zip(rows, starts, strict=False)
+        for stretch in row.withheld
+        for place in range(stretch.start, stretch.end)
+        for token in stretch.token_ids
+    ]
+    return torch.tensor(pairs, dtype=torch.long, device=device).reshape(-1, 2)

@@ -14,10 +14,11 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from groupwise.algorithms.base import Loss, LossResult, Others, TokenBatch
 from groupwise.algorithms.registry import from_spec
 from groupwise.errors import NonFiniteError
-from groupwise.learner.forward import Forward, Paths, choose_paths
+from groupwise.learner.forward import PLAIN, Forward, Paths, Wanted, choose_paths
 from groupwise.learner.layout import Batch
 from groupwise.learner.weights import TrainedWeights
 from groupwise.models.decoder import Decoder
@@ -39,6 +40,7 @@ from groupwise.types import (
     OtherRows,
     Policy,
     PolicyRole,
+    Prediction,
     Row,
     UpdateResult,
 )
@@ -93,7 +95,8 @@ class TorchLearner:
         found = from_spec(loss)
         sums: dict[str, float] = {}
         self._seed_dropout()
-        paths = replace(self._paths, entropy_gradient=found.needs_entropy_gradient)
+        wanted = Wanted(found.needs_entropy_gradient, found.needs_accuracy)
+        paths = replace(self._paths, wanted=wanted)
         for batch in paths.cut(rows, self._max_tokens):
             result = self._backward(paths, batch, found, denominators)
             losses = {f"loss/{name}": value for name, value in result.components.items()}
@@ -144,19 +147,29 @@ class TorchLearner:
         self, rows: Sequence[Row], role: PolicyRole = "policy"
     ) -> list[tuple[float, ...]]:
         """See `groupwise.types.Learner.logprobs`."""
+        forwards = self._forwards(rows, role)
+        return _by_row(rows, ((batch, found.logprobs_BT) for batch, found in forwards))
+
+    async def predictions(self, rows: Sequence[Row]) -> list[Prediction]:
+        """See `groupwise.types.Learner.predictions`."""
+        forwards = self._forwards(rows, wanted=Wanted(accuracy=True))
+        logprobs = _by_row(rows, ((batch, found.logprobs_BT) for batch, found in forwards))
+        right = _by_row(rows, ((batch, _there(found.right_BT)) for batch, found in forwards))
+        return [Prediction(*each) for each in zip(logprobs, right, strict=True)]
+
+    def _forwards(
+        self, rows: Sequence[Row], role: PolicyRole = "policy", wanted: Wanted = PLAIN
+    ) -> list[tuple[Batch, Forward]]:
+        """Every micro-batch with its numbers, without gradient or dropout."""
         reference = role == "reference"
         decoder = self._reference() if reference else self._decoder
         acting = (
             self._weights.acting_reference() if reference else self._weights.acting(dropout=False)
         )
-        found: list[tuple[float, ...]] = [()] * len(rows)
-        paths = replace(self._paths, sharing=True)  # nothing is recomputed here
+        paths = replace(self._paths, sharing=True, wanted=wanted)  # nothing is recomputed here
         with torch.no_grad(), acting:
-            for batch in paths.cut(rows, self._max_tokens):
-                logprobs = paths.forward(decoder, batch).logprobs_BT.tolist()
-                for index, row, values in zip(batch.indices, batch.rows, logprobs, strict=True):
-                    found[index] = tuple(values[: len(row.completion_ids)])
-        return found
+            batches = paths.cut(rows, self._max_tokens)
+            return [(batch, paths.forward(decoder, batch)) for batch in batches]
 
     def save(self, folder: str) -> None:
         """See `groupwise.types.Learner.save`. OSError if the disk refuses."""
@@ -272,6 +285,22 @@ def _too_fast(params: OptimiserParams) -> str:
     )
 
 
+def _by_row(
+    rows: Sequence[Row], values_by_batch: Iterable[tuple[Batch, Tensor]]
+) -> list[tuple[Any, ...]]:
+    """Values [B, T] of micro-batches as one tuple for each row, in the order of the rows and without padding."""
+    found: list[tuple[Any, ...]] = [()] * len(rows)
+    for batch, values_BT in values_by_batch:
+        for index, row, values in zip(batch.indices, batch.rows, values_BT.tolist(), strict=True):
+            found[index] = tuple(values[: len(row.completion_ids)])
+    return found
+
+
+def _there(values: Tensor | None) -> Tensor:
+    assert values is not None
+    return values
+
+
 def token_batch(batch: Batch, forward: Forward) -> TokenBatch:
     """A micro-batch and its log-probabilities as the tensors that a loss takes."""
     device = forward.logprobs_BT.device
@@ -291,6 +320,7 @@ def token_batch(batch: Batch, forward: Forward) -> TokenBatch:
         advantages_B=torch.tensor([row.advantage for row in batch.rows], device=device),
         scales_B=torch.tensor([row.scale for row in batch.rows], device=device),
         entropies_BT=forward.entropies_BT,
+        right_BT=forward.right_BT,
         reference_logprobs_BT=where_present([row.reference_logprobs for row in batch.rows]),
         proximal_logprobs_BT=where_present([row.proximal_logprobs for row in batch.rows]),
         others=_others(batch, device),

@@ -7,9 +7,11 @@ rewards may take longer.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from groupwise.errors import PolicyMismatchError
 from groupwise.loops.run import Run
+from groupwise.models.tokens import rendered
 from groupwise.rollouts.asking import Ask
 from groupwise.rollouts.score import score_group
 from groupwise.rollouts.seeds import member_seed
@@ -31,7 +33,9 @@ async def sample(run: Run, draw: int) -> Group:
     policy = run.serving
     group = await run.rollouts.sample(run.sampler, ask)
     check_served(policy, group)
-    return group
+    if isinstance(group.example.prompt, str) or not group.rollouts:
+        return group
+    return replace(group, prompt_seen=rendered(run.tokenizer, group.rollouts[0].prompt_ids))
 
 
 async def score(run: Run, group: Group, step: int) -> Group:

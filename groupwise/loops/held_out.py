@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 
 from groupwise.errors import RewardWorkerError
-from groupwise.loops.evaluate import EvalResult, answer_held_out
+from groupwise.evaluation.evaluate import EvalResult, answer_held_out
 from groupwise.loops.run import Run
 from groupwise.runs.records import EvaluationRecord
 

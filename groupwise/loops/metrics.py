@@ -14,6 +14,7 @@ from groupwise.types import Group, Rollout
 TOKEN_MEANS = {
     "kl": "kl",
     "entropy": "entropy",
+    "right": "mean_token_accuracy",
     "ratio": "sampling/ratio_mean",
     "logprob_gap": "sampling/logprob_gap",
     "clip_low": "clip_ratio/low_mean",

@@ -1,82 +1,78 @@
-"""What a run leaves behind when it ends: the final weights, the curve, and a summary."""
+"""How a training run ends, whatever it learns from: the curve, a summary, the state of its folder, and the word to its callbacks."""
 
 from __future__ import annotations
 
-import shutil
+import logging
 import time
-from pathlib import Path
-from typing import Any
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any, Literal
 
+from groupwise.callbacks.base import RunEnd
 from groupwise.display.plot import svg_curve, with_mean
-from groupwise.loops.evaluate import EvalResult
+from groupwise.errors import StoreError
 from groupwise.loops.prepare import Prepared
-from groupwise.loops.run import Run
-from groupwise.loops.statistics import Interval, paired_difference
+from groupwise.loops.training import Training
 from groupwise.runs import durable, find
 
-
-def write_final(run: Run, folder: Path) -> None:
-    """The published weights and the tokenizer, as transformers, peft and vLLM load them."""
-    shutil.copytree(run.policy.path, folder, dirs_exist_ok=True)
-    run.tokenizer.save_pretrained(folder)
+logger = logging.getLogger(__name__)
 
 
-def write_curve(run: Run) -> None:
-    """`reward.svg`, the reward of every step."""
-    points = run.folder.store.metrics(["reward"]).get("reward", [])
+def write_curve(run: Training, metric: str) -> None:
+    """`reward.svg` or `loss.svg`: the metric of every step."""
+    points = run.folder.store.metrics([metric]).get(metric, [])
     if points:
-        drawn = svg_curve(with_mean("reward", points), title=f"{run.folder.name}: reward")
-        durable.write_file(run.folder.curve, drawn.encode())
+        drawn = svg_curve(with_mean(metric, points), title=f"{run.folder.name}: {metric}")
+        durable.write_file(run.folder.path / f"{metric}.svg", drawn.encode())
 
 
-def summarise(
-    run: Run,
-    prepared: Prepared,
-    started: float,
-    before: EvalResult | None,
-    after: EvalResult | None,
-) -> dict[str, Any]:
-    """What a run amounts to, in a few lines."""
-    rewards = [value for _, value in run.folder.store.metrics(["reward"]).get("reward", [])]
-    first, last = find.reward_ends(rewards)
-    summary: dict[str, Any] = {
+def summarise(run: Training, prepared: Prepared, started: float) -> dict[str, Any]:
+    """What every run amounts to, in a few lines. `started` is by `time.perf_counter`."""
+    published = {"fingerprint": run.policy.fingerprint} if run.policy.fingerprint else {}
+    return {
         "run": run.folder.name,
         "folder": str(run.folder.path),
         "task": prepared.task.name,
         "steps": run.step,
         "max_steps": run.max_steps,
         "policy": f"{run.folder.name}@{run.step}",
-        "fingerprint": run.policy.fingerprint,
+        **published,
         "seconds": round(time.perf_counter() - started, 1),
     }
-    if first is not None:
-        summary |= {"reward_first": first, "reward_last": last}
-    if before and after:
-        summary["held_out"] = compared(before, after)
-    return summary
 
 
-def compared(before: EvalResult, after: EvalResult) -> dict[str, Any]:
-    """Held-out metrics before and after, and the paired difference of the rewards with its 95 % interval."""
-    first, last = before.rewards, after.rewards
-    both = sorted(first.keys() & last.keys())
-    change = paired_difference([first[key] for key in both], [last[key] for key in both])
-    names = [name for name in after.metrics if name in before.metrics]
-    return {
-        "prompts": len(both),
-        "change": _as_dict(change),
-        "rises": change.low > 0,
-        "before": {name: _measured(before, name) for name in names},
-        "after": {name: _measured(after, name) for name in names},
-    }
+def first_and_last(run: Training, metric: str) -> tuple[float | None, float | None]:
+    """A metric at the beginning of the run and at its end, as `groupwise.runs.find.reward_ends` has it."""
+    points = run.folder.store.metrics([metric]).get(metric, [])
+    return find.reward_ends([value for _, value in points])
 
 
-def _measured(result: EvalResult, name: str) -> dict[str, float]:
-    """A metric, with its 95 % interval where it has one."""
-    if name in result.judged:
-        return _as_dict(result.interval(name))
-    return {"value": result.metrics[name]}
+def ended_early(run: Training) -> dict[str, Any]:
+    """For the summary: which callback ended the run before its last step, and why."""
+    stop = run.callbacks.stop
+    if stop is None or run.step >= run.max_steps:
+        return {}
+    why = f": {stop.reason}" if stop.reason else ""
+    run.say(f"ended after {run.step} of {run.max_steps} steps by the callback {stop.by}{why}")
+    return {"stopped": asdict(stop)}
 
 
-def _as_dict(interval: Interval) -> dict[str, float]:
-    return {"value": interval.value, "low": interval.low, "high": interval.high}
+async def end(
+    run: Training, state: Literal["finished", "interrupted"], summary: dict[str, Any]
+) -> dict[str, Any]:
+    """Record how the run ended, and tell the callbacks and whoever watches. Returns the summary with the state."""
+    run.folder.finish(state, summary)
+    await run.callbacks.end(RunEnd(state, summary))
+    if state == "finished":
+        logger.info("finished after %d steps", run.step)
+    else:
+        run.say(f"interrupted after {run.step} steps; the same command with --resume goes on")
+    return {**summary, "state": state}
+
+
+async def failed(run: Training, error: BaseException) -> None:
+    """Tell the callbacks, once the folder says so. Ctrl-C twice ends the run at once and does not wait for them."""
+    if isinstance(error, Exception):
+        with suppress(StoreError):
+            run.folder.finish("failed", error=error)
+        await run.callbacks.end(RunEnd("failed", {}, str(error)))

@@ -6,17 +6,16 @@ import json
 import logging
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from groupwise.build import Layout
-from groupwise.config import LoadedConfig, compare_for_resume, resolved
+from groupwise.config import Loaded, LoadedConfig, compare_for_resume, resolved
 from groupwise.errors import ResumeMismatchError, RunInUseError, RunNotFoundError
-from groupwise.loops.prepare import key_of_weights, starting_from
+from groupwise.loops.prepare import Prepared, key_of_weights, starting_from
 from groupwise.loops.run import POLICIES
-from groupwise.loops.training import TrainedBy, Training
+from groupwise.loops.training import Training
 from groupwise.runs import checkpoints, durable, find, recovery
 from groupwise.runs.checkpoints import Checkpoint, Skipped
 from groupwise.runs.folder import CHECKPOINTS, CONFIG, RECORD, RunFolder, read_config
@@ -24,6 +23,7 @@ from groupwise.runs.lock import holder, is_held
 from groupwise.runs.pieces import PIECE, MadeAnew
 from groupwise.runs.records import ResumeRecord
 from groupwise.runs.store import Store
+from groupwise.settings.comparison import Change
 
 logger = logging.getLogger(__name__)
 
@@ -60,21 +60,21 @@ class ResumePoint:
         return self.checkpoint.step if self.checkpoint else 0
 
 
-class Preparation(Protocol):
-    """What is known of a run before anything is built."""
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """A resume that may be: where it goes on, and what is different from what the run was started with."""
+
+    point: ResumePoint
+    changed: dict[str, tuple[Any, Any]]
+    """Keys of the config that differ and may, and keys of the layout: the value then, and now."""
+    warnings: tuple[str, ...]
+    """What makes results agree only up to rounding, and a changed task file."""
 
     @property
-    def config(self) -> TrainedBy: ...
-    @property
-    def run_name(self) -> str: ...
-    @property
-    def max_steps(self) -> int: ...
-    @property
-    def layout(self) -> Layout: ...
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """Fingerprints of what the config only names: `FIXED_FACTS` and `task_file` among them."""
-        ...
+    def found(self) -> tuple[str, ...]:
+        """What the search for the checkpoint has come upon: a record that had to be mended, checkpoints that cannot be used."""
+        mended = () if self.point.made_anew is None else (str(self.point.made_anew),)
+        return (*mended, *(f"skipped a checkpoint: {skipped}" for skipped in self.point.skipped))
 
 
 def find_resume_point(
@@ -109,7 +109,7 @@ def find_resume_point(
     return ResumePoint(path, checkpoint, facts, complete.skipped, there, made_anew)
 
 
-def with_start_of(loaded: LoadedConfig, point: ResumePoint) -> LoadedConfig:
+def with_start_of(loaded: Loaded, point: ResumePoint) -> Loaded:
     """The config with the weights that the run was started from by `--init-from`; they stand in its folder, wherever that is now."""
     own = point.path / START
     if not point.facts.get("init_from") or not own.is_dir():
@@ -125,8 +125,8 @@ def start_to_keep(point: ResumePoint) -> Path | None:
     return Path(stored["adapter"] or stored["name"])
 
 
-def accepted_changes(point: ResumePoint, prepared: Preparation) -> dict[str, Any]:
-    """Config keys that differ and may. Raises `ResumeMismatchError`, with the difference, if the run was made with something else."""
+def check_resume(point: ResumePoint, prepared: Prepared) -> Resumption:
+    """Raises `ResumeMismatchError`, with the difference, if the run was made with something else than a resume may change."""
     found = compare_for_resume(read_config(point.path), prepared.config)
     refused = {
         key: change for key, change in found.fixed.items() if key not in _not_compared(point)
@@ -146,7 +146,12 @@ def accepted_changes(point: ResumePoint, prepared: Preparation) -> dict[str, Any
             )
             + "\nGive what it was started with, or start another run with run.name=<another name>."
         )
-    return {key: list(change) for key, change in {**found.free, **found.warned}.items()}
+    layout = _changed_layout(point, prepared)
+    return Resumption(
+        point,
+        changed={**found.free, **found.warned, **layout},
+        warnings=tuple(_warnings(point, prepared, found.warned, layout)),
+    )
 
 
 def _not_compared(point: ResumePoint) -> set[str]:
@@ -160,7 +165,7 @@ def _not_compared(point: ResumePoint) -> set[str]:
 
 
 def open_folder(
-    prepared: Preparation, point: ResumePoint | None, facts: Mapping[str, Any]
+    prepared: Prepared, point: ResumePoint | None, facts: Mapping[str, Any]
 ) -> RunFolder:
     """The run's folder, held by this process. A new one notes `facts`: `kind`, `model`, what it was started from …"""
     keep = prepared.config.run.keep_tokens
@@ -191,7 +196,7 @@ def _refuse_if_gone_on(folder: RunFolder, point: ResumePoint) -> None:
     )
 
 
-def keep_start(folder: RunFolder, loaded: LoadedConfig, start: Path) -> LoadedConfig:
+def keep_start(folder: RunFolder, loaded: Loaded, start: Path) -> Loaded:
     """Copy the weights that a run starts from into its folder, so that it needs nobody else's, and note them in its config."""
     kept = folder.path / START
     building = durable.building_path(kept)
@@ -202,25 +207,21 @@ def keep_start(folder: RunFolder, loaded: LoadedConfig, start: Path) -> LoadedCo
     return loaded
 
 
-def take_back(
-    run: Training, prepared: Preparation, point: ResumePoint, changes: Mapping[str, Any]
-) -> None:
+def take_back(run: Training, prepared: Prepared, resumption: Resumption) -> None:
     """Put weights, optimiser, position and record where the checkpoint is; what came after is drawn again from its seeds."""
-    checkpoint = point.checkpoint
+    checkpoint = resumption.point.checkpoint
     if checkpoint is not None:
         run.learner.load(str(checkpoint.path))
         run.take_position(checkpoint.extra["position"])
         run.load_more(checkpoint.path, checkpoint.extra["position"])
-    if point.made_anew is not None:
-        run.say(str(point.made_anew))
-    for skipped in point.skipped:
-        run.say(f"skipped a checkpoint: {skipped}")
+    for text in resumption.found:
+        run.say(text)
     checkpoints.drop_after(run.folder.checkpoints, run.step)
-    layout = changed_layout(run.folder, prepared)
-    _warn_of_changes(point, prepared, layout)
-    changed = {**changes, **layout}
+    for text in resumption.warnings:
+        logger.warning("%s", text)
     dropped = run.folder.store.rewind(run.step)
     run.folder.store.set_meta({"max_steps": run.max_steps, "layout": asdict(prepared.layout)})
+    changed = {key: list(change) for key, change in resumption.changed.items()}
     run.folder.resume(
         resolved(prepared.config), ResumeRecord(run.step, dropped, time.time(), changed)
     )
@@ -228,37 +229,33 @@ def take_back(
     run.say(f"resumed after {run.step} steps{again}")
 
 
-def changed_layout(folder: RunFolder, prepared: Preparation) -> dict[str, Any]:
+def _changed_layout(point: ResumePoint, prepared: Prepared) -> dict[str, Change]:
     """Where this machine works otherwise than the run did so far."""
-    before, now = folder.store.get_meta().get("layout", {}), asdict(prepared.layout)
+    before, now = point.facts.get("layout", {}), asdict(prepared.layout)
     return {
-        f"layout.{key}": [before[key], now[key]]
+        f"layout.{key}": (before[key], now[key])
         for key in sorted(before.keys() & now.keys())
         if before[key] != now[key]
     }
 
 
-def _warn_of_changes(
-    point: ResumePoint, prepared: Preparation, layout: Mapping[str, Sequence[Any]]
-) -> None:
+def _warnings(
+    point: ResumePoint,
+    prepared: Prepared,
+    keys: Mapping[str, Change],
+    layout: Mapping[str, Change],
+) -> Iterator[str]:
     """Say what makes results agree only up to rounding: keys that are no part of the layout, and facts of it, by their keys."""
-    keys = compare_for_resume(read_config(point.path), prepared.config).warned
     names = {_leaf(key): key for key in keys}
     facts = {names.get(_leaf(fact), _leaf(fact)): change for fact, change in layout.items()}
     others = {
         key: change for key, change in keys.items() if not hasattr(prepared.layout, _leaf(key))
     }
     for key, (before, now) in {**others, **facts}.items():
-        logger.warning(
-            "resumed with another layout: %s was %s, is %s; results agree up to rounding",
-            key,
-            _written(before),
-            _written(now),
-        )
+        was, now_is = _written(before), _written(now)
+        yield f"resumed with another layout: {key} was {was}, is {now_is}; results agree up to rounding"
     if point.facts.get("task_file", "") != prepared.facts["task_file"]:
-        logger.warning(
-            "the task file was changed since the run was started; it goes on with the new one"
-        )
+        yield "the task file was changed since the run was started; it goes on with the new one"
 
 
 def _leaf(key: str) -> str:

@@ -15,7 +15,7 @@ from groupwise import build
 from groupwise.algorithms.base import Algorithm
 from groupwise.algorithms.registry import make
 from groupwise.config import RunConfig
-from groupwise.loops.evaluate import HeldOut
+from groupwise.evaluation.evaluate import HeldOut
 from groupwise.loops.training import Training
 from groupwise.rewards.scoring import Scorer
 from groupwise.rollouts.asking import RolloutKind

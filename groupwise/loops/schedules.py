@@ -21,8 +21,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from groupwise.awaiting import Interrupted
 from groupwise.loops import drawing
-from groupwise.loops.interruption import Interrupted
 from groupwise.loops.run import Drawn, Run, Schedule
 from groupwise.rollouts.asking import gather_all
 from groupwise.types import Group, Policy

@@ -18,6 +18,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import compress
 from typing import Any
 
 from groupwise.algorithms.sft import Sft
@@ -222,22 +223,25 @@ async def evaluate_if_due(run: SftRun) -> None:
 
 
 async def _evaluate(run: SftRun, held_out: LessonSet) -> float:
-    """Record the loss on the held-out rows; returns it, in nats per trained token."""
+    """Record loss and accuracy on the held-out rows; returns the loss, in nats per trained token."""
     losses: list[float] = []
     counts: list[int] = []
+    right = 0
     rows = [(lesson, teacher_row(row)) for lesson in held_out.lessons for row in lesson.rows]
     for start in range(0, len(rows), EVALUATED_AT_ONCE):
         run.progress.phase("evaluating", start, len(rows))
         part = [row for _, row in rows[start : start + EVALUATED_AT_ONCE]]
-        found = await run.interruption.allow(run.learner.logprobs(part))
-        for row, logprobs in zip(part, found, strict=True):
-            losses.append(-math.fsum(p for p, m in zip(logprobs, row.mask, strict=True) if m))
+        found = await run.interruption.allow(run.learner.predictions(part))
+        for row, each in zip(part, found, strict=True):
+            losses.append(-math.fsum(compress(each.logprobs, row.mask)))
             counts.append(sum(row.mask))
+            right += sum(compress(each.right, row.mask))
         await asyncio.sleep(0)
     loss = math.fsum(losses) / sum(counts)
     metrics = {
         "eval_loss": loss,
         "perplexity": _perplexity(loss),
+        "eval_mean_token_accuracy": right / sum(counts),
         "eval_tokens": float(sum(counts)),
     }
     details = [
@@ -249,7 +253,10 @@ async def _evaluate(run: SftRun, held_out: LessonSet) -> float:
     record = EvaluationRecord(run.step, f"step-{run.step}", label, metrics, details, asked)
     run.folder.store.add_evaluation(record)
     await run.callbacks.evaluated(record)
-    run.say(f"held-out after {run.step} steps: eval_loss {loss:.4f}")
+    accuracy = metrics["eval_mean_token_accuracy"]
+    run.say(
+        f"held-out after {run.step} steps: eval_loss {loss:.4f}, {accuracy:.1%} of the tokens right"
+    )
     return loss
 
 

@@ -6,23 +6,23 @@ What is wrong with any of them is a `UsageError` here, and a dry run ends here.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any, cast
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from groupwise import build
 from groupwise.build import Layout
-from groupwise.callbacks.registry import Named, configured_callbacks
+from groupwise.callbacks.registry import configured_callbacks
 from groupwise.config import resolved, with_task_schema
 from groupwise.errors import TaskError
-from groupwise.loops.prepare import ROWS_READ, check_start, digest, task_facts
+from groupwise.loops.prepare import ROWS_READ, Prepared, check_start, digest, plan_of, task_facts
 from groupwise.loops.profiling import check_profiled_steps
 from groupwise.models.chat_masks import Masked
 from groupwise.models.identity import identity
-from groupwise.models.plan import plan_model, prompt_room, vocabulary
+from groupwise.models.plan import ModelPlan, plan_model, prompt_room, vocabulary
 from groupwise.models.tokenizer import load_tokenizer
-from groupwise.models.tokens import unannounced
 from groupwise.rollouts.teacher import LessonSet, TeacherWay, read_lessons
-from groupwise.settings import View
+from groupwise.settings.view import View
 from groupwise.sft_config import LoadedSftConfig, SftConfig
 from groupwise.tasks.contract import Task, load_task, require
 
@@ -30,42 +30,19 @@ TRAINED = ("⟦", "⟧")
 """What stands around the trained tokens of a row that is shown."""
 
 
-@dataclass(frozen=True, slots=True)
-class SftPrepared:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftPrepared(Prepared):
     """A supervised run that is checked but not built."""
 
     loaded: LoadedSftConfig
-    task: Task
-    tokenizer: Any
     lessons: LessonSet
     held_out: LessonSet | None
-    layout: Layout
-    facts: dict[str, Any]
-    """Fingerprints of what the config only names: task, its file, the rows as token ids and masks; how many rows of a stream
-    were read."""
-    callbacks: tuple[Named, ...] = ()
+    max_draws: int | None
+    """Examples drawn in all steps together, where epochs say so."""
 
     @property
     def config(self) -> SftConfig:
         return self.loaded.config
-
-    @property
-    def run_name(self) -> str:
-        return self.loaded.run_name
-
-    @property
-    def max_draws(self) -> int | None:
-        """Examples drawn in all steps together, where epochs say so."""
-        epochs = self.config.training.num_train_epochs
-        return None if epochs is None else max(1, math.ceil(epochs * len(self.lessons.lessons)))
-
-    @property
-    def max_steps(self) -> int:
-        """Steps of the whole run; the last one of whole epochs may be smaller."""
-        if self.max_draws is None:
-            assert self.config.training.max_steps is not None
-            return self.config.training.max_steps
-        return -(-self.max_draws // self.config.training.examples_per_step)
 
     @property
     def eval_steps(self) -> int:
@@ -75,12 +52,12 @@ class SftPrepared:
 
 
 def prepare_sft(loaded: LoadedSftConfig, task: object, rows_read: int | None = None) -> SftPrepared:
-    """Check task and rows against the config; tokenise and mask all rows. `rows_read`: see `groupwise.loops.prepare.prepare`."""
+    """Check task and rows against the config; tokenise and mask all rows. `rows_read`: see `groupwise.loops.rl_prepare.prepare_rl`."""
     found = load_task(task)
     require(found, "sft")
     schema = found.config_schema()
     if schema is not None:
-        loaded = cast("LoadedSftConfig", with_task_schema(loaded, schema))
+        loaded = with_task_schema(loaded, schema)
     config = loaded.config
     check_start(loaded)
     tokenizer = load_tokenizer(config.model)
@@ -100,10 +77,20 @@ def prepare_sft(loaded: LoadedSftConfig, task: object, rows_read: int | None = N
         "base": identity(config.model),
         ROWS_READ: rows_read,
     }
-    layout = build.supervised_layout(config)
-    origin = loaded.tree.origin(("callbacks",))
-    callbacks = configured_callbacks(config.callbacks, View(resolved(config)), origin)
-    prepared = SftPrepared(loaded, found, tokenizer, lessons, held_out, layout, facts, callbacks)
+    max_draws = _max_draws(config, len(lessons.lessons))
+    given, origin = View(resolved(config)), loaded.tree.origin(("callbacks",))
+    prepared = SftPrepared(
+        loaded=loaded,
+        task=found,
+        tokenizer=tokenizer,
+        max_steps=_max_steps(config, max_draws),
+        layout=build.supervised_layout(config),
+        facts=facts,
+        callbacks=configured_callbacks(config.callbacks, given, origin),
+        lessons=lessons,
+        held_out=held_out,
+        max_draws=max_draws,
+    )
     check_profiled_steps(config.run, prepared.max_steps)
     return prepared
 
@@ -118,8 +105,15 @@ def _read(
         rows = rows[:limit]
     if not rows:
         return None
+    way = teacher_way(config, task, tokenizer)
+    return read_lessons(tokenizer, rows, way, where=f"{task.described}: {hook}")
+
+
+def teacher_way(config: SftConfig, task: Task, tokenizer: Any) -> TeacherWay:
+    """How the config wants the task's rows read."""
+    given = View(resolved(config))
     room = prompt_room(config.model, 0)
-    way = TeacherWay(
+    return TeacherWay(
         text_field=config.data.dataset_text_field,
         completion_only=config.data.completion_only_loss,
         last_turn_only=config.data.assistant_turns == "last",
@@ -129,7 +123,6 @@ def _read(
         formatting=task.sft_function("get_sft_formatting_func", given, tokenizer),
         collator=task.sft_function("get_sft_data_collator", given, tokenizer),
     )
-    return read_lessons(tokenizer, rows, way, where=f"{task.described}: {hook}")
 
 
 def _refuse_evaluation_of_nothing(config: SftConfig, task: Task) -> None:
@@ -154,47 +147,61 @@ def _draws(config: SftConfig) -> int | None:
     return None if steps is None else steps * config.training.examples_per_step
 
 
+def _max_draws(config: SftConfig, examples: int) -> int | None:
+    epochs = config.training.num_train_epochs
+    return None if epochs is None else max(1, math.ceil(epochs * examples))
+
+
+def _max_steps(config: SftConfig, max_draws: int | None) -> int:
+    """Steps of the whole run; the last one of whole epochs may be smaller."""
+    if max_draws is None:
+        assert config.training.max_steps is not None
+        return config.training.max_steps
+    return -(-max_draws // config.training.examples_per_step)
+
+
 def _fingerprint(lessons: LessonSet) -> str:
     return digest([[row.ids, row.mask] for lesson in lessons.lessons for row in lesson.rows])
 
 
-def plan_sft(prepared: SftPrepared) -> dict[str, Any]:
-    """What a run would do: the resolved config, sizes, and the first rows with what is trained of them."""
-    config, layout, lessons = prepared.config, prepared.layout, prepared.lessons
-    sizes = plan_model(
+def planned_sft_sizes(config: SftConfig, layout: Layout, longest: int) -> ModelPlan:
+    """Parameters and memory of a run in this layout, whose rows have at most so many tokens."""
+    return plan_model(
         config.model,
         config.lora,
         dtype=layout.dtype,
         slots=layout.slots,
         key_length=layout.key_length,
         microbatch=min(
-            layout.max_tokens_per_microbatch, config.training.examples_per_step * lessons.longest
+            layout.max_tokens_per_microbatch, config.training.examples_per_step * longest
         ),
         needs_reference=False,
         device=layout.device,
+        gradient_checkpointing=config.training.gradient_checkpointing,
     )
+
+
+def plan_sft(prepared: SftPrepared, warnings: Sequence[str] = ()) -> dict[str, Any]:
+    """What a run would do: the resolved config, sizes, and the first rows with what is trained of them.
+
+    `warnings` are shown with its own.
+    """
+    config, lessons, held_out = prepared.config, prepared.lessons, prepared.held_out
     first = lessons.drawn(0, config.training.seed, shuffle=config.data.shuffle)
-    warning = unannounced(prepared.tokenizer, first.example.prompt)
-    settings = resolved(config)
-    return {
-        "config": {**settings, "run": {**settings["run"], "name": prepared.run_name}},
-        "plan": {
-            "task": prepared.task.described,
-            **_counts(lessons),
-            "held_out_examples": len(prepared.held_out.lessons) if prepared.held_out else 0,
-            "steps": prepared.max_steps,
-            "steps_between_evaluations": prepared.eval_steps if prepared.held_out else None,
-            "parameters": sizes.parameters,
-            "parameters_trained": sizes.trained_parameters,
-            "memory_mib": {
-                **{key: round(value) for key, value in asdict(sizes.memory).items()},
-                "total": round(sizes.memory.total),
-            },
-            "layout": asdict(layout),
-            "warnings": [warning] if warning else [],
-            "first_rows": [shown_row(prepared.tokenizer, row) for row in first.rows],
-        },
+    counts = {
+        **_counts(lessons),
+        "held_out_examples": len(held_out.lessons) if held_out else 0,
+        "steps": prepared.max_steps,
+        "steps_between_evaluations": prepared.eval_steps if held_out else None,
     }
+    return plan_of(
+        prepared,
+        planned_sft_sizes(config, prepared.layout, lessons.longest),
+        first.example.prompt,
+        counts=counts,
+        shown={"first_rows": [shown_row(prepared.tokenizer, row) for row in first.rows]},
+        warnings=warnings,
+    )
 
 
 def _counts(lessons: LessonSet) -> dict[str, Any]:

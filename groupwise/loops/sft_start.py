@@ -10,60 +10,49 @@ import logging
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from groupwise import build
-from groupwise.callbacks.base import Callbacks, RunEnd
-from groupwise.display.plot import svg_curve, with_mean
+from groupwise.awaiting import Interrupted, Interruption, run_to_end
+from groupwise.callbacks.base import Callbacks
 from groupwise.display.progress import Progress
-from groupwise.errors import UsageError
-from groupwise.loops.awaiting import run_to_end
-from groupwise.loops.interruption import Interrupted, Interruption
-from groupwise.loops.prepare import ROWS_READ, starting_from
-from groupwise.loops.resume import (
-    NOT_WEIGHTS,
-    ResumePoint,
-    accepted_changes,
-    find_resume_point,
-    keep_start,
-    open_folder,
-    start_to_keep,
-    take_back,
-    with_start_of,
+from groupwise.loops.outcome import (
+    end,
+    ended_early,
+    failed,
+    first_and_last,
+    summarise,
+    write_curve,
 )
+from groupwise.loops.resume import NOT_WEIGHTS, Resumption, take_back
 from groupwise.loops.sft import SftRun, save, train
 from groupwise.loops.sft_prepare import SftPrepared, plan_sft, prepare_sft
 from groupwise.loops.start import (
-    check_one_start,
-    ended_early,
-    failed,
-    shown_warnings,
-    starting_weights,
+    TrainingResult,
+    Ways,
+    dry_run_warnings,
+    find_start,
+    opened,
+    watched,
 )
 from groupwise.models.tokens import unannounced
-from groupwise.runs import checkpoints, durable, find
+from groupwise.runs import checkpoints
 from groupwise.runs.folder import RunFolder
-from groupwise.sft_config import LoadedSftConfig, SftConfig, load_sft_config
+from groupwise.sft_config import SftConfig, load_sft_config
 from groupwise.types import Policy
 
 logger = logging.getLogger(__name__)
 
 KIND = "sft"
-CURVE = "loss.svg"
+METRIC = "loss"
+"""The one that a curve is drawn of, and the summary has."""
 
 
 @dataclass(frozen=True, slots=True)
-class SftResult:
+class SftResult(TrainingResult):
     """How a supervised run ended."""
-
-    summary: dict[str, Any]
-    """For people and `--json`: run, state, steps, losses, folders."""
-    folder: Path
-    """The run folder; after a dry run, where it would have been."""
-    exit_code: int = 0
-    """0 done; 130 or 143 interrupted after a clean checkpoint."""
 
 
 def sft(
@@ -82,62 +71,32 @@ def sft(
     starts a new run from the weights of a run or adapter folder. Raises `UsageError` for what was given wrongly, `RunError` if the
     run failed on its way.
     """
-    check_one_start({"--resume": resume, "--resume-from": resume_from, "--init-from": init_from})
-    loaded = load_sft_config(config, overrides)
-    point = find_resume_point(loaded, resume, resume_from, KIND)
-    start = start_to_keep(point) if point else starting_weights(loaded, init_from)
-    if point is not None:
-        loaded = cast("LoadedSftConfig", with_start_of(loaded, point))
-    if start is not None:
-        loaded = cast("LoadedSftConfig", starting_from(loaded, start))
-    prepared = prepare_sft(loaded, task, point.facts.get(ROWS_READ) if point else None)
-    changes = accepted_changes(point, prepared) if point else {}
+    ways = Ways(resume, resume_from, init_from)
+    start = find_start(load_sft_config(config, overrides, to_train=True), ways, KIND)
+    prepared = prepare_sft(start.loaded, task, start.rows_read)
+    resumption = start.resumption(prepared)
     if dry_run:
-        return SftResult(plan_sft(prepared), Path(prepared.config.run.dir) / loaded.run_name)
-    folder = open_folder(prepared, point, _facts(prepared, init_from))
-    try:
-        with folder:
-            if start is not None:
-                kept = keep_start(folder, prepared.loaded, start)
-                prepared = replace(prepared, loaded=cast("LoadedSftConfig", kept))
-            return run_to_end(_run_in(folder, prepared, point, changes))
-    except UsageError:
-        if point is None and not find.run_info(folder.path).steps:
-            durable.remove_folder(folder.path)  # nothing was started, so nothing stands in the way
-        raise
-
-
-def _facts(prepared: SftPrepared, init_from: str | None) -> dict[str, Any]:
-    """What a new run notes about itself, beside the fingerprints of `SftPrepared.facts`."""
-    return {
-        "kind": KIND,
-        "model": prepared.config.model.name,
-        "task_module": prepared.task.spec,
+        return SftResult(plan_sft(prepared, dry_run_warnings(resumption)), prepared.place)
+    noted = {
         "examples": len(prepared.lessons.lessons),
         "rows_dropped_as_too_long": prepared.lessons.dropped,
-        "init_from": init_from,
     }
+    with opened(prepared, start, KIND, noted) as (folder, ready):
+        return run_to_end(_run_in(folder, ready, resumption))
 
 
 async def _run_in(
-    folder: RunFolder, prepared: SftPrepared, point: ResumePoint | None, changes: Mapping[str, Any]
+    folder: RunFolder, prepared: SftPrepared, resumption: Resumption | None
 ) -> SftResult:
     """Build the learner, train, and leave the folder with what came of it."""
     started = time.perf_counter()
-    progress = Progress(
-        folder.name,
-        prepared.max_steps,
-        start_step=point.step if point else 0,
-        logging_steps=prepared.config.run.logging_steps,
-    )
     callbacks = Callbacks(prepared.callbacks)
     try:
-        with Interruption() as interruption, progress, shown_warnings(progress):
-            progress.phase("loading")
+        with watched(folder, prepared, resumption) as (progress, interruption):
             run = _assemble(folder, prepared, progress, interruption)
             run.callbacks = callbacks
-            if point is not None:
-                take_back(run, prepared, point, changes)
+            if resumption is not None:
+                take_back(run, prepared, resumption)
                 _look_anew_if_changed(run, prepared)
             _say_what_begins(run, prepared)
             return await _conduct(run, prepared, started)
@@ -248,40 +207,15 @@ async def _ended(
     exit_code: int,
 ) -> SftResult:
     """Leave curve and summary, and record the state."""
-    _write_curve(run)
+    write_curve(run, METRIC)
     summary = {**_summarise(run, prepared, started), **ended_early(run)}
-    run.folder.finish(state, summary)
-    await run.callbacks.end(RunEnd(state, summary))
-    if state == "finished":
-        logger.info("finished after %d steps", run.step)
-    else:
-        run.say(f"interrupted after {run.step} steps; the same command with --resume goes on")
-    return SftResult({**summary, "state": state}, run.folder.path, exit_code)
-
-
-def _write_curve(run: SftRun) -> None:
-    """`loss.svg`, the loss of every step."""
-    points = run.folder.store.metrics(["loss"]).get("loss", [])
-    if points:
-        drawn = svg_curve(with_mean("loss", points), title=f"{run.folder.name}: loss")
-        durable.write_file(run.folder.path / CURVE, drawn.encode())
+    return SftResult(await end(run, state, summary), run.folder.path, exit_code)
 
 
 def _summarise(run: SftRun, prepared: SftPrepared, started: float) -> dict[str, Any]:
-    """What a run amounts to, in a few lines."""
-    losses = [value for _, value in run.folder.store.metrics(["loss"]).get("loss", [])]
-    first, last = find.reward_ends(losses)
-    summary: dict[str, Any] = {
-        "run": run.folder.name,
-        "folder": str(run.folder.path),
-        "task": prepared.task.name,
-        "steps": run.step,
-        "max_steps": run.max_steps,
-        "policy": f"{run.folder.name}@{run.step}",
-        "seconds": round(time.perf_counter() - started, 1),
-        "loss_first": first,
-        "loss_last": last,
-    }
+    """What the run amounts to, in a few lines."""
+    first, last = first_and_last(run, METRIC)
+    summary = {**summarise(run, prepared, started), "loss_first": first, "loss_last": last}
     found = run.folder.store.evaluations(rows=False)
     evaluated = [record.metrics["eval_loss"] for record in found]
     if evaluated:

@@ -15,11 +15,11 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any, Protocol
 
+from groupwise.awaiting import Interruption
 from groupwise.callbacks.base import Callbacks
 from groupwise.display.progress import Progress
 from groupwise.errors import NonFiniteError
 from groupwise.learner.config import OptimisationConfig
-from groupwise.loops.interruption import Interruption
 from groupwise.loops.metrics import Timings
 from groupwise.runs import checkpoints, durable
 from groupwise.runs.config import RunSection

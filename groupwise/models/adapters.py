@@ -7,6 +7,7 @@ the model's, which is built without storage for that.
 from __future__ import annotations
 
 import logging
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from groupwise.models import config as settings_of_models
 from groupwise.models.bundled import BUNDLED
 from groupwise.models.config import ModelConfig
 from groupwise.models.files import read_shapes
+from groupwise.models.hub import fetch_weights, may_be_hub_id
 from groupwise.models.load import hollow_model
 from groupwise.models.lora import (
     WEIGHTS,
@@ -33,12 +35,57 @@ logger = logging.getLogger(__name__)
 
 
 def adapter_folder(model: ModelConfig) -> Path | None:
-    """The folder that `model.adapter` names; None where it names none. `ModelError` if it holds no plain LoRA adapter."""
+    """The folder of `model.adapter`, which may come from the hub; None where there is none.
+
+    Raises `ModelError` if it cannot be had, or holds no plain LoRA adapter.
+    """
     if model.adapter is None:
         return None
-    folder = Path(model.adapter).expanduser()
+    folder = _from_hub(model) if _is_on_hub(model.adapter) else _on_this_machine(model)
     read_lora_config(folder)
     return folder
+
+
+def adapter_commit(model: ModelConfig) -> str | None:
+    """The commit of a `model.adapter` that comes from the hub; None for one on this machine, or without an adapter."""
+    if model.adapter is None or not _is_on_hub(model.adapter):
+        return None
+    return _from_hub(model).name  # …/snapshots/<commit>
+
+
+def _is_on_hub(adapter: str) -> bool:
+    return may_be_hub_id(adapter) and not Path(adapter).exists()
+
+
+def _on_this_machine(model: ModelConfig) -> Path:
+    if model.adapter_revision is not None:
+        raise ModelError(
+            f"model.adapter_revision is {model.adapter_revision!r}, but it has no effect: {model.adapter!r} is a path on "
+            "this machine, which has no revisions. Leave the key out, or give a hub id (OWNER/NAME) as model.adapter."
+        )
+    return Path(model.adapter or "").expanduser()
+
+
+def _from_hub(model: ModelConfig) -> Path:
+    name, at, revision = (model.adapter or "").partition("@")
+    if at:
+        raise ModelError(
+            f"model.adapter is {model.adapter!r}; a revision has a key of its own here. Write model.adapter={name} and "
+            f"model.adapter_revision={revision or 'main'}."
+        )
+    wanted = f"{name}@{model.adapter_revision}" if model.adapter_revision else name
+    try:
+        return _fetched_once(wanted)
+    except ModelError as error:
+        raise ModelError(
+            f"model.adapter: there is no folder {name!r} (looked in {Path.cwd()}).\nAs a hub id: {error}"
+        ) from error
+
+
+@cache
+def _fetched_once(reference: str) -> Path:
+    """One commit for the whole process, even if the branch moves meanwhile."""
+    return fetch_weights(reference)
 
 
 def check_adapter(

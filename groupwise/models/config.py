@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from groupwise.settings import Strict, setting
+from pydantic import model_validator
+
+from groupwise.settings.schema import Strict, setting
 
 Dtype = Literal["float32", "bfloat16"]
 """How the numbers of a model are stored."""
@@ -13,9 +15,7 @@ Dtype = Literal["float32", "bfloat16"]
 class ModelConfig(Strict):
     """The model that the run starts from."""
 
-    not_yet: ClassVar[frozenset[str]] = frozenset(
-        {"backend", "load_in_4bit", "load_in_8bit", "adapter_revision"}
-    )
+    not_yet: ClassVar[frozenset[str]] = frozenset({"backend", "load_in_4bit", "load_in_8bit"})
 
     name: str = setting(
         ...,
@@ -26,7 +26,11 @@ class ModelConfig(Strict):
         None, "Branch, tag or commit of a hub id; null is the hub's main branch."
     )
     adapter: str | None = setting(
-        None, "Folder of a PEFT adapter to start from; null starts from the model as it is."
+        None,
+        "A PEFT adapter to start from: a folder, or a hub id; null starts from the model as it is.",
+    )
+    adapter_revision: str | None = setting(
+        None, "Branch, tag or commit of an adapter on the hub; null is its main branch."
     )
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto", "Number format of the frozen weights; auto takes what suits the model and machine."
@@ -40,6 +44,15 @@ class ModelConfig(Strict):
     max_seq_length: int | None = setting(
         None, "Most tokens of prompt and completion together; null is the model's own limit.", ge=2
     )
+
+    @model_validator(mode="after")
+    def _revision_has_an_adapter(self) -> ModelConfig:
+        if self.adapter_revision is not None and self.adapter is None:
+            raise ValueError(
+                f"adapter_revision is {self.adapter_revision!r}, but there is no adapter that it could be of. Set adapter to "
+                "a hub id, or leave adapter_revision out; that of the model is revision."
+            )
+        return self
 
 
 class LoraConfig(Strict):

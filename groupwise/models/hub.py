@@ -5,6 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from groupwise.errors import ModelError
+from groupwise.models.tokenizer import hub_answers
+
+
+def may_be_hub_id(reference: str) -> bool:
+    """Whether `OWNER/NAME` or `OWNER/NAME@REVISION` could stand there, rather than a path."""
+    name = reference.partition("@")[0]
+    return name.count("/") == 1 and not name.startswith((".", "/", "~"))
 
 
 def fetch_weights(reference: str) -> Path:
@@ -15,10 +22,18 @@ def fetch_weights(reference: str) -> Path:
     name, _, revision = reference.partition("@")
     patterns = ["*.json", "*.safetensors"]
     try:
-        return Path(snapshot_download(name, revision=revision or None, allow_patterns=patterns))
+        return Path(
+            snapshot_download(
+                name,
+                revision=revision or None,
+                allow_patterns=patterns,
+                local_files_only=not hub_answers(),
+            )
+        )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()
+        where = "the hub" if hub_answers() else "its cache on this machine (it cannot be reached)"
         raise ModelError(
-            f"{reference!r} could not be had from the hub: {reason[0] if reason else error!r} "
+            f"{reference!r} could not be had from {where}: {reason[0] if reason else error!r} "
             "Offline, give a folder that holds an adapter or a model."
         ) from error

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from huggingface_hub import hf_hub_download
 
-from groupwise.models.adapters import adapter_folder
+from groupwise.models.adapters import adapter_commit, adapter_folder
 from groupwise.models.config import ModelConfig
 from groupwise.models.files import FULL_WEIGHTS, INDEX, model_files, read_json
 from groupwise.models.lora import WEIGHTS
@@ -28,7 +28,7 @@ WANDERING = ("_name_or_path", "transformers_version")
 def identity(config: ModelConfig) -> str:
     """16 hex digits for the base, and for `model.adapter` where it is set.
 
-    For a model on the hub it is the commit, for local files a hash of config and weights, which takes about a second.
+    For what is on the hub it is the commit, for local files a hash of config and weights, which takes about a second.
     Raises `ModelError` if the files cannot be had.
     """
     resolved = resolve(config)
@@ -39,7 +39,10 @@ def identity(config: ModelConfig) -> str:
     else:
         digest.update(f"{resolved.location}@{_commit(config, resolved)}".encode())
     start = adapter_folder(config)
-    if start is not None:
+    commit = adapter_commit(config)
+    if commit is not None:
+        digest.update(f"{config.adapter}@{commit}".encode())
+    elif start is not None:
         for part in _file_parts(start / WEIGHTS):
             digest.update(part)
     return digest.hexdigest()[:16]

@@ -1,6 +1,8 @@
-"""Log-probabilities and entropies of given tokens, without ever holding the logits of a whole batch."""
+"""Log-probabilities and entropies of given tokens, and whether they are the likeliest, without ever holding the logits of a whole batch."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +13,20 @@ from groupwise.models.decoder import Decoder
 CHUNK = 256
 """Rows of logits held at a time: 50 MB in float32 for a vocabulary of 49,152."""
 
+NEVER = torch.finfo(torch.float32).min
+"""A logit of probability 0. Unlike -inf it may stand in a sum of probabilities times logits, as the entropy is."""
+
+
+class TokenNumbers(NamedTuple):
+    """Of each target, in their order."""
+
+    logprobs_N: Tensor
+    """Nats; carries the gradient."""
+    entropies_N: Tensor
+    """Nats, of the distribution that the target stands in."""
+    right_N: Tensor | None
+    """Whether the target is the likeliest token, the first of several that are equally so; None where nobody asked."""
+
 
 def token_logprobs(
     decoder: Decoder,
@@ -19,14 +35,15 @@ def token_logprobs(
     temperatures_N: Tensor,
     *,
     entropy_gradient: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Log-probabilities [N] (nats, with gradient) and entropies [N] (nats) of the targets at the temperatures.
+    accuracy: bool = False,
+    withheld_X2: Tensor | None = None,
+) -> TokenNumbers:
+    """The numbers of the targets at the temperatures; whether they are the likeliest with `accuracy`, because it costs a search.
 
-    Entropies have a gradient where one is asked for, because it costs another pass over the logits. Chunks of logits are
-    recomputed in the backward pass instead of being kept.
+    `withheld_X2` has pairs of a place in N and a token whose probability there is 0. Entropies have a gradient where one is asked for,
+    because it costs another pass over the logits. Chunks of logits are recomputed in the backward pass instead of being kept.
     """
-    logprobs: list[Tensor] = []
-    entropies: list[Tensor] = []
+    parts: list[TokenNumbers] = []
     for start in range(0, len(targets_N), CHUNK):
         part = slice(start, start + CHUNK)
         arguments = (
@@ -35,14 +52,26 @@ def token_logprobs(
             targets_N[part],
             temperatures_N[part],
             entropy_gradient,
+            accuracy,
+            _between(withheld_X2, start, start + CHUNK),
         )
         if torch.is_grad_enabled():
-            chosen, entropy = checkpoint(_chunk, *arguments, use_reentrant=False)
+            parts.append(checkpoint(_chunk, *arguments, use_reentrant=False))
         else:
-            chosen, entropy = _chunk(*arguments)
-        logprobs.append(chosen)
-        entropies.append(entropy)
-    return torch.cat(logprobs), torch.cat(entropies)
+            parts.append(_chunk(*arguments))
+    logprobs, entropies, right = zip(*parts, strict=True)
+    return TokenNumbers(
+        torch.cat(logprobs), torch.cat(entropies), torch.cat(right) if accuracy else None
+    )
+
+
+def _between(withheld_X2: Tensor | None, start: int, end: int) -> Tensor | None:
+    """The pairs of a chunk, their places counted from its beginning; None where it has none."""
+    if withheld_X2 is None:
+        return None
+    places_X = withheld_X2[:, 0]
+    inside_X2 = withheld_X2[(places_X >= start) & (places_X < end)]
+    return inside_X2 - torch.tensor([start, 0], device=inside_X2.device) if len(inside_X2) else None
 
 
 def _chunk(
@@ -51,14 +80,22 @@ def _chunk(
     targets_N: Tensor,
     temperatures_N: Tensor,
     entropy_gradient: bool,
-) -> tuple[Tensor, Tensor]:
+    accuracy: bool,
+    withheld_X2: Tensor | None,
+) -> TokenNumbers:
     scaled_NV = decoder.logits(hidden_NH) / temperatures_N[:, None]
+    if withheld_X2 is not None:
+        known_X2 = withheld_X2[withheld_X2[:, 1] < scaled_NV.shape[1]]
+        scaled_NV[known_X2[:, 0], known_X2[:, 1]] = NEVER
     normaliser_N = scaled_NV.logsumexp(-1)
     chosen_N = scaled_NV.gather(1, targets_N[:, None])[:, 0] - normaliser_N
+    # Nothing from here on is kept for the backward pass, which therefore does not repeat it (but for an entropy with gradient).
+    right_N = scaled_NV.argmax(-1) == targets_N if accuracy else None
     if entropy_gradient:
         probabilities_NV = (scaled_NV - normaliser_N[:, None]).exp()
-        return chosen_N, normaliser_N - (probabilities_NV * scaled_NV).sum(-1)
+        entropy_N = normaliser_N - (probabilities_NV * scaled_NV).sum(-1)
+        return TokenNumbers(chosen_N, entropy_N, right_N)
     with torch.no_grad():
         probabilities_NV = (scaled_NV - normaliser_N[:, None]).exp_()
         entropy_N = normaliser_N - probabilities_NV.mul_(scaled_NV).sum(-1)
-    return chosen_N, entropy_N
+    return TokenNumbers(chosen_N, entropy_N, right_N)

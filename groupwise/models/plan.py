@@ -30,7 +30,8 @@ class MemoryPlan:
     """The frozen copy that full fine-tuning with beta > 0 needs."""
     keys_and_values: float
     activations: float
-    """Of one micro-batch, kept for its backward pass; the largest part for long texts."""
+    """Of one micro-batch, kept for its backward pass; the largest part for long texts. With gradient checkpointing the inputs of
+    all layers, and what one of them computes again."""
 
     @property
     def total(self) -> float:
@@ -68,6 +69,7 @@ def plan_model(
     microbatch: int,
     needs_reference: bool,
     device: str,
+    gradient_checkpointing: bool = False,
 ) -> ModelPlan:
     """Count parameters on a model without storage, and estimate the memory of a run."""
     described = read_model_config(config).get_text_config()
@@ -80,7 +82,10 @@ def plan_model(
         trained=(5 if lora else 4) * trained * 4 / MIB,
         reference=total * size / MIB if needs_reference and lora is None else 0.0,
         keys_and_values=slots * key_length * _cache_per_token(described) * size / MIB,
-        activations=microbatch * _activations_per_token(described) * size / MIB,
+        activations=microbatch
+        * _activations_per_token(described, gradient_checkpointing)
+        * size
+        / MIB,
     )
     return ModelPlan(total, trained, memory)
 
@@ -106,6 +111,9 @@ def _cache_per_token(config: PreTrainedConfig) -> int:
     return 2 * config.num_hidden_layers * heads * head_size
 
 
-def _activations_per_token(config: PreTrainedConfig) -> int:
-    """Numbers kept for each token: about twelve hidden states and four feed-forward states in each layer."""
-    return config.num_hidden_layers * (12 * config.hidden_size + 4 * config.intermediate_size)
+def _activations_per_token(config: PreTrainedConfig, gradient_checkpointing: bool) -> int:
+    """Numbers kept for each token: about twelve hidden states and four feed-forward states in each layer, or in one at a time."""
+    of_a_layer = 12 * config.hidden_size + 4 * config.intermediate_size
+    if gradient_checkpointing:
+        return config.num_hidden_layers * config.hidden_size + of_a_layer
+    return config.num_hidden_layers * of_a_layer

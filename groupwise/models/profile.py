@@ -20,6 +20,7 @@ from groupwise.types import (
     OptimiserParams,
     Policy,
     PolicyRole,
+    Prediction,
     Row,
     UpdateResult,
 )
@@ -95,6 +96,11 @@ class MarkedLearner:
         """See `groupwise.types.Learner.logprobs`."""
         with record_function(f"learner.logprobs of the {role}"):
             return await self._learner.logprobs(rows, role)
+
+    async def predictions(self, rows: Sequence[Row]) -> list[Prediction]:
+        """See `groupwise.types.Learner.predictions`."""
+        with record_function("learner.predictions"):
+            return await self._learner.predictions(rows)
 
     def save(self, folder: str) -> None:
         """See `groupwise.types.Learner.save`."""

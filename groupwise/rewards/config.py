@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from pydantic import model_validator
 
-from groupwise.settings import Strict, setting
+from groupwise.settings.schema import Strict, setting
 
 START_LIMIT = 60.0
+
+
+class InWorkers(Protocol):
+    """A section whose work is done in worker processes, or in this one."""
+
+    @property
+    def workers(self) -> int: ...
+    @property
+    def start_limit(self) -> float: ...
+    @property
+    def in_process(self) -> bool: ...
+
+
+def check_in_process(section: InWorkers, does: str) -> None:
+    """Raise `ValueError` if keys of worker processes are set where `in_process`, which `does` it here, has none."""
+    if section.in_process and section.workers > 1:
+        raise ValueError(f"workers is {section.workers}, but in_process {does}; leave one out.")
+    if section.in_process and section.start_limit != START_LIMIT:
+        raise ValueError(
+            f"start_limit is {section.start_limit:g}, but in_process starts no worker; leave one out."
+        )
 
 
 class RewardsConfig(Strict):
@@ -56,12 +77,5 @@ class RewardsConfig(Strict):
 
     @model_validator(mode="after")
     def _one_process_has_no_workers(self) -> RewardsConfig:
-        if self.in_process and self.workers > 1:
-            raise ValueError(
-                f"workers is {self.workers}, but in_process scores in one process; leave one out."
-            )
-        if self.in_process and self.start_limit != START_LIMIT:
-            raise ValueError(
-                f"start_limit is {self.start_limit:g}, but in_process starts no worker; leave one out."
-            )
+        check_in_process(self, "scores in one process")
         return self

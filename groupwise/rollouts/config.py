@@ -6,9 +6,9 @@ from typing import ClassVar, Literal
 
 from pydantic import model_validator
 
-from groupwise.settings import Strict, setting
+from groupwise.rewards.config import START_LIMIT, check_in_process
+from groupwise.settings.schema import Strict, setting
 
-START_LIMIT = 60.0
 HEADERS = 16
 """Tokens that a chat template may put around the two messages of a turn; usual ones put 10 to 14."""
 
@@ -96,14 +96,7 @@ class RolloutConfig(Strict):
 
     @model_validator(mode="after")
     def _one_process_has_no_workers(self) -> RolloutConfig:
-        if self.in_process and self.workers > 1:
-            raise ValueError(
-                f"workers is {self.workers}, but in_process keeps environments in one process; leave one out."
-            )
-        if self.in_process and self.start_limit != START_LIMIT:
-            raise ValueError(
-                f"start_limit is {self.start_limit:g}, but in_process starts no worker; leave one out."
-            )
+        check_in_process(self, "keeps environments in one process")
         return self
 
     def longest(self, max_completion_length: int) -> int:

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 
-from groupwise.types import Group, OtherRows, Rollout, Row, Segment, Weight
+from groupwise.types import Group, OtherRows, Rollout, Row, Segment, Weight, Withheld
 
 Weights = tuple[Weight | None, ...]
 
@@ -76,8 +76,10 @@ def _row(prompt_ids: tuple[int, ...], segments: Sequence[Segment], weight: Weigh
     mask: list[int] = []
     logprobs: list[float] = []
     temperatures: set[float] = set()
+    withheld: list[Withheld] = []
     for segment in segments:
         length = len(segment.token_ids)
+        withheld += _withheld(segment, len(ids))
         ids.extend(segment.token_ids)
         mask.extend([1 if segment.source == "policy" else 0] * length)
         logprobs.extend(segment.sampling_logprobs or [0.0] * length)
@@ -92,7 +94,20 @@ def _row(prompt_ids: tuple[int, ...], segments: Sequence[Segment], weight: Weigh
         advantage=weight.advantage,
         scale=weight.scale,
         temperature=temperatures.pop(),
+        withheld=tuple(withheld),
     )
+
+
+def _withheld(segment: Segment, start: int) -> tuple[Withheld, ...]:
+    """What could not be drawn in a segment that begins at this place of its row; each segment counts from its own beginning."""
+    params = segment.params
+    if segment.source != "policy" or params is None:
+        return ()
+    assert not params.truncates, f"drawn from a part of the policy's distribution: {params}"
+    if not params.min_tokens or not params.stop_token_ids:
+        return ()
+    end = start + min(params.min_tokens, len(segment.token_ids))
+    return (Withheld(start, end, params.stop_token_ids),)
 
 
 def _sums(row: Row, policy: Sequence[float] | None) -> OtherRows:

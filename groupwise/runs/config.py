@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from pydantic import field_validator
 
-from groupwise.settings import Strict, setting
+from groupwise.settings.schema import Strict, setting
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 """What a run may be called: it is a folder, and is addressed `run@step`."""

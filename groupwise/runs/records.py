@@ -113,6 +113,7 @@ class RolloutView:
     truncated: bool
     completion_tokens: int
     prompt: str
+    """As the model saw it where that is recorded, else as the task gave it."""
     completion: str
     ended_by: EndedBy | None = None
     """Where an environment answered: what ended the rollout."""

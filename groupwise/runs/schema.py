@@ -142,6 +142,9 @@ MIGRATIONS: tuple[str, ...] = (
     """
     ALTER TABLE evaluations ADD COLUMN asked TEXT NOT NULL DEFAULT '';  -- fingerprint of prompts and way of answering
     """,
+    """
+    ALTER TABLE groups ADD COLUMN prompt_seen TEXT;  -- of a chat: what the model saw
+    """,
 )
 
 TEXT_INDEX = (

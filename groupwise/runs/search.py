@@ -22,7 +22,7 @@ def find_rollouts(db: Database, wanted: RolloutFilter) -> list[RolloutView]:
 
 _VIEW = (
     "rollouts.id, rollouts.step, rollouts.draw, member, attempt, rollouts.example, outcome, reason, reward, advantage,"
-    " truncated, completion_tokens, prompt_text, completion, ended_by"
+    " truncated, completion_tokens, coalesce(prompt_seen, prompt_text), completion, ended_by"
 )
 
 

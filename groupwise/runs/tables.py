@@ -46,6 +46,7 @@ def insert_group(
         example=group.example.index,
         prompt=pack_json(group.example.prompt),
         prompt_text=text(prompt_text(group.example.prompt)),
+        prompt_seen=text(group.prompt_seen),
         columns=pack_json(group.example.columns),
         metrics=pack_json(group.metrics),
         prompt_ids=pack_tokens(prompt_ids) if keep_tokens else None,
@@ -83,7 +84,8 @@ def delete_groups(db: Database, condition: str, values: Row) -> int:
 def read_groups(db: Database, condition: str, values: Row = ()) -> list[Group]:
     """The groups that meet a condition (which may go on with ORDER BY)."""
     rows = db.all(
-        "SELECT draw, example, prompt, columns, metrics, prompt_ids FROM groups WHERE " + condition,
+        "SELECT draw, example, prompt, columns, metrics, prompt_ids, prompt_seen FROM groups WHERE "
+        + condition,
         values,
     )
     return [
@@ -92,8 +94,9 @@ def read_groups(db: Database, condition: str, values: Row = ()) -> list[Group]:
             example=Example(example, unpack_json(prompt), unpack_json(columns)),
             rollouts=_read_rollouts(db, draw, unpack_tokens(prompt_ids)),
             metrics=unpack_json(metrics),
+            prompt_seen=plain_text(seen),
         )
-        for draw, example, prompt, columns, metrics, prompt_ids in rows
+        for draw, example, prompt, columns, metrics, prompt_ids, seen in rows
     ]
 
 
@@ -151,6 +154,9 @@ def _insert_rollout(db: Database, rollout: Rollout, step: int | None, example: i
     )
 
 
+RESTRICTIONS = ("min_tokens", "top_k", "top_p", "min_p")
+"""Sampling parameters that are left out of the record where they are off."""
+
 _SEGMENT = (
     "source",
     "token_ids",
@@ -176,7 +182,7 @@ def _insert_segments(
             pack_floats(segment.sampling_logprobs) if keep_tokens else None,
             segment.policy_version,
             text(segment.fingerprint),
-            pack_json(asdict(segment.params)) if segment.params else None,
+            _packed_params(segment.params) if segment.params else None,
             signed(segment.seed),
             segment.finish_reason,
             pack_tokens(segment.prompt_ids)
@@ -262,16 +268,20 @@ def _part(name: str, value: Any, weight: Any, turn: int | None) -> RewardPart:
     return RewardPart(name, plain_number(value), plain_number(weight) or 0.0, turn)
 
 
+def _packed_params(params: SamplingParams) -> str:
+    """Without what restricts sampling where nothing does, as it is almost always."""
+    given = asdict(params)
+    idle = {name for name in RESTRICTIONS if not given[name]}
+    return pack_json({name: value for name, value in given.items() if name not in idle})
+
+
 def _params(stored: str | None) -> SamplingParams | None:
     if stored is None:
         return None
-    values = unpack_json(stored)
-    return SamplingParams(
-        max_tokens=values["max_tokens"],
-        temperature=values["temperature"],
-        stop_token_ids=tuple(values["stop_token_ids"]),
-        stop=tuple(values["stop"]),
-    )
+    values: dict[str, Any] = unpack_json(stored)
+    for name in ("stop_token_ids", "stop"):
+        values[name] = tuple(values[name])
+    return SamplingParams(**values)
 
 
 def _content(content: Any) -> str:

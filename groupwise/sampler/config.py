@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
-from groupwise.settings import Strict, setting
+from groupwise.settings.schema import Strict, setting
 
 
 class SamplerConfig(Strict):
@@ -15,11 +16,7 @@ class SamplerConfig(Strict):
             "engine=vllm",
             "engine=openai",
             "engine=sglang",
-            "top_p",
-            "top_k",
-            "min_p",
             "repetition_penalty",
-            "min_completion_length",
             "temperature_schedule",
             "url",
             "vllm_python",
@@ -28,10 +25,23 @@ class SamplerConfig(Strict):
             "max_model_len",
         }
     )
+    refused: ClassVar[Mapping[str, str]] = {
+        key: f"it would draw completions from another distribution than the one whose log-probabilities the learner computes, so "
+        f"ratios and gradients would be wrong; training draws from the whole distribution, at sampler.temperature. eval.{key} is for "
+        "evaluations, from which nothing is learnt"
+        for key in ("top_p", "top_k", "min_p")
+    }
 
     engine: Literal["torch"] = setting("torch", "What samples; torch runs in this process.")
     max_completion_length: int = setting(
         256, "Longest completion in tokens, the stop token included; longer ones are cut off.", ge=1
+    )
+    min_completion_length: int = setting(
+        0,
+        "The first so many tokens of a completion are no stop tokens, neither the model's own nor stop_token_ids: their probability "
+        "there is 0, for sampler and learner alike. A stop text does not end it before the last of them. Each turn of an "
+        "environment counts anew, and so do reasoning and answer of two_stage. Holds for evaluations, too.",
+        ge=0,
     )
     temperature: float = setting(
         1.0,

@@ -25,11 +25,15 @@ from groupwise.errors import GroupwiseError, NonFiniteError, PolicyMismatchError
 from groupwise.models.decoder import Decoder, PromptCache, SlotCache, causal_mask
 from groupwise.models.lora import fingerprint
 from groupwise.sampler.draw import draw_tokens, uniform
+from groupwise.sampler.restrict import truncated, without_early_stops
 from groupwise.sampler.weights import ServedWeights
-from groupwise.types import Completion, FinishReason, GroupRequest, Policy
+from groupwise.types import Completion, FinishReason, GroupRequest, Policy, SamplingParams
 
 TOKENS_BEYOND_STOP = 8
 """Tokens without text (half characters, special tokens) that a stop string may be spread over, beside its own."""
+
+INCOMPLETE = "\ufffd"
+"""What a tokenizer gives for a character of which only some bytes are there yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,16 +228,20 @@ class TorchSampler:
                 self._deliver(member.ticket)
 
     def _draw(self, members: list[_Member | None] | list[_Member], logits_SV: Tensor) -> None:
-        temperatures = [
-            member.ticket.request.params.temperature if member else 1.0 for member in members
-        ]
+        params = [member.ticket.request.params if member else None for member in members]
+        lengths = [len(member.token_ids) if member else 0 for member in members]
         uniforms = [
             uniform(member.seed, len(member.token_ids)) if member else 0.5 for member in members
         ]
         device = logits_SV.device
+        temperatures_S = torch.tensor(
+            [each.temperature if each else 1.0 for each in params], device=device
+        )
+        logits_SV = without_early_stops(logits_SV, params, lengths)
+        logits_SV = truncated(logits_SV, temperatures_S, params)
         tokens_S, logprobs_S = draw_tokens(
             logits_SV,
-            torch.tensor(temperatures, device=device),
+            temperatures_S,
             torch.tensor(uniforms, dtype=torch.float64, device=device),
         )
         for member, token, logprob in zip(
@@ -251,17 +259,25 @@ class TorchSampler:
         member.token_ids.append(token)
         member.logprobs.append(logprob)
         params = member.ticket.request.params
-        if token in params.stop_token_ids or self._ends_with_stop(member, params.stop):
+        if token in params.stop_token_ids or self._ends_with_stop(member, params):
             member.finish_reason = "stop"
         elif len(member.token_ids) == params.max_tokens:
             member.finish_reason = "length"
 
-    def _ends_with_stop(self, member: _Member, stop: tuple[str, ...]) -> bool:
-        if not stop:
+    def _ends_with_stop(self, member: _Member, params: SamplingParams) -> bool:
+        """Whether a stop text ends here; of one that came before `min_tokens` only another occurrence counts."""
+        if not params.stop or len(member.token_ids) < params.min_tokens:
             return False
-        reach = max(len(text.encode()) for text in stop) + TOKENS_BEYOND_STOP
-        tail = self._tokenizer.decode(member.token_ids[-reach:], skip_special_tokens=False)
-        return any(text in tail for text in stop)
+        reach = max(len(text.encode()) for text in params.stop) + TOKENS_BEYOND_STOP
+        tail = self._text(member.token_ids[-reach:])
+        found = [text for text in params.stop if text in tail]
+        if not found or not params.min_tokens:
+            return bool(found)
+        before = self._text(member.token_ids[-reach:-1]).rstrip(INCOMPLETE)
+        return any(tail.rfind(text) + len(text) > len(before) for text in found)
+
+    def _text(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def _deliver(self, ticket: _Ticket) -> None:
         finished = all(member.finish_reason is not None for member in ticket.members)

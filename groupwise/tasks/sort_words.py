@@ -25,7 +25,7 @@ from pydantic import BaseModel, model_validator
 
 from groupwise.data.order import Stream
 from groupwise.rewards.text import CompletionText, completion_text
-from groupwise.settings import Strict, setting
+from groupwise.settings.schema import Strict, setting
 
 Preset = Literal["quickstart", "classic"]
 RewardFunction = Callable[..., list[float]]

@@ -2,7 +2,8 @@
 
 The policy is one softmax over a vocabulary of characters that does not look at its context: a table of logits. `FakeSampler` draws from
 it, `FakeLearner` follows the gradient of REINFORCE with the weights that it is given, and publishes the table as a JSON file. Both
-keep the contracts of `groupwise.types` and need no torch. They ignore what needs a real model: the clip, KL and AdamW's moments.
+keep the contracts of `groupwise.types` and need no torch. They ignore what needs a real model: the clip, KL, AdamW's moments, and
+top_k, top_p and min_p.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from groupwise.types import (
     OptimiserParams,
     Policy,
     PolicyRole,
+    Prediction,
     Row,
     SamplingParams,
     UpdateResult,
@@ -78,14 +80,19 @@ class FakeSampler:
         return _fingerprint(self.table)
 
     def _completion(self, seed: int, params: SamplingParams) -> Completion:
-        logprobs = _logprobs(self.table, params.temperature or 1.0)
+        temperature = params.temperature or 1.0
+        free = _logprobs(self.table, temperature)
+        early = _logprobs(self.table, temperature, params.stop_token_ids)
         stream = Stream(seed)
         ids: list[int] = []
+        drawn: list[float] = []
         while len(ids) < params.max_tokens and not _ended(ids, params):
+            logprobs = early if len(ids) < params.min_tokens else free
             ids.append(_draw(logprobs, stream, greedy=params.temperature == 0))
+            drawn.append(logprobs[ids[-1]])
         return Completion(
             token_ids=tuple(ids),
-            logprobs=tuple(logprobs[index] for index in ids),
+            logprobs=tuple(drawn),
             finish_reason="stop" if _ended(ids, params) else "length",
             seed=seed,
             policy_version=self.version,
@@ -136,8 +143,18 @@ class FakeLearner:
     ) -> list[tuple[float, ...]]:
         table = self.start if role == "reference" else self.table
         return [
-            tuple(_logprobs(table, row.temperature)[index] for index in row.completion_ids)
+            tuple(
+                logprobs[index]
+                for index, logprobs in zip(row.completion_ids, _at_tokens(table, row), strict=True)
+            )
             for row in rows
+        ]
+
+    async def predictions(self, rows: Sequence[Row]) -> list[Prediction]:
+        likeliest = self.table.index(max(self.table))
+        return [
+            Prediction(logprobs, tuple(token == likeliest for token in row.completion_ids))
+            for row, logprobs in zip(rows, await self.logprobs(rows), strict=True)
         ]
 
     def save(self, folder: str) -> None:
@@ -147,11 +164,12 @@ class FakeLearner:
         self.table = json.loads((Path(folder) / TABLE).read_text())
 
     def _add(self, row: Row, denominator: float, sums: dict[str, float]) -> None:
-        probabilities = [math.exp(value) for value in _logprobs(self.table, row.temperature)]
         weight = row.advantage * row.scale
-        for token, counts in zip(row.completion_ids, row.mask, strict=True):
+        at_tokens = _at_tokens(self.table, row)
+        for token, counts, logprobs in zip(row.completion_ids, row.mask, at_tokens, strict=True):
             if not counts:
                 continue
+            probabilities = map(math.exp, logprobs)
             sums["loss/policy"] -= weight
             sums["tokens"] += 1
             for index, probability in enumerate(probabilities):
@@ -163,8 +181,21 @@ class FakeLearner:
         (folder / TABLE).write_text(json.dumps(self.table))
 
 
-def _logprobs(table: Sequence[float], temperature: float) -> list[float]:
-    scaled = [value / temperature for value in table]
+def _at_tokens(table: Sequence[float], row: Row) -> list[list[float]]:
+    """For each token of a row, the log-probabilities of all letters there."""
+    found = [_logprobs(table, row.temperature)] * len(row.completion_ids)
+    for each in row.withheld:
+        without = _logprobs(table, row.temperature, each.token_ids)
+        found[each.start : each.end] = [without] * (each.end - each.start)
+    return found
+
+
+def _logprobs(
+    table: Sequence[float], temperature: float, withheld: Sequence[int] = ()
+) -> list[float]:
+    scaled = [
+        -math.inf if index in withheld else value / temperature for index, value in enumerate(table)
+    ]
     peak = max(scaled)
     normaliser = peak + math.log(math.fsum(math.exp(value - peak) for value in scaled))
     return [value - normaliser for value in scaled]
@@ -182,10 +213,10 @@ def _draw(logprobs: Sequence[float], stream: Stream, *, greedy: bool) -> int:
 
 
 def _ended(ids: Sequence[int], params: SamplingParams) -> bool:
+    if len(ids) < params.min_tokens:
+        return False
     text = "".join(ALPHABET[index] for index in ids)
-    return bool(ids) and (
-        ids[-1] in params.stop_token_ids or any(stop in text for stop in params.stop)
-    )
+    return bool(ids) and (ids[-1] in params.stop_token_ids or any(map(text.endswith, params.stop)))
 
 
 def _fingerprint(table: Sequence[float]) -> str:

@@ -163,6 +163,9 @@ def within_seconds(words: list[str]) -> list[str]:
     if words[0] == "fetch-model":
         assert words[1] in ALIASES
         return ["fetch-model", "tiny"]
+    if words[0] == "init":
+        place = words.index("--model") + 1
+        return [*words[:place], "tiny", *words[place + 1 :]]
     if "--resume" in words:
         leave_unfinished(Path("runs/quickstart"))
     begun = words[words.index("--resume-from") + 1] if "--resume-from" in words else "quickstart@0"

@@ -6,9 +6,10 @@
 4. `save` and `load` restore exactly: what is computed and learnt afterwards is equal to the bit.
 5. The fingerprint of a publication changes with the weights and only with them.
 6. The reference stays what the run started from.
-7. Its log-probabilities agree with the sampler's, at every temperature: the ratio right after publication is 1.
+7. Its log-probabilities agree with the sampler's, at every temperature: the ratio right after publication is 1. So they do where
+   tokens were withheld, which have probability 0 for policy and reference.
 8. A gradient that is not finite is not applied.
-9. Log-probabilities come back in the order of the rows, one for each token.
+9. Log-probabilities come back in the order of the rows, one for each token; so does which tokens are the likeliest.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import replace
 import pytest
 
 from groupwise.algorithms.registry import make
-from groupwise.types import GroupRequest, OptimiserParams, Row, SamplingParams
+from groupwise.types import GroupRequest, OptimiserParams, Row, SamplingParams, Withheld
 
 DR_GRPO = make("dr_grpo", {}).loss_spec()
 STEP = OptimiserParams(learning_rate=0.05, max_grad_norm=None)
@@ -32,13 +33,23 @@ def row_of(prompt, found, advantage, temperature) -> Row:
     return Row(prompt, found.token_ids, mask, found.logprobs, advantage, 1.0, temperature)
 
 
-async def sampled_rows(pair, temperature=1.0, groups=3, members=4, max_tokens=9) -> list[Row]:
+def least(rows, count, end_id) -> list[Row]:
+    """The rows as of completions in whose first tokens the end could not be drawn."""
+    return [
+        replace(row, withheld=(Withheld(0, min(count, len(row.completion_ids)), (end_id,)),))
+        for row in rows
+    ]
+
+
+async def sampled_rows(
+    pair, temperature=1.0, groups=3, members=4, max_tokens=9, min_tokens=0
+) -> list[Row]:
     await pair.sampler.load(await pair.learner.publish(0))
     generator = random.Random(0)
     rows = []
     for draw in range(groups):
         prompt = tuple(pair.tokenizer(PROMPTS[draw])["input_ids"])
-        params = SamplingParams(max_tokens, temperature, stop_token_ids=(pair.end_id,))
+        params = SamplingParams(max_tokens, temperature, (pair.end_id,), min_tokens=min_tokens)
         seeds = tuple(100 * draw + member for member in range(members))
         found = await pair.sampler.generate(GroupRequest(draw, prompt, seeds, params))
         rows += [row_of(prompt, each, generator.uniform(-1, 1), temperature) for each in found]
@@ -153,6 +164,35 @@ async def test_sampler_and_learner_agree(pair, temperature):
     assert flat(await pair.learner.logprobs(rows)) == pytest.approx(sampled, abs=2e-5)
 
 
+@pytest.mark.parametrize("temperature", [0.5, 1.0])
+async def test_they_agree_where_the_end_could_not_be_drawn(pair, temperature):
+    pair.disturb()
+    rows = await sampled_rows(pair, temperature, min_tokens=4)
+    sampled = [value for row in rows for value in row.sampling_logprobs]
+    told = least(rows, 4, pair.end_id)
+    for role in ("policy", "reference"):
+        found = flat(await pair.learner.logprobs(told, role))
+        free = flat(await pair.learner.logprobs(rows, role))
+        places = [place for row in rows for place in range(len(row.completion_ids))]
+        early = [a - b for a, b, at in zip(found, free, places, strict=True) if at < 4]
+        late = [a - b for a, b, at in zip(found, free, places, strict=True) if at >= 4]
+        assert min(early) > -1e-6, "what the end would have had is the others'"
+        assert max(early) > 1e-3
+        assert late == pytest.approx([0.0] * len(late), abs=2e-5)
+        if role == "policy":
+            assert found == pytest.approx(sampled, abs=2e-5)
+
+
+async def test_the_update_does_not_depend_on_the_cuts_either(pair, tmp_path):
+    rows = least(await sampled_rows(pair, min_tokens=4), 4, pair.end_id)
+    pair.learner.save(str(tmp_path))
+    norm, whole = await learnt(pair, rows)
+    pair.learner.load(str(tmp_path))
+    cut_norm, cut = await learnt(pair, rows[::-1], 3, probe=rows)
+    assert cut_norm == pytest.approx(norm, rel=1e-5)
+    assert cut == pytest.approx(whole, abs=2e-5)
+
+
 async def test_a_gradient_that_is_not_finite_is_not_applied(pair):
     rows = await sampled_rows(pair)
     before = await pair.learner.logprobs(rows)
@@ -169,3 +209,19 @@ async def test_logprobs_come_back_in_order(pair):
     assert [len(values) for values in found] == [len(row.completion_ids) for row in rows]
     one_by_one = [(await pair.learner.logprobs([row]))[0] for row in rows]
     assert flat(found) == pytest.approx(flat(one_by_one), abs=2e-5)
+
+
+async def test_the_likeliest_tokens_are_right(pair):
+    """What a greedy sampler writes, and nothing else in its place; in the order of the rows."""
+    pair.disturb()
+    greedy = await sampled_rows(pair, temperature=0.0, members=1)
+    rows = [replace(row, temperature=1.0) for row in greedy]
+    wrong = [
+        replace(row, completion_ids=(*row.completion_ids[:-1], (row.completion_ids[-1] + 1) % 20))
+        for row in rows
+    ]
+    found = await pair.learner.predictions([*rows, *wrong])
+    assert [each.logprobs for each in found] == await pair.learner.logprobs([*rows, *wrong])
+    for row, right, soiled in zip(rows, found, found[len(rows) :], strict=False):
+        assert right.right == (True,) * len(row.completion_ids)
+        assert soiled.right == (*right.right[:-1], False)

@@ -10,11 +10,13 @@
 8. Requests and results survive a round trip through JSON.
 9. Published changes reach the sampler: other weights, other log-probabilities.
 10. A stop text may be spread over tokens; the token that completes it is the last.
+11. In the first `min_tokens` tokens no stop token comes, greedily neither, and no stop text ends a completion before the last of them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import shutil
 from dataclasses import replace
 
@@ -150,3 +152,46 @@ async def test_a_stop_text_may_be_spread_over_tokens(pair):
     found = pair.tokenizer.decode(list(stopped.token_ids))
     assert found.endswith(stop)
     assert stop not in found[:-1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_nothing_ends_before_its_least_length(pair, temperature):
+    await ready(pair)
+    free = request(pair, members=100, temperature=temperature)
+    least = replace(free, params=replace(free.params, min_tokens=4))
+    found = await pair.sampler.generate(least)
+    assert all(len(each.token_ids) >= 4 for each in found)
+    assert not any(pair.end_id in each.token_ids[:4] for each in found)
+    assert all(math.isfinite(value) for each in found for value in each.logprobs)
+    if temperature:
+        lengths = {len(each.token_ids) for each in await pair.sampler.generate(free)}
+        assert min(lengths) < 4, "without a least length some are shorter"
+        assert {each.finish_reason for each in found} == {"stop", "length"}
+
+
+async def test_a_completion_of_its_least_length_may_be_cut_off_there(pair):
+    await ready(pair)
+    asked = request(pair, members=20, max_tokens=4)
+    found = await pair.sampler.generate(replace(asked, params=replace(asked.params, min_tokens=9)))
+    assert {(len(each.token_ids), each.finish_reason) for each in found} == {(4, "length")}
+
+
+@pytest.mark.parametrize("least", [3, 4, 7])
+async def test_a_stop_text_counts_from_the_least_length_on(pair, least):
+    """One that was complete before has no effect later, though it is still in sight; another one has."""
+    await ready(pair)
+    asked = request(pair, members=20, max_tokens=20)
+    asked = replace(asked, params=replace(asked.params, stop_token_ids=()))
+    wholes = [each.token_ids for each in await pair.sampler.generate(asked)]
+    stop = pair.tokenizer.decode([wholes[0][2]])
+    params = replace(asked.params, min_tokens=least, stop=(stop,))
+    found = await pair.sampler.generate(replace(asked, params=params))
+
+    def seen(ids) -> int:
+        return pair.tokenizer.decode(list(ids)).count(stop)
+
+    for whole, each in zip(wholes, found, strict=True):
+        ends = [n for n in range(least, 21) if seen(whole[:n]) > seen(whole[: n - 1])]
+        assert each.token_ids == whole[: min(ends, default=20)]
+        assert each.finish_reason == ("stop" if ends else "length")
+    assert len({len(each.token_ids) for each in found}) > 2

@@ -18,9 +18,9 @@ import torch
 
 import groupwise
 from groupwise.cli.main import main
-from groupwise.loops import evaluate as evaluation
-from groupwise.loops.compare import compare_references
-from groupwise.loops.rescore import rescore
+from groupwise.evaluation import evaluate as evaluation
+from groupwise.review.compare import compare_references
+from groupwise.review.rescore import rescore
 from groupwise.runs.store import Store
 from tests.integration.running import TOY, config
 
@@ -35,6 +35,7 @@ def settings(runs: Path, name: str, **changes: Any) -> dict[str, Any]:
         "before_and_after": False,
         "max_prompts": 3,
         "temperature": 1.0,
+        "top_p": 0.8,
         "samples_per_prompt": 2,
         "success_threshold": 0.3,
         **changes,
@@ -147,3 +148,26 @@ def test_several_policies_in_one_command(runs, tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert [each["policy"] for each in found["evaluations"]] == ["with@4", "with@5", "base"]
     assert [each["prompts"] for each in found["comparisons"]] == [3, 3]
+
+
+def test_the_most_probable_token_alone_is_the_greedy_answer(tmp_path):
+    """Within a run and by `groupwise eval`: what an evaluation leaves out reaches the sampler."""
+    answers = []
+    for name, how in (
+        ("greedy", {"temperature": 0.0}),
+        ("single", {"temperature": 1.3, "top_k": 1}),
+        ("free", {"temperature": 1.3}),
+    ):
+        made = settings(tmp_path, name, top_p=None, samples_per_prompt=1, **how)
+        made["training"]["max_steps"] = 1
+        made["eval"]["before_and_after"] = True
+        made["sampler"]["min_completion_length"] = 3
+        groupwise.rl(made, TOY)
+        with Store.open(tmp_path / name / "run.db", readonly=True) as store:
+            recorded = store.evaluation(0, "before")
+        assert recorded
+        apart = groupwise.evaluate(made, TOY, output=tmp_path / f"{name}.json")
+        answers.append([row["completion"] for row in recorded.rows])
+        assert [row["completion"] for row in apart.rows] == answers[-1]
+    greedy, single, free = answers
+    assert greedy == single != free

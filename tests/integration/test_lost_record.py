@@ -11,7 +11,7 @@ import torch
 
 import groupwise
 from groupwise.errors import StoreError
-from groupwise.loops.replay import replay
+from groupwise.review.replay import replay
 from groupwise.runs.store import Store
 from tests.integration.running import STEPS, TOY, config, crash_at, what_must_be_equal
 

@@ -1,6 +1,7 @@
 """What is sampled is what is trained, seen on real runs:
 
-1. in a synchronous run every step begins at a ratio of 1, and sampler and learner differ by rounding alone;
+1. in a synchronous run every step begins at a ratio of 1, and sampler and learner differ by rounding alone, also where stop
+   tokens are withheld at the beginning of completions;
 2. a run stops where the sampler serves other weights than the learner published, and learns nothing from them.
 """
 
@@ -80,3 +81,26 @@ def test_a_sampler_that_keeps_its_old_weights_stops_the_run(tmp_path, monkeypatc
     with pytest.raises(PolicyMismatchError, match=r"Version 2 was published .* but the sampler"):
         groupwise.rl(settings(tmp_path), TOY)
     assert loads[-1] == 2
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "gspo", "reinforce_pp"])
+def test_every_step_begins_at_a_ratio_of_1_with_a_least_length(tmp_path, algorithm):
+    """With the reference at a divergence of 0 in the first step, because it knows of the withheld tokens as well."""
+    torch.set_num_threads(1)
+    made = settings(tmp_path, algorithm={"type": algorithm, "beta": 0.1})
+    made["model"]["dtype"] = "float32"
+    made["sampler"]["min_completion_length"] = 4
+    folder = groupwise.rl(made, TOY).folder
+    assert folder
+    assert curve(folder, "sampling/ratio_mean") == pytest.approx([1.0] * STEPS, abs=1e-5)
+    assert max(curve(folder, "sampling/logprob_gap")) < 1e-5
+    assert curve(folder, "kl")[0] == pytest.approx(0.0, abs=1e-6)
+    assert min(map(abs, curve(folder, "grad_norm"))) > 0
+    with Store.open(folder / "run.db", readonly=True) as store:
+        groups = [group for step in range(STEPS) for group in store.groups(step)]
+    segments = [
+        segment for group in groups for rollout in group.rollouts for segment in rollout.segments
+    ]
+    assert {segment.params and segment.params.min_tokens for segment in segments} == {4}
+    assert min(len(segment.token_ids) for segment in segments) >= 4
+    assert any(segment.finish_reason == "stop" for segment in segments)

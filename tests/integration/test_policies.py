@@ -11,8 +11,8 @@ import torch
 
 import groupwise
 from groupwise.errors import ModelError, RunNotFoundError, UsageError
-from groupwise.loops import policies
-from groupwise.loops.policies import find_policy
+from groupwise.evaluation import policies
+from groupwise.evaluation.policies import find_policy
 from tests.integration.running import TOY, config
 
 

@@ -21,8 +21,8 @@ import torch
 import groupwise
 from groupwise.cli.main import main
 from groupwise.errors import ResumeMismatchError, RunNotFoundError, UsageError
-from groupwise.loops import replay as module
-from groupwise.loops.replay import Replay, replay
+from groupwise.review import replay as module
+from groupwise.review.replay import Replay, replay
 from groupwise.runs import checkpoints
 from groupwise.runs.encoding import pack_floats, unpack_floats
 from groupwise.runs.folder import RunFolder
@@ -82,11 +82,21 @@ WAYS: dict[str, dict[str, Any]] = {
     "free": {"training": {"schedule": "free", "lag": 1}},
     "reference": {"algorithm": {"type": "grpo", "beta": 0.5}},
     "adaptive KL": {
-        "algorithm": {"type": "grpo", "beta": 0.5, "kl_target": 1e-4, "kl_horizon": 30.0}
+        "algorithm": {
+            "type": "grpo",
+            "beta": 0.5,
+            "adaptive_kl": True,
+            "kl_target": 1e-4,
+            "kl_horizon": 30.0,
+        }
     },
     "dynamic sampling": {
         "training": {"prompts_per_step": 4, "num_generations": 2},
         "algorithm": {"type": "dapo", "max_resample_rounds": 2},
+    },
+    "least length": {
+        "sampler": {"min_completion_length": 4},
+        "algorithm": {"type": "grpo", "beta": 0.5, "entropy_coef": 0.01},
     },
     "dropout": {"lora": {"r": 4, "alpha": 8, "dropout": 0.3}},
     "full": {

@@ -25,7 +25,7 @@ from groupwise.errors import RunInUseError
 from groupwise.learner.torch_learner import TorchLearner
 from groupwise.loops import held_out, schedules
 from groupwise.loops import rl as loop
-from groupwise.loops import start as start_module
+from groupwise.loops import rl_start as start_module
 from groupwise.runs import checkpoints, durable
 from groupwise.runs.store import Store
 from groupwise.sampler.torch_sampler import TorchSampler
@@ -104,7 +104,7 @@ def test_two_crashes(uninterrupted, tmp_path):
 
 WAYS = {
     "several updates": {"training": {"num_iterations": 2, "minibatches": 2}},
-    "adaptive kl": {"algorithm": {"type": "grpo", "beta": 0.12, "kl_target": 0.001}},
+    "adaptive kl": {"algorithm": {"type": "grpo", "adaptive_kl": True, "kl_target": 0.001}},
     "dynamic sampling": {
         "algorithm": {"type": "dapo", "max_resample_rounds": 2},
         "sampler": {"max_completion_length": 1},
@@ -265,7 +265,7 @@ def test_a_run_of_an_older_format_of_the_record_goes_on(uninterrupted, tmp_path)
     with sqlite3.connect(tmp_path / "toy" / "run.db") as record:
         record.executescript(
             "ALTER TABLE evaluations DROP COLUMN asked; ALTER TABLE steps DROP COLUMN rejected;"
-            "ALTER TABLE rollouts DROP COLUMN messages;"
+            "ALTER TABLE rollouts DROP COLUMN messages; ALTER TABLE groups DROP COLUMN prompt_seen;"
             "ALTER TABLE rollouts DROP COLUMN ended_by; ALTER TABLE segments DROP COLUMN prompt_ids;"
             "PRAGMA user_version = 1;"
         )
@@ -317,14 +317,14 @@ def test_a_moved_run_with_weights_of_its_own_goes_on(tmp_path):
 def test_who_comes_second_does_not_rewind_what_the_first_has_done(tmp_path, monkeypatch):
     """The first chooses its checkpoint; meanwhile the second resumes and ends."""
     assert crash_at(25, lambda: start(tmp_path)) == 17
-    prepare = start_module.prepare
+    prepare = start_module.prepare_rl
 
     def slow(*arguments):
-        monkeypatch.setattr(start_module, "prepare", prepare)
+        monkeypatch.setattr(start_module, "prepare_rl", prepare)
         assert groupwise.rl(config(tmp_path), TOY, resume=True).exit_code == 0
         return prepare(*arguments)
 
-    monkeypatch.setattr(start_module, "prepare", slow)
+    monkeypatch.setattr(start_module, "prepare_rl", slow)
     with pytest.raises(RunInUseError, match="gone on with by somebody else"):
         groupwise.rl(config(tmp_path), TOY, resume=True)
     with Store.open(tmp_path / "toy" / "run.db", readonly=True) as store:

@@ -100,7 +100,10 @@ def test_the_record_of_its_steps(uninterrupted):
         evaluations = [(each.step, each.name) for each in store.evaluations()]
         row = store.evaluations()[0].rows[0]
         perplexity = store.evaluations()[0].metrics["perplexity"]
+        accuracies = [each.metrics["eval_mean_token_accuracy"] for each in store.evaluations()]
     assert {"loss", "entropy", "grad_norm", "time/step"} <= metrics.keys()
+    assert metrics["mean_token_accuracy"] == pytest.approx(4 / 24)
+    assert accuracies[0] == 0 < accuracies[2]
     assert [value for _, value in curve["learning_rate"]] == pytest.approx(
         [0.05, 0.04, 0.03, 0.02, 0.01]
     )
@@ -155,6 +158,14 @@ def test_packing_and_micro_batches_change_nothing_but_rounding(uninterrupted, tm
     found, wanted = final(tmp_path / "sft"), final(tmp_path / "plain")
     for name, expected in wanted.items():
         torch.testing.assert_close(found[name], expected, rtol=1e-3, atol=1e-3)
+    names = ["loss", "mean_token_accuracy"]
+    curves = []
+    for name in ("sft", "plain"):
+        with Store.open(tmp_path / name / "run.db", readonly=True) as store:
+            curves.append(store.metrics(names))
+    for name in names:
+        cut, whole = ([value for _, value in curve[name]] for curve in curves)
+        assert cut == pytest.approx(whole, rel=1e-3)
 
 
 def test_full_fine_tuning(tmp_path):
@@ -225,7 +236,7 @@ def test_a_clean_stop(uninterrupted, tmp_path, monkeypatch, place, step):
     """Ctrl-C drops a partial gradient, checkpoints the last whole step, and exits with 130."""
     owner, name = {
         "gradient": (TorchLearner, "_backward"),
-        "evaluation": (TorchLearner, "logprobs"),
+        "evaluation": (TorchLearner, "predictions"),
         "between": (loop, "_commit"),
     }[place]
     original, evaluate, learn, at = getattr(owner, name), loop._evaluate, loop._learn, []

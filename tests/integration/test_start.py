@@ -173,11 +173,12 @@ def test_another_layout_is_warned_about(tmp_path, monkeypatch, caplog):
     interrupt(monkeypatch, tmp_path)
     settings = config(tmp_path)
     settings["sampler"]["slots"] = 16
+    change = "resumed with another layout: sampler.slots was 8, is 16; results agree up to rounding"
+    plan = groupwise.rl(settings, TOY, resume=True, dry_run=True).summary["plan"]
+    assert plan["warnings"] == [change]
     assert groupwise.rl(settings, TOY, resume=True).exit_code == 0
     warned = [each.getMessage() for each in caplog.records if "layout" in each.getMessage()]
-    assert warned == [
-        "resumed with another layout: sampler.slots was 8, is 16; results agree up to rounding"
-    ]
+    assert warned == [change]
 
 
 def test_a_longer_run_is_evaluated_anew(tmp_path):
@@ -458,12 +459,12 @@ def test_a_damaged_checkpoint_is_skipped_and_named(uninterrupted_record, tmp_pat
     interrupt(monkeypatch, tmp_path, settings)
     damaged = tmp_path / "toy" / "checkpoints" / "step-3" / "optimiser.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-7] + b"garbage")
+    skipped = "skipped a checkpoint: step-3: optimiser.safetensors was changed since it was written"
+    plan = groupwise.rl(settings, TOY, resume=True, dry_run=True).summary["plan"]
+    assert plan["warnings"] == [skipped]
     result = groupwise.rl(settings, TOY, resume=True)
     told = (result.folder / "log.txt").read_text()
-    assert (
-        "skipped a checkpoint: step-3: optimiser.safetensors was changed since it was written"
-        in told
-    )
+    assert skipped in told
     assert "resumed after 2 steps" in told
     with Store.open(result.folder / "run.db", readonly=True) as store:
         assert store.deterministic_dump() == uninterrupted_record

@@ -1,6 +1,7 @@
 """The config of a run: its keys, what it refuses, and what a resume and a task see of it."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -13,7 +14,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from groupwise.algorithms.presets import PRESETS
 from groupwise.algorithms.registry import ALGORITHMS, make
 from groupwise.config import (
-    FOREIGN,
     LoadedConfig,
     RunConfig,
     algorithm_sections,
@@ -26,7 +26,8 @@ from groupwise.config import (
     with_task_schema,
 )
 from groupwise.errors import ConfigError
-from groupwise.settings import leaves
+from groupwise.foreign_keys import FOREIGN_TO_RL
+from groupwise.settings.schema import leaves
 from groupwise.sft_config import sft_schema
 
 MINIMAL: dict[str, Any] = {"model": {"name": "tiny"}}
@@ -37,11 +38,12 @@ def words(text: str) -> list[str]:
 
 
 KEYS = words("""
-model.name model.revision model.adapter model.dtype model.chat_template model.trust_remote_code model.max_seq_length
+model.name model.revision model.adapter model.adapter_revision model.dtype model.chat_template model.trust_remote_code model.max_seq_length
 lora lora.r lora.alpha lora.dropout lora.target_modules
-sampler.engine sampler.max_completion_length sampler.temperature sampler.stop sampler.stop_token_ids sampler.slots
+sampler.engine sampler.max_completion_length sampler.min_completion_length sampler.temperature
+sampler.stop sampler.stop_token_ids sampler.slots
 algorithm.type algorithm.beta algorithm.epsilon algorithm.epsilon_high algorithm.mask_truncated_completions
-algorithm.scale_rewards algorithm.preset algorithm.kl_estimator algorithm.kl_gradient algorithm.kl_target
+algorithm.scale_rewards algorithm.preset algorithm.kl_estimator algorithm.kl_gradient algorithm.adaptive_kl algorithm.kl_target
 algorithm.kl_horizon algorithm.entropy_coef algorithm.importance_sampling_correction
 algorithm.importance_sampling_cap algorithm.dynamic_sampling algorithm.max_resample_rounds algorithm.delta
 algorithm.soft_punish_cache algorithm.soft_punish_factor algorithm.group_baseline
@@ -57,6 +59,7 @@ rollout.type rollout.max_reasoning_length rollout.max_answer_length rollout.reas
 rollout.max_turns rollout.max_rollout_length rollout.max_seconds rollout.time_limit rollout.start_limit rollout.workers
 rollout.in_process
 eval.before_and_after eval.eval_steps eval.max_prompts eval.samples_per_prompt eval.temperature
+eval.top_k eval.top_p eval.min_p
 eval.pass_at_k eval.success_threshold eval.success_part
 eval.max_completion_length
 callbacks
@@ -71,6 +74,7 @@ algorithm.preset
 training.max_steps training.num_train_epochs training.max_non_finite_steps rewards.time_limit rewards.start_limit rewards.workers
 rewards.max_unscored_steps rollout.max_seconds rollout.time_limit rollout.start_limit rollout.workers
 eval.before_and_after eval.eval_steps eval.max_prompts eval.samples_per_prompt eval.temperature
+eval.top_k eval.top_p eval.min_p
 eval.pass_at_k eval.success_threshold eval.success_part
 eval.max_completion_length callbacks run.name run.dir run.save_steps run.save_total_limit run.logging_steps run.keep_tokens
 run.profile
@@ -128,9 +132,9 @@ def test_the_json_schemas_are_up_to_date(name: str, schema: str) -> None:
 
 def test_foreign_names_are_not_keys_here_and_point_to_keys_that_exist() -> None:
     known = {leaf.path[-1] for leaf in leaves(RunConfig)}
-    assert known.isdisjoint(FOREIGN)
+    assert known.isdisjoint(FOREIGN_TO_RL)
     sections = {leaf.path[0] for leaf in leaves(RunConfig)}
-    for advice in FOREIGN.values():
+    for advice in FOREIGN_TO_RL.values():
         named = [word.strip(".,") for word in advice.split() if word.split(".")[0] in sections]
         assert all(name in KEYS for name in named if "." in name), advice
 
@@ -248,6 +252,55 @@ task:
     assert "hf_123456" not in refusal(text, tmp_path)
 
 
+TOGETHER = """\
+rollout: {type: two_stage}
+eval:
+  samples_per_prompt: 4
+  pass_at_k: [8]
+  top_p: 0.5
+  max_prompts: 0
+sampler: {max_completion_length: 9}
+training: {num_generations: 1, seed: x}
+callbacks: [early_stopp, loss_logging, nowhere.py:Own, {often: 3}]
+"""
+
+
+def test_keys_that_do_not_go_together_are_told_beside_keys_that_are_wrong(tmp_path: Path) -> None:
+    """Checks across keys run last, and a single wrong value keeps none of them from being made."""
+    (tmp_path / "c.yaml").write_text(f"model: {{name: tiny}}\n{TOGETHER}")
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "c.yaml", ["run.dri=x"], to_train=True)
+    said = str(caught.value).replace(f"{tmp_path}/", "")
+    for told in (
+        "c.yaml: c.yaml: training.num_generations is 1, but",
+        "c.yaml: c.yaml: sampler.max_completion_length has no effect where rollout.type is two_stage",
+        "c.yaml:3: eval: samples_per_prompt is 4, but temperature 0",
+        "c.yaml:3: eval: top_p is 0.5, which has no effect while temperature is 0",
+        "c.yaml:3: eval: pass_at_k has 8, but samples_per_prompt is 4",
+        "c.yaml:7: eval.max_prompts is 0",
+        'c.yaml:9: training.seed is "x"',
+        "c.yaml:10: callbacks: No callback `early_stopp` was found",
+        "c.yaml:10: callbacks: The callback file `nowhere.py:Own` was not found",
+        'c.yaml:10: callbacks: the entry {"often": 3} does not say which',
+        "override run.dri=x: run.dri is not a key",
+    ):
+        assert said.count(told) == 1, told
+    assert len(re.findall(r"^(c\.yaml|override)", said, re.MULTILINE)) == 11
+
+
+def test_what_only_follows_from_a_wrong_key_is_not_told(tmp_path: Path) -> None:
+    """pass_at_k is right for the number of samples that was meant."""
+    lines = refusal("eval: {pass_at_k: [4], temperature: 1.0, samples_per_prompt: four}", tmp_path)
+    assert lines.startswith('c.yaml:2: eval.samples_per_prompt is "four"; it must be')
+    misspelt = refusal("eval: {pass_at_k: [4], temperature: 1.0, sample_per_prompt: 4}", tmp_path)
+    assert "did you mean eval.samples_per_prompt?" in misspelt
+    assert "\n" not in lines
+
+
+def test_a_config_that_trains_nothing_may_name_callbacks_that_are_not_there(tmp_path: Path) -> None:
+    assert load("callbacks: [from_another_machine]", tmp_path).config.callbacks
+
+
 @pytest.mark.parametrize(
     ("key", "told"),
     [
@@ -271,9 +324,11 @@ task:
         ("algorithm.entropy_bonus", "algorithm.entropy_coef"),
         ("vllm_importance_sampling_mode", "algorithm.importance_sampling_correction"),
         ("vllm_importance_sampling_clip_max", "algorithm.importance_sampling_cap"),
-        ("algorithm.adaptive_kl", "algorithm.kl_target"),
+        ("use_adaptive_kl", "algorithm.adaptive_kl"),
+        ("target_kl", "algorithm.kl_target"),
         ("overlong_buffer", "algorithm.soft_punish_cache"),
         ("training.lr", "training.learning_rate"),
+        ("min_new_tokens", "sampler.min_completion_length"),
         ("output_dir", "run.dir"),
         ("lora.lora_alpha", "lora.alpha"),
     ],
@@ -289,20 +344,75 @@ def test_keys_of_other_frameworks_are_told_their_name_here(
 @pytest.mark.parametrize(
     "word",
     words("""
-    model.backend=unsloth model.load_in_4bit=true model.load_in_8bit=true model.adapter_revision=x
-    sampler.engine=vllm sampler.engine=openai sampler.top_p=0.9 sampler.top_k=5 sampler.min_p=0.1
-    sampler.min_completion_length=3 sampler.url=http://x sampler.vllm_python=x
+    model.backend=unsloth model.load_in_4bit=true model.load_in_8bit=true
+    sampler.engine=vllm sampler.engine=openai sampler.repetition_penalty=1.1 sampler.url=http://x sampler.vllm_python=x
     callbacks=[push_to_hub_revision] callbacks=[{"name":"success_cache"}] data.dataset_name=x data.dataset_config=x data.dataset_split=x
     data.dataset_mixture=[] data.prompt_column=x data.answer_column=x data.system_prompt=x
     data.easy_pool={} data.replay={} rewards.reward_funcs=[x] run.report_to=wandb run.hub={}
     training.optim=adamw_8bit
-    top_p=0.9 dataset_name=x load_in_4bit=true report_to=wandb
+    repetition_penalty=1.1 dataset_name=x load_in_4bit=true report_to=wandb
     """),
 )
 def test_parts_that_come_later_are_refused_as_such(tmp_path: Path, word: str) -> None:
     message = refusal("", tmp_path, word)
     assert "not in this version" in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(("key", "value"), [("top_p", "0.9"), ("top_k", "5"), ("min_p", "0.1")])
+def test_training_draws_from_the_whole_distribution_and_says_why(
+    tmp_path: Path, key: str, value: str
+) -> None:
+    message = refusal("", tmp_path, f"sampler.{key}={value}")
+    assert f"sampler.{key} is not a key; it would draw completions from another" in message
+    assert "whose log-probabilities the learner computes" in message
+    assert f"eval.{key} is for evaluations" in message
+    assert f"did you mean eval.{key}?" in refusal("", tmp_path, f"{key}={value}")
+    settings = [f"eval.{key}={value}", "eval.temperature=1.0"]
+    assert load_config(MINIMAL, settings).config.eval.model_dump()[key] == float(value)
+    off = load_config(MINIMAL, [f"eval.{key}=null"]).config
+    assert off == load_config(MINIMAL).config
+
+
+LEAST = "sampler.min_completion_length=30"
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ([LEAST, "sampler.max_completion_length=29"], "sampler.max_completion_length is 29"),
+        ([LEAST, "eval.max_completion_length=9"], "eval.max_completion_length is 9"),
+        (
+            [LEAST, "rollout.type=environment", "rollout.max_rollout_length=8"],
+            "rollout.max_rollout_length is 8",
+        ),
+        (
+            [LEAST, "rollout.type=two_stage", "rollout.max_answer_length=20"],
+            "rollout.max_answer_length is 20",
+        ),
+        (
+            [LEAST, "rollout.type=two_stage", "rollout.max_reasoning_length=20"],
+            "rollout.max_reasoning_length is 20",
+        ),
+    ],
+)
+def test_no_completion_must_be_longer_than_it_may(
+    tmp_path: Path, given: list[str], told: str
+) -> None:
+    message = refusal("", tmp_path, *given)
+    assert f"sampler.min_completion_length is 30, but {told}, and no completion" in message
+
+
+def test_a_least_length_may_be_the_longest_one() -> None:
+    for words in (["sampler.max_completion_length=30"], ["rollout.type=two_stage"]):
+        config = load_config(MINIMAL, [LEAST, *words]).config
+        assert config.sampler.min_completion_length == 30
+
+
+def test_a_revision_needs_an_adapter_that_it_is_of(tmp_path: Path) -> None:
+    message = refusal("", tmp_path, "model.adapter_revision=v2")
+    assert "adapter_revision is 'v2', but there is no adapter" in message
+    assert "Set adapter to a hub id" in message
 
 
 @pytest.mark.parametrize("key", ["api_key", "model.token", "run.hub_token", "task.deep.password"])
@@ -347,6 +457,11 @@ def test_words_that_only_sound_like_secrets_are_fine() -> None:
         (["rewards.in_process=true", "rewards.start_limit=5"], "in_process starts no worker"),
         (["sampler.slots=7"], "it must be a whole number (at least 8) or null."),
         (["eval.samples_per_prompt=4"], "temperature 0 gives the same completion each time"),
+        (["eval.top_p=0.9"], "top_p is 0.9, which has no effect while temperature is 0"),
+        (["eval.min_p=0.1"], "min_p is 0.1, which has no effect while temperature is 0"),
+        (["eval.top_k=0"], "eval.top_k is 0; it must be a whole number (at least 1) or null."),
+        (["eval.top_p=1"], "eval.top_p is 1; it must be a number (above 0, below 1) or null."),
+        (["sampler.min_completion_length=-1"], "it must be a whole number (at least 0)."),
         (["run.name=a/b"], '"a/b" cannot name a run'),
         (["run.name=run@3"], '"run@3" cannot name a run'),
         (["run.name=../x"], '"../x" cannot name a run'),
@@ -425,13 +540,32 @@ def test_a_preset_that_does_not_exist_or_fit_says_what_does(tmp_path: Path) -> N
         ("kl_estimator=k2", "kl_estimator is k2, which has no effect while beta is 0.0"),
         ("importance_sampling_cap=2.0", 'while importance_sampling_correction is "none"'),
         ("max_resample_rounds=3", "while dynamic_sampling is false"),
-        ("kl_horizon=5.0", "while kl_target is null"),
-        ("kl_target=0.05", "dr_grpo.kl_target is 0.05, but beta is 0"),
+        ("kl_horizon=5.0", "while adaptive_kl is false"),
+        ("kl_target=0.1", "while adaptive_kl is false"),
         ("delta=1.1", "dr_grpo.delta is 1.1; it must be above 1 + epsilon_high"),
     ],
 )
 def test_a_knob_without_effect_is_refused(tmp_path: Path, word: str, told: str) -> None:
     assert told in refusal("", tmp_path, f"algorithm.{word}")
+
+
+@pytest.mark.parametrize(
+    ("given", "beta"),
+    [
+        ({}, 0.12),
+        ({"beta": 0.3}, 0.3),
+        ({"preset": "rloo_paper"}, 0.03),
+        ({"preset": "gspo_paper"}, None),
+    ],
+)
+def test_an_adaptive_beta_has_where_to_start(given: dict[str, Any], beta: float | None) -> None:
+    """From 0 it could not move, so a preset without a penalty is no place to start."""
+    config = {**MINIMAL, "algorithm": {"adaptive_kl": True, **given}}
+    if beta is None:
+        with pytest.raises(ConfigError, match="beta is 0 and would stay 0"):
+            load_config(config)
+    else:
+        assert load_config(config).config.algorithm.knobs["beta"] == beta
 
 
 def test_sft_is_not_an_algorithm_of_rl(tmp_path: Path) -> None:

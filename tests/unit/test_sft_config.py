@@ -9,7 +9,7 @@ import pytest
 
 from groupwise.config import RunConfig, load_config
 from groupwise.errors import ConfigError
-from groupwise.settings import leaves
+from groupwise.settings.schema import leaves
 from groupwise.sft_config import SftConfig, documentation, load_sft_config
 
 MODEL = {"model": {"name": "tiny"}}

@@ -95,7 +95,7 @@ def _group(number: int, lengths: list[int], rewards: list[float], *, truncated: 
         number,
         Example(number, "?"),
         tuple(
-            _rollout(
+            scored(
                 number,
                 member,
                 lengths[number * MEMBERS + member],
@@ -107,7 +107,10 @@ def _group(number: int, lengths: list[int], rewards: list[float], *, truncated: 
     )
 
 
-def _rollout(draw: int, member: int, length: int, reward: float, *, truncated: bool) -> Rollout:
+def scored(
+    draw: int, member: int, length: int, reward: float, *, truncated: bool = False
+) -> Rollout:
+    """A member of a group with `length` tokens."""
     written = Segment(
         "policy",
         (5,) * length,

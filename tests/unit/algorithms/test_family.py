@@ -390,7 +390,7 @@ def test_rewards_stay_as_they_are(name: str, group) -> None:
 @pytest.mark.parametrize(
     ("knobs", "told"),
     [
-        ({"kl_target": 0.05}, "grpo.kl_target is 0.05, but beta is 0 .* for example 0.12"),
+        ({"adaptive_kl": True}, "grpo.adaptive_kl is true, but beta is 0 .* for example 0.12"),
         (
             {"beta": 0.1, "kl_estimator": "k1", "kl_gradient": "estimator"},
             "does not know the reference",

@@ -9,12 +9,13 @@ differ by design, a test states the exact relation and why:
 4. Members without a reward count in TRL's mean over rollouts, and not here.
 5. In TRL the mean over rollouts is that of each micro-batch; here that of the step.
 6. The importance weight is on the surrogate alone in TRL; here on the KL too, whose gradient is exact only with it.
+7. RLOO's KL is a part of the reward in TRL, so that all tokens of a rollout answer for its sum; here each for its own.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +25,8 @@ import torch
 
 from groupwise.algorithms.base import Algorithm
 from groupwise.algorithms.registry import make
-from groupwise.types import Group
-from tests.unit.algorithms.oracle_problems import LIMIT, Problem, problem
+from groupwise.types import Example, Group, Rollout
+from tests.unit.algorithms.oracle_problems import LIMIT, Problem, problem, scored
 
 CLOSE: dict[str, Any] = {"rtol": 1e-12, "atol": 1e-12}
 
@@ -258,6 +259,89 @@ def test_rloo(trl, knobs: dict[str, Any], seed: int) -> None:
     torch.testing.assert_close(ours, theirs, **CLOSE)
     found, expected = steps.gradients(ours)[0], steps.gradients(theirs)[0]
     torch.testing.assert_close(found, expected, **CLOSE)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_kl_in_the_reward_is_trls_rloo(trl, seed: int) -> None:
+    """A task that takes beta · KL of the whole rollout off its rewards has what TRL does with its beta."""
+    steps = problem(seed, spread=0.1)
+    algorithm = make("rloo", NO_CORRECTION)
+    beyond = ((steps.sampling_BT - steps.reference_BT) * steps.mask_BT).sum(-1).tolist()
+    theirs = trl.rloo(
+        _trainer(steps, algorithm),
+        None,
+        _inputs(steps, algorithm) | {"advantages": _leave_one_out_with_kl(steps, 0.1)},
+    )
+    ours, _ = replace(steps, groups=_charged(steps.groups, 0.1, beyond)).loss(algorithm)
+    torch.testing.assert_close(ours, theirs, **CLOSE)
+    found, expected = steps.gradients(ours)[0], steps.gradients(theirs)[0]
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
+def test_rloo_pulls_to_the_reference_as_trl_does_in_the_mean(trl) -> None:
+    """One token, each of V equally likely ones drawn once, so that the sample's mean is the expectation.
+
+    TRL's advantages compare a rollout with the V − 1 others, among which it is not: V / (V − 1) of the same gradient.
+    """
+    words, beta = 7, 0.1
+    logits = torch.zeros(words, dtype=torch.float64, requires_grad=True)
+    steps = _every_word_once(logits)
+    theirs = trl.rloo(
+        _trainer(steps, make("rloo", NO_CORRECTION)),
+        None,
+        _inputs(steps, make("rloo", NO_CORRECTION))
+        | {"advantages": _leave_one_out_with_kl(steps, beta)},
+    )
+    ours, _ = steps.loss(make("rloo", NO_CORRECTION | {"beta": beta, "kl_estimator": "k1"}))
+    exact = beta * torch.distributions.kl_divergence(
+        torch.distributions.Categorical(logits=logits),
+        torch.distributions.Categorical(logits=steps.reference_BT[:, 0]),
+    )
+    found, expected, gradient = (
+        torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (ours, theirs, exact)
+    )
+    torch.testing.assert_close(found, gradient, **CLOSE)
+    torch.testing.assert_close(found * words / (words - 1), expected, **CLOSE)
+
+
+def _leave_one_out_with_kl(steps: Problem, beta: float) -> torch.Tensor:
+    """TRL's advantages with a beta, written down once more from `RLOOTrainer._generate_and_score_completions`."""
+    rewards = torch.tensor(
+        [[rollout.reward for rollout in group.rollouts] for group in steps.groups],
+        dtype=torch.float64,
+    )
+    beyond = ((steps.sampling_BT - steps.reference_BT) * steps.mask_BT).sum(-1).detach()
+    rewards = rewards - beta * beyond.view_as(rewards)
+    others = rewards.shape[1] - 1
+    return (rewards - (rewards.sum(1, keepdim=True) - rewards) / others).flatten()
+
+
+def _charged(groups: tuple[Group, ...], beta: float, beyond: Sequence[float]) -> tuple[Group, ...]:
+    """The groups with beta · KL taken off each reward."""
+    left = iter(beyond)
+
+    def charged(rollout: Rollout) -> Rollout:
+        assert rollout.reward is not None
+        return replace(rollout, reward=rollout.reward - beta * next(left))
+
+    return tuple(replace(group, rollouts=tuple(map(charged, group.rollouts))) for group in groups)
+
+
+def _every_word_once(logits_V: torch.Tensor) -> Problem:
+    """One group: each word as a completion of one token, all with the reward 0."""
+    words = len(logits_V)
+    policy_V1 = logits_V.log_softmax(-1)[:, None]
+    members = tuple(scored(0, member, 1, 0.0) for member in range(words))
+    reference_V = torch.linspace(-2, 1, words, dtype=torch.float64).log_softmax(-1)
+    return Problem(
+        groups=(Group(0, Example(0, "?"), members),),
+        policy_BT=policy_V1,
+        entropies_BT=torch.zeros_like(policy_V1),
+        proximal_BT=policy_V1.detach(),
+        sampling_BT=policy_V1.detach(),
+        reference_BT=reference_V[:, None],
+        mask_BT=torch.ones_like(policy_V1, dtype=torch.bool),
+    )
 
 
 def test_members_without_a_reward_count_in_their_mean_only(trl) -> None:

@@ -38,6 +38,12 @@ def test_loss_gradient_and_statistics(batch) -> None:
     assert rows.policy_logprobs_BT.grad.tolist() == [[-1, 0, -1], [-0.5, -0.5, 0]]
 
 
+def test_right_tokens_are_counted_where_they_teach(batch) -> None:
+    right_BT = torch.tensor([[True, True, False], [True, True, True]])
+    stats = Sft().loss(replace(_batch(batch), right_BT=right_BT)).stats
+    assert (stats["right"].item(), stats["tokens"].item()) == (3, 4)
+
+
 def test_it_is_the_mean_cross_entropy_with_tokens_as_the_denominator() -> None:
     logits_BTV = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))
     labels_BT = torch.tensor([[1, 2, -100], [3, -100, 0]])
@@ -79,6 +85,7 @@ def test_without_a_trained_token_it_is_zero(batch) -> None:
 def test_it_is_reached_by_its_spec_and_is_no_algorithm() -> None:
     found = from_spec(from_json(LossSpec, to_json(Sft().loss_spec())))
     assert found == Sft()
+    assert found.needs_accuracy
     assert not (found.needs_reference, found.needs_proximal, found.needs_entropy_gradient).count(
         True
     )

@@ -13,7 +13,7 @@ from groupwise.callbacks.loss_logging import LossLogging
 from groupwise.callbacks.registry import BUILTIN, configured_callbacks, given_callbacks
 from groupwise.callbacks.trainer import TrainerCallbackAdapter
 from groupwise.errors import ConfigError, TaskError
-from groupwise.settings import View
+from groupwise.settings.view import View
 from tests.unit.callbacks.observed import CONFIG
 
 GIVEN = View(CONFIG)

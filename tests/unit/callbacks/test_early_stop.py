@@ -6,7 +6,7 @@ import pytest
 
 from groupwise.callbacks.early_stop import EarlyStop
 from groupwise.runs.records import EvaluationRecord
-from groupwise.settings import View
+from groupwise.settings.view import View
 
 
 class Run:

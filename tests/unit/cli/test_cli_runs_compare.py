@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from groupwise.cli.runs import app
 from groupwise.errors import UsageError
-from groupwise.loops.measures import Success, rows_of
+from groupwise.evaluation.measures import Success, rows_of
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.records import EvaluationRecord, StepRecord
 from groupwise.types import Example, Group, Rollout, Segment
@@ -80,7 +80,7 @@ def test_a_comparison_as_json(runs: Path) -> None:
     assert (found["prompts"], len(found["changed"])) == (2, 1)
 
 
-REWARD = f"{Path(__file__).parents[1] / 'loops' / 'rescoring_rewards.py'}:backwards"
+REWARD = f"{Path(__file__).parents[1] / 'review' / 'rescoring_rewards.py'}:backwards"
 
 
 def test_a_rescoring_reads_as_a_table(runs: Path) -> None:

@@ -49,12 +49,12 @@ def replaced(monkeypatch: pytest.MonkeyPatch, module: str, name: str) -> Verb:
 
 @pytest.fixture
 def rl(monkeypatch: pytest.MonkeyPatch) -> Verb:
-    return replaced(monkeypatch, "groupwise.loops.start", "rl")
+    return replaced(monkeypatch, "groupwise.loops.rl_start", "rl")
 
 
 @pytest.fixture
 def evaluate(monkeypatch: pytest.MonkeyPatch) -> Verb:
-    verb = replaced(monkeypatch, "groupwise.loops.evaluate", "evaluate_each")
+    verb = replaced(monkeypatch, "groupwise.evaluation.evaluate", "evaluate_each")
     verb.result = [Result()]
     return verb
 

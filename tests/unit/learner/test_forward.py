@@ -17,6 +17,7 @@ from groupwise.learner.forward import (
 )
 from groupwise.learner.layout import MicroBatch, microbatches, packed
 from groupwise.models.decoder import Decoder, causal_mask
+from groupwise.types import Withheld
 
 SIZES: dict[str, Any] = {
     "vocab_size": 102,
@@ -186,3 +187,36 @@ def test_packing_is_refused_where_rows_see_each_other(decoder, monkeypatch, capl
     assert not packing_is_exact(decoder)
     assert not choose_paths(decoder, packing=True, sharing=True).packing
     assert "they are not packed (training.packing)" in caplog.text
+
+
+@pytest.mark.parametrize("compute", [shared_prompt, whole_rows, packed_rows])
+def test_what_could_not_be_drawn_is_left_out_in_its_own_row_and_place(decoder, make_rows, compute):
+    barred = (0, 1, 101)
+    rows = [
+        replace(row, withheld=spans(index, len(row.completion_ids), barred))
+        for index, row in enumerate(make_rows())
+    ]
+    assert len({bool(row.withheld) for row in rows}) == 2
+    batches: Any = packed(rows, 60) if compute is packed_rows else microbatches(rows, 10_000)
+    for batch in batches:
+        with torch.no_grad():
+            found = compute(decoder, batch).logprobs_BT
+        for row, mine in zip(batch.rows, found, strict=True):
+            whole = torch.tensor([[*row.prompt_ids, *row.completion_ids]])
+            with torch.no_grad():
+                logits = decoder.model(input_ids=whole, use_cache=False).logits[0]
+            tail = logits[len(row.prompt_ids) - 1 : -1] / row.temperature
+            for each in row.withheld:
+                tail[each.start : each.end, list(each.token_ids)] = -torch.inf
+            targets = torch.tensor(row.completion_ids)[:, None]
+            close(mine[: len(targets)], tail.log_softmax(-1).gather(1, targets)[:, 0])
+
+
+def spans(index: int, length: int, barred: tuple[int, ...]) -> tuple[Withheld, ...]:
+    """None, all of a row, its beginning, or two stretches of different tokens."""
+    return (
+        (),
+        (Withheld(0, length, barred),),
+        (Withheld(0, length // 2, barred),),
+        (Withheld(0, length // 3, barred), Withheld(length // 2, length, barred[:1])),
+    )[index % 4]

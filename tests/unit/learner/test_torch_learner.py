@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import replace
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,56 @@ async def test_ranks_that_add_their_gradients_have_that_of_the_whole(
     shares = [await computed(make_learner(kind), rows[rank::ranks]) for rank in range(ranks)]
     close({name: sum(share[1][name] for share in shares) for name in wanted}, wanted)
     assert {name: sum(share[0][name] for share in shares) for name in sums} == pytest.approx(sums)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 33, 60, 4096])
+@pytest.mark.parametrize("packing", [False, True])
+async def test_right_tokens_are_those_that_the_model_would_write(
+    make_learner, make_rows, packing, max_tokens
+):
+    """Counted once each, however the rows are cut up; a model asked for the likeliest tokens gets them right."""
+    (made,) = make_rows(count=1, prompts=1)
+    learner = make_learner(max_tokens=max_tokens, packing=packing)
+    row = replace(made, mask=(1,) * len(made.completion_ids))
+    written = await greedy(learner, row)
+    first_wrong = ((written[0] + 1) % 100, *written[1:])
+    rows = [
+        replace(row, completion_ids=written),
+        replace(row, completion_ids=first_wrong),
+        replace(row, completion_ids=first_wrong, mask=(0, *row.mask[1:])),
+        *make_rows(),
+    ]
+    found = await learner.predictions(rows)
+    assert all(found[0].right)
+    assert not found[1].right[0]
+    assert [each.logprobs for each in found] == await learner.logprobs(rows)
+    sums = await learner.forward_backward(rows, Sft().loss_spec(), {"sft": 100.0})
+    pairs = zip(found, rows, strict=True)
+    assert sums["right"] == sum(sum(compress(each.right, row.mask)) for each, row in pairs)
+    assert sums["tokens"] == sum(sum(row.mask) for row in rows)
+
+
+async def greedy(learner, row) -> tuple[int, ...]:
+    """The completion of the row's length in which every token is the likeliest."""
+    ids: tuple[int, ...] = ()
+    for place in range(len(row.completion_ids)):
+        tried = [
+            replace(
+                row,
+                completion_ids=(*ids, token),
+                mask=(1,) * (place + 1),
+                sampling_logprobs=(0.0,) * (place + 1),
+            )
+            for token in range(learner._weights.model.config.vocab_size)
+        ]
+        logprobs = [each[-1] for each in await learner.logprobs(tried)]
+        ids = (*ids, logprobs.index(max(logprobs)))
+    return ids
+
+
+async def test_no_search_for_likeliest_tokens_in_reinforcement_learning(make_learner, make_rows):
+    sums, _ = await computed(make_learner(), make_rows(reference=True))
+    assert "right" not in sums
 
 
 async def test_a_shared_prompt_does_not_matter(make_learner, make_rows):

@@ -2,14 +2,18 @@
 
 import json
 import logging
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
 from groupwise.errors import ModelError
-from groupwise.models import load, plan
+from groupwise.models import adapters, load, plan
 from groupwise.models.adapters import (
+    adapter_commit,
     adapter_folder,
     base_name,
     check_adapter,
@@ -17,6 +21,7 @@ from groupwise.models.adapters import (
     warn_of_other_base,
 )
 from groupwise.models.config import LoraConfig, ModelConfig
+from groupwise.models.identity import identity
 from groupwise.models.lora import CONFIG, WEIGHTS, AdaptedModel, new_lora_config, read_lora_config
 from groupwise.models.tiny import tiny_model
 from groupwise.models.tokenizer import resolve
@@ -194,3 +199,77 @@ def test_a_revision_of_local_files_has_no_effect(tmp_path):
         for read in (load.read_model_config, lambda config: load.load_model(config, "float32")):
             with pytest.raises(ModelError, match=r"model\.revision is 'v2', but it has no effect"):
                 read(given)
+
+
+FIRST, SECOND = "1" * 40, "2" * 40
+
+
+@pytest.fixture
+def hub(adapter, tmp_path_factory, monkeypatch) -> Path:
+    """A cache of the hub with two commits of one adapter: `main` is the second, `v1` the first."""
+    cache = tmp_path_factory.mktemp("hub")
+    stored = cache / "models--someone--adapter"
+    for commit in (FIRST, SECOND):
+        shutil.copytree(adapter, stored / "snapshots" / commit)
+    (stored / "refs").mkdir()
+    (stored / "refs/main").write_text(SECOND)
+    (stored / "refs/v1").write_text(FIRST)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+    adapters._fetched_once.cache_clear()
+    return stored
+
+
+@pytest.mark.parametrize(
+    ("revision", "commit"), [(None, SECOND), ("main", SECOND), ("v1", FIRST), (FIRST, FIRST)]
+)
+def test_an_adapter_may_come_from_the_hub_at_a_revision(hub, revision, commit):
+    model = starting("someone/adapter", adapter_revision=revision)
+    assert adapter_folder(model) == hub / "snapshots" / commit
+    assert adapter_commit(model) == commit
+    check_adapter(model, LoraConfig())
+
+
+def test_the_commit_belongs_to_what_a_run_started_from(hub):
+    first = identity(starting("someone/adapter", adapter_revision="v1"))
+    assert identity(starting("someone/adapter", adapter_revision=FIRST)) == first
+    assert identity(starting("someone/adapter")) != first
+    assert identity(starting("someone/adapter", adapter_revision="main")) != first
+
+
+def test_a_branch_that_moves_meanwhile_stays_where_it_was_found(hub):
+    before = adapter_folder(starting("someone/adapter"))
+    (hub / "refs/main").write_text(FIRST)
+    assert adapter_folder(starting("someone/adapter")) == before
+
+
+def test_a_folder_of_that_name_comes_before_the_hub(hub, adapter):
+    shutil.copytree(adapter, "someone/adapter")
+    assert adapter_folder(starting("someone/adapter")) == Path("someone/adapter")
+    assert adapter_commit(starting("someone/adapter")) is None
+
+
+def test_a_folder_has_no_revisions(hub, adapter):
+    with pytest.raises(
+        ModelError, match="adapter_revision is 'v1', but it has no effect"
+    ) as failed:
+        check_adapter(starting(adapter, adapter_revision="v1"), LoraConfig())
+    assert "give a hub id" in str(failed.value)
+
+
+def test_a_revision_has_a_key_of_its_own(hub):
+    with pytest.raises(ModelError, match=r"model\.adapter_revision=v1"):
+        adapter_folder(starting("someone/adapter@v1"))
+
+
+@pytest.mark.parametrize(
+    ("name", "revision", "told"),
+    [("someone/other", None, "'someone/other'"), ("someone/adapter", "v9", "'someone/adapter@v9'")],
+)
+def test_offline_a_missing_one_says_what_was_looked_for(hub, name, revision, told):
+    with pytest.raises(ModelError) as failed:
+        check_adapter(starting(name, adapter_revision=revision), LoraConfig())
+    message = str(failed.value)
+    assert f"no folder {name!r} (looked in {Path.cwd()})" in message
+    assert f"As a hub id: {told} could not be had from its cache on this machine" in message
+    assert "Offline, give a folder" in message

@@ -255,3 +255,27 @@ def test_room_for_prompts_and_sizes_are_told_without_weights(folder):
     assert sizes.parameters == sizes.trained_parameters
     assert sizes.parameters == sum(p.numel() for p in tiny_model().parameters())
     assert sizes.memory.reference == sizes.memory.weights
+
+
+def test_gradient_checkpointing_keeps_the_inputs_of_layers_and_one_layer_at_a_time(folder):
+    shutil.copy(folder / "config.json", folder.parent / "config.json")
+    described = tiny_model().config
+    hidden, layers = described.hidden_size, described.num_hidden_layers
+    of_a_layer = 12 * hidden + 4 * described.intermediate_size
+
+    def activations(checkpointing: bool) -> float:
+        sizes = plan_model(
+            named(folder.parent),
+            None,
+            dtype="float32",
+            slots=8,
+            key_length=64,
+            microbatch=100,
+            needs_reference=False,
+            device="cpu",
+            gradient_checkpointing=checkpointing,
+        )
+        return sizes.memory.activations * 2**20 / (100 * 4)
+
+    assert activations(False) == pytest.approx(layers * of_a_layer)
+    assert activations(True) == pytest.approx(layers * hidden + of_a_layer)

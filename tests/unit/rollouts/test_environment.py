@@ -28,7 +28,7 @@ from groupwise.rollouts.score import score_group, score_request
 from groupwise.rollouts.sessions import Reply, Sessions
 from groupwise.tasks.environment import Step
 from groupwise.testing.fakes import FakeSampler, FakeTokenizer
-from groupwise.types import Group, RewardPart, Rollout, Weight
+from groupwise.types import Group, RewardPart, Rollout, Weight, Withheld
 from tests.chat import SPECIAL, chat_tokenizer
 from tests.scripted import Pieces, ScriptedSampler, ask_for
 
@@ -379,6 +379,23 @@ async def test_tokens_are_limited_and_the_last_turn_gets_what_is_left():
     assert [request.params.max_tokens for request in sampler.requests] == [5, 2]
     assert (rollout.ended_by, len(rollout.completion_ids)) == ("tokens", 14)
     assert [s.params.max_tokens for s in rollout.segments if s.params] == [5, 2]
+
+
+async def test_each_turn_has_its_least_length_as_far_as_there_is_room():
+    tokenizer = Pieces()
+    sampler = ScriptedSampler(tokenizer, turns("55", "66666", "77777"))
+    kind = EnvironmentRollouts(Inline(Guess), tokenizer, replace(LIMITS, max_tokens=16))
+    ids = tokenizer("guess:")["input_ids"]
+    ask = ask_for(tokenizer, "guess:", ids, max_tokens=4, secret=70000)
+    ask = replace(ask, params=replace(ask.params, min_tokens=3))
+    rollout = one(await kind.sample(sampler, ask))
+    assert [request.params.min_tokens for request in sampler.requests] == [3, 3]
+    assert [request.params.max_tokens for request in sampler.requests] == [4, 4]
+    written = [len(each.token_ids) for each in rollout.segments if each.source == "policy"]
+    assert written == [2, 4]
+    second = len(rollout.completion_ids) - 4
+    end = (tokenizer.eos_token_id,)
+    assert row_of(rollout).withheld == (Withheld(0, 2, end), Withheld(second, second + 3, end))
 
 
 async def test_room_of_the_sampler_limits_prompts_that_the_environment_makes():

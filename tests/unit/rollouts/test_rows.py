@@ -1,5 +1,7 @@
 """Rows hold what was sampled, token for token, and only the policy's tokens teach."""
 
+import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -7,7 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.rollouts.rows import training_rows, with_advantages, with_others
-from groupwise.types import Example, Group, Rollout, SamplingParams, Segment, Weight
+from groupwise.types import (
+    Example,
+    Group,
+    OtherRows,
+    Rollout,
+    Row,
+    SamplingParams,
+    Segment,
+    Weight,
+    Withheld,
+    from_json,
+    to_json,
+)
 
 PARAMS = SamplingParams(8, 0.7)
 
@@ -86,6 +100,39 @@ def test_one_row_has_one_temperature(make_group, written):
         training_rows([make_group((written(1), hot))], [(Weight(1, 1),)])
 
 
+def test_each_segment_withholds_the_stop_tokens_from_its_own_beginning(make_group, written):
+    """Also where it is shorter, and in a row that begins with it."""
+    least = SamplingParams(8, 0.7, (1, 2), min_tokens=2)
+    first, short, third, free = (
+        replace(written(*ids), params=params)
+        for ids, params in (((5, 6, 7), least), ((8,), least), ((9, 9, 1), least), ((4,), PARAMS))
+    )
+    group = make_group(
+        (first, Segment("inserted", (90, 91)), short, Segment("environment", (92,)), free),
+        (first, Segment("environment", (9,)), replace(third, prompt_ids=(60,))),
+    )
+    rows = training_rows([group], [(Weight(1, 1), Weight(1, 1))])
+    assert [row.withheld for row in rows] == [
+        (Withheld(0, 2, (1, 2)), Withheld(5, 6, (1, 2))),
+        (Withheld(0, 2, (1, 2)),),
+        (Withheld(0, 2, (1, 2)),),
+    ]
+    assert from_json(Row, to_json(rows[0])) == rows[0]
+
+
+def test_without_stop_tokens_nothing_is_withheld(make_group, written):
+    ended_by_text = replace(written(5, 6), params=SamplingParams(8, 0.7, min_tokens=2))
+    (row,) = training_rows([make_group((ended_by_text,))], [(Weight(1, 1),)])
+    assert row.withheld == ()
+
+
+@pytest.mark.parametrize("part", [{"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}])
+def test_what_was_drawn_from_a_part_of_the_distribution_is_not_trained(make_group, written, part):
+    drawn = replace(written(2), params=SamplingParams(8, 0.7, **part))
+    with pytest.raises(AssertionError, match="a part of the policy's distribution"):
+        training_rows([make_group((drawn,))], [(Weight(1, 1),)])
+
+
 REWRITTEN = (50, 99)
 """What the policy saw in the second turn, where the template wrote the first one anew."""
 
@@ -139,3 +186,22 @@ def test_advantages_are_noted_beside_the_reward(make_group, written):
     noted = with_advantages(group, (Weight(-0.5, 1), None))
     assert [each.advantage for each in noted.rollouts] == [-0.5, None]
     assert [each.reward for each in noted.rollouts] == [2.0, None]
+
+
+def test_what_is_not_finite_in_a_row_can_be_told_apart_when_it_is_kept():
+    """Only that explains an update that was left out."""
+    row = Row(
+        (1,),
+        (2, 3, 4),
+        (1, 1, 1),
+        (math.nan, math.inf, -0.5),
+        advantage=-math.inf,
+        scale=1.0,
+        others=OtherRows(1, log_ratio=math.nan),
+    )
+    kept = json.loads(to_json(row))
+    assert kept["sampling_logprobs"] == ["NaN", "Infinity", -0.5]
+    assert (kept["advantage"], kept["others"]["log_ratio"]) == ("-Infinity", "NaN")
+    back = from_json(Row, to_json(row))
+    assert math.isnan(back.sampling_logprobs[0])
+    assert back.advantage == -math.inf

@@ -1,5 +1,7 @@
 """Two stages: what is inserted, what teaches, and that nothing that was sampled is ever written anew."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,8 +11,8 @@ from groupwise.errors import ConfigError
 from groupwise.rollouts.config import RolloutConfig
 from groupwise.rollouts.rows import training_rows
 from groupwise.rollouts.two_stage import TwoStage
-from groupwise.testing.fakes import FakeSampler, FakeTokenizer
-from groupwise.types import Example, Group, Weight
+from groupwise.testing.fakes import FakeLearner, FakeSampler, FakeTokenizer
+from groupwise.types import Example, Group, Weight, Withheld
 from tests.scripted import Pieces, ScriptedSampler, ask_for
 
 CONFIG = RolloutConfig(type="two_stage", max_reasoning_length=12, max_answer_length=5)
@@ -158,3 +160,38 @@ def test_length_of_a_single_completion_is_refused_beside_two_stages(key):
 def test_longest_rollout_has_room_for_the_tags():
     assert CONFIG.longest(999) == 12 + 5 + len("</think><answer>")
     assert CONFIG.longest_written(999) == 17
+
+
+async def test_reasoning_and_answer_both_have_their_least_length(tmp_path):
+    """Stop texts before it have no effect either, the end tag among them; the learner knows where the stop tokens were withheld."""
+    tokenizer = FakeTokenizer()
+    config = RolloutConfig(
+        type="two_stage",
+        reasoning_end="a",
+        answer_start="c",
+        max_reasoning_length=9,
+        max_answer_length=6,
+    )
+    ask = ask_for(tokenizer, "ask", tokenizer("ask")["input_ids"], members=60)
+    ask = replace(ask, params=replace(ask.params, min_tokens=5))
+    group = await TwoStage(config, tokenizer).sample(FakeSampler(), ask)
+    written = [
+        segment
+        for rollout in group.rollouts
+        for segment in rollout.segments
+        if segment.source == "policy"
+    ]
+    assert len(written) == 120
+    assert all(len(each.token_ids) >= 5 for each in written)
+    assert any("a" in tokenizer.decode(each.token_ids[:4]) for each in written)
+    rows = training_rows([group], [(Weight(1, 1),) * 60])
+    for row, rollout in zip(rows, group.rollouts, strict=True):
+        answer = len(row.completion_ids) - len(rollout.segments[-1].token_ids)
+        end = (tokenizer.eos_token_id,)
+        assert row.withheld == (Withheld(0, 5, end), Withheld(answer, answer + 5, end))
+    learnt = await FakeLearner("r", tmp_path).logprobs(rows)
+    for row, found in zip(rows, learnt, strict=True):
+        taught = [
+            (a, b) for a, b, m in zip(row.sampling_logprobs, found, row.mask, strict=True) if m
+        ]
+        assert [a for a, _ in taught] == [b for _, b in taught]

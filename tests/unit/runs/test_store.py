@@ -53,6 +53,10 @@ PARAMS = st.builds(
     temperature=NUMBERS,
     stop_token_ids=TOKENS,
     stop=st.lists(WORDS, max_size=2).map(tuple),
+    min_tokens=st.integers(0, 9),
+    top_k=st.none() | st.integers(1, 99),
+    top_p=st.none() | st.floats(0.01, 0.99),
+    min_p=st.none() | st.floats(0.01, 1.0),
 )
 MESSAGES = st.lists(st.dictionaries(WORDS, JSON, max_size=2), max_size=2).map(tuple)
 SEGMENTS = st.builds(
@@ -483,6 +487,20 @@ class TestRollouts:
         store.keep_unfinished([Group(0, Example(0, chat), (rollout,))])
         (view,) = store.rollouts(RolloutFilter(text="kiwi"))
         assert view.prompt == "system: Be brief.\n\nuser: Sort kiwi"
+
+    def test_a_prompt_is_shown_as_the_model_saw_it(self, store: Store) -> None:
+        chat = [{"role": "user", "content": "Sort kiwi"}]
+        seen = "<|im_start|>system\nTools: sort(words)<|im_end|>\n<|im_start|>user\nSort kiwi"
+        group = Group(
+            0,
+            Example(0, chat),
+            (Rollout(0, 0, 0, (), (), "x", "scored", reward=1.0),),
+            prompt_seen=seen,
+        )
+        store.keep_unfinished([group])
+        (view,) = store.rollouts(RolloutFilter(text="kiwi"))
+        assert view.prompt == seen
+        assert store.unfinished_groups() == [group]
 
     def test_the_index_catches_up_after_a_writer_without_fts5(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -23,6 +23,7 @@ from groupwise.errors import NonFiniteError, RunError
 from groupwise.learner.torch_learner import TorchLearner
 from groupwise.learner.weights import TrainedModel
 from groupwise.models.tiny import tiny_model, tiny_tokenizer
+from groupwise.sampler.restrict import truncated
 from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler
 from groupwise.sampler.weights import ServedModel
 from groupwise.types import GroupRequest, SamplingParams
@@ -44,6 +45,10 @@ MIXED = [
     request(2, 12, "sort these", max_tokens=25),
     request(3, 3, "x y z, a longer one", max_tokens=1),
     request(4, 2, "a", temperature=0.0),
+    request(5, 6, "b", min_tokens=5),
+    request(6, 3, "b", temperature=0.0, min_tokens=9),
+    request(7, 4, "what", temperature=1.4, top_p=0.7),
+    request(8, 4, "what", top_k=9, min_p=0.02, min_tokens=3),
 ]
 """More members than slots, prompts and limits of several lengths."""
 
@@ -229,6 +234,78 @@ async def test_greedy_is_what_transformers_generates(make_sampler, prompt):
     assert list(found.token_ids) == wanted[0, ids.shape[1] :].tolist()
     expected = plain_logprobs(model, asked.prompt_ids, found.token_ids)
     assert found.logprobs == pytest.approx(expected, abs=2e-5)
+
+
+# Restricted
+
+
+def without_stops(model, asked, token_ids) -> list[float]:
+    """Log-probabilities by transformers' own forward, where the stop tokens have none of the first `min_tokens`."""
+    whole = torch.tensor([[*asked.prompt_ids, *token_ids]])
+    with torch.no_grad():
+        logits = model(input_ids=whole, use_cache=False).logits[0].double()
+    tail = logits[len(asked.prompt_ids) - 1 : -1] / (asked.params.temperature or 1.0)
+    tail[: asked.params.min_tokens, list(asked.params.stop_token_ids)] = -torch.inf
+    return [float(tail.log_softmax(-1)[index, token]) for index, token in enumerate(token_ids)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
+async def test_no_stop_token_comes_before_the_least_length(make_sampler, temperature):
+    model: Any = tiny_model(seed=4)
+    stops = tuple(range(1, 40))
+    asked = request(members=30, temperature=temperature, stop_token_ids=stops, min_tokens=6)
+    found = await make_sampler(model).generate(asked)
+    assert not any(set(each.token_ids[:6]) & set(stops) for each in found)
+    if temperature:
+        assert any(each.token_ids[6] in stops for each in found), "the next one may be one"
+    for each in found:
+        wanted = without_stops(model, asked, each.token_ids)
+        assert each.logprobs == pytest.approx(wanted, abs=2e-5)
+
+
+@pytest.mark.parametrize("prompt", ["a", "sort these", "what is it then"])
+async def test_greedy_with_a_least_length_is_what_transformers_generates(make_sampler, prompt):
+    model: Any = tiny_model(seed=4)
+    stop = (await make_sampler(model).generate(request(members=1, prompt=prompt, temperature=0.0)))[
+        0
+    ].token_ids[2]
+    asked = request(members=1, prompt=prompt, temperature=0.0, stop_token_ids=(stop,), min_tokens=7)
+    found = (await make_sampler(model).generate(asked))[0]
+    ids = torch.tensor([asked.prompt_ids])
+    with torch.no_grad():
+        wanted = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=20,
+            min_new_tokens=7,
+            eos_token_id=stop,
+            do_sample=False,
+        )
+    assert list(found.token_ids) == wanted[0, ids.shape[1] :].tolist()
+
+
+async def test_one_most_probable_token_is_greedy(make_sampler):
+    greedy = await make_sampler().generate(request(members=2, temperature=0.0))
+    single = await make_sampler().generate(request(members=2, temperature=1.3, top_k=1))
+    assert [each.token_ids for each in single] == [each.token_ids for each in greedy]
+    assert {value for each in single for value in each.logprobs} == {0.0}
+
+
+@pytest.mark.parametrize("part", [{"top_k": 4}, {"top_p": 0.3}, {"min_p": 0.9}])
+async def test_what_may_be_drawn_shares_the_probability_of_what_may_not(make_sampler, part):
+    """Against transformers' own forward and its own choice of tokens."""
+    model: Any = tiny_model(seed=4)
+    asked = request(members=20, temperature=0.8, **part)
+    for each in await make_sampler(model).generate(asked):
+        whole = torch.tensor([[*asked.prompt_ids, *each.token_ids]])
+        with torch.no_grad():
+            logits = model(input_ids=whole, use_cache=False).logits[
+                0, len(asked.prompt_ids) - 1 : -1
+            ]
+        tail = truncated(logits, torch.full((len(logits),), 0.8), [asked.params] * len(logits))
+        assert 0 < int(torch.isfinite(tail).sum(-1).max()) < 60
+        wanted = (tail / 0.8).log_softmax(-1)[range(len(logits)), list(each.token_ids)]
+        assert each.logprobs == pytest.approx(wanted.tolist(), abs=2e-5)
 
 
 # Other weights

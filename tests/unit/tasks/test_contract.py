@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from groupwise import plugins
 from groupwise.errors import TaskError
 from groupwise.rewards.rubric import Rubric
-from groupwise.settings import View
+from groupwise.settings.view import View
 from groupwise.tasks.contract import (
     builtin_tasks,
     check_reward_columns,

@@ -17,7 +17,7 @@ import pytest
 from groupwise import plugins
 from groupwise.rewards.scoring import ScoreRequest
 from groupwise.rewards.text import as_completion
-from groupwise.settings import View
+from groupwise.settings.view import View
 from groupwise.tasks.contract import builtin_tasks, load_task
 from groupwise.types import Example
 

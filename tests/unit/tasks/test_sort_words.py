@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from groupwise.config import load_config, view, with_task_schema
 from groupwise.errors import ConfigError
 from groupwise.rewards.scoring import ScoreRequest
-from groupwise.settings import View
+from groupwise.settings.view import View
 from groupwise.tasks import sort_words
 from groupwise.tasks.contract import check_reward_columns, load_task, require
 from groupwise.tasks.sort_words import WORDS, TaskConfig

@@ -1,0 +1,112 @@
+"""Awaiting asynchronous work from code that is not async, and ending it by Ctrl-C or SIGTERM.
+
+The first signal asks the loop to end cleanly, the second ends it at once. Work that may be dropped half-way (sampling, a
+partial gradient) is awaited through `Interruption.allow`; everything else (update, publication, record, checkpoint) runs
+undisturbed, and the request is noticed before the next droppable piece of work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Coroutine, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
+from typing import Any, ClassVar, TypeVar
+
+T = TypeVar("T")
+
+
+class Interrupted(Exception):
+    """The loop was asked to end; `exit_code` is what the shell expects (130 for Ctrl-C, 143 for SIGTERM)."""
+
+    def __init__(self, signal_number: int) -> None:
+        super().__init__(signal.Signals(signal_number).name)
+        self.exit_code = 128 + signal_number
+
+
+class Interruption:
+    """Listens for the two signals while it is open, where the loop runs in the main thread; elsewhere one may `ask`."""
+
+    open_ones: ClassVar[list[Interruption]] = []
+    """Those of this process, the newest last."""
+
+    def __init__(self) -> None:
+        self._received: int | None = None
+        self._event = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Interruption:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._receive)
+        self.open_ones.append(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.open_ones.remove(self)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def ask(self, number: int = signal.SIGINT) -> None:
+        """Ask the loop to end cleanly, from any thread."""
+        self._received = number
+        self._loop.call_soon_threadsafe(self._event.set)
+
+    async def allow(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await droppable work; raises `Interrupted`, with the work cancelled, when a signal has come or comes."""
+        if self._received is not None:
+            work.close()
+            raise Interrupted(self._received)
+        task = asyncio.ensure_future(work)
+        asked = asyncio.ensure_future(self._event.wait())
+        try:
+            await asyncio.wait((task, asked), return_when=asyncio.FIRST_COMPLETED)
+            if self._received is not None:
+                raise Interrupted(self._received)
+            return await task
+        finally:
+            asked.cancel()
+            if not task.done():
+                task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        if self._received is not None:
+            raise KeyboardInterrupt(number)
+        self.ask(number)
+
+
+def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run`, also where an event loop is running already (notebooks): there in a thread of its own.
+
+    Interrupting the waiting thread asks a run to end cleanly, and cancels anything else.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    inner: list[asyncio.AbstractEventLoop] = []
+
+    async def noted() -> T:
+        inner.append(asyncio.get_running_loop())
+        return await work
+
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        done = thread.submit(asyncio.run, noted())
+        try:
+            return done.result()
+        except KeyboardInterrupt:
+            _end(inner)
+            return done.result()
+
+
+def _end(loops: Iterable[asyncio.AbstractEventLoop]) -> None:
+    if Interruption.open_ones:
+        Interruption.open_ones[-1].ask()
+        return
+    for loop in loops:
+        for task in asyncio.all_tasks(loop):
+            loop.call_soon_threadsafe(task.cancel)

@@ -1,0 +1,78 @@
+"""`groupwise init`: write a config for this machine."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from groupwise.cli.rl import JsonOption, Overrides
+
+
+class Command(StrEnum):
+    """Whose config it is."""
+
+    rl = "rl"
+    sft = "sft"
+
+
+def init(
+    task: Annotated[
+        str,
+        typer.Option(
+            "--task",
+            "--task-module",
+            "-t",
+            metavar="T",
+            help="The task: a Python file, package.module, module:attribute, or the name of a "
+            "built-in or installed one.",
+        ),
+    ],
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model", "-m", metavar="M", help="A hub id, a folder, a .gguf file, or an alias."
+        ),
+    ],
+    overrides: Overrides = None,
+    command: Annotated[
+        Command | None,
+        typer.Option("--for", help="The command that it configures; default: rl, where it can be."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", metavar="FILE", help="Default: the task's name with .yaml."),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Write the file anew if it is there.")
+    ] = False,
+    no_measure: Annotated[
+        bool,
+        typer.Option("--no-measure", help="Load no weights; how fast a step is stays unknown."),
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Write a config for a task and a model on this machine."""
+    from groupwise.checks.init import init as run
+    from groupwise.cli import findings
+    from groupwise.cli.output import write_json
+
+    report = run(
+        task,
+        model,
+        kind=None if command is None else command.value,
+        overrides=tuple(overrides or ()),
+        out=out,
+        force=force,
+        measure=not no_measure,
+        on_finding=None if as_json else findings.show_finding,
+    )
+    if as_json:
+        write_json(report.summary)
+        raise typer.Exit(report.exit_code)
+    findings.show_title(f"wrote {report.details['file']}; go on with")
+    for line in report.details["next"]:
+        findings.show_text(line)
+    raise typer.Exit(report.exit_code)

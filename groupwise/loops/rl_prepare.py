@@ -1,0 +1,201 @@
+"""Everything that can be found out before a model is loaded: config, task, data, prompts, sizes.
+
+What is wrong with any of them is a `UsageError` here, and a dry run ends here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from groupwise import build
+from groupwise.awaiting import run_to_end
+from groupwise.build import Layout
+from groupwise.callbacks.registry import configured_callbacks
+from groupwise.config import LoadedConfig, RunConfig, view, with_task_schema
+from groupwise.data.examples import fingerprint
+from groupwise.errors import ConfigError, TaskError
+from groupwise.evaluation.evaluate import check_success_part, held_out_prompts
+from groupwise.loops.prepare import ROWS_READ, Prepared, check_start, digest, plan_of, task_facts
+from groupwise.loops.profiling import check_profiled_steps
+from groupwise.models.identity import identity
+from groupwise.models.plan import ModelPlan, plan_model, prompt_room
+from groupwise.models.tokenizer import load_tokenizer
+from groupwise.models.tokens import rendered
+from groupwise.rewards.rubric import Rubric
+from groupwise.rollouts.prompts import PromptSet, tokenise
+from groupwise.tasks.contract import Task, check_reward_columns, load_task, require
+from groupwise.types import Example
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RlPrepared(Prepared):
+    """A run of reinforcement learning that is checked but not built."""
+
+    prompts: PromptSet
+    held_out_prompts: PromptSet | None
+    rubric: Rubric | None
+
+    @property
+    def config(self) -> RunConfig:
+        return self.loaded.config
+
+
+def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None) -> RlPrepared:
+    """Check task and data against the config; tokenise all prompts.
+
+    `rows_read` is how many rows of an endless stream the run began with, where it goes on: its examples are the same ones for all of
+    its steps, however many there will be.
+    """
+    found = load_task(task)
+    require(found, "rl")
+    schema = found.config_schema()
+    if schema is not None:
+        loaded = with_task_schema(loaded, schema)
+    settings = loaded.config
+    check_start(loaded)
+    _refuse_evaluation_of_nothing(settings, found)
+    given = view(settings)
+    rows_read = rows_read or _draws(settings)
+    examples = found.rl_examples(given, limit=rows_read)
+    tokenizer = load_tokenizer(settings.model)
+    callbacks = configured_callbacks(settings.callbacks, given, loaded.tree.origin(("callbacks",)))
+    rubric = build.task_rubric(settings, found, tokenizer)
+    in_workers = build.scores_in_workers(settings, found, rubric)
+    check_reward_columns(found, rubric, examples, in_workers=in_workers)
+    _check_algorithm(settings, rubric)
+    tools = build.check_rollouts(settings, found, examples)
+    room = prompt_room(settings.model, build.longest_completion(settings))
+    prompts = tokenise(
+        tokenizer,
+        examples,
+        max_prompt_length=settings.data.max_prompt_length,
+        room=room,
+        where=f"{found.described}: get_rl_dataset",
+        tools=tools,
+    )
+    asked = None
+    if _evaluates(settings, found):
+        asked = held_out_prompts(settings, found, tokenizer, room)
+        check_success_part(settings, found, rubric)
+        check_reward_columns(found, rubric, asked.examples, in_workers=in_workers)
+    max_steps = _max_steps(settings, len(prompts.examples))
+    check_profiled_steps(settings.run, max_steps)
+    return RlPrepared(
+        loaded=loaded,
+        task=found,
+        tokenizer=tokenizer,
+        prompts=prompts,
+        held_out_prompts=asked,
+        rubric=rubric,
+        max_steps=max_steps,
+        layout=build.choose_layout(settings, max(prompts.longest, asked.longest if asked else 0)),
+        facts=_facts(settings, found, prompts, asked, rows_read),
+        callbacks=callbacks,
+    )
+
+
+def _facts(
+    config: RunConfig,
+    task: Task,
+    prompts: PromptSet,
+    asked: PromptSet | None,
+    rows_read: int | None,
+) -> dict[str, Any]:
+    held_out = [
+        config.eval.model_dump(mode="json", exclude={"eval_steps", "before_and_after"}),
+        config.sampler.model_dump(mode="json", exclude={"slots"}),
+    ]
+    return {
+        **task_facts(task),
+        "data": digest(fingerprint(prompts.examples), prompts.prompts),
+        "held_out": digest(held_out, asked.prompts if asked else ()),
+        ROWS_READ: rows_read,
+        "base": identity(config.model),
+    }
+
+
+def _refuse_evaluation_of_nothing(config: RunConfig, task: Task) -> None:
+    if config.eval.eval_steps is not None and not task.has("get_eval_dataset"):
+        raise TaskError(
+            f"eval.eval_steps is {config.eval.eval_steps}, but {task.described} has no get_eval_dataset, so there is "
+            "nothing to evaluate on. Leave the key out, or add the hook."
+        )
+
+
+def _check_algorithm(config: RunConfig, rubric: Rubric | None) -> None:
+    longest = build.longest_written(config)
+    try:
+        build.build_algorithm(config).check(longest, rubric.names if rubric else ())
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _draws(config: RunConfig) -> int | None:
+    """How many examples of an endless stream are read; None where epochs decide, which needs an end."""
+    steps = config.training.max_steps
+    return None if steps is None else steps * config.training.prompts_per_step
+
+
+def _max_steps(config: RunConfig, examples: int) -> int:
+    if config.training.max_steps is not None:
+        return config.training.max_steps
+    assert config.training.num_train_epochs is not None
+    return max(
+        1, math.ceil(config.training.num_train_epochs * examples / config.training.prompts_per_step)
+    )
+
+
+def _evaluates(config: RunConfig, task: Task) -> bool:
+    wanted = config.eval.before_and_after or config.eval.eval_steps is not None
+    return wanted and task.has("get_eval_dataset")
+
+
+def planned_sizes(config: RunConfig, layout: Layout) -> ModelPlan:
+    """Parameters and memory of a run in this layout."""
+    return plan_model(
+        config.model,
+        config.lora,
+        dtype=layout.dtype,
+        slots=layout.slots,
+        key_length=layout.key_length,
+        microbatch=layout.max_tokens_per_microbatch,
+        needs_reference=build.build_algorithm(config).needs_reference,
+        device=layout.device,
+        gradient_checkpointing=config.training.gradient_checkpointing,
+    )
+
+
+def plan_rl(prepared: RlPrepared, warnings: Sequence[str] = ()) -> dict[str, Any]:
+    """What a run would do: the resolved config, sizes, and the first prompt as the model would see it.
+
+    `warnings` are shown with its own.
+    """
+    config, asked = prepared.config, prepared.held_out_prompts
+    rows = config.training.prompts_per_step * config.training.num_generations
+    example, _ = prepared.prompts.drawn(0, config.training.seed, shuffle=config.data.shuffle)
+    counts = {
+        "examples": len(prepared.prompts.examples),
+        "examples_dropped_as_too_long": prepared.prompts.dropped,
+        "held_out_examples": len(asked.examples) if asked else 0,
+        "steps": prepared.max_steps,
+        "completions_per_step": rows,
+        "most_tokens_sampled_per_step": rows * build.longest_written(config),
+    }
+    return plan_of(
+        prepared,
+        planned_sizes(config, prepared.layout),
+        example.prompt,
+        counts=counts,
+        shown={"first_prompt": _first_prompt(prepared, example)},
+        warnings=warnings,
+    )
+
+
+def _first_prompt(prepared: RlPrepared, example: Example) -> str:
+    """An example's first prompt, which tools and environments have a part in."""
+    config, tokenizer, room = prepared.config, prepared.tokenizer, prepared.layout.key_length
+    (ids,) = run_to_end(build.first_prompts(config, prepared.task, tokenizer, [example], room))
+    return rendered(tokenizer, ids)

@@ -1,0 +1,292 @@
+"""The command `groupwise rl`, from what a user gives to how the run ended.
+
+Everything that can be wrong with config, task, data or checkpoint is found before the model is loaded. Then the parts are built, a
+resumed run is taken back to its last checkpoint, and the loop in `groupwise.loops.rl` takes over. However that ends (done, Ctrl-C,
+an error), the folder says so, and what is finished is kept.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from groupwise import build
+from groupwise.awaiting import Interrupted, Interruption, run_to_end
+from groupwise.callbacks.base import Callbacks
+from groupwise.callbacks.registry import callbacks_of_task
+from groupwise.config import RunConfig, load_config, view
+from groupwise.display.progress import Progress
+from groupwise.errors import StoreError
+from groupwise.evaluation.before_after import compared
+from groupwise.evaluation.evaluate import EvalResult, held_out
+from groupwise.loops.held_out import (
+    ASKED,
+    announce,
+    evaluate_held_out,
+    notice_changed_questions,
+    recorded_evaluation,
+)
+from groupwise.loops.outcome import (
+    end,
+    ended_early,
+    failed,
+    first_and_last,
+    summarise,
+    write_curve,
+)
+from groupwise.loops.resume import Resumption, take_back
+from groupwise.loops.rl import publish, train
+from groupwise.loops.rl_prepare import RlPrepared, plan_rl, prepare_rl
+from groupwise.loops.run import Run
+from groupwise.loops.start import (
+    TrainingResult,
+    Ways,
+    dry_run_warnings,
+    find_start,
+    opened,
+    watched,
+)
+from groupwise.loops.training import save_checkpoint
+from groupwise.models.tokens import unannounced
+from groupwise.rewards.scoring import Scorer
+from groupwise.rollouts.asking import RolloutKind
+from groupwise.runs.folder import RunFolder
+from groupwise.types import Policy, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+KIND = "rl"
+METRIC = "reward"
+"""The one that a curve is drawn of, and the summary has."""
+BEFORE = "before"
+AFTER = "after"
+
+
+@dataclass(frozen=True, slots=True)
+class RlResult(TrainingResult):
+    """How a run ended, with its held-out results before and after the training, where it has them."""
+
+    before: EvalResult | None = field(default=None, repr=False)
+    after: EvalResult | None = field(default=None, repr=False)
+
+
+def rl(
+    config: Path | str | Mapping[str, Any] | RunConfig,
+    task: object,
+    *,
+    overrides: Sequence[str] = (),
+    resume: bool = False,
+    resume_from: str | None = None,
+    init_from: str | None = None,
+    dry_run: bool = False,
+) -> RlResult:
+    """Train on a task with reinforcement learning: the command `groupwise rl`.
+
+    `resume` goes on with the newest unfinished run of the config's name, `resume_from` (`RUN@STEP`) with that checkpoint; `init_from`
+    starts a new run from the weights of a run or adapter folder. Raises `UsageError` for what was given wrongly, `RunError` if the
+    run failed on its way.
+    """
+    ways = Ways(resume, resume_from, init_from)
+    start = find_start(load_config(config, overrides, to_train=True), ways, KIND)
+    prepared = prepare_rl(start.loaded, task, start.rows_read)
+    resumption = start.resumption(prepared)
+    if dry_run:
+        all_callbacks(prepared, prepared.place)
+        return RlResult(plan_rl(prepared, dry_run_warnings(resumption)), prepared.place)
+    noted = {
+        "examples": len(prepared.prompts.examples),
+        "examples_dropped_as_too_long": prepared.prompts.dropped,
+    }
+    with opened(prepared, start, KIND, noted) as (folder, ready):
+        return run_to_end(run_in(folder, ready, resumption))
+
+
+async def run_in(
+    folder: RunFolder, prepared: RlPrepared, resumption: Resumption | None
+) -> RlResult:
+    """Build the parts, train, and leave the folder with what came of it."""
+    started = time.perf_counter()
+    callbacks = all_callbacks(prepared, folder.path)
+    publications = build.publication_folder(folder.path, build.publication_bytes(prepared.config))
+    scorer = build.build_scorer(prepared.config, prepared.task, prepared.tokenizer, prepared.rubric)
+    rollouts = build.build_rollouts(
+        prepared.config, prepared.task, prepared.tokenizer, prepared.layout.key_length
+    )
+    starting = asyncio.gather(scorer.start(), rollouts.start())
+    try:
+        with watched(folder, prepared, resumption) as (progress, interruption):
+            await asyncio.sleep(0)  # the workers start while the model is loaded
+            run = assemble(folder, prepared, scorer, rollouts, progress, interruption, publications)
+            run.callbacks = callbacks
+            if resumption is not None:
+                take_back(run, prepared, resumption)
+                notice_changed_questions(run, prepared.facts[ASKED])
+            say_what_begins(run, prepared)
+            await publish(run, run.policy.version)
+            await starting
+            return await conduct(run, prepared, started)
+    finally:
+        callbacks.close()
+        await rollouts.close()
+        await scorer.close()
+        await asyncio.gather(starting, return_exceptions=True)
+        build.remove_publications(publications)
+
+
+def all_callbacks(prepared: RlPrepared, folder: Path) -> Callbacks:
+    """Those of the config, then those of the task."""
+    given, tokenizer = view(prepared.config), prepared.tokenizer
+    of_task = callbacks_of_task(prepared.task, given, tokenizer, str(folder))
+    return Callbacks([*prepared.callbacks, *of_task])
+
+
+def assemble(
+    folder: RunFolder,
+    prepared: RlPrepared,
+    scorer: Scorer,
+    rollouts: RolloutKind,
+    progress: Progress,
+    interruption: Interruption,
+    publications: Path,
+) -> Run:
+    """The run at its first step."""
+    config = prepared.config
+    parts = build.training_parts(config, prepared.layout, folder.name, publications)
+    nothing_yet = Policy(folder.name, 0, "", "adapter", "")
+    return Run(
+        config=config,
+        max_steps=prepared.max_steps,
+        algorithm=build.build_algorithm(config),
+        sampler=parts.sampler,
+        learner=parts.learner,
+        rollouts=rollouts,
+        scorer=scorer,
+        tokenizer=prepared.tokenizer,
+        params=SamplingParams(
+            max_tokens=config.sampler.max_completion_length,
+            temperature=config.sampler.temperature,
+            stop_token_ids=parts.stop_token_ids,
+            stop=config.sampler.stop,
+            min_tokens=config.sampler.min_completion_length,
+        ),
+        prompts=prepared.prompts,
+        unrewarded=prepared.rubric is None,
+        held_out=held_out(
+            config, prepared.task, prepared.held_out_prompts, parts.stop_token_ids, rollouts
+        )
+        if prepared.held_out_prompts
+        else None,
+        folder=folder,
+        progress=progress,
+        interruption=interruption,
+        policy=nothing_yet,
+        serving=nothing_yet,
+        publications=publications,
+    )
+
+
+def say_what_begins(run: Run, prepared: RlPrepared) -> None:
+    """The first lines of the log, and what a reader should know."""
+    dropped = prepared.prompts.dropped
+    if warning := unannounced(prepared.tokenizer, prepared.prompts.examples[0].prompt):
+        logger.warning(warning)
+    logger.info(
+        "%s, %s: steps %d to %d, %d examples",
+        run.config.model.name,
+        prepared.task.described,
+        run.step,
+        run.max_steps,
+        len(prepared.prompts.examples),
+    )
+    if dropped:
+        run.say(
+            f"{dropped} of {dropped + len(prepared.prompts.examples)} prompts are longer than data.max_prompt_length = "
+            f"{run.config.data.max_prompt_length} tokens and left out"
+        )
+
+
+async def conduct(run: Run, prepared: RlPrepared, started: float) -> RlResult:
+    """Held-out prompts before, all steps, held-out prompts after; an interruption keeps what is whole."""
+    try:
+        await run.callbacks.begin(run)
+        before = await held_out_result(run, BEFORE, 0, prepared)
+        await train(run)
+        save_checkpoint(run)
+        await run.callbacks.saved()
+        run.folder.write_final(lambda folder: _write_final(run, folder))
+        after = await held_out_result(run, AFTER, run.step, prepared)
+    except Interrupted as interrupted:
+        return await stopped(run, prepared, started, interrupted)
+    except BaseException as error:
+        with suppress(StoreError):  # must not hide what happened
+            run.folder.store.keep_unfinished(run.drawn.values())
+        await failed(run, error)
+        raise
+    write_curve(run, METRIC)
+    summary = {**_summarise(run, prepared, started, before, after), **ended_early(run)}
+    return RlResult(await end(run, "finished", summary), run.folder.path, 0, before, after)
+
+
+async def stopped(run: Run, prepared: RlPrepared, started: float, by: Interrupted) -> RlResult:
+    """Leave an interrupted run with its scored groups and a checkpoint of the last whole step."""
+    run.folder.store.keep_unfinished(run.drawn.values())
+    if run.step > 0:
+        save_checkpoint(run)
+        await run.callbacks.saved()
+    write_curve(run, METRIC)
+    summary = await end(run, "interrupted", _summarise(run, prepared, started))
+    return RlResult(summary, run.folder.path, by.exit_code)
+
+
+def _summarise(
+    run: Run,
+    prepared: RlPrepared,
+    started: float,
+    before: EvalResult | None = None,
+    after: EvalResult | None = None,
+) -> dict[str, Any]:
+    """What the run amounts to, in a few lines."""
+    summary = summarise(run, prepared, started)
+    first, last = first_and_last(run, METRIC)
+    if first is not None:
+        summary |= {"reward_first": first, "reward_last": last}
+    if before and after:
+        summary["held_out"] = compared(before, after)
+    return summary
+
+
+def _write_final(run: Run, folder: Path) -> None:
+    """The published weights and the tokenizer, as transformers, peft and vLLM load them."""
+    shutil.copytree(run.policy.path, folder, dirs_exist_ok=True)
+    run.tokenizer.save_pretrained(folder)
+
+
+async def held_out_result(
+    run: Run, name: str, step: int, prepared: RlPrepared
+) -> EvalResult | None:
+    """How the policy after `step` steps does: as recorded, or found out now; None if it cannot be found out any more.
+
+    What was recorded counts only if the prompts and the way of answering them are the same now.
+    """
+    if not run.config.eval.before_and_after or run.held_out is None:
+        return None
+    way = prepared.facts["held_out"]
+    recorded = recorded_evaluation(run, name, step)
+    if recorded is not None and run.folder.store.get_meta().get(f"held_out_{name}") == way:
+        if run.step == step:
+            await announce(run, name, recorded)
+        return recorded
+    if run.step != step:
+        run.say(
+            "held-out prompts, or how they are answered, were changed: no comparison with before"
+        )
+        return None
+    run.folder.store.set_meta({f"held_out_{name}": way})
+    return await evaluate_held_out(run, name)

@@ -1,0 +1,221 @@
+"""`groupwise init` with the model tiny: what it writes passes a dry run and trains, and what it refuses it explains."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+import groupwise
+from groupwise import build
+from groupwise.checks import doctor_cost
+from groupwise.checks import init as module
+from groupwise.checks.init import init
+from groupwise.cli.main import main
+from groupwise.config import load_config, resolved
+from groupwise.errors import ConfigError, TaskError, UsageError
+from groupwise.runs.store import Store
+from groupwise.sft_config import load_sft_config
+from tests.integration.running import TOY
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TASKS = [*sorted(map(str, EXAMPLES.glob("*/task*.py"))), "sort_words"]
+TAUGHT = str(EXAMPLES / "05_sft_then_rl/task.py")
+SMALL = ["training.max_steps=2", "eval.max_prompts=2", "rewards.in_process=true"]
+QUICK = ["training.prompts_per_step=2", "training.num_generations=2"]
+
+
+@pytest.fixture(autouse=True)
+def _quickly(tmp_path, monkeypatch):
+    torch.set_num_threads(1)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(doctor_cost, "BUDGET", 0.05)
+
+
+@pytest.fixture
+def no_weights(monkeypatch):
+    def refuse(*_, **__):
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(build, "training_parts", refuse)
+    monkeypatch.setattr(build, "supervised_learner", refuse)
+
+
+def choices(report) -> dict[str, object]:
+    return {
+        finding["name"]: json.loads(finding["measured"])
+        for finding in report.summary["findings"]
+        if "." in finding["name"] or finding["name"] == "lora"
+    }
+
+
+def level(report, name: str) -> str:
+    (found,) = [each for each in report.findings if each.name == name]
+    return found.level
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: Path(task).parent.name + Path(task).stem)
+def test_what_is_written_passes_a_dry_run_and_trains(task):
+    turns = "guessing" in task or "calculator" in task
+    words = [*QUICK, "run.threads=1", *(["sampler.max_completion_length=4"] if turns else [])]
+    report = init(task, "tiny", overrides=words, out=Path("mine.yaml"))
+    assert report.exit_code == 0
+    assert level(report, "speed") == "ok"
+    written = load_config("mine.yaml")
+    assert {**report.details["config"], "task": {}} == {**resolved(written.config), "task": {}}
+    planned = groupwise.rl("mine.yaml", task, dry_run=True).summary
+    assert planned["config"] == {
+        **report.details["config"],
+        "run": {**report.details["config"]["run"], "name": "mine"},
+    }
+    assert planned["plan"]["layout"] == report.details["layout"]
+    assert planned["plan"]["examples_dropped_as_too_long"] == 0
+    groupwise.rl("mine.yaml", task, overrides=[*SMALL, *(["rollout.in_process=true"] * turns)])
+    with Store.open(Path("runs/mine/run.db"), readonly=True) as store:
+        assert store.last_step() == 1
+        rollouts = [one for group in store.groups(0) for one in group.rollouts]
+    assert len(rollouts) == 4
+    assert {one.outcome for one in rollouts} == {"scored"}
+
+
+def test_a_supervised_config_trains(capsys):
+    assert main(["init", "-t", TAUGHT, "-m", "tiny", "--for", "sft", "run.threads=1"]) == 0
+    shown = capsys.readouterr().out
+    assert "wrote task-sft.yaml; go on with" in shown
+    assert f"groupwise sft --config task-sft.yaml --task-module {TAUGHT} --dry-run" in shown
+    config = load_sft_config("task-sft.yaml").config
+    assert config.data.max_length == 150
+    planned = groupwise.sft("task-sft.yaml", TAUGHT, dry_run=True).summary["plan"]
+    assert planned["rows_cut_as_too_long"] == 0
+    assert planned["steps"] == 75
+    result = groupwise.sft("task-sft.yaml", TAUGHT, overrides=["training.max_steps=2"])
+    assert result.summary["steps"] == 2
+
+
+def test_a_teacher_tells_how_long_completions_are(no_weights):
+    """The longest worked solution has 40 tokens with its end."""
+    report = init(TAUGHT, "tiny", measure=False)
+    assert report.details["command"] == "rl"
+    assert choices(report)["sampler.max_completion_length"] == 64
+    assert level(report, "speed") == "skipped"
+    assert Path("task.yaml").is_file()
+
+
+def written_task(name: str, text: str) -> str:
+    Path(name).write_text(textwrap.dedent(text))
+    return name
+
+
+TEACHER_ONLY = """
+    def get_sft_dataset(config, tokenizer):
+        return [{"prompt": "a", "completion": "b"}] * 4
+"""
+
+
+def test_a_task_with_a_teacher_only_gets_a_supervised_config(no_weights):
+    report = init(written_task("taught.py", TEACHER_ONLY), "tiny", measure=False)
+    assert report.details["command"] == "sft"
+    assert load_sft_config("taught-sft.yaml").config.training.examples_per_step == 4
+
+
+@pytest.mark.parametrize(
+    ("task", "kind", "told"),
+    [
+        (TOY, "sft", "has no get_sft_dataset, which `sft` needs"),
+        ("taught.py", "rl", "has no get_rl_dataset, which `rl` needs"),
+        ("rows.py", None, "has no get_reward_funcs, which `rl` needs"),
+        ("empty.py", None, "has no get_rl_dataset, which `rl` needs"),
+    ],
+)
+def test_a_hook_that_is_missing_is_named_and_nothing_is_written(task, kind, told, no_weights):
+    written_task("taught.py", TEACHER_ONLY)
+    rows = "def get_rl_dataset(config):\n    return [{'prompt': 'a'}]\n"
+    written_task("rows.py", rows + textwrap.dedent(TEACHER_ONLY))
+    written_task("empty.py", "")
+    with pytest.raises(TaskError, match=told):
+        init(task, "tiny", kind=kind)
+    assert list(Path().glob("*.yaml")) == []
+
+
+def test_a_key_that_the_task_needs_is_asked_for_and_can_be_given(no_weights):
+    task = written_task(
+        "strict.py",
+        """
+        from pydantic import BaseModel
+
+        class Section(BaseModel):
+            word: str
+
+        def get_config_schema():
+            return Section
+
+        def get_rl_dataset(config):
+            return [{"prompt": config["task"]["word"]}]
+
+        def get_reward_funcs(config, tokenizer):
+            return [lambda completions, **_: [0.0] * len(completions)]
+        """,
+    )
+    with pytest.raises(ConfigError, match=r"task\.word"):
+        init(task, "tiny", measure=False)
+    init(task, "tiny", overrides=["task.word=hello"], measure=False)
+    assert load_config("strict.yaml").config.task == {"word": "hello"}
+
+
+def test_a_file_that_is_there_is_kept_unless_forced(no_weights):
+    Path("toy_task.yaml").write_text("mine")
+    with pytest.raises(UsageError, match=r"toy_task\.yaml exists and is kept\. Give --force"):
+        init(TOY, "tiny", measure=False)
+    assert Path("toy_task.yaml").read_text() == "mine"
+    init(TOY, "tiny", measure=False, force=True)
+    assert load_config("toy_task.yaml").config.model.name == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("out", "told"), [(Path(), "is a folder"), (Path("no/c.yaml"), "there is no folder no")]
+)
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured(
+    out, told, no_weights
+):
+    with pytest.raises(UsageError, match=told):
+        init(TOY, "tiny", out=out)
+
+
+def test_a_model_that_does_not_fit_is_said_and_the_thriftiest_settings_are_written(
+    monkeypatch, no_weights, capsys
+):
+    monkeypatch.setattr(module, "free_memory", lambda device: 100 << 20)
+    assert main(["init", "-t", TOY, "-m", "tiny", "--json"]) == 1
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["error"]["code"] == "init_failed"
+    assert summary["file"] == "toy_task.yaml"
+    written = load_config("toy_task.yaml").config
+    assert written.training.gradient_checkpointing
+    assert (written.sampler.slots, written.training.max_tokens_per_microbatch) == (8, 512)
+
+
+def test_long_rows_of_a_teacher_are_cut_and_counted(no_weights):
+    rows = '[{"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b" * 3000}]'
+    task = written_task("t.py", f"def get_sft_dataset(config, tokenizer):\n    return {rows}\n")
+    report = init(task, "tiny", measure=False)
+    assert level(report, "too long") == "warning"
+    assert choices(report)["data.max_length"] == 2048
+
+
+def test_long_prompts_are_left_out_and_counted(no_weights):
+    task = written_task(
+        "long.py",
+        """
+        def get_rl_dataset(config):
+            return [{"prompt": "a" * length} for length in (10, 20, 2040)]
+
+        def get_reward_funcs(config, tokenizer):
+            return [lambda completions, **_: [0.0] * len(completions)]
+        """,
+    )
+    report = init(task, "tiny", measure=False)
+    assert level(report, "left out") == "warning"
+    assert choices(report)["data.max_prompt_length"] == 2048 - 256

@@ -1,0 +1,511 @@
+"""Evaluation with fakes: seeds that pair, failures left out, results never overwritten, and every form of --policy."""
+
+import json
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from groupwise import build
+from groupwise.errors import (
+    CheckpointError,
+    ConfigError,
+    GroupwiseError,
+    ModelError,
+    RewardWorkerError,
+    RunNotFoundError,
+    TaskError,
+    UsageError,
+)
+from groupwise.evaluation.before_after import compared
+from groupwise.evaluation.evaluate import (
+    EvalResult,
+    HeldOut,
+    answer_held_out,
+    evaluate,
+    evaluate_each,
+)
+from groupwise.evaluation.measures import Success
+from groupwise.evaluation.policies import FoundPolicy, find_policy
+from groupwise.evaluation.results import read_result
+from groupwise.evaluation.statistics import pass_at_k
+from groupwise.rewards.scoring import GroupScore, MemberScore
+from groupwise.rollouts.prompts import PromptSet
+from groupwise.rollouts.seeds import evaluation_seed
+from groupwise.rollouts.single import Single
+from groupwise.runs import checkpoints
+from groupwise.runs.folder import RunFolder
+from groupwise.runs.records import StepRecord
+from groupwise.testing.fakes import END_ID, FakeSampler, FakeTokenizer
+from groupwise.types import Example, RewardPart, SamplingParams
+
+TOKENIZER = FakeTokenizer()
+
+
+class CountingScorer:
+    """Rewards the share of `a`; fails the members that `fails` names, by example and member."""
+
+    def __init__(self, fails: Collection[tuple[int, int]] = ()):
+        self.fails = fails
+        self.measured = 0
+
+    async def start(self):
+        pass
+
+    async def score(self, request):
+        members = []
+        for member, text in enumerate(request.completions):
+            value = text.count("a") / 8
+            failed = (request.columns["key"][member], member) in self.fails
+            members.append(
+                MemberScore("failed", "it raised")
+                if failed
+                else MemberScore("scored", None, value, (RewardPart("share", value),))
+            )
+        return GroupScore(tuple(members))
+
+    async def compute_metrics(self, prompts, completions, rows):
+        self.measured += 1
+        assert len(prompts) == len(completions) == len(rows)
+        return {
+            "metrics": {"accuracy": 0.25, "name": "x", "flag": True},
+            "more": [row["key"] for row in rows],
+        }
+
+    async def close(self):
+        pass
+
+
+def asked(prompts=3, samples=2, **changes) -> HeldOut:
+    texts = ["ask a", "ask b", "ask c", "ask d"][:prompts]
+    examples = tuple(Example(10 + i, text, {"key": i}) for i, text in enumerate(texts))
+    ids = tuple(tuple(TOKENIZER(text)["input_ids"]) for text in texts)
+    found = HeldOut(
+        prompts=PromptSet(examples, ids),
+        params=SamplingParams(8, 1.0, stop_token_ids=(END_ID,)),
+        samples_per_prompt=samples,
+        seed=5,
+        scores_rewards=True,
+        has_metrics=True,
+    )
+    return replace(found, **changes)
+
+
+async def answers(held_out: HeldOut, sampler=None, scorer: Any = None, **more) -> EvalResult:
+    return await answer_held_out(
+        held_out, sampler or FakeSampler(), scorer or CountingScorer(), TOKENIZER, "r@1", **more
+    )
+
+
+# What an evaluation does
+
+
+async def test_every_prompt_is_answered_by_every_sample():
+    result = await answers(asked())
+    assert [(row["example"], row["sample"]) for row in result.rows] == [
+        (example, sample) for example in (10, 11, 12) for sample in (0, 1)
+    ]
+    assert {row["outcome"] for row in result.rows} == {"scored"}
+    assert all(row["tokens"] <= 8 for row in result.rows)
+    assert result.rows[0]["parts"] == {"share": result.rows[0]["reward"]}
+
+
+async def test_two_policies_get_the_same_seeds():
+    first, second = FakeSampler(), FakeSampler()
+    second.table[1] = 3.0
+    await answers(asked(), first)
+    await answers(asked(), second)
+    assert [each.seeds for each in first.requests] == [each.seeds for each in second.requests]
+    seeds = [seed for each in first.requests for seed in each.seeds]
+    assert len(set(seeds)) == 6
+
+
+async def test_fewer_prompts_or_samples_are_the_first_of_more():
+    few, many = FakeSampler(), FakeSampler()
+    await answers(asked(2, 1), few)
+    await answers(asked(4, 3), many)
+    for one, other in zip(few.requests, many.requests, strict=False):
+        assert one.prompt_ids == other.prompt_ids
+        assert one.seeds == other.seeds[:1]
+
+
+async def test_failures_are_no_low_rewards():
+    whole = await answers(asked())
+    result = await answers(asked(), scorer=CountingScorer({(0, 0), (1, 0), (1, 1)}))
+    of_10, of_12 = whole.rows[1]["reward"], (whole.rows[4]["reward"] + whole.rows[5]["reward"]) / 2
+    assert result.metrics["reward"] == pytest.approx((of_10 + of_12) / 2), "a prompt counts once"
+    assert result.metrics["rollouts/failed"] == 3.0
+    assert result.summary["failures"] == {"it raised": 3}
+    assert result.summary["left_out"] == dict.fromkeys(("reward", "pass@1", "avg@2", "maj@2"), 1)
+    assert set(result.rewards) == {10, 12}, "a prompt without a scored sample is left out"
+    assert result.rewards[10] == whole.rows[1]["reward"]
+    assert [row["reason"] for row in result.rows].count("it raised") == 3
+    assert "rollouts/failed" not in whole.metrics
+
+
+async def test_where_all_fail_there_is_no_reward():
+    failing = CountingScorer({(i, j) for i in range(3) for j in range(2)})
+    result = await answers(asked(), scorer=failing)
+    assert "reward" not in result.metrics
+    assert result.rewards == {}
+    assert "reward" not in result.summary["intervals_95"]
+
+
+async def test_the_tasks_numbers_stand_beside_ours():
+    result = await answers(asked())
+    assert result.metrics["accuracy"] == 0.25
+    assert not {"name", "flag", "more"} & set(result.metrics)
+    assert result.details["more"] == [0, 0, 1, 1, 2, 2]
+    scorer = CountingScorer()
+    without = await answers(asked(has_metrics=False, scores_rewards=False), scorer=scorer)
+    assert scorer.measured == 0
+    assert set(without.metrics) == {"completions/mean_length", "completions/clipped_ratio"}
+
+
+async def test_progress_is_told():
+    told = []
+    await answers(asked(), on_progress=lambda done, total: told.append((done, total)))
+    assert sorted(told) == [(1, 3), (2, 3), (3, 3)]
+
+
+async def test_intervals_are_given_for_the_reward_and_for_shares():
+    result = await answers(asked())
+    low, high = result.summary["intervals_95"]["accuracy"]
+    assert low < 0.25 < high
+    low, high = result.summary["intervals_95"]["reward"]
+    assert low <= result.metrics["reward"] <= high
+    percent = replace(result, metrics={**result.metrics, "word_accuracy": 85.0})
+    assert set(percent.summary["intervals_95"]) == {
+        "reward", "pass@1", "avg@2", "maj@2", "accuracy"}  # fmt: skip
+    assert not {"left_out", "failures"} & set(result.summary)
+
+
+class TwoTurns(Single):
+    """A kind of rollout that asks for the seed of a second segment, and says when it ends."""
+
+    def __init__(self):
+        super().__init__(lambda ids: TOKENIZER.decode(ids, skip_special_tokens=True))
+        self.asks, self.closed = [], False
+
+    async def sample(self, sampler, ask):
+        self.asks.append(ask)
+        return await super().sample(sampler, ask)
+
+    async def close(self):
+        self.closed = True
+
+
+async def test_every_kind_of_rollout_is_asked_with_seeds_of_its_own():
+    kind = TwoTurns()
+    result = await answers(asked(rollouts=kind))
+    assert [row["completion"] for row in result.rows] == [
+        row["completion"] for row in (await answers(asked())).rows
+    ]
+    assert [ask.members for ask in kind.asks] == [2, 2, 2]
+    seeds = {ask.seed(m, segment) for ask in kind.asks for m in (0, 1) for segment in (0, 1, -1)}
+    assert len(seeds) == 3 * 2 * 3
+    assert kind.asks[1].seed(1, 2) == evaluation_seed(5, 1, 1, 2)
+
+
+async def test_pass_at_k_counts_what_reaches_the_threshold():
+    told = asked(4, 4, pass_at_k=(1, 2, 4), success=Success(2 / 8))
+    result = await answers(told)
+    wins = [
+        sum(row["reward"] >= 0.25 for row in result.rows if row["example"] == example)
+        for example in (10, 11, 12, 13)
+    ]
+    assert 0 < sum(wins) < 16, "the case is neither all right nor all wrong"
+    for k in (1, 2, 4):
+        wanted = fmean(pass_at_k(4, won, k) for won in wins)
+        assert result.metrics[f"pass@{k}"] == pytest.approx(wanted)
+    assert result.metrics["avg@4"] == pytest.approx(sum(wins) / 16)
+    low, high = result.summary["intervals_95"]["pass@2"]
+    assert low < result.metrics["pass@2"] < high
+
+
+async def test_a_part_may_decide_what_succeeds():
+    by_part = await answers(asked(success=Success(1 / 8, "share")))
+    by_total = await answers(asked(success=Success(1 / 8)))
+    assert by_part.metrics["pass@1"] == by_total.metrics["pass@1"] > 0
+    other = await answers(asked(success=Success(1 / 8, "style")))
+    assert "pass@1" not in other.metrics, "a part that no sample has judges none"
+
+
+async def test_before_and_after_are_compared_prompt_by_prompt():
+    good = FakeSampler()
+    good.table[1] = 6.0
+    before = await answers(asked(), scorer=CountingScorer({(0, 0), (0, 1)}))
+    after = await answers(asked(), good)
+    found = compared(before, after)
+    assert found["prompts"] == 2, "those that both have"
+    assert found["rises"]
+    wanted = sum(after.rewards[key] - before.rewards[key] for key in (11, 12)) / 2
+    assert found["change"]["value"] == pytest.approx(wanted)
+    assert not compared(after, after)["rises"]
+    assert found["after"].keys() == after.metrics.keys()
+    assert found["after"]["reward"].keys() == {"value", "low", "high"}
+    lengths = {"value": after.metrics["completions/mean_length"]}
+    assert found["after"]["completions/mean_length"] == lengths
+
+
+class UnmeasuredScorer(CountingScorer):
+    """Scores, but the task's own metrics fail."""
+
+    async def compute_metrics(self, prompts, completions, rows):
+        raise RewardWorkerError("compute_metrics raised ValueError")
+
+
+async def test_where_the_tasks_own_metrics_fail_all_else_stands():
+    told: list[RewardWorkerError] = []
+    result = await answers(asked(), scorer=UnmeasuredScorer(), on_metrics_failed=told.append)
+    whole = await answers(asked())
+    assert [str(error) for error in told] == ["compute_metrics raised ValueError"]
+    assert result.rows == whole.rows
+    assert set(whole.metrics) - set(result.metrics) == {"accuracy"}
+    assert result.details == {}
+    with pytest.raises(RewardWorkerError, match="raised ValueError"):
+        await answers(asked(), scorer=UnmeasuredScorer())
+
+
+# The command, with a fake sampler
+
+
+class Task:
+    """Answered by whatever samples."""
+
+    def get_eval_dataset(self, config):
+        return [{"prompt": f"ask {letter}", "answer": letter} for letter in "abc"]
+
+    def get_reward_funcs(self, config, tokenizer):
+        return [lambda completions, **_: [float(len(text)) for text in completions]]
+
+    def compute_metrics(self, prompts, completions, dataset_rows, config, tokenizer):
+        return {"accuracy": 0.5}
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """The weights that were asked for; nothing is loaded."""
+    weights = []
+
+    def serve(config, layout, path):
+        weights.append(path)
+        return FakeSampler(), (END_ID,)
+
+    monkeypatch.setattr(build, "serving_sampler", serve)
+    return weights
+
+
+def config(runs: Path, **more):
+    return {
+        "model": {"name": "tiny"},
+        "sampler": {"max_completion_length": 8},
+        "rewards": {"in_process": True},
+        "eval": {"temperature": 1.0},
+        "run": {"dir": str(runs), "threads": 1},
+        **more,
+    }
+
+
+def _weights(folder: Path) -> None:
+    (folder / "w").write_text("good")
+
+
+def a_run(runs: Path, name: str = "sort", steps=(2, 4), final: bool = False) -> Path:
+    with RunFolder.create(runs, name, {}, {"kind": "rl"}) as folder:
+        for step in range(max(steps, default=0)):
+            record = StepRecord(step, step, step + 1, "f", (), 0.1, 0.0)
+            folder.store.commit_step(record, [], {})
+        for step in steps:
+            checkpoints.save(folder.checkpoints, step, _weights, {})
+        if final:
+            folder.write_final(lambda into: into.joinpath("adapter_config.json").touch())
+            folder.finish("finished")
+        return folder.path
+
+
+@pytest.fixture
+def runs(tmp_path):
+    return tmp_path / "runs"
+
+
+def test_the_base_model_is_the_default(served, runs):
+    result = evaluate(config(runs), Task())
+    assert served == [None]
+    assert (result.policy, result.path) == ("base", runs.parent / "results" / "Task-base.json")
+    assert result.metrics["accuracy"] == 0.5
+    assert result.summary["samples"] == 3
+
+
+def test_results_of_a_run_are_numbered_and_never_overwritten(served, runs):
+    run = a_run(runs)
+    results = [evaluate(config(runs), Task(), policy="sort@2") for _ in range(3)]
+    paths = [result.path for result in results if result.path]
+    assert [path.name for path in paths] == [
+        "Task-sort@2.json",
+        "Task-sort@2-2.json",
+        "Task-sort@2-3.json",
+    ]
+    assert {path.parent for path in paths} == {run / "results"}
+    stored = json.loads(paths[0].read_text())
+    assert stored["policy"] == "sort@2"
+    assert stored["task"] == "Task"
+    assert len(stored["rows"]) == 3
+    assert stored["details"] == {"accuracy": 0.5}
+
+
+def test_an_output_file_is_written_once(served, runs, tmp_path):
+    output = tmp_path / "new" / "result.json"
+    assert evaluate(config(runs), Task(), output=output).path == output
+    before = output.read_bytes()
+    with pytest.raises(UsageError, match=r"result\.json exists.*another --output"):
+        evaluate(config(runs), Task(), output=output)
+    assert len(served) == 1, "it is refused before anything is computed"
+    assert output.read_bytes() == before
+
+
+def test_samples_per_prompt_replace_the_configs(served, runs):
+    assert evaluate(config(runs), Task(), samples_per_prompt=4).summary["samples"] == 12
+    asked = config(runs, eval={"temperature": 1.0, "pass_at_k": [1, 4]})
+    assert "pass@4" in evaluate(asked, Task(), samples_per_prompt=4).summary["metrics"]
+    with pytest.raises(GroupwiseError, match="temperature"):
+        evaluate(config(runs, eval={"temperature": 0.0}), Task(), samples_per_prompt=4)
+
+
+def test_what_is_written_says_how_it_came_about(served, runs):
+    result = evaluate(config(runs, eval={"temperature": 1.0}), Task(), samples_per_prompt=2)
+    assert result.path
+    stored = read_result(result.path)
+    assert (stored["format"], stored["kind"], stored["policy"]) == (1, "evaluation", "base")
+    assert stored["fingerprint"] == FakeSampler().fingerprint()
+    assert stored["config"]["eval"]["samples_per_prompt"] == 2
+    assert [len(stored["rows"]), stored["prompts"], stored["samples"]] == [6, 3, 6]
+    keys = [row["key"] for row in stored["rows"]]
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_a_success_part_that_is_not_there_is_refused_before_the_model_is_loaded(served, runs):
+    with pytest.raises(TaskError, match=r"success_part is 'acuracy'.*It has: lambda"):
+        evaluate(config(runs, eval={"success_part": "acuracy"}), Task())
+    assert served == []
+
+
+def test_more_successes_than_samples_cannot_be_asked_for(served, runs):
+    given = config(runs, eval={"pass_at_k": [1, 8], "temperature": 1.0, "samples_per_prompt": 4})
+    with pytest.raises(
+        ConfigError, match=r"pass_at_k has 8, but samples_per_prompt is 4.*to 8 or more"
+    ):
+        evaluate(given, Task())
+    with pytest.raises(ConfigError, match="pass_at_k has 0; k is a number of samples"):
+        evaluate(config(runs, eval={"pass_at_k": [0]}), Task())
+    assert served == []
+
+
+def test_the_configured_kind_of_rollout_is_used_and_ended(served, runs, monkeypatch):
+    kind = TwoTurns()
+    monkeypatch.setattr(build, "build_rollouts", lambda *_: kind)
+    evaluate(config(runs), Task())
+    assert (len(kind.asks), kind.closed) == (3, True)
+
+
+def test_several_policies_are_found_before_the_first_is_loaded(served, runs):
+    a_run(runs)
+    with pytest.raises(RunNotFoundError):
+        evaluate_each(config(runs), Task(), ["base", "sort@3"])
+    assert served == []
+    found = evaluate_each(config(runs), Task(), ["base", "sort@2"])
+    assert [result.policy for result in found] == ["base", "sort@2"]
+    with pytest.raises(UsageError, match="--output names one file, but 2 policies"):
+        evaluate_each(config(runs), Task(), ["base", "sort"], output=runs / "x.json")
+
+
+def test_no_more_prompts_than_asked_for(served, runs):
+    limited = config(runs, eval={"max_prompts": 2})
+    assert evaluate(limited, Task()).summary["prompts"] == 2
+
+
+# Which policy
+
+
+def test_policies_by_name(runs):
+    run = a_run(runs)
+    kept = {each.step: each.path for each in checkpoints.complete(run / "checkpoints")}
+    assert find_policy("base", runs) == FoundPolicy("base")
+    assert find_policy("sort@2", runs) == FoundPolicy("sort@2", kept[2], run)
+    assert find_policy(f"{run}@4", runs) == FoundPolicy("sort@4", kept[4], run)
+    for whole in ("sort", str(run)):
+        found = find_policy(whole, runs)
+        assert (found.label, found.run) == ("sort@4", run)
+        assert found.folder
+        assert found.folder.samefile(kept[4])
+
+
+def test_a_finished_run_is_its_final_policy(runs):
+    run = a_run(runs, final=True)
+    assert find_policy("sort", runs) == FoundPolicy("sort@4", run / "final", run)
+
+
+def test_a_folder_of_weights_is_taken_before_a_run_of_that_name(runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    a_run(runs)
+    for name, file in (("sort", "adapter_config.json"), ("whole", "model.safetensors")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).touch()
+        assert find_policy(name, runs) == FoundPolicy(name, Path(name))
+
+
+def test_a_step_without_checkpoint_lists_those_there_are(runs):
+    a_run(runs)
+    with pytest.raises(RunNotFoundError, match=r"no checkpoint after 3 steps.*sort@2, sort@4"):
+        find_policy("sort@3", runs)
+
+
+def test_an_unknown_run_lists_those_there_are(runs):
+    a_run(runs)
+    a_run(runs, "words")
+    with pytest.raises(RunNotFoundError) as caught:
+        find_policy("srot", runs)
+    assert "no run 'srot'" in str(caught.value)
+    assert "Did you mean 'sort'?" in str(caught.value)
+    assert "sort, words" in str(caught.value)
+
+
+def test_what_is_neither_a_run_nor_on_the_hub_says_both(runs):
+    a_run(runs)
+    with pytest.raises(ModelError) as caught:
+        find_policy("someone/adapter@v1", runs)
+    assert "no run 'someone/adapter@v1'" in str(caught.value)
+    assert "As a hub id: " in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["./nowhere", "/nowhere/at/all", "~/nowhere"])
+def test_a_path_that_is_not_there_is_no_hub_id(runs, path):
+    with pytest.raises(RunNotFoundError, match="nowhere"):
+        find_policy(path, runs)
+
+
+def test_a_run_without_checkpoint_says_what_is_possible(runs):
+    a_run(runs, steps=())
+    with pytest.raises(ModelError, match=r"no checkpoint yet.*--policy base"):
+        find_policy("sort", runs)
+
+
+@pytest.mark.parametrize(
+    ("content", "error"), [("evil", CheckpointError), ("longer", RunNotFoundError)]
+)
+def test_a_damaged_checkpoint_is_refused_and_named(runs, content, error):
+    run = a_run(runs)
+    for folder in (run / "checkpoints").iterdir():
+        (folder / "w").write_text(content)
+    with pytest.raises(error, match=r"step-2.*: w "):
+        find_policy("sort@2", runs)
+
+
+def test_the_policy_that_was_named_is_served(served, runs):
+    a_run(runs)
+    result = evaluate(config(runs), Task(), policy="sort@2")
+    assert served == [find_policy("sort@2", runs).folder]
+    assert result.policy == "sort@2"

@@ -1,0 +1,132 @@
+"""What rows say: values by prompt, samples that could not be scored, answers for the vote, keys that pair."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from groupwise.evaluation.measures import (
+    Success,
+    by_prompt,
+    key_of,
+    measure,
+    metric_names,
+    rows_of,
+)
+from groupwise.types import Example, Group, Outcome, RewardPart, Rollout, Segment
+
+
+def rollout(member: int, reward: float | None, text: str = "7", **more: Any) -> Rollout:
+    outcome: Outcome = "failed" if reward is None else "scored"
+    reason = "it raised" if reward is None else None
+    segment = Segment("policy", (1,) * (member + 1), finish_reason="length" if member else "stop")
+    found = Rollout(0, member, 0, (1,), (segment,), text, outcome, reason, reward)
+    return replace(found, **more)
+
+
+def group(index: int, *rollouts: Rollout, **columns: Any) -> Group:
+    return Group(index, Example(index, f"ask {index}", columns), rollouts)
+
+
+def values(name: str, *groups: Group, success: Success | None = None) -> list[float]:
+    found = measure(name, rows_of(groups, success or Success()))
+    assert found is not None
+    return list(found.values.values())
+
+
+def test_a_value_for_each_prompt():
+    first = group(0, rollout(0, 1.0), rollout(1, 0.0), rollout(2, 0.5), rollout(3, 0.0))
+    second = group(1, *(rollout(member, 1.0) for member in range(4)))
+    assert values("reward", first, second) == [0.375, 1.0]
+    assert values("pass@1", first, second) == pytest.approx([0.25, 1.0])
+    assert values("pass@2", first, second) == pytest.approx([0.5, 1.0])
+    assert values("avg@4", first, second) == [0.25, 1.0]
+    assert values("completions/mean_length", first, second) == [2.5, 2.5]
+    assert values("completions/clipped_ratio", first, second) == [0.75, 0.75]
+
+
+def test_lengths_are_of_what_the_policy_wrote():
+    said = (Segment("policy", (1, 2), finish_reason="stop"), Segment("environment", (3,) * 10))
+    game = group(0, rollout(0, 1.0, segments=said))
+    assert values("completions/mean_length", game) == [2]
+    assert values("rollouts/mean_length", game) == [12]
+    assert "rollouts/mean_length" in metric_names(rows_of([game], Success()), [1])
+    foreign = [{"example": 0, "prompt": "p", "tokens": 5}]
+    assert measure("completions/mean_length", foreign).values.popitem()[1] == 5
+
+
+def test_what_could_not_be_scored_is_neither_right_nor_wrong():
+    torn = group(0, rollout(0, 1.0), rollout(1, 0.0), rollout(2, None), rollout(3, None))
+    rows = rows_of([torn, group(1, *(rollout(m, 1.0) for m in range(4)))], Success())
+    assert values("pass@1", torn) == [0.5]
+    assert values("pass@2", torn) == [1.0]
+    found = measure("pass@4", rows)
+    assert (list(found.values.values()), found.left_out) == ([1.0], 1)
+    assert found.interval.count == 1
+
+
+def test_a_part_that_does_not_apply_says_nothing():
+    parts = [(RewardPart("right", 1.0), RewardPart("brief", None)), (RewardPart("right", 0.0),)]
+    first = group(0, *(rollout(m, 1.0, parts=each) for m, each in enumerate(parts)))
+    assert values("pass@1", first, success=Success(0.9, "right")) == [0.5]
+    assert values("pass@1", first, success=Success(0.9, "brief")) == []
+    assert values("rewards/right/mean", first) == [0.5]
+    assert "rewards/brief/mean" not in metric_names(rows_of([first], Success()), [1])
+
+
+def test_a_part_of_a_sample_that_failed_decides_nothing():
+    torn = rollout(0, None, parts=(RewardPart("right", 1.0), RewardPart("other", None)))
+    assert values("pass@1", group(0, torn), success=Success(0.9, "right")) == []
+    assert values("rewards/right/mean", group(0, torn)) == []
+
+
+def test_the_names_of_an_evaluation():
+    rows = rows_of([group(0, rollout(0, 1.0), rollout(1, 0.0))], Success())
+    assert metric_names(rows, [1, 2]) == [
+        "reward", "pass@1", "pass@2", "avg@2", "maj@2",
+        "completions/mean_length", "completions/clipped_ratio",
+    ]  # fmt: skip
+    single = rows_of([group(0, rollout(0, 1.0))], Success())
+    assert "avg@1" not in metric_names(single, [1])
+
+
+@pytest.mark.parametrize("name", ["reward2", "accuracy", "pass@", "maj", "avg@x", "rewards/mean"])
+def test_other_names_are_not_computed(name):
+    assert measure(name, rows_of([group(0, rollout(0, 1.0))], Success())) is None
+
+
+# The vote
+
+
+def test_texts_are_the_answers_where_nothing_was_recorded():
+    members = [rollout(0, 1.0, " 7\n"), rollout(1, 1.0, "7"), rollout(2, 0.0, "8")]
+    assert values("maj@3", group(0, *members)) == [1.0]
+    assert values("maj@4", group(0, *members, rollout(3, 0.0, "8"))) == [0.5]
+    assert values("maj@3", group(0, *members[1:], rollout(3, 0.0, "   "))) == [0.5]
+
+
+def test_recorded_answers_come_before_texts():
+    notes = [{"answer": 7}, {"answer": 7.0}, {"answer": "8"}, {"answer": None}, {}]
+    rewards = [1.0, 1.0, 0.0, 0.0, 0.0]
+    pairs = zip(rewards, notes, strict=True)
+    members = [rollout(m, r, f"long story {m}", notes=n) for m, (r, n) in enumerate(pairs)]
+    rows = rows_of([group(0, *members)], Success())
+    assert [row["answer"] for row in rows] == ["7", "7", "8", None, None]
+    assert values("maj@5", group(0, *members)) == [1.0]
+    gold = [replace(each, notes={"extracted_answer": "x", "answer": "gold"}) for each in members]
+    assert rows_of([group(0, *gold)], Success())[0]["answer"] == "x"
+
+
+# Keys
+
+
+def test_an_example_is_known_by_its_content_and_not_its_place():
+    assert key_of(Example(0, "a", {"answer": 1})) == key_of(Example(9, "a", {"answer": 1}))
+    assert key_of(Example(0, "a", {"answer": 1})) != key_of(Example(0, "a", {"answer": 2}))
+
+
+def test_equal_examples_keep_apart():
+    twins = [Group(i, Example(i, "same"), (rollout(0, float(i)),)) for i in range(3)]
+    keys = list(by_prompt(rows_of(twins, Success())))
+    assert [key.partition("#")[2] for key in keys] == ["", "2", "3"]
+    assert len({key.partition("#")[0] for key in keys}) == 1

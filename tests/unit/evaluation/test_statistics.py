@@ -1,0 +1,185 @@
+"""Intervals: Wilson's against published values, the bootstrap against how often it holds the truth.
+
+And the estimators of repeated sampling, against every choice of samples, by hand, and against what they estimate.
+"""
+
+import math
+import random
+import time
+from itertools import combinations
+from statistics import fmean
+
+import pytest
+
+from groupwise.evaluation import statistics
+from groupwise.evaluation.statistics import (
+    bootstrap_mean,
+    majority,
+    mean_with_interval,
+    paired_difference,
+    pass_at_k,
+    wilson,
+)
+
+
+@pytest.mark.parametrize(
+    ("share", "count", "low", "high"),
+    [
+        (0.5, 10, 0.2366, 0.7634),
+        (0.8, 10, 0.4902, 0.9433),
+        (0.0, 10, 0.0, 0.2775),
+        (1.0, 10, 0.7225, 1.0),
+        (81 / 263, 263, 0.2553, 0.3662),  # Newcombe (1998), table I
+        (15 / 148, 148, 0.0624, 0.1605),
+        (0 / 20, 20, 0.0, 0.1611),
+        (1 / 29, 29, 0.0061, 0.1718),
+    ],
+)
+def test_wilson_against_published_values(share, count, low, high):
+    found = wilson(share, count)
+    assert (found.low, found.high) == pytest.approx((low, high), abs=6e-5)
+    assert (found.value, found.count) == (share, count)
+
+
+def test_a_share_of_1_with_rounding_is_no_trouble():
+    assert wilson(sum([0.1] * 10) + 2e-16, 5).high == 1.0
+
+
+def test_the_bootstrap_is_the_same_for_the_same_seed():
+    chance = random.Random(1)
+    values = [chance.gauss(0, 1) for _ in range(30)]
+    assert bootstrap_mean(values, seed=3) == bootstrap_mean(values, seed=3)
+    assert bootstrap_mean(values, seed=3) != bootstrap_mean(values, seed=4)
+
+
+def test_its_interval_is_that_of_the_mean():
+    chance = random.Random(1)
+    values = [chance.gauss(5, 2) for _ in range(400)]
+    found = bootstrap_mean(values)
+    assert found.value == fmean(values)
+    wanted = 1.96 * statistics.fmean((v - fmean(values)) ** 2 for v in values) ** 0.5 / 20
+    assert found.high - found.value == pytest.approx(wanted, rel=0.15)
+    assert found.value - found.low == pytest.approx(wanted, rel=0.15)
+
+
+@pytest.mark.parametrize("draw", [random.Random.random, lambda chance: chance.expovariate(1)])
+def test_it_holds_the_truth_about_as_often_as_it_says(monkeypatch, draw):
+    monkeypatch.setattr(statistics, "RESAMPLES", 200)
+    chance, truth = random.Random(0), 0.5 if draw is random.Random.random else 1.0
+    intervals = [bootstrap_mean([draw(chance) for _ in range(40)], seed) for seed in range(200)]
+    covered = fmean(each.low <= truth <= each.high for each in intervals)
+    assert 0.88 <= covered <= 0.99
+
+
+def test_pairs_take_the_difficulty_of_the_prompts_out():
+    chance = random.Random(0)
+    before = [chance.uniform(0, 10) for _ in range(50)]
+    after = [value + 0.3 + chance.uniform(-0.1, 0.1) for value in before]
+    found = paired_difference(before, after)
+    assert 0.2 < found.low < found.value < found.high < 0.4
+    assert found.value == pytest.approx(fmean(after) - fmean(before))
+    apart = bootstrap_mean(after).high - bootstrap_mean(after).low
+    assert found.high - found.low < apart / 10
+
+
+def test_the_same_change_everywhere_is_certain():
+    found = paired_difference([1.0, 2.0, 3.0], [1.5, 2.5, 3.5])
+    assert (found.low, found.value, found.high) == (0.5, 0.5, 0.5)
+
+
+def test_nothing_observed_is_no_number():
+    found = bootstrap_mean([])
+    assert all(math.isnan(value) for value in (found.value, found.low, found.high))
+    assert found.count == 0
+
+
+def test_pairs_must_be_pairs():
+    with pytest.raises(ValueError, match="zip"):
+        paired_difference([1.0], [1.0, 2.0])
+
+
+def test_it_reads_well():
+    assert str(wilson(0.5, 10)) == "0.500 [0.237, 0.763]"
+
+
+def test_prompts_that_all_succeed_are_not_taken_for_certain():
+    found = mean_with_interval([1.0] * 20)
+    assert (found.low, found.high) == (wilson(1.0, 20).low, 1.0)
+    assert found.low < 0.9
+    assert mean_with_interval([0.5] * 20) == bootstrap_mean([0.5] * 20)
+    assert math.isnan(mean_with_interval([]).value)
+
+
+@pytest.mark.parametrize("samples", [1, 4])
+def test_success_over_prompts_is_covered(monkeypatch, samples):
+    """Prompts of different difficulty, some samples of each: the interval holds the mean over all prompts there could be."""
+    monkeypatch.setattr(statistics, "RESAMPLES", 200)
+    chance, covered = random.Random(2), 0
+    for _ in range(200):
+        rates = [chance.betavariate(0.5, 1.0) for _ in range(40)]
+        values = [fmean(chance.random() < rate for _ in range(samples)) for rate in rates]
+        found = mean_with_interval(values)
+        covered += found.low <= 1 / 3 <= found.high
+    assert 0.88 <= covered / 200 <= 0.995
+
+
+def test_five_hundred_prompts_take_no_time():
+    chance = random.Random(0)
+    begun = time.process_time()
+    mean_with_interval([chance.randrange(17) / 16 for _ in range(500)])
+    assert time.process_time() - begun < 1.0
+
+
+@pytest.mark.parametrize("samples", range(1, 8))
+def test_pass_at_k_is_the_share_of_all_choices_that_hold_a_success(samples):
+    for successes in range(samples + 1):
+        outcomes = [index < successes for index in range(samples)]
+        for k in range(1, samples + 1):
+            choices = list(combinations(outcomes, k))
+            wanted = sum(map(any, choices)) / len(choices)
+            assert pass_at_k(samples, successes, k) == pytest.approx(wanted, abs=1e-12)
+
+
+def test_pass_at_k_is_unbiased_where_the_plain_estimate_is_not():
+    chance, rate, samples, k = random.Random(0), 0.3, 6, 4
+    truth = 1 - (1 - rate) ** k
+    wins = [sum(chance.random() < rate for _ in range(samples)) for _ in range(20_000)]
+    error = 3 * 0.5 / len(wins) ** 0.5
+    assert fmean(pass_at_k(samples, won, k) for won in wins) == pytest.approx(truth, abs=error)
+    plain = fmean(1 - (1 - won / samples) ** k for won in wins)
+    assert abs(plain - truth) > 2 * error, "the shortcut that this must not be"
+
+
+def test_pass_at_k_holds_for_many_samples():
+    assert pass_at_k(1000, 1, 100) == pytest.approx(0.1)
+    assert pass_at_k(1000, 1000, 1000) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("samples", "successes", "k"), [(4, 2, 5), (4, 2, 0), (4, 5, 1), (0, 0, 1)]
+)
+def test_what_cannot_be_estimated_is_refused(samples, successes, k):
+    with pytest.raises(ValueError, match="cannot be"):
+        pass_at_k(samples, successes, k)
+
+
+@pytest.mark.parametrize(
+    ("answers", "right", "value"),
+    [
+        (["7", "7", "8"], "7", 1.0),
+        (["7", "8", "8"], "7", 0.0),
+        (["7", "8"], "7", 0.5),  # a tie, broken by lot
+        (["7", "8", "9"], "7", 1 / 3),
+        (["7", "7", "8", "8", "9"], "9", 0.0),
+        (["7", None, None], "7", 1.0),  # None has no vote
+        ([None, None], "7", 0.0),
+    ],
+)
+def test_majority_by_hand(answers, right, value):
+    won = [answer == right for answer in answers]
+    assert majority(answers, won) == pytest.approx(value)
+    assert majority(answers[::-1], won[::-1]) == pytest.approx(value), "order plays no part"
+
+
+def test_an_answer_is_as_right_as_the_samples_that_gave_it():
+    assert majority(["7", "7", "7", "8"], [True, True, False, False]) == pytest.approx(2 / 3)

@@ -1,0 +1,317 @@
+"""Two sides: found from what people name, paired by content, and compared prompt by prompt."""
+
+import json
+import random
+import sqlite3
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from groupwise.errors import RunNotFoundError, UsageError
+from groupwise.evaluation.measures import Success, rows_of
+from groupwise.evaluation.statistics import paired_difference
+from groupwise.review.compare import Comparison, compare_references, find_side
+from groupwise.runs.folder import RunFolder
+from groupwise.runs.records import EvaluationRecord, StepRecord
+from groupwise.types import Example, Group, RewardPart, Rollout, Segment
+
+
+def evaluation_rows(
+    rewards: Mapping[str, Sequence[float | None]], part: str = "right", **columns: Any
+) -> list[dict[str, Any]]:
+    """Rows of prompts with the rewards of their samples, in this order."""
+    groups = []
+    for index, (prompt, values) in enumerate(rewards.items()):
+        rollouts = [
+            Rollout(
+                index, member, 0, (1,), (Segment("policy", (1,)),), f"{prompt} gives {value}",
+                "failed" if value is None else "scored", None if value is None else "",
+                value, () if value is None else (RewardPart(part, value),),
+            )
+            for member, value in enumerate(values)
+        ]  # fmt: skip
+        groups.append(Group(index, Example(index, prompt, columns), tuple(rollouts)))
+    return rows_of(groups, Success())
+
+
+def a_file(
+    folder: Path, name: str, rewards: Mapping[str, Sequence[float | None]], **more: Any
+) -> str:
+    config = more.pop("config", {})
+    metrics = {"reward": 0.0, "pass@1": 0.0, "accuracy": 0.25, **more.pop("metrics", {})}
+    rows = evaluation_rows(rewards, **more)
+    path = folder / f"{name}.json"
+    path.write_text(
+        json.dumps({"policy": name, "metrics": metrics, "rows": rows, "config": config})
+    )
+    return str(path)
+
+
+def metric(comparison: Comparison, name: str) -> Any:
+    return next(each for each in comparison.metrics if each.name == name)
+
+
+def test_prompts_are_paired_by_content_whatever_their_order(tmp_path):
+    a = a_file(tmp_path, "a", {"p": [0.0], "q": [1.0], "r": [1.0], "only": [0.5]})
+    b = a_file(tmp_path, "b", {"r": [0.0], "q": [1.0], "p": [1.0]})
+    found = compare_references(a, b)
+    assert (found.prompts, found.only_a, found.only_b) == (3, 1, 0)
+    reward = metric(found, "reward")
+    assert (reward.a, reward.b) == pytest.approx((2 / 3, 2 / 3)), "over the pairs only"
+    assert (reward.better, reward.worse, reward.equal) == (1, 1, 1)
+    assert reward.change.value == 0
+    assert metric(found, "accuracy").change is None
+
+
+def test_the_interval_is_the_paired_bootstrap(tmp_path):
+    chance = random.Random(0)
+    before = {f"p{i}": [chance.random()] for i in range(30)}
+    after = {prompt: [value + 0.2] for prompt, (value,) in before.items()}
+    found = compare_references(a_file(tmp_path, "a", before), a_file(tmp_path, "b", after))
+    change = metric(found, "reward").change
+    firsts = [values[0] for values in before.values()]
+    assert change == paired_difference(firsts, [value + 0.2 for value in firsts])
+    assert 0.199 < change.low <= change.high < 0.201
+
+
+def test_the_same_policy_is_equal_everywhere(tmp_path):
+    a = a_file(tmp_path, "a", {"p": [0.0], "q": [1.0]})
+    found = compare_references(a, a)
+    assert metric(found, "pass@1").equal == 2
+    assert (found.config, found.notes, found.changed) == ({}, (), ())
+
+
+def test_equal_examples_pair_one_to_one(tmp_path):
+    twice = evaluation_rows({"p": [0.0], "q": [1.0]})
+    for row in twice:
+        row.update(prompt="p", key="same")
+    path = tmp_path / "twins.json"
+    path.write_text(json.dumps({"policy": "x", "metrics": {"reward": 0.5}, "rows": twice}))
+    found = compare_references(str(path), str(path))
+    assert (found.prompts, metric(found, "reward").a) == (2, 0.5)
+
+
+def test_what_was_not_scored_is_left_out_and_told(tmp_path):
+    a = a_file(tmp_path, "a", {"p": [None], "q": [1.0]})
+    b = a_file(tmp_path, "b", {"p": [1.0], "q": [0.0]})
+    found = compare_references(a, b)
+    assert metric(found, "reward").change.count == 1
+    assert found.notes == ("A: 1 of 2 answers could not be scored and are left out",)
+
+
+def test_differences_in_how_the_two_were_made_are_told(tmp_path):
+    warm = {"model": {"name": "tiny"}, "eval": {"temperature": 1.0, "samples_per_prompt": 2}}
+    cold = {"model": {"name": "tiny"}, "training": {"learning_rate": 0.5}, "run": {"name": "x"}}
+    a = a_file(tmp_path, "a", {"p": [0.0, 1.0]}, config=warm)
+    b = a_file(tmp_path, "b", {"p": [1.0]}, config=cold, part="wrong")
+    found = compare_references(a, b)
+    assert found.config == {
+        "eval.samples_per_prompt": (2, 1),
+        "eval.temperature": (1.0, 0.0),
+        "training.learning_rate": (1e-05, 0.5),
+    }
+    assert "eval.samples_per_prompt is 2 / 1, eval.temperature is 1.0 / 0.0" in found.notes[0]
+    assert found.notes[1] == "rewarded by different functions: right / wrong"
+
+
+def test_nothing_in_common_is_refused_with_the_reason(tmp_path):
+    a = a_file(tmp_path, "a", {"p": [0.0]}, answer=1)
+    with pytest.raises(UsageError, match=r"no held-out prompt in common.*'p' and 'q'"):
+        compare_references(a, a_file(tmp_path, "b", {"q": [0.0]}))
+    with pytest.raises(UsageError, match="1 prompts are the same text, but with other columns"):
+        compare_references(a, a_file(tmp_path, "c", {"p": [0.0]}, answer=2))
+
+
+def test_another_answer_is_another_example(tmp_path):
+    mixed = evaluation_rows({"p": [0.0]}, answer=1) + evaluation_rows({"p": [0.0]}, answer=2)
+    mixed[1]["example"] = 1
+    (tmp_path / "m.json").write_text(
+        json.dumps({"policy": "m", "metrics": {"reward": 0.0}, "rows": mixed})
+    )
+    b = evaluation_rows({"p": [1.0]}, answer=1) + evaluation_rows({"p": [0.0]}, answer=3)
+    b[1]["example"] = 1
+    (tmp_path / "b.json").write_text(
+        json.dumps({"policy": "b", "metrics": {"reward": 0.0}, "rows": b})
+    )
+    found = compare_references(str(tmp_path / "m.json"), str(tmp_path / "b.json"))
+    assert (found.prompts, found.only_a, found.only_b) == (1, 1, 1)
+    assert "1 prompts stand in both with other columns" in found.notes[0]
+
+
+def test_the_prompts_that_changed_most_come_first_with_telling_samples(tmp_path):
+    a = a_file(tmp_path, "a", {"p": [0.0, 0.5], "q": [1.0, 1.0], "r": [0.2, 0.2]})
+    b = a_file(tmp_path, "b", {"p": [0.5, 0.5], "q": [1.0, 0.0], "r": [0.2, 0.2]})
+    found = compare_references(a, b)
+    assert [change.prompt for change in found.changed] == ["q", "p"]
+    assert (found.changed[0].a, found.changed[0].b) == (1.0, 0.5)
+    assert found.changed[0].completion_b == "q gives 0.0", "the sample that fell"
+    assert found.changed[1].completion_a == "p gives 0.0", "the sample that rose"
+    shown = found.summary(rows=1)
+    assert len(shown["changed"]) == 1
+    assert json.loads(json.dumps(shown))["metrics"]["reward"]["better"] == 1
+
+
+# Runs
+
+
+def a_run(
+    runs: Path, name: str, rewards: list[float], evaluations: dict[int, str], **config: Any
+) -> Path:
+    """Each step draws one prompt, `step N`, and rewards it with 0 and twice the number given."""
+    with RunFolder.create(runs, name, {"model": {"name": "tiny"}, **config}, {}) as run:
+        for step, reward in enumerate(rewards):
+            members = tuple(
+                Rollout(step, m, 0, (1,), (Segment("policy", (1,)),), "", "scored", None, value)
+                for m, value in enumerate((0.0, 2 * reward))
+            )
+            group = Group(step, Example(step, f"step {step}"), members)
+            record = StepRecord(step, step, step + 1, "f", (step,), 0.1, 0.0)
+            run.store.commit_step(record, [group], {"reward": reward})
+        for step, called in evaluations.items():
+            rows = evaluation_rows({"p": [step / 10], "q": [0.0]})
+            run.store.add_evaluation(
+                EvaluationRecord(step, called, f"{name}@{step}", {"reward": step / 20}, rows)
+            )
+        run.finish("finished")
+        return run.path
+
+
+@pytest.fixture
+def runs(tmp_path):
+    found = tmp_path / "runs"
+    a_run(found, "a", [0.1, 0.2, 0.3, 0.4], {0: "before", 2: "step-2", 4: "after"})
+    a_run(found, "b", [0.1, 0.3, 0.5, 0.7], {0: "before", 4: "after"}, training={"seed": 7})
+    a_run(found, "bare", [0.5, 0.5], {0: "before"})
+    return found
+
+
+def test_a_run_is_its_evaluation_after_training_and_its_curve(runs):
+    found = compare_references("a", "b", runs)
+    assert (found.a.label, found.b.label) == ("a@4 (after)", "b@4 (after)")
+    assert metric(found, "reward").change.value == 0
+    assert (found.curve.steps, found.curve.a, found.curve.b) == (
+        4,
+        pytest.approx((0.15, 0.35)),
+        pytest.approx((0.2, 0.6)),
+    )
+    assert found.curve.change.value == pytest.approx(fmean([0.2, 0.3]))
+    assert found.config == {"training.seed": (0, 7)}
+
+
+def test_a_step_is_what_was_recorded_then(runs):
+    found = compare_references("a@0", "a@2", runs)
+    assert (found.a.label, found.b.label) == ("a@0 (before)", "a@2 (step-2)")
+    assert metric(found, "reward").change.value == pytest.approx(0.1)
+    assert (found.curve, found.config) == (None, {})
+
+
+def test_what_was_not_recorded_may_stand_in_a_result_file(runs):
+    with pytest.raises(RunNotFoundError, match=r"no evaluation after 3 steps.*a@0 \(before\), a@2"):
+        compare_references("a", "a@3", runs)
+    written = Path(a_file(runs / "a" / "results", "a@3", {"p": [0.7]}))
+    (runs / "a" / "results" / "rescored-x.json").write_text('{"kind": "rescoring"}')
+    assert find_side("a@3", runs).label == f"a@3 ({written})"
+
+
+def test_runs_without_evaluation_are_compared_by_their_curves(runs):
+    found = compare_references("a", "bare", runs)
+    assert (found.metrics, found.curve.steps) == ((), 2)
+    assert found.notes == ("only rewards in training are compared: no evaluation of bare",)
+    with pytest.raises(
+        RunNotFoundError, match=r"'bare' has no evaluation on record.*eval --policy"
+    ):
+        compare_references("a@4", "bare", runs)
+
+
+def test_draws_with_other_prompts_do_not_pair(runs):
+    path = a_run(runs, "other", [0.5, 0.5], {})
+    with sqlite3.connect(path / "run.db") as db:
+        db.execute("UPDATE groups SET prompt_text = 'else'")
+    db.close()
+    found = compare_references("bare", "other", runs)
+    assert found.curve.change is None
+    assert found.curve.b == (0.5, 0.5)
+
+
+def test_nothing_at_all_is_said(runs):
+    a_run(runs, "empty", [], {})
+    with pytest.raises(UsageError, match="nothing to compare in empty and bare"):
+        compare_references("empty", "bare", runs)
+    with pytest.raises(RunNotFoundError, match="no run 'c'"):
+        compare_references("a", "c", runs)
+    with pytest.raises(RunNotFoundError, match=r"no file nothing\.json"):
+        compare_references("a", "nothing.json", runs)
+
+
+# Supervised runs
+
+
+def a_supervised_run(
+    runs: Path, name: str, losses: Sequence[float], asked: str = "rows", **config: Any
+) -> Path:
+    """Its curve, and an evaluation of two examples: one of 3 tokens in two rows, one of 1 token."""
+    settings = {"model": {"name": "tiny"}, **config}
+    with RunFolder.create(runs, name, settings, {"kind": "sft", "data": "d"}) as run:
+        for step, loss in enumerate(losses):
+            record = StepRecord(step, step, step + 1, "", (step,), 0.1, 0.0)
+            run.store.commit_step(record, [Group(step, Example(step, ""), ())], {"loss": loss})
+        if asked:
+            last = losses[-1]
+            rows = [
+                {"example": 0, "loss": last, "tokens": 1},
+                {"example": 0, "loss": last, "tokens": 2},
+                {"example": 1, "loss": 1.0, "tokens": 1},
+            ]
+            metrics = {"eval_loss": (3 * last + 1) / 4, "perplexity": 2.0}
+            steps = len(losses)
+            run.store.add_evaluation(
+                EvaluationRecord(steps, f"step-{steps}", f"{name}@{steps}", metrics, rows, asked)
+            )
+        run.finish("finished")
+        return run.path
+
+
+def test_supervised_runs_are_compared_by_their_losses(runs):
+    a_supervised_run(runs, "w", [2.0, 0.5])
+    a_supervised_run(runs, "v", [2.0, 0.9], training={"learning_rate": 0.5})
+    found = compare_references("w", "v", runs)
+    loss = metric(found, "eval_loss")
+    assert (loss.a, loss.b) == (pytest.approx(2.5 / 4), pytest.approx(3.7 / 4)), "as recorded"
+    assert loss.change.value == pytest.approx(1.2 / 4)
+    assert loss.change.low <= loss.change.value <= loss.change.high
+    assert (loss.better, loss.worse, loss.equal) == (0, 1, 1), "less is better"
+    assert metric(found, "perplexity").change is None
+    assert (found.curve.metric, found.curve.steps, found.curve.b) == ("loss", 2, (2.0, 0.9))
+    assert found.config == {"training.learning_rate": (1e-4, 0.5)}
+    assert (found.prompts, found.notes) == (2, ())
+    assert json.loads(json.dumps(found.summary()))["metrics"]["eval_loss"]["worse"] == 1
+
+
+def test_losses_on_other_rows_are_not_compared(runs):
+    a_supervised_run(runs, "w", [2.0, 0.5])
+    a_supervised_run(runs, "v", [2.0, 0.9], asked="others")
+    a_supervised_run(runs, "bare-sft", [2.0, 0.9], asked="")
+    found = compare_references("w", "v", runs)
+    assert (found.metrics, found.curve.steps) == ((), 2)
+    assert "the held-out rows of the two are not the same as tokens" in found.notes[0]
+    with pytest.raises(UsageError, match=r"nothing to compare.* not the same as tokens"):
+        compare_references("w@2", "v@2", runs)
+    assert compare_references("w", "bare-sft", runs).notes == (
+        "only losses in training are compared: no evaluation of bare-sft",
+    )
+
+
+def test_a_supervised_run_beside_a_rewarded_one_is_what_it_answered(runs):
+    warm = a_supervised_run(runs, "w", [2.0, 0.5])
+    with pytest.raises(UsageError, match=r"run of `groupwise sft`.*eval .*--policy w` lets it"):
+        compare_references("w", "a", runs)
+    with pytest.raises(UsageError, match=r"--policy w@2 --policy bare` lets both answer"):
+        compare_references("bare", "w@2", runs)
+    written = a_file(warm / "results", "w@2", {"p": [0.1], "q": [0.5]})
+    for reference in ("w", "w@2"):
+        found = compare_references(reference, "a", runs)
+        assert (found.a.label, found.prompts) == (f"w@2 ({written})", 2)
+        assert metric(found, "reward").change.value == pytest.approx(-0.1)

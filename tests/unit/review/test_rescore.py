@@ -1,0 +1,216 @@
+"""Recorded rollouts judged anew: by a task or by named functions, in workers, without a word written into the record."""
+
+import json
+import tracemalloc
+from pathlib import Path
+from statistics import correlation, fmean
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from groupwise.errors import RunNotFoundError, TaskError, UsageError
+from groupwise.review.rescore import Rescoring, rescore
+from groupwise.runs.folder import RunFolder
+from groupwise.runs.records import StepRecord
+from groupwise.runs.store import Store
+from groupwise.types import Example, Group, Rollout, Segment
+
+REWARDS = str(Path(__file__).with_name("rescoring_rewards.py"))
+TEXTS = ("aaaa", "aaa", "aa", "a")
+
+
+def rollout(draw: int, member: int, reward: float | None, **more: Any) -> Rollout:
+    outcome = "failed" if reward is None else "scored"
+    segments = more.pop("segments", (Segment("policy", (1,) * len(TEXTS[member])),))
+    return Rollout(draw, member, 0, (1,), segments, TEXTS[member], outcome, None, reward, **more)
+
+
+def a_run(runs: Path, **more: Any) -> Path:
+    """Three steps of two groups; longer is better, but in the last group it is worse, and one rollout failed."""
+    config = {"model": {"name": "tiny"}, "rewards": {"time_limit": 1.0}, **more.pop("config", {})}
+    with RunFolder.create(runs, "r", config, {"max_steps": 3}, **more) as run:
+        for step in range(3):
+            groups = []
+            for draw in (2 * step, 2 * step + 1):
+                rewards: list[float | None] = [4.0, 3.0, 2.0, 1.0]
+                if draw == 5:
+                    rewards = [1.0, 2.0, 3.0, None]
+                members = tuple(rollout(draw, m, r) for m, r in enumerate(rewards))
+                groups.append(Group(draw, Example(draw, f"ask {draw}", {"number": draw}), members))
+            record = StepRecord(step, 0, 0, "f", (2 * step, 2 * step + 1), 0.1, 0.0)
+            run.store.commit_step(record, groups, {})
+        run.finish("finished")
+        return run.path
+
+
+@pytest.fixture
+def runs(tmp_path):
+    found = tmp_path / "runs"
+    a_run(found)
+    return found
+
+
+def judged(runs: Path, *names: str, **more: Any) -> Rescoring:
+    return rescore("r", rewards=[f"{REWARDS}:{name}" for name in names], runs_dir=runs, **more)
+
+
+def record(runs: Path) -> bytes:
+    with Store.open(runs / "r" / "run.db", readonly=True) as store:
+        return store.deterministic_dump()
+
+
+def test_totals_agreement_and_places(runs):
+    before = record(runs)
+    found = judged(runs, "length")
+    assert list(found.steps) == [0, 1, 2]
+    first, last = found.steps[0], found.steps[2]
+    assert (first.rollouts, first.scored, first.old, first.new) == (8, 8, 2.5, 2.5)
+    assert (first.correlation, first.agreement, first.moved) == (pytest.approx(1), 1.0, 0)
+    assert (last.rollouts, last.scored, last.failed) == (8, 7, 0)
+    assert last.agreement == pytest.approx(6 / 9), "three of nine pairs are turned round"
+    assert last.moved == 2
+    assert found.overall.rollouts == 24
+    assert record(runs) == before, "the record is only read"
+
+
+def test_the_farthest_moved_come_first(runs):
+    moved = judged(runs, "backwards").farthest(2)
+    assert [(row.draw, row.member, row.old_rank, row.new_rank) for row in moved] == [
+        (0, 0, 1, 4),
+        (0, 3, 4, 1),
+    ]
+    again = judged(runs, "backwards", step=2).rows()
+    failed = next(row for row in again if row.old is None)
+    assert (failed.new, failed.old_outcome, failed.new_outcome) == (-1.0, "failed", "scored")
+    assert (failed.old_rank, failed.moved) == (None, 0)
+
+
+def test_all_is_written_beside_the_record(runs):
+    found = [judged(runs, "length"), judged(runs, "length")]
+    names = [each.path.name for each in found]
+    assert names == ["rescored-length.json", "rescored-length-2.json"]
+    stored = json.loads(found[0].path.read_text())
+    assert (stored["kind"], stored["rewards"]) == ("rescoring", {"length": 1.0})
+    written = found[1].path.with_suffix(".jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in written]
+    assert len(rows) == 24
+    assert rows[0]["old_parts"] == {}
+    assert rows[0]["new_parts"] == {"length": 4.0}
+    assert not list(found[0].path.parent.glob(".*")), "nothing is left under construction"
+    assert stored["overall"] == found[0].summary()["overall"]
+
+
+def test_all_steps_together_are_what_their_rollouts_say(runs):
+    for name in ("length", "backwards"):
+        found = judged(runs, name, limit=5)
+        both = [(row.old, row.new) for row in found.rows()]
+        pairs = [(x, y) for x, y in both if x is not None and y is not None]
+        old, new = [x for x, _ in pairs], [y for _, y in pairs]
+        assert (found.overall.old, found.overall.new) == (fmean(old), fmean(new))
+        assert found.overall.correlation == pytest.approx(correlation(old, new))
+        assert found.overall.rollouts == 20
+
+
+def test_a_long_run_is_never_in_memory_as_a_whole(tmp_path):
+    text, steps = "a" * 200_000, 40
+    with RunFolder.create(
+        tmp_path, "r", {"model": {"name": "tiny"}, "rewards": {"in_process": True}}, {}
+    ) as run:
+        for step in range(steps):
+            one = Rollout(step, 0, 0, (1,), (Segment("policy", (1,)),), text, "scored", None, 1.0)
+            record = StepRecord(step, 0, 0, "f", (step,), 0.1, 0.0)
+            run.store.commit_step(record, [Group(step, Example(0, "p"), (one,))], {})
+    judged(tmp_path, "length", limit=1)  # whatever is imported on the way
+    tracemalloc.start()
+    found = judged(tmp_path, "length")
+    farthest = found.farthest(3)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < steps * len(text) / 2
+    assert (found.overall.rollouts, found.overall.new, farthest) == (steps, len(text), [])
+
+
+def test_a_result_of_an_earlier_version_keeps_its_name(runs):
+    results = runs / "r" / "results"
+    (results / "rescored-length.json").write_text("{}")
+    assert judged(runs, "length", step=0).path.name == "rescored-length-2.json"
+    assert sorted(path.name for path in results.iterdir()) == [
+        "rescored-length-2.json",
+        "rescored-length-2.jsonl",
+        "rescored-length.json",
+    ]
+
+
+def test_a_task_judges_with_its_weights_and_the_configs_task_section(runs):
+    found = rescore("r", task=REWARDS, runs_dir=runs, overrides=["task.backwards=0.5"])
+    assert found.rewards == {"length": 2.0, "backwards": 0.5}
+    assert next(found.rows()).new == 2.0 * 4 - 0.5 * 4
+    with pytest.raises(TaskError, match="has no get_reward_funcs"):
+        rescore("r", task=str(Path(__file__)), runs_dir=runs)
+
+
+def test_rewards_that_raise_or_hang_cost_their_group_only(runs):
+    raised = judged(runs, "raises_at_two", limit=4)
+    assert [row.draw for row in list(raised.rows())[::4]] == [2, 3, 4, 5], "the last groups"
+    lost = [row for row in raised.rows() if row.new is None]
+    assert {(row.draw, row.new_outcome) for row in lost} == {(2, "failed")}
+    assert "two is too much" in (lost[0].reason or "")
+    assert raised.steps[1].failed == 4
+    hung = judged(runs, "hangs_at_one", step=0)
+    assert {(row.draw, row.new_outcome) for row in hung.rows()} == {(0, "scored"), (1, "timed_out")}
+    assert hung.overall.scored == 4
+
+
+def test_texts_are_enough_but_token_ids_are_not_made_up(tmp_path):
+    a_run(tmp_path, keep_tokens=False)
+    assert judged(tmp_path, "length", step=0).overall.new == 2.5
+    with pytest.raises(TaskError, match=r"`ids` asks for completion_ids, but the run did not keep"):
+        judged(tmp_path, "ids")
+
+
+def test_token_ids_are_given_where_they_were_kept(runs):
+    assert judged(runs, "ids", step=0).overall.new == 2.5
+
+
+def test_attempts_that_never_ended_are_left_out(tmp_path):
+    turns = (Segment("policy", (1,)), Segment("environment", (2,)), Segment("policy", (1,)))
+    torn, whole = rollout(0, 0, None, segments=turns), rollout(0, 1, 1.0, segments=turns)
+    stages = (Segment("policy", (1,)), Segment("inserted", (2,)), Segment("policy", (1,)))
+    two_stage = rollout(0, 2, None, segments=stages)
+    with RunFolder.create(tmp_path, "r", {"model": {"name": "tiny"}}, {}) as run:
+        group = Group(0, Example(0, "p"), (torn, whole, two_stage))
+        run.store.commit_step(StepRecord(0, 0, 0, "f", (0,), 0.1, 0.0), [group], {})
+        run.finish("finished")
+    assert [row.member for row in judged(tmp_path, "length").rows()] == [1, 2]
+
+
+def test_without_spread_there_is_no_correlation(tmp_path):
+    a_run(tmp_path, config={"rewards": {"in_process": True}})
+    found = judged(tmp_path, "raises_at_two", step=1, limit=1)
+    assert found.overall.correlation == pytest.approx(1)
+    empty = judged(tmp_path, "raises_at_two", step=1)
+    assert empty.overall.scored == 4
+    alone = rescore("r", rewards=[f"{REWARDS}:raises_at_two"], runs_dir=tmp_path, step=1)
+    assert alone.summary(rows=3)["moved"] == []
+
+
+def test_what_cannot_be_done_is_said(runs):
+    with pytest.raises(UsageError, match="either --task-module or --rewards"):
+        rescore("r", runs_dir=runs)
+    with pytest.raises(UsageError, match="either --task-module or --rewards"):
+        rescore("r", task=REWARDS, rewards=["x:y"], runs_dir=runs)
+    with pytest.raises(RunNotFoundError, match="no step 3; it has the steps 0 to 2"):
+        judged(runs, "length", step=3)
+    with pytest.raises(TaskError, match="Did you mean `length`"):
+        judged(runs, "lengt")
+    with pytest.raises(TaskError, match=r"its environment gave the rewards.* Give --rewards"):
+        rescore("r", task=SimpleNamespace(get_environment=lambda config: None), runs_dir=runs)
+    RunFolder.create(runs, "warm", {"data": {}}, {"kind": "sft"}).close()
+    with pytest.raises(UsageError, match="a run of `groupwise sft`: it has no rollouts to score"):
+        rescore("warm", task=REWARDS, runs_dir=runs)
+    with RunFolder.create(runs, "plain", {"model": {"name": "tiny"}}, {}) as run:
+        group = Group(0, Example(0, "p"), (rollout(0, 0, 1.0),))
+        run.store.commit_step(StepRecord(0, 0, 0, "f", (0,), 0.1, 0.0), [group], {})
+    with pytest.raises(TaskError, match="asks for `number`"):
+        rescore("plain", rewards=[f"{REWARDS}:raises_at_two"], runs_dir=runs)

@@ -1,0 +1,111 @@
+"""The reader of YAML files."""
+
+from pathlib import Path
+
+import pytest
+
+from groupwise.errors import ConfigError
+from groupwise.settings.tree import read_yaml
+from tests.unit.settings.shapes import problems, write
+
+
+def test_yaml_1_2_types(tmp_path: Path) -> None:
+    text = """
+rate: 1e-5
+lang: no
+clock: 12:30
+octal: 010
+day: 2026-01-02
+hex: 0x1F
+flag: &anchor true
+nothing: ~
+quoted: "1"
+block: |
+  two
+  lines
+nested: {a: [1, 2.5, x, null]}
+"""
+    assert read_yaml(write(tmp_path, text)).values == {
+        "rate": 1e-5,
+        "lang": "no",
+        "clock": "12:30",
+        "octal": 10,
+        "day": "2026-01-02",
+        "hex": 31,
+        "flag": True,
+        "nothing": None,
+        "quoted": "1",
+        "block": "two\nlines\n",
+        "nested": {"a": [1, 2.5, "x", None]},
+    }
+
+
+def test_values_are_plain_python(tmp_path: Path) -> None:
+    values = read_yaml(write(tmp_path, "a: &x 0x10\nb: 1e-5\nc: &t true\nd: 'q'\ne: [1]\n")).values
+    assert [type(value) for value in values.values()] == [int, float, bool, str, list]
+
+
+def test_merge_keys_and_anchors_are_resolved(tmp_path: Path) -> None:
+    tree = read_yaml(write(tmp_path, "base: &b {x: 1}\nsub:\n  <<: *b\n  y: 2\n"))
+    assert tree.values["sub"] == {"x": 1, "y": 2}
+
+
+def test_duplicate_keys_name_the_line_and_hide_the_value(tmp_path: Path) -> None:
+    path = write(tmp_path, "title: a\nengine:\n  name: torch\n  slots: 1\n  name: s3cret\n")
+    with pytest.raises(ConfigError, match=r"c\.yaml:5: `name` is written twice") as caught:
+        read_yaml(path)
+    assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        ("# nothing\n", "is empty"),
+        ("- a\n- b\n", r'holds \["a", "b"\]; a config is a mapping'),
+        ("title: [1, 2\n", r"c\.yaml:\d: cannot be read as YAML"),
+        ("a: 1\n---\nb: 2\n", r"c\.yaml:2: cannot be read as YAML"),
+        ("a: *nowhere\n", r"c\.yaml:1: cannot be read as YAML"),
+    ],
+)
+def test_files_that_are_no_config(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_yaml(write(tmp_path, text))
+
+
+def test_a_file_that_is_not_text(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match="not a text file in UTF-8"):
+        read_yaml(tmp_path / "c.yaml")
+
+
+def test_missing_file_names_the_nearest_and_all_there_are(tmp_path: Path) -> None:
+    write(tmp_path, "a: 1", "wordle.yaml")
+    write(tmp_path, "a: 1", "math.yaml")
+    with pytest.raises(ConfigError) as caught:
+        read_yaml(tmp_path / "wordl.yaml")
+    assert f"Did you mean {tmp_path}/wordle.yaml?" in str(caught.value)
+    assert "holds: math.yaml, wordle.yaml." in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (".", "is a folder, not a config file; there are no .yaml files"),
+        ("x.yaml", "There is no file .*; there are no .yaml files in"),
+        ("none/x.yaml", "There is no file .*, and no folder .*none either"),
+    ],
+)
+def test_missing_files_and_folders(tmp_path: Path, name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_yaml(tmp_path / name)
+
+
+def test_what_json_cannot_hold_is_told_with_its_line(tmp_path: Path) -> None:
+    text = "title: a\ntask:\n  a: .nan\n  b: !odd x\n  c: {1: one}\n  d: !!binary aGk=\n"
+    assert problems(text, tmp_path) == [
+        "c.yaml:3: task.a is nan; it must be a finite number.",
+        "c.yaml:4: task.b carries the YAML tag !odd; use plain values.",
+        'c.yaml:5: task.c.1 has a key that is not text; write "1": with quotes.',
+        "c.yaml:6: task.d is b'hi', which a config cannot hold (bytes).",
+    ]

@@ -1,0 +1,190 @@
+"""Ctrl-C and SIGTERM, sent for real to a process that is in the middle of something."""
+
+import asyncio
+import contextlib
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from groupwise.awaiting import Interrupted, Interruption, run_to_end
+
+PREAMBLE = """
+import asyncio, signal
+from groupwise.awaiting import Interrupted, Interruption
+
+def say(*words):
+    print(*words, flush=True)
+
+async def dropped_when_cancelled():
+    try:
+        say("ready")
+        await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        say("dropped")
+        raise
+"""
+
+
+@contextlib.contextmanager
+def child(body: str):
+    """A process that runs `main` as written, with the preamble before it."""
+    code = PREAMBLE + textwrap.dedent(body) + "\nasyncio.run(main())\n"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def heard(process) -> str:
+    return process.stdout.readline().strip()
+
+
+def rest(process) -> list[str]:
+    output, errors = process.communicate(timeout=30)
+    return [*output.split("\n"), *errors.split("\n")]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_first_signal_asks_and_drops_what_may_be_dropped(number, code):
+    body = """
+    async def main():
+        with Interruption() as interruption:
+            try:
+                await interruption.allow(dropped_when_cancelled())
+            except Interrupted as asked:
+                say("asked", asked.exit_code)
+    """
+    with child(body) as process:
+        assert heard(process) == "ready"
+        process.send_signal(number)
+        assert rest(process)[:2] == ["dropped", f"asked {code}"]
+        assert process.returncode == 0
+
+
+def test_an_undisturbed_section_finishes_and_the_next_droppable_work_never_starts():
+    body = """
+    async def main():
+        with Interruption() as interruption:
+            seen = interruption._event.is_set
+            say("ready")
+            while not seen():
+                await asyncio.sleep(0)
+            for _ in range(50):
+                await asyncio.sleep(0)
+            say("whole")
+            try:
+                await interruption.allow(dropped_when_cancelled())
+            except Interrupted as asked:
+                say("asked", asked)
+    """
+    with child(body) as process:
+        assert heard(process) == "ready"
+        process.send_signal(signal.SIGINT)
+        assert rest(process)[:2] == ["whole", "asked SIGINT"]
+
+
+def test_the_second_signal_ends_at_once():
+    body = """
+    async def main():
+        with Interruption() as interruption:
+            seen = interruption._event.is_set
+            say("ready")
+            while not seen():
+                await asyncio.sleep(0)
+            say("first")
+            while True:
+                await asyncio.sleep(0)
+    """
+    with child(body) as process:
+        assert heard(process) == "ready"
+        process.send_signal(signal.SIGINT)
+        assert heard(process) == "first"
+        process.send_signal(signal.SIGTERM)
+        assert any("KeyboardInterrupt" in line for line in rest(process))
+        assert process.returncode != 0
+
+
+def test_afterwards_signals_mean_what_they_meant():
+    body = """
+    async def main():
+        before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+        with Interruption():
+            inside = signal.getsignal(signal.SIGTERM)
+        say(inside not in before)
+        say((signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before)
+    """
+    with child(body) as process:
+        assert rest(process)[:2] == ["True", "True"]
+
+
+async def test_without_a_signal_results_and_errors_pass_through():
+    async def fail():
+        raise KeyError("x")
+
+    async def answer():
+        await asyncio.sleep(0)
+        return 7
+
+    with Interruption() as interruption:
+        assert await interruption.allow(answer()) == 7
+        with pytest.raises(KeyError):
+            await interruption.allow(fail())
+
+
+async def test_who_waits_may_be_cancelled_and_the_work_with_him():
+    ended = []
+
+    async def work():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    with Interruption() as interruption:
+        waiting = asyncio.ensure_future(interruption.allow(work()))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    assert ended == [True]
+
+
+def test_outside_the_main_thread_it_leaves_signals_alone():
+    async def inside():
+        before = signal.getsignal(signal.SIGINT)
+        with Interruption() as interruption:
+            assert signal.getsignal(signal.SIGINT) is before
+            return await interruption.allow(asyncio.sleep(0, "done"))
+
+    async def main():
+        return await asyncio.to_thread(lambda: asyncio.run(inside()))
+
+    assert asyncio.run(main()) == "done"
+
+
+def test_the_exit_code_is_what_a_shell_expects():
+    assert Interrupted(signal.SIGINT).exit_code == 130
+    assert Interrupted(signal.SIGTERM).exit_code == 143
+
+
+# Code that is not async
+
+
+def test_plain_code_awaits_to_the_end_with_or_without_a_running_loop():
+    async def answer():
+        await asyncio.sleep(0)
+        return 7
+
+    async def notebook():
+        return run_to_end(answer())
+
+    assert run_to_end(answer()) == 7
+    assert asyncio.run(notebook()) == 7
