@@ -16,7 +16,7 @@ from typing import Any
 
 from groupwise.algorithms.registry import make
 from groupwise.config import RunConfig, load_config, view
-from groupwise.errors import TaskError
+from groupwise.errors import ConfigError, TaskError
 from groupwise.models.config import Dtype
 from groupwise.models.tokens import completion_text
 from groupwise.rewards.inprocess import InProcessScorer, RubricScorer
@@ -469,6 +469,16 @@ def _full_weights(config: RunConfig, layout: Layout, model: Any) -> tuple[Any, A
     reference = load_model(config.model, layout.dtype, layout.device) if beta > 0 else None
     sampled = load_model(config.model, layout.dtype, layout.device)
     return TrainedModel(model, reference), ServedModel(sampled)
+
+
+def check_stop_tokens(config: RunConfig, tokenizer: Any) -> None:
+    """Raise ConfigError for `sampler.stop_token_ids` that the tokenizer does not have."""
+    unknown = [token for token in config.sampler.stop_token_ids if token >= len(tokenizer)]
+    if unknown:
+        raise ConfigError(
+            f"sampler.stop_token_ids has {', '.join(map(str, unknown))}, but the tokens of {config.model.name} end at "
+            f"{len(tokenizer) - 1}."
+        )
 
 
 def _with_configured(stops: tuple[int, ...], config: RunConfig) -> tuple[int, ...]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import MISSING, dataclass, fields, replace
 from dataclasses import Field as Knob
 from pathlib import Path
@@ -27,10 +28,18 @@ from typing import (
     get_type_hints,
 )
 
-from pydantic import AfterValidator, BaseModel, Discriminator, Tag, create_model, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    Discriminator,
+    Tag,
+    create_model,
+    field_validator,
+    model_validator,
+)
 
-from groupwise.algorithms.kl import FIRST_BETA
-from groupwise.algorithms.knobs import idle
+from groupwise.algorithms.kl import FIRST_BETA, TARGET
+from groupwise.algorithms.knobs import Clash, Clashes, idle
 from groupwise.algorithms.presets import PRESETS, Preset
 from groupwise.algorithms.registry import ALGORITHMS
 from groupwise.algorithms.sft import Sft
@@ -47,7 +56,7 @@ from groupwise.settings.comparison import Differences, compare
 from groupwise.settings.credentials import secrets_in
 from groupwise.settings.documentation import document
 from groupwise.settings.overrides import override
-from groupwise.settings.schema import Strict, refuse, setting
+from groupwise.settings.schema import Conflict, Strict, refuse, setting
 from groupwise.settings.tree import Tree, read_yaml, tree_of
 from groupwise.settings.validation import validate
 from groupwise.settings.view import View
@@ -62,8 +71,14 @@ else:
     PresetName = Literal[tuple(PRESETS)]
 
 
+_DEFAULTS_FROM = ("type", "preset", "adaptive_kl")
+"""Keys of `algorithm` that say what its knobs are where they are not given."""
+
+
 class AlgorithmConfig(Strict):
     """The algorithm and its knobs; each registered algorithm has a subclass with the knobs as keys."""
+
+    type_from: ClassVar[tuple[str, ...]] = ("type", "preset")
 
     type: str = setting(DEFAULT_ALGORITHM, "The algorithm.")
     preset: PresetName | None = setting(
@@ -72,45 +87,66 @@ class AlgorithmConfig(Strict):
         on_resume="free",
     )
 
+    adaptive_kl: bool = setting(
+        False,
+        f"Short for an adaptive penalty as usual: kl_target {TARGET:g}, and a beta that starts at {FIRST_BETA:g}. "
+        "What is given beside it stands.",
+        on_resume="free",
+    )
+
     @property
     def knobs(self) -> dict[str, Any]:
         """All knobs by name, as `groupwise.algorithms.registry.make` takes them."""
-        return self.model_dump(exclude={"type", "preset"})
+        return self.model_dump(exclude={"type", "preset", "adaptive_kl"})
 
     @model_validator(mode="before")
     @classmethod
     def _filled(cls, given: Any) -> Any:
-        preset = _preset_of(given)
-        if preset is None:
-            return _started(given)
-        if given.get("type", preset.algorithm) != preset.algorithm:
-            raise ValueError(
-                f"preset {given['preset']} is {preset.algorithm}, but type is {given['type']}. Leave "
-                "type out, or leave preset out and give its values one by one."
+        if not isinstance(given, Mapping):
+            return given
+        values, preset = dict(cast("Mapping[str, Any]", given)), _preset_of(given)
+        fits = preset and values.get("type", preset.algorithm) == preset.algorithm
+        filled = dict(preset.knobs) if preset and fits else {}
+        if values.get("adaptive_kl") is True:
+            filled |= {"kl_target": TARGET, "beta": filled.get("beta") or FIRST_BETA}
+        return filled | values
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """A preset of another algorithm, knobs that clash, and knobs without effect."""
+        preset = PRESETS[self.preset] if self.preset else None
+        if preset and preset.algorithm != self.type:
+            yield Conflict(
+                f"preset {self.preset} is {preset.algorithm}, but type is {self.type}. Leave "
+                "type out, or leave preset out and give its values one by one.",
+                ("preset", "type"),
             )
-        return _started({**preset.knobs, **given})
+            return
+        clashes = self._clashes()
+        for clash in clashes:
+            yield Conflict(clash.message, (*clash.knobs, *_DEFAULTS_FROM))
+        told = {knob for clash in clashes for knob in clash.knobs}
+        yield from self._without_effect(preset.knobs if preset else {}, told)
 
-    @model_validator(mode="after")
-    def _suits_the_algorithm(self) -> AlgorithmConfig:
-        kind, values = ALGORITHMS[self.type], self.knobs
-        kind(**values)
-        of_preset: Mapping[str, Any] = PRESETS[self.preset].knobs if self.preset else {}
-        for knob in fields(kind):
+    def _clashes(self) -> tuple[Clash, ...]:
+        try:
+            ALGORITHMS[self.type](**self.knobs)
+        except Clashes as found:
+            return found.clashes
+        return ()
+
+    def _without_effect(
+        self, of_preset: Mapping[str, Any], told: AbstractSet[str]
+    ) -> Iterator[Conflict]:
+        values = self.knobs
+        for knob in fields(ALGORITHMS[self.type]):
             needed, value = idle(knob, values), values[knob.name]
-            if needed and value not in (knob.default, of_preset.get(knob.name, knob.default)):
-                raise ValueError(
+            unchanged = value in (knob.default, of_preset.get(knob.name, knob.default))
+            if needed and not unchanged and knob.name not in told:
+                yield Conflict(
                     f"{knob.name} is {value}, which has no effect while {needed} is "
-                    f"{json.dumps(values[needed])}. Set {needed}, or leave {knob.name} out."
+                    f"{json.dumps(values[needed])}. Set {needed}, or leave {knob.name} out.",
+                    (knob.name, needed, *_DEFAULTS_FROM),
                 )
-        return self
-
-
-def _started(given: Any) -> Any:
-    """With a beta for an adaptive one to start from, where none is given."""
-    if not isinstance(given, Mapping):
-        return given
-    values = cast("Mapping[str, Any]", given)
-    return {"beta": FIRST_BETA, **values} if values.get("adaptive_kl") is True else values
 
 
 def _preset_of(given: Any) -> Preset | None:
@@ -228,44 +264,39 @@ class EvalConfig(Strict):
         ge=1,
     )
 
-    @model_validator(mode="after")
-    def _keys_go_together(self) -> EvalConfig:
-        refuse(
-            (
-                self._greedy_repeats_itself(),
-                self._greedy_leaves_nothing_out(),
-                self._lacks_samples_for_a_k(),
+    def conflicts(self) -> Iterator[Conflict]:
+        """Keys without effect on greedy answers, and a k of more samples than there are."""
+        if self.temperature == 0:
+            yield from self._in_vain_for_greedy_answers()
+        most = max(self.pass_at_k or (1,))
+        if most > self.samples_per_prompt:
+            yield Conflict(
+                f"pass_at_k has {most}, but samples_per_prompt is {self.samples_per_prompt}: pass@k is estimated "
+                f"from at least k samples of each prompt. Set samples_per_prompt to {most} or more.",
+                ("pass_at_k", "samples_per_prompt"),
             )
-        )
-        return self
 
-    def _greedy_repeats_itself(self) -> str | None:
-        if self.temperature > 0 or self.samples_per_prompt == 1:
-            return None
-        return (
-            f"samples_per_prompt is {self.samples_per_prompt}, but temperature 0 gives the same "
-            "completion each time; set a temperature above 0, as in eval.temperature=1.0."
-        )
+    def _in_vain_for_greedy_answers(self) -> Iterator[Conflict]:
+        if self.samples_per_prompt > 1:
+            yield Conflict(
+                f"samples_per_prompt is {self.samples_per_prompt}, but temperature 0 gives the same "
+                "completion each time; set a temperature above 0, as in eval.temperature=1.0.",
+                ("samples_per_prompt", "temperature"),
+            )
+        for key in ("top_k", "top_p", "min_p"):
+            if (value := getattr(self, key)) is not None:
+                yield Conflict(
+                    f"{key} is {value}, which has no effect while temperature is 0, where always the most "
+                    f"probable token is taken; set a temperature above 0, as in eval.temperature=1.0, or leave {key} out.",
+                    (key, "temperature"),
+                )
 
-    def _greedy_leaves_nothing_out(self) -> str | None:
-        given = [key for key in ("top_k", "top_p", "min_p") if getattr(self, key) is not None]
-        if self.temperature > 0 or not given:
-            return None
-        return (
-            f"{given[0]} is {getattr(self, given[0])}, which has no effect while temperature is 0, where always the most "
-            f"probable token is taken; set a temperature above 0, as in eval.temperature=1.0, or leave {given[0]} out."
-        )
-
-    def _lacks_samples_for_a_k(self) -> str | None:
-        given = self.pass_at_k or (1,)
-        if min(given) < 1:
-            return f"pass_at_k has {min(given)}; k is a number of samples, 1 or more."
-        if max(given) <= self.samples_per_prompt:
-            return None
-        return (
-            f"pass_at_k has {max(given)}, but samples_per_prompt is {self.samples_per_prompt}: pass@k is estimated "
-            f"from at least k samples of each prompt. Set samples_per_prompt to {max(given)} or more."
-        )
+    @field_validator("pass_at_k")
+    @classmethod
+    def _counts_samples(cls, ks: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if min(ks or (1,)) < 1:
+            raise ValueError(f"pass_at_k has {min(ks or ())}; k is a number of samples, 1 or more.")
+        return ks
 
     @property
     def ks(self) -> tuple[int, ...]:
@@ -312,6 +343,10 @@ CALLBACKS: Any = setting(
 """The key `callbacks` of every command that trains."""
 
 
+_COMPARING = ("group_baseline", "dynamic_sampling")
+"""Knobs that decide whether an algorithm compares the completions of a prompt."""
+
+
 class RunConfig(Strict):
     """One run, of training or evaluation."""
 
@@ -335,60 +370,65 @@ class RunConfig(Strict):
         {}, "What the task itself reads; free, unless the task brings a schema for it."
     )
 
-    @model_validator(mode="after")
-    def _sections_go_together(self) -> RunConfig:
-        refuse(
-            (
-                self._compares_nobody(),
-                self._lengths_have_no_effect(),
-                self._completions_may_not_be_as_long_as_they_must(),
+    def conflicts(self) -> Iterator[Conflict]:
+        """What of one section does not go with another one."""
+        yield from self._compares_nobody()
+        if self.rollout.type == "two_stage":
+            yield from self._lengths_have_no_effect()
+        yield from self._completions_may_not_be_as_long_as_they_must()
+
+    def _compares_nobody(self) -> Iterator[Conflict]:
+        knobs = self.algorithm.knobs
+        # Those alone that decide about it: others may clash, which is told apart from this.
+        deciding = {knob: knobs[knob] for knob in _COMPARING if knob in knobs}
+        algorithm = ALGORITHMS[self.algorithm.type](**deciding)
+        if self.training.num_generations == 1 and algorithm.compares_members:
+            yield Conflict(
+                f"training.num_generations is 1, but {self.algorithm.type} as it is set compares the completions of a prompt "
+                "with each other; give at least 2. Only reinforce_pp without group_baseline and dynamic_sampling takes 1.",
+                (
+                    "training.num_generations",
+                    *(f"algorithm.{key}" for key in ("type", "preset", *_COMPARING)),
+                ),
             )
-        )
-        return self
 
-    def _compares_nobody(self) -> str | None:
-        algorithm = ALGORITHMS[self.algorithm.type](**self.algorithm.knobs)
-        if self.training.num_generations > 1 or not algorithm.compares_members:
-            return None
-        return (
-            f"training.num_generations is 1, but {self.algorithm.type} as it is set compares the completions of a prompt "
-            "with each other; give at least 2. Only reinforce_pp without group_baseline and dynamic_sampling takes 1."
-        )
-
-    def _lengths_have_no_effect(self) -> str | None:
-        default = SamplerConfig().max_completion_length
+    def _lengths_have_no_effect(self) -> Iterator[Conflict]:
         given = {
-            "sampler": self.sampler.max_completion_length != default,
+            "sampler": self.sampler.max_completion_length != SamplerConfig().max_completion_length,
             "eval": self.eval.max_completion_length is not None,
         }
-        idle = [section for section, is_set in given.items() if is_set]
-        if self.rollout.type != "two_stage" or not idle:
-            return None
-        return (
-            f"{idle[0]}.max_completion_length has no effect where rollout.type is two_stage; set "
-            "rollout.max_reasoning_length and rollout.max_answer_length instead."
-        )
+        for section, is_set in given.items():
+            if is_set:
+                yield Conflict(
+                    f"{section}.max_completion_length has no effect where rollout.type is two_stage; set "
+                    "rollout.max_reasoning_length and rollout.max_answer_length instead.",
+                    (f"{section}.max_completion_length", "rollout.type"),
+                )
 
-    def _completions_may_not_be_as_long_as_they_must(self) -> str | None:
+    def _completions_may_not_be_as_long_as_they_must(self) -> Iterator[Conflict]:
         least = self.sampler.min_completion_length
+        for key, limit in self._longest_completions().items():
+            if limit is not None and limit < least:
+                yield Conflict(
+                    f"sampler.min_completion_length is {least}, but {key} is {limit}, and no completion can be longer. Lower "
+                    "the one or raise the other.",
+                    ("sampler.min_completion_length", key, "rollout.type"),
+                )
+
+    def _longest_completions(self) -> dict[str, int | None]:
+        """By the keys that set them."""
         if self.rollout.type == "two_stage":
-            most = {
+            return {
                 "rollout.max_reasoning_length": self.rollout.max_reasoning_length,
                 "rollout.max_answer_length": self.rollout.max_answer_length,
             }
-        else:
-            most = {
-                "sampler.max_completion_length": self.sampler.max_completion_length,
-                "eval.max_completion_length": self.eval.max_completion_length,
-                "rollout.max_rollout_length": self.rollout.max_rollout_length,
-            }
-        for key, limit in most.items():
-            if limit is not None and limit < least:
-                return (
-                    f"sampler.min_completion_length is {least}, but {key} is {limit}, and no completion can be longer. Lower "
-                    "the one or raise the other."
-                )
-        return None
+        lengths = {
+            "sampler.max_completion_length": self.sampler.max_completion_length,
+            "eval.max_completion_length": self.eval.max_completion_length,
+        }
+        if self.rollout.type == "environment":
+            lengths["rollout.max_rollout_length"] = self.rollout.max_rollout_length
+        return lengths
 
 
 class Dumped(Protocol):
@@ -460,7 +500,7 @@ def _correct_for_lag(tree: Tree) -> None:
     training, algorithm = sections.get("training"), sections.get("algorithm", {})
     if isinstance(training, dict) and isinstance(algorithm, dict):
         given = cast("dict[str, Any]", algorithm)
-        if cast("dict[str, Any]", training).get("lag"):
+        if cast("dict[str, Any]", training).get("lag", 0) != 0:
             sections["algorithm"] = {"importance_sampling_correction": "token_truncate"} | given
 
 

@@ -86,6 +86,15 @@ FOREIGN_TO_RL: dict[str, str] = {
     **dict.fromkeys(
         ("loss_type", "adv_estimator", "advantage_estimator"), _named("algorithm.type")
     ),
+    **dict.fromkeys(
+        ("loss_normaliser", "loss_normalizer", "normaliser", "normalizer", "loss_agg_mode"),
+        "what a loss is divided by belongs to the algorithm: algorithm.type dr_grpo takes a constant, dapo the tokens of the step, "
+        "grpo those of each rollout",
+    ),
+    **dict.fromkeys(
+        ("proximal_logprobs", "use_proximal_logprobs"),
+        "the learner computes them where algorithm.importance_sampling_correction needs them",
+    ),
     "importance_sampling_level": "here algorithm.type gspo has one ratio for a sequence",
     **dict.fromkeys(
         ("kl_loss_type", "kl_penalty", "kl_type"),

@@ -6,7 +6,7 @@ One strict schema for each command: a key that could not take effect is refused,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
@@ -29,7 +29,7 @@ from groupwise.runs.config import RunSection
 from groupwise.settings.credentials import secrets_in
 from groupwise.settings.documentation import document
 from groupwise.settings.overrides import override
-from groupwise.settings.schema import Strict, setting
+from groupwise.settings.schema import Conflict, Strict, setting
 from groupwise.settings.tree import Tree
 from groupwise.settings.validation import validate
 
@@ -100,13 +100,13 @@ class SftDataConfig(Strict):
         True, "Take the examples of each epoch in an order of its own, from the seed."
     )
 
-    @model_validator(mode="after")
-    def _can_take_effect(self) -> SftDataConfig:
+    def conflicts(self) -> Iterator[Conflict]:
+        """A choice of turns where every token is trained."""
         if self.completion_only_loss is False and self.assistant_turns == "last":
-            raise ValueError(
-                "assistant_turns is last, but completion_only_loss is false, which trains every token. Set one of the two."
+            yield Conflict(
+                "assistant_turns is last, but completion_only_loss is false, which trains every token. Set one of the two.",
+                ("assistant_turns", "completion_only_loss"),
             )
-        return self
 
 
 class SftEvalConfig(Strict):

@@ -266,6 +266,19 @@ MUTATIONS = (
         (f"{LEARNING}::test_groups_without_signal_cost_nothing_and_stay_in_the_denominator",),
     ),
     Mutation(
+        "11",
+        "a failed member throws its group away",
+        (
+            (
+                "algorithms/family.py",
+                "return not tied([reward_of_the_task(rollout) for rollout in group.scored])",
+                "return len(group.scored) == len(group.rollouts) and not tied("
+                "[reward_of_the_task(rollout) for rollout in group.scored])",
+            ),
+        ),
+        ("tests/unit/algorithms/test_family.py::test_dynamic_sampling_accepts_what_differs",),
+    ),
+    Mutation(
         "12",
         "a micro-batch is divided by its own number of tokens",
         (
@@ -583,6 +596,18 @@ MUTATIONS = (
         "the weight of an adaptive penalty begins anew",
         (("loops/run.py", 'self.algorithm = make(**position["algorithm"])', "pass"),),
         (f"{RESUME}::test_every_way_of_training_resumes_bit_equal[adaptive kl]",),
+    ),
+    Mutation(
+        "28",
+        "steps in a row whose update was left out are counted anew",
+        (("loops/training.py", 'self.non_finite = position["non_finite"]', "pass"),),
+        ("tests/integration/test_numerical_safety.py::test_a_resumed_run_goes_on_counting",),
+    ),
+    Mutation(
+        "28",
+        "steps in a row without a reward are counted anew",
+        (("loops/run.py", 'self.unscored_steps = position["unscored_steps"]', "pass"),),
+        (f"{RESUME}::test_steps_without_a_reward_are_counted_across_a_resume",),
     ),
     Mutation(
         "28",

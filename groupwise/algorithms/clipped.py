@@ -8,11 +8,13 @@ value but has no gradient.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from groupwise.algorithms import ops
 from groupwise.algorithms.base import Tensor, TokenBatch
 from groupwise.algorithms.family import GroupRelative
+from groupwise.algorithms.knobs import Clash
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,13 +53,14 @@ class Clipped(GroupRelative):
         high = self.epsilon if self.epsilon_high is None else self.epsilon_high
         return 1 - self.epsilon, 1 + high
 
-    def check_together(self) -> None:
-        """Also refuses a delta within the clip."""
-        GroupRelative.check_together(self)
+    def clashes(self) -> Iterator[Clash]:
+        """Also a delta within the clip."""
+        yield from GroupRelative.clashes(self)
         if self.delta is not None and self.delta <= self.clip[1]:
-            raise ValueError(
+            yield Clash(
                 f"{self.name}.delta is {self.delta}; it must be above 1 + epsilon_high, which is "
-                f"{self.clip[1]:g}."
+                f"{self.clip[1]:g}.",
+                ("delta", "epsilon", "epsilon_high"),
             )
 
     def surrogate(

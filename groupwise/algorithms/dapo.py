@@ -20,13 +20,13 @@ the punishment: a group that only differs in length has nothing to teach about t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from groupwise.algorithms.advantages import Credit, group_relative
 from groupwise.algorithms.clipped import Clipped
-from groupwise.algorithms.knobs import SCALE_REWARDS, ScaleRewards, metadata_of
+from groupwise.algorithms.knobs import SCALE_REWARDS, Clash, ScaleRewards, metadata_of
 from groupwise.algorithms.overlong import check_names, punished
 from groupwise.types import Group, Rollout
 
@@ -58,6 +58,16 @@ class Dapo(Clipped):
             "gt": 0.0,
         },
     )
+
+    def clashes(self) -> Iterator[Clash]:
+        """A factor of a punishment that there is not, too."""
+        yield from Clipped.clashes(self)
+        if self.soft_punish_cache == 0 and self.soft_punish_factor != 1:
+            yield Clash(
+                f"dapo.soft_punish_factor is {self.soft_punish_factor:g}, which has no effect while soft_punish_cache is 0. Give "
+                "a cache, or leave the factor out.",
+                ("soft_punish_cache", "soft_punish_factor"),
+            )
 
     def check(self, longest: int, rewards: Sequence[str]) -> None:
         """Refuses a cache longer than the limit, and a reward with the name of the punishment."""

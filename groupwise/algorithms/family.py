@@ -18,7 +18,7 @@ scale of a row, what sums are divided by, and the surrogate of a token.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import ClassVar, Self
 
@@ -27,7 +27,7 @@ from groupwise.algorithms.advantages import Credit, scored_members, tied, traine
 from groupwise.algorithms.base import LossResult, Tensor, TokenBatch
 from groupwise.algorithms.correction import Correction, importance_weights
 from groupwise.algorithms.kl import KlEstimator, KlGradient
-from groupwise.algorithms.knobs import check_knobs
+from groupwise.algorithms.knobs import Clash, Clashes, check_knobs
 from groupwise.algorithms.overlong import reward_of_the_task
 from groupwise.types import Group, LossSpec, Rollout, Weight
 
@@ -63,20 +63,13 @@ class GroupRelative(ABC):
             "needs": "beta",
         },
     )
-    adaptive_kl: bool = field(
-        default=False,
+    kl_target: float | None = field(
+        default=None,
         metadata={
-            "description": "After each step beta moves so that the mean KL nears kl_target. It "
-            "starts at beta, or at 0.12 where a config gives none.",
-        },
-    )
-    kl_target: float = field(
-        default=0.05,
-        metadata={
-            "description": "Adaptive KL: the mean KL to the reference, nats per token, that beta "
-            "moves towards.",
+            "description": "Adaptive KL: after each step beta moves so that the mean KL (nats per "
+            "token) nears this target. null: beta stays.",
             "gt": 0.0,
-            "needs": "adaptive_kl",
+            "needs": "beta",
         },
     )
     kl_horizon: float = field(
@@ -85,7 +78,7 @@ class GroupRelative(ABC):
             "description": "Adaptive KL: rollouts in which beta moves by up to a fifth; larger is "
             "slower.",
             "gt": 0.0,
-            "needs": "adaptive_kl",
+            "needs": "kl_target",
         },
     )
     entropy_coef: float = field(
@@ -139,19 +132,22 @@ class GroupRelative(ABC):
 
     def __post_init__(self) -> None:
         check_knobs(self)
-        self.check_together()
+        if clashes := tuple(self.clashes()):
+            raise Clashes(clashes)
 
-    def check_together(self) -> None:
-        """Raise ValueError for values that do not go with each other."""
-        if self.adaptive_kl and self.beta == 0:
-            raise ValueError(
-                f"{self.name}.adaptive_kl is true, but beta is 0 and would stay 0; give beta a value "
-                f"to start from, for example {kl.FIRST_BETA}."
+    def clashes(self) -> Iterator[Clash]:
+        """Values that do not go with each other."""
+        if self.kl_target is not None and self.beta == 0:
+            yield Clash(
+                f"{self.name}.kl_target is {self.kl_target}, but beta is 0 and would stay 0; give "
+                f"beta a value to start from, for example {kl.FIRST_BETA}.",
+                ("kl_target", "beta"),
             )
         if self.beta > 0 and (self.kl_estimator, self.kl_gradient) == ("k1", "estimator"):
-            raise ValueError(
+            yield Clash(
                 f"{self.name}.kl_estimator k1 has no use with kl_gradient estimator: that gradient "
-                "does not know the reference. Take kl_gradient exact, or k2 or k3."
+                "does not know the reference. Take kl_gradient exact, or k2 or k3.",
+                ("beta", "kl_estimator", "kl_gradient"),
             )
 
     @abstractmethod
@@ -262,10 +258,11 @@ class GroupRelative(ABC):
         return any(always or weight.advantage != 0 for weight in weights if weight is not None)
 
     def adapted(self, kl: float, rollouts: int) -> Self:
-        """With a beta that was moved towards `kl_target`; the same without `adaptive_kl`."""
-        return replace(self, beta=self._next_beta(kl, rollouts)) if self.adaptive_kl else self
+        """With a beta that was moved towards `kl_target`; the same where there is none."""
+        return self if self.kl_target is None else replace(self, beta=self._next_beta(kl, rollouts))
 
     def _next_beta(self, measured: float, rollouts: int) -> float:
+        assert self.kl_target is not None
         return kl.adapted_beta(self.beta, measured, self.kl_target, self.kl_horizon, rollouts)
 
     def loss_spec(self) -> LossSpec:

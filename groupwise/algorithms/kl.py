@@ -33,8 +33,8 @@ from groupwise.algorithms.base import Tensor
 KlEstimator: TypeAlias = Literal["k1", "k2", "k3"]
 KlGradient: TypeAlias = Literal["exact", "estimator"]
 
-FIRST_BETA = 0.12
-"""What an adaptive beta starts from where nothing else is said."""
+FIRST_BETA, TARGET = 0.12, 0.05
+"""What an adaptive beta starts from, and the KL (nats per token) that it aims at, where nothing else is said."""
 
 MAX_ERROR = 0.2
 """The controller takes the relative error of the KL for no larger than this."""

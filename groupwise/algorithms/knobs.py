@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import Field, fields
+from dataclasses import Field, dataclass, fields
 from typing import Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 ScaleRewards: TypeAlias = Literal["group", "batch", "none"]
@@ -28,6 +28,26 @@ _RANGES: dict[str, tuple[str, Callable[[float, float], bool]]] = {
     "gt": ("greater than", operator.gt),
     "le": ("at most", operator.le),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Clash:
+    """Values that are right each by itself, but do not go with each other."""
+
+    message: str
+    knobs: tuple[str, ...]
+    """Every knob whose value decides about it."""
+
+
+class Clashes(ValueError):
+    """An algorithm was asked for with values that do not go with each other; all are told."""
+
+    def __init__(self, clashes: tuple[Clash, ...]) -> None:
+        super().__init__(clashes)
+        self.clashes = clashes
+
+    def __str__(self) -> str:
+        return "\n".join(clash.message for clash in self.clashes)
 
 
 def metadata_of(kind: Any, name: str) -> Mapping[str, Any]:

@@ -374,8 +374,9 @@ async def _again(
 ) -> list[Finding]:
     """The same calls a second time, and some completions one by one."""
     if rubric.stateful:
-        said = "a reward says that it keeps state, so calls may differ"
-        return [Finding("determinism", "skipped", said), Finding("independence", "skipped", said)]
+        return _not_again("a reward says that it keeps state, so calls may differ")
+    if trial.given_up:
+        return _not_again(trial.given_up)
     pairs = list(zip(chosen, tried, strict=True))
     before = [verdict.member for _, verdicts in pairs for verdict in verdicts]
     after = [
@@ -384,6 +385,8 @@ async def _again(
         for member in await trial.score(example, [verdict.text for verdict in verdicts])
     ]
     found = [judge_repetition(before, after)]
+    if trial.given_up:
+        return [*found, Finding("independence", "skipped", trial.given_up)]
     relative = [
         name
         for name, function in zip(rubric.names, rubric.functions, strict=True)
@@ -399,6 +402,10 @@ async def _again(
         for verdict in verdicts
     ]
     return [*found, judge_alone([verdict.member for verdict in few], alone)]
+
+
+def _not_again(why: str) -> list[Finding]:
+    return [Finding(name, "skipped", why) for name in ("determinism", "independence")]
 
 
 async def _metrics_on_gold(

@@ -17,7 +17,7 @@ from typing import Any
 from groupwise.checks.check_gold import LAYOUTS, Gold, accepted_forms, cases_of, laid_out
 from groupwise.checks.findings import Finding, Level
 from groupwise.rewards.rubric import NO_REWARD
-from groupwise.rewards.scoring import MemberScore, Scorer, ScoreRequest
+from groupwise.rewards.scoring import MemberScore, Scorer, ScoreRequest, unscored
 from groupwise.rewards.text import as_completion
 from groupwise.types import Example
 
@@ -31,6 +31,8 @@ CHEAP = 0.25
 """A completion without an answer that earns so much of what gold earns above the worst, is worth a warning."""
 SLOW = 0.5
 """Share of the time limit above which a call is called slow."""
+PATIENCE = 3
+"""Calls in a row that take too long before the rewards are given up: each costs the whole time limit, and more would say the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,10 @@ class Verdict:
 
 @dataclass(slots=True)
 class Trial:
-    """Calls the rewards as training does, and notes how long each call took."""
+    """Calls the rewards as training does, and notes how long each call took.
+
+    After `PATIENCE` calls in a row that took too long it calls no more: everything else comes back as timed out, with that reason.
+    """
 
     scorer: Scorer
     tokenizer: Any
@@ -54,10 +59,23 @@ class Trial:
     """Of each call."""
     most: int = 0
     """Completions of the largest call."""
+    too_long: int = 0
+    """Calls in a row, up to the last one, that took too long."""
+    reason: str | None = None
+    """What the last of these took too long with."""
+
+    @property
+    def given_up(self) -> str | None:
+        """Why the rewards are called no more; None as long as they are."""
+        if self.too_long < PATIENCE:
+            return None
+        return f"given up after {self.too_long} time-outs in a row; the last one: {self.reason}"
 
     async def score(self, example: Example, texts: Sequence[str]) -> tuple[MemberScore, ...]:
         """The verdicts on completions of one example, asked for in one call."""
         count = len(texts)
+        if self.given_up:
+            return unscored(count, "timed_out", self.given_up).members
         request = ScoreRequest(
             draw=example.index,
             prompts=[example.prompt] * count,
@@ -71,7 +89,14 @@ class Trial:
         score = await self.scorer.score(request)
         self.seconds.append(time.perf_counter() - begun)
         self.most = max(self.most, count)
+        self._note_time_out(score.members)
         return score.members
+
+    def _note_time_out(self, members: Sequence[MemberScore]) -> None:
+        """A call is stopped as a whole, so one member tells of all."""
+        reasons = [member.reason for member in members if member.outcome == "timed_out"]
+        self.too_long = self.too_long + 1 if reasons else 0
+        self.reason = reasons[0] if reasons else None
 
     def _ids(self, text: str) -> list[int]:
         if self.tokenizer is None:

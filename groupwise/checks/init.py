@@ -31,6 +31,7 @@ from groupwise.checks.init_choices import (
     Answers,
     Draft,
     Kind,
+    choose_beside_given,
     choose_dtype,
     choose_lengths,
     choose_step,
@@ -96,13 +97,16 @@ def init(
     file = out or Path(f"{stem_of(Path(found.name))}{'-sft' if kind == 'sft' else ''}.yaml")
     _refuse_to_overwrite(file, force)
     draft = Draft(kind, model, tuple(overrides), found.config_schema())
+    choose_beside_given(draft)
     choose = _choose_rl if kind == "rl" else _choose_sft
     cost = choose(draft, found, task, measure)
     for choice in draft.choices():
         findings.add(Finding(choice.key, "ok", json.dumps(choice.value), choice.reason))
     findings.add(*cost.findings)
     words = commands(kind, task, str(file))
-    title = f"Written by groupwise init for {found.name} with {model} on {cost.layout.processor or cost.layout.device}."
+    config = draft.loaded().config
+    machine = cost.layout.processor or cost.layout.device
+    title = f"Written by groupwise init for {found.name} with {config.model.name} on {machine}."
     _write(file, rendered(title, words, draft.choices()))
     return Report(
         f"{file} for {found.described}",
@@ -111,7 +115,7 @@ def init(
         {
             "file": str(file),
             "command": kind,
-            "config": resolved(draft.loaded().config),
+            "config": resolved(config),
             "layout": asdict(cost.layout),
             "next": words,
         },
@@ -145,8 +149,8 @@ def _write(file: Path, text: str) -> None:
 
 
 def _choose_rl(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
-    if task.has("get_environment"):
-        path = ("rollout", "type")
+    path = ("rollout", "type")
+    if task.has("get_environment") and path not in draft.chosen:
         draft.choose(path, "environment", "the task has get_environment, which answers each turn")
     choose_trained(draft, _parameters(draft))
     config = draft.config

@@ -1,7 +1,8 @@
 """What `groupwise init` chooses, and why: each choice is a key, a value and a reason, from measured facts to a config.
 
-A `Draft` collects them. What the user gave on the command line always stands: a choice about such a key is not taken. Nothing here
-measures or loads anything but configs; facts come in as plain values.
+A `Draft` collects them. What the user gave on the command line always stands: a choice about such a key is not taken, nor one about
+a key that the user's own excludes (`EXCLUDED_BY`), and where a given key needs another one beside it, that is chosen first
+(`choose_beside_given`). Nothing here measures or loads anything but configs; facts come in as plain values.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from pydantic import BaseModel
 from groupwise.checks.doctor_machine import NEARLY_FULL
 from groupwise.config import DEFAULT_ALGORITHM, LoadedConfig, RunConfig, load_config
 from groupwise.config import with_task_schema as validated_task
+from groupwise.learner.config import TrainingConfig
 from groupwise.models.config import Dtype
+from groupwise.rollouts.config import OWN_KEYS
+from groupwise.sampler.config import SamplerConfig
 from groupwise.settings.overrides import parse_override
 from groupwise.settings.schema import keys_of
 from groupwise.settings.tree import KeyPath
@@ -45,6 +49,14 @@ PATIENCE = 120.0
 LEAST_PROMPTS, LEAST_GENERATIONS = 2, 4
 FEW_ROWS = 1000
 """Rows of a teacher below which they are seen several times."""
+CACHES = 5
+"""The longest completion as a multiple of the stretch before its limit that is punished, `algorithm.soft_punish_cache`."""
+EXCLUDED_BY: dict[KeyPath, KeyPath] = {
+    ("algorithm", "type"): ("algorithm", "preset"),
+    ("training", "max_steps"): ("training", "num_train_epochs"),
+    ("training", "num_train_epochs"): ("training", "max_steps"),
+}
+"""Keys that are not chosen where the user gave another one with a value, which says the same in another way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +83,18 @@ class Draft:
     schema: type[BaseModel] | None = None
     """Of the task's own section."""
     chosen: dict[KeyPath, Choice] = field(default_factory=dict[KeyPath, Choice])
-    _given: dict[KeyPath, Any] = field(init=False)
+    _given: dict[KeyPath, Any] = field(init=False, default_factory=dict[KeyPath, Any])
 
     def __post_init__(self) -> None:
-        self._given = dict(map(parse_override, self.overrides))
+        for path, value in map(parse_override, self.overrides):
+            self._give(path, value)
+
+    def _give(self, path: KeyPath, value: Any) -> None:
+        """As overrides are laid over each other: a section replaces its keys, a key goes into the section that was given."""
+        for known in [known for known in self._given if known[: len(path)] == path]:
+            del self._given[known]
+        section = next((known for known in self._given if path[: len(known)] == known), path)
+        self._given[section] = _with(self._given.get(section), path[len(section) :], value)
 
     def is_given(self, path: KeyPath) -> bool:
         """Whether the user gave this key, a part of it, or a section that holds it."""
@@ -82,9 +102,26 @@ class Draft:
             path[: len(given)] == given or given[: len(path)] == path for given in self._given
         )
 
+    def given(self, path: KeyPath) -> Any:
+        """What the user gave for this key, by itself or within its section; None where that is nothing, or null."""
+        found: Any = None
+        for given, value in self._given.items():
+            if path[: len(given)] == given:
+                found = value
+                for key in path[len(given) :]:
+                    found = (
+                        cast("dict[str, Any]", found).get(key) if isinstance(found, dict) else None
+                    )
+        return found
+
+    def is_open(self, path: KeyPath) -> bool:
+        """Whether a choice about this key may be taken."""
+        other = EXCLUDED_BY.get(path)
+        return not self.is_given(path) and (other is None or self.given(other) is None)
+
     def choose(self, path: KeyPath, value: Any, reason: str) -> None:
         """Take a choice, in place of an earlier one about the same key."""
-        if not self.is_given(path):
+        if self.is_open(path):
             self.chosen[path] = Choice(path, value, reason)
 
     def drop(self, path: KeyPath) -> None:
@@ -138,9 +175,89 @@ class Draft:
             yield Choice(("task", key), value, described or given)
 
 
+def _with(section: Any, keys: KeyPath, value: Any) -> Any:
+    """A section with one value in it replaced; without keys, the value."""
+    if not keys:
+        return value
+    inner = cast("dict[str, Any]", section) if isinstance(section, dict) else {}
+    return {**inner, keys[0]: _with(inner.get(keys[0]), keys[1:], value)}
+
+
 def rounded_up(tokens: float, to: int = ROUND) -> int:
     """The next multiple."""
     return -(-int(-(-tokens // 1)) // to) * to
+
+
+# --- beside what was given -----------------------------------------------------------------------
+
+
+def choose_beside_given(draft: Draft) -> None:
+    """What given keys need beside them, so that the config is a right one before anything is measured; a later choice may be better."""
+    if draft.kind == "sft":
+        if draft.is_given(("training", "num_train_epochs")):
+            draft.choose(("training", "max_steps"), 100, "a first look")
+        return
+    if draft.is_given(("training", "max_steps")):
+        draft.choose(("training", "num_train_epochs"), 1.0, "one pass, as max_steps is null")
+    _choose_rollout_type(draft)
+    _choose_completion_for_least(draft)
+    _choose_step_for_minibatches(draft)
+    _choose_lag_for_free(draft)
+    _choose_samples(draft)
+
+
+def _choose_rollout_type(draft: Draft) -> None:
+    for kind, keys in OWN_KEYS.items():
+        for key in keys:
+            if draft.given(("rollout", key)) is not None:
+                draft.choose(("rollout", "type"), kind, f"rollout.{key} belongs to it")
+                return
+
+
+def _choose_completion_for_least(draft: Draft) -> None:
+    least, reason = _least_completion(draft)
+    chosen = draft.chosen.get(("rollout", "type"))
+    two_stage = "two_stage" in (draft.given(("rollout", "type")), chosen and chosen.value)
+    if least > SamplerConfig().max_completion_length and not two_stage:
+        draft.choose(("sampler", "max_completion_length"), rounded_up(least), reason)
+
+
+def _least_completion(draft: Draft) -> tuple[int, str]:
+    """Tokens that a completion must be allowed by what was given, and which key says so."""
+    least = _whole(draft.given(("sampler", "min_completion_length")))
+    cache = _whole(draft.given(("algorithm", "soft_punish_cache")))
+    if CACHES * cache > least:
+        return CACHES * cache, f"{CACHES} times algorithm.soft_punish_cache, as is usual"
+    return least, "sampler.min_completion_length asks for it"
+
+
+def _choose_step_for_minibatches(draft: Draft) -> None:
+    minibatches = _whole(draft.given(("training", "minibatches")))
+    if minibatches > TrainingConfig().prompts_per_step:
+        path = ("training", "prompts_per_step")
+        draft.choose(path, minibatches, "groups of a step, one for each of training.minibatches")
+
+
+def _choose_lag_for_free(draft: Draft) -> None:
+    if draft.given(("training", "schedule")) == "free":
+        draft.choose(("training", "lag"), 1, "the least that the schedule free takes")
+
+
+def _choose_samples(draft: Draft) -> None:
+    """Samples enough for pass@k, and a temperature at which they differ."""
+    ks: Any = draft.given(("eval", "pass_at_k"))
+    most = max(map(_whole, cast("list[Any]", ks)), default=0) if isinstance(ks, list) else 0
+    if most > 1:
+        draft.choose(("eval", "samples_per_prompt"), most, f"pass@{most} is estimated from as many")
+    samples = _whole(draft.given(("eval", "samples_per_prompt")))
+    restricted = (draft.given(("eval", key)) for key in ("top_k", "top_p", "min_p"))
+    if max(most, samples) > 1 or any(value is not None for value in restricted):
+        draft.choose(("eval", "temperature"), 1.0, "at 0, always the most probable token is taken")
+
+
+def _whole(value: Any) -> int:
+    """A number that was given; 0 where it is none, which the config's own check refuses."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 
 # --- the model -----------------------------------------------------------------------------------
@@ -161,13 +278,13 @@ def choose_dtype(draft: Draft, dtype: Dtype, has_bfloat16: bool) -> None:
 
 def choose_trained(draft: Draft, parameters: int) -> None:
     """An adapter or all weights, and the learning rate that goes with it."""
-    if parameters < TOY:
+    if parameters < TOY and draft.given(("model", "adapter")) is None:
         draft.choose(
             ("lora",),
             None,
             f"all {parameters:,} weights are trained; an adapter would save nothing",
         )
-    else:
+    elif draft.given(("model", "adapter")) is None:  # which brings its own rank
         draft.choose(
             ("lora", "r"),
             16,
@@ -228,8 +345,10 @@ def choose_lengths(
     completion, reason = wanted
     space = rounded_up(longest_prompt)
     room = limit - space
-    kind = draft.config.rollout.type
-    if kind == "single" and completion > room >= LEAST_COMPLETION:
+    kind, (least, why) = draft.config.rollout.type, _least_completion(draft)
+    if completion < least:
+        completion, reason = rounded_up(least), why
+    if kind == "single" and completion > room >= max(LEAST_COMPLETION, least):
         completion, reason = room, f"what the model's {limit} tokens leave beside the prompt"
     if kind != "two_stage":
         draft.choose(("sampler", "max_completion_length"), completion, reason)
@@ -253,7 +372,7 @@ def choose_lengths(
 
 def choose_step(draft: Draft, device: str, examples: int) -> None:
     """How much a step draws, before anything is measured, and how many steps."""
-    prompts = min(examples, 16 if device != "cpu" else 8)
+    prompts = max(min(examples, 16 if device != "cpu" else 8), draft.config.training.minibatches)
     draft.choose(
         ("algorithm", "type"),
         DEFAULT_ALGORITHM,
@@ -275,9 +394,12 @@ def choose_teacher_step(draft: Draft, rows: int, longest: int) -> None:
     """The same for a supervised run with so many rows of at most `longest` tokens."""
     epochs, told = (1, "one pass") if rows >= FEW_ROWS else (3, "three passes, as they are few,")
     draft.choose(("training", "examples_per_step"), min(16, rows), "the batch size")
-    if not draft.is_given(("training", "num_train_epochs")):
+    told = f"{told} over the {rows:,} rows"
+    if draft.is_given(("training", "max_steps")):
+        draft.choose(("training", "num_train_epochs"), float(epochs), told)
+    else:
         steps = -(-epochs * rows // draft.sft_config.training.examples_per_step)
-        draft.choose(("training", "max_steps"), steps, f"{told} over the {rows:,} rows")
+        draft.choose(("training", "max_steps"), steps, told)
     draft.choose(
         ("data", "max_length"),
         max(2, longest),
@@ -334,8 +456,9 @@ def _choose_slots(draft: Draft, count: int | None) -> None:
 
 def fit_time(draft: Draft, step_seconds: Callable[[], float]) -> None:
     """Fewer completions where a step would take longer than `PATIENCE`; `step_seconds` is at most, of the draft as it is then."""
+    fewest = max(LEAST_PROMPTS, draft.config.training.minibatches)
     for path, least, what in (
-        (("training", "prompts_per_step"), LEAST_PROMPTS, "groups of a step"),
+        (("training", "prompts_per_step"), fewest, "groups of a step"),
         (("training", "num_generations"), LEAST_GENERATIONS, "completions of a group"),
     ):
         while step_seconds() > PATIENCE and not draft.is_given(path):

@@ -11,7 +11,9 @@ from groupwise.cli.printing import (
     AsJson,
     RunArgument,
     RunsDir,
+    indented,
     print_json,
+    print_pairs,
     print_table,
     print_text,
     rounded,
@@ -21,6 +23,9 @@ from groupwise.display.text import one_line, shorten
 
 if TYPE_CHECKING:
     from groupwise.review.rescore import Agreement, Rescored, Rescoring
+
+LONGEST_REASON = 600
+"""Characters that are shown: a reason may quote a completion. The file with the rollouts has all of it."""
 
 
 def rescore(
@@ -48,7 +53,10 @@ def rescore(
     ] = 10,
     as_json: AsJson = False,
 ) -> None:
-    """Score recorded rollouts with other rewards, and compare with what was recorded. The record stays as it is."""
+    """Score recorded rollouts with other rewards, and compare with what was recorded. The record stays as it is.
+
+    Exit code 1 if a reward function failed on every rollout, or none could be scored.
+    """
     from groupwise.review.rescore import rescore as run_again
 
     found = run_again(
@@ -64,6 +72,7 @@ def rescore(
         print_json(found.summary(rows))
     else:
         _print_rescoring(found, rows)
+    raise typer.Exit(found.exit_code)
 
 
 def _print_rescoring(found: Rescoring, rows: int) -> None:
@@ -74,12 +83,24 @@ def _print_rescoring(found: Rescoring, rows: int) -> None:
     head = ("step", "rollouts", "old", "new", "correlation", "same order", "moved", "failed")
     steps = [_row(f"{step}", each) for step, each in found.steps.items()]
     print_table([head, *steps, *([_row("all", found.overall)] if len(steps) > 1 else [])])
+    _print_failures(found)
     farthest = found.farthest(rows)
     if farthest:
         print_text(f"\nmoved farthest in their group, of {found.overall.moved}")
         head = ("step", "draw", "member", "place", "reward", "completion")
         print_table([head, *(_moved(row) for row in farthest)])
-    print_text(f"\nresults  {found.path}")
+    print_text("")
+    print_pairs([("results", found.path), ("rollouts", found.rows_path)])
+
+
+def _print_failures(found: Rescoring) -> None:
+    """What went wrong most often, and which functions never worked."""
+    if found.overall.reasons:
+        print_text("\nwhat failed, and why")
+    for reason, count in found.overall.reasons.items():
+        print_text(indented(shorten(f"{count} × {reason}", LONGEST_REASON), "  "))
+    for name in found.broken:
+        print_text(f"\n`{name}` FAILED on every rollout.")
 
 
 def _row(name: str, each: Agreement) -> tuple[str, ...]:

@@ -1,124 +1,266 @@
 """The content of any value in a dataset, told in the same way in every process, so that a change of the data is noticed.
 
-Plain values tell themselves. Of other kinds those are told whose content is certain: bytes, sets, dates, paths, numbers of the
-standard library, enums, dataclasses, pydantic models, arrays and pictures. A class with a `__repr__` of its own is taken at its
-word. Nothing is guessed of the rest: what pickle or `__dict__` would say may hold caches and addresses, which differ from process to
-process and would make equal data look changed.
+Plain values tell themselves. Of other kinds those are told, by their parts, whose content is certain: bytes, sets, dates, paths,
+numbers and some more of the standard library (`PARTS`), enums, dataclasses, attrs, pydantic models, arrays, pictures, and the times
+of pandas. Nothing is guessed of the rest, nor of classes derived from those of libraries: what `repr`, pickle or `__dict__` would
+say may be abridged, hold caches and addresses, or follow the order of a set. Other data would look equal, or equal data changed.
+
+Objects come from whoever wrote the task, and may hold themselves, lack fields, or raise when they are asked. Such things are told
+by name, and never raise here.
 """
 
 from __future__ import annotations
 
-import datetime
 import hashlib
+import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import fields, is_dataclass
+from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
 from json import dumps
-from pathlib import PurePath
-from types import BuiltinFunctionType, FunctionType
+from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
+from types import BuiltinFunctionType, FunctionType, SimpleNamespace
 from typing import Any, cast
 from uuid import UUID
+from zoneinfo import ZoneInfo
 
 from pydantic import BaseModel
 
-TOLD_BY_REPR = (
-    complex,
-    range,
-    datetime.date,
-    datetime.time,
-    datetime.timedelta,
-    datetime.tzinfo,
-    Decimal,
-    Fraction,
-    PurePath,
-    UUID,
-)
-"""Classes, with those derived from them, whose `repr` has everything in it."""
 UNTOLD = "untold"
+DEEPEST = 100
+"""Levels of nesting that are told: with the calls of each they stay within Python's limit, wherever the walk begins."""
+MOST_ROUNDABOUT = 10_000
+"""Times that the walk may come again to things in loops. The ways through a few dozen of them that all know each other are endless."""
+LONGEST_INTEGER = 14_284
+"""Bits of an integer that Python writes in decimal; it refuses above 4300 digits."""
 
 
 def canonical(value: Any) -> Any:
     """The content as something that JSON can write. Lists and tuples are the same, as are arrays and lists of their numbers."""
-    if value is None or (
-        isinstance(value, bool | int | float | str) and not isinstance(value, Enum)
-    ):
-        return value
-    if isinstance(value, Mapping):
-        items = cast("Mapping[Any, Any]", value).items()
-        return {
-            "dict": sorted(([str(k), canonical(v)] for k, v in items), key=lambda pair: pair[0])
-        }
-    if isinstance(value, list | tuple):
-        return [canonical(entry) for entry in cast("Sequence[Any]", value)]
-    if isinstance(value, AbstractSet):
-        return {"set": sorted(dumps(canonical(entry)) for entry in cast("AbstractSet[Any]", value))}
-    return _of_an_object(value)
-
-
-def _of_an_object(value: Any) -> Any:
-    if isinstance(value, bytes | bytearray | memoryview):
-        return {"bytes": hashlib.sha256(bytes(cast("bytes", value))).hexdigest()}
-    if (parts := _parts(value)) is not None:
-        return {"object": [_named(type(value)), canonical(parts)]}
-    if hasattr(value, "tolist"):
-        return canonical(value.tolist())
-    if isinstance(value, type | FunctionType | BuiltinFunctionType):
-        return {UNTOLD: _named(value)}
-    told = _own_words(value)
-    if told is None:
-        return {UNTOLD: f"objects of {_named(type(value))}"}
-    return {"object": [_named(type(value)), told]}
+    try:
+        return _Walk().tell(value)
+    except _TangledError:
+        return _untold(
+            f"objects of {_named(type(value))} with parts that refer to each other in more than {MOST_ROUNDABOUT} ways"
+        )
 
 
 def untold(told: Any) -> Iterator[str]:
     """What could not be told in something that `canonical` made."""
-    if isinstance(told, list):
-        for entry in cast("list[Any]", told):
-            yield from untold(entry)
-    elif isinstance(told, dict):
-        for name, entry in cast("dict[str, Any]", told).items():
-            yield from [entry] if name == UNTOLD else untold(entry)
+    waiting = [told]
+    while waiting:
+        entry = waiting.pop()
+        if isinstance(entry, list):
+            waiting.extend(reversed(cast("list[Any]", entry)))
+        elif isinstance(entry, dict):
+            parts = cast("dict[str, Any]", entry)
+            if UNTOLD in parts:
+                yield parts[UNTOLD]
+            else:
+                waiting.extend(parts.values())
 
 
-def _parts(value: Any) -> dict[str, Any] | None:
+class _TangledError(Exception):
+    """There are too many ways through the loops of a value to tell them all."""
+
+
+class _Walk:
+    """A walk through a value and all that is in it.
+
+    What comes back to itself is told by how many levels up it stands, which is the same in whatever order sets give
+    their entries. All that was met is kept here until the end, because its `id` would otherwise be given to something else.
+    """
+
+    def __init__(self) -> None:
+        self.above: dict[int, int] = {}
+        self.met: dict[int, object] = {}
+        self.known: dict[int, Any] = {}
+        """What was told of things whose telling does not depend on where they stand."""
+        self.dependent = 0
+        self.roundabout = 0
+
+    def tell(self, value: Any) -> Any:
+        # The real type decides: a proxy or a mock may say of itself that it is another.
+        kind = cast("Any", type(value))
+        if value is None or (
+            issubclass(kind, bool | int | float | str) and not issubclass(kind, Enum)
+        ):
+            return _plain(value)
+        name = id(value)
+        if name in self.known:
+            return self.known[name]
+        if name in self.above:
+            self.dependent += 1
+            return {"up": len(self.above) - self.above[name]}
+        if len(self.above) == DEEPEST:
+            self.dependent += 1
+            return _untold(f"something nested more than {DEEPEST} levels deep")
+        self._refuse_tangle(name)
+        self.met[name] = value
+        self.above[name] = len(self.above)
+        before = self.dependent
+        try:
+            told = self._content(value, kind)
+        except _TangledError:
+            raise
+        except Exception:  # noqa: BLE001 — the code of any class may run here
+            told = _untold(f"objects of {_named(kind)}")
+        finally:
+            del self.above[name]
+        if self.dependent == before:
+            self.known[name] = told
+        return told
+
+    def _refuse_tangle(self, name: int) -> None:
+        self.roundabout += name in self.met
+        if self.roundabout > MOST_ROUNDABOUT:
+            raise _TangledError
+
+    def _content(self, value: Any, kind: Any) -> Any:
+        if issubclass(kind, Enum):
+            return self._object(kind, {"name": value.name, "value": value.value})
+        if issubclass(kind, list | tuple):
+            return [self.tell(entry) for entry in value]
+        if issubclass(kind, Mapping):
+            return self._pairs(value)
+        if issubclass(kind, AbstractSet):
+            return {"set": sorted((self.tell(entry) for entry in value), key=dumps)}
+        if issubclass(kind, bytes | bytearray | memoryview):
+            return {"bytes": hashlib.sha256(bytes(value)).hexdigest()}
+        if _is_array(kind):
+            return self.tell(value.tolist())
+        if issubclass(kind, type | FunctionType | BuiltinFunctionType):
+            return _untold(_named(value))
+        return self._object(kind, _parts(value, kind))
+
+    def _object(self, kind: Any, parts: dict[str, Any] | None) -> Any:
+        if parts is None:
+            return _untold(f"objects of {_named(kind)}")
+        return {"object": [_named(kind), self._pairs(parts)]}
+
+    def _pairs(self, mapping: Mapping[Any, Any]) -> Any:
+        """Text before other keys, each in an order that does not depend on hashes."""
+        pairs = [[self.tell(key), self.tell(value)] for key, value in mapping.items()]
+        text = sorted((each for each in pairs if isinstance(each[0], str)), key=_first)
+        others = sorted((each for each in pairs if not isinstance(each[0], str)), key=dumps)
+        return {"dict": text + others}
+
+
+def _first(pair: list[Any]) -> Any:
+    return pair[0]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, int) and value.bit_length() > LONGEST_INTEGER:
+        return {"integer": hex(value)}
+    return value
+
+
+def _untold(what: str) -> dict[str, str]:
+    return {UNTOLD: what}
+
+
+def _is_array(kind: Any) -> bool:
+    """Whether it is an array or a number of these libraries. A class derived elsewhere may hold more, such as a unit."""
+    if kind.__name__ in ("longdouble", "clongdouble"):
+        return False  # has no counterpart in Python, and its `tolist` gives another of its kind
+    return _library(kind) in ("array", "jaxlib", "numpy", "torch") and hasattr(kind, "tolist")
+
+
+def _parts(value: Any, kind: Any) -> dict[str, Any] | None:
     """What a thing consists of, where that is certain; None for anything else."""
-    if isinstance(value, Enum):
-        return {"name": value.name, "value": value.value}
-    if isinstance(value, BaseModel):
-        return dict(value)
-    if _is_picture(value):
-        palette = value.getpalette()
+    if issubclass(kind, BaseModel):
+        # Past its attributes, which warn where a field is deprecated, and its `__iter__`, which may be redefined.
+        held = cast("dict[str, Any]", value.__dict__)
+        told = {name: each for name, each in held.items() if name in kind.model_fields}
+        return told | (value.__pydantic_extra__ or {})
+    if is_dataclass(kind):
+        return _present(value, (each.name for each in fields(kind)))
+    if (attributes := getattr(kind, "__attrs_attrs__", None)) is not None:
+        return _present(value, (each.name for each in attributes))
+    if _is_picture(kind):
         return {
             "mode": value.mode,
             "size": value.size,
-            "palette": palette,
+            "palette": value.getpalette(),
             "pixels": value.tobytes(),
         }
-    if is_dataclass(value) and not isinstance(value, type):
-        return {each.name: getattr(value, each.name) for each in fields(value)}
-    return None
+    if kind is ZoneInfo and value.key is None:
+        return None
+    tell = PARTS.get(kind) or PARTS_BY_NAME.get(f"{_library(kind)}.{kind.__name__}")
+    return tell(value) if tell else None
 
 
-def _is_picture(value: Any) -> bool:
+def _present(value: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Those of its attributes that are set."""
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
+def _is_picture(kind: Any) -> bool:
     """Whether it is an image of Pillow, which nobody has made who has not imported it."""
     pillow = sys.modules.get("PIL.Image")
-    return pillow is not None and isinstance(value, pillow.Image)
+    return pillow is not None and issubclass(kind, pillow.Image)
 
 
-def _own_words(value: Any) -> str | None:
-    """What a class says of its instance; None where that is not its content: an address, or something abridged."""
-    if isinstance(value, TOLD_BY_REPR):
-        return repr(value)
-    if type(value).__repr__ is object.__repr__:
-        return None
-    shown = repr(value)
-    return None if " at 0x" in shown or "..." in shown else shown
+def _text(value: Any) -> dict[str, Any]:
+    return {"text": str(value)}
+
+
+def _date(value: Any) -> dict[str, Any]:
+    return {"iso": value.isoformat()}
+
+
+def _moment(value: Any) -> dict[str, Any]:
+    return {"iso": value.isoformat(), "fold": value.fold, "zone": value.tzinfo}
+
+
+def _attributes(*names: str) -> Callable[[Any], dict[str, Any]]:
+    return lambda value: {name: getattr(value, name) for name in names}
+
+
+PARTS: dict[type, Callable[[Any], dict[str, Any]]] = {
+    complex: _attributes("real", "imag"),
+    range: _attributes("start", "stop", "step"),
+    slice: _attributes("start", "stop", "step"),
+    Decimal: _text,
+    Fraction: _attributes("numerator", "denominator"),
+    UUID: _text,
+    PurePosixPath: _text,
+    PosixPath: _text,
+    PureWindowsPath: _text,
+    WindowsPath: _text,
+    date: _date,
+    datetime: _moment,
+    time: _moment,
+    timedelta: _attributes("days", "seconds", "microseconds"),
+    timezone: lambda zone: {"offset": zone.utcoffset(None), "name": zone.tzname(None)},
+    ZoneInfo: _attributes("key"),
+    re.Pattern: _attributes("pattern", "flags"),
+    deque: lambda line: {"entries": list(line), "maxlen": line.maxlen},
+    SimpleNamespace: vars,
+}
+"""Classes of the standard library, without those derived from them, and what their instances consist of."""
+PARTS_BY_NAME: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "pandas.Timestamp": _moment,
+    "pandas.Timedelta": _date,
+    "pandas.NaTType": _attributes(),
+    "pandas.NAType": _attributes(),
+}
+"""The same for what `to_dict` of a pandas table gives, by library and class, because this does not import it."""
+
+
+def _library(kind: Any) -> str:
+    return str(kind.__module__).partition(".")[0]
 
 
 def _named(value: Any) -> str:
-    """The full name of a class or function."""
-    return f"{value.__module__}.{value.__qualname__}"
+    """The full name of a class or function; of one in a task file without the hash of the path, which may be moved."""
+    module = str(value.__module__)
+    if module.startswith("groupwise_user_"):
+        module = module.rpartition("_")[0]
+    return f"{module}.{value.__qualname__}"

@@ -60,9 +60,11 @@ def fingerprint(examples: Iterable[Example]) -> str:
     """
     digest = hashlib.sha256()
     for example in examples:
-        told = canonical([example.prompt, example.columns])
+        prompt = canonical(example.prompt)
+        columns = {name: canonical(value) for name, value in sorted(example.columns.items())}
+        told = [prompt, {"dict": list(columns.items())}]
         digest.update(json.dumps(told).encode() + b"\n")
-        for column, value in told[1]["dict"]:
+        for column, value in [("prompt", prompt), *columns.items()]:
             for what in untold(value):
                 _warn_of_untold(column, what)
     return digest.hexdigest()
@@ -72,7 +74,7 @@ def fingerprint(examples: Iterable[Example]) -> str:
 def _warn_of_untold(column: str, what: str) -> None:
     logger.warning(
         "column `%s` holds %s, whose content cannot be told: if it is another one when a run is resumed, nobody notices. Keep "
-        "plain values in the dataset, or give a class a __repr__ that tells all of its content.",
+        "plain values in the dataset, or make the class a dataclass of such.",
         column,
         what,
     )
@@ -122,19 +124,36 @@ def _example(index: int, columns: dict[str, Any], where: str) -> Example:
 
 def _refuse_broken_text(value: Any, where: str) -> None:
     """Raise TaskError for text with half a character, which no tokenizer takes and no file or database keeps."""
-    if isinstance(value, str):
-        if not value.isascii() and (shown := printable(value)) != value:
+    for text in _texts(value):
+        if not text.isascii() and (shown := printable(text)) != text:
             raise TaskError(
                 f"{where}: the text {shown[:60]!r} holds half of a surrogate pair, which is no character. It comes from "
                 'cutting text in UTF-16 or from a broken escape; mend it with text.encode("utf-16", '
                 '"surrogatepass").decode("utf-16", "replace").'
             )
-    elif isinstance(value, Mapping):
-        for entry in cast("Mapping[Any, Any]", value).items():
-            _refuse_broken_text(entry, where)
-    elif isinstance(value, list | tuple):
-        for entry in cast("Sequence[Any]", value):
-            _refuse_broken_text(entry, where)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in lists and dicts. Each of these is looked at once, for it may hold itself."""
+    waiting = [value]
+    # With the objects, because the id of one that is gone would be given to another.
+    met: dict[int, object] = {}
+    while waiting:
+        entry = waiting.pop()
+        if issubclass(type(entry), str):
+            yield entry
+        elif issubclass(type(entry), Mapping | list | tuple) and id(entry) not in met:
+            met[id(entry)] = entry
+            waiting.extend(reversed(_inside(entry)))
+
+
+def _inside(value: Any) -> list[Any]:
+    try:
+        if issubclass(type(value), Mapping):
+            return [each for pair in value.items() for each in pair]
+        return list(value)
+    except Exception:  # noqa: BLE001 — a class of the task's may raise anything; there is no text to be had
+        return []
 
 
 def checked_prompt(value: Any, where: str, name: str = "prompt") -> Prompt:

@@ -312,6 +312,7 @@ async def _evaluate(
     config: RunConfig, task: Task, policy: FoundPolicy, output: Path | None
 ) -> EvalResult:
     tokenizer = load_tokenizer(config.model)
+    build.check_stop_tokens(config, tokenizer)
     prompts = held_out_prompts(
         config, task, tokenizer, prompt_room(config.model, build.longest_completion(config))
     )

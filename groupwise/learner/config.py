@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal, cast
 
 from pydantic import model_validator
 
-from groupwise.settings.schema import Strict, setting
+from groupwise.settings.schema import Conflict, Strict, setting
 
 
 class OptimisationConfig(Strict):
@@ -50,7 +51,10 @@ class OptimisationConfig(Strict):
         1.0, "The gradient is scaled down to this norm; null leaves it as it is.", gt=0
     )
     seed: int = setting(
-        0, "Decides order of examples, every sampled token and the adapter's start.", ge=0
+        0,
+        "Decides order of examples, every sampled token and the adapter's start.",
+        ge=0,
+        le=2**63 - 1,
     )
     max_tokens_per_microbatch: int = setting(
         8192,
@@ -88,21 +92,25 @@ class OptimisationConfig(Strict):
             return keys
         return {**keys, "max_steps": None}
 
-    @model_validator(mode="after")
-    def _one_of_each_pair(self) -> OptimisationConfig:
+    def conflicts(self) -> Iterator[Conflict]:
+        """Of two keys that say the same in different words both, or none."""
         if self.max_steps is not None and self.num_train_epochs is not None:
-            raise ValueError(
+            yield Conflict(
                 f"max_steps is {self.max_steps} and num_train_epochs is {self.num_train_epochs}; "
-                "give one of the two and set the other to null."
+                "give one of the two and set the other to null.",
+                ("max_steps", "num_train_epochs"),
             )
         if self.max_steps is None and self.num_train_epochs is None:
-            raise ValueError("max_steps and num_train_epochs are both null; give one of the two.")
-        if self.warmup_steps and self.warmup_ratio:
-            raise ValueError(
-                f"warmup_steps is {self.warmup_steps} and warmup_ratio is {self.warmup_ratio}; "
-                "give one of the two."
+            yield Conflict(
+                "max_steps and num_train_epochs are both null; give one of the two.",
+                ("max_steps", "num_train_epochs"),
             )
-        return self
+        if self.warmup_steps and self.warmup_ratio:
+            yield Conflict(
+                f"warmup_steps is {self.warmup_steps} and warmup_ratio is {self.warmup_ratio}; "
+                "give one of the two.",
+                ("warmup_steps", "warmup_ratio"),
+            )
 
 
 class TrainingConfig(OptimisationConfig):
@@ -140,16 +148,18 @@ class TrainingConfig(OptimisationConfig):
         """Optimiser calls of a step in which every group teaches."""
         return self.num_iterations * self.minibatches
 
-    @model_validator(mode="after")
-    def _can_take_effect(self) -> TrainingConfig:
+    def conflicts(self) -> Iterator[Conflict]:
+        """Those of every training, more updates than groups, and a freedom that there is not."""
+        yield from super().conflicts()
         if self.minibatches > self.prompts_per_step:
-            raise ValueError(
+            yield Conflict(
                 f"minibatches is {self.minibatches}, but a step has only prompts_per_step = {self.prompts_per_step} groups, "
-                "and an update takes whole ones."
+                "and an update takes whole ones.",
+                ("minibatches", "prompts_per_step"),
             )
         if self.schedule == "free" and self.lag == 0:
-            raise ValueError(
+            yield Conflict(
                 "schedule is free with lag 0, which leaves nothing free: every step would wait for its own groups. "
-                "Set lag to 1 or more, or schedule to fixed_lag."
+                "Set lag to 1 or more, or schedule to fixed_lag.",
+                ("schedule", "lag"),
             )
-        return self

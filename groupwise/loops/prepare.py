@@ -49,11 +49,6 @@ class Prepared:
     def run_name(self) -> str:
         return self.loaded.run_name
 
-    @property
-    def place(self) -> Path:
-        """The folder of a new run."""
-        return Path(self.config.run.dir) / self.run_name
-
 
 # --- the weights that a run starts from ----------------------------------------------------------
 

@@ -142,7 +142,7 @@ def _drawn_metrics(drawn: Drawn, policy_in: Policy) -> dict[str, float]:
 def _adaptive(run: Run) -> dict[str, float]:
     """The weight of the KL penalty, where it moves."""
     knobs = run.algorithm.loss_spec().knobs
-    return {"beta": knobs["beta"]} if knobs.get("adaptive_kl") else {}
+    return {} if knobs.get("kl_target") is None else {"beta": knobs["beta"]}
 
 
 def _tokens(groups: Sequence[Group]) -> int:

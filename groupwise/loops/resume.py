@@ -95,10 +95,7 @@ def find_resume_point(
             raise RunNotFoundError(
                 f"The run {address.name!r} has no checkpoint. Give --resume to start it over from step 0."
             )
-    if is_held(path):
-        raise RunInUseError(
-            f"{path} is in use by {holder(path) or 'another process'}. Wait for it or stop it."
-        )
+    _refuse_held(path)
     made_anew = mended.get(path.resolve()) or recovery.recover(path)
     facts = Store.facts(path / RECORD)
     if facts.get("kind", kind) != kind:
@@ -107,6 +104,13 @@ def find_resume_point(
         )
     there = tuple(found.step for found in checkpoints.complete(path / CHECKPOINTS))
     return ResumePoint(path, checkpoint, facts, complete.skipped, there, made_anew)
+
+
+def _refuse_held(path: Path) -> None:
+    if is_held(path):
+        raise RunInUseError(
+            f"{path} is in use by {holder(path) or 'another process'}. Wait for it or stop it."
+        )
 
 
 def with_start_of(loaded: Loaded, point: ResumePoint) -> Loaded:
@@ -181,6 +185,14 @@ def open_folder(
         {**facts, **sizes, **prepared.facts},
         keep_tokens=keep,
     )
+
+
+def check_folder(prepared: Prepared, point: ResumePoint | None) -> Path:
+    """The folder that `open_folder` would give. Refuses a run that stands in the way as it would; makes and takes nothing."""
+    if point is not None:
+        _refuse_held(point.path)
+        return point.path
+    return RunFolder.would_create(Path(prepared.config.run.dir), prepared.run_name)
 
 
 def _refuse_if_gone_on(folder: RunFolder, point: ResumePoint) -> None:

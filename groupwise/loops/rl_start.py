@@ -41,7 +41,7 @@ from groupwise.loops.outcome import (
     summarise,
     write_curve,
 )
-from groupwise.loops.resume import Resumption, take_back
+from groupwise.loops.resume import Resumption, check_folder, take_back
 from groupwise.loops.rl import publish, train
 from groupwise.loops.rl_prepare import RlPrepared, plan_rl, prepare_rl
 from groupwise.loops.run import Run
@@ -98,8 +98,9 @@ def rl(
     prepared = prepare_rl(start.loaded, task, start.rows_read)
     resumption = start.resumption(prepared)
     if dry_run:
-        all_callbacks(prepared, prepared.place)
-        return RlResult(plan_rl(prepared, dry_run_warnings(resumption)), prepared.place)
+        place = check_folder(prepared, start.point)
+        all_callbacks(prepared, place)
+        return RlResult(plan_rl(prepared, dry_run_warnings(resumption)), place)
     noted = {
         "examples": len(prepared.prompts.examples),
         "examples_dropped_as_too_long": prepared.prompts.dropped,

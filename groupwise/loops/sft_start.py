@@ -26,7 +26,7 @@ from groupwise.loops.outcome import (
     summarise,
     write_curve,
 )
-from groupwise.loops.resume import NOT_WEIGHTS, Resumption, take_back
+from groupwise.loops.resume import NOT_WEIGHTS, Resumption, check_folder, take_back
 from groupwise.loops.sft import SftRun, save, train
 from groupwise.loops.sft_prepare import SftPrepared, plan_sft, prepare_sft
 from groupwise.loops.start import (
@@ -76,7 +76,8 @@ def sft(
     prepared = prepare_sft(start.loaded, task, start.rows_read)
     resumption = start.resumption(prepared)
     if dry_run:
-        return SftResult(plan_sft(prepared, dry_run_warnings(resumption)), prepared.place)
+        place = check_folder(prepared, start.point)
+        return SftResult(plan_sft(prepared, dry_run_warnings(resumption)), place)
     noted = {
         "examples": len(prepared.lessons.lessons),
         "rows_dropped_as_too_long": prepared.lessons.dropped,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from pydantic import model_validator
-
-from groupwise.settings.schema import Strict, setting
+from groupwise.settings.schema import Conflict, Strict, setting
 
 Dtype = Literal["float32", "bfloat16"]
 """How the numbers of a model are stored."""
@@ -15,7 +14,13 @@ Dtype = Literal["float32", "bfloat16"]
 class ModelConfig(Strict):
     """The model that the run starts from."""
 
-    not_yet: ClassVar[frozenset[str]] = frozenset({"backend", "load_in_4bit", "load_in_8bit"})
+    not_yet: ClassVar[frozenset[str]] = frozenset(
+        {"backend=unsloth", "load_in_4bit", "load_in_8bit"}
+    )
+
+    backend: Literal["transformers"] = setting(
+        "transformers", "Which library makes the model from its files."
+    )
 
     name: str = setting(
         ...,
@@ -45,14 +50,14 @@ class ModelConfig(Strict):
         None, "Most tokens of prompt and completion together; null is the model's own limit.", ge=2
     )
 
-    @model_validator(mode="after")
-    def _revision_has_an_adapter(self) -> ModelConfig:
+    def conflicts(self) -> Iterator[Conflict]:
+        """A revision of no adapter."""
         if self.adapter_revision is not None and self.adapter is None:
-            raise ValueError(
+            yield Conflict(
                 f"adapter_revision is {self.adapter_revision!r}, but there is no adapter that it could be of. Set adapter to "
-                "a hub id, or leave adapter_revision out; that of the model is revision."
+                "a hub id, or leave adapter_revision out; that of the model is revision.",
+                ("adapter_revision", "adapter"),
             )
-        return self
 
 
 class LoraConfig(Strict):

@@ -13,8 +13,8 @@ from groupwise.models.decoder import Decoder
 CHUNK = 256
 """Rows of logits held at a time: 50 MB in float32 for a vocabulary of 49,152."""
 
-NEVER = torch.finfo(torch.float32).min
-"""A logit of probability 0. Unlike -inf it may stand in a sum of probabilities times logits, as the entropy is."""
+NEVER = -1e30
+"""A logit of probability 0. Unlike -inf it may stand in a sum of probabilities times logits, as the entropy is, and in its gradient."""
 
 
 class TokenNumbers(NamedTuple):

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from heapq import nlargest
 from itertools import chain, combinations, groupby
 from math import fsum, inf, sqrt
@@ -45,6 +46,10 @@ FORMAT = 2
 KIND = "rescoring"
 ROWS = ".jsonl"
 """Ending of the file with the rollouts, beside that with the numbers."""
+SHOWN_REASONS = 3
+"""Reasons for failures that are told, the most frequent ones."""
+KEPT_REASONS = 20
+"""Of a step: a reason may quote a completion, and those of a long run do not fit into memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,8 @@ class Rescored:
     old_rank: float | None = None
     """Place in its group among those that both scored, 1 for the best; the mean place where several are equal."""
     new_rank: float | None = None
+    failed_rewards: dict[str, str] = field(default_factory=dict[str, str])
+    """Why a new reward function has no value, by its name. A call that was cut off has the `reason` only, and no `new_parts`."""
 
     @property
     def moved(self) -> float:
@@ -96,6 +103,10 @@ class Agreement:
     """Rollouts whose place in their group changed."""
     failed: int
     """Rollouts that could not be scored now."""
+    reasons: dict[str, int]
+    """What went wrong most often, with the number of rollouts; of a reward that has no weight, too."""
+    unanswered: dict[str, int]
+    """Rollouts on which a new reward function failed, by its name; all of a call that was cut off count for each function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +121,26 @@ class Rescoring:
     path: Path
     """Where all of it was written: this file, and one of the same name with the rollouts."""
 
+    @property
+    def rows_path(self) -> Path:
+        """JSON lines, one for each rollout."""
+        return self.path.with_suffix(ROWS)
+
+    @property
+    def broken(self) -> tuple[str, ...]:
+        """The new reward functions that failed on every rollout."""
+        counts = self.overall.unanswered
+        return tuple(name for name in self.rewards if counts.get(name) == self.overall.rollouts)
+
+    @property
+    def exit_code(self) -> int:
+        """1 if a reward function failed on every rollout, or all of them together scored none."""
+        nothing = 0 < self.overall.rollouts == self.overall.failed
+        return 1 if self.broken or nothing else 0
+
     def rows(self) -> Iterator[Rescored]:
         """The rollouts, in order, as they were written."""
-        with self.path.with_suffix(ROWS).open("rb") as file:
+        with self.rows_path.open("rb") as file:
             yield from (Rescored(**json.loads(line)) for line in file)
 
     def summary(self, rows: int = 0) -> dict[str, Any]:
@@ -120,10 +148,12 @@ class Rescoring:
         return {
             "run": self.run,
             "rewards": self.rewards,
+            "broken": list(self.broken),
             "overall": asdict(self.overall),
             "steps": {str(step): asdict(each) for step, each in self.steps.items()},
             "moved": [asdict(row) for row in self.farthest(rows)],
             "results": str(self.path),
+            "results_rows": str(self.rows_path),
         }
 
     def farthest(self, count: int) -> list[Rescored]:
@@ -299,7 +329,7 @@ async def _rescored(
     try:
         for step, draws in chosen.items():
             groups = await _rescored_step(store, step, draws, judge, max_steps)
-            tallies[step] = _tally(groups)
+            tallies[step] = _tally(groups, judge.rubric.names)
             for row in chain.from_iterable(groups):
                 text = json.dumps(durable.without_nan(asdict(row)), ensure_ascii=False)
                 file.write(text.encode("utf-8", "backslashreplace") + b"\n")
@@ -357,6 +387,7 @@ def _beside(step: int, old: Group, new: Group | None) -> list[Rescored]:
             old_outcome=before.outcome,
             new_outcome=after.outcome,
             reason=after.reason,
+            failed_rewards=after.notes.get("failed_rewards", {}),
         )
         for before, after in zip(old.rollouts, new.rollouts, strict=True)
     ]
@@ -404,18 +435,21 @@ class _Tally:
     """That either tells apart."""
     alike: int
     """Of these, those that both put in the same order."""
+    reasons: dict[str, int]
+    unanswered: dict[str, int]
 
     @property
     def means(self) -> tuple[float, float]:
         return self.sums[0] / self.scored, self.sums[1] / self.scored
 
 
-def _tally(groups: Sequence[Sequence[Rescored]]) -> _Tally:
+def _tally(groups: Sequence[Sequence[Rescored]], names: Sequence[str]) -> _Tally:
     rows = [row for group in groups for row in group]
     both = _both(rows)
     old, new = [x for x, _ in both], [y for _, y in both]
     mean_old, mean_new = (fmean(old), fmean(new)) if both else (0.0, 0.0)
     alike = [each for group in groups for each in _ordered_alike(group)]
+    reasons = Counter(reason for row in rows for reason in _reasons(row))
     return _Tally(
         rollouts=len(rows),
         moved=sum(row.moved > 0 for row in rows),
@@ -431,7 +465,18 @@ def _tally(groups: Sequence[Sequence[Rescored]]) -> _Tally:
         highest=(max(old, default=-inf), max(new, default=-inf)),
         pairs=len(alike),
         alike=sum(alike),
+        reasons=dict(reasons.most_common(KEPT_REASONS)),
+        unanswered=Counter(name for row in rows for name in names if _unanswered(row, name)),
     )
+
+
+def _reasons(row: Rescored) -> Iterable[str]:
+    """Why a rollout was not scored; where it was, why a reward without weight failed."""
+    return row.failed_rewards.values() if row.reason is None else (row.reason,)
+
+
+def _unanswered(row: Rescored, name: str) -> bool:
+    return name in row.failed_rewards or name not in row.new_parts
 
 
 def _agreement(tallies: Sequence[_Tally]) -> Agreement:
@@ -449,7 +494,16 @@ def _agreement(tallies: Sequence[_Tally]) -> Agreement:
         agreement=sum(each.alike for each in some) / pairs if pairs else None,
         moved=sum(each.moved for each in tallies),
         failed=sum(each.failed for each in tallies),
+        reasons=dict(_total(each.reasons for each in tallies).most_common(SHOWN_REASONS)),
+        unanswered=dict(_total(each.unanswered for each in tallies)),
     )
+
+
+def _total(counts: Iterable[dict[str, int]]) -> Counter[str]:
+    total: Counter[str] = Counter()
+    for each in counts:
+        total.update(each)
+    return total
 
 
 def _means(tallies: Sequence[_Tally], scored: int) -> tuple[float, float]:

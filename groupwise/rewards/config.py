@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar, Protocol
 
-from pydantic import model_validator
-
-from groupwise.settings.schema import Strict, setting
+from groupwise.settings.schema import Conflict, Strict, setting
 
 START_LIMIT = 60.0
 
@@ -22,13 +21,17 @@ class InWorkers(Protocol):
     def in_process(self) -> bool: ...
 
 
-def check_in_process(section: InWorkers, does: str) -> None:
-    """Raise `ValueError` if keys of worker processes are set where `in_process`, which `does` it here, has none."""
+def idle_in_process(section: InWorkers, does: str) -> Iterator[Conflict]:
+    """Keys of worker processes that are set where `in_process`, which `does` it here, has none."""
     if section.in_process and section.workers > 1:
-        raise ValueError(f"workers is {section.workers}, but in_process {does}; leave one out.")
+        yield Conflict(
+            f"workers is {section.workers}, but in_process {does}; leave one out.",
+            ("in_process", "workers"),
+        )
     if section.in_process and section.start_limit != START_LIMIT:
-        raise ValueError(
-            f"start_limit is {section.start_limit:g}, but in_process starts no worker; leave one out."
+        yield Conflict(
+            f"start_limit is {section.start_limit:g}, but in_process starts no worker; leave one out.",
+            ("in_process", "start_limit"),
         )
 
 
@@ -75,7 +78,6 @@ class RewardsConfig(Strict):
         ge=1,
     )
 
-    @model_validator(mode="after")
-    def _one_process_has_no_workers(self) -> RewardsConfig:
-        check_in_process(self, "scores in one process")
-        return self
+    def conflicts(self) -> Iterator[Conflict]:
+        """Keys of workers where there are none."""
+        return idle_in_process(self, "scores in one process")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from pydantic import model_validator
-
-from groupwise.rewards.config import START_LIMIT, check_in_process
-from groupwise.settings.schema import Strict, setting
+from groupwise.rewards.config import START_LIMIT, idle_in_process
+from groupwise.settings.schema import Conflict, Strict, setting
 
 HEADERS = 16
 """Tokens that a chat template may put around the two messages of a turn; usual ones put 10 to 14."""
@@ -79,25 +78,17 @@ class RolloutConfig(Strict):
         on_resume="warn",
     )
 
-    @model_validator(mode="after")
-    def _every_key_has_an_effect(self) -> RolloutConfig:
-        idle = [
-            key
-            for kind, keys in OWN_KEYS.items()
-            for key in keys
-            if kind != self.type and getattr(self, key) != self.__class__.model_fields[key].default
-        ]
-        if idle:
-            owner = next(kind for kind, keys in OWN_KEYS.items() if idle[0] in keys)
-            raise ValueError(
-                f"{idle[0]} has no effect where type is {self.type}; set type to {owner}, or leave it out."
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _one_process_has_no_workers(self) -> RolloutConfig:
-        check_in_process(self, "keeps environments in one process")
-        return self
+    def conflicts(self) -> Iterator[Conflict]:
+        """Keys of another type, and keys of workers where there are none."""
+        for owner, keys in OWN_KEYS.items():
+            for key in keys if owner != self.type else ():
+                if getattr(self, key) != self.__class__.model_fields[key].default:
+                    yield Conflict(
+                        f"{key} has no effect where type is {self.type}; set type to {owner}, or leave it out.",
+                        (key, "type"),
+                    )
+        if self.type == "environment":
+            yield from idle_in_process(self, "keeps environments in one process")
 
     def longest(self, max_completion_length: int) -> int:
         """Most tokens that may follow a prompt, where one completion has at most so many."""

@@ -214,25 +214,25 @@ def _fts5(connection: sqlite3.Connection) -> bool:
 
 
 def _has_text_index(connection: sqlite3.Connection) -> bool:
-    return _fts5(connection) and _tables(connection) >= {"prompt_index", "completion_index"}
+    """Whether there is one that a SQLite like this one can use, and that holds all that is in the tables."""
+    return _fts5(connection) and _text_index_state(connection) == "current"
 
 
-def _tables(connection: sqlite3.Connection) -> set[str]:
-    rows = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
-    return {name for (name,) in rows}
+def _text_index_state(connection: sqlite3.Connection) -> str | None:
+    state = connection.execute("SELECT value FROM meta WHERE key = 'text_index'").fetchone()
+    return None if state is None else json.loads(state[0])
 
 
 def _prepare_text_index(connection: sqlite3.Connection, force: bool = False) -> None:
     """Make the index where it is missing, or stale because a SQLite without FTS5 wrote since."""
-    state = connection.execute("SELECT value FROM meta WHERE key = 'text_index'").fetchone()
     wanted = "current" if _fts5(connection) else "stale"
-    if state == (json.dumps(wanted),) and not force:
+    if _text_index_state(connection) == wanted and not force:
         return
     connection.execute("BEGIN IMMEDIATE")
     if wanted == "current":
-        for statement in TEXT_INDEX:
-            connection.execute(statement)
-        for index in ("prompt_index", "completion_index"):
+        for index, content in TEXT_INDEX.items():
+            connection.execute(f"DROP TABLE IF EXISTS {index}")  # of an older format, maybe
+            connection.execute(f"CREATE VIRTUAL TABLE {index} USING {content}")
             connection.execute(f"INSERT INTO {index} ({index}) VALUES ('rebuild')")
     connection.execute(
         "INSERT OR REPLACE INTO meta (key, value) VALUES ('text_index', ?)", (json.dumps(wanted),)

@@ -130,17 +130,26 @@ def without_nan(value: Any) -> Any:
 
 def check_can_write(file: Path) -> None:
     """Before long work: UsageError if `file` could not be written at its end. Folders that are missing may be."""
-    folder = file.parent
     try:
-        while not folder.exists():
-            folder = folder.parent
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        try_to_write(file.parent)
     except OSError as error:
         raise UsageError(
-            f"{file} cannot be written: {folder}: {error.strerror or error}. Nothing has been done yet. Mend that, or name "
-            "another place."
+            f"{file} cannot be written: {_nearest_there(file.parent)}: {error.strerror or error}. Nothing has been done yet. "
+            "Mend that, or name another place."
         ) from error
+
+
+def try_to_write(folder: Path) -> None:
+    """OSError if nothing could be written in a folder, which may be missing; leaves nothing."""
+    with tempfile.TemporaryFile(dir=_nearest_there(folder)):
+        pass
+
+
+def _nearest_there(folder: Path) -> Path:
+    """The folder, or the nearest one above it that exists."""
+    while not folder.exists():
+        folder = folder.parent
+    return folder
 
 
 def publish_folder(building: Path, final: Path) -> None:

@@ -96,6 +96,15 @@ class RunFolder:
                 lock = _build(building, path, name, config, meta or {})
                 return cls._held(path, lock, keep_tokens=keep_tokens)
 
+    @staticmethod
+    def would_create(runs_dir: Path, name: str) -> Path:
+        """The folder that `create` would make now. Raises what it would raise; makes and takes nothing."""
+        _refuse_reserved(name)
+        with _place_explained(runs_dir):
+            path = _free_path(runs_dir, name)
+            durable.try_to_write(runs_dir)
+        return path
+
     @classmethod
     def open(cls, path: Path, *, keep_tokens: bool = True) -> RunFolder:
         """Take an existing run up again: it is `running` from now on, and what a dead process left unfinished is deleted.

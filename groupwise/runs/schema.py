@@ -145,12 +145,15 @@ MIGRATIONS: tuple[str, ...] = (
     """
     ALTER TABLE groups ADD COLUMN prompt_seen TEXT;  -- of a chat: what the model saw
     """,
+    """
+    CREATE VIEW prompts AS                          -- as they are shown and searched
+        SELECT draw, coalesce(prompt_seen, prompt_text) AS prompt FROM groups;
+    DELETE FROM meta WHERE key = 'text_index';      -- which held prompt_text
+    """,
 )
 
-TEXT_INDEX = (
-    "CREATE VIRTUAL TABLE IF NOT EXISTS prompt_index"
-    " USING fts5 (prompt_text, content='groups', content_rowid='draw')",
-    "CREATE VIRTUAL TABLE IF NOT EXISTS completion_index"
-    " USING fts5 (completion, content='rollouts', content_rowid='id')",
-)
-"""Beside the migrations: made where SQLite has FTS5, and rebuilt from the tables whenever it may be stale."""
+TEXT_INDEX: dict[str, str] = {
+    "prompt_index": "fts5 (prompt, content='prompts', content_rowid='draw')",
+    "completion_index": "fts5 (completion, content='rollouts', content_rowid='id')",
+}
+"""Beside the migrations: made where SQLite has FTS5, and made anew from the tables whenever it may be stale."""

@@ -20,9 +20,11 @@ def find_rollouts(db: Database, wanted: RolloutFilter) -> list[RolloutView]:
     return [_view(row, parts.get(row[0], ())) for row in rows]
 
 
+PROMPT = "coalesce(prompt_seen, prompt_text)"
+"""The prompt as it is shown and searched, of a row of `groups`; the view `prompts`, which the index is made of, says the same."""
 _VIEW = (
     "rollouts.id, rollouts.step, rollouts.draw, member, attempt, rollouts.example, outcome, reason, reward, advantage,"
-    " truncated, completion_tokens, coalesce(prompt_seen, prompt_text), completion, ended_by"
+    f" truncated, completion_tokens, {PROMPT}, completion, ended_by"
 )
 
 
@@ -78,7 +80,7 @@ def _text_condition(words: str, indexed: bool) -> tuple[str, str]:
             "(rollouts.id IN (SELECT rowid FROM completion_index WHERE completion_index MATCH ?)"
             " OR rollouts.draw IN (SELECT rowid FROM prompt_index WHERE prompt_index MATCH ?))"
         ), phrase
-    return "(instr(lower(completion), ?) OR instr(lower(prompt_text), ?))", words.lower()
+    return f"(instr(lower(completion), ?) OR instr(lower({PROMPT}), ?))", words.lower()
 
 
 def _order(wanted: RolloutFilter, measured: str) -> str:

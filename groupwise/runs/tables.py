@@ -72,8 +72,8 @@ def delete_groups(db: Database, condition: str, values: Row) -> int:
             values,
         )
         db.execute(
-            "INSERT INTO prompt_index (prompt_index, rowid, prompt_text)"
-            f" SELECT 'delete', draw, prompt_text FROM groups WHERE {condition}",
+            "INSERT INTO prompt_index (prompt_index, rowid, prompt)"
+            f" SELECT 'delete', draw, prompt FROM prompts WHERE {chosen}",
             values,
         )
     deleted = db.execute(f"DELETE FROM rollouts WHERE {chosen}", values)
@@ -204,8 +204,7 @@ def _insert_parts(db: Database, rollout: int, parts: Sequence[RewardPart]) -> No
 
 def _index_group(db: Database, draw: int) -> None:
     db.execute(
-        "INSERT INTO prompt_index (rowid, prompt_text)"
-        " SELECT draw, prompt_text FROM groups WHERE draw = ?",
+        "INSERT INTO prompt_index (rowid, prompt) SELECT draw, prompt FROM prompts WHERE draw = ?",
         (draw,),
     )
     db.execute(

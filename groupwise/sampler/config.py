@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
+from pydantic import model_validator
+
 from groupwise.settings.schema import Strict, setting
 
 
@@ -61,3 +63,14 @@ class SamplerConfig(Strict):
         on_resume="warn",
         ge=8,
     )
+
+    @model_validator(mode="after")
+    def _stops_mean_something(self) -> SamplerConfig:
+        if "" in self.stop:
+            raise ValueError(
+                "stop has an empty text, with which every completion would end at once; leave it out."
+            )
+        below = [token for token in self.stop_token_ids if token < 0]
+        if below:
+            raise ValueError(f"stop_token_ids has {below[0]}; ids of tokens begin at 0.")
+        return self

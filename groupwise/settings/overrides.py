@@ -17,13 +17,16 @@ from groupwise.settings.wording import as_given
 
 def override(tree: Tree, words: Sequence[str]) -> Tree:
     """The tree with `a.b=value` words laid over it, the later ones winning. What is wrong with them joins `problems`."""
-    result = Tree(tree.source, copied(tree.values), dict(tree.origins), list(tree.problems))
+    result = Tree(
+        tree.source, copied(tree.values), dict(tree.origins), list(tree.problems), set(tree.unread)
+    )
     for word in words:
         try:
             path, value = parse_override(word)
             _set(result, path, value, word)
         except ConfigError as error:
             result.problems.append(error.message)
+            result.unread.add(tuple(word.partition("=")[0].split(".")))
     return result
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, Union, cast, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self, Union, cast, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic.fields import FieldInfo
 
 OnResume = Literal["free", "warn", "fixed"]
@@ -20,6 +20,19 @@ OnResume = Literal["free", "warn", "fixed"]
 
 KeyPath = tuple[str, ...]
 """The keys from the root to a value, `("training", "learning_rate")`."""
+
+
+EACH_VALUE_ALONE = {"conflicts": "are looked for by whoever validates"}
+"""A context of pydantic's validation in which sections are made whose keys do not go together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conflict:
+    """Keys that are right each by itself, but do not go together."""
+
+    message: str
+    keys: tuple[str, ...]
+    """Every key whose value decides about it, from the section that says so: `samples_per_prompt`, `rollout.type`."""
 
 
 class Strict(BaseModel):
@@ -33,10 +46,22 @@ class Strict(BaseModel):
     """Keys that one might look for in this section, and why it has none."""
     foreign: ClassVar[Mapping[str, str]] = {}
     """On the root: names that other frameworks use for a key, and what to write here. `vllm_*` matches by its beginning."""
+    type_from: ClassVar[tuple[str, ...]] = ("type",)
+    """Where a section comes in several types: the keys that decide which it is."""
+
+    def conflicts(self) -> Iterable[Conflict]:
+        """What of its keys does not go together. Each key is right by itself, whatever else is wrong in the config."""
+        return ()
+
+    @model_validator(mode="after")
+    def _keys_go_together(self, info: ValidationInfo) -> Self:
+        if info.context is not EACH_VALUE_ALONE:
+            refuse(conflict.message for conflict in self.conflicts())
+        return self
 
 
 class Problems(ValueError):
-    """Several things that are wrong with a value or a section; each is told in a line of its own."""
+    """Several things that are wrong with one value, or with a section; each is told in a line of its own."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         super().__init__("\n".join(problems))
@@ -133,7 +158,7 @@ def locate(root: type[BaseModel], location: Sequence[int | str]) -> Place:
     place = Place((), root, None, variants)
     section = root
     for part in location:
-        if len(variants) > 1 and part in variants:
+        if part in variants and (len(variants) > 1 or part not in keys_of(section)):
             section = variants[str(part)]
             continue
         if not variants:

@@ -36,6 +36,8 @@ class Tree:
     """Where each key was given: `configs/wordle.yaml:12` or `override training.seed=1`."""
     problems: list[str] = field(default_factory=list[str])
     """What was wrong before any schema is looked at; `validate` reports it with the rest."""
+    unread: set[KeyPath] = field(default_factory=set[KeyPath])
+    """The keys that they are about, whose values nobody knows."""
 
     def origin(self, path: KeyPath) -> str:
         """Where the value at `path`, or the nearest section around it, was given."""
@@ -183,6 +185,7 @@ def _plain_scalar(value: Any, path: KeyPath, tree: Tree) -> Any:
 
 def _problem(tree: Tree, path: KeyPath, what: str) -> None:
     tree.problems.append(f"{tree.origin(path)}: {'.'.join(path) or 'the config'} {what}.")
+    tree.unread.add(path)
 
 
 def copied(value: Any) -> Any:

@@ -11,8 +11,8 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
@@ -21,6 +21,8 @@ from pydantic_core import ErrorDetails
 from groupwise.errors import ConfigError
 from groupwise.settings.credentials import explain_secret, is_secret
 from groupwise.settings.schema import (
+    EACH_VALUE_ALONE,
+    Conflict,
     KeyPath,
     Place,
     Problems,
@@ -51,59 +53,135 @@ def validate(
     """
     problems = [*tree.problems, *(check(tree) if check else ())]
     section = tree.value(at) if at else tree.values
-    result, details = _validated(model, {} if section is None else section)
-    problems += [line for detail in details for line in _explain(model, detail, tree, at)]
+    search = _Search(model, {} if section is None else section, _below(at, tree.unread))
+    result = search.run()
+    problems += [line for detail in search.told for line in _explain(model, detail, tree, at)]
+    for within, conflict in _conflicts(result) if result is not None else ():
+        if not search.doubts((*within, *key.split(".")) for key in conflict.keys):
+            path = at + within
+            dotted = ".".join(path) or tree.source
+            problems.append(f"{tree.origin(path)}: {dotted}: {conflict.message}")
     if problems or result is None:
         raise ConfigError(_listed(problems, tree.source))
     return result
 
 
-def _validated(model: type[Model], section: Any) -> tuple[Model | None, list[ErrorDetails]]:
-    """The section as a `model` with what is wrong with it; nothing, or not a model.
+def _below(at: KeyPath, paths: Iterable[KeyPath]) -> Iterator[KeyPath]:
+    return (path[len(at) :] for path in paths if path[: len(at)] == at)
 
-    Checks that look at several keys run only where each of them is right. So what is wrong is taken out and the rest is looked at
-    again, until nothing new is found.
+
+def _conflicts(section: BaseModel, within: KeyPath = ()) -> Iterator[tuple[KeyPath, Conflict]]:
+    """What does not go together in a section and in those inside it, each with the path of its section."""
+    if isinstance(section, Strict):
+        for conflict in section.conflicts():
+            yield within, conflict
+    for name, info in section.__class__.model_fields.items():
+        inner = getattr(section, name)
+        if isinstance(inner, BaseModel):
+            yield from _conflicts(inner, (*within, info.alias or name))
+
+
+class _Search:
+    """For everything that is wrong with single keys.
+
+    Some of it shows only where the rest is right. So a wrong value is taken out, a key that is missing gets a value, and the
+    rest is looked at again, until there is nothing more. What the config says of such keys is unknown from then on: whatever
+    is wrong only in view of what now stands for them is not told.
     """
-    left = json.loads(json.dumps(section))
-    found: list[ErrorDetails] = []
-    out: set[KeyPath] = set()
-    while True:
-        try:
-            result = model.model_validate_json(json.dumps(left), extra=_extra_keys(model))
-        except ValidationError as error:
-            details = error.errors(include_url=False, include_input=False)
+
+    def __init__(self, model: type[Model], section: Any, unread: Iterable[KeyPath]) -> None:
+        self.model = model
+        self.told: list[ErrorDetails] = []
+        self._left = json.loads(json.dumps(section))
+        self._replaced: set[KeyPath] = set()
+        self._meant: set[KeyPath] = set()
+        """Keys that may be written under another name."""
+        for path in unread:
+            self._replaced.add(path)
+            _take_out(self._left, path)
+
+    def run(self) -> Any:
+        """The model with the keys that are right; None where nothing could be put in the place of what is wrong."""
+        seen: set[str] = set()
+        while (text := json.dumps(self._left)) not in seen:
+            seen.add(text)
+            try:
+                return self.model.model_validate_json(
+                    text, extra=_extra_keys(self.model), context=EACH_VALUE_ALONE
+                )
+            except ValidationError as error:
+                self._learn(error.errors(include_url=False, include_input=False))
+        return None
+
+    def doubts(self, keys: Iterable[KeyPath]) -> bool:
+        """Whether it is unknown what the config says of one of these keys or sections."""
+        unknown = self._replaced | self._meant
+        return any(_starts(key, path) or _starts(path, key) for key in keys for path in unknown)
+
+    def _learn(self, details: Sequence[ErrorDetails]) -> None:
+        """Tell what is wrong, and put something right in its place."""
+        read = [self._read_by(detail) for detail in details]
+        before = frozenset(self._replaced)
+        for detail, keys in zip(details, read, strict=True):
+            if not keys:
+                place = locate(self.model, detail["loc"])
+                if not any(_starts(place.path, path) for path in before):
+                    self.told.append(detail)
+                self._replace(place, detail["type"])
+        for detail, keys in zip(details, read, strict=True):
+            if keys:
+                if not self.doubts(keys):
+                    self.told.append(detail)
+                self._replace(locate(self.model, detail["loc"]), detail["type"])
+
+    def _read_by(self, detail: ErrorDetails) -> list[KeyPath]:
+        """The other keys that decide whether it is wrong at all: none, mostly."""
+        place = locate(self.model, detail["loc"])
+        if detail["type"] in ("value_error", "assertion_error"):
+            # A check of a schema that does not say what it reads.
+            return [place.path] if isinstance(_inside(self._left, place.path), dict) else []
+        of_another_type = detail["type"] == "extra_forbidden" and any(
+            place.path[-1] in keys_of(variant) for variant in place.variants.values()
+        )
+        if not of_another_type or not issubclass(place.section, Strict):
+            return []
+        return [(*place.path[:-1], key) for key in place.section.type_from]
+
+    def _replace(self, place: Place, kind: str) -> None:
+        path = place.path
+        given, above = _inside(self._left, path), _inside(self._left, path[:-1])
+        inner = sections_in(place.key.annotation) if place.key else {}
+        if kind == "extra_forbidden":
+            self._meant.update(_explain_unknown(self.model, place).meant)
+        if kind.startswith("union_tag") and isinstance(given, dict):
+            section = cast("dict[str, Any]", given)
+            section["type"] = _likeliest(inner, section)
+            path = (*path, "type")
+        elif kind == "missing" and isinstance(above, dict):
+            above[path[-1]] = {} if inner else _SOME_TEXT
         else:
-            return None if found else result, found
-        found += [detail for detail in details if not _follows(model, detail, out)]
-        taken = [path for detail in details for path in _taken_out(model, detail, left)]
-        if not taken:
-            return None, found
-        out.update(taken)
+            _take_out(self._left, path)
+        self._replaced.add(path)
 
 
-def _follows(model: type[BaseModel], detail: ErrorDetails, out: AbstractSet[KeyPath]) -> bool:
-    """Whether it is only said because keys were taken out: of one of them, or of one that was misspelt."""
-    if locate(model, detail["loc"]).path in out:
-        return True
-    words = re.findall(r"\w+", detail["msg"])
-    return any(difflib.get_close_matches(path[-1], words, n=1, cutoff=0.8) for path in out)
+_SOME_TEXT = "…"
+"""Stands for a required value: those of our own sections, which others are compared with, are all texts."""
 
 
-def _taken_out(model: type[BaseModel], detail: ErrorDetails, root: Any) -> list[KeyPath]:
-    """Delete the key that is wrong; of a section whose keys do not go together those that the message names, else all of it."""
-    path = locate(model, detail["loc"]).path
-    section = _inside(root, path)
-    if isinstance(section, dict) and detail["type"] == "value_error":
-        named = set(re.findall(r"\w+", detail["msg"])) & cast("dict[str, Any]", section).keys()
-        if named:
-            for key in named:
-                del section[key]
-            return [(*path, key) for key in named]
+def _likeliest(variants: Mapping[str, type[BaseModel]], given: Mapping[str, Any]) -> str:
+    """The type that has most of the keys."""
+    return max(variants, key=lambda kind: len(keys_of(variants[kind]).keys() & given.keys()))
+
+
+def _starts(path: KeyPath, other: KeyPath) -> bool:
+    """Whether a path is another one or lies below it."""
+    return path[: len(other)] == other
+
+
+def _take_out(root: Any, path: KeyPath) -> None:
     above = _inside(root, path[:-1])
-    if not path or not isinstance(above, dict) or path[-1] not in above:
-        return []
-    del above[path[-1]]
-    return [path]
+    if path and isinstance(above, dict):
+        cast("dict[str, Any]", above).pop(path[-1], None)
 
 
 def _inside(value: Any, path: KeyPath) -> Any:
@@ -134,7 +212,7 @@ def _explain(
     place = locate(model, detail["loc"])
     path = at + place.path
     if detail["type"] == "extra_forbidden":
-        yield f"{tree.origin(path)}: {_explain_unknown(model, place, at)}"
+        yield f"{tree.origin(path)}: {_explain_unknown(model, place, at).text}"
     elif detail["type"] == "missing":
         origin = tree.origin(path[:-1])
         yield from (f"{origin}: {text}" for text in _explain_missing(place, at))
@@ -198,29 +276,44 @@ def _quotes_hint(given: Any) -> str:
     return ""
 
 
-def _explain_unknown(root: type[BaseModel], place: Place, at: KeyPath) -> str:
-    """What to say of a key that is not there, the most certain advice first."""
+@dataclass(frozen=True, slots=True)
+class _Unknown:
+    """What is said of a key that is not there."""
+
+    text: str
+    meant: tuple[KeyPath, ...] = ()
+    """The keys or sections that it may have been written for, from the root of the schema."""
+
+
+def _explain_unknown(root: type[BaseModel], place: Place, at: KeyPath = ()) -> _Unknown:
+    """The most certain advice first."""
     *above, key = at + place.path
     dotted = ".".join((*above, key))
+    unknown = f"{dotted} is not a key"
     if reason := refused_keys(place.section).get(key):
-        return f"{dotted} is not a key; {reason}."
+        return _Unknown(f"{unknown}; {reason}.")
     if any(key in later_keys(variant) for variant in place.variants.values()):
-        return f"{dotted} is not in this version."
+        return _Unknown(f"{dotted} is not in this version.")
     if advice := _foreign_name(root, key):
-        return f"{dotted} is not a key; {advice}."
+        return _Unknown(f"{unknown}; {advice}.", _named_in(advice))
     if is_secret(key):
-        return explain_secret((*above, key))
+        return _Unknown(explain_secret((*above, key)))
     if elsewhere := _explain_variant(place, at):
         return elsewhere
-    unknown = f"{dotted} is not a key"
     if found := _paths_named(root, key):
-        return f"{unknown}; did you mean {' or '.join(found)}?"
+        names = " or ".join(".".join(path) for path in found)
+        return _Unknown(f"{unknown}; did you mean {names}?", found)
     if late := _late_path(root, key):
-        return f"{unknown}; {late} would be, but it is not in this version."
-    if near := _nearest(root, place, at):
-        return f"{unknown}; did you mean {near}?"
+        return _Unknown(f"{unknown}; {late} would be, but it is not in this version.")
+    if near := _nearest(root, place):
+        return _Unknown(f"{unknown}; did you mean {'.'.join(at + near)}?", (near,))
     section = f"in {'.'.join(above)}" if above else "at the top"
-    return f"{unknown}; the keys {section} are: {', '.join(keys_of(place.section))}."
+    return _Unknown(f"{unknown}; the keys {section} are: {', '.join(keys_of(place.section))}.")
+
+
+def _named_in(advice: str) -> tuple[KeyPath, ...]:
+    """The keys that an advice names in full, as `training.max_steps`."""
+    return tuple(tuple(name.split(".")) for name in re.findall(r"\w+(?:\.\w+)+", advice))
 
 
 def _foreign_name(root: type[BaseModel], key: str) -> str | None:
@@ -234,7 +327,7 @@ def _foreign_name(root: type[BaseModel], key: str) -> str | None:
     return root.foreign.get(key) or next(by_start, None)
 
 
-def _explain_variant(place: Place, at: KeyPath) -> str | None:
+def _explain_variant(place: Place, at: KeyPath) -> _Unknown | None:
     """For a section that comes in several types: whether another type has the key."""
     if len(place.variants) < 2:
         return None
@@ -249,11 +342,14 @@ def _explain_variant(place: Place, at: KeyPath) -> str | None:
     kind, who = tag_of(place.section), ", ".join(owners[near[0]])
     found = f"a key of {who}" if near[0] == key else f"{'.'.join((*above, near[0]))} (of {who})"
     question = f"it is {found}." if near[0] == key else f"did you mean {found}?"
-    return f"{'.'.join((*above, key))} is not a key of {'.'.join(above)} type {kind}; {question}"
+    return _Unknown(
+        f"{'.'.join((*above, key))} is not a key of {'.'.join(above)} type {kind}; {question}",
+        () if near[0] == key else ((*place.path[:-1], near[0]),),
+    )
 
 
-def _paths_named(root: type[BaseModel], key: str) -> list[str]:
-    return list(dict.fromkeys(".".join(leaf.path) for leaf in leaves(root) if leaf.path[-1] == key))
+def _paths_named(root: type[BaseModel], key: str) -> tuple[KeyPath, ...]:
+    return tuple(dict.fromkeys(leaf.path for leaf in leaves(root) if leaf.path[-1] == key))
 
 
 def _late_path(root: type[BaseModel], key: str) -> str | None:
@@ -263,13 +359,13 @@ def _late_path(root: type[BaseModel], key: str) -> str | None:
     return None
 
 
-def _nearest(root: type[BaseModel], place: Place, at: KeyPath) -> str | None:
+def _nearest(root: type[BaseModel], place: Place) -> KeyPath | None:
     key = place.path[-1]
     known = keys_of(place.section)
     near = difflib.get_close_matches(key, known, n=1)
     near = near or [name for name in known if len(key) > 2 and name.startswith(key)]
     if near:
-        return ".".join((*at, *place.path[:-1], near[0]))
+        return (*place.path[:-1], near[0])
     everywhere = {leaf.path[-1]: leaf.path for leaf in leaves(root)}
     far = difflib.get_close_matches(key, everywhere, n=1, cutoff=0.75)
-    return ".".join(at + everywhere[far[0]]) if far else None
+    return everywhere[far[0]] if far else None

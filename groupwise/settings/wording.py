@@ -64,10 +64,10 @@ def choices(values: Sequence[Any]) -> str:
 
 def _range(constraints: Sequence[Any]) -> str:
     words = [
-        f"{phrase} {getattr(limit, name):g}"
+        f"{phrase} {value if isinstance(value, int) else f'{value:g}'}"
         for limit in constraints
         for name, phrase in _LIMITS.items()
-        if getattr(limit, name, None) is not None
+        if (value := getattr(limit, name, None)) is not None
     ]
     return f" ({', '.join(words)})" if words else ""
 

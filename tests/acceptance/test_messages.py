@@ -142,10 +142,18 @@ def test_misspelt_keys_are_all_told_at_once_with_line_and_nearest_key(groupwise,
         ("model.dtype=float16", ("model.dtype", "bfloat16")),
         ("algorithm.type=ppo", ("algorithm.type", "ppo", "grpo")),
         ("training.max_steps", ("training.max_steps", "=")),
+        (f"training.seed={2**63}", ("training.seed", str(2**63 - 1))),
+        ('sampler.stop=[""]', ("sampler", "empty text")),
+        ("sampler.stop_token_ids=[-4]", ("stop_token_ids has -4", "begin at 0")),
     ],
 )
 def test_wrong_values_name_the_key_and_what_is_allowed(groupwise, override, words):
     refused(groupwise("rl", override), *words)
+
+
+@pytest.mark.parametrize("verb", ["rl", "eval"])
+def test_stop_tokens_that_the_model_does_not_have(groupwise, verb):
+    refused(groupwise(verb, "sampler.stop_token_ids=[2,99999]"), "99999", "tiny", "end at")
 
 
 def test_a_wrong_type_in_the_file_has_its_line(groupwise):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -83,7 +84,10 @@ def crash_at(number: int, work: Callable[[], object]) -> int:
 
 def in_child(work: Callable[[], None]) -> int:
     """Do `work` in a forked child; returns its exit status (17 where `die` was called)."""
+    # A time limit that ran out between the two halves of a fork would leave the lock of `logging` held.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
     child = os.fork()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     try:

@@ -81,6 +81,23 @@ def test_what_is_written_passes_a_dry_run_and_trains(task):
     assert {one.outcome for one in rollouts} == {"scored"}
 
 
+def test_keys_that_were_given_are_written_and_what_they_exclude_is_not(no_weights):
+    words = [
+        "algorithm.preset=dapo_paper",
+        "training.num_train_epochs=3",
+        "model.name=tiny",
+        "eval.samples_per_prompt=2",
+    ]
+    report = init(TOY, "smollm2-135m-instruct", overrides=words, out=Path("o.yaml"), measure=False)
+    assert report.exit_code == 0
+    config = load_config("o.yaml").config
+    assert (config.algorithm.type, config.algorithm.preset) == ("dapo", "dapo_paper")
+    assert (config.training.max_steps, config.training.num_train_epochs) == (None, 3.0)
+    assert (config.model.name, config.eval.temperature) == ("tiny", 1.0)
+    title = Path("o.yaml").read_text().partition("\n\n")[0]
+    assert "with tiny on" in " ".join(title.split())
+
+
 def test_a_supervised_config_trains(capsys):
     assert main(["init", "-t", TAUGHT, "-m", "tiny", "--for", "sft", "run.threads=1"]) == 0
     shown = capsys.readouterr().out

@@ -80,6 +80,16 @@ def test_too_many_in_a_row_stop_the_run(tmp_path, spoil):
     assert (checkpoint.step, checkpoint.extra["position"]["non_finite"]) == (2, 1)
 
 
+def test_a_resumed_run_goes_on_counting(tmp_path, spoil):
+    """From its checkpoint, one step into the streak, it stops where the uninterrupted run stopped."""
+    spoil("loss", {1, 2, 3})
+    for resume in (False, True):
+        with pytest.raises(NonFiniteError, match="3 steps in a row"):
+            groupwise.rl(config(tmp_path), TOY, resume=resume)
+        assert versions(tmp_path / "toy") == [(0, 1), (1, 1), (1, 1)]
+        spoil("loss", set(range(STEPS)))
+
+
 def test_how_many_is_configured_and_one_good_step_starts_over(tmp_path, spoil):
     spoil("loss", {0, 2, 4})
     assert groupwise.rl(config(tmp_path, max_non_finite_steps=2), TOY).exit_code == 0

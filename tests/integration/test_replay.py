@@ -85,7 +85,6 @@ WAYS: dict[str, dict[str, Any]] = {
         "algorithm": {
             "type": "grpo",
             "beta": 0.5,
-            "adaptive_kl": True,
             "kl_target": 1e-4,
             "kl_horizon": 30.0,
         }

@@ -16,12 +16,13 @@ import shutil
 import signal
 import sqlite3
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import groupwise
-from groupwise.errors import RunInUseError
+from groupwise.errors import NothingScoredError, RunInUseError
 from groupwise.learner.torch_learner import TorchLearner
 from groupwise.loops import held_out, schedules
 from groupwise.loops import rl as loop
@@ -29,6 +30,7 @@ from groupwise.loops import rl_start as start_module
 from groupwise.runs import checkpoints, durable
 from groupwise.runs.store import Store
 from groupwise.sampler.torch_sampler import TorchSampler
+from tests.integration import toy_task
 from tests.integration.running import (
     STEPS,
     TOY,
@@ -72,6 +74,7 @@ def test_reward_workers_do_not_change_the_run(uninterrupted, tmp_path, workers):
     assert what_must_be_equal(tmp_path / "toy") == uninterrupted[0]
 
 
+@pytest.mark.timeout(400)
 def test_every_durable_write_is_a_crash_point(uninterrupted, tmp_path):
     """Dies at each point in turn; the record of points shows what a run writes durably."""
     whole, points = uninterrupted
@@ -161,6 +164,25 @@ def test_every_way_of_training_resumes_bit_equal(tmp_path, way):
         curves = store.metrics()
     assert ("rollouts/rejected_groups" in curves) == ("dynamic" in way)
     assert len({beta for _, beta in curves.get("beta", [])}) == (STEPS if "adaptive" in way else 0)
+
+
+def fails_later(completions, trainer_state, **columns):
+    """No reward from the second step on."""
+    return [1.0 if trainer_state.global_step < 1 else None] * len(completions)
+
+
+def test_steps_without_a_reward_are_counted_across_a_resume(tmp_path):
+    """From its checkpoint, one step into the streak, the run stops where the uninterrupted one stopped."""
+    silent = SimpleNamespace(
+        get_rl_dataset=toy_task.get_rl_dataset,
+        get_reward_funcs=lambda config, tokenizer: [fails_later],
+    )
+    settings = {**config(tmp_path), "eval": {"before_and_after": False}}
+    for resume in (False, True):
+        with pytest.raises(NothingScoredError, match="in 3 steps in a row"):
+            groupwise.rl(settings, silent, resume=resume)
+        with Store.open(tmp_path / "toy" / "run.db", readonly=True) as store:
+            assert store.last_step() == 2
 
 
 @pytest.mark.parametrize("place", ["sampling", "gradient", "between"])
@@ -264,7 +286,7 @@ def test_a_run_of_an_older_format_of_the_record_goes_on(uninterrupted, tmp_path)
     assert crash_at(steps[3], lambda: start(tmp_path)) == 17
     with sqlite3.connect(tmp_path / "toy" / "run.db") as record:
         record.executescript(
-            "ALTER TABLE evaluations DROP COLUMN asked; ALTER TABLE steps DROP COLUMN rejected;"
+            "DROP VIEW prompts; ALTER TABLE evaluations DROP COLUMN asked; ALTER TABLE steps DROP COLUMN rejected;"
             "ALTER TABLE rollouts DROP COLUMN messages; ALTER TABLE groups DROP COLUMN prompt_seen;"
             "ALTER TABLE rollouts DROP COLUMN ended_by; ALTER TABLE segments DROP COLUMN prompt_ids;"
             "PRAGMA user_version = 1;"

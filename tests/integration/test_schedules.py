@@ -147,6 +147,7 @@ def test_a_lagged_run_stops_cleanly_and_goes_on(lagged, tmp_path, monkeypatch, s
     assert resumed["files"][final] == whole["files"][final]
 
 
+@pytest.mark.timeout(400)
 def test_a_lagged_run_survives_a_crash_at_its_durable_writes(lagged, tmp_path):
     """Every fifth point here; `test_resume` has all of them for lag 0."""
     lag, whole, points = lagged

@@ -30,6 +30,7 @@ from groupwise.errors import (
 from groupwise.learner.torch_learner import TorchLearner
 from groupwise.loops import sft as loop
 from groupwise.runs import checkpoints, durable
+from groupwise.runs.folder import RunFolder
 from groupwise.runs.store import Store
 from tests.integration import running, sft_task
 from tests.integration.running import TOY, what_must_be_equal
@@ -211,6 +212,7 @@ def go_on(settings: dict[str, Any]) -> None:
     running.go_on(settings, TASK, groupwise.sft)
 
 
+@pytest.mark.timeout(400)
 def test_every_durable_write_is_a_crash_point(tmp_path):
     points: list[str] = []
     durable.on_write = points.append
@@ -396,6 +398,9 @@ def test_a_dry_run_shows_what_is_trained(tmp_path, capfd):
     (row,) = plan["first_rows"]
     assert row.endswith(":⟦abcde<eos>⟧")
     assert not (tmp_path / "sft").exists()
+    with RunFolder.create(tmp_path, config(tmp_path)["run"]["name"], {}):
+        assert main(["sft", "-c", str(file), "-t", TASK, "--dry-run"]) == 2
+    assert "is in use by process" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

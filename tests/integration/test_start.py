@@ -227,6 +227,53 @@ def test_a_live_run_is_not_disturbed(tmp_path, monkeypatch):
                 groupwise.rl(config(tmp_path), TOY, resume=resume)
 
 
+@pytest.mark.parametrize("ends", ["interrupted", "failed"])
+def test_a_dry_run_refuses_what_the_start_would_refuse(tmp_path, ends):
+    with RunFolder.create(tmp_path, "toy", {}, {"kind": "rl"}) as run:
+        before = contents(tmp_path)
+        refused = [refusal(tmp_path, dry_run) for dry_run in (True, False)]
+        assert refused[0] == refused[1]
+        assert refused[0][0] is RunInUseError
+        assert contents(tmp_path) == before
+        run.finish(ends)
+    before = contents(tmp_path)
+    refused = [refusal(tmp_path, dry_run) for dry_run in (True, False)]
+    assert refused[0] == refused[1]
+    assert "holds an unfinished run" in refused[0][1]
+    assert contents(tmp_path) == before
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files; the two that SQLite keeps beside a record come and go with whoever reads it."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b""
+        for path in sorted(folder.rglob("*"))
+        if not path.name.endswith(("-wal", "-shm"))
+    }
+
+
+def refusal(runs: Path, dry_run: bool) -> tuple[type[Exception], str]:
+    with pytest.raises(UsageError) as refused:
+        groupwise.rl(config(runs), TOY, dry_run=dry_run)
+    return refused.type, str(refused.value)
+
+
+def test_a_dry_run_names_the_folder_that_the_run_would_get(tmp_path):
+    RunFolder.create(tmp_path, "toy", {}, {"kind": "rl"})._let_go()
+    assert refusal(tmp_path, True)[0] is UsageError
+    with RunFolder.open(tmp_path / "toy") as run:
+        run.finish("finished")
+    assert groupwise.rl(config(tmp_path), TOY, dry_run=True).folder == tmp_path / "toy-2"
+    assert [path.name for path in tmp_path.iterdir()] == ["toy"]
+
+
+def test_a_dry_run_of_a_place_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    told = [refusal(tmp_path / "file", dry_run) for dry_run in (True, False)]
+    assert told[0] == told[1]
+    assert "it is a file" in told[0][1]
+
+
 def test_a_finished_run_keeps_its_name(tmp_path):
     assert groupwise.rl(config(tmp_path), TOY).summary["run"] == "toy"
     assert groupwise.rl(config(tmp_path), TOY).summary["run"] == "toy-2"

@@ -38,7 +38,8 @@ def words(text: str) -> list[str]:
 
 
 KEYS = words("""
-model.name model.revision model.adapter model.adapter_revision model.dtype model.chat_template model.trust_remote_code model.max_seq_length
+model.name model.backend model.revision model.adapter model.adapter_revision model.dtype model.chat_template model.trust_remote_code
+model.max_seq_length
 lora lora.r lora.alpha lora.dropout lora.target_modules
 sampler.engine sampler.max_completion_length sampler.min_completion_length sampler.temperature
 sampler.stop sampler.stop_token_ids sampler.slots
@@ -70,7 +71,7 @@ task
 """The public keys. Adding one is fine; a key that disappears breaks people's files and needs a note in the changelog."""
 
 FREE = words("""
-algorithm.preset
+algorithm.preset algorithm.adaptive_kl
 training.max_steps training.num_train_epochs training.max_non_finite_steps rewards.time_limit rewards.start_limit rewards.workers
 rewards.max_unscored_steps rollout.max_seconds rollout.time_limit rollout.start_limit rollout.workers
 eval.before_and_after eval.eval_steps eval.max_prompts eval.samples_per_prompt eval.temperature
@@ -325,6 +326,8 @@ def test_a_config_that_trains_nothing_may_name_callbacks_that_are_not_there(tmp_
         ("vllm_importance_sampling_mode", "algorithm.importance_sampling_correction"),
         ("vllm_importance_sampling_clip_max", "algorithm.importance_sampling_cap"),
         ("use_adaptive_kl", "algorithm.adaptive_kl"),
+        ("algorithm.loss_normalizer", "algorithm.type"),
+        ("training.proximal_logprobs", "algorithm.importance_sampling_correction"),
         ("target_kl", "algorithm.kl_target"),
         ("overlong_buffer", "algorithm.soft_punish_cache"),
         ("training.lr", "training.learning_rate"),
@@ -540,8 +543,8 @@ def test_a_preset_that_does_not_exist_or_fit_says_what_does(tmp_path: Path) -> N
         ("kl_estimator=k2", "kl_estimator is k2, which has no effect while beta is 0.0"),
         ("importance_sampling_cap=2.0", 'while importance_sampling_correction is "none"'),
         ("max_resample_rounds=3", "while dynamic_sampling is false"),
-        ("kl_horizon=5.0", "while adaptive_kl is false"),
-        ("kl_target=0.1", "while adaptive_kl is false"),
+        ("kl_horizon=5.0", "while kl_target is null"),
+        ("kl_target=0.05", "dr_grpo.kl_target is 0.05, but beta is 0"),
         ("delta=1.1", "dr_grpo.delta is 1.1; it must be above 1 + epsilon_high"),
     ],
 )
@@ -555,17 +558,21 @@ def test_a_knob_without_effect_is_refused(tmp_path: Path, word: str, told: str) 
         ({}, 0.12),
         ({"beta": 0.3}, 0.3),
         ({"preset": "rloo_paper"}, 0.03),
-        ({"preset": "gspo_paper"}, None),
+        ({"preset": "gspo_paper"}, 0.12),
+        ({"beta": 0.0}, None),
     ],
 )
 def test_an_adaptive_beta_has_where_to_start(given: dict[str, Any], beta: float | None) -> None:
-    """From 0 it could not move, so a preset without a penalty is no place to start."""
+    """From 0 it could not move."""
     config = {**MINIMAL, "algorithm": {"adaptive_kl": True, **given}}
     if beta is None:
         with pytest.raises(ConfigError, match="beta is 0 and would stay 0"):
             load_config(config)
     else:
-        assert load_config(config).config.algorithm.knobs["beta"] == beta
+        knobs = load_config(config).config.algorithm.knobs
+        assert (knobs["beta"], knobs["kl_target"], knobs["kl_horizon"]) == (beta, 0.05, 10_000)
+        again = load_config(resolved(load_config(config).config)).config.algorithm
+        assert again.knobs == knobs
 
 
 def test_sft_is_not_an_algorithm_of_rl(tmp_path: Path) -> None:
@@ -580,7 +587,7 @@ def test_a_new_algorithm_needs_no_new_config() -> None:
 
     section = algorithm_sections({"novel": Novel})["novel"]
     found = {leaf.path[0]: leaf.key for leaf in leaves(section)}
-    assert set(found) == {"type", "preset", "sharpness", "mode"}
+    assert set(found) == {"type", "preset", "adaptive_kl", "sharpness", "mode"}
     assert found["sharpness"].description == "How sharp."
     with pytest.raises(ValidationError, match="greater than 0"):
         section.model_validate_json('{"sharpness": 0}')

@@ -23,8 +23,7 @@ SHARED = {
     "beta": 0.0,
     "kl_estimator": "k3",
     "kl_gradient": "exact",
-    "adaptive_kl": False,
-    "kl_target": 0.05,
+    "kl_target": None,
     "kl_horizon": 10_000.0,
     "entropy_coef": 0.0,
     "mask_truncated_completions": False,
@@ -92,7 +91,9 @@ def test_all_unknown_knobs_are_named_at_once() -> None:
     first, second = str(caught.value).splitlines()
     assert first.startswith("dr_grpo has no knob 'epsilon_hi'; did you mean 'epsilon_high'?")
     assert second.startswith("dr_grpo has no knob 'scale_rewards'")
-    assert "There are: adaptive_kl, beta, delta, dynamic_sampling, entropy_coef, epsilon," in second
+    assert (
+        "There are: beta, delta, dynamic_sampling, entropy_coef, epsilon, epsilon_high," in second
+    )
 
 
 @pytest.mark.parametrize(

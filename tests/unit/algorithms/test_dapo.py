@@ -85,6 +85,11 @@ def test_without_cache_rewards_stay(rollout, group) -> None:
     assert Dapo().shaped(long, 2) is long  # a fifth of two tokens is none
 
 
+def test_a_factor_without_a_punishment_is_refused() -> None:
+    with pytest.raises(ValueError, match="no effect while soft_punish_cache is 0"):
+        Dapo(soft_punish_cache=0, soft_punish_factor=2.0)
+
+
 def test_cache_longer_than_the_limit_is_refused(group) -> None:
     said = r"soft_punish_cache is 21, but the policy may write 20 tokens"
     with pytest.raises(ValueError, match=said):

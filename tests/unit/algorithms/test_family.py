@@ -371,6 +371,7 @@ def test_dynamic_sampling_accepts_what_differs(name: str, group) -> None:
     choosy = make(name, {"dynamic_sampling": True, "max_resample_rounds": 4})
     assert choosy.resample_rounds == 4
     assert choosy.accepts(group(0.0, 1.0))
+    assert choosy.accepts(group(0.0, 1.0, None)), "a failed member costs its group nothing"
     for silent in (
         group(1.0, 1.0),
         group(0.1 + 0.2, 0.3),
@@ -390,7 +391,7 @@ def test_rewards_stay_as_they_are(name: str, group) -> None:
 @pytest.mark.parametrize(
     ("knobs", "told"),
     [
-        ({"adaptive_kl": True}, "grpo.adaptive_kl is true, but beta is 0 .* for example 0.12"),
+        ({"kl_target": 0.05}, "grpo.kl_target is 0.05, but beta is 0 .* for example 0.12"),
         (
             {"beta": 0.1, "kl_estimator": "k1", "kl_gradient": "estimator"},
             "does not know the reference",

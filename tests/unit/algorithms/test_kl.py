@@ -214,7 +214,7 @@ def test_beta_moves_towards_the_target(measured: float, rollouts: int, factor: f
 
 
 def test_an_algorithm_adapts_its_beta_and_nothing_else() -> None:
-    knobs: dict[str, Any] = {"beta": 0.12, "adaptive_kl": True, "epsilon": 0.1}
+    knobs: dict[str, Any] = {"beta": 0.12, "kl_target": 0.05, "epsilon": 0.1}
     before = make("grpo", knobs)
     after = before.adapted(kl=1.0, rollouts=5000).loss_spec().knobs
     assert after.pop("beta") == pytest.approx(0.12 * 1.1)
@@ -225,7 +225,7 @@ def test_an_algorithm_adapts_its_beta_and_nothing_else() -> None:
 
 def test_beta_settles_at_a_kl_that_answers_to_it() -> None:
     """A policy whose KL is inversely proportional to beta: the controller finds the beta of the target."""
-    algorithm = make("dr_grpo", {"beta": 0.12, "adaptive_kl": True})
+    algorithm = make("dr_grpo", {"beta": 0.12, "kl_target": 0.05})
     for _ in range(400):
         algorithm = algorithm.adapted(kl=0.012 / algorithm.loss_spec().knobs["beta"], rollouts=512)
     assert algorithm.loss_spec().knobs["beta"] == pytest.approx(0.24, rel=0.01)

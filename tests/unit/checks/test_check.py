@@ -14,6 +14,7 @@ from groupwise.checks import check as module
 from groupwise.checks.check import check
 from groupwise.checks.findings import Finding, Report
 from groupwise.errors import ConfigError, RunNotFoundError, TaskError, UsageError
+from groupwise.rewards.scoring import GroupScore, MemberScore, ScoreRequest, unscored
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.records import StepRecord
 from groupwise.types import Example, Group, RewardPart, Rollout, Segment
@@ -158,6 +159,47 @@ def test_a_reward_that_exceeds_its_time(monkeypatch: pytest.MonkeyPatch):
     report = check(task(endless), slow)
     assert report.exit_code == 1
     assert "took longer than 0.05 s" in by_name(report)["rewards"].measured
+
+
+class Hanging:
+    """A scorer in workers that answers so many calls, and lets all others time out."""
+
+    def __init__(self, answered: int) -> None:
+        self.answered, self.calls = answered, 0
+
+    async def start(self) -> None:
+        pass
+
+    async def score(self, request: ScoreRequest) -> GroupScore:
+        self.calls += 1
+        count = len(request.completions)
+        if self.calls > self.answered:
+            return unscored(count, "timed_out", "the call took longer than 30 s")
+        return GroupScore(tuple(MemberScore("scored", None, 1.0) for _ in range(count)))
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("answered", "calls", "determinism"), [(0, 3, "skipped"), (8, 11, "warning")]
+)
+def test_a_reward_that_hangs_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, answered: int, calls: int, determinism: str
+):
+    """After three calls, be they the first ones or those that repeat the four for the layout and the four for the rows."""
+    scorer = Hanging(answered)
+    monkeypatch.setattr(module.build, "build_scorer", lambda *_: scorer)
+    report = check(task(right), PLAIN)
+    found = by_name(report)
+    assert scorer.calls == calls
+    assert found["determinism"].level == determinism
+    assert found["independence"].level == "skipped"
+    assert "given up after 3 time-outs in a row" in found["independence"].measured
+    if not answered:
+        assert [each.name for each in report.of_level("problem")] == ["exceptions"]
+        assert "the call took longer than 30 s" in found["exceptions"].measured
+        assert found["latency"].data["calls"] == calls
 
 
 # What is warned of

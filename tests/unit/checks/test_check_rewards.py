@@ -6,6 +6,7 @@ import pytest
 
 from groupwise.checks.check_gold import LAYOUTS, Gold
 from groupwise.checks.check_rewards import (
+    PATIENCE,
     Trial,
     Verdict,
     find_layout,
@@ -23,7 +24,7 @@ from groupwise.checks.check_rewards import (
 )
 from groupwise.rewards.inprocess import RubricScorer
 from groupwise.rewards.rubric import NO_REWARD, Rubric
-from groupwise.rewards.scoring import MemberScore
+from groupwise.rewards.scoring import GroupScore, MemberScore, unscored
 from groupwise.types import Example, RewardPart
 
 GOLD = Gold("answer", "plain")
@@ -100,6 +101,33 @@ async def test_chat_completions_come_as_messages():
 
     chat = Example(0, [{"role": "user", "content": "q"}])
     assert [m.reward for m in await trial(takes_messages).score(chat, ["a", "b"])] == [1, 0]
+
+
+class Hanging:
+    """Takes too long where `hangs` says so, call by call; afterwards always."""
+
+    def __init__(self, *hangs: bool) -> None:
+        self.hangs, self.calls = list(hangs), 0
+
+    async def score(self, request):
+        self.calls += 1
+        if self.hangs.pop(0) if self.hangs else True:
+            return unscored(len(request.prompts), "timed_out", f"call {self.calls} hung")
+        return GroupScore(tuple(MemberScore("scored", None, 1.0) for _ in request.prompts))
+
+
+async def test_rewards_that_time_out_again_and_again_are_called_no_more():
+    hanging: Any = Hanging(True, True, False)
+    timed = Trial(hanging, None)
+    tried = await try_cases(timed, rows(*"123456789"), GOLD)
+    assert hanging.calls == len(timed.seconds) == 3 + PATIENCE, "an answer in between starts over"
+    why = f"given up after {PATIENCE} time-outs in a row; the last one: call 6 hung"
+    assert timed.given_up == why
+    reasons = [verdicts[0].member.reason for verdicts in tried]
+    assert reasons == [
+        "call 1 hung", "call 2 hung", None, "call 4 hung", "call 5 hung", "call 6 hung", *[why] * 3
+    ]  # fmt: skip
+    assert {v.member.outcome for v in tried[-1]} == {"timed_out"}
 
 
 # Failures and spread

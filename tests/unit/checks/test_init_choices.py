@@ -12,6 +12,7 @@ from groupwise.checks.init_choices import (
     SLOTS,
     Answers,
     Draft,
+    choose_beside_given,
     choose_dtype,
     choose_lengths,
     choose_step,
@@ -22,6 +23,7 @@ from groupwise.checks.init_choices import (
     rounded_up,
     wanted_completion,
 )
+from groupwise.checks.init_file import rendered
 from groupwise.errors import ConfigError
 
 BUDGETS = (8192, 4096, 2048)
@@ -60,6 +62,26 @@ def test_a_section_and_its_keys_are_about_the_same(word):
     assert (given.config.lora is None) == (word == "lora=null")
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("lora=null", "lora.r=4"), {("lora",): {"r": 4}}),
+        (("lora.r=4", "lora=null"), {("lora",): None}),
+        (("lora={r: 4}", "lora.alpha=9", "lora.r=2"), {("lora",): {"r": 2, "alpha": 9}}),
+        (("lora.r=4", "lora.r=2"), {("lora", "r"): 2}),
+    ],
+)
+def test_later_words_win_in_the_file_as_in_the_config(words, expected):
+    given = draft(*words)
+    written = [choice for choice in given.choices() if choice.path[0] == "lora"]
+    assert {choice.path: choice.value for choice in written} == expected
+    lora = given.config.lora
+    assert rendered("Title.", [], given.choices())
+    ((path, value),) = expected.items()
+    wanted = {path[1]: value} if len(path) > 1 else value
+    assert (lora and lora.model_dump(exclude_unset=True)) == wanted
+
+
 def test_what_was_given_wrongly_is_refused_with_its_place():
     with pytest.raises(ConfigError, match=r"override training\.learning_rat=1"):
         draft("training.learning_rat=1").loaded()
@@ -77,6 +99,103 @@ def test_choices_stand_in_the_order_of_the_schema_and_the_task_comes_last():
         ("task.words", 3, "Words in each prompt."),
         ("task.folder", "x", "given on the command line"),
     ]
+
+
+# --- beside what was given -----------------------------------------------------------------------
+
+
+def values(chosen: Draft, *keys: str) -> tuple[object, ...]:
+    config = chosen.loaded().config.model_dump()
+    return tuple(config[section][key] for section, key in (name.split(".") for name in keys))
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            ("training.num_train_epochs=3",),
+            {"training.max_steps": None, "training.num_train_epochs": 3.0},
+        ),
+        (("training.num_train_epochs=null",), {"training.max_steps": 100}),
+        (
+            ("training.max_steps=null",),
+            {"training.max_steps": None, "training.num_train_epochs": 1.0},
+        ),
+        (("algorithm.preset=dapo_paper",), {"algorithm.type": "dapo", "algorithm.epsilon": 0.2}),
+        (("algorithm={preset: gspo_paper}",), {"algorithm.type": "gspo"}),
+        (("algorithm.preset=null",), {"algorithm.type": "dr_grpo"}),
+        (
+            ("sampler.min_completion_length=300",),
+            {"sampler.min_completion_length": 300, "sampler.max_completion_length": 304},
+        ),
+        (("sampler.min_completion_length=100",), {"sampler.max_completion_length": 112}),
+        (
+            ("algorithm.type=dapo", "algorithm.soft_punish_cache=100"),
+            {"sampler.max_completion_length": 512},
+        ),
+        (("training.minibatches=12",), {"training.prompts_per_step": 12}),
+        (("training.minibatches=3",), {"training.prompts_per_step": 3}),
+        (("training.schedule=free",), {"training.lag": 1}),
+        (("rollout.max_answer_length=20",), {"rollout.type": "two_stage"}),
+        (("rollout.max_turns=3",), {"rollout.type": "environment"}),
+        (
+            ("rollout.max_answer_length=600", "sampler.min_completion_length=400"),
+            {"rollout.type": "two_stage", "sampler.max_completion_length": 256},
+        ),
+        (("eval.samples_per_prompt=4",), {"eval.temperature": 1.0}),
+        (("eval.top_p=0.9",), {"eval.temperature": 1.0, "eval.top_p": 0.9}),
+        (
+            ("eval.pass_at_k=[1, 8]",),
+            {"eval.samples_per_prompt": 8, "eval.temperature": 1.0},
+        ),
+        (("eval.pass_at_k=[1]",), {"eval.samples_per_prompt": 1, "eval.temperature": 0.0}),
+        (("eval={samples_per_prompt: 2, temperature: 0.5}",), {"eval.temperature": 0.5}),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_the_rest_is_chosen_around_what_was_given(words, expected):
+    """From the first draft on, since it is loaded before anything is measured."""
+    chosen = draft(*words)
+    choose_beside_given(chosen)
+    chosen.loaded()
+    choose_step(chosen, "cpu", 2)
+    choose_lengths(chosen, 40, "measured", (64, "wanted"), 4096)
+    fit_time(chosen, lambda: 2 * PATIENCE)
+    assert values(chosen, *expected) == tuple(expected.values())
+    written = {choice.key for choice in chosen.choices()}
+    for one, other in (
+        ("training.max_steps", "training.num_train_epochs"),
+        ("algorithm.preset", "algorithm.type"),
+    ):
+        given = {word.partition("=")[0] for word in words}
+        assert not {one, other} <= written - given
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("algorithm.preset=dapo_paper", "algorithm.type=grpo"), "preset dapo_paper is dapo"),
+        (("training.max_steps=5", "training.num_train_epochs=1"), "give one of the two"),
+        (("training.schedule=free", "training.lag=0"), "which leaves nothing free"),
+        (("eval.samples_per_prompt=2", "eval.temperature=0.0"), "temperature 0"),
+        (("rollout.type=single", "rollout.max_turns=3"), "max_turns has no effect"),
+        (("sampler.min_completion_length=often",), 'min_completion_length is "often"'),
+        (("eval.pass_at_k=8",), "pass_at_k is 8"),
+    ],
+)
+def test_what_was_given_and_does_not_go_together_is_refused(words, told):
+    chosen = draft(*words)
+    choose_beside_given(chosen)
+    with pytest.raises(ConfigError, match=told):
+        chosen.loaded()
+
+
+@pytest.mark.parametrize("parameters", [1_000, 100_000_000])
+def test_an_adapter_that_was_given_decides_about_itself(parameters):
+    chosen = draft("model.adapter=adapter")
+    choose_trained(chosen, parameters)
+    assert not [choice for choice in chosen.choices() if choice.path[0] == "lora"]
+    assert chosen.config.lora is not None
 
 
 # --- the model -----------------------------------------------------------------------------------
@@ -206,8 +325,26 @@ def test_few_rows_of_a_teacher_are_seen_several_times(rows, steps, size):
 
 def test_epochs_that_were_given_leave_no_steps():
     chosen = draft("training.num_train_epochs=2.0", kind="sft")
+    choose_beside_given(chosen)
     choose_teacher_step(chosen, 400, 150)
     assert chosen.sft_config.training.max_steps is None
+
+
+@pytest.mark.parametrize(
+    ("word", "steps", "epochs"),
+    [
+        ("training.num_train_epochs=null", 75, None),
+        ("training.max_steps=null", None, 3.0),
+        ("training.max_steps=7", 7, None),
+    ],
+)
+def test_how_long_a_supervised_run_is_has_one_key(word, steps, epochs):
+    chosen = draft(word, kind="sft")
+    choose_beside_given(chosen)
+    chosen.loaded()
+    choose_teacher_step(chosen, 400, 150)
+    training = chosen.sft_config.training
+    assert (training.max_steps, training.num_train_epochs) == (steps, epochs)
 
 
 # --- memory and time -----------------------------------------------------------------------------

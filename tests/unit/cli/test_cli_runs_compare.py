@@ -42,10 +42,10 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def call(runs: Path, *arguments: str) -> str:
+def call(runs: Path, *arguments: str, exit_code: int = 0) -> str:
     given = [*arguments, "--dir", str(runs)]
     result = CliRunner().invoke(app, given, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == exit_code, result.output
     return result.stdout
 
 
@@ -90,7 +90,10 @@ def test_a_rescoring_reads_as_a_table(runs: Path) -> None:
     assert lines[3].split() == ["0", "2", "0.250", "-45.500", "-1.000", "0.000", "2"]
     assert "0     0     0       2 → 1  0 → -45" in shown
     assert all(letter == "\n" or letter.isprintable() for letter in shown)
-    assert Path(lines[-1].split()[-1]).is_file()
+    files = [Path(line.split()[-1]) for line in lines[-2:]]
+    assert [path.suffix for path in files] == [".json", ".jsonl"]
+    assert all(path.is_file() for path in files)
+    assert "what failed" not in shown
     none = call(runs, "rescore", "a", "--rewards", REWARD, "--rows", "0")
     assert "moved farthest" not in none
 
@@ -100,6 +103,17 @@ def test_a_rescoring_as_json(runs: Path) -> None:
     assert found["rewards"] == {"backwards": 1.0}
     assert found["overall"]["moved"] == 2
     assert [row["member"] for row in found["moved"]] == [0, 1]
+
+
+def test_a_reward_that_crashes_is_shown_with_its_reason(runs: Path) -> None:
+    boo = REWARD.replace("backwards", "boo")
+    shown = call(runs, "rescore", "a", "--rewards", boo, exit_code=1)
+    assert "what failed, and why\n  2 × reward `boo` raised " in shown
+    assert "ValueError: boo\n" in shown
+    assert "`boo` FAILED on every rollout." in shown
+    found = json.loads(call(runs, "rescore", "a", "--rewards", boo, "--json", exit_code=1))
+    assert found["broken"] == ["boo"]
+    assert list(found["overall"]["reasons"].values()) == [2]
 
 
 def test_who_judges_must_be_said_once(runs: Path) -> None:

@@ -2,25 +2,32 @@
 
 import datetime as dt
 import json
+import re
 import subprocess
 import sys
 import threading
+from collections import deque
 from dataclasses import dataclass, field
 from decimal import Decimal
 from enum import Enum, IntEnum
 from fractions import Fraction
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import MagicMock
 from uuid import UUID
+from zoneinfo import ZoneInfo
 
 import numpy as np
+import pandas as pd
 import pytest
 from pydantic import BaseModel
 
 from groupwise.data import examples
 from groupwise.data.content import canonical, untold
-from groupwise.data.examples import fingerprint
+from groupwise.data.examples import examples_from_rows, fingerprint
+from groupwise.errors import TaskError
+from groupwise.plugins import load
 from groupwise.types import Example
 
 
@@ -39,6 +46,11 @@ class Board:
     solver: Any = field(default=None, repr=False)
 
 
+class Point(NamedTuple):
+    x: int
+    y: int
+
+
 class Clue(BaseModel):
     text: str
 
@@ -48,14 +60,78 @@ class Bare:
         self.content = content
 
 
-class Told(Bare):
+class Talkative(Bare):
+    """Its own words would follow the order of a set."""
+
     def __repr__(self) -> str:
-        return f"Told({self.content})"
+        return f"Talkative({self.content})"
 
 
-class Abridged(Bare):
+class Mute(Bare):
     def __repr__(self) -> str:
-        return "Abridged(1, 2, ...)"
+        raise RuntimeError("nothing to say")
+
+
+class Shut(dict[str, int]):
+    def items(self) -> Any:
+        raise RuntimeError("not now")
+
+
+class Ratio(Fraction):
+    """A class that is derived may hold more than is told of its base."""
+
+
+class Bag(BaseModel):
+    """A model that redefines what `dict` takes of it."""
+
+    entries: list[str]
+
+    def __iter__(self) -> Any:
+        return iter(self.entries)
+
+
+class Attributed:
+    """What the decorator of attrs leaves in a class."""
+
+    __attrs_attrs__ = (SimpleNamespace(name="x"),)
+
+    def __init__(self, x: object) -> None:
+        self.x, self.cache = x, object()
+
+
+@dataclass(eq=False)
+class Node:
+    name: str
+    parent: Any = None
+    children: list[Any] = field(default_factory=list[Any])
+    later: str = field(init=False)
+
+
+def family() -> Node:
+    root = Node("root")
+    root.children = [Node("a", root), Node("b", root)]
+    return root
+
+
+def ring(entries: int) -> Node:
+    """Nodes that all know each other: the ways through them are as many as their orders."""
+    nodes = [Node(str(n)) for n in range(entries)]
+    for node in nodes:
+        node.children = list(nodes)
+    return nodes[0]
+
+
+def loop() -> list[Any]:
+    entries: list[Any] = [1]
+    entries.append(entries)
+    return entries
+
+
+def nested(levels: int) -> list[Any]:
+    entries: list[Any] = []
+    for _ in range(levels - 1):
+        entries = [entries]
+    return entries
 
 
 DIFFERENT = [
@@ -80,8 +156,37 @@ DIFFERENT = [
     Board(["x"], solver="z"),
     Clue(text="a"),
     Clue(text="b"),
-    Told(1),
-    Told(2),
+    Bag(entries=["a"]),
+    Bag(entries=["b"]),
+    Attributed(1),
+    Attributed({"a"}),
+    Node("a"),
+    family(),
+    family().children[0],
+    loop(),
+    [[1]],
+    {1: "a"},
+    {"1": "a"},
+    {frozenset({"a", "b"}): 1},
+    {("a", "b"): 1},
+    re.compile("a" * 300 + "b"),
+    re.compile("a" * 300 + "c"),
+    re.compile("a" * 300 + "b", re.IGNORECASE),
+    deque([1, 2]),
+    deque([1, 2], maxlen=2),
+    10**5000,
+    10**5000 + 1,
+    nested(100),
+    pd.Timestamp("2020-01-01"),
+    pd.Timestamp("2020-01-01") + pd.Timedelta(1, "ns"),
+    pd.Timestamp("2020-01-01", tz="Europe/Berlin"),
+    pd.Timedelta(1, "ns"),
+    pd.Timedelta(2, "ns"),
+    pd.NaT,
+    pd.NA,
+    dt.datetime(2020, 1, 2, tzinfo=ZoneInfo("Europe/Berlin")),
+    dt.datetime(2020, 1, 2, tzinfo=ZoneInfo("Europe/Rome")),
+    dt.datetime(2020, 1, 2, fold=1),
     dt.date(2020, 1, 2),
     dt.datetime(2020, 1, 2),
     dt.datetime(2020, 1, 2, tzinfo=dt.UTC),
@@ -119,6 +224,11 @@ def test_different_values_are_told_apart():
         (bytearray(b"a"), memoryview(b"a")),
         ({"b": 1, "a": 2}, {"a": 2, "b": 1}),
         (Board(["x"]), Board(["x"])),
+        (family(), family()),
+        (loop(), loop()),
+        (Attributed(1), Attributed(1)),
+        (Point(1, 2), (1, 2)),
+        ([(node := Node("a")), node], [Node("a"), Node("a")]),
     ],
 )
 def test_equal_values_are_told_alike(one, other):
@@ -126,12 +236,21 @@ def test_equal_values_are_told_alike(one, other):
 
 
 def test_it_is_the_same_in_every_process():
-    """Hashes of text, and so the order of sets, differ between processes."""
-    code = (
-        "import json; from groupwise.data.content import canonical\n"
-        "print(json.dumps(canonical([{'a', 'b', 'c', ('d', 1)}, b'x', 2j])))"
+    """Hashes of text, and so the order of sets, differ between processes; so do addresses."""
+    values = (
+        "words = {'a', 'b', 'c', ('d', 1)}\n"
+        "class Own:\n"
+        "    def __repr__(self): return f'Own({words})'\n"
+        "held = SimpleNamespace(words=words)\n"
+        "held.lines = {frozenset(words): held, Own: deque([words])}\n"
+        "values = [words, b'x', 2j, held, Own(), {Own(), 'a', 1}, dict.fromkeys([frozenset('abc'), 'z', 1], held)]\n"
     )
-    said = {
+    code = (
+        "import json, sys; from collections import deque; from types import SimpleNamespace\n"
+        f"from groupwise.data.content import canonical\n{values}"
+        "print(list(words), json.dumps(canonical(values)), sep='\\n')"
+    )
+    said = [
         subprocess.run(
             [sys.executable, "-c", code],
             env={"PYTHONHASHSEED": seed},
@@ -139,10 +258,11 @@ def test_it_is_the_same_in_every_process():
             capture_output=True,
             text=True,
             check=True,
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert said == {json.dumps(canonical([{"a", "b", "c", ("d", 1)}, b"x", 2j])) + "\n"}
+        ).stdout.splitlines()
+        for seed in ("1", "7")
+    ]
+    assert said[0][0] != said[1][0], "the seeds give the set one order, so this shows nothing"
+    assert said[0][1] == said[1][1]
 
 
 def test_pictures_are_told_by_their_pixels(monkeypatch):
@@ -167,7 +287,22 @@ def test_pictures_are_told_by_their_pixels(monkeypatch):
     ("value", "what"),
     [
         (Bare(1), "objects of test_content.Bare"),
-        (Abridged(1), "objects of test_content.Abridged"),
+        (Talkative(1), "objects of test_content.Talkative"),
+        (Mute(1), "objects of test_content.Mute"),
+        (Shut(a=1), "objects of test_content.Shut"),
+        (Ratio(1, 2), "objects of test_content.Ratio"),
+        ({Mute(1)}, "objects of test_content.Mute"),
+        ({Mute(1): 1}, "objects of test_content.Mute"),
+        (pd.DataFrame({"a": [1]}), "objects of pandas.DataFrame"),
+        (pd.Series([1], index=["a"]), "objects of pandas.Series"),
+        (np.array([np.longdouble(1)]), "objects of numpy.longdouble"),
+        pytest.param(MagicMock(spec=dict), "objects of unittest.mock.MagicMock", id="a mock dict"),
+        pytest.param(MagicMock(spec=str), "objects of unittest.mock.MagicMock", id="a mock str"),
+        (nested(200), "something nested more than 100 levels deep"),
+        (
+            ring(30),
+            "objects of builtins.list with parts that refer to each other in more than 10000 ways",
+        ),
         (threading.Lock(), "objects of _thread.lock"),
         (Bare, "test_content.Bare"),
         (fingerprint, "groupwise.data.examples.fingerprint"),
@@ -191,3 +326,39 @@ def test_plain_data_keep_the_fingerprint_that_recorded_runs_have():
         fingerprint([*rows, chat])
         == "d60fa85bf4460159ff0db68ae005224062bb4a664d9983a838922913e62952a9"
     )
+
+
+def test_many_references_to_one_thing_are_no_tangle():
+    shared = [Node("a")] * 20_000
+    assert not list(untold(canonical([*shared, Colour.RED])))
+
+
+def test_what_cannot_be_told_in_a_prompt_is_warned_of(caplog):
+    examples._warn_of_untold.cache_clear()
+    fingerprint([Example(0, [{"role": "user", "content": "a", "tools": Bare(1)}], {})])
+    (warning,) = caplog.messages
+    assert warning.startswith("column `prompt` holds objects of ")
+
+
+@pytest.mark.parametrize("value", [family(), loop(), Node("a"), Mute(1), Shut(a=1), nested(5000)])
+def test_odd_objects_are_rows_to_train_with(value):
+    (example,) = examples_from_rows([{"prompt": "a", "held": value}], where="the task")
+    assert example.columns["held"] is value
+    assert len(fingerprint([example])) == 64
+
+
+def test_broken_text_is_found_beside_a_loop():
+    with pytest.raises(TaskError, match="surrogate"):
+        examples_from_rows([{"prompt": "a", "held": [loop(), {"x": "\ud800"}]}], where="the task")
+
+
+def test_a_task_file_may_be_moved(tmp_path):
+    told: list[Any] = []
+    for folder in ("here", "there"):
+        file = tmp_path / folder / "task.py"
+        file.parent.mkdir()
+        file.write_text(
+            "from enum import Enum\nclass Kind(Enum):\n    A = 1\nclass Bare: pass\nVALUES = [Kind.A, Bare()]\n"
+        )
+        told.append(canonical(load(f"{file}:VALUES").object))
+    assert told[0] == told[1]

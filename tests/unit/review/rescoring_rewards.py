@@ -17,6 +17,18 @@ def raises_at_two(completions, number, **kwargs):
     return length(completions)
 
 
+def boo(completions, **kwargs):
+    raise ValueError("boo")
+
+
+def one_too_few(completions, **kwargs):
+    return [0.0] * (len(completions) - 1)
+
+
+def nothing(completions, **kwargs):
+    return [None] * len(completions)
+
+
 def hangs_at_one(completions, number, **kwargs):
     if number[0] == 1:
         time.sleep(600)
@@ -28,4 +40,6 @@ def ids(completion_ids, **kwargs):
 
 
 def get_reward_funcs(config, tokenizer):
+    if config["task"].get("broken"):
+        return [(length, 2.0), (boo, 0.0)]
     return [(length, 2.0), (backwards, config["task"].get("backwards", 1.0))]

@@ -162,6 +162,53 @@ def test_rewards_that_raise_or_hang_cost_their_group_only(runs):
     assert hung.overall.scored == 4
 
 
+@pytest.mark.parametrize(
+    ("name", "why", "broken"),
+    [
+        ("boo", "reward `boo` raised", True),
+        ("one_too_few", "reward `one_too_few` returned", True),
+        ("nothing", "no reward applied", False),
+    ],
+)
+def test_a_reward_that_scores_nothing_is_told_with_its_reason(runs, name, why, broken):
+    found = judged(runs, name)
+    assert (found.overall.scored, found.overall.failed, found.exit_code) == (0, 24, 1)
+    assert found.broken == ((name,) if broken else ())
+    ((reason, count),) = found.overall.reasons.items()
+    assert reason.startswith(why)
+    assert count == 24
+    summary = found.summary()
+    assert summary["overall"]["reasons"] == {reason: 24}
+    assert summary["steps"]["1"]["reasons"] == {reason: 8}
+    assert summary["broken"] == list(found.broken)
+    assert Path(summary["results_rows"]).suffix == ".jsonl"
+
+
+def test_a_reward_that_fails_here_and_there_is_not_broken(runs):
+    found = judged(runs, "length", "raises_at_two")
+    assert (found.overall.unanswered, found.overall.failed) == ({"raises_at_two": 4}, 4)
+    assert (found.broken, found.exit_code) == ((), 0)
+    assert [row.failed_rewards.keys() for row in found.rows() if row.draw == 2] == [
+        {"raises_at_two"}
+    ] * 4
+
+
+def test_a_call_that_was_cut_off_gave_no_value_of_any_function(runs):
+    found = judged(runs, "length", "hangs_at_one", step=0)
+    assert found.overall.unanswered == {"length": 4, "hangs_at_one": 4}
+    assert found.exit_code == 0
+    alone = judged(runs, "hangs_at_one", step=0, limit=1)
+    assert (alone.broken, alone.exit_code) == (("hangs_at_one",), 1)
+    assert "`hangs_at_one` was running" in next(iter(alone.overall.reasons))
+
+
+def test_a_reward_without_weight_that_fails_throughout_is_told(runs):
+    found = rescore("r", task=REWARDS, runs_dir=runs, overrides=["task.broken=true"])
+    assert (found.overall.scored, found.overall.failed) == (23, 0)
+    assert (found.broken, found.exit_code) == (("boo",), 1)
+    assert next(iter(found.overall.reasons.values())) == 24
+
+
 def test_texts_are_enough_but_token_ids_are_not_made_up(tmp_path):
     a_run(tmp_path, keep_tokens=False)
     assert judged(tmp_path, "length", step=0).overall.new == 2.5

@@ -502,6 +502,79 @@ class TestRollouts:
         assert view.prompt == seen
         assert store.unfinished_groups() == [group]
 
+    @pytest.mark.parametrize("indexed", [True, False])
+    def test_what_only_the_template_wrote_is_found_as_it_is_shown(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indexed: bool
+    ) -> None:
+        if not indexed:
+            monkeypatch.setattr(database, "_fts5", lambda connection: False)
+        with Store.create(tmp_path / "seen.db") as store:
+            store.keep_unfinished([_chat(0, "Tools: sort(words). Now: Sort kiwi"), _chat(1, None)])
+
+            def found(words: str) -> list[int]:
+                return [view.draw for view in store.rollouts(RolloutFilter(text=words))]
+
+            assert found("Tools: sort") == [0]
+            assert found("Sort kiwi") == [0, 1]
+            assert found("user: Sort") == [1], "the first is not shown like that"
+            store.keep_unfinished([_chat(0, "Something else")])
+            assert found("Tools: sort") == []
+            store.rewind(0)
+            assert found("else") == []
+
+    @pytest.mark.parametrize("version", range(1, len(schema.MIGRATIONS)))
+    @pytest.mark.parametrize("fts5", [True, False])
+    def test_records_of_older_formats_are_searched(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, fts5: bool
+    ) -> None:
+        """Their index held the prompts as they were given."""
+        path = tmp_path / "run.db"
+        connection = sqlite3.connect(path)
+        connection.executescript(
+            "PRAGMA journal_mode = WAL;"
+            + "".join(schema.MIGRATIONS[:version])
+            + "INSERT INTO groups (draw, position, example, prompt, prompt_text, columns, metrics)"
+            " VALUES (4, 0, 0, '\"Sort kiwi\"', 'Sort kiwi', '{}', '{}');"
+            "INSERT INTO rollouts (draw, member, attempt, example, outcome, truncated, completion_tokens, completion, notes)"
+            " VALUES (4, 0, 0, 0, 'failed', 0, 1, 'fig', '{}');"
+            "CREATE VIRTUAL TABLE prompt_index USING fts5 (prompt_text, content='groups', content_rowid='draw');"
+            "CREATE VIRTUAL TABLE completion_index USING fts5 (completion, content='rollouts', content_rowid='id');"
+            "INSERT INTO prompt_index (prompt_index) VALUES ('rebuild');"
+            "INSERT INTO completion_index (completion_index) VALUES ('rebuild');"
+            "INSERT INTO meta VALUES ('text_index', '\"current\"');"
+            f"PRAGMA application_id = {schema.APPLICATION_ID}; PRAGMA user_version = {version};"
+        )
+        if version == len(schema.MIGRATIONS) - 1:
+            connection.execute("UPDATE groups SET prompt_seen = 'Tools. Sort kiwi'")
+            connection.commit()
+        connection.close()
+        if not fts5:
+            monkeypatch.setattr(database, "_fts5", lambda connection: False)
+        for readonly in (True, False):
+            with Store.open(path, readonly) as store:
+                for words in ("kiwi", "fig"):
+                    assert len(store.rollouts(RolloutFilter(text=words))) == 1
+                seen = store.rollouts(RolloutFilter(text="Tools"))
+                assert len(seen) == (version == len(schema.MIGRATIONS) - 1)
+        with Store.open(path) as store:
+            store.rewind(0)
+            store.keep_unfinished([_chat(0, "Something else")])
+            assert [view.draw for view in store.rollouts(RolloutFilter(text="else"))] == [0]
+            assert store.rollouts(RolloutFilter(text="fig")) == []
+
+    def test_a_reader_does_not_trust_an_index_that_a_writer_without_fts5_left_behind(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = tmp_path / "run.db"
+        with Store.create(path) as store:
+            fill(store, 1)
+        with monkeypatch.context() as poor:
+            poor.setattr(database, "_fts5", lambda connection: False)
+            with Store.open(path) as store:
+                fill(store, 1, start=1)
+        with Store.open(path, readonly=True) as store:
+            assert len(store.rollouts(RolloutFilter(text="answer"))) == 8
+
     def test_the_index_catches_up_after_a_writer_without_fts5(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -557,6 +630,12 @@ class TestRollouts:
         query, values = rollout_query(RolloutFilter(order=order, part=part), indexed=True)
         plan = [row[3] for row in crowded.execute(f"EXPLAIN QUERY PLAN {query}", values)]
         assert not any("TEMP B-TREE" in line for line in plan), plan
+
+
+def _chat(draw: int, seen: str | None) -> Group:
+    chat = [{"role": "user", "content": "Sort kiwi"}]
+    rollout = Rollout(draw, 0, 0, (), (), "x", "scored", reward=1.0)
+    return Group(draw, Example(draw, chat), (rollout,), prompt_seen=seen)
 
 
 @pytest.fixture(scope="module")
