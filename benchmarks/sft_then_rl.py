@@ -3,7 +3,7 @@
 Runs `examples/05_sft_then_rl` twice on the same held-out sums: supervised steps followed by rewards, and rewards alone with as many more
 steps as fit into the seconds that the supervised ones took. Prints the held-out accuracy of both with its 95 % interval, draws
 the share of right answers over the seconds of training (evaluations do not count), and stores both with the name of the machine.
-On two CPU cores it takes about a quarter of an hour. The runs stay in `runs/`.
+On two CPU cores it takes about twenty minutes. The runs stay in `runs/`.
 """
 
 from __future__ import annotations

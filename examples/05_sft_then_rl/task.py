@@ -9,7 +9,7 @@ import re
 from statistics import fmean
 
 DIGITS = 3
-HELD_OUT, WORKED, REWARDED = 200, 400, 2000
+HELD_OUT, WORKED, REWARDED = 200, 64, 2000
 RULE = "Add the columns from right to left, with the carry, one line each. Then write Answer: and the sum."
 
 
