@@ -17,6 +17,9 @@ from typing import Any, ClassVar, TypeVar
 
 T = TypeVar("T")
 
+PATIENCE = 5.0
+"""Seconds after the second signal in which tasks may clean up, before they are left as they are."""
+
 
 class Interrupted(Exception):
     """The loop was asked to end; `exit_code` is what the shell expects (130 for Ctrl-C, 143 for SIGTERM)."""
@@ -75,8 +78,14 @@ class Interruption:
 
     def _receive(self, number: int, _: FrameType | None) -> None:
         if self._received is not None:
+            # Raised between two steps of the loop, it may cost a task its next step, so that it would be waited for for ever.
+            self._loop.call_soon_threadsafe(self._loop.call_later, PATIENCE, _interrupt)
             raise KeyboardInterrupt(number)
         self.ask(number)
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:

@@ -107,7 +107,7 @@ def test_a_supervised_config_trains(capsys):
     assert config.data.max_length == 150
     planned = groupwise.sft("task-sft.yaml", TAUGHT, dry_run=True).summary["plan"]
     assert planned["rows_cut_as_too_long"] == 0
-    assert planned["steps"] == 75
+    assert planned["steps"] == 12
     result = groupwise.sft("task-sft.yaml", TAUGHT, overrides=["training.max_steps=2"])
     assert result.summary["steps"] == 2
 
