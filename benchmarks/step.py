@@ -1,4 +1,4 @@
-"""Where the time of a training step goes: `make bench`.
+"""Where the time of a training step goes: `python -m benchmarks.step`.
 
 The work is fixed (W1): SmolLM2-135M-Instruct, LoRA of rank 16 on all linear layers, 4 prompts of 53, 73, 86 and 91 tokens × 8 completions
 of exactly 48 new tokens, temperature 1, no KL, one update. Prompts are random tokens, so that nothing but the size of the work
@@ -24,14 +24,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.work import ALPHA, LEARNING_RATE, MODEL, RANK, W1
 from groupwise import build
 from groupwise.algorithms.registry import make
 from groupwise.config import load_config
 from groupwise.types import GroupRequest, OptimiserParams, Row, SamplingParams
 
-PROMPTS = (53, 73, 86, 91)
-MEMBERS = 8
-NEW_TOKENS = 48
 VOCABULARY = 40_000
 RESULTS = Path(__file__).parent / "results"
 
@@ -48,12 +46,16 @@ def main() -> None:
     given = parser.parse_args()
     config = load_config(
         {
-            "model": {"name": "smollm2-135m-instruct", "dtype": given.dtype},
-            "sampler": {"max_completion_length": NEW_TOKENS, "slots": len(PROMPTS) * MEMBERS},
+            "model": {"name": MODEL, "dtype": given.dtype},
+            "lora": {"r": RANK, "alpha": ALPHA},
+            "sampler": {
+                "max_completion_length": W1.new_tokens,
+                "slots": len(W1.prompts) * W1.members,
+            },
             "run": {"threads": given.threads},
         }
     ).config
-    layout = build.choose_layout(config, longest_prompt=max(PROMPTS))
+    layout = build.choose_layout(config, longest_prompt=W1.longest)
     with tempfile.TemporaryDirectory() as folder:
         parts = build.training_parts(config, layout, "bench", Path(folder))
         phases = asyncio.run(measure(parts, given.repetitions))
@@ -82,7 +84,8 @@ async def measure(parts: build.Parts, repetitions: int) -> dict[str, list[float]
     }
     await parts.sampler.load(await parts.learner.publish(0))
     for repetition in range(repetitions + 1):
-        taken = await one_step(parts, repetition)
+        asked = [request(draw, length, repetition) for draw, length in enumerate(W1.prompts)]
+        taken = await one_step(parts, asked, repetition)
         for name, seconds in taken.items():
             if repetition:
                 phases[name].append(seconds)
@@ -90,9 +93,10 @@ async def measure(parts: build.Parts, repetitions: int) -> dict[str, list[float]
     return phases
 
 
-async def one_step(parts: build.Parts, repetition: int) -> dict[str, float]:
-    """One step of the fixed work; nothing stops a completion early."""
-    requests = [request(draw, length, repetition) for draw, length in enumerate(PROMPTS)]
+async def one_step(
+    parts: build.Parts, requests: Sequence[GroupRequest], repetition: int
+) -> dict[str, float]:
+    """Seconds of each phase of one step; nothing stops a completion early."""
     marks = [time.perf_counter()]
     groups = await asyncio.gather(*map(parts.sampler.generate, requests))
     marks.append(time.perf_counter())
@@ -100,7 +104,7 @@ async def one_step(parts: build.Parts, repetition: int) -> dict[str, float]:
         Row(
             asked.prompt_ids,
             found.token_ids,
-            (1,) * NEW_TOKENS,
+            (1,) * len(found.token_ids),
             found.logprobs,
             (-1.0) ** index,
             1.0,
@@ -110,10 +114,10 @@ async def one_step(parts: build.Parts, repetition: int) -> dict[str, float]:
     ]
     algorithm = make("dr_grpo", {})
     await parts.learner.forward_backward(
-        rows, algorithm.loss_spec(), {"policy": float(len(rows) * NEW_TOKENS)}
+        rows, algorithm.loss_spec(), {"policy": float(sum(len(row.completion_ids) for row in rows))}
     )
     marks.append(time.perf_counter())
-    await parts.learner.update(OptimiserParams(learning_rate=1e-5))
+    await parts.learner.update(OptimiserParams(learning_rate=LEARNING_RATE))
     marks.append(time.perf_counter())
     await parts.sampler.load(await parts.learner.publish(repetition + 1))
     marks.append(time.perf_counter())
@@ -125,18 +129,17 @@ def request(draw: int, length: int, repetition: int) -> GroupRequest:
     """Random tokens of the given length, other ones in each repetition."""
     generator = random.Random(f"{repetition}/{draw}")
     prompt = tuple(generator.randrange(10, VOCABULARY) for _ in range(length))
-    seeds = tuple(generator.getrandbits(63) for _ in range(MEMBERS))
-    return GroupRequest(draw, prompt, seeds, SamplingParams(NEW_TOKENS))
+    seeds = tuple(generator.getrandbits(63) for _ in range(W1.members))
+    return GroupRequest(draw, prompt, seeds, SamplingParams(W1.new_tokens))
 
 
 def show(result: dict[str, Any]) -> None:
     """A table for people."""
     print(f"{result['machine']['processor']}, {result['layout']}")
-    tokens = len(PROMPTS) * MEMBERS * NEW_TOKENS
     for name, seconds in result["seconds"].items():
         print(f"  {name:<12} {spread(seconds)} s")
     print(
-        f"  sampled {tokens / median(result['seconds']['sampling']):.0f} tokens/s, peak {result['peak_rss_mib']} MiB"
+        f"  sampled {W1.sampled / median(result['seconds']['sampling']):.0f} tokens/s, peak {result['peak_rss_mib']} MiB"
     )
 
 

@@ -1,0 +1,78 @@
+"""The fixed work of the benchmarks: how many prompts of which length, how many completions, how long."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+MODEL = "smollm2-135m-instruct"
+RANK, ALPHA = 16, 32
+LEARNING_RATE = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one step samples and learns from."""
+
+    prompts: tuple[int, ...]
+    """Tokens of each prompt."""
+    members: int
+    """Completions of each prompt."""
+    new_tokens: int
+    """Of each completion, exactly."""
+
+    @property
+    def described(self) -> str:
+        """In words."""
+        lengths = ", ".join(map(str, self.prompts))
+        return (
+            f"prompts of {lengths} tokens × {self.members} completions of {self.new_tokens} tokens"
+        )
+
+    @property
+    def sampled(self) -> int:
+        """Tokens that a step samples."""
+        return len(self.prompts) * self.members * self.new_tokens
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(self.prompts)
+
+
+W1 = Work((53, 73, 86, 91), 8, 48)
+CORNERS = {
+    "short": Work((50,) * 4, 4, 48),
+    "many": Work((50, 50), 32, 48),
+    "long prompts": Work((800,) * 4, 8, 48),
+    "long completions": Work((50,) * 4, 8, 256),
+    "one long group": Work((200,), 16, 256),
+    "long everything": Work((800, 800), 4, 256),
+}
+
+
+def prompts(work: Work, tokenizer: Any, step: int) -> tuple[str, ...]:
+    """Texts of exactly so many tokens, others in each step."""
+    words = _words(tokenizer)
+    rng = random.Random(step)
+    return tuple(_text(words, length, rng, tokenizer) for length in work.prompts)
+
+
+def _text(words: Sequence[str], length: int, rng: random.Random, tokenizer: Any) -> str:
+    text = "".join(rng.choice(words) for _ in range(length))
+    assert len(tokenizer(text)["input_ids"]) == length, "words are one token each"
+    return text
+
+
+def _words(tokenizer: Any) -> list[str]:
+    """Words that are one token with the space before them, alone and beside each other."""
+    found = [tokenizer.decode([token]) for token in range(1000, 20_000)]
+    return sorted(
+        {
+            word
+            for word in found
+            if word[0] == " " and word[1:].isascii() and word[1:].islower() and word[1:].isalpha()
+        }
+    )
