@@ -24,10 +24,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.work import ALPHA, LEARNING_RATE, MODEL, RANK, W1
+from benchmarks.work import ALPHA, LEARNING_RATE, MODEL, RANK, W1, Work
 from groupwise import build
 from groupwise.algorithms.registry import make
-from groupwise.config import load_config
+from groupwise.config import RunConfig, load_config
 from groupwise.types import GroupRequest, OptimiserParams, Row, SamplingParams
 
 VOCABULARY = 40_000
@@ -44,17 +44,7 @@ def main() -> None:
         "--store", action="store_true", help="keep the result in benchmarks/results"
     )
     given = parser.parse_args()
-    config = load_config(
-        {
-            "model": {"name": MODEL, "dtype": given.dtype},
-            "lora": {"r": RANK, "alpha": ALPHA},
-            "sampler": {
-                "max_completion_length": W1.new_tokens,
-                "slots": len(W1.prompts) * W1.members,
-            },
-            "run": {"threads": given.threads},
-        }
-    ).config
+    config = config_of(W1, given.dtype, given.threads)
     layout = build.choose_layout(config, longest_prompt=W1.longest)
     with tempfile.TemporaryDirectory() as folder:
         parts = build.training_parts(config, layout, "bench", Path(folder))
@@ -84,7 +74,10 @@ async def measure(parts: build.Parts, repetitions: int) -> dict[str, list[float]
     }
     await parts.sampler.load(await parts.learner.publish(0))
     for repetition in range(repetitions + 1):
-        asked = [request(draw, length, repetition) for draw, length in enumerate(W1.prompts)]
+        asked = [
+            request(W1, draw, random_prompt(draw, length, repetition), repetition)
+            for draw, length in enumerate(W1.prompts)
+        ]
         taken = await one_step(parts, asked, repetition)
         for name, seconds in taken.items():
             if repetition:
@@ -125,12 +118,32 @@ async def one_step(
     return {name: end - start for name, start, end in zip(names, marks, marks[1:], strict=False)}
 
 
-def request(draw: int, length: int, repetition: int) -> GroupRequest:
+def config_of(work: Work, dtype: str, threads: int | None = None) -> RunConfig:
+    """A run with the sizes of the work, which samples all its completions beside each other."""
+    return load_config(
+        {
+            "model": {"name": MODEL, "dtype": dtype},
+            "lora": {"r": RANK, "alpha": ALPHA},
+            "sampler": {
+                "max_completion_length": work.new_tokens,
+                "slots": len(work.prompts) * work.members,
+            },
+            "run": {"threads": threads},
+        }
+    ).config
+
+
+def request(work: Work, draw: int, prompt: Sequence[int], repetition: int) -> GroupRequest:
+    """A group of the work, with other seeds in each repetition."""
+    rng = random.Random(f"{repetition}/{draw}")
+    seeds = tuple(rng.getrandbits(63) for _ in range(work.members))
+    return GroupRequest(draw, tuple(prompt), seeds, SamplingParams(work.new_tokens))
+
+
+def random_prompt(draw: int, length: int, repetition: int) -> list[int]:
     """Random tokens of the given length, other ones in each repetition."""
-    generator = random.Random(f"{repetition}/{draw}")
-    prompt = tuple(generator.randrange(10, VOCABULARY) for _ in range(length))
-    seeds = tuple(generator.getrandbits(63) for _ in range(W1.members))
-    return GroupRequest(draw, prompt, seeds, SamplingParams(W1.new_tokens))
+    rng = random.Random(f"prompt {repetition}/{draw}")
+    return [rng.randrange(10, VOCABULARY) for _ in range(length)]
 
 
 def show(result: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 MODEL = "smollm2-135m-instruct"
@@ -66,6 +67,7 @@ def _text(words: Sequence[str], length: int, rng: random.Random, tokenizer: Any)
     return text
 
 
+@cache
 def _words(tokenizer: Any) -> list[str]:
     """Words that are one token with the space before them, alone and beside each other."""
     found = [tokenizer.decode([token]) for token in range(1000, 20_000)]
