@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from groupwise.errors import ModelError
 from groupwise.models import config as settings_of_models
 from groupwise.models.files import read_json, read_tensors, write_tensors
+from groupwise.models.native.linear import Factors
 
 PREFIX = "base_model.model."
 WEIGHTS = "adapter_model.safetensors"
@@ -71,9 +72,9 @@ class ExactLoraLinear(PeftLinear):
         up = up * self.scaling[name]
         inputs = F.dropout(x, self.dropout_of(name)) if self.switch.dropout else x
         low = F.linear(F.linear(inputs, down.to(x.dtype)), up.to(x.dtype))
-        if base.bias is not None:
-            low = low + base.bias
         flat = torch.addmm(low.flatten(0, -2), x.flatten(0, -2), base.weight.t())
+        if base.bias is not None:  # not added to `low`, which would be rounded to the bias
+            flat = flat + base.bias
         return flat.view(*x.shape[:-1], -1)
 
 
@@ -115,6 +116,13 @@ class AdaptedModel:
             found[f"{PREFIX}{path}.lora_A.weight"] = down
             found[f"{PREFIX}{path}.lora_B.weight"] = up
         return dict(sorted(found.items()))
+
+    def low_rank(self, name: str) -> dict[str, Factors]:
+        """What the adapter adds to each layer, by the layer's name in the base; the factors themselves, not copies."""
+        return {
+            path: Factors(*layer.factors(name), layer.scaling[name])
+            for path, layer in self.layers.items()
+        }
 
     def write(self, name: str, tensors: Mapping[str, Tensor], origin: str) -> None:
         """Overwrite the adapter. Raises `ModelError` unless names and shapes match exactly."""

@@ -15,6 +15,8 @@ from groupwise.models.load import hollow_model, read_model_config
 MIB = 2**20
 PROCESS_MIB = 600.0
 """What a process holds once torch and transformers are imported and have computed something."""
+RANK_MIB = 150.0
+"""What a rank holds of that for itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,24 +72,35 @@ def plan_model(
     needs_reference: bool,
     device: str,
     gradient_checkpointing: bool = False,
+    processes: int = 1,
 ) -> ModelPlan:
-    """Count parameters on a model without storage, and estimate the memory of a run."""
+    """Count parameters on a model without storage, and estimate the memory of a run.
+
+    With several `processes` the rest of what they hold is of each of them, but for frozen weights, which they share; so are all
+    weights as long as they are not trained.
+    """
     described = read_model_config(config).get_text_config()
     total = count_parameters(hollow_model(config).parameters())
     trained = trained_parameters(config, lora)
     size = 2 if dtype == "bfloat16" else 4
     memory = MemoryPlan(
-        process=PROCESS_MIB if device == "cpu" else 0.0,
-        weights=total * size / MIB,
-        trained=(5 if lora else 4) * trained * 4 / MIB,
+        process=_processes_mib(processes) if device == "cpu" else 0.0,
+        weights=total * size / MIB * (1 if lora else processes),
+        trained=((5 if lora else 4) + (processes > 1)) * processes * trained * 4 / MIB,
         reference=total * size / MIB if needs_reference and lora is None else 0.0,
-        keys_and_values=slots * key_length * _cache_per_token(described) * size / MIB,
-        activations=microbatch
+        keys_and_values=processes * slots * key_length * _cache_per_token(described) * size / MIB,
+        activations=processes
+        * microbatch
         * _activations_per_token(described, gradient_checkpointing)
         * size
         / MIB,
     )
     return ModelPlan(total, trained, memory)
+
+
+def _processes_mib(processes: int) -> float:
+    """Of one process that does it all; or of the loop's, the zygote's, and what each rank does not share with it."""
+    return PROCESS_MIB if processes == 1 else 2 * PROCESS_MIB + processes * RANK_MIB
 
 
 def trained_parameters(config: ModelConfig, lora: LoraConfig | None) -> int:

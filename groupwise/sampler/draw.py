@@ -26,25 +26,30 @@ def uniform(seed: int, position: int) -> float:
 def draw_tokens(
     logits_SV: Tensor, temperatures_S: Tensor, uniforms_S: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Tokens [S] and their log-probabilities [S] (nats, float32) at the temperature.
+    """Tokens [S] and their log-probabilities [S] (nats, float32) at the temperature; logits may be in any format.
 
     A temperature of 0 takes the most probable token, with its log-probability at temperature 1. `uniforms_S` is float64.
     """
     greedy_S = temperatures_S == 0
-    divisors_S = torch.where(greedy_S, torch.ones_like(temperatures_S), temperatures_S)
-    scaled_SV = logits_SV / divisors_S[:, None]
+    some_greedy = bool(greedy_S.any())
+    divisors_S = temperatures_S.masked_fill(greedy_S, 1.0) if some_greedy else temperatures_S
+    # Dividing by 1 changes nothing, but takes a pass over the logits.
+    plain = bool((divisors_S == 1).all())
+    scaled_SV = logits_SV.float() if plain else logits_SV / divisors_S[:, None]
     peaks_S = scaled_SV.amax(-1)
-    weights_SV = (scaled_SV - peaks_S[:, None]).exp()
-    padding = -weights_SV.shape[1] % BLOCK
-    weights_SKB = F.pad(weights_SV, (0, padding)).unflatten(1, (-1, BLOCK))
+    weights_SV = (scaled_SV - peaks_S[:, None]).exp_()
+    weights_SKB = _padded(weights_SV).unflatten(1, (-1, BLOCK))
     sums_SK = weights_SKB.sum(-1)
-    tokens_S = torch.where(
-        greedy_S,
-        scaled_SV.argmax(-1),
-        _search(weights_SKB, sums_SK, uniforms_S, logits_SV.shape[1]),
-    )
+    tokens_S = _search(weights_SKB, sums_SK, uniforms_S, logits_SV.shape[1])
+    if some_greedy:
+        tokens_S = torch.where(greedy_S, scaled_SV.argmax(-1), tokens_S)
     chosen_S = scaled_SV.gather(1, tokens_S[:, None])[:, 0]
     return tokens_S, chosen_S - peaks_S - sums_SK.sum(-1).log()
+
+
+def _padded(weights_SV: Tensor) -> Tensor:
+    padding = -weights_SV.shape[1] % BLOCK
+    return F.pad(weights_SV, (0, padding)) if padding else weights_SV
 
 
 def _search(weights_SKB: Tensor, sums_SK: Tensor, uniforms_S: Tensor, vocabulary: int) -> Tensor:

@@ -36,7 +36,7 @@ def without_early_stops(
     if not early:
         return logits_SV
     rows_X, tokens_X = torch.tensor(early, device=logits_SV.device).unbind(1)
-    never = torch.tensor(-math.inf, device=logits_SV.device)
+    never = torch.tensor(-math.inf, dtype=logits_SV.dtype, device=logits_SV.device)
     return logits_SV.index_put((rows_X, tokens_X), never)
 
 

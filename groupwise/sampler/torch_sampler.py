@@ -1,12 +1,11 @@
-"""The default sampler: continuous batching over a fixed number of slots, in this process.
+"""The default sampler: continuous batching of rows, in this process.
 
 Callers await `generate`, one call for each group, as many at once as they like. A single driver task serves them: it computes a
-group's prompt once, copies its keys and values into a free slot for each member, and then moves all occupied slots one
-token forward at a time. A slot that finishes is refilled at once. The driver yields to the event loop after every token, so
-scoring and cancelling go on meanwhile.
+group's prompt once, begins a row for each member while there is room, and then moves all rows one token forward at a time. A row
+that finishes makes room at once. The driver yields to the event loop after every token, so scoring and cancelling go on meanwhile.
 
-What a member draws depends on its seed and its own group only: a prompt is computed alone, and decoding always runs in the same
-shape (slots × key length), with empty slots computed and ignored, because another shape could change the last bits.
+An engine computes the rows (`groupwise.sampler.engine`): natively where the model is of a known family, else by transformers. What a
+member draws depends on its seed and its own group only.
 """
 
 from __future__ import annotations
@@ -22,10 +21,12 @@ import torch
 from torch import Tensor
 
 from groupwise.errors import GroupwiseError, NonFiniteError, PolicyMismatchError, RunError
-from groupwise.models.decoder import Decoder, PromptCache, SlotCache, causal_mask
 from groupwise.models.lora import fingerprint
 from groupwise.sampler.draw import draw_tokens, uniform
+from groupwise.sampler.engine import Engine, Prompt, Row
+from groupwise.sampler.native_engine import NativeEngine
 from groupwise.sampler.restrict import truncated, without_early_stops
+from groupwise.sampler.slot_engine import SlotEngine
 from groupwise.sampler.weights import ServedWeights
 from groupwise.types import Completion, FinishReason, GroupRequest, Policy, SamplingParams
 
@@ -38,10 +39,10 @@ INCOMPLETE = "\ufffd"
 
 @dataclass(frozen=True, slots=True)
 class DecodeLayout:
-    """The one shape in which decoding runs; part of a run's recorded layout."""
+    """How much decoding goes on at once; part of a run's recorded layout."""
 
     slots: int
-    """Members decoded together. At least 8: smaller matrix products take another path with other last bits."""
+    """Members decoded together, at most. At least 8: smaller matrix products take another path with other last bits."""
     key_length: int
     """Longest prompt plus longest completion, in tokens."""
 
@@ -64,14 +65,21 @@ class _Ticket:
     request: GroupRequest
     done: asyncio.Future[None]
     members: list[_Member] = field(default_factory=list)
-    prompt: PromptCache | None = None
-    first_logits_V: Tensor | None = None
+    prompt: Prompt | None = None
 
 
 class TorchSampler:
     """A `groupwise.types.Sampler` over any transformers causal language model."""
 
-    def __init__(self, weights: ServedWeights, tokenizer: Any, layout: DecodeLayout) -> None:
+    def __init__(
+        self,
+        weights: ServedWeights,
+        tokenizer: Any,
+        layout: DecodeLayout,
+        *,
+        native: bool = True,
+    ) -> None:
+        """Without `native`, the model is computed by transformers, whatever it is: the reference for the native engine."""
         if layout.slots < 8:
             raise ValueError(
                 f"slots is {layout.slots}; at least 8 are needed for results that do not depend on it."
@@ -79,9 +87,8 @@ class TorchSampler:
         self.layout = layout
         self._weights = weights
         self._tokenizer = tokenizer
-        self._decoder = Decoder(weights.model)
-        self._cache = SlotCache(layout.slots, layout.key_length)
-        self._slots: list[_Member | None] = [None] * layout.slots
+        self._engine = _engine(weights, layout, native)
+        self._members: dict[Row, _Member] = {}
         self._waiting: deque[_Member] = deque()
         self._driver: asyncio.Task[None] | None = None
         self._version = 0
@@ -106,11 +113,13 @@ class TorchSampler:
 
     async def load(self, policy: Policy) -> None:
         """See `groupwise.types.Sampler.load`. Only between groups: keys and values belong to one version."""
-        if self._waiting or any(self._slots):
+        if self._waiting or self._members:
             raise RunError(
                 "The sampler was given new weights while completions of the old ones were on their way."
             )
         self._weights.read(Path(policy.path))
+        with torch.inference_mode():
+            self._engine.refresh()
         self._fingerprint = fingerprint(self._weights.tensors())
         if self._fingerprint != policy.fingerprint:
             raise PolicyMismatchError(
@@ -149,14 +158,19 @@ class TorchSampler:
 
     def _forget(self, ticket: _Ticket) -> None:
         self._waiting = deque(member for member in self._waiting if member.ticket is not ticket)
-        self._slots = [None if slot and slot.ticket is ticket else slot for slot in self._slots]
+        self._finish([row for row, member in self._members.items() if member.ticket is ticket])
+
+    def _finish(self, rows: list[Row]) -> None:
+        self._engine.finish(rows)
+        for row in rows:
+            del self._members[row]
 
     async def _drive(self) -> None:
         try:
-            while self._waiting or any(self._slots):
-                with torch.inference_mode(), self._weights.acting():
-                    self._fill_slots()
-                    if any(self._slots):
+            while self._waiting or self._members:
+                with torch.inference_mode():
+                    self._begin_rows()
+                    if self._members:
                         self._decode_one_token()
                 await asyncio.sleep(0)
         except Exception as error:  # noqa: BLE001 — belongs to those who wait for their groups
@@ -166,89 +180,64 @@ class TorchSampler:
         reason = (
             error if isinstance(error, GroupwiseError) else RunError(f"Sampling failed: {error!r}")
         )
-        tickets = {
-            id(member.ticket): member.ticket for member in (*self._waiting, *self._slots) if member
-        }
+        members = (*self._waiting, *self._members.values())
+        tickets = {id(member.ticket): member.ticket for member in members}
         self._waiting.clear()
-        self._slots = [None] * self.layout.slots
-        self._cache = SlotCache(self.layout.slots, self.layout.key_length)  # it may hold NaN
+        self._members.clear()
+        self._engine.reset()
         for ticket in tickets.values():
             if not ticket.done.done():
                 ticket.done.set_exception(reason)
 
-    def _fill_slots(self) -> None:
-        for index, slot in enumerate(self._slots):
-            while slot is None and self._waiting:
-                # It stays in the queue while it starts, so that an error finds it and fails its caller.
-                slot = self._start(self._waiting[0], index)
-                self._waiting.popleft()
+    def _begin_rows(self) -> None:
+        """Give members that wait a row each, as far as there is room."""
+        while self._waiting and len(self._members) < self.layout.slots:
+            # They stay in the queue while they begin, so that an error finds them and fails their caller.
+            self._begin(self._waiting[0])
+            self._waiting.popleft()
 
-    def _start(self, member: _Member, index: int) -> _Member | None:
-        """Draw the member's first token and place its prompt; None if that token already ended it."""
+    def _begin(self, member: _Member) -> None:
+        """Draw the member's first token; it needs a row unless that token already ends it."""
         ticket = member.ticket
         if ticket.prompt is None:
-            self._compute_prompt(ticket)
-        assert ticket.first_logits_V is not None
-        assert ticket.prompt is not None
-        self._draw([member], ticket.first_logits_V[None])
-        if member.finish_reason is not None:
+            ticket.prompt = self._engine.prefill(ticket.request.prompt_ids)
+        self._draw([member], ticket.prompt.logits_V[None])
+        if member.finish_reason is None:
+            self._members[self._engine.begin(ticket.prompt)] = member
+        else:
             self._deliver(ticket)
-            return None
-        self._cache.place(index, ticket.prompt)
-        self._slots[index] = member
-        return member
-
-    def _compute_prompt(self, ticket: _Ticket) -> None:
-        device = self._decoder.device
-        ids_1P = torch.tensor([ticket.request.prompt_ids], device=device)
-        length = ids_1P.shape[1]
-        positions_1P = torch.arange(length, device=device)[None]
-        ticket.prompt = PromptCache()
-        hidden = self._decoder.hidden(
-            ids_1P, positions_1P, causal_mask(length, 0, device), ticket.prompt
-        )
-        ticket.first_logits_V = self._decoder.logits(hidden[0, -1:])[0]
 
     def _decode_one_token(self) -> None:
-        device = self._decoder.device
-        tokens, positions = [0] * self.layout.slots, [0] * self.layout.slots
-        for index, member in enumerate(self._slots):
-            if member is not None:
-                tokens[index] = member.token_ids[-1]
-                positions[index] = len(member.ticket.request.prompt_ids) + len(member.token_ids) - 1
-        positions_S = torch.tensor(positions, device=device)
-        self._cache.positions = positions_S
-        mask_S1K = torch.arange(self.layout.key_length, device=device) <= positions_S[:, None, None]
-        ids_S1 = torch.tensor(tokens, device=device)[:, None]
-        hidden = self._decoder.hidden(ids_S1, positions_S[:, None], mask_S1K, self._cache)
-        self._draw(self._slots, self._decoder.logits(hidden[:, 0]))
-        for index, member in enumerate(self._slots):
-            if member is not None and member.finish_reason is not None:
-                self._slots[index] = None
+        rows = self._engine.rows
+        members = [self._members[row] for row in rows]
+        self._draw(members, self._engine.decode([member.token_ids[-1] for member in members]))
+        ended = [
+            (row, member)
+            for row, member in zip(rows, members, strict=True)
+            if member.finish_reason is not None
+        ]
+        if ended:
+            self._finish([row for row, _ in ended])
+            for _, member in ended:
                 self._deliver(member.ticket)
 
-    def _draw(self, members: list[_Member | None] | list[_Member], logits_SV: Tensor) -> None:
-        params = [member.ticket.request.params if member else None for member in members]
-        lengths = [len(member.token_ids) if member else 0 for member in members]
-        uniforms = [
-            uniform(member.seed, len(member.token_ids)) if member else 0.5 for member in members
-        ]
-        device = logits_SV.device
-        temperatures_S = torch.tensor(
-            [each.temperature if each else 1.0 for each in params], device=device
-        )
-        logits_SV = without_early_stops(logits_SV, params, lengths)
-        logits_SV = truncated(logits_SV, temperatures_S, params)
-        tokens_S, logprobs_S = draw_tokens(
-            logits_SV,
-            temperatures_S,
+    def _draw(self, members: list[_Member], logits_NV: Tensor) -> None:
+        params = [member.ticket.request.params for member in members]
+        lengths = [len(member.token_ids) for member in members]
+        uniforms = [uniform(member.seed, len(member.token_ids)) for member in members]
+        device = logits_NV.device
+        temperatures_N = torch.tensor([each.temperature for each in params], device=device)
+        logits_NV = without_early_stops(logits_NV, params, lengths)
+        logits_NV = truncated(logits_NV, temperatures_N, params)
+        tokens_N, logprobs_N = draw_tokens(
+            logits_NV,
+            temperatures_N,
             torch.tensor(uniforms, dtype=torch.float64, device=device),
         )
         for member, token, logprob in zip(
-            members, tokens_S.tolist(), logprobs_S.tolist(), strict=True
+            members, tokens_N.tolist(), logprobs_N.tolist(), strict=True
         ):
-            if member is not None:
-                self._append(member, token, logprob)
+            self._append(member, token, logprob)
 
     def _append(self, member: _Member, token: int, logprob: float) -> None:
         if not math.isfinite(logprob):
@@ -283,3 +272,10 @@ class TorchSampler:
         finished = all(member.finish_reason is not None for member in ticket.members)
         if finished and not ticket.done.done():
             ticket.done.set_result(None)
+
+
+def _engine(weights: ServedWeights, layout: DecodeLayout, native: bool) -> Engine:
+    model = weights.native() if native else None
+    if model is not None:
+        return NativeEngine(model, weights)
+    return SlotEngine(weights, layout.slots, layout.key_length)

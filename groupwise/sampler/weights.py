@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 
 from groupwise.models.files import read_model_tensors
 from groupwise.models.lora import AdaptedModel, copy_exactly, read_adapter
+from groupwise.models.native.linear import Factors
+from groupwise.models.native.weights import NativeModel, native_model
 
 
 class ServedWeights(Protocol):
@@ -29,6 +31,14 @@ class ServedWeights(Protocol):
 
     def acting(self) -> contextlib.AbstractContextManager[object]:
         """While this is open, the model computes with these weights."""
+        ...
+
+    def native(self) -> NativeModel | None:
+        """The model as plain matrices, packed for decoding, with its weights as they are now; None where it cannot be."""
+        ...
+
+    def factors(self) -> dict[str, Factors]:
+        """What an adapter adds to the layers of `native`, by their names."""
         ...
 
 
@@ -52,6 +62,12 @@ class ServedAdapter:
         with self.adapted.using(self.name):
             yield
 
+    def native(self) -> NativeModel | None:
+        return _packed(native_model(self.model))
+
+    def factors(self) -> dict[str, Factors]:
+        return self.adapted.low_rank(self.name)
+
 
 class ServedModel:
     """A whole model of the sampler's own, for full fine-tuning and for evaluating a model as it is."""
@@ -67,3 +83,15 @@ class ServedModel:
 
     def acting(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
+
+    def native(self) -> NativeModel | None:
+        return _packed(native_model(self.model, anew=True))
+
+    def factors(self) -> dict[str, Factors]:
+        return {}
+
+
+def _packed(model: NativeModel | None) -> NativeModel | None:
+    if model is not None:
+        model.pack()
+    return model

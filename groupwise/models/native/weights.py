@@ -1,0 +1,324 @@
+"""A decoder of the Llama family as plain matrices: Llama, Mistral, Qwen2 and Qwen3.
+
+They differ in biases, in norms of queries and keys, and in numbers, not in shape: norm, attention with rotary positions, norm, SwiGLU.
+Sampler and learner compute them without transformers' modules, in one arithmetic: the residual stream and norms in float32, products
+in the model's number format, an adapter added before rounding. `refusal` says why a model cannot be computed so; the check at the end
+of `NativeModel` compares with the model itself.
+
+The rows of queries and keys are interleaved, so that the two numbers which a rotary position turns stand beside each other and the turn
+is one complex product. Scores do not change, because both are permuted alike.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from groupwise.models.native.linear import Linear, Part
+
+logger = logging.getLogger(__name__)
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary positions whose frequencies do not depend on the length of the text."""
+
+_made: WeakKeyDictionary[PreTrainedModel, NativeModel | None] = WeakKeyDictionary()
+
+PROBE = 32
+"""Tokens of the text on which native and transformers' logits are compared."""
+SHARE_OF_PEAK = 0.85
+"""Logits are shifted by so much of the probe's peaks: those of real texts are lower, and of the tokens drawn lower still."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Numbers of a decoder."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocabulary: int
+    epsilon: float
+    """Added to the mean square in norms."""
+
+    @property
+    def queries_per_key(self) -> int:
+        """Heads that look at the same keys."""
+        return self.heads // self.kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The weights of one layer; norms are float32."""
+
+    attention_norm_H: Tensor
+    qkv: Linear
+    query_norm_D: Tensor | None
+    """Norm within each head of the queries, where the model has one."""
+    key_norm_D: Tensor | None
+    output: Linear
+    mlp_norm_H: Tensor
+    gate_up: Linear
+    down: Linear
+
+    @property
+    def products(self) -> tuple[Linear, ...]:
+        """Those that adapters may change, in the order of computation."""
+        return self.qkv, self.output, self.gate_up, self.down
+
+
+class NativeModel:
+    """The weights of a transformers model in the order in which they are computed.
+
+    The model's own modules share memory with these matrices, but for queries and keys. The logits that `head` gives are lower than the
+    model's by `shift`.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, check: bool = True) -> None:
+        """Raises ValueError with the reason where `refusal` gives one, and with `check` where results differ from the model's own."""
+        reason = refusal(model)
+        if reason:
+            raise ValueError(reason)
+        config: Any = model.config
+        body: Any = model.get_decoder()
+        self.shape = Shape(
+            hidden=config.hidden_size,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_size=_head_size(config),
+            vocabulary=config.vocab_size,
+            epsilon=config.rms_norm_eps,
+        )
+        self.packed = False
+        self.dtype = model.dtype
+        self.device = model.device
+        self.embedding_VH = cast("Tensor", model.get_input_embeddings().weight)
+        self.layers = [
+            self._layer(f"{_body_path(model)}.layers.{index}", layer)
+            for index, layer in enumerate(body.layers)
+        ]
+        self.norm_H = body.norm.weight.detach().float()
+        head = cast("nn.Linear", model.get_output_embeddings())
+        self.head = Linear(
+            (), head.weight.detach(), None if head.bias is None else head.bias.detach()
+        )
+        self._frequencies_C = body.rotary_emb.inv_freq.detach().float().clone()
+        self._magnitude = float(body.rotary_emb.attention_scaling)
+        self.shift = 0.0
+        self._shift_head(self._probe_logits(model if check else None))
+
+    def pack(self) -> None:
+        """Order all weights for decoding, where this torch can and they are not ordered yet."""
+        if self.packed or self.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+            return
+        for linear in self.products:
+            linear.pack()
+        self.packed = True
+
+    @property
+    def products(self) -> list[Linear]:
+        """All matrix products, the head's last."""
+        return [*(linear for layer in self.layers for linear in layer.products), self.head]
+
+    def rotations(self, positions_N: Tensor) -> Tensor:
+        """[N, 1, D / 2], complex: what queries and keys at these positions are multiplied with, for every head."""
+        angles_NC = positions_N[:, None].float() * self._frequencies_C
+        return torch.polar(torch.full_like(angles_NC, self._magnitude), angles_NC)[:, None]
+
+    def embedded(self, ids_N: Tensor) -> Tensor:
+        """The residual stream [N, H] before the first layer, in float32."""
+        return F.embedding(ids_N, self.embedding_VH).float()
+
+    def normed(self, x_NH: Tensor, weight_H: Tensor) -> Tensor:
+        """The root-mean-square norm of the residual stream, in the model's number format."""
+        shape = self.shape
+        return F.rms_norm(x_NH, (shape.hidden,), weight_H, shape.epsilon).to(self.dtype)
+
+    def turned(self, heads_NJD: Tensor, norm_D: Tensor | None, rotations_N1C: Tensor) -> Tensor:
+        """Queries or keys after their norm and at their positions, in float32."""
+        x = heads_NJD.float()
+        if norm_D is not None:
+            x = F.rms_norm(x, (self.shape.head_size,), norm_D, self.shape.epsilon)
+        pairs_NJC = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs_NJC * rotations_N1C).flatten(-2)
+
+    def split(self, qkv_NO: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [N, heads, D], keys and values [N, kv_heads, D] of the first product of a layer."""
+        shape = self.shape
+        heads_NJD = qkv_NO.view(len(qkv_NO), -1, shape.head_size)
+        return cast(
+            "tuple[Tensor, Tensor, Tensor]",
+            heads_NJD.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1),
+        )
+
+    def _layer(self, path: str, layer: Any) -> Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        order_D = _interleaved(self.shape.head_size, self.device)
+        return Layer(
+            attention_norm_H=layer.input_layernorm.weight.detach().float(),
+            qkv=self._fused(path, attention, "self_attn", ("q_proj", "k_proj", "v_proj"), turned=2),
+            query_norm_D=_head_norm(attention, "q_norm", order_D),
+            key_norm_D=_head_norm(attention, "k_norm", order_D),
+            output=self._fused(path, attention, "self_attn", ("o_proj",)),
+            mlp_norm_H=layer.post_attention_layernorm.weight.detach().float(),
+            gate_up=self._fused(path, mlp, "mlp", ("gate_proj", "up_proj")),
+            down=self._fused(path, mlp, "mlp", ("down_proj",)),
+        )
+
+    def _fused(
+        self, path: str, owner: Any, name: str, children: tuple[str, ...], turned: int = 0
+    ) -> Linear:
+        """One product of several layers; the first `turned` of them have their rows interleaved within each head."""
+        modules = [_plain(getattr(owner, child)) for child in children]
+        orders = [
+            self._row_order(module.out_features) if number < turned else None
+            for number, module in enumerate(modules)
+        ]
+        weights = [
+            _permuted(module.weight.detach(), order)
+            for module, order in zip(modules, orders, strict=True)
+        ]
+        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+        parts: list[Part] = []
+        start = 0
+        for child, module, order in zip(children, modules, orders, strict=True):
+            end = start + module.out_features
+            parts.append(Part(f"{path}.{name}.{child}", start, end, order))
+            if order is None:
+                module.weight.data = weight[start:end]
+            start = end
+        return Linear(parts, weight, _fused_bias(modules, orders))
+
+    def _row_order(self, rows: int) -> Tensor:
+        size = self.shape.head_size
+        starts = torch.arange(0, rows, size, device=self.device)
+        return (starts[:, None] + _interleaved(size, self.device)).flatten()
+
+    @torch.no_grad()
+    def _probe_logits(self, model: PreTrainedModel | None) -> Tensor:
+        """Logits of some text; raises ValueError where they are not those of `model`, if there is one to compare with."""
+        from groupwise.models.native.forward import plain_logits
+
+        ids_N = (torch.arange(PROBE, device=self.device) * 7919 + 11) % self.shape.vocabulary
+        ours_NV = plain_logits(self, ids_N)
+        if model is None:
+            return ours_NV
+        theirs_NV = model(input_ids=ids_N[None]).logits[0].float()
+        close = 1e-3 if self.dtype == torch.float32 else 0.2  # of bfloat16, noise alone makes 0.07
+        difference = float((ours_NV - theirs_NV).abs().mean() / theirs_NV.std())
+        # Logits that are no numbers say nothing of the model, and whoever draws from them is told.
+        if theirs_NV.isfinite().all() and not difference <= close:
+            raise ValueError(
+                f"its logits differ, by {difference:.3g} of their spread, from what its weights give in a plain "
+                f"{model.config.model_type}"
+            )
+        return ours_NV
+
+    def _shift_head(self, logits_NV: Tensor) -> None:
+        """Move the likeliest tokens' logits near 0, where bfloat16 is finest, by a bias that is added before rounding.
+
+        Log-probabilities do not see it, but the noise in them falls by a third.
+        """
+        if self.dtype == torch.float32 or not logits_NV.isfinite().all():
+            return
+        self.shift = float((SHARE_OF_PEAK * logits_NV.amax(-1).mean()).to(self.dtype))
+        head = self.head
+        bias_O = (
+            head.weight_OI.new_zeros(len(head.weight_OI)) if head.bias_O is None else head.bias_O
+        )
+        head.bias_O = bias_O - self.shift
+
+
+def native_model(model: PreTrainedModel, *, anew: bool = False) -> NativeModel | None:
+    """The model as plain matrices; None, with the reason in the log, where it cannot be.
+
+    It is made once for each model, and `anew` where weights have changed.
+    """
+    if model not in _made:
+        try:
+            _made[model] = NativeModel(model)
+        except ValueError as error:
+            logger.warning(
+                "this model is sampled and trained by transformers' modules, which is slower: %s",
+                str(error),
+            )
+            _made[model] = None
+    elif anew and _made[model] is not None:
+        _made[model] = NativeModel(model, check=False)
+    return _made[model]
+
+
+def refusal(model: PreTrainedModel) -> str | None:
+    """Why this model cannot be computed natively; None where it can."""
+    config: Any = model.config
+    if config.model_type not in FAMILIES:
+        return f"{config.model_type} is none of {', '.join(FAMILIES)}"
+    if getattr(config, "hidden_act", "silu") != "silu":
+        return f"its activation is {config.hidden_act}, not silu"
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None)
+    if kinds != {"full_attention"} or (config.model_type == "mistral" and window is not None):
+        return "some of its layers see a window of the text only"
+    body: Any = model.get_decoder()
+    rotary = body.rotary_emb
+    if getattr(rotary, "rope_type", "default") not in FIXED_ROTATIONS:
+        return f"its rotary positions ({rotary.rope_type}) depend on the length of the text"
+    if 2 * len(rotary.inv_freq) != _head_size(config):
+        return "its rotary positions turn a part of each head only"
+    if isinstance(model.get_output_embeddings(), BaseTunerLayer):
+        return "an adapter changes its head"
+    if isinstance(model.get_input_embeddings(), BaseTunerLayer):
+        return "an adapter changes its embeddings"
+    return None
+
+
+def _head_size(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _body_path(model: PreTrainedModel) -> str:
+    body = model.get_decoder()
+    return next(path for path, module in model.named_modules() if module is body)
+
+
+def _plain(module: nn.Module) -> nn.Linear:
+    """The linear layer below an adapter, if there is one."""
+    return cast(
+        "nn.Linear", module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+    )
+
+
+def _interleaved(size: int, device: torch.device) -> Tensor:
+    """The order that brings i and i + size / 2 beside each other."""
+    return torch.arange(size, device=device).view(2, -1).t().flatten()
+
+
+def _permuted(tensor: Tensor, order: Tensor | None) -> Tensor:
+    return tensor if order is None else tensor[order]
+
+
+def _head_norm(attention: Any, name: str, order_D: Tensor) -> Tensor | None:
+    norm = getattr(attention, name, None)
+    return None if norm is None else norm.weight.detach().float()[order_D]
+
+
+def _fused_bias(modules: list[nn.Linear], orders: list[Tensor | None]) -> Tensor | None:
+    if all(module.bias is None for module in modules):
+        return None
+    return torch.cat(
+        [
+            _permuted(module.bias.detach(), order)
+            if module.bias is not None
+            else module.weight.new_zeros(module.out_features)
+            for module, order in zip(modules, orders, strict=True)
+        ]
+    )

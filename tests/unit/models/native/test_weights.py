@@ -1,0 +1,252 @@
+"""Which models are computed natively, which are refused and why, and what their own modules keep."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+)
+
+from groupwise.models.lora import AdaptedModel
+from groupwise.models.native.forward import plain_logits
+from groupwise.models.native.weights import NativeModel, native_model, refusal
+from groupwise.models.tiny import tiny_tokenizer
+from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler
+from groupwise.sampler.weights import ServedModel
+from groupwise.types import GroupRequest, SamplingParams
+from tests.unit.models.native.families import (
+    FAMILIES,
+    SMALL,
+    adapted,
+    family,
+    made,
+    own_logits,
+    text,
+)
+
+ROPE: dict[str, Any] = {"rope_theta": 1000.0}
+REFUSED: dict[str, tuple[Any, str]] = {
+    "gemma3": (
+        lambda: Gemma3TextConfig(**SMALL, head_dim=8, sliding_window=5),
+        "gemma3_text is none of llama, mistral, qwen2, qwen3",
+    ),
+    "granite": (lambda: GraniteConfig(**SMALL, logits_scaling=3.0), "granite is none of"),
+    "phi3": (lambda: Phi3Config(**SMALL), "phi3 is none of"),
+    "gelu": (lambda: LlamaConfig(**SMALL, hidden_act="gelu"), "its activation is gelu, not silu"),
+    "mistral-window": (lambda: MistralConfig(**SMALL, sliding_window=5), "a window of the text"),
+    "qwen2-window": (
+        lambda: Qwen2Config(
+            **SMALL, use_sliding_window=True, sliding_window=5, max_window_layers=1
+        ),
+        "a window of the text",
+    ),
+    "dynamic": (
+        lambda: LlamaConfig(
+            **SMALL, rope_parameters={"rope_type": "dynamic", "factor": 2.0, **ROPE}
+        ),
+        r"rotary positions \(dynamic\) depend on the length",
+    ),
+    "longrope": (
+        lambda: LlamaConfig(
+            **SMALL,
+            rope_parameters={
+                "rope_type": "longrope",
+                "factor": 8.0,
+                "short_factor": [1.0] * 4,
+                "long_factor": [2.0] * 4,
+                **ROPE,
+            },
+        ),
+        r"rotary positions \(longrope\) depend on the length",
+    ),
+}
+
+
+def greedy(sampler: TorchSampler) -> tuple[int, ...]:
+    request = GroupRequest(0, (5, 6, 7, 8), (1,), SamplingParams(12, temperature=0.0))
+    return asyncio.run(sampler.generate(request))[0].token_ids
+
+
+def sampler(model: Any, **how: Any) -> TorchSampler:
+    return TorchSampler(ServedModel(model), tiny_tokenizer(), DecodeLayout(8, 32), **how)
+
+
+# Refused
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_families_are_not_refused(name):
+    assert refusal(family(name)) is None
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_model_is_sampled_by_transformers_and_the_log_says_why(name, caplog):
+    config, reason = REFUSED[name]
+    model = AutoModelForCausalLM.from_config(config()).eval()
+    with pytest.raises(ValueError, match=reason):
+        NativeModel(model)
+    with caplog.at_level(logging.WARNING):
+        found = greedy(sampler(model))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "sampled and trained by transformers' modules" in caplog.text
+    assert str(refusal(model)) in caplog.text
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        wanted = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, eos_token_id=None
+        )  # fmt: skip
+    assert found == tuple(wanted[0, 4:].tolist())
+
+
+def test_heads_that_are_turned_in_part_are_refused():
+    """Of these families transformers itself cannot compute them, so there is nothing to compare with."""
+    rope = {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5, **ROPE}
+    model = made(LlamaConfig(**SMALL, rope_parameters=rope))
+    with pytest.raises(ValueError, match="turn a part of each head only"):
+        NativeModel(model)
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"), [("lm_head", "changes its head"), ("embed_tokens", "its embeddings")]
+)
+def test_an_adapter_of_head_or_embeddings_is_refused(module, reason):
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model = family("llama")
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=[module]), model)
+    assert reason in str(refusal(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lie", ["scaled", "no_rope"])
+def test_a_model_that_is_not_what_it_says_is_found_out(lie, dtype, monkeypatch, caplog):
+    """Code of its own under a known name: the logits of its weights are not its logits."""
+    model = family("llama", dtype=dtype)
+    if lie == "scaled":
+        head = model.lm_head.forward
+        monkeypatch.setattr(model.lm_head, "forward", lambda x: head(x) * 0.6)
+    else:
+        turn = model.model.rotary_emb.forward
+        monkeypatch.setattr(
+            model.model.rotary_emb, "forward", lambda x, position_ids: turn(x, position_ids * 0)
+        )
+    assert refusal(model) is None
+    with pytest.raises(ValueError, match=r"its logits differ, by .* in a plain llama"):
+        NativeModel(model)
+    with caplog.at_level(logging.WARNING):
+        found = greedy(sampler(model))
+    assert "its logits differ" in caplog.text
+    assert found == greedy(sampler(model, native=False))
+
+
+# What the modules keep
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-biases", "qwen3", "llama-mha-tied"])
+def test_the_models_own_modules_go_on_and_share_memory(name):
+    model, untouched = family(name), family(name)
+    native = NativeModel(model)
+    native.pack()
+    ids_N = text(40)
+    assert torch.equal(own_logits(model, ids_N), own_logits(untouched, ids_N))
+    wanted = untouched.state_dict()
+    assert all(torch.equal(value, wanted[key]) for key, value in model.state_dict().items())
+    memory = [linear.weight_OI.untyped_storage().data_ptr() for linear in native.products]
+    shared = ("v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head")
+    for path, module in model.named_modules():
+        if path.endswith(shared):
+            assert module.weight.untyped_storage().data_ptr() in memory, path
+    for path, module in model.named_modules():
+        if path.endswith(shared[:-1]):
+            module.weight.data.mul_(1.5)
+            untouched.get_submodule(path).weight.data.mul_(1.5)
+    with torch.no_grad():
+        found = plain_logits(native, ids_N)
+    wanted_NV = own_logits(untouched, ids_N)
+    torch.testing.assert_close(
+        found, wanted_NV, rtol=1e-5, atol=1e-5 * float(wanted_NV.abs().max())
+    )
+
+
+def test_weights_of_a_base_below_an_adapter_are_shared_too():
+    adapter: AdaptedModel = adapted(family("llama"))
+    native = NativeModel(adapter.base)
+    memory = [linear.weight_OI.untyped_storage().data_ptr() for linear in native.products]
+    for path, layer in adapter.layers.items():
+        held = layer.get_base_layer().weight.untyped_storage().data_ptr()  # pyright: ignore
+        assert (held in memory) == (not path.endswith(("q_proj", "k_proj"))), path
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_native_model_is_still_written_whole(tmp_path):
+    """Some of its tensors are now parts of larger ones, which files of tensors do not take."""
+    model = family("llama-biases")
+    NativeModel(model)
+    model.save_pretrained(tmp_path)
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    wanted = family("llama-biases").state_dict()
+    assert reloaded.state_dict().keys() == wanted.keys()
+    assert all(torch.equal(value, wanted[key]) for key, value in reloaded.state_dict().items())
+
+
+# Made once
+
+
+def test_a_model_is_made_once_and_not_kept_alive():
+    model = family("llama")
+    native = native_model(model)
+    assert native is not None
+    assert native_model(model) is native
+    alive, native_alive = weakref.ref(model), weakref.ref(native)
+    del model, native
+    gc.collect()
+    assert alive() is None
+    assert native_alive() is None
+
+
+def test_a_model_is_refused_once(caplog):
+    model = made(LlamaConfig(**SMALL, hidden_act="gelu"))
+    with caplog.at_level(logging.WARNING):
+        assert native_model(model) is None
+        assert native_model(model) is None
+        assert native_model(model, anew=True) is None
+    assert len(caplog.records) == 1
+
+
+def test_a_refused_model_is_not_kept_alive(caplog):
+    caplog.set_level(logging.ERROR)  # what is logged knows where it was raised, and caplog keeps it
+    model = made(LlamaConfig(**SMALL, hidden_act="gelu"))
+    assert native_model(model) is None
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+def test_made_anew_it_has_the_weights_as_they_are_now():
+    model = family("llama")
+    old = native_model(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05)
+    new = native_model(model, anew=True)
+    assert new is not None
+    assert new is not old
+    assert native_model(model) is new
+    wanted = own_logits(model, text(40))
+    with torch.no_grad():
+        found = plain_logits(new, text(40))
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
