@@ -16,9 +16,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from groupwise.learner.layout import Batch, MicroBatch, PackedBatch, cut, widest
+from groupwise.learner.layout import MicroBatch, PackedBatch, cut, widest
 from groupwise.models.decoder import Decoder, PromptCache, SharedPrefixCache, causal_mask
-from groupwise.models.logprobs import token_logprobs
+from groupwise.models.logprobs import TokenNumbers, token_logprobs
 from groupwise.types import Row
 
 logger = logging.getLogger(__name__)
@@ -57,11 +57,11 @@ class Paths:
     """One computation of a prompt for all its completions."""
     wanted: Wanted = PLAIN
 
-    def cut(self, rows: Sequence[Row], max_tokens: int) -> list[Batch]:
+    def cut(self, rows: Sequence[Row], max_tokens: int) -> list[MicroBatch | PackedBatch]:
         """The rows as micro-batches of at most `max_tokens` tokens, or a single row that is longer."""
         return cut(rows, max_tokens, packing=self.packing, prompt_shared=self.sharing)
 
-    def forward(self, decoder: Decoder, batch: Batch) -> Forward:
+    def forward(self, decoder: Decoder, batch: MicroBatch | PackedBatch) -> Forward:
         """Log-probabilities and entropies of a micro-batch."""
         if isinstance(batch, PackedBatch):
             return packed_rows(decoder, batch, self.wanted)
@@ -193,21 +193,47 @@ def _real(rows: Sequence[Row], device: torch.device) -> Tensor:
 
 def _at_tokens(decoder: Decoder, rows: Sequence[Row], hidden_NH: Tensor, wanted: Wanted) -> Forward:
     """From the hidden states before each completion token, one row after another, to its numbers in the padded shape."""
-    device = hidden_NH.device
-    real_BT = _real(rows, device)
-    targets_N = _padded_ids(rows, device)[real_BT]
-    temperatures_B = torch.tensor([row.temperature for row in rows], device=device)
-    temperatures_N = temperatures_B[:, None].expand_as(real_BT)[real_BT]
+    targets = targets_of(rows, hidden_NH.device)
     found = token_logprobs(
         decoder,
         hidden_NH,
-        targets_N,
-        temperatures_N,
+        targets.ids_N,
+        targets.temperatures_N,
         entropy_gradient=wanted.entropy_gradient,
         accuracy=wanted.accuracy,
-        withheld_X2=_withheld(rows, device),
+        withheld_X2=targets.withheld_X2,
     )
-    empty_BT = torch.zeros(real_BT.shape, device=device)
+    return at_tokens(targets, found)
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """The completion tokens of rows, one row after another."""
+
+    ids_N: Tensor
+    temperatures_N: Tensor
+    withheld_X2: Tensor | None
+    """Pairs of a place in N and an id that could not be drawn there."""
+    real_BT: Tensor
+    """Where they stand in the padded shape."""
+
+
+def targets_of(rows: Sequence[Row], device: torch.device) -> Targets:
+    """What the log-probabilities of the rows are taken of."""
+    real_BT = _real(rows, device)
+    temperatures_B = torch.tensor([row.temperature for row in rows], device=device)
+    return Targets(
+        ids_N=_padded_ids(rows, device)[real_BT],
+        temperatures_N=temperatures_B[:, None].expand_as(real_BT)[real_BT],
+        withheld_X2=_withheld(rows, device),
+        real_BT=real_BT,
+    )
+
+
+def at_tokens(targets: Targets, found: TokenNumbers) -> Forward:
+    """The numbers of the targets in the padded shape."""
+    real_BT = targets.real_BT
+    empty_BT = torch.zeros(real_BT.shape, device=real_BT.device)
     wrong_BT = torch.zeros_like(real_BT)
     return Forward(
         empty_BT.masked_scatter(real_BT, found.logprobs_N),

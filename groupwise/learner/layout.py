@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from groupwise.types import Row
 
@@ -57,7 +58,21 @@ class PackedBatch:
         return self.shape[0] * self.shape[1]
 
 
-Batch = MicroBatch | PackedBatch
+class Batch(Protocol):
+    """Rows that are computed together, whatever their layout."""
+
+    @property
+    def rows(self) -> tuple[Row, ...]: ...
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """Where each row stands in the sequence that was cut up."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """Tokens of the longest completion."""
+        ...
 
 
 def widest(rows: Sequence[Row]) -> int:
@@ -67,7 +82,7 @@ def widest(rows: Sequence[Row]) -> int:
 
 def cut(
     rows: Sequence[Row], max_tokens: int, *, packing: bool, prompt_shared: bool = True
-) -> list[Batch]:
+) -> list[MicroBatch | PackedBatch]:
     """Micro-batches of all rows. With `packing`, prompts whose rows cost less packed than shared are packed together.
 
     Where the forward pass cannot share prompts, packing takes all rows.

@@ -16,21 +16,22 @@ import math
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from groupwise.algorithms.base import Loss, LossResult, Others, TokenBatch
 from groupwise.algorithms.registry import from_spec
 from groupwise.errors import NonFiniteError
-from groupwise.learner.forward import PLAIN, Forward, Paths, Wanted, choose_paths
+from groupwise.learner.engine import Engine
+from groupwise.learner.forward import PLAIN, Forward, Wanted
 from groupwise.learner.layout import Batch
+from groupwise.learner.native.engine import NativeEngine
+from groupwise.learner.replicas import Replicas
+from groupwise.learner.transformers_engine import TransformersEngine
 from groupwise.learner.weights import TrainedWeights
-from groupwise.models.decoder import Decoder
 from groupwise.models.files import read_json, read_tensors, write_tensors
 from groupwise.models.lora import copy_exactly, fingerprint
 from groupwise.runs import durable
@@ -63,8 +64,14 @@ class TorchLearner:
         gradient_checkpointing: bool = False,
         packing: bool = True,
         keep_publications: int = 2,
+        replicas: Replicas | None = None,
+        native: bool = True,
     ) -> None:
-        """`keep_publications`: so many of the last publications keep their files."""
+        """`keep_publications`: so many of the last publications keep their files.
+
+        `replicas`: the learners in other processes that compute the gradient of other rows, for the same update.
+        Without `native`, the model is computed by transformers, whatever it is: the reference for the native engine.
+        """
         self._weights = weights
         self._parameters = weights.parameters()
         self._run = run
@@ -73,20 +80,12 @@ class TorchLearner:
         self._keep_publications = keep_publications
         self._seed = seed
         self._dropout = weights.dropout > 0
-        self._decoder = Decoder(weights.model)
-        self._reference_decoder: Decoder | None = None
-        self._paths = choose_paths(
-            self._decoder, packing=packing, sharing=not gradient_checkpointing
+        self._engine = _engine(
+            weights, native=native, packing=packing, gradient_checkpointing=gradient_checkpointing
         )
-        if gradient_checkpointing:
-            weights.model.activation_checkpointing_enable({"use_reentrant": False})
-        self._layers = [
-            module
-            for module in weights.model.modules()
-            if gradient_checkpointing and isinstance(module, GradientCheckpointingLayer)
-        ]
         self._optimiser = torch.optim.AdamW(self._parameters.values(), foreach=True)
         self._updates = 0
+        self._replicas = replicas
 
     async def forward_backward(
         self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
@@ -96,9 +95,8 @@ class TorchLearner:
         sums: dict[str, float] = {}
         self._seed_dropout()
         wanted = Wanted(found.needs_entropy_gradient, found.needs_accuracy)
-        paths = replace(self._paths, wanted=wanted)
-        for batch in paths.cut(rows, self._max_tokens):
-            result = self._backward(paths, batch, found, denominators)
+        for batch in self._engine.cut(rows, self._max_tokens, gradient=True):
+            result = self._backward(batch, wanted, found, denominators)
             losses = {f"loss/{name}": value for name, value in result.components.items()}
             for name, value in {**losses, **result.stats}.items():
                 sums[name] = sums.get(name, 0.0) + float(value.detach())
@@ -110,6 +108,8 @@ class TorchLearner:
 
         Raises `NonFiniteError` if the step itself made weights that are not finite.
         """
+        if self._replicas is not None:
+            self._replicas.sum_gradients([*self._parameters.values()])
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
         applied = math.isfinite(norm)
@@ -138,10 +138,14 @@ class TorchLearner:
         return Policy(
             run=self._run,
             version=version,
-            fingerprint=fingerprint(self._parameters),
+            fingerprint=self.fingerprint(),
             kind=self._weights.kind,
             path=str(folder),
         )
+
+    def fingerprint(self) -> str:
+        """Of the weights as they are now; see `groupwise.types.Policy.fingerprint`."""
+        return fingerprint(self._parameters)
 
     async def logprobs(
         self, rows: Sequence[Row], role: PolicyRole = "policy"
@@ -161,15 +165,9 @@ class TorchLearner:
         self, rows: Sequence[Row], role: PolicyRole = "policy", wanted: Wanted = PLAIN
     ) -> list[tuple[Batch, Forward]]:
         """Every micro-batch with its numbers, without gradient or dropout."""
-        reference = role == "reference"
-        decoder = self._reference() if reference else self._decoder
-        acting = (
-            self._weights.acting_reference() if reference else self._weights.acting(dropout=False)
-        )
-        paths = replace(self._paths, sharing=True, wanted=wanted)  # nothing is recomputed here
-        with torch.no_grad(), acting:
-            batches = paths.cut(rows, self._max_tokens)
-            return [(batch, paths.forward(decoder, batch)) for batch in batches]
+        with torch.no_grad(), self._engine.acting(role, gradient=False) as compute:
+            batches = self._engine.cut(rows, self._max_tokens, gradient=False)
+            return [(batch, compute(batch, wanted)) for batch in batches]
 
     def save(self, folder: str) -> None:
         """See `groupwise.types.Learner.save`. OSError if the disk refuses."""
@@ -189,11 +187,10 @@ class TorchLearner:
         copy_exactly(self._optimiser_tensors(), stored, str(place / OPTIMISER))
 
     def _backward(
-        self, paths: Paths, batch: Batch, loss: Loss, denominators: Mapping[str, float]
+        self, batch: Batch, wanted: Wanted, loss: Loss, denominators: Mapping[str, float]
     ) -> LossResult:
-        with self._weights.acting(dropout=self._dropout), self._training_mode():
-            forward = paths.forward(self._decoder, batch)
-            result = loss.loss(token_batch(batch, forward))
+        with self._engine.acting("policy", gradient=True) as compute:
+            result = loss.loss(token_batch(batch, compute(batch, wanted)))
             total = sum(
                 value / denominators[name]
                 for name, value in result.components.items()
@@ -202,16 +199,6 @@ class TorchLearner:
             if isinstance(total, Tensor):
                 total.backward()
         return result
-
-    def _reference(self) -> Decoder:
-        if self._weights.reference_model is self._decoder.model:
-            return self._decoder
-        if self._reference_decoder is None:
-            self._reference_decoder = Decoder(self._weights.reference_model)
-        return self._reference_decoder
-
-    def _training_mode(self) -> _TrainingMode:
-        return _TrainingMode(self._layers)
 
     def _clip(self, gradients: list[Tensor], norm: float, max_norm: float | None) -> None:
         if max_norm is not None and norm > max_norm:
@@ -236,7 +223,9 @@ class TorchLearner:
     def _seed_dropout(self) -> None:
         if self._dropout:
             # Hashed, because torch's generator looks at the lower 32 bits alone.
-            digest = hashlib.sha256(f"dropout {self._seed} {self._updates}".encode()).digest()
+            rank = f" {self._replicas.rank}" if self._replicas is not None else ""
+            named = f"dropout {self._seed} {self._updates}{rank}"
+            digest = hashlib.sha256(named.encode()).digest()
             torch.manual_seed(int.from_bytes(digest[:4], "big"))
 
     def _make_optimiser_state(self, names: AbstractSet[str]) -> None:
@@ -263,19 +252,17 @@ class TorchLearner:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-class _TrainingMode:
-    """Layers that can be checkpointed are only in training mode; everything else stays in evaluation mode."""
-
-    def __init__(self, layers: Sequence[torch.nn.Module]) -> None:
-        self._layers = layers
-
-    def __enter__(self) -> None:
-        for layer in self._layers:
-            layer.training = True  # not `train()`, which would turn on the dropout inside
-
-    def __exit__(self, *_: object) -> None:
-        for layer in self._layers:
-            layer.training = False
+def _engine(
+    weights: TrainedWeights, *, native: bool, packing: bool, gradient_checkpointing: bool
+) -> Engine:
+    model = weights.native() if native else None
+    if model is not None:
+        return NativeEngine(
+            model, weights, packing=packing, gradient_checkpointing=gradient_checkpointing
+        )
+    return TransformersEngine(
+        weights, packing=packing, gradient_checkpointing=gradient_checkpointing
+    )
 
 
 def _too_fast(params: OptimiserParams) -> str:

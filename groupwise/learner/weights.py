@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, Protocol
@@ -12,7 +13,12 @@ from transformers import PreTrainedModel
 
 from groupwise.models.files import disk_errors, read_model_tensors
 from groupwise.models.lora import WEIGHTS, AdaptedModel, copy_exactly, read_adapter
+from groupwise.models.native.linear import Factors
+from groupwise.models.native.weights import NativeModel, native_model
 from groupwise.models.tokenizer import quiet
+from groupwise.types import PolicyRole
+
+logger = logging.getLogger(__name__)
 
 
 class TrainedWeights(Protocol):
@@ -41,6 +47,14 @@ class TrainedWeights(Protocol):
 
     def acting_reference(self) -> contextlib.AbstractContextManager[object]:
         """While this is open, `reference_model` computes as the policy that the run started from."""
+        ...
+
+    def native(self) -> NativeModel | None:
+        """The model as plain matrices; None where it is not to be computed so."""
+        ...
+
+    def factors(self, role: PolicyRole) -> dict[str, Factors]:
+        """What an adapter adds to the layers of `native`, by their names; those of the policy are what is trained."""
         ...
 
     def save(self, folder: Path) -> None:
@@ -99,6 +113,19 @@ class TrainedAdapter:
         with self.adapted.using(self._reference):
             yield
 
+    def native(self) -> NativeModel | None:
+        if self.dropout:
+            logger.warning(
+                "lora.dropout is %g, and with dropout the model is trained by transformers' modules, which is slower",
+                self.dropout,
+            )
+            return None
+        return native_model(self.model)
+
+    def factors(self, role: PolicyRole) -> dict[str, Factors]:
+        name = self.name if role == "policy" else self._reference
+        return {} if name is None else self.adapted.low_rank(name)
+
     def save(self, folder: Path) -> None:
         self.adapted.save(self.name, folder)
 
@@ -129,6 +156,12 @@ class TrainedModel:
 
     def acting_reference(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
+
+    def native(self) -> None:
+        """Its gradient by hand is that of an adapter."""
+
+    def factors(self, role: PolicyRole) -> dict[str, Factors]:
+        return {}
 
     def save(self, folder: Path) -> None:
         with disk_errors(folder), quiet():

@@ -56,11 +56,11 @@ def _row(chance: random.Random, prompt: tuple[int, ...], index: int, reference: 
 
 @pytest.fixture
 def make_learner(tmp_path: Path) -> MakeLearner:
-    """A learner of an adapter that already changes something, or of all weights."""
+    """A learner of an adapter that already changes something, natively or by the model's modules, or of all weights."""
 
     def make(kind: str = "adapter", *, max_tokens: int = 4096, dropout: float = 0.0, **more: Any):
         model = more.pop("model", None) or tiny_model(seed=4)
-        if kind == "adapter":
+        if kind != "full":
             settings = LoraConfig(r=4, alpha=8, dropout=dropout)
             weights: Any = TrainedAdapter(AdaptedModel(model, new_lora_config(settings)), seed=1)
             _fill(weights.parameters())
@@ -71,7 +71,7 @@ def make_learner(tmp_path: Path) -> MakeLearner:
             run="r",
             publish_folder=tmp_path / "published",
             max_tokens_per_microbatch=max_tokens,
-            **{"seed": 1, **more},
+            **{"seed": 1, "native": kind == "adapter", **more},
         )
 
     return make

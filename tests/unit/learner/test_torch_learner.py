@@ -24,6 +24,7 @@ from groupwise.algorithms.registry import ALGORITHMS, make
 from groupwise.algorithms.sft import Sft
 from groupwise.errors import ModelError, NonFiniteError, StoreError
 from groupwise.learner.layout import PackedBatch
+from groupwise.learner.native.layout import FlatBatch
 from groupwise.models.lora import CONFIG, WEIGHTS
 from groupwise.models.tiny import tiny_model, tiny_tokenizer
 from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler
@@ -62,7 +63,7 @@ def differs(found, wanted) -> bool:
     return any(not torch.allclose(found[name], wanted[name], rtol=1e-3) for name in wanted)
 
 
-KINDS = pytest.mark.parametrize("kind", ["adapter", "full"])
+KINDS = pytest.mark.parametrize("kind", ["adapter", "modules", "full"])
 
 # However the work is cut up
 
@@ -103,12 +104,13 @@ async def test_ranks_that_add_their_gradients_have_that_of_the_whole(
 
 @pytest.mark.parametrize("max_tokens", [1, 33, 60, 4096])
 @pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("kind", ["adapter", "modules"])
 async def test_right_tokens_are_those_that_the_model_would_write(
-    make_learner, make_rows, packing, max_tokens
+    make_learner, make_rows, kind, packing, max_tokens
 ):
     """Counted once each, however the rows are cut up; a model asked for the likeliest tokens gets them right."""
     (made,) = make_rows(count=1, prompts=1)
-    learner = make_learner(max_tokens=max_tokens, packing=packing)
+    learner = make_learner(kind, max_tokens=max_tokens, packing=packing)
     row = replace(made, mask=(1,) * len(made.completion_ids))
     written = await greedy(learner, row)
     first_wrong = ((written[0] + 1) % 100, *written[1:])
@@ -178,7 +180,7 @@ async def test_packing_does_not_matter(make_learner, make_rows, kind, checkpoint
     rows = make_rows(count=14, prompts=9, reference=True)
     sums, wanted = await computed(make_learner(kind, packing=False), rows)
     learner = make_learner(kind, max_tokens=max_tokens, gradient_checkpointing=checkpointing)
-    assert learner._paths.packing
+    assert kind == "adapter" or learner._engine.paths.packing
     found_sums, found = await computed(learner, rows)
     close(found, wanted)
     assert found_sums == pytest.approx(sums, rel=1e-5)
@@ -244,10 +246,13 @@ EVERYTHING = {
     "importance_sampling_correction": "sequence_truncate",
 }
 FAST = {
-    "shared prompts": {"packing": False},
-    "packed": {"packing": True},
-    "packed in small batches": {"packing": True, "max_tokens": 40},
-    "packed and recomputed": {"packing": True, "gradient_checkpointing": True},
+    "shared prompts": {"kind": "modules", "packing": False},
+    "packed": {"kind": "modules", "packing": True},
+    "packed in small batches": {"kind": "modules", "packing": True, "max_tokens": 40},
+    "packed and recomputed": {"kind": "modules", "packing": True, "gradient_checkpointing": True},
+    "native": {"kind": "adapter"},
+    "native in small batches": {"kind": "adapter", "max_tokens": 40},
+    "native and recomputed": {"kind": "adapter", "gradient_checkpointing": True},
 }
 
 
@@ -269,23 +274,26 @@ async def test_every_fast_path_equals_the_plain_one_with_every_option(
         )
         for row, found in zip(rows, near, strict=True)
     ]
-    plain = make_learner(packing=False, gradient_checkpointing=True, max_tokens=1)
-    assert not plain._paths.packing
-    assert not plain._paths.sharing
+    plain = make_learner("modules", packing=False, gradient_checkpointing=True, max_tokens=1)
+    assert not plain._engine.paths.packing
+    assert not plain._engine.paths.sharing
     sums, wanted = await computed(plain, rows, loss, totals)
     learner = make_learner(**FAST[way])
-    batches = learner._paths.cut(rows, learner._max_tokens)
+    batches = learner._engine.cut(rows, learner._max_tokens, gradient=True)
     assert any(isinstance(batch, PackedBatch) for batch in batches) == ("packed" in way)
+    assert any(isinstance(batch, FlatBatch) for batch in batches) == ("native" in way)
     found_sums, found = await computed(learner, rows, loss, totals)
     assert any(bool(each.any()) for each in wanted.values())
     close(found, wanted)
     assert found_sums == pytest.approx(sums, rel=1e-4, abs=1e-5)
 
 
-async def test_log_probabilities_do_not_depend_on_packing(make_learner, make_rows):
+@KINDS
+async def test_log_probabilities_do_not_depend_on_packing(make_learner, make_rows, kind):
     rows = make_rows(count=14, prompts=9)
-    plain = await make_learner(packing=False).logprobs(rows)
-    for found, wanted in zip(await make_learner(max_tokens=40).logprobs(rows), plain, strict=True):
+    plain = await make_learner(kind, packing=False).logprobs(rows)
+    packed = await make_learner(kind, max_tokens=40).logprobs(rows)
+    for found, wanted in zip(packed, plain, strict=True):
         assert found == pytest.approx(wanted, rel=1e-5)
 
 
@@ -309,9 +317,10 @@ async def test_checkpointing_does_not_wake_the_dropout_of_the_base(make_learner,
     assert not any(module.training for module in model.modules())
 
 
-async def test_checkpointing_leaves_a_sampler_on_the_same_base_alone(make_learner):
+@pytest.mark.parametrize("kind", ["adapter", "modules"])
+async def test_checkpointing_leaves_a_sampler_on_the_same_base_alone(make_learner, kind):
     async def sampled(**settings):
-        learner = make_learner(**settings)
+        learner = make_learner(kind, **settings)
         served = ServedAdapter(learner._weights.adapted)
         sampler = TorchSampler(served, tiny_tokenizer(), DecodeLayout(8, 32))
         await sampler.load(await learner.publish(0))
@@ -320,10 +329,11 @@ async def test_checkpointing_leaves_a_sampler_on_the_same_base_alone(make_learne
     assert await sampled(gradient_checkpointing=True) == await sampled()
 
 
-async def test_log_probabilities_do_not_depend_on_the_budget(make_learner, make_rows):
+@KINDS
+async def test_log_probabilities_do_not_depend_on_the_budget(make_learner, make_rows, kind):
     rows = make_rows()
-    whole = await make_learner().logprobs(rows)
-    cut = await make_learner(max_tokens=1).logprobs(rows)
+    whole = await make_learner(kind).logprobs(rows)
+    cut = await make_learner(kind, max_tokens=1).logprobs(rows)
     for row, one, other in zip(rows, whole, cut, strict=True):
         assert len(one) == len(row.completion_ids)
         assert one == pytest.approx(other, abs=1e-5)
@@ -468,7 +478,7 @@ async def test_dropout_repeats_itself(make_learner, make_rows):
 
 async def test_dropout_acts_in_every_micro_batch_and_only_in_the_gradient(make_learner, make_rows):
     rows = make_rows(count=8, prompts=2)
-    plain, dropping = make_learner(), make_learner(dropout=0.4)
+    plain, dropping = make_learner("modules"), make_learner(dropout=0.4)
     for part in (rows[0::2], rows[1::2], rows[0::2]):
         _, without = await computed(plain, part, DR_GRPO)
         _, found = await computed(dropping, part, DR_GRPO)
@@ -595,17 +605,17 @@ async def test_an_update_without_a_gradient_is_the_same_before_and_after_a_resum
 
 
 async def test_the_reference_model_is_looked_at_once(make_rows, tmp_path, monkeypatch):
-    from groupwise.learner import torch_learner
+    from groupwise.learner import torch_learner, transformers_engine
     from groupwise.learner.weights import TrainedModel
 
     made = []
 
-    class Counting(torch_learner.Decoder):
+    class Counting(transformers_engine.Decoder):
         def __init__(self, model) -> None:
             made.append(model)
             super().__init__(model)
 
-    monkeypatch.setattr(torch_learner, "Decoder", Counting)
+    monkeypatch.setattr(transformers_engine, "Decoder", Counting)
     trained, reference = tiny_model(seed=1), tiny_model(seed=2)
     learner = torch_learner.TorchLearner(
         TrainedModel(trained, reference),
@@ -621,8 +631,8 @@ async def test_the_reference_model_is_looked_at_once(make_rows, tmp_path, monkey
 
 
 async def test_the_reference_of_an_adapter_is_its_base(make_learner, make_rows):
-    learner = make_learner()
-    assert learner._reference() is learner._decoder
+    engine = make_learner("modules")._engine
+    assert engine.reference() is engine._decoder
 
 
 @pytest.mark.parametrize("rate", [1e38, 1e39])

@@ -1,0 +1,254 @@
+"""Attention of flat texts and its gradient, by batched products over texts and heads.
+
+Texts of similar length stand beside each other, padded to the longest. Each sees its prompt's keys before its own, so that the keys
+of a prompt that many share are repeated here, which costs little: they are `head size` numbers wide, where scores have a
+number for each query. The gradient of the prompt's keys is the sum over all that saw them. What a padded query finds is dropped,
+and no real one sees a padded key, because padding comes last.
+
+With scores `S = Q Kᵀ`, masked, `P = softmax(S)` and `O = P V`, the gradients are `dV = Pᵀ dO`, `dP = dO Vᵀ`,
+`dS = P (dP − rowsum(dP P))`, `dQ = dS K` and `dK = dSᵀ Q`. P is made again in the backward pass. Work is done in pieces of some
+texts and queries, each with all the keys that it sees, so that memory grows with the length of texts and not with its square.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from groupwise.learner.native.layout import Texts
+from groupwise.models.native.linear import quick_float32
+from groupwise.models.native.weights import Shape
+
+SCORES = 1 << 20
+"""Scores of a piece, at most, where a text can be cut so: 4 MB, which stay in the cache of a processor."""
+QUERIES = 128
+"""Queries of a piece, of a text that is cut."""
+ALIGNED = 16
+"""Keys are looked at in multiples of so many, because rows of other lengths take up to four times as long."""
+
+
+class Piece(NamedTuple):
+    """Some texts of a set, and some of their queries."""
+
+    texts: slice
+    queries: slice
+
+
+class Heads(NamedTuple):
+    """Queries, keys and values of texts beside each other, padded with 0 (M texts, J heads of keys, R queries of each)."""
+
+    queries_MJRLD: Tensor
+    keys_MJCD: Tensor
+    """C: those of the prompt, then the text's own, then some that no query sees."""
+    values_MJCD: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """Attention within one set of texts."""
+
+    shape: Shape
+    texts: Texts
+    real_X: Tensor | None
+    """Of the M · L places of the padded texts, those with a token; None where all have one."""
+    later_QX: Tensor
+    """-inf where a key comes after the query, else 0; for the queries of a piece, and the keys from its first query on."""
+
+    @property
+    def count(self) -> int:
+        """Texts, M."""
+        return len(self.texts.lengths)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest, L."""
+        return self.texts.lengths[0]
+
+    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+        """Write what the texts' queries [N, heads, D] find into their rows of `out` [N, heads · D]."""
+        heads = self._heads(queries, keys, values)
+        out_NJRD = out.view(len(out), *self._per_token)
+        found_MLJRD = self._room(out_NJRD)
+        for piece in self._pieces():
+            probabilities_BQC = self._probabilities(heads, piece).to(values.dtype)
+            found_BQD = torch.bmm(probabilities_BQC, self._seen(heads.values_MJCD, piece))
+            found_MLJRD[piece].copy_(self._apart(found_BQD, piece))
+        self._put(found_MLJRD, out_NJRD)
+
+    def backward(
+        self, d_out: Tensor, queries: Tensor, keys: Tensor, values: Tensor, d_qkv: Tensor
+    ) -> None:
+        """Write the gradients of the texts' rows into `d_qkv` [N, heads + 2 kv_heads, D], and add those of their prompt's.
+
+        `d_out` is that of what `forward` wrote, the others are its arguments.
+        """
+        heads = self._heads(queries, keys, values)
+        d_own_MLXD = self._room(d_qkv)
+        d_queries = d_own_MLXD[:, :, : self.shape.heads].unflatten(2, self._per_token[:2])
+        d_keys, d_values = self._all_gradients(heads, self._by_head(d_out), d_queries)
+        prompt, count = self.texts.prompt_length, self.shape.kv_heads
+        for first, d_MJCD in ((self.shape.heads, d_keys), (self.shape.heads + count, d_values)):
+            part = slice(first, first + count)
+            d_of_own_MJLD = d_MJCD[:, :, prompt : prompt + self.length]
+            d_own_MLXD[:, :, part].copy_(d_of_own_MJLD.transpose(1, 2))
+            if prompt:
+                d_of_prompt_JPD = d_MJCD[:, :, :prompt].sum(0, dtype=d_qkv.dtype)
+                self._prompt_rows(d_qkv)[:, part] += d_of_prompt_JPD.transpose(0, 1)
+        self._put(d_own_MLXD, d_qkv)
+
+    def _all_gradients(
+        self, heads: Heads, d_out_MJRLD: Tensor, d_queries_MLJRD: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Write those of the queries; return those of the keys and the values [M, J, C, D]."""
+        pieces = [*self._pieces()]
+        if len(pieces) == 1:
+            d_q_BQD, d_k_BCD, d_v_BCD = self._gradients(heads, d_out_MJRLD, pieces[0])
+            d_queries_MLJRD.copy_(self._apart(d_q_BQD, pieces[0]))
+            return d_k_BCD.view_as(heads.keys_MJCD), d_v_BCD.view_as(heads.keys_MJCD)
+        sums = [torch.zeros_like(heads.keys_MJCD, dtype=d_queries_MLJRD.dtype) for _ in range(2)]
+        for piece in pieces:
+            d_q_BQD, *found = self._gradients(heads, d_out_MJRLD, piece)
+            d_queries_MLJRD[piece].copy_(self._apart(d_q_BQD, piece))
+            for sum_MJCD, d_BCD in zip(sums, found, strict=True):
+                d_MJCD = d_BCD.unflatten(0, (-1, self.shape.kv_heads))
+                sum_MJCD[piece.texts, :, : d_BCD.shape[1]] += d_MJCD
+        return sums[0], sums[1]
+
+    def _gradients(
+        self, heads: Heads, d_out_MJRLD: Tensor, piece: Piece
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the queries, keys and values of a piece, in the number format of the values."""
+        dtype = heads.values_MJCD.dtype
+        d_out_BQD = self._asked(d_out_MJRLD, piece)
+        q_BQD, k_BCD, v_BCD = (
+            self._asked(heads.queries_MJRLD, piece).to(dtype),
+            self._seen(heads.keys_MJCD, piece).to(dtype),
+            self._seen(heads.values_MJCD, piece),
+        )
+        p_BQC = self._probabilities(heads, piece)
+        d_p_BQC = torch.bmm(d_out_BQD, v_BCD.transpose(1, 2)).to(p_BQC.dtype)
+        d_s_BQC = torch._softmax_backward_data(d_p_BQC, p_BQC, -1, p_BQC.dtype).to(dtype)
+        return (
+            torch.bmm(d_s_BQC, k_BCD),
+            torch.bmm(d_s_BQC.transpose(1, 2), q_BQD),
+            torch.bmm(p_BQC.to(dtype).transpose(1, 2), d_out_BQD),
+        )
+
+    @property
+    def _per_token(self) -> tuple[int, int, int]:
+        """Heads of keys, queries of each, and their size."""
+        shape = self.shape
+        return shape.kv_heads, shape.queries_per_key, shape.head_size
+
+    def _pieces(self) -> Iterator[Piece]:
+        queries = _queries(self.shape, self.texts)
+        scores = queries * self.shape.heads * (self.texts.prompt_length + self.length)
+        texts = max(1, SCORES // scores)
+        for text in range(0, self.count, texts):
+            for query in range(0, self.length, queries):
+                yield Piece(
+                    slice(text, min(text + texts, self.count)),
+                    slice(query, min(query + queries, self.length)),
+                )
+
+    def _heads(self, queries: Tensor, keys: Tensor, values: Tensor) -> Heads:
+        return Heads(self._by_head(queries), self._with_prompt(keys), self._with_prompt(values))
+
+    def _by_head(self, x_NJD: Tensor) -> Tensor:
+        """What belongs to queries, [M, J, R, L, D]."""
+        x_NJRD = x_NJD.view(len(x_NJD), *self._per_token)
+        return self._beside(x_NJRD).permute(0, 2, 3, 1, 4).contiguous()
+
+    def _beside(self, x_NJD: Tensor) -> Tensor:
+        """The rows of the texts as [M, L, …], padded with 0."""
+        own = self._rows(x_NJD)
+        if self.real_X is not None:
+            padded = own.new_zeros(self.count * self.length, *own.shape[1:])
+            own = padded.index_copy_(0, self.real_X, own)
+        return own.view(self.count, self.length, *own.shape[1:])
+
+    def _with_prompt(self, x_NJD: Tensor) -> Tensor:
+        prompt, (heads, size) = self.texts.prompt_length, x_NJD.shape[1:]
+        end = prompt + self.length
+        all_MJCD = x_NJD.new_empty(self.count, heads, _aligned(end), size)
+        if prompt:
+            all_MJCD[:, :, :prompt].copy_(self._prompt_rows(x_NJD).transpose(0, 1))
+        all_MJCD[:, :, prompt:end].copy_(self._beside(x_NJD).transpose(1, 2))
+        all_MJCD[:, :, end:].zero_()
+        return all_MJCD
+
+    def _probabilities(self, heads: Heads, piece: Piece) -> Tensor:
+        """[B, Q, C], float32 or wider: texts and heads of keys, queries, and the keys up to the last of them."""
+        q_BQD, k_BCD = self._asked(heads.queries_MJRLD, piece), self._seen(heads.keys_MJCD, piece)
+        with quick_float32(heads.values_MJCD.dtype == torch.bfloat16):
+            scores_BQC = torch.bmm(q_BQD, k_BCD.transpose(1, 2))
+        count = piece.queries.stop - piece.queries.start
+        first = self.texts.prompt_length + piece.queries.start
+        own_BRQX = scores_BQC.view(len(scores_BQC), -1, count, k_BCD.shape[1])[..., first:]
+        own_BRQX += self.later_QX[:count, : own_BRQX.shape[-1]]
+        return torch.softmax(scores_BQC, -1)
+
+    def _asked(self, x_MJRLD: Tensor, piece: Piece) -> Tensor:
+        """The queries of a piece, those of one head of keys together, [B, Q, D]."""
+        return x_MJRLD[piece.texts, :, :, piece.queries].flatten(2, 3).flatten(0, 1)
+
+    def _apart(self, x_BQD: Tensor, piece: Piece) -> Tensor:
+        """The inverse of `_asked`, [M, L, J, R, D]."""
+        queries = piece.queries.stop - piece.queries.start
+        heads, repeat, size = self._per_token
+        return x_BQD.view(-1, heads, repeat, queries, size).permute(0, 3, 1, 2, 4)
+
+    def _seen(self, x_MJCD: Tensor, piece: Piece) -> Tensor:
+        """The keys or values that a piece sees, [B, C, D]."""
+        seen = _aligned(self.texts.prompt_length + piece.queries.stop)
+        return x_MJCD[piece.texts, :, :seen].flatten(0, 1)
+
+    def _room(self, x: Tensor) -> Tensor:
+        """[M, L, …]: the texts' rows of x themselves where none is padded, else memory for them."""
+        rows = self._rows(x)
+        if self.real_X is not None:
+            rows = x.new_empty(self.count * self.length, *x.shape[1:])
+        return rows.view(self.count, self.length, *x.shape[1:])
+
+    def _put(self, room: Tensor, x: Tensor) -> None:
+        """Bring what was written to `_room` to the texts' rows of x."""
+        if self.real_X is not None:
+            self._rows(x).copy_(room.flatten(0, 1).index_select(0, self.real_X))
+
+    def _rows(self, x: Tensor) -> Tensor:
+        return x[self.texts.start : self.texts.end]
+
+    def _prompt_rows(self, x: Tensor) -> Tensor:
+        assert self.texts.prompt is not None
+        start, length = self.texts.prompt
+        return x[start : start + length]
+
+
+def attention_of(shape: Shape, texts: Sequence[Texts], device: torch.device) -> list[Attention]:
+    """For each set of texts."""
+    most = max(_queries(shape, each) for each in texts)
+    later_QX = torch.full((most, most + ALIGNED), -torch.inf, device=device).triu_(1)
+    return [Attention(shape, each, _real_places(each, device), later_QX) for each in texts]
+
+
+def _aligned(length: int) -> int:
+    return -(-length // ALIGNED) * ALIGNED
+
+
+def _queries(shape: Shape, texts: Texts) -> int:
+    """Queries of a piece."""
+    longest = texts.lengths[0]
+    scores = longest * shape.heads * (texts.prompt_length + longest)
+    return longest if scores <= SCORES else min(longest, QUERIES)
+
+
+def _real_places(texts: Texts, device: torch.device) -> Tensor | None:
+    longest = texts.lengths[0]
+    if longest == texts.lengths[-1]:
+        return None
+    lengths_M1 = torch.tensor(texts.lengths, device=device)[:, None]
+    return (torch.arange(longest, device=device) < lengths_M1).flatten().nonzero()[:, 0]

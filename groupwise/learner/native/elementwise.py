@@ -1,0 +1,54 @@
+"""What stands between the matrix products of a layer, with its gradient: norm, SwiGLU, rotary positions.
+
+Nothing that can be made again from what a layer keeps is kept.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def norm_scale(x_NH: Tensor, epsilon: float) -> Tensor:
+    """[N, 1]: what a root-mean-square norm multiplies each row with, `1 / sqrt(mean(x²) + epsilon)`."""
+    length_N1 = torch.linalg.vector_norm(x_NH, dim=-1, keepdim=True)
+    return length_N1.square_().div_(x_NH.shape[-1]).add_(epsilon).rsqrt_()
+
+
+def add_norm_gradient(
+    into_NH: Tensor, dy_NH: Tensor, x_NH: Tensor, scale_N1: Tensor, weight_H: Tensor
+) -> None:
+    """Add to `into_NH` the gradient with respect to x of `y = s x w`, where s is the `norm_scale` of x.
+
+    With g = dy w: `dx = s g − s³ x mean(g x)`. All but `dy_NH` are in the number format of x; `dy_NH` may be in any.
+    """
+    g_NH = dy_NH.to(x_NH.dtype, copy=True).mul_(weight_H)
+    mean_N1 = torch.linalg.vecdot(g_NH, x_NH)[..., None].div_(x_NH.shape[-1])
+    into_NH.addcmul_(g_NH, scale_N1)
+    into_NH.addcmul_(x_NH, mean_N1.mul_(scale_N1.pow(3)), value=-1)
+
+
+def swiglu(gate_up_N2F: Tensor) -> Tensor:
+    """`silu(gate) · up`, [N, F]."""
+    gate_NF, up_NF = gate_up_N2F.chunk(2, dim=-1)
+    return F.silu(gate_NF).mul_(up_NF)
+
+
+def swiglu_with_gradient(gate_up_N2F: Tensor, dy_NF: Tensor) -> tuple[Tensor, Tensor]:
+    """The product once more, and the gradient [N, 2F] with respect to both halves.
+
+    With σ the logistic function: `d gate = dy up σ(gate) (1 + gate (1 − σ(gate)))` and `d up = dy silu(gate)`.
+    """
+    gate_NF, up_NF = gate_up_N2F.chunk(2, dim=-1)
+    d_N2F = torch.empty_like(gate_up_N2F)
+    dgate_NF, dup_NF = d_N2F.chunk(2, dim=-1)
+    active_NF = F.silu(gate_NF)
+    torch.mul(dy_NF, active_NF, out=dup_NF)
+    torch.ops.aten.silu_backward.grad_input(dy_NF * up_NF, gate_NF, grad_input=dgate_NF)
+    return active_NF.mul_(up_NF), d_N2F
+
+
+def turn_back_(d_NJD: Tensor, rotations_N1C: Tensor) -> None:
+    """The gradient through rotary positions, in place: a turn by the opposite angle."""
+    torch.view_as_complex(d_NJD.unflatten(-1, (-1, 2))).mul_(rotations_N1C.conj())

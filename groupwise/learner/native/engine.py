@@ -1,0 +1,58 @@
+"""Rows computed by plain matrices with a gradient by hand: several times faster than a graph over a model's modules."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from groupwise.learner.engine import Compute
+from groupwise.learner.forward import Forward, Wanted, at_tokens, targets_of
+from groupwise.learner.native.body import residual_stream
+from groupwise.learner.native.head import Asked, token_numbers
+from groupwise.learner.native.layout import FlatBatch, cut
+from groupwise.learner.weights import TrainedWeights
+from groupwise.models.native.weights import NativeModel
+from groupwise.types import PolicyRole, Row
+
+
+class NativeEngine:
+    """A `groupwise.learner.engine.Engine` for an adapter over a model of the Llama family."""
+
+    def __init__(
+        self,
+        model: NativeModel,
+        weights: TrainedWeights,
+        *,
+        packing: bool,
+        gradient_checkpointing: bool,
+    ) -> None:
+        self._model = model
+        self._weights = weights
+        self._packing = packing
+        self._recompute = gradient_checkpointing
+
+    def cut(self, rows: Sequence[Row], max_tokens: int, *, gradient: bool) -> list[FlatBatch]:
+        """See `Engine.cut`."""
+        return cut(rows, max_tokens, packing=self._packing)
+
+    @contextmanager
+    def acting(self, role: PolicyRole, *, gradient: bool) -> Generator[Compute]:
+        """See `Engine.acting`."""
+        model, factors = self._model, self._weights.factors(role)
+
+        def compute(batch: FlatBatch, wanted: Wanted) -> Forward:
+            residual_NH = residual_stream(model, batch, factors, recompute=self._recompute)
+            before = torch.tensor(batch.before, device=model.device)
+            targets = targets_of(batch.rows, model.device)
+            asked = Asked(
+                targets.ids_N,
+                targets.temperatures_N,
+                targets.withheld_X2,
+                wanted.entropy_gradient,
+                wanted.accuracy,
+            )
+            return at_tokens(targets, token_numbers(model, residual_NH[before], asked))
+
+        yield compute

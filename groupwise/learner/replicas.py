@@ -1,0 +1,114 @@
+"""Learners of one run in several processes of this machine: their gradients are added up in memory that all of them see.
+
+The processes are forks of one that had made the learner and its `Replicas`. Each computes the gradient of its own rows and writes it
+into its place in the shared memory; when all have, each adds up all places in the same order. So all have the same sum to the bit, make
+the same update of their own, and the weights, which are never sent, stay the same ones. They wait for each other on sockets, which end
+where a process does, and use no time while they wait.
+"""
+
+from __future__ import annotations
+
+import mmap
+import socket
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+_NUMBER = torch.float32
+
+
+class Replicas:
+    """The places of `count` learners that train the same parameters, given in the same order by all."""
+
+    def __init__(self, count: int, parameters: Sequence[nn.Parameter]) -> None:
+        """To be made before the fork."""
+        sizes = [parameter.numel() for parameter in parameters]
+        self.rank = 0
+        self._sizes = sizes
+        # Anonymous, so that the limits of /dev/shm in containers do not concern it; it takes no room before it is used.
+        memory = mmap.mmap(-1, max(1, count * (sum(sizes) + len(sizes))) * _NUMBER.itemsize)
+        places = torch.frombuffer(memory, dtype=_NUMBER)[: count * (sum(sizes) + len(sizes))]
+        places_CX = places.view(count, -1)
+        self._gradients_CN = places_CX[:, : sum(sizes)]
+        self._present_CP = places_CX[:, sum(sizes) :]
+        self._meeting = _Meeting(count)
+
+    def join(self, rank: int) -> None:
+        """Take a place, once in each process after the fork."""
+        self.rank = rank
+        self._meeting.join(rank)
+
+    def leave(self) -> None:
+        """Give up all places, in the process that was forked: what it held open would hide the end of a fork from the others."""
+        self._meeting.leave()
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Give each parameter the sum of its gradients in all replicas; None where none has one.
+
+        Waits until all have called it. Raises ConnectionAbortedError where another process is gone.
+        """
+        self._write([parameter.grad for parameter in parameters])
+        self._meeting.wait()
+        total_N = self._gradients_CN[0].clone()
+        for other_N in self._gradients_CN[1:]:
+            total_N += other_N
+        present_P = self._present_CP.amax(0).tolist()
+        self._meeting.wait()  # all have read, so that the places may be written again
+        parts = total_N.split(self._sizes)
+        for parameter, present, part in zip(parameters, present_P, parts, strict=True):
+            parameter.grad = part.view_as(parameter) if present else None
+
+    def _write(self, gradients: Sequence[Tensor | None]) -> None:
+        own = self._gradients_CN[self.rank].split(self._sizes)
+        for place, gradient in zip(own, gradients, strict=True):
+            if gradient is None:
+                place.zero_()
+            else:
+                place.copy_(gradient.flatten())
+        present = [float(gradient is not None) for gradient in gradients]
+        self._present_CP[self.rank].copy_(torch.tensor(present))
+
+
+class _Meeting:
+    """A point that no process passes before all have reached it: the first hears from the others, and then tells them."""
+
+    def __init__(self, count: int) -> None:
+        self._pairs = [socket.socketpair() for _ in range(count - 1)]
+        self._first = True
+        self._others: list[socket.socket] = []
+
+    def join(self, rank: int) -> None:
+        """Keep this process's ends, so that the end of another one is noticed."""
+        self._first = rank == 0
+        for number, (hub, spoke) in enumerate(self._pairs, start=1):
+            kept = hub if self._first else spoke if number == rank else None
+            if kept is not None:
+                self._others.append(kept)
+            for end in (hub, spoke):
+                if end is not kept:
+                    end.close()
+
+    def leave(self) -> None:
+        """Be no part of it."""
+        for ends in self._pairs:
+            for end in ends:
+                end.close()
+
+    def wait(self) -> None:
+        """Return when all have called it."""
+        steps = (self._hear, self._tell) if self._first else (self._tell, self._hear)
+        try:
+            for step in steps:
+                step()
+        except (ConnectionError, EOFError) as error:
+            raise ConnectionAbortedError("a process that learns with this one has ended") from error
+
+    def _tell(self) -> None:
+        for other in self._others:
+            other.sendall(b".")
+
+    def _hear(self) -> None:
+        for other in self._others:
+            if not other.recv(1):
+                raise EOFError

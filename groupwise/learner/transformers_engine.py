@@ -1,0 +1,87 @@
+"""Rows computed by a model's own modules, with torch's graph for the gradient: for any model, adapter or all weights, with dropout."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from groupwise.learner.engine import Compute
+from groupwise.learner.forward import Forward, Wanted, choose_paths
+from groupwise.learner.layout import MicroBatch, PackedBatch
+from groupwise.learner.weights import TrainedWeights
+from groupwise.models.decoder import Decoder
+from groupwise.types import PolicyRole, Row
+
+
+class TransformersEngine:
+    """A `groupwise.learner.engine.Engine` over any transformers causal language model."""
+
+    def __init__(
+        self, weights: TrainedWeights, *, packing: bool, gradient_checkpointing: bool
+    ) -> None:
+        self._weights = weights
+        self._decoder = Decoder(weights.model)
+        self._reference_decoder: Decoder | None = None
+        self.paths = choose_paths(
+            self._decoder, packing=packing, sharing=not gradient_checkpointing
+        )
+        if gradient_checkpointing:
+            weights.model.activation_checkpointing_enable({"use_reentrant": False})
+        self._layers = [
+            module
+            for module in weights.model.modules()
+            if gradient_checkpointing and isinstance(module, GradientCheckpointingLayer)
+        ]
+
+    def cut(
+        self, rows: Sequence[Row], max_tokens: int, *, gradient: bool
+    ) -> list[MicroBatch | PackedBatch]:
+        """See `Engine.cut`."""
+        # Without a gradient nothing is recomputed, so that prompts can always be shared.
+        paths = self.paths if gradient else replace(self.paths, sharing=True)
+        return paths.cut(rows, max_tokens)
+
+    @contextmanager
+    def acting(self, role: PolicyRole, *, gradient: bool) -> Generator[Compute]:
+        """See `Engine.acting`."""
+        paths = self.paths if gradient else replace(self.paths, sharing=True)
+        reference = role == "reference"
+        decoder = self.reference() if reference else self._decoder
+
+        def compute(batch: MicroBatch | PackedBatch, wanted: Wanted) -> Forward:
+            return replace(paths, wanted=wanted).forward(decoder, batch)
+
+        acting = (
+            self._weights.acting_reference()
+            if reference
+            else self._weights.acting(dropout=gradient and self._weights.dropout > 0)
+        )
+        with acting, _TrainingMode(self._layers if gradient else ()):
+            yield compute
+
+    def reference(self) -> Decoder:
+        """The model that the reference computes with."""
+        if self._weights.reference_model is self._decoder.model:
+            return self._decoder
+        if self._reference_decoder is None:
+            self._reference_decoder = Decoder(self._weights.reference_model)
+        return self._reference_decoder
+
+
+class _TrainingMode:
+    """Layers that can be checkpointed are only in training mode; everything else stays in evaluation mode."""
+
+    def __init__(self, layers: Sequence[torch.nn.Module]) -> None:
+        self._layers = layers
+
+    def __enter__(self) -> None:
+        for layer in self._layers:
+            layer.training = True  # not `train()`, which would turn on the dropout inside
+
+    def __exit__(self, *_: object) -> None:
+        for layer in self._layers:
+            layer.training = False

@@ -1,0 +1,54 @@
+"""Gradients by hand of what stands between products, against torch's graph, in float64."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from groupwise.learner.native.elementwise import (
+    add_norm_gradient,
+    norm_scale,
+    swiglu,
+    swiglu_with_gradient,
+    turn_back_,
+)
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def test_norm():
+    x, weight, dy, before = drawn(5, 8), drawn(8, seed=1), drawn(5, 8, seed=2), drawn(5, 8, seed=3)
+    x[2] = 0.0
+    x.requires_grad_()
+    y = F.rms_norm(x, (8,), weight, 1e-3)
+    y.backward(dy)
+    scale = norm_scale(x.detach(), 1e-3)
+    torch.testing.assert_close(x.detach() * scale * weight, y.detach())
+    found = before.clone()
+    add_norm_gradient(found, dy, x.detach(), scale, weight)
+    assert x.grad is not None
+    torch.testing.assert_close(found, before + x.grad)
+
+
+def test_swiglu():
+    gate_up, dy = drawn(5, 12).requires_grad_(), drawn(5, 6, seed=1)
+    gate, up = gate_up.chunk(2, dim=-1)
+    y = F.silu(gate) * up
+    y.backward(dy)
+    torch.testing.assert_close(swiglu(gate_up.detach()), y.detach())
+    again, gradient = swiglu_with_gradient(gate_up.detach(), dy)
+    torch.testing.assert_close(again, y.detach())
+    torch.testing.assert_close(gradient, gate_up.grad)
+
+
+def test_rotary_positions():
+    x, dy = drawn(5, 3, 8).requires_grad_(), drawn(5, 3, 8, seed=1)
+    angles = drawn(5, 4, seed=2)
+    rotations = torch.polar(torch.full_like(angles, 0.3), angles)[:, None]
+    turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * rotations
+    torch.view_as_real(turned).flatten(-2).backward(dy)
+    turn_back_(dy, rotations)
+    torch.testing.assert_close(dy, x.grad)

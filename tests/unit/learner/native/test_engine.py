@@ -1,0 +1,272 @@
+"""The native engine equals transformers' modules with torch's graph: every family, every layer, every number.
+
+The reference computes each row by itself, prompt included (`whole_rows`).
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from groupwise.algorithms.registry import make
+from groupwise.algorithms.sft import Sft
+from groupwise.learner.native.engine import NativeEngine
+from groupwise.learner.torch_learner import TorchLearner
+from groupwise.learner.transformers_engine import TransformersEngine
+from groupwise.learner.weights import TrainedAdapter, TrainedModel
+from groupwise.models.config import LoraConfig
+from groupwise.models.lora import AdaptedModel, new_lora_config
+from groupwise.types import Row, Withheld
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 102,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+FAMILIES = {
+    "llama": lambda: LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "llama with biases": lambda: LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
+    "qwen2": lambda: Qwen2Config(**SIZES),
+    "qwen3": lambda: Qwen3Config(**SIZES, head_dim=16),
+    "mistral": lambda: MistralConfig(**SIZES, sliding_window=None),
+}
+EVERYTHING = make("grpo", {"beta": 0.2, "entropy_coef": 0.1}).loss_spec()
+TOTALS = {"policy": 40.0, "kl": 30.0, "entropy": 20.0, "sft": 50.0}
+TARGETS = [
+    "all-linear",
+    ("q_proj",),
+    ("k_proj", "o_proj"),
+    ("v_proj", "down_proj"),
+    ("gate_proj",),
+    ("up_proj",),
+]
+
+
+def model_of(family: str) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family]()).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0).add_(torch.randn(parameter.shape) * 0.05)
+    return model
+
+
+def adapter(model: Any, targets: Any = "all-linear", *, start: bool = False) -> TrainedAdapter:
+    settings = new_lora_config(LoraConfig(r=4, alpha=8, target_modules=targets))
+    adapted = AdaptedModel(model, settings)
+    given = None
+    if start:
+        adapted.add("given", trainable=False, seed=2)
+        given = {name: value + 0.1 for name, value in adapted.parameters("given").items()}
+    weights = TrainedAdapter(adapted, seed=1, start=given)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in weights.parameters().values():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return weights
+
+
+def learner(weights: Any, folder: Path, *, native: bool, **settings: Any) -> TorchLearner:
+    plain = {} if native else {"packing": False, "gradient_checkpointing": True}
+    made = TorchLearner(
+        weights,
+        run="r",
+        publish_folder=folder,
+        seed=1,
+        native=native,
+        **{"max_tokens_per_microbatch": 4096, **plain, **settings},
+    )
+    assert isinstance(made._engine, NativeEngine if native else TransformersEngine)
+    return made
+
+
+def rows_of(groups: tuple[int, ...] = (1, 4, 1, 6, 3)) -> list[Row]:
+    """Groups of these sizes with completions of many lengths, one token too; masks, temperatures and withheld tokens."""
+    chance = random.Random(0)
+    rows: list[Row] = []
+    for number, size in enumerate(groups):
+        prompt = tuple(chance.randrange(2, 100) for _ in range(2 + 5 * number))
+        for member in range(size):
+            length = chance.choice((1, 2, 5, 9, 13, 30))
+            barred = (Withheld(0, length // 2, (1, 7)),) if member % 2 and length > 1 else ()
+            rows.append(
+                Row(
+                    prompt_ids=prompt,
+                    completion_ids=tuple(chance.randrange(8, 100) for _ in range(length)),
+                    mask=tuple(int(chance.random() < 0.8) for _ in range(length)),
+                    sampling_logprobs=tuple(chance.uniform(-6, -4) for _ in range(length)),
+                    advantage=chance.uniform(-1, 1),
+                    scale=1 / length,
+                    temperature=chance.choice((0.7, 1.0, 1.3)),
+                    reference_logprobs=tuple(chance.uniform(-6, -4) for _ in range(length)),
+                    withheld=barred,
+                )
+            )
+    return rows
+
+
+async def learned(made: TorchLearner, rows: list[Row], loss: Any = EVERYTHING):
+    """Sums and gradients, which are discarded."""
+    sums = await made.forward_backward(rows, loss, TOTALS)
+    gradients = {
+        name: parameter.grad.clone()
+        for name, parameter in made._parameters.items()
+        if parameter.grad is not None
+    }
+    made.discard()
+    return sums, gradients
+
+
+def close(found: dict[str, Tensor], wanted: dict[str, Tensor], rounding: float = 1e-5) -> None:
+    assert found.keys() == wanted.keys()
+    for name, expected in wanted.items():
+        size = float(expected.abs().max())
+        assert size > 0, name
+        torch.testing.assert_close(found[name], expected, rtol=rounding, atol=rounding * size)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_every_family(tmp_path, family):
+    weights, rows = adapter(model_of(family)), rows_of()
+    plain, native = (learner(weights, tmp_path, native=native) for native in (False, True))
+    sums, wanted = await learned(plain, rows)
+    found_sums, found = await learned(native, rows)
+    close(found, wanted)
+    assert found_sums == pytest.approx(sums, rel=1e-5)
+    for role in ("policy", "reference"):
+        pairs = zip(
+            await native.logprobs(rows, role), await plain.logprobs(rows, role), strict=True
+        )
+        assert all(mine == pytest.approx(theirs, rel=1e-5, abs=1e-5) for mine, theirs in pairs)
+    assert await native.logprobs(rows) != await native.logprobs(rows, "reference")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("targets", TARGETS)
+async def test_any_layers_may_have_an_adapter(tmp_path, family, targets):
+    weights, rows = adapter(model_of(family), targets), rows_of((1, 4, 3))
+    _, wanted = await learned(learner(weights, tmp_path, native=False), rows)
+    _, found = await learned(learner(weights, tmp_path, native=True), rows)
+    close(found, wanted)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("max_tokens", [1, 33, 100])
+async def test_the_gradient_does_not_depend_on_the_cuts(
+    tmp_path, max_tokens, packing, checkpointing
+):
+    weights, rows = adapter(model_of("llama")), rows_of()
+    sums, wanted = await learned(learner(weights, tmp_path, native=False), rows)
+    native = learner(
+        weights,
+        tmp_path,
+        native=True,
+        max_tokens_per_microbatch=max_tokens,
+        packing=packing,
+        gradient_checkpointing=checkpointing,
+    )
+    assert len(native._engine.cut(rows, max_tokens, gradient=True)) > 1
+    found_sums, found = await learned(native, rows)
+    close(found, wanted)
+    assert found_sums == pytest.approx(sums, rel=1e-5)
+
+
+async def test_supervised_rows_and_which_tokens_are_likeliest(tmp_path):
+    weights, rows = adapter(model_of("llama")), rows_of((1,) * 9)
+    plain, native = (learner(weights, tmp_path, native=native) for native in (False, True))
+    likeliest = (await learned(plain, rows, Sft().loss_spec()))[0]["right"]
+    sums, wanted = await learned(plain, rows, Sft().loss_spec())
+    found_sums, found = await learned(native, rows, Sft().loss_spec())
+    close(found, wanted)
+    assert found_sums == pytest.approx(sums, rel=1e-5)
+    assert found_sums["right"] == likeliest
+    theirs = [each.right for each in await plain.predictions(rows)]
+    assert [each.right for each in await native.predictions(rows)] == theirs
+
+
+async def test_the_reference_may_be_an_adapter_that_the_run_started_from(tmp_path):
+    weights, rows = adapter(model_of("llama"), start=True), rows_of((1, 4))
+    plain, native = (learner(weights, tmp_path, native=native) for native in (False, True))
+    wanted = await plain.logprobs(rows, "reference")
+    found = await native.logprobs(rows, "reference")
+    pairs = zip(found, wanted, strict=True)
+    assert all(mine == pytest.approx(theirs, rel=1e-5, abs=1e-5) for mine, theirs in pairs)
+    assert found != await native.logprobs(rows, "policy")
+
+
+async def test_a_row_is_the_same_beside_any_other(tmp_path):
+    weights, rows = adapter(model_of("qwen2")), rows_of()
+    native = learner(weights, tmp_path, native=True)
+    together = await native.logprobs(rows)
+    for row, found in zip(rows, together, strict=True):
+        assert (await native.logprobs([row]))[0] == pytest.approx(found, rel=1e-5, abs=1e-5)
+
+
+async def test_an_update_acts_in_the_next_pass(tmp_path):
+    """The factors are read anew each time."""
+    weights, rows = adapter(model_of("llama")), rows_of((1, 4))
+    native = learner(weights, tmp_path, native=True)
+    before = await native.logprobs(rows)
+    with torch.no_grad():
+        for parameter in weights.parameters().values():
+            parameter.mul_(1.5)
+    assert await native.logprobs(rows) != before
+
+
+async def test_a_rounded_model_is_nearer_to_the_exact_one_than_by_its_modules(tmp_path):
+    rows = [replace(row, withheld=()) for row in rows_of((6, 6, 6))]
+
+    async def made(dtype: torch.dtype, native: bool) -> tuple[Tensor, Tensor]:
+        weights = adapter(model_of("llama").to(dtype))
+        each = learner(weights, tmp_path, native=native)
+        _, gradients = await learned(each, rows, make("dr_grpo", {}).loss_spec())
+        logprobs = [value for row in await each.logprobs(rows) for value in row]
+        return torch.cat([g.double().flatten() for g in gradients.values()]), torch.tensor(logprobs)
+
+    exact, exact_logprobs = await made(torch.float32, native=False)
+    theirs, their_logprobs = await made(torch.bfloat16, native=False)
+    ours, our_logprobs = await made(torch.bfloat16, native=True)
+    cosines = [float(torch.cosine_similarity(each, exact, 0)) for each in (theirs, ours)]
+    assert cosines[1] > max(0.98, cosines[0])
+    gaps = [float((x - exact_logprobs).abs().mean()) for x in (their_logprobs, our_logprobs)]
+    assert gaps[1] < gaps[0]
+
+
+def test_what_is_not_computed_natively(tmp_path, caplog):
+    """And the log says why, where it is not what was asked for."""
+    gemma = AutoModelForCausalLM.from_config(Gemma2Config(**SIZES, head_dim=8)).eval()
+    dropping = new_lora_config(LoraConfig(r=4, alpha=8, dropout=0.1))
+    made = {
+        "gemma2 is none of": adapter(gemma),
+        "lora.dropout is 0.1": TrainedAdapter(AdaptedModel(model_of("llama"), dropping), seed=1),
+        "": TrainedModel(model_of("llama")),
+    }
+    for reason, weights in made.items():
+        caplog.clear()
+        each = TorchLearner(
+            weights, run="r", publish_folder=tmp_path, max_tokens_per_microbatch=9, seed=1
+        )
+        assert isinstance(each._engine, TransformersEngine)
+        assert reason in caplog.text
+        assert bool(caplog.text) == bool(reason)
