@@ -14,6 +14,11 @@ DRAWS = "tests/integration/test_draws.py"
 FORWARD = "tests/unit/learner/test_forward.py"
 LEARNER = "tests/unit/learner/test_torch_learner.py"
 LEARNING = "tests/unit/loops/test_learning_of_a_step.py"
+NATIVE = "tests/unit/learner/native"
+NATIVE_MODEL = "tests/unit/models/native"
+NATIVE_SAMPLER = "tests/unit/sampler/test_native_engine.py"
+RANK_LEARNER = "tests/unit/ranks/test_rank_learner.py"
+RANK_SAMPLER = "tests/unit/ranks/test_rank_sampler.py"
 RESUME = "tests/integration/test_resume.py"
 ROWS = "tests/unit/rollouts/test_rows.py"
 SAMPLER = "tests/unit/sampler/test_torch_sampler.py"
@@ -137,12 +142,57 @@ MUTATIONS = (
                 "        return self.keys[layer_idx][:, :, :most], self.values[layer_idx][:, :, :most]\n",
             ),
             (
-                "sampler/torch_sampler.py",
-                "mask_S1K = torch.arange(self.layout.key_length, device=device)",
+                "sampler/slot_engine.py",
+                "mask_S1K = torch.arange(self._key_length, device=device)",
                 "mask_S1K = torch.arange(int(positions_S.max()) + 1, device=device)",
             ),
+            (
+                "sampler/native_engine.py",
+                "self._length = _stretched(longest)",
+                "self._length = longest",
+            ),
         ),
-        (f"{SAMPLER}::test_neither_order_nor_mates_nor_slots_change_a_bit",),
+        (
+            f"{SAMPLER}::test_neither_order_nor_mates_nor_slots_change_a_bit[transformers-dtype0]",
+            f"{NATIVE_SAMPLER}::test_random_schedules_leave_every_row_its_bits[llama-True-True-dtype0]",
+        ),
+    ),
+    Mutation(
+        "7",
+        "rows move in the native cache without their keys and values",
+        (
+            (
+                "sampler/native_engine.py",
+                "self._own.arrange(places, longest - 1)",
+                "self._own.arrange(range(len(places)), longest - 1)",
+            ),
+        ),
+        (f"{SAMPLER}::test_neither_order_nor_mates_nor_slots_change_a_bit[native-dtype0]",),
+    ),
+    Mutation(
+        "7",
+        "a row sees what another one left behind its keys",
+        (
+            (
+                "sampler/native_engine.py",
+                "> written_N[:, None]",
+                "> written_N.max().expand(len(written_N), 1)",
+            ),
+        ),
+        (f"{SAMPLER}::test_late_arrivals_join_in_without_disturbing[native]",),
+    ),
+    Mutation(
+        "7",
+        "prompts of one length are taken for one prompt",
+        (
+            (
+                "sampler/native_engine.py",
+                "groupby(rows, key=lambda row: row.prompt)",
+                "((same[0].prompt, same) for _, each in "
+                "groupby(rows, key=lambda row: row.prompt.length) for same in [[*each]])",
+            ),
+        ),
+        (f"{SAMPLER}::test_nothing_of_the_old_policy_is_left_in_a_shared_system_prompt[native]",),
     ),
     Mutation(
         "7",
@@ -150,8 +200,8 @@ MUTATIONS = (
         (
             (
                 "sampler/torch_sampler.py",
-                "uniform(member.seed, len(member.token_ids)) if member else 0.5",
-                "float(torch.rand(())) if member else 0.5",
+                "uniform(member.seed, len(member.token_ids)) for member",
+                "float(torch.rand(())) for member",
             ),
         ),
         (f"{SAMPLERS}::test_results_do_not_depend_on_what_else_is_asked[torch-adapter]",),
@@ -303,8 +353,32 @@ MUTATIONS = (
                 "        self.keys.append(key)\n        self.values.append(value)\n",
                 "        self.keys.append(key.detach())\n        self.values.append(value.detach())\n",
             ),
+            (
+                "learner/native/attention.py",
+                "                self._prompt_rows(d_qkv)[:, part] += d_of_prompt_JPD.transpose(0, 1)\n",
+                "                pass\n",
+            ),
         ),
-        (f"{FORWARD}::test_shared_prompts_equal_whole_rows_in_values_and_gradients[llama]",),
+        (
+            f"{FORWARD}::test_shared_prompts_equal_whole_rows_in_values_and_gradients[llama]",
+            f"{NATIVE}/test_attention.py::test_values_and_gradients[a group-1048576-128]",
+            f"{NATIVE}/test_engine.py::test_every_family[llama]",
+        ),
+    ),
+    Mutation(
+        "12",
+        "the gradient of one rank is left out of the sum",
+        (
+            (
+                "learner/replicas.py",
+                "for other_N in self._gradients_CN[1:]:",
+                "for other_N in self._gradients_CN[2:]:",
+            ),
+        ),
+        (
+            "tests/unit/learner/test_replicas.py::test_all_have_the_sum_of_all[2]",
+            f"{RANK_LEARNER}::test_the_same_is_learnt_as_in_one_process[3-1]",
+        ),
     ),
     Mutation(
         "12",
@@ -395,6 +469,44 @@ MUTATIONS = (
         (f"{LEARNER}::test_every_fast_path_equals_the_plain_one_with_every_option[grpo-packed]",),
     ),
     Mutation(
+        "18",
+        "native decoding leaves the adapter out",
+        (
+            (
+                "sampler/native_engine.py",
+                "                self._few,\n                few=True,\n",
+                "                None,\n                few=True,\n",
+            ),
+        ),
+        (
+            f"{NATIVE_SAMPLER}::test_prompts_of_all_lengths_and_groups_of_all_sizes[llama-True]",
+            f"{CONTRACT}::test_sampler_and_learner_agree[torch-adapter-1.0]",
+        ),
+    ),
+    Mutation(
+        "18",
+        "the native head moves logits away from 0 instead of towards it",
+        (("models/native/weights.py", "bias_O - self.shift", "bias_O + self.shift"),),
+        (
+            f"{NATIVE_MODEL}/test_forward.py::test_in_bfloat16_they_are_as_near_to_float32_as_transformers[llama]",
+        ),
+    ),
+    Mutation(
+        "18",
+        "the native learner turns queries and keys of a completion from 0 on",
+        (
+            (
+                "learner/native/layout.py",
+                "first = 0 if prompt is None else prompt[1]",
+                "first = 0",
+            ),
+        ),
+        (
+            f"{NATIVE}/test_layout.py::test_each_completion_token_follows_its_own_text",
+            f"{NATIVE}/test_engine.py::test_every_family[llama]",
+        ),
+    ),
+    Mutation(
         "20",
         "the learner takes log-probabilities at temperature 1",
         (
@@ -403,8 +515,16 @@ MUTATIONS = (
                 "decoder.logits(hidden_NH) / temperatures_N[:, None]",
                 "decoder.logits(hidden_NH)",
             ),
+            (
+                "learner/native/head.py",
+                "scaled_RV.copy_(logits_RV).div_(asked.temperatures_N[:, None])",
+                "scaled_RV.copy_(logits_RV)",
+            ),
         ),
-        (f"{CONTRACT}::test_sampler_and_learner_agree[torch-adapter-0.5]",),
+        (
+            f"{CONTRACT}::test_sampler_and_learner_agree[torch-adapter-0.5]",
+            f"{CONTRACT}::test_sampler_and_learner_agree[torch-full-0.5]",
+        ),
     ),
     Mutation(
         "20",
@@ -461,16 +581,28 @@ MUTATIONS = (
         (
             (
                 "sampler/torch_sampler.py",
-                "        if ticket.prompt is None:\n            self._compute_prompt(ticket)\n",
-                "        kept = self.__dict__.setdefault('kept', {})\n"
-                "        if ticket.request.prompt_ids in kept:\n"
-                "            ticket.prompt, ticket.first_logits_V = kept[ticket.request.prompt_ids]\n"
-                "        if ticket.prompt is None:\n"
-                "            self._compute_prompt(ticket)\n"
-                "        kept[ticket.request.prompt_ids] = ticket.prompt, ticket.first_logits_V\n",
+                "            ticket.prompt = self._engine.prefill(ticket.request.prompt_ids)\n",
+                "            kept = self.__dict__.setdefault('kept', {})\n"
+                "            ids = ticket.request.prompt_ids\n"
+                "            ticket.prompt = kept[ids] = kept.get(ids) or self._engine.prefill(ids)\n",
             ),
         ),
-        (f"{SAMPLER}::test_nothing_of_the_old_policy_is_left",),
+        (
+            f"{SAMPLER}::test_nothing_of_the_old_policy_is_left[native]",
+            f"{SAMPLER}::test_nothing_of_the_old_policy_is_left[transformers]",
+        ),
+    ),
+    Mutation(
+        "23",
+        "completions are decoded natively with the adapter from before",
+        (
+            (
+                "sampler/native_engine.py",
+                "        self._few = [linear.packed_low_rank(factors) for linear in linears]\n",
+                "        self._few = self._few or [each.packed_low_rank(factors) for each in linears]\n",
+            ),
+        ),
+        (f"{NATIVE_SAMPLER}::test_new_weights_are_served_at_once_and_entirely[llama-biases-True]",),
     ),
     Mutation(
         "24b",
@@ -478,12 +610,33 @@ MUTATIONS = (
         (
             (
                 "models/lora.py",
-                "        flat = torch.addmm(low.flatten(0, -2), x.flatten(0, -2), base.weight.t())\n"
-                "        return flat.view(*x.shape[:-1], -1)\n",
-                "        return F.linear(x, base.weight) + low\n",
+                "torch.addmm(low.flatten(0, -2), x.flatten(0, -2), base.weight.t())",
+                "low.flatten(0, -2) + F.linear(x, base.weight).flatten(0, -2)",
+            ),
+            (
+                "learner/native/product.py",
+                "(low_NR @ self.low.up_OR.t()).addmm_(x_NI, self.linear.weight_OI.t())",
+                "low_NR @ self.low.up_OR.t() + x_NI @ self.linear.weight_OI.t()",
+            ),
+            (
+                "models/native/linear.py",
+                "found_NO = torch.addmm(added_NO, x_NI, self.weight_OI.t())",
+                "found_NO = added_NO + x_NI @ self.weight_OI.t()",
+            ),
+            (
+                "models/native/linear.py",
+                "return torch.ops.mkldnn._linear_pointwise.binary(\n"
+                '            x_NI, added_NO, self._packed, self.bias_O, "add"\n'
+                "        )",
+                "return added_NO + _product(x_NI, self._packed, self.bias_O)",
             ),
         ),
-        ("tests/unit/models/test_lora.py::test_a_small_change_acts_in_full_on_a_rounded_base",),
+        (
+            "tests/unit/models/test_lora.py::test_a_small_change_acts_in_full_on_a_rounded_base",
+            f"{NATIVE}/test_product.py::test_a_small_change_acts_in_full_on_a_rounded_base",
+            f"{NATIVE_MODEL}/test_linear.py::test_a_small_change_acts_in_full_on_a_rounded_base[1e-05-True-0.0]",
+            f"{NATIVE_MODEL}/test_linear.py::test_a_small_change_acts_in_full_on_a_rounded_base[1e-05-False-0.0]",
+        ),
     ),
     Mutation(
         "25",
@@ -550,6 +703,18 @@ MUTATIONS = (
         ("tests/unit/rollouts/test_seeds.py::test_members_of_all_groups_of_a_step_are_distinct",),
     ),
     Mutation(
+        "26",
+        "each rank takes the first seeds of a group that is divided",
+        (
+            (
+                "ranks/sampler.py",
+                "seeds=seeds[share.start : share.end]",
+                "seeds=seeds[: share.members]",
+            ),
+        ),
+        (f"{RANK_SAMPLER}::test_the_same_completions_as_in_one_process[6]",),
+    ),
+    Mutation(
         "27",
         "examples are drawn with replacement",
         (
@@ -584,6 +749,18 @@ MUTATIONS = (
             ),
         ),
         (f"{LEARNER}::test_another_process_goes_on_where_the_checkpoint_was[adapter]",),
+    ),
+    Mutation(
+        "28",
+        "only the first rank reads a checkpoint",
+        (
+            (
+                "ranks/learner.py",
+                'self._ranks.call_all_now("learner.load", folder)',
+                'self._ranks.call_each_now([(0, "learner.load", (folder,))])',
+            ),
+        ),
+        (f"{RANK_LEARNER}::test_checkpoints_go_to_and_fro",),
     ),
     Mutation(
         "28",

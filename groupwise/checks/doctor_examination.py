@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -39,13 +39,7 @@ from groupwise.errors import RunError, TaskError
 from groupwise.loops.rl_prepare import planned_sizes
 from groupwise.models.machine import describe_processor, has_bfloat16
 from groupwise.models.plan import ModelPlan, prompt_room
-from groupwise.models.probes import (
-    adapter_slopes,
-    free_memory,
-    peak_memory,
-    random_start,
-    trained_adapter,
-)
+from groupwise.models.probes import free_memory, random_start
 from groupwise.models.tokenizer import load_tokenizer
 from groupwise.rollouts.prompts import PromptSet, tokenise
 from groupwise.rollouts.seeds import member_seed
@@ -203,15 +197,16 @@ async def _engine(patient: Patient, findings: Findings) -> None:
         findings.add(failed(error, "engine"))
 
 
-async def measure_cost(patient: Patient) -> tuple[Speeds, float | None]:
-    """How fast a run like this one samples and learns here, and its `usual_length`; nothing else is examined."""
+async def measure_cost(patient: Patient) -> tuple[Speeds, float | None, int]:
+    """How fast a run like this one samples and learns here, its `usual_length`, and the bytes that it held; no more is examined."""
     with _parts(patient) as parts:
         engine = await engine_of(patient, parts)
         published = await publish(engine, 0)
         groups = await engine.sample()
-        slots, version = patient.layout.slots, published.version + 1
+        slots, version = patient.layout.all_slots, published.version + 1
         speeds = await doctor_cost.measure(engine, patient.config, slots, version)
-    return speeds, usual_length(groups)
+        peak = parts.peak_memory(patient.layout.device)
+    return speeds, usual_length(groups), peak
 
 
 @contextmanager
@@ -222,7 +217,8 @@ def _parts(patient: Patient) -> Generator[Parts]:
         Path(config.run.dir) / f"doctor-{os.getpid()}", build.publication_bytes(config)
     )
     try:
-        yield build.training_parts(config, patient.layout, "doctor", folder)
+        with closing(build.training_parts(config, patient.layout, "doctor", folder)) as parts:
+            yield parts
     finally:
         build.remove_publications(folder)
 
@@ -265,14 +261,13 @@ async def examine(engine: Engine, parts: Parts, patient: Patient, findings: Find
     findings.add(judge_drift(engine.tokenizer, groups))
     findings.add(await check_gap(engine, rows, "log-probability gap"))
     findings.add(await check_invariance(engine, groups))
-    adapter = trained_adapter(parts.trained)
-    if adapter is not None:
-        rate = config.training.learning_rate
-        slopes = [(slope.layer, slope.value) for slope in adapter_slopes(*adapter, rate)]
-        findings.add(judge_slopes(slopes, rate))
+    rate = config.training.learning_rate
+    slopes = await parts.slopes(rate)
+    if slopes:
+        findings.add(judge_slopes([(slope.layer, slope.value) for slope in slopes], rate))
     findings.extend(await check_publication(engine, published, groups))
-    speeds = await doctor_cost.measure(engine, config, layout.slots, published.version + 2)
-    findings.add(doctor_cost.peak(patient.sizes.memory.total, peak_memory(layout.device)))
+    speeds = await doctor_cost.measure(engine, config, layout.all_slots, published.version + 2)
+    findings.add(doctor_cost.peak(patient.sizes.memory.total, parts.peak_memory(layout.device)))
     longest = patient.prompts.longest
     findings.add(doctor_cost.estimate(speeds, config, patient.steps, usual_length(groups), longest))
 

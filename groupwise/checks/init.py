@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -49,7 +50,7 @@ from groupwise.loops.sft_prepare import SftPrepared, planned_sft_sizes, prepare_
 from groupwise.models.load import hollow_model
 from groupwise.models.machine import choose_device, has_bfloat16
 from groupwise.models.plan import count_parameters, prompt_room
-from groupwise.models.probes import free_memory, peak_memory
+from groupwise.models.probes import free_memory
 from groupwise.models.tokenizer import load_tokenizer
 from groupwise.rollouts.teacher import read_lessons
 from groupwise.settings.view import View
@@ -215,8 +216,8 @@ def _cost(draft: Draft, prepared: RlPrepared, free: float | None, measure: bool)
     patient = Patient(
         prepared.config, prepared.tokenizer, prepared.prompts, prepared.task, layout, sizes
     )
-    speeds, usual = run_to_end(measure_cost(patient))
-    held = doctor_cost.peak(sizes.memory.total, peak_memory(layout.device))
+    speeds, usual, peak = run_to_end(measure_cost(patient))
+    held = doctor_cost.peak(sizes.memory.total, peak)
     fit_time(draft, lambda: _step_seconds(draft, speeds, longest))
     config = draft.config
     memory = doctor_machine.memory(_planned(draft, longest), free)
@@ -331,7 +332,9 @@ def _planned_sft(draft: Draft, longest: int) -> float:
 
 def _measured_sft(prepared: SftPrepared, planned: float) -> tuple[Finding, ...]:
     config, layout, lessons = prepared.config, prepared.layout, prepared.lessons
-    learner = build.supervised_learner(config, layout, "init", Path(config.run.dir) / "init")
-    speeds = run_to_end(doctor_cost.measure_lessons(learner, lessons, config))
+    unused = Path(config.run.dir) / "init"
+    with closing(build.supervised_parts(config, layout, "init", unused)) as parts:
+        speeds = run_to_end(doctor_cost.measure_lessons(parts.learner, lessons, config))
+        peak = parts.peak_memory(layout.device)
     speed = doctor_cost.estimate_lessons(speeds, lessons, config, prepared.max_steps)
-    return doctor_cost.peak(planned, peak_memory(layout.device)), speed
+    return doctor_cost.peak(planned, peak), speed

@@ -322,18 +322,19 @@ async def _evaluate(
         in_workers = build.scores_in_workers(config, task, rubric)
         check_reward_columns(task, rubric, prompts.examples, in_workers=in_workers)
     layout = build.choose_layout(config, prompts.longest)
-    sampler, stops = build.serving_sampler(config, layout, policy.folder)
     scorer = build.build_scorer(config, task, tokenizer, rubric)
     rollouts = build.build_rollouts(config, task, tokenizer, layout.key_length)
+    parts = build.serving_parts(config, layout, policy.folder)
     try:
-        asked = held_out(config, task, prompts, stops, rollouts)
-        result = await answer_held_out(asked, sampler, scorer, tokenizer, policy.label)
+        asked = held_out(config, task, prompts, parts.stop_token_ids, rollouts)
+        result = await answer_held_out(asked, parts.sampler, scorer, tokenizer, policy.label)
     finally:
+        parts.close()
         await rollouts.close()
         await scorer.close()
     content = {
         **result.summary,
-        "fingerprint": sampler.fingerprint(),
+        "fingerprint": parts.sampler.fingerprint(),
         "task": task.name,
         "config": resolved(config),
         "finished_at": time.time(),

@@ -3,7 +3,8 @@
     profile/step-N.json     every operator with its time, for Perfetto (https://ui.perfetto.dev) or chrome://tracing
     profile/step-N.txt      seconds of each phase, and the operators that took longest
 
-The step itself stays the same, to the bit. Reward workers are other processes, and are not in the trace.
+The step itself stays the same, to the bit. Reward workers are other processes, and are not in the trace. Where several processes
+sample and learn (`run.processes`), it shows the first of them; the others do the same with other groups and rows.
 """
 
 from __future__ import annotations
@@ -11,13 +12,17 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from groupwise.errors import ConfigError
 from groupwise.loops.metrics import Timings
 from groupwise.loops.training import Training
+from groupwise.ranks.learner import RankLearner
 from groupwise.runs import durable
 from groupwise.runs.config import RunSection
+
+if TYPE_CHECKING:
+    from groupwise.models.profile import Trace
 
 PROFILE = "profile"
 """Folder of a run that holds the traces."""
@@ -38,12 +43,9 @@ def profiled(training: Training) -> Generator[None]:
     if step not in training.config.run.profiled_steps:
         yield
         return
-    from groupwise.models.profile import MarkedLearner, traced
-
     learner = training.learner
-    training.learner = MarkedLearner(learner)
     try:
-        with traced() as trace:
+        with learner.traced() if isinstance(learner, RankLearner) else _marked(training) as trace:
             yield
     finally:
         training.learner = learner
@@ -54,6 +56,16 @@ def profiled(training: Training) -> Generator[None]:
         training.say(f"warning: the profile of step {step} could not be written: {error}")
     else:
         training.say(f"the profile of step {step} is in {folder}")
+
+
+@contextmanager
+def _marked(training: Training) -> Generator[Trace]:
+    """Trace this process, in which the learner's calls have their names."""
+    from groupwise.models.profile import MarkedLearner, traced
+
+    training.learner = MarkedLearner(training.learner)
+    with traced() as trace:
+        yield trace
 
 
 def _write(training: Training, step: int, trace: Any) -> Path:

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from groupwise.build import with_processes
 from groupwise.config import Loaded, LoadedConfig, compare_for_resume, resolved
 from groupwise.errors import ResumeMismatchError, RunInUseError, RunNotFoundError
 from groupwise.loops.prepare import Prepared, key_of_weights, starting_from
@@ -243,7 +244,7 @@ def take_back(run: Training, prepared: Prepared, resumption: Resumption) -> None
 
 def _changed_layout(point: ResumePoint, prepared: Prepared) -> dict[str, Change]:
     """Where this machine works otherwise than the run did so far."""
-    before, now = point.facts.get("layout", {}), asdict(prepared.layout)
+    before, now = with_processes(point.facts.get("layout", {})), asdict(prepared.layout)
     return {
         f"layout.{key}": (before[key], now[key])
         for key in sorted(before.keys() & now.keys())

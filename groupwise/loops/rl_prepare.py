@@ -166,6 +166,7 @@ def planned_sizes(config: RunConfig, layout: Layout) -> ModelPlan:
         needs_reference=build.build_algorithm(config).needs_reference,
         device=layout.device,
         gradient_checkpointing=config.training.gradient_checkpointing,
+        processes=layout.processes,
     )
 
 

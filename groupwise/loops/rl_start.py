@@ -12,7 +12,7 @@ import logging
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -124,15 +124,20 @@ async def run_in(
     try:
         with watched(folder, prepared, resumption) as (progress, interruption):
             await asyncio.sleep(0)  # the workers start while the model is loaded
-            run = assemble(folder, prepared, scorer, rollouts, progress, interruption, publications)
-            run.callbacks = callbacks
-            if resumption is not None:
-                take_back(run, prepared, resumption)
-                notice_changed_questions(run, prepared.facts[ASKED])
-            say_what_begins(run, prepared)
-            await publish(run, run.policy.version)
-            await starting
-            return await conduct(run, prepared, started)
+            with closing(
+                build.training_parts(prepared.config, prepared.layout, folder.name, publications)
+            ) as parts:
+                run = assemble(
+                    folder, prepared, parts, scorer, rollouts, progress, interruption, publications
+                )
+                run.callbacks = callbacks
+                if resumption is not None:
+                    take_back(run, prepared, resumption)
+                    notice_changed_questions(run, prepared.facts[ASKED])
+                say_what_begins(run, prepared)
+                await publish(run, run.policy.version)
+                await starting
+                return await conduct(run, prepared, started)
     finally:
         callbacks.close()
         await rollouts.close()
@@ -151,6 +156,7 @@ def all_callbacks(prepared: RlPrepared, folder: Path) -> Callbacks:
 def assemble(
     folder: RunFolder,
     prepared: RlPrepared,
+    parts: build.Parts,
     scorer: Scorer,
     rollouts: RolloutKind,
     progress: Progress,
@@ -159,7 +165,6 @@ def assemble(
 ) -> Run:
     """The run at its first step."""
     config = prepared.config
-    parts = build.training_parts(config, prepared.layout, folder.name, publications)
     nothing_yet = Policy(folder.name, 0, "", "adapter", "")
     return Run(
         config=config,

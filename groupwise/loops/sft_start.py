@@ -10,6 +10,7 @@ import logging
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -94,27 +95,34 @@ async def _run_in(
     callbacks = Callbacks(prepared.callbacks)
     try:
         with watched(folder, prepared, resumption) as (progress, interruption):
-            run = _assemble(folder, prepared, progress, interruption)
-            run.callbacks = callbacks
-            if resumption is not None:
-                take_back(run, prepared, resumption)
-                _look_anew_if_changed(run, prepared)
-            _say_what_begins(run, prepared)
-            return await _conduct(run, prepared, started)
+            unused = folder.path / "published"  # nothing samples, so nothing is published
+            with closing(
+                build.supervised_parts(prepared.config, prepared.layout, folder.name, unused)
+            ) as parts:
+                run = _assemble(folder, prepared, parts, progress, interruption)
+                run.callbacks = callbacks
+                if resumption is not None:
+                    take_back(run, prepared, resumption)
+                    _look_anew_if_changed(run, prepared)
+                _say_what_begins(run, prepared)
+                return await _conduct(run, prepared, started)
     finally:
         callbacks.close()
 
 
 def _assemble(
-    folder: RunFolder, prepared: SftPrepared, progress: Progress, interruption: Interruption
+    folder: RunFolder,
+    prepared: SftPrepared,
+    parts: build.LearningParts,
+    progress: Progress,
+    interruption: Interruption,
 ) -> SftRun:
     """The run at its first step."""
     config = prepared.config
-    unused = folder.path / "published"  # nothing samples, so nothing is published
     return SftRun(
         config=config,
         max_steps=prepared.max_steps,
-        learner=build.supervised_learner(config, prepared.layout, folder.name, unused),
+        learner=parts.learner,
         tokenizer=prepared.tokenizer,
         folder=folder,
         progress=progress,

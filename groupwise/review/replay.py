@@ -14,7 +14,7 @@ import copy
 import math
 import tempfile
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from groupwise.runs.checkpoints import Checkpoint
 from groupwise.runs.folder import CHECKPOINTS, RECORD, RunFolder, read_config
 from groupwise.runs.records import ResumeRecord, StepRecord
 from groupwise.runs.store import Store
-from groupwise.types import Group, Policy
+from groupwise.types import Group, Learner, Policy
 
 RELATIVE = {"float32": 1e-3, "bfloat16": 5e-2}
 """By how much gradient norm and loss may differ where other shapes round otherwise, as a share of the gradient norm."""
@@ -290,12 +290,15 @@ async def _replay(recording: _Recording) -> Replay:
     progress = Progress(f"{name}, replayed", recording.step + 1, start_step=recording.first)
     with _scratch(recording) as (folder, publications), progress:
         progress.phase("loading")
-        run = _assembled(recording, folder, publications, progress)
-        wrong = await _begin(run, recording)
-        steps: list[ReplayedStep] = []
-        for step in range(recording.first, recording.step + 1):
-            steps.append(await _step(run, recording, step))
-            progress.step(step, _shown(steps[-1].replayed))
+        with closing(
+            build.training_parts(recording.config, recording.layout, folder.name, publications)
+        ) as parts:
+            run = _assembled(recording, folder, parts.learner, progress)
+            wrong = await _begin(run, recording)
+            steps: list[ReplayedStep] = []
+            for step in range(recording.first, recording.step + 1):
+                steps.append(await _step(run, recording, step))
+                progress.step(step, _shown(steps[-1].replayed))
     start = f"{name}@{recording.first}" if recording.checkpoint else "the starting weights"
     return Replay(name, recording.step, start, wrong, recording.rounding, tuple(steps))
 
@@ -315,15 +318,14 @@ def _scratch(recording: _Recording) -> Generator[tuple[RunFolder, Path]]:
 
 
 def _assembled(
-    recording: _Recording, folder: RunFolder, publications: Path, progress: Progress
+    recording: _Recording, folder: RunFolder, learner: Learner, progress: Progress
 ) -> Learning:
     config = recording.config
-    parts = build.training_parts(config, recording.layout, folder.name, publications)
     return Learning(
         config=config,
         max_steps=recording.step + 1,
         algorithm=build.build_algorithm(config),
-        learner=parts.learner,
+        learner=learner,
         tokenizer=None,
         folder=folder,
         progress=progress,

@@ -7,7 +7,7 @@ next one. Threads take requests in the order in which they were asked for.
 
 A worker is a fresh interpreter (`python -m groupwise.rewards.workers`) on a socket pair, not a fork of this process and
 not multiprocessing: it holds no threads, locks or GPU of the run, and never runs the user's script a second time.
-It sees no GPU, has one computing thread, no standard input and no Ctrl-C; what it prints goes to this module's log.
+It sees no GPU, has one computing thread, no standard input and no Ctrl-C; what it prints goes to the log of `output`.
 See `processes` for what ends with it and what does not.
 """
 
@@ -23,7 +23,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -32,7 +31,14 @@ from typing import Any
 
 from groupwise.errors import RunError
 from groupwise.rewards.frames import FrameBuffer, send_frame
-from groupwise.rewards.processes import MARK, end_family, has_ended, how_it_ended
+from groupwise.rewards.output import Output
+from groupwise.rewards.processes import (
+    ENVIRONMENT,
+    MARK,
+    end_family,
+    has_ended,
+    how_it_ended,
+)
 from groupwise.rewards.threads import DaemonThreads
 
 logger = logging.getLogger(__name__)
@@ -45,17 +51,6 @@ _LAST_BREATH = 1.0
 """Seconds that a process gets to end by itself after its connection did, so that its exit code is its own."""
 _REAP_LIMIT = 10.0
 """Seconds that a killed process may take to end (it may hang in the kernel, on a lost network disk)."""
-_LINES_PER_CALL = 200
-_LINE_LENGTH = 2000
-_ENVIRONMENT = {
-    "CUDA_VISIBLE_DEVICES": "",
-    "MKL_NUM_THREADS": "1",
-    "OMP_NUM_THREADS": "1",
-    "PYTHONFAULTHANDLER": "1",
-    "PYTHONHASHSEED": "0",  # the order of a set, and hash(text), are the same in every worker and every run
-    "PYTHONUNBUFFERED": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +284,7 @@ class _Process:
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = self._popen(theirs)
-        self._output = _Output(self._process, f"{kind.name} {index}")
+        self._output = Output(self._process, f"{kind.name} {index}")
 
     def _popen(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
         number = theirs.fileno()
@@ -300,7 +295,7 @@ class _Process:
             stderr=subprocess.STDOUT,
             pass_fds=[number],
             start_new_session=True,
-            env={**os.environ, **_ENVIRONMENT, MARK: self._mark},
+            env={**os.environ, **ENVIRONMENT, MARK: self._mark},
         )
 
     @property
@@ -401,52 +396,3 @@ class _Process:
 
     def _while(self) -> str:
         return f"; `{self._running}` was running" if self._running else ""
-
-
-class _Output:
-    """Reads what a worker prints and logs it, a bounded amount for each call, so that it can never fill up."""
-
-    def __init__(self, process: subprocess.Popen[bytes], prefix: str) -> None:
-        assert process.stdout is not None
-        self._stream = process.stdout
-        self._prefix = prefix
-        self._left = _LINES_PER_CALL
-        self._tail: deque[str] = deque(maxlen=5)
-        self._thread = threading.Thread(target=self._read, name=f"{prefix} output", daemon=True)
-        self._thread.start()
-
-    def begin_call(self) -> None:
-        """Give the next call its share of lines."""
-        self._left = _LINES_PER_CALL
-
-    def last_words(self) -> str:
-        """The last lines, for a message."""
-        self.join()
-        return (
-            "".join(f"\n  {line}" for line in ("Its last output:", *self._tail))
-            if self._tail
-            else ""
-        )
-
-    def join(self) -> None:
-        """Wait for the end of the output of a process that was killed."""
-        self._thread.join(1.0)
-
-    def _read(self) -> None:
-        with self._stream as stream:
-            pending = b""
-            while piece := os.read(stream.fileno(), 1 << 16):
-                *lines, pending = (pending + piece).split(b"\n")
-                if len(pending) > _LINE_LENGTH:
-                    lines, pending = [*lines, pending], b""
-                self._log(lines)
-            self._log([pending] if pending else [])
-
-    def _log(self, lines: list[bytes]) -> None:
-        for line in lines[: max(self._left, 0)]:
-            text = line[:_LINE_LENGTH].decode(errors="replace").rstrip("\r")
-            self._tail.append(text)
-            logger.info("%s: %s", self._prefix, text)
-        if self._left > 0 and len(lines) >= self._left:
-            logger.info("%s: (the rest of this call's output is left out)", self._prefix)
-        self._left -= len(lines)

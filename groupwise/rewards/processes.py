@@ -18,6 +18,17 @@ from pathlib import Path
 MARK = "GROUPWISE_REWARD_WORKER"
 """The environment variable that marks a worker and its descendants; its value is unique for each worker."""
 
+ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "MKL_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONFAULTHANDLER": "1",
+    "PYTHONHASHSEED": "0",  # the order of a set, and hash(text), are the same in every worker and every run
+    "PYTHONUNBUFFERED": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Of a worker: one computing thread, no GPU, everything that chance decides the same each time."""
+
 _PR_SET_PDEATHSIG = 1
 _ROUNDS = 20
 """How often the table of processes is searched again for what was started meanwhile."""
@@ -78,7 +89,7 @@ def tie_to_parent(parent: int, mark: str) -> None:
     if guard == 0:
         _guard(guarded, mark)
     os.setpgid(guard, guard)  # out of the group that is killed: it has to outlive it
-    _signal_when_parent_ends(signal.SIGKILL, parent)
+    signal_when_parent_ends(signal.SIGKILL, parent)
 
 
 def _guard(guarded: int, mark: str) -> None:
@@ -87,7 +98,7 @@ def _guard(guarded: int, mark: str) -> None:
         for descriptor in _open_descriptors():
             with suppress(OSError):
                 os.close(descriptor)
-        _signal_when_parent_ends(signal.SIGTERM, guarded)
+        signal_when_parent_ends(signal.SIGTERM, guarded)
         signal.sigwait({signal.SIGTERM})
     finally:
         end_marked(mark)
@@ -98,7 +109,8 @@ def _open_descriptors() -> list[int]:
     return [int(name) for name in os.listdir("/proc/self/fd")]
 
 
-def _signal_when_parent_ends(number: int, parent: int) -> None:
+def signal_when_parent_ends(number: int, parent: int) -> None:
+    """Have the kernel send this process a signal when the thread that started it, of the process `parent`, ends. Linux only."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # it ended before the request
         os.kill(os.getpid(), number)

@@ -54,11 +54,18 @@ class RunSection(Strict):
     )
     threads: int | None = setting(
         None,
-        "CPU threads for torch; null uses one for each core. Other numbers change the last bits.",
+        "CPU threads for torch, of all processes together; null uses one for each core. Other numbers change the last bits.",
         on_resume="warn",
         ge=1,
     )
-
+    processes: int | None = setting(
+        None,
+        "Processes that sample and learn side by side, the threads divided among them, with one copy of the model's weights; 1 "
+        "does it in the process that runs the loop. null chooses for the machine: one thread each on a CPU, but 1 on a GPU, for "
+        "small models and for full fine-tuning. Other numbers change the last bits.",
+        on_resume="warn",
+        ge=1,
+    )
     profile: int | tuple[int, ...] | None = setting(
         None,
         "Steps whose work is traced, by index from 0: one or a list. profile/step-N.json shows it in "

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from groupwise.types import Learner, Sampler
+from tests.forked_zygote import fork_zygotes
 
 
 @dataclass
@@ -22,6 +23,7 @@ class Pair:
     end_id: Any
     disturb: Callable[[], None]
     """Change the learner's weights."""
+    close: Callable[[], None] = field(default=lambda: None)
 
 
 def _fakes(folder: Path) -> Pair:
@@ -84,9 +86,41 @@ def _shift(parameters: Any, torch: Any) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
 
 
-MAKERS = {"fake": _fakes, "torch-adapter": _torch_adapter, "torch-full": _torch_full}
+def _ranks(folder: Path) -> Pair:
+    """Two ranks over one adapter; they must be forked, so that the tests do not wait for imports."""
+    from groupwise.models.tiny import tiny_tokenizer
+    from groupwise.ranks.learner import RankLearner
+    from groupwise.ranks.sampler import RankSampler
+    from groupwise.ranks.tree import Ranks
+
+    tokenizer = tiny_tokenizer()
+    ranks = Ranks()
+    ranks.begin()
+    ranks.make("tests.contract.hosted:adapter", {"folder": str(folder), "count": 2}, 2)
+    return Pair(
+        RankSampler(ranks),
+        RankLearner(ranks),
+        tokenizer,
+        tokenizer.eos_token_id,
+        lambda: ranks.call_all_now("disturb")[0],
+        ranks.close,
+    )
+
+
+MAKERS = {
+    "fake": _fakes,
+    "torch-adapter": _torch_adapter,
+    "torch-full": _torch_full,
+    "ranks": _ranks,
+}
 
 
 @pytest.fixture(params=MAKERS)
-def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Pair:
-    return MAKERS[request.param](tmp_path / "published")
+def pair(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Pair]:
+    if request.param == "ranks":
+        fork_zygotes(monkeypatch)
+    made = MAKERS[request.param](tmp_path / "published")
+    yield made
+    made.close()

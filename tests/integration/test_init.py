@@ -41,7 +41,7 @@ def no_weights(monkeypatch):
         raise AssertionError("the model was loaded")
 
     monkeypatch.setattr(build, "training_parts", refuse)
-    monkeypatch.setattr(build, "supervised_learner", refuse)
+    monkeypatch.setattr(build, "supervised_parts", refuse)
 
 
 def choices(report) -> dict[str, object]:

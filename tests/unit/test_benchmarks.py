@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.against_trl import ratio, regressions
 from benchmarks.memory import Watch, family, proportional
 from benchmarks.roofline import learning_flops, sampling_floor, sizes_of
-from benchmarks.work import CORNERS, W1, Work, prompts
+from benchmarks.work import CORNERS, NATURAL, W1, Work, prompts
 from groupwise.models.config import ModelConfig
 from groupwise.models.load import hollow_model
+from groupwise.models.tiny import tiny_tokenizer
 
 
 class Letters:
@@ -32,6 +35,36 @@ def test_prompts_have_their_lengths_and_differ_between_steps(work: Work) -> None
     assert tuple(len(text.split()) for text in texts) == work.prompts
     assert len({*texts, *prompts(work, Letters(), 2)}) == 2 * len(work.prompts)
     assert prompts(work, Letters(), 1) == texts
+
+
+def test_questions_end_where_the_answer_begins_and_differ_between_steps() -> None:
+    texts = prompts(NATURAL, tiny_tokenizer(), 1)
+    assert len(set(texts)) == len(NATURAL.prompts)
+    assert all(text.endswith("<|assistant|>") for text in texts)
+    assert prompts(NATURAL, tiny_tokenizer(), 2) != texts
+
+
+def measured(ours: float, theirs: float, natural: bool = False) -> dict[str, Any]:
+    """A cell in which a step of each side takes so many seconds, TRL's for twice as many tokens."""
+    phases = ("sampling", "learning", "step")
+    return {
+        "work": {"natural": natural},
+        "groupwise": {"seconds": {key: [ours, ours] for key in phases}, "tokens": [10.0, 10.0]},
+        "trl": {"seconds": {key: [theirs, theirs] for key in phases}, "tokens": [20.0, 20.0]},
+    }
+
+
+def test_ratios_are_of_seconds_or_of_seconds_per_token() -> None:
+    assert ratio(measured(2.0, 10.0), "step") == pytest.approx(5.0)
+    assert ratio(measured(2.0, 10.0, natural=True), "step") == pytest.approx(2.5)
+
+
+def test_a_regression_is_a_ratio_that_fell() -> None:
+    stored = {"W1": measured(2.0, 10.0), "short": measured(1.0, 4.0)}
+    assert regressions({"W1": measured(4.0, 18.0), "new": measured(9.0, 1.0)}, stored) == []
+    found = regressions({"W1": measured(4.0, 16.0)}, stored)
+    assert len(found) == 3
+    assert found[0] == "W1, sampling: 4.00 times as fast as TRL, not 5.00"
 
 
 def test_the_sizes_are_those_of_the_models_linear_layers() -> None:

@@ -64,7 +64,7 @@ eval.top_k eval.top_p eval.min_p
 eval.pass_at_k eval.success_threshold eval.success_part
 eval.max_completion_length
 callbacks
-run.name run.dir run.save_steps run.save_total_limit run.logging_steps run.keep_tokens run.threads
+run.name run.dir run.save_steps run.save_total_limit run.logging_steps run.keep_tokens run.threads run.processes
 run.profile
 task
 """)
@@ -83,7 +83,7 @@ run.profile
 
 LAYOUT = words("""
 sampler.slots training.max_tokens_per_microbatch training.packing training.gradient_checkpointing rewards.in_process rollout.in_process
-run.threads
+run.threads run.processes
 """)
 
 

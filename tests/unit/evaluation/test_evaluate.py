@@ -293,9 +293,9 @@ def served(monkeypatch):
 
     def serve(config, layout, path):
         weights.append(path)
-        return FakeSampler(), (END_ID,)
+        return build.ServingParts(FakeSampler(), (END_ID,))
 
-    monkeypatch.setattr(build, "serving_sampler", serve)
+    monkeypatch.setattr(build, "serving_parts", serve)
     return weights
 
 

@@ -340,7 +340,7 @@ def test_all_end_when_the_parent_is_killed(tmp_path, function, family):
 
 
 async def test_output_is_logged_and_standard_input_empty(closing, caplog):
-    caplog.set_level(logging.INFO, "groupwise.rewards.pool")
+    caplog.set_level(logging.INFO, "groupwise.rewards.output")
     workers = closing(workers_for("talks"))
     assert outcomes(await workers.score(request())) == {"scored"}
     await workers.close()
@@ -349,7 +349,7 @@ async def test_output_is_logged_and_standard_input_empty(closing, caplog):
 
 
 async def test_spam_neither_stalls_nor_floods(closing, caplog):
-    caplog.set_level(logging.INFO, "groupwise.rewards.pool")
+    caplog.set_level(logging.INFO, "groupwise.rewards.output")
     workers = closing(workers_for("spams"))
     assert outcomes(await workers.score(request())) == {"scored"}
     await workers.close()

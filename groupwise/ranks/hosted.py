@@ -1,0 +1,74 @@
+"""What a rank hosts: a sampler and a learner as they are in a process of their own, and what can be asked of them there.
+
+Made in the zygote, before the fork; see `groupwise.ranks.rank` for how its attributes are called.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+from groupwise.learner.replicas import Replicas
+from groupwise.learner.slopes import Slope, trained_slopes
+from groupwise.models.machine import prepare_process
+from groupwise.models.probes import peak_memory, shared_memory
+from groupwise.models.profile import MarkedLearner, Trace, traced
+from groupwise.types import Learner, Sampler
+
+
+@dataclass(slots=True)
+class Hosted:
+    """Sampler and learner over one model."""
+
+    threads: int
+    """Of each rank."""
+    sampler: Sampler | None = None
+    learner: Learner | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    trained: Any = None
+    """The learner's `groupwise.learner.weights.TrainedWeights`."""
+    replicas: Replicas | None = None
+    """What its learner has in common with those of the other ranks; None where it learns alone, or not at all."""
+    tracing: Tracing | None = None
+
+    def join(self, rank: int) -> None:
+        """Be a rank from now on."""
+        prepare_process(self.threads)
+        if self.replicas is not None:
+            self.replicas.join(rank)
+
+    def leave(self) -> None:
+        """Be the zygote of ranks that have been forked."""
+        if self.replicas is not None:
+            self.replicas.leave()
+
+    def slopes(self, learning_rate: float) -> list[Slope]:
+        """See `groupwise.learner.slopes.trained_slopes`."""
+        return trained_slopes(self.trained, learning_rate)
+
+    def held_memory(self) -> tuple[int, int]:
+        """Bytes that this process held at most, and those that it shares now."""
+        return peak_memory("cpu"), shared_memory()
+
+    def begin_trace(self) -> None:
+        """Trace what this process does from now on, the learner's calls by their names."""
+        assert self.learner is not None
+        work = traced()
+        self.tracing = Tracing(work, work.__enter__(), self.learner)
+        self.learner = MarkedLearner(self.learner)
+
+    def end_trace(self) -> None:
+        """Trace no more; what was traced can be had from `tracing`."""
+        assert self.tracing is not None
+        self.learner = self.tracing.learner
+        self.tracing.work.__exit__(None, None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Tracing:
+    """A trace, what ends it, and the learner without marks."""
+
+    work: AbstractContextManager[Trace]
+    trace: Trace
+    learner: Learner

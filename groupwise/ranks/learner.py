@@ -1,0 +1,129 @@
+"""A learner whose work is done by ranks: each computes the gradient of some of the rows, and all make the same update.
+
+The learners of the ranks add up their gradients among themselves (`groupwise.learner.replicas`). Their weights must stay equal to the bit:
+their fingerprints are compared wherever the weights are written down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from groupwise.ranks.division import cut_rows
+from groupwise.ranks.tree import RankCall, Ranks, agreed
+from groupwise.types import (
+    LossSpec,
+    OptimiserParams,
+    Policy,
+    PolicyRole,
+    Prediction,
+    Row,
+    UpdateResult,
+)
+
+
+class RankLearner:
+    """A `groupwise.types.Learner` over the `learner` that each rank hosts."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    async def forward_backward(
+        self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
+    ) -> dict[str, float]:
+        """See `groupwise.types.Learner.forward_backward`. Sums are added up in the order of the ranks."""
+        calls = [
+            (rank, "learner.forward_backward", (_taken(rows, share), loss, dict(denominators)))
+            for rank, share in enumerate(cut_rows(rows, self._ranks.count))
+            if share
+        ]
+        sums: dict[str, float] = {}
+        for found in await self._ranks.call_each(calls, droppable=True):
+            for name, value in found.items():
+                sums[name] = sums.get(name, 0.0) + value
+        return sums
+
+    async def update(self, params: OptimiserParams) -> UpdateResult:
+        """See `groupwise.types.Learner.update`. Raises RunError if the ranks did not do the same."""
+        found: list[UpdateResult] = await self._ranks.call_all("learner.update", params)
+        agreed("the norms of the gradient", [repr(each.grad_norm) for each in found])
+        return found[0]
+
+    def discard(self) -> None:
+        """See `groupwise.types.Learner.discard`."""
+        self._ranks.call_all_now("learner.discard")
+
+    async def publish(self, version: int) -> Policy:
+        """See `groupwise.types.Learner.publish`. The first rank writes; raises RunError if the weights are not those of all."""
+        policy, *others = await self._ranks.call_each(self._by_first("learner.publish", version))
+        agreed("the learners' weights", [policy.fingerprint, *others])
+        return policy
+
+    async def logprobs(
+        self, rows: Sequence[Row], role: PolicyRole = "policy"
+    ) -> list[tuple[float, ...]]:
+        """See `groupwise.types.Learner.logprobs`."""
+        return await self._by_row("learner.logprobs", rows, role)
+
+    async def predictions(self, rows: Sequence[Row]) -> list[Prediction]:
+        """See `groupwise.types.Learner.predictions`."""
+        return await self._by_row("learner.predictions", rows)
+
+    def save(self, folder: str) -> None:
+        """See `groupwise.types.Learner.save`. The first rank writes; raises RunError if the weights are not those of all."""
+        agreed("the learners' weights", self._ranks.call_all_now("learner.fingerprint"))
+        self._ranks.call_each_now([(0, "learner.save", (folder,))])
+
+    def load(self, folder: str) -> None:
+        """See `groupwise.types.Learner.load`. Each rank reads the files."""
+        self._ranks.call_all_now("learner.load", folder)
+
+    @contextmanager
+    def traced(self) -> Generator[RankTrace]:
+        """Trace the work of the first rank while it is open; see `groupwise.models.profile`."""
+        self._ranks.call_each_now([(0, "begin_trace", ())])
+        try:
+            yield RankTrace(self._ranks)
+        finally:
+            self._ranks.call_each_now([(0, "end_trace", ())])
+
+    def _by_first(self, name: str, *arguments: Any) -> list[RankCall]:
+        """A call of the first rank, while the others compute the fingerprint of their weights."""
+        others = range(1, self._ranks.count)
+        return [(0, name, arguments), *((rank, "learner.fingerprint", ()) for rank in others)]
+
+    async def _by_row(self, name: str, rows: Sequence[Row], *arguments: Any) -> list[Any]:
+        """What the ranks say of their rows, in the order of all rows."""
+        shares = cut_rows(rows, self._ranks.count)
+        calls = [
+            (rank, name, (_taken(rows, share), *arguments))
+            for rank, share in enumerate(shares)
+            if share
+        ]
+        found: list[Any] = [None] * len(rows)
+        told = await self._ranks.call_each(calls, droppable=True)
+        for share, values in zip(filter(None, shares), told, strict=True):
+            for index, value in zip(share, values, strict=True):
+                found[index] = value
+        return found
+
+
+class RankTrace:
+    """The trace that the first rank has; as `groupwise.models.profile.Trace`."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def write(self, file: Path) -> None:
+        """See `groupwise.models.profile.Trace.write`."""
+        self._ranks.call_each_now([(0, "tracing.trace.write", (file,))])
+
+    def table(self) -> str:
+        """See `groupwise.models.profile.Trace.table`."""
+        return self._ranks.call_each_now([(0, "tracing.trace.table", ())])[0]
+
+
+def _taken(rows: Sequence[Row], share: Sequence[int]) -> list[Row]:
+    return [rows[index] for index in share]

@@ -1,0 +1,169 @@
+"""Messages between the main process, the zygote and its ranks: pickled, because all of them are of the same trust.
+
+The main process sends `Setup` to the zygote, which sends `Ready` or `Failed`, `Told`, and `Ended` when a rank has. To a rank it sends
+`Call` and `Cancel`; the rank sends `Answered` or `Failed` with the number of the call, and `Told`.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import socket
+import threading
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from groupwise.errors import GroupwiseError, RunError
+from groupwise.plugins import explain
+from groupwise.rewards.frames import FrameBuffer, send_frame
+
+_PIECE = 1 << 20
+"""Bytes that are read at once."""
+_MOST_SOCKETS = 253
+"""That the kernel hands over at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What the zygote makes, for as many ranks as sockets were handed over."""
+
+    factory: str
+    """`package.module:function`; what it returns is hosted, see `groupwise.ranks.rank`."""
+    arguments: dict[str, Any]
+    """Its keywords; expressible as JSON."""
+    sys_path: tuple[str, ...]
+    log_level: int
+    """Less important records of the package's log are not sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The ranks have been started."""
+
+    processes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A rank has ended, which it never does by itself."""
+
+    rank: int
+    code: int
+    """As `subprocess.Popen.returncode`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A record of the package's log."""
+
+    record: logging.LogRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """Have something done or told by what a rank hosts."""
+
+    number: int
+    name: str
+    """A path of attributes, `learner.update`; what is callable there is called, and awaited if need be."""
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Nobody waits for the call of that number any more."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What a call gave."""
+
+    number: int
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """What a call raised; `number` is 0 for what the zygote was to make."""
+
+    number: int
+    error: BaseException
+
+
+class Line:
+    """One end of a connection: whole messages, in the order in which they were sent."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._buffer = FrameBuffer()
+        self._sending = threading.Lock()
+
+    def fileno(self) -> int:
+        """For selectors."""
+        return self._connection.fileno()
+
+    def send(self, message: object) -> None:
+        """May be called from any thread. OSError where the other end is gone."""
+        payload = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        with self._sending:
+            send_frame(self._connection, payload)
+
+    def hand_over(self, sockets: Sequence[socket.socket]) -> None:
+        """Give the other end sockets, before the first message; see `take_over`."""
+        socket.send_fds(self._connection, [b"."], [each.fileno() for each in sockets])
+
+    def take_over(self) -> list[socket.socket]:
+        """The sockets that `hand_over` gave, when they come. Raises EOFError where the other end is gone."""
+        byte, descriptors, _, _ = socket.recv_fds(self._connection, 1, _MOST_SOCKETS)
+        if not byte:
+            raise EOFError
+        return [socket.socket(fileno=descriptor) for descriptor in descriptors]
+
+    def receive(self) -> Any:
+        """The next message, when it comes. Raises EOFError where the other end is gone."""
+        while (frame := self._buffer.take()) is None:
+            self._read()
+        return pickle.loads(frame)
+
+    def arrived(self) -> list[Any]:
+        """All messages that are complete after one more piece has been read, which must be there. EOFError as `receive`."""
+        self._read()
+        messages: list[Any] = []
+        while (frame := self._buffer.take()) is not None:
+            messages.append(pickle.loads(frame))
+        return messages
+
+    def end(self) -> None:
+        """End the connection for both sides, from any thread."""
+        try:
+            self._connection.shutdown(socket.SHUT_RDWR)
+        except OSError:  # the other side was faster
+            return
+
+    def close(self) -> None:
+        """Give up this process's hold on this end."""
+        self._connection.close()
+
+    def _read(self) -> None:
+        try:
+            piece = self._connection.recv(_PIECE)
+        except ConnectionError as error:
+            raise EOFError from error
+        if not piece:
+            raise EOFError
+        self._buffer.add(piece)
+
+
+def portable(error: BaseException) -> BaseException:
+    """The error as it can be sent; one that is nobody's message carries where it was raised."""
+    if not isinstance(error, GroupwiseError):
+        error.add_note("In a model worker:\n" + "".join(traceback.format_exception(error)))
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 — errors of libraries may refuse in any way
+        return RunError(f"A model worker failed:\n{explain(error)}")
+    return error

@@ -1,0 +1,100 @@
+"""The process that makes once what all ranks host, and then is forked into them: `python -m groupwise.ranks.zygote`.
+
+It is a fresh interpreter, so that the user's script is not run again, with one computing thread, so that there is no thread that a
+fork would lose. The ranks share with it, and so with each other, the memory of all that they do not write to: the weights of the model.
+Afterwards it waits: for the end of a rank, which it tells the main process, and for the end of its connection, which is the main
+process's end or wish. In both cases it ends all ranks, and itself.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from gc import collect, freeze
+from importlib import import_module
+from typing import Any
+
+from groupwise.plugins import load
+from groupwise.ranks.line import Ended, Failed, Line, Ready, Setup, portable
+from groupwise.ranks.rank import run_rank, tell_log
+from groupwise.rewards.processes import signal_when_parent_ends
+
+
+def main(parent: int, descriptor: int, modules: Sequence[str]) -> None:
+    """Serve the process `parent` on a socket; import the modules until it says what to make."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal_when_parent_ends(signal.SIGKILL, parent)
+    for module in modules:
+        import_module(module)
+    line = Line(socket.socket(fileno=descriptor))
+    lines = [Line(each) for each in line.take_over()]
+    setup: Setup = line.receive()
+    tell_log(line, setup.log_level)
+    try:
+        hosted = _make(setup)
+    except BaseException as error:  # noqa: BLE001 — told to the main process, whatever it is
+        line.send(Failed(0, portable(error)))
+        return
+    ranks = _forked(hosted, line, lines, setup.log_level)
+    threading.Thread(target=_end_with, args=(line, ranks), daemon=True).start()
+    line.send(Ready(ranks))
+    _wait(line, ranks)
+
+
+def _make(setup: Setup) -> Any:
+    sys.path.extend(folder for folder in setup.sys_path if folder not in sys.path)
+    return load(setup.factory, kind="factory").object(**setup.arguments)
+
+
+def _forked(hosted: Any, line: Line, lines: Sequence[Line], log_level: int) -> tuple[int, ...]:
+    """The process numbers of the ranks, one for each line."""
+    collect()
+    freeze()  # a collection in a rank would write to every object, and so copy the memory that is shared
+    zygote = os.getpid()
+    ranks: list[int] = []
+    for rank, own in enumerate(lines):
+        process = os.fork()
+        if process == 0:
+            for other in (line, *lines):
+                if other is not own:
+                    other.close()
+            run_rank(rank, hosted, own, zygote, log_level)
+        ranks.append(process)
+    for each in lines:
+        each.close()
+    hosted.leave()
+    return tuple(ranks)
+
+
+def _end_with(line: Line, ranks: Sequence[int]) -> None:
+    """End the ranks when the connection ends; the main process sends nothing more before that."""
+    with suppress(EOFError):
+        line.receive()
+    _kill(ranks)
+
+
+def _wait(line: Line, ranks: Sequence[int]) -> None:
+    """Reap all ranks, and end. The end of the first one is the end of all."""
+    process, status = os.wait()
+    with suppress(OSError):  # nobody is there to be told
+        line.send(Ended(ranks.index(process), os.waitstatus_to_exitcode(status)))
+    _kill(ranks)
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
+    os._exit(0)
+
+
+def _kill(ranks: Sequence[int]) -> None:
+    for process in ranks:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

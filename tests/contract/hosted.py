@@ -1,0 +1,45 @@
+"""What the ranks of the contract suites host: an adapter over the tiny model, as in one process."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from groupwise.learner.replicas import Replicas
+from groupwise.learner.torch_learner import TorchLearner
+from groupwise.learner.weights import TrainedAdapter
+from groupwise.models.config import LoraConfig
+from groupwise.models.lora import AdaptedModel, new_lora_config
+from groupwise.models.tiny import tiny_model, tiny_tokenizer
+from groupwise.ranks.hosted import Hosted
+from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler
+from groupwise.sampler.weights import ServedAdapter
+
+
+@dataclass
+class Disturbed(Hosted):
+    shift: Any = None
+
+    def disturb(self) -> None:
+        """Change the learner's weights, in each rank alike."""
+        generator = torch.Generator().manual_seed(7)
+        with torch.no_grad():
+            for parameter in self.trained.parameters().values():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
+
+
+def adapter(folder: str, count: int) -> Disturbed:
+    adapted = AdaptedModel(tiny_model(), new_lora_config(LoraConfig(r=4, alpha=8)))
+    trained = TrainedAdapter(adapted, seed=1)
+    replicas = Replicas(count, [*trained.parameters().values()])
+    learner = TorchLearner(
+        trained,
+        run="contract",
+        publish_folder=Path(folder),
+        max_tokens_per_microbatch=4096,
+        seed=1,
+        replicas=replicas,
+    )
+    sampler = TorchSampler(ServedAdapter(adapted), tiny_tokenizer(), DecodeLayout(8, 64))
+    return Disturbed(1, sampler, learner, (), trained, replicas)

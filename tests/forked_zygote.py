@@ -1,0 +1,63 @@
+"""A zygote that is forked from the test process, which has imported everything: a fresh interpreter takes seconds for that.
+
+All else is as in a run: sockets, the fork into ranks, their end.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from contextlib import suppress
+from typing import IO, Any
+
+import pytest
+
+from groupwise.ranks import tree, zygote
+from groupwise.rewards.processes import ENVIRONMENT
+
+
+class Forked:
+    """As much of `subprocess.Popen` as is asked of the zygote."""
+
+    def __init__(self, command: list[str], pass_fds: list[int], **_: Any) -> None:
+        parent, descriptor = map(int, command[3:5])
+        assert [descriptor] == pass_fds
+        output, ours = os.pipe()
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            _be_zygote(parent, descriptor, ours)
+        os.close(ours)
+        self.stdout: IO[bytes] = os.fdopen(output, "rb")
+
+    def wait(self, timeout: float | None = None) -> int:
+        """It has ended, or is killed already."""
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+
+def _be_zygote(parent: int, descriptor: int, output: int) -> None:
+    status = 1
+    try:
+        os.setsid()
+        for number in (1, 2):
+            os.dup2(output, number)
+        for number in map(int, os.listdir("/proc/self/fd")):
+            if number > 2 and number != descriptor:
+                with suppress(OSError):
+                    os.close(number)
+        sys.stdout = sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+        os.environ.update(ENVIRONMENT)
+        zygote.main(parent, descriptor, ())
+        status = 0
+    except BaseException:  # noqa: BLE001 — a fork must never return into the tests
+        traceback.print_exc()
+    os._exit(status)
+
+
+def fork_zygotes(patch: pytest.MonkeyPatch) -> None:
+    """Zygotes are forked as long as the patch holds."""
+    patch.setattr(tree, "Popen", Forked)
+    patch.setattr(zygote, "collect", lambda: None)  # of all that the tests have imported

@@ -1,0 +1,99 @@
+"""Ranks sample, to the bit, what one process does; see also the contract of samplers.
+
+1. The same completions, whatever ranks there are and however the groups are divided among them.
+2. Members are divided evenly; what is under way elsewhere counts.
+3. A call that is given up is given up in the ranks.
+4. All ranks serve what was loaded.
+"""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from groupwise.errors import PolicyMismatchError, RunError
+from groupwise.types import GroupRequest, SamplingParams
+
+
+def requests(groups=3, members=6):
+    return [
+        GroupRequest(
+            draw,
+            tuple(range(10, 20 + draw)),
+            tuple(range(100 * draw, 100 * draw + members)),
+            SamplingParams(12),
+        )
+        for draw in range(groups)
+    ]
+
+
+async def sampled(parts, asked):
+    await parts.sampler.load(await parts.learner.publish(0))
+    return await asyncio.gather(*map(parts.sampler.generate, asked))
+
+
+@pytest.mark.parametrize("members", [1, 6, 20])
+async def test_the_same_completions_as_in_one_process(alone, two, members):
+    asked = requests(members=members)
+    assert await sampled(two, asked) == await sampled(alone, asked)
+
+
+async def test_three_ranks_draw_what_two_do(two, parts_of):
+    asked = requests(groups=2, members=7)
+    assert await sampled(parts_of(3), asked) == await sampled(two, asked)
+
+
+async def test_groups_are_divided_evenly(two, monkeypatch):
+    given = []
+    call = two.ranks.call
+
+    def noted(rank, name, *arguments, **more):
+        if name == "sampler.generate":
+            given.append((rank, len(arguments[0].seeds)))
+        return call(rank, name, *arguments, **more)
+
+    monkeypatch.setattr(two.ranks, "call", noted)
+    await sampled(two, requests(groups=2))
+    assert sorted(given) == [(0, 6), (1, 6)]
+    given.clear()
+    await sampled(two, requests(groups=1))
+    assert sorted(given) == [(0, 3), (1, 3)]
+    given.clear()
+    busy = asyncio.create_task(sampled(two, requests(groups=1, members=1)))
+    while not given:  # noqa: ASYNC110 — nothing is there to wait for
+        await asyncio.sleep(0)
+    await asyncio.gather(*map(two.sampler.generate, requests(groups=3, members=1)[1:]))
+    await busy
+    assert sorted(given) == [(0, 1), (0, 1), (1, 1)]
+    assert two.sampler._loads == [0, 0]
+
+
+async def test_what_is_given_up_is_given_up_in_the_ranks(two):
+    (asked,) = requests(groups=1)
+    before = await sampled(two, [asked])
+    for waits in (0, 1, 20):
+        given_up = asyncio.create_task(two.sampler.generate(asked))
+        for _ in range(waits):
+            await asyncio.sleep(0)
+        given_up.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await given_up
+        assert two.sampler._loads == [0, 0]
+        assert two.sampler._waiting == []
+        assert await sampled(two, [asked]) == before, "loading is refused while one samples"
+
+
+async def test_all_ranks_have_the_same_weights(two):
+    policy = await two.learner.publish(0)
+    await two.sampler.load(policy)
+    assert await two.ranks.call_all("sampler.fingerprint") == [policy.fingerprint] * 2
+    assert two.sampler.fingerprint() == policy.fingerprint
+    with pytest.raises(PolicyMismatchError, match="fingerprint 0000"):
+        await two.sampler.load(replace(policy, fingerprint="0000"))
+
+
+async def test_a_request_that_does_not_fit_is_refused(two):
+    (asked,) = requests(groups=1)
+    with pytest.raises(RunError, match="laid out for"):
+        await two.sampler.generate(replace(asked, prompt_ids=(10,) * 500))
+    assert two.sampler._loads == [0, 0]

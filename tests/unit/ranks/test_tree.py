@@ -1,0 +1,198 @@
+"""Processes that host something, for real: each is started, killed and looked for.
+
+1. Each rank answers its own calls, several at once; errors arrive as they were raised.
+2. What fails in the factory fails in the main process in the same words.
+3. Whatever ends one process ends all, and fails every call with the reason; nothing hangs.
+4. The end of the main process is the end of all, whatever they are doing.
+5. Nothing is left after `close`.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import pickle
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from groupwise.errors import ConfigError, NonFiniteError, RunError
+from groupwise.ranks.tree import Ranks, agreed
+from tests.unit.ranks.toys import FACTORY, all_gone
+
+
+def started(count=2, **given) -> Ranks:
+    ranks = Ranks()
+    ranks.begin()
+    ranks.make(FACTORY, given, count)
+    return ranks
+
+
+@pytest.fixture(scope="module")
+def shared():
+    ranks = started(word="hello")
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture
+def own():
+    ranks = started()
+    yield ranks
+    ranks.close()
+
+
+async def test_each_rank_answers_for_itself(shared):
+    assert await shared.call_all("who") == [*enumerate(shared.processes)]
+    assert shared.call_all_now("who") == [*enumerate(shared.processes)]
+    assert await shared.call_all("word") == ["hello", "hello"]
+    assert await shared.call_each([(1, "add", (1, 2)), (0, "add", (3,))]) == [3, 3]
+
+
+async def test_several_calls_are_under_way_and_can_be_given_up(shared):
+    waiting = [asyncio.create_task(shared.call(0, "wait", droppable=True)) for _ in range(2)]
+    kept = asyncio.create_task(shared.call(0, "wait"))
+    await asyncio.sleep(0)  # all have been sent before the next one
+    assert await shared.call(0, "add", 1) == 1
+    for task in (*waiting, kept):
+        task.cancel()
+    await asyncio.gather(*waiting, kept, return_exceptions=True)
+    assert await shared.call(0, "given_up") == 2, "one was not to be given up"
+
+
+async def test_errors_arrive_as_they_were_raised(shared):
+    for error in (NonFiniteError("too fast"), ConfigError("a key"), OSError(28, "full", "a.txt")):
+        with pytest.raises(type(error)) as raised:
+            await shared.call(1, "fail", error)
+        assert (raised.value.args, str(raised.value)) == (error.args, str(error))
+    with pytest.raises(ZeroDivisionError) as raised:
+        shared.call_all_now("fail", ZeroDivisionError("by zero"))
+    assert "in fail" in raised.value.__notes__[0], "where it was raised"
+    with pytest.raises(RunError, match="in a class of its own"):
+        await shared.call(0, "lone_error")
+    with pytest.raises(AttributeError, match="pickle"):
+        await shared.call(0, "unsendable")
+    with pytest.raises((AttributeError, pickle.PicklingError), match="pickle"):
+        await shared.call(0, "add", lambda: 0)
+    assert await shared.call(0, "add", 5) == 5
+
+
+async def test_the_first_error_in_the_order_of_ranks_is_raised(shared):
+    calls = [(1, "add", (1,)), (0, "fail", (OSError("a"),)), (1, "fail", (OSError("b"),))]
+    with pytest.raises(OSError, match="a"):
+        await shared.call_each(calls)
+    with pytest.raises(OSError, match="a"):
+        shared.call_each_now(calls)
+
+
+async def test_ctrl_c_is_for_the_main_process(shared):
+    for process in (shared.zygote, *shared.processes):
+        os.kill(process, signal.SIGINT)
+    assert await shared.call_all("add", 2) == [2, 2]
+    assert os.getpgid(shared.zygote) != os.getpgid(0)
+
+
+async def test_what_the_ranks_log_is_told_once(caplog):
+    with caplog.at_level(logging.INFO, "groupwise"):
+        ranks = started()
+        await ranks.call_all("say", "word")
+        ranks.close()
+    told = [(each.levelname, each.getMessage()) for each in caplog.records if "toys" in each.name]
+    assert sorted(told) == [
+        ("INFO", "word from 0"),
+        ("WARNING", "joined"),
+        ("WARNING", "left"),
+        ("WARNING", "made"),
+    ]
+
+
+def test_a_factory_fails_in_its_own_words():
+    with pytest.raises(ConfigError) as raised:
+        started(error="run.processes is odd")
+    assert str(raised.value) == "run.processes is odd"
+    with pytest.raises(RunError, match=r"ended: exit code 3(.|\n)*memory is full"):
+        started(last_words="memory is full")
+
+
+@pytest.mark.parametrize("victim", [0, 1, "zygote"])
+async def test_the_end_of_one_is_the_end_of_all(own, victim):
+    calls = [asyncio.create_task(own.call(rank, "wait")) for rank in range(2)]
+    await own.call_all("add", 1)
+    processes = (own.zygote, *own.processes)
+    os.kill(own.zygote if victim == "zygote" else own.processes[victim], signal.SIGKILL)
+    who = "process that holds the model" if victim == "zygote" else f"worker {victim + 1} of 2"
+    for call in calls:
+        with pytest.raises(RunError, match=rf"{who} ended: SIGKILL(.|\n)*--resume"):
+            await call
+    with pytest.raises(RunError, match=who):
+        await own.call(0, "add", 1)
+    with pytest.raises(RunError, match=who):
+        own.call_all_now("add", 1)
+    assert all_gone(processes)
+
+
+async def test_a_rank_that_computes_is_noticed_and_ended(own):
+    stuck = asyncio.create_task(own.call(0, "stuck"))
+    await own.call(1, "add")
+    os.kill(own.processes[1], signal.SIGTERM)
+    with pytest.raises(RunError, match="2 of 2 ended: SIGTERM"):
+        await stuck
+    assert all_gone(own.processes)
+
+
+async def test_nothing_is_left_after_close():
+    ranks = started()
+    stuck = asyncio.create_task(ranks.call(0, "stuck"))
+    await ranks.call(1, "add")
+    processes = (ranks.zygote, *ranks.processes)
+    ranks.close()
+    assert all_gone(processes)
+    with pytest.raises(RunError, match="closed"):
+        await stuck
+    with pytest.raises(RunError, match="closed"):
+        await ranks.call(0, "add")
+    ranks.close()
+
+
+def test_a_zygote_may_wait_for_nothing():
+    Ranks().close()
+    ranks = Ranks("groupwise.types")
+    ranks.begin()
+    ranks.close()
+    assert all_gone([ranks.zygote])
+    with pytest.raises(RunError, match="closed"):
+        ranks.make(FACTORY, {}, 2)
+    lost = Ranks("groupwise.nonsense")
+    lost.begin()
+    with pytest.raises(RunError, match=r"ended: exit code 1(.|\n)*No module named"):
+        lost.make(FACTORY, {}, 2)
+
+
+MAIN = f"""
+from groupwise.ranks.tree import Ranks
+ranks = Ranks()
+ranks.begin()
+ranks.make({FACTORY!r}, {{}}, 2)
+print([ranks.zygote, *ranks.processes], flush=True)
+ranks.call_all_now("stuck")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_end_of_the_main_process_is_the_end_of_all(number):
+    main = subprocess.Popen([sys.executable, "-c", MAIN], stdout=subprocess.PIPE, text=True)
+    assert main.stdout is not None
+    processes = json.loads(main.stdout.readline())
+    main.send_signal(number)
+    main.communicate()
+    assert all_gone(processes)
+
+
+def test_ranks_have_to_agree():
+    assert agreed("the weights", ["a", "a"]) == "a"
+    with pytest.raises(
+        RunError, match="the weights should be the same in all of them, and are a, b"
+    ):
+        agreed("the weights", ["a", "b"])

@@ -1,0 +1,90 @@
+"""What ranks host in tests that need no model, and a look at whether processes are gone."""
+
+import asyncio
+import logging
+import os
+import time
+from pathlib import Path
+
+from groupwise.errors import ConfigError
+
+FACTORY = f"{Path(__file__).resolve()}:make"
+PATIENCE = 20.0
+"""Seconds after which a test gives up waiting."""
+
+
+class Toy:
+    """Remembers, waits, fails and gets stuck as it is told."""
+
+    def __init__(self, word="shared"):
+        self.word = word
+        self.rank = None
+        self.given_up = 0
+        self.log = logging.getLogger("groupwise.toys")
+
+    def join(self, rank):
+        self.rank = rank
+        self.log.warning("joined")
+
+    def leave(self):
+        self.log.warning("left")
+
+    def who(self):
+        return self.rank, os.getpid()
+
+    def add(self, *numbers):
+        return sum(numbers)
+
+    def say(self, text):
+        self.log.info("%s from %d", text, self.rank)
+
+    async def wait(self):
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.given_up += 1
+            raise
+
+    def stuck(self):
+        return sum(range(10**15))  # never lets another thread have its turn
+
+    def fail(self, error):
+        raise error
+
+    def unsendable(self):
+        return lambda: 0
+
+    def lone_error(self):
+        class Odd(Exception):
+            pass
+
+        raise Odd("in a class of its own")
+
+
+def make(error=None, last_words=None, **given):
+    if error is not None:
+        raise ConfigError(error)
+    if last_words is not None:
+        print(last_words, flush=True)
+        os._exit(3)
+    logging.getLogger("groupwise.toys").warning("made")
+    return Toy(**given)
+
+
+def is_gone(process):
+    """Whether it has ended; whoever has to reap it may be slow."""
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return True
+    return stat.rpartition(")")[2].split()[0] in "ZX"
+
+
+def all_gone(processes):
+    """Wait until they are; False after `PATIENCE`."""
+    deadline = time.monotonic() + PATIENCE
+    while not all(map(is_gone, processes)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
