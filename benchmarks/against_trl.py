@@ -4,7 +4,8 @@ Each side lives in a process of its own; they take turns, one step each, so that
 fixed (`benchmarks.work`): prompts of so many tokens, completions of exactly so many new ones, one update. TRL runs at its best here: the
 base in bfloat16, a LoRA of rank 16 on all linear layers, one micro-batch for each group. Prints seconds of sampling, learning and the
 whole step, peak memory and start-up of both, with their spread, and the ratios; ratios of one run compare, seconds of different
-machines do not. `--store` keeps the result with the name of the machine.
+machines do not. Where completions stop where they will, the two write different ones, and seconds per token are compared. `--store` keeps
+the result with the name of the machine; `--check` fails where a ratio is clearly worse than in the stored one.
 """
 
 from __future__ import annotations
@@ -20,42 +21,77 @@ from typing import Any
 from benchmarks import groupwise_side, trl_side
 from benchmarks.memory import Watch
 from benchmarks.step import RESULTS, machine, slug, spread
-from benchmarks.work import CORNERS, W1, Work
+from benchmarks.work import CORNERS, NATURAL, W1, Work
 
 SIDES = {"groupwise": groupwise_side.serve, "trl": trl_side.serve}
 PHASES = ("sampling", "learning", "step")
+CELLS = {"W1": W1, **CORNERS, "natural lengths": NATURAL}
+WORSE = 0.85
+"""A ratio below so much of the stored one is a regression; the machine's moods make a tenth."""
 
 
 def main() -> None:
     """Measure, print, store."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--corners", action="store_true", help="the corner cells too, twice each")
+    parser.add_argument("--corners", action="store_true", help="the other cells too, twice each")
+    parser.add_argument("--cell", choices=CELLS, help="this one alone")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--store", action="store_true", help="keep the result")
+    parser.add_argument("--check", action="store_true", help="fail where a ratio got worse")
     given = parser.parse_args()
-    cells = {"W1": (W1, given.repetitions)}
-    if given.corners:
-        cells |= {name: (work, 2) for name, work in CORNERS.items()}
-    found = {name: compare(work, times, given.dtype) for name, (work, times) in cells.items()}
-    for name, result in found.items():
-        show(name, result)
+    described = machine()
+    file = RESULTS / f"against-trl-{slug(described)}-{given.dtype}.json"
+    stored: dict[str, Any] = json.loads(file.read_text())["cells"] if file.exists() else {}
+    names = [given.cell] if given.cell else list(CELLS) if given.corners else ["W1"]
+    found: dict[str, Any] = {}
+    for name in names:
+        found[name] = compare(CELLS[name], given.repetitions if name == "W1" else 2, given.dtype)
+        show(name, found[name])
+    worse = regressions(found, stored)
     if given.store:
-        described = machine()
-        file = RESULTS / f"against-trl-{slug(described)}-{given.dtype}.json"
-        file.write_text(json.dumps({"machine": described, "cells": found}, indent=2) + "\n")
+        cells = {name: {**stored, **found}[name] for name in CELLS if name in {**stored, **found}}
+        file.write_text(json.dumps({"machine": described, "cells": cells}, indent=2) + "\n")
         print(f"stored in {file}")
+    if given.check and worse:
+        raise SystemExit("worse than in " + file.name + ":\n  " + "\n  ".join(worse))
+
+
+def regressions(found: dict[str, Any], stored: dict[str, Any]) -> list[str]:
+    """What got clearly worse against TRL, in words; cells that were not stored cannot."""
+    return [
+        f"{name}, {phase}: {ratio(found[name], phase):.2f} times as fast as TRL, not {ratio(stored[name], phase):.2f}"
+        for name in found
+        if name in stored
+        for phase in PHASES
+        if ratio(found[name], phase) < WORSE * ratio(stored[name], phase)
+    ]
+
+
+def ratio(result: dict[str, Any], phase: str) -> float:
+    """How many times as fast Groupwise is; seconds per token where each side has written its own."""
+    ours, theirs = (median(_each(result, side, phase)) for side in SIDES)
+    return theirs / ours
+
+
+def _each(result: dict[str, Any], side: str, phase: str) -> list[float]:
+    seconds, tokens = result[side]["seconds"][phase], result[side].get("tokens")
+    if not result["work"].get("natural"):
+        return seconds
+    return [1000 * each / count for each, count in zip(seconds, tokens, strict=True)]
 
 
 def compare(work: Work, repetitions: int, dtype: str) -> dict[str, Any]:
-    """Both sides' figures, step by step in turns, after one step each that is not counted."""
+    """Both sides' figures, step by step in turns. Before and after them is a step whose memory is watched, which takes time."""
     sides = {name: Side(name, work, dtype) for name in SIDES}
     try:
         for side in sides.values():
-            side.step()
+            side.watched_step()
         for _ in range(repetitions):
             for side in sides.values():
                 side.measured.append(side.step())
+        for side in sides.values():
+            side.watched_step()
     finally:
         for side in sides.values():
             side.end()
@@ -79,10 +115,14 @@ class Side:
         self.measured: list[dict[str, float]] = []
 
     def step(self) -> dict[str, float]:
-        """Seconds of each phase of one step."""
+        """Seconds of each phase of one step, and its tokens."""
+        self._connection.send("step")
+        return self._receive()
+
+    def watched_step(self) -> None:
+        """A step that counts for the peak of memory alone."""
         with self._watch:
-            self._connection.send("step")
-            return self._receive()
+            self.step()
 
     def end(self) -> None:
         """Let the process go."""
@@ -93,7 +133,12 @@ class Side:
     def result(self) -> dict[str, Any]:
         """What is stored."""
         seconds = {phase: [step[phase] for step in self.measured] for phase in PHASES}
-        return {"seconds": seconds, "peak_mib": self._watch.peak, "start_up_seconds": self.start_up}
+        return {
+            "seconds": seconds,
+            "tokens": [step["tokens"] for step in self.measured],
+            "peak_mib": self._watch.peak,
+            "start_up_seconds": self.start_up,
+        }
 
     def _receive(self) -> dict[str, float]:
         try:
@@ -107,11 +152,10 @@ def show(name: str, result: dict[str, Any]) -> None:
     work = Work(**result["work"])
     print(f"\n{name}: {work.described}")
     ours, theirs = result["groupwise"], result["trl"]
+    unit = "ms per token" if work.natural else "s"
     for phase in PHASES:
-        a, b = ours["seconds"][phase], theirs["seconds"][phase]
-        print(
-            f"  {phase:<10} {spread(a)} s   TRL {spread(b)} s   {median(b) / median(a):.2f} times"
-        )
+        a, b = (spread(_each(result, side, phase)) for side in SIDES)
+        print(f"  {phase:<10} {a} {unit}   TRL {b} {unit}   {ratio(result, phase):.2f} times")
     share = ours["peak_mib"] / theirs["peak_mib"]
     print(f"  memory     {ours['peak_mib']:,} MiB   TRL {theirs['peak_mib']:,} MiB   {share:.0%}")
     print(f"  start-up   {ours['start_up_seconds']:.1f} s   TRL {theirs['start_up_seconds']:.1f} s")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from contextlib import closing
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,12 @@ from groupwise.models.tokenizer import load_tokenizer
 def serve(connection: Connection, work: Work, dtype: str) -> None:
     """Answer each message with the seconds of a step until one says `end`."""
     config = config_of(work, dtype)
+    build.expect_ranks(config)  # as the command line does
     layout = build.choose_layout(config, longest_prompt=work.longest)
-    with tempfile.TemporaryDirectory() as folder:
-        parts = build.training_parts(config, layout, "bench", Path(folder))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        closing(build.training_parts(config, layout, "bench", Path(folder))) as parts,
+    ):
         tokenizer = load_tokenizer(config.model)
         asyncio.run(_steps(connection, work, parts, tokenizer))
 
@@ -36,8 +40,11 @@ async def _steps(connection: Connection, work: Work, parts: build.Parts, tokeniz
 async def _step(work: Work, parts: build.Parts, tokenizer: Any, number: int) -> dict[str, float]:
     texts = prompts(work, tokenizer, number)
     requests = [
-        request(work, draw, tokenizer(text)["input_ids"], number) for draw, text in enumerate(texts)
+        request(work, draw, tokenizer(text)["input_ids"], number, parts.stop_token_ids)
+        for draw, text in enumerate(texts)
     ]
     taken = await one_step(parts, requests, number)
+    tokens = taken.pop("tokens")
     step = sum(taken.values())
-    return {"sampling": taken["sampling"], "learning": step - taken["sampling"], "step": step}
+    learning = step - taken["sampling"]
+    return {"sampling": taken["sampling"], "learning": learning, "step": step, "tokens": tokens}

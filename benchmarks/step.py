@@ -15,10 +15,10 @@ import os
 import platform
 import random
 import re
-import resource
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -39,21 +39,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--processes", type=int, default=None)
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto")
     parser.add_argument(
         "--store", action="store_true", help="keep the result in benchmarks/results"
     )
     given = parser.parse_args()
-    config = config_of(W1, given.dtype, given.threads)
+    config = config_of(W1, given.dtype, given.threads, given.processes)
     layout = build.choose_layout(config, longest_prompt=W1.longest)
-    with tempfile.TemporaryDirectory() as folder:
-        parts = build.training_parts(config, layout, "bench", Path(folder))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        closing(build.training_parts(config, layout, "bench", Path(folder))) as parts,
+    ):
         phases = asyncio.run(measure(parts, given.repetitions))
+        peak = parts.peak_memory(layout.device) >> 20
     result = {
         "machine": machine(),
         "layout": asdict(layout),
         "seconds": phases,
-        "peak_rss_mib": peak_rss(),
+        "peak_rss_mib": peak,
     }
     show(result)
     if given.store:
@@ -79,9 +83,9 @@ async def measure(parts: build.Parts, repetitions: int) -> dict[str, list[float]
             for draw, length in enumerate(W1.prompts)
         ]
         taken = await one_step(parts, asked, repetition)
-        for name, seconds in taken.items():
-            if repetition:
-                phases[name].append(seconds)
+        if repetition:
+            for name, seconds in phases.items():
+                seconds.append(taken[name])
     phases["step"] = [sum(each) for each in zip(*phases.values(), strict=True)]
     return phases
 
@@ -89,7 +93,7 @@ async def measure(parts: build.Parts, repetitions: int) -> dict[str, list[float]
 async def one_step(
     parts: build.Parts, requests: Sequence[GroupRequest], repetition: int
 ) -> dict[str, float]:
-    """Seconds of each phase of one step; nothing stops a completion early."""
+    """Seconds of each phase of one step, and how many `tokens` it sampled."""
     marks = [time.perf_counter()]
     groups = await asyncio.gather(*map(parts.sampler.generate, requests))
     marks.append(time.perf_counter())
@@ -115,29 +119,36 @@ async def one_step(
     await parts.sampler.load(await parts.learner.publish(repetition + 1))
     marks.append(time.perf_counter())
     names = ("sampling", "learning", "update", "publication")
-    return {name: end - start for name, start, end in zip(names, marks, marks[1:], strict=False)}
+    taken = {name: end - start for name, start, end in zip(names, marks, marks[1:], strict=False)}
+    return {**taken, "tokens": float(sum(len(row.completion_ids) for row in rows))}
 
 
-def config_of(work: Work, dtype: str, threads: int | None = None) -> RunConfig:
+def config_of(
+    work: Work, dtype: str, threads: int | None = None, processes: int | None = None
+) -> RunConfig:
     """A run with the sizes of the work, which samples all its completions beside each other."""
     return load_config(
         {
             "model": {"name": MODEL, "dtype": dtype},
             "lora": {"r": RANK, "alpha": ALPHA},
-            "sampler": {
-                "max_completion_length": work.new_tokens,
-                "slots": len(work.prompts) * work.members,
+            "sampler": {"max_completion_length": work.new_tokens},
+            "training": {
+                "prompts_per_step": len(work.prompts),
+                "num_generations": work.members,
             },
-            "run": {"threads": threads},
+            "run": {"threads": threads, "processes": processes},
         }
     ).config
 
 
-def request(work: Work, draw: int, prompt: Sequence[int], repetition: int) -> GroupRequest:
-    """A group of the work, with other seeds in each repetition."""
+def request(
+    work: Work, draw: int, prompt: Sequence[int], repetition: int, stops: tuple[int, ...] = ()
+) -> GroupRequest:
+    """A group of the work, with other seeds in each repetition; with natural lengths, `stops` end a completion."""
     rng = random.Random(f"{repetition}/{draw}")
     seeds = tuple(rng.getrandbits(63) for _ in range(work.members))
-    return GroupRequest(draw, tuple(prompt), seeds, SamplingParams(work.new_tokens))
+    params = SamplingParams(work.new_tokens, stop_token_ids=stops if work.natural else ())
+    return GroupRequest(draw, tuple(prompt), seeds, params)
 
 
 def random_prompt(draw: int, length: int, repetition: int) -> list[int]:
@@ -180,11 +191,6 @@ def slug(described: dict[str, Any]) -> str:
     """A machine as part of a file name."""
     words = f"{described['gpu'] or described['processor']} {described['cores']} cores"
     return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")
-
-
-def peak_rss() -> int:
-    """Peak memory of this process in MiB."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 
 
 if __name__ == "__main__":

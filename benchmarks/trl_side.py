@@ -30,14 +30,11 @@ def serve(connection: Connection, work: Work, dtype: str) -> None:
 
     import torch
     from datasets import Dataset
-    from peft import LoraConfig
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from transformers import TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     prepare_process(os.cpu_count() or 1)
-    location = resolve(ModelConfig(name=MODEL)).location
-    tokenizer = AutoTokenizer.from_pretrained(location)
-    model = AutoModelForCausalLM.from_pretrained(location, dtype=getattr(torch, dtype))
+    model, tokenizer = loaded(dtype)
     texts = [text for step in range(STEPS) for text in prompts(work, tokenizer, step)]
 
     class Waiting(TrainerCallback):
@@ -51,24 +48,31 @@ def serve(connection: Connection, work: Work, dtype: str) -> None:
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if connection.recv() == "end":
                 raise Ended
-            trainer.sampling = 0.0
+            trainer.sampling, trainer.tokens = 0.0, 0
             self.started = time.perf_counter()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             step = time.perf_counter() - self.started
             connection.send(
-                {"sampling": trainer.sampling, "learning": step - trainer.sampling, "step": step}
+                {
+                    "sampling": trainer.sampling,
+                    "learning": step - trainer.sampling,
+                    "step": step,
+                    "tokens": float(trainer.tokens),
+                }
             )
 
     class Timed(GRPOTrainer):
-        """Knows how long it sampled."""
+        """Knows how long it sampled, and how much."""
 
         sampling = 0.0
+        tokens = 0
 
         def _generate(self, prompts: list[Any]) -> Any:
             started = time.perf_counter()
             found = super()._generate(prompts)
             self.sampling += time.perf_counter() - started
+            self.tokens += sum(map(len, found[1]))
             return found
 
     with tempfile.TemporaryDirectory() as folder:
@@ -79,7 +83,7 @@ def serve(connection: Connection, work: Work, dtype: str) -> None:
             gradient_accumulation_steps=len(work.prompts),
             num_generations=work.members,
             max_completion_length=work.new_tokens,
-            generation_kwargs={"min_new_tokens": work.new_tokens},
+            generation_kwargs={} if work.natural else {"min_new_tokens": work.new_tokens},
             temperature=1.0,
             beta=0.0,
             learning_rate=LEARNING_RATE,
@@ -98,13 +102,28 @@ def serve(connection: Connection, work: Work, dtype: str) -> None:
             args=settings,
             train_dataset=Dataset.from_dict({"prompt": texts}),
             processing_class=tokenizer,
-            peft_config=LoraConfig(
-                r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM"
-            ),
+            peft_config=adapter(),
             callbacks=[Waiting()],
         )
         with suppress(Ended):
             trainer.train()
+
+
+def loaded(dtype: str) -> tuple[Any, Any]:
+    """The model of the benchmarks and its tokenizer, by transformers alone."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    location = resolve(ModelConfig(name=MODEL)).location
+    model = AutoModelForCausalLM.from_pretrained(location, dtype=getattr(torch, dtype))
+    return model, AutoTokenizer.from_pretrained(location)
+
+
+def adapter() -> Any:
+    """The adapter of the benchmarks as peft describes it."""
+    from peft import LoraConfig
+
+    return LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def _alternating(completions: list[Any], **_: Any) -> list[float | None]:

@@ -22,11 +22,18 @@ class Work:
     members: int
     """Completions of each prompt."""
     new_tokens: int
-    """Of each completion, exactly."""
+    """Of each completion, exactly; with `natural` at most."""
+    natural: bool = False
+    """Whether questions are asked that completions answer and then stop; the lengths of prompts are then limits, too."""
 
     @property
     def described(self) -> str:
         """In words."""
+        if self.natural:
+            return (
+                f"{len(self.prompts)} questions × {self.members} completions that stop where they will, "
+                f"after {self.new_tokens} tokens at the latest"
+            )
         lengths = ", ".join(map(str, self.prompts))
         return (
             f"prompts of {lengths} tokens × {self.members} completions of {self.new_tokens} tokens"
@@ -34,7 +41,7 @@ class Work:
 
     @property
     def sampled(self) -> int:
-        """Tokens that a step samples."""
+        """Tokens that a step samples (at most)."""
         return len(self.prompts) * self.members * self.new_tokens
 
     @property
@@ -52,13 +59,30 @@ CORNERS = {
     "one long group": Work((200,), 16, 256),
     "long everything": Work((800, 800), 4, 256),
 }
+NATURAL = Work((80,) * 4, 8, 128, natural=True)
+QUESTIONS = (
+    "What is {} + {}? Answer with the number only.",
+    "Name {} animals and {} plants, nothing else.",
+    "Write a sentence of {} words about the number {}.",
+    "Is {} larger than {}? Explain in one sentence.",
+)
 
 
 def prompts(work: Work, tokenizer: Any, step: int) -> tuple[str, ...]:
-    """Texts of exactly so many tokens, others in each step."""
-    words = _words(tokenizer)
+    """Texts of exactly so many tokens, or questions in the model's chat format; others in each step."""
     rng = random.Random(step)
+    if work.natural:
+        return tuple(
+            _question(QUESTIONS[number % len(QUESTIONS)], rng, tokenizer)
+            for number in range(len(work.prompts))
+        )
+    words = _words(tokenizer)
     return tuple(_text(words, length, rng, tokenizer) for length in work.prompts)
+
+
+def _question(form: str, rng: random.Random, tokenizer: Any) -> str:
+    messages = [{"role": "user", "content": form.format(rng.randint(2, 9), rng.randint(2, 9))}]
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
 
 
 def _text(words: Sequence[str], length: int, rng: random.Random, tokenizer: Any) -> str:

@@ -1,0 +1,159 @@
+"""How much of an adapter's change arrives: `python -m benchmarks.adapter_slope`.
+
+An adapter is trained by ten updates at each learning rate. Then every adapted layer of the model gets its real inputs, with the adapter and
+without, in several arithmetics over the same bfloat16 base, and the slope of the realised change on the exact one (float64) is taken: 1
+where the adapter acts in full, 0 where rounding swallows it. `sampler` and `learner` are Groupwise's own products, `peft` is the layer
+that TRL trains and samples with (the low-rank product is added after the base output was rounded), `merged` has the adapter in the base
+weights. Prints the median over all layers with their range; `--store` keeps the result with the name of the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.step import RESULTS, config_of, machine, random_prompt, slug
+from benchmarks.work import Work
+from groupwise.algorithms.registry import make
+from groupwise.learner.torch_learner import TorchLearner
+from groupwise.learner.weights import TrainedAdapter
+from groupwise.models.load import load_model
+from groupwise.models.lora import AdaptedModel, new_lora_config
+from groupwise.models.machine import prepare_process
+from groupwise.models.native.linear import Linear
+from groupwise.models.native.weights import native_model
+from groupwise.types import OptimiserParams, Row
+
+RATES = (1e-6, 1e-5, 1e-4)
+UPDATES = 10
+WORK = Work((60, 60), 4, 24)
+
+
+def main() -> None:
+    """Train, measure, print, store."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--store", action="store_true", help="keep the result")
+    given = parser.parse_args()
+    prepare_process(torch.get_num_threads())
+    found = {f"{rate:g}": slopes(rate) for rate in RATES}
+    for rate, kinds in found.items():
+        print(f"\nlearning rate {rate}")
+        for kind, values in kinds.items():
+            print(f"  {kind:<8} {median(values):6.3f}  ({min(values):.3f} … {max(values):.3f})")
+    if given.store:
+        described = machine()
+        file = RESULTS / f"adapter-slope-{slug(described)}.json"
+        file.write_text(json.dumps({"machine": described, "slopes": found}, indent=2) + "\n")
+        print(f"stored in {file}")
+
+
+def slopes(rate: float) -> dict[str, list[float]]:
+    """The slope of every product (sampler, learner) or layer (peft, merged) after training at this rate."""
+    config = config_of(WORK, "bfloat16")
+    assert config.lora is not None
+    model = load_model(config.model, "bfloat16")
+    adapted = AdaptedModel(model, new_lora_config(config.lora))
+    weights = TrainedAdapter(adapted, seed=0)
+    with tempfile.TemporaryDirectory() as folder:
+        learner = TorchLearner(
+            weights,
+            run="slope",
+            publish_folder=Path(folder),
+            max_tokens_per_microbatch=4096,
+            seed=0,
+        )
+        asyncio.run(_train(learner, rate))
+    native = native_model(model)
+    assert native is not None
+    native.pack()
+    inputs = _inputs(adapted)
+    factors = adapted.low_rank("policy")
+    kinds: dict[str, list[float]] = {"sampler": [], "learner": [], "peft": [], "merged": []}
+    with torch.no_grad():
+        for linear in native.products[:-1]:
+            x = inputs[linear.parts[0].path]
+            exact = _exact(linear, factors, x)
+            low, packed = linear.low_rank(factors), linear.packed_low_rank(factors)
+            kinds["learner"].append(_slope(linear.many(x, low) - linear.many(x), exact))
+            kinds["sampler"].append(_slope(linear.few(x, packed) - linear.few(x), exact))
+        for path, layer in adapted.layers.items():
+            x, base = inputs[path], cast("nn.Linear", layer.get_base_layer()).weight
+            down, up = layer.factors("policy")
+            exact = 2.0 * (x.double() @ down.double().t()) @ up.double().t()
+            plain = F.linear(x, base)
+            low = F.linear(F.linear(x, down.to(x.dtype)), up.to(x.dtype)) * 2.0
+            kinds["peft"].append(_slope((plain + low) - plain, exact))
+            merged = (base.float() + 2.0 * up @ down).to(base.dtype)
+            kinds["merged"].append(_slope(F.linear(x, merged) - plain, exact))
+    return kinds
+
+
+async def _train(learner: TorchLearner, rate: float) -> None:
+    loss = make("dr_grpo", {}).loss_spec()
+    for number in range(UPDATES):
+        rng = random.Random(number)
+        rows = [
+            Row(
+                tuple(random_prompt(draw, length, number)),
+                tuple(rng.randrange(10, 40_000) for _ in range(WORK.new_tokens)),
+                (1,) * WORK.new_tokens,
+                (-5.0,) * WORK.new_tokens,
+                (-1.0) ** member,
+                1.0,
+            )
+            for draw, length in enumerate(WORK.prompts)
+            for member in range(WORK.members)
+        ]
+        rows = [
+            _on_policy(row, found)
+            for row, found in zip(rows, await learner.logprobs(rows), strict=True)
+        ]
+        await learner.forward_backward(rows, loss, {"policy": float(WORK.sampled)})
+        await learner.update(OptimiserParams(learning_rate=rate))
+
+
+def _on_policy(row: Row, logprobs: tuple[float, ...]) -> Row:
+    return Row(row.prompt_ids, row.completion_ids, row.mask, logprobs, row.advantage, row.scale)
+
+
+def _inputs(adapted: AdaptedModel) -> dict[str, Tensor]:
+    """What every adapted layer reads while the model reads a text."""
+    found: dict[str, Tensor] = {}
+
+    def keep(path: str) -> Callable[..., None]:
+        return lambda _module, arguments, _output: found.update({path: arguments[0].flatten(0, 1)})
+
+    hooks = [layer.register_forward_hook(keep(path)) for path, layer in adapted.layers.items()]
+    with torch.no_grad(), adapted.using("policy") as model:
+        model(input_ids=torch.tensor([random_prompt(0, 256, 0)]))
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def _exact(linear: Linear, factors: dict[str, Any], x: Tensor) -> Tensor:
+    columns: list[Tensor] = []
+    for part in linear.parts:
+        each = factors[part.path]
+        up = each.up_OR.double() if part.order is None else each.up_OR.double()[part.order]
+        columns.append(each.scaling * (x.double() @ each.down_RI.double().t()) @ up.t())
+    return torch.cat(columns, dim=1)
+
+
+def _slope(realised: Tensor, exact: Tensor) -> float:
+    return float((realised.double() * exact).sum() / (exact * exact).sum())
+
+
+if __name__ == "__main__":
+    main()
