@@ -148,7 +148,7 @@ MUTATIONS = (
             ),
             (
                 "sampler/native_engine.py",
-                "self._length = _stretched(longest)",
+                "self._length = _multiple(longest, Stretches.of(shape).own)",
                 "self._length = longest",
             ),
         ),

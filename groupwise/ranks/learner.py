@@ -6,6 +6,7 @@ their fingerprints are compared wherever the weights are written down.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -47,7 +48,11 @@ class RankLearner:
 
     async def update(self, params: OptimiserParams) -> UpdateResult:
         """See `groupwise.types.Learner.update`. Raises RunError if the ranks did not do the same."""
-        found: list[UpdateResult] = await self._ranks.call_all("learner.update", params)
+        # They wait for each other, so the failure of one is not to wait for the others.
+        ranks = range(self._ranks.count)
+        found: list[UpdateResult] = await asyncio.gather(
+            *(self._ranks.call(rank, "learner.update", params) for rank in ranks)
+        )
         agreed("the norms of the gradient", [repr(each.grad_norm) for each in found])
         return found[0]
 

@@ -74,9 +74,11 @@ class ServedModel:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
+        self._changed = False
 
     def read(self, folder: Path) -> None:
         copy_exactly(self.tensors(), read_model_tensors(folder), str(folder))
+        self._changed = True
 
     def tensors(self) -> dict[str, Tensor]:
         return dict(self.model.named_parameters())
@@ -85,7 +87,8 @@ class ServedModel:
         return contextlib.nullcontext()
 
     def native(self) -> NativeModel | None:
-        return _packed(native_model(self.model, anew=True))
+        anew, self._changed = self._changed, False
+        return _packed(native_model(self.model, anew=anew))
 
     def factors(self) -> dict[str, Factors]:
         return {}

@@ -219,6 +219,7 @@ def test_every_kind_of_run_has_ranks(tmp_path, kind):
         folders.append(runs / "toy")
     alone, one, other = folders
     names = ("reward", "completions/mean_length", "sampling/logprob_gap")
+    assert len(set(metrics(one, "reward"))) > 1, "there is something to compare"
     assert metrics(one, *names) == pytest.approx(metrics(alone, *names), rel=1e-3, abs=1e-5)
     assert what_must_be_equal(one) == what_must_be_equal(other)
 
@@ -282,6 +283,17 @@ def wait_for(what, main: subprocess.Popen[bytes], patience: float = 90.0) -> Non
         time.sleep(0.01)
 
 
+def taken(process: int, number: int) -> bool:
+    """Whether the process has received its signals of that number."""
+    with suppress(FileNotFoundError):
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+        masks = [
+            int(line.split()[1], 16) for line in lines if line.startswith(("SigPnd", "ShdPnd"))
+        ]
+        return not any(mask & (1 << number - 1) for mask in masks)
+    return True
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_kill_9_of_a_real_run_leaves_nothing_and_can_be_resumed(uninterrupted, tmp_path):
@@ -304,6 +316,21 @@ def test_ctrl_c_ends_a_real_run_cleanly(tmp_path):
     wait_for((tmp_path / "toy/checkpoints/step-2").exists, main)
     processes = below(main.pid)
     os.killpg(main.pid, signal.SIGINT)
+    _, talk = main.communicate(timeout=60)
+    assert main.returncode == 130, talk.decode()
+    assert json.loads((tmp_path / "toy/summary.json").read_text())["state"] == "interrupted"
+    assert all_gone(processes)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_second_ctrl_c_ends_a_real_run_whose_ranks_are_starting(tmp_path):
+    main = started(tmp_path)
+    wait_for(lambda: below(main.pid), main)
+    processes = below(main.pid)
+    for _ in range(2):
+        os.kill(main.pid, signal.SIGINT)
+        wait_for(lambda: taken(main.pid, signal.SIGINT), main)
     _, talk = main.communicate(timeout=60)
     assert main.returncode == 130, talk.decode()
     assert json.loads((tmp_path / "toy/summary.json").read_text())["state"] == "interrupted"
