@@ -15,6 +15,7 @@ import json
 import random
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -116,15 +117,11 @@ async def _train(learner: TorchLearner, rate: float) -> None:
             for member in range(WORK.members)
         ]
         rows = [
-            _on_policy(row, found)
+            replace(row, sampling_logprobs=found)
             for row, found in zip(rows, await learner.logprobs(rows), strict=True)
         ]
         await learner.forward_backward(rows, loss, {"policy": float(WORK.sampled)})
         await learner.update(OptimiserParams(learning_rate=rate))
-
-
-def _on_policy(row: Row, logprobs: tuple[float, ...]) -> Row:
-    return Row(row.prompt_ids, row.completion_ids, row.mask, logprobs, row.advantage, row.scale)
 
 
 def _inputs(adapted: AdaptedModel) -> dict[str, Tensor]:

@@ -13,9 +13,8 @@ import json
 import tempfile
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
-from benchmarks.step import RESULTS, config_of, machine, one_step, random_prompt, request, slug
+from benchmarks.step import RESULTS, config_of, machine, measure, slug
 from benchmarks.work import Work
 from groupwise import build
 from groupwise.display.plot import Series, svg_curve
@@ -72,25 +71,13 @@ def measured(work: Work) -> dict[str, float]:
         tempfile.TemporaryDirectory() as folder,
         closing(build.training_parts(config, layout, "bench", Path(folder))) as parts,
     ):
-        steps = asyncio.run(_steps(work, parts))
+        seconds = asyncio.run(measure(parts, REPETITIONS, work))
         peak = parts.peak_memory(layout.device) >> 20
     return {
-        "sampling": min(step["sampling"] for step in steps),
-        "learning": min(step["learning"] for step in steps),
+        "sampling": min(seconds["sampling"]),
+        "learning": min(seconds["learning"]),
         "peak_mib": float(peak),
     }
-
-
-async def _steps(work: Work, parts: Any) -> list[dict[str, float]]:
-    await parts.sampler.load(await parts.learner.publish(0))
-    steps: list[dict[str, float]] = []
-    for repetition in range(REPETITIONS + 1):
-        asked = [
-            request(work, draw, random_prompt(draw, length, repetition), repetition)
-            for draw, length in enumerate(work.prompts)
-        ]
-        steps.append(await one_step(parts, asked, repetition))
-    return steps[1:]
 
 
 def draw(name: str, cells: list[dict[str, float]]) -> None:

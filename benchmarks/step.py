@@ -68,7 +68,7 @@ def main() -> None:
         )
 
 
-async def measure(parts: build.Parts, repetitions: int) -> dict[str, list[float]]:
+async def measure(parts: build.Parts, repetitions: int, work: Work = W1) -> dict[str, list[float]]:
     """Seconds of each phase in each repetition, after one that is not counted."""
     phases: dict[str, list[float]] = {
         "sampling": [],
@@ -79,8 +79,8 @@ async def measure(parts: build.Parts, repetitions: int) -> dict[str, list[float]
     await parts.sampler.load(await parts.learner.publish(0))
     for repetition in range(repetitions + 1):
         asked = [
-            request(W1, draw, random_prompt(draw, length, repetition), repetition)
-            for draw, length in enumerate(W1.prompts)
+            request(work, draw, random_prompt(draw, length, repetition), repetition)
+            for draw, length in enumerate(work.prompts)
         ]
         taken = await one_step(parts, asked, repetition)
         if repetition:

@@ -53,7 +53,7 @@ def token_logprobs(
             temperatures_N[part],
             entropy_gradient,
             accuracy,
-            _between(withheld_X2, start, start + CHUNK),
+            withheld_between(withheld_X2, start, start + CHUNK),
         )
         if torch.is_grad_enabled():
             parts.append(checkpoint(_chunk, *arguments, use_reentrant=False))
@@ -65,7 +65,7 @@ def token_logprobs(
     )
 
 
-def _between(withheld_X2: Tensor | None, start: int, end: int) -> Tensor | None:
+def withheld_between(withheld_X2: Tensor | None, start: int, end: int) -> Tensor | None:
     """The pairs of a chunk, their places counted from its beginning; None where it has none."""
     if withheld_X2 is None:
         return None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from groupwise.learner.native.elementwise import add_norm_gradient, norm_scale
-from groupwise.models.logprobs import CHUNK, NEVER, TokenNumbers
+from groupwise.models.logprobs import CHUNK, NEVER, TokenNumbers, withheld_between
 from groupwise.models.native.weights import NativeModel
 
 ROWS_IN_CACHE = 16
@@ -32,15 +32,10 @@ class Asked(NamedTuple):
 
     def part(self, start: int, end: int) -> Asked:
         """For the places from `start` to `end`, counted from there."""
-        withheld_X2 = self.withheld_X2
-        if withheld_X2 is not None:
-            places_X = withheld_X2[:, 0]
-            withheld_X2 = withheld_X2[(places_X >= start) & (places_X < end)]
-            withheld_X2 = withheld_X2 - torch.tensor([start, 0], device=withheld_X2.device)
         return self._replace(
             targets_N=self.targets_N[start:end],
             temperatures_N=self.temperatures_N[start:end],
-            withheld_X2=withheld_X2,
+            withheld_X2=withheld_between(self.withheld_X2, start, end),
         )
 
 
