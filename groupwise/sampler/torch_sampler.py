@@ -24,7 +24,7 @@ from groupwise.errors import GroupwiseError, NonFiniteError, PolicyMismatchError
 from groupwise.models.lora import fingerprint
 from groupwise.sampler.draw import draw_tokens, uniform
 from groupwise.sampler.engine import Engine, Prompt, Row
-from groupwise.sampler.native_engine import NativeEngine
+from groupwise.sampler.native.engine import NativeEngine
 from groupwise.sampler.restrict import truncated, without_early_stops
 from groupwise.sampler.slot_engine import SlotEngine
 from groupwise.sampler.weights import ServedWeights

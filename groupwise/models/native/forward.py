@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from groupwise.models.native.linear import LowRank
-from groupwise.models.native.weights import Layer, NativeModel
+from groupwise.models.native.weights import NativeModel
 
-Adapter = Sequence[LowRank | None]
-"""What is added to each of `NativeModel.products`, in their order without the head."""
+Adapter = Sequence[Any]
+"""What is added to each of `NativeModel.products`, in their order without the head: of `low_rank`, or of `packed_low_rank` for few rows."""
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""Attention of one layer: its number, queries and keys (float32, at their positions) and values, to [N, heads · D]."""
+Attend = Callable[[int, Tensor], Tensor]
+"""Attention of one layer: its number and its first product, queries, keys and values [N, O], to [N, heads · D]."""
 
 
 def residual_after_layers(
     model: NativeModel,
     residual_NH: Tensor,
-    rotations_N1C: Tensor,
     attend: Attend,
     adapter: Adapter | None,
     *,
@@ -30,29 +29,14 @@ def residual_after_layers(
     """The residual stream [N, H] after all layers; overwrites `residual_NH`. `few` as in `groupwise.models.native.linear`."""
     for number, layer in enumerate(model.layers):
         lows = adapter[4 * number : 4 * number + 4] if adapter is not None else (None,) * 4
-        _layer(model, layer, number, residual_NH, rotations_N1C, attend, lows, few)
+        qkv, output, gate_up, down = (
+            linear.few if few else linear.many for linear in layer.products
+        )
+        x_NH = model.normed(residual_NH, layer.attention_norm_H)
+        residual_NH += output(attend(number, qkv(x_NH, lows[0])), lows[1])
+        x_NH = model.normed(residual_NH, layer.mlp_norm_H)
+        residual_NH += down(model.gated(gate_up(x_NH, lows[2])), lows[3])
     return residual_NH
-
-
-def _layer(
-    model: NativeModel,
-    layer: Layer,
-    number: int,
-    residual_NH: Tensor,
-    rotations_N1C: Tensor,
-    attend: Attend,
-    lows: Sequence[LowRank | None],
-    few: bool,
-) -> None:
-    qkv, output, gate_up, down = (linear.few if few else linear.many for linear in layer.products)
-    x_NH = model.normed(residual_NH, layer.attention_norm_H)
-    queries, keys, values = model.split(qkv(x_NH, lows[0]))
-    queries = model.turned(queries, layer.query_norm_D, rotations_N1C)
-    keys = model.turned(keys, layer.key_norm_D, rotations_N1C)
-    residual_NH += output(attend(number, queries, keys, values), lows[1])
-    x_NH = model.normed(residual_NH, layer.mlp_norm_H)
-    gate_NF, up_NF = gate_up(x_NH, lows[2]).chunk(2, dim=-1)
-    residual_NH += down(F.silu(gate_NF) * up_NF, lows[3])
 
 
 def text_attention(model: NativeModel, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -69,13 +53,10 @@ def text_attention(model: NativeModel, queries: Tensor, keys: Tensor, values: Te
 
 def plain_logits(model: NativeModel, ids_N: Tensor, adapter: Adapter | None = None) -> Tensor:
     """Logits [N, V] in float32 after each token of one text, as the model itself has them."""
-    positions_N = torch.arange(len(ids_N), device=ids_N.device)
-    residual_NH = residual_after_layers(
-        model,
-        model.embedded(ids_N),
-        model.rotations(positions_N),
-        lambda _, q, k, v: text_attention(model, q, k, v),
-        adapter,
-        few=False,
-    )
+    rotations_N1C = model.rotations(torch.arange(len(ids_N), device=ids_N.device))
+
+    def attend(number: int, qkv_NO: Tensor) -> Tensor:
+        return text_attention(model, *model.heads(model.layers[number], qkv_NO, rotations_N1C))
+
+    residual_NH = residual_after_layers(model, model.embedded(ids_N), attend, adapter, few=False)
     return model.head.many(model.normed(residual_NH, model.norm_H)).float() + model.shift

@@ -6,7 +6,7 @@ the order in which oneDNN wants them, which saves a third to a half of a product
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -14,8 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-ROWS_OF_DECODING = 32
-"""For so many rows oneDNN is asked to order weights; the order serves other numbers as well."""
+from groupwise.models.native.packed import Packed, packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +48,10 @@ class LowRank:
     up_OR: Tensor
     """Their B factors times their scaling, each in its own rows and columns; 0 elsewhere."""
 
+    def added(self, x_NI: Tensor) -> Tensor:
+        """What the adapter adds [N, O]."""
+        return (x_NI @ self.down_RI.t()) @ self.up_OR.t()
+
 
 class Linear:
     """`x Wᵀ + bias`, of one or several of the model's layers."""
@@ -59,56 +62,56 @@ class Linear:
         self.parts = tuple(parts)
         self.weight_OI = weight_OI
         self.bias_O = bias_O
-        self._packed: Tensor | None = None
+        self._packed: Packed | None = None
 
     def pack(self) -> None:
         """Order the weights for decoding; they are kept in their own order, too."""
-        self._packed = _ordered(self.weight_OI)
+        self._packed = packed(self.weight_OI, self.bias_O)
 
-    def few(self, x_NI: Tensor, low: LowRank | None = None) -> Tensor:
-        """The product [N, O] of a few rows, as decoding has them; the adapter is one that `packed_low_rank` ordered."""
-        if self._packed is None:
-            return self.many(x_NI, low)
-        if low is None:
-            return _product(x_NI, self._packed, self.bias_O)
-        added_NO = _product(_product(x_NI, low.down_RI), low.up_OR)
-        return torch.ops.mkldnn._linear_pointwise.binary(
-            x_NI, added_NO, self._packed, self.bias_O, "add"
-        )
+    def few(self, x_NI: Tensor, low: Any = None) -> Tensor:
+        """The product [N, O] of a few rows, as decoding has them; the adapter is one that `packed_low_rank` gave."""
+        return self.many(x_NI, low) if self._packed is None else self._packed.product(x_NI, low)
 
     def many(self, x_NI: Tensor, low: LowRank | None = None) -> Tensor:
-        """The product [N, O] of many rows; the adapter is in its own order."""
+        """The product [N, O] of many rows."""
         if low is None:
             if self.bias_O is None:
                 return x_NI @ self.weight_OI.t()
             return torch.addmm(self.bias_O, x_NI, self.weight_OI.t())
-        added_NO = (x_NI @ low.down_RI.t()) @ low.up_OR.t()
-        found_NO = torch.addmm(added_NO, x_NI, self.weight_OI.t())
-        # Not added to `added_NO`: a sum with a bias would be rounded to the bias where the adapter adds little.
+        found_NO = torch.addmm(low.added(x_NI), x_NI, self.weight_OI.t())
+        # Not added to `added`: a sum with a bias would be rounded to the bias where the adapter adds little.
         return found_NO if self.bias_O is None else found_NO.add_(self.bias_O)
 
     def low_rank(self, factors: Mapping[str, Factors]) -> LowRank | None:
         """What an adapter adds, given its factors by the names of layers; None where it leaves this product alone."""
-        found = [(part, factors[part.path]) for part in self.parts if part.path in factors]
+        found = list(self._placed(factors))
         if not found:
             return None
         weight = self.weight_OI
-        down_RI = torch.cat([each.down_RI for _, each in found]).to(weight.dtype)
+        down_RI = torch.cat([down_RI for _, down_RI, _ in found])
         up_OR = weight.new_zeros(weight.shape[0], down_RI.shape[0])
-        start = 0
-        for part, each in found:
-            end = start + each.down_RI.shape[0]
-            up = each.up_OR * each.scaling
-            up_OR[part.start : part.end, start:end] = up if part.order is None else up[part.order]
-            start = end
+        first = 0
+        for part, down, up in found:
+            up_OR[part.start : part.end, first : first + len(down)] = up
+            first += len(down)
         return LowRank(down_RI, up_OR)
 
-    def packed_low_rank(self, factors: Mapping[str, Factors]) -> LowRank | None:
-        """The same in the order that `few` takes."""
-        low = self.low_rank(factors)
-        if low is None or self._packed is None:
-            return low
-        return LowRank(_ordered(low.down_RI), _ordered(low.up_OR))
+    def packed_low_rank(self, factors: Mapping[str, Factors]) -> Any:
+        """The same as `few` takes it; None where it leaves this product alone."""
+        if self._packed is None:
+            return self.low_rank(factors)
+        placed = [(part.start, part.end, down, up) for part, down, up in self._placed(factors)]
+        return self._packed.low_rank(placed) if placed else None
+
+    def _placed(self, factors: Mapping[str, Factors]) -> Iterator[tuple[Part, Tensor, Tensor]]:
+        """A, and B times its scaling in the order of the part's rows, of each part that an adapter changes; rounded as the weight."""
+        dtype = self.weight_OI.dtype
+        for part in self.parts:
+            if part.path in factors:
+                each = factors[part.path]
+                up_OR = (each.up_OR * each.scaling).to(dtype)
+                up_OR = up_OR if part.order is None else up_OR[part.order]
+                yield part, each.down_RI.to(dtype), up_OR
 
 
 @contextmanager
@@ -126,11 +129,3 @@ def quick_float32(wanted: bool) -> Generator[None]:
         yield
     finally:
         products.fp32_precision = before
-
-
-def _ordered(weight_OI: Tensor) -> Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(weight_OI.contiguous(), ROWS_OF_DECODING)
-
-
-def _product(x_NI: Tensor, packed: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x_NI, packed, bias_O, "none", [], "")

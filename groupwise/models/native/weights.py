@@ -22,6 +22,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from groupwise.models.native import compiled
 from groupwise.models.native.linear import Linear, Part
 
 logger = logging.getLogger(__name__)
@@ -101,6 +102,7 @@ class NativeModel:
         self.packed = False
         self.dtype = model.dtype
         self.device = model.device
+        self.compiled = compiled.usable(self.device, self.dtype, self.shape.head_size)
         self.embedding_VH = cast("Tensor", model.get_input_embeddings().weight)
         self.layers = [
             self._layer(f"{_body_path(model)}.layers.{index}", layer)
@@ -117,8 +119,8 @@ class NativeModel:
         self._shift_head(self._probe_logits(model if check else None))
 
     def pack(self) -> None:
-        """Order all weights for decoding, where this torch can and they are not ordered yet."""
-        if self.packed or self.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        """Order all weights for decoding, where kernels and this torch can and they are not ordered yet."""
+        if self.packed or not self.compiled or not torch.backends.mkldnn.is_available():
             return
         for linear in self.products:
             linear.pack()
@@ -141,7 +143,16 @@ class NativeModel:
     def normed(self, x_NH: Tensor, weight_H: Tensor) -> Tensor:
         """The root-mean-square norm of the residual stream, in the model's number format."""
         shape = self.shape
+        if self.compiled:
+            return compiled.normed(x_NH, weight_H, shape.epsilon, self.dtype)
         return F.rms_norm(x_NH, (shape.hidden,), weight_H, shape.epsilon).to(self.dtype)
+
+    def gated(self, gate_up_N2F: Tensor) -> Tensor:
+        """`silu(gate) · up`, [N, F], computed in float32 and rounded once."""
+        if self.compiled:
+            return compiled.gated(gate_up_N2F)
+        gate_NF, up_NF = gate_up_N2F.float().chunk(2, dim=-1)
+        return (F.silu(gate_NF) * up_NF).to(self.dtype)
 
     def turned(self, heads_NJD: Tensor, norm_D: Tensor | None, rotations_N1C: Tensor) -> Tensor:
         """Queries or keys after their norm and at their positions, in float32."""
@@ -150,6 +161,17 @@ class NativeModel:
             x = F.rms_norm(x, (self.shape.head_size,), norm_D, self.shape.epsilon)
         pairs_NJC = torch.view_as_complex(x.unflatten(-1, (-1, 2)))
         return torch.view_as_real(pairs_NJC * rotations_N1C).flatten(-2)
+
+    def heads(
+        self, layer: Layer, qkv_NO: Tensor, rotations_N1C: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys at their positions, in float32, and values: `split` and `turned`."""
+        queries, keys, values = self.split(qkv_NO)
+        return (
+            self.turned(queries, layer.query_norm_D, rotations_N1C),
+            self.turned(keys, layer.key_norm_D, rotations_N1C),
+            values,
+        )
 
     def split(self, qkv_NO: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [N, heads, D], keys and values [N, kv_heads, D] of the first product of a layer."""

@@ -55,9 +55,13 @@ def adapter(tmp_path):
 def drawn(weights=None, **model):
     config = load_config({"model": {"name": "tiny", **model}, "run": {"threads": 1}}).config
     layout = build.choose_layout(config, 16)
-    sampler = build.serving_parts(config, layout, weights).sampler
     request = GroupRequest(0, (40, 41), (1, 2, 3), SamplingParams(9))
-    return [each.token_ids for each in asyncio.run(sampler.generate(request))]
+
+    async def draw():
+        parts = await build.start_serving(config, layout, weights)
+        return await parts.sampler.generate(request)
+
+    return [each.token_ids for each in asyncio.run(draw())]
 
 
 def test_without_weights_the_policy_that_a_run_would_start_from_is_served(adapter):

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, MistralConfig
 from groupwise.errors import NonFiniteError, RunError
 from groupwise.learner.torch_learner import TorchLearner
 from groupwise.learner.weights import TrainedModel
+from groupwise.models.native.weights import NativeModel
 from groupwise.models.tiny import tiny_model, tiny_tokenizer
 from groupwise.sampler.restrict import truncated
 from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler
@@ -423,15 +424,19 @@ async def test_an_error_reaches_all_who_wait_and_hangs_nobody(make_sampler, monk
     """In a layer: of a prompt, or of a token whose keys and values are half written."""
     sampler = make_sampler()
     wanted = await sampler.generate(request())
-    calls, silu = [0], torch.nn.functional.silu
+    calls = [0]
 
-    def failing(*arguments: Any, **more: Any) -> torch.Tensor:
-        calls[0] += 1
-        if calls[0] > after:
-            raise RuntimeError("out of memory")
-        return silu(*arguments, **more)
+    def failing(activation: Any) -> Any:
+        def fail(*arguments: Any, **more: Any) -> torch.Tensor:
+            calls[0] += 1
+            if calls[0] > after:
+                raise RuntimeError("out of memory")
+            return activation(*arguments, **more)
 
-    monkeypatch.setattr(torch.nn.functional, "silu", failing)
+        return fail
+
+    for owner, name in ((torch.nn.functional, "silu"), (NativeModel, "gated")):
+        monkeypatch.setattr(owner, name, failing(getattr(owner, name)))
     groups = [request(0, 1), request(1, 1, "b"), request(2, 20)]
     failed = await asyncio.wait_for(
         asyncio.gather(*map(sampler.generate, groups), return_exceptions=True), timeout=20

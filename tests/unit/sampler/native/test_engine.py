@@ -29,7 +29,7 @@ from groupwise.models.lora import AdaptedModel, fingerprint, new_lora_config
 from groupwise.models.tiny import tiny_tokenizer
 from groupwise.models.tokenizer import load_tokenizer
 from groupwise.sampler.engine import Engine, Prompt, Row
-from groupwise.sampler.native_engine import NativeEngine
+from groupwise.sampler.native.engine import NativeEngine
 from groupwise.sampler.slot_engine import SlotEngine
 from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler
 from groupwise.sampler.weights import ServedAdapter, ServedModel, ServedWeights

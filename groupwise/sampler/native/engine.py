@@ -1,0 +1,138 @@
+"""Decoding by plain matrices: rows stand densely, a prompt's keys and values are kept once for all of its rows.
+
+Per token and layer there are four matrix products over all rows, and attention to two kinds of keys: those of the prompt and those of
+the row's own tokens. Scores are float32, because their rounding to bfloat16 would be the largest difference between sampler and
+learner.
+
+Rows are kept in the order of their groups, so that a group's rows stand beside each other. They are computed in multiples of 8, which
+give every row the same bits, however many rows there are and wherever it stands among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from groupwise.models.native.forward import (
+    Adapter,
+    Attend,
+    residual_after_layers,
+    text_attention,
+)
+from groupwise.models.native.linear import quick_float32
+from groupwise.models.native.weights import NativeModel
+from groupwise.sampler.engine import Prompt, Row
+from groupwise.sampler.native.cache import ROWS, NativePrompt, OwnCache, Stretches, groups
+from groupwise.sampler.native.compiled_attention import CompiledAttention
+from groupwise.sampler.native.plain_attention import PlainAttention
+from groupwise.sampler.weights import ServedWeights
+
+
+class NativeEngine:
+    """A `groupwise.sampler.engine.Engine` over a model of the Llama family."""
+
+    def __init__(self, model: NativeModel, weights: ServedWeights) -> None:
+        self.rows: list[Row] = []
+        self._model = model
+        self._weights = weights
+        self._own = OwnCache(model)
+        self._stretches = Stretches.of(model.shape)
+        self._several: Adapter | None = None
+        self._few: Adapter | None = None
+        self.refresh()
+
+    def prefill(self, ids: Sequence[int]) -> Prompt:
+        """See `Engine.prefill`."""
+        model = self._model
+        ids_P = torch.tensor(ids, device=model.device)
+        more = -len(ids) % self._stretches.prompt
+        rotations_P1C = model.rotations(torch.arange(len(ids), device=model.device))
+        kept: list[tuple[Tensor, Tensor]] = []
+
+        def attend(number: int, qkv_PO: Tensor) -> Tensor:
+            queries, keys, values = model.heads(model.layers[number], qkv_PO, rotations_P1C)
+            kept.append(
+                (
+                    F.pad(keys.permute(1, 2, 0), (0, more)),
+                    F.pad(values.transpose(0, 1), (0, 0, 0, more)),
+                )
+            )
+            return text_attention(model, queries, keys, values)
+
+        residual_PH = residual_after_layers(
+            model, model.embedded(ids_P), attend, self._several, few=False
+        )
+        last_8H = F.pad(residual_PH[-1:], (0, 0, 0, ROWS - 1))
+        keys, values = zip(*kept, strict=True)
+        return NativePrompt(
+            len(ids_P), self._logits(last_8H)[0], torch.stack(keys), torch.stack(values)
+        )
+
+    def begin(self, prompt: Prompt) -> Row:
+        """See `Engine.begin`."""
+        row = Row(prompt)
+        same = [number for number, other in enumerate(self.rows) if other.prompt is prompt]
+        self.rows.insert(same[-1] + 1 if same else len(self.rows), row)
+        return row
+
+    def finish(self, rows: Sequence[Row]) -> None:
+        """See `Engine.finish`."""
+        self.rows = [row for row in self.rows if row not in rows]
+
+    def decode(self, tokens: Sequence[int]) -> Tensor:
+        """See `Engine.decode`."""
+        model, rows = self._model, self.rows
+        longest = 1 + max(row.written for row in rows)
+        self._settle(longest)
+        padding = -len(rows) % ROWS
+        device = model.device
+        ids_N = torch.tensor([*tokens, *[0] * padding], device=device)
+        positions_N = torch.tensor([*(row.position for row in rows), *[0] * padding], device=device)
+        written_N = torch.tensor([*(row.written for row in rows), *[0] * padding], device=device)
+        rotations_N1C = model.rotations(positions_N)
+        with quick_float32(model.dtype == torch.bfloat16):
+            residual_NH = residual_after_layers(
+                model,
+                model.embedded(ids_N),
+                self._attention(rotations_N1C, written_N, longest),
+                self._few,
+                few=True,
+            )
+        for row in rows:
+            row.written += 1
+        return self._logits(residual_NH)[: len(rows)]
+
+    def refresh(self) -> None:
+        """See `Engine.refresh`."""
+        model = self._weights.native()
+        assert model is not None, "a model that was native stays so, whatever its weights are"
+        self._model = model
+        factors = self._weights.factors()
+        linears = self._model.products[:-1]
+        self._several = [linear.low_rank(factors) for linear in linears]
+        self._few = [linear.packed_low_rank(factors) for linear in linears]
+
+    def reset(self) -> None:
+        """See `Engine.reset`."""
+        self.rows = []
+        self._own = OwnCache(self._model)
+
+    def _attention(self, rotations_N1C: Tensor, written_N: Tensor, longest: int) -> Attend:
+        kind = CompiledAttention if self._model.compiled else PlainAttention
+        together = list(groups(self.rows))
+        return kind(self._model, self._own, together, rotations_N1C, written_N, longest)
+
+    def _logits(self, residual_NH: Tensor) -> Tensor:
+        model = self._model
+        return model.head.few(model.normed(residual_NH, model.norm_H))
+
+    def _settle(self, longest: int) -> None:
+        """Make the cache follow the order of the rows; new rows have nothing in it yet."""
+        self._own.reserve(len(self.rows), longest)
+        places = [row.place if row.place is not None else n for n, row in enumerate(self.rows)]
+        self._own.arrange(places, longest - 1)
+        for number, row in enumerate(self.rows):
+            row.place = number
