@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -27,12 +27,13 @@ from torch import Tensor, nn
 from benchmarks.step import RESULTS, config_of, machine, random_prompt, slug
 from benchmarks.work import Work
 from groupwise.algorithms.registry import make
+from groupwise.learner.slopes import Compute, native_ways, slope
 from groupwise.learner.torch_learner import TorchLearner
 from groupwise.learner.weights import TrainedAdapter
 from groupwise.models.load import load_model
 from groupwise.models.lora import AdaptedModel, new_lora_config
 from groupwise.models.machine import prepare_process
-from groupwise.models.native.linear import Linear
+from groupwise.models.native.linear import Factors
 from groupwise.models.native.weights import native_model
 from groupwise.types import OptimiserParams, Row
 
@@ -60,7 +61,7 @@ def main() -> None:
 
 
 def slopes(rate: float) -> dict[str, list[float]]:
-    """The slope of every product (sampler, learner) or layer (peft, merged) after training at this rate."""
+    """The slope of every layer, by who computes it, after training at this rate."""
     config = config_of(WORK, "bfloat16")
     assert config.lora is not None
     model = load_model(config.model, "bfloat16")
@@ -78,26 +79,31 @@ def slopes(rate: float) -> dict[str, list[float]]:
     native = native_model(model)
     assert native is not None
     native.pack()
-    inputs = _inputs(adapted)
-    factors = adapted.low_rank("policy")
+    inputs, factors = _inputs(adapted), adapted.low_rank("policy")
     kinds: dict[str, list[float]] = {"sampler": [], "learner": [], "peft": [], "merged": []}
     with torch.no_grad():
-        for linear in native.products[:-1]:
-            x = inputs[linear.parts[0].path]
-            exact = _exact(linear, factors, x)
-            low, packed = linear.low_rank(factors), linear.packed_low_rank(factors)
-            kinds["learner"].append(_slope(linear.many(x, low) - linear.many(x), exact))
-            kinds["sampler"].append(_slope(linear.few(x, packed) - linear.few(x), exact))
         for path, layer in adapted.layers.items():
-            x, base = inputs[path], cast("nn.Linear", layer.get_base_layer()).weight
-            down, up = layer.factors("policy")
-            exact = 2.0 * (x.double() @ down.double().t()) @ up.double().t()
-            plain = F.linear(x, base)
-            low = F.linear(F.linear(x, down.to(x.dtype)), up.to(x.dtype)) * 2.0
-            kinds["peft"].append(_slope((plain + low) - plain, exact))
-            merged = (base.float() + 2.0 * up @ down).to(base.dtype)
-            kinds["merged"].append(_slope(F.linear(x, merged) - plain, exact))
+            base = cast("nn.Linear", layer.get_base_layer()).weight
+            after = factors[path]
+            before = replace(after, up_OR=torch.zeros_like(after.up_OR))
+            ways = {**native_ways(native, path), **_ways_of_others(base)}
+            for kind, compute in ways.items():
+                kinds[kind].append(slope(compute, inputs[path], before, after))
     return kinds
+
+
+def _ways_of_others(base_OI: Tensor) -> dict[str, Compute]:
+    """A layer with an adapter as peft computes it, and with the adapter in its weight."""
+
+    def peft(x_NI: Tensor, factors: Factors) -> Tensor:
+        down_RI, up_OR = factors.down_RI.to(x_NI.dtype), factors.up_OR.to(x_NI.dtype)
+        return F.linear(x_NI, base_OI) + F.linear(F.linear(x_NI, down_RI), up_OR) * factors.scaling
+
+    def merged(x_NI: Tensor, factors: Factors) -> Tensor:
+        change_OI = factors.scaling * factors.up_OR @ factors.down_RI
+        return F.linear(x_NI, (base_OI.float() + change_OI).to(base_OI.dtype))
+
+    return {"peft": peft, "merged": merged}
 
 
 async def _train(learner: TorchLearner, rate: float) -> None:
@@ -137,19 +143,6 @@ def _inputs(adapted: AdaptedModel) -> dict[str, Tensor]:
     for hook in hooks:
         hook.remove()
     return found
-
-
-def _exact(linear: Linear, factors: dict[str, Any], x: Tensor) -> Tensor:
-    columns: list[Tensor] = []
-    for part in linear.parts:
-        each = factors[part.path]
-        up = each.up_OR.double() if part.order is None else each.up_OR.double()[part.order]
-        columns.append(each.scaling * (x.double() @ each.down_RI.double().t()) @ up.t())
-    return torch.cat(columns, dim=1)
-
-
-def _slope(realised: Tensor, exact: Tensor) -> float:
-    return float((realised.double() * exact).sum() / (exact * exact).sum())
 
 
 if __name__ == "__main__":

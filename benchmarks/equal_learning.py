@@ -1,165 +1,92 @@
 """Groupwise and TRL learn the same task: `python -m benchmarks.equal_learning --store`.
 
-The quickstart's task, model, adapter, learning rate and loss, in TRL's `GRPOTrainer` and in `groupwise.rl`, with several seeds, in
-turns. The mean reward of each step is what is compared: against steps the two should agree within their spread, against seconds
-Groupwise should be ahead by its speed. Draws both, and stores the curves with the name of the machine. About half an hour on two CPU
-cores; `--learning-rate` tries others: where it is small, TRL's adapter hardly acts (`benchmarks.adapter_slope`). What is measured is
-kept after every run, and runs that are there already are not repeated.
+The quickstart's task in `groupwise.rl` and in TRL's `GRPOTrainer`, with several seeds, in turns, each side alone on the machine. Both have
+the same model, adapter, prompts in the same order, loss, optimiser and course of the learning rate: TRL's settings are made from
+Groupwise's config. They differ in the random numbers, in arithmetic (TRL's adapter is added after rounding, see
+`benchmarks.adapter_slope`), and in that Groupwise holds the ratio of learner and sampler within the clip, where TRL takes it for 1.
+
+The mean reward of each step is what is compared: against steps the two should agree within the range of their seeds, against seconds
+Groupwise should be ahead by its speed. In float32 the arithmetic is no difference either, and TRL takes half as long again. As it
+stands, the whole takes about half an hour on two CPU cores. Runs are kept one by one, and `--minutes` ends it early: the same
+command goes on with the runs that are missing.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
 import os
 import runpy
-import tempfile
 import time
-from collections.abc import Sequence
-from itertools import accumulate
-from pathlib import Path
-from statistics import fmean, stdev
+from functools import partial
+from statistics import fmean
 from typing import Any
 
+from benchmarks.learning import CONFIG, TASK, Curve, Study, recorded, temporary, with_groupwise
 from benchmarks.step import RESULTS, machine, slug
-from benchmarks.trl_side import adapter, loaded
-from groupwise.display.plot import Series, moving_mean, svg_curve
+from benchmarks.trl_side import loaded, settings
+from groupwise.config import load_config
+from groupwise.data.order import example_of_draw
 from groupwise.models.machine import prepare_process
-
-ROOT = Path(__file__).resolve().parents[1]
-CONFIG = ROOT / "configs" / "quickstart.yaml"
-TASK = ROOT / "examples" / "01_first_task" / "task.py"
-IMAGES = ROOT / "docs" / "images"
-WINDOW = 5
-LAST = 10
-"""Steps at the end whose mean reward says how far a run came."""
-
-Curve = dict[str, list[float]]
-"""Of one run: the mean `reward` and the `seconds` of each step."""
 
 
 def main() -> None:
     """Run, print, draw, store."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--prompts", type=int, default=8, help="prompts of each step")
     parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--minutes", type=float, help="begin no run after so many")
     parser.add_argument("--store", action="store_true", help="keep curves and pictures")
     given = parser.parse_args()
-    described = machine()
-    name = f"equal-learning-{given.learning_rate:g}-{slug(described)}"
-    file = RESULTS / f"{name}.json" if given.store else Path(tempfile.mkdtemp()) / "curves.json"
-    curves: dict[str, dict[str, Curve]] = (
-        json.loads(file.read_text())["curves"] if file.exists() else {}
-    )
-    for seed in map(str, range(given.seeds)):
-        for side, learn in SIDES.items():
-            if seed in curves.setdefault(side, {}):
-                continue
-            curves[side][seed] = _apart(learn, int(seed), given.steps, given.learning_rate)
-            file.write_text(json.dumps({"machine": described, "curves": curves}) + "\n")
-            print(
-                f"{side} seed {seed}: {fmean(curves[side][seed]['reward'][-LAST:]):.3f}", flush=True
-            )
-    show(curves)
-    if given.store:
-        draw(curves, f"equal-learning-{given.learning_rate:g}")
-
-
-def show(curves: dict[str, dict[str, Curve]]) -> None:
-    """How far both came, and how long they took."""
-    for side, runs in curves.items():
-        ends = [fmean(run["reward"][-LAST:]) for run in runs.values()]
-        seconds = [sum(run["seconds"]) for run in runs.values()]
-        spread = stdev(ends) if len(ends) > 1 else 0.0
-        print(
-            f"{side:<10} reward of the last {LAST} steps {fmean(ends):.3f} ± {spread:.3f}, {fmean(seconds):.0f} s"
-        )
-
-
-def draw(curves: dict[str, dict[str, Curve]], name: str) -> None:
-    """The mean curves against steps and against seconds."""
-    against = {"step": _steps, "seconds": _seconds}
-    for label, places in against.items():
-        series = [
-            Series(
-                side,
-                tuple(zip(places(runs), moving_mean(_mean(runs, "reward"), WINDOW), strict=True)),
-            )
-            for side, runs in curves.items()
-        ]
-        title = f"Reward, mean of {len(next(iter(curves.values())))} seeds"
-        (IMAGES / f"{name}-{label}.svg").write_text(svg_curve(series, title=title, x_label=label))
-
-
-def _steps(runs: dict[str, Curve]) -> Sequence[float]:
-    return range(1, len(_mean(runs, "reward")) + 1)
-
-
-def _seconds(runs: dict[str, Curve]) -> Sequence[float]:
-    return list(accumulate(_mean(runs, "seconds")))
-
-
-def _mean(runs: dict[str, Curve], key: str) -> list[float]:
-    return [fmean(values) for values in zip(*(run[key] for run in runs.values()), strict=True)]
-
-
-def _apart(learn: Any, *arguments: Any) -> Curve:
-    """The curve of a run in a process of its own."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_send, args=(theirs, learn, arguments))
-    process.start()
-    theirs.close()
-    try:
-        return ours.recv()
-    except EOFError:
-        raise SystemExit("the run failed; see above") from None
-    finally:
-        process.join()
-
-
-def _send(connection: Any, learn: Any, arguments: Sequence[Any]) -> None:
-    connection.send(learn(*arguments))
-
-
-def with_groupwise(seed: int, steps: int, learning_rate: float) -> Curve:
-    """A run of `groupwise.rl`."""
-    import groupwise
-    from groupwise.runs.store import Store
-
-    with tempfile.TemporaryDirectory() as folder:
-        overrides = [
-            f"training.seed={seed}",
-            f"training.max_steps={steps}",
-            f"training.learning_rate={learning_rate}",
-            "eval.before_and_after=false",
-            f"run.dir={folder}",
-        ]
-        result = groupwise.rl(CONFIG, TASK, overrides=overrides)
-        with Store.open(result.folder / "run.db", readonly=True) as record:
-            found = record.metrics(["reward", "time/step"])
-    return {
-        "reward": [value for _, value in found["reward"]],
-        "seconds": [value for _, value in found["time/step"]],
+    same = {
+        "training.max_steps": given.steps,
+        "training.prompts_per_step": given.prompts,
+        "training.learning_rate": given.learning_rate,
+        "training.lr_scheduler_type": "constant",
+        "model.dtype": given.dtype,
     }
+    overrides = tuple(f"{key}={value}" for key, value in same.items())
+    name = f"equal-learning-{given.learning_rate:g}-{given.dtype}"
+    study = Study.opened(same, RESULTS / f"{name}-{slug(machine())}.json" if given.store else None)
+    sides = {"Groupwise": partial(ours, overrides), "TRL": partial(theirs, overrides)}
+    study.run(sides, given.seeds, given.minutes)
+    study.show()
+    if len(study.curves) == len(sides):
+        print(f"a step of Groupwise is {ratio(study):.2f} times as fast")
+    if given.store:
+        study.draw(name)
 
 
-def with_trl(seed: int, steps: int, learning_rate: float) -> Curve:
+def ratio(study: Study) -> float:
+    """Mean seconds of a step of TRL over those of Groupwise, of seeds that both have."""
+    ours, theirs = study.curves["Groupwise"], study.curves["TRL"]
+    both = ours.keys() & theirs.keys()
+    seconds = [fmean(s for seed in both for s in runs[seed]["seconds"]) for runs in (theirs, ours)]
+    return seconds[0] / seconds[1]
+
+
+def ours(overrides: tuple[str, ...], seed: int) -> Curve:
+    """A run of `groupwise.rl`."""
+    more = (f"training.seed={seed}", "eval.before_and_after=false")
+    with temporary() as folder:
+        return recorded(with_groupwise([*overrides, *more], folder))
+
+
+def theirs(overrides: tuple[str, ...], seed: int) -> Curve:
     """The same by TRL."""
-    import torch
     from datasets import Dataset
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
-    from groupwise.config import load_config
+    from groupwise.models.lora import new_lora_config
 
     prepare_process(os.cpu_count() or 1)
-    config = load_config(CONFIG).config
-    training = config.training
+    config = load_config(CONFIG, [*overrides, f"training.seed={seed}"]).config
+    assert config.lora is not None
     task = runpy.run_path(str(TASK))
-    model, tokenizer = loaded("bfloat16")
+    model, tokenizer = loaded(config.model.dtype)
     functions, weights = zip(*task["get_reward_funcs"]({}, tokenizer), strict=True)
     curve: Curve = {"reward": [], "seconds": []}
 
@@ -178,46 +105,28 @@ def with_trl(seed: int, steps: int, learning_rate: float) -> Curve:
             if "reward" in logs:
                 curve["reward"].append(logs["reward"])
 
-    with tempfile.TemporaryDirectory() as folder:
-        settings = GRPOConfig(
-            output_dir=folder,
-            seed=seed,
-            max_steps=steps,
-            per_device_train_batch_size=training.num_generations,
-            gradient_accumulation_steps=training.prompts_per_step,
-            num_generations=training.num_generations,
-            max_completion_length=config.sampler.max_completion_length,
-            loss_type="dr_grpo",
-            scale_rewards="none",
-            reward_weights=list(weights),
-            temperature=1.0,
-            beta=0.0,
-            learning_rate=learning_rate,
-            lr_scheduler_type="linear",
-            max_grad_norm=training.max_grad_norm or 0.0,
-            weight_decay=0.0,
-            gradient_checkpointing=False,
-            bf16=False,
-            use_cpu=not torch.cuda.is_available(),
-            report_to=[],
-            save_strategy="no",
-            logging_steps=1,
-            disable_tqdm=True,
-        )
+    with temporary() as folder:
         trainer = GRPOTrainer(
             model=model,
             reward_funcs=list(functions),
-            args=settings,
-            train_dataset=Dataset.from_list(task["get_rl_dataset"]({"task": {}})),
+            args=settings(config, folder, reward_weights=list(weights), logging_steps=1),
+            train_dataset=Dataset.from_list(drawn(task["get_rl_dataset"]({"task": {}}), config)),
             processing_class=tokenizer,
-            peft_config=adapter(),
+            peft_config=new_lora_config(config.lora),
             callbacks=[Kept()],
         )
         trainer.train()
     return curve
 
 
-SIDES = {"groupwise": with_groupwise, "TRL": with_trl}
+def drawn(rows: list[Any], config: Any) -> list[Any]:
+    """The rows that the draws of a run of Groupwise get, in their order."""
+    training = config.training
+    draws = range(training.max_steps * training.prompts_per_step)
+    return [
+        rows[example_of_draw(draw, len(rows), training.seed, shuffle=config.data.shuffle)]
+        for draw in draws
+    ]
 
 
 if __name__ == "__main__":

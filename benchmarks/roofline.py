@@ -1,35 +1,42 @@
 """What this machine could do at best with the fixed work, and which share of it Groupwise reaches: `python -m benchmarks.roofline`.
 
-Rates are measured: matrix products of the model's own shapes, with as many rows as decoding and learning have, and the reading of
-memory. The floor of sampling is, for each token, the longer of computing its products and of reading the weights once; that of learning
-is its products: forward and the gradient of the inputs (frozen weights have none of their own), each prompt once for its group, the
-output head at completion tokens alone. Attention, sampling, norms and the adapter are left out, so the floor cannot be reached.
+Rates are measured as the work is laid out: in as many processes at once, with as many threads and as many rows in each as decoding,
+prompts and learning have there. A rate is that of the faster of torch's own product and oneDNN's over ordered weights. The floor of
+sampling is, for each token, the longer of computing its products and of reading the weights once, and the products of the prompts;
+that of learning is its products: forward and the gradient of the inputs (frozen weights have none of their own), each prompt once for its
+group, the output head at completion tokens alone. Attention, drawing, norms and the adapter are left out, so that no floor can be
+reached. Then some steps are measured, on the same machine in the same mood, and their shares printed.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
-import os
+import multiprocessing
+import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from benchmarks.step import RESULTS, machine, slug
+from benchmarks.apart import apart
+from benchmarks.step import RESULTS, config_of, machine, measure, slug
 from benchmarks.work import MODEL, W1, Work
+from groupwise import build
 from groupwise.models.config import ModelConfig
 from groupwise.models.load import read_model_config
 from groupwise.models.machine import prepare_process
 
-LEARNT_ROWS = 1024
-"""Rows of a product in the learner: some groups' tokens."""
-MEMORY = 1 << 30
-"""Bytes that are read to measure memory; far more than the caches hold."""
+MEMORY = 1 << 29
+"""Bytes that each process reads to measure memory; far more than the caches hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,31 +59,95 @@ class Sizes:
         return self.head[0] * self.head[1]
 
 
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What all processes together do at the same time."""
+
+    products: dict[str, float]
+    """FLOP/s with the rows that `decoding`, `prompts` and `learning` have."""
+    reading: float
+    """Bytes/s of memory."""
+
+
 def main() -> None:
-    """Measure and print."""
+    """Measure, print, store."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--repetitions", type=int, default=5, help="steps that are measured")
+    parser.add_argument("--store", action="store_true", help="keep the result")
     given = parser.parse_args()
-    prepare_process(os.cpu_count() or 1)
-    sizes, dtype = sizes_of(MODEL), getattr(torch, given.dtype)
-    rows = len(W1.prompts) * W1.members
-    rates = {count: gemm_rate(sizes, count, dtype) for count in (rows, LEARNT_ROWS)}
-    reading = read_rate()
-    floors = {
-        "sampling": sampling_floor(W1, sizes, rates[rows], reading, dtype.itemsize)
-        + forward_flops(sizes, sum(W1.prompts)) / rates[LEARNT_ROWS],
-        "learning": learning_flops(W1, sizes) / rates[LEARNT_ROWS],
+    [layout] = apart(partial(layout_of, given.dtype))
+    rows = rows_of(W1, layout.processes)
+    rates = measured_rates(layout, rows)
+    [seconds] = apart(partial(measured_steps, given.dtype, given.repetitions))
+    floors = floors_of(W1, sizes_of(MODEL), rates, getattr(torch, given.dtype).itemsize, layout)
+    result = {
+        "machine": machine(),
+        "layout": asdict(layout),
+        "rows": rows,
+        "rates": asdict(rates),
+        "floors": floors,
+        "seconds": seconds,
+        "shares": {name: floor / median(seconds[name]) for name, floor in floors.items()},
     }
-    floors["step"] = sum(floors.values())
-    print(f"{machine()['processor']}, {os.cpu_count()} cores, {given.dtype}")
-    for count, rate in rates.items():
-        print(f"  products of {count:>4} rows  {rate / 1e9:6.0f} GFLOP/s")
-    print(f"  reading memory         {reading / 1e9:6.1f} GB/s")
-    reached = stored(given.dtype)
-    for name, floor in floors.items():
-        seconds = reached.get(name)
-        share = f"   reached {seconds:.2f} s: {floor / seconds:.0%} of it" if seconds else ""
-        print(f"  {name:<10} at best {floor:.2f} s{share}")
+    show(result)
+    if given.store:
+        file = RESULTS / f"roofline-{slug(result['machine'])}-{given.dtype}.json"
+        file.write_text(json.dumps(result, indent=2) + "\n")
+        print(f"stored in {file}")
+
+
+def show(result: dict[str, Any]) -> None:
+    """For people."""
+    layout, rates = result["layout"], result["rates"]
+    print(f"{result['machine']['processor']}, {layout['processes']} processes, {layout['dtype']}")
+    for name, rate in rates["products"].items():
+        print(f"  products of {result['rows'][name]:>4} rows ({name}) {rate / 1e9:6.0f} GFLOP/s")
+    print(f"  reading memory {rates['reading'] / 1e9:6.1f} GB/s")
+    for name, floor in result["floors"].items():
+        reached = median(result["seconds"][name])
+        print(f"  {name:<9} {reached:5.2f} s, at best {floor:5.2f} s: {result['shares'][name]:.0%}")
+
+
+def layout_of(dtype: str) -> build.Layout:
+    """How Groupwise lays the work out here."""
+    return build.choose_layout(config_of(W1, dtype), longest_prompt=W1.longest)
+
+
+def measured_steps(dtype: str, repetitions: int) -> dict[str, list[float]]:
+    """Seconds of each phase of Groupwise's steps."""
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        closing(
+            build.training_parts(config_of(W1, dtype), layout_of(dtype), "bench", Path(folder))
+        ) as parts,
+    ):
+        return asyncio.run(measure(parts, repetitions))
+
+
+def rows_of(work: Work, processes: int) -> dict[str, int]:
+    """Rows of a product in each process; prompts are computed one by one."""
+    return {
+        "decoding": -(-len(work.prompts) * work.members // processes),
+        "prompts": sum(work.prompts) // len(work.prompts),
+        "learning": -(-(sum(work.prompts) + work.sampled) // processes),
+    }
+
+
+def floors_of(
+    work: Work, sizes: Sizes, rates: Rates, item_bytes: int, layout: build.Layout
+) -> dict[str, float]:
+    """Seconds of each phase at best."""
+    products = rates.products
+    weights_per_second = rates.reading / (item_bytes * layout.processes)
+    sampling = sampling_floor(work, sizes, products["decoding"], weights_per_second)
+    prompts = forward_flops(sizes, sum(work.prompts)) / products["prompts"]
+    learning = learning_flops(work, sizes) / products["learning"]
+    return {
+        "sampling": sampling + prompts,
+        "learning": learning,
+        "step": sampling + prompts + learning,
+    }
 
 
 def sizes_of(model: str) -> Sizes:
@@ -101,32 +172,63 @@ def learning_flops(work: Work, sizes: Sizes) -> float:
     return 2 * forward_flops(sizes, tokens) + 2 * 2.0 * sizes.output * work.sampled
 
 
-def sampling_floor(work: Work, sizes: Sizes, rate: float, reading: float, item_bytes: int) -> float:
-    """Seconds of decoding all completions beside each other."""
+def sampling_floor(work: Work, sizes: Sizes, rate: float, weights_per_second: float) -> float:
+    """Seconds of decoding all completions beside each other; the first token of each comes with its prompt."""
     weights = sizes.body + sizes.output
     rows = len(work.prompts) * work.members
-    return work.new_tokens * max(2.0 * weights * rows / rate, weights * item_bytes / reading)
+    each = max(2.0 * weights * rows / rate, weights / weights_per_second)
+    return (work.new_tokens - 1) * each
 
 
-def gemm_rate(sizes: Sizes, rows: int, dtype: torch.dtype) -> float:
-    """FLOP/s of one pass through layers of the model's shapes, each with weights of its own, as in the model."""
+def measured_rates(layout: build.Layout, rows: dict[str, int]) -> Rates:
+    """Of as many processes as the layout has, all at the same time."""
+    spawn = multiprocessing.get_context("spawn")
+    with spawn.Manager() as manager:
+        together = manager.Barrier(layout.processes).wait
+        one = partial(own_rates, together, layout.threads_each, rows, layout.dtype)
+        found = apart(*[one] * layout.processes)
+    products = {name: sum(each.products[name] for each in found) for name in rows}
+    return Rates(products, sum(each.reading for each in found))
+
+
+def own_rates(
+    together: Callable[[], object], threads: int, rows: dict[str, int], dtype: str
+) -> Rates:
+    """Of this process; each measurement begins `together` with those of the others."""
+    prepare_process(threads)
+    sizes = sizes_of(MODEL)
+    products: dict[str, float] = {}
+    for name, count in rows.items():
+        ways = products_of(sizes, count, getattr(torch, dtype))
+        seconds: list[float] = []
+        for way in ways:
+            together()
+            seconds.append(best(way))
+        products[name] = 2.0 * (sizes.body + sizes.output) * count / min(seconds)
+    tensor = torch.ones(MEMORY // 4)
+    together()
+    return Rates(products, MEMORY / best(tensor.sum))
+
+
+def products_of(sizes: Sizes, rows: int, dtype: torch.dtype) -> Sequence[Callable[[], None]]:
+    """Ways of one pass through products of the model's shapes, each with weights of its own, as in the model."""
+    shapes = [*sizes.shapes * sizes.layers, sizes.head]
     layers = [
         (torch.randn(rows, shape[1], dtype=dtype), torch.randn(shape, dtype=dtype))
-        for _ in range(sizes.layers)
-        for shape in sizes.shapes
+        for shape in shapes
     ]
+    mkldnn = torch.ops.mkldnn
+    ordered = [(x, mkldnn._reorder_linear_weight(weight, rows)) for x, weight in layers]
 
-    def once() -> None:
+    def plain() -> None:
         for x, weight in layers:
             F.linear(x, weight)
 
-    return 2.0 * sizes.body * rows / best(once)
+    def in_order() -> None:
+        for x, weight in ordered:
+            mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
-
-def read_rate() -> float:
-    """Bytes/s of summing a tensor that no cache holds."""
-    tensor = torch.ones(MEMORY // 4)
-    return MEMORY / best(tensor.sum)
+    return plain, in_order
 
 
 def best(work: Callable[[], object], times: int = 5) -> float:
@@ -138,15 +240,6 @@ def best(work: Callable[[], object], times: int = 5) -> float:
         work()
         found.append(time.perf_counter() - started)
     return min(found)
-
-
-def stored(dtype: str) -> dict[str, float]:
-    """Seconds of Groupwise's phases on this machine, as `benchmarks.against_trl --store` measured them; none if it has not."""
-    file = RESULTS / f"against-trl-{slug(machine())}-{dtype}.json"
-    if not file.exists():
-        return {}
-    seconds = json.loads(file.read_text())["cells"]["W1"]["groupwise"]["seconds"]
-    return {phase: median(values) for phase, values in seconds.items()}
 
 
 if __name__ == "__main__":

@@ -12,18 +12,15 @@ import argparse
 import json
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import groupwise
-from benchmarks.step import machine, slug
+from benchmarks.learning import IMAGES, ROOT, step_values
+from benchmarks.step import RESULTS, machine, slug
 from groupwise.display.plot import Series, moving_mean, svg_curve
-from groupwise.runs.store import Store
 
-ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "05_sft_then_rl"
-PICTURE = ROOT / "docs" / "images" / "sft-then-rl.svg"
-RESULTS = ROOT / "benchmarks" / "results"
+PICTURE = IMAGES / "sft-then-rl.svg"
 RIGHT = "rewards/right/mean"
 WINDOW = 5
 
@@ -94,12 +91,6 @@ def rewarded(overrides: list[str], name: str, before: float, start: str | None) 
     steps = step_values(result.folder, "time/step")
     done = tuple(before + seconds for seconds in accumulate(steps))
     return Way(name, result.summary, done, tuple(step_values(result.folder, RIGHT)))
-
-
-def step_values(folder: Path, metric: str) -> list[float]:
-    """A metric of every step."""
-    with Store.open(folder / "run.db", readonly=True) as record:
-        return [value for _, value in record.metrics([metric])[metric]]
 
 
 def store(both: tuple[Way, Way]) -> None:

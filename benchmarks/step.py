@@ -78,11 +78,7 @@ async def measure(parts: build.Parts, repetitions: int, work: Work = W1) -> dict
     }
     await parts.sampler.load(await parts.learner.publish(0))
     for repetition in range(repetitions + 1):
-        asked = [
-            request(work, draw, random_prompt(draw, length, repetition), repetition)
-            for draw, length in enumerate(work.prompts)
-        ]
-        taken = await one_step(parts, asked, repetition)
+        taken = await one_step(parts, requests(work, repetition), repetition)
         if repetition:
             for name, seconds in phases.items():
                 seconds.append(taken[name])
@@ -135,6 +131,7 @@ def config_of(
             "training": {
                 "prompts_per_step": len(work.prompts),
                 "num_generations": work.members,
+                "learning_rate": LEARNING_RATE,
             },
             "run": {"threads": threads, "processes": processes},
         }
@@ -149,6 +146,14 @@ def request(
     seeds = tuple(rng.getrandbits(63) for _ in range(work.members))
     params = SamplingParams(work.new_tokens, stop_token_ids=stops if work.natural else ())
     return GroupRequest(draw, tuple(prompt), seeds, params)
+
+
+def requests(work: Work, repetition: int) -> list[GroupRequest]:
+    """The groups of one step, for random prompts."""
+    return [
+        request(work, draw, random_prompt(draw, length, repetition), repetition)
+        for draw, length in enumerate(work.prompts)
+    ]
 
 
 def random_prompt(draw: int, length: int, repetition: int) -> list[int]:

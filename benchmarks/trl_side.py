@@ -5,19 +5,22 @@ Its best setting on a CPU: base in bfloat16, LoRA, one group as a micro-batch, m
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from benchmarks.work import ALPHA, LEARNING_RATE, MODEL, RANK, Work, prompts
+from benchmarks.step import config_of
+from benchmarks.work import MODEL, Work, prompts
+from groupwise.config import RunConfig
 from groupwise.models.config import ModelConfig
 from groupwise.models.machine import prepare_process
 from groupwise.models.tokenizer import resolve
 
-STEPS = 100
-"""More than are asked for."""
+if TYPE_CHECKING:
+    from trl import GRPOConfig
 
 
 class Ended(Exception):
@@ -26,16 +29,19 @@ class Ended(Exception):
 
 def serve(connection: Connection, work: Work, dtype: str) -> None:
     """Answer each message with the seconds of a step until one says `end`."""
-    import os
-
-    import torch
     from datasets import Dataset
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
+
+    from groupwise.models.lora import new_lora_config
 
     prepare_process(os.cpu_count() or 1)
+    config = config_of(work, dtype)
+    assert config.lora is not None
+    assert config.training.max_steps is not None
     model, tokenizer = loaded(dtype)
-    texts = [text for step in range(STEPS) for text in prompts(work, tokenizer, step)]
+    steps = range(config.training.max_steps)  # more than are asked for
+    texts = [text for step in steps for text in prompts(work, tokenizer, step)]
 
     class Waiting(TrainerCallback):
         """Lets a step begin when the other side says so, and tells it how long the step took."""
@@ -75,34 +81,15 @@ def serve(connection: Connection, work: Work, dtype: str) -> None:
             self.tokens += sum(map(len, found[1]))
             return found
 
+    exact_lengths = {} if work.natural else {"min_new_tokens": work.new_tokens}
     with tempfile.TemporaryDirectory() as folder:
-        settings = GRPOConfig(
-            output_dir=folder,
-            max_steps=STEPS,
-            per_device_train_batch_size=work.members,
-            gradient_accumulation_steps=len(work.prompts),
-            num_generations=work.members,
-            max_completion_length=work.new_tokens,
-            generation_kwargs={} if work.natural else {"min_new_tokens": work.new_tokens},
-            temperature=1.0,
-            beta=0.0,
-            learning_rate=LEARNING_RATE,
-            gradient_checkpointing=False,
-            bf16=False,
-            use_cpu=not torch.cuda.is_available(),
-            report_to=[],
-            save_strategy="no",
-            logging_strategy="no",
-            disable_tqdm=True,
-            shuffle_dataset=False,
-        )
         trainer = Timed(
             model=model,
             reward_funcs=_alternating,
-            args=settings,
+            args=settings(config, folder, generation_kwargs=exact_lengths, logging_strategy="no"),
             train_dataset=Dataset.from_dict({"prompt": texts}),
             processing_class=tokenizer,
-            peft_config=adapter(),
+            peft_config=new_lora_config(config.lora),
             callbacks=[Waiting()],
         )
         with suppress(Ended):
@@ -119,11 +106,42 @@ def loaded(dtype: str) -> tuple[Any, Any]:
     return model, AutoTokenizer.from_pretrained(location)
 
 
-def adapter() -> Any:
-    """The adapter of the benchmarks as peft describes it."""
-    from peft import LoraConfig
+def settings(config: RunConfig, folder: str, **more: Any) -> GRPOConfig:
+    """What Groupwise's config says, in TRL's words, and `more`; a group is a micro-batch."""
+    import torch
+    from trl import GRPOConfig
 
-    return LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", task_type="CAUSAL_LM")
+    training = config.training
+    assert training.max_steps is not None
+    return GRPOConfig(
+        output_dir=folder,
+        seed=training.seed,
+        max_steps=training.max_steps,
+        per_device_train_batch_size=training.num_generations,
+        gradient_accumulation_steps=training.prompts_per_step,
+        num_generations=training.num_generations,
+        num_iterations=training.num_iterations,
+        max_completion_length=config.sampler.max_completion_length,
+        temperature=config.sampler.temperature,
+        loss_type=config.algorithm.type,
+        scale_rewards="none",
+        learning_rate=training.learning_rate,
+        lr_scheduler_type=training.lr_scheduler_type,
+        warmup_steps=training.warmup_steps,
+        weight_decay=training.weight_decay,
+        adam_beta1=training.adam_beta1,
+        adam_beta2=training.adam_beta2,
+        adam_epsilon=training.adam_epsilon,
+        max_grad_norm=training.max_grad_norm or 0.0,
+        gradient_checkpointing=training.gradient_checkpointing,
+        bf16=False,  # the model's own number format stands
+        use_cpu=not torch.cuda.is_available(),
+        shuffle_dataset=False,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        **{**config.algorithm.model_dump(include={"beta", "epsilon"}), **more},
+    )
 
 
 def _alternating(completions: list[Any], **_: Any) -> list[float | None]:

@@ -55,6 +55,9 @@ def main() -> int:
     except GroupwiseError as error:
         print(f"quickstart: {error}", file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:
+        print("\nStopped before the first step. `make quickstart` begins again.")
+        return 130
     if result.exit_code:
         print("\nInterrupted. `make quickstart` goes on where it stopped.")
         return result.exit_code

@@ -1,50 +1,43 @@
 """From a config to working parts: the only place that picks implementations.
 
-`training_parts` builds what the loop drives (sampler, learner, scorer), `serving_parts` what an evaluation asks. Sampler
-and learner share one base model in memory when an adapter is trained; each has its own copy of the adapter, and the sampler's
-changes only through published files. All of them are in this process, or in ranks (`groupwise.ranks`), as the layout says: then
-what is built here for one process is built once in the zygote, by the function whose name it is given.
+`choose_layout` says how the work suits this machine. `start_training` builds what the loop drives (sampler and learner),
+`start_supervised` what a supervised run does, `start_serving` what an evaluation asks. Sampler and learner share one base model in
+memory when an adapter is trained; each has its own copy of the adapter, and the sampler's changes only through published files. They
+are in this process, or in ranks (`groupwise.ranks`), as the layout says: then the zygote makes once, by `make_described`, what is made
+here for one process.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from groupwise.algorithms.registry import make
-from groupwise.config import RunConfig, load_config, view
-from groupwise.errors import ConfigError, TaskError
+from groupwise.config import RunConfig, load_config
+from groupwise.errors import ConfigError
 from groupwise.models.config import Dtype, ModelConfig
-from groupwise.models.tokens import completion_text
+from groupwise.ranks import ahead
 from groupwise.ranks.learner import RankLearner
 from groupwise.ranks.sampler import RankSampler
 from groupwise.ranks.tree import Ranks
-from groupwise.rewards.inprocess import InProcessScorer, RubricScorer
-from groupwise.rewards.rubric import Rubric
-from groupwise.rewards.scoring import Scorer, unpicklable
-from groupwise.rewards.workers import RewardWorkers
-from groupwise.rollouts.asking import Ask, RolloutKind
-from groupwise.rollouts.dialogue import first_ids
-from groupwise.rollouts.environment import EnvironmentRollouts, Limits
-from groupwise.rollouts.hosts import EnvironmentHost, LocalHost, WorkerHost
-from groupwise.rollouts.seeds import member_seed
-from groupwise.rollouts.sessions import Sessions
-from groupwise.rollouts.single import Single
-from groupwise.rollouts.two_stage import TwoStage
 from groupwise.runs import publications
 from groupwise.sft_config import SftConfig, load_sft_config
-from groupwise.tasks.contract import Task, load_task
-from groupwise.tasks.tools import Schema
-from groupwise.types import Example, Learner, Sampler, SamplingParams
+from groupwise.task_parts import longest_completion
+from groupwise.types import Learner, Sampler
 
 if TYPE_CHECKING:
     from groupwise.learner.slopes import Slope
     from groupwise.ranks.hosted import Hosted
+
+Kind = Literal["training", "supervised", "serving"]
+"""Of what is made together."""
+AnyConfig = RunConfig | SftConfig
+MAKE = "groupwise.build:make_described"
 
 KEY_BLOCK = 64
 """Key lengths are rounded up to this many tokens, so that near configs decode in the same shape."""
@@ -56,13 +49,6 @@ SMALL_MODEL = 20_000_000
 """Parameters below which one process is chosen: a step takes a fraction of a second, and starting ranks takes several."""
 MAX_PROCESSES = 16
 """Chosen at most, because each has activations, gradients and moments of its own. A config may say more."""
-RANK_MODULES = (
-    "groupwise.learner.torch_learner",
-    "groupwise.models.adapters",
-    "groupwise.ranks.hosted",
-    "groupwise.sampler.torch_sampler",
-)
-"""What a zygote imports first; they bring torch and transformers."""
 LARGE_ADAPTER = 512 << 20
 """Bytes of one publication where nobody says: rank 64 on a model of 7 billion parameters."""
 
@@ -137,10 +123,10 @@ class Parts(Closable):
 
     async def slopes(self, learning_rate: float) -> list[Slope]:
         """How much of a step reaches the outputs of the adapter's layers; none where all weights are trained."""
-        from groupwise.learner.slopes import trained_slopes
-
         if self.ranks is not None:
             return await self.ranks.call(0, "slopes", learning_rate)
+        from groupwise.learner.slopes import trained_slopes
+
         return trained_slopes(self.trained, learning_rate)
 
 
@@ -161,26 +147,37 @@ class LearningParts(Closable):
 
 def choose_layout(config: RunConfig, longest_prompt: int) -> Layout:
     """What suits this machine, where the config does not say. Raises ConfigError for processes that it cannot have."""
-    from groupwise.models.load import choose_dtype
-    from groupwise.models.machine import choose_device, describe_processor, torch_version
-
-    device = choose_device()
+    layout = _layout(config)
     rows = config.training.prompts_per_step * config.training.num_generations
-    processes = _processes(config, device)
-    return Layout(
-        device=device,
-        dtype=choose_dtype(config.model, full=config.lora is None, device=device),
-        threads=config.run.threads or _cores(),
-        slots=config.sampler.slots or max(MIN_SLOTS, min(MAX_SLOTS, -(-rows // processes))),
+    suiting = max(MIN_SLOTS, min(MAX_SLOTS, -(-rows // layout.processes)))
+    return replace(
+        layout,
+        slots=config.sampler.slots or suiting,
         key_length=key_length(config, longest_prompt),
-        max_tokens_per_microbatch=config.training.max_tokens_per_microbatch,
-        processor=describe_processor(device),
-        torch=torch_version(),
-        processes=processes,
     )
 
 
-def _processes(config: RunConfig | SftConfig, device: str) -> int:
+def supervised_layout(config: SftConfig) -> Layout:
+    """As `choose_layout`, where nothing is sampled."""
+    return _layout(config)
+
+
+def _layout(config: AnyConfig) -> Layout:
+    device = ahead.choose_device()
+    return Layout(
+        device=device,
+        dtype=ahead.choose_dtype(config.model, config.lora is None, device),
+        threads=config.run.threads or _cores(),
+        slots=0,
+        key_length=0,
+        max_tokens_per_microbatch=config.training.max_tokens_per_microbatch,
+        processor=ahead.describe_processor(device),
+        torch=ahead.torch_version(),
+        processes=_processes(config, device),
+    )
+
+
+def _processes(config: AnyConfig, device: str) -> int:
     """How many processes are asked for, or suit."""
     asked = config.run.processes
     possible = device == "cpu" and sys.platform.startswith("linux")
@@ -195,7 +192,7 @@ def _processes(config: RunConfig | SftConfig, device: str) -> int:
     return most
 
 
-def _most_processes(config: RunConfig | SftConfig) -> int:
+def _most_processes(config: AnyConfig) -> int:
     """As many as are asked for, or suit as far as the config alone can tell: one for each thread, with enough to do.
 
     Full fine-tuning has one, because each would have a copy of all weights.
@@ -212,10 +209,7 @@ def _most_processes(config: RunConfig | SftConfig) -> int:
 
 
 def _is_small(model: ModelConfig) -> bool:
-    from groupwise.models.load import hollow_model
-    from groupwise.models.plan import count_parameters
-
-    return count_parameters(hollow_model(model).parameters()) < SMALL_MODEL
+    return ahead.all_parameters(model) < SMALL_MODEL
 
 
 def key_length(config: RunConfig, longest_prompt: int) -> int:
@@ -231,73 +225,117 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
-def longest_completion(config: RunConfig) -> int:
-    """Most tokens that may follow a prompt in training or evaluation: of a rollout, whatever it consists of."""
-    one = max(config.sampler.max_completion_length, config.eval.max_completion_length or 0)
-    return config.rollout.longest(one)
+@contextmanager
+def expected_ranks(config: AnyConfig) -> Generator[None]:
+    """As `expect_ranks`; those that nobody has needed end with it."""
+    expect_ranks(config)
+    try:
+        yield
+    finally:
+        ahead.give_up()
 
 
-def longest_written(config: RunConfig) -> int:
-    """Most tokens that the policy may write in one rollout of training: what algorithms take as the longest completion."""
-    return config.rollout.longest_written(config.sampler.max_completion_length)
-
-
-_begun: list[Ranks] = []
-"""Whose zygote imports already what it will need; at most one."""
-
-
-def expect_ranks(config: RunConfig | SftConfig) -> None:
-    """Begin the zygote where the config will probably have ranks, before this process imports the same modules for itself."""
-    if _begun or config.model.name == "tiny" or Path("/dev/nvidiactl").exists():
+def expect_ranks(config: AnyConfig) -> None:
+    """Begin the zygote where the config will probably have ranks, so that its imports take no time later."""
+    if config.model.name == "tiny" or Path("/dev/nvidiactl").exists():
         return
     if _most_processes(config) > 1:
-        _begun.append(_begin_ranks())
-
-
-def _begin_ranks() -> Ranks:
-    ranks = Ranks(*RANK_MODULES)
-    ranks.begin()
-    return ranks
-
-
-def _without_ranks() -> None:
-    """End a zygote that was begun for nothing."""
-    while _begun:
-        _begun.pop().close()
+        ahead.begin()
 
 
 def training_parts(config: RunConfig, layout: Layout, run: str, publish_folder: Path) -> Parts:
     """Load the model once and build sampler and learner over it."""
-    if layout.processes > 1:
-        ranks = _started(
-            "training_parts_for_ranks", config, layout, run=run, publish_folder=str(publish_folder)
-        )
-        stops = ranks.call_all_now("stop_token_ids")[0]
-        return Parts(RankSampler(ranks), RankLearner(ranks), stops, ranks=ranks)
-    _without_ranks()
-    made = _training_parts(config, layout, run, publish_folder)
+    return _training(_made_now("training", config, layout, run=run, folder=str(publish_folder)))
+
+
+async def start_training(
+    config: RunConfig, layout: Layout, run: str, publish_folder: Path
+) -> Parts:
+    """As `training_parts`, for an event loop, which goes on while ranks start; cancelling it ends them."""
+    made = await _made("training", config, layout, run=run, folder=str(publish_folder))
+    return _training(made)
+
+
+def supervised_parts(config: SftConfig, layout: Layout, run: str, folder: Path) -> LearningParts:
+    """Load the model and build the learner of a run that samples nothing; it would publish into `folder`."""
+    return _supervised(_made_now("supervised", config, layout, run=run, folder=str(folder)))
+
+
+async def start_supervised(
+    config: SftConfig, layout: Layout, run: str, folder: Path
+) -> LearningParts:
+    """As `supervised_parts`, for an event loop; see `start_training`."""
+    return _supervised(await _made("supervised", config, layout, run=run, folder=str(folder)))
+
+
+async def start_serving(config: RunConfig, layout: Layout, weights: Path | None) -> ServingParts:
+    """A sampler of the adapter or full weights in `weights`; without, `serving_label` says what it serves. See `start_training`."""
+    folder = None if weights is None else str(weights)
+    made = await _made("serving", config, layout, weights=folder)
+    if isinstance(made, Ranks):
+        return ServingParts(RankSampler(made), _stop_token_ids(made), ranks=made)
+    assert made.sampler is not None
+    return ServingParts(made.sampler, made.stop_token_ids)
+
+
+def _training(made: Ranks | Hosted) -> Parts:
+    if isinstance(made, Ranks):
+        return Parts(RankSampler(made), RankLearner(made), _stop_token_ids(made), ranks=made)
     assert made.sampler is not None
     assert made.learner is not None
     return Parts(made.sampler, made.learner, made.stop_token_ids, made.trained)
 
 
-def training_parts_for_ranks(
-    config: Mapping[str, Any], layout: Mapping[str, Any], run: str, publish_folder: str
-) -> Hosted:
-    """The factory that the zygote of a training calls."""
-    loaded = load_config(config).config
-    return _training_parts(loaded, Layout(**layout), run, Path(publish_folder))
+def _supervised(made: Ranks | Hosted) -> LearningParts:
+    if isinstance(made, Ranks):
+        return LearningParts(RankLearner(made), ranks=made)
+    assert made.learner is not None
+    return LearningParts(made.learner)
 
 
-def _started(factory: str, config: RunConfig | SftConfig, layout: Layout, **more: Any) -> Ranks:
-    """Ranks that host what a function of this module makes, ready."""
-    described = {"config": config.model_dump(mode="json"), "layout": asdict(layout), **more}
-    ranks = _begun.pop() if _begun else _begin_ranks()
-    ranks.make(f"{__name__}:{factory}", described, layout.processes)
+def _stop_token_ids(ranks: Ranks) -> tuple[int, ...]:
+    return ranks.call_all_now("stop_token_ids")[0]
+
+
+# --- made here, or once in the zygote of ranks ----------------------------------------------------
+
+
+def _made_now(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> Ranks | Hosted:
+    if layout.processes == 1:
+        return _made_here(kind, config, layout, **more)
+    ranks = ahead.take()
+    ranks.make_now(MAKE, _described(kind, config, layout, **more), layout.processes)
     return ranks
 
 
-def _training_parts(config: RunConfig, layout: Layout, run: str, publish_folder: Path) -> Hosted:
+async def _made(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> Ranks | Hosted:
+    if layout.processes == 1:
+        return _made_here(kind, config, layout, **more)
+    ranks = ahead.take()
+    await ranks.make(MAKE, _described(kind, config, layout, **more), layout.processes)
+    return ranks
+
+
+def _made_here(kind: Kind, config: Any, layout: Layout, **more: Any) -> Hosted:
+    ahead.give_up()
+    return _MAKERS[kind](config, layout, **more)
+
+
+def _described(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> dict[str, Any]:
+    """What `make_described` takes, expressible as JSON."""
+    plain = config.model_dump(mode="json")
+    return {"kind": kind, "config": plain, "layout": asdict(layout), **more}
+
+
+def make_described(
+    kind: Kind, config: Mapping[str, Any], layout: Mapping[str, Any], **more: Any
+) -> Hosted:
+    """The factory that a zygote calls."""
+    read = load_sft_config if kind == "supervised" else load_config
+    return _MAKERS[kind](read(config).config, Layout(**layout), **more)
+
+
+def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> Hosted:
     """Sampler and learner in this process, which may be a zygote: it has one thread as long as there are ranks to come."""
     from groupwise.learner.torch_learner import TorchLearner
     from groupwise.models.adapters import check_adapter
@@ -318,7 +356,7 @@ def _training_parts(config: RunConfig, layout: Layout, run: str, publish_folder:
     learner = TorchLearner(
         trained,
         run=run,
-        publish_folder=publish_folder,
+        publish_folder=Path(folder),
         max_tokens_per_microbatch=layout.max_tokens_per_microbatch,
         seed=config.training.seed,
         gradient_checkpointing=config.training.gradient_checkpointing,
@@ -353,44 +391,7 @@ def _replicas(layout: Layout, trained: Any) -> Any:
     return Replicas(layout.processes, [*trained.parameters().values()])
 
 
-def supervised_layout(config: SftConfig) -> Layout:
-    """What suits this machine; nothing is sampled."""
-    from groupwise.models.load import choose_dtype
-    from groupwise.models.machine import choose_device, describe_processor, torch_version
-
-    device = choose_device()
-    return Layout(
-        device=device,
-        dtype=choose_dtype(config.model, full=config.lora is None, device=device),
-        threads=config.run.threads or _cores(),
-        slots=0,
-        key_length=0,
-        max_tokens_per_microbatch=config.training.max_tokens_per_microbatch,
-        processor=describe_processor(device),
-        torch=torch_version(),
-        processes=_processes(config, device),
-    )
-
-
-def supervised_parts(config: SftConfig, layout: Layout, run: str, folder: Path) -> LearningParts:
-    """Load the model and build the learner of a run that samples nothing; it would publish into `folder`."""
-    if layout.processes > 1:
-        ranks = _started("supervised_parts_for_ranks", config, layout, run=run, folder=str(folder))
-        return LearningParts(RankLearner(ranks), ranks=ranks)
-    _without_ranks()
-    made = _supervised_parts(config, layout, run, folder)
-    assert made.learner is not None
-    return LearningParts(made.learner)
-
-
-def supervised_parts_for_ranks(
-    config: Mapping[str, Any], layout: Mapping[str, Any], run: str, folder: str
-) -> Hosted:
-    """The factory that the zygote of a supervised run calls."""
-    return _supervised_parts(load_sft_config(config).config, Layout(**layout), run, Path(folder))
-
-
-def _supervised_parts(config: SftConfig, layout: Layout, run: str, folder: Path) -> Hosted:
+def _make_supervised(config: SftConfig, layout: Layout, run: str, folder: str) -> Hosted:
     from groupwise.learner.torch_learner import TorchLearner
     from groupwise.learner.weights import TrainedModel
     from groupwise.models.adapters import check_adapter
@@ -405,7 +406,7 @@ def _supervised_parts(config: SftConfig, layout: Layout, run: str, folder: Path)
     learner = TorchLearner(
         trained,
         run=run,
-        publish_folder=folder,
+        publish_folder=Path(folder),
         max_tokens_per_microbatch=layout.max_tokens_per_microbatch,
         seed=config.training.seed,
         gradient_checkpointing=config.training.gradient_checkpointing,
@@ -415,229 +416,33 @@ def _supervised_parts(config: SftConfig, layout: Layout, run: str, folder: Path)
     return Hosted(layout.threads_each, learner=learner, replicas=replicas)
 
 
-def serving_parts(config: RunConfig, layout: Layout, weights: Path | None) -> ServingParts:
-    """A sampler of the adapter or full weights in `weights`; without, `serving_label` says what it serves."""
-    if layout.processes > 1:
-        given = None if weights is None else str(weights)
-        ranks = _started("serving_parts_for_ranks", config, layout, weights=given)
-        stops = ranks.call_all_now("stop_token_ids")[0]
-        return ServingParts(RankSampler(ranks), stops, ranks=ranks)
-    _without_ranks()
-    made = _serving_parts(config, layout, weights)
-    assert made.sampler is not None
-    return ServingParts(made.sampler, made.stop_token_ids)
-
-
-def serving_parts_for_ranks(
-    config: Mapping[str, Any], layout: Mapping[str, Any], weights: str | None
-) -> Hosted:
-    """The factory that the zygote of an evaluation calls."""
-    folder = None if weights is None else Path(weights)
-    return _serving_parts(load_config(config).config, Layout(**layout), folder)
-
-
-def _serving_parts(config: RunConfig, layout: Layout, weights: Path | None) -> Hosted:
+def _make_serving(config: RunConfig, layout: Layout, weights: str | None) -> Hosted:
     from groupwise.models.adapters import adapter_folder
     from groupwise.models.load import load_model, stop_token_ids
     from groupwise.models.tokenizer import load_tokenizer
     from groupwise.ranks.hosted import Hosted
     from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler
 
-    weights = weights or adapter_folder(config.model)
+    folder = adapter_folder(config.model) if weights is None else Path(weights)
     _prepare_process(layout)
     tokenizer = load_tokenizer(config.model)
     model = load_model(config.model, layout.dtype, layout.device)
-    served = _served_weights(config, model, weights)
+    served = _served_weights(config, model, folder)
     sampler = TorchSampler(served, tokenizer, DecodeLayout(layout.slots, layout.key_length))
     stops = _with_configured(stop_token_ids(model, tokenizer), config)
     return Hosted(layout.threads_each, sampler, stop_token_ids=stops)
 
 
+_MAKERS: dict[Kind, Callable[..., Hosted]] = {
+    "training": _make_training,
+    "supervised": _make_supervised,
+    "serving": _make_serving,
+}
+
+
 def serving_label(config: RunConfig) -> str:
     """How results call the policy that a run would start from."""
     return "base" if config.model.adapter is None else "base+adapter"
-
-
-def task_rubric(config: RunConfig, task: Task, tokenizer: Any) -> Rubric | None:
-    """The task's rewards, or None where it has none; made once in a process, because it may load a reward model."""
-    if not task.has("get_reward_funcs"):
-        return None
-    return task.rubric(view(config), tokenizer, config.rewards.reward_weights)
-
-
-def scores_in_workers(config: RunConfig, task: Task, rubric: Rubric | None) -> bool:
-    """Whether rewards run in processes of their own: not where they cannot be imported elsewhere or keep state."""
-    stateful = rubric is not None and rubric.stateful
-    return task.spec is not None and not config.rewards.in_process and not stateful
-
-
-def build_scorer(
-    config: RunConfig, task: Task, tokenizer: Any, rubric: Rubric | None = None
-) -> Scorer:
-    """Reward workers, or one thread here that calls `rubric`; see `scores_in_workers`.
-
-    `rubric` is the task's, where the caller has made it already. A task without rewards can be asked for its metrics only.
-    """
-    rubric = rubric or task_rubric(config, task, tokenizer)
-    if not scores_in_workers(config, task, rubric):
-        return InProcessScorer(
-            rubric, _metrics_of(config, task, tokenizer), time_limit=config.rewards.time_limit
-        )
-    return RewardWorkers(
-        "groupwise.build:scorer_for_worker",
-        {"config": config.model_dump(mode="json"), "task": task.spec},
-        workers=config.rewards.workers,
-        time_limit=config.rewards.time_limit,
-        start_limit=config.rewards.start_limit,
-    )
-
-
-def scorer_for_worker(config: Mapping[str, Any], task: str) -> RubricScorer:
-    """The factory that reward workers call: the task's rewards and metrics, made afresh in the worker."""
-    loaded = load_config(config).config
-    found = load_task(task)
-    tokenizer = LazyTokenizer(loaded)
-    return RubricScorer(
-        task_rubric(loaded, found, tokenizer), _metrics_of(loaded, found, tokenizer)
-    )
-
-
-def check_rollouts(
-    config: RunConfig, task: Task, examples: Sequence[Example]
-) -> tuple[Schema, ...]:
-    """Raise TaskError where task and `rollout.type` do not go together, or an example lacks what its environment asks for.
-
-    Returns the tools that the prompts of chats describe.
-    """
-    if config.rollout.type != "environment":
-        if task.has("get_environment"):
-            raise TaskError(
-                f"{task.described} has get_environment, but rollout.type is {config.rollout.type}, so that it would never "
-                "be asked. Set rollout.type to environment, or remove the hook."
-            )
-        return ()
-    if not task.has("get_environment"):
-        raise TaskError(
-            f"{task.described} has no get_environment, but rollout.type is environment.\n"
-            "  expected: def get_environment(config)\n"
-            "Add the hook, or leave rollout.type out."
-        )
-    factory = task.check_environment(view(config), examples)
-    stuck = unpicklable(examples[0].columns) if examples and _hosts_in_workers(config, task) else []
-    if stuck:
-        raise TaskError(
-            f"{task.described}: the dataset's column {' and '.join(f'`{name}`' for name in stuck)} holds values that "
-            "cannot be sent to the environment workers (pickle refuses them). Keep plain values in the dataset and make "
-            "the objects in the environment, or set rollout.in_process."
-        )
-    return tuple(getattr(factory, "schemas", ()))
-
-
-def build_rollouts(
-    config: RunConfig, task: Task, tokenizer: Any, room: int | None = None
-) -> RolloutKind:
-    """What makes the rollouts. `room` is the sampler's key length, which an environment's own prompts must not exceed."""
-    if config.rollout.type == "single":
-        return Single(lambda ids: completion_text(tokenizer, ids))
-    if config.rollout.type == "two_stage":
-        return TwoStage(config.rollout, tokenizer)
-    limits = Limits(
-        max_turns=config.rollout.max_turns,
-        max_tokens=longest_completion(config),
-        time_limit=config.rollout.time_limit,
-        max_seconds=config.rollout.max_seconds,
-        room=room,
-    )
-    tools = check_rollouts(config, task, ())
-    return EnvironmentRollouts(_environment_host(config, task), tokenizer, limits, tools)
-
-
-async def first_prompts(
-    config: RunConfig,
-    task: Task,
-    tokenizer: Any,
-    examples: Sequence[Example],
-    room: int | None = None,
-) -> list[tuple[int, ...]]:
-    """What the policy is asked first for these examples, as tokens: with tools, and as their environments begin.
-
-    `room` is as in `build_rollouts`. Raises TaskError where an environment gives no first prompt.
-    """
-    tools = check_rollouts(config, task, ())
-    asked = [first_ids(tokenizer, example.prompt, tools) for example in examples]
-    if config.rollout.type != "environment":
-        return asked
-    rollouts = build_rollouts(config, task, tokenizer, room)
-    assert isinstance(rollouts, EnvironmentRollouts)
-    params = SamplingParams(max_tokens=1)
-    asks = [
-        Ask(draw, example, ids, 1, partial(member_seed, config.training.seed, draw), params)
-        for draw, (example, ids) in enumerate(zip(examples, asked, strict=True))
-    ]
-    try:
-        await rollouts.start()
-        return [await rollouts.opening(ask) for ask in asks]
-    finally:
-        await rollouts.close()
-
-
-def environments_for_worker(config: Mapping[str, Any], task: str) -> Sessions:
-    """The factory that environment workers call: the task's environments, made afresh in the worker."""
-    return Sessions(load_task(task).environment(view(load_config(config).config)))
-
-
-def _environment_host(config: RunConfig, task: Task) -> EnvironmentHost:
-    if not _hosts_in_workers(config, task):
-        return LocalHost(Sessions(task.environment(view(config))))
-    return WorkerHost(
-        "groupwise.build:environments_for_worker",
-        {"config": config.model_dump(mode="json"), "task": task.spec},
-        workers=config.rollout.workers,
-        start_limit=config.rollout.start_limit,
-    )
-
-
-def _hosts_in_workers(config: RunConfig, task: Task) -> bool:
-    return task.spec is not None and not config.rollout.in_process
-
-
-class LazyTokenizer:
-    """The model's tokenizer, loaded when a task first uses it: most rewards never ask.
-
-    Until then a worker has neither transformers nor torch. The first use imports both (seconds, some 250 MB), because
-    transformers decides once for a process whether there is torch: hidden from it to save that, torch would be
-    missing for a reward that loads a model later.
-    """
-
-    def __init__(self, config: RunConfig) -> None:
-        vars(self).update(_config=config, _tokenizer=None)
-
-    @property
-    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The tokenizer's own, for `isinstance`."""
-        return self._loaded().__class__
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._loaded(), name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._loaded(), name, value)
-
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._loaded()(*arguments, **keywords)
-
-    def __len__(self) -> int:
-        return len(self._loaded())
-
-    def _loaded(self) -> Any:
-        own = vars(self)
-        if own["_tokenizer"] is None:
-            from groupwise.models.tokenizer import load_tokenizer
-
-            own["_tokenizer"] = load_tokenizer(own["_config"].model)
-        return own["_tokenizer"]
 
 
 def publication_folder(run_folder: Path, size: int = LARGE_ADAPTER) -> Path:
@@ -647,9 +452,8 @@ def publication_folder(run_folder: Path, size: int = LARGE_ADAPTER) -> Path:
 
 def publication_bytes(config: RunConfig) -> int:
     """Size of a publication: what is trained, in float32; and of the earlier ones that a lag keeps."""
-    from groupwise.models.plan import trained_parameters
-
-    return 4 * trained_parameters(config.model, config.lora) * (1 + config.training.lag)
+    trained = ahead.trained_parameters(config.model, config.lora)
+    return 4 * trained * (1 + config.training.lag)
 
 
 def remove_publications(folder: Path) -> None:
@@ -660,13 +464,6 @@ def remove_publications(folder: Path) -> None:
 def build_algorithm(config: RunConfig) -> Any:
     """The configured algorithm."""
     return make(config.algorithm.type, config.algorithm.knobs)
-
-
-def _metrics_of(config: RunConfig, task: Task, tokenizer: Any) -> Any:
-    def compute(prompts: Any, completions: Any, rows: Any) -> dict[str, Any]:
-        return task.compute_metrics(prompts, completions, rows, view(config), tokenizer)
-
-    return compute
 
 
 def _served_weights(config: RunConfig, model: Any, weights: Path | None) -> Any:
@@ -693,7 +490,7 @@ def _adapter_weights(config: RunConfig, model: Any) -> tuple[Any, Any]:
     return trained, ServedAdapter(trained.adapted)
 
 
-def _trained_adapter(config: RunConfig | SftConfig, model: Any) -> Any:
+def _trained_adapter(config: AnyConfig, model: Any) -> Any:
     """A new adapter, or the one that the config starts from."""
     from groupwise.learner.weights import TrainedAdapter
     from groupwise.models.adapters import adapter_folder, starting_config, warn_of_other_base

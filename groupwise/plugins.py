@@ -244,7 +244,7 @@ def _forget_namesakes(folder: str) -> None:
 
     Without it `import helpers` would quietly give the second task the helpers of the first.
     """
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():
         origin = getattr(module, "__file__", None)
         owner = str(Path(origin).parent) if isinstance(origin, str) else None
         if owner in _user_folders - {folder} and Path(folder, f"{name}.py").is_file():

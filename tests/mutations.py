@@ -612,15 +612,23 @@ MUTATIONS = (
             ),
             (
                 "models/native/linear.py",
-                "found_NO = torch.addmm(added_NO, x_NI, self.weight_OI.t())",
-                "found_NO = added_NO + x_NI @ self.weight_OI.t()",
+                "found_NO = torch.addmm(low.added(x_NI), x_NI, self.weight_OI.t())",
+                "found_NO = low.added(x_NI) + x_NI @ self.weight_OI.t()",
             ),
             (
-                "models/native/linear.py",
-                "return torch.ops.mkldnn._linear_pointwise.binary(\n"
-                '            x_NI, added_NO, self._packed, self.bias_O, "add"\n'
-                "        )",
-                "return added_NO + _product(x_NI, self._packed, self.bias_O)",
+                "models/native/packed.py",
+                "low.of(x), low.up_RO, low.ranks_B2, array(into_NO)",
+                "self._nothing.of(x), self._nothing.up_RO, self._nothing.ranks_B2, array(into_NO)",
+            ),
+            (
+                "models/native/packed.py",
+                "return into_NO[:rows]",
+                "return (into_NO + (torch.tensor(low.of(x)) @ torch.tensor(low.up_RO)).bfloat16())[:rows]",
+            ),
+            (
+                "models/native/packed.py",
+                'return operation.binary(x_NI, low.added(x_NI), self._weights, self._bias_O, "add")',
+                'return low.added(x_NI) + operation(x_NI, self._weights, self._bias_O, "none", [], "")',
             ),
         ),
         (

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from groupwise import build
+from groupwise import build, task_parts
 from groupwise.awaiting import run_to_end
 from groupwise.checks import check_games
 from groupwise.checks.check_data import (
@@ -148,10 +148,10 @@ def _subject(
         else []
     )
     tokenizer = _tokenizer(settings, required=config is not None)
-    rubric = build.task_rubric(settings, found, tokenizer)
-    tools = build.check_rollouts(settings, found, train or held_out)
+    rubric = task_parts.task_rubric(settings, found, tokenizer)
+    tools = task_parts.check_rollouts(settings, found, train or held_out)
     if rubric is not None:
-        in_workers = build.scores_in_workers(settings, found, rubric)
+        in_workers = task_parts.scores_in_workers(settings, found, rubric)
         for examples in (train, held_out):
             check_reward_columns(found, rubric, examples, in_workers=in_workers)
     return Subject(settings, found, tokenizer, config is not None, train, held_out, rubric, tools)
@@ -194,7 +194,7 @@ def _room(subject: Subject) -> int | None:
         return None
     from groupwise.models.plan import prompt_room
 
-    room = prompt_room(subject.config.model, build.longest_completion(subject.config))
+    room = prompt_room(subject.config.model, task_parts.longest_completion(subject.config))
     limit = subject.config.data.max_prompt_length
     return None if limit is not None and limit <= room else room
 
@@ -203,7 +203,7 @@ def _shown_prompts(subject: Subject) -> list[str]:
     """The first prompts; those that environments begin with, unless they cannot, which is found out elsewhere."""
     tokenizer, examples = subject.tokenizer, subject.examples
     if tokenizer is not None and examples and subject.task.has("get_environment"):
-        asked = build.first_prompts(
+        asked = task_parts.first_prompts(
             subject.config, subject.task, tokenizer, examples[:SHOWN_PROMPTS]
         )
         with suppress(TaskError, EnvironmentWorkerError):
@@ -278,7 +278,7 @@ async def _try_rewards(
 ) -> list[dict[str, Any]]:
     """Call the rewards in all ways, judge them, and return the table of what was earned."""
     config = subject.config
-    scorer = build.build_scorer(config, subject.task, subject.tokenizer, subject.rubric)
+    scorer = task_parts.build_scorer(config, subject.task, subject.tokenizer, subject.rubric)
     trial = Trial(scorer, subject.tokenizer)
     try:
         await scorer.start()

@@ -39,7 +39,7 @@ def _host(task: Task, config: RunConfig) -> EnvironmentHost:
     if task.spec is None or config.rollout.in_process:
         return LocalHost(Sessions(task.environment(view(config))))
     return WorkerHost(
-        "groupwise.build:environments_for_worker",
+        "groupwise.task_parts:environments_for_worker",
         {"config": config.model_dump(mode="json"), "task": task.spec},
         start_limit=config.rollout.start_limit,
     )

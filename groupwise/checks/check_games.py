@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, cast
 
-from groupwise import build
+from groupwise import task_parts
 from groupwise.checks.check_data import spread
 from groupwise.checks.check_gold import GARBAGE
 from groupwise.checks.check_rewards import distribution, is_constant, mean_or_none
@@ -133,8 +133,8 @@ async def play(
     config: RunConfig, task: Task, tokenizer: Any, examples: Sequence[Example], room: int | None
 ) -> list[Game]:
     """A game of each player for some of the rows. Raises EnvironmentWorkerError where no environment can be held."""
-    tools = build.check_rollouts(config, task, ())
-    rollouts = build.build_rollouts(config, task, tokenizer, room)
+    tools = task_parts.check_rollouts(config, task, ())
+    rollouts = task_parts.build_rollouts(config, task, tokenizer, room)
     end: int | None = tokenizer.eos_token_id
     params = SamplingParams(
         max_tokens=config.sampler.max_completion_length,

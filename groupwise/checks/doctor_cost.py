@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from groupwise import build
+from groupwise import task_parts
 from groupwise.algorithms.registry import make
 from groupwise.algorithms.sft import Sft
 from groupwise.checks.doctor_engine import Engine
@@ -55,7 +55,7 @@ async def measure(
     engine: Engine, config: RunConfig, slots: int, version: int, clock: Clock = time.perf_counter
 ) -> Speeds:
     """Sample, learn and publish for a few seconds each."""
-    limit = build.longest_written(config)
+    limit = task_parts.longest_written(config)
     members = config.training.num_generations
     groups = max(1, min(slots // members, config.training.prompts_per_step))
     _, few = await _sampled(engine, groups, members, min(FEW_TOKENS, limit), clock)
@@ -85,7 +85,7 @@ def _turns(config: RunConfig) -> int:
 async def _read(engine: Engine, config: RunConfig, clock: Clock) -> float:
     """Tokens of a prompt per second, from the first token after one that is as long as a conversation becomes."""
     prompt = engine.prompts[0]
-    length = min(READ_TOKENS, len(prompt) + build.longest_completion(config) - 1)
+    length = min(READ_TOKENS, len(prompt) + task_parts.longest_completion(config) - 1)
     conversation = (prompt * (length // len(prompt) + 1))[:length]
     _, seconds = await _sampled(replace(engine, prompts=(conversation,)), 1, 1, 1, clock)
     return _rate(length, seconds)
@@ -204,10 +204,10 @@ def _step_seconds(
 
 def _most_seconds(speeds: Speeds, config: RunConfig, rollouts: int, longest_prompt: int) -> float:
     """Of rollouts that reach every limit; the learner also goes through what the environment said."""
-    written, turns = build.longest_written(config), _turns(config)
+    written, turns = task_parts.longest_written(config), _turns(config)
     if turns == 1:
         return _step_seconds(speeds, rollouts, written, written)
-    whole = build.longest_completion(config)
+    whole = task_parts.longest_completion(config)
     return _step_seconds(speeds, rollouts, written, whole, (turns - 1) * (longest_prompt + whole))
 
 

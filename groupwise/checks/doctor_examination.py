@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from groupwise import build
+from groupwise import build, task_parts
 from groupwise.awaiting import run_to_end
 from groupwise.build import Layout, Parts
 from groupwise.checks import doctor_cost, doctor_machine
@@ -101,9 +101,9 @@ def _patient(loaded: LoadedConfig, task: Task | None) -> Patient:
         tokenizer,
         examples,
         max_prompt_length=config.data.max_prompt_length,
-        room=prompt_room(config.model, build.longest_completion(config)),
+        room=prompt_room(config.model, task_parts.longest_completion(config)),
         where=task.described if task else "The prompts of the doctor",
-        tools=build.check_rollouts(config, task, examples) if task else (),
+        tools=task_parts.check_rollouts(config, task, examples) if task else (),
     )
     layout = build.choose_layout(config, prompts.longest)
     sizes = planned_sizes(config, layout)
@@ -230,7 +230,7 @@ async def engine_of(patient: Patient, parts: Parts) -> Engine:
     chosen = spread(patient.prompts.examples, PROMPTS)
     if task is not None:
         room = patient.layout.key_length
-        prompts = await build.first_prompts(config, task, patient.tokenizer, chosen, room)
+        prompts = await task_parts.first_prompts(config, task, patient.tokenizer, chosen, room)
     else:
         prompts = spread(patient.prompts.prompts, PROMPTS)
     return Engine(

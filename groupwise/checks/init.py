@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from groupwise import build
+from groupwise import build, task_parts
 from groupwise.awaiting import run_to_end
 from groupwise.checks import doctor_cost, doctor_machine
 from groupwise.checks.check_data import check_hooks, prompt_lengths, spread, suffices
@@ -157,7 +157,7 @@ def _choose_rl(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
     config = draft.config
     tokenizer = load_tokenizer(config.model)
     examples = task.rl_examples(view(config), limit=_draws(draft))
-    tools = build.check_rollouts(config, task, examples)
+    tools = task_parts.check_rollouts(config, task, examples)
     lengths, _ = prompt_lengths(examples, tokenizer, tools)
     device = choose_device()
     choose_step(draft, device, len(examples))

@@ -37,10 +37,10 @@ LEAST_COMPLETION = 16
 ROUND = 16
 """Lengths in tokens are rounded up to a multiple of this."""
 BUDGETS: dict[str, tuple[int, ...]] = {
-    "cpu": (8192, 4096, 2048, 1024, 512),
+    "cpu": (4096, 2048, 1024, 512),
     "cuda": (32768, 16384, 8192, 4096, 2048, 1024, 512),
 }
-"""Tokens of a micro-batch that are tried, the most first. More than 8192 make a CPU no faster."""
+"""Tokens of a micro-batch that are tried, the most first. More than 4096 make a CPU no faster."""
 SLOTS = (None, 32, 16, 8)
 """Completions decoded together that are tried; None: as many as suit the machine. Fewer cost more time than computing
 activations again."""

@@ -37,11 +37,7 @@ def evaluate(
     as_json: JsonOption = False,
 ) -> None:
     """Evaluate a model on the held-out prompts of a task."""
-    from groupwise.cli.early import expect_ranks
     from groupwise.cli.output import write_result
-    from groupwise.config import load_config
-
-    expect_ranks(lambda: load_config(config, tuple(overrides or ())))
     from groupwise.evaluation.evaluate import evaluate_each
 
     results = evaluate_each(

@@ -54,12 +54,7 @@ def rl(
     as_json: JsonOption = False,
 ) -> None:
     """Train a model on a task with reinforcement learning."""
-    from groupwise.cli.early import expect_ranks
     from groupwise.cli.output import write_json, write_result
-    from groupwise.config import load_config
-
-    if not dry_run:
-        expect_ranks(lambda: load_config(config, tuple(overrides or ())))
     from groupwise.loops.rl_start import rl as train
 
     result = train(

@@ -34,12 +34,7 @@ def sft(
     as_json: JsonOption = False,
 ) -> None:
     """Train a model on given answers (supervised fine-tuning)."""
-    from groupwise.cli.early import expect_ranks
     from groupwise.cli.output import write_json, write_result
-    from groupwise.sft_config import load_sft_config
-
-    if not dry_run:
-        expect_ranks(lambda: load_sft_config(config, tuple(overrides or ())))
     from groupwise.loops.sft_start import sft as train
 
     result = train(

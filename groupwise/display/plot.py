@@ -27,7 +27,8 @@ class Series:
     name: str
     points: tuple[Point, ...]
     """(x, y) in order of x."""
-    style: Literal["line", "points"] = "line"
+    style: Literal["line", "points", "band"] = "line"
+    """A band is the area between the lowest and the highest point of each x; a terminal shows its points."""
 
 
 def with_mean(name: str, points: Sequence[Point], window: int | None = None) -> list[Series]:
@@ -181,7 +182,7 @@ class _Canvas:
         self._owner = [[0] * columns for _ in range(rows)]
 
     def draw(self, series: Series, index: int) -> None:
-        if series.style == "points":
+        if series.style != "line":
             for x, y in series.points:
                 column, row = self._cell(x, y)
                 self._points[row][column] = True
@@ -235,7 +236,7 @@ def _heading(title: str, series: Sequence[Series], width: int, colour: bool) -> 
     if not title:
         return []
     signs = "   ".join(
-        f"{'·' if each.style == 'points' else '⠒⠒'} {one_line(each.name)}" for each in series
+        f"{'⠒⠒' if each.style == 'line' else '·'} {one_line(each.name)}" for each in series
     )
     line = shorten(one_line(title), width)
     shown = f"{_BOLD}{line}{_PLAIN}" if colour else line
@@ -281,7 +282,7 @@ _STYLE = """
     .c0 { stroke: #0969da; fill: #0969da } .c1 { stroke: #bc4c00; fill: #bc4c00 }
     .c2 { stroke: #8250df; fill: #8250df } .c3 { stroke: #1a7f37; fill: #1a7f37 }
     .line.c0, .line.c1, .line.c2, .line.c3 { fill: none }
-    .dots { stroke: none; opacity: .35 }
+    .dots { stroke: none; opacity: .35 } .band { stroke: none; opacity: .15 }
     text { font: 13px ui-sans-serif, system-ui, 'Segoe UI', Helvetica, Arial, sans-serif }
     .title { font-size: 16px; font-weight: 600 }
     @media (prefers-color-scheme: dark) {
@@ -344,11 +345,27 @@ def _svg_series(
     if series.style == "points":
         dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in places)
         return f'<g class="dots {colour}">{dots}</g>'
-    return f'<path class="line {colour}" d="M{" L".join(f"{x:.1f} {y:.1f}" for x, y in places)}"/>'
+    if series.style == "band":
+        return f'<path class="band {colour}" d="{_path(_outline(places))}Z"/>'
+    return f'<path class="line {colour}" d="{_path(places)}"/>'
+
+
+def _path(places: Sequence[Point]) -> str:
+    return "M" + " L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+
+
+def _outline(places: Sequence[Point]) -> list[Point]:
+    """Along the highest place of each x, and back along the lowest."""
+    heights: dict[float, list[float]] = {}
+    for x, y in places:
+        heights.setdefault(x, []).append(y)
+    there = [(x, min(ys)) for x, ys in heights.items()]
+    back = [(x, max(ys)) for x, ys in heights.items()]
+    return [*there, *reversed(back)]
 
 
 def _colour(index: int, drawn: Sequence[Series]) -> int:
-    """Points and the line after them belong together and share a colour."""
+    """Points or a band and the line after them belong together and share a colour."""
     return sum(1 for each in drawn[:index] if each.style == "line") % 4
 
 
@@ -356,6 +373,8 @@ def _legend(drawn: Sequence[Series], width: int) -> list[str]:
     shapes: list[str] = []
     x = float(width - _RIGHT)
     for index in reversed(range(len(drawn))):
+        if drawn[index].style == "band":  # the line after it names both
+            continue
         name = shorten(one_line(drawn[index].name), 24)
         colour = f"c{_colour(index, drawn)}"
         shapes.append(_label(x, 28, name, "faint", "end"))

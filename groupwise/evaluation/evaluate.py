@@ -17,9 +17,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from groupwise import build
+from groupwise import build, task_parts
 from groupwise.awaiting import run_to_end
-from groupwise.config import RunConfig, load_config, resolved, view, with_task_schema
+from groupwise.config import LoadedConfig, RunConfig, load_config, resolved, view, with_task_schema
 from groupwise.errors import RewardWorkerError, TaskError, UsageError
 from groupwise.evaluation.measures import (
     REWARD,
@@ -33,10 +33,8 @@ from groupwise.evaluation.measures import (
 from groupwise.evaluation.policies import FoundPolicy, find_policy
 from groupwise.evaluation.results import check_writable, result_name, write_result
 from groupwise.evaluation.statistics import Interval, wilson
-from groupwise.models.adapters import adapter_folder
-from groupwise.models.plan import prompt_room
-from groupwise.models.tokenizer import load_tokenizer
 from groupwise.models.tokens import completion_text
+from groupwise.ranks import ahead
 from groupwise.rewards.rubric import Rubric
 from groupwise.rewards.scoring import Scorer
 from groupwise.rollouts.asking import Ask, RolloutKind, gather_all
@@ -141,7 +139,7 @@ class EvalResult:
 def held_out_prompts(config: RunConfig, task: Task, tokenizer: Any, room: int) -> PromptSet:
     """The held-out prompts that an evaluation of this config uses."""
     examples = task.eval_examples(view(config), limit=config.eval.max_prompts)
-    tools = build.check_rollouts(config, task, examples)
+    tools = task_parts.check_rollouts(config, task, examples)
     return tokenise(
         tokenizer,
         examples,
@@ -290,6 +288,13 @@ def evaluate_each(
     if samples_per_prompt is not None:
         overrides = [*overrides, f"eval.samples_per_prompt={samples_per_prompt}"]
     loaded = load_config(config, overrides)
+    with build.expected_ranks(loaded.config):
+        return _evaluate_each(loaded, task, policies, output)
+
+
+def _evaluate_each(
+    loaded: LoadedConfig, task: object, policies: Sequence[str], output: Path | None
+) -> list[EvalResult]:
     found = load_task(task)
     require(found, "eval")
     schema = found.config_schema()
@@ -297,13 +302,20 @@ def evaluate_each(
     every = [_found(policy, settings) for policy in policies]
     for weights in every:
         check_writable(*_place(found, weights, settings), output)
-    return [run_to_end(_evaluate(settings, found, weights, output)) for weights in every]
+    results: list[EvalResult] = []
+    for weights in every:
+        build.expect_ranks(settings)
+        results.append(run_to_end(_evaluate(settings, found, weights, output)))
+    return results
 
 
 def _found(policy: str, config: RunConfig) -> FoundPolicy:
     weights = find_policy(policy, Path(config.run.dir))
     if weights.folder is None:
-        adapter_folder(config.model)
+        if config.model.adapter is not None:
+            from groupwise.models.adapters import adapter_folder
+
+            adapter_folder(config.model)
         return replace(weights, label=build.serving_label(config))
     return weights
 
@@ -311,20 +323,23 @@ def _found(policy: str, config: RunConfig) -> FoundPolicy:
 async def _evaluate(
     config: RunConfig, task: Task, policy: FoundPolicy, output: Path | None
 ) -> EvalResult:
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = ahead.load_tokenizer(config.model)
     build.check_stop_tokens(config, tokenizer)
     prompts = held_out_prompts(
-        config, task, tokenizer, prompt_room(config.model, build.longest_completion(config))
+        config,
+        task,
+        tokenizer,
+        ahead.prompt_room(config.model, task_parts.longest_completion(config)),
     )
-    rubric = build.task_rubric(config, task, tokenizer)
+    rubric = task_parts.task_rubric(config, task, tokenizer)
     check_success_part(config, task, rubric)
     if rubric is not None:
-        in_workers = build.scores_in_workers(config, task, rubric)
+        in_workers = task_parts.scores_in_workers(config, task, rubric)
         check_reward_columns(task, rubric, prompts.examples, in_workers=in_workers)
     layout = build.choose_layout(config, prompts.longest)
-    scorer = build.build_scorer(config, task, tokenizer, rubric)
-    rollouts = build.build_rollouts(config, task, tokenizer, layout.key_length)
-    parts = build.serving_parts(config, layout, policy.folder)
+    scorer = task_parts.build_scorer(config, task, tokenizer, rubric)
+    rollouts = task_parts.build_rollouts(config, task, tokenizer, layout.key_length)
+    parts = await build.start_serving(config, layout, policy.folder)
     try:
         asked = held_out(config, task, prompts, parts.stop_token_ids, rollouts)
         result = await answer_held_out(asked, parts.sampler, scorer, tokenizer, policy.label)

@@ -57,8 +57,9 @@ class OptimisationConfig(Strict):
         le=2**63 - 1,
     )
     max_tokens_per_microbatch: int = setting(
-        8192,
-        "Tokens computed at once in the learner; less needs less memory. The gradient stays the same.",
+        4096,
+        "Tokens computed at once in the learner. Less needs less memory, more is faster on a large GPU alone. The gradient "
+        "stays the same.",
         on_resume="warn",
         ge=1,
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from groupwise.learner.layout import MicroBatch, PackedBatch, cut, widest
 from groupwise.models.decoder import Decoder, PromptCache, SharedPrefixCache, causal_mask
-from groupwise.models.logprobs import TokenNumbers, token_logprobs
+from groupwise.models.logprobs import TokenNumbers, token_logprobs, withheld_between
 from groupwise.types import Row
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Per completion token, padded on the right; padding is 0."""
+    """Per completion token, padded on the right; padding is 0, and so are tokens that nobody asked about."""
 
     logprobs_BT: Tensor
     entropies_BT: Tensor
@@ -36,12 +36,14 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a forward pass tells beside log-probabilities and entropies, because it costs more."""
+    """What a forward pass tells beside log-probabilities and entropies, because it costs more, and of which tokens."""
 
     entropy_gradient: bool = False
     """Entropies with a gradient: another pass over the logits."""
     accuracy: bool = False
     """Whether tokens are the likeliest ones: a search through the logits."""
+    trained_only: bool = False
+    """Nothing of tokens that their row's mask leaves out: no loss looks at them, and logits cost a good part of a token."""
 
 
 PLAIN = Wanted()
@@ -180,9 +182,12 @@ def _packed_tensors(batch: PackedBatch, device: torch.device) -> tuple[Tensor, T
 
 
 def _padded_ids(rows: Sequence[Row], device: torch.device) -> Tensor:
-    width = widest(rows)
-    padded = [[*row.completion_ids, *[0] * (width - len(row.completion_ids))] for row in rows]
-    return torch.tensor(padded, device=device)
+    return _padded([row.completion_ids for row in rows], device)
+
+
+def _padded(values: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
+    width = max(map(len, values))
+    return torch.tensor([[*each, *[0] * (width - len(each))] for each in values], device=device)
 
 
 def _real(rows: Sequence[Row], device: torch.device) -> Tensor:
@@ -191,59 +196,83 @@ def _real(rows: Sequence[Row], device: torch.device) -> Tensor:
     return torch.arange(widest(rows), device=device) < lengths_B[:, None]
 
 
-def _at_tokens(decoder: Decoder, rows: Sequence[Row], hidden_NH: Tensor, wanted: Wanted) -> Forward:
+def _at_tokens(decoder: Decoder, rows: Sequence[Row], hidden_AH: Tensor, wanted: Wanted) -> Forward:
     """From the hidden states before each completion token, one row after another, to its numbers in the padded shape."""
-    targets = targets_of(rows, hidden_NH.device)
+    asked = asked_of(rows, wanted, hidden_AH.device)
+    targets = asked.targets
     found = token_logprobs(
         decoder,
-        hidden_NH,
+        hidden_AH[asked.among_A],
         targets.ids_N,
         targets.temperatures_N,
         entropy_gradient=wanted.entropy_gradient,
         accuracy=wanted.accuracy,
         withheld_X2=targets.withheld_X2,
     )
-    return at_tokens(targets, found)
+    return asked.spread(found)
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """The completion tokens of rows, one row after another."""
+    """Tokens whose numbers are computed, one row after another, and what is computed of them."""
 
     ids_N: Tensor
     temperatures_N: Tensor
     withheld_X2: Tensor | None
     """Pairs of a place in N and an id that could not be drawn there."""
-    real_BT: Tensor
+    wanted: Wanted = PLAIN
+
+    def part(self, start: int, end: int) -> Targets:
+        """Those from `start` to `end`, with places counted from there."""
+        return Targets(
+            self.ids_N[start:end],
+            self.temperatures_N[start:end],
+            withheld_between(self.withheld_X2, start, end),
+            self.wanted,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The completion tokens of rows that are asked about."""
+
+    targets: Targets
+    among_A: Tensor
+    """Which of all completion tokens they are, one row after another."""
+    places_BT: Tensor
     """Where they stand in the padded shape."""
 
+    def spread(self, found: TokenNumbers) -> Forward:
+        """The numbers of the targets in the padded shape."""
+        places_BT = self.places_BT
+        empty_BT = torch.zeros(places_BT.shape, device=places_BT.device)
+        wrong_BT = torch.zeros_like(places_BT)
+        return Forward(
+            empty_BT.masked_scatter(places_BT, found.logprobs_N),
+            empty_BT.masked_scatter(places_BT, found.entropies_N),
+            None if found.right_N is None else wrong_BT.masked_scatter(places_BT, found.right_N),
+        )
 
-def targets_of(rows: Sequence[Row], device: torch.device) -> Targets:
-    """What the log-probabilities of the rows are taken of."""
+
+def asked_of(rows: Sequence[Row], wanted: Wanted, device: torch.device) -> Asked:
+    """Which tokens of the rows are asked about, and what."""
     real_BT = _real(rows, device)
+    places_BT = _padded([row.mask for row in rows], device) != 0 if wanted.trained_only else real_BT
+    if not places_BT.any():  # a gradient of 0 must come from somewhere
+        places_BT = real_BT
+    among_A = places_BT[real_BT]
     temperatures_B = torch.tensor([row.temperature for row in rows], device=device)
-    return Targets(
-        ids_N=_padded_ids(rows, device)[real_BT],
-        temperatures_N=temperatures_B[:, None].expand_as(real_BT)[real_BT],
-        withheld_X2=_withheld(rows, device),
-        real_BT=real_BT,
+    targets = Targets(
+        ids_N=_padded_ids(rows, device)[places_BT],
+        temperatures_N=temperatures_B[:, None].expand_as(places_BT)[places_BT],
+        withheld_X2=_withheld(rows, among_A),
+        wanted=wanted,
     )
+    return Asked(targets, among_A, places_BT)
 
 
-def at_tokens(targets: Targets, found: TokenNumbers) -> Forward:
-    """The numbers of the targets in the padded shape."""
-    real_BT = targets.real_BT
-    empty_BT = torch.zeros(real_BT.shape, device=real_BT.device)
-    wrong_BT = torch.zeros_like(real_BT)
-    return Forward(
-        empty_BT.masked_scatter(real_BT, found.logprobs_N),
-        empty_BT.masked_scatter(real_BT, found.entropies_N),
-        None if found.right_N is None else wrong_BT.masked_scatter(real_BT, found.right_N),
-    )
-
-
-def _withheld(rows: Sequence[Row], device: torch.device) -> Tensor | None:
-    """[X, 2]: pairs of a completion token, counted over all rows, and an id that could not be drawn there."""
+def _withheld(rows: Sequence[Row], among_A: Tensor) -> Tensor | None:
+    """[X, 2]: pairs of a token that is asked about, counted over all rows, and an id that could not be drawn there."""
     if not any(row.withheld for row in rows):
         return None
     starts = accumulate((len(row.completion_ids) for row in rows), initial=0)
@@ -254,4 +283,7 @@ def _withheld(rows: Sequence[Row], device: torch.device) -> Tensor | None:
         for place in range(stretch.start, stretch.end)
         for token in stretch.token_ids
     ]
-    return torch.tensor(pairs, dtype=torch.long, device=device).reshape(-1, 2)
+    device = among_A.device
+    pairs_X2 = torch.tensor(pairs, dtype=torch.long, device=device).reshape(-1, 2)
+    places_X, ids_X = pairs_X2[among_A[pairs_X2[:, 0]]].unbind(1)
+    return torch.stack((among_A.cumsum(0)[places_X] - 1, ids_X), dim=1)

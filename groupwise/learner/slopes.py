@@ -51,31 +51,49 @@ def trained_slopes(weights: TrainedWeights, learning_rate: float) -> list[Slope]
         ]
 
 
+def slope(compute: Compute, inputs_NI: Tensor, before: Factors, after: Factors) -> float:
+    """Of what `compute` makes of the change from one adapter of a layer to another, on the change itself (float64)."""
+    exact_NO = _added(inputs_NI, after) - _added(inputs_NI, before)
+    realised_NO = compute(inputs_NI, after).double() - compute(inputs_NI, before)
+    return float((realised_NO * exact_NO).sum() / (exact_NO * exact_NO).sum())
+
+
+def native_ways(native: NativeModel, path: str) -> dict[str, Compute]:
+    """How the native sampler and learner compute a layer."""
+    linear, part = next(
+        (linear, part) for linear in native.products for part in linear.parts if part.path == path
+    )
+    return {
+        "sampler": partial(_by_sampler, linear, part),
+        "learner": partial(_by_learner, linear, part),
+    }
+
+
 def _least(
     weights: TrainedAdapter, native: NativeModel | None, path: str, learning_rate: float
 ) -> float:
-    factors = weights.adapted.low_rank(weights.name)[path]
-    layer = weights.adapted.layers[path]
-    ways: list[Compute] = []
-    if native is None or weights.dropout:  # with dropout, modules are trained
-        ways.append(partial(_by_module, layer, weights.name))
-    if native is not None:
-        linear, part = _place(native, path)
-        ways.append(partial(_by_sampler, linear, part))
-        if not weights.dropout:
-            ways.append(partial(_by_learner, linear, part))
-    return min(_slope(compute, factors, weights.model.dtype, learning_rate) for compute in ways)
-
-
-def _slope(compute: Compute, factors: Factors, dtype: torch.dtype, learning_rate: float) -> float:
-    down, up = factors.down_RI, factors.up_OR
+    before = weights.adapted.low_rank(weights.name)[path]
     generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(TOKENS, down.shape[1], generator=generator).to(down.device, dtype)
-    step = learning_rate * torch.sign(torch.randn(up.shape, generator=generator)).to(up)
-    exact = factors.scaling * (inputs.double() @ down.double().t()) @ step.double().t()
-    changed = compute(inputs, replace(factors, up_OR=up + step)).double()
-    realised = changed - compute(inputs, factors).double()
-    return float((realised * exact).sum() / (exact * exact).sum())
+    up_OR = before.up_OR
+    inputs_NI = torch.randn(TOKENS, before.down_RI.shape[1], generator=generator)
+    signs_OR = torch.randn(up_OR.shape, generator=generator).sign()
+    after = replace(before, up_OR=up_OR + learning_rate * signs_OR.to(up_OR))
+    inputs_NI = inputs_NI.to(up_OR.device, weights.model.dtype)
+    return min(slope(way, inputs_NI, before, after) for way in _ways(weights, native, path))
+
+
+def _ways(weights: TrainedAdapter, native: NativeModel | None, path: str) -> list[Compute]:
+    """Those in which the run computes a layer."""
+    by_module = partial(_by_module, weights.adapted.layers[path], weights.name)
+    if native is None:
+        return [by_module]
+    ways = native_ways(native, path)
+    return [ways["sampler"], by_module if weights.dropout else ways["learner"]]
+
+
+def _added(inputs_NI: Tensor, factors: Factors) -> Tensor:
+    low_NR = inputs_NI.double() @ factors.down_RI.double().t()
+    return factors.scaling * low_NR @ factors.up_OR.double().t()
 
 
 def _by_module(layer: ExactLoraLinear, name: str, inputs: Tensor, factors: Factors) -> Tensor:
@@ -95,13 +113,6 @@ def _by_sampler(linear: Linear, part: Part, inputs: Tensor, factors: Factors) ->
 
 def _by_learner(linear: Linear, part: Part, inputs: Tensor, factors: Factors) -> Tensor:
     return _own(Product(linear, {part.path: factors}).forward(inputs)[0], part)
-
-
-def _place(native: NativeModel, path: str) -> tuple[Linear, Part]:
-    """The product that the layer is a part of."""
-    return next(
-        (linear, part) for linear in native.products for part in linear.parts if part.path == path
-    )
 
 
 def _own(found_NX: Tensor, part: Part) -> Tensor:

@@ -94,7 +94,7 @@ class TorchLearner:
         found = from_spec(loss)
         sums: dict[str, float] = {}
         self._seed_dropout()
-        wanted = Wanted(found.needs_entropy_gradient, found.needs_accuracy)
+        wanted = Wanted(found.needs_entropy_gradient, found.needs_accuracy, trained_only=True)
         for batch in self._engine.cut(rows, self._max_tokens, gradient=True):
             result = self._backward(batch, wanted, found, denominators)
             losses = {f"loss/{name}": value for name, value in result.components.items()}

@@ -16,7 +16,6 @@ from groupwise.build import Layout
 from groupwise.callbacks.registry import Named
 from groupwise.config import Loaded, LoadedConfig, resolved
 from groupwise.loops.training import TrainedBy
-from groupwise.models.adapters import check_adapter
 from groupwise.models.plan import ModelPlan
 from groupwise.models.tokens import unannounced
 from groupwise.tasks.contract import Task
@@ -56,6 +55,10 @@ class Prepared:
 def check_start(loaded: LoadedConfig) -> None:
     """Raise `ModelError` if the run cannot start from its adapter, called as the user gave it."""
     model, lora = loaded.config.model, loaded.config.lora
+    if model.adapter is None:
+        return
+    from groupwise.models.adapters import check_adapter
+
     in_config = loaded.tree.value(("model", "adapter")) == model.adapter
     check_adapter(model, lora, "model.adapter" if in_config else "--init-from")
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from groupwise import build
+from groupwise import build, task_parts
 from groupwise.awaiting import run_to_end
 from groupwise.build import Layout
 from groupwise.callbacks.registry import configured_callbacks
@@ -21,9 +21,9 @@ from groupwise.evaluation.evaluate import check_success_part, held_out_prompts
 from groupwise.loops.prepare import ROWS_READ, Prepared, check_start, digest, plan_of, task_facts
 from groupwise.loops.profiling import check_profiled_steps
 from groupwise.models.identity import identity
-from groupwise.models.plan import ModelPlan, plan_model, prompt_room
-from groupwise.models.tokenizer import load_tokenizer
+from groupwise.models.plan import ModelPlan, plan_model
 from groupwise.models.tokens import rendered
+from groupwise.ranks import ahead
 from groupwise.rewards.rubric import Rubric
 from groupwise.rollouts.prompts import PromptSet, tokenise
 from groupwise.tasks.contract import Task, check_reward_columns, load_task, require
@@ -60,15 +60,15 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
     given = view(settings)
     rows_read = rows_read or _draws(settings)
     examples = found.rl_examples(given, limit=rows_read)
-    tokenizer = load_tokenizer(settings.model)
+    tokenizer = ahead.load_tokenizer(settings.model)
     build.check_stop_tokens(settings, tokenizer)
     callbacks = configured_callbacks(settings.callbacks, given, loaded.tree.origin(("callbacks",)))
-    rubric = build.task_rubric(settings, found, tokenizer)
-    in_workers = build.scores_in_workers(settings, found, rubric)
+    rubric = task_parts.task_rubric(settings, found, tokenizer)
+    in_workers = task_parts.scores_in_workers(settings, found, rubric)
     check_reward_columns(found, rubric, examples, in_workers=in_workers)
     _check_algorithm(settings, rubric)
-    tools = build.check_rollouts(settings, found, examples)
-    room = prompt_room(settings.model, build.longest_completion(settings))
+    tools = task_parts.check_rollouts(settings, found, examples)
+    room = ahead.prompt_room(settings.model, task_parts.longest_completion(settings))
     prompts = tokenise(
         tokenizer,
         examples,
@@ -127,7 +127,7 @@ def _refuse_evaluation_of_nothing(config: RunConfig, task: Task) -> None:
 
 
 def _check_algorithm(config: RunConfig, rubric: Rubric | None) -> None:
-    longest = build.longest_written(config)
+    longest = task_parts.longest_written(config)
     try:
         build.build_algorithm(config).check(longest, rubric.names if rubric else ())
     except ValueError as error:
@@ -184,7 +184,7 @@ def plan_rl(prepared: RlPrepared, warnings: Sequence[str] = ()) -> dict[str, Any
         "held_out_examples": len(asked.examples) if asked else 0,
         "steps": prepared.max_steps,
         "completions_per_step": rows,
-        "most_tokens_sampled_per_step": rows * build.longest_written(config),
+        "most_tokens_sampled_per_step": rows * task_parts.longest_written(config),
     }
     return plan_of(
         prepared,
@@ -199,5 +199,5 @@ def plan_rl(prepared: RlPrepared, warnings: Sequence[str] = ()) -> dict[str, Any
 def _first_prompt(prepared: RlPrepared, example: Example) -> str:
     """An example's first prompt, which tools and environments have a part in."""
     config, tokenizer, room = prepared.config, prepared.tokenizer, prepared.layout.key_length
-    (ids,) = run_to_end(build.first_prompts(config, prepared.task, tokenizer, [example], room))
+    (ids,) = run_to_end(task_parts.first_prompts(config, prepared.task, tokenizer, [example], room))
     return rendered(tokenizer, ids)

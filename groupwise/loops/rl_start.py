@@ -12,16 +12,16 @@ import logging
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from groupwise import build
+from groupwise import build, task_parts
 from groupwise.awaiting import Interrupted, Interruption, run_to_end
 from groupwise.callbacks.base import Callbacks
 from groupwise.callbacks.registry import callbacks_of_task
-from groupwise.config import RunConfig, load_config, view
+from groupwise.config import LoadedConfig, RunConfig, load_config, view
 from groupwise.display.progress import Progress
 from groupwise.errors import StoreError
 from groupwise.evaluation.before_after import compared
@@ -46,10 +46,12 @@ from groupwise.loops.rl import publish, train
 from groupwise.loops.rl_prepare import RlPrepared, plan_rl, prepare_rl
 from groupwise.loops.run import Run
 from groupwise.loops.start import (
+    Start,
     TrainingResult,
     Ways,
     dry_run_warnings,
     find_start,
+    loaded,
     opened,
     watched,
 )
@@ -94,7 +96,12 @@ def rl(
     run failed on its way.
     """
     ways = Ways(resume, resume_from, init_from)
-    start = find_start(load_config(config, overrides, to_train=True), ways, KIND)
+    given = load_config(config, overrides, to_train=True)
+    with nullcontext() if dry_run else build.expected_ranks(given.config):
+        return _rl(find_start(given, ways, KIND), task, dry_run=dry_run)
+
+
+def _rl(start: Start[LoadedConfig], task: object, *, dry_run: bool) -> RlResult:
     prepared = prepare_rl(start.loaded, task, start.rows_read)
     resumption = start.resumption(prepared)
     if dry_run:
@@ -116,17 +123,20 @@ async def run_in(
     started = time.perf_counter()
     callbacks = all_callbacks(prepared, folder.path)
     publications = build.publication_folder(folder.path, build.publication_bytes(prepared.config))
-    scorer = build.build_scorer(prepared.config, prepared.task, prepared.tokenizer, prepared.rubric)
-    rollouts = build.build_rollouts(
+    scorer = task_parts.build_scorer(
+        prepared.config, prepared.task, prepared.tokenizer, prepared.rubric
+    )
+    rollouts = task_parts.build_rollouts(
         prepared.config, prepared.task, prepared.tokenizer, prepared.layout.key_length
     )
     starting = asyncio.gather(scorer.start(), rollouts.start())
     try:
         with watched(folder, prepared, resumption) as (progress, interruption):
             await asyncio.sleep(0)  # the workers start while the model is loaded
-            with closing(
-                build.training_parts(prepared.config, prepared.layout, folder.name, publications)
-            ) as parts:
+            starts = build.start_training(
+                prepared.config, prepared.layout, folder.name, publications
+            )
+            with closing(await loaded(interruption, starts)) as parts:
                 run = assemble(
                     folder, prepared, parts, scorer, rollouts, progress, interruption, publications
                 )

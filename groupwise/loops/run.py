@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from groupwise import build
+from groupwise import task_parts
 from groupwise.algorithms.base import Algorithm
 from groupwise.algorithms.registry import make
 from groupwise.config import RunConfig
@@ -81,7 +81,7 @@ class Learning(Training):
     @property
     def longest_completion(self) -> int:
         """Most tokens that the policy may write in one rollout."""
-        return build.longest_written(self.config)
+        return task_parts.longest_written(self.config)
 
     def adapt(self, metrics: Mapping[str, float]) -> None:
         """Make ready for the next step, given the metrics of the one that was done."""

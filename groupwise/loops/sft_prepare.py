@@ -19,8 +19,8 @@ from groupwise.loops.prepare import ROWS_READ, Prepared, check_start, digest, pl
 from groupwise.loops.profiling import check_profiled_steps
 from groupwise.models.chat_masks import Masked
 from groupwise.models.identity import identity
-from groupwise.models.plan import ModelPlan, plan_model, prompt_room, vocabulary
-from groupwise.models.tokenizer import load_tokenizer
+from groupwise.models.plan import ModelPlan, plan_model
+from groupwise.ranks import ahead
 from groupwise.rollouts.teacher import LessonSet, TeacherWay, read_lessons
 from groupwise.settings.view import View
 from groupwise.sft_config import LoadedSftConfig, SftConfig
@@ -60,7 +60,7 @@ def prepare_sft(loaded: LoadedSftConfig, task: object, rows_read: int | None = N
         loaded = with_task_schema(loaded, schema)
     config = loaded.config
     check_start(loaded)
-    tokenizer = load_tokenizer(config.model)
+    tokenizer = ahead.load_tokenizer(config.model)
     rows_read = rows_read or _draws(config)
     lessons = _read(config, found, tokenizer, "get_sft_dataset", rows_read)
     assert lessons is not None, "an empty dataset is an error"
@@ -112,13 +112,13 @@ def _read(
 def teacher_way(config: SftConfig, task: Task, tokenizer: Any) -> TeacherWay:
     """How the config wants the task's rows read."""
     given = View(resolved(config))
-    room = prompt_room(config.model, 0)
+    room = ahead.prompt_room(config.model, 0)
     return TeacherWay(
         text_field=config.data.dataset_text_field,
         completion_only=config.data.completion_only_loss,
         last_turn_only=config.data.assistant_turns == "last",
         max_length=min(config.data.max_length or room, room),
-        vocabulary=vocabulary(config.model),
+        vocabulary=ahead.vocabulary(config.model),
         truncation=config.data.truncation_mode,
         formatting=task.sft_function("get_sft_formatting_func", given, tokenizer),
         collator=task.sft_function("get_sft_data_collator", given, tokenizer),

@@ -10,7 +10,7 @@ import logging
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -31,17 +31,19 @@ from groupwise.loops.resume import NOT_WEIGHTS, Resumption, check_folder, take_b
 from groupwise.loops.sft import SftRun, save, train
 from groupwise.loops.sft_prepare import SftPrepared, plan_sft, prepare_sft
 from groupwise.loops.start import (
+    Start,
     TrainingResult,
     Ways,
     dry_run_warnings,
     find_start,
+    loaded,
     opened,
     watched,
 )
 from groupwise.models.tokens import unannounced
 from groupwise.runs import checkpoints
 from groupwise.runs.folder import RunFolder
-from groupwise.sft_config import SftConfig, load_sft_config
+from groupwise.sft_config import LoadedSftConfig, SftConfig, load_sft_config
 from groupwise.types import Policy
 
 logger = logging.getLogger(__name__)
@@ -73,7 +75,12 @@ def sft(
     run failed on its way.
     """
     ways = Ways(resume, resume_from, init_from)
-    start = find_start(load_sft_config(config, overrides, to_train=True), ways, KIND)
+    given = load_sft_config(config, overrides, to_train=True)
+    with nullcontext() if dry_run else build.expected_ranks(given.config):
+        return _sft(find_start(given, ways, KIND), task, dry_run=dry_run)
+
+
+def _sft(start: Start[LoadedSftConfig], task: object, *, dry_run: bool) -> SftResult:
     prepared = prepare_sft(start.loaded, task, start.rows_read)
     resumption = start.resumption(prepared)
     if dry_run:
@@ -96,9 +103,8 @@ async def _run_in(
     try:
         with watched(folder, prepared, resumption) as (progress, interruption):
             unused = folder.path / "published"  # nothing samples, so nothing is published
-            with closing(
-                build.supervised_parts(prepared.config, prepared.layout, folder.name, unused)
-            ) as parts:
+            starts = build.start_supervised(prepared.config, prepared.layout, folder.name, unused)
+            with closing(await loaded(interruption, starts)) as parts:
                 run = _assemble(folder, prepared, parts, progress, interruption)
                 run.callbacks = callbacks
                 if resumption is not None:

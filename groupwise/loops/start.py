@@ -3,19 +3,19 @@
 find_start       the config with the weights to begin with, and where an earlier run goes on
 resumption       is it the same run? what changed?
 opened           the run's folder, held by this process; one that could not start leaves none
-watched          progress for people, warnings beside it, and Ctrl-C for the loop
+watched, loaded  progress for people, warnings beside it, and Ctrl-C for the loop
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping
+from collections.abc import Coroutine, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from groupwise.awaiting import Interruption
+from groupwise.awaiting import Interrupted, Interruption
 from groupwise.config import Loaded
 from groupwise.display.progress import Progress
 from groupwise.errors import UsageError
@@ -34,6 +34,7 @@ from groupwise.loops.resume import (
 from groupwise.runs import durable, find
 from groupwise.runs.folder import RunFolder
 
+T = TypeVar("T")
 AnyPrepared = TypeVar("AnyPrepared", bound=Prepared)
 
 WAYS_TO_START = {
@@ -155,6 +156,14 @@ def watched(
     with Interruption() as interruption, progress, _shown_warnings(progress):
         progress.phase("loading")
         yield progress, interruption
+
+
+async def loaded(interruption: Interruption, parts: Coroutine[Any, Any, T]) -> T:
+    """The parts, once the model is loaded. Ctrl-C and SIGTERM end it as they end a command that has no run yet."""
+    try:
+        return await interruption.allow(parts)
+    except Interrupted as interrupted:
+        raise KeyboardInterrupt(interrupted.exit_code - 128) from None
 
 
 @contextmanager

@@ -13,13 +13,14 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from groupwise.errors import ModelError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FULL_WEIGHTS = "model.safetensors"
 """The one file that holds a whole model, published or saved."""
@@ -29,6 +30,8 @@ INDEX = "model.safetensors.index.json"
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
     """Write one safetensors file; OSError if the disk refuses."""
+    from safetensors.torch import save_file
+
     with disk_errors(path):
         save_file(dict(tensors), path, metadata={"format": "pt"})
 
@@ -46,6 +49,8 @@ def disk_errors(path: Path) -> Iterator[None]:
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """All tensors of one safetensors file; `ModelError` if it is not there or damaged."""
+    from safetensors.torch import load_file
+
     with _explained(path):
         return load_file(path)
 

@@ -9,10 +9,8 @@ from pathlib import Path
 
 from huggingface_hub import hf_hub_download
 
-from groupwise.models.adapters import adapter_commit, adapter_folder
 from groupwise.models.config import ModelConfig
 from groupwise.models.files import FULL_WEIGHTS, INDEX, model_files, read_json
-from groupwise.models.lora import WEIGHTS
 from groupwise.models.tokenizer import ResolvedModel, explained, quiet, resolve
 
 WHOLE = 64 << 20
@@ -38,14 +36,21 @@ def identity(config: ModelConfig) -> str:
             digest.update(part)
     else:
         digest.update(f"{resolved.location}@{_commit(config, resolved)}".encode())
-    start = adapter_folder(config)
-    commit = adapter_commit(config)
-    if commit is not None:
-        digest.update(f"{config.adapter}@{commit}".encode())
-    elif start is not None:
-        for part in _file_parts(start / WEIGHTS):
+    if config.adapter is not None:
+        for part in _adapter_parts(config):
             digest.update(part)
     return digest.hexdigest()[:16]
+
+
+def _adapter_parts(config: ModelConfig) -> Iterator[bytes]:
+    from groupwise.models.adapters import adapter_commit, adapter_folder
+    from groupwise.models.lora import WEIGHTS
+
+    folder, commit = adapter_folder(config), adapter_commit(config)
+    if commit is not None:
+        yield f"{config.adapter}@{commit}".encode()
+    elif folder is not None:
+        yield from _file_parts(folder / WEIGHTS)
 
 
 def _commit(config: ModelConfig, resolved: ResolvedModel) -> str:

@@ -54,5 +54,5 @@ def prepare_process(threads: int) -> None:
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(MMAP_THRESHOLD, 1 << 30)
-        libc.mallopt(TRIM_THRESHOLD, (1 << 31) - 1)
+        libc.mallopt(TRIM_THRESHOLD, -1)  # give nothing back, however much is free
         libc.mallopt(TOP_PAD, 64 << 20)

@@ -1,16 +1,19 @@
-"""What a model will need, told from its config alone: room for prompts, parameters, memory. No weights are loaded."""
+"""What a model will need, told from its config alone: room for prompts, parameters, memory. No weights are loaded.
+
+Importing this costs nothing: torch, transformers and peft are imported by what needs them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
-from torch.nn import Parameter
-from transformers import PreTrainedConfig
-
-from groupwise.models.adapters import hollow_adapter, starting_config
 from groupwise.models.config import LoraConfig, ModelConfig
-from groupwise.models.load import hollow_model, read_model_config
+
+if TYPE_CHECKING:
+    from torch.nn import Parameter
+    from transformers import PreTrainedConfig
 
 MIB = 2**20
 PROCESS_MIB = 600.0
@@ -51,6 +54,8 @@ class ModelPlan:
 
 def prompt_room(config: ModelConfig, completion: int) -> int:
     """Most tokens that a prompt may have beside a completion of so many."""
+    from groupwise.models.load import read_model_config
+
     described = read_model_config(config).get_text_config()
     limits = [getattr(described, "max_position_embeddings", None), config.max_seq_length]
     return min((limit for limit in limits if limit), default=1 << 30) - completion
@@ -58,6 +63,8 @@ def prompt_room(config: ModelConfig, completion: int) -> int:
 
 def vocabulary(config: ModelConfig) -> int:
     """How many token ids the model has an embedding for: 0 up to one less."""
+    from groupwise.models.load import read_model_config
+
     return read_model_config(config).get_text_config().vocab_size
 
 
@@ -79,8 +86,10 @@ def plan_model(
     With several `processes` the rest of what they hold is of each of them, but for frozen weights, which they share; so are all
     weights as long as they are not trained.
     """
+    from groupwise.models.load import read_model_config
+
     described = read_model_config(config).get_text_config()
-    total = count_parameters(hollow_model(config).parameters())
+    total = all_parameters(config)
     trained = trained_parameters(config, lora)
     size = 2 if dtype == "bfloat16" else 4
     memory = MemoryPlan(
@@ -103,10 +112,19 @@ def _processes_mib(processes: int) -> float:
     return PROCESS_MIB if processes == 1 else 2 * PROCESS_MIB + processes * RANK_MIB
 
 
+def all_parameters(config: ModelConfig) -> int:
+    """How many numbers the model has."""
+    from groupwise.models.load import hollow_model
+
+    return count_parameters(hollow_model(config).parameters())
+
+
 def trained_parameters(config: ModelConfig, lora: LoraConfig | None) -> int:
     """How many numbers are trained: those of the adapter (the given one or a new one), or all."""
+    from groupwise.models.adapters import hollow_adapter, starting_config
+
     if lora is None:
-        return count_parameters(hollow_model(config).parameters())
+        return all_parameters(config)
     adapted = hollow_adapter(config, starting_config(config, lora))
     return count_parameters(adapted.parameters("hollow").values())
 

@@ -20,8 +20,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from safetensors import SafetensorError
-from transformers import AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
 from groupwise.errors import ModelError
 from groupwise.models.bundled import ALIASES, BUNDLED, bundled_folder, converted_gguf
@@ -67,6 +65,8 @@ def resolve(config: ModelConfig) -> ResolvedModel:
 
 def load_tokenizer(config: ModelConfig) -> Any:
     """The model's tokenizer, with the chat template of `model.chat_template` if that is set."""
+    from transformers import AutoTokenizer
+
     resolved = resolve(config)
     with quiet(), explained(config, resolved, "tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(
@@ -78,6 +78,13 @@ def load_tokenizer(config: ModelConfig) -> Any:
             raise ModelError(f"model.chat_template: there is no file {config.chat_template!r}.")
         tokenizer.chat_template = template.read_text(encoding="utf-8")
     return tokenizer
+
+
+def import_class() -> None:
+    """Import what tokenizers from another process are made of, which needs no torch: half a second that would be waited for later."""
+    from transformers import PreTrainedTokenizerFast
+
+    assert PreTrainedTokenizerFast
 
 
 def _not_a_model(path: Path) -> str:
@@ -146,6 +153,8 @@ def _how_to_fetch(config: ModelConfig) -> str:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Keep transformers' progress bars and advice off the terminal; its errors still arrive."""
+    from transformers.utils import logging as transformers_logging
+
     bars = transformers_logging.is_progress_bar_enabled()
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity(logging.ERROR)

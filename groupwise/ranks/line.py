@@ -1,7 +1,8 @@
 """Messages between the main process, the zygote and its ranks: pickled, because all of them are of the same trust.
 
-The main process sends `Setup` to the zygote, which sends `Ready` or `Failed`, `Told`, and `Ended` when a rank has. To a rank it sends
-`Call` and `Cancel`; the rank sends `Answered` or `Failed` with the number of the call, and `Told`.
+The main process may send `Call`s to the zygote, each answered by `Answered` or `Failed` with its number, and then sends `Setup`, with a
+socket for each rank. The zygote sends `Ready` or `Failed`, `Told`, and `Ended` when a rank has. To a rank it sends `Call` and `Cancel`; the
+rank sends `Answered` or `Failed`, and `Told`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 from groupwise.errors import GroupwiseError, RunError
 from groupwise.plugins import explain
-from groupwise.rewards.frames import FrameBuffer, send_frame
+from groupwise.rewards.frames import FrameBuffer, framed
 
 _PIECE = 1 << 20
 """Bytes that are read at once."""
@@ -67,7 +68,8 @@ class Call:
 
     number: int
     name: str
-    """A path of attributes, `learner.update`; what is callable there is called, and awaited if need be."""
+    """For a rank a path of attributes, `learner.update`; what is callable there is called, and awaited if need be. For the zygote
+    `package.module:function`."""
     arguments: tuple[Any, ...]
 
 
@@ -100,28 +102,26 @@ class Line:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._buffer = FrameBuffer()
+        self._taken_over: list[socket.socket] = []
         self._sending = threading.Lock()
 
     def fileno(self) -> int:
         """For selectors."""
         return self._connection.fileno()
 
-    def send(self, message: object) -> None:
-        """May be called from any thread. OSError where the other end is gone."""
-        payload = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    def send(self, message: object, sockets: Sequence[socket.socket] = ()) -> None:
+        """May be called from any thread. The other end is given the sockets, too. OSError where it is gone."""
+        frame = framed(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
         with self._sending:
-            send_frame(self._connection, payload)
+            if sockets:
+                handed = [each.fileno() for each in sockets]
+                frame = frame[socket.send_fds(self._connection, [frame], handed) :]
+            self._connection.sendall(frame)
 
-    def hand_over(self, sockets: Sequence[socket.socket]) -> None:
-        """Give the other end sockets, before the first message; see `take_over`."""
-        socket.send_fds(self._connection, [b"."], [each.fileno() for each in sockets])
-
-    def take_over(self) -> list[socket.socket]:
-        """The sockets that `hand_over` gave, when they come. Raises EOFError where the other end is gone."""
-        byte, descriptors, _, _ = socket.recv_fds(self._connection, 1, _MOST_SOCKETS)
-        if not byte:
-            raise EOFError
-        return [socket.socket(fileno=descriptor) for descriptor in descriptors]
+    def taken_over(self) -> list[socket.socket]:
+        """The sockets that came with the messages so far."""
+        taken, self._taken_over = self._taken_over, []
+        return taken
 
     def receive(self) -> Any:
         """The next message, when it comes. Raises EOFError where the other end is gone."""
@@ -150,12 +150,13 @@ class Line:
 
     def _read(self) -> None:
         try:
-            piece = self._connection.recv(_PIECE)
+            piece, descriptors, _, _ = socket.recv_fds(self._connection, _PIECE, _MOST_SOCKETS)
         except ConnectionError as error:
             raise EOFError from error
         if not piece:
             raise EOFError
         self._buffer.add(piece)
+        self._taken_over += [socket.socket(fileno=descriptor) for descriptor in descriptors]
 
 
 def portable(error: BaseException) -> BaseException:

@@ -1,6 +1,7 @@
 """The main process's side: it starts the zygote, calls the ranks, and hears of their end.
 
-A run may begin a zygote before it knows what is to be made: it imports what it will need meanwhile, which takes seconds.
+A run may begin a zygote before it knows what is to be made: it imports what it will need meanwhile, which takes seconds, and answers
+questions that the main process would have to import the same for.
 
 A thread of its own starts the zygote, reads all connections and lives as long as the zygote does, because the kernel's parent-death
 signal goes by threads. Futures connect it with whoever has called. All processes are in a session of their own, out of the reach of
@@ -83,26 +84,36 @@ class Ranks:
         """Start the zygote; does not wait for it."""
         self._thread.start()
 
-    def make(self, factory: str, arguments: Mapping[str, Any], count: int) -> None:
+    def ask(self, function: str, *arguments: Any) -> Any:
+        """What a function (`package.module:function`) gives in the begun zygote, before it is told what to make.
+
+        Raises what it raises, and RunError where the zygote has ended.
+        """
+        number, future = self._expected()
+        try:
+            self._send(self._control, Call(number, function, arguments))
+        except BaseException:  # the arguments cannot be pickled
+            self._awaited(number)
+            raise
+        return future.result()
+
+    async def make(self, factory: str, arguments: Mapping[str, Any], count: int) -> None:
         """Have the begun zygote make what is hosted, and wait for `count` ranks that host it.
 
         `factory` names a function (`package.module:function`), which is called with `arguments`, expressible as JSON, as keywords.
-        Raises what it raises, and RunError where a process has ended; all processes have ended then.
+        Raises what it raises, and RunError where a process has ended; all processes have ended then, and so they have if the wait is
+        cancelled.
         """
-        pairs = [socket.socketpair() for _ in range(count)]
-        self.count = count
-        self._lines = [Line(ours) for ours, _ in pairs]
-        setup = Setup(
-            factory,
-            json.loads(json.dumps(dict(arguments))),
-            tuple(str(folder) for folder in sys.path),
-            logging.getLogger("groupwise").getEffectiveLevel(),
-        )
-        with suppress(OSError):  # it has ended, and the thread hears why
-            self._control.hand_over([theirs for _, theirs in pairs])
-            self._control.send(setup)
-        for _, theirs in pairs:
-            theirs.close()
+        self._set_up(factory, arguments, count)
+        try:
+            await asyncio.wrap_future(self._ready)
+        except BaseException:
+            self.close()
+            raise
+
+    def make_now(self, factory: str, arguments: Mapping[str, Any], count: int) -> None:
+        """As `make`, for code that is not async."""
+        self._set_up(factory, arguments, count)
         try:
             self._ready.result()
         except BaseException:
@@ -120,7 +131,7 @@ class Ranks:
         except asyncio.CancelledError:
             self._awaited(number)
             if droppable:
-                self._send(rank, Cancel(number))
+                self._send(self._lines[rank], Cancel(number))
             raise
 
     async def call_each(self, calls: Iterable[RankCall], *, droppable: bool = False) -> list[Any]:
@@ -160,20 +171,40 @@ class Ranks:
         for each in (self._control, *self._lines, self._theirs, self._selector):
             each.close()
 
+    def _set_up(self, factory: str, arguments: Mapping[str, Any], count: int) -> None:
+        pairs = [socket.socketpair() for _ in range(count)]
+        self.count = count
+        self._lines = [Line(ours) for ours, _ in pairs]
+        setup = Setup(
+            factory,
+            json.loads(json.dumps(dict(arguments))),
+            tuple(str(folder) for folder in sys.path),
+            logging.getLogger("groupwise").getEffectiveLevel(),
+        )
+        with suppress(OSError):  # it has ended, and the thread hears why
+            self._control.send(setup, [theirs for _, theirs in pairs])
+        for _, theirs in pairs:
+            theirs.close()
+
     def _ask(self, rank: int, name: str, arguments: tuple[Any, ...]) -> tuple[int, Future[Any]]:
+        number, future = self._expected()
+        if self._output is not None:
+            self._output.begin_call()
+        try:
+            self._send(self._lines[rank], Call(number, name, arguments))
+        except BaseException:  # the arguments cannot be pickled
+            self._awaited(number)
+            raise
+        return number, future
+
+    def _expected(self) -> tuple[int, Future[Any]]:
+        """The number of a new call, and what will have its result."""
         future: Future[Any] = Future()
         with self._lock:
             if self._over is not None:
                 raise self._over
             number = next(self._numbers)
             self._pending[number] = future
-        if self._output is not None:
-            self._output.begin_call()
-        try:
-            self._send(rank, Call(number, name, arguments))
-        except BaseException:  # the arguments cannot be pickled
-            self._awaited(number)
-            raise
         return number, future
 
     def _awaited(self, number: int) -> Future[Any] | None:
@@ -181,9 +212,9 @@ class Ranks:
         with self._lock:
             return self._pending.pop(number, None)
 
-    def _send(self, rank: int, message: Call | Cancel) -> None:
+    def _send(self, line: Line, message: Call | Cancel) -> None:
         with suppress(OSError):  # it has ended, and the thread hears why
-            self._lines[rank].send(message)
+            line.send(message)
 
     def _end(self, reason: RunError) -> None:
         """Fail what is under way and all that comes, and have the processes end."""

@@ -1,13 +1,15 @@
 """The process that makes once what all ranks host, and then is forked into them: `python -m groupwise.ranks.zygote`.
 
 It is a fresh interpreter, so that the user's script is not run again, with one computing thread, so that there is no thread that a
-fork would lose. The ranks share with it, and so with each other, the memory of all that they do not write to: the weights of the model.
+fork would lose. Until it is told what to make it answers questions, so that the main process need not import what it has imported.
+The ranks share with it, and so with each other, the memory of all that they do not write to: the weights of the model.
 Afterwards it waits: for the end of a rank, which it tells the main process, and for the end of its connection, which is the main
 process's end or wish. In both cases it ends all ranks, and itself.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -15,25 +17,24 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from gc import collect, freeze
+from gc import collect, disable, enable, freeze
 from importlib import import_module
 from typing import Any
 
 from groupwise.plugins import load
-from groupwise.ranks.line import Ended, Failed, Line, Ready, Setup, portable
+from groupwise.ranks.line import Answered, Call, Ended, Failed, Line, Ready, Setup, portable
 from groupwise.ranks.rank import run_rank, tell_log
 from groupwise.rewards.processes import signal_when_parent_ends
 
 
 def main(parent: int, descriptor: int, modules: Sequence[str]) -> None:
-    """Serve the process `parent` on a socket; import the modules until it says what to make."""
+    """Serve the process `parent` on a socket, once the modules are imported."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal_when_parent_ends(signal.SIGKILL, parent)
-    for module in modules:
-        import_module(module)
+    _import(modules)
     line = Line(socket.socket(fileno=descriptor))
-    lines = [Line(each) for each in line.take_over()]
-    setup: Setup = line.receive()
+    setup = _asked_until_setup(line)
+    lines = [Line(each) for each in line.taken_over()]
     tell_log(line, setup.log_level)
     try:
         hosted = _make(setup)
@@ -44,6 +45,27 @@ def main(parent: int, descriptor: int, modules: Sequence[str]) -> None:
     threading.Thread(target=_end_with, args=(line, ranks), daemon=True).start()
     line.send(Ready(ranks))
     _wait(line, ranks)
+
+
+def _import(modules: Sequence[str]) -> None:
+    """Import what will be needed. It stays for good, so that looking for garbage in it again and again would only take time."""
+    disable()
+    for module in modules:
+        import_module(module)
+    freeze()
+    enable()
+
+
+def _asked_until_setup(line: Line) -> Setup:
+    """Answer questions until it is known what to make."""
+    tell_log(line, logging.INFO)
+    while isinstance(message := line.receive(), Call):
+        try:
+            function = load(message.name, kind="function").object
+            line.send(Answered(message.number, function(*message.arguments)))
+        except Exception as error:  # noqa: BLE001 — belongs to whoever asked
+            line.send(Failed(message.number, portable(error)))
+    return message
 
 
 def _make(setup: Setup) -> Any:

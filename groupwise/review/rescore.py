@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, BinaryIO
 
-from groupwise import build
+from groupwise import task_parts
 from groupwise.awaiting import run_to_end
 from groupwise.config import LoadedConfig, RunConfig, load_config, with_task_schema
 from groupwise.errors import RunNotFoundError, TaskError, UsageError
@@ -243,10 +243,10 @@ def _task_judge(loaded: LoadedConfig, task: object) -> _Judge:
     found.check_signature("get_reward_funcs")
     schema = found.config_schema()
     config = (with_task_schema(loaded, schema) if schema else loaded).config
-    tokenizer = build.LazyTokenizer(config)
-    rubric = build.task_rubric(config, found, tokenizer)
+    tokenizer = task_parts.LazyTokenizer(config)
+    rubric = task_parts.task_rubric(config, found, tokenizer)
     assert rubric is not None
-    scorer = build.build_scorer(config, found, tokenizer, rubric)
+    scorer = task_parts.build_scorer(config, found, tokenizer, rubric)
     where = f"{found.described}: get_reward_funcs"
     return _Judge(f"rescored-{found.name}", where, rubric, scorer)
 

@@ -12,7 +12,12 @@ MAX_BYTES = 1 << 32
 
 def send_frame(connection: socket.socket, payload: bytes) -> None:
     """Send one message; blocks as long as the socket's time-out allows."""
-    connection.sendall(_LENGTH.pack(len(payload)) + payload)
+    connection.sendall(framed(payload))
+
+
+def framed(payload: bytes) -> bytes:
+    """One message as it is sent."""
+    return _LENGTH.pack(len(payload)) + payload
 
 
 class FrameBuffer:

@@ -96,7 +96,7 @@ def _ranks(folder: Path) -> Pair:
     tokenizer = tiny_tokenizer()
     ranks = Ranks()
     ranks.begin()
-    ranks.make("tests.contract.hosted:adapter", {"folder": str(folder), "count": 2}, 2)
+    ranks.make_now("tests.contract.hosted:adapter", {"folder": str(folder), "count": 2}, 2)
     return Pair(
         RankSampler(ranks),
         RankLearner(ranks),

@@ -6,6 +6,7 @@
 4. A rank that dies ends the run with a message; it can be resumed.
 5. Supervised runs, other kinds of rollouts, full fine-tuning, evaluations, replays and profiles work likewise.
 6. Nothing is left of the processes, however the run ends.
+7. Ctrl-C while they start does not wait until they have.
 """
 
 import json
@@ -24,6 +25,8 @@ import groupwise
 from groupwise import build
 from groupwise.errors import RunError
 from groupwise.loops import rl as loop
+from groupwise.ranks import ahead
+from groupwise.ranks.tree import Ranks
 from groupwise.review.replay import replay
 from groupwise.runs.store import Store
 from tests.forked_zygote import fork_zygotes
@@ -48,6 +51,20 @@ def ranked(runs: Path, processes: int = 2, **training) -> dict:
     settings["run"] |= {"threads": processes, "processes": processes}
     settings["model"] |= {"dtype": "float32"}
     return settings
+
+
+def supervised(runs: Path, processes: int, **training) -> dict:
+    return {
+        "model": {"name": "tiny", "dtype": "float32"},
+        "training": {
+            "max_steps": 4,
+            "examples_per_step": 4,
+            "learning_rate": 0.05,
+            **training,
+        },
+        "eval": {"eval_steps": 2},
+        "run": {"name": "sft", "dir": str(runs), "threads": processes, "processes": processes},
+    }
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -106,10 +123,10 @@ class Killed:
 
     def __init__(self, monkeypatch, step):
         self.processes: tuple[int, ...] = ()
-        commit, made = loop.commit, build.training_parts
+        commit, made = loop.commit, build.start_training
 
-        def noted(*arguments):
-            parts = made(*arguments)
+        async def noted(*arguments):
+            parts = await made(*arguments)
             self.processes = (parts.ranks.zygote, *parts.ranks.processes)
             return parts
 
@@ -119,7 +136,7 @@ class Killed:
                 os.kill(self.processes[2], signal.SIGKILL)
             return found
 
-        monkeypatch.setattr(build, "training_parts", noted)
+        monkeypatch.setattr(build, "start_training", noted)
         monkeypatch.setattr(loop, "commit", committed)
 
 
@@ -233,19 +250,7 @@ def test_a_supervised_run_has_ranks_too(tmp_path, lora, training):
     folders = []
     for processes in (1, 2, 2):
         runs = tmp_path / str(len(folders))
-        settings = {
-            "model": {"name": "tiny", "dtype": "float32"},
-            "lora": lora,
-            "training": {
-                "max_steps": 4,
-                "examples_per_step": 4,
-                "learning_rate": 0.05,
-                **training,
-            },
-            "eval": {"eval_steps": 2},
-            "run": {"name": "sft", "dir": str(runs), "threads": processes, "processes": processes},
-        }
-        groupwise.sft(settings, SFT)
+        groupwise.sft({**supervised(runs, processes, **training), "lora": lora}, SFT)
         folders.append(runs / "sft")
     alone, one, other = folders
     assert what_must_be_equal(one) == what_must_be_equal(other)
@@ -283,17 +288,6 @@ def wait_for(what, main: subprocess.Popen[bytes], patience: float = 90.0) -> Non
         time.sleep(0.01)
 
 
-def taken(process: int, number: int) -> bool:
-    """Whether the process has received its signals of that number."""
-    with suppress(FileNotFoundError):
-        lines = Path(f"/proc/{process}/status").read_text().splitlines()
-        masks = [
-            int(line.split()[1], 16) for line in lines if line.startswith(("SigPnd", "ShdPnd"))
-        ]
-        return not any(mask & (1 << number - 1) for mask in masks)
-    return True
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_kill_9_of_a_real_run_leaves_nothing_and_can_be_resumed(uninterrupted, tmp_path):
@@ -322,15 +316,41 @@ def test_ctrl_c_ends_a_real_run_cleanly(tmp_path):
     assert all_gone(processes)
 
 
+@pytest.mark.parametrize("command", ["rl", "sft", "evaluate"])
+def test_ctrl_c_does_not_wait_for_ranks_that_are_starting(command, tmp_path, monkeypatch):
+    def hangs(*_, **__):
+        os.kill(os.getppid(), signal.SIGINT)
+        signal.pause()
+
+    started: list[Ranks] = []
+
+    def noted():
+        started.append(take())
+        return started[-1]
+
+    take = ahead.take
+    monkeypatch.setattr(ahead, "take", noted)
+    for kind in ("training", "supervised", "serving"):
+        monkeypatch.setitem(build._MAKERS, kind, hangs)
+    settings = supervised(tmp_path, 2) if command == "sft" else ranked(tmp_path)
+    task = SFT if command == "sft" else TOY
+    with pytest.raises(KeyboardInterrupt):
+        getattr(groupwise, command)(settings, task)
+    assert all_gone([ranks.zygote for ranks in started])
+    if command != "evaluate":
+        (summary,) = tmp_path.glob("*/summary.json")
+        assert json.loads(summary.read_text())["state"] == "interrupted"
+        monkeypatch.undo()
+        assert getattr(groupwise, command)(settings, task, resume=True).exit_code == 0
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_second_ctrl_c_ends_a_real_run_whose_ranks_are_starting(tmp_path):
+def test_ctrl_c_ends_a_real_run_whose_ranks_are_starting(tmp_path):
     main = started(tmp_path)
     wait_for(lambda: below(main.pid), main)
     processes = below(main.pid)
-    for _ in range(2):
-        os.kill(main.pid, signal.SIGINT)
-        wait_for(lambda: taken(main.pid, signal.SIGINT), main)
+    os.kill(main.pid, signal.SIGINT)
     _, talk = main.communicate(timeout=60)
     assert main.returncode == 130, talk.decode()
     assert json.loads((tmp_path / "toy/summary.json").read_text())["state"] == "interrupted"

@@ -9,9 +9,22 @@ import pytest
 import torch
 
 from benchmarks.against_trl import ratio, regressions
+from benchmarks.apart import apart
+from benchmarks.busy import neighbour
 from benchmarks.memory import Watch, family, proportional
-from benchmarks.roofline import learning_flops, sampling_floor, sizes_of
+from benchmarks.overlap import line, one_after_the_other
+from benchmarks.roofline import (
+    Rates,
+    floors_of,
+    learning_flops,
+    products_of,
+    rows_of,
+    sampling_floor,
+    sizes_of,
+)
+from benchmarks.scaling import SWEEPS, size
 from benchmarks.work import CORNERS, NATURAL, W1, Work, prompts
+from groupwise import build
 from groupwise.models.config import ModelConfig
 from groupwise.models.load import hollow_model
 from groupwise.models.tiny import tiny_tokenizer
@@ -82,9 +95,9 @@ def test_the_sizes_are_those_of_the_models_linear_layers() -> None:
 def test_floors_grow_with_the_work_and_sampling_waits_for_memory_or_products() -> None:
     sizes = sizes_of("tiny")
     weights = sizes.body + sizes.output
-    one = Work((10,), 1, 5)
-    assert sampling_floor(one, sizes, rate=1e30, reading=2.0, item_bytes=2) == 5 * weights
-    assert sampling_floor(one, sizes, rate=2.0, reading=1e30, item_bytes=2) == 5 * weights
+    one = Work((10,), 1, 6)
+    assert sampling_floor(one, sizes, rate=1e30, weights_per_second=1.0) == 5 * weights
+    assert sampling_floor(one, sizes, rate=2.0, weights_per_second=1e30) == 5 * weights
     # Layers forward and back for 10 + 20 tokens, the head for 20.
     assert learning_flops(Work((10,), 4, 5), sizes) == 4 * (30 * sizes.body + 20 * sizes.output)
 
@@ -98,3 +111,46 @@ def test_memory_is_watched_while_the_watch_is_open() -> None:
         while not watch.peak:
             pass
     assert watch.peak > 10
+
+
+def test_rows_are_those_of_one_process() -> None:
+    assert rows_of(W1, 2) == {"decoding": 16, "prompts": 75, "learning": 920}
+
+
+def test_each_process_reads_all_weights_and_a_step_is_the_sum_of_its_phases() -> None:
+    sizes, work = sizes_of("tiny"), Work((10, 20), 4, 6)
+    rates = Rates({"decoding": 1e30, "prompts": 1.0, "learning": 1e30}, reading=8.0)
+    layout = build.Layout("cpu", "bfloat16", 2, 8, 64, 8192, processes=2)
+    floors = floors_of(work, sizes, rates, 2, layout)
+    decoding = 5 * (sizes.body + sizes.output) / 2  # 2 processes × 2 bytes of 8 in a second
+    assert floors["sampling"] == pytest.approx(decoding + 2 * sizes.body * 30)
+    assert floors["step"] == pytest.approx(floors["sampling"] + floors["learning"])
+
+
+def test_products_are_computed_in_all_ways() -> None:
+    for way in products_of(sizes_of("tiny"), 8, torch.float32):
+        way()
+
+
+def test_what_a_sweep_varies_grows() -> None:
+    for name, works in SWEEPS.items():
+        sizes = [size(name, work) for work in works]
+        assert sizes == sorted(set(sizes))
+
+
+def test_one_after_the_other_takes_all_rewards_of_each_worker() -> None:
+    quick = {"step": 5.0, "scoring": 0.1, "sampling": 2.0, "learning": 1.0, "publishing": 0.5}
+    assert one_after_the_other(2.0, 8, quick) == pytest.approx(3.5 + 4.0)
+    found = {"0": {"0": quick, "1": quick}, "2": {"0": {"step": 7.5}, "1": {"step": 3.75}}}
+    assert line(2.0, found, 8).split()[-6:] == ["7.50", "s", "100%", "3.75", "s", "50%"]
+
+
+def test_the_neighbour_works_until_it_is_let_go() -> None:
+    with neighbour() as process:
+        assert process.poll() is None
+    assert process.returncode is not None
+
+
+def test_works_apart_have_processes_of_their_own() -> None:
+    found = apart(os.getpid, os.getpid)
+    assert len({*found, os.getpid()}) == 3

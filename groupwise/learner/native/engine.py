@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 
 from groupwise.learner.engine import Compute
-from groupwise.learner.forward import Forward, Wanted, at_tokens, targets_of
+from groupwise.learner.forward import Forward, Wanted, asked_of
 from groupwise.learner.native.body import residual_stream
-from groupwise.learner.native.head import Asked, token_numbers
+from groupwise.learner.native.head import token_numbers
 from groupwise.learner.native.layout import FlatBatch, cut
 from groupwise.learner.weights import TrainedWeights
 from groupwise.models.native.weights import NativeModel
@@ -44,15 +44,8 @@ class NativeEngine:
 
         def compute(batch: FlatBatch, wanted: Wanted) -> Forward:
             residual_NH = residual_stream(model, batch, factors, recompute=self._recompute)
-            before = torch.tensor(batch.before, device=model.device)
-            targets = targets_of(batch.rows, model.device)
-            asked = Asked(
-                targets.ids_N,
-                targets.temperatures_N,
-                targets.withheld_X2,
-                wanted.entropy_gradient,
-                wanted.accuracy,
-            )
-            return at_tokens(targets, token_numbers(model, residual_NH[before], asked))
+            asked = asked_of(batch.rows, wanted, model.device)
+            before_N = torch.tensor(batch.before, device=model.device)[asked.among_A]
+            return asked.spread(token_numbers(model, residual_NH[before_N], asked.targets))
 
         yield compute

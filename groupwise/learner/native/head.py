@@ -7,43 +7,25 @@ forward pass, while the logits are there, so that the backward pass only scales 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from groupwise.learner.forward import Targets
 from groupwise.learner.native.elementwise import add_norm_gradient, norm_scale
-from groupwise.models.logprobs import CHUNK, NEVER, TokenNumbers, withheld_between
+from groupwise.models.logprobs import CHUNK, NEVER, TokenNumbers
 from groupwise.models.native.weights import NativeModel
 
 ROWS_IN_CACHE = 16
 """Rows of float32 logits that a processor handles at a time: 3 MB for a vocabulary of 49,152."""
 
 
-class Asked(NamedTuple):
-    """Of which tokens, and what."""
-
-    targets_N: Tensor
-    temperatures_N: Tensor
-    withheld_X2: Tensor | None
-    """Pairs of a place in N and a token whose probability there is 0."""
-    entropy_gradient: bool
-    accuracy: bool
-
-    def part(self, start: int, end: int) -> Asked:
-        """For the places from `start` to `end`, counted from there."""
-        return self._replace(
-            targets_N=self.targets_N[start:end],
-            temperatures_N=self.temperatures_N[start:end],
-            withheld_X2=withheld_between(self.withheld_X2, start, end),
-        )
-
-
-def token_numbers(model: NativeModel, residual_NH: Tensor, asked: Asked) -> TokenNumbers:
+def token_numbers(model: NativeModel, residual_NH: Tensor, targets: Targets) -> TokenNumbers:
     """The numbers of the targets that follow the residual stream [N, H] after all layers; as `groupwise.models.logprobs.token_logprobs`."""
     gradient = torch.is_grad_enabled() and residual_NH.requires_grad
-    logprobs_N, entropies_N, right_N = _Head.apply(residual_NH, model, asked, gradient)  # pyright: ignore[reportGeneralTypeIssues]
-    return TokenNumbers(logprobs_N, entropies_N, right_N if asked.accuracy else None)
+    logprobs_N, entropies_N, right_N = _Head.apply(residual_NH, model, targets, gradient)  # pyright: ignore[reportGeneralTypeIssues]
+    return TokenNumbers(logprobs_N, entropies_N, right_N if targets.wanted.accuracy else None)
 
 
 class _Head(torch.autograd.Function):
@@ -51,15 +33,15 @@ class _Head(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, residual_NH: Tensor, model: NativeModel, asked: Asked, gradient: bool
+        ctx: Any, residual_NH: Tensor, model: NativeModel, targets: Targets, gradient: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        found = _Numbers(model, residual_NH, asked, gradient)
+        found = _Numbers(model, residual_NH, targets, gradient)
         for start in range(0, len(residual_NH), CHUNK):
             found.compute(start, min(start + CHUNK, len(residual_NH)))
         ctx.model, ctx.slopes = model, (found.chosen_slopes_NH, found.entropy_slopes_NH)
         ctx.save_for_backward(residual_NH)
         ctx.mark_non_differentiable(found.right_N)
-        if not asked.entropy_gradient:
+        if not targets.wanted.entropy_gradient:
             ctx.mark_non_differentiable(found.entropies_N)
         return found.logprobs_N, found.entropies_N, found.right_N
 
@@ -82,16 +64,16 @@ class _Numbers:
     """The results, filled chunk by chunk, and the memory in which a chunk is computed."""
 
     def __init__(
-        self, model: NativeModel, residual_NH: Tensor, asked: Asked, gradient: bool
+        self, model: NativeModel, residual_NH: Tensor, targets: Targets, gradient: bool
     ) -> None:
-        self._model, self._residual_NH, self._asked = model, residual_NH, asked
+        self._model, self._residual_NH, self._targets = model, residual_NH, targets
         count = len(residual_NH)
         self.logprobs_N = residual_NH.new_empty(count)
         self.entropies_N = residual_NH.new_empty(count)
         self.right_N = residual_NH.new_zeros(count, dtype=torch.bool)
         wanted = residual_NH if gradient else None
         self.chosen_slopes_NH = None if wanted is None else torch.empty_like(wanted)
-        entropy = gradient and asked.entropy_gradient
+        entropy = gradient and targets.wanted.entropy_gradient
         self.entropy_slopes_NH = torch.empty_like(residual_NH) if entropy else None
         rows = min(count, ROWS_IN_CACHE if residual_NH.device.type == "cpu" else CHUNK)
         self._scaled_RV = residual_NH.new_empty(rows, model.shape.vocabulary)
@@ -99,7 +81,7 @@ class _Numbers:
 
     def compute(self, start: int, end: int) -> None:
         """The numbers of the places from `start` to `end`."""
-        model, asked = self._model, self._asked
+        model, targets = self._model, self._targets
         logits_CV = model.head.many(model.normed(self._residual_NH[start:end], model.norm_H))
         entropy_CV = None if self.entropy_slopes_NH is None else torch.empty_like(logits_CV)
         rows = len(self._scaled_RV)
@@ -108,11 +90,11 @@ class _Numbers:
             here = slice(first - start, last - start)
             self._rows(
                 slice(first, last),
-                asked.part(first, last),
+                targets.part(first, last),
                 logits_CV[here],
                 None if entropy_CV is None else entropy_CV[here],
             )
-        temperatures_C1 = asked.temperatures_N[start:end, None]
+        temperatures_C1 = targets.temperatures_N[start:end, None]
         for slopes_NH, weights_CV in (
             (self.chosen_slopes_NH, logits_CV),  # now p - 1 at the target, p elsewhere
             (self.entropy_slopes_NH, entropy_CV),
@@ -122,27 +104,27 @@ class _Numbers:
                 torch.div(slopes_CH, temperatures_C1, out=slopes_NH[start:end]).neg_()
 
     def _rows(
-        self, places: slice, asked: Asked, logits_RV: Tensor, entropy_RV: Tensor | None
+        self, places: slice, targets: Targets, logits_RV: Tensor, entropy_RV: Tensor | None
     ) -> None:
         """The numbers of a few places; with gradients, the logits are overwritten by what the weight is to be multiplied with."""
         count = len(logits_RV)
         scaled_RV, probabilities_RV = self._scaled_RV[:count], self._probabilities_RV[:count]
-        scaled_RV.copy_(logits_RV).div_(asked.temperatures_N[:, None])
-        if asked.withheld_X2 is not None:
-            known_X2 = asked.withheld_X2[asked.withheld_X2[:, 1] < scaled_RV.shape[1]]
+        scaled_RV.copy_(logits_RV).div_(targets.temperatures_N[:, None])
+        if targets.withheld_X2 is not None:
+            known_X2 = targets.withheld_X2[targets.withheld_X2[:, 1] < scaled_RV.shape[1]]
             scaled_RV[known_X2[:, 0], known_X2[:, 1]] = NEVER
         torch.softmax(scaled_RV, -1, out=probabilities_RV)
         # From the largest, whose probability is no less than 1 / V; that of others may be 0 in float32.
         normaliser_R = scaled_RV.amax(-1).sub_(probabilities_RV.amax(-1).log_())
-        targets_R1 = asked.targets_N[:, None]
+        ids_R1 = targets.ids_N[:, None]
         entropies_R = normaliser_R - torch.linalg.vecdot(probabilities_RV, scaled_RV)
-        self.logprobs_N[places] = scaled_RV.gather(1, targets_R1)[:, 0] - normaliser_R
+        self.logprobs_N[places] = scaled_RV.gather(1, ids_R1)[:, 0] - normaliser_R
         self.entropies_N[places] = entropies_R
-        if asked.accuracy:
-            self.right_N[places] = scaled_RV.argmax(-1) == asked.targets_N
+        if targets.wanted.accuracy:
+            self.right_N[places] = scaled_RV.argmax(-1) == targets.ids_N
         if entropy_RV is not None:
             scaled_RV.sub_((normaliser_R - entropies_R)[:, None])
             torch.mul(scaled_RV, probabilities_RV, out=entropy_RV)
         if self.chosen_slopes_NH is not None:
-            ones_R1 = torch.ones_like(targets_R1, dtype=probabilities_RV.dtype)
-            logits_RV.copy_(probabilities_RV.scatter_add_(1, targets_R1, -ones_R1))
+            ones_R1 = torch.ones_like(ids_R1, dtype=probabilities_RV.dtype)
+            logits_RV.copy_(probabilities_RV.scatter_add_(1, ids_R1, -ones_R1))

@@ -189,7 +189,7 @@ def test_a_reward_that_hangs_is_given_up(
 ):
     """After three calls, be they the first ones or those that repeat the four for the layout and the four for the rows."""
     scorer = Hanging(answered)
-    monkeypatch.setattr(module.build, "build_scorer", lambda *_: scorer)
+    monkeypatch.setattr(module.task_parts, "build_scorer", lambda *_: scorer)
     report = check(task(right), PLAIN)
     found = by_name(report)
     assert scorer.calls == calls

@@ -87,6 +87,21 @@ class TestSvg:
         assert len(places) == 2 * len(RISING)
         assert places[1::2] == sorted(places[1::2], reverse=True)
 
+    def test_a_band_goes_along_the_highest_places_and_back_along_the_lowest(self) -> None:
+        edges: list[Point] = [(1, 1), (1, 3), (1, 2), (2, 2), (2, 4)]
+        band = Series("spread", tuple(edges), "band")
+        root = ET.fromstring(svg_curve([band, Series("mean", ((1, 2), (2, 3)))]))
+        name = "{http://www.w3.org/2000/svg}"
+        outline = root.find(f"{name}path[@class='band c0']").get("d", "")
+        places = [float(number) for number in re.findall(r"[-\d.]+", outline)]
+        assert outline.endswith("Z")
+        assert len(places) == 8, "two edges of two places"
+        first_high, second_high, second_low, first_low = places[1::2]
+        assert first_high - second_high == pytest.approx((second_low - second_high) / 2, abs=0.2)
+        assert first_low - first_high == pytest.approx(second_low - second_high, abs=0.2)
+        assert [element.text for element in root.iter(f"{name}text")].count("spread") == 0
+        assert root.find(f"{name}path[@class='line c0']") is not None
+
     def test_stands_alone(self) -> None:
         drawn = svg_curve(with_mean("reward", RISING))
         assert "<script" not in drawn

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from groupwise import build
+from groupwise import build, task_parts
 from groupwise.errors import (
     CheckpointError,
     ConfigError,
@@ -291,11 +291,11 @@ def served(monkeypatch):
     """The weights that were asked for; nothing is loaded."""
     weights = []
 
-    def serve(config, layout, path):
+    async def serve(config, layout, path):
         weights.append(path)
         return build.ServingParts(FakeSampler(), (END_ID,))
 
-    monkeypatch.setattr(build, "serving_parts", serve)
+    monkeypatch.setattr(build, "start_serving", serve)
     return weights
 
 
@@ -406,7 +406,7 @@ def test_more_successes_than_samples_cannot_be_asked_for(served, runs):
 
 def test_the_configured_kind_of_rollout_is_used_and_ended(served, runs, monkeypatch):
     kind = TwoTurns()
-    monkeypatch.setattr(build, "build_rollouts", lambda *_: kind)
+    monkeypatch.setattr(task_parts, "build_rollouts", lambda *_: kind)
     evaluate(config(runs), Task())
     assert (len(kind.asks), kind.closed) == (3, True)
 

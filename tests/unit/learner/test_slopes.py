@@ -48,11 +48,13 @@ def by_module(layer: ExactLoraLinear, x: torch.Tensor) -> torch.Tensor:
     return layer.get_base_layer()(x) + low * layer.scaling["policy"]  # pyright: ignore[reportCallIssue]
 
 
+few = Linear.few
+
+
 def by_sampler(linear: Linear, x: torch.Tensor, low: Any) -> torch.Tensor:
-    added = torch.ops.mkldnn._linear_pointwise(x, low.down_RI, None, "none", [], "")
-    return linear.few(x) + torch.ops.mkldnn._linear_pointwise(
-        added, low.up_OR, None, "none", [], ""
-    )
+    alone = Linear(linear.parts, torch.zeros_like(linear.weight_OI))
+    alone.pack()
+    return few(linear, x) + few(alone, x, low)
 
 
 def by_learner(product: Product, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,7 +63,6 @@ def by_learner(product: Product, x: torch.Tensor) -> tuple[torch.Tensor, torch.T
     return low @ product.low.up_OR.t() + product.linear.many(x), low
 
 
-few = Linear.few
 ROUNDED_FIRST: list[Any] = [
     pytest.param(ExactLoraLinear, "forward", by_module, 0.5, id="module"),
     pytest.param(

@@ -34,6 +34,22 @@ def test_what_is_there_is_taken_at_once(ends):
     assert theirs.arrived() == [Answered(number, number) for number in range(3)]
 
 
+def test_sockets_come_with_their_message(ends):
+    ours, theirs = ends
+    here, there = socket.socketpair()
+    ours.send(Answered(1, "before"))
+    ours.send(Answered(2, b"x" * (3 << 10)), [there])
+    ours.send(Answered(3, "after"))
+    there.close()
+    assert [theirs.receive().number for _ in range(3)] == [1, 2, 3]
+    (handed,) = theirs.taken_over()
+    assert theirs.taken_over() == []
+    handed.sendall(b"through it")
+    assert here.recv(100) == b"through it"
+    for each in (here, handed):
+        each.close()
+
+
 def test_the_end_is_noticed(ends):
     ours, theirs = ends
     ours.end()

@@ -2,9 +2,10 @@
 
 1. Each rank answers its own calls, several at once; errors arrive as they were raised.
 2. What fails in the factory fails in the main process in the same words.
-3. Whatever ends one process ends all, and fails every call with the reason; nothing hangs.
-4. The end of the main process is the end of all, whatever they are doing.
-5. Nothing is left after `close`.
+3. Before it is told what to make, the zygote answers questions.
+4. Whatever ends one process ends all, and fails every call with the reason; nothing hangs.
+5. The end of the main process is the end of all, whatever they are doing.
+6. Nothing is left after `close`.
 """
 
 import asyncio
@@ -20,13 +21,13 @@ import pytest
 
 from groupwise.errors import ConfigError, NonFiniteError, RunError
 from groupwise.ranks.tree import Ranks, agreed
-from tests.unit.ranks.toys import FACTORY, all_gone
+from tests.unit.ranks.toys import FACTORY, HANGS, all_gone
 
 
 def started(count=2, **given) -> Ranks:
     ranks = Ranks()
     ranks.begin()
-    ranks.make(FACTORY, given, count)
+    ranks.make_now(FACTORY, given, count)
     return ranks
 
 
@@ -156,6 +157,39 @@ async def test_nothing_is_left_after_close():
     ranks.close()
 
 
+def test_a_zygote_answers_before_it_knows_what_to_make():
+    ranks = Ranks("groupwise.types")
+    ranks.begin()
+    assert ranks.ask("os:getpid") == ranks.zygote
+    with pytest.raises(ConfigError, match="a key"):
+        ranks.ask(FACTORY, "a key")
+    with pytest.raises(AttributeError, match="pickle"):
+        ranks.ask("os:getpid", lambda: 0)
+    with pytest.raises(TypeError, match="pickle"):
+        ranks.ask("threading:Lock")
+    ranks.make_now(FACTORY, {"word": "made"}, 2)
+    assert ranks.call_all_now("word") == ["made", "made"]
+    ranks.close()
+    lost = Ranks()
+    lost.begin()
+    with pytest.raises(RunError, match="ended: exit code 3"):
+        lost.ask("os:_exit", 3)
+
+
+async def test_a_wait_for_ranks_can_be_given_up():
+    ranks = Ranks()
+    ranks.begin()
+    making = asyncio.create_task(ranks.make(HANGS, {}, 2))
+    assert ranks.ask("os:getpid"), "it was not told yet"
+    await asyncio.sleep(0)
+    making.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await making
+    assert all_gone([ranks.zygote])
+    with pytest.raises(RunError, match="closed"):
+        await ranks.call(0, "add", 1)
+
+
 def test_a_zygote_may_wait_for_nothing():
     Ranks().close()
     ranks = Ranks("groupwise.types")
@@ -163,18 +197,18 @@ def test_a_zygote_may_wait_for_nothing():
     ranks.close()
     assert all_gone([ranks.zygote])
     with pytest.raises(RunError, match="closed"):
-        ranks.make(FACTORY, {}, 2)
+        ranks.make_now(FACTORY, {}, 2)
     lost = Ranks("groupwise.nonsense")
     lost.begin()
     with pytest.raises(RunError, match=r"ended: exit code 1(.|\n)*No module named"):
-        lost.make(FACTORY, {}, 2)
+        lost.make_now(FACTORY, {}, 2)
 
 
 MAIN = f"""
 from groupwise.ranks.tree import Ranks
 ranks = Ranks()
 ranks.begin()
-ranks.make({FACTORY!r}, {{}}, 2)
+ranks.make_now({FACTORY!r}, {{}}, 2)
 print([ranks.zygote, *ranks.processes], flush=True)
 ranks.call_all_now("stuck")
 """

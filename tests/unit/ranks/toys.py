@@ -9,6 +9,7 @@ from pathlib import Path
 from groupwise.errors import ConfigError
 
 FACTORY = f"{Path(__file__).resolve()}:make"
+HANGS = "signal:pause"
 PATIENCE = 20.0
 """Seconds after which a test gives up waiting."""
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 
+from groupwise.learner.native import elementwise
 from groupwise.learner.native.elementwise import (
     add_norm_gradient,
     norm_scale,
@@ -33,7 +35,9 @@ def test_norm():
     torch.testing.assert_close(found, before + x.grad)
 
 
-def test_swiglu():
+@pytest.mark.parametrize("rows", [2, 64])
+def test_swiglu(monkeypatch, rows):
+    monkeypatch.setattr(elementwise, "ROWS_IN_CACHE", rows)
     gate_up, dy = drawn(5, 12).requires_grad_(), drawn(5, 6, seed=1)
     gate, up = gate_up.chunk(2, dim=-1)
     y = F.silu(gate) * up
@@ -42,6 +46,16 @@ def test_swiglu():
     again, gradient = swiglu_with_gradient(gate_up.detach(), dy)
     torch.testing.assert_close(again, y.detach())
     torch.testing.assert_close(gradient, gate_up.grad)
+
+
+def test_swiglu_is_rounded_once():
+    gate_up, dy = drawn(200, 64).bfloat16(), drawn(200, 32, seed=1).bfloat16()
+    exact, slopes = swiglu_with_gradient(gate_up.float(), dy.float())
+    found = swiglu(gate_up)
+    again, gradient = swiglu_with_gradient(gate_up, dy)
+    assert torch.equal(found, exact.bfloat16())
+    assert torch.equal(again, found)
+    assert torch.equal(gradient, slopes.bfloat16())
 
 
 def test_rotary_positions():

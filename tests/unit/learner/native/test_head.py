@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from groupwise.learner.forward import Targets, Wanted
 from groupwise.learner.native import head
-from groupwise.learner.native.head import Asked, token_numbers
+from groupwise.learner.native.head import token_numbers
 from groupwise.models.decoder import Decoder
 from groupwise.models.logprobs import token_logprobs
 from groupwise.models.native.weights import NativeModel
@@ -27,12 +30,11 @@ def model():
 def asked(*, entropy_gradient: bool = False, accuracy: bool = False, withheld: bool = False):
     generator = torch.Generator().manual_seed(1)
     pairs = [[0, 5], [0, 6], [7, 5], [20, 101], [20, 500]]
-    return Asked(
+    return Targets(
         torch.randint(10, 100, (COUNT,), generator=generator),
         torch.rand(COUNT, generator=generator) + 0.5,
         torch.tensor(pairs) if withheld else None,
-        entropy_gradient,
-        accuracy,
+        Wanted(entropy_gradient, accuracy),
     )
 
 
@@ -40,14 +42,14 @@ def residuals() -> torch.Tensor:
     return torch.randn(COUNT, 32, generator=torch.Generator().manual_seed(2)).requires_grad_()
 
 
-def by_graph(model, residual_NH, wanted: Asked):
+def by_graph(model, residual_NH, wanted: Targets):
     return token_logprobs(
         Decoder(model),
         model.model.norm(residual_NH),
-        wanted.targets_N,
+        wanted.ids_N,
         wanted.temperatures_N,
-        entropy_gradient=wanted.entropy_gradient,
-        accuracy=wanted.accuracy,
+        entropy_gradient=wanted.wanted.entropy_gradient,
+        accuracy=wanted.wanted.accuracy,
         withheld_X2=wanted.withheld_X2,
     )
 
@@ -93,7 +95,7 @@ def test_without_a_gradient_the_numbers_are_the_same(model):
 def test_a_token_that_is_all_but_impossible_has_a_finite_logprob(model):
     """Its probability is 0 in float32."""
     native, wanted = NativeModel(model), asked()
-    cold = wanted._replace(temperatures_N=torch.full((COUNT,), 1e-3))
+    cold = replace(wanted, temperatures_N=torch.full((COUNT,), 1e-3))
     with torch.no_grad():
         found = token_numbers(native, residuals(), cold)
         graph = by_graph(model, residuals(), cold)

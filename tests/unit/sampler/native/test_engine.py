@@ -131,6 +131,29 @@ def test_every_way_of_drawing():
     assert {each.finish_reason for each in found} == {"stop", "length"}
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "adapter"), [("llama", True), ("llama-mqa", True), ("qwen2", True), ("qwen3", False)]
+)
+def test_compiled_kernels_compute_what_torch_does(name, adapter, dtype):
+    """The same histories, whose rows are of all lengths, with and without them."""
+    weights = weights_of(name, dtype, adapter=adapter)
+    model = weights.native()
+    assert model is not None
+    assert model.compiled
+    how = {"steps": 60, "rows": 12, "lengths": [1, 2, 20, 33, 50], "vocabulary": 96}
+    ours = scheduled(NativeEngine(model, weights), 5, **how)
+    model.compiled = False
+    theirs = scheduled(NativeEngine(model, weights), 5, **how)
+    assert len(ours) == len(theirs) > 10
+    found, wanted = (
+        torch.stack([logits for history in each for logits in history.logits]).float()
+        for each in (ours, theirs)
+    )
+    close = 1e-5 if dtype == torch.float32 else 0.03
+    assert float((found - wanted).abs().mean() / wanted.std()) < close
+
+
 # Each row by itself
 
 

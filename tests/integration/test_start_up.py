@@ -1,0 +1,87 @@
+"""What stands between a command and its first sampled token, told without a clock.
+
+1. A command begins the processes of its ranks before anything else, and none for a dry run.
+2. Until then nothing heavy has been imported.
+3. Where ranks hold the model, the main process never imports torch, the models of transformers, or peft.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import groupwise
+from groupwise import build
+from groupwise.models.tiny import write_tiny_model
+from tests.integration.running import TOY, config
+
+SFT = str(Path(__file__).with_name("sft_task.py"))
+HEAVY = ("torch", "transformers", "peft", "numpy", "datasets")
+OF_RANKS = (
+    "torch",
+    "transformers.modeling_utils",
+    "transformers.models.llama",
+    "peft",
+    "accelerate",
+)
+
+
+class Begun(Exception):
+    """Processes would have been started."""
+
+
+@pytest.mark.parametrize("command", ["rl", "sft", "evaluate"])
+def test_the_processes_of_ranks_are_begun_before_anything_else(command, tmp_path, monkeypatch):
+    def begin(config):
+        raise Begun
+
+    monkeypatch.setattr(build, "expect_ranks", begin)
+    settings = {"model": {"name": "./nowhere"}, "run": {"dir": str(tmp_path)}}
+    with pytest.raises(Begun):
+        getattr(groupwise, command)(settings, "no_such_task.py")
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_dry_run_begins_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "expect_ranks", lambda config: pytest.fail("begun"))
+    assert groupwise.rl(config(tmp_path), TOY, dry_run=True).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "module",
+    ["groupwise.loops.rl_start", "groupwise.loops.sft_start", "groupwise.evaluation.evaluate"],
+)
+def test_nothing_heavy_is_imported_until_then(module):
+    code = f"import sys, {module}; print([m for m in {HEAVY!r} if m in sys.modules])"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout == "[]\n"
+
+
+MAIN = f"""
+import json, sys
+import groupwise
+command, settings, task = sys.argv[1:]
+getattr(groupwise, command)(json.loads(settings), task)
+print([module for module in {OF_RANKS!r} if module in sys.modules])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ranks need Linux")
+@pytest.mark.parametrize(("command", "task"), [("rl", TOY), ("evaluate", TOY), ("sft", SFT)])
+def test_the_main_process_of_ranks_stays_light(command, task, tmp_path):
+    write_tiny_model(tmp_path / "model")
+    settings = config(tmp_path, max_steps=1)
+    if command == "sft":
+        settings["training"] = {"max_steps": 1, "examples_per_step": 4}
+        settings["eval"] = {"eval_steps": 1}
+        del settings["sampler"], settings["rewards"]
+    settings["model"] = {"name": str(tmp_path / "model")}
+    settings["run"] |= {"threads": 2, "processes": 2}
+    main = [sys.executable, "-c", MAIN, command, json.dumps(settings), task]
+    shown = subprocess.run(main, capture_output=True, text=True, check=False)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.splitlines()[-1] == "[]"

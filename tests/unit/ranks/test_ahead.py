@@ -1,0 +1,82 @@
+"""Questions that a begun zygote answers, and the same without one."""
+
+import os
+
+import pytest
+
+from groupwise.errors import ModelError
+from groupwise.models import tokenizer as tokenizers
+from groupwise.models.config import LoraConfig, ModelConfig
+from groupwise.ranks import ahead
+from tests.forked_zygote import fork_zygotes
+from tests.unit.ranks.toys import all_gone
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+TINY = ModelConfig(name="tiny")
+MESSAGES = [{"role": "user", "content": "a1 {}"}]
+
+
+@pytest.fixture
+def begun(monkeypatch):
+    fork_zygotes(monkeypatch)
+    ahead.begin()
+    yield
+    ahead.give_up()
+
+
+def answers():
+    return (
+        ahead.prompt_room(TINY, 10),
+        ahead.vocabulary(TINY),
+        ahead.all_parameters(TINY),
+        ahead.trained_parameters(TINY, LoraConfig()),
+        ahead.trained_parameters(TINY, None),
+        ahead.choose_device(),
+        ahead.choose_dtype(TINY, True, "cpu"),
+        ahead.describe_processor("cpu"),
+        ahead.torch_version(),
+    )
+
+
+def test_the_zygote_says_what_this_process_would_say(begun):
+    found = answers()
+    tokenizer = ahead.load_tokenizer(TINY)
+    ahead.give_up()
+    assert found == answers()
+    own = ahead.load_tokenizer(TINY)
+    assert type(tokenizer) is type(own)
+    assert tokenizer.name_or_path == own.name_or_path
+    assert tokenizer.get_vocab() == own.get_vocab()
+    assert tokenizer.apply_chat_template(MESSAGES) == own.apply_chat_template(MESSAGES)
+
+
+def test_it_is_asked_where_there_is_one(begun, monkeypatch):
+    monkeypatch.setattr(tokenizers, "load_tokenizer", lambda config: os.getpid())
+    assert ahead.load_tokenizer(TINY) != os.getpid(), "it was forked before the patch"
+    assert ahead.load_tokenizer(ModelConfig(name="tiny", trust_remote_code=True)) == os.getpid()
+    ahead.give_up()
+    assert ahead.load_tokenizer(TINY) == os.getpid()
+
+
+def test_what_is_wrong_is_said_in_the_same_words(begun):
+    nowhere = ModelConfig(name="./nowhere")
+    with pytest.raises(ModelError) as asked:
+        ahead.prompt_room(nowhere, 10)
+    ahead.give_up()
+    with pytest.raises(ModelError) as own:
+        ahead.prompt_room(nowhere, 10)
+    assert str(asked.value) == str(own.value)
+
+
+def test_there_is_one_zygote_at_most_and_it_is_taken_once(begun):
+    ahead.begin()
+    ahead.choose_device()
+    first = ahead.take()
+    other = ahead.take()
+    other.close()
+    assert first.ask("os:getpid") == first.zygote != other.zygote
+    ahead.give_up()
+    assert first.ask("os:getpid") == first.zygote, "whoever took it ends it"
+    first.close()
+    assert all_gone([first.zygote, other.zygote])

@@ -1,0 +1,187 @@
+"""Scorers from configs: what a worker makes of a task, with real workers."""
+
+import os
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerBase
+
+from groupwise import task_parts
+from groupwise.config import RunConfig, load_config
+from groupwise.errors import TaskError
+from groupwise.rewards.inprocess import InProcessScorer
+from groupwise.rewards.scoring import ScoreRequest
+from groupwise.rewards.workers import RewardWorkers
+from groupwise.rollouts.environment import EnvironmentRollouts
+from groupwise.rollouts.hosts import LocalHost, WorkerHost
+from groupwise.rollouts.single import Single
+from groupwise.rollouts.two_stage import TwoStage
+from groupwise.tasks.contract import Task, load_task
+from groupwise.types import Example
+from tests.scripted import ScriptedSampler, ask_for
+
+REWARDS = """
+import os
+import sys
+
+def get_reward_funcs(config, tokenizer):
+    with open(config["task"]["log"], "a") as log:
+        log.write(f"{os.getpid()}\\n")
+
+    def before(completions, log_extra, **kwargs):
+        log_extra("torch", ["torch" in sys.modules] * len(completions))
+        return [0.0] * len(completions)
+
+    def counts_tokens(completions, **kwargs):
+        return [float(len(tokenizer(text)["input_ids"])) for text in completions]
+
+    def asks_a_model(completions, **kwargs):
+        import torch
+        from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+
+        assert isinstance(tokenizer, PreTrainedTokenizerBase)
+        model = AutoModelForCausalLM.from_pretrained(tokenizer.name_or_path)
+        ids = tokenizer(completions, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            return [float(logits.shape[0]) for logits in model(ids).logits]
+
+    return [before, counts_tokens, asks_a_model]
+"""
+METRICS_ONLY = """
+def get_eval_dataset(config):
+    return [{"prompt": "a"}]
+
+def compute_metrics(prompts, completions, dataset_rows, config, tokenizer):
+    return {"n": len(prompts), "tokens": len(tokenizer("abc")["input_ids"])}
+"""
+
+
+def config_of(**rewards: object) -> RunConfig:
+    return load_config({"model": {"name": "tiny"}, "rewards": rewards}).config
+
+
+def task_of(folder: Path, text: str) -> Task:
+    (folder / "task.py").write_text(text)
+    return load_task(folder / "task.py")
+
+
+async def test_reward_uses_the_tokenizer_and_then_a_model(tmp_path):
+    log = tmp_path / "log"
+    config = load_config({"model": {"name": "tiny"}, "task": {"log": str(log)}}).config
+    task = task_of(tmp_path, REWARDS)
+    rubric = task_parts.task_rubric(config, task, None)
+    scorer = task_parts.build_scorer(config, task, None, rubric)
+    asked = ScoreRequest(0, ["p"] * 2, ["four", "five"], [[1]] * 2, {}, 0, 1)
+    first = await scorer.score(asked)
+    second = await scorer.score(asked)
+    await scorer.close()
+    assert [member.reason for member in (*first.members, *second.members)] == [None] * 4
+    assert [part.value for part in second.members[0].parts] == [0.0, 4.0, 4.0]
+    assert first.members[0].notes == {"torch": False}  # most rewards never ask for the tokenizer
+    processes = log.read_text().split()
+    assert processes[0] == str(os.getpid())
+    assert len(set(processes)) == len(processes) == 2  # once in each process: it may load a model
+
+
+@pytest.mark.parametrize(("in_process", "kind"), [(True, InProcessScorer), (False, RewardWorkers)])
+async def test_task_without_rewards_still_has_metrics(tmp_path, in_process, kind):
+    config, task = config_of(in_process=in_process), task_of(tmp_path, METRICS_ONLY)
+    tokenizer = task_parts.LazyTokenizer(config)
+    assert task_parts.task_rubric(config, task, tokenizer) is None
+    scorer = task_parts.build_scorer(config, task, tokenizer)
+    assert type(scorer) is kind
+    assert await scorer.compute_metrics(["a"], ["b"], [{}]) == {"n": 1, "tokens": 3}
+    await scorer.close()
+
+
+def test_where_rewards_run(tmp_path):
+    def rubric_of(text: str):
+        task = task_of(tmp_path, f"def f(completions): ...\n{text}")
+        return task, task_parts.task_rubric(config_of(), task, None)
+
+    hook = "def get_reward_funcs(config, tokenizer):\n    return [f]\n"
+    assert task_parts.scores_in_workers(config_of(), *rubric_of(hook))
+    assert not task_parts.scores_in_workers(config_of(in_process=True), *rubric_of(hook))
+    assert not task_parts.scores_in_workers(config_of(), *rubric_of(f"f.stateful = True\n{hook}"))
+    assert not task_parts.scores_in_workers(config_of(), load_task(object()), None)
+
+
+def test_limits_reach_the_workers(tmp_path):
+    config = config_of(start_limit=5.0, time_limit=3.0)
+    scorer = task_parts.build_scorer(config, task_of(tmp_path, METRICS_ONLY), None)
+    assert vars(vars(scorer)["_pool"])["_start_limit"] == 5.0
+    assert vars(scorer)["_time_limit"] == 3.0
+
+
+def test_lazy_tokenizer_passes_for_the_tokenizer():
+    tokenizer = task_parts.LazyTokenizer(config_of())
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    tokenizer.padding_side = "left"
+    assert tokenizer(["a", "abc"], padding=True)["attention_mask"] == [[0, 0, 1], [1, 1, 1]]
+    assert len(tokenizer) == tokenizer.vocab_size
+
+
+ENVIRONMENT = """
+from groupwise.tasks.environment import Step
+
+class Echo:
+    def reset(self, word):
+        self.word = word
+
+    def step(self, completion):
+        return Step(self.word, done=completion == "b", reward=0.5)
+
+def get_environment(config):
+    return Echo
+"""
+
+
+def rollouts_of(**rollout: object) -> RunConfig:
+    return load_config({"model": {"name": "tiny"}, "rollout": rollout}).config
+
+
+def test_each_type_of_rollout_is_built(tmp_path):
+    plain = task_of(tmp_path, METRICS_ONLY)
+    assert type(task_parts.build_rollouts(rollouts_of(), plain, None)) is Single
+    assert type(task_parts.build_rollouts(rollouts_of(type="two_stage"), plain, None)) is TwoStage
+    playing = task_of(tmp_path, ENVIRONMENT)
+    for in_process, host in ((False, WorkerHost), (True, LocalHost)):
+        config = rollouts_of(type="environment", in_process=in_process)
+        kind = task_parts.build_rollouts(config, playing, None)
+        assert type(kind) is EnvironmentRollouts
+        assert type(vars(kind)["_host"]) is host
+
+
+async def test_environment_of_a_task_file_answers_from_its_worker(tmp_path):
+    config = rollouts_of(type="environment")
+    tokenizer = task_parts.LazyTokenizer(config)
+    kind = task_parts.build_rollouts(config, task_of(tmp_path, ENVIRONMENT), tokenizer, room=40)
+    sampler = ScriptedSampler(tokenizer, lambda seed, seen: "b" if "no" in seen else "a")
+    ask = ask_for(tokenizer, "p", tokenizer("p")["input_ids"], members=2, max_tokens=1, word="no")
+    group = await kind.sample(sampler, ask)
+    await kind.close()
+    assert [each.completion for each in group.rollouts] == ["anobno"] * 2
+    assert [len(each.parts) for each in group.rollouts] == [2, 2]
+
+
+def test_task_and_type_of_rollout_must_go_together(tmp_path):
+    playing = task_of(tmp_path, ENVIRONMENT)
+    with pytest.raises(TaskError, match=r"has get_environment, but rollout\.type is single"):
+        task_parts.check_rollouts(rollouts_of(), playing, ())
+    with pytest.raises(TaskError, match="has no get_environment"):
+        task_parts.check_rollouts(
+            rollouts_of(type="environment"), task_of(tmp_path, METRICS_ONLY), ()
+        )
+    stuck = [Example(0, "p", {"word": "a", "hook": lambda: 1})]
+    with pytest.raises(TaskError, match="column `hook` holds values"):
+        task_parts.check_rollouts(rollouts_of(type="environment"), playing, stuck)
+
+
+def test_whole_rollouts_have_room():
+    assert task_parts.longest_completion(rollouts_of()) == 256
+    assert task_parts.longest_completion(rollouts_of(type="environment", max_turns=3)) == 3 * (
+        2 * 256 + 16
+    )
+    assert task_parts.longest_written(rollouts_of(type="environment", max_turns=3)) == 3 * 256
+    limited = rollouts_of(type="environment", max_turns=3, max_rollout_length=500)
+    assert task_parts.longest_completion(limited) == task_parts.longest_written(limited) == 500
