@@ -10,22 +10,20 @@ ordered as [O / 16, I / 2, 16, 2]. The sums of a row do not depend on other rows
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import llvmlite.binding
 import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from groupwise.models.native.vector_code import FLOATS, LANES, WORDS, VectorCode
+
 Array = NDArray[Any]
 
-LANES = 16
-"""Outputs of a tile."""
 ROWS = 8
 """Rows are multiples of it; tiles have once or twice as many."""
 LINE = 64
@@ -52,107 +50,40 @@ class _BFloat(ir.types.Type):
         return hash(_BFloat)
 
 
-_BYTE, _INT, _LONG = ir.IntType(8), ir.IntType(32), ir.IntType(64)
-_SUMS = ir.VectorType(ir.FloatType(), LANES)
-_WORDS = ir.VectorType(_INT, LANES)
 _PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
 _ROUNDED = ir.VectorType(_BFloat(), LANES)
 
 
-class _Tile:
-    """Writes the code of one tile; addresses and strides are numbers of bytes."""
-
-    def __init__(self, builder: Any, rows: int) -> None:
-        self._builder = builder
-        self._rows = rows
-
-    def _function(self, name: str, result: Any, arguments: list[Any]) -> Any:
-        kind = ir.FunctionType(result, arguments)
-        return cgutils.get_or_insert_function(self._builder.module, kind, name)
-
-    def _at(self, address: Any, offset: Any, kind: Any) -> Any:
-        return self._builder.inttoptr(self._builder.add(address, offset), kind.as_pointer())
-
-    def _spread(self, number: Any, kind: Any) -> Any:
-        """A vector of one number throughout."""
-        nothing, zero = ir.Constant(kind, ir.Undefined), ir.Constant(_INT, 0)
-        first = self._builder.insert_element(nothing, number, zero)
-        return self._builder.shuffle_vector(first, nothing, ir.Constant(_WORDS, [0] * LANES))
-
-    def row_addresses(self, address: Any, stride: Any) -> list[Any]:
-        """Where each row begins."""
-        builder = self._builder
-        return [
-            builder.add(address, builder.mul(stride, ir.Constant(_LONG, row)))
-            for row in range(self._rows)
-        ]
-
-    def loop(self, count: Any, sums: list[Any], body: Callable[[Any, list[Any]], list[Any]]) -> Any:
-        """The sums after `count` times `body`, which may be none."""
-        builder = self._builder
-        before = builder.block
-        check, inside, after = map(builder.append_basic_block, ("check", "inside", "after"))
-        builder.branch(check)
-        builder.position_at_end(check)
-        index = builder.phi(_LONG)
-        index.add_incoming(ir.Constant(_LONG, 0), before)
-        now = [builder.phi(_SUMS) for _ in sums]
-        for each, begun in zip(now, sums, strict=True):
-            each.add_incoming(begun, before)
-        builder.cbranch(builder.icmp_signed("<", index, count), inside, after)
-        builder.position_at_end(inside)
-        later = body(index, cast("list[Any]", now))
-        for each, found in zip(now, later, strict=True):
-            each.add_incoming(found, builder.block)
-        index.add_incoming(builder.add(index, ir.Constant(_LONG, 1)), builder.block)
-        builder.branch(check)
-        builder.position_at_end(after)
-        return now
-
-    def add_pair(self, weights: Any, rows: list[Any], pair: Any, sums: list[Any]) -> list[Any]:
-        """One line of weights times a pair of inputs of every row."""
-        builder = self._builder
-        multiply = self._function(
-            "llvm.x86.avx512bf16.dpbf16ps.512", _SUMS, [_SUMS, _PAIRS, _PAIRS]
+def _add_pair(
+    code: VectorCode, weights: Any, rows: list[Any], pair: Any, sums: list[Any]
+) -> list[Any]:
+    """One line of weights times a pair of inputs of every row."""
+    builder = code.builder
+    name = "llvm.x86.avx512bf16.dpbf16ps.512"
+    multiply = code.function(name, FLOATS, [FLOATS, _PAIRS, _PAIRS])
+    offset = builder.mul(pair, code.number(LINE))
+    line = builder.bitcast(code.load(weights, offset, WORDS), _PAIRS)
+    code.prefetch(weights, builder.add(offset, code.number(AHEAD)))
+    offset = builder.mul(pair, code.number(4))
+    return [
+        builder.call(
+            multiply, [total, line, builder.bitcast(code.spread(row, offset, WORDS), _PAIRS)]
         )
-        fetch = self._function(
-            "llvm.prefetch.p0", ir.VoidType(), [_BYTE.as_pointer(), _INT, _INT, _INT]
-        )
-        offset = builder.shl(pair, ir.Constant(_LONG, 6))
-        line = builder.load(self._at(weights, offset, _WORDS), align=4)
-        later = builder.add(offset, ir.Constant(_LONG, AHEAD))
-        reading, into_all_caches, data = (ir.Constant(_INT, number) for number in (0, 3, 1))
-        builder.call(fetch, [self._at(weights, later, _BYTE), reading, into_all_caches, data])
-        line = builder.bitcast(line, _PAIRS)
-        offset = builder.shl(pair, ir.Constant(_LONG, 2))
-        found: list[Any] = []
-        for row, total in zip(rows, sums, strict=True):
-            word = builder.load(self._at(row, offset, _INT), align=4)
-            pairs = builder.bitcast(self._spread(word, _WORDS), _PAIRS)
-            found.append(builder.call(multiply, [total, line, pairs]))
-        return found
+        for row, total in zip(rows, sums, strict=True)
+    ]
 
-    def add_rank(
-        self, up: Any, up_stride: Any, rows: list[Any], rank: Any, sums: list[Any]
-    ) -> list[Any]:
-        """One rank of an adapter: a row of B times its number in every row."""
-        builder = self._builder
-        fused = self._function("llvm.fma.v16f32", _SUMS, [_SUMS, _SUMS, _SUMS])
-        line = builder.load(self._at(up, builder.mul(rank, up_stride), _SUMS), align=4)
-        offset = builder.shl(rank, ir.Constant(_LONG, 2))
-        found: list[Any] = []
-        for row, total in zip(rows, sums, strict=True):
-            number = builder.load(self._at(row, offset, ir.FloatType()), align=4)
-            found.append(builder.call(fused, [self._spread(number, _SUMS), line, total]))
-        return found
 
-    def store(self, sums: list[Any], rows: list[Any], *, rounded: bool) -> None:
-        """Sums to their places."""
-        nothing = ir.Constant(_LONG, 0)
-        for total, row in zip(sums, rows, strict=True):
-            if rounded:
-                total = self._builder.fptrunc(total, _ROUNDED)
-            self._builder.store(total, self._at(row, nothing, total.type), align=4)
+def _add_rank(
+    code: VectorCode, up: Any, up_stride: Any, rows: list[Any], rank: Any, sums: list[Any]
+) -> list[Any]:
+    """One rank of an adapter: a row of B times its number in every row."""
+    builder = code.builder
+    line = code.load(up, builder.mul(rank, up_stride))
+    offset = builder.mul(rank, code.number(4))
+    return [
+        code.fused(code.spread(row, offset), line, total)
+        for row, total in zip(rows, sums, strict=True)
+    ]
 
 
 def _tile(rows: int, *, rounded: bool) -> Any:
@@ -177,23 +108,25 @@ def _tile(rows: int, *, rounded: bool) -> Any:
         into: Any,
         stride: Any,
     ) -> Any:
-        def code(context: Any, builder: Any, __: Any, given: Any) -> Any:
+        def tile(context: Any, builder: Any, __: Any, given: Any) -> Any:
             weights, pairs, x, x_stride, up, up_stride, low, low_stride, ranks = given[:9]
             begun, into, stride = given[9:]
-            tile = _Tile(builder, rows)
-            x_rows = tile.row_addresses(x, x_stride)
-            low_rows = tile.row_addresses(low, low_stride)
-            first = builder.load(builder.inttoptr(begun, _SUMS.as_pointer()), align=4)
-            sums = tile.loop(
-                pairs, [first] * rows, lambda pair, now: tile.add_pair(weights, x_rows, pair, now)
+            code = VectorCode(builder)
+            x_rows = code.addresses(x, x_stride, rows)
+            low_rows = code.addresses(low, low_stride, rows)
+            sums = [code.load(begun, code.number(0))] * rows
+            sums = code.loop(
+                pairs, sums, lambda pair, now: _add_pair(code, weights, x_rows, pair, now)
             )
-            sums = tile.loop(
-                ranks, sums, lambda rank, now: tile.add_rank(up, up_stride, low_rows, rank, now)
+            sums = code.loop(
+                ranks, sums, lambda rank, now: _add_rank(code, up, up_stride, low_rows, rank, now)
             )
-            tile.store(sums, tile.row_addresses(into, stride), rounded=rounded)
+            for total, row in zip(sums, code.addresses(into, stride, rows), strict=True):
+                found = builder.fptrunc(total, _ROUNDED) if rounded else total
+                code.store(found, row, code.number(0))
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 12), code
+        return types.void(*[types.int64] * 12), tile
 
     return intrinsic(typed)
 

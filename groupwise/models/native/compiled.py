@@ -12,14 +12,17 @@ from torch import Tensor
 FORMATS = (torch.bfloat16, torch.float32)
 
 
-def usable(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    """Whether the kernels can compute a model: on a processor, in a format they know, where numba is installed."""
-    return (
-        device.type == "cpu"
-        and dtype in FORMATS
-        and head_size % 8 == 0
-        and importlib.util.find_spec("numba") is not None
-    )
+STRETCH = 16
+"""Keys that stand beside each other, in the order [D, STRETCH]; those that are not there weigh 0."""
+
+
+def refusal(dtype: torch.dtype) -> str | None:
+    """Why the kernels cannot compute a model of this format on a processor; None where they can."""
+    if dtype not in FORMATS:
+        return f"{dtype} is computed on a GPU only".replace("torch.", "")
+    if importlib.util.find_spec("numba") is None:
+        return "numba is not installed (pip install numba)"
+    return None
 
 
 def array(tensor: Tensor) -> Any:

@@ -15,17 +15,19 @@ from typing import Any, TypeVar, cast
 
 import numba
 import numpy as np
+from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 
+from groupwise.models.native.compiled import STRETCH
+from groupwise.models.native.vector_code import FLOATS, LANES, VectorCode
+
 Array = NDArray[Any]
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-STRETCH = 16
-"""Keys are looked at in multiples of so many; those that are not there weigh 0."""
 STEP = 8
-"""Inner loops take so many terms of a sum at once: heads and ranks are multiples of it."""
+"""Ranks of an adapter that are added at once; they are a multiple of it."""
 ROWS = 4
 """Rows that go through an adapter's A together."""
 
@@ -228,22 +230,106 @@ def _head(
         into_D[2 * c + 1] = x * sin + y * cos
 
 
+def _score_code(queries: int) -> Any:
+    """The products of some queries with 16 keys.
+
+    Called with the queries and their stride, keys [D, 16], D, the scores and their stride: addresses, and strides in bytes.
+    """
+
+    def typed(
+        _: Any, query: Any, query_stride: Any, keys: Any, size: Any, scores: Any, stride: Any
+    ) -> Any:
+        def score(context: Any, builder: Any, __: Any, given: Any) -> Any:
+            query, query_stride, keys, size, scores, stride = given
+            code = VectorCode(builder)
+            rows = code.addresses(query, query_stride, queries)
+
+            def add(d: Any, sums: list[Any]) -> list[Any]:
+                line = code.load(keys, builder.mul(d, code.number(4 * STRETCH)))
+                place = builder.mul(d, code.number(4))
+                return [
+                    code.fused(code.spread(row, place), line, total)
+                    for row, total in zip(rows, sums, strict=True)
+                ]
+
+            sums = code.loop(size, [ir.Constant(FLOATS, [0.0] * LANES)] * queries, add)
+            for total, row in zip(sums, code.addresses(scores, stride, queries), strict=True):
+                code.store(total, row, code.number(0))
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 6), score
+
+    return intrinsic(typed)
+
+
+def _values_code(queries: int) -> Any:
+    """Adds 16 numbers of every value, each value times its weights.
+
+    Called with the weights and their stride, the values and their stride, how many they are, the sums and their stride, and an array
+    whose format is that of the values.
+    """
+
+    def typed(
+        _: Any,
+        weights: Any,
+        weights_stride: Any,
+        values: Any,
+        values_stride: Any,
+        count: Any,
+        sums: Any,
+        stride: Any,
+        like: Any,
+    ) -> Any:
+        halves = like.dtype == types.uint16
+
+        def add_values(context: Any, builder: Any, __: Any, given: Any) -> Any:
+            weights, weights_stride, values, values_stride, count, sums, stride, _ = given
+            code = VectorCode(builder)
+            rows = code.addresses(weights, weights_stride, queries)
+            places = code.addresses(sums, stride, queries)
+
+            def add(t: Any, now: list[Any]) -> list[Any]:
+                place = builder.mul(t, values_stride)
+                line = code.load_halves(values, place) if halves else code.load(values, place)
+                place = builder.mul(t, code.number(4))
+                return [
+                    code.fused(code.spread(row, place), line, total)
+                    for row, total in zip(rows, now, strict=True)
+                ]
+
+            zero = code.number(0)
+            found = code.loop(count, [code.load(place, zero) for place in places], add)
+            for total, place in zip(found, places, strict=True):
+                code.store(total, place, zero)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7, like), add_values
+
+    return intrinsic(typed)
+
+
+_score_1, _score_2, _score_3, _score_4 = map(_score_code, (1, 2, 3, 4))
+_values_1, _values_2, _values_3, _values_4 = map(_values_code, (1, 2, 3, 4))
+
+
 @_compiled(ROUNDING_KEPT)
-def _score(queries_RD: Array, keys_DT: Array, scores_RX: Array, start: int, end: int) -> None:
-    """The products of queries with keys, into some columns of the scores."""
+def _score(queries_RD: Array, keys_KDS: Array, blocks: Any, scores_RX: Array, start: Any) -> None:
+    """The products of queries with the keys of some blocks, into the scores from column `start` on."""
     repeat, size = queries_RD.shape
-    scores_RX[:, start:end] = np.float32(0.0)
-    for d in range(0, size, STEP):
-        k0, k1, k2, k3 = keys_DT[d], keys_DT[d + 1], keys_DT[d + 2], keys_DT[d + 3]
-        k4, k5, k6, k7 = keys_DT[d + 4], keys_DT[d + 5], keys_DT[d + 6], keys_DT[d + 7]
-        for r in range(repeat):
-            q = queries_RD[r]
-            q0, q1, q2, q3 = q[d], q[d + 1], q[d + 2], q[d + 3]
-            q4, q5, q6, q7 = q[d + 4], q[d + 5], q[d + 6], q[d + 7]
-            scores_T = scores_RX[r, start:end]
-            for t in range(end - start):
-                total = scores_T[t] + q0 * k0[t] + q1 * k1[t] + q2 * k2[t] + q3 * k3[t]
-                scores_T[t] = total + (q4 * k4[t] + q5 * k5[t] + q6 * k6[t] + q7 * k7[t])
+    room = 4 * scores_RX.shape[1]
+    for block in range(blocks):
+        keys = keys_KDS.ctypes.data + 4 * block * size * STRETCH
+        into = scores_RX.ctypes.data + 4 * (start + block * STRETCH)
+        for r in range(0, repeat, 4):
+            query, found = queries_RD.ctypes.data + 4 * r * size, into + r * room
+            if repeat - r >= 4:
+                _score_4(query, 4 * size, keys, size, found, room)
+            elif repeat - r == 3:
+                _score_3(query, 4 * size, keys, size, found, room)
+            elif repeat - r == 2:
+                _score_2(query, 4 * size, keys, size, found, room)
+            else:
+                _score_1(query, 4 * size, keys, size, found, room)
 
 
 @_compiled(ANY_ORDER | {"nnan"})
@@ -268,63 +354,59 @@ def _weigh(scores_T: Array, seen: Any, highest: Any) -> Any:
 
 
 @_compiled(ROUNDING_KEPT)
-def _numbers(stored_TD: Array, into_TD: Array) -> None:
-    """What is stored, as float32, as many rows as there is room for."""
-    rows, size = into_TD.shape
-    for t in range(rows):
-        stored_D, into_D = stored_TD[t], into_TD[t]
-        for d in range(size):
-            into_D[d] = _number(stored_D[d])
-
-
-@_compiled(ROUNDING_KEPT)
-def _add_values(weights_RX: Array, start: int, end: int, values_TD: Array, sums_RD: Array) -> None:
-    """Add values, each times its weight, which stands in one of these columns."""
+def _add_values(
+    weights_RX: Array, start: Any, values_TD: Array, count: Any, sums_RD: Array
+) -> None:
+    """Add the first `count` values, each times its weight, which stands in the columns from `start` on."""
     repeat, size = sums_RD.shape
-    for t in range(0, end - start, STEP):
-        v0, v1, v2, v3 = values_TD[t], values_TD[t + 1], values_TD[t + 2], values_TD[t + 3]
-        v4, v5, v6, v7 = values_TD[t + 4], values_TD[t + 5], values_TD[t + 6], values_TD[t + 7]
-        for r in range(repeat):
-            w = weights_RX[r, start + t : end]
-            w0, w1, w2, w3, w4, w5, w6, w7 = w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7]
-            sums_D = sums_RD[r]
-            for d in range(size):
-                total = sums_D[d] + w0 * v0[d] + w1 * v1[d] + w2 * v2[d] + w3 * v3[d]
-                sums_D[d] = total + (w4 * v4[d] + w5 * v5[d] + w6 * v6[d] + w7 * v7[d])
+    room, width = 4 * weights_RX.shape[1], values_TD.itemsize * size
+    for d in range(0, size, LANES):
+        values = values_TD.ctypes.data + values_TD.itemsize * d
+        for r in range(0, repeat, 4):
+            weights = weights_RX.ctypes.data + r * room + 4 * start
+            sums = sums_RD.ctypes.data + 4 * (r * size + d)
+            if repeat - r >= 4:
+                _values_4(weights, room, values, width, count, sums, 4 * size, values_TD)
+            elif repeat - r == 3:
+                _values_3(weights, room, values, width, count, sums, 4 * size, values_TD)
+            elif repeat - r == 2:
+                _values_2(weights, room, values, width, count, sums, 4 * size, values_TD)
+            else:
+                _values_1(weights, room, values, width, count, sums, 4 * size, values_TD)
 
 
 @_compiled(ROUNDING_KEPT)
-def _stretched(seen: Any) -> Any:
-    return (seen + STRETCH - 1) // STRETCH * STRETCH
+def _blocks(seen: Any) -> Any:
+    return (seen + STRETCH - 1) // STRETCH
 
 
 @_compiled(ROUNDING_KEPT)
 def _attend_heads(
     queries_RD: Array,
-    keys_DT: Array,
+    keys_KDS: Array,
     values_TD: Array,
     seen: Any,
-    prompt_keys_DP: Array,
+    prompt_keys_KDS: Array,
     prompt_values_PD: Array,
     prompt_seen: Any,
     scores_RX: Array,
     sums_RD: Array,
 ) -> None:
     """What the queries of one key head find among the first keys of their row and of its prompt; `scores_RX` is overwritten."""
-    own = _stretched(seen)
-    both = own + prompt_keys_DP.shape[1]
-    _score(queries_RD, keys_DT, scores_RX, 0, own)
-    _score(queries_RD, prompt_keys_DP, scores_RX, own, both)
-    sums_RD[:] = np.float32(0.0)
+    own = STRETCH * _blocks(seen)
+    both = own + STRETCH * _blocks(prompt_seen)
+    _score(queries_RD, keys_KDS, _blocks(seen), scores_RX, 0)
+    _score(queries_RD, prompt_keys_KDS, _blocks(prompt_seen), scores_RX, own)
     totals_R = np.empty(queries_RD.shape[0], np.float32)
     for r in range(queries_RD.shape[0]):
         own_T, prompt_P = scores_RX[r, :own], scores_RX[r, own:both]
         highest = max(_highest(own_T[:seen]), _highest(prompt_P[:prompt_seen]))
         totals_R[r] = _weigh(own_T, seen, highest) + _weigh(prompt_P, prompt_seen, highest)
-    _add_values(scores_RX, 0, own, values_TD, sums_RD)
-    _add_values(scores_RX, own, both, prompt_values_PD, sums_RD)
+    sums_RD[:] = np.float32(0.0)
+    _add_values(scores_RX, 0, values_TD, seen, sums_RD)
+    _add_values(scores_RX, own, prompt_values_PD, prompt_seen, sums_RD)
     for r in range(queries_RD.shape[0]):
-        for d in range(queries_RD.shape[1]):
+        for d in range(sums_RD.shape[1]):
             sums_RD[r, d] /= totals_R[r]
 
 
@@ -336,7 +418,7 @@ def attend(
     key_norm_D: Array,
     epsilon: Any,
     kv_heads: int,
-    keys_BDT: Array,
+    keys_BKDS: Array,
     values_BTD: Array,
     written_N: Array,
     prompts_N4: Array,
@@ -344,52 +426,47 @@ def attend(
 ) -> None:
     """Attention of a new token of every row, to the row's own tokens and to its prompt, in one layer.
 
-    `qkv_NO` holds queries, keys and values as the product gave them. The new key and value are written behind the `written_N` that
-    the row has in the caches, whose rows are at least N · kv_heads. `turns_NC2` are cosines and sines. `prompts_N4` are, for each row,
-    the addresses of its prompt's keys [kv_heads, D, P] in float32 and values [kv_heads, P, D], its length, and P, a
-    multiple of `STRETCH`; 0 for rows without one. Norms of heads are empty where the model has none.
+    `qkv_NO` holds queries, keys and values as the product gave them. `turns_NC2` are cosines and sines. Norms of heads are empty where
+    the model has none. The caches hold keys in float32, `STRETCH` beside each other, and values; B is at least N · kv_heads, and
+    values have room for a multiple of 16 numbers. The new key and value are written behind the `written_N` that a row has.
+    `prompts_N4` are, for each row, the addresses of its prompt's keys [kv_heads, K, D, STRETCH] and values [kv_heads, P, D], its
+    length, and K; 0 for rows without one.
     """
-    rows = qkv_NO.shape[0]
-    size = keys_BDT.shape[1]
+    rows, size = qkv_NO.shape[0], keys_BKDS.shape[2]
     repeat = found_NO.shape[1] // size // kv_heads
     heads = repeat * kv_heads
     one, scale = np.float32(1.0), np.float32(1.0) / np.sqrt(np.float32(size))
-    longest = np.max(prompts_N4[:, 3])
-    scores_RX = np.empty((repeat, keys_BDT.shape[2] + longest), np.float32)
-    own_TD = np.empty((keys_BDT.shape[2], size), np.float32)
-    shared_PD = np.empty((longest, size), np.float32)
-    key_D = np.empty(size, np.float32)
-    queries_RD, sums_RD = np.empty((repeat, size), np.float32), np.empty((repeat, size), np.float32)
+    width = values_BTD.shape[2]
+    room = STRETCH * (keys_BKDS.shape[1] + np.max(prompts_N4[:, 3]))
+    scores_RX, sums_RD = np.empty((repeat, room), np.float32), np.empty((repeat, width), np.float32)
+    queries_RD, key_D = np.empty((repeat, size), np.float32), np.empty(size, np.float32)
     for j in range(kv_heads):
         for n in range(rows):
-            key_address, value_address, length, room = prompts_N4[n]
-            if n == 0 or value_address != prompts_N4[n - 1, 1]:
-                shape = (kv_heads, room, size)
-                values_JPD = numba.carray(_pointer(value_address, values_BTD), shape)
-                _numbers(values_JPD[j], shared_PD[:room])
-            shape = (kv_heads, size, room)
-            shared_keys_JDP = numba.carray(_pointer(key_address, keys_BDT), shape)
-            keys_DT, values_TD = keys_BDT[n * kv_heads + j], values_BTD[n * kv_heads + j]
+            key_address, value_address, length, blocks = prompts_N4[n]
+            shape = (kv_heads, blocks, size, STRETCH)
+            prompt_keys_JKDS = numba.carray(_pointer(key_address, keys_BKDS), shape)
+            shape = (kv_heads, STRETCH * blocks, width)
+            prompt_values_JPD = numba.carray(_pointer(value_address, values_BTD), shape)
+            keys_KDS, values_TD = keys_BKDS[n * kv_heads + j], values_BTD[n * kv_heads + j]
             at = written_N[n]
             place = (heads + j) * size
             stored_D = qkv_NO[n, place : place + size]
             _head(stored_D, key_norm_D, epsilon, turns_NC2[n], one, key_D)
             for d in range(size):
-                keys_DT[d, at] = key_D[d]
+                keys_KDS[at // STRETCH, d, at % STRETCH] = key_D[d]
             place += kv_heads * size
-            values_TD[at] = qkv_NO[n, place : place + size]
-            _numbers(values_TD, own_TD[: _stretched(at + 1)])
+            values_TD[at, :size] = qkv_NO[n, place : place + size]
             start = j * repeat * size
             for r in range(repeat):
                 stored_D = qkv_NO[n, start + r * size : start + (r + 1) * size]
                 _head(stored_D, query_norm_D, epsilon, turns_NC2[n], scale, queries_RD[r])
             _attend_heads(
                 queries_RD,
-                keys_DT,
-                own_TD,
+                keys_KDS,
+                values_TD,
                 at + 1,
-                shared_keys_JDP[j],
-                shared_PD,
+                prompt_keys_JKDS[j],
+                prompt_values_JPD[j],
                 length,
                 scores_RX,
                 sums_RD,

@@ -102,7 +102,8 @@ class NativeModel:
         self.packed = False
         self.dtype = model.dtype
         self.device = model.device
-        self.compiled = compiled.usable(self.device, self.dtype, self.shape.head_size)
+        self.compiled = self.device.type == "cpu"
+        """Whether kernels of our own compute what stands between products."""
         self.embedding_VH = cast("Tensor", model.get_input_embeddings().weight)
         self.layers = [
             self._layer(f"{_body_path(model)}.layers.{index}", layer)
@@ -282,6 +283,8 @@ def native_model(model: PreTrainedModel, *, anew: bool = False) -> NativeModel |
 def refusal(model: PreTrainedModel) -> str | None:
     """Why this model cannot be computed natively; None where it can."""
     config: Any = model.config
+    if model.device.type == "cpu" and (reason := compiled.refusal(model.dtype)):
+        return reason
     if config.model_type not in FAMILIES:
         return f"{config.model_type} is none of {', '.join(FAMILIES)}"
     if getattr(config, "hidden_act", "silu") != "silu":

@@ -1,4 +1,8 @@
-"""Keys and values: those of a prompt, kept once for all of its rows, and those of the rows' own tokens."""
+"""Keys and values: those of a prompt, kept once for all of its rows, and those of the rows' own tokens.
+
+Keys are float32 and stand in blocks of `STRETCH`, each [D, STRETCH]: what one query needs of a block is one stream of memory. Rows of
+values have room for a multiple of 16 numbers.
+"""
 
 from __future__ import annotations
 
@@ -7,43 +11,29 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from groupwise.models.native.weights import NativeModel, Shape
+from groupwise.models.native.compiled import STRETCH
+from groupwise.models.native.weights import NativeModel
 from groupwise.sampler.engine import Prompt, Row
 
 ROWS = 8
 """Rows are computed in multiples of so many; the extra ones are ignored."""
 GROWTH = 64
 """The cache of own keys grows by multiples of so many tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stretches:
-    """In which multiples keys are looked at, so that every product is large enough to be computed in the same way.
-
-    Torch computes products of up to 4,096 multiplications otherwise than larger ones.
-    """
-
-    own: int = 32
-    """Own keys; those that are not there yet are masked."""
-    prompt: int = 16
-    """Those of prompts, which are extended by keys that nobody looks at."""
-
-    @classmethod
-    def of(cls, shape: Shape) -> Stretches:
-        """For a model; longer ones where its keys are short."""
-        return cls() if shape.kv_heads * shape.head_size >= 64 else cls(own=64, prompt=64)
+LANES = 16
+"""Numbers of a vector of the processor."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NativePrompt(Prompt):
     """A prompt with its keys and values in every layer."""
 
-    keys_LJDP: Tensor
-    """Float32, transposed, which a product with few queries reads fastest; zeros up to a multiple of `Stretches.prompt`."""
+    keys_LJKDS: Tensor
+    """Zeros behind the last."""
     values_LJPD: Tensor
-    """The same way extended."""
+    """The same way extended; P = K · S."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,21 +55,28 @@ def groups(rows: Sequence[Row]) -> Iterator[Group]:
         start = end
 
 
+def in_blocks(keys_PJD: Tensor) -> Tensor:
+    """Keys of a text as [J, K, D, S]."""
+    keys_JDP = F.pad(keys_PJD.permute(1, 2, 0), (0, -len(keys_PJD) % STRETCH))
+    return keys_JDP.unflatten(-1, (-1, STRETCH)).transpose(1, 2).contiguous()
+
+
+def with_room(values_PJD: Tensor) -> Tensor:
+    """Values of a text as [J, P, D], both extended by zeros."""
+    more = -values_PJD.shape[2] % LANES, -len(values_PJD) % STRETCH
+    return F.pad(values_PJD.transpose(0, 1), (0, more[0], 0, more[1]))
+
+
 class OwnCache:
     """Keys and values of the rows' own tokens, grown as they are needed and kept from then on."""
 
     def __init__(self, model: NativeModel) -> None:
         shape = model.shape
-        self._layers, self._kv_heads, self._size = (
-            len(model.layers),
-            shape.kv_heads,
-            shape.head_size,
-        )
+        self._kv_heads, self._size = shape.kv_heads, shape.head_size
         self.rows = self.length = 0
-        self._keys_LBDT = torch.empty(self._layers, 0, self._size, 0, device=model.device)
-        self._values_LBTD = torch.empty(
-            self._layers, 0, 0, self._size, device=model.device, dtype=model.dtype
-        )
+        layers, width = len(model.layers), multiple(shape.head_size, LANES)
+        self.keys_LBKDS = torch.empty(layers, 0, 0, self._size, STRETCH, device=model.device)
+        self.values_LBTD = torch.empty(layers, 0, 0, width, device=model.device, dtype=model.dtype)
 
     def reserve(self, rows: int, length: int) -> None:
         """Have room for so many rows of so many tokens; what is there stays."""
@@ -89,13 +86,13 @@ class OwnCache:
         if length > self.length:  # by half, because growing copies everything
             length = multiple(max(length, self.length * 3 // 2), GROWTH)
         length = max(self.length, length)
+        layers, used, blocks, size, _ = self.keys_LBKDS.shape
         heads = rows * self._kv_heads
-        keys = self._keys_LBDT.new_zeros(self._layers, heads, self._size, length)
-        values = self._values_LBTD.new_zeros(self._layers, heads, length, self._size)
-        used = self.rows * self._kv_heads
-        keys[:, :used, :, : self.length] = self._keys_LBDT
-        values[:, :used, : self.length] = self._values_LBTD
-        self._keys_LBDT, self._values_LBTD = keys, values
+        keys = self.keys_LBKDS.new_zeros(layers, heads, length // STRETCH, size, STRETCH)
+        values = self.values_LBTD.new_zeros(layers, heads, length, self.values_LBTD.shape[-1])
+        keys[:, :used, :blocks] = self.keys_LBKDS
+        values[:, :used, : self.length] = self.values_LBTD
+        self.keys_LBKDS, self.values_LBTD = keys, values
         self.rows, self.length = rows, length
 
     def arrange(self, places: Sequence[int], length: int) -> None:
@@ -103,42 +100,22 @@ class OwnCache:
         first = next((new for new, old in enumerate(places) if new != old), None)
         if first is None:
             return
-        moved = torch.tensor(places[first:], device=self._keys_LBDT.device)
+        moved = torch.tensor(places[first:], device=self.keys_LBKDS.device)
         each = torch.arange(self._kv_heads, device=moved.device)
         heads = (moved[:, None] * self._kv_heads + each).flatten()
         here = slice(first * self._kv_heads, len(places) * self._kv_heads)
-        for keys_BDT, values_BTD in zip(self._keys_LBDT, self._values_LBTD, strict=True):
-            keys_BDT[here, :, :length] = keys_BDT[heads, :, :length]
+        blocks = multiple(length, STRETCH) // STRETCH
+        for keys_BKDS, values_BTD in zip(self.keys_LBKDS, self.values_LBTD, strict=True):
+            keys_BKDS[here, :blocks] = keys_BKDS[heads, :blocks]
             values_BTD[here, :length] = values_BTD[heads, :length]
 
-    def indices(self, written_N: Tensor) -> tuple[Tensor, Tensor]:
-        """Where each number of a new key, and each new value, goes; `written_N` are the tokens that the rows have."""
-        device = written_N.device
-        heads_B = torch.arange(len(written_N) * self._kv_heads, device=device)
+    def write(self, layer: int, written_N: Tensor, keys_NJD: Tensor, values_NJD: Tensor) -> None:
+        """Put the keys and values of a new token behind those that the rows have."""
+        heads_B = torch.arange(keys_NJD.shape[0] * self._kv_heads, device=written_N.device)
         at_B = written_N.repeat_interleave(self._kv_heads)
-        sizes = torch.arange(self._size, device=device)
-        keys = (heads_B[:, None] * self._size + sizes) * self.length + at_B[:, None]
-        return keys.flatten(), heads_B * self.length + at_B
-
-    def write(
-        self, layer: int, indices: tuple[Tensor, Tensor], keys_NJD: Tensor, values_NJD: Tensor
-    ) -> None:
-        """Put the keys and values of a new token where `indices` says."""
-        self._keys_LBDT[layer].view(-1).index_copy_(0, indices[0], keys_NJD.flatten())
-        values_BD = self._values_LBTD[layer].view(-1, self._size)
-        values_BD.index_copy_(0, indices[1], values_NJD.flatten(0, 1))
-
-    def read(self, layer: int, rows: int, length: int) -> tuple[Tensor, Tensor]:
-        """Keys [rows · kv_heads, D, length] and values [rows · kv_heads, length, D]."""
-        heads = rows * self._kv_heads
-        return (
-            self._keys_LBDT[layer, :heads, :, :length],
-            self._values_LBTD[layer, :heads, :length],
-        )
-
-    def whole(self) -> tuple[Tensor, Tensor]:
-        """Keys [L, rows · kv_heads, D, length] and values [L, rows · kv_heads, length, D], as far as there is room."""
-        return self._keys_LBDT, self._values_LBTD
+        keys_BKDS, values_BTD = self.keys_LBKDS[layer], self.values_LBTD[layer]
+        keys_BKDS[heads_B, at_B // STRETCH, :, at_B % STRETCH] = keys_NJD.flatten(0, 1)
+        values_BTD[heads_B, at_B, : self._size] = values_NJD.flatten(0, 1)
 
 
 def multiple(count: int, of: int) -> int:

@@ -26,21 +26,18 @@ class CompiledAttention:
         groups: Sequence[Group],
         rotations_N1C: Tensor,
         written_N: Tensor,
-        longest: int,
     ) -> None:
-        """`longest` is of no interest here: every row looks at its own keys alone."""
         self._model = model
-        self._keys_LBDT, self._values_LBTD = map(array, own.whole())
+        self._keys_LBKDS, self._values_LBTD = array(own.keys_LBKDS), array(own.values_LBTD)
         self._turns_NC2 = array(torch.view_as_real(rotations_N1C[:, 0]))
         self._written_N = array(written_N)
         self._epsilon = np.float32(model.shape.epsilon)
         self._prompts_N4 = np.zeros((len(written_N), 4), np.int64)
         self._bytes_of_layer_N4 = np.zeros_like(self._prompts_N4)
         for group in groups:
-            keys, values = group.prompt.keys_LJDP, group.prompt.values_LJPD
-            rows = slice(group.start, group.end)
-            room = keys.shape[-1]
-            self._prompts_N4[rows] = keys.data_ptr(), values.data_ptr(), group.prompt.length, room
+            keys, values = group.prompt.keys_LJKDS, group.prompt.values_LJPD
+            rows, blocks = slice(group.start, group.end), keys.shape[2]
+            self._prompts_N4[rows] = keys.data_ptr(), values.data_ptr(), group.prompt.length, blocks
             self._bytes_of_layer_N4[rows] = keys[0].nbytes, values[0].nbytes, 0, 0
 
     def __call__(self, layer: int, qkv_NO: Tensor) -> Tensor:
@@ -56,7 +53,7 @@ class CompiledAttention:
             _norm(weights.key_norm_D),
             self._epsilon,
             shape.kv_heads,
-            self._keys_LBDT[layer],
+            self._keys_LBKDS[layer],
             self._values_LBTD[layer],
             self._written_N,
             self._prompts_N4 + layer * self._bytes_of_layer_N4,

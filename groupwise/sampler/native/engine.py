@@ -25,7 +25,14 @@ from groupwise.models.native.forward import (
 from groupwise.models.native.linear import quick_float32
 from groupwise.models.native.weights import NativeModel
 from groupwise.sampler.engine import Prompt, Row
-from groupwise.sampler.native.cache import ROWS, NativePrompt, OwnCache, Stretches, groups
+from groupwise.sampler.native.cache import (
+    ROWS,
+    NativePrompt,
+    OwnCache,
+    groups,
+    in_blocks,
+    with_room,
+)
 from groupwise.sampler.native.compiled_attention import CompiledAttention
 from groupwise.sampler.native.plain_attention import PlainAttention
 from groupwise.sampler.weights import ServedWeights
@@ -39,7 +46,6 @@ class NativeEngine:
         self._model = model
         self._weights = weights
         self._own = OwnCache(model)
-        self._stretches = Stretches.of(model.shape)
         self._several: Adapter | None = None
         self._few: Adapter | None = None
         self.refresh()
@@ -48,18 +54,12 @@ class NativeEngine:
         """See `Engine.prefill`."""
         model = self._model
         ids_P = torch.tensor(ids, device=model.device)
-        more = -len(ids) % self._stretches.prompt
         rotations_P1C = model.rotations(torch.arange(len(ids), device=model.device))
         kept: list[tuple[Tensor, Tensor]] = []
 
         def attend(number: int, qkv_PO: Tensor) -> Tensor:
             queries, keys, values = model.heads(model.layers[number], qkv_PO, rotations_P1C)
-            kept.append(
-                (
-                    F.pad(keys.permute(1, 2, 0), (0, more)),
-                    F.pad(values.transpose(0, 1), (0, 0, 0, more)),
-                )
-            )
+            kept.append((in_blocks(keys), with_room(values)))
             return text_attention(model, queries, keys, values)
 
         residual_PH = residual_after_layers(
@@ -97,7 +97,7 @@ class NativeEngine:
             residual_NH = residual_after_layers(
                 model,
                 model.embedded(ids_N),
-                self._attention(rotations_N1C, written_N, longest),
+                self._attention(rotations_N1C, written_N),
                 self._few,
                 few=True,
             )
@@ -120,10 +120,10 @@ class NativeEngine:
         self.rows = []
         self._own = OwnCache(self._model)
 
-    def _attention(self, rotations_N1C: Tensor, written_N: Tensor, longest: int) -> Attend:
+    def _attention(self, rotations_N1C: Tensor, written_N: Tensor) -> Attend:
         kind = CompiledAttention if self._model.compiled else PlainAttention
         together = list(groups(self.rows))
-        return kind(self._model, self._own, together, rotations_N1C, written_N, longest)
+        return kind(self._model, self._own, together, rotations_N1C, written_N)
 
     def _logits(self, residual_NH: Tensor) -> Tensor:
         model = self._model

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from groupwise.models.native import compiled, kernels
-from groupwise.models.native.compiled import array
+from groupwise.models.native.compiled import STRETCH, array
 
 FORMATS = [torch.float32, torch.bfloat16]
 EPSILON = 1e-5
@@ -89,6 +89,11 @@ def test_columns_without_a_span_are_given_nothing():
 # Attention
 
 
+def in_blocks(keys_BDT: Tensor) -> Tensor:
+    """As [B, K, D, STRETCH]."""
+    return keys_BDT.unflatten(-1, (-1, STRETCH)).transpose(1, 2).contiguous()
+
+
 class Attention:
     """Rows with keys and values of their own and of prompts, and what a row's queries find by the definition."""
 
@@ -100,9 +105,8 @@ class Attention:
         rows, heads = len(written), self.kv_heads * self.repeat
         self.qkv = random(rows, (heads + 2 * self.kv_heads) * self.size, dtype=dtype)
         self.turns = random(rows, self.size // 2, 2, seed=1)
-        shape = (rows * self.kv_heads, self.size, 80)
-        self.keys = random(*shape, seed=2)
-        self.values = random(shape[0], 80, self.size, seed=3, dtype=dtype)
+        self.keys = random(rows * self.kv_heads, self.size, 80, seed=2)
+        self.values = random(rows * self.kv_heads, 80, self.size, seed=3, dtype=dtype)
         rooms = [-(-length // 16) * 16 for length in lengths]
         self.prompt_keys = [random(self.kv_heads, self.size, room, seed=4 + room) for room in rooms]
         self.prompt_values = [
@@ -115,8 +119,10 @@ class Attention:
         rows = len(self.written)
         prompts = np.zeros((rows, 4), np.int64)
         each = zip(self.prompt_keys, self.prompt_values, self.lengths, strict=True)
+        blocks = [in_blocks(keys) for keys in self.prompt_keys]
         for n, (keys, values, length) in enumerate(each):
-            prompts[n] = keys.data_ptr(), values.data_ptr(), length, keys.shape[-1]
+            prompts[n] = blocks[n].data_ptr(), values.data_ptr(), length, keys.shape[-1] // STRETCH
+        own = in_blocks(self.keys)
         into = self.qkv.new_empty(rows, self.kv_heads * self.repeat * self.size)
         kernels.attend(
             array(self.qkv),
@@ -125,12 +131,13 @@ class Attention:
             array(self.norms[1]),
             np.float32(EPSILON),
             self.kv_heads,
-            array(self.keys),
+            array(own),
             array(self.values),
             np.array(self.written),
             prompts,
             array(into),
         )
+        self.keys = own.transpose(1, 2).flatten(2)
         return into
 
     def turned(self, row: int, head: int, norm: Tensor) -> Tensor:
