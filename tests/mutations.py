@@ -617,13 +617,14 @@ MUTATIONS = (
             ),
             (
                 "models/native/packed.py",
-                "low.of(x), low.up_RO, low.ranks_B2, array(into_NO)",
-                "self._nothing.of(x), self._nothing.up_RO, self._nothing.ranks_B2, array(into_NO)",
+                "            low.of(x_NI),\n            low.up_RO,\n            low.ranks_B2,\n",
+                "            self._no_adapter.of(x_NI),\n            self._no_adapter.up_RO,\n"
+                "            self._no_adapter.ranks_B2,\n",
             ),
             (
                 "models/native/packed.py",
                 "return into_NO[:rows]",
-                "return (into_NO + (torch.tensor(low.of(x)) @ torch.tensor(low.up_RO)).bfloat16())[:rows]",
+                "return (into_NO.bfloat16() + (torch.tensor(low.of(x_NI)) @ torch.tensor(low.up_RO)).bfloat16())[:rows]",
             ),
             (
                 "models/native/packed.py",

@@ -1,8 +1,8 @@
 """Products of a few rows with a large matrix in bfloat16, by the processor's own instruction for them (AVX512_BF16).
 
 With few rows, reading the weights takes as long as multiplying. Here they stand in the order in which they are used and are fetched
-while the processor multiplies, where oneDNN does one after the other. The narrow products of an adapter, a bias and the one rounding
-at the end belong to the same pass.
+while the processor multiplies, where oneDNN does one after the other. The narrow products of an adapter and a bias belong to the same
+pass, and nothing is rounded.
 
 A tile is 16 outputs of 8 or 16 rows, whose sums stay in registers. The instruction multiplies pairs of numbers, so weights are
 ordered as [O / 16, I / 2, 16, 2]. The sums of a row do not depend on other rows.
@@ -14,7 +14,6 @@ from typing import Any
 
 import llvmlite.binding
 import numba
-import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -51,7 +50,6 @@ class _BFloat(ir.types.Type):
 
 
 _PAIRS = ir.VectorType(_BFloat(), 2 * LANES)
-_ROUNDED = ir.VectorType(_BFloat(), LANES)
 
 
 def _add_pair(
@@ -86,8 +84,8 @@ def _add_rank(
     ]
 
 
-def _tile(rows: int, *, rounded: bool) -> Any:
-    """A tile of so many rows, its sums stored in bfloat16 where `rounded`, else in float32.
+def _tile(rows: int) -> Any:
+    """A tile of so many rows.
 
     Called with the weights, how many pairs of inputs there are, x and its stride, B and its stride, x Aᵀ and its stride, how many ranks
     there are, 16 sums to begin with, the results and their stride: addresses, and strides in bytes.
@@ -122,8 +120,7 @@ def _tile(rows: int, *, rounded: bool) -> Any:
                 ranks, sums, lambda rank, now: _add_rank(code, up, up_stride, low_rows, rank, now)
             )
             for total, row in zip(sums, code.addresses(into, stride, rows), strict=True):
-                found = builder.fptrunc(total, _ROUNDED) if rounded else total
-                code.store(found, row, code.number(0))
+                code.store(total, row, code.number(0))
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 12), tile
@@ -131,29 +128,11 @@ def _tile(rows: int, *, rounded: bool) -> Any:
     return intrinsic(typed)
 
 
-_small, _large = _tile(ROWS, rounded=True), _tile(2 * ROWS, rounded=True)
-_small_exact, _large_exact = _tile(ROWS, rounded=False), _tile(2 * ROWS, rounded=False)
+_small, _large = _tile(ROWS), _tile(2 * ROWS)
 
 
 def _compiled(function: Any) -> Any:
     return numba.njit(error_model="numpy", cache=True, nogil=True)(function)
-
-
-@_compiled
-def narrow_product(x_NI: Array, weights: Array, into_NO: Array) -> None:
-    """`x Wᵀ` in float32; 16 outputs, or a multiple of it. Weights as `product` takes them."""
-    rows, inputs = x_NI.shape
-    stride = 4 * into_NO.shape[1]
-    begun = np.zeros(LANES, np.float32).ctypes.data
-    for block in range(into_NO.shape[1] // LANES):
-        line = weights.ctypes.data + block * (inputs // 2) * LINE
-        for n in range(0, rows, 2 * ROWS):
-            x, into = x_NI.ctypes.data + 2 * n * inputs, into_NO.ctypes.data + n * stride
-            into += LINE * block
-            if rows - n > ROWS:
-                _large_exact(line, inputs // 2, x, 2 * inputs, 0, 0, 0, 0, 0, begun, into, stride)
-            else:
-                _small_exact(line, inputs // 2, x, 2 * inputs, 0, 0, 0, 0, 0, begun, into, stride)
 
 
 @_compiled
@@ -166,9 +145,9 @@ def product(
     ranks_B2: Array,
     into_NO: Array,
 ) -> None:
-    """`x Wᵀ + low Bᵀ + bias`, rounded once.
+    """`x Wᵀ + low Bᵀ + bias`, in float32.
 
-    `x_NI` and `into_NO` are bfloat16 (as uint16), rows a multiple of `ROWS`, outputs of `LANES`. `weights` stand in the order of the
+    `x_NI` is bfloat16 (as uint16), rows a multiple of `ROWS`, outputs of `LANES`. `weights` stand in the order of the
     first lines of this file. All else is float32: of block b of 16 outputs, only ranks from `ranks_B2[b, 0]` up to
     `ranks_B2[b, 1]` count.
     """
@@ -181,10 +160,10 @@ def product(
         begun = bias_O.ctypes.data + LINE * block
         for n in range(0, rows, 2 * ROWS):
             x, low = x_NI.ctypes.data + 2 * n * inputs, low_NR.ctypes.data + 4 * (n * ranks + first)
-            into = into_NO.ctypes.data + 2 * (n * outputs + block * LANES)
+            into = into_NO.ctypes.data + 4 * (n * outputs + block * LANES)
             if rows - n > ROWS:
                 _large(line, inputs // 2, x, 2 * inputs, up, 4 * outputs, low, 4 * ranks,
-                       last - first, begun, into, 2 * outputs)  # fmt: skip
+                       last - first, begun, into, 4 * outputs)  # fmt: skip
             else:
                 _small(line, inputs // 2, x, 2 * inputs, up, 4 * outputs, low, 4 * ranks,
-                       last - first, begun, into, 2 * outputs)  # fmt: skip
+                       last - first, begun, into, 4 * outputs)  # fmt: skip

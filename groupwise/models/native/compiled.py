@@ -41,11 +41,11 @@ def normed(x_NH: Tensor, weight_H: Tensor, epsilon: float, dtype: torch.dtype) -
     return into_NH
 
 
-def gated(gate_up_N2F: Tensor) -> Tensor:
+def gated(gate_up_N2F: Tensor, dtype: torch.dtype) -> Tensor:
     """`silu(gate) · up`, [N, F], rounded once."""
     from groupwise.models.native import kernels
 
     rows, both = gate_up_N2F.shape
-    into_NF = gate_up_N2F.new_empty(rows, both // 2)
+    into_NF = torch.empty(rows, both // 2, dtype=dtype)
     kernels.swiglu(array(gate_up_N2F), array(into_NF))
     return into_NF

@@ -455,7 +455,9 @@ def attend(
             for d in range(size):
                 keys_KDS[at // STRETCH, d, at % STRETCH] = key_D[d]
             place += kv_heads * size
-            values_TD[at, :size] = qkv_NO[n, place : place + size]
+            value_D, stored_D = values_TD[at], qkv_NO[n, place : place + size]
+            for d in range(size):
+                _store(value_D, d, _number(stored_D[d]))
             start = j * repeat * size
             for r in range(repeat):
                 stored_D = qkv_NO[n, start + r * size : start + (r + 1) * size]

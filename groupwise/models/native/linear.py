@@ -69,7 +69,10 @@ class Linear:
         self._packed = packed(self.weight_OI, self.bias_O)
 
     def few(self, x_NI: Tensor, low: Any = None) -> Tensor:
-        """The product [N, O] of a few rows, as decoding has them; the adapter is one that `packed_low_rank` gave."""
+        """The product [N, O] of a few rows, as decoding has them, in the format of the weight or float32.
+
+        The adapter is one that `packed_low_rank` gave.
+        """
         return self.many(x_NI, low) if self._packed is None else self._packed.product(x_NI, low)
 
     def many(self, x_NI: Tensor, low: LowRank | None = None) -> Tensor:

@@ -30,7 +30,7 @@ class Packed(Protocol):
         ...
 
     def product(self, x_NI: Tensor, low: Any) -> Tensor:
-        """[N, O]; `low` is one of `low_rank`, or None."""
+        """[N, O], in the format of W or float32; `low` is one of `low_rank`, or None."""
         ...
 
 
@@ -54,7 +54,7 @@ class Bfloat16Packed:
         self._weights = _in_tiles(weight_OI)
         bias_O = torch.zeros(outputs) if bias_O is None else bias_O.float()
         self._bias_O = array(bias_O)
-        self._nothing = _Bfloat16LowRank([], outputs)
+        self._no_adapter = _Bfloat16LowRank([], outputs)
 
     def low_rank(self, placed: Placed) -> Any:
         """See `Packed.low_rank`."""
@@ -64,14 +64,19 @@ class Bfloat16Packed:
         """See `Packed.product`."""
         from groupwise.models.native import bfloat16_products
 
-        low = self._nothing if low is None else low
+        low = self._no_adapter if low is None else low
         rows = len(x_NI)
         more = -rows % bfloat16_products.ROWS
         x_NI = F.pad(x_NI, (0, 0, 0, more)) if more else x_NI
-        into_NO = x_NI.new_empty(rows + more, self._outputs)
-        x = array(x_NI)
+        into_NO = torch.empty(rows + more, self._outputs)
         bfloat16_products.product(
-            x, self._weights, self._bias_O, low.of(x), low.up_RO, low.ranks_B2, array(into_NO)
+            array(x_NI),
+            self._weights,
+            self._bias_O,
+            low.of(x_NI),
+            low.up_RO,
+            low.ranks_B2,
+            array(into_NO),
         )
         return into_NO[:rows]
 
@@ -97,16 +102,14 @@ class _Bfloat16LowRank:
         self.up_RO = array(up_RO)
         if placed:
             down_RI = torch.cat([down_RI for _, _, down_RI, _ in placed])
-            self._down = _in_tiles(F.pad(down_RI, (0, 0, 0, self._ranks - ranks)))
+            down_RI = F.pad(down_RI, (0, 0, 0, self._ranks - ranks))
+            self._down = Bfloat16Packed(down_RI, None)
 
-    def of(self, x_NI: Any) -> Any:
+    def of(self, x_NI: Tensor) -> Any:
         """`x Aᵀ` [N, R], float32."""
-        from groupwise.models.native import bfloat16_products
-
-        low_NR = np.empty((len(x_NI), self._ranks), np.float32)
-        if self._ranks:
-            bfloat16_products.narrow_product(x_NI, self._down, low_NR)
-        return low_NR
+        if not self._ranks:
+            return np.empty((len(x_NI), 0), np.float32)
+        return array(self._down.product(x_NI, None))
 
 
 class OrderedPacked:

@@ -151,7 +151,7 @@ class NativeModel:
     def gated(self, gate_up_N2F: Tensor) -> Tensor:
         """`silu(gate) · up`, [N, F], computed in float32 and rounded once."""
         if self.compiled:
-            return compiled.gated(gate_up_N2F)
+            return compiled.gated(gate_up_N2F, self.dtype)
         gate_NF, up_NF = gate_up_N2F.float().chunk(2, dim=-1)
         return (F.silu(gate_NF) * up_NF).to(self.dtype)
 

@@ -115,7 +115,7 @@ class OwnCache:
         at_B = written_N.repeat_interleave(self._kv_heads)
         keys_BKDS, values_BTD = self.keys_LBKDS[layer], self.values_LBTD[layer]
         keys_BKDS[heads_B, at_B // STRETCH, :, at_B % STRETCH] = keys_NJD.flatten(0, 1)
-        values_BTD[heads_B, at_B, : self._size] = values_NJD.flatten(0, 1)
+        values_BTD[heads_B, at_B, : self._size] = values_NJD.flatten(0, 1).to(values_BTD.dtype)
 
 
 def multiple(count: int, of: int) -> int:

@@ -45,7 +45,8 @@ class CompiledAttention:
         from groupwise.models.native import kernels
 
         shape, weights = self._model.shape, self._model.layers[layer]
-        found_NO = qkv_NO.new_empty(len(qkv_NO), shape.heads * shape.head_size)
+        outputs = shape.heads * shape.head_size
+        found_NO = torch.empty(len(qkv_NO), outputs, dtype=self._model.dtype)
         kernels.attend(
             array(qkv_NO),
             self._turns_NC2,

@@ -473,7 +473,7 @@ def test_beside_the_learner_on_the_bundled_model(tmp_path):
     found, wanted = asyncio.run(both())
     ours = torch.tensor([value for group in found for one in group for value in one.logprobs])
     gaps = ours - torch.tensor([value for row in wanted for value in row])
-    assert float(gaps.abs().mean()) < 0.03, (
-        "0.025 was measured, 0.041 between transformers' modules"
+    assert float(gaps.abs().mean()) < 0.025, (
+        "0.021 was measured, 0.041 between transformers' modules"
     )
     assert abs(float(gaps.mean())) < 0.005
