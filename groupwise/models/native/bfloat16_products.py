@@ -13,12 +13,12 @@ from __future__ import annotations
 from typing import Any
 
 import llvmlite.binding
-import numba
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
+from groupwise.models.native.jit import kernel
 from groupwise.models.native.vector_code import FLOATS, LANES, WORDS, VectorCode
 
 Array = NDArray[Any]
@@ -131,11 +131,7 @@ def _tile(rows: int) -> Any:
 _small, _large = _tile(ROWS), _tile(2 * ROWS)
 
 
-def _compiled(function: Any) -> Any:
-    return numba.njit(error_model="numpy", cache=True, nogil=True)(function)
-
-
-@_compiled
+@kernel(kept=True)
 def product(
     x_NI: Array,
     weights: Array,

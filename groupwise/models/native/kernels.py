@@ -4,14 +4,14 @@ a row, and the narrow products of an adapter.
 One call does what takes torch five to forty operations, whose fixed costs are most of a token's time beside the products. Every row is
 computed by itself, so its bits depend on no other row. Sums are float32; what is stored is rounded once.
 
-bfloat16 is handed over as uint16, the upper half of a float32. All kernels are in this one file, because numba compiles anew only
-what is in a file that changed.
+bfloat16 is handed over as uint16, the upper half of a float32. numba compiles a kernel anew when the file changed in which it stands,
+so functions that kernels share stand here, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numba
 import numpy as np
@@ -21,10 +21,10 @@ from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 
 from groupwise.models.native.compiled import STRETCH
+from groupwise.models.native.jit import kernel
 from groupwise.models.native.vector_code import FLOATS, LANES, VectorCode
 
 Array = NDArray[Any]
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 STEP = 8
 """Ranks of an adapter that are added at once; they are a multiple of it."""
@@ -35,14 +35,6 @@ ROUNDING_KEPT = {"contract", "nsz", "arcp"}
 """Sums are computed in the order in which they are written."""
 ANY_ORDER = ROUNDING_KEPT | {"reassoc"}
 """Sums along a row, in as many parts as the processor likes: always the same for rows of the same length."""
-
-
-def _compiled(order: set[str], *, kept: bool = False) -> Callable[[Function], Function]:
-    """Compile when first called, and keep the result on disk if it is `kept`, which those need that are called from outside."""
-    return cast(
-        "Callable[[Function], Function]",
-        numba.njit(fastmath=order, error_model="numpy", cache=kept, nogil=True),
-    )
 
 
 # Numbers
@@ -100,7 +92,7 @@ LOG_2_HIGH = np.float32(0.693359375)
 LOG_2_LOW = np.float32(-2.12194440e-4)
 
 
-@_compiled(ROUNDING_KEPT)
+@kernel(ROUNDING_KEPT)
 def _exp(x: Any) -> Any:
     """e^x within 2e-7 of it: 2^k · e^r with |r| ≤ ln 2 / 2 and a polynomial for e^r (Cephes, `expf`). NaN stays NaN."""
     # No min and max, which say nothing of NaN.
@@ -121,7 +113,7 @@ def _exp(x: Any) -> Any:
 # Norm and SwiGLU
 
 
-@_compiled(ANY_ORDER, kept=True)
+@kernel(ANY_ORDER, kept=True)
 def norm(x_NH: Array, weight_H: Array, epsilon: Any, into_NH: Array) -> None:
     """Root-mean-square norm of each row of a float32 matrix, times a float32 weight."""
     rows, size = x_NH.shape
@@ -135,7 +127,7 @@ def norm(x_NH: Array, weight_H: Array, epsilon: Any, into_NH: Array) -> None:
             _store(into_H, h, x_H[h] * scale * weight_H[h])
 
 
-@_compiled(ROUNDING_KEPT, kept=True)
+@kernel(ROUNDING_KEPT, kept=True)
 def swiglu(gate_up_N2F: Array, into_NF: Array) -> None:
     """`silu(gate) · up`: the left half of each row and the right one."""
     rows, size = into_NF.shape
@@ -149,7 +141,7 @@ def swiglu(gate_up_N2F: Array, into_NF: Array) -> None:
 # An adapter
 
 
-@_compiled(ANY_ORDER)
+@kernel(ANY_ORDER)
 def _down(x_NI: Array, down_RI: Array, low_NR: Array) -> None:
     """`x Aᵀ`, some rows at a time; rows beyond the last are the last one again."""
     rows, inputs = x_NI.shape
@@ -173,7 +165,7 @@ def _down(x_NI: Array, down_RI: Array, low_NR: Array) -> None:
                 low_NR[start + m, r] = sums[m]
 
 
-@_compiled(ROUNDING_KEPT)
+@kernel(ROUNDING_KEPT)
 def _up(low_R: Array, up_RO: Array, span_4: Array, sums_O: Array) -> None:
     """Add `low Bᵀ` of one row, as far as a span goes."""
     start, end, first, last = span_4
@@ -190,7 +182,7 @@ def _up(low_R: Array, up_RO: Array, span_4: Array, sums_O: Array) -> None:
             sums_O[o] = total + l4 * b4[o] + l5 * b5[o] + l6 * b6[o] + l7 * b7[o]
 
 
-@_compiled(ROUNDING_KEPT, kept=True)
+@kernel(ROUNDING_KEPT, kept=True)
 def low_rank(x_NI: Array, down_RI: Array, up_RO: Array, spans_S4: Array, added_NO: Array) -> None:
     """`(x Aᵀ) Bᵀ`. Each span is (first column, column behind the last, first rank, rank behind the last): what acts on these columns."""
     rows, outputs = added_NO.shape
@@ -209,7 +201,7 @@ def low_rank(x_NI: Array, down_RI: Array, up_RO: Array, spans_S4: Array, added_N
 # Attention of one new token for each row
 
 
-@_compiled(ANY_ORDER)
+@kernel(ANY_ORDER)
 def _head(
     stored_D: Array, norm_D: Array, epsilon: Any, turn_C2: Array, scale: Any, into_D: Array
 ) -> None:
@@ -312,7 +304,7 @@ _score_1, _score_2, _score_3, _score_4 = map(_score_code, (1, 2, 3, 4))
 _values_1, _values_2, _values_3, _values_4 = map(_values_code, (1, 2, 3, 4))
 
 
-@_compiled(ROUNDING_KEPT)
+@kernel(ROUNDING_KEPT)
 def _score(queries_RD: Array, keys_KDS: Array, blocks: Any, scores_RX: Array, start: Any) -> None:
     """The products of queries with the keys of some blocks, into the scores from column `start` on."""
     repeat, size = queries_RD.shape
@@ -332,7 +324,7 @@ def _score(queries_RD: Array, keys_KDS: Array, blocks: Any, scores_RX: Array, st
                 _score_1(query, 4 * size, keys, size, found, room)
 
 
-@_compiled(ANY_ORDER | {"nnan"})
+@kernel(ANY_ORDER | {"nnan"})
 def _highest(scores_T: Array) -> Any:
     """The highest; of what is no number it may say anything."""
     highest = np.float32(-np.inf)
@@ -341,7 +333,7 @@ def _highest(scores_T: Array) -> Any:
     return highest
 
 
-@_compiled(ANY_ORDER)
+@kernel(ANY_ORDER)
 def _weigh(scores_T: Array, seen: Any, highest: Any) -> Any:
     """Turn scores into weights, `exp(score − highest)`, 0 for all but the first `seen`; their sum."""
     for t in range(scores_T.shape[0]):
@@ -353,7 +345,7 @@ def _weigh(scores_T: Array, seen: Any, highest: Any) -> Any:
     return total
 
 
-@_compiled(ROUNDING_KEPT)
+@kernel(ROUNDING_KEPT)
 def _add_values(
     weights_RX: Array, start: Any, values_TD: Array, count: Any, sums_RD: Array
 ) -> None:
@@ -375,12 +367,12 @@ def _add_values(
                 _values_1(weights, room, values, width, count, sums, 4 * size, values_TD)
 
 
-@_compiled(ROUNDING_KEPT)
+@kernel(ROUNDING_KEPT)
 def _blocks(seen: Any) -> Any:
     return (seen + STRETCH - 1) // STRETCH
 
 
-@_compiled(ROUNDING_KEPT)
+@kernel(ROUNDING_KEPT)
 def _attend_heads(
     queries_RD: Array,
     keys_KDS: Array,
@@ -410,7 +402,7 @@ def _attend_heads(
             sums_RD[r, d] /= totals_R[r]
 
 
-@_compiled(ROUNDING_KEPT, kept=True)
+@kernel(ROUNDING_KEPT, kept=True)
 def attend(
     qkv_NO: Array,
     turns_NC2: Array,
