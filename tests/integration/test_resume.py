@@ -302,28 +302,40 @@ def started_from(runs: Path, settings: dict) -> None:
     groupwise.rl(settings, TOY, init_from=str(runs / "before" / "toy"))
 
 
-def test_a_run_that_starts_from_another_one_is_crashed_at_every_write(tmp_path):
-    """It copies what it starts from; until it has, a resume copies it. Afterwards nobody else's files are needed."""
-    first = config(tmp_path / "before", max_steps=2)
-    groupwise.rl(first, TOY)
+def test_a_run_that_starts_from_another_one_survives_crashes(tmp_path):
+    assert not starts_that_crash(tmp_path, every=3)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_crash_points_of_a_run_that_starts_from_another_one(tmp_path):
+    assert not starts_that_crash(tmp_path, every=1)
+
+
+def starts_that_crash(runs: Path, every: int) -> list[str]:
+    """Crash points of a run that copies what it starts from which lead elsewhere; until it has copied, a resume copies it.
+
+    Afterwards nobody else's files are needed.
+    """
+    groupwise.rl(config(runs / "before", max_steps=2), TOY)
     points: list[str] = []
     durable.on_write = points.append
     try:
-        started_from(tmp_path, config(tmp_path / "whole", max_steps=2))
+        started_from(runs, config(runs / "whole", max_steps=2))
     finally:
         durable.on_write = lambda name: None
-    whole = what_must_be_equal(tmp_path / "whole" / "toy")
-    failed = []
-    for number in range(len(points)):
-        settings = config(tmp_path / str(number), max_steps=2)
-        assert crash_at(number, lambda made=settings: started_from(tmp_path, made)) == 17
-        if not (tmp_path / str(number) / "toy" / "run.db").exists():
+    whole = what_must_be_equal(runs / "whole" / "toy")
+    failed: list[str] = []
+    for number in range(0, len(points), every):
+        settings = config(runs / str(number), max_steps=2)
+        assert crash_at(number, lambda made=settings: started_from(runs, made)) == 17
+        if not (runs / str(number) / "toy" / "run.db").exists():
             continue  # nothing was begun
         go_on(settings)
-        start = tmp_path / str(number) / "toy" / "start" / "adapter_model.safetensors"
-        if what_must_be_equal(tmp_path / str(number) / "toy") != whole or not start.is_file():
+        start = runs / str(number) / "toy" / "start" / "adapter_model.safetensors"
+        if what_must_be_equal(runs / str(number) / "toy") != whole or not start.is_file():
             failed.append(f"{number} {points[number]}")
-    assert not failed
+    return failed
 
 
 def test_a_moved_run_with_weights_of_its_own_goes_on(tmp_path):

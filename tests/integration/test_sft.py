@@ -213,23 +213,34 @@ def go_on(settings: dict[str, Any]) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_every_durable_write_is_a_crash_point(tmp_path):
+def test_a_crash_at_durable_writes(tmp_path):
+    assert not writes_that_crash(tmp_path, every=3)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_crash_points_of_supervised_runs(tmp_path):
+    assert not writes_that_crash(tmp_path, every=1)
+
+
+def writes_that_crash(folder: Path, every: int) -> list[str]:
+    """Crash points that lead elsewhere than the run that was not disturbed."""
     points: list[str] = []
     durable.on_write = points.append
     try:
-        groupwise.sft(short(tmp_path / "whole"), TASK)
+        groupwise.sft(short(folder / "whole"), TASK)
     finally:
         durable.on_write = lambda name: None
-    whole = what_must_be_equal(tmp_path / "whole" / "sft")
+    whole = what_must_be_equal(folder / "whole" / "sft")
     assert {name.split(":")[0] for name in points} == {"file", "folder", "remove", "commit"}
-    failed = []
-    for number, name in enumerate(points):
-        runs = tmp_path / str(number)
+    failed: list[str] = []
+    for number in range(0, len(points), every):
+        runs = folder / str(number)
         assert running.crash_at(number, lambda runs=runs: go_on(short(runs))) == 17
         go_on(short(runs))
         if what_must_be_equal(runs / "sft") != whole:
-            failed.append(f"{number} {name}")
-    assert not failed
+            failed.append(f"{number} {points[number]}")
+    return failed
 
 
 @pytest.mark.parametrize("place", ["gradient", "evaluation", "between"])
