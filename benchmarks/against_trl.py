@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import time
 from dataclasses import asdict
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -48,13 +49,18 @@ def main() -> None:
     for name in names:
         found[name] = compare(CELLS[name], given.repetitions if name == "W1" else 2, given.dtype)
         show(name, found[name])
+        if given.store:
+            keep(file, described, {**stored, **found})
     worse = regressions(found, stored)
-    if given.store:
-        cells = {name: {**stored, **found}[name] for name in CELLS if name in {**stored, **found}}
-        file.write_text(json.dumps({"machine": described, "cells": cells}, indent=2) + "\n")
-        print(f"stored in {file}")
     if given.check and worse:
         raise SystemExit("worse than in " + file.name + ":\n  " + "\n  ".join(worse))
+
+
+def keep(file: Path, described: dict[str, Any], cells: dict[str, Any]) -> None:
+    """Store what is known of all cells, in their order."""
+    ordered = {name: cells[name] for name in CELLS if name in cells}
+    file.write_text(json.dumps({"machine": described, "cells": ordered}, indent=2) + "\n")
+    print(f"stored in {file}", flush=True)
 
 
 def regressions(found: dict[str, Any], stored: dict[str, Any]) -> list[str]:

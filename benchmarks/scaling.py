@@ -24,7 +24,7 @@ from benchmarks.learning import IMAGES
 from benchmarks.memory import Watch
 from benchmarks.step import RESULTS, config_of, machine, measure, one_step, requests, slug
 from benchmarks.work import Work
-from groupwise import build
+from groupwise import build, machine_layout
 from groupwise.display.plot import Series, svg_curve
 
 Cell = dict[str, float]
@@ -82,7 +82,7 @@ def size(sweep: str, work: Work) -> float:
 def measured(work: Work, repetitions: int) -> dict[str, float]:
     """Seconds of the fastest of some steps after one that is not counted, and the most memory in one more, which looking slows down."""
     config = config_of(work, "auto")
-    layout = build.choose_layout(config, longest_prompt=work.longest)
+    layout = machine_layout.choose_layout(config, longest_prompt=work.longest)
     watch = Watch(os.getpid())
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -25,7 +25,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.work import ALPHA, LEARNING_RATE, MODEL, RANK, W1, Work
-from groupwise import build
+from groupwise import build, machine_layout
 from groupwise.algorithms.registry import make
 from groupwise.config import RunConfig, load_config
 from groupwise.types import GroupRequest, OptimiserParams, Row, SamplingParams
@@ -46,7 +46,7 @@ def main() -> None:
     )
     given = parser.parse_args()
     config = config_of(W1, given.dtype, given.threads, given.processes)
-    layout = build.choose_layout(config, longest_prompt=W1.longest)
+    layout = machine_layout.choose_layout(config, longest_prompt=W1.longest)
     with (
         tempfile.TemporaryDirectory() as folder,
         closing(build.training_parts(config, layout, "bench", Path(folder))) as parts,

@@ -1,6 +1,6 @@
 """From a config to working parts: the only place that picks implementations.
 
-`choose_layout` says how the work suits this machine. `start_training` builds what the loop drives (sampler and learner),
+`start_training` builds what the loop drives (sampler and learner) as `groupwise.machine_layout` lays it out,
 `start_supervised` what a supervised run does, `start_serving` what an evaluation asks. Sampler and learner share one base model in
 memory when an adapter is trained; each has its own copy of the adapter, and the sampler's changes only through published files. They
 are in this process, or in ranks (`groupwise.ranks`), as the layout says: then the zygote makes once, by `make_described`, what is made
@@ -9,25 +9,22 @@ here for one process.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from groupwise.algorithms.registry import make
 from groupwise.config import RunConfig, load_config
 from groupwise.errors import ConfigError
-from groupwise.models.config import Dtype, ModelConfig
+from groupwise.machine_layout import AnyConfig, Layout, most_processes
 from groupwise.ranks import ahead
 from groupwise.ranks.learner import RankLearner
 from groupwise.ranks.sampler import RankSampler
 from groupwise.ranks.tree import Ranks
 from groupwise.runs import publications
 from groupwise.sft_config import SftConfig, load_sft_config
-from groupwise.task_parts import longest_completion
 from groupwise.types import Learner, Sampler
 
 if TYPE_CHECKING:
@@ -36,57 +33,10 @@ if TYPE_CHECKING:
 
 Kind = Literal["training", "supervised", "serving"]
 """Of what is made together."""
-AnyConfig = RunConfig | SftConfig
 MAKE = "groupwise.build:make_described"
 
-KEY_BLOCK = 64
-"""Key lengths are rounded up to this many tokens, so that near configs decode in the same shape."""
-MAX_SLOTS = 64
-MIN_SLOTS = 8
-MIN_EXAMPLES = 2
-"""Of a supervised step in each process, where the machine chooses how many there are."""
-SMALL_MODEL = 20_000_000
-"""Parameters below which one process is chosen: a step takes a fraction of a second, and starting ranks takes several."""
-MAX_PROCESSES = 16
-"""Chosen at most, because each has activations, gradients and moments of its own. A config may say more."""
 LARGE_ADAPTER = 512 << 20
 """Bytes of one publication where nobody says: rank 64 on a model of 7 billion parameters."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How the work is laid out on this machine: decided once at the start of a run and recorded."""
-
-    device: str
-    dtype: Dtype
-    threads: int
-    """Of all processes that compute, together."""
-    slots: int
-    """Of each process."""
-    key_length: int
-    max_tokens_per_microbatch: int
-    """Likewise."""
-    processor: str = ""
-    """What computes, as people call it, with the instruction set that torch uses there: others round otherwise."""
-    torch: str = ""
-    """Its version."""
-    processes: int = 1
-    """Ranks that sample and learn; with 1 there are none, and this process does."""
-
-    @property
-    def threads_each(self) -> int:
-        """Of each process."""
-        return max(1, self.threads // self.processes)
-
-    @property
-    def all_slots(self) -> int:
-        """Of all processes together."""
-        return self.slots * self.processes
-
-
-def with_processes(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """A layout as it was recorded, also before there could be several processes."""
-    return {"processes": 1, **recorded}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,86 +95,6 @@ class LearningParts(Closable):
     learner: Learner
 
 
-def choose_layout(config: RunConfig, longest_prompt: int) -> Layout:
-    """What suits this machine, where the config does not say. Raises ConfigError for processes that it cannot have."""
-    layout = _layout(config)
-    rows = config.training.prompts_per_step * config.training.num_generations
-    suiting = max(MIN_SLOTS, min(MAX_SLOTS, -(-rows // layout.processes)))
-    return replace(
-        layout,
-        slots=config.sampler.slots or suiting,
-        key_length=key_length(config, longest_prompt),
-    )
-
-
-def supervised_layout(config: SftConfig) -> Layout:
-    """As `choose_layout`, where nothing is sampled."""
-    return _layout(config)
-
-
-def _layout(config: AnyConfig) -> Layout:
-    device = ahead.choose_device()
-    return Layout(
-        device=device,
-        dtype=ahead.choose_dtype(config.model, config.lora is None, device),
-        threads=config.run.threads or _cores(),
-        slots=0,
-        key_length=0,
-        max_tokens_per_microbatch=config.training.max_tokens_per_microbatch,
-        processor=ahead.describe_processor(device),
-        torch=ahead.torch_version(),
-        processes=_processes(config, device),
-    )
-
-
-def _processes(config: AnyConfig, device: str) -> int:
-    """How many processes are asked for, or suit."""
-    asked = config.run.processes
-    possible = device == "cpu" and sys.platform.startswith("linux")
-    if asked is not None and asked > 1 and not possible:
-        raise ConfigError(
-            f"run.processes is {asked}, but several processes can share a model only on the CPUs of a Linux machine; this run "
-            f"computes on {device} ({sys.platform}). Leave the key out."
-        )
-    most = _most_processes(config)
-    if asked is None and (not possible or most == 1 or _is_small(config.model)):
-        return 1
-    return most
-
-
-def _most_processes(config: AnyConfig) -> int:
-    """As many as are asked for, or suit as far as the config alone can tell: one for each thread, with enough to do.
-
-    Full fine-tuning has one, because each would have a copy of all weights.
-    """
-    if config.run.processes is not None:
-        return config.run.processes
-    if config.lora is None or not sys.platform.startswith("linux"):
-        return 1
-    if isinstance(config, SftConfig):
-        useful = config.training.examples_per_step // MIN_EXAMPLES
-    else:
-        useful = config.training.prompts_per_step * config.training.num_generations // MIN_SLOTS
-    return max(1, min(config.run.threads or _cores(), useful, MAX_PROCESSES))
-
-
-def _is_small(model: ModelConfig) -> bool:
-    return ahead.all_parameters(model) < SMALL_MODEL
-
-
-def key_length(config: RunConfig, longest_prompt: int) -> int:
-    """Most tokens that the sampler can see, prompt included, where prompts have at most so many."""
-    needed = longest_prompt + longest_completion(config)
-    return -(-needed // KEY_BLOCK) * KEY_BLOCK
-
-
-def _cores() -> int:
-    """Those that this process may use, where the system tells."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 @contextmanager
 def expected_ranks(config: AnyConfig) -> Generator[None]:
     """As `expect_ranks`; those that nobody has needed end with it."""
@@ -239,7 +109,7 @@ def expect_ranks(config: AnyConfig) -> None:
     """Begin the zygote where the config will probably have ranks, so that its imports take no time later."""
     if config.model.name == "tiny" or Path("/dev/nvidiactl").exists():
         return
-    if _most_processes(config) > 1:
+    if most_processes(config) > 1:
         ahead.begin()
 
 
@@ -331,8 +201,12 @@ def make_described(
     kind: Kind, config: Mapping[str, Any], layout: Mapping[str, Any], **more: Any
 ) -> Hosted:
     """The factory that a zygote calls."""
+    from groupwise.models.machine import give_back_memory
+
     read = load_sft_config if kind == "supervised" else load_config
-    return _MAKERS[kind](read(config).config, Layout(**layout), **more)
+    made = _MAKERS[kind](read(config).config, Layout(**layout), **more)
+    give_back_memory()
+    return made
 
 
 def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> Hosted:
@@ -376,10 +250,13 @@ def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> 
 
 
 def _prepare_process(layout: Layout) -> None:
-    """With several processes this one is to be forked, and has no threads that would be lost."""
-    from groupwise.models.machine import prepare_process
+    """With several processes this one is the zygote, whose threads would be lost in a fork and which keeps no memory that is free."""
+    from groupwise.models.machine import prepare_process, set_threads
 
-    prepare_process(layout.threads if layout.processes == 1 else 1)
+    if layout.processes == 1:
+        prepare_process(layout.threads)
+    else:
+        set_threads(1)
 
 
 def _replicas(layout: Layout, trained: Any) -> Any:

@@ -617,14 +617,19 @@ MUTATIONS = (
             ),
             (
                 "models/native/packed.py",
-                "            low.of(x_NI),\n            low.up_RO,\n            low.ranks_B2,\n",
-                "            self._no_adapter.of(x_NI),\n            self._no_adapter.up_RO,\n"
+                "            low.down,\n            low.up_RO,\n            low.ranks_B2,\n",
+                "            self._no_adapter.down,\n            self._no_adapter.up_RO,\n"
                 "            self._no_adapter.ranks_B2,\n",
             ),
             (
                 "models/native/packed.py",
-                "return into_NO[:rows]",
-                "return (into_NO.bfloat16() + (torch.tensor(low.of(x_NI)) @ torch.tensor(low.up_RO)).bfloat16())[:rows]",
+                "        return into_NO[:rows]\n",
+                "        added_NO = torch.empty_like(into_NO)\n"
+                "        bfloat16_products.product(\n"
+                "            array(x_NI), 0 * self._weights, 0 * self._bias_O,\n"
+                "            low.down, low.up_RO, low.ranks_B2, array(added_NO)\n"
+                "        )\n"
+                "        return (into_NO.bfloat16() + added_NO.bfloat16())[:rows]\n",
             ),
             (
                 "models/native/packed.py",

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from groupwise import build, task_parts
+from groupwise import machine_layout, task_parts
 from groupwise.awaiting import run_to_end
 from groupwise.checks import check_games
 from groupwise.checks.check_data import (
@@ -258,7 +258,7 @@ async def _try_games(subject: Subject, findings: Findings) -> list[dict[str, Any
     room = None
     if subject.own_model:
         lengths, _ = prompt_lengths(examples, tokenizer, subject.tools)
-        room = build.key_length(config, max(lengths))
+        room = machine_layout.key_length(config, max(lengths))
     try:
         games = await check_games.play(config, subject.task, tokenizer, examples, room)
     except EnvironmentWorkerError as error:

@@ -12,9 +12,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from groupwise import build, task_parts
+from groupwise import build, machine_layout, task_parts
 from groupwise.awaiting import run_to_end
-from groupwise.build import Layout, Parts
+from groupwise.build import Parts
+from groupwise.machine_layout import Layout
 from groupwise.checks import doctor_cost, doctor_machine
 from groupwise.checks.check_data import spread
 from groupwise.checks.doctor_cost import Speeds
@@ -105,7 +106,7 @@ def _patient(loaded: LoadedConfig, task: Task | None) -> Patient:
         where=task.described if task else "The prompts of the doctor",
         tools=task_parts.check_rollouts(config, task, examples) if task else (),
     )
-    layout = build.choose_layout(config, prompts.longest)
+    layout = machine_layout.choose_layout(config, prompts.longest)
     sizes = planned_sizes(config, layout)
     return Patient(config, tokenizer, prompts, task, layout, sizes)
 

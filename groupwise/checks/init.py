@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from groupwise import build, task_parts
+from groupwise import build, machine_layout, task_parts
 from groupwise.awaiting import run_to_end
 from groupwise.checks import doctor_cost, doctor_machine
 from groupwise.checks.check_data import check_hooks, prompt_lengths, spread, suffices
@@ -68,7 +68,7 @@ MIB = 2**20
 class Cost:
     """What a run of the config would need."""
 
-    layout: build.Layout
+    layout: machine_layout.Layout
     findings: tuple[Finding, ...]
     """About memory and speed."""
 
@@ -175,7 +175,7 @@ def _choose_rl(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
     free = _free(device)
     fit_memory(draft, lambda: _planned(draft, longest), free, BUDGETS[device], SLOTS)
     choose_dtype(draft, prepared.layout.dtype, has_bfloat16(device))
-    layout = build.choose_layout(draft.config, longest)
+    layout = machine_layout.choose_layout(draft.config, longest)
     return _cost(draft, replace(prepared, loaded=draft.loaded(), layout=layout), free, measure)
 
 
@@ -198,7 +198,7 @@ def _draws(draft: Draft) -> int | None:
 def _planned(draft: Draft, longest: int) -> float:
     """Memory of a step by the plan (MiB)."""
     config = draft.config
-    return planned_sizes(config, build.choose_layout(config, longest)).memory.total
+    return planned_sizes(config, machine_layout.choose_layout(config, longest)).memory.total
 
 
 def _free(device: str) -> float | None:
@@ -222,7 +222,7 @@ def _cost(draft: Draft, prepared: RlPrepared, free: float | None, measure: bool)
     config = draft.config
     memory = doctor_machine.memory(_planned(draft, longest), free)
     speed = doctor_cost.estimate(speeds, config, config.training.max_steps, usual, longest)
-    return Cost(build.choose_layout(config, longest), (*_left_out(prepared), memory, held, speed))
+    return Cost(machine_layout.choose_layout(config, longest), (*_left_out(prepared), memory, held, speed))
 
 
 def _left_out(prepared: RlPrepared) -> Iterator[Finding]:
@@ -327,7 +327,7 @@ def _cut(prepared: SftPrepared) -> Iterator[Finding]:
 
 def _planned_sft(draft: Draft, longest: int) -> float:
     config = draft.sft_config
-    return planned_sft_sizes(config, build.supervised_layout(config), longest).memory.total
+    return planned_sft_sizes(config, machine_layout.supervised_layout(config), longest).memory.total
 
 
 def _measured_sft(prepared: SftPrepared, planned: float) -> tuple[Finding, ...]:

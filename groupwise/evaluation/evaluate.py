@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from groupwise import build, task_parts
+from groupwise import build, machine_layout, task_parts
 from groupwise.awaiting import run_to_end
 from groupwise.config import LoadedConfig, RunConfig, load_config, resolved, view, with_task_schema
 from groupwise.errors import RewardWorkerError, TaskError, UsageError
@@ -336,7 +336,7 @@ async def _evaluate(
     if rubric is not None:
         in_workers = task_parts.scores_in_workers(config, task, rubric)
         check_reward_columns(task, rubric, prompts.examples, in_workers=in_workers)
-    layout = build.choose_layout(config, prompts.longest)
+    layout = machine_layout.choose_layout(config, prompts.longest)
     scorer = task_parts.build_scorer(config, task, tokenizer, rubric)
     rollouts = task_parts.build_rollouts(config, task, tokenizer, layout.key_length)
     parts = await build.start_serving(config, layout, policy.folder)

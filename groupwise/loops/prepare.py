@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from groupwise.build import Layout
+from groupwise.machine_layout import Layout
 from groupwise.callbacks.registry import Named
 from groupwise.config import Loaded, LoadedConfig, resolved
 from groupwise.loops.training import TrainedBy

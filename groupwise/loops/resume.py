@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from groupwise.build import with_processes
+from groupwise.machine_layout import with_processes
 from groupwise.config import Loaded, LoadedConfig, compare_for_resume, resolved
 from groupwise.errors import ResumeMismatchError, RunInUseError, RunNotFoundError
 from groupwise.loops.prepare import Prepared, key_of_weights, starting_from

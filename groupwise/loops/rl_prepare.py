@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from groupwise import build, task_parts
+from groupwise import build, machine_layout, task_parts
 from groupwise.awaiting import run_to_end
-from groupwise.build import Layout
+from groupwise.machine_layout import Layout
 from groupwise.callbacks.registry import configured_callbacks
 from groupwise.config import LoadedConfig, RunConfig, view, with_task_schema
 from groupwise.data.examples import fingerprint
@@ -92,7 +92,7 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
         held_out_prompts=asked,
         rubric=rubric,
         max_steps=max_steps,
-        layout=build.choose_layout(settings, max(prompts.longest, asked.longest if asked else 0)),
+        layout=machine_layout.choose_layout(settings, max(prompts.longest, asked.longest if asked else 0)),
         facts=_facts(settings, found, prompts, asked, rows_read),
         callbacks=callbacks,
     )

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from groupwise import build
-from groupwise.build import Layout
+from groupwise import machine_layout
+from groupwise.machine_layout import Layout
 from groupwise.callbacks.registry import configured_callbacks
 from groupwise.config import resolved, with_task_schema
 from groupwise.errors import TaskError
@@ -84,7 +84,7 @@ def prepare_sft(loaded: LoadedSftConfig, task: object, rows_read: int | None = N
         task=found,
         tokenizer=tokenizer,
         max_steps=_max_steps(config, max_draws),
-        layout=build.supervised_layout(config),
+        layout=machine_layout.supervised_layout(config),
         facts=facts,
         callbacks=configured_callbacks(config.callbacks, given, origin),
         lessons=lessons,

@@ -45,14 +45,25 @@ def torch_version() -> str:
     return str(torch.__version__)
 
 
+def set_threads(threads: int) -> None:
+    """Of torch, for one operation."""
+    torch.set_num_threads(threads)
+
+
 def prepare_process(threads: int) -> None:
     """Set torch's threads, and let the allocator keep what is freed.
 
     On virtual machines the first touch of fresh memory can cost more than the arithmetic done in it.
     """
-    torch.set_num_threads(threads)
+    set_threads(threads)
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(MMAP_THRESHOLD, 1 << 30)
         libc.mallopt(TRIM_THRESHOLD, -1)  # give nothing back, however much is free
         libc.mallopt(TOP_PAD, 64 << 20)
+
+
+def give_back_memory() -> None:
+    """Return to the system what was freed, before processes that would share it are forked."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").malloc_trim(0)

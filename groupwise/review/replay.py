@@ -21,7 +21,7 @@ from typing import Any
 
 from groupwise import build
 from groupwise.awaiting import Interruption, run_to_end
-from groupwise.build import Layout
+from groupwise.machine_layout import Layout
 from groupwise.config import LoadedConfig, RunConfig, load_config, resolved
 from groupwise.display.progress import Progress
 from groupwise.errors import (

@@ -24,7 +24,7 @@ from benchmarks.roofline import (
 )
 from benchmarks.scaling import SWEEPS, size
 from benchmarks.work import CORNERS, NATURAL, W1, Work, prompts
-from groupwise import build
+from groupwise import machine_layout
 from groupwise.models.config import ModelConfig
 from groupwise.models.load import hollow_model
 from groupwise.models.tiny import tiny_tokenizer
@@ -120,7 +120,7 @@ def test_rows_are_those_of_one_process() -> None:
 def test_each_process_reads_all_weights_and_a_step_is_the_sum_of_its_phases() -> None:
     sizes, work = sizes_of("tiny"), Work((10, 20), 4, 6)
     rates = Rates({"decoding": 1e30, "prompts": 1.0, "learning": 1e30}, reading=8.0)
-    layout = build.Layout("cpu", "bfloat16", 2, 8, 64, 8192, processes=2)
+    layout = machine_layout.Layout("cpu", "bfloat16", 2, 8, 64, 8192, processes=2)
     floors = floors_of(work, sizes, rates, 2, layout)
     decoding = 5 * (sizes.body + sizes.output) / 2  # 2 processes × 2 bytes of 8 in a second
     assert floors["sampling"] == pytest.approx(decoding + 2 * sizes.body * 30)

@@ -20,6 +20,7 @@ from groupwise.learner.native.attention import Attention, attention_of
 from groupwise.learner.native.elementwise import (
     add_norm_gradient,
     norm_scale,
+    norm_with_gradient,
     swiglu,
     swiglu_with_gradient,
     turn_back_,
@@ -176,11 +177,8 @@ def _through_norm_(
 ) -> list[Tensor]:
     """Add to `d_NH` what comes back through a product and the norm before it; return the gradients of the product's factors."""
     u_NR = product.low_gradient(dy_NO)
-    scale_N1 = norm_scale(residual_NH, epsilon)
-    if d_NH is not None:
-        dx_NH = product.input_gradient(dy_NO, u_NR)
-        add_norm_gradient(d_NH, dx_NH, residual_NH, scale_N1, norm_H)
-    x_NH = (residual_NH * scale_N1).mul_(norm_H).to(dy_NO.dtype)
+    dx_NH = None if d_NH is None else product.input_gradient(dy_NO, u_NR)
+    x_NH = norm_with_gradient(residual_NH, norm_H, epsilon, dy_NO.dtype, dx_NH, d_NH)
     return product.factor_gradients(x_NH, dy_NO, low_NR, u_NR)
 
 

@@ -11,8 +11,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from groupwise.models.native import compiled
+
 ROWS_IN_CACHE = 64
 """Rows of gate and up that a processor handles at a time: 0.8 MB in float32 where each has 1,536 numbers."""
+
+
+def norm_with_gradient(
+    x_NH: Tensor,
+    weight_H: Tensor,
+    epsilon: float,
+    dtype: torch.dtype,
+    dy_NH: Tensor | None,
+    into_NH: Tensor | None,
+) -> Tensor:
+    """The norm of the residual stream once more, in `dtype`; its gradient is added to `into_NH`, if there is one."""
+    if compiled.suits(x_NH):
+        return compiled.norm_with_gradient(x_NH, weight_H, epsilon, dtype, dy_NH, into_NH)
+    scale_N1 = norm_scale(x_NH, epsilon)
+    if dy_NH is not None and into_NH is not None:
+        add_norm_gradient(into_NH, dy_NH, x_NH, scale_N1, weight_H)
+    return (x_NH * scale_N1).mul_(weight_H).to(dtype)
 
 
 def norm_scale(x_NH: Tensor, epsilon: float) -> Tensor:
@@ -36,6 +55,8 @@ def add_norm_gradient(
 
 def swiglu(gate_up_N2F: Tensor) -> Tensor:
     """`silu(gate) · up`, [N, F], rounded once."""
+    if compiled.suits(gate_up_N2F):
+        return compiled.gated(gate_up_N2F, gate_up_N2F.dtype)
     y_NF = gate_up_N2F.new_empty(len(gate_up_N2F), gate_up_N2F.shape[1] // 2)
     for rows in _pieces(gate_up_N2F):
         gate, up = _wide(gate_up_N2F[rows]).chunk(2, dim=-1)
@@ -48,6 +69,8 @@ def swiglu_with_gradient(gate_up_N2F: Tensor, dy_NF: Tensor) -> tuple[Tensor, Te
 
     With σ the logistic function: `d gate = dy up σ(gate) (1 + gate (1 − σ(gate)))` and `d up = dy silu(gate)`.
     """
+    if compiled.suits(gate_up_N2F):
+        return compiled.gated_with_gradient(gate_up_N2F, dy_NF)
     y_NF, d_N2F = torch.empty_like(dy_NF), torch.empty_like(gate_up_N2F)
     for rows in _pieces(gate_up_N2F):
         both, dy = _wide(gate_up_N2F[rows]), _wide(dy_NF[rows])

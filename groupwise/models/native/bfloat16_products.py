@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import llvmlite.binding
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -131,8 +132,8 @@ def _tile(rows: int) -> Any:
 _small, _large = _tile(ROWS), _tile(2 * ROWS)
 
 
-@kernel(kept=True)
-def product(
+@kernel()
+def _multiply(
     x_NI: Array,
     weights: Array,
     bias_O: Array,
@@ -141,12 +142,7 @@ def product(
     ranks_B2: Array,
     into_NO: Array,
 ) -> None:
-    """`x Wᵀ + low Bᵀ + bias`, in float32.
-
-    `x_NI` is bfloat16 (as uint16), rows a multiple of `ROWS`, outputs of `LANES`. `weights` stand in the order of the
-    first lines of this file. All else is float32: of block b of 16 outputs, only ranks from `ranks_B2[b, 0]` up to
-    `ranks_B2[b, 1]` count.
-    """
+    """`x Wᵀ + low Bᵀ + bias`, tile by tile; see `product`."""
     rows, inputs = x_NI.shape
     outputs, ranks = into_NO.shape[1], low_NR.shape[1]
     for block in range(outputs // LANES):
@@ -163,3 +159,27 @@ def product(
             else:
                 _small(line, inputs // 2, x, 2 * inputs, up, 4 * outputs, low, 4 * ranks,
                        last - first, begun, into, 4 * outputs)  # fmt: skip
+
+
+@kernel(kept=True)
+def product(
+    x_NI: Array,
+    weights: Array,
+    bias_O: Array,
+    down: Array,
+    up_RO: Array,
+    ranks_B2: Array,
+    into_NO: Array,
+) -> None:
+    """`x Wᵀ + (x Aᵀ) Bᵀ + bias`, in float32.
+
+    `x_NI` is bfloat16 (as uint16), rows a multiple of `ROWS`; outputs and ranks are multiples of `LANES`. `weights`, which are W, and
+    `down`, which is A, stand in the order of the first lines of this file. All else is float32: of block b of 16 outputs, only ranks
+    from `ranks_B2[b, 0]` up to `ranks_B2[b, 1]` count.
+    """
+    rows, ranks = x_NI.shape[0], up_RO.shape[0]
+    low_NR, nothing = np.empty((rows, ranks), np.float32), np.empty((rows, 0), np.float32)
+    if ranks:
+        none = np.zeros((ranks // LANES, 2), np.int64)
+        _multiply(x_NI, down, np.zeros(ranks, np.float32), nothing, up_RO, none, low_NR)
+    _multiply(x_NI, weights, bias_O, low_NR, up_RO, ranks_B2, into_NO)

@@ -12,6 +12,8 @@ from torch import Tensor
 FORMATS = (torch.bfloat16, torch.float32)
 
 
+FEW = 64
+"""So many rows are computed faster by one thread than torch can wake others."""
 STRETCH = 16
 """Keys that stand beside each other, in the order [D, STRETCH]; those that are not there weigh 0."""
 
@@ -23,6 +25,12 @@ def refusal(dtype: torch.dtype) -> str | None:
     if importlib.util.find_spec("numba") is None:
         return "numba is not installed (pip install numba)"
     return None
+
+
+def suits(tensor: Tensor) -> bool:
+    """Whether a kernel, which has one thread, is the best for these rows of numbers."""
+    few = len(tensor) <= FEW or torch.get_num_threads() == 1
+    return tensor.device.type == "cpu" and tensor.dtype in FORMATS and few
 
 
 def array(tensor: Tensor) -> Any:
@@ -49,3 +57,32 @@ def gated(gate_up_N2F: Tensor, dtype: torch.dtype) -> Tensor:
     into_NF = torch.empty(rows, both // 2, dtype=dtype)
     kernels.swiglu(array(gate_up_N2F), array(into_NF))
     return into_NF
+
+
+def norm_with_gradient(
+    x_NH: Tensor,
+    weight_H: Tensor,
+    epsilon: float,
+    dtype: torch.dtype,
+    dy_NH: Tensor | None,
+    into_NH: Tensor | None,
+) -> Tensor:
+    """The norm once more; its gradient is added to `into_NH`, if there is one."""
+    from groupwise.models.native import kernels
+
+    y_NH = torch.empty(x_NH.shape, dtype=dtype)
+    none = x_NH.new_empty(0, x_NH.shape[1])
+    dy_NH, into_NH = (none if each is None else each for each in (dy_NH, into_NH))
+    kernels.norm_gradient(
+        *map(array, (x_NH, weight_H)), np.float32(epsilon), *map(array, (dy_NH, into_NH, y_NH))
+    )
+    return y_NH
+
+
+def gated_with_gradient(gate_up_N2F: Tensor, dy_NF: Tensor) -> tuple[Tensor, Tensor]:
+    """`silu(gate) · up` once more, and the gradient [N, 2F] with respect to both halves."""
+    from groupwise.models.native import kernels
+
+    y_NF, d_N2F = torch.empty_like(dy_NF), torch.empty_like(gate_up_N2F)
+    kernels.swiglu_gradient(*map(array, (gate_up_N2F, dy_NF, y_NF, d_N2F)))
+    return y_NF, d_N2F

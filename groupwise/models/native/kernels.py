@@ -28,6 +28,8 @@ Array = NDArray[Any]
 
 STEP = 8
 """Ranks of an adapter that are added at once; they are a multiple of it."""
+CACHE_LINE = 64
+"""Bytes that a processor fetches at once."""
 ROWS = 4
 """Rows that go through an adapter's A together."""
 
@@ -85,6 +87,26 @@ _pointer: Any = intrinsic(_typed_pointer)
 """Called with an address and an array: a pointer to numbers like those of the array."""
 
 
+def _typed_prefetch(_: Any, address: Any) -> Any:
+    def prefetch(context: Any, builder: Any, __: Any, given: Any) -> Any:
+        code = VectorCode(builder)
+        code.prefetch(given[0], code.number(0))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), prefetch
+
+
+_prefetch: Any = intrinsic(_typed_prefetch)
+"""Called with an address: begin to fetch what stands there."""
+
+
+@kernel(ROUNDING_KEPT)
+def _fetch(address: Any, size: Any) -> None:
+    """Begin to fetch so many bytes."""
+    for place in range(address, address + size, CACHE_LINE):
+        _prefetch(place)
+
+
 LOWEST, HIGHEST = np.float32(-87.0), np.float32(89.0)
 """Below, exp is no normal float32; above, infinite."""
 BITS_PER_NAT = np.float32(1.44269504)
@@ -127,6 +149,33 @@ def norm(x_NH: Array, weight_H: Array, epsilon: Any, into_NH: Array) -> None:
             _store(into_H, h, x_H[h] * scale * weight_H[h])
 
 
+@kernel(ANY_ORDER, kept=True)
+def norm_gradient(
+    x_NH: Array, weight_H: Array, epsilon: Any, dy_NH: Array, into_NH: Array, y_NH: Array
+) -> None:
+    """The norm once more into `y_NH`, and its gradient with respect to x added to `into_NH`, if `dy_NH` has rows.
+
+    With g = dy w and s the factor of the row: `dx = s g − s³ x mean(g x)`.
+    """
+    rows, size = x_NH.shape
+    for n in range(rows):
+        x_H, y_H = x_NH[n], y_NH[n]
+        squares = np.float32(0.0)
+        for h in range(size):
+            squares += x_H[h] * x_H[h]
+        scale = np.float32(1.0) / np.sqrt(squares / np.float32(size) + epsilon)
+        for h in range(size):
+            _store(y_H, h, x_H[h] * scale * weight_H[h])
+        if dy_NH.shape[0]:
+            dy_H, into_H = dy_NH[n], into_NH[n]
+            along = np.float32(0.0)
+            for h in range(size):
+                along += _number(dy_H[h]) * weight_H[h] * x_H[h]
+            share = scale * scale * scale * along / np.float32(size)
+            for h in range(size):
+                into_H[h] += scale * _number(dy_H[h]) * weight_H[h] - share * x_H[h]
+
+
 @kernel(ROUNDING_KEPT, kept=True)
 def swiglu(gate_up_N2F: Array, into_NF: Array) -> None:
     """`silu(gate) · up`: the left half of each row and the right one."""
@@ -136,6 +185,27 @@ def swiglu(gate_up_N2F: Array, into_NF: Array) -> None:
         for f in range(size):
             gate = _number(gate_F[f])
             _store(into_F, f, gate / (np.float32(1.0) + _exp(-gate)) * _number(up_F[f]))
+
+
+@kernel(ROUNDING_KEPT, kept=True)
+def swiglu_gradient(gate_up_N2F: Array, dy_NF: Array, y_NF: Array, into_N2F: Array) -> None:
+    """The same once more into `y_NF`, and its gradient with respect to both halves.
+
+    With σ the logistic function: `d gate = dy up σ(gate) (1 + gate (1 − σ(gate)))` and `d up = dy silu(gate)`.
+    """
+    rows, size = y_NF.shape
+    for n in range(rows):
+        gate_F, up_F = gate_up_N2F[n, :size], gate_up_N2F[n, size:]
+        dgate_F, dup_F = into_N2F[n, :size], into_N2F[n, size:]
+        dy_F, y_F = dy_NF[n], y_NF[n]
+        for f in range(size):
+            gate, up, dy = _number(gate_F[f]), _number(up_F[f]), _number(dy_F[f])
+            one = np.float32(1.0)
+            logistic = one / (one + _exp(-gate))
+            active = gate * logistic
+            _store(y_F, f, active * up)
+            _store(dgate_F, f, dy * up * (logistic + active * (one - logistic)))
+            _store(dup_F, f, dy * active)
 
 
 # An adapter
@@ -441,6 +511,12 @@ def attend(
             prompt_values_JPD = numba.carray(_pointer(value_address, values_BTD), shape)
             keys_KDS, values_TD = keys_BKDS[n * kv_heads + j], values_BTD[n * kv_heads + j]
             at = written_N[n]
+            if n + 1 < rows:  # what the next row needs comes while this one is computed
+                count, following = _blocks(written_N[n + 1] + 1), (n + 1) * kv_heads + j
+                _fetch(keys_BKDS[following].ctypes.data, count * size * STRETCH * 4)
+                _fetch(
+                    values_BTD[following].ctypes.data, count * STRETCH * width * values_BTD.itemsize
+                )
             place = (heads + j) * size
             stored_D = qkv_NO[n, place : place + size]
             _head(stored_D, key_norm_D, epsilon, turns_NC2[n], one, key_D)

@@ -49,16 +49,15 @@ class Bfloat16Packed:
     """Multiplied by `groupwise.models.native.bfloat16_products`."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
-        outputs = weight_OI.shape[0]
-        self._outputs = outputs
+        self._outputs, self._inputs = weight_OI.shape
         self._weights = _in_tiles(weight_OI)
-        bias_O = torch.zeros(outputs) if bias_O is None else bias_O.float()
+        bias_O = torch.zeros(self._outputs) if bias_O is None else bias_O.float()
         self._bias_O = array(bias_O)
-        self._no_adapter = _Bfloat16LowRank([], outputs)
+        self._no_adapter = _Bfloat16LowRank([], *weight_OI.shape)
 
     def low_rank(self, placed: Placed) -> Any:
         """See `Packed.low_rank`."""
-        return _Bfloat16LowRank(placed, self._outputs)
+        return _Bfloat16LowRank(placed, self._outputs, self._inputs)
 
     def product(self, x_NI: Tensor, low: Any) -> Tensor:
         """See `Packed.product`."""
@@ -73,7 +72,7 @@ class Bfloat16Packed:
             array(x_NI),
             self._weights,
             self._bias_O,
-            low.of(x_NI),
+            low.down,
             low.up_RO,
             low.ranks_B2,
             array(into_NO),
@@ -84,32 +83,24 @@ class Bfloat16Packed:
 class _Bfloat16LowRank:
     """Factors of the parts of a product: A in tiles, B in float32, and which ranks act on which tile."""
 
-    def __init__(self, placed: Placed, outputs: int) -> None:
+    def __init__(self, placed: Placed, outputs: int, inputs: int) -> None:
         from groupwise.models.native.bfloat16_products import LANES
 
         ranks = sum(len(down_RI) for _, _, down_RI, _ in placed)
-        self._ranks = -(-ranks // LANES) * LANES
-        up_RO = torch.zeros(self._ranks, outputs)
+        all_ranks = -(-ranks // LANES) * LANES
+        down_RI = torch.zeros(all_ranks, inputs, dtype=torch.bfloat16)
+        up_RO = torch.zeros(all_ranks, outputs)
         self.ranks_B2 = np.zeros((outputs // LANES, 2), np.int64)
         first = 0
-        for start, end, down_RI, up_OR in placed:
-            last = first + len(down_RI)
-            up_RO[first:last, start:end] = up_OR.t()
+        for start, end, down, up in placed:
+            last = first + len(down)
+            down_RI[first:last] = down
+            up_RO[first:last, start:end] = up.t()
             for block in range(start // LANES, -(-end // LANES)):
                 begun = self.ranks_B2[block, 1] > 0
                 self.ranks_B2[block] = (self.ranks_B2[block, 0] if begun else first), last
             first = last
-        self.up_RO = array(up_RO)
-        if placed:
-            down_RI = torch.cat([down_RI for _, _, down_RI, _ in placed])
-            down_RI = F.pad(down_RI, (0, 0, 0, self._ranks - ranks))
-            self._down = Bfloat16Packed(down_RI, None)
-
-    def of(self, x_NI: Tensor) -> Any:
-        """`x Aᵀ` [N, R], float32."""
-        if not self._ranks:
-            return np.empty((len(x_NI), 0), np.float32)
-        return array(self._down.product(x_NI, None))
+        self.down, self.up_RO = _in_tiles(down_RI), array(up_RO)
 
 
 class OrderedPacked:

@@ -144,13 +144,13 @@ class NativeModel:
     def normed(self, x_NH: Tensor, weight_H: Tensor) -> Tensor:
         """The root-mean-square norm of the residual stream, in the model's number format."""
         shape = self.shape
-        if self.compiled:
+        if self.compiled and compiled.suits(x_NH):
             return compiled.normed(x_NH, weight_H, shape.epsilon, self.dtype)
         return F.rms_norm(x_NH, (shape.hidden,), weight_H, shape.epsilon).to(self.dtype)
 
     def gated(self, gate_up_N2F: Tensor) -> Tensor:
         """`silu(gate) · up`, [N, F], computed in float32 and rounded once."""
-        if self.compiled:
+        if self.compiled and compiled.suits(gate_up_N2F):
             return compiled.gated(gate_up_N2F, self.dtype)
         gate_NF, up_NF = gate_up_N2F.float().chunk(2, dim=-1)
         return (F.silu(gate_NF) * up_NF).to(self.dtype)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from groupwise import build
+from groupwise import build, machine_layout
 from groupwise.config import load_config
 from tests.forked_zygote import fork_zygotes
 
@@ -28,7 +28,7 @@ def parts_of(tmp_path_factory) -> Iterator[Callable[..., build.Parts]]:
             settings = {**CONFIG, "lora": {**CONFIG["lora"], **lora}}
             config = load_config(settings).config
             layout = replace(
-                build.choose_layout(config, 20), processes=processes, threads=processes
+                machine_layout.choose_layout(config, 20), processes=processes, threads=processes
             )
             folder = tmp_path_factory.mktemp("published")
             return stack.enter_context(

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from groupwise import build
+from groupwise import build, machine_layout
 from groupwise.algorithms.registry import make
 from groupwise.config import load_config
 from groupwise.errors import ModelError
@@ -54,7 +54,7 @@ def adapter(tmp_path):
 
 def drawn(weights=None, **model):
     config = load_config({"model": {"name": "tiny", **model}, "run": {"threads": 1}}).config
-    layout = build.choose_layout(config, 16)
+    layout = machine_layout.choose_layout(config, 16)
     request = GroupRequest(0, (40, 41), (1, 2, 3), SamplingParams(9))
 
     async def draw():

@@ -10,10 +10,12 @@ from groupwise.learner.native import elementwise
 from groupwise.learner.native.elementwise import (
     add_norm_gradient,
     norm_scale,
+    norm_with_gradient,
     swiglu,
     swiglu_with_gradient,
     turn_back_,
 )
+from groupwise.models.native import compiled
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -33,6 +35,42 @@ def test_norm():
     add_norm_gradient(found, dy, x.detach(), scale, weight)
     assert x.grad is not None
     torch.testing.assert_close(found, before + x.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_norm_once_more_with_its_gradient(dtype):
+    """Compiled in float32; without a gradient only the norm."""
+    x, weight, dy, before = drawn(5, 24), drawn(24, seed=1), drawn(5, 24, seed=2), drawn(5, 24)
+    x.requires_grad_()
+    y = F.rms_norm(x, (24,), weight, 1e-3)
+    y.backward(dy)
+    assert x.grad is not None
+    x_NH, weight_H, dy_NH = (each.detach().to(dtype) for each in (x, weight, dy))
+    found = before.to(dtype)
+    again = norm_with_gradient(x_NH, weight_H, 1e-3, dtype, dy_NH, found)
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(again.double(), y.detach(), **close)
+    torch.testing.assert_close(found.double(), before + x.grad, **close)
+    alone = norm_with_gradient(x_NH, weight_H, 1e-3, dtype, None, None)
+    assert torch.equal(alone, again)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_swiglu_by_either_way(threads):
+    """One thread has kernels, several have torch's operations; both round once."""
+    before = torch.get_num_threads()
+    gate_up, dy = drawn(70, 24).bfloat16(), drawn(70, 12, seed=1).bfloat16()
+    exact, slopes = swiglu_with_gradient(gate_up.double(), dy.double())
+    try:
+        torch.set_num_threads(threads)
+        assert compiled.suits(gate_up) == (threads == 1)
+        found = swiglu(gate_up)
+        again, gradient = swiglu_with_gradient(gate_up, dy)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(again, found)
+    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-6)
+    torch.testing.assert_close(gradient.double(), slopes, rtol=2**-8, atol=1e-6)
 
 
 @pytest.mark.parametrize("rows", [2, 64])

@@ -1,0 +1,148 @@
+"""How a run's work is laid out on this machine: device, number format, processes, threads, and how much is decoded at once.
+
+What the config says is kept; the rest suits the machine. A run's layout is decided once, at its start, and recorded.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from groupwise.config import RunConfig
+from groupwise.errors import ConfigError
+from groupwise.models.config import Dtype, ModelConfig
+from groupwise.ranks import ahead
+from groupwise.sft_config import SftConfig
+from groupwise.task_parts import longest_completion
+
+AnyConfig = RunConfig | SftConfig
+
+KEY_BLOCK = 64
+"""Key lengths are rounded up to this many tokens, so that near configs decode in the same shape."""
+MAX_SLOTS = 64
+MIN_SLOTS = 8
+MIN_EXAMPLES = 2
+"""Of a supervised step in each process, where the machine chooses how many there are."""
+SMALL_MODEL = 20_000_000
+"""Parameters below which one process is chosen: a step takes a fraction of a second, and starting ranks takes several."""
+MAX_PROCESSES = 16
+"""Chosen at most, because each has activations, gradients and moments of its own. A config may say more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How the work is laid out on this machine: decided once at the start of a run and recorded."""
+
+    device: str
+    dtype: Dtype
+    threads: int
+    """Of all processes that compute, together."""
+    slots: int
+    """Of each process."""
+    key_length: int
+    max_tokens_per_microbatch: int
+    """Likewise."""
+    processor: str = ""
+    """What computes, as people call it, with the instruction set that torch uses there: others round otherwise."""
+    torch: str = ""
+    """Its version."""
+    processes: int = 1
+    """Ranks that sample and learn; with 1 there are none, and this process does."""
+
+    @property
+    def threads_each(self) -> int:
+        """Of each process."""
+        return max(1, self.threads // self.processes)
+
+    @property
+    def all_slots(self) -> int:
+        """Of all processes together."""
+        return self.slots * self.processes
+
+
+def with_processes(recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """A layout as it was recorded, also before there could be several processes."""
+    return {"processes": 1, **recorded}
+
+
+def choose_layout(config: RunConfig, longest_prompt: int) -> Layout:
+    """What suits this machine, where the config does not say. Raises ConfigError for processes that it cannot have."""
+    layout = _layout(config)
+    rows = config.training.prompts_per_step * config.training.num_generations
+    suiting = max(MIN_SLOTS, min(MAX_SLOTS, -(-rows // layout.processes)))
+    return replace(
+        layout,
+        slots=config.sampler.slots or suiting,
+        key_length=key_length(config, longest_prompt),
+    )
+
+
+def supervised_layout(config: SftConfig) -> Layout:
+    """As `choose_layout`, where nothing is sampled."""
+    return _layout(config)
+
+
+def _layout(config: AnyConfig) -> Layout:
+    device = ahead.choose_device()
+    return Layout(
+        device=device,
+        dtype=ahead.choose_dtype(config.model, config.lora is None, device),
+        threads=config.run.threads or _cores(),
+        slots=0,
+        key_length=0,
+        max_tokens_per_microbatch=config.training.max_tokens_per_microbatch,
+        processor=ahead.describe_processor(device),
+        torch=ahead.torch_version(),
+        processes=_processes(config, device),
+    )
+
+
+def _processes(config: AnyConfig, device: str) -> int:
+    """How many processes are asked for, or suit."""
+    asked = config.run.processes
+    possible = device == "cpu" and sys.platform.startswith("linux")
+    if asked is not None and asked > 1 and not possible:
+        raise ConfigError(
+            f"run.processes is {asked}, but several processes can share a model only on the CPUs of a Linux machine; this run "
+            f"computes on {device} ({sys.platform}). Leave the key out."
+        )
+    most = most_processes(config)
+    if asked is None and (not possible or most == 1 or _is_small(config.model)):
+        return 1
+    return most
+
+
+def most_processes(config: AnyConfig) -> int:
+    """As many as are asked for, or suit as far as the config alone can tell: one for each thread, with enough to do.
+
+    Full fine-tuning has one, because each would have a copy of all weights.
+    """
+    if config.run.processes is not None:
+        return config.run.processes
+    if config.lora is None or not sys.platform.startswith("linux"):
+        return 1
+    if isinstance(config, SftConfig):
+        useful = config.training.examples_per_step // MIN_EXAMPLES
+    else:
+        useful = config.training.prompts_per_step * config.training.num_generations // MIN_SLOTS
+    return max(1, min(config.run.threads or _cores(), useful, MAX_PROCESSES))
+
+
+def _is_small(model: ModelConfig) -> bool:
+    return ahead.all_parameters(model) < SMALL_MODEL
+
+
+def key_length(config: RunConfig, longest_prompt: int) -> int:
+    """Most tokens that the sampler can see, prompt included, where prompts have at most so many."""
+    needed = longest_prompt + longest_completion(config)
+    return -(-needed // KEY_BLOCK) * KEY_BLOCK
+
+
+def _cores() -> int:
+    """Those that this process may use, where the system tells."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

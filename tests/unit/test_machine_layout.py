@@ -1,0 +1,76 @@
+"""How the work is laid out on a machine."""
+
+import pytest
+
+from groupwise import machine_layout
+from groupwise.config import load_config
+from groupwise.errors import ConfigError
+from groupwise.sft_config import load_sft_config
+
+
+def test_whole_rollouts_have_room():
+    limited = {"type": "environment", "max_turns": 3, "max_rollout_length": 500}
+    config = load_config({"model": {"name": "tiny"}, "rollout": limited}).config
+    assert machine_layout.choose_layout(config, longest_prompt=12).key_length == 512
+
+
+def processes(monkeypatch, *, cores=4, size=10**9, device="cpu", **sections) -> int:
+    """How many are chosen on such a machine, for a model of that size."""
+    monkeypatch.setattr(machine_layout, "_cores", lambda: cores)
+    monkeypatch.setattr("groupwise.models.plan.count_parameters", lambda _: size)
+    monkeypatch.setattr("groupwise.models.machine.choose_device", lambda: device)
+    monkeypatch.setattr("groupwise.models.machine.describe_processor", lambda device: device)
+    monkeypatch.setattr("groupwise.models.load.has_bfloat16", lambda device: False)
+    config = load_config({"model": {"name": "tiny"}, **sections}).config
+    return machine_layout.choose_layout(config, longest_prompt=12).processes
+
+
+def test_one_process_for_each_core_that_has_enough_to_do(monkeypatch):
+    step = {"prompts_per_step": 4, "num_generations": 8}
+    assert processes(monkeypatch, cores=2, training=step) == 2
+    assert processes(monkeypatch, cores=4, training=step) == 4
+    assert processes(monkeypatch, cores=64, training=step) == 4
+    assert processes(monkeypatch, cores=64, run={"threads": 3}, training=step) == 3
+    huge = {"prompts_per_step": 64, "num_generations": 16}
+    assert processes(monkeypatch, cores=64, training=huge) == machine_layout.MAX_PROCESSES
+
+
+def test_one_process_where_several_would_not_pay(monkeypatch):
+    assert processes(monkeypatch, cores=1) == 1
+    assert processes(monkeypatch, run={"threads": 1}) == 1
+    assert processes(monkeypatch, size=machine_layout.SMALL_MODEL - 1) == 1
+    assert processes(monkeypatch, size=machine_layout.SMALL_MODEL) > 1
+    assert processes(monkeypatch, lora=None) == 1
+    assert processes(monkeypatch, device="cuda") == 1
+    small = {"prompts_per_step": 2, "num_generations": 4}
+    assert processes(monkeypatch, training=small) == 1
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert processes(monkeypatch) == 1
+
+
+def test_what_is_asked_for_is_had_or_refused(monkeypatch):
+    for count in (1, 3):
+        assert processes(monkeypatch, cores=1, size=1, lora=None, run={"processes": count}) == count
+    with pytest.raises(ConfigError, match=r"run\.processes is 3(.|\n)*on cuda"):
+        processes(monkeypatch, device="cuda", run={"processes": 3})
+    assert processes(monkeypatch, device="cuda", run={"processes": 1}) == 1
+    monkeypatch.setattr("sys.platform", "darwin")
+    with pytest.raises(ConfigError, match="darwin"):
+        processes(monkeypatch, run={"processes": 2})
+
+
+def test_threads_and_slots_are_divided(monkeypatch):
+    monkeypatch.setattr(machine_layout, "_cores", lambda: 5)
+    settings = {"training": {"prompts_per_step": 4, "num_generations": 8}, "run": {"processes": 2}}
+    layout = machine_layout.choose_layout(load_config({"model": {"name": "tiny"}, **settings}).config, 12)
+    assert (layout.threads, layout.threads_each) == (5, 2)
+    assert (layout.slots, layout.all_slots) == (16, 32)
+
+
+def test_supervised_runs_have_processes_by_examples(monkeypatch):
+    monkeypatch.setattr(machine_layout, "_cores", lambda: 4)
+    monkeypatch.setattr("groupwise.models.plan.count_parameters", lambda _: 10**9)
+    for examples, expected in ((1, 1), (4, 2), (16, 4)):
+        given = {"model": {"name": "tiny"}, "training": {"examples_per_step": examples}}
+        layout = machine_layout.supervised_layout(load_sft_config(given).config)
+        assert layout.processes == expected
