@@ -15,7 +15,6 @@ from typing import Any
 from groupwise import build, machine_layout, task_parts
 from groupwise.awaiting import run_to_end
 from groupwise.build import Parts
-from groupwise.machine_layout import Layout
 from groupwise.checks import doctor_cost, doctor_machine
 from groupwise.checks.check_data import spread
 from groupwise.checks.doctor_cost import Speeds
@@ -38,6 +37,7 @@ from groupwise.checks.findings import Finding, Findings
 from groupwise.config import LoadedConfig, RunConfig, view, with_task_schema
 from groupwise.errors import RunError, TaskError
 from groupwise.loops.rl_prepare import planned_sizes
+from groupwise.machine_layout import Layout
 from groupwise.models.machine import describe_processor, has_bfloat16
 from groupwise.models.plan import ModelPlan, prompt_room
 from groupwise.models.probes import free_memory, random_start

@@ -222,7 +222,9 @@ def _cost(draft: Draft, prepared: RlPrepared, free: float | None, measure: bool)
     config = draft.config
     memory = doctor_machine.memory(_planned(draft, longest), free)
     speed = doctor_cost.estimate(speeds, config, config.training.max_steps, usual, longest)
-    return Cost(machine_layout.choose_layout(config, longest), (*_left_out(prepared), memory, held, speed))
+    return Cost(
+        machine_layout.choose_layout(config, longest), (*_left_out(prepared), memory, held, speed)
+    )
 
 
 def _left_out(prepared: RlPrepared) -> Iterator[Finding]:

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from groupwise.machine_layout import Layout
 from groupwise.callbacks.registry import Named
 from groupwise.config import Loaded, LoadedConfig, resolved
 from groupwise.loops.training import TrainedBy
+from groupwise.machine_layout import Layout
 from groupwise.models.plan import ModelPlan
 from groupwise.models.tokens import unannounced
 from groupwise.tasks.contract import Task

@@ -11,12 +11,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from groupwise.machine_layout import with_processes
 from groupwise.config import Loaded, LoadedConfig, compare_for_resume, resolved
 from groupwise.errors import ResumeMismatchError, RunInUseError, RunNotFoundError
 from groupwise.loops.prepare import Prepared, key_of_weights, starting_from
 from groupwise.loops.run import POLICIES
 from groupwise.loops.training import Training
+from groupwise.machine_layout import with_processes
 from groupwise.runs import checkpoints, durable, find, recovery
 from groupwise.runs.checkpoints import Checkpoint, Skipped
 from groupwise.runs.folder import CHECKPOINTS, CONFIG, RECORD, RunFolder, read_config

@@ -12,7 +12,6 @@ from typing import Any
 
 from groupwise import build, machine_layout, task_parts
 from groupwise.awaiting import run_to_end
-from groupwise.machine_layout import Layout
 from groupwise.callbacks.registry import configured_callbacks
 from groupwise.config import LoadedConfig, RunConfig, view, with_task_schema
 from groupwise.data.examples import fingerprint
@@ -20,6 +19,7 @@ from groupwise.errors import ConfigError, TaskError
 from groupwise.evaluation.evaluate import check_success_part, held_out_prompts
 from groupwise.loops.prepare import ROWS_READ, Prepared, check_start, digest, plan_of, task_facts
 from groupwise.loops.profiling import check_profiled_steps
+from groupwise.machine_layout import Layout
 from groupwise.models.identity import identity
 from groupwise.models.plan import ModelPlan, plan_model
 from groupwise.models.tokens import rendered
@@ -92,7 +92,9 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
         held_out_prompts=asked,
         rubric=rubric,
         max_steps=max_steps,
-        layout=machine_layout.choose_layout(settings, max(prompts.longest, asked.longest if asked else 0)),
+        layout=machine_layout.choose_layout(
+            settings, max(prompts.longest, asked.longest if asked else 0)
+        ),
         facts=_facts(settings, found, prompts, asked, rows_read),
         callbacks=callbacks,
     )

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from groupwise import machine_layout
-from groupwise.machine_layout import Layout
 from groupwise.callbacks.registry import configured_callbacks
 from groupwise.config import resolved, with_task_schema
 from groupwise.errors import TaskError
 from groupwise.loops.prepare import ROWS_READ, Prepared, check_start, digest, plan_of, task_facts
 from groupwise.loops.profiling import check_profiled_steps
+from groupwise.machine_layout import Layout
 from groupwise.models.chat_masks import Masked
 from groupwise.models.identity import identity
 from groupwise.models.plan import ModelPlan, plan_model

@@ -21,7 +21,6 @@ from typing import Any
 
 from groupwise import build
 from groupwise.awaiting import Interruption, run_to_end
-from groupwise.machine_layout import Layout
 from groupwise.config import LoadedConfig, RunConfig, load_config, resolved
 from groupwise.display.progress import Progress
 from groupwise.errors import (
@@ -35,6 +34,7 @@ from groupwise.loops.learning import learn
 from groupwise.loops.prepare import starting_from
 from groupwise.loops.resume import START
 from groupwise.loops.run import Learning
+from groupwise.machine_layout import Layout
 from groupwise.models.identity import identity
 from groupwise.models.machine import choose_device, describe_processor, torch_version
 from groupwise.rollouts.rows import Weights

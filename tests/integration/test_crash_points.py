@@ -1,7 +1,8 @@
 """A crash at every durable write of a run that samples ahead, whatever its schedule.
 
 `test_resume` has every write of a synchronous run and every third one of a run that starts from another, `test_sft` every third of a
-supervised one, `test_schedules` every fifth one with a lag; `make soak SUITE=crash_points` has all of them, FIRST and LAST bound which (numbers from 0). With `fixed_lag` the resumed run equals the one that was not disturbed, to the bit. The
+supervised one, `test_schedules` every fifth one with a lag; `make soak SUITE=crash_points` has all of them, FIRST and LAST bound which
+(numbers from 0). With `fixed_lag` the resumed run equals the one that was not disturbed, to the bit. The
 free schedule promises less, because times decide which groups a step gets:
 
 1. every draw is trained once, in one step, none is missing and none is left over;

@@ -62,7 +62,9 @@ def test_what_is_asked_for_is_had_or_refused(monkeypatch):
 def test_threads_and_slots_are_divided(monkeypatch):
     monkeypatch.setattr(machine_layout, "_cores", lambda: 5)
     settings = {"training": {"prompts_per_step": 4, "num_generations": 8}, "run": {"processes": 2}}
-    layout = machine_layout.choose_layout(load_config({"model": {"name": "tiny"}, **settings}).config, 12)
+    layout = machine_layout.choose_layout(
+        load_config({"model": {"name": "tiny"}, **settings}).config, 12
+    )
     assert (layout.threads, layout.threads_each) == (5, 2)
     assert (layout.slots, layout.all_slots) == (16, 32)
 

@@ -72,9 +72,13 @@ def norm_with_gradient(
 
     y_NH = torch.empty(x_NH.shape, dtype=dtype)
     none = x_NH.new_empty(0, x_NH.shape[1])
-    dy_NH, into_NH = (none if each is None else each for each in (dy_NH, into_NH))
     kernels.norm_gradient(
-        *map(array, (x_NH, weight_H)), np.float32(epsilon), *map(array, (dy_NH, into_NH, y_NH))
+        array(x_NH),
+        array(weight_H),
+        np.float32(epsilon),
+        array(none if dy_NH is None else dy_NH),
+        array(none if into_NH is None else into_NH),
+        array(y_NH),
     )
     return y_NH
 

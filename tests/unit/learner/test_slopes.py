@@ -54,7 +54,7 @@ few = Linear.few
 def by_sampler(linear: Linear, x: torch.Tensor, low: Any) -> torch.Tensor:
     alone = Linear(linear.parts, torch.zeros_like(linear.weight_OI))
     alone.pack()
-    return few(linear, x) + few(alone, x, low)
+    return few(linear, x).bfloat16() + few(alone, x, low).bfloat16()
 
 
 def by_learner(product: Product, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

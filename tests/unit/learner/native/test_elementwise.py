@@ -46,13 +46,12 @@ def test_norm_once_more_with_its_gradient(dtype):
     y.backward(dy)
     assert x.grad is not None
     x_NH, weight_H, dy_NH = (each.detach().to(dtype) for each in (x, weight, dy))
-    found = before.to(dtype)
+    found = before.to(dtype, copy=True)
     again = norm_with_gradient(x_NH, weight_H, 1e-3, dtype, dy_NH, found)
-    close = {"rtol": 1e-5, "atol": 1e-5}
-    torch.testing.assert_close(again.double(), y.detach(), **close)
-    torch.testing.assert_close(found.double(), before + x.grad, **close)
+    torch.testing.assert_close(again.double(), y.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.double(), before + x.grad, rtol=1e-5, atol=1e-5)
     alone = norm_with_gradient(x_NH, weight_H, 1e-3, dtype, None, None)
-    assert torch.equal(alone, again)
+    torch.testing.assert_close(alone, again, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
