@@ -96,9 +96,9 @@ class _Bfloat16LowRank:
             last = first + len(down)
             down_RI[first:last] = down
             up_RO[first:last, start:end] = up.t()
-            for block in range(start // LANES, -(-end // LANES)):
-                begun = self.ranks_B2[block, 1] > 0
-                self.ranks_B2[block] = (self.ranks_B2[block, 0] if begun else first), last
+            blocks = self.ranks_B2[start // LANES : -(-end // LANES)]
+            blocks[blocks[:, 1] == 0, 0] = first
+            blocks[:, 1] = last
             first = last
         self.down, self.up_RO = _in_tiles(down_RI), array(up_RO)
 
