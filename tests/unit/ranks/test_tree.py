@@ -174,6 +174,7 @@ def test_a_zygote_answers_before_it_knows_what_to_make():
     lost.begin()
     with pytest.raises(RunError, match="ended: exit code 3"):
         lost.ask("os:_exit", 3)
+    lost.close()
 
 
 async def test_a_wait_for_ranks_can_be_given_up():
