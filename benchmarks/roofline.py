@@ -1,7 +1,7 @@
 """What this machine could do at best with the fixed work, and which share of it Groupwise reaches: `python -m benchmarks.roofline`.
 
 Rates are measured as the work is laid out: in as many processes at once, with as many threads and as many rows in each as decoding,
-prompts and learning have there. A rate is that of the faster of torch's own product and oneDNN's over ordered weights. The floor of
+prompts and learning have there. A rate is that of the fastest of torch, oneDNN over ordered weights, and our own kernel. The floor of
 sampling is, for each token, the longer of computing its products and of reading the weights once, and the products of the prompts;
 that of learning is its products: forward and the gradient of the inputs (frozen weights have none of their own), each prompt once for its
 group, the output head at completion tokens alone. Attention, drawing, norms and the adapter are left out, so that no floor can be
@@ -34,6 +34,7 @@ from groupwise import build, machine_layout
 from groupwise.models.config import ModelConfig
 from groupwise.models.load import read_model_config
 from groupwise.models.machine import prepare_process
+from groupwise.models.native.packed import OrderedPacked, packed
 
 MEMORY = 1 << 29
 """Bytes that each process reads to measure memory; far more than the caches hold."""
@@ -217,18 +218,22 @@ def products_of(sizes: Sizes, rows: int, dtype: torch.dtype) -> Sequence[Callabl
         (torch.randn(rows, shape[1], dtype=dtype), torch.randn(shape, dtype=dtype))
         for shape in shapes
     ]
-    mkldnn = torch.ops.mkldnn
-    ordered = [(x, mkldnn._reorder_linear_weight(weight, rows)) for x, weight in layers]
+    ordered = [(x, OrderedPacked(weight, None)) for x, weight in layers]
+    fastest = [(x, packed(weight, None)) for x, weight in layers]
 
     def plain() -> None:
         for x, weight in layers:
             F.linear(x, weight)
 
-    def in_order() -> None:
+    def by_onednn() -> None:
         for x, weight in ordered:
-            mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+            weight.product(x, None)
 
-    return plain, in_order
+    def by_ours() -> None:
+        for x, weight in fastest:
+            weight.product(x, None)
+
+    return plain, by_onednn, by_ours
 
 
 def best(work: Callable[[], object], times: int = 5) -> float:
