@@ -7,6 +7,8 @@
 """
 
 import asyncio
+import os
+import signal
 from dataclasses import replace
 
 import pytest
@@ -25,6 +27,12 @@ def requests(groups=3, members=6):
         )
         for draw in range(groups)
     ]
+
+
+def halted(parts, number):
+    """Stop the ranks, or have them go on."""
+    for process in parts.ranks.processes:
+        os.kill(process, number)
 
 
 async def sampled(parts, asked):
@@ -72,10 +80,12 @@ async def test_what_is_given_up_is_given_up_in_the_ranks(two):
     (asked,) = requests(groups=1)
     before = await sampled(two, [asked])
     for waits in (0, 1, 20):
+        halted(two, signal.SIGSTOP)  # or they might be faster than we are
         given_up = asyncio.create_task(two.sampler.generate(asked))
         for _ in range(waits):
             await asyncio.sleep(0)
         given_up.cancel()
+        halted(two, signal.SIGCONT)
         with pytest.raises(asyncio.CancelledError):
             await given_up
         assert two.sampler._loads == [0, 0]
