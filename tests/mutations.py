@@ -466,8 +466,8 @@ MUTATIONS = (
         (
             (
                 "sampler/native/engine.py",
-                "                self._few,\n                few=True,\n",
-                "                None,\n                few=True,\n",
+                "            self._few,\n            few=True,\n",
+                "            None,\n            few=True,\n",
             ),
         ),
         (

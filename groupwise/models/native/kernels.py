@@ -135,18 +135,24 @@ def _exp(x: Any) -> Any:
 # Norm and SwiGLU
 
 
+@kernel(ANY_ORDER)
+def _norm_row(x_H: Array, weight_H: Array, epsilon: Any, into_H: Array) -> Any:
+    """The norm of one row; the factor that it was multiplied with."""
+    size = x_H.shape[0]
+    squares = np.float32(0.0)
+    for h in range(size):
+        squares += x_H[h] * x_H[h]
+    scale = np.float32(1.0) / np.sqrt(squares / np.float32(size) + epsilon)
+    for h in range(size):
+        _store(into_H, h, x_H[h] * scale * weight_H[h])
+    return scale
+
+
 @kernel(ANY_ORDER, kept=True)
 def norm(x_NH: Array, weight_H: Array, epsilon: Any, into_NH: Array) -> None:
     """Root-mean-square norm of each row of a float32 matrix, times a float32 weight."""
-    rows, size = x_NH.shape
-    for n in range(rows):
-        x_H, into_H = x_NH[n], into_NH[n]
-        squares = np.float32(0.0)
-        for h in range(size):
-            squares += x_H[h] * x_H[h]
-        scale = np.float32(1.0) / np.sqrt(squares / np.float32(size) + epsilon)
-        for h in range(size):
-            _store(into_H, h, x_H[h] * scale * weight_H[h])
+    for n in range(x_NH.shape[0]):
+        _norm_row(x_NH[n], weight_H, epsilon, into_NH[n])
 
 
 @kernel(ANY_ORDER, kept=True)
@@ -159,13 +165,8 @@ def norm_gradient(
     """
     rows, size = x_NH.shape
     for n in range(rows):
-        x_H, y_H = x_NH[n], y_NH[n]
-        squares = np.float32(0.0)
-        for h in range(size):
-            squares += x_H[h] * x_H[h]
-        scale = np.float32(1.0) / np.sqrt(squares / np.float32(size) + epsilon)
-        for h in range(size):
-            _store(y_H, h, x_H[h] * scale * weight_H[h])
+        x_H = x_NH[n]
+        scale = _norm_row(x_H, weight_H, epsilon, y_NH[n])
         if dy_NH.shape[0]:
             dy_H, into_H = dy_NH[n], into_NH[n]
             along = np.float32(0.0)

@@ -22,7 +22,6 @@ from groupwise.models.native.forward import (
     residual_after_layers,
     text_attention,
 )
-from groupwise.models.native.linear import quick_float32
 from groupwise.models.native.weights import NativeModel
 from groupwise.sampler.engine import Prompt, Row
 from groupwise.sampler.native.cache import (
@@ -93,14 +92,13 @@ class NativeEngine:
         positions_N = torch.tensor([*(row.position for row in rows), *[0] * padding], device=device)
         written_N = torch.tensor([*(row.written for row in rows), *[0] * padding], device=device)
         rotations_N1C = model.rotations(positions_N)
-        with quick_float32(model.dtype == torch.bfloat16):
-            residual_NH = residual_after_layers(
-                model,
-                model.embedded(ids_N),
-                self._attention(rotations_N1C, written_N),
-                self._few,
-                few=True,
-            )
+        residual_NH = residual_after_layers(
+            model,
+            model.embedded(ids_N),
+            self._attention(rotations_N1C, written_N),
+            self._few,
+            few=True,
+        )
         for row in rows:
             row.written += 1
         return self._logits(residual_NH)[: len(rows)]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from groupwise.models.native.compiled import STRETCH
+from groupwise.models.native.linear import quick_float32
 from groupwise.models.native.weights import NativeModel
 from groupwise.sampler.native.cache import Group, OwnCache, multiple
 
@@ -47,7 +48,9 @@ class PlainAttention:
         queries_NJRD = queries.mul_(shape.head_size**-0.5).view(
             len(qkv_NO), shape.kv_heads, shape.queries_per_key, shape.head_size
         )
-        weights_NJRX = self._scores(layer, queries_NJRD).softmax(-1).to(model.dtype)
+        with quick_float32(model.dtype == torch.bfloat16):
+            scores_NJRX = self._scores(layer, queries_NJRD)
+        weights_NJRX = scores_NJRX.softmax(-1).to(model.dtype)
         return self._weighed(layer, weights_NJRX)[..., : shape.head_size].flatten(1)
 
     def _scores(self, layer: int, queries_NJRD: Tensor) -> Tensor:
