@@ -346,14 +346,14 @@ MUTATIONS = (
                 "        self.keys.append(key.detach())\n        self.values.append(value.detach())\n",
             ),
             (
-                "learner/native/attention.py",
+                "learner/native/beside.py",
                 "                self._prompt_rows(d_qkv)[:, part] += d_of_prompt_JPD.transpose(0, 1)\n",
                 "                pass\n",
             ),
         ),
         (
             f"{FORWARD}::test_shared_prompts_equal_whole_rows_in_values_and_gradients[llama]",
-            f"{NATIVE}/test_attention.py::test_values_and_gradients[a group-1048576-128]",
+            f"{NATIVE}/test_attention.py::test_values_and_gradients[a group-pieces]",
             f"{NATIVE}/test_engine.py::test_every_family[llama]",
         ),
     ),
@@ -617,24 +617,17 @@ MUTATIONS = (
             ),
             (
                 "models/native/packed.py",
-                "            low.down,\n            low.up_RO,\n            low.ranks_B2,\n",
-                "            self._no_adapter.down,\n            self._no_adapter.up_RO,\n"
-                "            self._no_adapter.ranks_B2,\n",
-            ),
-            (
-                "models/native/packed.py",
-                "        return into_NO[:rows]\n",
-                "        added_NO = torch.empty_like(into_NO)\n"
-                "        bfloat16_products.product(\n"
-                "            array(x_NI), 0 * self._weights, 0 * self._bias_O,\n"
-                "            low.down, low.up_RO, low.ranks_B2, array(added_NO)\n"
-                "        )\n"
-                "        return (into_NO.bfloat16() + added_NO.bfloat16())[:rows]\n",
-            ),
-            (
-                "models/native/packed.py",
-                'return operation.binary(x_NI, low.added(x_NI), self._weights, self._bias_O, "add")',
-                'return low.added(x_NI) + operation(x_NI, self._weights, self._bias_O, "none", [], "")',
+                "                x, self._weights, self._bias_O, low.down, low.up_RO, low.ranks_B2, into\n"
+                "            )\n",
+                "                x, self._weights, self._bias_O, self._no_adapter.down,\n"
+                "                self._no_adapter.up_RO, self._no_adapter.ranks_B2, into\n"
+                "            )\n"
+                "            added_NO = torch.empty_like(into_NO)\n"
+                "            products.product(\n"
+                "                x, 0 * self._weights, 0 * self._bias_O,\n"
+                "                low.down, low.up_RO, low.ranks_B2, array(added_NO)\n"
+                "            )\n"
+                "            into_NO = (into_NO.bfloat16() + added_NO.bfloat16()).float()\n",
             ),
         ),
         (

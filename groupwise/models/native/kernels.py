@@ -1,5 +1,5 @@
 """What stands between the matrix products of a decoder, compiled for the processor by numba: norm, SwiGLU, attention to the keys of
-a row, and the narrow products of an adapter.
+a row.
 
 One call does what takes torch five to forty operations, whose fixed costs are most of a token's time beside the products. Every row is
 computed by itself, so its bits depend on no other row. Sums are float32; what is stored is rounded once.
@@ -26,12 +26,8 @@ from groupwise.models.native.vector_code import FLOATS, LANES, VectorCode
 
 Array = NDArray[Any]
 
-STEP = 8
-"""Ranks of an adapter that are added at once; they are a multiple of it."""
 CACHE_LINE = 64
 """Bytes that a processor fetches at once."""
-ROWS = 4
-"""Rows that go through an adapter's A together."""
 
 ROUNDING_KEPT = {"contract", "nsz", "arcp"}
 """Sums are computed in the order in which they are written."""
@@ -207,66 +203,6 @@ def swiglu_gradient(gate_up_N2F: Array, dy_NF: Array, y_NF: Array, into_N2F: Arr
             _store(y_F, f, active * up)
             _store(dgate_F, f, dy * up * (logistic + active * (one - logistic)))
             _store(dup_F, f, dy * active)
-
-
-# An adapter
-
-
-@kernel(ANY_ORDER)
-def _down(x_NI: Array, down_RI: Array, low_NR: Array) -> None:
-    """`x Aᵀ`, some rows at a time; rows beyond the last are the last one again."""
-    rows, inputs = x_NI.shape
-    numbers = np.empty((ROWS, inputs), np.float32)
-    for start in range(0, rows, ROWS):
-        for m in range(ROWS):
-            x_I, number_I = x_NI[min(start + m, rows - 1)], numbers[m]
-            for i in range(inputs):
-                number_I[i] = _number(x_I[i])
-        x0, x1, x2, x3 = numbers[0], numbers[1], numbers[2], numbers[3]
-        for r in range(down_RI.shape[0]):
-            a_I = down_RI[r]
-            s0 = s1 = s2 = s3 = np.float32(0.0)
-            for i in range(inputs):
-                s0 += x0[i] * a_I[i]
-                s1 += x1[i] * a_I[i]
-                s2 += x2[i] * a_I[i]
-                s3 += x3[i] * a_I[i]
-            sums = (s0, s1, s2, s3)
-            for m in range(min(ROWS, rows - start)):
-                low_NR[start + m, r] = sums[m]
-
-
-@kernel(ROUNDING_KEPT)
-def _up(low_R: Array, up_RO: Array, span_4: Array, sums_O: Array) -> None:
-    """Add `low Bᵀ` of one row, as far as a span goes."""
-    start, end, first, last = span_4
-    sums_O = sums_O[start:end]
-    for r in range(first, last, STEP):
-        b0, b1 = up_RO[r, start:end], up_RO[r + 1, start:end]
-        b2, b3 = up_RO[r + 2, start:end], up_RO[r + 3, start:end]
-        b4, b5 = up_RO[r + 4, start:end], up_RO[r + 5, start:end]
-        b6, b7 = up_RO[r + 6, start:end], up_RO[r + 7, start:end]
-        l0, l1, l2, l3 = low_R[r], low_R[r + 1], low_R[r + 2], low_R[r + 3]
-        l4, l5, l6, l7 = low_R[r + 4], low_R[r + 5], low_R[r + 6], low_R[r + 7]
-        for o in range(end - start):
-            total = sums_O[o] + l0 * b0[o] + l1 * b1[o] + l2 * b2[o] + l3 * b3[o]
-            sums_O[o] = total + l4 * b4[o] + l5 * b5[o] + l6 * b6[o] + l7 * b7[o]
-
-
-@kernel(ROUNDING_KEPT, kept=True)
-def low_rank(x_NI: Array, down_RI: Array, up_RO: Array, spans_S4: Array, added_NO: Array) -> None:
-    """`(x Aᵀ) Bᵀ`. Each span is (first column, column behind the last, first rank, rank behind the last): what acts on these columns."""
-    rows, outputs = added_NO.shape
-    low_NR = np.empty((rows, down_RI.shape[0]), np.float32)
-    _down(x_NI, down_RI, low_NR)
-    sums_O = np.empty(outputs, np.float32)
-    for n in range(rows):
-        sums_O[:] = np.float32(0.0)
-        for s in range(spans_S4.shape[0]):
-            _up(low_NR[n], up_RO, spans_S4[s], sums_O)
-        added_O = added_NO[n]
-        for o in range(outputs):
-            _store(added_O, o, sums_O[o])
 
 
 # Attention of one new token for each row

@@ -1,7 +1,7 @@
 """Matrix products of a decoder, with the low-rank product of an adapter added before the result is rounded.
 
 Layers that read the same input are one product: queries, keys and values; gate and up. On a processor the weights are also kept in
-the order in which oneDNN wants them, which saves a third to a half of a product with few rows, as decoding has.
+the order in which products with few rows, as decoding has them, are fastest.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from groupwise.models.native.packed import Packed, packed
+from groupwise.models.native.packed import Packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,11 @@ class LowRank:
         """What the adapter adds [N, O]."""
         return (x_NI @ self.down_RI.t()) @ self.up_OR.t()
 
+    def copy_(self, other: LowRank) -> None:
+        """Take the numbers of another adapter in place."""
+        self.down_RI.copy_(other.down_RI)
+        self.up_OR.copy_(other.up_OR)
+
 
 class Linear:
     """`x Wᵀ + bias`, of one or several of the model's layers."""
@@ -66,7 +71,7 @@ class Linear:
 
     def pack(self) -> None:
         """Order the weights for decoding; they are kept in their own order, too."""
-        self._packed = packed(self.weight_OI, self.bias_O)
+        self._packed = Packed(self.weight_OI, self.bias_O)
 
     def few(self, x_NI: Tensor, low: Any = None) -> Tensor:
         """The product [N, O] of a few rows, as decoding has them, in the format of the weight or float32.

@@ -1,160 +1,132 @@
-"""A matrix kept in the order in which products with few rows read it fastest, and the factors of an adapter beside it.
-
-`packed` chooses: kernels of our own for bfloat16 where the processor has an instruction for it, else oneDNN.
-"""
+"""A matrix kept in the order in which products with few rows read it fastest, and the factors of an adapter beside it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from groupwise.models.native.compiled import array
+from groupwise.models.native.threads import in_parts
 
-ROWS_OF_DECODING = 32
-"""For so many rows oneDNN is asked to order weights; the order serves other numbers as well."""
+Array = NDArray[Any]
+
+LANES = 16
+"""Outputs of a tile."""
+BLOCKS_OF_A_THREAD = 8
+"""Fewer tiles are not worth another thread."""
 
 Placed = Sequence[tuple[int, int, Tensor, Tensor]]
 """Of parts of a product: first column, the one behind the last, A [R, I], and B times its scaling [columns, R], as W is rounded."""
 
 
-class Packed(Protocol):
-    """`x Wᵀ + bias` of few rows, and what an adapter adds, before rounding."""
+@dataclass(frozen=True, slots=True)
+class PackedLowRank:
+    """Factors of the parts of a product."""
 
-    def low_rank(self, placed: Placed) -> Any:
-        """The factors of an adapter, as `product` wants them."""
-        ...
-
-    def product(self, x_NI: Tensor, low: Any) -> Tensor:
-        """[N, O], in the format of W or float32; `low` is one of `low_rank`, or None."""
-        ...
-
-
-def packed(weight_OI: Tensor, bias_O: Tensor | None) -> Packed:
-    """A copy of a matrix, in the order that is best for it here."""
-    from groupwise.models.native import bfloat16_products
-
-    outputs, inputs = weight_OI.shape
-    fits = outputs % bfloat16_products.LANES == 0 and inputs % 2 == 0
-    if weight_OI.dtype == torch.bfloat16 and fits and bfloat16_products.usable():
-        return Bfloat16Packed(weight_OI, bias_O)
-    return OrderedPacked(weight_OI, bias_O)
+    down: Array
+    """A, in tiles."""
+    up_RO: Array
+    """B times its scaling, in float32."""
+    ranks_B2: Array
+    """Of each block of outputs, the first rank that acts on it and the one behind the last."""
 
 
-class Bfloat16Packed:
-    """Multiplied by `groupwise.models.native.bfloat16_products`."""
+class Packed:
+    """`x Wᵀ + bias` of few rows, by `groupwise.models.native.products`; the matrix is copied."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
-        self._outputs, self._inputs = weight_OI.shape
-        self._weights = _in_tiles(weight_OI)
+        from groupwise.models.native import products
+
+        self._outputs, inputs = weight_OI.shape
+        self._pairs = weight_OI.dtype == torch.bfloat16 and products.HAS_PAIRS
+        self._shape = _multiple(self._outputs, LANES), inputs + (inputs % 2 if self._pairs else 0)
+        self._weights = self._in_tiles(_halved(weight_OI))
         bias_O = torch.zeros(self._outputs) if bias_O is None else bias_O.float()
-        self._bias_O = array(bias_O)
-        self._no_adapter = _Bfloat16LowRank([], *weight_OI.shape)
+        self._bias_O = array(F.pad(bias_O, (0, self._shape[0] - self._outputs)))
+        self._no_adapter = self.low_rank([])
 
-    def low_rank(self, placed: Placed) -> Any:
-        """See `Packed.low_rank`."""
-        return _Bfloat16LowRank(placed, self._outputs, self._inputs)
-
-    def product(self, x_NI: Tensor, low: Any) -> Tensor:
-        """See `Packed.product`."""
-        from groupwise.models.native import bfloat16_products
-
-        low = self._no_adapter if low is None else low
-        rows = len(x_NI)
-        more = -rows % bfloat16_products.ROWS
-        x_NI = F.pad(x_NI, (0, 0, 0, more)) if more else x_NI
-        into_NO = torch.empty(rows + more, self._outputs)
-        bfloat16_products.product(
-            array(x_NI),
-            self._weights,
-            self._bias_O,
-            low.down,
-            low.up_RO,
-            low.ranks_B2,
-            array(into_NO),
-        )
-        return into_NO[:rows]
-
-
-class _Bfloat16LowRank:
-    """Factors of the parts of a product: A in tiles, B in float32, and which ranks act on which tile."""
-
-    def __init__(self, placed: Placed, outputs: int, inputs: int) -> None:
-        from groupwise.models.native.bfloat16_products import LANES
-
+    def low_rank(self, placed: Placed) -> PackedLowRank:
+        """The factors of an adapter, as `product` wants them."""
+        outputs, inputs = self._shape
         ranks = sum(len(down_RI) for _, _, down_RI, _ in placed)
-        all_ranks = -(-ranks // LANES) * LANES
-        down_RI = torch.zeros(all_ranks, inputs, dtype=torch.bfloat16)
-        up_RO = torch.zeros(all_ranks, outputs)
-        self.ranks_B2 = np.zeros((outputs // LANES, 2), np.int64)
+        down_RI = torch.zeros(_multiple(ranks, LANES), inputs)
+        up_RO = torch.zeros(len(down_RI), outputs)
+        ranks_B2 = np.zeros((outputs // LANES, 2), np.int64)
         first = 0
         for start, end, down, up in placed:
             last = first + len(down)
-            down_RI[first:last] = down
+            down_RI[first:last, : down.shape[1]] = down
             up_RO[first:last, start:end] = up.t()
-            blocks = self.ranks_B2[start // LANES : -(-end // LANES)]
+            blocks = ranks_B2[start // LANES : -(-end // LANES)]
             blocks[blocks[:, 1] == 0, 0] = first
             blocks[:, 1] = last
             first = last
-        self.down, self.up_RO = _in_tiles(down_RI), array(up_RO)
+        if self._pairs:
+            down_RI = down_RI.bfloat16()
+        return PackedLowRank(self._in_tiles(down_RI), array(up_RO), ranks_B2)
+
+    def product(self, x_NI: Tensor, low: PackedLowRank | None) -> Tensor:
+        """[N, O] in float32, nothing of it rounded before; `low` is one of `low_rank`."""
+        from groupwise.models.native import products
+
+        low = self._no_adapter if low is None else low
+        rows, outputs = len(x_NI), self._outputs
+        x = array(self._padded(x_NI))
+        into_NO = torch.empty(len(x), self._shape[0])
+        into = array(into_NO)
+        if torch.get_num_threads() == 1:
+            products.product(
+                x, self._weights, self._bias_O, low.down, low.up_RO, low.ranks_B2, into
+            )
+        else:
+            self._by_threads(x, low, into)
+        found_NO = into_NO[:rows]
+        return found_NO if outputs == self._shape[0] else found_NO[:, :outputs].contiguous()
+
+    def _by_threads(self, x: Array, low: PackedLowRank, into: Array) -> None:
+        from groupwise.models.native import products
+
+        low_NR = products.narrow(x, low.down)
+        weights, bias_O, up_RO, ranks_B2 = self._weights, self._bias_O, low.up_RO, low.ranks_B2
+
+        def part(first: int, last: int) -> None:
+            products.part(x, weights, bias_O, low_NR, up_RO, ranks_B2, into, first, last)
+
+        in_parts(part, len(ranks_B2), least=BLOCKS_OF_A_THREAD)
+
+    def _padded(self, x_NI: Tensor) -> Tensor:
+        from groupwise.models.native.products import ROWS
+
+        rows, inputs = x_NI.shape
+        if not self._pairs:
+            x_NI = x_NI.float()
+        if rows % ROWS or inputs < self._shape[1]:
+            return F.pad(x_NI, (0, self._shape[1] - inputs, 0, -rows % ROWS))
+        return x_NI.contiguous()
+
+    def _in_tiles(self, weight_OI: Tensor) -> Array:
+        """[O / 16, I, 16], or [O / 16, I / 2, 16, 2] of pairs; extended by zeros."""
+        outputs, inputs = weight_OI.shape
+        more = -outputs % LANES, self._shape[1] - inputs
+        if any(more):
+            weight_OI = F.pad(weight_OI, (0, more[1], 0, more[0]))
+        together = 2 if self._pairs else 1
+        tiles = weight_OI.unflatten(0, (-1, LANES)).unflatten(2, (-1, together)).transpose(1, 2)
+        return array(tiles.contiguous())
 
 
-class OrderedPacked:
-    """Multiplied by oneDNN, which adds what the adapter gives before it rounds."""
-
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
-        self._outputs, self._bias_O = weight_OI.shape[0], bias_O
-        self._weights = torch.ops.mkldnn._reorder_linear_weight(
-            weight_OI.contiguous(), ROWS_OF_DECODING
-        )
-
-    def low_rank(self, placed: Placed) -> Any:
-        """See `Packed.low_rank`."""
-        return _OrderedLowRank(placed, self._outputs)
-
-    def product(self, x_NI: Tensor, low: Any) -> Tensor:
-        """See `Packed.product`."""
-        operation = torch.ops.mkldnn._linear_pointwise
-        if low is None:
-            return operation(x_NI, self._weights, self._bias_O, "none", [], "")
-        return operation.binary(x_NI, low.added(x_NI), self._weights, self._bias_O, "add")
+def _halved(weight_OI: Tensor) -> Tensor:
+    """In bfloat16 where that changes no number: published weights are often that, whatever they are computed in."""
+    halves_OI = weight_OI.bfloat16()
+    return halves_OI if torch.equal(halves_OI.to(weight_OI.dtype), weight_OI) else weight_OI
 
 
-class _OrderedLowRank:
-    """Factors of the parts of a product, each with as many ranks as the kernel takes at once, or a multiple."""
-
-    def __init__(self, placed: Placed, outputs: int) -> None:
-        from groupwise.models.native.kernels import STEP
-
-        ranks = [-(-len(down_RI) // STEP) * STEP for _, _, down_RI, _ in placed]
-        down_RI = torch.zeros(sum(ranks), placed[0][2].shape[1])
-        up_RO = torch.zeros(sum(ranks), outputs)
-        spans: list[tuple[int, int, int, int]] = []
-        first = 0
-        for rank, (start, end, down, up) in zip(ranks, placed, strict=True):
-            down_RI[first : first + len(down)] = down
-            up_RO[first : first + len(down), start:end] = up.t()
-            spans.append((start, end, first, first + rank))
-            first += rank
-        self._down_RI, self._up_RO, self._spans_S4 = array(down_RI), array(up_RO), np.array(spans)
-
-    def added(self, x_NI: Tensor) -> Tensor:
-        """`(x Aᵀ) Bᵀ` [N, O], in the format of x."""
-        from groupwise.models.native import kernels
-
-        added_NO = x_NI.new_empty(len(x_NI), self._up_RO.shape[1])
-        kernels.low_rank(array(x_NI), self._down_RI, self._up_RO, self._spans_S4, array(added_NO))
-        return added_NO
-
-
-def _in_tiles(weight_OI: Tensor) -> Any:
-    """[O / 16, I / 2, 16, 2], as `bfloat16_products` reads it."""
-    from groupwise.models.native.bfloat16_products import LANES
-
-    outputs, inputs = weight_OI.shape
-    tiles = weight_OI.reshape(outputs // LANES, LANES, inputs // 2, 2).transpose(1, 2)
-    return array(tiles.contiguous())
+def _multiple(count: int, of: int) -> int:
+    return -(-count // of) * of

@@ -120,8 +120,8 @@ class NativeModel:
         self._shift_head(self._probe_logits(model if check else None))
 
     def pack(self) -> None:
-        """Order all weights for decoding, where kernels and this torch can and they are not ordered yet."""
-        if self.packed or not self.compiled or not torch.backends.mkldnn.is_available():
+        """Order all weights for decoding, on a processor, where they are not ordered yet."""
+        if self.packed or not self.compiled:
             return
         for linear in self.products:
             linear.pack()
@@ -154,6 +154,10 @@ class NativeModel:
             return compiled.gated(gate_up_N2F, self.dtype)
         gate_NF, up_NF = gate_up_N2F.float().chunk(2, dim=-1)
         return (F.silu(gate_NF) * up_NF).to(self.dtype)
+
+    def logits(self, residual_NH: Tensor) -> Tensor:
+        """Of a few rows [N, V], lower than the model's by `shift`, in the model's number format or float32."""
+        return self.head.few(self.normed(residual_NH, self.norm_H))
 
     def turned(self, heads_NJD: Tensor, norm_D: Tensor | None, rotations_N1C: Tensor) -> Tensor:
         """Queries or keys after their norm and at their positions, in float32."""

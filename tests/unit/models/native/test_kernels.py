@@ -59,33 +59,6 @@ def test_bfloat16_is_rounded_to_the_nearest_half_to_even():
     assert torch.equal(found, exact.float().bfloat16())
 
 
-def spans_of(*spans: tuple[int, int, int, int]) -> np.ndarray:
-    return np.array(spans)
-
-
-@pytest.mark.parametrize("dtype", FORMATS)
-@pytest.mark.parametrize("rows", [1, 3, 4, 8, 13])
-def test_low_rank(rows, dtype):
-    x, down, up = random(rows, 40, dtype=dtype), random(24, 40, seed=1), random(24, 48, seed=2)
-    up[:8, 20:], up[8:, :20] = 0, 0
-    into = x.new_full((rows, 48), torch.nan)
-    spans = spans_of((0, 20, 0, 8), (20, 48, 8, 24))
-    kernels.low_rank(array(x), array(down), array(up), spans, array(into))
-    wanted = (x.double() @ down.double().t()) @ up.double()
-    torch.testing.assert_close(
-        into.double(), wanted, rtol=2**-8 if dtype == torch.bfloat16 else 1e-5, atol=1e-4
-    )
-
-
-def test_columns_without_a_span_are_given_nothing():
-    into = torch.full((2, 32), torch.nan)
-    x, down, up = random(2, 8), random(8, 8), torch.ones(8, 32)
-    kernels.low_rank(array(x), array(down), array(up), spans_of((16, 24, 0, 8)), array(into))
-    assert not into[:, :16].any()
-    assert not into[:, 24:].any()
-    assert into[:, 16:24].all()
-
-
 # Attention
 
 
