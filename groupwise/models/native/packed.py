@@ -45,7 +45,7 @@ class Packed:
         from groupwise.models.native import products
 
         self._outputs, inputs = weight_OI.shape
-        self._pairs = weight_OI.dtype == torch.bfloat16 and products.HAS_PAIRS
+        self._pairs = weight_OI.dtype == torch.bfloat16 and products.USE_PAIRS
         self._shape = _multiple(self._outputs, LANES), inputs + (inputs % 2 if self._pairs else 0)
         self._weights = self._in_tiles(_halved(weight_OI))
         bias_O = torch.zeros(self._outputs) if bias_O is None else bias_O.float()

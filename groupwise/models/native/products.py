@@ -35,8 +35,9 @@ Array = NDArray[Any]
 ROWS = 8
 """Rows are multiples of it."""
 _FEATURES = llvmlite.binding.get_host_cpu_features()
-HAS_PAIRS = bool(_FEATURES.get("avx512bf16", False))
-"""Whether this processor has the instruction."""
+_HAS_INSTRUCTION = bool(_FEATURES.get("avx512bf16", False))
+USE_PAIRS = _HAS_INSTRUCTION
+"""Whether `PAIRS` is the best for bfloat16; without the instruction it works, too, slowly."""
 LARGE, SMALL = (16, 8) if _FEATURES.get("avx512f", False) else (4, 4)
 """Rows of a tile: as many as there are registers for, and for what is left."""
 AHEAD = 4096
@@ -91,17 +92,24 @@ def _add_fused(code: VectorCode, weights: Any, rows: list[Any], number: Any, sum
 
 
 def _add_pairs(code: VectorCode, line: Any, rows: list[Any], number: Any, sums: Sums) -> Sums:
-    builder = code.builder
-    name = "llvm.x86.avx512bf16.dpbf16ps.512"
-    multiply = code.function(name, FLOATS, [FLOATS, _TWOS, _TWOS])
-    weights = builder.bitcast(code.load(line, code.number(0), WORDS), _TWOS)
-    offset = builder.mul(number, code.number(4))
+    offset = code.builder.mul(number, code.number(4))
+    weights = code.load(line, code.number(0), WORDS)
     return [
-        builder.call(
-            multiply, [total, weights, builder.bitcast(code.spread(row, offset, WORDS), _TWOS)]
-        )
+        _add_pair(code, total, weights, code.spread(row, offset, WORDS))
         for row, total in zip(rows, sums, strict=True)
     ]
+
+
+def _add_pair(code: VectorCode, total: Any, left: Any, right: Any) -> Any:
+    if _HAS_INSTRUCTION:
+        name = "llvm.x86.avx512bf16.dpbf16ps.512"
+        multiply = code.function(name, FLOATS, [FLOATS, _TWOS, _TWOS])
+        return code.builder.call(
+            multiply, [total, *(code.builder.bitcast(each, _TWOS) for each in (left, right))]
+        )
+    for part in (code.lower_halves, code.upper_halves):
+        total = code.fused(part(left), part(right), total)
+    return total
 
 
 _FLOATS = _Kind(64, 1, _add_floats)

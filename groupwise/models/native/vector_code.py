@@ -52,9 +52,18 @@ class VectorCode:
 
     def load_halves(self, address: Any, offset: Any) -> Any:
         """Numbers in bfloat16, as float32."""
+        return self.lower_halves(self.builder.zext(self.load(address, offset, HALVES), WORDS))
+
+    def lower_halves(self, words: Any) -> Any:
+        """The lower of two numbers in bfloat16, as float32."""
         builder = self.builder
-        wide = builder.zext(self.load(address, offset, HALVES), WORDS)
-        return builder.bitcast(builder.shl(wide, ir.Constant(WORDS, [16] * LANES)), FLOATS)
+        return builder.bitcast(builder.shl(words, ir.Constant(WORDS, [16] * LANES)), FLOATS)
+
+    def upper_halves(self, words: Any) -> Any:
+        """The upper of two numbers in bfloat16, as float32."""
+        builder = self.builder
+        mask = ir.Constant(WORDS, [0xFFFF0000] * LANES)
+        return builder.bitcast(builder.and_(words, mask), FLOATS)
 
     def store(self, vector: Any, address: Any, offset: Any) -> None:
         """Numbers to their place."""
