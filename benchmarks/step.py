@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import random
 import re
 import tempfile
@@ -181,13 +180,12 @@ def machine() -> dict[str, Any]:
     """What the numbers were measured on."""
     import torch
 
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+    from groupwise.models.machine import describe_processor
+
     return {
-        "processor": names[0] if names else platform.processor(),
+        "processor": describe_processor("cpu"),
         "cores": os.cpu_count(),
-        "gpu": gpu,
+        "gpu": describe_processor("cuda") if torch.cuda.is_available() else None,
         "torch": torch.__version__,
     }
 
