@@ -2,10 +2,11 @@
 
 Each side lives in a process of its own; they take turns, one step each, so that both meet the same moods of the machine. The work is
 fixed (`benchmarks.work`): prompts of so many tokens, completions of exactly so many new ones, one update. TRL runs at its best here: the
-base in bfloat16, a LoRA of rank 16 on all linear layers, one micro-batch for each group. Prints seconds of sampling, learning and the
-whole step, peak memory and start-up of both, with their spread, and the ratios; ratios of one run compare, seconds of different
-machines do not. Where completions stop where they will, the two write different ones, and seconds per token are compared. `--store` keeps
-the result with the name of the machine; `--check` fails where a ratio is clearly worse than in the stored one.
+base in bfloat16 where the processor multiplies that itself, else in float32, a LoRA of rank 16 on all linear layers, one micro-batch for
+each group. Prints seconds of sampling, learning and the whole step, peak memory and start-up of both, with their spread, and the ratios;
+ratios of one run compare, seconds of different machines do not. Where completions stop where they will, the two write different ones, and
+seconds per token are compared. `--store` keeps the result with the name of the machine; `--check` fails where a ratio is clearly worse
+than in the stored one.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 from benchmarks import groupwise_side, trl_side
 from benchmarks.memory import Watch
-from benchmarks.step import RESULTS, machine, slug, spread
+from benchmarks.step import RESULTS, machine, quick_dtype, slug, spread
 from benchmarks.work import CORNERS, NATURAL, W1, Work
 
 SIDES = {"groupwise": groupwise_side.serve, "trl": trl_side.serve}
@@ -37,7 +38,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--corners", action="store_true", help="the other cells too, twice each")
     parser.add_argument("--cell", choices=CELLS, help="this one alone")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default=quick_dtype())
     parser.add_argument("--store", action="store_true", help="keep the result")
     parser.add_argument("--check", action="store_true", help="fail where a ratio got worse")
     given = parser.parse_args()

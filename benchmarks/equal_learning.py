@@ -22,7 +22,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.learning import CONFIG, TASK, Curve, Study, recorded, temporary, with_groupwise
-from benchmarks.step import RESULTS, machine, slug
+from benchmarks.step import RESULTS, machine, quick_dtype, slug
 from benchmarks.trl_side import loaded, settings
 from groupwise.config import load_config
 from groupwise.data.order import example_of_draw
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--prompts", type=int, default=8, help="prompts of each step")
     parser.add_argument("--learning-rate", type=float, default=1e-4)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default=quick_dtype())
     parser.add_argument("--minutes", type=float, help="begin no run after so many")
     parser.add_argument("--store", action="store_true", help="keep curves and pictures")
     given = parser.parse_args()

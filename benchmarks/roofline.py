@@ -28,16 +28,18 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.apart import apart
-from benchmarks.step import RESULTS, config_of, machine, measure, slug
+from benchmarks.step import RESULTS, config_of, machine, measure, quick_dtype, slug
 from benchmarks.work import MODEL, W1, Work
 from groupwise import build, machine_layout
 from groupwise.models.config import ModelConfig
 from groupwise.models.load import read_model_config
-from groupwise.models.machine import prepare_process
-from groupwise.models.native.packed import OrderedPacked, packed
+from groupwise.models.machine import has_bfloat16, prepare_process
+from groupwise.models.native.packed import Packed
 
 MEMORY = 1 << 29
 """Bytes that each process reads to measure memory; far more than the caches hold."""
+ROWS_OF_ORDER = 32
+"""For so many rows oneDNN is asked to order weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class Rates:
 def main() -> None:
     """Measure, print, store."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default=quick_dtype())
     parser.add_argument("--repetitions", type=int, default=5, help="steps that are measured")
     parser.add_argument("--store", action="store_true", help="keep the result")
     given = parser.parse_args()
@@ -218,22 +220,27 @@ def products_of(sizes: Sizes, rows: int, dtype: torch.dtype) -> Sequence[Callabl
         (torch.randn(rows, shape[1], dtype=dtype), torch.randn(shape, dtype=dtype))
         for shape in shapes
     ]
-    ordered = [(x, OrderedPacked(weight, None)) for x, weight in layers]
-    fastest = [(x, packed(weight, None)) for x, weight in layers]
+    packed = [(x, Packed(weight, None)) for x, weight in layers]
 
     def plain() -> None:
         for x, weight in layers:
             F.linear(x, weight)
 
+    def by_ours() -> None:
+        for x, weight in packed:
+            weight.product(x, None)
+
+    if dtype == torch.bfloat16 and not has_bfloat16("cpu"):
+        return plain, by_ours
+    ordered = [
+        (x, torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_OF_ORDER)) for x, weight in layers
+    ]
+
     def by_onednn() -> None:
         for x, weight in ordered:
-            weight.product(x, None)
+            torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
-    def by_ours() -> None:
-        for x, weight in fastest:
-            weight.product(x, None)
-
-    return plain, by_onednn, by_ours
+    return plain, by_ours, by_onednn
 
 
 def best(work: Callable[[], object], times: int = 5) -> float:

@@ -21,7 +21,7 @@ from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 from benchmarks.work import ALPHA, LEARNING_RATE, MODEL, RANK, W1, Work
 from groupwise import build, machine_layout
@@ -188,6 +188,13 @@ def machine() -> dict[str, Any]:
         "gpu": describe_processor("cuda") if torch.cuda.is_available() else None,
         "torch": torch.__version__,
     }
+
+
+def quick_dtype() -> Literal["bfloat16", "float32"]:
+    """The number format in which this machine is fastest."""
+    from groupwise.models.machine import choose_device, has_bfloat16
+
+    return "bfloat16" if has_bfloat16(choose_device()) else "float32"
 
 
 def slug(described: dict[str, Any]) -> str:
