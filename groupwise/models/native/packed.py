@@ -124,8 +124,13 @@ class Packed:
 
 def _halved(weight_OI: Tensor) -> Tensor:
     """In bfloat16 where that changes no number: published weights are often that, whatever they are computed in."""
-    halves_OI = weight_OI.bfloat16()
-    return halves_OI if torch.equal(halves_OI.to(weight_OI.dtype), weight_OI) else weight_OI
+    if weight_OI.dtype == torch.bfloat16 or not _are_halves(weight_OI[0]):  # one row tells most
+        return weight_OI
+    return weight_OI.bfloat16() if _are_halves(weight_OI) else weight_OI
+
+
+def _are_halves(numbers: Tensor) -> bool:
+    return torch.equal(numbers.bfloat16().float(), numbers)
 
 
 def _multiple(count: int, of: int) -> int:
