@@ -19,9 +19,12 @@ def choose_device() -> str:
 
 
 def has_bfloat16(device: str) -> bool:
-    """Whether the processor multiplies bfloat16 itself. Older GPUs emulate it, slower than float32."""
+    """Whether the processor multiplies bfloat16 itself. Others emulate it, slower than float32."""
     if device != "cpu":
         return torch.cuda.is_bf16_supported(including_emulation=False)
+    found = torch.cpu.get_capabilities()
+    if found.get("architecture") == "x86_64":  # there oneDNN's own answer is yes for emulation, too
+        return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 

@@ -78,3 +78,16 @@ def test_emulated_bfloat16_does_not_count(monkeypatch):
         torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation
     )
     assert machine.has_bfloat16("cuda") is False
+
+
+@pytest.mark.parametrize(
+    ("found", "has"),
+    [
+        ({"architecture": "x86_64", "avx512_f": True, "avx512_bf16": False}, False),
+        ({"architecture": "x86_64", "avx512_bf16": True}, True),
+        ({"architecture": "x86_64", "avx512_bf16": False, "amx_bf16": True}, True),
+    ],
+)
+def test_nor_does_it_on_processors(monkeypatch, found, has):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found)
+    assert machine.has_bfloat16("cpu") is has
