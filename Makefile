@@ -6,7 +6,7 @@ READY := @$(PYTHON) scripts/bootstrap.py
 BIN := .venv/bin
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV
-.PHONY: help setup quickstart test check fix bench soak clean
+.PHONY: help setup quickstart test check fix bench soak gpu clean
 
 help: ## list the verbs
 	@sed -n 's/^\([a-z][a-z]*\): ## /  make \1 \t/p' Makefile | expand -t 20
@@ -24,5 +24,7 @@ bench: ## measure a training step beside TRL's (ARGS="--corners --store")
 	$(READY) && $(BIN)/python -m benchmarks.against_trl $(ARGS)
 soak: ## run the long tests (SUITE=kills, with KILLS and SEED, or SUITE=crash_points, with FIRST and LAST)
 	$(READY) && $(PYTEST) -m soak -k "$(SUITE)" --timeout 7200 $(ARGS)
+gpu: ## run the tests that need a GPU
+	$(READY) && $(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu: torch finds no GPU here (TORCH=cuda sets up the build for one), so nothing was tested.")' && $(PYTEST) -m gpu $(ARGS) tests/gpu
 clean: ## remove what can be made again; runs/ stays
 	@rm -rf .venv .pytest_cache .ruff_cache .hypothesis .import_linter_cache build dist; find . -name __pycache__ -prune -exec rm -rf {} +

@@ -216,7 +216,6 @@ def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> 
     from groupwise.models.load import load_model, stop_token_ids
     from groupwise.models.tokenizer import load_tokenizer
     from groupwise.ranks.hosted import Hosted
-    from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler
 
     check_adapter(config.model, config.lora)
     _prepare_process(layout)
@@ -238,7 +237,7 @@ def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> 
         keep_publications=config.training.lag + 2,
         replicas=replicas,
     )
-    sampler = TorchSampler(served, tokenizer, DecodeLayout(layout.slots, layout.key_length))
+    sampler = _sampler(config, layout, served, tokenizer)
     return Hosted(
         layout.threads_each,
         sampler,
@@ -246,6 +245,17 @@ def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> 
         _with_configured(stops, config),
         trained,
         replicas,
+    )
+
+
+def _sampler(config: RunConfig, layout: Layout, served: Any, tokenizer: Any) -> Sampler:
+    from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler
+
+    return TorchSampler(
+        served,
+        tokenizer,
+        DecodeLayout(layout.slots, layout.key_length),
+        enforce_eager=config.sampler.enforce_eager,
     )
 
 
@@ -298,14 +308,13 @@ def _make_serving(config: RunConfig, layout: Layout, weights: str | None) -> Hos
     from groupwise.models.load import load_model, stop_token_ids
     from groupwise.models.tokenizer import load_tokenizer
     from groupwise.ranks.hosted import Hosted
-    from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler
 
     folder = adapter_folder(config.model) if weights is None else Path(weights)
     _prepare_process(layout)
     tokenizer = load_tokenizer(config.model)
     model = load_model(config.model, layout.dtype, layout.device)
     served = _served_weights(config, model, folder)
-    sampler = TorchSampler(served, tokenizer, DecodeLayout(layout.slots, layout.key_length))
+    sampler = _sampler(config, layout, served, tokenizer)
     stops = _with_configured(stop_token_ids(model, tokenizer), config)
     return Hosted(layout.threads_each, sampler, stop_token_ids=stops)
 

@@ -24,6 +24,11 @@ KEY_BLOCK = 64
 """Key lengths are rounded up to this many tokens, so that near configs decode in the same shape."""
 MAX_SLOTS = 64
 MIN_SLOTS = 8
+SLOT_BLOCK = 8
+"""Slots of a GPU are multiples of so many: it computes all of them at once, and in such numbers."""
+MAX_GPU_SLOTS = 256
+SHARE_OF_CACHE = 0.3
+"""Of a GPU's memory, what keys and values of all slots take at most; the rest is for weights and learning."""
 MIN_EXAMPLES = 2
 """Of a supervised step in each process, where the machine chooses how many there are."""
 SMALL_MODEL = 20_000_000
@@ -71,13 +76,21 @@ def with_processes(recorded: Mapping[str, Any]) -> dict[str, Any]:
 def choose_layout(config: RunConfig, longest_prompt: int) -> Layout:
     """What suits this machine, where the config does not say. Raises ConfigError for processes that it cannot have."""
     layout = _layout(config)
-    rows = config.training.prompts_per_step * config.training.num_generations
-    suiting = max(MIN_SLOTS, min(MAX_SLOTS, -(-rows // layout.processes)))
-    return replace(
-        layout,
-        slots=config.sampler.slots or suiting,
-        key_length=key_length(config, longest_prompt),
+    layout = replace(layout, key_length=key_length(config, longest_prompt))
+    return replace(layout, slots=config.sampler.slots or _slots(config, layout))
+
+
+def _slots(config: RunConfig, layout: Layout) -> int:
+    """Enough for the rollouts of a step, as far as they pay and there is memory."""
+    rows = -(
+        -config.training.prompts_per_step * config.training.num_generations // layout.processes
     )
+    if layout.device == "cpu":
+        return max(MIN_SLOTS, min(MAX_SLOTS, rows))
+    each = ahead.cache_bytes(config.model, layout.dtype, layout.key_length)
+    fitting = int(SHARE_OF_CACHE * ahead.gpu_memory(layout.device)) // each
+    most = max(MIN_SLOTS, min(MAX_GPU_SLOTS, fitting) // SLOT_BLOCK * SLOT_BLOCK)
+    return min(most, -(-rows // SLOT_BLOCK) * SLOT_BLOCK)
 
 
 def supervised_layout(config: SftConfig) -> Layout:

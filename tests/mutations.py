@@ -12,6 +12,7 @@ ADVANTAGES = "tests/unit/algorithms/test_advantages.py"
 CONTRACT = "tests/contract/test_learner_contract.py"
 DRAWS = "tests/integration/test_draws.py"
 FORWARD = "tests/unit/learner/test_forward.py"
+GRAPH_ENGINE = "tests/unit/sampler/native/test_graph_engine.py"
 LEARNER = "tests/unit/learner/test_torch_learner.py"
 LEARNING = "tests/unit/loops/test_learning_of_a_step.py"
 NATIVE = "tests/unit/learner/native"
@@ -172,6 +173,32 @@ MUTATIONS = (
             ),
         ),
         (f"{SAMPLER}::test_late_arrivals_join_in_without_disturbing[native]",),
+    ),
+    Mutation(
+        "7",
+        "on a GPU a row sees what another one left behind its keys",
+        (
+            (
+                "sampler/native/graph_engine.py",
+                "device=model.device) > positions_S[:, None]",
+                "device=model.device) > positions_S[:, None] + 1",
+            ),
+        ),
+        (
+            f"{NATIVE_SAMPLER}::test_random_schedules_leave_every_row_its_bits[wide-False-graph-dtype0]",
+        ),
+    ),
+    Mutation(
+        "7",
+        "a caller is given the memory that the next token on a GPU is written to",
+        (
+            (
+                "sampler/native/graph_engine.py",
+                "KEYS) * KEYS))()[places]",
+                "KEYS) * KEYS))()[: len(places)]",
+            ),
+        ),
+        (f"{GRAPH_ENGINE}::test_what_a_caller_holds_is_not_overwritten_by_the_next_token",),
     ),
     Mutation(
         "7",
@@ -353,7 +380,7 @@ MUTATIONS = (
         ),
         (
             f"{FORWARD}::test_shared_prompts_equal_whole_rows_in_values_and_gradients[llama]",
-            f"{NATIVE}/test_attention.py::test_values_and_gradients[a group-pieces]",
+            f"{NATIVE}/test_attention.py::test_values_and_gradients[pieces-a group]",
             f"{NATIVE}/test_engine.py::test_every_family[llama]",
         ),
     ),
@@ -466,12 +493,12 @@ MUTATIONS = (
         (
             (
                 "sampler/native/engine.py",
-                "            self._few,\n            few=True,\n",
-                "            None,\n            few=True,\n",
+                "attend, self._few, few=True",
+                "attend, None, few=True",
             ),
         ),
         (
-            f"{NATIVE_SAMPLER}::test_prompts_of_all_lengths_and_groups_of_all_sizes[llama-True]",
+            f"{NATIVE_SAMPLER}::test_prompts_of_all_lengths_and_groups_of_all_sizes[native-llama-True]",
             f"{CONTRACT}::test_sampler_and_learner_agree[torch-adapter-1.0]",
         ),
     ),
@@ -594,7 +621,18 @@ MUTATIONS = (
                 "        self._few = self._few or [each.packed_low_rank(factors) for each in linears]\n",
             ),
         ),
-        (f"{NATIVE_SAMPLER}::test_new_weights_are_served_at_once_and_entirely[llama-biases-True]",),
+        (
+            f"{NATIVE_SAMPLER}::test_new_weights_are_served_at_once_and_entirely[native-llama-biases-True]",
+        ),
+    ),
+    Mutation(
+        "23",
+        "recordings for a GPU are replayed with the adapter from before",
+        (("sampler/native/graph_engine.py", "old.copy_(new)", "pass"),),
+        (
+            f"{GRAPH_ENGINE}::test_a_new_adapter_is_taken_in_place_and_recordings_stay",
+            f"{NATIVE_SAMPLER}::test_new_weights_are_served_at_once_and_entirely[tape-qwen3-True]",
+        ),
     ),
     Mutation(
         "24b",

@@ -54,11 +54,13 @@ def set_threads(threads: int) -> None:
 
 
 def prepare_process(threads: int) -> None:
-    """Set torch's threads, and let the allocator keep what is freed.
+    """Set torch's threads, let a GPU add products up in float32, and let the allocator keep what is freed.
 
     On virtual machines the first touch of fresh memory can cost more than the arithmetic done in it.
     """
     set_threads(threads)
+    # Else a GPU may round partial sums to bfloat16, in which small changes of an adapter are lost.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(MMAP_THRESHOLD, 1 << 30)

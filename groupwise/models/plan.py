@@ -91,7 +91,7 @@ def plan_model(
     described = read_model_config(config).get_text_config()
     total = all_parameters(config)
     trained = trained_parameters(config, lora)
-    size = 2 if dtype == "bfloat16" else 4
+    size = _size(dtype)
     memory = MemoryPlan(
         process=_processes_mib(processes) if device == "cpu" else 0.0,
         weights=total * size / MIB * (1 if lora else processes),
@@ -105,6 +105,14 @@ def plan_model(
         / MIB,
     )
     return ModelPlan(total, trained, memory)
+
+
+def cache_bytes(config: ModelConfig, dtype: str, tokens: int) -> int:
+    """What the sampler holds of so many tokens: their keys and values in all layers."""
+    from groupwise.models.load import read_model_config
+
+    per_token = _cache_per_token(read_model_config(config).get_text_config())
+    return tokens * per_token * _size(dtype)
 
 
 def _processes_mib(processes: int) -> float:
@@ -132,6 +140,10 @@ def trained_parameters(config: ModelConfig, lora: LoraConfig | None) -> int:
 def count_parameters(parameters: Iterable[Parameter]) -> int:
     """Numbers in all of them together."""
     return sum(parameter.numel() for parameter in parameters)
+
+
+def _size(dtype: str) -> int:
+    return 2 if dtype == "bfloat16" else 4
 
 
 def _cache_per_token(config: PreTrainedConfig) -> int:

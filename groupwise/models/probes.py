@@ -20,6 +20,11 @@ def free_memory(device: str) -> int | None:
         return None
 
 
+def gpu_memory(device: str) -> int:
+    """Bytes that a GPU has, whether they are free or not."""
+    return torch.cuda.mem_get_info(device)[1]
+
+
 def peak_memory(device: str) -> int:
     """Most bytes that were held so far: of the device by torch, on a CPU of the whole process."""
     if device != "cpu":

@@ -75,6 +75,16 @@ def trained_parameters(config: ModelConfig, lora: LoraConfig | None) -> int:
     return _answer("groupwise.models.plan:trained_parameters", config, lora)
 
 
+def cache_bytes(config: ModelConfig, dtype: Dtype, tokens: int) -> int:
+    """See `groupwise.models.plan.cache_bytes`."""
+    return _answer("groupwise.models.plan:cache_bytes", config, dtype, tokens)
+
+
+def gpu_memory(device: str) -> int:
+    """See `groupwise.models.probes.gpu_memory`."""
+    return _answer("groupwise.models.probes:gpu_memory", device)
+
+
 def choose_dtype(config: ModelConfig, full: bool, device: str) -> Dtype:
     """See `groupwise.models.load.choose_dtype`."""
     return _answer("groupwise.models.load:choose_dtype", config, full, device)

@@ -63,6 +63,12 @@ class SamplerConfig(Strict):
         on_resume="warn",
         ge=8,
     )
+    enforce_eager: bool = setting(
+        False,
+        "On a GPU, start every operation of a token by itself instead of replaying a CUDA graph: slower, less memory, for "
+        "debugging. Without effect on a CPU.",
+        on_resume="warn",
+    )
 
     @model_validator(mode="after")
     def _stops_mean_something(self) -> SamplerConfig:

@@ -4,8 +4,8 @@ Callers await `generate`, one call for each group, as many at once as they like.
 group's prompt once, begins a row for each member while there is room, and then moves all rows one token forward at a time. A row
 that finishes makes room at once. The driver yields to the event loop after every token, so scoring and cancelling go on meanwhile.
 
-An engine computes the rows (`groupwise.sampler.engine`): natively where the model is of a known family, else by transformers. What a
-member draws depends on its seed and its own group only.
+An engine computes the rows (`groupwise.sampler.engine`): natively where the model is of a known family, in one way on processors and in
+another on GPUs, else by transformers. What a member draws depends on its seed and its own group only.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from groupwise.errors import GroupwiseError, NonFiniteError, PolicyMismatchError, RunError
@@ -25,6 +27,8 @@ from groupwise.models.lora import fingerprint
 from groupwise.sampler.draw import draw_tokens, uniform
 from groupwise.sampler.engine import Engine, Prompt, Row
 from groupwise.sampler.native.engine import NativeEngine
+from groupwise.sampler.native.graph_engine import GraphEngine
+from groupwise.sampler.native.recording import cuda_graphs, plainly
 from groupwise.sampler.restrict import truncated, without_early_stops
 from groupwise.sampler.slot_engine import SlotEngine
 from groupwise.sampler.weights import ServedWeights
@@ -78,8 +82,12 @@ class TorchSampler:
         layout: DecodeLayout,
         *,
         native: bool = True,
+        enforce_eager: bool = False,
     ) -> None:
-        """Without `native`, the model is computed by transformers, whatever it is: the reference for the native engine."""
+        """Without `native`, the model is computed by transformers, whatever it is: the reference for the native engine.
+
+        With `enforce_eager`, a GPU records no CUDA graphs.
+        """
         if layout.slots < 8:
             raise ValueError(
                 f"slots is {layout.slots}; at least 8 are needed for results that do not depend on it."
@@ -87,7 +95,7 @@ class TorchSampler:
         self.layout = layout
         self._weights = weights
         self._tokenizer = tokenizer
-        self._engine = _engine(weights, layout, native)
+        self._engine = _engine(weights, layout, native=native, enforce_eager=enforce_eager)
         self._members: dict[Row, _Member] = {}
         self._waiting: deque[_Member] = deque()
         self._driver: asyncio.Task[None] | None = None
@@ -222,21 +230,11 @@ class TorchSampler:
                 self._deliver(member.ticket)
 
     def _draw(self, members: list[_Member], logits_NV: Tensor) -> None:
-        params = [member.ticket.request.params for member in members]
-        lengths = [len(member.token_ids) for member in members]
-        uniforms = [uniform(member.seed, len(member.token_ids)) for member in members]
-        device = logits_NV.device
-        temperatures_N = torch.tensor([each.temperature for each in params], device=device)
-        logits_NV = without_early_stops(logits_NV, params, lengths)
-        logits_NV = truncated(logits_NV, temperatures_N, params)
-        tokens_N, logprobs_N = draw_tokens(
-            logits_NV,
-            temperatures_N,
-            torch.tensor(uniforms, dtype=torch.float64, device=device),
-        )
-        for member, token, logprob in zip(
-            members, tokens_N.tolist(), logprobs_N.tolist(), strict=True
-        ):
+        # A GPU cuts sums over the vocabulary up by the number of rows, so that there are always as many.
+        empty = 0 if logits_NV.device.type == "cpu" else self.layout.slots - len(members)
+        logits_NV = F.pad(logits_NV, (0, 0, 0, empty)) if empty else logits_NV
+        tokens, logprobs = _drawn(members, logits_NV, empty)
+        for member, token, logprob in zip(members, tokens, logprobs, strict=False):
             self._append(member, token, logprob)
 
     def _append(self, member: _Member, token: int, logprob: float) -> None:
@@ -274,8 +272,34 @@ class TorchSampler:
             ticket.done.set_result(None)
 
 
-def _engine(weights: ServedWeights, layout: DecodeLayout, native: bool) -> Engine:
+def _drawn(
+    members: Sequence[_Member], logits_NV: Tensor, empty: int
+) -> tuple[list[int], list[float]]:
+    """A token and its log-probability for each row of logits, of which the last `empty` are nobody's."""
+    device = logits_NV.device
+    params = [*(member.ticket.request.params for member in members), *[None] * empty]
+    lengths = [*(len(member.token_ids) for member in members), *[0] * empty]
+    uniforms = [uniform(member.seed, len(member.token_ids)) for member in members]
+    temperatures_N = torch.tensor(
+        [1.0 if each is None else each.temperature for each in params], device=device
+    )
+    logits_NV = without_early_stops(logits_NV, params, lengths)
+    logits_NV = truncated(logits_NV, temperatures_N, params)
+    tokens_N, logprobs_N = draw_tokens(
+        logits_NV,
+        temperatures_N,
+        torch.tensor(uniforms + [0.0] * empty, dtype=torch.float64, device=device),
+    )
+    return tokens_N.tolist(), logprobs_N.tolist()
+
+
+def _engine(
+    weights: ServedWeights, layout: DecodeLayout, *, native: bool, enforce_eager: bool
+) -> Engine:
     model = weights.native() if native else None
-    if model is not None:
+    if model is None:
+        return SlotEngine(weights, layout.slots, layout.key_length)
+    if model.device.type == "cpu":
         return NativeEngine(model, weights)
-    return SlotEngine(weights, layout.slots, layout.key_length)
+    record = plainly if enforce_eager else cuda_graphs()
+    return GraphEngine(model, weights, layout.slots, layout.key_length, record)

@@ -42,7 +42,7 @@ model.name model.backend model.revision model.adapter model.adapter_revision mod
 model.max_seq_length
 lora lora.r lora.alpha lora.dropout lora.target_modules
 sampler.engine sampler.max_completion_length sampler.min_completion_length sampler.temperature
-sampler.stop sampler.stop_token_ids sampler.slots
+sampler.stop sampler.stop_token_ids sampler.slots sampler.enforce_eager
 algorithm.type algorithm.beta algorithm.epsilon algorithm.epsilon_high algorithm.mask_truncated_completions
 algorithm.scale_rewards algorithm.preset algorithm.kl_estimator algorithm.kl_gradient algorithm.adaptive_kl algorithm.kl_target
 algorithm.kl_horizon algorithm.entropy_coef algorithm.importance_sampling_correction
@@ -82,7 +82,8 @@ run.profile
 """)
 
 LAYOUT = words("""
-sampler.slots training.max_tokens_per_microbatch training.packing training.gradient_checkpointing rewards.in_process rollout.in_process
+sampler.slots sampler.enforce_eager training.max_tokens_per_microbatch
+training.packing training.gradient_checkpointing rewards.in_process rollout.in_process
 run.threads run.processes
 """)
 

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-VERBS = {"help", "setup", "quickstart", "test", "check", "fix", "bench", "soak", "clean"}
+VERBS = {"help", "setup", "quickstart", "test", "check", "fix", "bench", "soak", "gpu", "clean"}
 TENSOR_ROOMS = {"models", "learner", "sampler"}
 HEAVY = ["torch", "transformers", "peft", "datasets", "numpy", "pandas", "safetensors"]
 

@@ -20,6 +20,7 @@ def processes(monkeypatch, *, cores=4, size=10**9, device="cpu", **sections) -> 
     monkeypatch.setattr("groupwise.models.plan.count_parameters", lambda _: size)
     monkeypatch.setattr("groupwise.models.machine.choose_device", lambda: device)
     monkeypatch.setattr("groupwise.models.machine.describe_processor", lambda device: device)
+    monkeypatch.setattr("groupwise.models.probes.gpu_memory", lambda device: 80 << 30)
     monkeypatch.setattr("groupwise.models.load.has_bfloat16", lambda device: False)
     config = load_config({"model": {"name": "tiny"}, **sections}).config
     return machine_layout.choose_layout(config, longest_prompt=12).processes
@@ -67,6 +68,32 @@ def test_threads_and_slots_are_divided(monkeypatch):
     )
     assert (layout.threads, layout.threads_each) == (5, 2)
     assert (layout.slots, layout.all_slots) == (16, 32)
+
+
+@pytest.mark.parametrize(
+    ("memory", "rows", "expected"),
+    [
+        (80 << 30, (8, 8), 64),
+        (80 << 30, (5, 4), 24),
+        (80 << 30, (2, 2), 8),
+        (80 << 30, (64, 8), 256),
+        (1 << 30, (64, 8), 152),
+        (1 << 20, (64, 8), 8),
+    ],
+)
+def test_a_gpu_has_slots_by_its_memory(monkeypatch, memory, rows, expected):
+    """512 tokens of 1,024 numbers of 4 bytes are 2 MiB, of which 0.3 GiB hold 153."""
+    monkeypatch.setattr("groupwise.models.machine.choose_device", lambda: "cuda")
+    monkeypatch.setattr("groupwise.models.machine.describe_processor", lambda device: device)
+    monkeypatch.setattr("groupwise.models.load.has_bfloat16", lambda device: False)
+    monkeypatch.setattr("groupwise.models.probes.gpu_memory", lambda device: memory)
+    monkeypatch.setattr("groupwise.models.plan._cache_per_token", lambda config: 1024)
+    training = {"prompts_per_step": rows[0], "num_generations": rows[1]}
+    config = load_config({"model": {"name": "tiny"}, "training": training}).config
+    layout = machine_layout.choose_layout(config, 512 - config.sampler.max_completion_length)
+    assert (layout.key_length, layout.slots) == (512, expected)
+    asked = load_config({"model": {"name": "tiny"}, "sampler": {"slots": 300}}).config
+    assert machine_layout.choose_layout(asked, 12).slots == 300
 
 
 def test_supervised_runs_have_processes_by_examples(monkeypatch):

@@ -17,9 +17,8 @@ from torch import Tensor
 from groupwise.models.native.compiled import STRETCH
 from groupwise.models.native.weights import NativeModel
 from groupwise.sampler.engine import Prompt, Row
+from groupwise.sampler.native.prefill import ROWS
 
-ROWS = 8
-"""Rows are computed in multiples of so many; the extra ones are ignored."""
 GROWTH = 64
 """The cache of own keys grows by multiples of so many tokens."""
 LANES = 16
@@ -108,14 +107,6 @@ class OwnCache:
         for keys_BKDS, values_BTD in zip(self.keys_LBKDS, self.values_LBTD, strict=True):
             keys_BKDS[here, :blocks] = keys_BKDS[heads, :blocks]
             values_BTD[here, :length] = values_BTD[heads, :length]
-
-    def write(self, layer: int, written_N: Tensor, keys_NJD: Tensor, values_NJD: Tensor) -> None:
-        """Put the keys and values of a new token behind those that the rows have."""
-        heads_B = torch.arange(keys_NJD.shape[0] * self._kv_heads, device=written_N.device)
-        at_B = written_N.repeat_interleave(self._kv_heads)
-        keys_BKDS, values_BTD = self.keys_LBKDS[layer], self.values_LBTD[layer]
-        keys_BKDS[heads_B, at_B // STRETCH, :, at_B % STRETCH] = keys_NJD.flatten(0, 1)
-        values_BTD[heads_B, at_B, : self._size] = values_NJD.flatten(0, 1).to(values_BTD.dtype)
 
 
 def multiple(count: int, of: int) -> int:

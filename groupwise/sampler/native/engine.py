@@ -13,19 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from groupwise.models.native.forward import (
-    Adapter,
-    Attend,
-    residual_after_layers,
-    text_attention,
-)
+from groupwise.models.native.forward import Adapter, residual_after_layers
 from groupwise.models.native.weights import NativeModel
 from groupwise.sampler.engine import Prompt, Row
 from groupwise.sampler.native.cache import (
-    ROWS,
     NativePrompt,
     OwnCache,
     groups,
@@ -33,7 +26,7 @@ from groupwise.sampler.native.cache import (
     with_room,
 )
 from groupwise.sampler.native.compiled_attention import CompiledAttention
-from groupwise.sampler.native.plain_attention import PlainAttention
+from groupwise.sampler.native.prefill import ROWS, prefilled
 from groupwise.sampler.weights import ServedWeights
 
 
@@ -51,24 +44,11 @@ class NativeEngine:
 
     def prefill(self, ids: Sequence[int]) -> Prompt:
         """See `Engine.prefill`."""
-        model = self._model
-        ids_P = torch.tensor(ids, device=model.device)
-        rotations_P1C = model.rotations(torch.arange(len(ids), device=model.device))
-        kept: list[tuple[Tensor, Tensor]] = []
 
-        def attend(number: int, qkv_PO: Tensor) -> Tensor:
-            queries, keys, values = model.heads(model.layers[number], qkv_PO, rotations_P1C)
-            kept.append((in_blocks(keys), with_room(values)))
-            return text_attention(model, queries, keys, values)
+        def keep(keys_PJD: Tensor, values_PJD: Tensor) -> tuple[Tensor, Tensor]:
+            return in_blocks(keys_PJD), with_room(values_PJD)
 
-        residual_PH = residual_after_layers(
-            model, model.embedded(ids_P), attend, self._several, few=False
-        )
-        last_8H = F.pad(residual_PH[-1:], (0, 0, 0, ROWS - 1))
-        keys, values = zip(*kept, strict=True)
-        return NativePrompt(
-            len(ids_P), self._logits(last_8H)[0], torch.stack(keys), torch.stack(values)
-        )
+        return NativePrompt(len(ids), *prefilled(self._model, ids, self._several, keep))
 
     def begin(self, prompt: Prompt) -> Row:
         """See `Engine.begin`."""
@@ -87,21 +67,18 @@ class NativeEngine:
         longest = 1 + max(row.written for row in rows)
         self._settle(longest)
         padding = -len(rows) % ROWS
-        device = model.device
-        ids_N = torch.tensor([*tokens, *[0] * padding], device=device)
-        positions_N = torch.tensor([*(row.position for row in rows), *[0] * padding], device=device)
-        written_N = torch.tensor([*(row.written for row in rows), *[0] * padding], device=device)
-        rotations_N1C = model.rotations(positions_N)
+        ids_N = torch.tensor([*tokens, *[0] * padding])
+        positions_N = torch.tensor([*(row.position for row in rows), *[0] * padding])
+        written_N = torch.tensor([*(row.written for row in rows), *[0] * padding])
+        attend = CompiledAttention(
+            model, self._own, list(groups(rows)), model.rotations(positions_N), written_N
+        )
         residual_NH = residual_after_layers(
-            model,
-            model.embedded(ids_N),
-            self._attention(rotations_N1C, written_N),
-            self._few,
-            few=True,
+            model, model.embedded(ids_N), attend, self._few, few=True
         )
         for row in rows:
             row.written += 1
-        return self._logits(residual_NH)[: len(rows)]
+        return model.logits(residual_NH)[: len(rows)]
 
     def refresh(self) -> None:
         """See `Engine.refresh`."""
@@ -117,15 +94,6 @@ class NativeEngine:
         """See `Engine.reset`."""
         self.rows = []
         self._own = OwnCache(self._model)
-
-    def _attention(self, rotations_N1C: Tensor, written_N: Tensor) -> Attend:
-        kind = CompiledAttention if self._model.compiled else PlainAttention
-        together = list(groups(self.rows))
-        return kind(self._model, self._own, together, rotations_N1C, written_N)
-
-    def _logits(self, residual_NH: Tensor) -> Tensor:
-        model = self._model
-        return model.head.few(model.normed(residual_NH, model.norm_H))
 
     def _settle(self, longest: int) -> None:
         """Make the cache follow the order of the rows; new rows have nothing in it yet."""

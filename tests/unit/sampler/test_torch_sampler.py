@@ -13,10 +13,12 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, MistralConfig
 
 from groupwise.errors import NonFiniteError, RunError
@@ -25,7 +27,7 @@ from groupwise.learner.weights import TrainedModel
 from groupwise.models.native.weights import NativeModel
 from groupwise.models.tiny import tiny_model, tiny_tokenizer
 from groupwise.sampler.restrict import truncated
-from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler
+from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler, _drawn
 from groupwise.sampler.weights import ServedModel
 from groupwise.types import GroupRequest, SamplingParams
 
@@ -471,3 +473,17 @@ async def test_weights_that_are_no_numbers_are_told_and_leave_no_trace(make_samp
 async def test_few_slots_are_refused():
     with pytest.raises(ValueError, match="at least 8"):
         TorchSampler(ServedModel(tiny_model()), TOKENIZER, DecodeLayout(7, 48))
+
+
+def test_rows_of_nobody_change_nothing_that_is_drawn():
+    """A GPU draws in a fixed number of rows, of which some may be empty."""
+    params = [each.params for each in MIXED]
+    members: list[Any] = [
+        SimpleNamespace(ticket=SimpleNamespace(request=each), seed=n, token_ids=[3] * n)
+        for n, each in enumerate(MIXED)
+    ]
+    logits = torch.randn(len(params), 102, generator=torch.Generator().manual_seed(0)) * 3
+    wanted = _drawn(members, logits, 0)
+    tokens, logprobs = _drawn(members, F.pad(logits, (0, 0, 0, 5)), 5)
+    assert (tokens[: len(params)], logprobs[: len(params)]) == wanted
+    assert len(tokens) == len(params) + 5

@@ -1,14 +1,21 @@
-"""Attention of flat texts against plain attention with a mask and torch's graph, in float64."""
+"""Attention of flat texts, both that of a processor and that of a GPU, against plain attention with a mask and torch's graph.
+
+In float64, and in bfloat16 as near as two ways of rounding are. What a GPU computes by its own kernels is in `tests/gpu`.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
-from groupwise.learner.native import attention
-from groupwise.learner.native.attention import attention_of
+from groupwise.learner.native import piece_attention as pieces
+from groupwise.learner.native.beside import Attention
+from groupwise.learner.native.fused_attention import fused_attention
 from groupwise.learner.native.layout import Texts
+from groupwise.learner.native.piece_attention import piece_attention
 from groupwise.models.native.weights import Shape
 
 SHAPE = Shape(hidden=24, heads=4, kv_heads=2, head_size=6, vocabulary=10, epsilon=1e-5)
@@ -58,44 +65,86 @@ def inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return drawn(4, 6), drawn(2, 6), drawn(2, 6), drawn(24)
 
 
-@pytest.mark.parametrize(("scores", "queries_at_once"), [(1 << 20, 128), (600, 4), (1, 1)])
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_values_and_gradients(monkeypatch, name, scores, queries_at_once):
-    """However the work is cut into pieces."""
-    monkeypatch.setattr(attention, "SCORES", scores)
-    monkeypatch.setattr(attention, "QUERIES", queries_at_once)
-    texts = LAYOUTS[name]
-    queries, keys, values, d_out = inputs(texts[-1].end)
+def found_by(
+    attention: Sequence[Attention], queries: Tensor, keys: Tensor, values: Tensor, d_out: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What all sets of texts find, and the gradients of queries, keys and values beside each other."""
+    found = torch.full_like(d_out, torch.nan, dtype=values.dtype)
+    gradient = queries.new_full((len(found), 8, 6), torch.nan)
+    for each in attention:
+        each.forward(queries, keys, values, found)
+    for each in attention:
+        each.backward(d_out.to(values.dtype), queries, keys, values, gradient)
+    return found, gradient
+
+
+def wanted_of(
+    texts: list[Texts], queries: Tensor, keys: Tensor, values: Tensor, d_out: Tensor
+) -> tuple[Tensor, Tensor]:
     leaves = [x.clone().requires_grad_() for x in (queries, keys, values)]
     wanted = plain(texts, *leaves)
-    wanted_gradients = torch.autograd.grad(wanted, leaves, d_out)
+    return wanted.detach(), torch.cat(torch.autograd.grad(wanted, leaves, d_out), dim=1)
 
-    sets = attention_of(SHAPE, texts, torch.device("cpu"))
-    found = torch.full_like(wanted, torch.nan)
-    gradient = torch.full((len(found), 8, 6), torch.nan, dtype=torch.float64)
-    for each in sets:
-        each.forward(queries, keys, values, found)
-    for each in sets:
-        each.backward(d_out, queries, keys, values, gradient)
-    torch.testing.assert_close(found, wanted)
-    torch.testing.assert_close(gradient, torch.cat(wanted_gradients, dim=1))
+
+WAYS = {
+    "pieces": (piece_attention, 1 << 20, 128),
+    "small pieces": (piece_attention, 600, 4),
+    "smallest pieces": (piece_attention, 1, 1),
+    "fused": (fused_attention, 0, 0),
+}
+"""What computes it, and how much at once."""
+
+
+@pytest.fixture(params=WAYS)
+def attention_of(request, monkeypatch):
+    """Something that makes attention of texts."""
+    made, scores, queries_at_once = WAYS[request.param]
+    monkeypatch.setattr(pieces, "SCORES", scores)
+    monkeypatch.setattr(pieces, "QUERIES", queries_at_once)
+    return made
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_values_and_gradients(name, attention_of):
+    """However the work is cut into pieces."""
+    texts = LAYOUTS[name]
+    given = inputs(texts[-1].end)
+    found = found_by(attention_of(SHAPE, texts, torch.device("cpu")), *given)
+    torch.testing.assert_close(found, wanted_of(texts, *given))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_values_and_gradients_of_rounded_numbers(name, attention_of):
+    """Values are bfloat16, queries and keys float32 as after their rotation; so are the gradients."""
+    texts = LAYOUTS[name]
+    given = [x.bfloat16().double() for x in inputs(texts[-1].end)]
+    queries, keys, values, d_out = given
+    found = found_by(
+        attention_of(SHAPE, texts, torch.device("cpu")),
+        queries.float(),
+        keys.float(),
+        values.bfloat16(),
+        d_out,
+    )
+    for mine, wanted in zip(found, wanted_of(texts, *given), strict=True):
+        assert float((mine - wanted).abs().mean() / wanted.abs().mean()) < 0.01
 
 
 def test_long_texts_are_computed_in_pieces_of_bounded_size():
     shape = Shape(hidden=576, heads=9, kv_heads=3, head_size=64, vocabulary=10, epsilon=1e-5)
     texts = Texts(800, (1024,) * 8, (0, 800))
-    (each,) = attention_of(shape, [texts], torch.device("cpu"))
+    (each,) = piece_attention(shape, [texts], torch.device("cpu"))
     for piece in each._pieces():
         members = piece.texts.stop - piece.texts.start
         queries = piece.queries.stop - piece.queries.start
-        assert members * queries * shape.heads * (800 + piece.queries.stop) <= 3 * attention.SCORES
+        assert members * queries * shape.heads * (800 + piece.queries.stop) <= 3 * pieces.SCORES
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_setting_of_products_is_put_back(dtype):
     products = torch.backends.mkldnn.matmul  # pyright: ignore[reportAttributeAccessIssue]
     before = products.fp32_precision
-    (each,) = attention_of(SHAPE, LAYOUTS["one text"], torch.device("cpu"))
+    (each,) = piece_attention(SHAPE, LAYOUTS["one text"], torch.device("cpu"))
     queries, keys, values, _ = inputs(7)
     out = torch.empty(7, 24, dtype=dtype)
     each.forward(queries.float(), keys.float(), values.to(dtype), out)

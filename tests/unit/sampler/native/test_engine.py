@@ -1,4 +1,6 @@
-"""The engines of the sampler, the native one above all:
+"""The engines of the sampler: the native one, the one for GPUs and that of transformers.
+
+The one for GPUs runs here as it would run there without recordings ("graph") and with recordings of the same strictness ("tape").
 
 1. What it computes is what transformers computes, for prompts and completions around every length at which it changes its ways.
 2. A row's logits are its own, to the bit: whatever the other rows, their order, their lengths, and what its place held before.
@@ -26,15 +28,20 @@ from groupwise.models.config import LoraConfig, ModelConfig
 from groupwise.models.files import write_tensors
 from groupwise.models.load import load_model
 from groupwise.models.lora import AdaptedModel, fingerprint, new_lora_config
+from groupwise.models.native.weights import NativeModel
 from groupwise.models.tiny import tiny_tokenizer
 from groupwise.models.tokenizer import load_tokenizer
 from groupwise.sampler.engine import Engine, Prompt, Row
+from groupwise.sampler.native import graph_engine
 from groupwise.sampler.native.engine import NativeEngine
+from groupwise.sampler.native.graph_engine import GraphEngine
+from groupwise.sampler.native.recording import plainly
 from groupwise.sampler.slot_engine import SlotEngine
 from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler
 from groupwise.sampler.weights import ServedAdapter, ServedModel, ServedWeights
 from groupwise.types import Completion, GroupRequest, Policy, SamplingParams
 from groupwise.types import Row as TrainingRow
+from tests.tape import Tape
 from tests.unit.models.native.families import (
     SMALL,
     adapted,
@@ -48,6 +55,8 @@ from tests.unit.models.native.families import (
 TOKENIZER: Any = tiny_tokenizer()
 PROMPTS = (1, 2, 5, 15, 16, 17, 63, 64, 65, 200)
 LAYOUT = DecodeLayout(slots=16, key_length=340)
+KINDS = ("native", "graph", "tape", "transformers")
+"""What computes a model."""
 WIDE = LlamaConfig(**{**SMALL, "num_key_value_heads": 1, "num_hidden_layers": 1}, head_dim=32)
 """Four queries of 32 numbers for one key: products whose sums libraries cut up in other ways than those of narrow heads."""
 
@@ -76,12 +85,44 @@ def served(name: str, *, adapter: bool = False) -> ServedWeights:
     return weights
 
 
-def assert_like_transformers(name: str, asked: list[GroupRequest], *, adapter: bool = False):
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Torch alone computes: no kernels of our own for what stands between products, and no weights in another order."""
+    monkeypatch.setattr("groupwise.models.native.compiled.suits", lambda tensor: False)
+    monkeypatch.setattr(NativeModel, "pack", lambda self: None)
+
+
+@pytest.fixture(params=KINDS[:-1])
+def kind(request) -> str:
+    """What computes natively; as on a GPU where it is for one."""
+    if request.param != "native":
+        request.getfixturevalue("as_on_a_gpu")
+    return request.param
+
+
+def engine_of(weights: ServedWeights, kind: str, *, slots: int = 16, key_length: int = 700):
+    if kind == "transformers":
+        return SlotEngine(weights, slots, min(key_length, 180))
+    model = weights.native()
+    assert model is not None
+    if kind == "native":
+        return NativeEngine(model, weights)
+    return GraphEngine(model, weights, slots, key_length, Tape() if kind == "tape" else plainly)
+
+
+def sampler_of(weights: ServedWeights, kind: str) -> TorchSampler:
+    sampler = TorchSampler(weights, TOKENIZER, LAYOUT, native=kind != "transformers")
+    if kind in ("graph", "tape"):
+        sampler._engine = engine_of(weights, kind, slots=LAYOUT.slots, key_length=LAYOUT.key_length)
+    return sampler
+
+
+def assert_like_transformers(
+    name: str, asked: list[GroupRequest], kind: str, *, adapter: bool = False
+):
     ours, theirs = (
-        generated(
-            TorchSampler(served(name, adapter=adapter), TOKENIZER, LAYOUT, native=native), asked
-        )
-        for native in (True, False)
+        generated(sampler_of(served(name, adapter=adapter), each), asked)
+        for each in (kind, "transformers")
     )
     assert [each.token_ids for each in ours] == [each.token_ids for each in theirs]
     assert [each.finish_reason for each in ours] == [each.finish_reason for each in theirs]
@@ -95,29 +136,29 @@ def assert_like_transformers(name: str, asked: list[GroupRequest], *, adapter: b
 
 @pytest.mark.parametrize("adapter", [False, True])
 @pytest.mark.parametrize("name", ["llama", "llama-mha-tied", "llama-mqa", "qwen2", "qwen3-biases"])
-def test_prompts_of_all_lengths_and_groups_of_all_sizes(name, adapter):
+def test_prompts_of_all_lengths_and_groups_of_all_sizes(name, adapter, kind):
     asked = [
         request(draw, length, members=(1, 3, 8)[draw % 3], temperature=float(draw % 2))
         for draw, length in enumerate(PROMPTS)
     ]
-    found = assert_like_transformers(name, asked, adapter=adapter)
+    found = assert_like_transformers(name, asked, kind, adapter=adapter)
     assert len({each.token_ids for each in found}) > len(PROMPTS)
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-mha-tied"])
-def test_completions_across_the_stretches_in_which_keys_are_read(name):
-    lengths = (63, 64, 65, 130)
+def test_completions_across_the_stretches_in_which_keys_are_read(name, kind):
+    lengths = (63, 64, 65, 130, 260)
     asked = [
         request(draw, 5 + draw, members, max_tokens=length, temperature=temperature)
         for draw, (length, members, temperature) in enumerate(
             [(length, 2, 0.0) for length in lengths] + [(length, 1, 1.0) for length in lengths]
         )
     ]
-    found = assert_like_transformers(name, asked)
+    found = assert_like_transformers(name, asked, kind)
     assert {len(each.token_ids) for each in found} == set(lengths)
 
 
-def test_every_way_of_drawing():
+def test_every_way_of_drawing(kind):
     stops = tuple(range(3, 30))
     asked = [
         request(0, 7, 4, 30, stop_token_ids=stops),
@@ -127,7 +168,7 @@ def test_every_way_of_drawing():
         request(4, 7, 4, 60, stop=("a", "b", "the")),
         request(5, 3, 2, 30, temperature=0.0, min_tokens=9, stop_token_ids=stops),
     ]
-    found = assert_like_transformers("llama", asked, adapter=True)
+    found = assert_like_transformers("llama", asked, kind, adapter=True)
     assert {each.finish_reason for each in found} == {"stop", "length"}
 
 
@@ -135,16 +176,12 @@ def test_every_way_of_drawing():
 @pytest.mark.parametrize(
     ("name", "adapter"), [("llama", True), ("llama-mqa", True), ("qwen2", True), ("qwen3", False)]
 )
-def test_compiled_kernels_compute_what_torch_does(name, adapter, dtype):
-    """The same histories, whose rows are of all lengths, with and without them."""
-    weights = weights_of(name, dtype, adapter=adapter)
-    model = weights.native()
-    assert model is not None
-    assert model.compiled
+def test_compiled_kernels_compute_what_torch_does(request, name, adapter, dtype):
+    """The same histories, whose rows are of all lengths, with our kernels and with torch's as on a GPU."""
     how = {"steps": 60, "rows": 12, "lengths": [1, 2, 20, 33, 50], "vocabulary": 96}
-    ours = scheduled(NativeEngine(model, weights), 5, **how)
-    model.compiled = False
-    theirs = scheduled(NativeEngine(model, weights), 5, **how)
+    ours = scheduled(engine_of(weights_of(name, dtype, adapter=adapter), "native"), 5, **how)
+    request.getfixturevalue("as_on_a_gpu")
+    theirs = scheduled(engine_of(weights_of(name, dtype, adapter=adapter), "graph"), 5, **how)
     assert len(ours) == len(theirs) > 10
     found, wanted = (
         torch.stack([logits for history in each for logits in history.logits]).float()
@@ -188,15 +225,15 @@ def scheduled(
         if not engine.rows:
             continue
         order = list(engine.rows)
-        tokens = [chance.randrange(vocabulary) for _ in order]
-        logits = engine.decode(tokens)
-        for row, token, logits_V in zip(order, tokens, logits.clone(), strict=True):
-            running[row].tokens.append(token)
+        tokens = {row: chance.randrange(vocabulary) for row in running}
+        logits = engine.decode([tokens[row] for row in order])
+        for row, logits_V in zip(order, logits.clone(), strict=True):
+            running[row].tokens.append(tokens[row])
             running[row].logits.append(logits_V)
         logits.fill_(torch.nan)  # the caller's to overwrite
         over = [
             row
-            for row in order
+            for row in running
             if len(running[row].tokens) == running[row].until or chance.random() < 0.01
         ]
         engine.finish(over)
@@ -215,14 +252,6 @@ def assert_alone(engine: Engine, history: History) -> None:
     engine.finish([row])
 
 
-def engine_of(weights: ServedWeights, *, native: bool = True) -> Engine:
-    if not native:
-        return SlotEngine(weights, slots=16, key_length=180)
-    model = weights.native()
-    assert model is not None
-    return NativeEngine(model, weights)
-
-
 def weights_of(name: str, dtype: torch.dtype, *, adapter: bool) -> ServedWeights:
     model = made(WIDE, dtype=dtype) if name == "wide" else family(name, dtype=dtype)
     if not adapter:
@@ -234,20 +263,28 @@ def weights_of(name: str, dtype: torch.dtype, *, adapter: bool) -> ServedWeights
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("name", "adapter", "native"),
+    ("name", "adapter", "computed"),
     [
-        ("llama", True, True),
-        ("llama-mha-tied", False, True),
-        ("llama-mqa", True, True),
-        ("qwen2", False, True),
-        ("qwen3", True, True),
-        ("wide", False, True),
-        ("llama", True, False),
+        ("llama", True, "native"),
+        ("llama-mha-tied", False, "native"),
+        ("llama-mqa", True, "native"),
+        ("qwen2", False, "native"),
+        ("qwen3", True, "native"),
+        ("wide", False, "native"),
+        ("llama", True, "transformers"),
+        ("llama", True, "tape"),
+        ("llama-mqa", False, "graph"),
+        ("qwen2", True, "graph"),
+        ("qwen3", True, "tape"),
+        ("wide", False, "graph"),
     ],
 )
-def test_random_schedules_leave_every_row_its_bits(name, adapter, native, dtype):
+def test_random_schedules_leave_every_row_its_bits(request, name, adapter, computed, dtype):
+    native = computed != "transformers"
+    if computed in ("graph", "tape"):
+        request.getfixturevalue("as_on_a_gpu")
     weights = weights_of(name, dtype, adapter=adapter)
-    engine = engine_of(weights, native=native)
+    engine = engine_of(weights, computed)
     histories = scheduled(
         engine, len(name), steps=150, rows=14, lengths=[1, 2, 7, 20, 63, 64, 65, 70], vocabulary=96
     )
@@ -255,10 +292,10 @@ def test_random_schedules_leave_every_row_its_bits(name, adapter, native, dtype)
     if native:
         assert max(len(each.tokens) for each in histories) > 64
     longest = sorted(histories, key=lambda each: -len(each.tokens))[:3]
-    fresh = engine_of(weights, native=native)
+    fresh = engine_of(weights, computed)
     for history in [*longest, *random.Random(1).sample(histories, 9)]:
         assert_alone(fresh, history)
-    assert_alone(engine_of(weights, native=native), longest[0])
+    assert_alone(engine_of(weights, computed), longest[0])
 
 
 @pytest.mark.parametrize(
@@ -268,10 +305,11 @@ def test_random_schedules_leave_every_row_its_bits(name, adapter, native, dtype)
         torch.bfloat16,
     ],
 )
-def test_a_row_that_is_longer_by_far_changes_no_other(dtype):
+def test_a_row_that_is_longer_by_far_changes_no_other(monkeypatch, dtype, kind):
     """Its keys and values are read to its own length, those of the others beyond theirs."""
+    monkeypatch.setattr(graph_engine, "KEYS", 512)  # of which both need one step
     weights = weights_of("wide", dtype, adapter=False)
-    engine = engine_of(weights)
+    engine = engine_of(weights, kind)
     with torch.inference_mode():
         prompt = engine.prefill(text(9).tolist())
         long = engine.begin(prompt)
@@ -284,11 +322,29 @@ def test_a_row_that_is_longer_by_far_changes_no_other(dtype):
             tokens = [token if row is late else 5 for row in engine.rows]
             history.tokens.append(token)
             history.logits.append(engine.decode(tokens)[engine.rows.index(late)].clone())
-    assert_alone(engine_of(weights), history)
+    assert_alone(engine_of(weights, kind), history)
 
 
-def test_members_that_are_cancelled_leave_the_others_their_bits():
-    sampler = TorchSampler(served("llama"), TOKENIZER, LAYOUT)
+def test_on_a_gpu_a_longer_row_may_change_what_is_rounded_and_nothing_else(as_on_a_gpu):
+    """Torch's products for a processor round otherwise for another number of keys; see `graph_engine`."""
+    weights = weights_of("wide", torch.float32, adapter=False)
+    ids, tokens = text(20).tolist(), text(40).tolist()
+    found: list[Tensor] = []
+    with torch.inference_mode():
+        for mates in (0, 1):
+            engine = engine_of(weights, "graph")
+            row = engine.begin(engine.prefill(ids))
+            for _ in range(mates):
+                engine.begin(engine.prefill(text(600).tolist()))
+            found.append(
+                torch.stack([engine.decode([token, 5][: 1 + mates])[0].clone() for token in tokens])
+            )
+            assert engine.rows[0] is row
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-5)
+
+
+def test_members_that_are_cancelled_leave_the_others_their_bits(kind):
+    sampler = sampler_of(served("llama"), kind)
     asked = [request(draw, 10 + draw, 3, max_tokens=30) for draw in range(3)]
     wanted = [generated(sampler, [each]) for each in asked]
 
@@ -310,12 +366,14 @@ def test_members_that_are_cancelled_leave_the_others_their_bits():
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("native", [True, False])
-def test_a_row_that_is_no_numbers_spoils_no_other_and_a_reset_forgets_it(native):
+@pytest.mark.parametrize("computed", KINDS)
+def test_a_row_that_is_no_numbers_spoils_no_other_and_a_reset_forgets_it(request, computed):
+    if computed in ("graph", "tape"):
+        request.getfixturevalue("as_on_a_gpu")
     model = family("llama")
     model.model.embed_tokens.weight.data[50] = torch.nan
     weights = ServedModel(model)
-    engine = engine_of(weights, native=native)
+    engine = engine_of(weights, computed)
     ids = text(9).tolist()
     prompt = engine.prefill(ids)
     rows = [engine.begin(prompt) for _ in range(3)]
@@ -332,7 +390,7 @@ def test_a_row_that_is_no_numbers_spoils_no_other_and_a_reset_forgets_it(native)
     for number in range(5):
         found = engine.decode([7] * 3)
         assert all(torch.equal(found[row], history.logits[number]) for row in range(len(again)))
-    assert_alone(engine_of(weights, native=native), history)
+    assert_alone(engine_of(weights, computed), history)
 
 
 # New weights
@@ -373,9 +431,9 @@ def assert_serves(sampler: TorchSampler, weights: ServedWeights) -> None:
 
 @pytest.mark.parametrize("adapter", [True, False])
 @pytest.mark.parametrize("name", ["llama-biases", "qwen3", "llama-mha-tied"])
-def test_new_weights_are_served_at_once_and_entirely(tmp_path, name, adapter):
+def test_new_weights_are_served_at_once_and_entirely(tmp_path, name, adapter, kind):
     weights = served(name, adapter=adapter)
-    sampler = TorchSampler(weights, TOKENIZER, LAYOUT)
+    sampler = sampler_of(weights, kind)
     assert_serves(sampler, weights)
     asked = [request(0, 20, 3, 20)]
     seen = [generated(sampler, asked)]
@@ -401,11 +459,11 @@ def test_new_weights_are_served_at_once_and_entirely(tmp_path, name, adapter):
     ],
 )
 def test_new_weights_that_are_no_numbers_are_told_and_good_ones_serve_again(
-    tmp_path, adapter, part
+    tmp_path, adapter, part, kind
 ):
     """Not the weights from before under the new name, and not a mixture."""
     weights = served("llama", adapter=adapter)
-    sampler = TorchSampler(weights, TOKENIZER, LAYOUT)
+    sampler = sampler_of(weights, kind)
     good = changed(weights, 1)
     broken = {
         key: torch.full_like(value, torch.nan) if part in key else value

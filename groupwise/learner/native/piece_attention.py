@@ -1,9 +1,4 @@
-"""Attention of flat texts and its gradient, by batched products over texts and heads.
-
-Texts of similar length stand beside each other, padded to the longest. Each sees its prompt's keys before its own, so that the keys
-of a prompt that many share are repeated here, which costs little: they are `head size` numbers wide, where scores have a
-number for each query. The gradient of the prompt's keys is the sum over all that saw them. What a padded query finds is dropped,
-and no real one sees a padded key, because padding comes last.
+"""Attention by batched products over texts and heads, with its gradient, for a processor.
 
 With scores `S = Q Kᵀ`, masked, `P = softmax(S)` and `O = P V`, the gradients are `dV = Pᵀ dO`, `dP = dO Vᵀ`,
 `dS = P (dP − rowsum(dP P))`, `dQ = dS K` and `dK = dSᵀ Q`. P is made again in the backward pass. Work is done in pieces of some
@@ -19,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from groupwise.learner.native.beside import Attention, real_places
 from groupwise.learner.native.layout import Texts
 from groupwise.models.native.linear import quick_float32
 from groupwise.models.native.weights import Shape
@@ -48,62 +44,35 @@ class Heads(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Attention:
-    """Attention within one set of texts."""
+class PieceAttention(Attention):
+    """An `Attention`, a piece at a time."""
 
-    shape: Shape
-    texts: Texts
-    real_X: Tensor | None
-    """Of the M · L places of the padded texts, those with a token; None where all have one."""
     later_QX: Tensor
     """-inf where a key comes after the query, else 0; for the queries of a piece, and the keys from its first query on."""
 
-    @property
-    def count(self) -> int:
-        """Texts, M."""
-        return len(self.texts.lengths)
-
-    @property
-    def length(self) -> int:
-        """Tokens of the longest, L."""
-        return self.texts.lengths[0]
-
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
-        """Write what the texts' queries [N, heads, D] find into their rows of `out` [N, heads · D]."""
+        """See `Attention.forward`."""
         heads = self._heads(queries, keys, values)
         out_NJRD = out.view(len(out), *self._per_token)
-        found_MLJRD = self._room(out_NJRD)
+        found_MLJRD = self.room(out_NJRD)
         for piece in self._pieces():
             probabilities_BQC = self._probabilities(heads, piece).to(values.dtype)
             found_BQD = torch.bmm(probabilities_BQC, self._seen(heads.values_MJCD, piece))
             found_MLJRD[piece].copy_(self._apart(found_BQD, piece))
-        self._put(found_MLJRD, out_NJRD)
+        self.put(found_MLJRD, out_NJRD)
 
-    def backward(
-        self, d_out: Tensor, queries: Tensor, keys: Tensor, values: Tensor, d_qkv: Tensor
-    ) -> None:
-        """Write the gradients of the texts' rows into `d_qkv` [N, heads + 2 kv_heads, D], and add those of their prompt's.
-
-        `d_out` is that of what `forward` wrote, the others are its arguments.
-        """
-        heads = self._heads(queries, keys, values)
-        d_own_MLXD = self._room(d_qkv)
-        d_queries = d_own_MLXD[:, :, : self.shape.heads].unflatten(2, self._per_token[:2])
-        d_keys, d_values = self._all_gradients(heads, self._by_head(d_out), d_queries)
-        prompt, count = self.texts.prompt_length, self.shape.kv_heads
-        for first, d_MJCD in ((self.shape.heads, d_keys), (self.shape.heads + count, d_values)):
-            part = slice(first, first + count)
-            d_of_own_MJLD = d_MJCD[:, :, prompt : prompt + self.length]
-            d_own_MLXD[:, :, part].copy_(d_of_own_MJLD.transpose(1, 2))
-            if prompt:
-                d_of_prompt_JPD = d_MJCD[:, :, :prompt].sum(0, dtype=d_qkv.dtype)
-                self._prompt_rows(d_qkv)[:, part] += d_of_prompt_JPD.transpose(0, 1)
-        self._put(d_own_MLXD, d_qkv)
-
-    def _all_gradients(
-        self, heads: Heads, d_out_MJRLD: Tensor, d_queries_MLJRD: Tensor
+    def gradients(
+        self,
+        d_out: Tensor,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        d_queries_MLHD: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Write those of the queries; return those of the keys and the values [M, J, C, D]."""
+        """See `Attention.gradients`."""
+        heads = self._heads(queries, keys, values)
+        d_out_MJRLD = self._by_head(d_out)
+        d_queries_MLJRD = d_queries_MLHD.unflatten(2, self._per_token[:2])
         pieces = [*self._pieces()]
         if len(pieces) == 1:
             d_q_BQD, d_k_BCD, d_v_BCD = self._gradients(heads, d_out_MJRLD, pieces[0])
@@ -156,30 +125,16 @@ class Attention:
                 )
 
     def _heads(self, queries: Tensor, keys: Tensor, values: Tensor) -> Heads:
-        return Heads(self._by_head(queries), self._with_prompt(keys), self._with_prompt(values))
+        end = self.texts.prompt_length + self.length
+        more = _aligned(end) - end
+        return Heads(
+            self._by_head(queries), self.with_prompt(keys, more), self.with_prompt(values, more)
+        )
 
     def _by_head(self, x_NJD: Tensor) -> Tensor:
         """What belongs to queries, [M, J, R, L, D]."""
         x_NJRD = x_NJD.view(len(x_NJD), *self._per_token)
-        return self._beside(x_NJRD).permute(0, 2, 3, 1, 4).contiguous()
-
-    def _beside(self, x_NJD: Tensor) -> Tensor:
-        """The rows of the texts as [M, L, …], padded with 0."""
-        own = self._rows(x_NJD)
-        if self.real_X is not None:
-            padded = own.new_zeros(self.count * self.length, *own.shape[1:])
-            own = padded.index_copy_(0, self.real_X, own)
-        return own.view(self.count, self.length, *own.shape[1:])
-
-    def _with_prompt(self, x_NJD: Tensor) -> Tensor:
-        prompt, (heads, size) = self.texts.prompt_length, x_NJD.shape[1:]
-        end = prompt + self.length
-        all_MJCD = x_NJD.new_empty(self.count, heads, _aligned(end), size)
-        if prompt:
-            all_MJCD[:, :, :prompt].copy_(self._prompt_rows(x_NJD).transpose(0, 1))
-        all_MJCD[:, :, prompt:end].copy_(self._beside(x_NJD).transpose(1, 2))
-        all_MJCD[:, :, end:].zero_()
-        return all_MJCD
+        return self.beside(x_NJRD).permute(0, 2, 3, 1, 4).contiguous()
 
     def _probabilities(self, heads: Heads, piece: Piece) -> Tensor:
         """[B, Q, C], float32 or wider: texts and heads of keys, queries, and the keys up to the last of them."""
@@ -207,32 +162,14 @@ class Attention:
         seen = _aligned(self.texts.prompt_length + piece.queries.stop)
         return x_MJCD[piece.texts, :, :seen].flatten(0, 1)
 
-    def _room(self, x: Tensor) -> Tensor:
-        """[M, L, …]: the texts' rows of x themselves where none is padded, else memory for them."""
-        rows = self._rows(x)
-        if self.real_X is not None:
-            rows = x.new_empty(self.count * self.length, *x.shape[1:])
-        return rows.view(self.count, self.length, *x.shape[1:])
 
-    def _put(self, room: Tensor, x: Tensor) -> None:
-        """Bring what was written to `_room` to the texts' rows of x."""
-        if self.real_X is not None:
-            self._rows(x).copy_(room.flatten(0, 1).index_select(0, self.real_X))
-
-    def _rows(self, x: Tensor) -> Tensor:
-        return x[self.texts.start : self.texts.end]
-
-    def _prompt_rows(self, x: Tensor) -> Tensor:
-        assert self.texts.prompt is not None
-        start, length = self.texts.prompt
-        return x[start : start + length]
-
-
-def attention_of(shape: Shape, texts: Sequence[Texts], device: torch.device) -> list[Attention]:
+def piece_attention(
+    shape: Shape, texts: Sequence[Texts], device: torch.device
+) -> list[PieceAttention]:
     """For each set of texts."""
     most = max(_queries(shape, each) for each in texts)
     later_QX = torch.full((most, most + ALIGNED), -torch.inf, device=device).triu_(1)
-    return [Attention(shape, each, _real_places(each, device), later_QX) for each in texts]
+    return [PieceAttention(shape, each, real_places(each, device), later_QX) for each in texts]
 
 
 def _aligned(length: int) -> int:
@@ -244,11 +181,3 @@ def _queries(shape: Shape, texts: Texts) -> int:
     longest = texts.lengths[0]
     scores = longest * shape.heads * (texts.prompt_length + longest)
     return longest if scores <= SCORES else min(longest, QUERIES)
-
-
-def _real_places(texts: Texts, device: torch.device) -> Tensor | None:
-    longest = texts.lengths[0]
-    if longest == texts.lengths[-1]:
-        return None
-    lengths_M1 = torch.tensor(texts.lengths, device=device)[:, None]
-    return (torch.arange(longest, device=device) < lengths_M1).flatten().nonzero()[:, 0]

@@ -1,0 +1,52 @@
+"""One computation that is done over and over: recorded once as a CUDA graph and replayed, where there is a GPU.
+
+A token of a small model is some hundred operations, and starting them one by one takes a GPU longer than doing them. A recording starts
+them all at once. It reads and writes the memory that it was made with: what it depends on is changed in place, and nothing in it may
+wait for a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+Compute = Callable[[], Tensor]
+"""Something that gives the same result if it is done twice."""
+Record = Callable[[Compute], Compute]
+"""Given a computation, the same one, recorded. The result of a replay stands where that of the one before stood."""
+
+
+def plainly(compute: Compute) -> Compute:
+    """No recording: every operation is started each time."""
+    return compute
+
+
+def cuda_graphs() -> Record:
+    """Recordings that share one pool of memory as long as one of them lives; one at a time is replayed."""
+    living: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+
+    def record(compute: Compute) -> Compute:
+        # Before it is recorded it is done once, apart: libraries reserve their memory at the first use.
+        apart = torch.cuda.Stream()
+        apart.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(apart):
+            compute()
+        torch.cuda.current_stream().wait_stream(apart)
+        graph = torch.cuda.CUDAGraph()
+        shared = next(iter(living), None)
+        pool = None if shared is None else shared.pool()
+        # What other threads do meanwhile, such as freeing memory, is no part of it and forbidden to nobody.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            result = compute()
+        living.add(graph)
+
+        def replay() -> Tensor:
+            graph.replay()
+            return result
+
+        return replay
+
+    return record

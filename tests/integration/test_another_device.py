@@ -1,0 +1,191 @@
+"""Sampler and learner on a device that is not the processor: nothing is mixed with the processor, and decoding waits for nothing.
+
+Numbers are compared where there is a GPU, in `tests/gpu`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException
+
+from groupwise.learner.forward import Targets, Wanted
+from groupwise.learner.native import beside, fused_attention
+from groupwise.learner.native.body import residual_stream
+from groupwise.learner.native.head import token_numbers
+from groupwise.learner.native.layout import FlatBatch, Texts, cut
+from groupwise.models.decoder import Decoder
+from groupwise.models.native.linear import Factors
+from groupwise.models.native.weights import NativeModel
+from groupwise.sampler import torch_sampler
+from groupwise.sampler.draw import draw_tokens
+from groupwise.sampler.native.graph_engine import GraphEngine
+from groupwise.sampler.native.recording import plainly
+from groupwise.sampler.restrict import truncated, without_early_stops
+from groupwise.sampler.slot_engine import SlotEngine
+from groupwise.sampler.weights import ServedModel
+from groupwise.types import Row, SamplingParams
+from tests.elsewhere import DEVICE, Elsewhere
+from tests.unit.models.native.families import FAMILIES
+
+pytestmark = [
+    pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16]),
+    pytest.mark.parametrize("name", ["llama-biases", "qwen2-tied", "qwen3"]),
+]
+RANK = 4
+
+
+@pytest.fixture
+def elsewhere(monkeypatch) -> Elsewhere:
+    def shift_head(self: NativeModel, logits_NV: Tensor) -> None:
+        """Depends on numbers, which there are none of; happens once for each model."""
+        self.head.bias_O = self.head.weight_OI.new_zeros(len(self.head.weight_OI))
+
+    def real_places(texts: Any, device: torch.device) -> Tensor | None:
+        """Their number depends on lengths; once for each micro-batch."""
+        longest = texts.lengths[0]
+        places = [m * longest + n for m, each in enumerate(texts.lengths) for n in range(each)]
+        even = longest == texts.lengths[-1]
+        return None if even else torch.tensor(places, device=device)
+
+    monkeypatch.setattr(NativeModel, "_shift_head", shift_head)
+
+    def causal_lower_right(queries: int, keys: int) -> Tensor:
+        """The mask itself, of which torch's class only knows."""
+        everywhere = torch.ones(queries, keys, dtype=torch.bool, device=DEVICE)
+        return everywhere.tril(keys - queries)
+
+    monkeypatch.setattr(fused_attention, "causal_lower_right", causal_lower_right)
+    monkeypatch.setattr(fused_attention, "real_places", real_places)
+    for lengths in ((3, 3), (5, 4, 2)):
+        given = Texts(0, lengths), torch.device("cpu")
+        assert str(real_places(*given)) == str(beside.real_places(*given)), (
+            "the same by other means"
+        )
+    return Elsewhere()
+
+
+class Adapted:
+    """A model on the device with an adapter of all its layers."""
+
+    def __init__(self, elsewhere: Elsewhere, name: str, dtype: torch.dtype) -> None:
+        self.model = elsewhere.model(FAMILIES[name](), dtype)
+        assert self.model.device.type == DEVICE.type
+        self._native = elsewhere.native(self.model)
+        with elsewhere.here():
+            self._factors = {
+                part.path: Factors(
+                    torch.ones(RANK, linear.weight_OI.shape[1], device=DEVICE, requires_grad=True),
+                    torch.ones(part.end - part.start, RANK, device=DEVICE, requires_grad=True),
+                    2.0,
+                )
+                for linear in self._native.products[:-1]
+                for part in linear.parts
+            }
+
+    def native(self) -> NativeModel:
+        return self._native
+
+    def factors(self) -> dict[str, Factors]:
+        return self._factors
+
+    def parameters(self) -> list[Tensor]:
+        return [each for f in self._factors.values() for each in (f.down_RI, f.up_OR)]
+
+
+def test_prompts_and_tokens_are_computed(elsewhere, name, dtype):
+    weights: Any = Adapted(elsewhere, name, dtype)
+    with elsewhere.here(), torch.inference_mode():
+        engine = GraphEngine(weights.native(), weights, 8, 320, plainly)
+        prompt = engine.prefill([3, 4, 5])
+        assert prompt.logits_V.shape == (96,)
+        rows = [engine.begin(prompt) for _ in range(3)]
+        found = engine.decode([3, 4, 5])
+        assert (found.device.type, found.shape) == (DEVICE.type, (3, 96))
+        engine.finish(rows[:1])
+        engine.refresh()
+        engine.reset()
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_the_sampler_takes_the_engine_for_gpus(monkeypatch, elsewhere, name, dtype, enforce_eager):
+    monkeypatch.setattr(torch_sampler, "cuda_graphs", lambda: "graphs")
+    weights: Any = Adapted(elsewhere, name, dtype)
+    with elsewhere.here():
+        layout = torch_sampler.DecodeLayout(slots=8, key_length=320)
+        engine = torch_sampler._engine(weights, layout, native=True, enforce_eager=enforce_eager)
+    assert isinstance(engine, GraphEngine)
+    assert engine._record == (plainly if enforce_eager else "graphs")
+
+
+def test_tokens_are_drawn(elsewhere, name, dtype):
+    plain = SamplingParams(9)
+    early = SamplingParams(9, stop_token_ids=(3, 4), min_tokens=5)
+    narrow = SamplingParams(9, temperature=0.7, top_k=3, top_p=0.5, min_p=0.1)
+    for answer in (True, False):  # to whether one is greedy, whether all temperatures are 1 …
+        with elsewhere.here(answer), torch.inference_mode():
+            logits = torch.zeros(4, 96, device=DEVICE, dtype=dtype)
+            temperatures = torch.ones(4, device=DEVICE)
+            params = [plain, early, narrow, None]
+            logits = without_early_stops(logits, params, [0, 1, 2, 0])
+            if not answer:
+                logits = truncated(logits, temperatures, params)
+            uniforms = torch.zeros(4, device=DEVICE, dtype=torch.float64)
+            for found in draw_tokens(logits, temperatures, uniforms):
+                assert (found.device.type, found.shape) == (DEVICE.type, (4,))
+
+
+def test_a_model_of_transformers_decodes(monkeypatch, elsewhere, name, dtype):
+    monkeypatch.setattr(Decoder, "_check_head", lambda self: None)  # compares numbers, once
+    weights = ServedModel(elsewhere.model(FAMILIES[name](), dtype))
+    with elsewhere.here(answer=False), torch.inference_mode():
+        engine = SlotEngine(weights, 8, 64)
+        engine.begin(engine.prefill([3, 4, 5]))
+        assert engine.decode([3]).shape == (1, 96)
+        engine.reset()
+
+
+def batch_of() -> FlatBatch:
+    """A group of uneven completions, and a row of another prompt."""
+
+    def row(prompt: tuple[int, ...], length: int) -> Row:
+        return Row(prompt, (5,) * length, (1,) * length, (0.0,) * length, 1.0, 1.0)
+
+    rows = [row((3, 4, 5), 7), row((3, 4, 5), 6), row((3, 4, 5), 6), row((8, 9), 4)]
+    (batch,) = cut(rows, 100)
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("recompute", "wanted"),
+    [(False, Wanted()), (True, Wanted(entropy_gradient=True, accuracy=True))],
+)
+def test_a_gradient_is_made(elsewhere, name, dtype, recompute, wanted):
+    weights, batch = Adapted(elsewhere, name, dtype), batch_of()
+    model, parameters = weights.native(), weights.parameters()
+    with elsewhere.here():
+        stream_NH = residual_stream(model, batch, weights.factors(), recompute=recompute)
+        before_N = torch.tensor(batch.before, device=DEVICE)
+        ids_N = torch.zeros_like(before_N)
+        targets = Targets(ids_N, torch.ones(len(ids_N), device=DEVICE), None, wanted)
+        found = token_numbers(model, stream_NH[before_N], targets)
+        (found.logprobs_N + found.entropies_N).sum().backward()
+        gradients = [each.grad for each in parameters if each.grad is not None]
+        assert [each.shape for each in gradients] == [each.shape for each in parameters]
+        assert {each.device.type for each in gradients} == {DEVICE.type}
+        torch.optim.AdamW(parameters, foreach=True).step()
+        norm = torch.nn.utils.get_total_norm(gradients)
+        with pytest.raises(DataDependentOutputException):
+            float(norm)
+
+
+def test_mixing_devices_and_waiting_for_numbers_would_fail(elsewhere, name, dtype):
+    with elsewhere.here():
+        there = torch.ones(3, device=DEVICE, dtype=dtype)
+        with pytest.raises(RuntimeError, match="two devices"):
+            there.add(torch.ones(3, dtype=dtype))
+        with pytest.raises(DataDependentOutputException):
+            bool(there.any())

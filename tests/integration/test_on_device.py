@@ -1,0 +1,87 @@
+"""What `tests/gpu` asks of a GPU, asked of a processor that computes as one would: with torch alone, and with recordings as strict."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from groupwise.learner.native import body
+from groupwise.learner.native.fused_attention import fused_attention
+from groupwise.models.native.weights import NativeModel
+from groupwise.sampler.native.graph_engine import KEYS
+from tests import on_device
+from tests.tape import Tape
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Torch alone computes: no kernels of our own, and no weights in another order."""
+    monkeypatch.setattr("groupwise.models.native.compiled.suits", lambda tensor: False)
+    monkeypatch.setattr(NativeModel, "pack", lambda self: None)
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_greedy_tokens_are_those_of_transformers(as_on_a_gpu, name, adapter):
+    on_device.greedy_tokens_are_those_of_transformers(CPU, Tape, name, adapter=adapter)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama-mqa", "qwen2"])
+def test_logits_are_near_those_of_transformers(as_on_a_gpu, name, dtype):
+    on_device.logits_are_near_those_of_transformers(CPU, Tape, name, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_recordings_change_no_bit(as_on_a_gpu, dtype):
+    on_device.recordings_change_no_bit(CPU, Tape, "qwen3", dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_does_not_depend_on_the_others(as_on_a_gpu, dtype):
+    longest = KEYS - 60  # within one number of keys, which is what holds on a processor
+    on_device.a_row_does_not_depend_on_the_others(CPU, Tape, "llama", dtype, longest=longest)
+
+
+def test_what_is_drawn_does_not_depend_on_the_device():
+    on_device.what_is_drawn_does_not_depend_on_the_device(CPU)
+
+
+@pytest.mark.parametrize("adapter", [True, False])
+def test_memory_does_not_grow(as_on_a_gpu, tmp_path, adapter):
+    on_device.memory_does_not_grow(CPU, Tape, tmp_path, lambda: 0, adapter=adapter)
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "qwen3"])
+def test_the_fused_attention_gives_the_gradients_of_the_other(monkeypatch, tmp_path, name):
+    pieces = on_device.gradients(name, CPU, tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(body, "piece_attention", fused_attention)
+        fused = on_device.gradients(name, CPU, tmp_path)
+    on_device.gradients_are_those_of_a_processor(CPU, tmp_path, name)
+    for key, wanted in pieces.items():
+        torch.testing.assert_close(fused[key], wanted, rtol=1e-4, atol=1e-5)
+    assert any(not torch.equal(fused[key], wanted) for key, wanted in pieces.items()), "two ways"
+
+
+def test_nothing_is_left_of_a_gradient():
+    on_device.nothing_is_left_of_a_gradient(CPU, lambda: 0)
+
+
+@pytest.mark.parametrize("lora", [{"r": 4, "alpha": 8}, None])
+def test_a_short_run(tmp_path, lora):
+    on_device.a_short_run_goes_through(CPU, tmp_path, lora=lora, enforce_eager=True)
+
+
+@pytest.mark.slow
+def test_sampler_and_learner_agree(as_on_a_gpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(body, "piece_attention", fused_attention)
+    on_device.sampler_and_learner_agree(CPU, Tape, tmp_path, "bfloat16", most=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rate", "within"), [(1e-6, 0.25), (1e-4, 0.05)])
+def test_small_steps_act_in_full(as_on_a_gpu, rate, within):
+    on_device.small_steps_act_in_full(CPU, rate, within)

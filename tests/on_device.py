@@ -1,0 +1,401 @@
+"""What must hold of sampler and learner on a device, each as a function of it.
+
+`tests/gpu` asks it of a GPU. `tests/integration/test_on_device.py` asks the same of a processor that computes as a GPU would, so that these
+functions themselves are known to work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import groupwise
+from groupwise.algorithms.registry import make
+from groupwise.learner.native.body import residual_stream
+from groupwise.learner.native.layout import Texts, cut
+from groupwise.learner.slopes import trained_slopes
+from groupwise.learner.torch_learner import TorchLearner
+from groupwise.learner.weights import TrainedAdapter
+from groupwise.models.config import Dtype, LoraConfig, ModelConfig
+from groupwise.models.files import write_tensors
+from groupwise.models.load import load_model
+from groupwise.models.lora import AdaptedModel, fingerprint, new_lora_config
+from groupwise.models.native.weights import native_model
+from groupwise.models.tiny import tiny_tokenizer
+from groupwise.models.tokenizer import load_tokenizer
+from groupwise.runs.store import Store
+from groupwise.sampler.draw import draw_tokens
+from groupwise.sampler.native.graph_engine import KEYS, GraphEngine
+from groupwise.sampler.native.recording import Record
+from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler
+from groupwise.sampler.weights import ServedAdapter, ServedModel, ServedWeights
+from groupwise.types import Completion, GroupRequest, Policy, Row, SamplingParams
+from tests.integration import running
+from tests.unit.models.native.families import adapted, family, own_logits, randomised, text
+
+BUNDLED = ModelConfig(name="smollm2-135m-instruct")
+LOSS = make("grpo", {"beta": 0.2, "entropy_coef": 0.1}).loss_spec()
+TOTALS = {"policy": 40.0, "kl": 30.0, "entropy": 20.0}
+LAYOUT = DecodeLayout(slots=16, key_length=640)
+MakeRecord = Callable[[], Record]
+
+
+def served(name: str, device: torch.device, dtype: torch.dtype, *, adapter: bool) -> ServedWeights:
+    """Weights of a small model on the device; the same ones each time."""
+    model = family(name, dtype=dtype).to(device)
+    if not adapter:
+        return ServedModel(model)
+    weights = ServedAdapter(adapted(model))
+    randomised(weights.adapted, weights.name, seed=5)
+    return weights
+
+
+def engine_of(weights: ServedWeights, make_record: MakeRecord, slots: int = 16) -> GraphEngine:
+    model = weights.native()
+    assert model is not None
+    return GraphEngine(model, weights, slots, LAYOUT.key_length, make_record())
+
+
+def sampler_of(weights: ServedWeights, make_record: MakeRecord, tokenizer: Any) -> TorchSampler:
+    sampler = TorchSampler(weights, tokenizer, LAYOUT)
+    if not isinstance(sampler._engine, GraphEngine):  # on a processor
+        sampler._engine = engine_of(weights, make_record)
+    return sampler
+
+
+def generated(sampler: TorchSampler, asked: Sequence[GroupRequest]) -> list[Completion]:
+    async def ask() -> list[tuple[Completion, ...]]:
+        return await asyncio.gather(*map(sampler.generate, asked))
+
+    return [each for group in asyncio.run(ask()) for each in group]
+
+
+# The sampler
+
+
+def greedy_tokens_are_those_of_transformers(
+    device: torch.device, make_record: MakeRecord, name: str, *, adapter: bool
+) -> None:
+    """In float32, token by token, with log-probabilities that differ by rounding."""
+    weights = served(name, device, torch.float32, adapter=adapter)
+    asked = [
+        GroupRequest(n, tuple(text(length).tolist()), (1, 2), SamplingParams(40, temperature=0.0))
+        for n, length in enumerate((1, 2, 17, 65, 230, 300))
+    ]
+    ours = generated(sampler_of(weights, make_record, tiny_tokenizer()), asked)
+    theirs = generated(TorchSampler(weights, tiny_tokenizer(), LAYOUT, native=False), asked)
+    assert [each.token_ids for each in ours] == [each.token_ids for each in theirs]
+    for mine, wanted in zip(ours, theirs, strict=True):
+        assert mine.logprobs == pytest.approx(wanted.logprobs, abs=1e-4)
+
+
+@torch.inference_mode()
+def logits_are_near_those_of_transformers(
+    device: torch.device, make_record: MakeRecord, name: str, dtype: torch.dtype
+) -> None:
+    """Given the same tokens, beyond the first step of keys."""
+    weights = served(name, device, dtype, adapter=True)
+    engine = engine_of(weights, make_record)
+    ids, tokens = text(230).tolist(), text(40).tolist()
+    engine.begin(engine.prefill(ids))
+    found = torch.stack([engine.decode([token])[0].clone() for token in tokens]).float()
+    with weights.acting():
+        wanted = own_logits(weights.model, torch.tensor([*ids, *tokens], device=device))
+    wanted = wanted[len(ids) :].log_softmax(-1)
+    differences = found.log_softmax(-1) - wanted
+    close = 1e-4 if dtype == torch.float32 else 0.05
+    assert float(differences.abs().mean() / wanted.std()) < close
+
+
+@torch.inference_mode()
+def decoded(engine: GraphEngine, seed: int = 0, steps: int = 60) -> list[tuple[int, Tensor]]:
+    """Rows that come and go at random: of each token of each row what it is and its logits."""
+    chance = random.Random(seed)
+    engine.reset()
+    prompts = [engine.prefill(text(length).tolist()) for length in (1, 9, 16, 64, KEYS - 20)]
+    found: list[tuple[int, Tensor]] = []
+    for _ in range(steps):
+        while len(engine.rows) < 12 and chance.random() < 0.7:
+            engine.begin(chance.choice(prompts))
+        if engine.rows:
+            tokens = [chance.randrange(3, 90) for _ in engine.rows]
+            found += zip(tokens, engine.decode(tokens), strict=True)
+            engine.finish([row for row in engine.rows if chance.random() < 0.03])
+    return found
+
+
+def recordings_change_no_bit(
+    device: torch.device, make_record: MakeRecord, name: str, dtype: torch.dtype
+) -> None:
+    """Of any token, whatever comes and goes, and after a new adapter."""
+    weights = served(name, device, dtype, adapter=True)
+    recorded = engine_of(weights, make_record)
+    plain = engine_of(weights, lambda: lambda compute: compute)
+    for seed in (7, 8):
+        ours, theirs = decoded(recorded), decoded(plain)
+        assert len(ours) == len(theirs) > 300
+        assert all(torch.equal(mine[1], other[1]) for mine, other in zip(ours, theirs, strict=True))
+        assert isinstance(weights, ServedAdapter)
+        randomised(weights.adapted, weights.name, seed=seed)
+        with torch.inference_mode():
+            recorded.refresh()
+            plain.refresh()
+
+
+@torch.inference_mode()
+def a_row_does_not_depend_on_the_others(
+    device: torch.device,
+    make_record: MakeRecord,
+    name: str,
+    dtype: torch.dtype,
+    *,
+    longest: int,
+) -> None:
+    """To the bit: alone, and beside rows that come and go, one of which has `longest` tokens."""
+    weights = served(name, device, dtype, adapter=False)
+    ids, tokens = text(20).tolist(), text(30).tolist()
+
+    def histories(mates: Sequence[int]) -> Tensor:
+        engine = engine_of(weights, make_record)
+        others = [engine.prefill(text(length).tolist()) for length in mates]
+        for prompt in others:
+            engine.begin(prompt)
+        row = engine.begin(engine.prefill(ids))
+        found: list[Tensor] = []
+        for number, token in enumerate(tokens):
+            given = [token if each is row else number + 3 for each in engine.rows]
+            found.append(engine.decode(given)[engine.rows.index(row)].clone())
+            if mates and number % 5 == 4:
+                engine.finish([each for each in engine.rows if each is not row][:1])
+                engine.begin(others[number % len(others)])
+        return torch.stack(found)
+
+    alone = histories(())
+    assert torch.equal(histories((3, 9, 100)), alone)
+    assert torch.equal(histories((longest, 9, 9, 5)), alone)
+
+
+def what_is_drawn_does_not_depend_on_the_device(device: torch.device) -> None:
+    """The same tokens of the same logits, at any temperature."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(32, 49152, generator=generator) * 4
+    temperatures = torch.tensor([0.0, 0.5, 1.0, 1.7]).repeat(8)
+    uniforms = torch.rand(32, generator=generator, dtype=torch.float64)
+    given = logits, temperatures, uniforms
+    tokens, logprobs = draw_tokens(*(each.to(device) for each in given))
+    wanted, wanted_logprobs = draw_tokens(*given)
+    assert tokens.tolist() == wanted.tolist()
+    torch.testing.assert_close(logprobs.cpu(), wanted_logprobs, rtol=1e-5, atol=1e-5)
+
+
+def published(weights: ServedWeights, folder: Path, version: int) -> Policy:
+    """Other numbers for these weights, as a learner gives them out."""
+    generator = torch.Generator().manual_seed(version)
+    tensors = {
+        name: (value.detach().cpu() + 0.01 * torch.randn(value.shape, generator=generator)).to(
+            value.dtype
+        )
+        for name, value in weights.tensors().items()
+    }
+    is_adapter = isinstance(weights, ServedAdapter)
+    place = folder / str(version)
+    place.mkdir()
+    file = "adapter_model.safetensors" if is_adapter else "model.safetensors"
+    write_tensors(tensors, place / file)
+    kind: Any = "adapter" if is_adapter else "full"
+    return Policy("r", version, fingerprint(tensors), kind, str(place))
+
+
+def memory_does_not_grow(
+    device: torch.device,
+    make_record: MakeRecord,
+    folder: Path,
+    held: Callable[[], int],
+    *,
+    adapter: bool,
+) -> None:
+    """However often weights are refreshed; `held` tells the bytes."""
+    weights = served("llama", device, torch.float32, adapter=adapter)
+    sampler = sampler_of(weights, make_record, tiny_tokenizer())
+    asked = [GroupRequest(0, tuple(text(230).tolist()), (1, 2, 3), SamplingParams(40))]
+    seen: list[int] = []
+    for version in range(1, 8):
+        asyncio.run(sampler.load(published(weights, folder, version)))
+        generated(sampler, asked)
+        seen.append(held())
+    assert max(seen[2:]) <= seen[1], seen
+
+
+# The learner
+
+
+def rows_of() -> list[Row]:
+    """Groups of several sizes with completions of many lengths."""
+    chance = random.Random(0)
+    rows: list[Row] = []
+    for number, size in enumerate((1, 4, 3)):
+        prompt = tuple(chance.randrange(3, 90) for _ in range(3 + 20 * number))
+        for _ in range(size):
+            length = chance.choice((1, 2, 5, 9, 30))
+            rows.append(
+                Row(
+                    prompt_ids=prompt,
+                    completion_ids=tuple(chance.randrange(3, 90) for _ in range(length)),
+                    mask=(1,) * length,
+                    sampling_logprobs=tuple(chance.uniform(-6, -4) for _ in range(length)),
+                    advantage=chance.uniform(-1, 1),
+                    scale=1 / length,
+                    temperature=chance.choice((0.7, 1.0)),
+                    reference_logprobs=tuple(chance.uniform(-6, -4) for _ in range(length)),
+                )
+            )
+    return rows
+
+
+def gradients(
+    name: str, device: torch.device, folder: Path, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """Of a whole loss with respect to an adapter, on the CPU."""
+    adapter = AdaptedModel(family(name, dtype=dtype).to(device), new_lora_config(LoraConfig(r=4)))
+    weights = TrainedAdapter(adapter, seed=1)
+    randomised(adapter, weights.name)
+    learner = TorchLearner(
+        weights, run="r", publish_folder=folder, max_tokens_per_microbatch=200, seed=0
+    )
+    asyncio.run(learner.forward_backward(rows_of(), LOSS, TOTALS))
+    return {
+        key: value.grad.cpu()
+        for key, value in weights.parameters().items()
+        if value.grad is not None
+    }
+
+
+def gradients_are_those_of_a_processor(device: torch.device, folder: Path, name: str) -> None:
+    """In float32, of every factor."""
+    found, wanted = (gradients(name, each, folder) for each in (device, torch.device("cpu")))
+    assert found.keys() == wanted.keys()
+    assert len(wanted) > 10
+    for key, expected in wanted.items():
+        size = float(expected.abs().max())
+        assert size > 0
+        torch.testing.assert_close(found[key], expected, rtol=1e-3, atol=1e-4 * size)
+
+
+def attention_is_that_of_a_processor(
+    attention_of: Any, plain: Any, shape: Any, texts: list[Texts], device: torch.device, dtype: Any
+) -> None:
+    """Values and gradients against `plain`, on the processor in float32."""
+    tokens = texts[-1].end
+    generator = torch.Generator().manual_seed(0)
+    heads, size = shape.heads, shape.head_size
+
+    def drawn(*sizes: int) -> Tensor:
+        return torch.randn(tokens, *sizes, generator=generator).to(dtype).float()
+
+    given = drawn(heads, size), drawn(shape.kv_heads, size), drawn(shape.kv_heads, size)
+    d_out = drawn(heads * size)
+    leaves = [each.clone().requires_grad_() for each in given]
+    wanted = plain(texts, *leaves)
+    wanted_gradient = torch.cat(torch.autograd.grad(wanted, leaves, d_out), dim=1)
+
+    queries, keys, values = (each.to(device) for each in given)
+    values, d_out = values.to(dtype), d_out.to(device, dtype)
+    found = torch.full_like(d_out, torch.nan)
+    gradient = queries.new_full((tokens, heads + 2 * shape.kv_heads, size), torch.nan)
+    sets = attention_of(shape, texts, device)
+    for each in sets:
+        each.forward(queries, keys, values, found)
+    for each in sets:
+        each.backward(d_out, queries, keys, values, gradient)
+    close = 1e-4 if dtype == torch.float32 else 0.02
+    for mine, expected in ((found, wanted), (gradient, wanted_gradient)):
+        difference = (mine.float().cpu() - expected).abs().mean()
+        assert float(difference / expected.abs().mean()) < close
+
+
+# Both together, on the bundled model
+
+
+def bundled(device: torch.device, dtype: Dtype) -> TrainedAdapter:
+    """With a new adapter."""
+    lora = new_lora_config(LoraConfig(r=16, alpha=32))
+    adapter = AdaptedModel(load_model(BUNDLED, dtype, str(device)), lora)
+    return TrainedAdapter(adapter, seed=0)
+
+
+def sampler_and_learner_agree(
+    device: torch.device, make_record: MakeRecord, folder: Path, dtype: Dtype, most: float
+) -> None:
+    """The mean gap of log-probabilities of sampled tokens is at most so much, and on neither side, with an adapter that changes a lot."""
+    trained = bundled(device, dtype)
+    randomised(trained.adapted, trained.name, size=0.02)
+    weights = ServedAdapter(trained.adapted)
+    learner = TorchLearner(
+        trained, run="r", publish_folder=folder, max_tokens_per_microbatch=2000, seed=0
+    )
+    tokenizer = load_tokenizer(BUNDLED)
+    sampler = sampler_of(weights, make_record, tokenizer)
+    prompts = ("Sort these words: pear apple fig", "Once upon a time, in a small house by the sea")
+    asked = [
+        GroupRequest(n, tuple(tokenizer(prompt)["input_ids"]), tuple(range(8)), SamplingParams(24))
+        for n, prompt in enumerate(prompts)
+    ]
+    asyncio.run(sampler.load(asyncio.run(learner.publish(1))))
+    groups = [generated(sampler, [each]) for each in asked]
+    rows = [
+        Row(each.prompt_ids, one.token_ids, (1,) * len(one.token_ids), one.logprobs, 0.0, 1.0)
+        for each, group in zip(asked, groups, strict=True)
+        for one in group
+    ]
+    wanted = asyncio.run(learner.logprobs(rows))
+    gaps = torch.tensor([value for row in rows for value in row.sampling_logprobs])
+    gaps -= torch.tensor([value for row in wanted for value in row])
+    assert len(gaps) > 200
+    assert float(gaps.abs().mean()) < most
+    assert abs(float(gaps.mean())) < most / 4
+
+
+def small_steps_act_in_full(device: torch.device, rate: float, within: float = 0.05) -> None:
+    """The slope of the realised on the exact change of every kind of layer, in bfloat16.
+
+    Its noise falls with the number of tokens: at 1e-6 it is 6 % of a narrow layer with 1,024 of them.
+    """
+    weights = bundled(device, "bfloat16")
+    assert native_model(weights.model) is not None
+    for slope in trained_slopes(weights, rate):
+        assert abs(slope.value - 1) < within, slope
+
+
+def a_short_run_goes_through(
+    device: torch.device, folder: Path, *, lora: dict[str, Any] | None, enforce_eager: bool
+) -> None:
+    """From beginning to end, with evaluations and checkpoints, on this device."""
+    settings = {**running.config(folder), "lora": lora}
+    settings["sampler"] = {**settings["sampler"], "enforce_eager": enforce_eager}
+    assert groupwise.rl(settings, running.TOY).exit_code == 0
+    with Store.open(folder / "toy" / "run.db", readonly=True) as store:
+        assert store.get_meta()["layout"]["device"] == device.type
+    assert [*(folder / "toy" / "final").glob("*.safetensors")]
+
+
+def nothing_is_left_of_a_gradient(device: torch.device, held: Callable[[], int]) -> None:
+    """Memory after a forward and backward pass by hand is what it was; `held` tells the bytes."""
+    adapter = AdaptedModel(family("qwen3").to(device), new_lora_config(LoraConfig(r=4)))
+    weights = TrainedAdapter(adapter, seed=1)
+    model = weights.native()
+    assert model is not None
+    seen: list[int] = []
+    for _ in range(5):
+        for batch in cut(rows_of(), 200):
+            stream = residual_stream(model, batch, weights.factors("policy"), recompute=False)
+            stream.sum().backward()
+            del stream
+        seen.append(held())
+    assert max(seen[2:]) <= seen[1], seen

@@ -1,0 +1,178 @@
+"""What a recording may depend on, shown with recordings that are as strict as a GPU's (`tests/tape.py`):
+
+1. A replay depends on memory that is changed in place alone: tokens, positions, keys and values, the adapter.
+2. An adapter's new numbers are taken in place, and recordings stay; other weights or another shape of adapter make new ones.
+3. There is one recording for each number of keys, however rows come and go.
+4. What a caller was given is not overwritten by the next token.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from groupwise.models.native.weights import NativeModel
+from groupwise.sampler.native.graph_engine import GraphEngine
+from groupwise.sampler.native.recording import plainly
+from groupwise.sampler.weights import ServedAdapter, ServedModel, ServedWeights
+from tests.tape import NotRecordableError, Tape
+from tests.unit.models.native.families import adapted, family, randomised, text
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch):
+    """Torch alone computes, because a recording sees nothing else."""
+    monkeypatch.setattr("groupwise.models.native.compiled.suits", lambda tensor: False)
+    monkeypatch.setattr(NativeModel, "pack", lambda self: None)
+
+
+def engine_of(weights: ServedWeights, record: Any, slots: int = 8) -> GraphEngine:
+    model = weights.native()
+    assert model is not None
+    return GraphEngine(model, weights, slots, 600, record)
+
+
+def served_adapter(name: str = "qwen3", rank: int = 4) -> ServedAdapter:
+    weights = ServedAdapter(adapted(family(name), rank=rank))
+    randomised(weights.adapted, weights.name, seed=5)
+    return weights
+
+
+@torch.inference_mode()
+def decoded(engine: GraphEngine, steps: int = 3, length: int = 5) -> Tensor:
+    """Logits of a few tokens of two rows."""
+    engine.reset()
+    prompt = engine.prefill(text(length).tolist())
+    engine.begin(prompt)
+    engine.begin(prompt)
+    return torch.stack([engine.decode([3 + step % 90, 50]) for step in range(steps)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama-biases", "qwen2-tied", "qwen3", "llama-mqa"])
+def test_replays_are_the_plain_computation_to_the_bit(name, dtype):
+    weights = ServedModel(family(name, dtype=dtype))
+    tape = Tape()
+    found = decoded(engine_of(weights, tape), steps=260)
+    assert torch.equal(found, decoded(engine_of(weights, plainly), steps=260))
+    assert found.isfinite().all()
+    assert (tape.recordings, tape.replays) == (2, 260), "up to 256 keys, and up to 512"
+
+
+def test_rows_that_come_and_go_need_no_new_recording():
+    tape = Tape()
+    engine = engine_of(served_adapter(), tape)
+    for length in (3, 9, 100):
+        decoded(engine, length=length)
+    assert (tape.recordings, tape.replays) == (1, 9)
+
+
+def test_a_new_adapter_is_taken_in_place_and_recordings_stay():
+    weights = served_adapter()
+    tape = Tape()
+    engine = engine_of(weights, tape)
+    before = decoded(engine)
+    for seed in (11, 12):
+        randomised(weights.adapted, weights.name, seed=seed)
+        assert torch.equal(decoded(engine), before), "only a refresh takes what is new"
+        with torch.inference_mode():
+            engine.refresh()
+        after = decoded(engine)
+        assert torch.equal(after, decoded(engine_of(weights, plainly)))
+        assert not torch.equal(after, before)
+        before = after
+    assert tape.recordings == 1
+
+
+def test_an_adapter_of_another_shape_makes_new_recordings():
+    weights = served_adapter(rank=4)
+    tape = Tape()
+    engine = engine_of(weights, tape)
+    decoded(engine)
+    larger = served_adapter(rank=6)
+    weights.factors = larger.factors
+    engine.refresh()
+    assert torch.equal(decoded(engine), decoded(engine_of(larger, plainly)))
+    assert tape.recordings == 2
+
+
+def test_new_weights_of_a_whole_model_make_new_recordings():
+    weights = ServedModel(family("llama"))
+    tape = Tape()
+    engine = engine_of(weights, tape)
+    before = decoded(engine)
+    with torch.no_grad():
+        for each in weights.tensors().values():
+            each += 0.05
+    weights._changed = True
+    engine.refresh()
+    after = decoded(engine)
+    assert tape.recordings == 2
+    assert not torch.equal(after, before)
+    assert torch.equal(after, decoded(engine_of(weights, plainly)))
+
+
+def test_what_a_caller_holds_is_not_overwritten_by_the_next_token():
+    tape = Tape()
+    engine = engine_of(ServedModel(family("llama")), tape)
+    with torch.inference_mode():
+        engine.begin(engine.prefill(text(5).tolist()))
+        first = engine.decode([3])
+        kept = first.clone()
+        second = engine.decode([4])
+    assert torch.equal(first, kept)
+    assert not torch.equal(first, second)
+    assert tape.recordings == 1
+
+
+def test_all_places_may_be_taken_and_are_used_again():
+    engine = engine_of(ServedModel(family("llama")), Tape(), slots=8)
+    with torch.inference_mode():
+        prompt = engine.prefill(text(5).tolist())
+        rows = [engine.begin(prompt) for _ in range(8)]
+        first = engine.decode([3] * 8)
+        engine.finish(rows[2:5])
+        again = [engine.begin(prompt) for _ in range(3)]
+        found = engine.decode([4] * 5 + [3] * 3)
+    assert {row.place for row in engine.rows} == set(range(8))
+    assert [row.place for row in again] == [2, 3, 4]
+    assert all(torch.equal(found[5 + n], first[n]) for n in range(3))
+
+
+# The recordings themselves
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x: x * x.sum().item(),
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: x.index_put((x > 0,), x[0]),
+        lambda x: x + torch.tensor([1.0, 2.0, 3.0]),
+        lambda x: x[[0, 1]],
+        lambda x: x.repeat_interleave(torch.ones(3, dtype=torch.long)),
+    ],
+)
+def test_what_a_capture_refuses_is_refused(compute):
+    with pytest.raises(NotRecordableError):
+        Tape()(lambda: compute(torch.ones(3)))
+
+
+def test_a_replay_sees_what_was_changed_in_place_and_keeps_nothing_of_the_recording():
+    given, offset = torch.ones(2, 3), torch.zeros(3)
+
+    def compute() -> Tensor:
+        halves = given.t()[:2] / 2  # a view of memory from outside
+        halves[0] += offset[0]  # a view of its own memory, changed
+        return halves.flatten().unflatten(0, (2, 2)).softmax(-1)
+
+    replay = Tape()(compute)
+    for value in (1.0, 5.0):
+        given[0], offset[0] = value, value
+        found = replay()
+        assert torch.equal(found, compute())
+        assert replay() is found
