@@ -270,6 +270,7 @@ class Row:
     """The temperature it was sampled at; the learner computes log-probabilities at the same one."""
     reference_logprobs: tuple[float, ...] | None = None
     proximal_logprobs: tuple[float, ...] | None = None
+    """By the learner at the start of the step; None in its first update, which makes them itself."""
     rollout: tuple[int, int] | None = None
     """Draw and member of its rollout, which its other rows share."""
     others: OtherRows | None = None

@@ -655,17 +655,20 @@ MUTATIONS = (
             ),
             (
                 "models/native/packed.py",
-                "                x, self._weights, self._bias_O, low.down, low.up_RO, low.ranks_B2, into\n"
-                "            )\n",
-                "                x, self._weights, self._bias_O, self._no_adapter.down,\n"
-                "                self._no_adapter.up_RO, self._no_adapter.ranks_B2, into\n"
+                "            products.product(\n"
+                "                x, self._weights, self._bias_O, low.down, low_NR, low.up_RO, low.ranks_B2, into, first, last\n",
+                "            none = self._no_adapter\n"
+                "            products.product(\n"
+                "                x, self._weights, self._bias_O,\n"
+                "                none.down, NOT_YET, none.up_RO, none.ranks_B2, into, first, last\n"
                 "            )\n"
                 "            added_NO = torch.empty_like(into_NO)\n"
                 "            products.product(\n"
                 "                x, 0 * self._weights, 0 * self._bias_O,\n"
-                "                low.down, low.up_RO, low.ranks_B2, array(added_NO)\n"
+                "                low.down, NOT_YET, low.up_RO, low.ranks_B2, array(added_NO), first, last\n"
                 "            )\n"
-                "            into_NO = (into_NO.bfloat16() + added_NO.bfloat16()).float()\n",
+                "            into_NO.copy_((into_NO.bfloat16() + added_NO.bfloat16()).float())\n"
+                "            (\n",
             ),
         ),
         (

@@ -54,9 +54,15 @@ class TokenBatch:
     reference_logprobs_BT: Tensor | None = None
     """By the reference policy; needed where `Loss.needs_reference`."""
     proximal_logprobs_BT: Tensor | None = None
-    """By the learner at the start of the batch; needed where `Loss.needs_proximal`."""
+    """By the learner at the start of the batch; None: this is its first update, so they are the policy's own."""
     others: Others | None = None
     """None: each row is a whole rollout."""
+
+    @property
+    def proximal_logprobs(self) -> Tensor:
+        """[B, T], without gradient."""
+        found = self.proximal_logprobs_BT
+        return (self.policy_logprobs_BT if found is None else found).detach()
 
     def __post_init__(self) -> None:
         per_token = (
@@ -105,7 +111,7 @@ class Loss(Protocol):
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether rows must carry the learner's log-probabilities at the start of the batch."""
+        """Whether the learner's log-probabilities at the start of the batch matter: rows carry them, but in its first update need not."""
         ...
 
     @property

@@ -100,7 +100,7 @@ class GroupRelative(ABC):
         default="none",
         metadata={
             "description": "Correct for differences between sampler and learner by a weight for each "
-            "token or rollout, truncated or masked above the cap. Costs another forward pass. none: "
+            "token or rollout, truncated or masked above the cap. Costs another forward pass where a step makes several updates. none: "
             "the clipped ratio itself is taken against the sampler. Default token_truncate for gspo "
             "and rloo, whose ratios of whole rollouts add up the differences.",
         },
@@ -274,7 +274,7 @@ class GroupRelative(ABC):
         self._check_complete(batch)
         mask = batch.mask_BT
         sampled = batch.sampling_logprobs_BT.detach()
-        old: Tensor = batch.proximal_logprobs_BT if self.needs_proximal else sampled
+        old = batch.proximal_logprobs if self.needs_proximal else sampled
         log_ratio = ops.masked_difference(batch.policy_logprobs_BT, old.detach(), mask)
         surrogate, stats = self.surrogate(batch, log_ratio)
         gap = ops.masked_difference(batch.policy_logprobs_BT, sampled, mask)
@@ -292,7 +292,7 @@ class GroupRelative(ABC):
     def _importance(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """The correction's weight of each token, detached, and its statistics."""
         weights, clipped = importance_weights(
-            batch.proximal_logprobs_BT,
+            batch.proximal_logprobs,
             batch.sampling_logprobs_BT,
             batch.mask_BT,
             self.importance_sampling_correction,
@@ -332,17 +332,13 @@ class GroupRelative(ABC):
     def _check_complete(self, batch: TokenBatch) -> None:
         needed = {
             f"beta {self.beta}": (self.needs_reference, "reference_logprobs_BT"),
-            f"importance_sampling_correction {self.importance_sampling_correction}": (
-                self.needs_proximal,
-                "proximal_logprobs_BT",
-            ),
             f"entropy_coef {self.entropy_coef}": (self.needs_entropy_gradient, "entropies_BT"),
         }
         for reason, (wanted, tensor) in needed.items():
             if wanted and getattr(batch, tensor) is None:
                 raise ValueError(
                     f"{self.name} with {reason} needs {tensor}, but the batch has none. Fill it, or "
-                    f"set {reason.split()[0]} to {'none' if 'correction' in reason else 0}."
+                    f"set {reason.split()[0]} to 0."
                 )
 
 

@@ -104,11 +104,22 @@ async def _with_logprobs(run: Learning, rows_by_group: Sequence[Sequence[Row]]) 
     if run.algorithm.needs_reference:
         found = await run.learner.logprobs(rows, "reference")
         rows = [replace(r, reference_logprobs=f) for r, f in zip(rows, found, strict=True)]
-    if run.algorithm.needs_proximal:
+    if run.algorithm.needs_proximal and _are_needed_again(run, rows_by_group, rows):
         found = await run.learner.logprobs(rows)
         rows = [replace(r, proximal_logprobs=f) for r, f in zip(rows, found, strict=True)]
     left = iter(with_others(rows))
     return [[next(left) for _ in group] for group in rows_by_group]
+
+
+def _are_needed_again(
+    run: Learning, rows_by_group: Sequence[Sequence[Row]], rows: Sequence[Row]
+) -> bool:
+    """Whether the log-probabilities at the start of the step are needed beside those that its first update makes itself.
+
+    They are by later updates, and by other rows of the same rollout.
+    """
+    updates = len([*parts(len(rows_by_group), run.config.training)])
+    return updates > 1 or any(row.others is not None for row in with_others(rows))
 
 
 async def _with_ratios(run: Learning, rows: list[Row], *, droppable: bool) -> list[Row]:

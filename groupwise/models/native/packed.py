@@ -19,6 +19,8 @@ Array = NDArray[Any]
 
 LANES = 16
 """Outputs of a tile."""
+NOT_YET = np.empty((0, 0), np.float32)
+"""What `products.product` is given for x Aᵀ where it is to compute that, too."""
 BLOCKS_OF_A_THREAD = 8
 """Fewer tiles are not worth another thread."""
 
@@ -77,29 +79,24 @@ class Packed:
         from groupwise.models.native import products
 
         low = self._no_adapter if low is None else low
-        rows, outputs = len(x_NI), self._outputs
         x = array(self._padded(x_NI))
         into_NO = torch.empty(len(x), self._shape[0])
-        into = array(into_NO)
-        if torch.get_num_threads() == 1:
-            products.product(
-                x, self._weights, self._bias_O, low.down, low.up_RO, low.ranks_B2, into
-            )
-        else:
-            self._by_threads(x, low, into)
-        found_NO = into_NO[:rows]
-        return found_NO if outputs == self._shape[0] else found_NO[:, :outputs].contiguous()
-
-    def _by_threads(self, x: Array, low: PackedLowRank, into: Array) -> None:
-        from groupwise.models.native import products
-
-        low_NR = products.narrow(x, low.down)
-        weights, bias_O, up_RO, ranks_B2 = self._weights, self._bias_O, low.up_RO, low.ranks_B2
+        into, blocks = array(into_NO), len(low.ranks_B2)
+        several = torch.get_num_threads() > 1
+        low_NR = products.narrow(x, low.down) if several else NOT_YET
 
         def part(first: int, last: int) -> None:
-            products.part(x, weights, bias_O, low_NR, up_RO, ranks_B2, into, first, last)
+            products.product(
+                x, self._weights, self._bias_O, low.down, low_NR, low.up_RO, low.ranks_B2, into, first, last
+            )  # fmt: skip
 
-        in_parts(part, len(ranks_B2), least=BLOCKS_OF_A_THREAD)
+        if several:
+            in_parts(part, blocks, least=BLOCKS_OF_A_THREAD)
+        else:
+            part(0, blocks)
+        found_NO = into_NO[: len(x_NI)]
+        whole = self._outputs == self._shape[0]
+        return found_NO if whole else found_NO[:, : self._outputs].contiguous()
 
     def _padded(self, x_NI: Tensor) -> Tensor:
         from groupwise.models.native.products import ROWS

@@ -40,6 +40,7 @@ USE_PAIRS = _HAS_INSTRUCTION
 """Whether `PAIRS` is the best for bfloat16; without the instruction it works, too, slowly."""
 LARGE, SMALL = (16, 8) if _FEATURES.get("avx512f", False) else (4, 4)
 """Rows of a tile: as many as there are registers for, and for what is left."""
+ONE_SIZE = LARGE == SMALL
 AHEAD = 4096
 """Bytes of weights that are fetched before they are needed, where they are needed once."""
 
@@ -235,7 +236,8 @@ def _multiply(
             n = tile * LARGE
             x, low = x_NI[n:].ctypes.data, low_NR.ctypes.data + 4 * (n * ranks + first)
             into = into_NO.ctypes.data + 4 * (n * outputs + block * LANES)
-            if rows - n > SMALL:
+            large = rows - n > SMALL
+            if ONE_SIZE or large:  # where it is one, numba compiles no other
                 _large(x_NI, weights, at, lines, fetched, line // tiles, x, x_NI.strides[0], up, 4 * outputs,
                        low, 4 * ranks, last - first, begun, into, 4 * outputs)  # fmt: skip
             else:
@@ -254,37 +256,17 @@ def _narrow(x_NI: Array, down: Array) -> Any:
 
 
 @kernel(kept=True)
-def product(
-    x_NI: Array,
-    weights: Array,
-    bias_O: Array,
-    down: Array,
-    up_RO: Array,
-    ranks_B2: Array,
-    into_NO: Array,
-) -> None:
-    """`x Wᵀ + (x Aᵀ) Bᵀ + bias`, in float32.
-
-    `x_NI` is float32, or bfloat16 (as uint16) for `PAIRS`; rows are a multiple of `ROWS`, outputs and ranks of `LANES`. `weights`, which
-    are W, and `down`, which is A, stand in the order of the first lines of this file. All else is float32: of block b of 16 outputs, only
-    ranks from `ranks_B2[b, 0]` up to `ranks_B2[b, 1]` count.
-    """
-    low_NR = _narrow(x_NI, down)
-    blocks = len(ranks_B2)
-    _multiply(x_NI, weights, bias_O, low_NR, up_RO, ranks_B2, into_NO, 0, blocks)
-
-
-@kernel(kept=True)
 def narrow(x_NI: Array, down: Array) -> Any:
     """`x Aᵀ` [N, R], in float32; see `product`."""
     return _narrow(x_NI, down)
 
 
 @kernel(kept=True)
-def part(
+def product(
     x_NI: Array,
     weights: Array,
     bias_O: Array,
+    down: Array,
     low_NR: Array,
     up_RO: Array,
     ranks_B2: Array,
@@ -292,5 +274,12 @@ def part(
     first: int,
     last: int,
 ) -> None:
-    """What `product` does once `narrow` is done, for some of the blocks of outputs: a thread's part of it."""
+    """`x Wᵀ + (x Aᵀ) Bᵀ + bias`, in float32, of the blocks of 16 outputs from `first` up to `last`.
+
+    `x_NI` is float32, or bfloat16 (as uint16) for `PAIRS`; rows are a multiple of `ROWS`, outputs and ranks of `LANES`. `weights`, which
+    are W, and `down`, which is A, stand in the order of the first lines of this file. All else is float32: of block b, only ranks from
+    `ranks_B2[b, 0]` up to `ranks_B2[b, 1]` count. `low_NR` is what `narrow` gave, or has no rows.
+    """
+    if len(low_NR) == 0:
+        low_NR = _narrow(x_NI, down)
     _multiply(x_NI, weights, bias_O, low_NR, up_RO, ranks_B2, into_NO, first, last)

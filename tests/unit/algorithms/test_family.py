@@ -318,11 +318,6 @@ def test_without_knobs_nothing_is_needed_and_measured_beside_the_policy(name: st
     [
         ({"beta": 0.1}, "needs_reference", "reference_logprobs_BT"),
         ({"entropy_coef": 0.1}, "needs_entropy_gradient", "entropies_BT"),
-        (
-            {"importance_sampling_correction": "token_mask"},
-            "needs_proximal",
-            "proximal_logprobs_BT",
-        ),
     ],
 )
 def test_what_a_batch_lacks_is_named(knobs: dict[str, Any], need: str, tensor: str, batch) -> None:
@@ -333,6 +328,27 @@ def test_what_a_batch_lacks_is_named(knobs: dict[str, Any], need: str, tensor: s
         ValueError, match=rf"grpo with {knob} {value} needs {tensor}.*set {knob} to"
     ):
         algorithm.loss(batch([[-1.0]], advantages=[1.0]))
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("correction", ["token_truncate", "sequence_mask"])
+@given(drawn=batches())
+def test_in_the_first_update_the_policy_is_the_proximal_one(
+    name: str, correction: str, drawn: TokenBatch
+) -> None:
+    algorithm = make(name, {"importance_sampling_correction": correction, "beta": 0.1})
+    found: list[tuple[dict[str, torch.Tensor], torch.Tensor]] = []
+    for proximal in (drawn.policy_logprobs_BT.detach().clone(), None):
+        leaf = drawn.policy_logprobs_BT.detach().clone().requires_grad_()
+        rows = replace(drawn, policy_logprobs_BT=leaf, proximal_logprobs_BT=proximal)
+        result = algorithm.loss(rows)
+        torch.stack(list(result.components.values())).sum().backward()
+        assert leaf.grad is not None
+        found.append((result.stats, leaf.grad))
+    (wanted, wanted_gradient), (stats, gradient) = found
+    assert stats.keys() == wanted.keys()
+    assert all(torch.equal(value, wanted[key]) for key, value in stats.items())
+    assert torch.equal(gradient, wanted_gradient)
 
 
 def test_without_beta_a_reference_is_only_measured(batch) -> None:

@@ -148,6 +148,21 @@ def test_proximal_logprobs_are_those_before_the_first_update():
         assert row.sampling_logprobs == (-1.0,) * length
 
 
+@pytest.mark.parametrize("knobs", [{"minibatches": 2}, {"num_iterations": 2}])
+def test_the_only_update_of_a_step_makes_the_proximal_ones_itself(knobs):
+    learner, _ = learnt(STEP, "gspo")
+    assert learner.calls == ["gradient", "update"]
+    assert all(row.proximal_logprobs is None for row in learner.rows[0])
+    learner, _ = learnt(STEP, "gspo", **knobs)
+    assert learner.calls == ["policy", *["gradient", "update"] * 2]
+
+
+def test_rows_of_one_rollout_need_the_proximal_ones_of_each_other():
+    learner, _ = learnt([in_two_rows(0)], "gspo")
+    assert learner.calls == ["policy", "gradient", "update"]
+    assert all(row.proximal_logprobs is not None for row in learner.rows[0])
+
+
 def test_where_nothing_teaches_the_learner_is_not_asked():
     learner, learned = learnt([group(0, 1.0, 1.0), group(1, None, None)], "grpo")
     assert learner.calls == []
