@@ -4,7 +4,7 @@ Steps of 8 prompts × 8 completions of exactly 32 tokens whose rewards wait for 
 with as many completions under way at once as half of the step has. At lag 0 the groups that are sampled first are scored while others
 are sampled, and a step cannot be shorter than sampling, its last rewards, and learning. At lag 1 the next step is sampled
 while this one is scored and learnt from. Both are held against the sum of the parts, which is what doing one after the other would take:
-sampling, all rewards by the same workers, learning, publication, each as measured where rewards do not wait.
+sampling, all rewards by the same workers, learning, publication, as measured at lag 0 with the same rewards.
 
 Prints the median seconds of a step, without the first and the last one of a run, in which nothing can overlap. Ten minutes on two
 CPU cores.
@@ -47,7 +47,7 @@ def main() -> None:
     described = machine()
     found: dict[str, dict[str, Cell]] = {}
     print("rewards wait   sum of the parts    lag 0          lag 1")
-    for wait in sorted({0.0, *given.waits}):
+    for wait in given.waits:
         run = partial(steps, wait, given.steps, given.prompts, given.tokens)
         found[f"{wait:g}"] = {str(lag): apart(partial(run, lag))[0] for lag in LAGS}
         print(line(wait, found, given.prompts), flush=True)
@@ -85,15 +85,16 @@ def steps(wait: float, count: int, prompts: int, tokens: int, lag: int) -> Cell:
         }
 
 
-def one_after_the_other(wait: float, prompts: int, quick: Cell) -> float:
-    """Seconds of a step that does so; `quick` is one at lag 0 whose rewards do not wait."""
-    return sum(quick[name] for name in PARTS) + math.ceil(prompts / WORKERS) * wait
+def one_after_the_other(wait: float, prompts: int, synchronous: Cell) -> float:
+    """Seconds of a step that does so; `synchronous` is one at lag 0."""
+    return sum(synchronous[name] for name in PARTS) + math.ceil(prompts / WORKERS) * wait
 
 
 def line(wait: float, found: dict[str, dict[str, Cell]], prompts: int) -> str:
     """For people: seconds, and their share of the sum."""
-    whole = one_after_the_other(wait, prompts, found["0"]["0"])
-    lags = [found[f"{wait:g}"][str(lag)]["step"] for lag in LAGS]
+    cells = found[f"{wait:g}"]
+    whole = one_after_the_other(wait, prompts, cells["0"])
+    lags = [cells[str(lag)]["step"] for lag in LAGS]
     shares = "   ".join(f"{seconds:6.2f} s {seconds / whole:4.0%}" for seconds in lags)
     return f"{wait:>10.1f} s   {whole:14.2f} s   {shares}"
 

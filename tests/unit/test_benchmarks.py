@@ -139,9 +139,9 @@ def test_what_a_sweep_varies_grows() -> None:
 
 
 def test_one_after_the_other_takes_all_rewards_of_each_worker() -> None:
-    quick = {"step": 5.0, "scoring": 0.1, "sampling": 2.0, "learning": 1.0, "publishing": 0.5}
-    assert one_after_the_other(2.0, 8, quick) == pytest.approx(3.5 + 4.0)
-    found = {"0": {"0": quick, "1": quick}, "2": {"0": {"step": 7.5}, "1": {"step": 3.75}}}
+    parts = {"scoring": 2.1, "sampling": 2.0, "learning": 1.0, "publishing": 0.5}
+    assert one_after_the_other(2.0, 8, {"step": 7.0, **parts}) == pytest.approx(3.5 + 4.0)
+    found = {"2": {"0": {"step": 7.5, **parts}, "1": {"step": 3.75}}}
     assert line(2.0, found, 8).split()[-6:] == ["7.50", "s", "100%", "3.75", "s", "50%"]
 
 
