@@ -15,7 +15,7 @@ _pools: dict[int, ThreadPoolExecutor] = {}
 os.register_at_fork(after_in_child=_pools.clear)
 
 
-def in_parts(work: Callable[[int, int], None], count: int, *, least: int) -> None:
+def in_parts(work: Callable[[int, int], object], count: int, *, least: int) -> None:
     """Do `work(first, last)` for parts of 0 … `count` beside each other, each of at least so many."""
     threads = max(1, min(torch.get_num_threads(), count // least))
     if threads not in _pools:
