@@ -194,8 +194,8 @@ MUTATIONS = (
         (
             (
                 "sampler/native/graph_engine.py",
-                "KEYS) * KEYS))()[places]",
-                "KEYS) * KEYS))()[: len(places)]",
+                "multiple(longest, KEYS)))()[places]",
+                "multiple(longest, KEYS)))()[: len(places)]",
             ),
         ),
         (f"{GRAPH_ENGINE}::test_what_a_caller_holds_is_not_overwritten_by_the_next_token",),

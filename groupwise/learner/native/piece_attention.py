@@ -16,6 +16,7 @@ from torch import Tensor
 
 from groupwise.learner.native.beside import Attention, real_places
 from groupwise.learner.native.layout import Texts
+from groupwise.models.native.compiled import multiple
 from groupwise.models.native.linear import quick_float32
 from groupwise.models.native.weights import Shape
 
@@ -126,7 +127,7 @@ class PieceAttention(Attention):
 
     def _heads(self, queries: Tensor, keys: Tensor, values: Tensor) -> Heads:
         end = self.texts.prompt_length + self.length
-        more = _aligned(end) - end
+        more = multiple(end, ALIGNED) - end
         return Heads(
             self._by_head(queries), self.with_prompt(keys, more), self.with_prompt(values, more)
         )
@@ -159,7 +160,7 @@ class PieceAttention(Attention):
 
     def _seen(self, x_MJCD: Tensor, piece: Piece) -> Tensor:
         """The keys or values that a piece sees, [B, C, D]."""
-        seen = _aligned(self.texts.prompt_length + piece.queries.stop)
+        seen = multiple(self.texts.prompt_length + piece.queries.stop, ALIGNED)
         return x_MJCD[piece.texts, :, :seen].flatten(0, 1)
 
 
@@ -170,10 +171,6 @@ def piece_attention(
     most = max(_queries(shape, each) for each in texts)
     later_QX = torch.full((most, most + ALIGNED), -torch.inf, device=device).triu_(1)
     return [PieceAttention(shape, each, real_places(each, device), later_QX) for each in texts]
-
-
-def _aligned(length: int) -> int:
-    return -(-length // ALIGNED) * ALIGNED
 
 
 def _queries(shape: Shape, texts: Texts) -> int:

@@ -14,8 +14,15 @@ FORMATS = (torch.bfloat16, torch.float32)
 
 FEW = 64
 """So many rows are computed faster by one thread than torch can wake others."""
+LANES = 16
+"""Numbers of a vector of the processor."""
 STRETCH = 16
 """Keys that stand beside each other, in the order [D, STRETCH]; those that are not there weigh 0."""
+
+
+def multiple(count: int, of: int) -> int:
+    """The least multiple of `of` that is no less."""
+    return -(-count // of) * of
 
 
 def refusal(dtype: torch.dtype) -> str | None:

@@ -12,13 +12,11 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from groupwise.models.native.compiled import array
+from groupwise.models.native.compiled import LANES, array, multiple
 from groupwise.models.native.threads import in_parts
 
 Array = NDArray[Any]
 
-LANES = 16
-"""Outputs of a tile."""
 NOT_YET = np.empty((0, 0), np.float32)
 """What `products.product` is given for x Aᵀ where it is to compute that, too."""
 BLOCKS_OF_A_THREAD = 8
@@ -48,7 +46,7 @@ class Packed:
 
         self._outputs, inputs = weight_OI.shape
         self._pairs = weight_OI.dtype == torch.bfloat16 and products.USE_PAIRS
-        self._shape = _multiple(self._outputs, LANES), inputs + (inputs % 2 if self._pairs else 0)
+        self._shape = multiple(self._outputs, LANES), inputs + (inputs % 2 if self._pairs else 0)
         self._weights = self._in_tiles(_halved(weight_OI))
         bias_O = torch.zeros(self._outputs) if bias_O is None else bias_O.float()
         self._bias_O = array(F.pad(bias_O, (0, self._shape[0] - self._outputs)))
@@ -58,7 +56,7 @@ class Packed:
         """The factors of an adapter, as `product` wants them."""
         outputs, inputs = self._shape
         ranks = sum(len(down_RI) for _, _, down_RI, _ in placed)
-        down_RI = torch.zeros(_multiple(ranks, LANES), inputs)
+        down_RI = torch.zeros(multiple(ranks, LANES), inputs)
         up_RO = torch.zeros(len(down_RI), outputs)
         ranks_B2 = np.zeros((outputs // LANES, 2), np.int64)
         first = 0
@@ -128,7 +126,3 @@ def _halved(weight_OI: Tensor) -> Tensor:
 
 def _are_halves(numbers: Tensor) -> bool:
     return torch.equal(numbers.bfloat16().float(), numbers)
-
-
-def _multiple(count: int, of: int) -> int:
-    return -(-count // of) * of

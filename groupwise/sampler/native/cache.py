@@ -14,15 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from groupwise.models.native.compiled import STRETCH
+from groupwise.models.native.compiled import LANES, STRETCH, multiple
 from groupwise.models.native.weights import NativeModel
 from groupwise.sampler.engine import Prompt, Row
 from groupwise.sampler.native.prefill import ROWS
 
 GROWTH = 64
 """The cache of own keys grows by multiples of so many tokens."""
-LANES = 16
-"""Numbers of a vector of the processor."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,8 +105,3 @@ class OwnCache:
         for keys_BKDS, values_BTD in zip(self.keys_LBKDS, self.values_LBTD, strict=True):
             keys_BKDS[here, :blocks] = keys_BKDS[heads, :blocks]
             values_BTD[here, :length] = values_BTD[heads, :length]
-
-
-def multiple(count: int, of: int) -> int:
-    """The least multiple of `of` that is no less."""
-    return -(-count // of) * of

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from groupwise.models.native.compiled import multiple
 from groupwise.models.native.forward import residual_after_layers
 from groupwise.models.native.linear import LowRank
 from groupwise.models.native.weights import NativeModel
@@ -107,7 +108,7 @@ class GraphEngine:
             ids[place], positions[place] = token, row.position
             row.written += 1
         self._inputs_2S.copy_(torch.tensor([ids, positions]))
-        return self._step(min(self._length, -(-longest // KEYS) * KEYS))()[places]
+        return self._step(min(self._length, multiple(longest, KEYS)))()[places]
 
     def refresh(self) -> None:
         """See `Engine.refresh`."""
