@@ -33,8 +33,8 @@ async def _steps(connection: Connection, work: Work, parts: build.Parts, tokeniz
     connection.send({})
     number = 0
     while connection.recv() != "end":
-        number += 1
         connection.send(await _step(work, parts, tokenizer, number))
+        number += 1
 
 
 async def _step(work: Work, parts: build.Parts, tokenizer: Any, number: int) -> dict[str, float]:

@@ -127,6 +127,7 @@ def recorded(result: groupwise.RlResult) -> Curve:
     return {
         "reward": step_values(result.folder, "reward"),
         "seconds": step_values(result.folder, "time/step"),
+        "gap": step_values(result.folder, "sampling/logprob_gap"),
     }
 
 

@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 from types import TracebackType
 
-INTERVAL = 0.25
+INTERVAL = 0.05
 """Seconds between looks."""
 
 

@@ -17,7 +17,7 @@ import re
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -183,11 +183,22 @@ def machine() -> dict[str, Any]:
     from groupwise.models.machine import describe_processor
 
     return {
-        "processor": describe_processor("cpu"),
+        "processor": describe_processor("cpu") + _generation(),
         "cores": os.cpu_count(),
         "gpu": describe_processor("cuda") if torch.cuda.is_available() else None,
         "torch": torch.__version__,
     }
+
+
+def _generation() -> str:
+    """Which of the processors that share a name; nothing where Linux does not say."""
+    with suppress(OSError):
+        said = dict(
+            (part.strip() for part in line.split(":", 1))
+            for line in Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+        )
+        return ", family {} model {}".format(said.get("cpu family"), said.get("model"))
+    return ""
 
 
 def quick_dtype() -> Literal["bfloat16", "float32"]:
