@@ -2,9 +2,10 @@
 
 An adapter is trained by ten updates at each learning rate. Then every adapted layer of the model gets its real inputs, with the adapter and
 without, in several arithmetics over the same bfloat16 base, and the slope of the realised change on the exact one (float64) is taken: 1
-where the adapter acts in full, 0 where rounding swallows it. `sampler` and `learner` are Groupwise's own products, `peft` is the layer
-that TRL trains and samples with (the low-rank product is added after the base output was rounded), `merged` has the adapter in the base
-weights. Prints the median over all layers with their range; `--store` keeps the result with the name of the machine.
+where the adapter acts in full, 0 where rounding swallows it. `sampler` and `learner` are Groupwise's own products. `peft` is peft's own
+layer, which TRL trains and samples with: its factors and the low-rank product are float32, but they are added to a base output that was
+rounded already, and the sum is rounded again. `merged` has the adapter in the base weights. Prints the median over all layers with their
+range; `--store` keeps both with the name of the machine. A few minutes.
 """
 
 from __future__ import annotations
@@ -16,18 +17,21 @@ import random
 import tempfile
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import cast
 
 import torch
 import torch.nn.functional as F
+from peft import LoraConfig
+from peft.tuners.lora.layer import Linear as PeftLinear
 from torch import Tensor, nn
 
 from benchmarks.step import RESULTS, config_of, machine, random_prompt, slug
 from benchmarks.work import Work
 from groupwise.algorithms.registry import make
-from groupwise.learner.slopes import Compute, native_ways, slope
+from groupwise.learner.slopes import native_ways, slope
 from groupwise.learner.torch_learner import TorchLearner
 from groupwise.learner.weights import TrainedAdapter
 from groupwise.models.load import load_model
@@ -41,6 +45,9 @@ RATES = (1e-6, 1e-5, 1e-4)
 UPDATES = 10
 WORK = Work((60, 60), 4, 24)
 
+Spread = dict[str, float]
+"""The `median` over all layers, the `least` and the `most`."""
+
 
 def main() -> None:
     """Train, measure, print, store."""
@@ -48,16 +55,22 @@ def main() -> None:
     parser.add_argument("--store", action="store_true", help="keep the result")
     given = parser.parse_args()
     prepare_process(torch.get_num_threads())
-    found = {f"{rate:g}": slopes(rate) for rate in RATES}
-    for rate, kinds in found.items():
-        print(f"\nlearning rate {rate}")
-        for kind, values in kinds.items():
-            print(f"  {kind:<8} {median(values):6.3f}  ({min(values):.3f} … {max(values):.3f})")
+    found: dict[str, dict[str, Spread]] = {}
+    for rate in RATES:
+        print(f"\nlearning rate {rate:g}")
+        kinds = found[f"{rate:g}"] = {kind: spread(each) for kind, each in slopes(rate).items()}
+        for kind, over in kinds.items():
+            print(f"  {kind:<8} {over['median']:6.3f}  ({over['least']:.3f} … {over['most']:.3f})")
     if given.store:
         described = machine()
         file = RESULTS / f"adapter-slope-{slug(described)}.json"
         file.write_text(json.dumps({"machine": described, "slopes": found}, indent=2) + "\n")
         print(f"stored in {file}")
+
+
+def spread(values: list[float]) -> Spread:
+    """Over all layers."""
+    return {"median": median(values), "least": min(values), "most": max(values)}
 
 
 def slopes(rate: float) -> dict[str, list[float]]:
@@ -83,27 +96,32 @@ def slopes(rate: float) -> dict[str, list[float]]:
     kinds: dict[str, list[float]] = {"sampler": [], "learner": [], "peft": [], "merged": []}
     with torch.no_grad():
         for path, layer in adapted.layers.items():
-            base = cast("nn.Linear", layer.get_base_layer()).weight
+            base = cast("nn.Linear", layer.get_base_layer())
             after = factors[path]
             before = replace(after, up_OR=torch.zeros_like(after.up_OR))
-            ways = {**native_ways(native, path), **_ways_of_others(base)}
+            ways = {
+                **native_ways(native, path),
+                "peft": partial(by_peft, base),
+                "merged": partial(merged, base),
+            }
             for kind, compute in ways.items():
                 kinds[kind].append(slope(compute, inputs[path], before, after))
     return kinds
 
 
-def _ways_of_others(base_OI: Tensor) -> dict[str, Compute]:
-    """A layer with an adapter as peft computes it, and with the adapter in its weight."""
+def by_peft(base: nn.Linear, x_NI: Tensor, factors: Factors) -> Tensor:
+    """By peft's layer, with factors in float32, as `get_peft_model` makes them where nobody says otherwise; TRL 1.16 does not."""
+    layer = PeftLinear(base, "policy", LoraConfig(), r=len(factors.down_RI))
+    layer.scaling["policy"] = factors.scaling
+    layer.lora_A["policy"].weight = nn.Parameter(factors.down_RI.float())
+    layer.lora_B["policy"].weight = nn.Parameter(factors.up_OR.float())
+    return layer(x_NI)
 
-    def peft(x_NI: Tensor, factors: Factors) -> Tensor:
-        down_RI, up_OR = factors.down_RI.to(x_NI.dtype), factors.up_OR.to(x_NI.dtype)
-        return F.linear(x_NI, base_OI) + F.linear(F.linear(x_NI, down_RI), up_OR) * factors.scaling
 
-    def merged(x_NI: Tensor, factors: Factors) -> Tensor:
-        change_OI = factors.scaling * factors.up_OR @ factors.down_RI
-        return F.linear(x_NI, (base_OI.float() + change_OI).to(base_OI.dtype))
-
-    return {"peft": peft, "merged": merged}
+def merged(base: nn.Linear, x_NI: Tensor, factors: Factors) -> Tensor:
+    """With the adapter in the base weights, rounded as they are."""
+    change_OI = factors.scaling * factors.up_OR @ factors.down_RI
+    return F.linear(x_NI, (base.weight.float() + change_OI).to(base.weight.dtype), base.bias)
 
 
 async def _train(learner: TorchLearner, rate: float) -> None:

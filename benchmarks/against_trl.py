@@ -3,10 +3,12 @@
 Each side lives in a process of its own; they take turns, one step each, so that both meet the same moods of the machine. The work is
 fixed (`benchmarks.work`): prompts of so many tokens, completions of exactly so many new ones, one update. TRL runs at its best here: the
 base in bfloat16 where the processor multiplies that itself, else in float32, a LoRA of rank 16 on all linear layers, one micro-batch for
-each group. Prints seconds of sampling, learning and the whole step, peak memory and start-up of both, with their spread, and the ratios;
-ratios of one run compare, seconds of different machines do not. Where completions stop where they will, the two write different ones, and
-seconds per token are compared. `--store` keeps the result with the name of the machine; `--check` fails where a ratio is clearly worse
-than in the stored one.
+each group. Prints seconds of sampling, learning and the whole step with their spread, and how many times as fast Groupwise is, with the
+range of the pairs of steps that followed each other; peak memory; and seconds until a first step could begin, which each side has once
+(`benchmarks.start_up` measures what a user waits for). Ratios of one run compare, seconds of different machines do not. Where completions
+stop where they will, the two write different ones, and seconds per token are compared. `--store` keeps the result with the name of the
+machine, steps in the order in which they were taken; `--check` fails where a ratio of speed or the share of memory is clearly worse than
+in the stored one, and where there is no stored one.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import argparse
 import json
 import multiprocessing
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -22,7 +25,7 @@ from typing import Any
 
 from benchmarks import groupwise_side, trl_side
 from benchmarks.memory import Watch
-from benchmarks.step import RESULTS, machine, quick_dtype, slug, spread
+from benchmarks.step import RESULTS, machine, quick_dtype, slug, spread, times
 from benchmarks.work import CORNERS, NATURAL, W1, Work
 
 SIDES = {"groupwise": groupwise_side.serve, "trl": trl_side.serve}
@@ -30,6 +33,8 @@ PHASES = ("sampling", "learning", "step")
 CELLS = {"W1": W1, **CORNERS, "natural lengths": NATURAL}
 WORSE = 0.85
 """A ratio below so much of the stored one is a regression; the machine's moods make a tenth."""
+MORE = 1.15
+"""So is a share of memory above so much of the stored one."""
 
 
 def main() -> None:
@@ -39,21 +44,23 @@ def main() -> None:
     parser.add_argument("--corners", action="store_true", help="the other cells too, twice each")
     parser.add_argument("--cell", choices=CELLS, help="this one alone")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default=quick_dtype())
-    parser.add_argument("--store", action="store_true", help="keep the result")
-    parser.add_argument("--check", action="store_true", help="fail where a ratio got worse")
+    either = parser.add_mutually_exclusive_group()  # or the good figures were gone when it fails
+    either.add_argument("--store", action="store_true", help="keep the result")
+    either.add_argument("--check", action="store_true", help="fail where the stored one is better")
     given = parser.parse_args()
     described = machine()
     file = RESULTS / f"against-trl-{slug(described)}-{given.dtype}.json"
     stored: dict[str, Any] = json.loads(file.read_text())["cells"] if file.exists() else {}
     names = [given.cell] if given.cell else list(CELLS) if given.corners else ["W1"]
+    if given.check:
+        expect_stored(names, stored, file)
     found: dict[str, Any] = {}
     for name in names:
         found[name] = compare(CELLS[name], given.repetitions if name == "W1" else 2, given.dtype)
         show(name, found[name])
         if given.store:
             keep(file, described, {**stored, **found})
-    worse = regressions(found, stored)
-    if given.check and worse:
+    if given.check and (worse := regressions(found, stored)):
         raise SystemExit("worse than in " + file.name + ":\n  " + "\n  ".join(worse))
 
 
@@ -64,21 +71,48 @@ def keep(file: Path, described: dict[str, Any], cells: dict[str, Any]) -> None:
     print(f"stored in {file}", flush=True)
 
 
+def expect_stored(names: Sequence[str], stored: dict[str, Any], file: Path) -> None:
+    """Raise SystemExit where a cell has nothing to be compared with."""
+    missing = [name for name in names if name not in stored]
+    if missing:
+        has = f"has {', '.join(stored)}" if stored else "does not exist"
+        raise SystemExit(
+            f"--check has nothing to compare {', '.join(missing)} with: {file} {has}. Results are kept by machine and number "
+            "format. Give --store instead of --check once, with a version that you trust; from then on --check can compare."
+        )
+
+
 def regressions(found: dict[str, Any], stored: dict[str, Any]) -> list[str]:
-    """What got clearly worse against TRL, in words; cells that were not stored cannot."""
+    """What got clearly worse against TRL, in words."""
     return [
-        f"{name}, {phase}: {ratio(found[name], phase):.2f} times as fast as TRL, not {ratio(stored[name], phase):.2f}"
+        said
         for name in found
-        if name in stored
-        for phase in PHASES
-        if ratio(found[name], phase) < WORSE * ratio(stored[name], phase)
+        for said in (*_slower(name, found, stored), *_larger(name, found, stored))
     ]
+
+
+def _slower(name: str, found: dict[str, Any], stored: dict[str, Any]) -> Iterator[str]:
+    for phase in PHASES:
+        now, then = ratio(found[name], phase), ratio(stored[name], phase)
+        if now < WORSE * then:
+            yield f"{name}, {phase}: {now:.2f} times as fast as TRL, not {then:.2f}"
+
+
+def _larger(name: str, found: dict[str, Any], stored: dict[str, Any]) -> Iterator[str]:
+    now, then = share_of_memory(found[name]), share_of_memory(stored[name])
+    if now > MORE * then:
+        yield f"{name}, memory: {now:.0%} of TRL's, not {then:.0%}"
 
 
 def ratio(result: dict[str, Any], phase: str) -> float:
     """How many times as fast Groupwise is; seconds per token where each side has written its own."""
     ours, theirs = (median(_each(result, side, phase)) for side in SIDES)
     return theirs / ours
+
+
+def share_of_memory(result: dict[str, Any]) -> float:
+    """Groupwise's peak over TRL's."""
+    return result["groupwise"]["peak_mib"] / result["trl"]["peak_mib"]
 
 
 def _each(result: dict[str, Any], side: str, phase: str) -> list[float]:
@@ -161,11 +195,12 @@ def show(name: str, result: dict[str, Any]) -> None:
     ours, theirs = result["groupwise"], result["trl"]
     unit = "ms per token" if work.natural else "s"
     for phase in PHASES:
-        a, b = (spread(_each(result, side, phase)) for side in SIDES)
-        print(f"  {phase:<10} {a} {unit}   TRL {b} {unit}   {ratio(result, phase):.2f} times")
-    share = ours["peak_mib"] / theirs["peak_mib"]
+        a, b = (_each(result, side, phase) for side in SIDES)
+        print(f"  {phase:<10} {spread(a)} {unit}   TRL {spread(b)} {unit}   {times(a, b)}")
+    share = share_of_memory(result)
     print(f"  memory     {ours['peak_mib']:,} MiB   TRL {theirs['peak_mib']:,} MiB   {share:.0%}")
-    print(f"  start-up   {ours['start_up_seconds']:.1f} s   TRL {theirs['start_up_seconds']:.1f} s")
+    a, b = ours["start_up_seconds"], theirs["start_up_seconds"]
+    print(f"  start-up   {a:.1f} s   TRL {b:.1f} s   {b / a:.2f} times")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What slow rewards cost: `python -m benchmarks.overlap --store`.
 
-Steps of 8 prompts × 8 completions of exactly 32 tokens whose rewards wait for 0, 1, 2 and 4 seconds, each group in one of four workers,
+Steps of 8 prompts × 8 completions of exactly 32 tokens whose rewards wait for 0, 2 and 4 seconds, each group in one of four workers,
 with as many completions under way at once as half of the step has. At lag 0 the groups that are sampled first are scored while others
 are sampled, and a step cannot be shorter than sampling, its last rewards, and learning. At lag 1 the next step is sampled
 while this one is scored and learnt from. Both are held against the sum of the parts, which is what doing one after the other would take:
@@ -26,7 +26,7 @@ from benchmarks.step import RESULTS, machine, slug
 from benchmarks.work import MODEL
 
 TASK = Path(__file__).parent / "waiting_task.py"
-WAITS = (0.0, 1.0, 2.0, 4.0)
+WAITS = (0.0, 2.0, 4.0)
 WORKERS = 4
 LAGS = (0, 1)
 PARTS = ("sampling", "learning", "publishing")

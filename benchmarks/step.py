@@ -51,12 +51,12 @@ def main() -> None:
         closing(build.training_parts(config, layout, "bench", Path(folder))) as parts,
     ):
         phases = asyncio.run(measure(parts, given.repetitions))
-        peak = parts.peak_memory(layout.device) >> 20
+        peak = parts.peak_memory(layout.device)
     result = {
         "machine": machine(),
         "layout": asdict(layout),
         "seconds": phases,
-        "peak_rss_mib": peak,
+        "peak_rss_mib": None if peak is None else peak >> 20,
     }
     show(result)
     if given.store:
@@ -176,6 +176,12 @@ def spread(values: Sequence[float]) -> str:
     return f"{median(values):6.2f}  ({min(values):.2f} … {max(values):.2f})"
 
 
+def times(ours: Sequence[float], theirs: Sequence[float]) -> str:
+    """How many times as fast `ours` are by their medians, and the range of the pairs that were measured one after the other."""
+    pairs = [other / own for own, other in zip(ours, theirs, strict=True)]
+    return f"{median(theirs) / median(ours):.2f} times ({min(pairs):.2f} … {max(pairs):.2f})"
+
+
 def machine() -> dict[str, Any]:
     """What the numbers were measured on."""
     import torch
@@ -193,11 +199,12 @@ def machine() -> dict[str, Any]:
 def _generation() -> str:
     """Which of the processors that share a name; nothing where Linux does not say."""
     with suppress(OSError):
-        said = dict(
-            (part.strip() for part in line.split(":", 1))
-            for line in Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
-        )
-        return ", family {} model {}".format(said.get("cpu family"), said.get("model"))
+        text = Path("/proc/cpuinfo").read_text()
+        numbers = [
+            re.search(rf"^{name}\s*: (\d+)", text, re.MULTILINE) for name in ("cpu family", "model")
+        ]
+        if all(numbers):
+            return ", family {} model {}".format(*(found[1] for found in numbers if found))
     return ""
 
 

@@ -107,13 +107,19 @@ def loaded(dtype: str) -> tuple[Any, Any]:
 
 
 def settings(config: RunConfig, folder: str, **more: Any) -> GRPOConfig:
-    """What Groupwise's config says, in TRL's words, and `more`; a group is a micro-batch."""
-    import torch
+    """What Groupwise's config says, in TRL's words, and `more`."""
     from trl import GRPOConfig
+
+    return GRPOConfig(**{**in_words_of_trl(config, folder), **more})
+
+
+def in_words_of_trl(config: RunConfig, folder: str) -> dict[str, Any]:
+    """What Groupwise's config says, as arguments of `GRPOConfig`; a group is a micro-batch."""
+    import torch
 
     training = config.training
     assert training.max_steps is not None
-    return GRPOConfig(
+    return dict(
         output_dir=folder,
         seed=training.seed,
         max_steps=training.max_steps,
@@ -140,7 +146,7 @@ def settings(config: RunConfig, folder: str, **more: Any) -> GRPOConfig:
         report_to=[],
         save_strategy="no",
         disable_tqdm=True,
-        **{**config.algorithm.model_dump(include={"beta", "epsilon"}), **more},
+        **config.algorithm.model_dump(include={"beta", "epsilon"}),
     )
 
 

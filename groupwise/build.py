@@ -19,6 +19,7 @@ from groupwise.algorithms.registry import make
 from groupwise.config import RunConfig, load_config
 from groupwise.errors import ConfigError
 from groupwise.machine_layout import AnyConfig, Layout, most_processes
+from groupwise.models.memory import memory_explained
 from groupwise.ranks import ahead
 from groupwise.ranks.learner import RankLearner
 from groupwise.ranks.sampler import RankSampler
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 Kind = Literal["training", "supervised", "serving"]
 """Of what is made together."""
 MAKE = "groupwise.build:make_described"
+NVIDIA = Path("/dev/nvidiactl")
+"""There where the driver of most GPUs is. No more than a guess: without one a zygote may be begun that a run on a GPU has no use for."""
 
 LARGE_ADAPTER = 512 << 20
 """Bytes of one publication where nobody says: rank 64 on a model of 7 billion parameters."""
@@ -50,14 +53,17 @@ class Closable:
         if self.ranks is not None:
             self.ranks.close()
 
-    def peak_memory(self, device: str) -> int:
-        """Most bytes that were held so far, as `groupwise.models.probes.peak_memory`; with ranks an estimate of all processes."""
+    def peak_memory(self, device: str) -> int | None:
+        """Most bytes that were held so far, as `groupwise.models.probes.peak_memory`; with ranks an estimate of all processes,
+        and None where the system does not tell what they share."""
         from groupwise.models.probes import peak_memory
 
         own = peak_memory(device)
         if self.ranks is None:
             return own
-        held: list[tuple[int, int]] = self.ranks.call_all_now("held_memory")
+        held = self.ranks.call_all_now("held_memory")
+        if any(shared is None for _, shared in held):
+            return None
         return own + sum(peak - shared for peak, shared in held) + max(s for _, s in held)
 
 
@@ -107,7 +113,7 @@ def expected_ranks(config: AnyConfig) -> Generator[None]:
 
 def expect_ranks(config: AnyConfig) -> None:
     """Begin the zygote where the config will probably have ranks, so that its imports take no time later."""
-    if config.model.name == "tiny" or Path("/dev/nvidiactl").exists():
+    if config.model.name == "tiny" or NVIDIA.exists():
         return
     if most_processes(config) > 1:
         ahead.begin()
@@ -188,7 +194,7 @@ async def _made(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> R
 
 def _made_here(kind: Kind, config: Any, layout: Layout, **more: Any) -> Hosted:
     ahead.give_up()
-    return _MAKERS[kind](config, layout, **more)
+    return _make(kind, config, layout, **more)
 
 
 def _described(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> dict[str, Any]:
@@ -204,9 +210,14 @@ def make_described(
     from groupwise.models.machine import give_back_memory
 
     read = load_sft_config if kind == "supervised" else load_config
-    made = _MAKERS[kind](read(config).config, Layout(**layout), **more)
+    made = _make(kind, read(config).config, Layout(**layout), **more)
     give_back_memory()
     return made
+
+
+def _make(kind: Kind, config: Any, layout: Layout, **more: Any) -> Hosted:
+    with memory_explained("making the model ready"):
+        return _MAKERS[kind](config, layout, **more)
 
 
 def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> Hosted:

@@ -12,6 +12,7 @@
         ├── NothingScoredError        several steps in a row without one scored group
         ├── PolicyMismatchError       the sampler serves other weights than the learner published
         ├── NonFiniteError            loss or gradient was not finite too often
+        ├── OutOfMemoryError          a computer or its GPU has no memory left
         ├── CheckpointError           a checkpoint is torn or cannot be read
         ├── StoreError                the run's record cannot be read or written
         ├── RewardWorkerError         reward workers cannot be started, or a stateful reward timed out
@@ -104,6 +105,12 @@ class NonFiniteError(RunError):
     """Loss or gradient was not finite. Lower the learning rate, or look at the rewards."""
 
     code = "non_finite"
+
+
+class OutOfMemoryError(RunError):
+    """There is no memory left for what had to be computed. Lower what the message names."""
+
+    code = "out_of_memory"
 
 
 class CheckpointError(RunError):

@@ -5,7 +5,6 @@ What the config says is kept; the rest suits the machine. A run's layout is deci
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ from typing import Any
 from groupwise.config import RunConfig
 from groupwise.errors import ConfigError
 from groupwise.models.config import Dtype, ModelConfig
+from groupwise.models.cores import available_cores
 from groupwise.ranks import ahead
 from groupwise.sft_config import SftConfig
 from groupwise.task_parts import longest_completion
@@ -63,6 +63,11 @@ class Layout:
         return max(1, self.threads // self.processes)
 
     @property
+    def all_threads(self) -> int:
+        """Those that compute, of all processes together: `threads` as far as they can be divided."""
+        return self.threads_each * self.processes
+
+    @property
     def all_slots(self) -> int:
         """Of all processes together."""
         return self.slots * self.processes
@@ -98,18 +103,31 @@ def supervised_layout(config: SftConfig) -> Layout:
     return _layout(config)
 
 
+def crowding(layout: Layout) -> str | None:
+    """A warning where more threads compute than there are cores for them."""
+    cores = available_cores()
+    if layout.all_threads <= cores:
+        return None
+    return (
+        f"{layout.all_threads} threads of {layout.processes} process{'es' * (layout.processes > 1)} compute on {cores} "
+        f"core{'s' * (cores > 1)}: those that share a core wait for each other, which is slower than fewer. Lower run.threads and "
+        "run.processes, or leave them out"
+    )
+
+
 def _layout(config: AnyConfig) -> Layout:
     device = ahead.choose_device()
+    processes = _processes(config, device)
     return Layout(
         device=device,
         dtype=ahead.choose_dtype(config.model, config.lora is None, device),
-        threads=config.run.threads or _cores(),
+        threads=config.run.threads or max(available_cores(), processes),
         slots=0,
         key_length=0,
         max_tokens_per_microbatch=config.training.max_tokens_per_microbatch,
         processor=ahead.describe_processor(device),
         torch=ahead.torch_version(),
-        processes=_processes(config, device),
+        processes=processes,
     )
 
 
@@ -141,7 +159,7 @@ def most_processes(config: AnyConfig) -> int:
         useful = config.training.examples_per_step // MIN_EXAMPLES
     else:
         useful = config.training.prompts_per_step * config.training.num_generations // MIN_SLOTS
-    return max(1, min(config.run.threads or _cores(), useful, MAX_PROCESSES))
+    return max(1, min(config.run.threads or available_cores(), useful, MAX_PROCESSES))
 
 
 def _is_small(model: ModelConfig) -> bool:
@@ -152,10 +170,3 @@ def key_length(config: RunConfig, longest_prompt: int) -> int:
     """Most tokens that the sampler can see, prompt included, where prompts have at most so many."""
     needed = longest_prompt + longest_completion(config)
     return -(-needed // KEY_BLOCK) * KEY_BLOCK
-
-
-def _cores() -> int:
-    """Those that this process may use, where the system tells."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

@@ -8,26 +8,28 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import IO, Any
 
 import pytest
 
 from groupwise.ranks import tree, zygote
-from groupwise.rewards.processes import ENVIRONMENT
 
 
 class Forked:
     """As much of `subprocess.Popen` as is asked of the zygote."""
 
-    def __init__(self, command: list[str], pass_fds: list[int], **_: Any) -> None:
+    def __init__(
+        self, command: list[str], pass_fds: list[int], env: Mapping[str, str], **_: Any
+    ) -> None:
         parent, descriptor = map(int, command[3:5])
         assert [descriptor] == pass_fds
         output, ours = os.pipe()
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            _be_zygote(parent, descriptor, ours)
+            _be_zygote(parent, descriptor, ours, env)
         os.close(ours)
         self.stdout: IO[bytes] = os.fdopen(output, "rb")
 
@@ -38,7 +40,7 @@ class Forked:
         return self.returncode
 
 
-def _be_zygote(parent: int, descriptor: int, output: int) -> None:
+def _be_zygote(parent: int, descriptor: int, output: int, environment: Mapping[str, str]) -> None:
     status = 1
     try:
         os.setsid()
@@ -49,7 +51,7 @@ def _be_zygote(parent: int, descriptor: int, output: int) -> None:
                 with suppress(OSError):
                     os.close(number)
         sys.stdout = sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-        os.environ.update(ENVIRONMENT)
+        os.environ.update(environment)
         zygote.main(parent, descriptor, ())
         status = 0
     except BaseException:  # noqa: BLE001 — a fork must never return into the tests

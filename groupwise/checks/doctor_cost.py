@@ -278,8 +278,13 @@ def estimate_lessons(
     )
 
 
-def peak(planned: float, peak_bytes: int) -> Finding:
+def peak(planned: float, peak_bytes: int | None) -> Finding:
     """What was really held here, beside the plan of a whole step (MiB)."""
+    if peak_bytes is None:
+        said = f"this system does not say what processes share; the plan for a whole step is {planned:,.0f} MiB"
+        return Finding(
+            "peak memory", "skipped", said, data={"peak_mib": None, "planned_mib": planned}
+        )
     held = peak_bytes / MIB
     data = {"peak_mib": held, "planned_mib": planned}
     measured = f"{held:,.0f} MiB at most so far; the plan for a whole step is {planned:,.0f} MiB"

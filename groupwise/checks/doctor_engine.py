@@ -195,7 +195,7 @@ def judge_gap(
         return Finding(
             name,
             "warning",
-            f"{measured}; 0.04 is usual, {MAX_GAP} is where a run warns",
+            f"{measured}; 0.02 is usual (0.04 with transformers' modules), {MAX_GAP} is where a run warns",
             "the clip will remove some gradients for rounding alone",
             "model.dtype=float32 closes it, at twice the memory",
             data,

@@ -38,6 +38,7 @@ from groupwise.config import LoadedConfig, RunConfig, view, with_task_schema
 from groupwise.errors import RunError, TaskError
 from groupwise.loops.rl_prepare import planned_sizes
 from groupwise.machine_layout import Layout
+from groupwise.models.cores import available_cores
 from groupwise.models.machine import describe_processor, has_bfloat16
 from groupwise.models.plan import ModelPlan, prompt_room
 from groupwise.models.probes import free_memory, random_start
@@ -138,7 +139,7 @@ def _own_examples(tokenizer: Any) -> list[Example]:
 def _machine(patient: Patient, load: float) -> Iterator[Finding]:
     """Everything about the machine that the config has to do with."""
     config, layout = patient.config, patient.layout
-    yield doctor_machine.cores(layout.threads, available_cores(), load)
+    yield doctor_machine.cores(layout.all_threads, layout.processes, available_cores(), load)
     yield doctor_machine.device(
         describe_processor(layout.device),
         layout.device,
@@ -159,13 +160,6 @@ def _machine(patient: Patient, load: float) -> Iterator[Finding]:
     seed = member_seed(0, 0, 0)
     start = random_start(0, len(doctor_machine.FIRST_START))
     yield doctor_machine.random_numbers(seed, uniform(seed, 0), start)
-
-
-def available_cores() -> int:
-    """Those that this process may use, where the system tells."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _prompts(patient: Patient) -> Finding:
@@ -198,8 +192,9 @@ async def _engine(patient: Patient, findings: Findings) -> None:
         findings.add(failed(error, "engine"))
 
 
-async def measure_cost(patient: Patient) -> tuple[Speeds, float | None, int]:
-    """How fast a run like this one samples and learns here, its `usual_length`, and the bytes that it held; no more is examined."""
+async def measure_cost(patient: Patient) -> tuple[Speeds, float | None, int | None]:
+    """How fast a run like this one samples and learns here, its `usual_length`, and the bytes that it held, if that can be told;
+    no more is examined."""
     with _parts(patient) as parts:
         engine = await engine_of(patient, parts)
         published = await publish(engine, 0)

@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 from groupwise.checks.findings import Finding
+from groupwise.models.memory import NEEDS_LESS
 
 LIBRARIES = ("torch", "transformers", "peft", "tokenizers", "safetensors", "huggingface_hub")
 """What training imports."""
@@ -58,9 +59,9 @@ def _version(name: str) -> str | None:
         return "(not installed)" if name == "groupwise" else None
 
 
-def cores(threads: int, there: int, load: float) -> Finding:
-    """Threads of torch against the cores that this process may use, and how busy they are with other things."""
-    data = {"threads": threads, "cores": there, "load": load}
+def cores(threads: int, processes: int, there: int, load: float) -> Finding:
+    """Threads of torch, of all processes together, against the cores that may be used, and how busy they are with other things."""
+    data = {"threads": threads, "processes": processes, "cores": there, "load": load}
     measured = (
         f"{threads} thread{'s' * (threads > 1)} on {there} core{'s' * (there > 1)}, load {load:.1f}"
     )
@@ -70,7 +71,7 @@ def cores(threads: int, there: int, load: float) -> Finding:
             "warning",
             measured,
             "threads that share a core wait for each other, which is slower than fewer threads",
-            f"run.threads={there}",
+            f"run.threads={there}" + (f" run.processes={there}" if processes > there else ""),
             data,
         )
     if load > BUSY * there:
@@ -116,16 +117,12 @@ def memory(needed: float, free_mib: float | None) -> Finding:
         said = f"a run needs about {needed:,.0f} MiB; this system does not say what is free"
         return Finding("memory", "skipped", said, data=data)
     measured = f"a run needs about {needed:,.0f} MiB, {free_mib:,.0f} MiB are free"
-    remedy = (
-        "lower training.max_tokens_per_microbatch, then sampler.slots; set training.gradient_checkpointing; "
-        "or take a smaller model"
-    )
     if needed > free_mib:
         meaning = "the run would be killed, or fail for want of memory"
-        return Finding("memory", "problem", measured, meaning, remedy, data)
+        return Finding("memory", "problem", measured, meaning, NEEDS_LESS, data)
     if needed > NEARLY_FULL * free_mib:
         meaning = "the plan is an estimate, and this leaves little beside it"
-        return Finding("memory", "warning", measured, meaning, remedy, data)
+        return Finding("memory", "warning", measured, meaning, NEEDS_LESS, data)
     return Finding("memory", "ok", measured, data=data)
 
 

@@ -15,6 +15,7 @@ from typing import Any, cast
 import typer
 
 from groupwise.errors import GroupwiseError
+from groupwise.models.memory import lacks_memory, out_of_memory
 from groupwise.runs.durable import without_nan
 
 PROGRAM = "groupwise"
@@ -65,6 +66,8 @@ def _text(value: Any) -> str:
 
 def report_error(error: Exception, *, as_json: bool) -> int:
     """Tell of a failure and return the exit code: a message for what people can mend, a traceback for bugs."""
+    if lacks_memory(error):
+        error = out_of_memory(error)
     if isinstance(error, GroupwiseError):
         return _tell(error.message, error.code, error.exit_code, as_json)
     if isinstance(error, typer.TyperException):

@@ -58,8 +58,8 @@ class OptimisationConfig(Strict):
     )
     max_tokens_per_microbatch: int = setting(
         4096,
-        "Tokens computed at once in the learner. Less needs less memory, more is faster on a large GPU alone. The gradient "
-        "stays the same.",
+        "Tokens that the learner computes at once in each process (run.processes). Less needs less memory, more is faster on a "
+        "large GPU alone. The gradient stays the same.",
         on_resume="warn",
         ge=1,
     )

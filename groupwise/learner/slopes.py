@@ -54,8 +54,12 @@ def trained_slopes(weights: TrainedWeights, learning_rate: float) -> list[Slope]
 def slope(compute: Compute, inputs_NI: Tensor, before: Factors, after: Factors) -> float:
     """Of what `compute` makes of the change from one adapter of a layer to another, on the change itself (float64)."""
     exact_NO = _added(inputs_NI, after) - _added(inputs_NI, before)
-    realised_NO = compute(inputs_NI, after).double() - compute(inputs_NI, before)
-    return float((realised_NO * exact_NO).sum() / (exact_NO * exact_NO).sum())
+    return slope_of(compute(inputs_NI, after).double() - compute(inputs_NI, before), exact_NO)
+
+
+def slope_of(realised: Tensor, exact: Tensor) -> float:
+    """Of one change on another, through 0: 1 where it acts in full. `exact` is float64."""
+    return float((realised * exact).sum() / (exact * exact).sum())
 
 
 def native_ways(native: NativeModel, path: str) -> dict[str, Compute]:

@@ -34,6 +34,7 @@ from groupwise.learner.transformers_engine import TransformersEngine
 from groupwise.learner.weights import TrainedWeights
 from groupwise.models.files import read_json, read_tensors, write_tensors
 from groupwise.models.lora import copy_exactly, fingerprint
+from groupwise.models.memory import memory_explained
 from groupwise.runs import durable
 from groupwise.types import (
     LossSpec,
@@ -108,14 +109,15 @@ class TorchLearner:
 
         Raises `NonFiniteError` if the step itself made weights that are not finite.
         """
-        if self._replicas is not None:
-            self._replicas.sum_gradients([*self._parameters.values()])
-        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-        norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
-        applied = math.isfinite(norm)
-        if applied:
-            self._clip(gradients, norm, params.max_grad_norm)
-            self._step(params)
+        with memory_explained("updating the weights"):
+            if self._replicas is not None:
+                self._replicas.sum_gradients([*self._parameters.values()])
+            gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+            norm = float(torch.nn.utils.get_total_norm(gradients)) if gradients else 0.0
+            applied = math.isfinite(norm)
+            if applied:
+                self._clip(gradients, norm, params.max_grad_norm)
+                self._step(params)
         self.discard()
         return UpdateResult(grad_norm=norm, applied=applied)
 
@@ -161,6 +163,7 @@ class TorchLearner:
         right = _by_row(rows, ((batch, _there(found.right_BT)) for batch, found in forwards))
         return [Prediction(*each) for each in zip(logprobs, right, strict=True)]
 
+    @memory_explained("computing log-probabilities")
     def _forwards(
         self, rows: Sequence[Row], role: PolicyRole = "policy", wanted: Wanted = PLAIN
     ) -> list[tuple[Batch, Forward]]:
@@ -186,6 +189,7 @@ class TorchLearner:
         self._make_optimiser_state({name.partition("|")[2] for name in stored})
         copy_exactly(self._optimiser_tensors(), stored, str(place / OPTIMISER))
 
+    @memory_explained("learning")
     def _backward(
         self, batch: Batch, wanted: Wanted, loss: Loss, denominators: Mapping[str, float]
     ) -> LossResult:

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from groupwise.callbacks.registry import Named
 from groupwise.config import Loaded, LoadedConfig, resolved
 from groupwise.loops.training import TrainedBy
-from groupwise.machine_layout import Layout
+from groupwise.machine_layout import Layout, crowding
 from groupwise.models.plan import ModelPlan
 from groupwise.models.tokens import unannounced
 from groupwise.tasks.contract import Task
@@ -109,10 +109,10 @@ def plan_of(
 ) -> dict[str, Any]:
     """What a dry run shows: the resolved config and the plan, with how much there is to do (`counts`) and the beginning of it (`shown`).
 
-    `prompt` is the first one; a chat template that does not suit it is warned of beside `warnings`.
+    `prompt` is the first one; a chat template that does not suit it is warned of beside `warnings`, and so are too many threads.
     """
     settings = resolved(prepared.config)
-    unfit = unannounced(prepared.tokenizer, prompt)
+    own = unannounced(prepared.tokenizer, prompt), crowding(prepared.layout)
     return {
         "config": {**settings, "run": {**settings["run"], "name": prepared.run_name}},
         "plan": {
@@ -125,7 +125,7 @@ def plan_of(
                 "total": round(sizes.memory.total),
             },
             "layout": asdict(prepared.layout),
-            "warnings": [*([unfit] if unfit else []), *warnings],
+            "warnings": [*filter(None, own), *warnings],
             **shown,
         },
     }

@@ -17,7 +17,8 @@ from groupwise.types import Group, Policy
 logger = logging.getLogger(__name__)
 
 MAX_GAP = 0.15
-"""Mean difference of log-probabilities (nats) above which a warning is due; with bfloat16 weights 0.04 is usual."""
+"""Mean difference of log-probabilities (nats) above which a warning is due. Usual in bfloat16 are 0.02 between the native engines and
+0.04 between transformers' modules."""
 
 
 def commit(

@@ -21,7 +21,7 @@ from groupwise.loops.prepare import ROWS_READ, Prepared, check_start, digest, pl
 from groupwise.loops.profiling import check_profiled_steps
 from groupwise.machine_layout import Layout
 from groupwise.models.identity import identity
-from groupwise.models.plan import ModelPlan, plan_model
+from groupwise.models.plan import Decoding, ModelPlan, largest_microbatch, plan_model
 from groupwise.models.tokens import rendered
 from groupwise.ranks import ahead
 from groupwise.rewards.rubric import Rubric
@@ -162,14 +162,42 @@ def planned_sizes(config: RunConfig, layout: Layout) -> ModelPlan:
         config.model,
         config.lora,
         dtype=layout.dtype,
-        slots=layout.slots,
-        key_length=layout.key_length,
-        microbatch=layout.max_tokens_per_microbatch,
+        decoding=_decoding(config, layout),
+        microbatch=largest_microbatch(
+            layout.max_tokens_per_microbatch, layout.key_length, _learnt(config, layout)
+        ),
         needs_reference=build.build_algorithm(config).needs_reference,
         device=layout.device,
         gradient_checkpointing=config.training.gradient_checkpointing,
         processes=layout.processes,
     )
+
+
+def _decoding(config: RunConfig, layout: Layout) -> Decoding:
+    """What a process decodes at once: members of a group share their prompt, until each goes on from what it wrote itself."""
+    rollout = config.rollout
+    first = last = task_parts.longest_completion(config)
+    prompts = -(-layout.slots // config.training.num_generations)
+    if rollout.type != "single":
+        first = last = config.sampler.max_completion_length
+        prompts = layout.slots
+    if rollout.type == "two_stage":
+        first, last = rollout.max_reasoning_length, rollout.max_answer_length
+    return Decoding(
+        slots=layout.slots,
+        key_length=layout.key_length,
+        completion=max(first, last),
+        prompts=prompts,
+        prompt=layout.key_length - last,
+    )
+
+
+def _learnt(config: RunConfig, layout: Layout) -> int:
+    """Tokens that a process learns from in a step, at most: those of its rows, and the prompts of their groups."""
+    members = config.training.num_generations
+    rows = -(-config.training.prompts_per_step * members // layout.processes)
+    longest = task_parts.longest_completion(config)
+    return -(-rows // members) * (layout.key_length - longest) + rows * longest
 
 
 def plan_rl(prepared: RlPrepared, warnings: Sequence[str] = ()) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from groupwise.loops.profiling import check_profiled_steps
 from groupwise.machine_layout import Layout
 from groupwise.models.chat_masks import Masked
 from groupwise.models.identity import identity
-from groupwise.models.plan import ModelPlan, plan_model
+from groupwise.models.plan import ModelPlan, largest_microbatch, plan_model
 from groupwise.ranks import ahead
 from groupwise.rollouts.teacher import LessonSet, TeacherWay, read_lessons
 from groupwise.settings.view import View
@@ -166,14 +166,14 @@ def _fingerprint(lessons: LessonSet) -> str:
 
 def planned_sft_sizes(config: SftConfig, layout: Layout, longest: int) -> ModelPlan:
     """Parameters and memory of a run in this layout, whose rows have at most so many tokens."""
+    examples = config.training.examples_per_step
     return plan_model(
         config.model,
         config.lora,
         dtype=layout.dtype,
-        slots=layout.slots,
-        key_length=layout.key_length,
-        microbatch=min(
-            layout.max_tokens_per_microbatch, config.training.examples_per_step * longest
+        decoding=None,
+        microbatch=largest_microbatch(
+            layout.max_tokens_per_microbatch, longest, -(-examples // layout.processes) * longest
         ),
         needs_reference=False,
         device=layout.device,

@@ -31,8 +31,11 @@ from groupwise.loops.resume import (
     start_to_keep,
     with_start_of,
 )
+from groupwise.machine_layout import crowding
 from groupwise.runs import durable, find
 from groupwise.runs.folder import RunFolder
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 AnyPrepared = TypeVar("AnyPrepared", bound=Prepared)
@@ -154,6 +157,8 @@ def watched(
         logging_steps=prepared.config.run.logging_steps,
     )
     with Interruption() as interruption, progress, _shown_warnings(progress):
+        if warning := crowding(prepared.layout):
+            logger.warning(warning)
         progress.phase("loading")
         yield progress, interruption
 

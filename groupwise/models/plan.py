@@ -1,5 +1,9 @@
 """What a model will need, told from its config alone: room for prompts, parameters, memory. No weights are loaded.
 
+Memory is that of the engines that will compute the model: our own where it has a native form, else those over transformers' modules
+(`groupwise.models.footprint`). Of a run with several processes it is that of all of them: what the first one made before it was forked
+they share as long as nobody writes to it.
+
 Importing this costs nothing: torch, transformers and peft are imported by what needs them.
 """
 
@@ -7,19 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from groupwise.models.config import LoraConfig, ModelConfig
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 MIB = 2**20
 PROCESS_MIB = 600.0
 """What a process holds once torch and transformers are imported and have computed something."""
 RANK_MIB = 150.0
-"""What a rank holds of that for itself."""
+"""What it holds of that since it has computed: each rank for itself, where the rest is shared."""
+MAIN_MIB = 150.0
+"""What the main process holds beside ranks: there it imports no torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +35,25 @@ class MemoryPlan:
     process: float
     """The interpreter and its libraries, where the device is the processor."""
     weights: float
+    """Of the model that is sampled from, and what the native engines keep of them in other orders."""
     trained: float
-    """Trained weights, their gradient, both moments of AdamW, and the sampler's copy."""
+    """Trained weights, their gradient, both moments of AdamW, and of an adapter the copies of sampler and native engines."""
     reference: float
     """The frozen copy that full fine-tuning with beta > 0 needs."""
     keys_and_values: float
+    """Of all slots and their prompts."""
     activations: float
     """Of one micro-batch, kept for its backward pass; the largest part for long texts. With gradient checkpointing the inputs of
     all layers, and what one of them computes again."""
+    update: float
+    """What AdamW computes with; or, where all weights are trained, what the sampler has twice while it takes new ones. There are no
+    activations then, so that only the larger one counts."""
 
     @property
     def total(self) -> float:
-        return sum(asdict(self).values())
+        """At the most expensive moment."""
+        idle = min(self.activations, self.update)
+        return sum(asdict(self).values()) - idle
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +65,39 @@ class ModelPlan:
     memory: MemoryPlan
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoding:
+    """What a process decodes at once, at most."""
+
+    slots: int
+    key_length: int
+    """Tokens of a prompt with its completion."""
+    completion: int
+    """Tokens of the longest completion."""
+    prompts: int
+    """How many the slots have; members of a group share theirs."""
+    prompt: int
+    """Tokens of the longest one."""
+
+
+class _Hollow(NamedTuple):
+    """The model as it is trained, without storage."""
+
+    model: PreTrainedModel
+    trained: Iterable[Parameter]
+    dropout: float
+
+
 def prompt_room(config: ModelConfig, completion: int) -> int:
     """Most tokens that a prompt may have beside a completion of so many."""
-    from groupwise.models.load import read_model_config
-
-    described = read_model_config(config).get_text_config()
+    described = _described(config)
     limits = [getattr(described, "max_position_embeddings", None), config.max_seq_length]
     return min((limit for limit in limits if limit), default=1 << 30) - completion
 
 
 def vocabulary(config: ModelConfig) -> int:
     """How many token ids the model has an embedding for: 0 up to one less."""
-    from groupwise.models.load import read_model_config
-
-    return read_model_config(config).get_text_config().vocab_size
+    return _described(config).vocab_size
 
 
 def plan_model(
@@ -73,8 +105,7 @@ def plan_model(
     lora: LoraConfig | None,
     *,
     dtype: str,
-    slots: int,
-    key_length: int,
+    decoding: Decoding | None,
     microbatch: int,
     needs_reference: bool,
     device: str,
@@ -83,41 +114,54 @@ def plan_model(
 ) -> ModelPlan:
     """Count parameters on a model without storage, and estimate the memory of a run.
 
-    With several `processes` the rest of what they hold is of each of them, but for frozen weights, which they share; so are all
-    weights as long as they are not trained.
+    `decoding` and `microbatch` (tokens) are those of each of the `processes`; without `decoding` nothing is sampled. Frozen weights the
+    processes share; of weights that are trained each has its own, beside those that they were forked from.
     """
-    from groupwise.models.load import read_model_config
+    from groupwise.models.footprint import footprint_of
 
-    described = read_model_config(config).get_text_config()
-    total = all_parameters(config)
-    trained = trained_parameters(config, lora)
-    size = _size(dtype)
+    hollow = _hollow(config, lora)
+    trained = count_parameters(hollow.trained)
+    total = trained if lora is None else all_parameters(config)
+    held = footprint_of(
+        _described(config),
+        hollow.model,
+        dtype=dtype,
+        device=device,
+        full=lora is None,
+        dropout=hollow.dropout > 0,
+        samples=decoding is not None,
+    )
+    copies = 1 if lora else processes + (processes > 1)
+    of_one = held.activations(microbatch, recompute=gradient_checkpointing)
     memory = MemoryPlan(
         process=_processes_mib(processes) if device == "cpu" else 0.0,
-        weights=total * size / MIB * (1 if lora else processes),
-        trained=((5 if lora else 4) + (processes > 1)) * processes * trained * 4 / MIB,
-        reference=total * size / MIB if needs_reference and lora is None else 0.0,
-        keys_and_values=processes * slots * key_length * _cache_per_token(described) * size / MIB,
-        activations=processes
-        * microbatch
-        * _activations_per_token(described, gradient_checkpointing)
-        * size
-        / MIB,
+        weights=copies * held.served(total) / MIB,
+        trained=held.trained(trained, processes) / MIB,
+        reference=held.plain(total) / MIB if needs_reference and lora is None else 0.0,
+        keys_and_values=processes * held.cache(decoding) / MIB if decoding else 0.0,
+        activations=processes * of_one / MIB,
+        update=processes * held.update(trained) / MIB,
     )
     return ModelPlan(total, trained, memory)
 
 
-def cache_bytes(config: ModelConfig, dtype: str, tokens: int) -> int:
-    """What the sampler holds of so many tokens: their keys and values in all layers."""
-    from groupwise.models.load import read_model_config
+def largest_microbatch(budget: int, longest: int, everything: int) -> int:
+    """Tokens of the largest micro-batch: what the budget allows, or the longest row, but no more than there are."""
+    return min(max(budget, longest), everything)
 
-    per_token = _cache_per_token(read_model_config(config).get_text_config())
-    return tokens * per_token * _size(dtype)
+
+def cache_bytes(config: ModelConfig, dtype: str, tokens: int) -> int:
+    """What the sampler holds of so many tokens on a GPU: their keys and values in all layers."""
+    from groupwise.models.footprint import bytes_of, sizes_of, slot_cache
+
+    return slot_cache(sizes_of(_described(config)), bytes_of(dtype), tokens)
 
 
 def _processes_mib(processes: int) -> float:
     """Of one process that does it all; or of the loop's, the zygote's, and what each rank does not share with it."""
-    return PROCESS_MIB if processes == 1 else 2 * PROCESS_MIB + processes * RANK_MIB
+    if processes == 1:
+        return PROCESS_MIB
+    return MAIN_MIB + PROCESS_MIB + (processes - 1) * RANK_MIB
 
 
 def all_parameters(config: ModelConfig) -> int:
@@ -129,12 +173,19 @@ def all_parameters(config: ModelConfig) -> int:
 
 def trained_parameters(config: ModelConfig, lora: LoraConfig | None) -> int:
     """How many numbers are trained: those of the adapter (the given one or a new one), or all."""
+    return count_parameters(_hollow(config, lora).trained)
+
+
+def _hollow(config: ModelConfig, lora: LoraConfig | None) -> _Hollow:
     from groupwise.models.adapters import hollow_adapter, starting_config
+    from groupwise.models.load import hollow_model
 
     if lora is None:
-        return all_parameters(config)
+        model = hollow_model(config)
+        return _Hollow(model, model.parameters(), 0.0)
     adapted = hollow_adapter(config, starting_config(config, lora))
-    return count_parameters(adapted.parameters("hollow").values())
+    trained = adapted.parameters("hollow").values()
+    return _Hollow(adapted.base, trained, adapted.config.lora_dropout)
 
 
 def count_parameters(parameters: Iterable[Parameter]) -> int:
@@ -142,21 +193,8 @@ def count_parameters(parameters: Iterable[Parameter]) -> int:
     return sum(parameter.numel() for parameter in parameters)
 
 
-def _size(dtype: str) -> int:
-    return 2 if dtype == "bfloat16" else 4
+def _described(config: ModelConfig) -> PreTrainedConfig:
+    """What the model says of its text part."""
+    from groupwise.models.load import read_model_config
 
-
-def _cache_per_token(config: PreTrainedConfig) -> int:
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_size = (
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
-    return 2 * config.num_hidden_layers * heads * head_size
-
-
-def _activations_per_token(config: PreTrainedConfig, gradient_checkpointing: bool) -> int:
-    """Numbers kept for each token: about twelve hidden states and four feed-forward states in each layer, or in one at a time."""
-    of_a_layer = 12 * config.hidden_size + 4 * config.intermediate_size
-    if gradient_checkpointing:
-        return config.num_hidden_layers * config.hidden_size + of_a_layer
-    return config.num_hidden_layers * of_a_layer
+    return read_model_config(config).get_text_config()

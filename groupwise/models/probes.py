@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import resource
 import sys
+from pathlib import Path
 
 import torch
 
 from groupwise.runs import publications
+
+SIZES = Path("/proc/self/smaps_rollup")
+"""What a process holds, by kinds. Linux has it since 4.14, not every sandbox does."""
 
 
 def free_memory(device: str) -> int | None:
@@ -33,10 +37,14 @@ def peak_memory(device: str) -> int:
     return peak if sys.platform == "darwin" else peak << 10
 
 
-def shared_memory() -> int:
-    """Bytes of this process that others have in the same place, such as what was there before a fork. Linux only."""
-    with open("/proc/self/smaps_rollup", encoding="ascii") as sizes:
-        return sum(int(line.split()[1]) << 10 for line in sizes if line.startswith("Shared_"))
+def shared_memory() -> int | None:
+    """Bytes of this process that others have in the same place, such as what was there before a fork; None where the system does
+    not tell."""
+    try:
+        lines = SIZES.read_text().splitlines()
+    except OSError:
+        return None
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Shared_"))
 
 
 def random_start(seed: int, count: int) -> list[float]:

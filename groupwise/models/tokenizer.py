@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from groupwise.errors import ModelError
 from groupwise.models.bundled import ALIASES, BUNDLED, bundled_folder, converted_gguf
 from groupwise.models.config import ModelConfig
+from groupwise.models.memory import memory_explained
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +101,10 @@ def _not_a_model(path: Path) -> str:
 
 @contextlib.contextmanager
 def explained(config: ModelConfig, resolved: ResolvedModel, what: str) -> Iterator[None]:
-    """Turn what a loader raises into a message that says what was looked for and where."""
+    """Turn what a loader raises into a message that says what was looked for and where, or that memory ran out."""
     try:
-        yield
+        with memory_explained(f"loading the {what} {config.name!r}"):
+            yield
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         where = f"the folder {resolved.location}" if resolved.local else _hub(resolved)
         reason = str(error).strip().splitlines()

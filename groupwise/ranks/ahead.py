@@ -26,16 +26,20 @@ _begun: list[Ranks] = []
 
 
 def begin() -> None:
-    """Begin a zygote, unless there is one."""
+    """Begin a zygote to be asked, also for the device, unless there is one."""
     if not _begun:
-        _begun.append(Ranks(*MODULES))
-        _begun[0].begin()
+        _begun.append(_started(sees_gpus=True))
 
 
 def take() -> Ranks:
     """The zygote for whoever says what it makes."""
-    begin()
-    return _begun.pop()
+    return _begun.pop() if _begun else _started(sees_gpus=False)
+
+
+def _started(*, sees_gpus: bool) -> Ranks:
+    ranks = Ranks(*MODULES, sees_gpus=sees_gpus)
+    ranks.begin()
+    return ranks
 
 
 def give_up() -> None:

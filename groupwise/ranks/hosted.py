@@ -47,8 +47,8 @@ class Hosted:
         """See `groupwise.learner.slopes.trained_slopes`."""
         return trained_slopes(self.trained, learning_rate)
 
-    def held_memory(self) -> tuple[int, int]:
-        """Bytes that this process held at most, and those that it shares now."""
+    def held_memory(self) -> tuple[int, int | None]:
+        """Bytes that this process held at most, and those that it shares now, if that can be told."""
         return peak_memory("cpu"), shared_memory()
 
     def begin_trace(self) -> None:

@@ -113,9 +113,9 @@ class Line:
         """May be called from any thread. The other end is given the sockets, too. OSError where it is gone."""
         frame = framed(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
         with self._sending:
-            if sockets:
-                handed = [each.fileno() for each in sockets]
-                frame = frame[socket.send_fds(self._connection, [frame], handed) :]
+            for start in range(0, len(sockets), _MOST_SOCKETS):
+                handed = [each.fileno() for each in sockets[start : start + _MOST_SOCKETS]]
+                frame = frame[socket.send_fds(self._connection, [frame[:1]], handed) :]
             self._connection.sendall(frame)
 
     def taken_over(self) -> list[socket.socket]:

@@ -28,16 +28,18 @@ from subprocess import DEVNULL, PIPE, STDOUT, Popen, TimeoutExpired
 from typing import Any
 
 from groupwise.errors import RunError
+from groupwise.models.memory import REMEDY
+from groupwise.plugins import explain
 from groupwise.ranks.line import Answered, Call, Cancel, Ended, Failed, Line, Ready, Setup, Told
 from groupwise.rewards.output import Output
-from groupwise.rewards.processes import ENVIRONMENT, has_ended, how_it_ended
+from groupwise.rewards.processes import NO_GPU, PLAIN, has_ended, how_it_ended
 
 _END_LIMIT = 10.0
 """Seconds that killed processes may take to end (they may hang in the kernel)."""
 _LOOK_EVERY = 0.005
 """Seconds between two looks at whether the zygote has ended, when it is about to."""
 _ENVIRONMENT = {
-    **ENVIRONMENT,
+    **PLAIN,
     "OPENBLAS_NUM_THREADS": "1",
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
@@ -51,15 +53,16 @@ RankCall = tuple[int, str, tuple[Any, ...]]
 class Ranks:
     """Worker processes that each host the same object, made once.
 
-    `modules` are imported by the zygote while it waits to be told what to make. See `groupwise.ranks.rank` for what is hosted, and
-    for what can be called.
+    `modules` are imported by the zygote while it waits to be told what to make. With `sees_gpus` it can be asked about GPUs until
+    then; what it makes sees none. See `groupwise.ranks.rank` for what is hosted, and for what can be called.
     """
 
-    def __init__(self, *modules: str) -> None:
+    def __init__(self, *modules: str, sees_gpus: bool = False) -> None:
         self.count = 0
         self.processes: tuple[int, ...] = ()
         """Their numbers, once they have been started."""
         self._modules = modules
+        self._environment = _ENVIRONMENT if sees_gpus else {**_ENVIRONMENT, **NO_GPU}
         self._ready: Future[None] = Future()
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
@@ -231,30 +234,44 @@ class Ranks:
 
     def _attend(self) -> None:
         try:
-            self._process = self._popen()
-        except OSError as error:
-            self._end(RunError(f"The model workers cannot be started: {error}"))
-            return
+            reason = self._lived()
+        except RunError as error:
+            reason = error
+        except BaseException as error:  # noqa: BLE001 — whoever waits for a call would wait for ever
+            reason = RunError(
+                f"What the model workers say cannot be taken:\n{explain(error)}\n{_RESUME}"
+            )
+            reason.__cause__ = error
+        self._end(reason)
+
+    def _lived(self) -> RunError:
+        """Start the zygote and listen as long as it lives; how it ended. However this ends, the zygote has ended."""
+        self._process = self._popen()
+        try:
+            self._output = Output(self._process, "model workers")
+            self._listen()
         finally:
-            self._theirs.close()
-        self._output = Output(self._process, "model workers")
-        self._listen()
-        how = self._reaped(self._process)
+            self._control.end()
+            how = self._reaped(self._process)
         words = self._output.last_words()
-        self._end(RunError(f"The process that holds the model ended: {how}. {_RESUME}{words}"))
+        return RunError(f"The process that holds the model ended: {how} {_RESUME}{words}")
 
     def _popen(self) -> Popen[bytes]:
         number = self._theirs.fileno()
         words = (str(os.getpid()), str(number), *self._modules)
-        return Popen(
-            [sys.executable, "-m", "groupwise.ranks.zygote", *words],
-            stdin=DEVNULL,
-            stdout=PIPE,
-            stderr=STDOUT,
-            pass_fds=[number],
-            start_new_session=True,
-            env={**os.environ, **_ENVIRONMENT},
-        )
+        with self._theirs:  # from then on the zygote's alone, so that its end is noticed
+            try:
+                return Popen(
+                    [sys.executable, "-m", "groupwise.ranks.zygote", *words],
+                    stdin=DEVNULL,
+                    stdout=PIPE,
+                    stderr=STDOUT,
+                    pass_fds=[number],
+                    start_new_session=True,
+                    env={**os.environ, **self._environment},
+                )
+            except OSError as error:
+                raise RunError(f"The model workers cannot be started: {error}") from error
 
     def _listen(self) -> None:
         """Take messages until the zygote is gone or is to go."""
@@ -275,9 +292,7 @@ class Ranks:
     def _take(self, message: Ready | Ended | Answered | Failed | Told) -> None:
         match message:
             case Told(record):
-                log = logging.getLogger(record.name)
-                if log.isEnabledFor(record.levelno):
-                    log.handle(record)
+                _log(record)
             case Answered(number, value):
                 _settle(self._awaited(number), value)
             case Failed(0, error):
@@ -291,10 +306,8 @@ class Ranks:
                 _settle(self._ready)
             case Ended(rank, code):
                 assert self._output is not None
-                how = how_it_ended(code)
-                self._end(
-                    RunError(f"Model worker {rank + 1} of {self.count} ended: {how}. {_RESUME}")
-                )
+                who = f"Model worker {rank + 1} of {self.count}"
+                self._end(RunError(f"{who} ended: {_how(code)} {_RESUME}"))
 
     def _reaped(self, process: Popen[bytes]) -> str:
         """How the zygote ended, which it does by itself; one that is still making something, or hangs, is killed."""
@@ -305,7 +318,23 @@ class Ranks:
             os.killpg(process.pid, signal.SIGKILL)
         with suppress(TimeoutExpired):
             process.wait(_END_LIMIT)
-        return how_it_ended(process.returncode)
+        return _how(process.returncode)
+
+
+def _how(code: int | None) -> str:
+    """How a process ended, and what needs less memory where that may be why."""
+    how = f"{how_it_ended(code)}."
+    return f"{how} {REMEDY}" if code == -signal.SIGKILL else how
+
+
+def _log(record: logging.LogRecord) -> None:
+    """Log it in this process. What a handler or a filter raises is told as handlers of the standard library do, and ends nothing."""
+    log = logging.getLogger(record.name)
+    try:
+        if log.isEnabledFor(record.levelno):
+            log.handle(record)
+    except Exception:  # noqa: BLE001 — code of the user's, which has no part in the run
+        logging.Handler().handleError(record)
 
 
 def agreed(what: str, found: Sequence[str]) -> str:

@@ -24,7 +24,7 @@ from typing import Any
 from groupwise.plugins import load
 from groupwise.ranks.line import Answered, Call, Ended, Failed, Line, Ready, Setup, portable
 from groupwise.ranks.rank import run_rank, tell_log
-from groupwise.rewards.processes import signal_when_parent_ends
+from groupwise.rewards.processes import NO_GPU, signal_when_parent_ends
 
 
 def main(parent: int, descriptor: int, modules: Sequence[str]) -> None:
@@ -34,6 +34,7 @@ def main(parent: int, descriptor: int, modules: Sequence[str]) -> None:
     _import(modules)
     line = Line(socket.socket(fileno=descriptor))
     setup = _asked_until_setup(line)
+    os.environ.update(NO_GPU)  # ranks compute on the CPU, and no driver of a GPU survives a fork
     lines = [Line(each) for each in line.taken_over()]
     tell_log(line, setup.log_level)
     try:

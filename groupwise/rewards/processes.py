@@ -18,8 +18,8 @@ from pathlib import Path
 MARK = "GROUPWISE_REWARD_WORKER"
 """The environment variable that marks a worker and its descendants; its value is unique for each worker."""
 
-ENVIRONMENT = {
-    "CUDA_VISIBLE_DEVICES": "",
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+PLAIN = {
     "MKL_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
     "PYTHONFAULTHANDLER": "1",
@@ -27,7 +27,9 @@ ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-"""Of a worker: one computing thread, no GPU, everything that chance decides the same each time."""
+"""Of a process that works for another: one computing thread, everything that chance decides the same each time."""
+ENVIRONMENT = {**PLAIN, **NO_GPU}
+"""Of a worker."""
 
 _PR_SET_PDEATHSIG = 1
 _ROUNDS = 20

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import ClassVar
 
 from pydantic import field_validator
 
-from groupwise.settings.schema import Strict, setting
+from groupwise.settings.schema import Conflict, Strict, setting
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 """What a run may be called: it is a folder, and is addressed `run@step`."""
@@ -72,6 +73,15 @@ class RunSection(Strict):
         "Perfetto, profile/step-N.txt says what took longest. Such a step is slower.",
         on_resume="free",
     )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Threads that are too few to be divided among the processes."""
+        if self.threads is not None and (self.processes or 1) > self.threads:
+            yield Conflict(
+                f"processes is {self.processes}, but threads is {self.threads}: the threads are those of all processes together, and "
+                f"each process needs one. Set threads to {self.processes} or more, or leave one of the two out.",
+                ("threads", "processes"),
+            )
 
     @property
     def profiled_steps(self) -> frozenset[int]:

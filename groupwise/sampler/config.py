@@ -34,7 +34,9 @@ class SamplerConfig(Strict):
         for key in ("top_p", "top_k", "min_p")
     }
 
-    engine: Literal["torch"] = setting("torch", "What samples; torch runs in this process.")
+    engine: Literal["torch"] = setting(
+        "torch", "What samples; torch does so on this machine, in the processes of the run."
+    )
     max_completion_length: int = setting(
         256, "Longest completion in tokens, the stop token included; longer ones are cut off.", ge=1
     )
@@ -58,7 +60,7 @@ class SamplerConfig(Strict):
     )
     slots: int | None = setting(
         None,
-        "Completions decoded together; null chooses for the machine. More is faster until memory "
+        "Completions decoded together in each process (run.processes); null chooses for the machine. More is faster until memory "
         "or cache runs out. Fewer than 8 would let results depend on the number.",
         on_resume="warn",
         ge=8,

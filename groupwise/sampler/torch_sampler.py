@@ -24,6 +24,7 @@ from torch import Tensor
 
 from groupwise.errors import GroupwiseError, NonFiniteError, PolicyMismatchError, RunError
 from groupwise.models.lora import fingerprint
+from groupwise.models.memory import lacks_memory, memory_explained, out_of_memory
 from groupwise.sampler.draw import draw_tokens, uniform
 from groupwise.sampler.engine import Engine, Prompt, Row
 from groupwise.sampler.native.engine import NativeEngine
@@ -117,6 +118,8 @@ class TorchSampler:
         except asyncio.CancelledError:
             self._forget(ticket)
             raise
+        finally:
+            ticket.prompt = None  # ticket and members hold each other: its keys would wait for the garbage collector
         return tuple(self._completion(member) for member in ticket.members)
 
     async def load(self, policy: Policy) -> None:
@@ -125,9 +128,10 @@ class TorchSampler:
             raise RunError(
                 "The sampler was given new weights while completions of the old ones were on their way."
             )
-        self._weights.read(Path(policy.path))
-        with torch.inference_mode():
-            self._engine.refresh()
+        with memory_explained("taking new weights for sampling"):
+            self._weights.read(Path(policy.path))
+            with torch.inference_mode():
+                self._engine.refresh()
         self._fingerprint = fingerprint(self._weights.tensors())
         if self._fingerprint != policy.fingerprint:
             raise PolicyMismatchError(
@@ -185,9 +189,7 @@ class TorchSampler:
             self._fail_all(error)
 
     def _fail_all(self, error: Exception) -> None:
-        reason = (
-            error if isinstance(error, GroupwiseError) else RunError(f"Sampling failed: {error!r}")
-        )
+        reason = _explained(error)
         members = (*self._waiting, *self._members.values())
         tickets = {id(member.ticket): member.ticket for member in members}
         self._waiting.clear()
@@ -270,6 +272,15 @@ class TorchSampler:
         finished = all(member.finish_reason is not None for member in ticket.members)
         if finished and not ticket.done.done():
             ticket.done.set_result(None)
+
+
+def _explained(error: Exception) -> GroupwiseError:
+    """What those are told who wait for their groups."""
+    if isinstance(error, GroupwiseError):
+        return error
+    if lacks_memory(error):
+        return out_of_memory(error, "sampling")
+    return RunError(f"Sampling failed: {error!r}")
 
 
 def _drawn(

@@ -5,6 +5,7 @@ The bodies are in `tests/on_device.py`, and a processor runs most of them with t
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -15,6 +16,7 @@ from groupwise.learner.native.fused_attention import fused_attention
 from groupwise.learner.native.layout import Texts
 from groupwise.models.machine import prepare_process
 from groupwise.models.native.weights import Shape
+from groupwise.ranks import ahead
 from groupwise.sampler.native.graph_engine import GraphEngine
 from groupwise.sampler.native.recording import cuda_graphs, plainly
 from groupwise.sampler.torch_sampler import TorchSampler
@@ -28,6 +30,7 @@ pytestmark = [
 ]
 GPU = torch.device("cuda")
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+MODELS = ["llama", "llama-128", "llama-mha-tied", "llama-mqa", "llama-biases", "qwen2", "qwen3"]
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +43,8 @@ def exact() -> Iterator[None]:
 
 
 def held() -> int:
+    """Bytes of all tensors on it, after what hangs together in circles is gone."""
+    gc.collect()
     torch.cuda.synchronize()
     return torch.cuda.memory_allocated()
 
@@ -48,29 +53,35 @@ def held() -> int:
 
 
 @pytest.mark.parametrize("adapter", [False, True])
-@pytest.mark.parametrize("name", ["llama", "llama-mqa", "llama-biases", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", MODELS)
 def test_greedy_tokens_are_those_of_transformers(name, adapter):
     on_device.greedy_tokens_are_those_of_transformers(GPU, cuda_graphs, name, adapter=adapter)
 
 
 @BOTH
-@pytest.mark.parametrize("name", ["llama", "llama-mqa", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", MODELS)
 def test_logits_are_near_those_of_transformers(name, dtype):
     on_device.logits_are_near_those_of_transformers(GPU, cuda_graphs, name, dtype)
 
 
 @BOTH
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "llama-128", "llama-mha-tied", "qwen2", "qwen3"])
 def test_recordings_change_no_bit(name, dtype):
     on_device.recordings_change_no_bit(GPU, cuda_graphs, name, dtype)
 
 
 @BOTH
 @pytest.mark.parametrize("longest", [150, 280, 600])
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "llama-128", "llama-mha-tied", "qwen3"])
 def test_a_row_does_not_depend_on_the_others(name, longest, dtype):
     """Nor on the number of keys that they need."""
     on_device.a_row_does_not_depend_on_the_others(GPU, cuda_graphs, name, dtype, longest=longest)
+
+
+@BOTH
+@pytest.mark.parametrize("name", ["llama", "llama-128", "llama-mha-tied", "qwen3"])
+def test_sampling_again_gives_the_same(name, dtype):
+    on_device.sampling_again_gives_the_same(GPU, cuda_graphs, name, dtype)
 
 
 def test_what_is_drawn_does_not_depend_on_the_device():
@@ -95,7 +106,7 @@ def test_the_sampler_takes_the_engine_for_gpus(enforce_eager):
 # The learner
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-mqa", "llama-biases", "qwen2", "qwen3"])
+@pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_those_of_a_processor(tmp_path, name):
     on_device.gradients_are_those_of_a_processor(GPU, tmp_path, name)
 
@@ -105,10 +116,13 @@ def test_nothing_is_left_of_a_gradient():
 
 
 @BOTH
-@pytest.mark.parametrize("size", [6, 16, 64])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("size", [6, 16, 64, 128])
 @pytest.mark.parametrize("name", test_attention.LAYOUTS)
-def test_attention_is_that_of_a_processor(name, size, dtype):
-    shape = Shape(hidden=24, heads=4, kv_heads=2, head_size=size, vocabulary=10, epsilon=1e-5)
+def test_attention_is_that_of_a_processor(name, size, kv_heads, dtype):
+    shape = Shape(
+        hidden=24, heads=4, kv_heads=kv_heads, head_size=size, vocabulary=10, epsilon=1e-5
+    )
     texts: list[Texts] = test_attention.LAYOUTS[name]
     on_device.attention_is_that_of_a_processor(
         fused_attention, test_attention.plain, shape, texts, GPU, dtype
@@ -116,6 +130,14 @@ def test_attention_is_that_of_a_processor(name, size, dtype):
 
 
 # Both together
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 0.02), (torch.float32, 1e-4)])
+@pytest.mark.parametrize("name", ["llama", "llama-128", "llama-mha-tied", "qwen3"])
+def test_sampler_and_learner_agree_on_a_small_model(tmp_path, name, dtype, most):
+    on_device.sampler_and_learner_agree_on_a_small_model(
+        GPU, cuda_graphs, tmp_path, name, dtype, most
+    )
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 0.025), ("float32", 1e-4)])
@@ -127,6 +149,14 @@ def test_sampler_and_learner_agree(tmp_path, dtype, most):
 def test_small_steps_act_in_full(monkeypatch, rate):
     monkeypatch.setattr(slopes, "TOKENS", 1 << 15)
     on_device.small_steps_act_in_full(GPU, rate)
+
+
+def test_a_zygote_that_is_asked_knows_of_it():
+    ahead.begin()
+    try:
+        assert ahead.choose_device() == "cuda"
+    finally:
+        ahead.give_up()
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
 from groupwise.learner.native import body
 from groupwise.learner.native.fused_attention import fused_attention
-from groupwise.models.native.weights import NativeModel
+from groupwise.models.native.weights import NativeModel, Shape
 from groupwise.sampler.native.graph_engine import KEYS
 from tests import on_device
 from tests.tape import Tape
+from tests.unit.learner.native import test_attention
 
 CPU = torch.device("cpu")
+BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
 @pytest.fixture
@@ -22,27 +26,40 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(NativeModel, "pack", lambda self: None)
 
 
+def held() -> int:
+    """Bytes of all tensors that Python knows of, after what hangs together in circles is gone."""
+    gc.collect()
+    found = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
+    memory = [each.untyped_storage() for each in found]
+    return sum({each.data_ptr(): each.nbytes() for each in memory}.values())
+
+
 @pytest.mark.parametrize("adapter", [False, True])
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "llama-mha-tied", "qwen3"])
 def test_greedy_tokens_are_those_of_transformers(as_on_a_gpu, name, adapter):
     on_device.greedy_tokens_are_those_of_transformers(CPU, Tape, name, adapter=adapter)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["llama-mqa", "qwen2"])
+@BOTH
+@pytest.mark.parametrize("name", ["llama-128", "llama-mqa", "qwen2"])
 def test_logits_are_near_those_of_transformers(as_on_a_gpu, name, dtype):
     on_device.logits_are_near_those_of_transformers(CPU, Tape, name, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@BOTH
 def test_recordings_change_no_bit(as_on_a_gpu, dtype):
     on_device.recordings_change_no_bit(CPU, Tape, "qwen3", dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@BOTH
 def test_a_row_does_not_depend_on_the_others(as_on_a_gpu, dtype):
     longest = KEYS - 60  # within one number of keys, which is what holds on a processor
     on_device.a_row_does_not_depend_on_the_others(CPU, Tape, "llama", dtype, longest=longest)
+
+
+@BOTH
+def test_sampling_again_gives_the_same(as_on_a_gpu, dtype):
+    on_device.sampling_again_gives_the_same(CPU, Tape, "qwen3", dtype)
 
 
 def test_what_is_drawn_does_not_depend_on_the_device():
@@ -51,7 +68,7 @@ def test_what_is_drawn_does_not_depend_on_the_device():
 
 @pytest.mark.parametrize("adapter", [True, False])
 def test_memory_does_not_grow(as_on_a_gpu, tmp_path, adapter):
-    on_device.memory_does_not_grow(CPU, Tape, tmp_path, lambda: 0, adapter=adapter)
+    on_device.memory_does_not_grow(CPU, Tape, tmp_path, held, adapter=adapter)
 
 
 @pytest.mark.parametrize("name", ["llama-biases", "qwen3"])
@@ -67,7 +84,29 @@ def test_the_fused_attention_gives_the_gradients_of_the_other(monkeypatch, tmp_p
 
 
 def test_nothing_is_left_of_a_gradient():
-    on_device.nothing_is_left_of_a_gradient(CPU, lambda: 0)
+    on_device.nothing_is_left_of_a_gradient(CPU, held)
+
+
+@BOTH
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("size", [6, 128])
+def test_attention_is_that_of_a_processor(size, kv_heads, dtype):
+    shape = Shape(
+        hidden=24, heads=4, kv_heads=kv_heads, head_size=size, vocabulary=10, epsilon=1e-5
+    )
+    texts = test_attention.LAYOUTS["two groups"]
+    on_device.attention_is_that_of_a_processor(
+        fused_attention, test_attention.plain, shape, texts, CPU, dtype
+    )
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 0.003), (torch.float32, 1e-4)])
+@pytest.mark.parametrize("name", ["llama-128", "llama-mha-tied"])
+def test_sampler_and_learner_agree_on_a_small_model(
+    as_on_a_gpu, monkeypatch, tmp_path, name, dtype, most
+):
+    monkeypatch.setattr(body, "piece_attention", fused_attention)
+    on_device.sampler_and_learner_agree_on_a_small_model(CPU, Tape, tmp_path, name, dtype, most)
 
 
 @pytest.mark.parametrize("lora", [{"r": 4, "alpha": 8}, None])

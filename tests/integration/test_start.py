@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import groupwise
+from groupwise import machine_layout
 from groupwise.errors import ResumeMismatchError, RunInUseError, RunNotFoundError, UsageError
 from groupwise.loops import recording
 from groupwise.loops import rl as loop
@@ -167,6 +168,17 @@ def test_resume_refuses_another_task_and_other_data(tmp_path, monkeypatch):
         groupwise.rl(config(tmp_path), str(tmp_path / "toy_task.py"), resume=True)
     (tmp_path / "toy_task.py").write_text(source)
     assert groupwise.rl(config(tmp_path), str(tmp_path / "toy_task.py"), resume=True).exit_code == 0
+
+
+def test_more_threads_than_cores_are_warned_about(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(machine_layout, "available_cores", lambda: 1)
+    monkeypatch.setattr("groupwise.models.machine.set_threads", lambda threads: None)
+    settings = config(tmp_path, max_steps=1)
+    settings["run"]["threads"] = 2
+    (warning,) = groupwise.rl(settings, TOY, dry_run=True).summary["plan"]["warnings"]
+    assert "2 threads of 1 process compute on 1 core:" in warning
+    assert groupwise.rl(settings, TOY).exit_code == 0
+    assert [each.getMessage() for each in caplog.records].count(warning) == 1
 
 
 def test_another_layout_is_warned_about(tmp_path, monkeypatch, caplog):

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import ast
+import asyncio
+import json
 import os
+import runpy
+import sys
+import time
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.against_trl import ratio, regressions
+from benchmarks import against_trl, profile_decoding
+from benchmarks.against_trl import ratio, regressions, show
 from benchmarks.apart import apart
 from benchmarks.busy import neighbour
 from benchmarks.memory import Watch, family, proportional
 from benchmarks.overlap import line, one_after_the_other
+from benchmarks.profile_decoding import PARTS
 from benchmarks.roofline import (
     Rates,
     floors_of,
@@ -23,11 +36,15 @@ from benchmarks.roofline import (
     sizes_of,
 )
 from benchmarks.scaling import SWEEPS, size
+from benchmarks.start_up import CONFIG, OVERRIDES, TASK, in_turns, ours, theirs, until_first_reward
+from benchmarks.step import times
 from benchmarks.work import CORNERS, NATURAL, W1, Work, prompts
-from groupwise import machine_layout
+from groupwise import build, machine_layout
+from groupwise.config import load_config
 from groupwise.models.config import ModelConfig
 from groupwise.models.load import hollow_model
 from groupwise.models.tiny import tiny_tokenizer
+from groupwise.types import GroupRequest, SamplingParams
 
 
 class Letters:
@@ -57,13 +74,22 @@ def test_questions_end_where_the_answer_begins_and_differ_between_steps() -> Non
     assert prompts(NATURAL, tiny_tokenizer(), 2) != texts
 
 
-def measured(ours: float, theirs: float, natural: bool = False) -> dict[str, Any]:
-    """A cell in which a step of each side takes so many seconds, TRL's for twice as many tokens."""
-    phases = ("sampling", "learning", "step")
+def measured(ours: float, theirs: float, natural: bool = False, peak: int = 3000) -> dict[str, Any]:
+    """A cell in which a step of each side takes so many seconds, TRL's for twice as many tokens and with 6,000 MiB."""
+    work = NATURAL if natural else W1
+
+    def side(seconds: float, tokens: float, mib: int, start_up: float) -> dict[str, Any]:
+        return {
+            "seconds": {phase: [seconds, seconds] for phase in against_trl.PHASES},
+            "tokens": [tokens, tokens],
+            "peak_mib": mib,
+            "start_up_seconds": start_up,
+        }
+
     return {
-        "work": {"natural": natural},
-        "groupwise": {"seconds": {key: [ours, ours] for key in phases}, "tokens": [10.0, 10.0]},
-        "trl": {"seconds": {key: [theirs, theirs] for key in phases}, "tokens": [20.0, 20.0]},
+        "work": asdict(work),
+        "groupwise": side(ours, 10.0, peak, 8.0),
+        "trl": side(theirs, 20.0, 6000, 4.0),
     }
 
 
@@ -74,10 +100,81 @@ def test_ratios_are_of_seconds_or_of_seconds_per_token() -> None:
 
 def test_a_regression_is_a_ratio_that_fell() -> None:
     stored = {"W1": measured(2.0, 10.0), "short": measured(1.0, 4.0)}
-    assert regressions({"W1": measured(4.0, 18.0), "new": measured(9.0, 1.0)}, stored) == []
+    assert regressions({"W1": measured(4.0, 18.0)}, stored) == []
     found = regressions({"W1": measured(4.0, 16.0)}, stored)
     assert len(found) == 3
     assert found[0] == "W1, sampling: 4.00 times as fast as TRL, not 5.00"
+
+
+def test_so_is_a_share_of_memory_that_rose() -> None:
+    stored = {"W1": measured(2.0, 10.0)}
+    assert regressions({"W1": measured(2.0, 10.0, peak=3400)}, stored) == []
+    found = regressions({"W1": measured(2.0, 10.0, peak=3600)}, stored)
+    assert found == ["W1, memory: 60% of TRL's, not 50%"]
+
+
+def test_ratios_have_the_range_of_the_pairs() -> None:
+    assert times([1.0, 2.0, 4.0], [5.0, 9.0, 22.0]) == "4.50 times (4.50 … 5.50)"
+
+
+def test_what_is_shown_has_ratios_of_speed_memory_and_start_up(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    result = measured(2.0, 10.0)
+    result["trl"]["seconds"]["step"] = [10.0, 12.0]
+    show("W1", result)
+    said = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
+    assert said["step"].endswith("5.50 times (5.00 … 6.00)")
+    assert said["memory"].endswith("50%")
+    assert said["start-up"].endswith("0.50 times")
+
+
+@pytest.fixture
+def against(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """The command with these arguments, where each cell comes out as it is given here; what is stored is in `tmp_path`."""
+    described = {"processor": "Slow One", "cores": 2, "gpu": None}
+    monkeypatch.setattr(against_trl, "RESULTS", tmp_path)
+    monkeypatch.setattr(against_trl, "machine", lambda: described)
+
+    def run(*words: str, result: dict[str, Any] | None = None) -> None:
+        monkeypatch.setattr("sys.argv", ["against_trl", "--dtype", "float32", *words])
+        monkeypatch.setattr(against_trl, "compare", lambda *_: result)
+        against_trl.main()
+
+    return run
+
+
+def test_a_check_passes_where_nothing_got_worse_and_fails_where_something_did(
+    against: Callable[..., None], tmp_path: Path
+) -> None:
+    against("--store", result=measured(2.0, 10.0))
+    [file] = tmp_path.iterdir()
+    kept = file.read_text()
+    against("--check", result=measured(2.0, 10.0))
+    with pytest.raises(SystemExit, match=r"worse than in .*\n  W1, sampling: 4\.00 times"):
+        against("--check", result=measured(2.0, 8.0))
+    with pytest.raises(SystemExit, match=r"worse than in .*\n  W1, memory: 75%"):
+        against("--check", result=measured(2.0, 10.0, peak=4500))
+    assert file.read_text() == kept
+
+
+def test_a_check_with_nothing_to_compare_fails_before_it_measures(
+    against: Callable[..., None],
+) -> None:
+    with pytest.raises(SystemExit, match=r"nothing to compare W1 with.*does not exist.*--store"):
+        against("--check")
+    against("--store", result=measured(2.0, 10.0))
+    with pytest.raises(SystemExit, match=r"nothing to compare short with.*has W1\. .*--store"):
+        against("--check", "--cell", "short")
+
+
+def test_a_check_does_not_overwrite_what_it_compares_with(
+    against: Callable[..., None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        against("--check", "--store", result=measured(2.0, 10.0))
+    assert "not allowed with" in capsys.readouterr().err
+    assert not [*tmp_path.iterdir()]
 
 
 def test_the_sizes_are_those_of_the_models_linear_layers() -> None:
@@ -154,3 +251,103 @@ def test_the_neighbour_works_until_it_is_let_go() -> None:
 def test_works_apart_have_processes_of_their_own() -> None:
     found = apart(os.getpid, os.getpid)
     assert len({*found, os.getpid()}) == 3
+
+
+# Start-up
+
+
+NOTES = "import os, sys, time; open(sys.argv[1], 'w').write(repr(time.monotonic()))"
+
+
+def test_sides_start_in_turns_and_the_first_start_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    begun = time.monotonic()
+    order: list[str] = []
+
+    def command(name: str, folder: Path) -> list[str]:
+        order.append(name)
+        keeps = "; assert 'PYTHONDONTWRITEBYTECODE' not in os.environ"
+        return [sys.executable, "-I", "-c", NOTES + keeps, str(folder / "note")]
+
+    found = in_turns({name: partial(command, name) for name in "ab"}, 2)
+    assert order == ["a", "b"] * 3
+    assert {name: len(each) for name, each in found.items()} == {"a": 2, "b": 2}
+    assert 0 < sum(map(sum, found.values())) < time.monotonic() - begun
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [("raise ValueError('no luck')", r"ValueError: no luck"), ("pass", r"ended before it sampled")],
+)
+def test_a_start_that_never_samples_is_told(program: str, said: str) -> None:
+    with pytest.raises(SystemExit, match=said):
+        until_first_reward(lambda _: [sys.executable, "-I", "-c", program])
+
+
+def test_a_reward_notes_its_first_call_alone(tmp_path: Path) -> None:
+    task, config = runpy.run_path(str(TASK)), {"task": {"note": str(tmp_path / "note")}}
+    [reward] = task["get_reward_funcs"](config, None)
+    assert not (tmp_path / "note").exists()
+    assert reward(completions=["a", "b"]) == [0.0, 0.0]
+    noted = (tmp_path / "note").read_text()
+    assert 0 < float(noted) <= time.monotonic()
+    reward(completions=["c"])
+    assert (tmp_path / "note").read_text() == noted
+    assert task["get_rl_dataset"](config)[0]["prompt"][-1]["content"].startswith("What is")
+
+
+def test_both_sides_are_asked_for_the_same(tmp_path: Path) -> None:
+    config = load_config(CONFIG, OVERRIDES).config
+    assert config.training.max_steps == config.sampler.max_completion_length == 1
+    assert all(override in ours(tmp_path) for override in OVERRIDES)
+    words = theirs(tmp_path)
+    assert words[1:3] == ["-m", "benchmarks.trl_start"]
+    given = json.loads(words[3])
+    assert given["lora"]["r"] == config.lora.r
+    assert given["settings"]["max_completion_length"] == 1
+    assert given["settings"]["num_generations"] == config.training.num_generations
+    assert f"task.note={given['note']}" in ours(tmp_path)
+
+
+def test_a_script_for_trl_is_not_delayed_by_groupwise() -> None:
+    for file in (TASK, TASK.with_name("trl_start.py")):
+        modules = {
+            name
+            for node in ast.walk(ast.parse(file.read_text()))
+            for name in (
+                [each.name for each in node.names]
+                if isinstance(node, ast.Import)
+                else [str(node.module)]
+                if isinstance(node, ast.ImportFrom)
+                else []
+            )
+        }
+        assert modules
+        assert not {name for name in modules if name.split(".")[0] in ("groupwise", "benchmarks")}
+
+
+# Decoding
+
+
+def test_every_token_has_its_parts_and_prompts_count_for_none(tmp_path: Path) -> None:
+    given = {"model": {"name": "tiny"}, "run": {"threads": 1, "processes": 1}}
+    config = load_config(given).config
+    layout = machine_layout.choose_layout(config, longest_prompt=8)
+    asked = [GroupRequest(draw, (40, 41), (1, 2), SamplingParams(5)) for draw in range(2)]
+    with closing(build.training_parts(config, layout, "bench", tmp_path)) as parts:
+
+        async def decoded() -> list[profile_decoding.Token]:
+            await parts.sampler.load(await parts.learner.publish(0))
+            with profile_decoding.timed() as tokens:
+                await asyncio.gather(*map(parts.sampler.generate, asked))
+            await parts.sampler.generate(asked[0])
+            return tokens
+
+        begun = time.perf_counter()
+        tokens = asyncio.run(decoded())
+        taken = time.perf_counter() - begun
+    assert len(tokens) == 4, "the first of 5 comes with the prompt"
+    assert all(set(token) == set(PARTS) and min(token.values()) > 0 for token in tokens)
+    assert sum(sum(token.values()) for token in tokens) < taken

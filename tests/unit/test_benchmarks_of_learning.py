@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from peft import get_peft_model
+from torch import nn
 
 from benchmarks import learning
+from benchmarks.adapter_slope import by_peft
 from benchmarks.equal_learning import drawn, ratio
-from benchmarks.exactness import rounded, slope
+from benchmarks.exactness import rounded
 from benchmarks.learning import CONFIG, Curve, Study
 from benchmarks.trl_side import settings
 from groupwise.config import load_config
 from groupwise.data.order import example_of_draw
-from groupwise.models.config import LoraConfig, ModelConfig
+from groupwise.learner.slopes import slope_of
+from groupwise.models.config import Dtype, LoraConfig, ModelConfig
 from groupwise.models.load import load_model
 from groupwise.models.lora import AdaptedModel, ExactLoraLinear, new_lora_config
 
@@ -167,10 +171,34 @@ def test_a_rounded_adapter_loses_small_changes_and_an_exact_one_does_not() -> No
             plain = forward(layer, inputs)
             with adapted.using("policy"):
                 changed = forward(layer, inputs)
-        return slope((changed - plain).flatten().tolist(), exact.flatten().tolist())
+        return slope_of((changed - plain).double(), exact.double())
 
     assert share(rounded) < 0.5
     assert 0.8 < share(ExactLoraLinear.forward) < 1.2
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft 0.21 asks
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_peft_rounds_as_a_rounded_adapter_does(dtype: Dtype) -> None:
+    """To the bit: a layer as TRL makes it, as its slope is measured, and as an arm learns with it."""
+    path, config = "model.layers.1.mlp.down_proj", ModelConfig(name="tiny")
+    adapted = AdaptedModel(load_model(config, dtype, "cpu"), new_lora_config(LoraConfig()))
+    adapted.add("policy", trainable=False, seed=0)
+    layer = adapted.layers[path]
+    down, up = layer.factors("policy")
+    up.data = torch.randn(up.shape, generator=torch.Generator().manual_seed(0)) / 10
+    theirs: Any = get_peft_model(load_model(config, dtype, "cpu"), new_lora_config(LoraConfig()))
+    made = theirs.get_base_model().get_submodule(path)
+    for factor, given in ((made.lora_A["default"], down), (made.lora_B["default"], up)):
+        assert factor.weight.dtype == torch.float32
+        factor.weight.data = given.data
+    base = cast("nn.Linear", layer.get_base_layer())
+    inputs = torch.randn(64, base.in_features).to(base.weight.dtype)
+    with torch.no_grad(), adapted.using("policy"):
+        wanted = made(inputs)
+        assert not torch.equal(wanted, base(inputs))
+        assert torch.equal(by_peft(base, inputs, adapted.low_rank("policy")[path]), wanted)
+        assert torch.equal(rounded(layer, inputs), wanted)
 
 
 def test_a_rounded_adapter_computes_what_an_exact_one_does_in_float32() -> None:

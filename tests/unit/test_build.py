@@ -1,20 +1,24 @@
 """Where ranks are expected, and what a sampler is told."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from groupwise import build, machine_layout
 from groupwise.config import load_config
+from groupwise.errors import OutOfMemoryError
+from groupwise.models import probes
 from groupwise.ranks import ahead
 from groupwise.sampler.torch_sampler import DecodeLayout
 
 
-def test_a_zygote_is_begun_early_only_where_it_will_be_needed(monkeypatch):
+def test_a_zygote_is_begun_early_only_where_it_will_be_needed(monkeypatch, tmp_path):
     begun = []
+    monkeypatch.setattr(build, "NVIDIA", tmp_path / "nvidiactl")
     monkeypatch.setattr(ahead, "begin", lambda: begun.append(True))
     monkeypatch.setattr(ahead, "give_up", begun.clear)
-    monkeypatch.setattr(machine_layout, "_cores", lambda: 2)
+    monkeypatch.setattr(machine_layout, "available_cores", lambda: 2)
 
     def expected(**sections) -> bool:
         with build.expected_ranks(load_config(sections).config):
@@ -23,11 +27,25 @@ def test_a_zygote_is_begun_early_only_where_it_will_be_needed(monkeypatch):
         return found
 
     large = {"name": "some/model"}
-    assert expected(model=large) == (not Path("/dev/nvidiactl").exists())
+    assert expected(model=large)
     assert not expected(model={"name": "tiny"})
     assert not expected(model=large, run={"processes": 1})
     assert not expected(model=large, run={"threads": 1})
     assert not expected(model=large, lora=None)
+    build.NVIDIA.touch()
+    assert not expected(model=large)
+
+
+def test_memory_of_all_processes_counts_what_they_share_once(monkeypatch):
+    monkeypatch.setattr(probes, "peak_memory", lambda device: 100)
+
+    def held(*ranks: tuple[int, int | None]) -> int | None:
+        told: Any = SimpleNamespace(call_all_now=lambda name: [*ranks])
+        return build.Closable(ranks=told).peak_memory("cpu")
+
+    assert build.Closable().peak_memory("cpu") == 100
+    assert held((50, 20), (40, 25)) == 100 + 30 + 15 + 25
+    assert held((50, 20), (40, None)) is None, "their sum would count the model several times"
 
 
 def test_a_sampler_is_told_of_its_engine(monkeypatch):
@@ -44,3 +62,17 @@ def test_a_sampler_is_told_of_its_engine(monkeypatch):
         given, more = made
         assert given == ("weights", "tokenizer", DecodeLayout(16, 64))
         assert more == {"enforce_eager": eager}
+
+
+def test_too_little_memory_for_the_model_is_explained(monkeypatch, tmp_path):
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setitem(build._MAKERS, "training", refuse)
+    config = load_config({"model": {"name": "tiny"}, "run": {"processes": 1}}).config
+    layout = machine_layout.choose_layout(config, 12)
+    with pytest.raises(OutOfMemoryError, match="while making the model ready"):
+        build.training_parts(config, layout, "r", tmp_path)
+    described = build._described("training", config, layout, run="r", folder="f")
+    with pytest.raises(OutOfMemoryError, match="while making the model ready"):
+        build.make_described(**described)

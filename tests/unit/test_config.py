@@ -459,6 +459,7 @@ def test_words_that_only_sound_like_secrets_are_fine() -> None:
         (["training.warmup_steps=5", "training.warmup_ratio=0.1"], "warmup_ratio is 0.1; give one"),
         (["rewards.in_process=true", "rewards.workers=2"], "in_process scores in one process"),
         (["rewards.in_process=true", "rewards.start_limit=5"], "in_process starts no worker"),
+        (["run.threads=2", "run.processes=4"], "processes is 4, but threads is 2"),
         (["sampler.slots=7"], "it must be a whole number (at least 8) or null."),
         (["eval.samples_per_prompt=4"], "temperature 0 gives the same completion each time"),
         (["eval.top_p=0.9"], "top_p is 0.9, which has no effect while temperature is 0"),

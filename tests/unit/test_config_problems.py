@@ -55,6 +55,7 @@ rollout.max_answer_length=5 eval.samples_per_prompt=4 eval.top_p=0.5 eval.min_p=
     "training.warmup_steps=5 training.warmup_ratio=0.1",
     "rewards.in_process=true rewards.workers=2",
     "rewards.in_process=true rewards.start_limit=5.0",
+    "run.threads=2 run.processes=4",
     OTHER_PRESET,
     *TWO_STAGE_AND,
 ]

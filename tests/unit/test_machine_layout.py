@@ -16,7 +16,7 @@ def test_whole_rollouts_have_room():
 
 def processes(monkeypatch, *, cores=4, size=10**9, device="cpu", **sections) -> int:
     """How many are chosen on such a machine, for a model of that size."""
-    monkeypatch.setattr(machine_layout, "_cores", lambda: cores)
+    monkeypatch.setattr(machine_layout, "available_cores", lambda: cores)
     monkeypatch.setattr("groupwise.models.plan.count_parameters", lambda _: size)
     monkeypatch.setattr("groupwise.models.machine.choose_device", lambda: device)
     monkeypatch.setattr("groupwise.models.machine.describe_processor", lambda device: device)
@@ -61,13 +61,31 @@ def test_what_is_asked_for_is_had_or_refused(monkeypatch):
 
 
 def test_threads_and_slots_are_divided(monkeypatch):
-    monkeypatch.setattr(machine_layout, "_cores", lambda: 5)
+    monkeypatch.setattr(machine_layout, "available_cores", lambda: 5)
     settings = {"training": {"prompts_per_step": 4, "num_generations": 8}, "run": {"processes": 2}}
     layout = machine_layout.choose_layout(
         load_config({"model": {"name": "tiny"}, **settings}).config, 12
     )
-    assert (layout.threads, layout.threads_each) == (5, 2)
+    assert (layout.threads, layout.threads_each, layout.all_threads) == (5, 2, 4)
     assert (layout.slots, layout.all_slots) == (16, 32)
+
+
+def laid_out(**run) -> machine_layout.Layout:
+    return machine_layout.choose_layout(
+        load_config({"model": {"name": "tiny"}, "run": run}).config, 12
+    )
+
+
+def test_more_threads_than_cores_are_recorded_and_warned_of(monkeypatch):
+    monkeypatch.setattr(machine_layout, "available_cores", lambda: 2)
+    crowded = laid_out(processes=64)
+    assert (crowded.threads, crowded.threads_each, crowded.all_threads) == (64, 1, 64)
+    said = machine_layout.crowding(crowded)
+    assert said is not None
+    assert said.startswith("64 threads of 64 processes compute on 2 cores")
+    assert "3 threads of 1 process " in str(machine_layout.crowding(laid_out(threads=3)))
+    for run in ({}, {"processes": 2}, {"threads": 2}, {"threads": 3, "processes": 2}):
+        assert machine_layout.crowding(laid_out(**run)) is None
 
 
 @pytest.mark.parametrize(
@@ -87,7 +105,7 @@ def test_a_gpu_has_slots_by_its_memory(monkeypatch, memory, rows, expected):
     monkeypatch.setattr("groupwise.models.machine.describe_processor", lambda device: device)
     monkeypatch.setattr("groupwise.models.load.has_bfloat16", lambda device: False)
     monkeypatch.setattr("groupwise.models.probes.gpu_memory", lambda device: memory)
-    monkeypatch.setattr("groupwise.models.plan._cache_per_token", lambda config: 1024)
+    monkeypatch.setattr("groupwise.models.footprint.cached_numbers", lambda sizes: 1024)
     training = {"prompts_per_step": rows[0], "num_generations": rows[1]}
     config = load_config({"model": {"name": "tiny"}, "training": training}).config
     layout = machine_layout.choose_layout(config, 512 - config.sampler.max_completion_length)
@@ -97,7 +115,7 @@ def test_a_gpu_has_slots_by_its_memory(monkeypatch, memory, rows, expected):
 
 
 def test_supervised_runs_have_processes_by_examples(monkeypatch):
-    monkeypatch.setattr(machine_layout, "_cores", lambda: 4)
+    monkeypatch.setattr(machine_layout, "available_cores", lambda: 4)
     monkeypatch.setattr("groupwise.models.plan.count_parameters", lambda _: 10**9)
     for examples, expected in ((1, 1), (4, 2), (16, 4)):
         given = {"model": {"name": "tiny"}, "training": {"examples_per_step": examples}}

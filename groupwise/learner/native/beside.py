@@ -28,12 +28,14 @@ class Attention(ABC):
     real_X: Tensor | None
     """Of the M · L places of the padded texts, those with a token; None where all have one."""
 
+    @property
+    @abstractmethod
+    def query_scale(self) -> float:
+        """What queries are multiplied with before they are given: the inverse root of their size, or 1 where scores are divided here."""
+
     @abstractmethod
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
-        """Write what the texts' queries [N, heads, D] find into their rows of `out` [N, heads · D].
-
-        Queries are divided by the root of their size.
-        """
+        """Write what the texts' queries [N, heads, D], times `query_scale`, find into their rows of `out` [N, heads · D]."""
 
     @abstractmethod
     def gradients(

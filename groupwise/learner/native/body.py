@@ -41,7 +41,7 @@ class Work:
     batch: FlatBatch
     rotations_N1C: Tensor
     query_rotations_N1C: Tensor
-    """Divided by the root of the heads' size, as scores are."""
+    """Times what attention wants queries to be multiplied with."""
     attention: Sequence[Attention]
     products: list[Product]
     recompute: bool
@@ -73,7 +73,7 @@ def residual_stream(
     rotations_N1C = model.rotations(torch.tensor(batch.positions, device=device))
     attention_of = piece_attention if device.type == "cpu" else fused_attention
     attention = attention_of(model.shape, batch.texts, device)
-    scaled_N1C = rotations_N1C * model.shape.head_size**-0.5
+    scaled_N1C = rotations_N1C * attention[0].query_scale
     work = Work(model, batch, rotations_N1C, scaled_N1C, attention, products, recompute)
     return _Body.apply(work, torch.is_grad_enabled(), *_factors(work.products, factors))  # pyright: ignore[reportReturnType]
 
@@ -134,7 +134,7 @@ def _forward(work: Work, number: int, residual_NH: Tensor) -> tuple[Tensor, Kept
 
 
 def _turned(work: Work, layer: Layer, qkv_NO: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries and keys at their positions in float32, queries divided by the root of their size, and values."""
+    """Queries and keys at their positions in float32, queries as attention wants them, and values."""
     model = work.model
     queries, keys, values = model.split(qkv_NO)
     return (

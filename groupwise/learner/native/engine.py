@@ -13,6 +13,7 @@ from groupwise.learner.native.body import residual_stream
 from groupwise.learner.native.head import token_numbers
 from groupwise.learner.native.layout import FlatBatch, cut
 from groupwise.learner.weights import TrainedWeights
+from groupwise.models.native.ready import ready_to_learn
 from groupwise.models.native.weights import NativeModel
 from groupwise.types import PolicyRole, Row
 
@@ -32,6 +33,7 @@ class NativeEngine:
         self._weights = weights
         self._packing = packing
         self._recompute = gradient_checkpointing
+        ready_to_learn(model)
 
     def cut(self, rows: Sequence[Row], max_tokens: int, *, gradient: bool) -> list[FlatBatch]:
         """See `Engine.cut`."""

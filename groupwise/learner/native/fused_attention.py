@@ -1,8 +1,9 @@
 """Attention by torch's fused kernels, for a GPU, where they keep scores on the chip.
 
 Queries are the last of the keys, so that their mask is the causal one of the lower right corner, which the kernels know without a
-matrix of it. Queries and keys are rounded to the number format of the values, as these kernels want them. The gradient is torch's, for
-which the forward pass is made again.
+matrix of it. Queries and keys are rounded to the number format of the values, as these kernels want them, and scores are divided by the
+root of the heads' size afterwards, as in the sampler: divided before, queries would be rounded otherwise, unless that root is a power
+of two. The gradient is torch's, for which the forward pass is made again.
 """
 
 from __future__ import annotations
@@ -23,6 +24,11 @@ class FusedAttention(Attention):
     """An `Attention` of all texts of a set at once."""
 
     __slots__ = ()
+
+    @property
+    def query_scale(self) -> float:
+        """See `Attention.query_scale`: nothing, because the kernels do it."""
+        return 1.0
 
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
         """See `Attention.forward`."""
@@ -75,6 +81,5 @@ def _found(queries_MHLD: Tensor, keys_MJCD: Tensor, values_MJCD: Tensor) -> Tens
         keys_MJCD,
         values_MJCD,
         attn_mask=causal_lower_right(queries_MHLD.shape[2], keys_MJCD.shape[2]),
-        scale=1.0,
         enable_gqa=queries_MHLD.shape[1] != keys_MJCD.shape[1],
     )

@@ -51,6 +51,11 @@ class PieceAttention(Attention):
     later_QX: Tensor
     """-inf where a key comes after the query, else 0; for the queries of a piece, and the keys from its first query on."""
 
+    @property
+    def query_scale(self) -> float:
+        """See `Attention.query_scale`: all of it, so that scores need no pass of their own."""
+        return self.shape.head_size**-0.5
+
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
         """See `Attention.forward`."""
         heads = self._heads(queries, keys, values)

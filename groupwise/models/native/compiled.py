@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 FORMATS = (torch.bfloat16, torch.float32)
-
 
 FEW = 64
 """So many rows are computed faster by one thread than torch can wake others."""
@@ -29,8 +28,18 @@ def refusal(dtype: torch.dtype) -> str | None:
     """Why the kernels cannot compute a model of this format on a processor; None where they can."""
     if dtype not in FORMATS:
         return f"{dtype} is computed on a GPU only".replace("torch.", "")
-    if importlib.util.find_spec("numba") is None:
-        return "numba is not installed (pip install numba)"
+    return _without_numba()
+
+
+@cache
+def _without_numba() -> str | None:
+    """Why there is no numba; None where it can be imported."""
+    try:
+        import numba  # noqa: F401 — asked for, not used
+    except Exception as error:  # noqa: BLE001 — beside another NumPy than it was made for, any may come
+        if isinstance(error, ModuleNotFoundError) and error.name == "numba":
+            return "numba is not installed (pip install numba)"
+        return f"numba cannot be imported: {error}"
     return None
 
 

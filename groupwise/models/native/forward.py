@@ -32,10 +32,10 @@ def residual_after_layers(
         qkv, output, gate_up, down = (
             linear.few if few else linear.many for linear in layer.products
         )
-        x_NH = model.normed(residual_NH, layer.attention_norm_H)
+        x_NH = model.normed(residual_NH, layer.attention_norm_H, few=few)
         residual_NH += output(attend(number, qkv(x_NH, lows[0])), lows[1])
-        x_NH = model.normed(residual_NH, layer.mlp_norm_H)
-        residual_NH += down(model.gated(gate_up(x_NH, lows[2])), lows[3])
+        x_NH = model.normed(residual_NH, layer.mlp_norm_H, few=few)
+        residual_NH += down(model.gated(gate_up(x_NH, lows[2]), few=few), lows[3])
     return residual_NH
 
 

@@ -4,8 +4,7 @@ a row.
 One call does what takes torch five to forty operations, whose fixed costs are most of a token's time beside the products. Every row is
 computed by itself, so its bits depend on no other row. Sums are float32; what is stored is rounded once.
 
-bfloat16 is handed over as uint16, the upper half of a float32. numba compiles a kernel anew when the file changed in which it stands,
-so functions that kernels share stand here, too.
+bfloat16 is handed over as uint16, the upper half of a float32.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from numba import types
 from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 
-from groupwise.models.native.compiled import STRETCH
+from groupwise.models.native.compiled import LANES, STRETCH
 from groupwise.models.native.jit import kernel
-from groupwise.models.native.vector_code import FLOATS, LANES, VectorCode
+from groupwise.models.native.vector_code import FLOATS, VectorCode
 
 Array = NDArray[Any]
 

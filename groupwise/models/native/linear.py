@@ -124,16 +124,23 @@ class Linear:
 
 @contextmanager
 def quick_float32(wanted: bool) -> Generator[None]:
-    """Let oneDNN compute float32 products, which is right where rounding to bfloat16 would do no harm, as in a model of bfloat16.
+    """Let oneDNN compute float32 products, on AMD's processors twice as fast as MKL does.
 
-    It computes them in float32 all the same, on processors that we know of, but on AMD's twice as fast as MKL does. Torch gives
-    products of up to 4,096 multiplications to MKL all the same, which may round otherwise.
+    It takes them when it is allowed to round to bfloat16, and is asked where it does not. Elsewhere nothing changes: the sampler's
+    scores are float32, and rounded ones would be the largest difference from them. Torch gives products of up to 4,096 multiplications
+    to MKL all the same, which may add up in another order.
     """
     products = cast("Any", torch.backends.mkldnn).matmul
     before = products.fp32_precision
-    if wanted:
+    if wanted and not _would_round():
         products.fp32_precision = "bf16"
     try:
         yield
     finally:
         products.fp32_precision = before
+
+
+def _would_round() -> bool:
+    """Whether oneDNN rounds float32 to bfloat16 where it may: it does by AMX, and other processors than x86 may have the like."""
+    found = torch.cpu.get_capabilities()
+    return found.get("architecture") != "x86_64" or bool(found.get("amx_bf16"))

@@ -17,6 +17,8 @@ from groupwise.models.native.threads import in_parts
 
 Array = NDArray[Any]
 
+ROWS = 8
+"""Few rows are computed in multiples of so many: tiles are made for that, and libraries may compute fewer with other last bits."""
 NOT_YET = np.empty((0, 0), np.float32)
 """What `products.product` is given for x Aᵀ where it is to compute that, too."""
 BLOCKS_OF_A_THREAD = 8
@@ -97,8 +99,6 @@ class Packed:
         return found_NO if whole else found_NO[:, : self._outputs].contiguous()
 
     def _padded(self, x_NI: Tensor) -> Tensor:
-        from groupwise.models.native.products import ROWS
-
         rows, inputs = x_NI.shape
         if not self._pairs:
             x_NI = x_NI.float()

@@ -1,7 +1,6 @@
 """LLVM code that numba cannot be brought to make: sums that stay in registers over a whole loop.
 
-Used by the kernels beside it. numba compiles anew what is in a file that changed: whoever changes this one must touch those, too
-(`make clean` does). Vectors have 16 numbers; processors with shorter ones take two or four for each.
+Used by the kernels beside it. Vectors have 16 numbers; processors with shorter ones take two or four for each.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from typing import Any, cast
 from llvmlite import ir
 from numba.core import cgutils
 
-LANES = 16
-"""Numbers of a vector."""
+from groupwise.models.native.compiled import LANES
+
 BYTE, HALF, INT, LONG = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 FLOATS = ir.VectorType(ir.FloatType(), LANES)
 WORDS = ir.VectorType(INT, LANES)

@@ -12,6 +12,7 @@ is one complex product. Scores do not change, because both are permuted alike.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -30,6 +31,13 @@ logger = logging.getLogger(__name__)
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary positions whose frequencies do not depend on the length of the text."""
+PRODUCTS = {
+    "qkv": ("self_attn", ("q_proj", "k_proj", "v_proj")),
+    "output": ("self_attn", ("o_proj",)),
+    "gate_up": ("mlp", ("gate_proj", "up_proj")),
+    "down": ("mlp", ("down_proj",)),
+}
+"""Of each product of a layer, where transformers keeps its matrices, which stand above each other in it."""
 
 _made: WeakKeyDictionary[PreTrainedModel, NativeModel | None] = WeakKeyDictionary()
 
@@ -103,7 +111,7 @@ class NativeModel:
         self.dtype = model.dtype
         self.device = model.device
         self.compiled = self.device.type == "cpu"
-        """Whether kernels of our own compute what stands between products."""
+        """Whether kernels of our own may compute what stands between products."""
         self.embedding_VH = cast("Tensor", model.get_input_embeddings().weight)
         self.layers = [
             self._layer(f"{_body_path(model)}.layers.{index}", layer)
@@ -117,7 +125,11 @@ class NativeModel:
         self._frequencies_C = body.rotary_emb.inv_freq.detach().float().clone()
         self._magnitude = float(body.rotary_emb.attention_scaling)
         self.shift = 0.0
-        self._shift_head(self._probe_logits(model if check else None))
+        rounded = self.dtype != torch.float32
+        if check or rounded:  # else nothing depends on what it computes
+            logits_NV = self._probe_logits(model if check else None)
+            if rounded:
+                self._shift_head(logits_NV)
 
     def pack(self) -> None:
         """Order all weights for decoding, on a processor, where they are not ordered yet."""
@@ -141,23 +153,23 @@ class NativeModel:
         """The residual stream [N, H] before the first layer, in float32."""
         return F.embedding(ids_N, self.embedding_VH).float()
 
-    def normed(self, x_NH: Tensor, weight_H: Tensor) -> Tensor:
-        """The root-mean-square norm of the residual stream, in the model's number format."""
+    def normed(self, x_NH: Tensor, weight_H: Tensor, *, few: bool = False) -> Tensor:
+        """The root-mean-square norm of the residual stream, in the model's number format; `few` where `Linear.few` comes next."""
         shape = self.shape
-        if self.compiled and compiled.suits(x_NH):
+        if self._by_kernels(x_NH, few=few):
             return compiled.normed(x_NH, weight_H, shape.epsilon, self.dtype)
         return F.rms_norm(x_NH, (shape.hidden,), weight_H, shape.epsilon).to(self.dtype)
 
-    def gated(self, gate_up_N2F: Tensor) -> Tensor:
-        """`silu(gate) · up`, [N, F], computed in float32 and rounded once."""
-        if self.compiled and compiled.suits(gate_up_N2F):
+    def gated(self, gate_up_N2F: Tensor, *, few: bool = False) -> Tensor:
+        """`silu(gate) · up`, [N, F], computed in float32 and rounded once; `few` as in `normed`."""
+        if self._by_kernels(gate_up_N2F, few=few):
             return compiled.gated(gate_up_N2F, self.dtype)
         gate_NF, up_NF = gate_up_N2F.float().chunk(2, dim=-1)
         return (F.silu(gate_NF) * up_NF).to(self.dtype)
 
     def logits(self, residual_NH: Tensor) -> Tensor:
         """Of a few rows [N, V], lower than the model's by `shift`, in the model's number format or float32."""
-        return self.head.few(self.normed(residual_NH, self.norm_H))
+        return self.head.few(self.normed(residual_NH, self.norm_H, few=True))
 
     def turned(self, heads_NJD: Tensor, norm_D: Tensor | None, rotations_N1C: Tensor) -> Tensor:
         """Queries or keys after their norm and at their positions, in float32."""
@@ -187,25 +199,31 @@ class NativeModel:
             heads_NJD.split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1),
         )
 
+    def _by_kernels(self, x: Tensor, *, few: bool) -> bool:
+        """Whether kernels of our own compute what stands between products.
+
+        While decoding they do for any number of rows: torch may give a row other last bits, and would, whenever others join it.
+        """
+        return (few and self.packed) or (self.compiled and compiled.suits(x))
+
     def _layer(self, path: str, layer: Any) -> Layer:
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
         order_D = _interleaved(self.shape.head_size, self.device)
         return Layer(
             attention_norm_H=layer.input_layernorm.weight.detach().float(),
-            qkv=self._fused(path, attention, "self_attn", ("q_proj", "k_proj", "v_proj"), turned=2),
+            qkv=self._fused(path, layer, "qkv", turned=2),
             query_norm_D=_head_norm(attention, "q_norm", order_D),
             key_norm_D=_head_norm(attention, "k_norm", order_D),
-            output=self._fused(path, attention, "self_attn", ("o_proj",)),
+            output=self._fused(path, layer, "output"),
             mlp_norm_H=layer.post_attention_layernorm.weight.detach().float(),
-            gate_up=self._fused(path, mlp, "mlp", ("gate_proj", "up_proj")),
-            down=self._fused(path, mlp, "mlp", ("down_proj",)),
+            gate_up=self._fused(path, layer, "gate_up"),
+            down=self._fused(path, layer, "down"),
         )
 
-    def _fused(
-        self, path: str, owner: Any, name: str, children: tuple[str, ...], turned: int = 0
-    ) -> Linear:
-        """One product of several layers; the first `turned` of them have their rows interleaved within each head."""
-        modules = [_plain(getattr(owner, child)) for child in children]
+    def _fused(self, path: str, layer: Any, product: str, turned: int = 0) -> Linear:
+        """One of `PRODUCTS`; the first `turned` of its matrices have their rows interleaved within each head."""
+        name, children = PRODUCTS[product]
+        modules = [_plain(getattr(getattr(layer, name), child)) for child in children]
         orders = [
             self._row_order(module.out_features) if number < turned else None
             for number, module in enumerate(modules)
@@ -255,7 +273,7 @@ class NativeModel:
 
         Log-probabilities do not see it, but the noise in them falls by a third.
         """
-        if self.dtype == torch.float32 or not logits_NV.isfinite().all():
+        if not logits_NV.isfinite().all():
             return
         self.shift = float((SHARE_OF_PEAK * logits_NV.amax(-1).mean()).to(self.dtype))
         head = self.head
@@ -307,7 +325,29 @@ def refusal(model: PreTrainedModel) -> str | None:
         return "an adapter changes its head"
     if isinstance(model.get_input_embeddings(), BaseTunerLayer):
         return "an adapter changes its embeddings"
+    return _unreadable(model)
+
+
+def _unreadable(model: PreTrainedModel) -> str | None:
+    """Why one of its layers is no matrix in the model's number format, as layers of quantised models are not; None where all are."""
+    for name, module in _matrices(model):
+        if type(module) not in (nn.Linear, nn.Embedding):
+            return f"{name} is a {type(module).__name__}, whose weights are no plain matrix"
+        if module.weight.dtype != model.dtype:
+            kept = f"{name} is kept in {module.weight.dtype}, the model in {model.dtype}"
+            return kept.replace("torch.", "")
     return None
+
+
+def _matrices(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+    """What holds the weights of all products and of the embeddings, below an adapter, each with a name for people."""
+    body: Any = model.get_decoder()
+    for number, layer in enumerate(body.layers):
+        for owner, children in PRODUCTS.values():
+            for child in children:
+                yield f"{child} of layer {number}", _plain(getattr(getattr(layer, owner), child))
+    yield "its head", model.get_output_embeddings()
+    yield "its table of embeddings", model.get_input_embeddings()
 
 
 def _head_size(config: Any) -> int:

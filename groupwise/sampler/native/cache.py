@@ -14,13 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from groupwise.models.footprint import grown
 from groupwise.models.native.compiled import LANES, STRETCH, multiple
+from groupwise.models.native.packed import ROWS
 from groupwise.models.native.weights import NativeModel
 from groupwise.sampler.engine import Prompt, Row
-from groupwise.sampler.native.prefill import ROWS
-
-GROWTH = 64
-"""The cache of own keys grows by multiples of so many tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,9 +78,7 @@ class OwnCache:
         if rows <= self.rows and length <= self.length:
             return
         rows = max(self.rows, multiple(rows, ROWS))
-        if length > self.length:  # by half, because growing copies everything
-            length = multiple(max(length, self.length * 3 // 2), GROWTH)
-        length = max(self.length, length)
+        length = grown(self.length, length) if length > self.length else self.length
         layers, used, blocks, size, _ = self.keys_LBKDS.shape
         heads = rows * self._kv_heads
         keys = self.keys_LBKDS.new_zeros(layers, heads, length // STRETCH, size, STRETCH)

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from groupwise.models.native.forward import Adapter, residual_after_layers
+from groupwise.models.native.packed import ROWS
+from groupwise.models.native.ready import ready_to_decode
 from groupwise.models.native.weights import NativeModel
 from groupwise.sampler.engine import Prompt, Row
 from groupwise.sampler.native.cache import (
@@ -26,7 +28,7 @@ from groupwise.sampler.native.cache import (
     with_room,
 )
 from groupwise.sampler.native.compiled_attention import CompiledAttention
-from groupwise.sampler.native.prefill import ROWS, prefilled
+from groupwise.sampler.native.prefill import prefilled
 from groupwise.sampler.weights import ServedWeights
 
 
@@ -41,6 +43,7 @@ class NativeEngine:
         self._several: Adapter | None = None
         self._few: Adapter | None = None
         self.refresh()
+        ready_to_decode(self._model)
 
     def prefill(self, ids: Sequence[int]) -> Prompt:
         """See `Engine.prefill`."""

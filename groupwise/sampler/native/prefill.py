@@ -9,10 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from groupwise.models.native.forward import Adapter, residual_after_layers, text_attention
+from groupwise.models.native.packed import ROWS
 from groupwise.models.native.weights import NativeModel
-
-ROWS = 8
-"""Rows are computed in multiples of so many: products of fewer may take another path, with other last bits."""
 
 Keep = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Given keys, in float32, and values [P, J, D] of one layer, what an engine keeps of them."""

@@ -27,10 +27,11 @@ def plainly(compute: Compute) -> Compute:
 def cuda_graphs() -> Record:
     """Recordings that share one pool of memory as long as one of them lives; one at a time is replayed."""
     living: WeakSet[torch.cuda.CUDAGraph] = WeakSet()
+    # One for all: libraries reserve memory for each stream at its first use, cuBLAS 32 MiB, and never give it back.
+    apart = torch.cuda.Stream()
 
     def record(compute: Compute) -> Compute:
-        # Before it is recorded it is done once, apart: libraries reserve their memory at the first use.
-        apart = torch.cuda.Stream()
+        # Before it is recorded it is done once, so that what is reserved at the first use is no part of the recording.
         apart.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(apart):
             compute()
@@ -39,7 +40,7 @@ def cuda_graphs() -> Record:
         shared = next(iter(living), None)
         pool = None if shared is None else shared.pool()
         # What other threads do meanwhile, such as freeing memory, is no part of it and forbidden to nobody.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=apart, capture_error_mode="thread_local"):
             result = compute()
         living.add(graph)
 

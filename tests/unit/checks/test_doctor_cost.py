@@ -150,6 +150,12 @@ def test_more_memory_than_was_planned_is_a_warning(held, level):
     assert peak(1600.0, held * MIB).level == level
 
 
+def test_memory_that_nobody_tells_is_not_made_up():
+    said = peak(1600.0, None)
+    assert (said.level, said.data["peak_mib"]) == ("skipped", None)
+    assert "the plan for a whole step is 1,600 MiB" in said.measured
+
+
 @pytest.mark.parametrize(
     ("seconds", "shown"),
     [(0.44, "0.4 s"), (11.6, "12 s"), (150, "2 min"), (9000, "2.5 h")],

@@ -24,7 +24,12 @@ def test_a_missing_library_is_a_problem():
     [(2, 2, 0.1, "ok"), (1, 4, 1.9, "ok"), (3, 2, 0.0, "warning"), (2, 2, 1.5, "warning")],
 )
 def test_more_threads_than_cores_and_busy_cores_are_warned_of(threads, cores, load, level):
-    assert machine.cores(threads, cores, load).level == level
+    assert machine.cores(threads, 1, cores, load).level == level
+
+
+def test_too_many_threads_have_a_remedy_that_a_config_may_have():
+    assert machine.cores(6, 2, 2, 0.0).remedy == "run.threads=2"
+    assert machine.cores(64, 64, 2, 0.0).remedy == "run.threads=2 run.processes=2"
 
 
 def test_emulated_bfloat16_is_warned_of():

@@ -233,6 +233,17 @@ def test_a_bug_shows_its_traceback(rl: Verb, capsys: pytest.CaptureFixture[str])
     assert json.loads(shown.out)["error"]["code"] == "bug"
 
 
+def test_want_of_memory_is_no_bug(rl: Verb, capsys: pytest.CaptureFixture[str]) -> None:
+    rl.error = RuntimeError(
+        "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
+    )
+    assert main(["rl", "-c", "c", "-t", "t", "--json"]) == 1
+    shown = capsys.readouterr()
+    assert "Traceback" not in shown.err
+    assert "training.max_tokens_per_microbatch" in shown.err
+    assert json.loads(shown.out)["error"]["code"] == "out_of_memory"
+
+
 @pytest.mark.parametrize(
     ("interrupt", "code", "told"),
     [

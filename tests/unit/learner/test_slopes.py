@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from groupwise.learner import slopes
 from groupwise.learner.native.product import Product
-from groupwise.learner.slopes import trained_slopes
+from groupwise.learner.slopes import native_ways, slope, trained_slopes
 from groupwise.learner.weights import TrainedAdapter, TrainedModel
-from groupwise.models.config import LoraConfig
+from groupwise.models.config import LoraConfig, ModelConfig
+from groupwise.models.load import load_model
 from groupwise.models.lora import AdaptedModel, ExactLoraLinear, new_lora_config
-from groupwise.models.native.linear import Linear
-from groupwise.models.native.weights import native_model
+from groupwise.models.native.linear import Factors, Linear
+from groupwise.models.native.weights import NativeModel, native_model
 from groupwise.models.tiny import tiny_model
+from groupwise.models.tokenizer import load_tokenizer
 
+ROOT = Path(__file__).resolve().parents[3]
 KINDS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
@@ -32,13 +38,81 @@ def trained(dtype: torch.dtype, **settings: Any) -> TrainedAdapter:
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 @pytest.mark.parametrize(
-    ("dtype", "rate"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-4), (torch.bfloat16, 1e-6)]
+    ("dtype", "rate", "tokens"),
+    [
+        (torch.float32, 1e-6, 1 << 10),
+        (torch.bfloat16, 1e-6, 1 << 15),
+        (torch.bfloat16, 1e-5, 1 << 13),
+        (torch.bfloat16, 1e-4, 1 << 13),
+    ],
 )
-def test_every_way_lets_small_steps_through(dtype: torch.dtype, rate: float, dropout: float):
-    """With dropout, the learner computes with modules."""
-    slopes = trained_slopes(trained(dtype, dropout=dropout), rate)
-    assert {slope.layer.rpartition(".")[2] for slope in slopes} == KINDS
-    assert all(0.9 < slope.value < 1.1 for slope in slopes)
+def test_every_way_lets_small_steps_through(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rate: float, tokens: int, dropout: float
+):
+    """With dropout, the learner computes with modules. Layers are narrow here, so that it takes more tokens to be sure to 1 %."""
+    monkeypatch.setattr(slopes, "TOKENS", tokens)
+    found = trained_slopes(trained(dtype, dropout=dropout), rate)
+    assert {each.layer.rpartition(".")[2] for each in found} == KINDS
+    assert all(0.95 < each.value < 1.05 for each in found), found
+
+
+REAL = (
+    "model.layers.9.self_attn.q_proj",
+    "model.layers.6.mlp.gate_proj",
+    "model.layers.9.mlp.down_proj",
+)
+LAYERS = 10
+UPDATES = 10
+FEW = 256
+"""Tokens for the sampler, whose products are not rounded at all, so that they have no noise."""
+
+
+@pytest.fixture(scope="module")
+def real() -> tuple[NativeModel, dict[str, torch.Tensor], dict[str, Factors]]:
+    """The first layers of the bundled model, what they read while the model reads a text, and a fresh adapter of theirs."""
+    config = ModelConfig(name="smollm2-135m-instruct")
+    ids = load_tokenizer(config)((ROOT / "LICENSE").read_text())["input_ids"][:1024]
+    model: Any = load_model(config, "bfloat16")
+    del model.model.layers[LAYERS:]
+    adapted = AdaptedModel(model, new_lora_config(LoraConfig(r=16, alpha=32)))
+    adapted.add("policy", trainable=False, seed=0)
+    native = native_model(model)
+    assert native is not None
+    inputs: dict[str, torch.Tensor] = {}
+    for path in REAL:
+        adapted.layers[path].register_forward_hook(
+            lambda _module, given, _output, path=path: inputs.update({path: given[0][0]})
+        )
+    with torch.no_grad():
+        model(input_ids=torch.tensor([ids]), use_cache=False)
+    for linear in native.products:
+        if any(part.path in REAL for part in linear.parts):
+            linear.pack()
+    return native, inputs, adapted.low_rank("policy")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rate", "scales"), [(1e-6, 8), (1e-5, 1), (1e-4, 1)])
+def test_real_layers_let_the_change_of_ten_updates_through(real: Any, rate: float, scales: int):
+    """In the products of both engines.
+
+    Ten updates in one direction move every entry of B by ten times the rate. Whether an output moves then is nearly chance, so that
+    the smallest rate needs more rows: those of the text at several scales. Noise is 1 % with so many.
+    """
+    native, inputs, adapter = real
+    generator = torch.Generator().manual_seed(0)
+    for path in REAL:
+        x_NI = torch.cat([inputs[path] * 2 ** (-number / scales) for number in range(scales)])
+        before = adapter[path]
+        signs = torch.randn(before.up_OR.shape, generator=generator).sign()
+        after = replace(before, up_OR=UPDATES * rate * signs)
+        with torch.no_grad():
+            ways = native_ways(native, path)
+            found = {
+                "sampler": slope(ways["sampler"], x_NI[:FEW], before, after),
+                "learner": slope(ways["learner"], x_NI, before, after),
+            }
+        assert all(abs(each - 1) < 0.05 for each in found.values()), (path, found)
 
 
 def by_module(layer: ExactLoraLinear, x: torch.Tensor) -> torch.Tensor:
@@ -82,8 +156,8 @@ def test_what_rounds_first_is_seen(
 ):
     weights = trained(torch.bfloat16, dropout=dropout)
     monkeypatch.setattr(owner, name, computed)
-    slopes = trained_slopes(weights, 1e-5)
-    assert {slope.layer.rpartition(".")[2] for slope in slopes if slope.value < 0.5} == KINDS
+    found = trained_slopes(weights, 1e-5)
+    assert {each.layer.rpartition(".")[2] for each in found if each.value < 0.5} == KINDS
 
 
 def test_the_adapter_is_left_as_it_was():

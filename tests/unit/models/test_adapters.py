@@ -134,7 +134,7 @@ def test_tensors_are_held_against_the_model(adapter, no_loading):
 
 
 def test_the_plan_counts_the_adapter_that_is_given(adapter, no_loading):
-    sizes = {"dtype": "float32", "slots": 8, "key_length": 64, "microbatch": 64, "device": "cpu"}
+    sizes = {"dtype": "float32", "decoding": None, "microbatch": 64, "device": "cpu"}
     planned = plan.plan_model(starting(adapter), LoraConfig(), **sizes, needs_reference=False)
     expected = sum(tensor.numel() for tensor in load_file(adapter / WEIGHTS).values())
     assert (

@@ -1,7 +1,6 @@
 """Names of models: what they mean, and what is said when nothing is there."""
 
 import json
-import shutil
 import socket
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 
-from groupwise.errors import ModelError
+from groupwise.errors import ModelError, OutOfMemoryError
+from groupwise.models import load
 from groupwise.models import tokenizer as tokenizers
 from groupwise.models.bundled import BUNDLED
 from groupwise.models.config import ModelConfig
 from groupwise.models.files import FULL_WEIGHTS
 from groupwise.models.load import choose_dtype, load_model, stop_token_ids
-from groupwise.models.plan import plan_model, prompt_room
 from groupwise.models.tiny import tiny_model, tiny_tokenizer, write_tiny_model
 from groupwise.models.tokenizer import load_tokenizer, resolve
 
@@ -216,6 +215,15 @@ def test_a_model_is_loaded_frozen_and_in_the_number_format_asked_for(folder):
     assert not any(module.training for module in model.modules())
 
 
+def test_a_model_that_finds_no_memory_is_not_called_damaged(folder, monkeypatch):
+    def refuse(*_: Any, **__: Any) -> Any:
+        return torch.empty(1 << 60, dtype=torch.uint8)
+
+    monkeypatch.setattr(load.AutoModelForCausalLM, "from_pretrained", refuse)
+    with pytest.raises(OutOfMemoryError, match="while loading the model"):
+        load_model(named(folder), "float32")
+
+
 def test_the_number_format_suits_what_is_trained():
     assert choose_dtype(named("x"), full=True, device="cpu") == "float32"
     assert choose_dtype(named("x", dtype="float32"), full=False, device="cpu") == "float32"
@@ -234,48 +242,3 @@ def test_stop_tokens_of_all_three_owners_count():
     model.config.eos_token_id = None
     model.generation_config = None
     assert stop_token_ids(model, tokenizer) == (1,)
-
-
-def test_room_for_prompts_and_sizes_are_told_without_weights(folder):
-    shutil.copy(folder / "config.json", folder.parent / "config.json")
-    bare = named(folder.parent)
-    assert prompt_room(bare, 48) == 2000
-    assert prompt_room(named(folder.parent, max_seq_length=100), 48) == 52
-    sizes = plan_model(
-        bare,
-        None,
-        dtype="float32",
-        slots=8,
-        key_length=64,
-        microbatch=100,
-        needs_reference=True,
-        device="cpu",
-    )
-    assert sizes.memory.process == 600 < sizes.memory.total
-    assert sizes.parameters == sizes.trained_parameters
-    assert sizes.parameters == sum(p.numel() for p in tiny_model().parameters())
-    assert sizes.memory.reference == sizes.memory.weights
-
-
-def test_gradient_checkpointing_keeps_the_inputs_of_layers_and_one_layer_at_a_time(folder):
-    shutil.copy(folder / "config.json", folder.parent / "config.json")
-    described = tiny_model().config
-    hidden, layers = described.hidden_size, described.num_hidden_layers
-    of_a_layer = 12 * hidden + 4 * described.intermediate_size
-
-    def activations(checkpointing: bool) -> float:
-        sizes = plan_model(
-            named(folder.parent),
-            None,
-            dtype="float32",
-            slots=8,
-            key_length=64,
-            microbatch=100,
-            needs_reference=False,
-            device="cpu",
-            gradient_checkpointing=checkpointing,
-        )
-        return sizes.memory.activations * 2**20 / (100 * 4)
-
-    assert activations(False) == pytest.approx(layers * of_a_layer)
-    assert activations(True) == pytest.approx(layers * hidden + of_a_layer)

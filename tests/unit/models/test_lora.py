@@ -62,8 +62,8 @@ def saved(model: AdaptedModel, folder, name="policy"):
 # Small changes on a base in bfloat16
 
 
-@pytest.mark.parametrize("learning_rate", [1e-5, 1e-6])
-def test_a_small_change_acts_in_full_on_a_rounded_base(learning_rate):
+@pytest.mark.parametrize(("learning_rate", "of_peft"), [(1e-4, 0.6), (1e-5, 0.1), (1e-6, 0.1)])
+def test_a_small_change_acts_in_full_on_a_rounded_base(learning_rate, of_peft):
     """After one AdamW step every entry of B is ± the learning rate. How much of that reaches the layer's output?"""
     config = new_lora_config(LoraConfig(r=16, alpha=32, target_modules=("q_proj",)))
     model = AdaptedModel(tiny_model(hidden_size=256, layers=1, heads=4).bfloat16(), config)
@@ -75,7 +75,7 @@ def test_a_small_change_acts_in_full_on_a_rounded_base(learning_rate):
     with torch.no_grad():
         up.copy_(learning_rate * torch.sign(torch.randn(up.shape, generator=generator)))
         base.copy_(torch.randn(base.shape, generator=generator) / 16)
-        inputs = torch.randn(4096, 256, generator=generator).bfloat16()
+        inputs = torch.randn(1 << 15, 256, generator=generator).bfloat16()
         exact = 2.0 * (inputs.double() @ down.double().t()) @ up.double().t()
 
     def slope(changed, unchanged) -> float:
@@ -89,8 +89,8 @@ def test_a_small_change_acts_in_full_on_a_rounded_base(learning_rate):
             ours = slope(layer(inputs), before)
             theirs = slope(PeftLinear.forward(layer, inputs), before)
     assert before.dtype == torch.bfloat16
-    assert 0.9 < ours < 1.1
-    assert theirs < 0.1, "the comparison has lost its point: peft adds before rounding now"
+    assert 0.95 < ours < 1.05
+    assert theirs < of_peft, "the comparison has lost its point: peft adds before rounding now"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -69,6 +69,17 @@ def test_what_is_wrong_is_said_in_the_same_words(begun):
     assert str(asked.value) == str(own.value)
 
 
+def test_it_sees_the_gpus_that_this_process_sees(monkeypatch):
+    fork_zygotes(monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    ahead.begin()
+    asked, other = ahead.take(), ahead.take()
+    seen = [each.ask("os:getenv", "CUDA_VISIBLE_DEVICES") for each in (asked, other)]
+    asked.close()
+    other.close()
+    assert seen == ["0", ""], "the other one was not begun to be asked"
+
+
 def test_there_is_one_zygote_at_most_and_it_is_taken_once(begun):
     ahead.begin()
     ahead.choose_device()

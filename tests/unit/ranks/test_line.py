@@ -50,6 +50,17 @@ def test_sockets_come_with_their_message(ends):
         each.close()
 
 
+def test_more_sockets_than_the_kernel_hands_over_at_once_come_too(ends):
+    ours, theirs = ends
+    here, there = socket.socketpair()
+    ours.send(Answered(1, "with many"), [there] * 300)
+    assert theirs.receive().value == "with many"
+    handed = theirs.taken_over()
+    assert len(handed) == 300
+    for each in (here, there, *handed):
+        each.close()
+
+
 def test_the_end_is_noticed(ends):
     ours, theirs = ends
     ours.end()

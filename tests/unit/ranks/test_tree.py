@@ -4,8 +4,10 @@
 2. What fails in the factory fails in the main process in the same words.
 3. Before it is told what to make, the zygote answers questions.
 4. Whatever ends one process ends all, and fails every call with the reason; nothing hangs.
-5. The end of the main process is the end of all, whatever they are doing.
-6. Nothing is left after `close`.
+5. So does what cannot be read; what a handler of the log raises ends nothing.
+6. The end of the main process is the end of all, whatever they are doing.
+7. Nothing is left after `close`.
+8. What is made sees no GPU; a zygote that may be asked about GPUs sees those that the main process does.
 """
 
 import asyncio
@@ -109,6 +111,57 @@ async def test_what_the_ranks_log_is_told_once(caplog):
     ]
 
 
+def mistaken(record):
+    raise ValueError("a mistake of the user's")
+
+
+@pytest.mark.parametrize("place", ["handler", "filter"])
+def test_what_a_handler_of_the_log_raises_is_told_and_ends_nothing(place, monkeypatch, capsys):
+    log, handler = logging.getLogger("groupwise.toys"), logging.Handler()
+    handler.emit = mistaken
+    if place == "handler":
+        monkeypatch.setattr(log, "handlers", [handler])
+    else:
+        monkeypatch.setattr(log, "filters", [mistaken])
+    ranks = started()
+    assert ranks.call_all_now("add", 1) == [1, 1]
+    ranks.close()
+    assert "a mistake of the user's" in capsys.readouterr().err
+
+
+async def test_what_cannot_be_read_ends_all(own):
+    waiting = asyncio.create_task(own.call(0, "wait"))
+    await own.call(0, "add", 1)
+    unread = r"cannot be taken(.|\n)*No module named 'known_here_alone'(.|\n)*--resume"
+    with pytest.raises(RunError, match=unread):
+        await own.call(1, "unreadable_error")
+    for call in (waiting, own.call(0, "add", 1)):
+        with pytest.raises(RunError, match=unread):
+            await call
+    assert all_gone((own.zygote, *own.processes))
+    with pytest.raises(ProcessLookupError):
+        os.kill(own.zygote, 0)  # it was reaped, too
+
+
+def test_what_is_made_sees_no_gpu(monkeypatch):
+    for there in ("0,1", ""):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", there)
+        for sees_gpus in (True, False):
+            ranks = Ranks(sees_gpus=sees_gpus)
+            ranks.begin()
+            seen = ranks.ask("os:getenv", "CUDA_VISIBLE_DEVICES")
+            assert seen == (there if sees_gpus else "")
+            ranks.make_now(FACTORY, {}, 1)
+            assert ranks.call_all_now("environment", "CUDA_VISIBLE_DEVICES") == [""]
+            ranks.close()
+
+
+def test_processes_that_cannot_be_started(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with pytest.raises(RunError, match=r"cannot be started: .*No such file"):
+        started()
+
+
 def test_a_factory_fails_in_its_own_words():
     with pytest.raises(ConfigError) as raised:
         started(error="run.processes is odd")
@@ -125,7 +178,7 @@ async def test_the_end_of_one_is_the_end_of_all(own, victim):
     os.kill(own.zygote if victim == "zygote" else own.processes[victim], signal.SIGKILL)
     who = "process that holds the model" if victim == "zygote" else f"worker {victim + 1} of 2"
     for call in calls:
-        with pytest.raises(RunError, match=rf"{who} ended: SIGKILL(.|\n)*--resume"):
+        with pytest.raises(RunError, match=rf"{who} ended: SIGKILL.*sampler\.slots(.|\n)*--resume"):
             await call
     with pytest.raises(RunError, match=who):
         await own.call(0, "add", 1)
@@ -138,7 +191,7 @@ async def test_a_rank_that_computes_is_noticed_and_ended(own):
     stuck = asyncio.create_task(own.call(0, "stuck"))
     await own.call(1, "add")
     os.kill(own.processes[1], signal.SIGTERM)
-    with pytest.raises(RunError, match="2 of 2 ended: SIGTERM"):
+    with pytest.raises(RunError, match=r"2 of 2 ended: SIGTERM\. A run goes on"):
         await stuck
     assert all_gone(own.processes)
 

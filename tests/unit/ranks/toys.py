@@ -3,8 +3,10 @@
 import asyncio
 import logging
 import os
+import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 from groupwise.errors import ConfigError
 
@@ -54,6 +56,15 @@ class Toy:
 
     def unsendable(self):
         return lambda: 0
+
+    def unreadable_error(self):
+        module = sys.modules["known_here_alone"] = ModuleType("known_here_alone")
+        error = type("Odd", (Exception,), {"__module__": module.__name__})
+        vars(module)["Odd"] = error
+        raise error("odd")
+
+    def environment(self, name):
+        return os.environ.get(name)
 
     def lone_error(self):
         class Odd(Exception):

@@ -13,6 +13,7 @@ from groupwise import build, machine_layout
 from groupwise.algorithms.registry import make
 from groupwise.config import load_config
 from groupwise.errors import ModelError
+from groupwise.learner import slopes
 from groupwise.learner.slopes import trained_slopes
 from groupwise.learner.torch_learner import TorchLearner
 from groupwise.learner.weights import TrainedAdapter, TrainedModel
@@ -119,8 +120,10 @@ def test_tied_embeddings_stay_tied_and_are_published_once(tmp_path):
             assert head.weight is model.get_input_embeddings().weight
 
 
-@pytest.mark.parametrize("rate", [1e-6, 1e-5])
-def test_a_small_step_on_a_rounded_base_acts_in_learner_and_sampler(tmp_path, rate):
+@pytest.mark.parametrize(("rate", "tokens"), [(1e-6, 1 << 15), (1e-5, 1 << 13), (1e-4, 1 << 13)])
+def test_a_small_step_on_a_rounded_base_acts_in_learner_and_sampler(
+    tmp_path, monkeypatch, rate, tokens
+):
     """The factors are float32 on both sides, and both compute with products that add before they round."""
     base: Any = tiny_model(hidden_size=64)
     model = AdaptedModel(base.to(torch.bfloat16), new_lora_config(LoraConfig(r=16, alpha=32)))
@@ -133,4 +136,5 @@ def test_a_small_step_on_a_rounded_base_acts_in_learner_and_sampler(tmp_path, ra
         if ".lora_B." in name:
             moved = (value - before[name]).abs().max()
             assert float(moved) == pytest.approx(rate, rel=1e-3)
-    assert all(0.9 < each.value < 1.1 for each in trained_slopes(trained, rate))
+    monkeypatch.setattr(slopes, "TOKENS", tokens)  # so many for narrow layers: noise is 1 %
+    assert all(0.95 < each.value < 1.05 for each in trained_slopes(trained, rate))

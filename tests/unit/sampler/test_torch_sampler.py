@@ -11,7 +11,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, MistralConfig
 
-from groupwise.errors import NonFiniteError, RunError
+from groupwise.errors import NonFiniteError, OutOfMemoryError, RunError
 from groupwise.learner.torch_learner import TorchLearner
 from groupwise.learner.weights import TrainedModel
 from groupwise.models.native.weights import NativeModel
@@ -29,7 +31,7 @@ from groupwise.models.tiny import tiny_model, tiny_tokenizer
 from groupwise.sampler.restrict import truncated
 from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler, _drawn
 from groupwise.sampler.weights import ServedModel
-from groupwise.types import GroupRequest, SamplingParams
+from groupwise.types import GroupRequest, Policy, SamplingParams
 
 TOKENIZER: Any = tiny_tokenizer()
 EOS = 1
@@ -188,6 +190,28 @@ async def test_every_slot_is_refilled(make_sampler):
         *(sampler.generate(request(draw, 7, max_tokens=6)) for draw in range(9))
     )
     assert sum(len(group) for group in found) == 63
+
+
+@BOTH_ENGINES
+async def test_what_was_kept_of_a_prompt_goes_with_its_group(make_sampler, monkeypatch):
+    sampler = make_sampler()
+    made: list[Any] = []
+    prefill = sampler._engine.prefill
+
+    def noted(*arguments: Any) -> Any:
+        prompt = prefill(*arguments)
+        made.append(weakref.ref(prompt.logits_V))
+        return prompt
+
+    monkeypatch.setattr(sampler._engine, "prefill", noted)
+    gc.disable()  # no help from there
+    try:
+        await sampler.generate(request(0, 5, max_tokens=4))
+        await sampler.generate(request(1, 5, max_tokens=4))
+        assert len(made) == 2
+        assert made[0]() is None
+    finally:
+        gc.enable()
 
 
 # Against transformers
@@ -432,7 +456,7 @@ async def test_an_error_reaches_all_who_wait_and_hangs_nobody(make_sampler, monk
         def fail(*arguments: Any, **more: Any) -> torch.Tensor:
             calls[0] += 1
             if calls[0] > after:
-                raise RuntimeError("out of memory")
+                raise RuntimeError("it is broken")
             return activation(*arguments, **more)
 
         return fail
@@ -444,9 +468,25 @@ async def test_an_error_reaches_all_who_wait_and_hangs_nobody(make_sampler, monk
         asyncio.gather(*map(sampler.generate, groups), return_exceptions=True), timeout=20
     )
     assert [type(error) for error in failed] == [RunError] * 3
-    assert "out of memory" in str(failed[0])
+    assert "it is broken" in str(failed[0])
     monkeypatch.undo()
     assert await sampler.generate(request()) == wanted
+
+
+async def test_want_of_memory_is_explained(make_sampler, monkeypatch):
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+
+    sampler = make_sampler()
+    wanted = await sampler.generate(request())
+    monkeypatch.setattr(sampler._engine, "decode", refuse)
+    with pytest.raises(OutOfMemoryError, match=r"while sampling \(20\.00 MiB.*sampler\.slots"):
+        await sampler.generate(request())
+    monkeypatch.undo()
+    assert await sampler.generate(request()) == wanted
+    monkeypatch.setattr(sampler._weights, "read", refuse)
+    with pytest.raises(OutOfMemoryError, match="while taking new weights"):
+        await sampler.load(Policy("r", 1, "", "full", "there"))
 
 
 @BOTH_ENGINES

@@ -6,6 +6,8 @@ In float64, and in bfloat16 as near as two ways of rounding are. What a GPU comp
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from groupwise.learner.native.beside import Attention
 from groupwise.learner.native.fused_attention import fused_attention
 from groupwise.learner.native.layout import Texts
 from groupwise.learner.native.piece_attention import piece_attention
+from groupwise.models.native.forward import text_attention
 from groupwise.models.native.weights import Shape
 
 SHAPE = Shape(hidden=24, heads=4, kv_heads=2, head_size=6, vocabulary=10, epsilon=1e-5)
@@ -49,8 +52,10 @@ def visible(texts: list[Texts], tokens: int) -> Tensor:
 
 
 def plain(texts: list[Texts], queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    repeated = [x.repeat_interleave(SHAPE.queries_per_key, dim=1) for x in (keys, values)]
-    scores = torch.einsum("nhd,mhd->hnm", queries, repeated[0])
+    """Of queries that nothing was divided of yet."""
+    queries_per_key = queries.shape[1] // keys.shape[1]
+    repeated = [x.repeat_interleave(queries_per_key, dim=1) for x in (keys, values)]
+    scores = torch.einsum("nhd,mhd->hnm", queries, repeated[0]) / queries.shape[2] ** 0.5
     scores = scores.masked_fill(~visible(texts, len(queries)), -torch.inf)
     return torch.einsum("hnm,mhd->nhd", scores.softmax(-1), repeated[1]).flatten(1)
 
@@ -69,12 +74,16 @@ def found_by(
     attention: Sequence[Attention], queries: Tensor, keys: Tensor, values: Tensor, d_out: Tensor
 ) -> tuple[Tensor, Tensor]:
     """What all sets of texts find, and the gradients of queries, keys and values beside each other."""
+    heads, scale = queries.shape[1], attention[0].query_scale
     found = torch.full_like(d_out, torch.nan, dtype=values.dtype)
-    gradient = queries.new_full((len(found), 8, 6), torch.nan)
+    gradient = queries.new_full(
+        (len(found), heads + 2 * keys.shape[1], queries.shape[2]), torch.nan
+    )
     for each in attention:
-        each.forward(queries, keys, values, found)
+        each.forward(queries * scale, keys, values, found)
     for each in attention:
-        each.backward(d_out.to(values.dtype), queries, keys, values, gradient)
+        each.backward(d_out.to(values.dtype), queries * scale, keys, values, gradient)
+    gradient[:, :heads] *= scale
     return found, gradient
 
 
@@ -128,6 +137,22 @@ def test_values_and_gradients_of_rounded_numbers(name, attention_of):
     )
     for mine, wanted in zip(found, wanted_of(texts, *given), strict=True):
         assert float((mine - wanted).abs().mean() / wanted.abs().mean()) < 0.01
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_fused_kernels_find_what_the_sampler_does(size):
+    """To the bit: both round queries first and divide afterwards, which matters where the root of the size is no power of two."""
+    shape = Shape(hidden=32, heads=2, kv_heads=1, head_size=size, vocabulary=10, epsilon=1e-5)
+    generator = torch.Generator().manual_seed(0)
+    queries, keys, values = (
+        2 * torch.randn(9, heads, size, generator=generator) for heads in (2, 1, 1)
+    )
+    values = values.bfloat16()
+    (each,) = fused_attention(shape, [Texts(0, (9,))], torch.device("cpu"))
+    found = torch.empty(9, 2 * size, dtype=torch.bfloat16)
+    each.forward(queries * each.query_scale, keys, values, found)
+    model: Any = SimpleNamespace(dtype=torch.bfloat16)
+    assert torch.equal(found, text_attention(model, queries, keys, values))
 
 
 def test_long_texts_are_computed_in_pieces_of_bounded_size():

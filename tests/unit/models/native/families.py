@@ -43,6 +43,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **{**SMALL, "num_key_value_heads": 4}, tie_word_embeddings=True
     ),
     "llama-mqa": lambda: LlamaConfig(**{**SMALL, "num_key_value_heads": 1}, head_dim=16),
+    "llama-128": lambda: LlamaConfig(**SMALL, head_dim=128),
     "llama-biases": lambda: LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True),
     "llama-llama3": lambda: LlamaConfig(
         **SMALL,
@@ -63,7 +64,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: Qwen3Config(**SMALL, head_dim=16),
     "qwen3-biases": lambda: Qwen3Config(**SMALL, head_dim=4, attention_bias=True),
 }
-"""A config of each kind; heads of 4, 8 and 16 numbers, one to four queries for each key."""
+"""A config of each kind; heads of 4, 8, 16 and 128 numbers, one to four queries for each key."""
 
 
 def made(config: Any, *, dtype: torch.dtype = torch.float32, noise: float = 0.15) -> Any:

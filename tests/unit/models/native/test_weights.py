@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -21,6 +23,7 @@ from transformers import (
 )
 
 from groupwise.models.lora import AdaptedModel
+from groupwise.models.native import forward
 from groupwise.models.native.forward import plain_logits
 from groupwise.models.native.weights import NativeModel, native_model, refusal
 from groupwise.models.tiny import tiny_tokenizer
@@ -152,6 +155,58 @@ def test_a_model_that_is_not_what_it_says_is_found_out(lie, dtype, monkeypatch, 
     assert found == greedy(sampler(model, native=False))
 
 
+class Scaled(nn.Linear):
+    """What it multiplies with is not its weight, as in layers of models in eight bits."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 0.5
+
+
+class Weightless(nn.Module):
+    """Its matrix is a code, as in layers of models in four bits."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.codes_OI: Tensor
+        self.register_buffer("codes_OI", (torch.arange(outputs * inputs) % 15 - 7).to(torch.int8))
+        self.shape = outputs, inputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.codes_OI.view(self.shape).to(x.dtype) / 20)
+
+
+@pytest.mark.parametrize("kind", [Scaled, Weightless])
+def test_a_model_with_layers_of_another_kind_is_sampled_by_transformers(kind, caplog):
+    model = family("llama")
+    model.model.layers[1].mlp.up_proj = kind(32, 48)
+    with caplog.at_level(logging.WARNING):
+        found = greedy(sampler(model))
+    assert f"up_proj of layer 1 is a {kind.__name__}, whose weights are no plain" in caplog.text
+    assert found == greedy(sampler(model, native=False))
+
+
+@pytest.mark.parametrize("place", ["lm_head", "model.layers.0.self_attn.q_proj"])
+def test_every_layer_must_be_a_plain_matrix_in_the_models_format(place):
+    """Those below an adapter, too."""
+    for change, reason in (
+        (lambda layer: setattr(layer, "__class__", Scaled), "is a Scaled"),
+        (lambda layer: layer.to(torch.float16), "is kept in float16, the model in float32"),
+    ):
+        model = family("llama")
+        change(model.get_submodule(place))
+        assert reason in str(refusal(model))
+        assert reason in str(refusal(adapted(model).base))
+
+
+def test_embeddings_of_another_kind_are_refused():
+    class Coded(nn.Embedding):
+        pass
+
+    model = family("llama")
+    model.model.embed_tokens = Coded(96, 32)
+    assert "its table of embeddings is a Coded" in str(refusal(model))
+
+
 # What the modules keep
 
 
@@ -250,3 +305,24 @@ def test_made_anew_it_has_the_weights_as_they_are_now():
     with torch.no_grad():
         found = plain_logits(new, text(40))
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5 * float(wanted.abs().max()))
+
+
+@pytest.mark.parametrize(("dtype", "passes"), [(torch.float32, 0), (torch.bfloat16, 1)])
+def test_made_anew_it_computes_no_more_than_the_shift_of_its_logits(monkeypatch, dtype, passes):
+    """Whose place depends on the weights; in float32 there is none, and full fine-tuning makes the model anew in every step."""
+    model = family("llama", dtype=dtype)
+    old = native_model(model)
+    assert old is not None
+    computed: list[NativeModel] = []
+
+    def counted(made: NativeModel, *arguments: Any) -> Tensor:
+        computed.append(made)
+        return plain_logits(made, *arguments)
+
+    monkeypatch.setattr(forward, "plain_logits", counted)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2.0)
+    new = native_model(model, anew=True)
+    assert new is not None
+    assert len(computed) == passes
+    assert (old.shift != 0) == (new.shift > 1.5 * old.shift) == (dtype == torch.bfloat16)

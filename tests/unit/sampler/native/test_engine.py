@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,8 @@ PROMPTS = (1, 2, 5, 15, 16, 17, 63, 64, 65, 200)
 LAYOUT = DecodeLayout(slots=16, key_length=340)
 KINDS = ("native", "graph", "tape", "transformers")
 """What computes a model."""
+BROAD = LlamaConfig(**{**SMALL, "vocab_size": 1500, "hidden_size": 256, "intermediate_size": 512})
+"""So many numbers for each row that torch gives those of 72 rows to several threads."""
 WIDE = LlamaConfig(**{**SMALL, "num_key_value_heads": 1, "num_hidden_layers": 1}, head_dim=32)
 """Four queries of 32 numbers for one key: products whose sums libraries cut up in other ways than those of narrow heads."""
 
@@ -323,6 +326,42 @@ def test_a_row_that_is_longer_by_far_changes_no_other(monkeypatch, dtype, kind):
             history.tokens.append(token)
             history.logits.append(engine.decode(tokens)[engine.rows.index(late)].clone())
     assert_alone(engine_of(weights, kind), history)
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_is_the_same_beside_none_and_beside_a_hundred(threads, dtype):
+    """Several threads have other ways for many rows than for few, and how many there are depends on timing."""
+    weights = ServedModel(made(BROAD, dtype=dtype))
+    ids, tokens = text(9).tolist(), text(12).tolist()
+
+    def first_of(rows: int) -> Tensor:
+        engine = engine_of(weights, "native")
+        prompt = engine.prefill(ids)
+        for _ in range(rows):
+            engine.begin(prompt)
+        return torch.stack([engine.decode([token] * rows)[0].clone() for token in tokens])
+
+    alone = first_of(1)
+    for rows in (64, 65, 101):
+        assert torch.equal(first_of(rows), alone), rows
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_completion_is_the_same_beside_none_and_beside_a_hundred(threads, dtype):
+    weights = ServedModel(made(BROAD, dtype=dtype))
+    sampler = TorchSampler(weights, TOKENIZER, DecodeLayout(slots=128, key_length=64))
+    asked = request(0, 9, 1, max_tokens=20)
+    others = [request(draw, 9, 20, max_tokens=20) for draw in range(1, 6)]
+    assert generated(sampler, [asked, *others])[0] == generated(sampler, [asked])[0]
 
 
 def test_on_a_gpu_a_longer_row_may_change_what_is_rounded_and_nothing_else(as_on_a_gpu):

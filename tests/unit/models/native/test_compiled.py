@@ -1,0 +1,64 @@
+"""Where the kernels can be used; where they cannot, the reason is told and transformers' modules compute."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from groupwise.models.native import compiled
+from groupwise.models.native.compiled import refusal
+from groupwise.models.native.weights import native_model
+from tests.unit.models.native.families import family
+
+TOO_NEW = "Numba needs NumPy 2.5 or less. Got NumPy 2.6."
+
+
+@pytest.fixture(autouse=True)
+def asked_anew() -> Iterator[None]:
+    compiled._without_numba.cache_clear()
+    yield
+    compiled._without_numba.cache_clear()
+
+
+def give_numba(monkeypatch, folder, code: str) -> None:
+    """Let this be what an import of numba runs."""
+    (folder / "numba.py").write_text(code)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "numba")
+
+
+def test_formats():
+    assert refusal(torch.float32) is None
+    assert refusal(torch.bfloat16) is None
+    assert refusal(torch.float16) == "float16 is computed on a GPU only"
+
+
+def test_numba_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "numba", None)
+    assert refusal(torch.float32) == "numba is not installed (pip install numba)"
+
+
+@pytest.mark.parametrize("kind", ["ImportError", "OSError", "AttributeError"])
+def test_numba_cannot_be_imported(monkeypatch, tmp_path, caplog, kind):
+    give_numba(monkeypatch, tmp_path, f"raise {kind}({TOO_NEW!r})")
+    with caplog.at_level(logging.WARNING):
+        assert native_model(family("llama")) is None
+    assert f"which is slower: numba cannot be imported: {TOO_NEW}" in caplog.text
+
+
+def test_something_that_numba_needs_is_not_installed(monkeypatch, tmp_path):
+    give_numba(monkeypatch, tmp_path, "import no_such_half_of_it")
+    assert refusal(torch.float32) == (
+        "numba cannot be imported: No module named 'no_such_half_of_it'"
+    )
+
+
+def test_it_is_tried_once(monkeypatch, tmp_path):
+    give_numba(monkeypatch, tmp_path, "raise ImportError('first')")
+    assert "first" in str(refusal(torch.float32))
+    (tmp_path / "numba.py").write_text("raise ImportError('again')")
+    assert "first" in str(refusal(torch.bfloat16))

@@ -1,0 +1,222 @@
+"""Compiled kernels on the disk.
+
+1. What was compiled once is loaded afterwards, if it was made of the same sources; what was made of others is deleted.
+2. All code that kernels are made of counts.
+3. What others keep at the same time, or a crash has damaged, is never loaded for something else.
+4. A disk that refuses costs one warning and no result.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+from numba.core.caching import CompileResultCacheImpl
+
+from groupwise.models.native import kept
+from groupwise.models.native.jit import kernel
+from tests.disks import fill, read_only, small_disk
+
+SOURCES = Path(kept.__file__).parent
+INTEGERS, FLOATS = np.arange(5), np.arange(5, dtype=np.float32)
+
+
+def doubled(numbers: Any) -> None:
+    for place in range(numbers.shape[0]):
+        numbers[place] *= 2
+
+
+def tripled(numbers: Any) -> None:
+    for place in range(numbers.shape[0]):
+        numbers[place] *= 3
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch) -> Path:
+    """Where kernels are kept, and nothing told yet."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "kept"))
+    kept._tell_of_compiling.cache_clear()
+    kept._tell_not_kept.cache_clear()
+    return tmp_path / "kept"
+
+
+def new(function: Callable[..., None] = doubled) -> Any:
+    """The kernel as a process has it that has just begun."""
+    return kernel(kept=True)(function)
+
+
+def is_loaded(numbers: Any) -> bool:
+    """Whether a process that begins now finds the kernel for these numbers; what it finds is right."""
+    begun, found = new(), numbers.copy()
+    begun(found)
+    assert found.tolist() == [0, 2, 4, 6, 8]
+    return bool(begun.stats.cache_hits)
+
+
+def kept_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+# 1
+
+
+def test_what_was_compiled_is_loaded(folder):
+    assert [is_loaded(INTEGERS) for _ in range(3)] == [False, True, True]
+    assert [is_loaded(FLOATS) for _ in range(2)] == [False, True]
+    assert is_loaded(INTEGERS)
+    assert len(kept_files(folder)) == 2
+
+
+def test_what_was_made_of_other_sources_is_not_loaded_and_deleted(folder, monkeypatch):
+    monkeypatch.setattr(kept, "sources", lambda: "0" * 16)
+    for numbers in (INTEGERS, FLOATS):
+        is_loaded(numbers)
+    before = kept_files(folder)
+    before[0].with_name("kernels.norm-1.py311.nbi").touch()  # as numba itself names what it keeps
+    before[0].with_name("kernels.cpython-311.pyc").touch()
+    monkeypatch.setattr(kept, "sources", lambda: "1" * 16)
+    assert [is_loaded(INTEGERS) for _ in range(2)] == [False, True]
+    assert {path.suffix for path in kept_files(folder)} == {".nbc", ".pyc"}
+    assert len(kept_files(folder)) == 2
+    assert not {*before} & {*kept_files(folder)}
+
+
+@pytest.mark.parametrize("version", ["numba", "llvmlite"])
+def test_what_another_version_made_is_not_loaded(folder, monkeypatch, version):
+    is_loaded(INTEGERS)
+    monkeypatch.setattr(f"{version}.__version__", "0.0.0")
+    assert not is_loaded(INTEGERS)
+    assert len(kept_files(folder)) == 2, "the other one is still in use, perhaps"
+
+
+def test_compiling_is_told_once_and_loading_not(caplog, folder):
+    with caplog.at_level(logging.INFO, "groupwise"):
+        for numbers in (INTEGERS, FLOATS):
+            is_loaded(numbers)
+    (told,) = caplog.messages
+    assert told.startswith(f"Compiling kernels for this processor; kept in {folder}")
+    kept._tell_of_compiling.cache_clear()
+    with caplog.at_level(logging.INFO, "groupwise"):
+        assert is_loaded(INTEGERS)
+    assert caplog.messages == [told]
+
+
+# 2
+
+
+def test_every_source_counts(tmp_path):
+    copied = tmp_path / "copied"
+    shutil.copytree(SOURCES, copied, ignore=shutil.ignore_patterns("__pycache__"))
+    digest = kept.digest_of(copied)
+    assert kept.sources() == digest
+    for path in sorted(copied.iterdir()):
+        before = path.read_bytes()
+        path.write_bytes(before + b"\n")
+        assert kept.digest_of(copied) != digest, path.name
+        path.write_bytes(before)
+    assert kept.digest_of(copied) == digest
+    (copied / "more.py").touch()
+    assert kept.digest_of(copied) != digest
+
+
+@pytest.mark.parametrize("module", ["kernels", "products", "vector_code"])
+def test_kernels_are_made_of_nothing_that_stands_elsewhere(module):
+    text = (SOURCES / f"{module}.py").read_text()
+    ours = re.findall(r"^\s*(?:from|import) (groupwise\S*)", text, re.MULTILINE)
+    assert ours
+    assert all(name.startswith(f"{kept.PACKAGE}.") for name in ours), ours
+
+
+# 3
+
+
+def test_two_that_begin_at_once_do_not_take_each_others_code(folder, monkeypatch):
+    """While one keeps its code, another begins and keeps code for other numbers."""
+    dumps, others = kept.dumps, iter([FLOATS])
+
+    def dumped(value: Any) -> bytes:
+        for numbers in others:
+            assert not is_loaded(numbers)
+        return dumps(value)
+
+    monkeypatch.setattr(kept, "dumps", dumped)
+    assert not is_loaded(INTEGERS)
+    assert is_loaded(INTEGERS)
+    assert is_loaded(FLOATS)
+    assert len(kept_files(folder)) == 2
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda whole: b"",
+        lambda whole: whole[:20],
+        lambda whole: whole[: len(whole) // 2],
+        lambda whole: whole[: len(whole) // 2] + bytes(len(whole) - len(whole) // 2),
+        lambda whole: whole[:-1] + bytes([whole[-1] ^ 1]),
+    ],
+    ids=["empty", "cut in the digest", "cut", "zeros", "a bit"],
+)
+def test_what_is_damaged_is_like_nothing(folder, damage):
+    is_loaded(INTEGERS)
+    (path,) = kept_files(folder)
+    path.write_bytes(damage(path.read_bytes()))
+    assert [is_loaded(INTEGERS) for _ in range(2)] == [False, True]
+    assert kept_files(folder) == [path]
+
+
+def test_what_cannot_be_read_is_like_nothing(folder):
+    is_loaded(INTEGERS)
+    (path,) = kept_files(folder)
+    path.unlink()
+    path.mkdir()
+    assert not is_loaded(INTEGERS)
+
+
+# 4
+
+
+def both_work() -> None:
+    """Two kernels that are new here, one after the other."""
+    for function, wanted in ((doubled, [0, 2, 4, 6, 8]), (tripled, [0, 3, 6, 9, 12])):
+        numbers = INTEGERS.copy()
+        new(function)(numbers)
+        assert numbers.tolist() == wanted
+
+
+def assert_warned_once(caplog, reason: str) -> None:
+    (told,) = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    assert reason in told
+    assert "NUMBA_CACHE_DIR" in told
+
+
+def test_a_full_disk(tmp_path, monkeypatch, caplog):
+    with small_disk(tmp_path / "disk", "64k") as disk:
+        monkeypatch.setattr(numba.config, "CACHE_DIR", str(disk))
+        ballast = fill(disk)
+        both_work()
+        assert_warned_once(caplog, "No space left on device")
+        assert kept_files(disk) == [ballast], "nothing half written"
+
+
+def test_a_disk_that_becomes_read_only(tmp_path, monkeypatch, caplog):
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        monkeypatch.setattr(numba.config, "CACHE_DIR", str(disk))
+        begun, numbers = new(), INTEGERS.copy()
+        with read_only(disk):
+            begun(numbers)
+        assert numbers.tolist() == [0, 2, 4, 6, 8]
+        assert_warned_once(caplog, "Read-only file system")
+
+
+def test_no_folder_can_be_written_to(monkeypatch, caplog):
+    monkeypatch.setattr(CompileResultCacheImpl, "_locator_classes", [])
+    both_work()
+    assert_warned_once(caplog, "no folder for them can be written to")

@@ -1,0 +1,85 @@
+"""Engines that have been made have all kernels that they will call: nothing is left to compile in processes that are forked then."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numba
+import pytest
+import torch
+
+from groupwise.algorithms.registry import make
+from groupwise.learner.torch_learner import TorchLearner
+from groupwise.learner.weights import TrainedAdapter
+from groupwise.models.config import LoraConfig
+from groupwise.models.lora import AdaptedModel, new_lora_config
+from groupwise.models.native import kernels, products
+from groupwise.models.tiny import tiny_tokenizer
+from groupwise.sampler.torch_sampler import DecodeLayout, TorchSampler
+from groupwise.sampler.weights import ServedAdapter
+from groupwise.types import GroupRequest, Row, SamplingParams
+from tests.unit.models.native.families import adapted, family
+
+KEPT = {
+    kernels: ("norm", "norm_gradient", "swiglu", "swiglu_gradient", "attend"),
+    products: ("narrow", "product"),
+}
+FORMATS = ["bfloat16", "float32", "float32 of bfloat16 numbers"]
+
+
+@pytest.fixture
+def called(monkeypatch) -> set[tuple[str, ...]]:
+    """Kernels, with the types of their arguments, for each of which there is code of its own."""
+    found: set[tuple[str, ...]] = set()
+
+    def told(name: str, function: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            found.add((name, *(str(numba.typeof(each)) for each in arguments)))
+            return function(*arguments)
+
+        return call
+
+    for module, names in KEPT.items():
+        for name in names:
+            monkeypatch.setattr(module, name, told(name, getattr(module, name)))
+    return found
+
+
+def names(called: set[tuple[str, ...]]) -> set[str]:
+    return {name for name, *_ in called}
+
+
+def model_in(numbers: str) -> Any:
+    model = family("qwen3", dtype=torch.float32 if numbers == "float32" else torch.bfloat16)
+    return model.float() if numbers.startswith("float32") else model
+
+
+@pytest.mark.parametrize("numbers", FORMATS)
+def test_a_sampler(called, numbers):
+    weights = ServedAdapter(adapted(model_in(numbers)))
+    weights.native()
+    called.clear()
+    sampler = TorchSampler(weights, tiny_tokenizer(), DecodeLayout(8, 32))
+    before = {*called}
+    request = GroupRequest(0, (5, 6, 7, 8), (1, 2, 3), SamplingParams(12))
+    asyncio.run(sampler.generate(request))
+    assert names(called) == {"norm", "swiglu", "attend", "product"}
+    assert called == before
+
+
+@pytest.mark.parametrize("numbers", FORMATS)
+def test_a_learner(called, numbers, tmp_path):
+    settings = new_lora_config(LoraConfig(r=4, alpha=8))
+    weights = TrainedAdapter(AdaptedModel(model_in(numbers), settings), seed=1)
+    weights.native()
+    called.clear()
+    learner = TorchLearner(
+        weights, run="r", publish_folder=tmp_path, max_tokens_per_microbatch=4096, seed=1
+    )
+    before = {*called}
+    rows = [Row((5, 6, 7), (8, 9, 10), (1,) * 3, (-5.0,) * 3, sign, 1.0) for sign in (-1.0, 1.0)]
+    loss = make("dr_grpo", {}).loss_spec()
+    asyncio.run(learner.forward_backward(rows, loss, {"policy": 6.0}))
+    assert names(called) == {"norm", "norm_gradient", "swiglu", "swiglu_gradient"}
+    assert called == before

@@ -1,0 +1,83 @@
+"""Memory that could not be had, in the words of those who refuse it and in ours."""
+
+from __future__ import annotations
+
+import errno
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from groupwise.config import RunConfig
+from groupwise.errors import NonFiniteError, OutOfMemoryError, RunError
+from groupwise.models.memory import NEEDS_LESS, lacks_memory, memory_explained, out_of_memory
+from groupwise.settings.schema import keys_of
+
+EXBIBYTE = 1 << 60
+
+
+def raised_by(refused: Callable[[], Any]) -> BaseException:
+    """What is raised where there is really too little."""
+    with pytest.raises((MemoryError, RuntimeError)) as caught:
+        refused()
+    return caught.value
+
+
+REFUSALS = {
+    "processor": raised_by(lambda: torch.empty(EXBIBYTE, dtype=torch.uint8)),
+    "numpy": raised_by(lambda: np.empty(EXBIBYTE, np.uint8)),
+    "gpu": torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.11 GiB."
+    ),
+    "gpu library": RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
+    "python": MemoryError(),
+    "system": OSError(errno.ENOMEM, "Cannot allocate memory"),
+}
+ASKED = {"processor": "1,099,511,627,776.0 MiB", "numpy": "1.00 EiB", "gpu": "20.00 MiB"}
+
+
+@pytest.mark.parametrize("who", REFUSALS)
+def test_whoever_refuses_it_is_understood(who):
+    error = REFUSALS[who]
+    assert lacks_memory(error)
+    with pytest.raises(OutOfMemoryError) as caught, memory_explained("learning"):
+        raise error
+    assert str(caught.value).startswith("There was no memory left while learning")
+    assert caught.value.__cause__ is error
+    assert ("could not be had" in str(caught.value)) == (who in ASKED)
+    assert f"({ASKED[who]} at once" in str(caught.value) if who in ASKED else True
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
+        OSError(errno.ENOSPC, "No space left on device"),
+        NonFiniteError("no numbers"),
+        OutOfMemoryError("explained already: out of memory"),
+        ValueError("out of memory"),
+    ],
+)
+def test_other_errors_stay_what_they_are(error):
+    assert not lacks_memory(error)
+    with pytest.raises(type(error)) as caught, memory_explained("learning"):
+        raise error
+    assert caught.value is error
+
+
+def test_it_is_a_failure_of_the_run_that_crosses_processes():
+    error = out_of_memory(MemoryError())
+    assert isinstance(error, RunError)
+    assert (error.code, error.exit_code) == ("out_of_memory", 1)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert str(error).startswith("There was no memory left. To need less, lower training.")
+
+
+def test_what_it_names_are_keys():
+    named = [word.strip(",.;") for word in NEEDS_LESS.split() if "." in word.strip(",.;")]
+    assert len(named) == 5
+    for section, key in (name.split(".") for name in named):
+        assert key in keys_of(keys_of(RunConfig)[section].annotation), f"{section}.{key}"  # pyright: ignore[reportArgumentType]
