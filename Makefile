@@ -20,7 +20,7 @@ check: ## lint, format, types, layers, dependencies
 	$(READY) && $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright && $(BIN)/lint-imports && $(BIN)/deptry .
 fix: ## mend what a machine can mend
 	$(READY) && $(BIN)/ruff check --fix . && $(BIN)/ruff format .
-bench: ## measure a training step beside TRL's (ARGS="--corners --store")
+bench: ## measure steps beside TRL's, for 45 minutes (ARGS="--cell W1 --check")
 	$(READY) && $(BIN)/python -m benchmarks.against_trl $(ARGS)
 soak: ## run the long tests (SUITE=kills, with KILLS and SEED, or SUITE=crash_points, with FIRST and LAST)
 	$(READY) && $(PYTEST) -m soak -k "$(SUITE)" --timeout 7200 $(ARGS)

@@ -40,9 +40,8 @@ MORE = 1.15
 def main() -> None:
     """Measure, print, store."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repetitions", type=int, default=5)
-    parser.add_argument("--corners", action="store_true", help="the other cells too, twice each")
-    parser.add_argument("--cell", choices=CELLS, help="this one alone")
+    parser.add_argument("--repetitions", type=int, default=5, help="of W1; others have two")
+    parser.add_argument("--cell", choices=CELLS, help="this one alone; W1 takes five minutes")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default=quick_dtype())
     either = parser.add_mutually_exclusive_group()  # or the good figures were gone when it fails
     either.add_argument("--store", action="store_true", help="keep the result")
@@ -51,7 +50,7 @@ def main() -> None:
     described = machine()
     file = RESULTS / f"against-trl-{slug(described)}-{given.dtype}.json"
     stored: dict[str, Any] = json.loads(file.read_text())["cells"] if file.exists() else {}
-    names = [given.cell] if given.cell else list(CELLS) if given.corners else ["W1"]
+    names = [given.cell] if given.cell else list(CELLS)
     if given.check:
         expect_stored(names, stored, file)
     found: dict[str, Any] = {}

@@ -1,6 +1,6 @@
-"""The gap between the log-probabilities of sampler and learner, on the bundled model in bfloat16, while an adapter is trained.
+"""The gap between the log-probabilities of sampler and learner, on the bundled model, while an adapter is trained.
 
-Both round, each in its own way. What they differ by must be small from the beginning, and stay so while the adapter grows.
+In bfloat16 both round, each in its own way. What they differ by must be small from the beginning, and stay so while the adapter grows.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import pytest
 from groupwise.algorithms.registry import make
 from groupwise.learner.torch_learner import TorchLearner
 from groupwise.learner.weights import TrainedAdapter
-from groupwise.models.config import LoraConfig, ModelConfig
+from groupwise.models.config import Dtype, LoraConfig, ModelConfig
 from groupwise.models.load import load_model
 from groupwise.models.lora import AdaptedModel, new_lora_config
 from groupwise.models.tokenizer import load_tokenizer
@@ -22,45 +22,54 @@ from groupwise.types import GroupRequest, OptimiserParams, Row, SamplingParams
 
 MODEL = ModelConfig(name="smollm2-135m-instruct")
 PROMPTS = ("Sort these words: pear apple fig", "Once upon a time, in a small house by the sea")
-MEMBERS, TOKENS, UPDATES = 8, 16, 8
+MEMBERS, TOKENS = 8, 16
 RATE = 3e-4
-BOUND = 0.025
-"""Of the mean absolute difference (nats); 0.021 was measured, 0.041 between transformers' modules."""
 
 
 @pytest.mark.slow
 def test_it_is_small_and_does_not_grow_with_training(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(MODEL)
-    adapted = AdaptedModel(
-        load_model(MODEL, "bfloat16"), new_lora_config(LoraConfig(r=16, alpha=32))
-    )
-    learner = TorchLearner(
-        TrainedAdapter(adapted, seed=0),
-        run="r",
-        publish_folder=tmp_path,
-        max_tokens_per_microbatch=2000,
-        seed=0,
-    )
-    sampler = TorchSampler(ServedAdapter(adapted), tokenizer, DecodeLayout(16, 128))
-    prompts = [tuple(tokenizer(prompt)["input_ids"]) for prompt in PROMPTS]
-    gaps, moved = asyncio.run(trained(learner, sampler, prompts))
+    """In bfloat16. 0.021 was measured, 0.041 between transformers' modules."""
+    gaps, moved = asyncio.run(trained(*engines("bfloat16", tmp_path), updates=6))
     assert moved > 0.2, "the adapter changes what the model says by more than rounding does"
-    assert fmean(gaps) < BOUND
-    assert fmean(gaps[-4:]) < 1.25 * fmean(gaps[:4]), gaps
+    assert fmean(gaps) < 0.025
+    assert fmean(gaps[-3:]) < 1.25 * fmean(gaps[:3]), gaps
+
+
+@pytest.mark.slow
+def test_it_is_next_to_nothing_in_float32(tmp_path: Path) -> None:
+    gaps, moved = asyncio.run(trained(*engines("float32", tmp_path), updates=1))
+    assert moved > 0.01
+    assert max(gaps) < 1e-4
+
+
+def engines(dtype: Dtype, folder: Path) -> tuple[TorchLearner, TorchSampler]:
+    """Learner and sampler of one fresh adapter."""
+    lora = new_lora_config(LoraConfig(r=16, alpha=32))
+    adapted = AdaptedModel(load_model(MODEL, dtype), lora)
+    policy = TrainedAdapter(adapted, seed=0)
+    learner = TorchLearner(
+        policy, run="r", publish_folder=folder, max_tokens_per_microbatch=2000, seed=0
+    )
+    layout = DecodeLayout(slots=len(PROMPTS) * MEMBERS, key_length=128)
+    return learner, TorchSampler(ServedAdapter(adapted), load_tokenizer(MODEL), layout)
 
 
 async def trained(
-    learner: TorchLearner, sampler: TorchSampler, prompts: list[tuple[int, ...]]
+    learner: TorchLearner, sampler: TorchSampler, updates: int
 ) -> tuple[list[float], float]:
-    """The gap before each update, and by how much all of them change the log-probabilities of the first completions."""
+    """Their mean absolute difference (nats) before each update and after the last one, and by how much all of these change what the
+    learner says of the first completions.
+    """
+    tokenizer = load_tokenizer(MODEL)
+    prompts = [tuple(tokenizer(prompt)["input_ids"]) for prompt in PROMPTS]
     gaps: list[float] = []
     first: list[Row] = []
-    for number in range(UPDATES + 1):
+    for number in range(updates + 1):
         await sampler.load(await learner.publish(number))
         rows = await sampled(sampler, prompts, number)
         first = first or rows
         gaps.append(await gap(learner, rows))
-        if number < UPDATES:
+        if number < updates:
             weights = {"policy": float(sum(len(row.completion_ids) for row in rows))}
             await learner.forward_backward(rows, make("dr_grpo", {}).loss_spec(), weights)
             await learner.update(OptimiserParams(learning_rate=RATE))

@@ -131,13 +131,14 @@ def test_what_is_shown_has_ratios_of_speed_memory_and_start_up(
 
 @pytest.fixture
 def against(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
-    """The command with these arguments, where each cell comes out as it is given here; what is stored is in `tmp_path`."""
+    """The command for W1, unless the arguments say otherwise, which comes out as it is given here; what is stored is in `tmp_path`."""
     described = {"processor": "Slow One", "cores": 2, "gpu": None}
     monkeypatch.setattr(against_trl, "RESULTS", tmp_path)
     monkeypatch.setattr(against_trl, "machine", lambda: described)
 
     def run(*words: str, result: dict[str, Any] | None = None) -> None:
-        monkeypatch.setattr("sys.argv", ["against_trl", "--dtype", "float32", *words])
+        alone = ["--dtype", "float32", "--cell", "W1"]
+        monkeypatch.setattr("sys.argv", ["against_trl", *alone, *words])
         monkeypatch.setattr(against_trl, "compare", lambda *_: result)
         against_trl.main()
 
@@ -166,6 +167,23 @@ def test_a_check_with_nothing_to_compare_fails_before_it_measures(
     against("--store", result=measured(2.0, 10.0))
     with pytest.raises(SystemExit, match=r"nothing to compare short with.*has W1\. .*--store"):
         against("--check", "--cell", "short")
+
+
+def test_all_cells_are_compared_unless_one_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(against_trl, "RESULTS", tmp_path)
+    monkeypatch.setattr("sys.argv", ["against_trl", "--repetitions", "7"])
+    asked: list[tuple[Any, int]] = []
+
+    def compare(work: Any, repetitions: int, dtype: str) -> dict[str, Any]:
+        asked.append((work, repetitions))
+        return measured(2.0, 10.0)
+
+    monkeypatch.setattr(against_trl, "compare", compare)
+    against_trl.main()
+    assert asked == [(work, 7 if work == against_trl.W1 else 2) for work in against_trl.CELLS.values()]
+    assert len(asked) == 8
 
 
 def test_a_check_does_not_overwrite_what_it_compares_with(
