@@ -182,7 +182,9 @@ def test_all_cells_are_compared_unless_one_is_named(
 
     monkeypatch.setattr(against_trl, "compare", compare)
     against_trl.main()
-    assert asked == [(work, 7 if work == against_trl.W1 else 2) for work in against_trl.CELLS.values()]
+    assert asked == [
+        (work, 7 if work == against_trl.W1 else 2) for work in against_trl.CELLS.values()
+    ]
     assert len(asked) == 8
 
 
