@@ -19,7 +19,7 @@ from groupwise.models.logprobs import CHUNK
 from groupwise.models.native import compiled
 from groupwise.models.native.compiled import LANES, STRETCH, multiple
 from groupwise.models.native.packed import ROWS
-from groupwise.models.native.weights import refusal
+from groupwise.models.native.weights import head_size, refusal
 from groupwise.models.plan import Decoding
 
 FLOAT = 4
@@ -78,7 +78,7 @@ def sizes_of(config: PreTrainedConfig) -> Sizes:
         hidden=hidden,
         heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_size=getattr(config, "head_dim", None) or hidden // heads,
+        head_size=head_size(config),
         inner=getattr(config, "intermediate_size", None) or 4 * hidden,
         vocabulary=config.vocab_size,
     )

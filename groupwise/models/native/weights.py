@@ -103,7 +103,7 @@ class NativeModel:
             hidden=config.hidden_size,
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
-            head_size=_head_size(config),
+            head_size=head_size(config),
             vocabulary=config.vocab_size,
             epsilon=config.rms_norm_eps,
         )
@@ -319,7 +319,7 @@ def refusal(model: PreTrainedModel) -> str | None:
     rotary = body.rotary_emb
     if getattr(rotary, "rope_type", "default") not in FIXED_ROTATIONS:
         return f"its rotary positions ({rotary.rope_type}) depend on the length of the text"
-    if 2 * len(rotary.inv_freq) != _head_size(config):
+    if 2 * len(rotary.inv_freq) != head_size(config):
         return "its rotary positions turn a part of each head only"
     if isinstance(model.get_output_embeddings(), BaseTunerLayer):
         return "an adapter changes its head"
@@ -350,7 +350,8 @@ def _matrices(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
     yield "its table of embeddings", model.get_input_embeddings()
 
 
-def _head_size(config: Any) -> int:
+def head_size(config: Any) -> int:
+    """Numbers of a query, a key or a value of one head, which not every config says."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
