@@ -9,19 +9,16 @@ Whatever cannot work is refused before a model is loaded: unknown names and para
 from __future__ import annotations
 
 import inspect
-import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_type_hints
-
-from pydantic import TypeAdapter, ValidationError
-from pydantic.errors import PydanticUserError
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from groupwise.callbacks.base import EVENTS, Callback, overrides
 from groupwise.callbacks.early_stop import EarlyStop
 from groupwise.callbacks.loss_logging import LossLogging
 from groupwise.callbacks.trainer import TrainerCallbackAdapter, is_trainer_callback
 from groupwise.errors import ConfigError, TaskError
-from groupwise.plugins import load, missing, nearest, run_user_code
+from groupwise.parameters import instance, refusing
+from groupwise.plugins import load, missing, nearest
 from groupwise.settings.view import View
 from groupwise.tasks.contract import Task
 
@@ -60,7 +57,7 @@ def given_callbacks(given: Sequence[object], config: View, where: str) -> tuple[
         kind = _kind(each)
         what = f"{where}: {kind.__name__}"
         _check_kind(kind, what)
-        made = _made(each, {}, what) if inspect.isclass(each) else each
+        made = instance(each, {}, what) if inspect.isclass(each) else each
         found.append((kind.__name__, _checked(made, config, what)))
     return tuple(found)
 
@@ -69,11 +66,11 @@ def _configured(entry: str | Mapping[str, Any], config: View) -> Named:
     parameters = {} if isinstance(entry, str) else {k: v for k, v in entry.items() if k != "name"}
     name = entry if isinstance(entry, str) else str(entry["name"])
     if name in BUILTIN:
-        return name, _checked(_made(BUILTIN[name], parameters, name), config, name)
+        return name, _checked(instance(BUILTIN[name], parameters, name), config, name)
     found = _loaded(name)
     _check_kind(_kind(found), name)
     if inspect.isclass(found):
-        made = _made(found, parameters, name)
+        made = instance(found, parameters, name)
     elif parameters:
         raise TaskError(
             f"{name} is an instance, so it takes no parameters ({', '.join(parameters)}). Name its class instead."
@@ -121,62 +118,6 @@ def _check_kind(kind: type, what: str) -> None:
         )
 
 
-# --- making --------------------------------------------------------------------------------------
-
-
-def _made(kind: type, parameters: Mapping[str, Any], what: str) -> object:
-    """An instance, its parameters checked against the constructor's."""
-    signature = inspect.signature(kind)
-    known = [
-        p
-        for p in signature.parameters.values()
-        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]
-    names = [p.name for p in known]
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    for name in parameters:
-        if name not in names and not takes_any:
-            raise TaskError(_no_parameter(what, name, names))
-    missing = [p.name for p in known if p.default is p.empty and p.name not in parameters]
-    if missing:
-        raise TaskError(f"{what} needs {' and '.join(f'`{name}`' for name in missing)}.")
-    hints = _hints(kind)
-    values = {
-        name: _typed(value, hints.get(name), f"{what}: {name}")
-        for name, value in parameters.items()
-    }
-    return _refusing(lambda: kind(**values), what)
-
-
-def _no_parameter(what: str, name: str, names: Sequence[str]) -> str:
-    near = nearest(name, names)
-    hint = f"; did you mean {' or '.join(near)}?" if near else "."
-    there = f"It takes: {', '.join(names)}." if names else "It takes none."
-    return f"{what} has no parameter `{name}`{hint} {there}"
-
-
-def _hints(kind: type) -> dict[str, Any]:
-    try:
-        return get_type_hints(kind.__init__)
-    except Exception:  # noqa: BLE001 — annotations of users may be anything; without them any value is taken
-        return {}
-
-
-def _typed(value: Any, hint: Any, what: str) -> Any:
-    """The value as its parameter's annotation wants it: lists become tuples, whole numbers numbers, and nothing else is converted."""
-    if hint is None:
-        return value
-    try:
-        return TypeAdapter(hint).validate_json(json.dumps(value), strict=True)
-    except ValidationError as error:
-        reason = error.errors(include_url=False)[0]["msg"]
-        raise TaskError(
-            f"{what} is {json.dumps(value)}: {reason[:1].lower()}{reason[1:]}."
-        ) from None
-    except PydanticUserError:  # an annotation that pydantic knows nothing of
-        return value
-
-
 # --- checking ------------------------------------------------------------------------------------
 
 
@@ -185,7 +126,7 @@ def _checked(made: object, config: View, what: str) -> Callback:
     if not isinstance(made, Callback):
         return TrainerCallbackAdapter(made)
     _check_methods(made, what)
-    _refusing(lambda: made.check(config), what)
+    refusing(lambda: made.check(config), what)
     return made
 
 
@@ -210,18 +151,6 @@ def _check_methods(callback: Callback, what: str) -> None:
         raise TaskError(
             f"{what}: `state` and `load_state` belong together, but one of them is missing."
         )
-
-
-def _refusing(call: Callable[[], Any], what: str) -> Any:
-    """The result of `call`. A ValueError is what a callback refuses with, and says all; anything else is shown whole."""
-
-    def explained() -> Any:
-        try:
-            return call()
-        except ValueError as refused:
-            raise TaskError(f"{what}: {refused}") from refused
-
-    return run_user_code(explained, what=f"{what} failed")
 
 
 def callbacks_of_task(
