@@ -9,6 +9,7 @@ registered dataclasses, so that a new algorithm needs no new config. The `task` 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -48,7 +49,7 @@ from groupwise.data.config import DataConfig
 from groupwise.foreign_keys import FOREIGN_TO_RL
 from groupwise.learner.config import TrainingConfig
 from groupwise.models.config import LoraConfig, ModelConfig
-from groupwise.rewards.config import RewardsConfig
+from groupwise.rewards.config import DEFAULT_TASK_VARIABLE, RewardsConfig
 from groupwise.rollouts.config import RolloutConfig
 from groupwise.runs.config import RunSection
 from groupwise.sampler.config import SamplerConfig
@@ -376,6 +377,35 @@ class RunConfig(Strict):
         if self.rollout.type == "two_stage":
             yield from self._lengths_have_no_effect()
         yield from self._completions_may_not_be_as_long_as_they_must()
+        yield from self._cannot_be_drawn_again()
+
+    def _cannot_be_drawn_again(self) -> Iterator[Conflict]:
+        replay = self.data.replay
+        if replay is None:
+            return
+        if replay.at_temperature_floor and self.sampler.temperature_schedule is None:
+            yield Conflict(
+                "data.replay.at_temperature_floor has no effect without sampler.temperature_schedule, which has the floor. Give a "
+                "schedule, or leave the key out.",
+                ("data.replay.at_temperature_floor", "sampler.temperature_schedule"),
+            )
+        if replay.mode == "completions":
+            yield from self._completions_cannot_be_trained_again()
+
+    def _completions_cannot_be_trained_again(self) -> Iterator[Conflict]:
+        if not self.run.keep_tokens:
+            yield Conflict(
+                "data.replay.mode is completions, which are taken from the run's record, but run.keep_tokens is false. Keep the "
+                "tokens, or use data.replay.mode=prompts.",
+                ("data.replay.mode", "run.keep_tokens"),
+            )
+        if self.algorithm.knobs.get("importance_sampling_correction") == "none":
+            yield Conflict(
+                "data.replay.mode is completions, which an earlier policy sampled, but algorithm.importance_sampling_correction is "
+                "none, so that they would be trained as if this one had. Leave the key out (token_truncate), or use "
+                "data.replay.mode=prompts.",
+                ("data.replay.mode", "algorithm.importance_sampling_correction"),
+            )
 
     def _compares_nobody(self) -> Iterator[Conflict]:
         knobs = self.algorithm.knobs
@@ -469,7 +499,8 @@ def load_config(
     """
     path = Path(source) if isinstance(source, str | Path) else None
     tree = override(given_tree(source), overrides)
-    _correct_for_lag(tree)
+    _correct_for_earlier_policies(tree)
+    _take_label_from_environment(tree)
 
     def check(given: Tree) -> list[str]:
         return [
@@ -494,14 +525,27 @@ def unknown_callbacks(tree: Tree) -> list[str]:
     ]
 
 
-def _correct_for_lag(tree: Tree) -> None:
+def _correct_for_earlier_policies(tree: Tree) -> None:
     """Completions of earlier policies are weighed by what the learner makes of them, unless the config says otherwise."""
-    sections = tree.values
-    training, algorithm = sections.get("training"), sections.get("algorithm", {})
-    if isinstance(training, dict) and isinstance(algorithm, dict):
-        given = cast("dict[str, Any]", algorithm)
-        if cast("dict[str, Any]", training).get("lag", 0) != 0:
-            sections["algorithm"] = {"importance_sampling_correction": "token_truncate"} | given
+    training = tree.values.get("training")
+    given = cast("Mapping[str, Any]", training) if isinstance(training, Mapping) else {}
+    late = given.get("lag", 0) != 0
+    again = tree.value(("data", "replay", "mode")) == "completions"
+    algorithm = tree.values.get("algorithm", {})
+    if (late or again) and isinstance(algorithm, dict):
+        knobs = cast("dict[str, Any]", algorithm)
+        tree.values["algorithm"] = {"importance_sampling_correction": "token_truncate"} | knobs
+
+
+def _take_label_from_environment(tree: Tree) -> None:
+    """The default of a router that has none; it is stored with the run, so that a resume has the same."""
+    rewards = tree.values.get("rewards")
+    label = os.environ.get(DEFAULT_TASK_VARIABLE)
+    if not label or not isinstance(rewards, dict):
+        return
+    given = cast("dict[str, Any]", rewards)
+    if given.get("router") is not None and given.get("default_task") is None:
+        tree.values["rewards"] = {**given, "default_task": label}
 
 
 def given_tree(source: Path | str | Mapping[str, Any] | BaseModel) -> Tree:
@@ -514,7 +558,11 @@ def given_tree(source: Path | str | Mapping[str, Any] | BaseModel) -> Tree:
 
 
 def _problems_beside_the_schema(tree: Tree) -> list[str]:
-    problems = [*secrets_in(tree, ("task",)), *secrets_in(tree, ("callbacks",))]
+    problems = [
+        *secrets_in(tree, ("task",)),
+        *secrets_in(tree, ("callbacks",)),
+        *secrets_in(tree, ("rewards",)),
+    ]
     if tree.value(("algorithm", "type")) == Sft.name:
         where = tree.origin(("algorithm", "type"))
         problems.append(

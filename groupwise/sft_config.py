@@ -22,6 +22,7 @@ from groupwise.config import (
     stem_of,
     unknown_callbacks,
 )
+from groupwise.data.config import DatasetConfig
 from groupwise.foreign_keys import FOREIGN_TO_SFT
 from groupwise.learner.config import OptimisationConfig
 from groupwise.models.config import LoraConfig, ModelConfig
@@ -70,12 +71,8 @@ class SftTrainingConfig(OptimisationConfig):
         return {**keys, "num_train_epochs": None}
 
 
-class SftDataConfig(Strict):
-    """How the rows of the task's `get_sft_dataset` are read, and what of them is trained."""
-
-    not_yet: ClassVar[frozenset[str]] = frozenset(
-        {"dataset_name", "dataset_config", "dataset_split", "dataset_mixture", "mixture", "columns"}
-    )
+class SftDataConfig(DatasetConfig):
+    """How the rows of the task's `get_sft_dataset` are read, or those that `dataset_name` names, and what of them is trained."""
 
     dataset_text_field: str = setting(
         "text", "Column of rows that are one text, trained whole.", min_length=1
@@ -101,7 +98,8 @@ class SftDataConfig(Strict):
     )
 
     def conflicts(self) -> Iterator[Conflict]:
-        """A choice of turns where every token is trained."""
+        """A choice of turns where every token is trained, and what does not go together in the data that are named."""
+        yield from super().conflicts()
         if self.completion_only_loss is False and self.assistant_turns == "last":
             yield Conflict(
                 "assistant_turns is last, but completion_only_loss is false, which trains every token. Set one of the two.",

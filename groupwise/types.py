@@ -38,6 +38,9 @@ EndedBy = Literal["environment", "turns", "tokens"]
 
 PolicyRole = Literal["policy", "reference"]
 
+Origin = Literal["fresh", "easy", "replay"]
+"""Where a group's example comes from: the order of the data, the easy pool, or the replay buffer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Example:
@@ -208,6 +211,9 @@ class Group:
     prompt_seen: str | None = None
     """The prompt of a chat as the model saw it, for people: with what the template wrote around it, tools among it. Where members had
     prompts of their own, the first one's. None: the example's prompt is all there is to show."""
+    origin: Origin = "fresh"
+    again: int | None = None
+    """The draw whose completions these are, where recorded ones are trained again; None: they were sampled for this draw."""
 
     @property
     def scored(self) -> tuple[Rollout, ...]:

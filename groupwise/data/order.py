@@ -31,6 +31,10 @@ class Stream:
         mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
         return mixed ^ (mixed >> 31)
 
+    def uniform(self) -> float:
+        """A number in [0, 1), of 53 random bits."""
+        return (self.next() >> 11) * 2.0**-53
+
     def below(self, bound: int) -> int:
         """A number from 0 to `bound` − 1, each equally likely."""
         limit = (1 << 64) - (1 << 64) % bound

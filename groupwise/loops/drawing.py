@@ -1,4 +1,4 @@
-"""One draw: an example, sampled as a group by the policy that serves, and scored.
+"""One draw: what it was chosen to get, sampled as a group by the policy that serves, and scored.
 
 Sampling and scoring are apart, because the sampler may be given other weights as soon as everything is sampled, while
 rewards may take longer.
@@ -9,37 +9,52 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+from groupwise.data.selection import Choice
 from groupwise.errors import PolicyMismatchError
 from groupwise.loops.run import Run
 from groupwise.models.tokens import rendered
 from groupwise.rollouts.asking import Ask
 from groupwise.rollouts.score import score_group
 from groupwise.rollouts.seeds import member_seed
-from groupwise.types import Group, Policy
+from groupwise.types import Example, Group, Policy
 
 
-async def sample(run: Run, draw: int) -> Group:
-    """The group of a draw, its rollouts pending."""
+async def sample(run: Run, draw: int, choice: Choice, step: int) -> Group:
+    """The group of a draw of a step: its rollouts pending, or those of an earlier draw once more."""
     training = run.config.training
-    example, prompt = run.prompts.drawn(draw, training.seed, shuffle=run.config.data.shuffle)
+    example, prompt = run.pool(choice.pool).at(choice.index)
+    if choice.again is not None:
+        return recorded(run, draw, choice.again, example)
     ask = Ask(
         draw=draw,
         example=example,
         prompt_ids=prompt,
         members=training.num_generations,
         seed=lambda member, segment: member_seed(training.seed, draw, member, segment),
-        params=run.params,
+        params=run.params_at(step),
     )
     policy = run.serving
-    group = await run.rollouts.sample(run.sampler, ask)
+    group = replace(await run.rollouts.sample(run.sampler, ask), origin=choice.origin)
     check_served(policy, group)
     if isinstance(group.example.prompt, str) or not group.rollouts:
         return group
     return replace(group, prompt_seen=rendered(run.tokenizer, group.rollouts[0].prompt_ids))
 
 
+def recorded(run: Run, draw: int, again: int, example: Example) -> Group:
+    """The group of an earlier draw as that of this one: its rollouts with their rewards, and no credit yet."""
+    group = run.folder.store.group(again)
+    assert group is not None, f"draw {again} is in the record"
+    rollouts = [replace(rollout, draw=draw, advantage=None) for rollout in group.rollouts]
+    return replace(
+        group, draw=draw, example=example, rollouts=tuple(rollouts), origin="replay", again=again
+    )
+
+
 async def score(run: Run, group: Group, step: int) -> Group:
     """The group with rewards, shaped as the algorithm wants them. Reward functions see `step`: the one that drew it."""
+    if group.again is not None:
+        return group
     if any(part.weight for rollout in group.rollouts for part in rollout.parts):
         run.unrewarded = False
     scored = await score_group(run.scorer, group, step, run.max_steps)

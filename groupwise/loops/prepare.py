@@ -93,6 +93,14 @@ def task_facts(task: Task) -> dict[str, str]:
     }
 
 
+def rows_told(task: Task) -> dict[str, dict[str, dict[str, int]]]:
+    """By hook, how many of its rows were left out or changed, and why."""
+    return {
+        "rows_left_out": {k: dict(a.left_out) for k, a in task.accounts.items() if a.left_out},
+        "rows_changed": {k: dict(a.changed) for k, a in task.accounts.items() if a.changed},
+    }
+
+
 def digest(*parts: Any) -> str:
     """A short fingerprint of plain values."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
@@ -118,6 +126,7 @@ def plan_of(
         "plan": {
             "task": prepared.task.described,
             **counts,
+            **rows_told(prepared.task),
             "parameters": sizes.parameters,
             "parameters_trained": sizes.trained_parameters,
             "memory_mib": {

@@ -26,8 +26,11 @@ def commit(
 ) -> dict[str, float]:
     """The step with its rollouts and metrics (which it returns), in one transaction. Then the run stands after it."""
     run.tokens_seen += _tokens(drawn.all)
+    run.selection.observe(drawn.all)
     metrics = {
         **_drawn_metrics(drawn, policy_in),
+        **run.selection.metrics(drawn.all, run.step),
+        **_temperature(run),
         **learned,
         **_adaptive(run),
         "learning_rate": rate,
@@ -55,6 +58,8 @@ def commit(
         metrics.get("reward", math.nan),
         run.policy.version,
     )
+    if run.schedule is not None:
+        run.schedule.committed(drawn)
     _warn_of_gap(run, metrics)
     _warn_of_no_reward(run, drawn.all)
     _go_on(run, policy_in, metrics)
@@ -144,6 +149,14 @@ def _adaptive(run: Run) -> dict[str, float]:
     """The weight of the KL penalty, where it moves."""
     knobs = run.algorithm.loss_spec().knobs
     return {} if knobs.get("kl_target") is None else {"beta": knobs["beta"]}
+
+
+def _temperature(run: Run) -> dict[str, float]:
+    """Where it changes."""
+    sampler = run.config.sampler
+    if sampler.temperature_schedule is None:
+        return {}
+    return {"sampling/temperature": sampler.temperature_at(run.step)}
 
 
 def _tokens(groups: Sequence[Group]) -> int:

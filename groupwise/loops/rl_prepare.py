@@ -6,6 +6,7 @@ What is wrong with any of them is a `UsageError` here, and a dry run ends here.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,10 @@ from groupwise import build, machine_layout, task_parts
 from groupwise.awaiting import run_to_end
 from groupwise.callbacks.registry import configured_callbacks
 from groupwise.config import LoadedConfig, RunConfig, view, with_task_schema
-from groupwise.data.examples import fingerprint
+from groupwise.data.easy_pool import EASY
+from groupwise.data.examples import examples_from_rows, fingerprint
+from groupwise.data.order import example_of_draw
+from groupwise.data.sources import read_source
 from groupwise.errors import ConfigError, TaskError
 from groupwise.evaluation.evaluate import check_success_part, held_out_prompts
 from groupwise.loops.prepare import ROWS_READ, Prepared, check_start, digest, plan_of, task_facts
@@ -26,8 +30,13 @@ from groupwise.models.tokens import rendered
 from groupwise.ranks import ahead
 from groupwise.rewards.rubric import Rubric
 from groupwise.rollouts.prompts import PromptSet, tokenise
-from groupwise.tasks.contract import Task, check_reward_columns, load_task, require
+from groupwise.tasks.contract import Task, check_reward_columns, require
 from groupwise.types import Example
+
+EASY_SOURCE = "EASY_DATASET_NAME"
+"""The environment variable that names the source of the easy pool where the config does not."""
+TASK = "task"
+"""The column that holds a row's task label."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +44,8 @@ class RlPrepared(Prepared):
     """A run of reinforcement learning that is checked but not built."""
 
     prompts: PromptSet
+    easy: PromptSet | None
+    """Those of the easy pool."""
     held_out_prompts: PromptSet | None
     rubric: Rubric | None
 
@@ -49,7 +60,7 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
     `rows_read` is how many rows of an endless stream the run began with, where it goes on: its examples are the same ones for all of
     its steps, however many there will be.
     """
-    found = load_task(task)
+    found = task_parts.task_of(loaded.config, task)
     require(found, "rl")
     schema = found.config_schema()
     if schema is not None:
@@ -67,7 +78,9 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
     in_workers = task_parts.scores_in_workers(settings, found, rubric)
     check_reward_columns(found, rubric, examples, in_workers=in_workers)
     _check_algorithm(settings, rubric)
-    tools = task_parts.check_rollouts(settings, found, examples)
+    easy = easy_examples(settings)
+    check_reward_columns(found, rubric, easy, in_workers=in_workers)
+    tools = task_parts.check_rollouts(settings, found, [*examples, *easy])
     room = ahead.prompt_room(settings.model, task_parts.longest_completion(settings))
     prompts = tokenise(
         tokenizer,
@@ -76,7 +89,19 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
         room=room,
         where=f"{found.described}: get_rl_dataset",
         tools=tools,
+        strict=settings.data.strict,
     )
+    easy_prompts = None
+    if easy:
+        easy_prompts = tokenise(
+            tokenizer,
+            easy,
+            max_prompt_length=settings.data.max_prompt_length,
+            room=room,
+            where="data.easy_pool",
+            tools=tools,
+            strict=settings.data.strict,
+        )
     asked = None
     if _evaluates(settings, found):
         asked = held_out_prompts(settings, found, tokenizer, room)
@@ -89,13 +114,14 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
         task=found,
         tokenizer=tokenizer,
         prompts=prompts,
+        easy=easy_prompts,
         held_out_prompts=asked,
         rubric=rubric,
         max_steps=max_steps,
         layout=machine_layout.choose_layout(
-            settings, max(prompts.longest, asked.longest if asked else 0)
+            settings, max(each.longest for each in (prompts, easy_prompts, asked) if each)
         ),
-        facts=_facts(settings, found, prompts, asked, rows_read),
+        facts=_facts(settings, found, (prompts, easy_prompts), asked, rows_read),
         callbacks=callbacks,
     )
 
@@ -103,7 +129,7 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
 def _facts(
     config: RunConfig,
     task: Task,
-    prompts: PromptSet,
+    drawn: Sequence[PromptSet | None],
     asked: PromptSet | None,
     rows_read: int | None,
 ) -> dict[str, Any]:
@@ -113,11 +139,31 @@ def _facts(
     ]
     return {
         **task_facts(task),
-        "data": digest(fingerprint(prompts.examples), prompts.prompts),
+        "data": digest(*_told(drawn)),
         "held_out": digest(held_out, asked.prompts if asked else ()),
         ROWS_READ: rows_read,
         "base": identity(config.model),
     }
+
+
+def _told(drawn: Sequence[PromptSet | None]) -> list[object]:
+    return [told for p in drawn if p for told in (fingerprint(p.examples), p.prompts)]
+
+
+def easy_examples(config: RunConfig) -> list[Example]:
+    """The examples of `data.easy_pool`, labelled; none where there is no such pool."""
+    pool = config.data.easy_pool
+    if pool is None:
+        return []
+    source = pool.dataset_name or os.environ.get(EASY_SOURCE)
+    if not source:
+        raise ConfigError(
+            "data.easy_pool does not say where the easy examples are. Set data.easy_pool.dataset_name to a file or a hub id, or "
+            f"{EASY_SOURCE} in the environment."
+        )
+    rows = read_source(source, pool.dataset_config, pool.dataset_split, pool.columns)
+    labelled = [{TASK: EASY, **row} for row in rows]
+    return examples_from_rows(labelled, where=f"data.easy_pool ({source})")
 
 
 def _refuse_evaluation_of_nothing(config: RunConfig, task: Task) -> None:
@@ -207,10 +253,13 @@ def plan_rl(prepared: RlPrepared, warnings: Sequence[str] = ()) -> dict[str, Any
     """
     config, asked = prepared.config, prepared.held_out_prompts
     rows = config.training.prompts_per_step * config.training.num_generations
-    example, _ = prepared.prompts.drawn(0, config.training.seed, shuffle=config.data.shuffle)
+    examples = prepared.prompts.examples
+    first = example_of_draw(0, len(examples), config.training.seed, shuffle=config.data.shuffle)
+    example = examples[first]
     counts = {
-        "examples": len(prepared.prompts.examples),
+        "examples": len(examples),
         "examples_dropped_as_too_long": prepared.prompts.dropped,
+        **({"easy_examples": len(prepared.easy.examples)} if prepared.easy else {}),
         "held_out_examples": len(asked.examples) if asked else 0,
         "steps": prepared.max_steps,
         "completions_per_step": rows,

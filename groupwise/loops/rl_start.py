@@ -22,6 +22,7 @@ from groupwise.awaiting import Interrupted, Interruption, run_to_end
 from groupwise.callbacks.base import Callbacks
 from groupwise.callbacks.registry import callbacks_of_task
 from groupwise.config import LoadedConfig, RunConfig, load_config, view
+from groupwise.data.selection import Selection, Sizes
 from groupwise.display.progress import Progress
 from groupwise.errors import StoreError
 from groupwise.evaluation.before_after import compared
@@ -51,6 +52,7 @@ from groupwise.loops.start import (
     Ways,
     dry_run_warnings,
     find_start,
+    left_out_lines,
     loaded,
     opened,
     watched,
@@ -81,7 +83,7 @@ class RlResult(TrainingResult):
 
 def rl(
     config: Path | str | Mapping[str, Any] | RunConfig,
-    task: object,
+    task: object = None,
     *,
     overrides: Sequence[str] = (),
     resume: bool = False,
@@ -91,7 +93,8 @@ def rl(
 ) -> RlResult:
     """Train on a task with reinforcement learning: the command `groupwise rl`.
 
-    `resume` goes on with the newest unfinished run of the config's name, `resume_from` (`RUN@STEP`) with that checkpoint; `init_from`
+    Without a task, the config says where the rows are and what scores them. `resume` goes on with the newest unfinished run of the
+    config's name, `resume_from` (`RUN@STEP`) with that checkpoint; `init_from`
     starts a new run from the weights of a run or adapter folder. Raises `UsageError` for what was given wrongly, `RunError` if the
     run failed on its way.
     """
@@ -193,6 +196,8 @@ def assemble(
             min_tokens=config.sampler.min_completion_length,
         ),
         prompts=prepared.prompts,
+        easy=prepared.easy,
+        selection=selection_of(prepared),
         unrewarded=prepared.rubric is None,
         held_out=held_out(
             config, prepared.task, prepared.held_out_prompts, parts.stop_token_ids, rollouts
@@ -205,6 +210,24 @@ def assemble(
         policy=nothing_yet,
         serving=nothing_yet,
         publications=publications,
+    )
+
+
+def selection_of(prepared: RlPrepared) -> Selection:
+    """What chooses the run's examples, at its beginning."""
+    config = prepared.config
+    sizes = Sizes(
+        examples=len(prepared.prompts.examples),
+        easy=len(prepared.easy.examples) if prepared.easy else 0,
+        block=config.training.prompts_per_step,
+    )
+    replay, schedule = config.data.replay, config.sampler.temperature_schedule
+    waits = replay is not None and replay.at_temperature_floor and schedule is not None
+    return Selection(
+        config.data,
+        config.training.seed,
+        sizes,
+        replay_from=schedule.steps if waits and schedule else 0,
     )
 
 
@@ -221,6 +244,8 @@ def say_what_begins(run: Run, prepared: RlPrepared) -> None:
         run.max_steps,
         len(prepared.prompts.examples),
     )
+    for line in left_out_lines(prepared):
+        run.say(line)
     if dropped:
         run.say(
             f"{dropped} of {dropped + len(prepared.prompts.examples)} prompts are longer than data.max_prompt_length = "

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,8 @@ from groupwise import task_parts
 from groupwise.algorithms.base import Algorithm
 from groupwise.algorithms.registry import make
 from groupwise.config import RunConfig
+from groupwise.data.replay import ReplayBuffer
+from groupwise.data.selection import Pool, Selection
 from groupwise.evaluation.evaluate import HeldOut
 from groupwise.loops.training import Training
 from groupwise.rewards.scoring import Scorer
@@ -22,6 +25,8 @@ from groupwise.rollouts.asking import RolloutKind
 from groupwise.rollouts.prompts import PromptSet
 from groupwise.types import Group, Policy, Sampler, SamplingParams
 
+SELECTION = "selection.json"
+"""File of a checkpoint that holds what is chosen and known of the data."""
 POLICIES = "policies"
 """Folder of a checkpoint that holds the policies which drew the groups of the next steps."""
 
@@ -54,6 +59,10 @@ class Schedule(Protocol):
 
     async def settle(self) -> None:
         """Return when no completion is on its way, so that the sampler can be given other weights."""
+        ...
+
+    def committed(self, drawn: Drawn) -> None:
+        """The step that is due was committed, with these groups."""
         ...
 
     async def close(self) -> None:
@@ -110,6 +119,9 @@ class Run(Learning):
     scorer: Scorer
     params: SamplingParams
     prompts: PromptSet
+    easy: PromptSet | None
+    """Those of the easy pool."""
+    selection: Selection
     held_out: HeldOut | None
     serving: Policy
     """The one that the sampler has."""
@@ -133,10 +145,24 @@ class Run(Learning):
     drawn: dict[int, Group] = field(default_factory=dict[int, Group])
     """Groups that are sampled and scored, and belong to no committed step."""
 
+    @property
+    def replay(self) -> ReplayBuffer | None:
+        """See `Training.replay`."""
+        return self.selection.replay
+
+    def pool(self, name: Pool) -> PromptSet:
+        """The examples that a choice is of."""
+        pool = self.prompts if name == "main" else self.easy
+        assert pool is not None, "what is drawn from the easy pool was chosen because there is one"
+        return pool
+
+    def params_at(self, step: int) -> SamplingParams:
+        """How the completions of a step are drawn."""
+        return replace(self.params, temperature=self.config.sampler.temperature_at(step))
+
     def epoch(self) -> float:
         """See `Training.epoch`."""
-        drawn = self.schedule.next_draw if self.schedule else self.next_draw
-        return drawn / len(self.prompts.examples)
+        return self.selection.turns / len(self.prompts.examples)
 
     def position(self) -> dict[str, Any]:
         """See `Training.position`."""
@@ -160,12 +186,16 @@ class Run(Learning):
         self.outstanding = tuple(position["outstanding"])
 
     def save_more(self, folder: Path) -> None:
-        """The policies that drew, or are drawing, the groups of the next steps."""
+        """What is chosen and known of the data, and the policies that drew, or are drawing, the groups of the next steps."""
+        (folder / SELECTION).write_text(json.dumps(self.selection.state()))
         for step, policy in self.earlier.items():
             shutil.copytree(policy.path, folder / POLICIES / f"step-{step}")
 
     def load_more(self, folder: Path, position: Mapping[str, Any]) -> None:
-        """See `Training.load_more`. The files are copied, because checkpoints go."""
+        """See `Training.load_more`. The files of policies are copied, because checkpoints go."""
+        kept = folder / SELECTION  # earlier versions drew the examples in their order, and had none
+        in_order = {"cursor": position["next_draw"]}
+        self.selection.load_state(json.loads(kept.read_bytes()) if kept.exists() else in_order)
         for name, facts in position["earlier"].items():
             kept = self.publications / f"after-step-{name}"
             shutil.copytree(folder / POLICIES / f"step-{name}", kept)

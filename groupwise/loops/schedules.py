@@ -22,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from groupwise.awaiting import Interrupted
+from groupwise.data.selection import Choice
 from groupwise.loops import drawing
 from groupwise.loops.run import Drawn, Run, Schedule
 from groupwise.rollouts.asking import gather_all
@@ -67,6 +68,9 @@ class FixedLag:
     async def settle(self) -> None:
         await _settle(self, self._run, list(self._sampling.values()))
 
+    def committed(self, drawn: Drawn) -> None:
+        self._run.selection.finish(self._run.step, len(drawn.all))
+
     async def close(self) -> None:
         await _cancel(self._steps.values())
         self._steps.clear()
@@ -86,7 +90,10 @@ class FixedLag:
     def _begin(self, step: int) -> None:
         if step in self._steps:
             return
-        self._ends[step] = self._ends[step - 1] + self._run.config.training.prompts_per_step
+        size = self._run.config.training.prompts_per_step
+        slots = size * (1 + self._run.algorithm.resample_rounds)
+        self._run.selection.plan(step, step, slots)
+        self._ends[step] = self._ends[step - 1] + size
         self._sampling[step] = asyncio.Event()
         before = self._steps.get(step - 1)
         self._steps[step] = asyncio.create_task(self._draw(step, before))
@@ -121,9 +128,11 @@ class FixedLag:
         self, step: int, draws: Sequence[int], timer: _Timer, *, last: bool
     ) -> list[Group]:
         waiting = set(draws)
+        begin = self._ends[step - 1]
 
         async def one(draw: int) -> Group:
-            group = timer.sampled(await drawing.sample(self._run, draw))
+            choice = self._run.selection.take(step, draw - begin, draw)
+            group = timer.sampled(await drawing.sample(self._run, draw, choice, step))
             waiting.discard(draw)
             if last and not waiting:
                 self._sampling[step].set()
@@ -158,6 +167,9 @@ class Free:
         self._lag = run.config.training.lag
         self._next = run.next_draw
         self._again = list(run.outstanding)
+        self._size = run.config.training.prompts_per_step
+        self._planned: set[int] = set()
+        """Blocks, of as many draws as a step has, in which draws were chosen."""
         self._under_way: dict[int, _UnderWay] = {}
         self._finished: list[int] = []
         """Draws in the order in which they were finished."""
@@ -193,6 +205,14 @@ class Free:
     async def settle(self) -> None:
         await _settle(self, self._run, [each.sampled for each in self._under_way.values()])
 
+    def committed(self, drawn: Drawn) -> None:
+        """Blocks of draws are over when none of them is under way any more, or still to be asked for."""
+        taken = {group.draw for group in drawn.all}
+        first = min([d for d in self.outstanding if d not in taken], default=self._next)
+        for block in [b for b in self._planned if b < first // self._size]:
+            self._planned.remove(block)
+            self._run.selection.finish(block, self._size)
+
     async def close(self) -> None:
         await _cancel(each.task for each in self._under_way.values() if each.task)
 
@@ -209,11 +229,19 @@ class Free:
 
     async def _draw(self, draw: int, under_way: _UnderWay) -> None:
         try:
-            group = self._timer.sampled(await drawing.sample(self._run, draw))
+            choice = self._chosen(draw)
+            group = await drawing.sample(self._run, draw, choice, under_way.since)
+            self._timer.sampled(group)
         finally:
             under_way.sampled.set()
         under_way.group = await _scored(self._run, group, under_way.since, self._timer)
         self._finished.append(draw)
+
+    def _chosen(self, draw: int) -> Choice:
+        block, slot = divmod(draw, self._size)
+        self._planned.add(block)
+        self._run.selection.plan(block, self._run.step, self._size)
+        return self._run.selection.take(block, slot, draw)
 
     def _unwanted(self) -> list[int]:
         groups = {draw: self._under_way[draw].group for draw in self._finished}
@@ -266,6 +294,8 @@ class _Timer:
         self._tokens = 0
 
     def sampled(self, group: Group) -> Group:
+        if group.again is not None:
+            return group
         self._sampled = self._scored = time.perf_counter()
         self._tokens += sum(
             len(segment.token_ids)

@@ -24,7 +24,8 @@ from groupwise.ranks import ahead
 from groupwise.rollouts.teacher import LessonSet, TeacherWay, read_lessons
 from groupwise.settings.view import View
 from groupwise.sft_config import LoadedSftConfig, SftConfig
-from groupwise.tasks.contract import Task, load_task, require
+from groupwise.tasks.configured import find_task
+from groupwise.tasks.contract import Task, require
 
 TRAINED = ("⟦", "⟧")
 """What stands around the trained tokens of a row that is shown."""
@@ -53,7 +54,7 @@ class SftPrepared(Prepared):
 
 def prepare_sft(loaded: LoadedSftConfig, task: object, rows_read: int | None = None) -> SftPrepared:
     """Check task and rows against the config; tokenise and mask all rows. `rows_read`: see `groupwise.loops.rl_prepare.prepare_rl`."""
-    found = load_task(task)
+    found = find_task(task, View(resolved(loaded.config)))
     require(found, "sft")
     schema = found.config_schema()
     if schema is not None:
@@ -105,8 +106,14 @@ def _read(
         rows = rows[:limit]
     if not rows:
         return None
-    way = teacher_way(config, task, tokenizer)
-    return read_lessons(tokenizer, rows, way, where=f"{task.described}: {hook}")
+    way, where = teacher_way(config, task, tokenizer), f"{task.described}: {hook}"
+    lessons = read_lessons(tokenizer, rows, way, where=where)
+    if config.data.strict and lessons.dropped:
+        raise TaskError(
+            f"{where}: {lessons.dropped} rows have nothing to train within data.max_length = {way.max_length} tokens, and data.strict is "
+            "true. Raise the limit, or set data.strict to false to leave them out."
+        )
+    return lessons
 
 
 def teacher_way(config: SftConfig, task: Task, tokenizer: Any) -> TeacherWay:

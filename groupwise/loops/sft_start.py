@@ -36,6 +36,7 @@ from groupwise.loops.start import (
     Ways,
     dry_run_warnings,
     find_start,
+    left_out_lines,
     loaded,
     opened,
     watched,
@@ -60,7 +61,7 @@ class SftResult(TrainingResult):
 
 def sft(
     config: Path | str | Mapping[str, Any] | SftConfig,
-    task: object,
+    task: object = None,
     *,
     overrides: Sequence[str] = (),
     resume: bool = False,
@@ -70,7 +71,8 @@ def sft(
 ) -> SftResult:
     """Train on the given answers of a task: the command `groupwise sft`.
 
-    `resume` goes on with the newest unfinished run of the config's name, `resume_from` (`RUN@STEP`) with that checkpoint; `init_from`
+    Without a task, the config says where the rows are. `resume` goes on with the newest unfinished run of the config's name,
+    `resume_from` (`RUN@STEP`) with that checkpoint; `init_from`
     starts a new run from the weights of a run or adapter folder. Raises `UsageError` for what was given wrongly, `RunError` if the
     run failed on its way.
     """
@@ -163,6 +165,8 @@ def _say_what_begins(run: SftRun, prepared: SftPrepared) -> None:
         run.max_steps,
         len(lessons.lessons),
     )
+    for line in left_out_lines(prepared):
+        run.say(line)
     if lessons.cut or lessons.dropped:
         limit = run.config.data.max_length or "the model's longest text"
         run.say(

@@ -20,7 +20,7 @@ from groupwise.config import Loaded
 from groupwise.display.progress import Progress
 from groupwise.errors import UsageError
 from groupwise.evaluation.policies import find_policy
-from groupwise.loops.prepare import ROWS_READ, Prepared, starting_from
+from groupwise.loops.prepare import ROWS_READ, Prepared, rows_told, starting_from
 from groupwise.loops.resume import (
     ResumePoint,
     Resumption,
@@ -120,6 +120,15 @@ def dry_run_warnings(resumption: Resumption | None) -> tuple[str, ...]:
     return () if resumption is None else (*resumption.found, *resumption.warnings)
 
 
+def left_out_lines(prepared: Prepared) -> list[str]:
+    """What to say of the rows that cannot be used, a line for each reason."""
+    return [
+        f"{count} {'row' if count == 1 else 'rows'} of {hook} left out: {reason}"
+        for hook, reasons in rows_told(prepared.task)["rows_left_out"].items()
+        for reason, count in reasons.items()
+    ]
+
+
 @contextmanager
 def opened(
     prepared: AnyPrepared, start: Start[Any], kind: str, facts: Mapping[str, Any]
@@ -130,6 +139,7 @@ def opened(
         "model": prepared.loaded.config.model.name,
         "task_module": prepared.task.spec,
         **facts,
+        **rows_told(prepared.task),
         "init_from": start.init_from,
     }
     folder = open_folder(prepared, start.point, noted)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from groupwise.awaiting import Interruption
 from groupwise.callbacks.base import Callbacks
+from groupwise.data.replay import ReplayBuffer
 from groupwise.display.progress import Progress
 from groupwise.errors import NonFiniteError
 from groupwise.learner.config import OptimisationConfig
@@ -72,6 +73,11 @@ class Training:
     def over(self) -> bool:
         """Whether there is no step to take: after the last one, or because a callback asked to stop."""
         return self.step >= self.max_steps or self.callbacks.stop is not None
+
+    @property
+    def replay(self) -> ReplayBuffer | None:
+        """Prompts that are kept to be drawn again."""
+        return None
 
     def epoch(self) -> float:
         """Passes over the data so far."""

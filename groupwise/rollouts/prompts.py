@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from groupwise.data.order import example_of_draw
 from groupwise.errors import TaskError
 from groupwise.rollouts.dialogue import first_ids
 from groupwise.tasks.tools import Schema
@@ -27,9 +26,8 @@ class PromptSet:
         """Tokens of the longest prompt; 0 for an empty set."""
         return max(map(len, self.prompts), default=0)
 
-    def drawn(self, draw: int, seed: int, *, shuffle: bool) -> tuple[Example, tuple[int, ...]]:
-        """The example of a draw, with its prompt."""
-        index = example_of_draw(draw, len(self.examples), seed, shuffle=shuffle)
+    def at(self, index: int) -> tuple[Example, tuple[int, ...]]:
+        """One of the examples, with its prompt."""
         return self.examples[index], self.prompts[index]
 
 
@@ -41,8 +39,9 @@ def tokenise(
     room: int,
     where: str,
     tools: Sequence[Schema] = (),
+    strict: bool = False,
 ) -> PromptSet:
-    """Tokenise all prompts, leaving out those longer than `max_prompt_length` (tokens).
+    """Tokenise all prompts, leaving out those longer than `max_prompt_length` (tokens), or refusing them where that is `strict`.
 
     `tools` are described in the prompts of chats. `room` is what the model leaves for a prompt beside the longest completion.
     Raises `TaskError`, naming the hook `where` the examples came from, if a prompt does not fit there, or if no
@@ -61,6 +60,11 @@ def tokenise(
         raise TaskError(
             f"{where}: all {len(ids)} prompts are longer than data.max_prompt_length = {max_prompt_length} tokens; "
             f"the shortest has {min(map(len, ids))}, the longest {longest}."
+        )
+    if strict and len(kept) < len(ids):
+        raise TaskError(
+            f"{where}: {len(ids) - len(kept)} of {len(ids)} prompts are longer than data.max_prompt_length = {max_prompt_length} tokens, "
+            f"the longest has {longest}, and data.strict is true. Raise the limit, or set data.strict to false to leave them out."
         )
     too_long = [len(ids[index]) for index in kept if len(ids[index]) > room]
     if too_long:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from groupwise.rewards.rubric import NO_REWARD
-from groupwise.rewards.scoring import MemberScore, Scorer, ScoreRequest
+from groupwise.rewards.scoring import ORIGIN, MemberScore, Scorer, ScoreRequest
 from groupwise.rewards.text import CompletionText, as_completion
 from groupwise.tasks.environment import DEFAULT_PART
 from groupwise.types import Group, Prompt, RewardPart, Rollout
@@ -35,12 +35,13 @@ def score_request(group: Group, global_step: int, max_steps: int) -> ScoreReques
     """The pending rollouts of a group as reward functions see them: every column repeated for each."""
     pending = [rollout for rollout in group.rollouts if rollout.outcome == "pending"]
     prompt = group.example.prompt
+    columns = {ORIGIN: group.origin, **group.example.columns}
     return ScoreRequest(
         draw=group.draw,
         prompts=[prompt] * len(pending),
         completions=[transcript(prompt, rollout) for rollout in pending],
         completion_ids=[list(rollout.completion_ids) for rollout in pending],
-        columns={name: [value] * len(pending) for name, value in group.example.columns.items()},
+        columns={name: [value] * len(pending) for name, value in columns.items()},
         global_step=global_step,
         max_steps=max_steps,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, Literal, cast
 
 from pydantic import field_validator
 
@@ -18,20 +18,52 @@ RESERVED = frozenset({"base"})
 """Names that mean something else where a run may be named."""
 
 
+SinkName = Literal["tensorboard", "wandb", "trackio"]
+"""Where metrics are shown beside the run's own record."""
+WITH_TABLES = frozenset({"wandb", "trackio"})
+"""Those of them that show rollouts."""
+NO_SINKS = {
+    "mlflow": "mlflow brings a server and a database of its own, which the record makes superfluous",
+}
+"""What one might report to, and why there is no such sink."""
+
+
+class HubSection(Strict):
+    """The upload of what a finished run has made."""
+
+    repo_id: str | None = setting(
+        None,
+        "OWNER/NAME on the hub, to which the final weights, the tokenizer and the model card are uploaded; made if it is not there. "
+        "They stay in the run's folder as well. null: no upload.",
+        on_resume="free",
+        min_length=1,
+    )
+    revision: str = setting(
+        "main", "Branch that receives them; made if it is not there.", on_resume="free", min_length=1
+    )
+    private: bool = setting(
+        True, "Whether a repository that is made is private.", on_resume="free"
+    )
+    overwrite: bool = setting(
+        False,
+        "Replace what the branch holds; its history keeps it. false: a branch with other files is refused.",
+        on_resume="free",
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """How to upload, without anywhere to."""
+        if self.repo_id is not None:
+            return
+        for key, default in (("revision", "main"), ("private", True), ("overwrite", False)):
+            if (value := getattr(self, key)) != default:
+                yield Conflict(
+                    f"{key} is {value}, which has no effect without repo_id. Set repo_id to OWNER/NAME, or leave {key} out.",
+                    (key, "repo_id"),
+                )
+
+
 class RunSection(Strict):
     """The run directory is `dir/name`."""
-
-    not_yet: ClassVar[frozenset[str]] = frozenset(
-        {
-            "report_to",
-            "hub",
-            "wandb_entity",
-            "wandb_project",
-            "wandb_group",
-            "log_unique_prompts",
-            "num_completions_to_print",
-        }
-    )
 
     name: str | None = setting(
         None, "Name of the run; null takes the config file's name.", on_resume="free"
@@ -73,15 +105,86 @@ class RunSection(Strict):
         "Perfetto, profile/step-N.txt says what took longest. Such a step is slower.",
         on_resume="free",
     )
+    report_to: Literal["none"] | SinkName | tuple[SinkName, ...] = setting(
+        (),
+        "Where metrics, evaluations and rollouts are shown besides the run's own record, which always has them: one or several of "
+        "tensorboard, wandb, trackio.",
+        on_resume="free",
+    )
+    wandb_project: str | None = setting(
+        None,
+        "Project in Weights & Biases; null takes the environment's WANDB_PROJECT, else groupwise.",
+        on_resume="free",
+        min_length=1,
+    )
+    wandb_entity: str | None = setting(
+        None,
+        "User or team in Weights & Biases; null takes WANDB_ENTITY, else your own.",
+        on_resume="free",
+        min_length=1,
+    )
+    wandb_group: str | None = setting(
+        None, "Group of runs in Weights & Biases.", on_resume="free", min_length=1
+    )
+    trackio_project: str | None = setting(
+        None, "Project in trackio; null: groupwise.", on_resume="free", min_length=1
+    )
+    num_completions_to_print: int = setting(
+        8,
+        "Rollouts of every logging_steps-th step that wandb and trackio show as a table; 0: none.",
+        on_resume="free",
+        ge=0,
+    )
+    log_unique_prompts: bool = setting(
+        False, "Show one rollout of each prompt in these tables.", on_resume="free"
+    )
+    license: str | None = setting(
+        None,
+        "Licence that the model card names, as the hub calls it (apache-2.0); null leaves it open.",
+        on_resume="free",
+        min_length=1,
+    )
+    hub: HubSection = HubSection()
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Threads that are too few to be divided among the processes."""
+        """Too few threads for the processes, and keys of sinks that are not reported to."""
+        yield from self._too_few_threads()
+        for sink in ("wandb", "trackio"):
+            for key in [key for key in type(self).model_fields if key.startswith(f"{sink}_")]:
+                if getattr(self, key) is not None and sink not in self.sinks:
+                    yield _without_sink(key, getattr(self, key), sink)
+        if not WITH_TABLES & set(self.sinks):
+            for key in ("num_completions_to_print", "log_unique_prompts"):
+                if getattr(self, key) != type(self).model_fields[key].default:
+                    yield _without_sink(key, getattr(self, key), "wandb or trackio")
+
+    def _too_few_threads(self) -> Iterator[Conflict]:
         if self.threads is not None and (self.processes or 1) > self.threads:
             yield Conflict(
                 f"processes is {self.processes}, but threads is {self.threads}: the threads are those of all processes together, and "
                 f"each process needs one. Set threads to {self.processes} or more, or leave one of the two out.",
                 ("threads", "processes"),
             )
+
+    @property
+    def sinks(self) -> tuple[SinkName, ...]:
+        """What `report_to` names, each once."""
+        given = (self.report_to,) if isinstance(self.report_to, str) else self.report_to
+        return tuple(dict.fromkeys(name for name in given if name != "none"))
+
+    @field_validator("report_to", mode="before")
+    @classmethod
+    def _is_no_sink(cls, given: Any) -> Any:
+        """Runs before the type is checked, and hands a list on as the tuple that it is to become."""
+        several = isinstance(given, list | tuple)
+        names = tuple(cast("list[Any]", given)) if several else (given,)
+        for name in names:
+            if isinstance(name, str) and name in NO_SINKS:
+                raise ValueError(
+                    f"there is no {name}: {NO_SINKS[name]}. Name tensorboard, wandb or trackio, or write the metrics to files by "
+                    "`groupwise runs export`."
+                )
+        return names if several else given
 
     @property
     def profiled_steps(self) -> frozenset[int]:
@@ -109,3 +212,10 @@ class RunSection(Strict):
                 f'"{name}" cannot name a run; it names the model itself, as in `--policy {name}`.'
             )
         return name
+
+
+def _without_sink(key: str, value: object, sink: str) -> Conflict:
+    return Conflict(
+        f"{key} is {value}, which has no effect while report_to does not name {sink}. Add it, or leave {key} out.",
+        (key, "report_to"),
+    )

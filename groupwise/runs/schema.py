@@ -150,6 +150,10 @@ MIGRATIONS: tuple[str, ...] = (
         SELECT draw, coalesce(prompt_seen, prompt_text) AS prompt FROM groups;
     DELETE FROM meta WHERE key = 'text_index';      -- which held prompt_text
     """,
+    """
+    ALTER TABLE groups ADD COLUMN origin TEXT NOT NULL DEFAULT 'fresh';  -- fresh, easy, replay
+    ALTER TABLE groups ADD COLUMN again INTEGER;    -- the draw whose completions these are
+    """,
 )
 
 TEXT_INDEX: dict[str, str] = {

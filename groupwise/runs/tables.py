@@ -50,6 +50,8 @@ def insert_group(
         columns=pack_json(group.example.columns),
         metrics=pack_json(group.metrics),
         prompt_ids=pack_tokens(prompt_ids) if keep_tokens else None,
+        origin=group.origin,
+        again=group.again,
     )
     for rollout in group.rollouts:
         added = _insert_rollout(db, rollout, step, group.example.index)
@@ -84,8 +86,8 @@ def delete_groups(db: Database, condition: str, values: Row) -> int:
 def read_groups(db: Database, condition: str, values: Row = ()) -> list[Group]:
     """The groups that meet a condition (which may go on with ORDER BY)."""
     rows = db.all(
-        "SELECT draw, example, prompt, columns, metrics, prompt_ids, prompt_seen FROM groups WHERE "
-        + condition,
+        "SELECT draw, example, prompt, columns, metrics, prompt_ids, prompt_seen, origin, again"
+        " FROM groups WHERE " + condition,
         values,
     )
     return [
@@ -95,8 +97,10 @@ def read_groups(db: Database, condition: str, values: Row = ()) -> list[Group]:
             rollouts=_read_rollouts(db, draw, unpack_tokens(prompt_ids)),
             metrics=unpack_json(metrics),
             prompt_seen=plain_text(seen),
+            origin=origin,
+            again=again,
         )
-        for draw, example, prompt, columns, metrics, prompt_ids, seen in rows
+        for draw, example, prompt, columns, metrics, prompt_ids, seen, origin, again in rows
     ]
 
 

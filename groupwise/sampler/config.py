@@ -2,12 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import ClassVar, Literal
 
 from pydantic import model_validator
 
-from groupwise.settings.schema import Strict, setting
+from groupwise.settings.schema import Conflict, Strict, setting
+
+
+class TemperatureSchedule(Strict):
+    """The section `sampler.temperature_schedule`: falls in a straight line, then stays, but for a hot step now and then."""
+
+    start: float = setting(1.0, "Temperature of the first step.", gt=0)
+    end: float = setting(0.3, "The floor.", gt=0)
+    steps: int = setting(3000, "Steps from start to end.", ge=1)
+    hot_every: int | None = setting(
+        5000,
+        "At the floor, each step whose index is a multiple of this is a hot one; null: none.",
+        ge=1,
+    )
+    hot: float | None = setting(None, "Temperature of a hot step; null: that of the start.", gt=0)
+
+    def at(self, step: int) -> float:
+        """The temperature of a step (from 0)."""
+        if step < self.steps:
+            return self.start + (self.end - self.start) * step / self.steps
+        if self.hot_every is not None and step % self.hot_every == 0:
+            return self.start if self.hot is None else self.hot
+        return self.end
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """A temperature of hot steps that there are not."""
+        if self.hot is not None and self.hot_every is None:
+            yield Conflict(
+                f"hot is {self.hot:g}, but hot_every is null, so that no step is hot. Set it, or leave hot out.",
+                ("hot", "hot_every"),
+            )
 
 
 class SamplerConfig(Strict):
@@ -19,7 +49,6 @@ class SamplerConfig(Strict):
             "engine=openai",
             "engine=sglang",
             "repetition_penalty",
-            "temperature_schedule",
             "url",
             "vllm_python",
             "gpu_memory_utilization",
@@ -52,6 +81,11 @@ class SamplerConfig(Strict):
         "1 samples the model's own distribution. Log-probabilities are taken at this temperature.",
         gt=0,
     )
+    temperature_schedule: TemperatureSchedule | None = setting(
+        None,
+        "A temperature that changes with the steps, in place of temperature; {} takes all defaults. What is drawn and its "
+        "log-probabilities are at the temperature of the step.",
+    )
     stop: tuple[str, ...] = setting(
         (), "Texts that end a completion, besides the model's own stop tokens."
     )
@@ -71,6 +105,19 @@ class SamplerConfig(Strict):
         "debugging. Without effect on a CPU.",
         on_resume="warn",
     )
+
+    def temperature_at(self, step: int) -> float:
+        """The temperature of a training step (from 0)."""
+        return self.temperature_schedule.at(step) if self.temperature_schedule else self.temperature
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Two ways of setting the temperature."""
+        if self.temperature_schedule is not None and self.temperature != 1.0:
+            yield Conflict(
+                f"temperature is {self.temperature:g}, which has no effect beside temperature_schedule, whose start and end say what "
+                "it is. Leave one of them out.",
+                ("temperature", "temperature_schedule"),
+            )
 
     @model_validator(mode="after")
     def _stops_mean_something(self) -> SamplerConfig:

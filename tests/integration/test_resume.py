@@ -105,6 +105,12 @@ def test_two_crashes(uninterrupted, tmp_path):
         assert len(store.resumes()) == 2
 
 
+EASY = {
+    "dataset_name": str(Path(__file__).parents[1] / "fixtures" / "easy.jsonl"),
+    "columns": {"prompt": "question"},
+    "schedule": [[0, 1.0], [2, 0.5]],
+}
+REPLAY = {"warmup": 1, "success_threshold": 0.01}
 WAYS = {
     "several updates": {"training": {"num_iterations": 2, "minibatches": 2}},
     "adaptive kl": {"algorithm": {"type": "grpo", "adaptive_kl": True, "kl_target": 0.001}},
@@ -131,7 +137,31 @@ WAYS = {
     "a step ahead": {"training": {"lag": 1}},
     "an environment": {"rollout": {"type": "environment", "max_turns": 3}},
     "an environment ahead": {"rollout": {"type": "environment"}, "training": {"lag": 1}},
+    "easy pool": {"data": {"easy_pool": EASY}},
+    "prompts again": {"data": {"replay": REPLAY}},
+    "prompts again ahead": {"data": {"replay": REPLAY}, "training": {"lag": 2}},
+    "completions again": {"data": {"replay": {**REPLAY, "mode": "completions"}}},
+    "curriculum": {"data": {"curriculum": {"success_threshold": 0.2}}},
+    "temperature": {"sampler": {"temperature_schedule": {"steps": 3, "end": 0.5, "hot_every": 4}}},
+    "all at once, dynamic sampling ahead": {
+        "algorithm": {"type": "dapo"},
+        "sampler": {"max_completion_length": 1, "temperature_schedule": {"steps": 3}},
+        "training": {"lag": 1},
+        "data": {
+            "easy_pool": EASY,
+            "replay": {**REPLAY, "mode": "completions"},
+            "curriculum": {"success_threshold": 0.2},
+        },
+    },
 }
+SEEN_IN = {
+    "rollouts/rejected_groups": "dynamic sampling",
+    "data/easy_share": ("easy", "all at once"),
+    "data/replay_share": ("again", "all at once"),
+    "curriculum/success": ("curriculum", "all at once"),
+    "sampling/temperature": ("temperature", "all at once"),
+}
+"""The metrics that show that a way was gone, by a word of its name."""
 STEPPED = str(Path(__file__).with_name("stepped_task.py"))
 GAME = str(Path(__file__).parents[2] / "examples" / "03_guessing_game" / "task.py")
 
@@ -162,7 +192,9 @@ def test_every_way_of_training_resumes_bit_equal(tmp_path, way):
     assert crashed == whole
     with Store.open(tmp_path / "whole" / "toy" / "run.db", readonly=True) as store:
         curves = store.metrics()
-    assert ("rollouts/rejected_groups" in curves) == ("dynamic" in way)
+    for metric, words in SEEN_IN.items():
+        expected = any(word in way for word in ([words] if isinstance(words, str) else words))
+        assert any(value for _, value in curves.get(metric, [])) == expected, metric
     assert len({beta for _, beta in curves.get("beta", [])}) == (STEPS if "adaptive" in way else 0)
 
 

@@ -81,11 +81,18 @@ class InTurns:
 
     async def next(self) -> Drawn:
         size = self.run.config.training.prompts_per_step
+        step, selection = self.run.step, self.run.selection
+        selection.plan(step, step, size)
         groups = []
-        for draw in range(self.next_draw, self.next_draw + size):
-            group = await drawing.sample(self.run, draw)
-            groups.append(await drawing.score(self.run, group, self.run.step))
+        for slot in range(size):
+            draw = self.next_draw + slot
+            choice = selection.take(step, slot, draw)
+            group = await drawing.sample(self.run, draw, choice, step)
+            groups.append(await drawing.score(self.run, group, step))
         return Drawn(groups)
+
+    def committed(self, drawn: Drawn) -> None:
+        self.run.selection.finish(self.run.step, len(drawn.all))
 
     async def settle(self) -> None: ...
 

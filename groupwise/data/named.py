@@ -1,0 +1,127 @@
+"""The rows of the sources that a config names: read, made to prompts or lessons, labelled, and parted into training and held out.
+
+`for_training` and `held_out` give one part for each source of `data.dataset_name` or `data.dataset_mixture`; a set that is a task is none
+of a source's, and left to whoever knows tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from groupwise.data.chat import (
+    Account,
+    PromptWay,
+    Row,
+    key_of,
+    with_prompts,
+    with_teacher,
+)
+from groupwise.data.config import DatasetConfig, MixtureEntry
+from groupwise.data.mixture import Part, joined, split
+from groupwise.data.sources import no_column, read_source
+from groupwise.errors import TaskError
+
+DATASET_NAME = "dataset_name"
+LABEL = "task"
+"""Columns that say which set a row is from, and whose rewards it has."""
+
+KNOWN_BY = ("prompt", "messages", "text", "input_ids")
+"""The columns by which rows are the same, of which none may be trained on and held out."""
+
+Found = tuple[list[Part], Account]
+
+
+def for_training(data: DatasetConfig, *, teacher: bool) -> Found:
+    """The rows that are trained on; `teacher`: as lessons of a teacher, otherwise as prompts. Raises TaskError."""
+    parts, account = _read(data, lambda entry: entry.split or data.dataset_split, teacher=teacher)
+    if parts and data.test_split_size is not None:
+        parts, _ = _split(parts, data)
+    return joined(parts, data.mixture_columns), account
+
+
+def held_out(data: DatasetConfig, *, teacher: bool) -> Found:
+    """The rows that are held out: of splits of their own, or taken off those for training, which tell what was left out."""
+    if data.test_split_size is None:
+        parts, account = _read(data, lambda entry: entry.test_split, teacher=teacher)
+        return joined(parts, data.mixture_columns), account
+    parts, _ = _read(data, lambda entry: entry.split or data.dataset_split, teacher=teacher)
+    parts = _split(parts, data)[1] if parts else []
+    return joined(parts, data.mixture_columns), Account()
+
+
+def holds_out(data: DatasetConfig, entry: MixtureEntry) -> bool:
+    """Whether some rows of a source are held out."""
+    return entry.test_split is not None or data.test_split_size is not None
+
+
+def place_of(data: DatasetConfig, number: int) -> str:
+    """What a set is called in messages, by its number in the mixture."""
+    name = data.mixture[number].name
+    return name if data.dataset_mixture is None else f"data.dataset_mixture, set {number} ({name})"
+
+
+def labelled(row: Row, entry: MixtureEntry, label: str | None) -> Row:
+    """The row, saying which set it is from and, where there is a label, whose rewards it has."""
+    named = {**row, DATASET_NAME: entry.name}
+    return named if label is None else {**named, LABEL: label}
+
+
+def _split(parts: Sequence[Part], data: DatasetConfig) -> tuple[list[Part], list[Part]]:
+    assert data.test_split_size is not None
+    return split(parts, data.test_split_size, data.seed, partial(key_of, columns=KNOWN_BY))
+
+
+def _read(
+    data: DatasetConfig, split_of: Callable[[MixtureEntry], str | None], *, teacher: bool
+) -> Found:
+    """The rows of the sources that have such a split."""
+    parts: list[Part] = []
+    account = Account()
+    prepare = with_teacher if teacher else with_prompts
+    for number, entry in enumerate(data.mixture):
+        wanted = split_of(entry)
+        if entry.source is None or wanted is None:
+            continue
+        where = place_of(data, number)
+        given = _rows(data, entry, wanted, where, teacher=teacher)
+        rows = prepare(given, _way(data), where, strict=data.strict)
+        account += rows.account if data.dataset_mixture is None else rows.account.under(where)
+        own = [labelled(row, entry, entry.label) for row in rows]
+        parts.append(Part(where, own, entry.weight))
+    return parts, account
+
+
+def _rows(
+    data: DatasetConfig, entry: MixtureEntry, split: str, where: str, *, teacher: bool
+) -> list[Row]:
+    """The rows as they are, with the columns that prompts need."""
+    assert entry.source is not None
+    assert not isinstance(entry.config, dict)
+    rows = read_source(
+        entry.source,
+        entry.config,
+        split,
+        {**data.renamed("completion" if teacher else "answer"), **entry.columns},
+        revision=entry.revision,
+    )
+    there = list(dict.fromkeys(name for row in rows for name in row))
+    for name in data.prompt_lines:
+        if name not in there:
+            raise TaskError(no_column(where, name, there, " in data.prompt_lines"))
+    if not teacher and "prompt" not in there:
+        raise TaskError(
+            f"{where} has no column 'prompt'. It has: {', '.join(there)}. Say in data.prompt_column which of them holds the prompt, or "
+            "in `columns` of the set."
+        )
+    return rows
+
+
+def _way(data: DatasetConfig) -> PromptWay:
+    return PromptWay(
+        format=data.prompt_format,
+        system_prompt=data.system_prompt,
+        lines=data.prompt_lines,
+        strip_tags=data.strip_tags,
+        drop_duplicates=data.drop_duplicates,
+    )

@@ -1,0 +1,506 @@
+"""`groupwise generate` against a service over real HTTP:
+
+1. Rows × generations come back in the order of the input, are filtered by rewards, and train with `groupwise sft`.
+2. kill -9 at any moment loses at most what was under way: everything that was appended is never asked for again.
+3. Ctrl-C ends it with 130; the same command goes on. Limits, failures and time-outs of the service are waited out.
+4. Shards divide the rows, and the command without one puts them together without asking again.
+5. A folder belongs to one way of asking, and to one process. What cannot work is said before anything is asked.
+6. Finished files go to the hub, into a private dataset, in one commit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+import groupwise
+from groupwise.cli.main import main
+from groupwise.endpoints import waiting
+from groupwise.errors import (
+    EndpointError,
+    ResumeMismatchError,
+    RunInUseError,
+    TaskError,
+    UsageError,
+)
+from groupwise.generation.journal import Answers
+from groupwise.runs.lock import RunLock
+from tests.serving import Service, Writer, listening, scripted, serve, tiny
+
+ROWS = 20
+
+
+@pytest.fixture(scope="module")
+def model() -> Writer:
+    return tiny()
+
+
+@pytest.fixture
+def echo() -> Generator[Service]:
+    """Answers with what it was asked, and the seed."""
+    with serve(Service(scripted(lambda text, seed: f"{text} {seed}"))) as service:
+        yield service
+
+
+@pytest.fixture(autouse=True)
+def _waits_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "FIRST", 0.002)
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    file = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"letters after {n}", "number": n} for n in range(ROWS)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def generate(service: Service, data: Path, out: Path, **options: Any) -> groupwise.GenerateResult:
+    given = {"dataset": str(data), "output": str(out), "base_url": service.url, **options}
+    return groupwise.generate(**given)
+
+
+def command(service: Service, data: Path, out: Path, *words: str) -> list[str]:
+    return [
+        *(sys.executable, "-m", "groupwise", "generate", "--dataset", str(data)),
+        *("--output", str(out), "--base-url", service.url, "--model", "tiny", "--json", *words),
+    ]
+
+
+def appended(out: Path) -> Counter[tuple[str, int]]:
+    """How often each generation of each row is in the journal; a torn end is none."""
+    whole = (out / "answers.jsonl").read_bytes().rpartition(b"\n")[0]
+    told = [json.loads(line) for line in whole.splitlines()]
+    return Counter(
+        (line["key"], line["first"] + number)
+        for line in told
+        for number in range(len(line["choices"]))
+    )
+
+
+# From prompts to training
+
+
+def test_generations_come_in_order_and_train(model: Writer, data: Path, tmp_path: Path) -> None:
+    rewards = tmp_path / "my_rewards.py"
+    rewards.write_text(
+        "def short(prompts, completions, number, **columns):\n"
+        "    texts = [c[0]['content'] for c in completions]\n"
+        "    return [float(n % 2) - len(text) / 1000 for n, text in zip(number, texts)]\n"
+    )
+    out = tmp_path / "out"
+    with serve(Service(model)) as service:
+        result = generate(
+            service,
+            data,
+            out,
+            num_generations=2,
+            max_new_tokens=8,
+            seed=5,
+            rewards=[f"{rewards}:short"],
+            min_reward=0.5,
+            keep_truncated=True,
+            price_in=2.0,
+            price_out=10.0,
+        )
+    assert (result.exit_code, result.summary["state"]) == (0, "done")
+    generations, train = lines(out / "generations.jsonl"), lines(out / "train.jsonl")
+    assert [row["number"] for row in generations] == list(range(ROWS))
+    assert all(len(row["generation"]) == 2 for row in generations)
+    assert {row["model"] for row in generations} == {"tiny"}
+    for row in train:
+        pair = generations[row["number"]]
+        better = min(filter(str.strip, pair["generation"]), key=len)
+        assert row["generation"] == better
+        assert row["prompt"] == [{"role": "user", "content": f"letters after {row['number']}"}]
+        assert row["completion"] == [{"role": "assistant", "content": better}]
+    assert {row["number"] % 2 for row in train} == {1}
+    summary = result.summary
+    tokens = summary["prompt_tokens"], summary["completion_tokens"]
+    assert summary["cost"] == pytest.approx((tokens[0] * 2.0 + tokens[1] * 10.0) / 1e6)
+    assert tokens[1] == sum(row["usage"]["completion_tokens"] for row in generations)
+    assert trained_on(train, tmp_path) == 2
+
+
+def trained_on(rows: list[dict[str, Any]], place: Path) -> int:
+    """Steps that a supervised training does on these rows."""
+
+    class Task:
+        def get_sft_dataset(self, config: Any, tokenizer: Any) -> list[dict[str, Any]]:
+            return rows
+
+    config = {
+        "model": {"name": "tiny"},
+        "lora": {"r": 4, "alpha": 8},
+        "training": {"max_steps": 2, "examples_per_step": 4, "learning_rate": 0.05},
+        "run": {"name": "sft", "dir": str(place / "runs"), "threads": 1},
+    }
+    return groupwise.sft(config, Task()).summary["steps"]
+
+
+def test_a_task_gives_prompts_and_rewards(echo: Service, tmp_path: Path) -> None:
+    task = tmp_path / "task.py"
+    task.write_text(
+        "def get_rl_dataset(config):\n"
+        "    return [{'prompt': f'say {n}', 'answer': str(n)} for n in range(4)]\n"
+        "def get_reward_funcs(config, tokenizer):\n"
+        "    def right(completions, answer, **columns):\n"
+        "        return [float(c == f'say {a} 1001') for c, a in zip(completions, answer)]\n"
+        "    return [right]\n"
+    )
+    out = str(tmp_path / "out")
+    options: dict[str, Any] = {"task_module": str(task), "output": out, "base_url": echo.url}
+    result = groupwise.generate(**options, min_reward=1.0, concurrency=1)
+    assert [body["prompt"] for body in echo.asked] == [f"say {n}" for n in range(4)]
+    train = lines(tmp_path / "out/train.jsonl")
+    assert [(row["prompt"], row["completion"]) for row in train] == [("say 1", "say 1 1001")]
+    assert result.summary["reward"] == {"mean": 0.25, "mean_of_best": 0.25}
+
+
+def test_a_second_call_asks_nothing_and_scores_anew(
+    echo: Service, data: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    generate(echo, data, out)
+    first = (out / "generations.jsonl").read_text()
+    assert len(echo.asked) == ROWS
+    with data.open("a") as file:
+        file.write('{"prompt": "one more", "number": 99}\n')
+    generate(echo, data, out)
+    assert len(echo.asked) == ROWS + 1
+    assert (out / "generations.jsonl").read_text().startswith(first)
+    rewards = tmp_path / "r.py"
+    rewards.write_text("def high(number, **c):\n    return [float(n) for n in number]\n")
+    generate(echo, data, out, rewards=[f"{rewards}:high"], min_reward=18.0)
+    assert len(echo.asked) == ROWS + 1
+    assert [row["number"] for row in lines(out / "train.jsonl")] == [18, 19, 99]
+
+
+# Interruptions
+
+
+def test_kill_at_any_moment_loses_only_what_was_under_way(
+    model: Writer, data: Path, tmp_path: Path
+) -> None:
+    out, concurrency, chance = tmp_path / "out", 3, random.Random(4)
+    words = ["--num-generations", "2", "--max-new-tokens", "6", "--concurrency", str(concurrency)]
+    with serve(Service(model)) as service:
+        running: list[subprocess.Popen[bytes]] = []
+        # More requests apart than may reach the service after one of them has killed who asks.
+        dying = [begin + chance.randrange(3) for begin in (1, 8, 15)]
+
+        async def kill(number: int) -> Response | None:
+            if number in dying:  # the other requests are on their way, or being written down
+                running[-1].send_signal(signal.SIGKILL)
+            return None
+
+        service.interfere = kill
+        ended: list[int] = []
+        while not ended or ended[-1] != 0:
+            before = appended(out) if ended else Counter[tuple[str, int]]()
+            process = subprocess.Popen(
+                command(service, data, out, *words), stdout=subprocess.DEVNULL
+            )
+            running.append(process)
+            ended.append(process.wait())
+            assert ended[-1] in (0, -signal.SIGKILL)
+            assert before <= appended(out), "nothing that was there is gone"
+        assert ended == [-signal.SIGKILL] * len(dying) + [0]
+    answers = Answers()
+    answers.read(out / "answers.jsonl")
+    twice = [key for key, count in appended(out).items() if count > 1]
+    assert twice == []
+    assert len(appended(out)) == 2 * ROWS
+    assert len(service.asked) <= ROWS + concurrency * len(dying)
+    assert [row["number"] for row in lines(out / "generations.jsonl")] == list(range(ROWS))
+
+
+def test_ctrl_c_keeps_what_came(echo: Service, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    running: list[subprocess.Popen[str]] = []
+
+    async def interrupt(number: int) -> Response | None:
+        if number == 5:
+            running[0].send_signal(signal.SIGINT)
+            await asyncio.to_thread(running[0].wait)
+        return None
+
+    echo.interfere = interrupt
+    words = command(echo, data, out, "--concurrency", "1")
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        running.append(process)
+        printed, said = process.communicate()
+    assert process.returncode == 130, said
+    assert json.loads(printed)["state"] == "interrupted"
+    assert "same command goes on" in said
+    assert len(appended(out)) == 5
+    assert not (out / "generations.jsonl").exists()
+    echo.asked.clear()
+    echo.interfere = None
+    assert generate(echo, data, out, model="tiny").exit_code == 0
+    assert len(echo.asked) == ROWS - 5
+
+
+def test_limits_failures_and_time_outs_are_waited_out(
+    echo: Service, data: Path, tmp_path: Path
+) -> None:
+    held: list[asyncio.Event] = []
+
+    async def trouble(number: int) -> Response | None:
+        while held:
+            held.pop().set()
+        match number % 5:
+            case 0:
+                return Response(status_code=429, headers={"Retry-After": "0.01"})
+            case 1:
+                return Response(status_code=500)
+            case 2 if number < 10:
+                held.append(until_asked_again := asyncio.Event())
+                await until_asked_again.wait()
+            case _:
+                pass
+        return None
+
+    echo.interfere = trouble
+    result = generate(echo, data, tmp_path / "out", concurrency=1, timeout=0.3)
+    assert result.summary["state"] == "done"
+    assert len(appended(tmp_path / "out")) == ROWS
+    assert len(echo.asked) > ROWS + ROWS * 2 // 5
+
+
+def test_failed_rows_are_listed_and_asked_for_again(
+    echo: Service, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def refuse(number: int) -> Response | None:
+        refused = {"error": {"message": "too long"}}
+        return JSONResponse(refused, 400) if number in (3, 7) else None
+
+    echo.interfere = refuse
+    out = tmp_path / "out"
+    result = generate(echo, data, out, concurrency=1)
+    assert (result.exit_code, result.summary["state"], result.summary["failed"]) == (
+        0, "incomplete", 2,
+    )  # fmt: skip
+    assert [(row["row"], "too long" in row["reason"]) for row in lines(out / "failures.jsonl")] == [
+        (3, True), (7, True),
+    ]  # fmt: skip
+    assert "2 rows have failed" in caplog.text
+    result = generate(echo, data, out, concurrency=1)
+    assert (result.summary["state"], len(echo.asked)) == ("done", ROWS + 2)
+    assert lines(out / "failures.jsonl") == []
+
+
+# Shards
+
+
+def test_shards_are_put_together_without_asking_again(
+    echo: Service, data: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    for shard in ("1/3", "2/3", "3/3"):
+        generate(echo, data, out, shard=shard, seed=1)
+    assert len(echo.asked) == ROWS
+    apart = {
+        row["number"]: row for n in (1, 2, 3) for row in lines(out / f"shard-{n}-of-3/train.jsonl")
+    }
+    generate(echo, data, out, seed=1)
+    assert len(echo.asked) == ROWS
+    assert lines(out / "train.jsonl") == [apart[n] for n in range(ROWS)]
+    with pytest.raises(ResumeMismatchError, match="seed: 1 there, 2 now"):
+        generate(echo, data, out, shard="1/4", seed=2)
+    lock = RunLock.acquire(out / "shard-2-of-3")
+    with pytest.raises(RunInUseError, match=r"shard-2-of-3 is still being written by process"):
+        generate(echo, data, out, seed=1)
+    lock.release()
+
+
+# What cannot work
+
+
+def test_a_folder_belongs_to_one_way_of_asking(echo: Service, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    generate(echo, data, out, temperature=0.5)
+    with pytest.raises(ResumeMismatchError) as caught:
+        generate(echo, data, out, temperature=0.7, system_prompt="s")
+    assert '  system_prompt: null there, "s" now\n  temperature: 0.5 there, 0.7 now' in str(
+        caught.value
+    )
+    assert generate(echo, data, out, temperature=0.5, concurrency=3, timeout=9.0).exit_code == 0
+    assert len(echo.asked) == ROWS
+
+
+def test_nothing_is_asked_where_something_cannot_work(
+    echo: Service, data: Path, tmp_path: Path
+) -> None:
+    full = tmp_path / "full"
+    full.mkdir()
+    (full / "train.jsonl").write_text("mine")
+    tokens = tmp_path / "t.py"
+    tokens.write_text("def tokens(completion_ids, **c):\n    return [0.0]\n")
+    out = tmp_path / "out"
+    for kind, said, options in [
+        (UsageError, r"holds other files \(train.jsonl\)", {"output": str(full)}),
+        (UsageError, "is a file", {"output": str(data)}),
+        (TaskError, "no column 'question'", {"prompt_column": "question"}),
+        (TaskError, "asks for completion_ids", {"rewards": [f"{tokens}:tokens"]}),
+        (TaskError, "no_such", {"rewards": ["no_such"]}),
+        (TaskError, "no file of data", {"dataset": "nothing.jsonl"}),
+    ]:
+        with pytest.raises(kind, match=said):
+            generate(echo, data, out, **options)
+    assert echo.asked == []
+    assert not out.exists()
+    assert (full / "train.jsonl").read_text() == "mine"
+
+
+def test_a_folder_belongs_to_one_process(echo: Service, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    lock = RunLock.acquire(out)
+    with pytest.raises(RunInUseError, match=f"{out} is being written by process {os.getpid()}"):
+        generate(echo, data, out)
+    lock.release()
+    assert echo.asked == []
+
+
+def test_the_model_that_is_served_need_not_be_named(
+    echo: Service, data: Path, tmp_path: Path
+) -> None:
+    assert generate(echo, data, tmp_path / "out").summary["model"] == "tiny"
+    two = Service(scripted(lambda text, seed: text), models=("a", "b"))
+    with serve(two) as service, pytest.raises(UsageError, match="serves a, b"):
+        generate(service, data, tmp_path / "two")
+    unknown = {"model": "smaller"}
+    with pytest.raises(EndpointError, match=r"'smaller' does not exist(.|\n)*same command goes on"):
+        generate(echo, data, tmp_path / "three", **unknown)
+
+
+def test_a_key_comes_from_the_environment(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    locked = Service(scripted(lambda text, seed: text), key="sk-correct")
+    with serve(locked) as service:
+        monkeypatch.setenv("MY_KEY", "sk-incorrect")
+        options = {"api_key_env": "MY_KEY", "model": "tiny"}
+        with pytest.raises(EndpointError, match="MY_KEY holds a key that is refused") as caught:
+            generate(service, data, out, **options)
+        monkeypatch.setenv("MY_KEY", "sk-correct")
+        assert generate(service, data, out, **options).exit_code == 0
+    assert "sk-incorrect" not in str(caught.value)
+    written = b"".join(path.read_bytes() for path in out.rglob("*") if path.is_file())
+    assert b"sk-" not in written
+    assert "sk-" not in "".join(capsys.readouterr())
+
+
+def test_nobody_there_is_said_at_once(data: Path, tmp_path: Path) -> None:
+    with pytest.raises(EndpointError, match=r"GET http://127.0.0.1:9/v1/models: ConnectError"):
+        groupwise.generate(
+            dataset=str(data), output=str(tmp_path / "o"), base_url="http://127.0.0.1:9", model="m"
+        )
+
+
+def test_a_dry_run_asks_and_writes_nothing(
+    echo: Service, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = command(echo, data, tmp_path / "out", "--dry-run", "--num-generations", "2")[3:]
+    assert main(words) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["rows_to_ask"], plan["generations_to_ask"]) == (ROWS, 2 * ROWS)
+    assert plan["first_prompt"] == [{"role": "user", "content": "letters after 0"}]
+    assert (echo.asked, (tmp_path / "out").exists()) == ([], False)
+
+
+# The hub
+
+
+class Hub:
+    """As much of the hub as one upload needs."""
+
+    def __init__(self) -> None:
+        self.made: dict[str, Any] = {}
+        self.files: dict[str, bytes] = {}
+        self.commits = 0
+
+    def app(self) -> Starlette:
+        dataset = "/api/datasets/me/made"
+        return Starlette(
+            routes=[
+                Route("/api/repos/create", self._create, methods=["POST"]),
+                Route("/api/validate-yaml", self._validate, methods=["POST"]),
+                Route(f"{dataset}/preupload/main", self._preupload, methods=["POST"]),
+                Route(f"{dataset}/commit/main", self._commit, methods=["POST"]),
+            ]
+        )
+
+    async def _create(self, request: Request) -> Response:
+        self.made = await request.json()
+        return JSONResponse({"url": f"{request.base_url}datasets/me/made"})
+
+    async def _validate(self, request: Request) -> Response:
+        return JSONResponse({"errors": [], "warnings": []})
+
+    async def _preupload(self, request: Request) -> Response:
+        files = (await request.json())["files"]
+        regular = [
+            {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in files
+        ]
+        return JSONResponse({"files": regular})
+
+    async def _commit(self, request: Request) -> Response:
+        self.commits += 1
+        for line in (await request.body()).splitlines():
+            entry = json.loads(line)
+            if entry["key"] == "file":
+                value = entry["value"]
+                self.files[value["path"]] = base64.b64decode(value["content"])
+        oid = "0" * 40
+        url = f"{request.base_url}datasets/me/made/commit/{oid}"
+        return JSONResponse({"commitUrl": url, "commitOid": oid, "success": True})
+
+
+def test_finished_files_go_to_the_hub(echo: Service, data: Path, tmp_path: Path) -> None:
+    hub = Hub()
+    out = tmp_path / "out"
+    words = command(echo, data, out, "--hf-output-dataset", "me/made", "--private")
+    with listening(hub.app()) as url:
+        offline = {name: text for name, text in os.environ.items() if name != "HF_HUB_OFFLINE"}
+        here = {"HF_ENDPOINT": url, "HF_TOKEN": "hf_test", "HF_HUB_DISABLE_XET": "1"}
+        done = subprocess.run(
+            words, env={**offline, **here}, capture_output=True, text=True, check=False
+        )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["hub"].startswith(f"{url}/datasets/me/made/commit/")
+    assert (hub.made["type"], hub.made["visibility"], hub.commits) == ("dataset", "private", 1)
+    assert set(hub.files) == {"README.md", "train.jsonl", "generations.jsonl"}
+    assert hub.files["train.jsonl"] == (out / "train.jsonl").read_bytes()
+
+
+def test_a_hub_that_cannot_be_written_is_said_before_anything_is_asked(
+    echo: Service, data: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match="me/made on the hub cannot be written"):
+        generate(echo, data, tmp_path / "out", hub="me/made")
+    assert echo.asked == []

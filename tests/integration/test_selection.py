@@ -1,0 +1,196 @@
+"""Draws that are not simply the next example: what the sampler, the rewards and the record get to see of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import groupwise
+from groupwise.errors import ConfigError
+from groupwise.runs import durable
+from groupwise.runs.store import Store
+from groupwise.types import Group
+from tests.integration import toy_task
+from tests.integration.running import TOY, config, crash_at, go_on
+
+EASY = {
+    "dataset_name": str(Path(__file__).parents[1] / "fixtures" / "easy.jsonl"),
+    "columns": {"prompt": "question"},
+    "schedule": [[0, 0.5]],
+}
+REPLAY = {"warmup": 1, "success_threshold": 0.01}
+
+
+def trained(runs: Path, task: Any = TOY, **sections: Any) -> list[list[Group]]:
+    """The groups of each step."""
+    settings = {**config(runs), **sections}
+    settings["sampler"] = {**config(runs)["sampler"], **sections.get("sampler", {})}
+    assert groupwise.rl(settings, task).exit_code == 0
+    return recorded(runs)
+
+
+def recorded(runs: Path) -> list[list[Group]]:
+    with Store.open(runs / "toy" / "run.db", readonly=True) as store:
+        return [store.groups(step) for step in range((store.last_step() or 0) + 1)]
+
+
+def origins(steps: list[list[Group]]) -> set[str]:
+    return {group.origin for groups in steps for group in groups}
+
+
+def test_the_record_says_where_each_group_came_from(tmp_path):
+    steps = trained(tmp_path, data={"easy_pool": EASY, "replay": REPLAY})
+    assert origins(steps) == {"fresh", "easy", "replay"}
+    for group in (group for groups in steps for group in groups):
+        easy = str(group.example.prompt).startswith("easy")
+        assert easy == (group.example.columns.get("task") == "EASY")
+        assert easy or group.origin != "easy"
+        assert group.again is None
+
+
+def test_replayed_completions_are_those_of_the_draw_that_they_name(tmp_path):
+    steps = trained(tmp_path, data={"replay": {**REPLAY, "mode": "completions"}})
+    by_draw = {group.draw: group for groups in steps for group in groups}
+    again = [group for group in by_draw.values() if group.origin == "replay"]
+    assert again
+    for group in again:
+        first = by_draw[group.again]
+        assert first.again is None
+        assert group.example == first.example
+        for mine, theirs in zip(group.rollouts, first.rollouts, strict=True):
+            assert mine.segments == theirs.segments, "sampled then, by the policy of then"
+            assert (mine.reward, mine.parts, mine.completion) == (
+                theirs.reward,
+                theirs.parts,
+                theirs.completion,
+            )
+    with Store.open(tmp_path / "toy" / "run.db", readonly=True) as store:
+        assert any(
+            age > 0 for _, age in store.metrics(["sampling/staleness"])["sampling/staleness"]
+        )
+
+
+def test_every_token_of_a_step_is_drawn_at_its_temperature(tmp_path):
+    schedule = {"start": 1.0, "end": 0.4, "steps": 2, "hot_every": 4, "hot": 2.0}
+    steps = trained(tmp_path, sampler={"temperature_schedule": schedule})
+    found = [
+        {
+            round(s.params.temperature, 9)
+            for g in groups
+            for r in g.rollouts
+            for s in r.segments
+            if s.params
+        }
+        for groups in steps
+    ]
+    assert found == [{1.0}, {0.7}, {0.4}, {0.4}, {2.0}]
+
+
+class Told(toy_task.__class__):
+    """The toy task with a reward that notes where its examples came from."""
+
+
+def what_origin(completions, origin, log_extra, **columns):
+    log_extra("origin", origin)
+    return [float(len(set(text))) for text in completions]
+
+
+def test_rewards_are_told_where_an_example_came_from(tmp_path):
+    task = Told("told")
+    vars(task).update(
+        get_rl_dataset=toy_task.get_rl_dataset,
+        get_reward_funcs=lambda config, tokenizer: [what_origin],
+    )
+    steps = trained(
+        tmp_path,
+        task,
+        data={"easy_pool": EASY, "replay": REPLAY},
+        eval={"before_and_after": False},
+    )
+    noted = {(g.origin, r.notes["origin"]) for groups in steps for g in groups for r in g.rollouts}
+    assert noted == {(origin, origin) for origin in ("fresh", "easy", "replay")}
+
+
+def test_a_column_called_origin_stays_the_datasets(tmp_path):
+    task = Told("told")
+    rows = [{**row, "origin": "mine"} for row in toy_task.get_rl_dataset(None)]
+    vars(task).update(
+        get_rl_dataset=lambda config: rows,
+        get_reward_funcs=lambda config, tokenizer: [what_origin],
+    )
+    steps = trained(tmp_path, task, eval={"before_and_after": False})
+    assert {r.notes["origin"] for groups in steps for g in groups for r in g.rollouts} == {"mine"}
+
+
+@pytest.mark.parametrize("part", [2, 3, 4])
+def test_the_free_schedule_loses_and_repeats_nothing(tmp_path, part):
+    """Draws are asked for one by one there; one that a crash cut off is asked for again, and gets the same."""
+    settings = {
+        **config(tmp_path, schedule="free", lag=2),
+        "data": {"easy_pool": EASY, "replay": {**REPLAY, "mode": "completions"}},
+    }
+    points: list[str] = []
+    durable.on_write = points.append
+    try:
+        groupwise.rl({**settings, "run": {**settings["run"], "name": "whole"}}, TOY)
+    finally:
+        durable.on_write = lambda name: None
+    assert crash_at(part * len(points) // 5, lambda: groupwise.rl(settings, TOY)) == 17
+    go_on(settings)
+    steps = recorded(tmp_path)
+    draws = [group.draw for groups in steps for group in groups]
+    assert [len(groups) for groups in steps] == [2] * 5
+    assert len(draws) == len(set(draws)) == 10
+
+
+def test_a_plan_counts_the_easy_examples(tmp_path):
+    settings = {**config(tmp_path), "data": {"easy_pool": EASY}}
+    assert groupwise.rl(settings, TOY, dry_run=True).summary["plan"]["easy_examples"] == 4
+
+
+def test_the_source_of_the_easy_pool_may_stand_in_the_environment(tmp_path, monkeypatch):
+    pool = {key: value for key, value in EASY.items() if key != "dataset_name"}
+    settings = {**config(tmp_path), "data": {"easy_pool": pool}}
+    with pytest.raises(ConfigError, match="EASY_DATASET_NAME"):
+        groupwise.rl(settings, TOY, dry_run=True)
+    monkeypatch.setenv("EASY_DATASET_NAME", EASY["dataset_name"])
+    assert groupwise.rl(settings, TOY, dry_run=True).summary["plan"]["easy_examples"] == 4
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        (
+            {"data": {"replay": {"at_temperature_floor": True}}},
+            "no effect without sampler.temperature_schedule",
+        ),
+        (
+            {"data": {"replay": {"mode": "completions"}}, "run": {"keep_tokens": False}},
+            "run.keep_tokens is false",
+        ),
+        (
+            {
+                "data": {"replay": {"mode": "completions"}},
+                "algorithm": {"importance_sampling_correction": "none"},
+            },
+            "which an earlier policy sampled",
+        ),
+        ({"data": {"replay": {"capacity": 100}}}, "warmup is 500, but capacity is 100"),
+        (
+            {"sampler": {"temperature": 0.7, "temperature_schedule": {}}},
+            "no effect beside temperature_schedule",
+        ),
+        (
+            {"sampler": {"temperature_schedule": {"hot_every": None, "hot": 1.5}}},
+            "hot_every is null",
+        ),
+    ],
+)
+def test_what_cannot_take_effect_is_refused(tmp_path, sections, said):
+    settings = config(tmp_path)
+    for name, keys in sections.items():
+        settings[name] = {**settings.get(name, {}), **keys}
+    with pytest.raises(ConfigError, match=said):
+        groupwise.rl(settings, TOY, dry_run=True)

@@ -1,0 +1,175 @@
+"""Commands without a task file: the config names the data and the rewards, of one set or of several tasks in one run."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import groupwise
+from groupwise.cli.main import main
+from groupwise.errors import ResumeMismatchError, TaskError
+from groupwise.runs.store import Store
+
+REWARD_FILE = """
+def letters(completions, **columns):
+    return [sum(letter in "abcdefghijklm" for letter in text[-1]["content"]) / 6 for text in completions]
+
+def short(completions, **columns):
+    return [1.0 - len(text[-1]["content"]) / 100 for text in completions]
+"""
+
+
+def rows(name: str, words: list[str]) -> str:
+    lines = [json.dumps({"question": f"{word}?", "id": n}) for n, word in enumerate(words)]
+    Path(name).write_text("\n".join([*lines, '{"question": " ", "id": -1}']) + "\n")
+    return name
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own_rewards.py").write_text(REWARD_FILE)
+    rows("one.jsonl", ["one", "two", "three", "four"])
+    rows("two.jsonl", ["five", "six", "seven", "eight"])
+
+
+def config(**data: Any) -> dict[str, Any]:
+    return {
+        "model": {"name": "tiny"},
+        "lora": {"r": 4, "alpha": 8},
+        "sampler": {"max_completion_length": 6, "slots": 8},
+        "training": {
+            "max_steps": 4,
+            "prompts_per_step": 3,
+            "num_generations": 2,
+            "learning_rate": 0.01,
+        },
+        "data": {"prompt_column": "question", **data},
+        "eval": {"max_prompts": 6},
+        "run": {"name": "toy", "save_steps": 2, "threads": 1},
+    }
+
+
+def three_tasks() -> dict[str, Any]:
+    """Two sources with rewards of their own, and a whole task."""
+    given = config(
+        dataset_mixture=[
+            {"source": "one.jsonl", "label": "one"},
+            {"source": "two.jsonl", "label": "two"},
+            {
+                "task": "sort_words",
+                "label": "sorting",
+                "config": {"train_size": 4, "eval_size": 4},
+            },
+        ],
+        test_split_size=0.25,
+    )
+    router = {"one": ["own_rewards.py:letters"], "two": ["own_rewards.py:short"]}
+    return {**given, "rewards": {"router": router}}
+
+
+def test_one_run_trains_on_three_tasks_and_records_each_part_by_task() -> None:
+    result = groupwise.rl(three_tasks())
+    assert result.exit_code == 0
+    with Store.open(result.folder / "run.db", readonly=True) as store:
+        groups = [group for step in range(4) for group in store.groups(step)]
+        meta = store.get_meta()
+        names = store.metric_names()
+    parts: dict[str, set[str]] = {}
+    for group in groups:
+        for rollout in group.rollouts:
+            applied = {part.name for part in rollout.parts if part.value is not None}
+            parts.setdefault(group.example.columns["task"], set()).update(applied)
+            assert rollout.outcome == "scored"
+    assert parts == {
+        "one": {"one/letters"},
+        "two": {"two/short"},
+        "sorting": {"sorting/right_words", "sorting/right_positions"},
+    }
+    counts = Counter(group.example.columns["task"] for group in groups)
+    assert set(counts) == {"one", "two", "sorting"}
+    assert {"rewards/one/letters/mean", "rewards/two/short/mean"} <= set(names)
+    left_out = meta["rows_left_out"]["get_rl_dataset"]
+    assert left_out == {
+        f"data.dataset_mixture, set {n} ({name}.jsonl): the prompt is empty": 1
+        for n, name in enumerate(("one", "two"))
+    }
+    assert result.before is not None
+    assert {"sorting/accuracy", "total_samples"} <= set(result.before.metrics)
+    again = groupwise.evaluate(three_tasks(), policy="toy@4", overrides=["rewards.in_process=true"])
+    assert again.rewards == result.after.rewards
+
+
+def test_resume_goes_on_and_refuses_other_data() -> None:
+    given = config(dataset_name="one.jsonl")
+    given["rewards"] = {"reward_funcs": ["own_rewards.py:letters"], "in_process": True}
+    groupwise.rl(given, overrides=["training.max_steps=2"])
+    rows("one.jsonl", ["one", "two", "three", "changed"])
+    with pytest.raises(ResumeMismatchError, match="data"):
+        groupwise.rl(given, resume_from="toy@2")
+    rows("one.jsonl", ["one", "two", "three", "four"])
+    assert groupwise.rl(given, resume_from="toy@2").summary["steps"] == 4
+
+
+def test_plan_counts_what_is_left_out_and_what_is_changed() -> None:
+    given = config(dataset_name="one.jsonl", system_prompt="Be brief.", max_prompt_length=17)
+    given["rewards"] = {"reward_funcs": ["own_rewards.py:letters"]}
+    plan = groupwise.rl(given, dry_run=True).summary["plan"]
+    assert plan["examples"] == 3
+    assert plan["examples_dropped_as_too_long"] == 1
+    assert plan["rows_left_out"] == {"get_rl_dataset": {"the prompt is empty": 1}}
+    assert list(plan["rows_changed"]["get_rl_dataset"].values()) == [4]
+    assert "Be brief." in plan["first_prompt"]
+    rows("one.jsonl", ["one", "three"])
+    Path("one.jsonl").write_text(Path("one.jsonl").read_text().rpartition("{")[0])
+    given["data"]["strict"] = True
+    with pytest.raises(TaskError, match=r"1 of 2 prompts are longer .* data.strict is true"):
+        groupwise.rl(given, dry_run=True)
+
+
+def test_supervised_run_needs_no_task_either() -> None:
+    Path("pairs.jsonl").write_text(
+        "".join(json.dumps({"q": f"say {n}", "a": str(n)}) + "\n" for n in range(8)) + "{}\n"
+    )
+    result = groupwise.sft(
+        {
+            "model": {"name": "tiny"},
+            "data": {
+                "dataset_name": "pairs.jsonl",
+                "prompt_column": "q",
+                "answer_column": "a",
+                "test_split_size": 0.25,
+            },
+            "training": {"max_steps": 2, "examples_per_step": 2},
+            "run": {"name": "taught", "threads": 1},
+        }
+    )
+    assert result.exit_code == 0
+    with Store.open(result.folder / "run.db", readonly=True) as store:
+        assert store.get_meta()["examples"] == 6
+        assert sum(store.get_meta()["rows_left_out"]["get_sft_dataset"].values()) == 1
+
+
+def test_check_tries_each_task_of_a_mixture_on_its_own_gold() -> None:
+    given = config(dataset_mixture=[{"task": "sort_words"}, {"task": "crossword"}])
+    report = groupwise.check(config=given, rows=4)
+    found = {finding.name: finding for finding in report.findings}
+    assert "answer tags" in found["gold answers of crossword"].measured
+    assert found["gold answers of sort_words"].level == "ok"
+    assert found["gold earns most"].level == "ok"
+    assert report.exit_code == 0
+
+
+def test_command_line_says_what_to_give_instead_of_a_task(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("c.yaml").write_text("model: {name: tiny}\n")
+    for verb in ("rl", "sft", "eval", "check"):
+        assert main([verb, "--config", "c.yaml"]) == 2
+        said = capsys.readouterr().err
+        assert "Give a task with --task-module" in said
+        assert "data.dataset_name" in said

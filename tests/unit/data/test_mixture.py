@@ -1,0 +1,163 @@
+"""Mixtures: what is held out never comes back, weights are kept, and the seed decides everything."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.data.mixture import Part, in_turn, joined, mixed, split, weighted
+from groupwise.errors import TaskError
+
+
+def part(name: str, count: int, weight: float = 1.0, **columns: Any) -> Part:
+    return Part(name, [{"prompt": f"{name}{n}", **columns} for n in range(count)], weight)
+
+
+def key(row: dict[str, Any]) -> str:
+    return row["prompt"]
+
+
+def prompts(rows: Any) -> list[str]:
+    return [row["prompt"] for row in rows]
+
+
+# Weights
+
+
+@pytest.mark.parametrize(
+    ("weight", "counts"),
+    [(1.0, {1: 10}), (0.5, {1: 5}), (2.0, {2: 10}), (1.3, {1: 7, 2: 3}), (0.26, {1: 3})],
+)
+def test_weight_says_how_often_rows_come(weight: float, counts: dict[int, int]) -> None:
+    found = Counter(prompts(weighted(part("a", 10, weight), 0)))
+    assert Counter(found.values()) == counts
+
+
+def test_weight_that_leaves_nothing_is_refused() -> None:
+    with pytest.raises(TaskError, match=r"the weight 0\.01 of its 10 rows is none"):
+        weighted(part("a", 10, 0.01), 0)
+
+
+def test_part_that_is_alone_keeps_its_order_and_several_are_shuffled_together() -> None:
+    assert prompts(mixed([part("a", 50)], 0)) == prompts(part("a", 50).rows)
+    both = prompts(mixed([part("a", 50), part("b", 50)], 0))
+    assert sorted(both) == sorted(prompts([*part("a", 50).rows, *part("b", 50).rows]))
+    assert {name[0] for name in both[:20]} == {"a", "b"}
+
+
+PARTS = st.lists(
+    st.tuples(st.integers(1, 40), st.sampled_from([0.5, 1.0, 1.5, 2.0, 3.25])),
+    min_size=1,
+    max_size=4,
+).map(lambda sizes: [part("abcd"[n], count, w) for n, (count, w) in enumerate(sizes)])
+
+
+@given(PARTS, st.integers(0, 5))
+def test_a_mixture_has_its_shares_and_depends_on_the_seed_alone(
+    parts: list[Part], seed: int
+) -> None:
+    parts = [one for one in parts if round(one.weight * len(one.rows)) >= 1]
+    if not parts:
+        return
+    rows = mixed(parts, seed)
+    assert rows == mixed(parts, seed)
+    found = Counter(prompts(rows))
+    for one in parts:
+        own = [found[row["prompt"]] for row in one.rows]
+        share = round((one.weight % 1) * len(one.rows))
+        assert sum(own) == int(one.weight) * len(one.rows) + share
+        assert set(own) <= {int(one.weight), int(one.weight) + 1}
+
+
+def test_a_part_is_drawn_alike_whatever_stands_beside_it() -> None:
+    def of_a(parts: list[Part]) -> list[str]:
+        return sorted(name for name in prompts(mixed(parts, 3)) if name.startswith("a"))
+
+    first = part("a", 20, 0.5)
+    assert of_a([first]) == of_a([first, part("b", 7)])
+    assert of_a([first]) != sorted(prompts(weighted(first, 4)))
+
+
+# Held out
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 30), min_size=4, max_size=40), min_size=1, max_size=3),
+    st.sampled_from([0.1, 0.25, 0.5]),
+    st.integers(0, 3),
+)
+def test_held_out_rows_are_disjoint_by_prompt_across_all_sets(
+    sets: list[list[int]], share: float, seed: int
+) -> None:
+    parts = [
+        Part(f"p{n}", [{"prompt": str(value), "place": place} for place, value in enumerate(rows)])
+        for n, rows in enumerate(sets)
+    ]
+    try:
+        train, test = split(parts, share, seed, key)
+    except TaskError:  # nothing is left on one of the sides
+        return
+    trained = {row["prompt"] for one in train for row in one.rows}
+    held_out = {row["prompt"] for one in test for row in one.rows}
+    assert trained.isdisjoint(held_out)
+    count = sum(len(one.rows) for one in [*train, *test])
+    assert count == sum(map(len, sets))
+    again = split(parts, share, seed, key)
+    assert again == (train, test)
+
+
+def test_held_out_share_is_that_of_each_part() -> None:
+    train, test = split([part("a", 40), part("b", 10)], 0.2, 0, key)
+    assert [len(one.rows) for one in test] == [8, 2]
+    assert [len(one.rows) for one in train] == [32, 8]
+    other = split([part("a", 40), part("b", 10)], 0.2, 1, key)[1]
+    assert prompts(other[0].rows) != prompts(test[0].rows)
+
+
+def test_weights_act_on_what_is_left_for_training() -> None:
+    train, test = split([part("a", 10, 2.0)], 0.2, 0, key)
+    assert len(mixed(train, 0)) == 16
+    assert {row["prompt"] for row in mixed(train, 0)}.isdisjoint(prompts(test[0].rows))
+
+
+@pytest.mark.parametrize(("rows", "share"), [(3, 0.1), (2, 0.9)])
+def test_split_that_leaves_a_side_empty_is_refused(rows: int, share: float) -> None:
+    with pytest.raises(TaskError, match=r"data\.test_split_size"):
+        split([part("a", rows)], share, 0, key)
+
+
+def test_first_rows_in_turn_stand_for_all_parts() -> None:
+    found = in_turn([part("a", 4), part("b", 1), part("c", 2)])
+    assert prompts(found) == ["a0", "b0", "c0", "a1", "c1", "a2", "a3"]
+
+
+# Columns
+
+
+def test_columns_that_agree_stay() -> None:
+    parts = [part("a", 2, answer="1"), part("b", 1, answer="2")]
+    assert joined(parts, "same") == parts
+
+
+def test_columns_that_differ_are_named_by_set() -> None:
+    parts = [part("a.jsonl", 1, answer="1", id=3), part("b.jsonl", 1, answer="2", level=1)]
+    with pytest.raises(TaskError) as caught:
+        joined(parts, "same")
+    message = str(caught.value)
+    assert "all have 'prompt', 'answer'." in message
+    assert "  a.jsonl lacks 'level'\n  b.jsonl lacks 'id'" in message
+    assert "data.mixture_columns" in message
+
+
+def test_columns_can_be_left_out_or_filled() -> None:
+    parts = [part("a", 1, id=3), part("b", 1, level=1)]
+    common, every = joined(parts, "common"), joined(parts, "all")
+    assert [one.rows for one in common] == [[{"prompt": "a0"}], [{"prompt": "b0"}]]
+    assert [one.rows for one in every] == [
+        [{"prompt": "a0", "id": 3, "level": None}],
+        [{"prompt": "b0", "id": None, "level": 1}],
+    ]

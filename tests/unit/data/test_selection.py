@@ -1,0 +1,318 @@
+"""What draws get: the order of the examples, the easy pool, the replay buffer, the curriculum, and all of it once more from a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.data.config import DataConfig
+from groupwise.data.order import example_of_draw
+from groupwise.data.selection import Choice, Selection, Sizes
+from groupwise.types import Example, Group, RewardPart, Rollout
+
+SIZES = Sizes(examples=10, easy=4, block=4)
+SEED = 5
+EASY = {"dataset_name": "easy.jsonl", "schedule": ((0, 1.0), (3, 0.5), (6, 0.0))}
+REPLAY = {"warmup": 1}
+
+
+def selection(sizes: Sizes = SIZES, replay_from: int = 0, **data: Any) -> Selection:
+    return Selection(DataConfig.model_validate(data), SEED, sizes, replay_from=replay_from)
+
+
+class Course:
+    """A run that draws steps, whose groups are rewarded by `reward(choice)`."""
+
+    def __init__(self, chosen: Selection, reward: Any = lambda choice: 0.0) -> None:
+        self.chosen = chosen
+        self.reward = reward
+        self.draw = 0
+
+    def step(self, step: int, slots: int = 4, used: int = 4) -> list[Choice]:
+        self.chosen.plan(step, step, slots)
+        choices = [self.chosen.take(step, slot, self.draw + slot) for slot in range(used)]
+        groups = [self.group(self.draw + slot, each) for slot, each in enumerate(choices)]
+        self.chosen.observe(groups)
+        self.chosen.finish(step, used)
+        self.draw += used
+        return choices
+
+    def group(self, draw: int, choice: Choice) -> Group:
+        rewards = self.reward(choice)
+        values = rewards if isinstance(rewards, list) else [rewards] * 2
+        members = tuple(
+            Rollout(draw, n, 0, (), (), "", "scored", reward=v, parts=(RewardPart("r", v),))
+            for n, v in enumerate(values)
+        )
+        prompt = f"{choice.pool} {choice.index}"
+        return Group(draw, Example(choice.index, prompt), members, origin=choice.origin)
+
+
+def indexes(choices: list[Choice]) -> list[int]:
+    return [choice.index for choice in choices]
+
+
+def origins(choices: list[Choice]) -> Counter[str]:
+    return Counter(choice.origin for choice in choices)
+
+
+# --- in order ------------------------------------------------------------------------------------
+
+
+def test_without_more_the_examples_come_in_the_order_of_their_epochs():
+    course = Course(selection())
+    found = [index for step in range(10) for index in indexes(course.step(step))]
+    assert found == [example_of_draw(draw, 10, SEED) for draw in range(40)]
+    assert course.chosen.turns == 40
+    assert course.chosen.metrics([], 0) == {}
+
+
+@given(st.lists(st.integers(4, 8), min_size=1, max_size=12))
+def test_what_a_step_leaves_is_the_next_ones(used):
+    """Of the slots for groups that are drawn anew, few may be used; still every example has its turn once an epoch, in order."""
+    course = Course(selection())
+    found = [index for step, n in enumerate(used) for index in indexes(course.step(step, 8, n))]
+    assert found == [example_of_draw(draw, 10, SEED) for draw in range(sum(used))]
+    assert course.chosen.turns == sum(used)
+
+
+def test_a_step_that_begins_before_another_ends_takes_other_examples():
+    chosen = selection()
+    chosen.plan(0, 0, 4)
+    chosen.plan(1, 1, 4)
+    both = [chosen.take(step, slot, 4 * step + slot) for step in (0, 1) for slot in range(4)]
+    assert len(set(indexes(both))) == 8
+
+
+# --- the easy pool -------------------------------------------------------------------------------
+
+
+def test_the_probability_of_easy_examples_is_the_schedules():
+    big = Sizes(examples=10, easy=4, block=500)
+    course = Course(selection(big, easy_pool=EASY))
+    shares = [origins(course.step(step, 500, 500))["easy"] / 500 for step in (0, 3, 6)]
+    assert shares == [1.0, pytest.approx(0.5, abs=0.06), 0.0]
+
+
+def test_easy_examples_take_no_turn_of_the_others():
+    course = Course(selection(easy_pool=EASY))
+    fresh = [c.index for step in range(8) for c in course.step(step) if c.origin == "fresh"]
+    assert fresh == [example_of_draw(draw, 10, SEED) for draw in range(len(fresh))]
+    assert 8 < len(fresh) < 32
+
+
+def test_each_slot_is_drawn_on_its_own():
+    pools = Counter(
+        tuple(c.origin for c in Course(selection(easy_pool=EASY)).step(step)) for step in (3, 4, 5)
+    )
+    assert len(pools) > 1
+
+
+def test_easy_choices_are_of_the_pool():
+    chosen = Course(selection(easy_pool=EASY)).step(0)
+    assert {choice.pool for choice in chosen} == {"easy"}
+    assert all(0 <= index < 4 for index in indexes(chosen))
+
+
+def test_the_easy_pool_in_numbers():
+    course = Course(selection(easy_pool=EASY), lambda c: 1.0 if c.origin == "easy" else 0.25)
+    course.chosen.plan(3, 3, 4)
+    groups = [course.group(slot, course.chosen.take(3, slot, slot)) for slot in range(4)]
+    easy = sum(group.origin == "easy" for group in groups)
+    assert 0 < easy < 4
+    assert course.chosen.metrics(groups, 3) == {
+        "data/easy_probability": 0.5,
+        "data/easy_share": easy / 4,
+        "reward/easy": 1.0,
+        "reward/fresh": 0.25,
+    }
+
+
+# --- replay --------------------------------------------------------------------------------------
+
+
+def solved_if_even(choice: Choice) -> list[float]:
+    return [1.0, 0.0] if choice.index % 2 == 0 else [0.2, 0.2]
+
+
+def test_what_was_solved_enters_with_the_mean_of_its_group():
+    course = Course(selection(replay={"warmup": 100}), solved_if_even)
+    for step in range(5):
+        course.step(step)
+    entries = course.chosen.replay.entries
+    assert sorted(entry.payload[1] for entry in entries) == [0, 2, 4, 6, 8]
+    assert {entry.mean for entry in entries} == {0.5}
+
+
+def test_what_was_solved_fills_half_of_a_step_at_most():
+    course = Course(selection(replay=REPLAY), solved_if_even)
+    course.step(0)
+    for step in range(1, 6):
+        assert origins(course.step(step))["replay"] == min(2, len(course.chosen.replay))
+
+
+@pytest.mark.parametrize(("share", "most"), [(0.25, 1), (0.9, 3), (1.0, 4), (0.2, 0)])
+def test_another_share(share, most):
+    course = Course(selection(replay={**REPLAY, "max_share": share}), lambda choice: 1.0)
+    for step in range(3):
+        course.step(step)
+    assert origins(course.step(3))["replay"] == most
+
+
+def test_nothing_is_drawn_again_before_enough_is_kept():
+    course = Course(selection(replay={"warmup": 6}), lambda choice: 1.0)
+    assert [origins(course.step(step))["replay"] for step in range(3)] == [0, 0, 2]
+
+
+def test_nothing_is_drawn_again_before_the_temperature_is_at_its_floor():
+    course = Course(selection(replay=REPLAY, replay_from=2), lambda choice: 1.0)
+    assert [origins(course.step(step))["replay"] for step in range(3)] == [0, 0, 2]
+
+
+def test_failures_are_debited_to_the_prompt_that_was_drawn_again():
+    answers = iter([1.0] * 4 + [0.0] * 100)
+    course = Course(selection(replay={**REPLAY, "max_share": 1.0}), lambda choice: next(answers))
+    course.step(0)
+    again = course.step(1)
+    assert origins(again)["replay"] == 4
+    assert {(e.count, e.mean) for e in course.chosen.replay.entries} == {(2, 0.5)}
+
+
+def test_fresh_failures_of_a_prompt_that_is_kept_are_debited_too():
+    first, rest = iter([1.0] * 10), iter([0.0] * 100)
+    course = Course(
+        selection(replay={"warmup": 100}), lambda choice: next(first, None) or next(rest)
+    )
+    for step in range(5):
+        course.step(step)
+    assert {(e.count, e.mean) for e in course.chosen.replay.entries} == {(2, 0.5)}
+
+
+def test_without_a_threshold_nothing_enters_by_itself():
+    course = Course(selection(replay={**REPLAY, "success_threshold": None}), lambda choice: 1.0)
+    course.step(0)
+    assert len(course.chosen.replay) == 0
+
+
+def test_completions_are_those_of_the_draw_that_solved_it_last():
+    course = Course(
+        selection(replay={**REPLAY, "mode": "completions", "max_share": 1.0}), lambda choice: 1.0
+    )
+    first = course.step(0)
+    again = course.step(1)
+    assert {c.again for c in again} == {0, 1, 2, 3}
+    assert all(first[c.again].index == c.index for c in again)
+    assert {c.again for c in course.step(2)} == {0, 1, 2, 3}, "a replayed draw is no newer one"
+
+
+def test_prompts_are_answered_anew():
+    course = Course(selection(replay=REPLAY), lambda choice: 1.0)
+    course.step(0)
+    assert {c.again for c in course.step(1)} == {None}
+
+
+def test_the_replay_buffer_in_numbers():
+    course = Course(selection(replay=REPLAY), lambda choice: 1.0)
+    course.step(0)
+    course.chosen.plan(1, 1, 4)
+    groups = [course.group(4 + s, course.chosen.take(1, s, 4 + s)) for s in range(4)]
+    assert course.chosen.metrics(groups, 1) == {
+        "data/replay_share": 0.5,
+        "reward/fresh": 1.0,
+        "reward/replay": 1.0,
+        "replay/size": 4.0,
+        "replay/evicted": 0.0,
+        "replay/refused": 0.0,
+        "replay/mean_reward": 1.0,
+    }
+
+
+# --- the curriculum ------------------------------------------------------------------------------
+
+
+def only_some_teach(choice: Choice) -> list[float]:
+    """0 to 4 are solved half of the time, the others never."""
+    return [1.0, 0.0] if choice.index < 5 else [0.0, 0.0]
+
+
+def test_what_is_hopeless_is_drawn_no_more():
+    course = Course(selection(curriculum={"revisit": 0.0}), only_some_teach)
+    for step in range(3):
+        course.step(step)
+    assert {i for step in range(3, 8) for i in indexes(course.step(step))} == {0, 1, 2, 3, 4}
+
+
+def test_what_is_hopeless_is_looked_at_now_and_then():
+    course = Course(selection(curriculum={"revisit": 0.2}), only_some_teach)
+    for step in range(3):
+        course.step(step)
+    found = Counter(i >= 5 for step in range(3, 203) for i in indexes(course.step(step)))
+    assert found[True] / found[False] == pytest.approx(0.2, abs=0.06)
+
+
+def test_where_nothing_teaches_all_are_drawn_nevertheless():
+    course = Course(selection(curriculum={"revisit": 0.0}), lambda choice: 0.0)
+    for step in range(5):
+        assert len(course.step(step)) == 4
+
+
+def test_who_is_passed_over_is_counted():
+    course = Course(selection(curriculum={"revisit": 0.0}), only_some_teach)
+    for step in range(3):
+        course.step(step)
+    course.chosen.metrics([], 2)
+    turns = course.chosen.turns
+    course.step(3)
+    passed = course.chosen.metrics([], 3)["curriculum/passed_over"]
+    assert passed == course.chosen.turns - turns - 4 > 0
+    assert course.chosen.metrics([], 4)["curriculum/passed_over"] == 0
+
+
+# --- a checkpoint --------------------------------------------------------------------------------
+
+ALL = {"easy_pool": EASY, "replay": REPLAY, "curriculum": {}}
+
+
+@given(st.integers(0, 9), st.booleans())
+def test_a_checkpoint_goes_on_as_if_nothing_had_been(at, ahead):
+    """Also where the next step has been chosen for already, when less was known."""
+
+    def reward(choice: Choice) -> list[float]:
+        return [float(choice.index % 3 == 0), float(choice.index % 2)]
+
+    whole, cut = Course(selection(**ALL), reward), Course(selection(**ALL), reward)
+    for step in range(at):
+        for course in (whole, cut):
+            course.step(step)
+    if ahead:
+        whole.chosen.plan(at, at, 4)
+        cut.chosen.plan(at, at, 4)
+        cut.chosen.take(at, 0, cut.draw)
+    again = Course(selection(**ALL), reward)
+    again.chosen.load_state(json.loads(json.dumps(cut.chosen.state())))
+    again.draw = cut.draw
+    for step in range(at, at + 6):
+        assert again.step(step) == whole.step(step)
+    assert again.chosen.state() == whole.chosen.state()
+
+
+def test_what_was_chosen_ahead_is_not_chosen_anew():
+    """The step was planned when nothing was kept; a resume, which knows more, must not choose otherwise."""
+    course = Course(selection(replay=REPLAY), lambda choice: 1.0)
+    course.chosen.plan(1, 1, 4)
+    course.step(0)
+    again = selection(replay=REPLAY)
+    again.load_state(json.loads(json.dumps(course.chosen.state())))
+    again.plan(1, 1, 4)
+    assert {again.take(1, slot, 4 + slot).origin for slot in range(4)} == {"fresh"}
+
+
+def test_a_checkpoint_of_an_earlier_version_knows_its_place_in_the_order():
+    chosen = selection()
+    chosen.load_state({"cursor": 7})
+    assert Course(chosen).step(0)[0].index == example_of_draw(7, 10, SEED)

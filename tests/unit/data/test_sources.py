@@ -1,0 +1,271 @@
+"""Where rows come from: every kind of file, splits and columns, the hub, and what is said of what cannot be read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.data.sources import is_local, read_source
+from groupwise.errors import TaskError
+
+ROWS = [{"question": f"q{n}", "answer": str(n)} for n in range(10)]
+NESTED = {"prompt": [{"role": "user", "content": "hé\u2028llo"}], "meta": {"gold": [1, None]}}
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def written(name: str, text: str | bytes) -> str:
+    path = Path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return name
+
+
+def jsonl(rows: list[dict[str, Any]], name: str = "rows.jsonl") -> str:
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    return written(name, "\n".join(lines) + "\n")
+
+
+def refused(*arguments: Any, **keywords: Any) -> str:
+    with pytest.raises(TaskError) as caught:
+        read_source(*arguments, **keywords)
+    return str(caught.value)
+
+
+# Kinds of files
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["plain", "with a byte order mark"])
+def test_json_lines_keep_what_is_nested(mark: bytes) -> None:
+    line = json.dumps(NESTED, ensure_ascii=False).encode()
+    source = written("a.jsonl", mark + line + b"\n\n  \r\n" + line + b"\r\n")
+    assert read_source(source) == [NESTED, NESTED]
+
+
+def test_json_is_a_list_or_stands_under_data() -> None:
+    expected = [NESTED]
+    assert read_source(written("a.json", json.dumps([NESTED]))) == expected
+    assert read_source(written("b.json", json.dumps({"version": 1, "data": [NESTED]}))) == expected
+
+
+def test_parquet_keeps_what_is_nested() -> None:
+    datasets.Dataset.from_list([NESTED, NESTED]).to_parquet("a.parquet")
+    assert read_source("a.parquet") == [NESTED, NESTED]
+
+
+def test_csv_is_all_text_and_may_hold_commas_and_lines() -> None:
+    source = written(
+        "a.csv", '\ufeffprompt,answer\r\n"one, two\nthree",007\r\n\r\na\u2028b,1e3\r\n'
+    )
+    assert read_source(source) == [
+        {"prompt": "one, two\nthree", "answer": "007"},
+        {"prompt": "a\u2028b", "answer": "1e3"},
+    ]
+
+
+def test_csv_takes_cells_that_are_longer_than_python_wants() -> None:
+    long = "x" * 200_000
+    assert read_source(written("a.csv", f"prompt\n{long}\n")) == [{"prompt": long}]
+
+
+def test_text_is_a_row_for_each_line() -> None:
+    assert read_source(written("a.txt", "one\r\n\ntwo\u2028x\n")) == [
+        {"text": "one"},
+        {"text": "two\u2028x"},
+    ]
+
+
+@given(
+    st.lists(
+        st.dictionaries(
+            st.text(min_size=1), st.none() | st.booleans() | st.integers() | st.text(), min_size=1
+        ),
+        min_size=1,
+        max_size=5,
+    )
+)
+def test_whatever_json_lines_hold_comes_back(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]]
+) -> None:
+    path = tmp_path_factory.mktemp("rows") / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_source(str(path)) == rows
+
+
+# Splits
+
+
+@pytest.mark.parametrize(
+    ("split", "expected"),
+    [
+        ("train", range(10)),
+        ("train[:3]", range(3)),
+        ("train[-2:]", range(8, 10)),
+        ("train[20%:50%]", range(2, 5)),
+        ("train[:25%]", range(2)),
+        ("train[2:-7]", range(2, 3)),
+    ],
+)
+def test_split_has_slices_as_the_hub_has_them(split: str, expected: range) -> None:
+    assert read_source(jsonl(ROWS), split=split) == [ROWS[n] for n in expected]
+
+
+def test_limit_stops_reading() -> None:
+    source = written("a.jsonl", Path(jsonl(ROWS[:3])).read_text() + "no JSON at all\n")
+    assert read_source(source, limit=2) == ROWS[:2]
+    assert read_source(jsonl(ROWS, "b.jsonl"), split="train[5:]", limit=2) == ROWS[5:7]
+
+
+def test_file_has_no_other_split() -> None:
+    message = refused(jsonl(ROWS), split="test")
+    assert "has no splits" in message
+    assert "train[:90%] and train[90%:]" in message
+
+
+def test_folder_has_a_file_for_each_split_or_several() -> None:
+    jsonl(ROWS[:2], "set/train.jsonl")
+    jsonl(ROWS[2:4], "set/test-00000-of-00002.jsonl")
+    jsonl(ROWS[4:5], "set/test-00001-of-00002.jsonl")
+    assert read_source("set") == ROWS[:2]
+    assert read_source("./set", split="test") == ROWS[2:5]
+    assert "test-00000-of-00002.jsonl, test-00001" in refused("set", split="valid")
+
+
+def test_unreadable_split_says_how_they_are_written() -> None:
+    assert "train[10%:90%]" in refused(jsonl(ROWS), split="train[1-2]")
+
+
+# Columns
+
+
+def test_columns_get_our_names_and_the_others_stay() -> None:
+    rows = [{"q": "1+1", "meta": {"gold": {"x": 2}}, "id": 7, "prompt": "old"}]
+    found = read_source(jsonl(rows), columns={"prompt": "q", "answer": "meta.gold.x"})
+    assert found == [{"prompt": "1+1", "answer": 2, "meta": {"gold": {"x": 2}}, "id": 7}]
+
+
+def test_columns_may_change_places() -> None:
+    found = read_source(jsonl([{"a": 1, "b": 2}]), columns={"a": "b", "b": "a"})
+    assert found == [{"a": 2, "b": 1}]
+
+
+def test_row_that_lacks_a_column_stays_without_it() -> None:
+    assert read_source(jsonl([{"q": "x"}, {"r": "y"}]), columns={"prompt": "q"}) == [
+        {"prompt": "x"},
+        {"r": "y"},
+    ]
+
+
+def test_missing_column_is_told_with_the_nearest() -> None:
+    message = refused(jsonl(ROWS), columns={"prompt": "questoin"})
+    assert "no column 'questoin'" in message
+    assert "as 'prompt'" in message
+    assert "Did you mean 'question'? It has: question, answer." in message
+
+
+# What cannot be read
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("a.jsonl", '{"a": 1}\n{"a": \n', "a.jsonl, line 2 is no JSON"),
+        ("a.jsonl", "[1]\n", "a.jsonl, line 1 holds a list. Expected a row"),
+        ("a.jsonl", b'{"a": "\xff"}\n', "a.jsonl, line 1: byte 7 is no UTF-8 (0xff)"),
+        ("a.jsonl", "\n\n", "has no rows in its split 'train'"),
+        ("a.json", '{"a": 1}\n{"a": 2}\n', "One row per line is .jsonl"),
+        ("a.json", '{"rows": []}', "a.json holds an object. Expected a list of rows"),
+        ("a.json", '[{"a": 1}, "x"]', "a.json, entry 1 holds text"),
+        ("a.csv", "a,b\n1,2\n1,2,3\n", "a.csv, line 3: 3 values for 2 columns (a, b)"),
+        ("a.csv", "a,a\n1,2\n", "names the column 'a' twice"),
+        ("a.csv", 'a\n"open\n', "a.csv is no CSV that can be read"),
+        ("a.csv", "", "has no rows"),
+        ("a.parquet", "nothing of the kind", "a.parquet cannot be read as Parquet"),
+        ("./a.xlsx", "x", "of a kind that is not read here (.xlsx)"),
+        ("a.txt", "", "has no rows"),
+    ],
+)
+def test_what_cannot_be_read_is_named(name: str, content: str | bytes, said: str) -> None:
+    assert said in refused(written(name, content))
+
+
+def test_missing_file_says_where_and_what_is_there() -> None:
+    jsonl(ROWS, "data/train.jsonl")
+    message = refused("data/trian.jsonl")
+    assert f"looked for {Path.cwd() / 'data/trian.jsonl'}" in message
+    assert f"Did you mean {Path.cwd() / 'data/train.jsonl'}?" in message
+
+
+@pytest.mark.parametrize("key", ["config", "revision"])
+def test_keys_of_the_hub_are_refused_for_files(key: str) -> None:
+    assert f"The {key} 'main'" in refused(jsonl(ROWS), **{key: "main"})
+
+
+# The hub
+
+
+@pytest.mark.parametrize(
+    ("source", "local"),
+    [
+        ("openai/gsm8k", False),
+        ("imdb", False),
+        ("./gsm8k", True),
+        ("~/gsm8k", True),
+        ("a/b/c", True),
+        ("openai/gsm8k.jsonl", True),
+    ],
+)
+def test_files_are_told_from_names_on_the_hub(source: str, local: bool) -> None:
+    assert is_local(source) is local
+
+
+def test_folder_that_exists_comes_before_the_hub() -> None:
+    jsonl(ROWS, "openai/gsm8k/train.jsonl")
+    assert read_source("openai/gsm8k") == ROWS
+
+
+def test_hub_is_asked_for_just_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def load_dataset(*arguments: Any, **keywords: Any) -> datasets.Dataset:
+        asked.append((arguments, keywords))
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    found = read_source(
+        "openai/gsm8k", "main", "test[:4]", {"prompt": "question"}, 2, revision="e53f048"
+    )
+    assert found == [{"prompt": row["question"], "answer": row["answer"]} for row in ROWS[:2]]
+    assert asked == [(("openai/gsm8k", "main"), {"split": "test[:4]", "revision": "e53f048"})]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ConnectionError("offline"), "The hub cannot be reached"),
+        (ValueError('Unknown split "x"'), 'Unknown split "x"'),
+        (datasets.exceptions.DatasetNotFoundError("gone"), "Look at its page"),
+        (datasets.exceptions.DatasetGenerationError("broken"), "Look at its page"),
+    ],
+)
+def test_hub_that_does_not_give_it_is_told(
+    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load_dataset(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    message = refused("openai/gsm8k", "main", "x")
+    assert "'openai/gsm8k' (config 'main', split 'x')" in message
+    assert f"a file or folder of that name in {Path.cwd()}" in message
+    assert said in message
