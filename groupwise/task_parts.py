@@ -14,6 +14,8 @@ from groupwise.config import RunConfig, load_config, view
 from groupwise.errors import TaskError
 from groupwise.models.tokens import completion_text
 from groupwise.rewards.inprocess import InProcessScorer, RubricScorer
+from groupwise.rewards.registry import configured_rubric
+from groupwise.rewards.router import Router
 from groupwise.rewards.rubric import Rubric
 from groupwise.rewards.scoring import Scorer, unpicklable
 from groupwise.rewards.workers import RewardWorkers
@@ -25,16 +27,42 @@ from groupwise.rollouts.seeds import member_seed
 from groupwise.rollouts.sessions import Sessions
 from groupwise.rollouts.single import Single
 from groupwise.rollouts.two_stage import TwoStage
-from groupwise.tasks.contract import Task, load_task
+from groupwise.tasks.configured import ConfiguredTask, find_task
+from groupwise.tasks.contract import Task
 from groupwise.tasks.tools import Schema
 from groupwise.types import Example, SamplingParams
 
 
+def task_of(config: RunConfig, source: object | None) -> Task:
+    """The task that a command was given, or without one that of its config, with the rewards that the config names."""
+    return rewarded(config, find_task(source, view(config)))
+
+
+def rewarded(config: RunConfig, task: Task) -> Task:
+    """The task with the rewards that the config names, where it does, instead of its own."""
+    if not config.rewards.names_rewards or isinstance(task, ConfiguredTask):
+        return task
+
+    def get_reward_funcs(config: Any, tokenizer: Any) -> Rubric | None:
+        return configured_rubric(config["rewards"])
+
+    return task.with_hook("get_reward_funcs", get_reward_funcs)
+
+
 def task_rubric(config: RunConfig, task: Task, tokenizer: Any) -> Rubric | None:
     """The task's rewards, or None where it has none; made once in a process, because it may load a reward model."""
-    if not task.has("get_reward_funcs"):
-        return None
-    return task.rubric(view(config), tokenizer, config.rewards.reward_weights)
+    rubric = None
+    if task.has("get_reward_funcs"):
+        rubric = task.rubric(view(config), tokenizer, config.rewards.reward_weights)
+    default = config.rewards.default_task
+    if default is None:
+        return rubric
+    if not isinstance(rubric, Router):
+        raise TaskError(
+            f"rewards.default_task is {default}, but {task.described} has the same rewards for every row, whatever its label. Leave "
+            "the key out, or give rewards by label in rewards.router."
+        )
+    return rubric.with_default(default)
 
 
 def scores_in_workers(config: RunConfig, task: Task, rubric: Rubric | None) -> bool:
@@ -67,7 +95,7 @@ def build_scorer(
 def scorer_for_worker(config: Mapping[str, Any], task: str) -> RubricScorer:
     """The factory that reward workers call: the task's rewards and metrics, made afresh in the worker."""
     loaded = load_config(config).config
-    found = load_task(task)
+    found = task_of(loaded, task)
     tokenizer = LazyTokenizer(loaded)
     return RubricScorer(
         task_rubric(loaded, found, tokenizer), _metrics_of(loaded, found, tokenizer)
@@ -173,7 +201,8 @@ async def first_prompts(
 
 def environments_for_worker(config: Mapping[str, Any], task: str) -> Sessions:
     """The factory that environment workers call: the task's environments, made afresh in the worker."""
-    return Sessions(load_task(task).environment(view(load_config(config).config)))
+    loaded = load_config(config).config
+    return Sessions(task_of(loaded, task).environment(view(loaded)))
 
 
 def _environment_host(config: RunConfig, task: Task) -> EnvironmentHost:

@@ -58,6 +58,18 @@ class Answer:
     logged: Logged = field(default_factory=Logged)
 
 
+class Failed(float):
+    """What a function gives in the place of a value for one completion that it cannot score: NaN, with the reason."""
+
+    def __new__(cls, reason: str) -> Failed:
+        """`reason` continues "reward `name` …"."""
+        made = super().__new__(cls, math.nan)
+        made.reason = reason
+        return made
+
+    reason: str
+
+
 class _Unusable(Exception):
     """An answer that is no list of one number for each member; its text says what it is instead."""
 
@@ -66,7 +78,7 @@ def name_of(function: RewardCallable) -> str:
     """How a function is called in metrics and messages."""
     while isinstance(function, functools.partial):
         function = function.func
-    own = getattr(function, "__name__", None) or getattr(function, "name", None)
+    own = getattr(function, "name", None) or getattr(function, "__name__", None)
     return printable(own.strip("<>")) if isinstance(own, str) else type(function).__name__
 
 
@@ -204,6 +216,8 @@ def _number(entry: Any) -> tuple[float | None, str | None]:
     """The value of one entry, and what is wrong with it."""
     if entry is None:
         return None, None
+    if isinstance(entry, Failed):
+        return None, entry.reason
     try:
         value = None if isinstance(entry, str | bytes) else float(entry)
     except Exception:  # noqa: BLE001 — `__float__` of a foreign object may raise anything

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import ClassVar, Protocol
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Protocol
 
-from groupwise.settings.schema import Conflict, Strict, setting
+from pydantic import AfterValidator
+
+from groupwise.settings.schema import Conflict, Strict, refuse, setting
 
 START_LIMIT = 60.0
+DEFAULT_TASK_VARIABLE = "GROUPWISE_TASK"
+"""The environment variable that stands in for `rewards.default_task`."""
 
 
 class InWorkers(Protocol):
@@ -35,16 +40,66 @@ def idle_in_process(section: InWorkers, does: str) -> Iterator[Conflict]:
         )
 
 
+def _named(entries: Sequence[Any] | None) -> Any:
+    """Each entry says which reward it is. What it stands for is looked up where a run is prepared."""
+    if entries is not None:
+        refuse([_problem(entry) for entry in entries] or ["the list is empty; name a reward."])
+    return entries
+
+
+def _problem(entry: str | dict[str, Any]) -> str | None:
+    section: dict[str, Any] = {"name": entry} if isinstance(entry, str) else entry
+    name, weight = section.get("name"), section.get("weight", 1.0)
+    if not isinstance(name, str) or not name:
+        return (
+            f"the entry {json.dumps(entry)} does not say which reward it is; write a name, or a section with `name:`, "
+            "`weight:` and parameters."
+        )
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
+        return f"the weight of {name} is {json.dumps(weight)}; expected a number."
+    return None
+
+
+def _weighed(entries: Iterable[str | dict[str, Any]] | None) -> list[str]:
+    """The names of entries that have a weight themselves."""
+    sections = [entry for entry in entries or () if isinstance(entry, dict)]
+    return [str(section["name"]) for section in sections if "weight" in section]
+
+
+RewardEntries = Annotated[tuple[str | dict[str, Any], ...], AfterValidator(_named)]
+
+
 class RewardsConfig(Strict):
-    """The functions themselves come from the task's `get_reward_funcs`."""
+    """Which rewards a rollout has, where the task's `get_reward_funcs` does not say it, and how they are run."""
 
-    not_yet: ClassVar[frozenset[str]] = frozenset(
-        {"reward_funcs", "answer_column", "default_task", "router", "judge", "rubric_in_prompt"}
+    not_yet: ClassVar[frozenset[str]] = frozenset({"judge", "rubric_in_prompt"})
+
+    reward_funcs: RewardEntries | None = setting(
+        None,
+        "The rewards, instead of those of the task: names, `module:function`, `file.py:function`, or sections with `name`, `weight` "
+        "and parameters.",
     )
-
     reward_weights: tuple[float, ...] | None = setting(
         None,
-        "One weight for each reward function, in their order; null takes those of the task, or 1.",
+        "One weight for each reward function, in their order; null takes those of the task or of `reward_funcs`, or 1.",
+    )
+    router: dict[str, RewardEntries] | None = setting(
+        None,
+        "For data of several tasks, instead of `reward_funcs`: a list like it for each label. A row's label is its column `task`, else "
+        "its `dataset_name`, else `default_task`.",
+        min_length=1,
+    )
+    default_task: str | None = setting(
+        None,
+        "The label of rows whose own the router does not know; null refuses such rows. With `router`, the environment variable "
+        "GROUPWISE_TASK stands in for it.",
+        min_length=1,
+    )
+    answer_column: str | None = setting(
+        None,
+        "The column of the gold answer, for rewards that look for one; null: the first of answer, reference, reference_response, gold, "
+        "solution and label that holds something in the row.",
+        min_length=1,
     )
     time_limit: float = setting(
         30.0,
@@ -78,6 +133,48 @@ class RewardsConfig(Strict):
         ge=1,
     )
 
+    @property
+    def names_rewards(self) -> bool:
+        """Whether the config says itself which rewards there are, so that the task's own are not asked for."""
+        return self.reward_funcs is not None or self.router is not None
+
     def conflicts(self) -> Iterator[Conflict]:
-        """Keys of workers where there are none."""
-        return idle_in_process(self, "scores in one process")
+        """Two answers to one question, labels without rewards, and keys of workers where there are none."""
+        if self.reward_funcs is not None and self.router is not None:
+            yield Conflict(
+                "reward_funcs and router both say which rewards there are. Leave one out; rewards for rows without a label stand "
+                "under the label that default_task names.",
+                ("reward_funcs", "router"),
+            )
+        elif self.reward_weights is not None:
+            yield from self._weighed_twice()
+        if self.router is not None and self.default_task not in (None, *self.router):
+            yield Conflict(
+                f"default_task (or {DEFAULT_TASK_VARIABLE}) is {self.default_task}, for which router has no rewards. It has: "
+                f"{', '.join(self.router)}.",
+                ("default_task", "router"),
+            )
+        if self.reward_funcs is not None and self.default_task is not None:
+            yield Conflict(
+                "default_task has no effect while reward_funcs gives every row the same rewards; leave one out.",
+                ("default_task", "reward_funcs"),
+            )
+        yield from idle_in_process(self, "scores in one process")
+
+    def _weighed_twice(self) -> Iterator[Conflict]:
+        weights = self.reward_weights or ()
+        if self.router is not None:
+            yield Conflict(
+                "reward_weights has one list of weights, but router several of rewards. Write `weight:` in its entries instead.",
+                ("reward_weights", "router"),
+            )
+        elif own := _weighed(self.reward_funcs):
+            yield Conflict(
+                f"reward_weights and the entry {own[0]} of reward_funcs both give a weight. Leave one out.",
+                ("reward_weights", "reward_funcs"),
+            )
+        elif self.reward_funcs is not None and len(weights) != len(self.reward_funcs):
+            yield Conflict(
+                f"reward_weights has {len(weights)}, but reward_funcs {len(self.reward_funcs)}. Give one weight for each.",
+                ("reward_weights", "reward_funcs"),
+            )

@@ -7,8 +7,9 @@ part of weight 0 is recorded and nothing else: it neither counts as applying nor
 from __future__ import annotations
 
 import asyncio
+import copy
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import fmean
 from typing import Any, cast
 
@@ -21,8 +22,11 @@ from groupwise.rewards.calling import (
     check_function,
     name_of,
 )
-from groupwise.rewards.scoring import GroupScore, MemberScore, ScoreRequest
+from groupwise.rewards.scoring import ORIGIN, GroupScore, MemberScore, ScoreRequest
 from groupwise.types import RewardPart
+
+Row = Mapping[str, Any]
+"""The columns of one row of a dataset, without its prompt."""
 
 NO_REWARD = "no reward applied: every reward function returned None for this completion"
 
@@ -42,22 +46,37 @@ class Rubric:
         where: str = "Rubric",
     ) -> None:
         """`where` says in messages who gave the functions."""
+        self.where = where
         pairs = _pairs(functions, where)
         self.functions = tuple(function for function, _ in pairs)
         self.names = _unique([name_of(function) for function in self.functions])
         given = tuple(weight for _, weight in pairs) if weights is None else tuple(weights)
-        self.weights = _checked_weights(given, self.names, where)
+        self.weights = checked_weights(given, self.names, where)
 
     @classmethod
     def of(cls, value: object, weights: Sequence[float] | None = None, *, where: str) -> Rubric:
         """The rubric that `value` stands for: a rubric, a list of functions or pairs, or one function."""
         if isinstance(value, Rubric):
-            pairs = list(zip(value.functions, value.weights, strict=True))
-            return value if weights is None else cls(pairs, weights, where=where)
+            given = copy.copy(value)
+            if given.where == type(value).__name__:  # its maker did not say who gave the functions
+                given.where = where
+            return given if weights is None else given.reweighted(weights)
         if isinstance(value, list | tuple):
             return cls(cast("Sequence[RewardCallable]", value), weights, where=where)
         check_function(value, where)
         return cls([cast("RewardCallable", value)], weights, where=where)
+
+    def reweighted(self, weights: Sequence[float]) -> Rubric:
+        """The same functions with other weights, in their order. Raises TaskError for weights that do not fit."""
+        changed = copy.copy(self)
+        changed.weights = checked_weights(tuple(weights), self.names, self.where)
+        return changed
+
+    def under(self, label: str) -> Rubric:
+        """The same functions with parts that are called `label/name`."""
+        changed = copy.copy(self)
+        changed.names = tuple(f"{label}/{name}" for name in self.names)
+        return changed
 
     @property
     def stateful(self) -> bool:
@@ -68,6 +87,21 @@ class Rubric:
         """Raise TaskError if a function asks for an argument that these dataset columns do not give it."""
         for function in self.functions:
             check_columns(function, columns, where)
+
+    def check_rows(self, rows: Mapping[int, Row]) -> None:
+        """Raise TaskError if a function asks for a column that one of these rows lacks, or cannot score one of them.
+
+        A reward that needs something of every row has a method `check_row(row)`, which raises ValueError where it is not there.
+        """
+        if not rows:
+            return
+        every = list(rows.values())
+        columns = set(every[0]).intersection(*every[1:]) | {ORIGIN}
+        self.check_columns(columns, where=self.where)
+        for name, function in zip(self.names, self.functions, strict=True):
+            check = getattr(function, "check_row", None)
+            if check is not None:
+                _check_each(check, rows, f"{self.where}: `{name}`")
 
     async def score(
         self, request: ScoreRequest, started: Callable[[str], None] = lambda name: None
@@ -113,6 +147,20 @@ def _scored(parts: tuple[RewardPart, ...], notes: dict[str, Any]) -> MemberScore
     return MemberScore("scored", None, total, parts, notes)
 
 
+def _check_each(check: Callable[[Row], None], rows: Mapping[int, Row], where: str) -> None:
+    refused: list[str] = []
+    for index, row in rows.items():
+        try:
+            check(row)
+        except ValueError as reason:
+            refused.append(f"row {index}: {reason}")
+    if refused:
+        shown = [*refused[:3], *(["…"] if len(refused) > 3 else [])]
+        raise TaskError(
+            f"{where} cannot score {len(refused)} of {len(rows)} rows.\n  " + "\n  ".join(shown)
+        )
+
+
 def _answered(name: str, result: Answer | BaseException, request: ScoreRequest) -> Answer:
     """An async function that cancels itself gives an exception past `call`."""
     if isinstance(result, Answer):
@@ -146,9 +194,10 @@ def _is_pair(item: object) -> bool:
     return isinstance(item, list | tuple) and len(cast("Sequence[Any]", item)) == 2
 
 
-def _checked_weights(
+def checked_weights(
     weights: tuple[Any, ...], names: tuple[str, ...], where: str
 ) -> tuple[float, ...]:
+    """The weights as floats. Raises TaskError unless they are finite numbers, one for each name, and not all 0."""
     if len(weights) != len(names):
         raise TaskError(
             f"{where}: {len(weights)} weights for {len(names)} reward functions. "

@@ -14,6 +14,9 @@ from typing import Any, Protocol
 from groupwise.rewards.text import CompletionText
 from groupwise.types import Outcome, Prompt, RewardPart
 
+ORIGIN = "origin"
+"""The column that says where an example comes from (fresh, easy, replay), unless the dataset has one of this name."""
+
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:

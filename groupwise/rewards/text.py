@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
 from groupwise.types import Message, Prompt
 
 CompletionText = str | list[Message]
@@ -12,10 +15,16 @@ def completion_text(completion: CompletionText) -> str:
     """The text of a completion; of several messages, those of the assistant, one below the other."""
     if isinstance(completion, str):
         return completion
-    written = [
-        m.get("content") or "" for m in completion if m.get("role", "assistant") == "assistant"
-    ]
-    return "\n".join(written)
+    assistants = [m for m in completion if m.get("role", "assistant") == "assistant"]
+    return "\n".join(_content_text(message.get("content")) for message in assistants)
+
+
+def _content_text(content: Any) -> str:
+    """Text, or the texts in a list of parts (`{"type": "text", "text": …}`); a message that only calls tools says nothing."""
+    if isinstance(content, str):
+        return content
+    parts = cast("Sequence[Mapping[str, Any]]", content or ())
+    return "".join(part["text"] for part in parts if part.get("type") == "text")
 
 
 def as_completion(prompt: Prompt, text: str) -> CompletionText:

@@ -20,3 +20,8 @@ def test_only_the_assistant_is_read():
         {"content": "two"},
     ]
     assert completion_text(messages) == "one\n\ntwo"
+
+
+def test_content_in_parts_is_its_text():
+    parts = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}]
+    assert completion_text([{"role": "assistant", "content": parts}]) == "ab"

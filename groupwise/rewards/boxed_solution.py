@@ -1,0 +1,121 @@
+"""The solution's side: model-written code is loaded here, and does what the tests in the other box ask of it.
+
+Nothing here judges. The tests are not here, nor what they expect: a solution sees the arguments of its calls, and what it answers
+is all that it can say. Whatever it does to this process, it does to itself.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import sys
+import types
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, cast
+
+from groupwise.rewards.boxed_values import (
+    Errors,
+    Json,
+    Ledger,
+    Line,
+    Lost,
+    builtin_of,
+    written_error,
+)
+from groupwise.rewards.sandbox_kernel import FIRST_CHANNEL
+
+MODULE = "solution"
+"""The name of the module that the solution is."""
+
+
+def serve(code: str) -> None:
+    """Serve the tests until they have ended."""
+    _Solution(code, Line(FIRST_CHANNEL)).serve()
+    os._exit(0)  # no thread of the solution is waited for
+
+
+def _call(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    return function(*arguments, **named)
+
+
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "attribute": getattr,
+    "assign": setattr,
+    "call": _call,
+    "is a": isinstance,
+    "item": operator.getitem,
+    "put": operator.setitem,
+    **{each.__name__: each for each in (bool, float, hash, int, iter, len, next, repr, str)},
+    **{
+        name: getattr(operator, name)
+        for name in ("eq", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "neg")
+    },
+}
+"""What can be asked of an object that stays here."""
+
+
+class _Solution:
+    def __init__(self, code: str, line: Line) -> None:
+        self._code = code
+        self._line = line
+        self._module = types.ModuleType(MODULE)
+        self._ledger = Ledger(stays=lambda value: True, stand_in=self._function_of_the_tests)
+        self._errors = Errors(self._ledger)
+        self._operations = {**OPERATIONS, "load": self._load, "name": self._named}
+
+    def serve(self) -> None:
+        """Answer one question after the other."""
+        self._line.send({"ready": True})
+        with suppress(Lost):
+            while True:
+                self._answer(self._line.receive())
+
+    def _answer(self, question: dict[str, Json]) -> None:
+        try:
+            result, changes = self._done(question)
+            answer = {"result": self._ledger.written(result), "changes": changes}
+            self._line.send(answer)
+        except Lost:
+            raise
+        except BaseException as error:  # noqa: BLE001 — a solution may raise anything; the tests see it
+            self._line.send({"raised": written_error(self._ledger, error), "changes": []})
+
+    def _done(self, question: dict[str, Json]) -> tuple[Any, list[Json]]:
+        """The answer, and those of the shown arguments that it changed."""
+        arguments = [self._ledger.read(each) for each in question["arguments"]]
+        named = {name: self._ledger.read(each) for name, each in question["named"]}
+        before = self._contents(question["shown"])
+        result = self._operations[question["do"]](*arguments, **named)
+        after = self._contents(question["shown"])
+        return result, [[number, now] for number, now in after.items() if now != before[number]]
+
+    def _contents(self, numbers: list[int]) -> dict[int, Json]:
+        return {each: self._ledger.content(self._ledger.theirs(each)) for each in numbers}
+
+    def _load(self) -> list[str]:
+        """Run the solution's text; the names that there are then."""
+        sys.modules[MODULE] = self._module
+        program = compile(self._code, f"<{MODULE}>", "exec", dont_inherit=True)
+        exec(program, self._module.__dict__)
+        return [name for name in vars(self._module) if not name.startswith("__")]
+
+    def _named(self, name: str) -> tuple[str, Any]:
+        """What a name stands for; of an exception's class its own name and the nearest that Python has."""
+        value: Any = getattr(self._module, name)
+        if isinstance(value, type) and issubclass(value, Exception):
+            return "error", (value.__name__, builtin_of(value))
+        return "value", cast("Any", value)
+
+    def _function_of_the_tests(self, number: int) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            told = [self._ledger.written(each) for each in arguments]
+            told_named = [[key, self._ledger.written(each)] for key, each in named.items()]
+            self._line.send({"call": number, "arguments": told, "named": told_named})
+            while "answer" not in (message := self._line.receive()):
+                self._answer(message)
+            if "raised" in message["answer"]:
+                raise self._errors.read(message["answer"]["raised"])
+            return self._ledger.read(message["answer"]["result"])
+
+        return call

@@ -1,0 +1,376 @@
+"""The tests' side: they run here, one by one, and judge what the solution in the other box answers.
+
+What a test calls of the solution runs over there; what comes back is compared here. A plain value is Python's own once it is here.
+Anything else is a `Remote`: it can be called, asked for attributes and items, iterated, measured, and compared with others of its
+kind. It never equals a plain value and does no arithmetic with one, because the solution would be asked for its own mark then. The rule
+behind all of it: what a test expects never goes over.
+
+A name that a test uses is, in this order: its own, Python's (unless it is the entry point), a module of the standard library, the
+solution's. So a solution that defines `sorted`, `AssertionError` or `math` changes nothing for the tests.
+
+Verdicts go out on the second channel: `tests` (how many there are), one `passed` for each, `done`; or `broken`, where the tests
+cannot be run here and nothing is said about the solution.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import sys
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from groupwise.rewards.boxed_solution import MODULE
+from groupwise.rewards.boxed_values import (
+    Errors,
+    Json,
+    Ledger,
+    Line,
+    Lost,
+    NotPlain,
+    written_error,
+)
+from groupwise.rewards.sandbox_kernel import FIRST_CHANNEL
+
+_SHOWN = 300
+"""Characters of a failed test that are told."""
+_BUILTINS = frozenset(vars(builtins))
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+_TEST = "test_"
+_CHECK = "check"
+
+
+class BrokenTests(Exception):
+    """The tests cannot be run, whatever the solution is."""
+
+
+def judge(tests: str | Sequence[str], entry_point: str | None) -> None:
+    """Run the tests against the solution at the other end."""
+    verdicts = Line(FIRST_CHANNEL + 1)
+    try:
+        plan = Plan.of(tests, entry_point)
+        far = Far(Line(FIRST_CHANNEL))
+        verdicts.send({"tests": len(plan.tests)})
+        for problem in run_tests(plan, far):
+            verdicts.send({"passed": problem is None, "why": problem})
+        verdicts.send({"done": True})
+    except BrokenTests as broken:
+        verdicts.send({"broken": str(broken)})
+
+
+# What is to be run
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A piece of the tests' text."""
+
+    body: list[ast.stmt]
+    is_test: bool
+
+    @property
+    def text(self) -> str:
+        """For messages."""
+        return ast.unparse(ast.Module(self.body, type_ignores=[]))[:_SHOWN]
+
+    def run(self, names: dict[str, Any]) -> None:
+        """Execute it with these names, and add its own."""
+        module = ast.Module(self.body, type_ignores=[])
+        exec(compile(module, "<tests>", "exec", dont_inherit=True), names)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The tests of one row, in their order, and the names that they need from outside."""
+
+    steps: tuple[Step, ...]
+    names: frozenset[str]
+    """Those that they read; the solution may have them."""
+    modules: frozenset[str]
+    """Of the standard library, whose attributes they read; the solution's of these names are not meant."""
+    entry_point: str | None
+
+    @property
+    def tests(self) -> tuple[Step, ...]:
+        """The steps that count."""
+        return tuple(step for step in self.steps if step.is_test)
+
+    @classmethod
+    def of(cls, tests: str | Sequence[str], entry_point: str | None) -> Plan:
+        """Find the tests. In a text they are each statement with an `assert`, each function `test_…`, and `check(candidate)`, which gets
+        the entry point; without any of them the whole text is one. A list has one test in each entry. Raises BrokenTests.
+        """
+        texts = [tests] if isinstance(tests, str) else list(tests)
+        trees = [_parsed(text) for text in texts]
+        found = [_pieces(tree, entry_point) for tree in trees]
+        joined = [_joined(pieces) for pieces in found]
+        steps = found[0] if isinstance(tests, str) else joined
+        if not any(step.is_test for step in steps):
+            steps = [_as_a_test(step) for step in joined]
+        read, based = _names_read(trees)
+        modules = {name for name in based if name in sys.stdlib_module_names}
+        names = {name for name in read if name not in modules or read[name] > based[name]}
+        names |= {entry_point} if entry_point else set()
+        return cls(tuple(steps), frozenset(names), frozenset(modules), entry_point)
+
+
+def _parsed(text: str) -> ast.Module:
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise BrokenTests(f"the tests are no Python: {error}") from error
+    for statement in tree.body:
+        if isinstance(statement, ast.ClassDef) and any(
+            "TestCase" in ast.unparse(base) for base in statement.bases
+        ):
+            raise BrokenTests(
+                "they are classes of unittest, which are not run here; write functions `test_…` or asserts"
+            )
+    return tree
+
+
+def _pieces(tree: ast.Module, entry_point: str | None) -> list[Step]:
+    """The statements of a text, and the calls of its functions that are tests."""
+    functions = [each for each in tree.body if isinstance(each, ast.FunctionDef)]
+    tests = [each for each in functions if each.name.startswith(_TEST)]
+    calls = [_call(test, []) for test in tests]
+    called = {ast.unparse(each).partition("(")[0] for each in tree.body}
+    for check in functions:
+        if check.name == _CHECK and _CHECK not in called:
+            if not entry_point:
+                raise BrokenTests("they define check(candidate), and the row has no entry_point")
+            calls.append(_call(check, [entry_point]))
+    return [*(Step([each], _asserts(each)) for each in tree.body), *calls]
+
+
+def _asserts(statement: ast.stmt) -> bool:
+    """Whether running it runs an assert, as far as can be seen."""
+    inside = ast.walk(statement)
+    return not isinstance(statement, _DEFINITIONS) and any(
+        isinstance(n, ast.Assert) for n in inside
+    )
+
+
+def _call(function: ast.FunctionDef, arguments: list[str]) -> Step:
+    given = function.args
+    required = len(given.posonlyargs) + len(given.args) - len(given.defaults)
+    required += given.kw_defaults.count(None)
+    if required > len(arguments):
+        raise BrokenTests(f"{function.name} wants arguments, and there are no fixtures here")
+    return Step(ast.parse(f"{function.name}({', '.join(arguments)})").body, is_test=True)
+
+
+def _joined(steps: list[Step]) -> Step:
+    body = [statement for step in steps for statement in step.body]
+    return Step(body, any(step.is_test for step in steps))
+
+
+def _as_a_test(step: Step) -> Step:
+    """A text without asserts: it passes where it runs, so it has to do something."""
+    if all(isinstance(statement, _DEFINITIONS) for statement in step.body):
+        raise BrokenTests("they only define things: there is no assert, no test_… and no check")
+    return Step(step.body, is_test=True)
+
+
+def _names_read(trees: Sequence[ast.Module]) -> tuple[Counter[str], Counter[str]]:
+    """How often each name is read, and how often for an attribute."""
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    read = [n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)]
+    owners = [node.value for node in nodes if isinstance(node, ast.Attribute)]
+    return Counter(read), Counter(each.id for each in owners if isinstance(each, ast.Name))
+
+
+# Running
+
+
+def run_tests(plan: Plan, far: Far) -> Iterator[str | None]:
+    """For each test None, if it passes, or why it does not. Raises BrokenTests."""
+    problem: str | None = None
+    names: dict[str, Any] = {"__name__": "__main__"}
+    try:
+        far.load()
+        names |= _names_from_outside(plan, far)
+    except (Exception, Lost) as error:  # noqa: BLE001 — a solution may raise anything
+        problem = f"the solution cannot be loaded: {_told(error)}"
+    for step in plan.steps:
+        if problem is None:
+            failed = _failure(step, names)
+            if step.is_test:
+                yield failed
+        elif step.is_test:
+            yield problem
+
+
+def _names_from_outside(plan: Plan, far: Far) -> dict[str, Any]:
+    """What stands for the names that the tests do not define themselves; see above for the order."""
+    sys.modules[MODULE] = far.as_module()
+    found: dict[str, Any] = {}
+    for name in sorted(plan.names):
+        if name == plan.entry_point or (name in far.names and name not in _BUILTINS):
+            found[name] = far.name(name)
+    for name in sorted(plan.modules - found.keys() - {MODULE}):
+        found[name] = importlib.import_module(name)
+    return found
+
+
+def _failure(step: Step, names: dict[str, Any]) -> str | None:
+    """Why a step fails, if it does."""
+    try:
+        step.run(names)
+    except NotPlain as error:
+        raise BrokenTests(
+            f"a test gives the solution what cannot go over to it ({error}): {step.text}"
+        ) from error
+    except ImportError as error:
+        if error.name != MODULE:
+            raise BrokenTests(f"the tests import what is not here: {error}") from error
+        return f"{step.text}: {_told(error)}"
+    except BaseException as error:  # noqa: BLE001 — whatever comes, this test has not passed
+        return f"{step.text}: {_told(error)}"
+    return None
+
+
+def _told(error: BaseException) -> str:
+    text = str(error)[:_SHOWN]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+# The solution, seen from here
+
+
+class Far:
+    """The other end: what the solution is asked, and what it asks back."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self._ledger = Ledger(stays=_is_function, stand_in=lambda number: Remote(self))
+        self._errors = Errors(self._ledger)
+        self.names: frozenset[str] = frozenset()
+        if "ready" not in line.receive():
+            raise Lost("the solution's box does not answer")
+
+    def load(self) -> None:
+        """Have the solution's text run."""
+        self.names = frozenset(str(name) for name in self.ask("load"))
+
+    def name(self, name: str) -> Any:
+        """What a name of the solution stands for."""
+        if name not in self.names:
+            raise NameError(f"the solution has no {name}", name=name)
+        kind, value = self.ask("name", name)
+        return self._errors.kind(*map(str, value)) if kind == "error" else value
+
+    def as_module(self) -> types.ModuleType:
+        """For tests that import the solution."""
+        module = types.ModuleType(MODULE)
+        module.__dict__["__all__"] = sorted(self.names)
+        module.__dict__["__getattr__"] = self._attribute_of_module
+        return module
+
+    def _attribute_of_module(self, name: str) -> Any:
+        if name not in self.names:
+            raise AttributeError(name)
+        return self.name(name)
+
+    def ask(self, do: str, *arguments: Any, **named: Any) -> Any:
+        """Have something done over there; its result, or what it raises."""
+        self._ledger.showing.clear()
+        question = {
+            "do": do,
+            "arguments": [self._ledger.written(each, shown=True) for each in arguments],
+            "named": [[key, self._ledger.written(each, shown=True)] for key, each in named.items()],
+        }
+        shown = sorted(self._ledger.showing)
+        self._line.send({**question, "shown": shown})
+        while "call" in (answer := self._line.receive()):
+            self._line.send({"answer": self._called(answer)})
+        return self._result(answer, shown)
+
+    def _result(self, answer: dict[str, Json], shown: list[int]) -> Any:
+        try:
+            for number, content in answer["changes"]:
+                if number in shown:
+                    self._ledger.put(number, content)
+            if "raised" not in answer:
+                return self._ledger.read(answer["result"])
+            raised = self._errors.read(answer["raised"])
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise Lost(f"no answer: {error}") from error
+        raise raised
+
+    def _called(self, question: dict[str, Json]) -> dict[str, Json]:
+        """What a function of the tests says that the solution was given."""
+        try:
+            function = self._ledger.own(question["call"])
+            arguments = [self._ledger.read(each) for each in question["arguments"]]
+            named = {name: self._ledger.read(each) for name, each in question["named"]}
+            return {"result": self._ledger.written(function(*arguments, **named))}
+        except Exception as error:  # noqa: BLE001 — the solution's to catch, as it would be without a box
+            return {"raised": written_error(self._ledger, error)}
+
+
+def _is_function(value: Any) -> bool:
+    return isinstance(value, types.FunctionType | types.BuiltinFunctionType | types.MethodType)
+
+
+def _operation(do: str) -> Callable[..., Any]:
+    def ask(self: Remote, *arguments: Any) -> Any:
+        return _ask(self, do, *arguments)
+
+    return ask
+
+
+def _between_remotes(do: str) -> Callable[..., Any]:
+    def ask(self: Remote, other: object) -> Any:
+        return _ask(self, do, other) if isinstance(other, Remote) else NotImplemented
+
+    return ask
+
+
+def _ask(remote: Remote, do: str, *arguments: Any, **named: Any) -> Any:
+    far: Far = object.__getattribute__(remote, "_far")
+    return far.ask(do, remote, *arguments, **named)
+
+
+class Remote:
+    """An object of the solution that is no plain value."""
+
+    __slots__ = ("__weakref__", "_far")
+
+    def __init__(self, far: Far) -> None:
+        object.__setattr__(self, "_far", far)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name not in ("__name__", "__doc__"):
+            raise AttributeError(
+                name
+            )  # what Python looks for by itself is not asked for over there
+        return _ask(self, "attribute", name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        _ask(self, "assign", name, value)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return _ask(self, "call", *arguments, **named)
+
+    def __hash__(self) -> int:
+        return _ask(self, "hash")
+
+    def __instancecheck__(self, value: object) -> bool:
+        return isinstance(value, Remote) and bool(_ask(value, "is a", self))
+
+    __getitem__ = _operation("item")
+    __setitem__ = _operation("put")
+    __iter__, __next__, __len__ = _operation("iter"), _operation("next"), _operation("len")
+    __bool__ = _operation("bool")
+    __int__, __float__ = _operation("int"), _operation("float")
+    __str__, __repr__, __neg__ = _operation("str"), _operation("repr"), _operation("neg")
+    __eq__ = _between_remotes("eq")
+    __lt__, __le__ = _between_remotes("lt"), _between_remotes("le")
+    __gt__, __ge__ = _between_remotes("gt"), _between_remotes("ge")
+    __add__, __sub__ = _between_remotes("add"), _between_remotes("sub")
+    __mul__, __truediv__ = _between_remotes("mul"), _between_remotes("truediv")

@@ -1,0 +1,214 @@
+r"""Mathematical answers in one way of writing, without a computer algebra system.
+
+Two answers agree if both are numbers and these are equal, or if neither is and both are written alike once LaTeX's ways of saying
+the same are gone. A number never agrees with anything else, so 3 is not 4 and not `x`.
+
+Numbers are exact: `3`, `3.0`, `1,234`, `-\frac{1}{2}`, `1\frac{1}{2}`, `1.5\times10^{3}`, also in `\boxed{}`, between dollars, after
+`x =`, with a currency before or a unit in `\text{}` behind. Where neither number is whole they may differ by a millionth of
+themselves, so that 0.333333 is 1/3. `50\%` is 50, as answers in per cent are mostly written, and 0.5.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+ROUNDING = Fraction(1, 1_000_000)
+"""Share by which numbers that are not whole may differ: six digits."""
+
+LONGEST = 2_000
+"""Characters of an answer; more is no answer, and to read it would take long."""
+
+_DIGITS = 400
+"""Characters of a number; a longer one is read as text."""
+
+_WRITTEN_OTHERWISE = (
+    ("−", "-"),
+    ("–", "-"),
+    ("×", r"\times "),
+    ("·", r"\cdot "),
+    ("÷", "/"),
+    ("π", r"\pi "),
+    ("∞", r"\infty "),
+    ("≤", r"\le "),
+    ("≥", r"\ge "),
+    ("≠", r"\ne "),
+    ("°", r"^\circ "),
+    ("**", "^"),
+)
+"""Signs that LaTeX has a command for."""
+
+_REWRITTEN = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\\(?:left|right|displaystyle|limits)(?![a-zA-Z])", ""),
+        (r"\\[bB]ig+[lr]?(?![a-zA-Z])", ""),
+        (r"\\[dt]frac(?![a-zA-Z])", r"\\frac"),
+        (r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
+        (r"\\(?:leq|leqslant)(?![a-zA-Z])", r"\\le"),
+        (r"\\(?:geq|geqslant)(?![a-zA-Z])", r"\\ge"),
+        (r"\\neq(?![a-zA-Z])", r"\\ne"),
+        (r"\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degree(?![a-zA-Z])", ""),
+        (r"\{,\}", ","),
+        (r"\\[,!;:]|\\quad(?![a-zA-Z])|\\qquad(?![a-zA-Z])|~|(?<!\\)\\(?=\s)", ""),
+        (r"\\\$", ""),
+        (r"\\%", "%"),
+    )
+)
+
+_UNIT = re.compile(r"(?<=[\d}.])\s*\\(?:text|mathrm|textrm|mbox)\{[^{}]*\}(?:\^\{?\d\}?)?\s*$")
+_STYLED = re.compile(
+    r"\\(?:text|mathrm|mathbf|mathit|textrm|textbf|textit|mbox|operatorname)\{([^{}]*)\}"
+)
+_BRACKETED = re.compile(r"\(\s*([a-zA-Z]|[+-]?[\d.]+)\s*\)")
+_NAMED = re.compile(r"[a-zA-Z](?:\([a-zA-Z]\))?\s*=(?!=)([^=]+)", re.DOTALL)
+_SEGMENT = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+
+_DECIMAL = r"(?:\d+(?:\.\d*)?|\.\d+)"
+_GROUPED = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+_PLAIN = re.compile(rf"[+-]?{_DECIMAL}")
+_SCIENTIFIC = re.compile(
+    rf"([+-]?{_DECIMAL})(?:e|(?:\*|\\times|\\cdot|x)10\^)\{{?([+-]?\d{{1,3}})\}}?", re.IGNORECASE
+)
+_QUOTIENT = re.compile(rf"([+-]?{_DECIMAL})/([+-]?{_DECIMAL})")
+_FRACTION = re.compile(rf"([+-]?)(\d*)\\frac\{{([+-]?{_DECIMAL})\}}\{{([+-]?{_DECIMAL})\}}")
+_MIXED = re.compile(r"([+-]?)(\d+)\s+(\d+)/(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number as an answer gives it."""
+
+    value: Fraction
+    percent: bool = False
+    """Whether a per cent sign stands behind `value`."""
+
+
+def agree(gold: str, answer: str) -> bool:
+    """Whether an answer says the same as the gold one; False where it says nothing."""
+    if len(answer) > LONGEST:
+        return False
+    expected, given = number(gold), number(answer)
+    if expected is not None and given is not None:
+        return same_number(expected, given)
+    if expected is not None or given is not None:
+        return False
+    written = canonical(answer)
+    return written != "" and written == canonical(gold)
+
+
+def same_number(gold: Number, answer: Number) -> bool:
+    """Whether two numbers are equal; a percentage that meets a plain number may stand for itself and for its hundredth part."""
+    if gold.percent == answer.percent:
+        return _close(gold.value, answer.value)
+    golds = (gold.value, gold.value / 100) if gold.percent else (gold.value,)
+    answers = (answer.value, answer.value / 100) if answer.percent else (answer.value,)
+    return any(_close(one, other) for one in golds for other in answers)
+
+
+def number(text: str) -> Number | None:
+    """The number that a text is, None if it is none."""
+    bare = _UNIT.sub("", bare_maths(text)).strip()
+    percent = bare.endswith("%")
+    bare = re.sub(r"^([+-]?)\s*[$€£¥]\s*", r"\1", bare.rstrip("%").strip())
+    value = _value(bare) if len(bare) <= _DIGITS else None
+    return None if value is None else Number(value, percent)
+
+
+def canonical(text: str) -> str:
+    """A text that is no number as it is compared: small letters, no spaces, no braces around single signs."""
+    unstyled = _STYLED.sub(r"\1", bare_maths(text))
+    products = re.sub(r"\\(?:cdot|times)(?![a-zA-Z])", "*", unstyled)
+    joined = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", products.strip())  # `1 23` is not `12 3`
+    return re.sub(r"\{([^{}\\])\}", r"\1", joined).casefold()
+
+
+def bare_maths(text: str) -> str:
+    """What is meant, without what surrounds it: a box, dollars, `x =`, a full stop, brackets around a letter or number.
+
+    Commands that say the same become one.
+    """
+    for sign, command in _WRITTEN_OTHERWISE:
+        text = text.replace(sign, command)
+    inner = boxed(text)
+    inner = _segment(text if inner is None else inner)
+    for pattern, replacement in _REWRITTEN:
+        inner = pattern.sub(replacement, inner)
+    inner = inner.strip().removesuffix(".").strip()
+    inner = _unwrapped(inner)
+    named = _NAMED.fullmatch(inner)
+    inner = named.group(1).strip() if named else inner
+    bracketed = _BRACKETED.fullmatch(inner)
+    return bracketed.group(1) if bracketed else inner
+
+
+def boxed(text: str) -> str | None:
+    r"""What stands in the last `\boxed{}` or `\fbox{}` of a text; None where there is none, or it is not closed."""
+    found = list(re.finditer(r"\\(?:boxed|fbox)\s*\{", text))
+    if not found:
+        return None
+    start = found[-1].end()
+    end = _closing(text, start)
+    return None if end is None else text[start:end]
+
+
+def _closing(text: str, start: int) -> int | None:
+    """Where the brace that was opened just before `start` closes."""
+    depth = 1
+    for brace in re.finditer(r"(?<!\\)[{}]", text[start:]):
+        depth += 1 if brace.group() == "{" else -1
+        if depth == 0:
+            return start + brace.start()
+    return None
+
+
+def _segment(text: str) -> str:
+    """The last piece of mathematics between delimiters; the whole text where none is marked."""
+    found = _SEGMENT.findall(re.sub(r"\\\$", "", text))
+    return next(part for part in found[-1] if part) if found else text
+
+
+def _unwrapped(text: str) -> str:
+    """Without braces or a style around the whole."""
+    while True:
+        if text.startswith("{") and _closing(text, 1) == len(text) - 1:
+            text = text[1:-1].strip()
+        elif styled := _STYLED.fullmatch(text):
+            text = styled.group(1).strip()
+        else:
+            return text
+
+
+def _value(text: str) -> Fraction | None:
+    if _GROUPED.fullmatch(text):
+        return Fraction(text.replace(",", ""))
+    if mixed := _MIXED.fullmatch(text):
+        return _mixed(*mixed.groups())
+    tight = re.sub(r"\s+", "", text) if not re.search(r"\d\s+[\d.]", text) else text
+    if _PLAIN.fullmatch(tight):
+        return Fraction(tight)
+    if scientific := _SCIENTIFIC.fullmatch(tight):
+        return Fraction(scientific.group(1)) * Fraction(10) ** int(scientific.group(2))
+    if quotient := _QUOTIENT.fullmatch(tight):
+        return _divided(Fraction(quotient.group(1)), Fraction(quotient.group(2)))
+    if fraction := _FRACTION.fullmatch(tight):
+        return _mixed(*fraction.groups())
+    return None
+
+
+def _mixed(sign: str, whole: str, over: str, under: str) -> Fraction | None:
+    r"""`1\frac{1}{2}` is one and a half."""
+    part = _divided(Fraction(over), Fraction(under))
+    return None if part is None else (int(whole or 0) + part) * (-1 if sign == "-" else 1)
+
+
+def _divided(over: Fraction, under: Fraction) -> Fraction | None:
+    return over / under if under else None
+
+
+def _close(gold: Fraction, answer: Fraction) -> bool:
+    if gold == answer:
+        return True
+    whole = gold.denominator == 1 or answer.denominator == 1
+    return not whole and abs(gold - answer) <= ROUNDING * max(abs(gold), abs(answer))

@@ -1,0 +1,146 @@
+"""Rewards for layout: reasoning in one pair of tags, the answer in another, in that order.
+
+Tags that enclose nothing earn nothing: `<answer></answer>` is as good as no tag at all. Case matters in the strict layout only.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from groupwise.rewards.registry import reward
+from groupwise.rewards.tags import Tags
+from groupwise.rewards.text import CompletionText, completion_text
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout(ABC):
+    """Rewards whose tags can be renamed."""
+
+    reasoning_tag: str = "reasoning"
+    answer_tag: str = "answer"
+
+    def __post_init__(self) -> None:
+        Tags(self.reasoning_tag, self.answer_tag)
+
+    @property
+    def tags(self) -> Tags:
+        """The names of both tags."""
+        return Tags(self.reasoning_tag, self.answer_tag)
+
+    def __call__(self, completions: Sequence[CompletionText], **columns: Any) -> list[float]:
+        """A number for each completion, which depends on nothing else."""
+        return [self._value(completion_text(each)) for each in completions]
+
+    @abstractmethod
+    def _value(self, text: str) -> float:
+        """What one completion earns."""
+
+
+@reward("strict_format")
+@dataclass(frozen=True, slots=True)
+class StrictFormat(_Layout):
+    """`right` for exactly the layout below, from the first character to the last but for one line break; else 0.
+
+    <reasoning>
+    …
+    </reasoning>
+    <answer>
+    …
+    </answer>
+    """
+
+    right: float = 0.5
+
+    def _value(self, text: str) -> float:
+        opened, closed, answered, ended = map(re.escape, self.tags.four)
+        layout = (
+            rf"{opened}\n{_inside(self.tags)}\n{closed}\n"
+            rf"{answered}\n{_inside(self.tags)}\n{ended}\n?"
+        )
+        found = re.fullmatch(layout, text, re.DOTALL)
+        filled = found is not None and all(part.strip() for part in found.groups())
+        return self.right if filled else 0.0
+
+
+@reward("soft_format")
+@dataclass(frozen=True, slots=True)
+class SoftFormat(_Layout):
+    """`right` if a pair of reasoning tags and after it a pair of answer tags stand anywhere, both with content; else 0."""
+
+    right: float = 0.5
+
+    def _value(self, text: str) -> float:
+        return self.right if both_pairs(self.tags, text) else 0.0
+
+
+@reward("xml_count")
+@dataclass(frozen=True, slots=True)
+class XmlCount(_Layout):
+    """`each` for every one of the four tags that occurs exactly once and belongs to no empty pair."""
+
+    each: float = 0.125
+    """An eighth: the four together earn as much as the layout."""
+
+    def _value(self, text: str) -> float:
+        once = zip(
+            self.tags.counts(text),
+            self.tags.counts(without_empty_pairs(self.tags, text)),
+            strict=True,
+        )
+        return self.each * sum(count == filled == 1 for count, filled in once)
+
+
+@reward("match_format")
+@dataclass(frozen=True, slots=True)
+class MatchFormat(_Layout):
+    """`right` for both pairs as in `soft_format`; `begun` where at least an opening tag stands; else `wrong`."""
+
+    right: float = 2.0
+    begun: float = 0.5
+    wrong: float = -1.0
+    """Below 0, so that a model which ignores the layout notices even where nobody in the group has it."""
+
+    def _value(self, text: str) -> float:
+        if both_pairs(self.tags, text):
+            return self.right
+        opened, _, answered, _ = self.tags.counts(without_empty_pairs(self.tags, text))
+        return self.begun if opened or answered else self.wrong
+
+
+def both_pairs(tags: Tags, text: str) -> bool:
+    """Whether a pair of reasoning tags with content is followed, anywhere, by one of answer tags with content."""
+    reasoned = _filled(tags, tags.reasoning).search(text)
+    return reasoned is not None and bool(
+        _filled(tags, tags.answer).search(text, pos=reasoned.end())
+    )
+
+
+def without_empty_pairs(tags: Tags, text: str) -> str:
+    """The text without pairs of tags that enclose nothing but white space."""
+    names = "|".join(re.escape(name) for name in (tags.reasoning, tags.answer))
+    return re.sub(rf"<({names})>\s*</\1>", "", text, flags=re.IGNORECASE)
+
+
+def _filled(tags: Tags, name: str) -> re.Pattern[str]:
+    tag = re.escape(name)
+    pair = rf"<{tag}>(?!\s*</{tag}>){_inside(tags)}</{tag}>"
+    return re.compile(pair, re.DOTALL | re.IGNORECASE)
+
+
+def _inside(tags: Tags) -> str:
+    """A pattern for what may stand within a pair: anything but one of the four tags, so that each search is linear."""
+    four = "|".join(re.escape(tag) for tag in tags.four)
+    return rf"((?:(?!{four}).)+)"
+
+
+def starts_with_both_pairs(tags: Tags, text: str) -> bool:
+    """Whether nothing but white space stands before the pair of reasoning tags and between it and that of answer tags."""
+    reasoned = _filled(tags, tags.reasoning).match(text.lstrip())
+    if reasoned is None:
+        return False
+    rest = text.lstrip()[reasoned.end() :]
+    return _filled(tags, tags.answer).match(rest.lstrip()) is not None

@@ -1,0 +1,104 @@
+"""Rewards that compare text with text: the whole completion, the answer in its tag, keywords, digits.
+
+White space around a text never matters here; case does, but for keywords. An answer tag with nothing in it equals nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from groupwise.rewards.gold import gold_answers
+from groupwise.rewards.registry import reward
+from groupwise.rewards.tags import check_name, last_tagged
+from groupwise.rewards.text import CompletionText, completion_text
+
+
+@reward("correctness")
+@dataclass(frozen=True, slots=True)
+class Correctness:
+    """1 if the whole completion is the gold answer, else 0: for tasks that want the answer and nothing else."""
+
+    answer_column: str | None = None
+
+    def __call__(self, completions: Sequence[CompletionText], **columns: Any) -> list[float]:
+        """1 or 0 for each completion. Raises ValueError for a row without a gold answer."""
+        golds = gold_answers(columns, len(completions), self.answer_column)
+        pairs = zip(completions, golds, strict=True)
+        return [float(completion_text(c).strip() in forms) for c, forms in pairs]
+
+
+@reward("correctness_xml")
+@dataclass(frozen=True, slots=True)
+class CorrectnessXml:
+    """`right` if the last answer tag holds the gold answer, else 0."""
+
+    answer_column: str | None = None
+    right: float = 2.0
+    """As much as `strict_format`, `soft_format`, `xml_count` and `int_reward` can earn together."""
+    answer_tag: str = "answer"
+
+    def __post_init__(self) -> None:
+        check_name(self.answer_tag)
+
+    def __call__(self, completions: Sequence[CompletionText], **columns: Any) -> list[float]:
+        """`right` or 0 for each completion. Raises ValueError for a row without a gold answer."""
+        golds = gold_answers(columns, len(completions), self.answer_column, self.answer_tag)
+        pairs = zip(completions, golds, strict=True)
+        return [self.right if self._answer(c) in forms else 0.0 for c, forms in pairs]
+
+    def _answer(self, completion: CompletionText) -> str | None:
+        return last_tagged(completion_text(completion), self.answer_tag)
+
+
+@reward("int_reward")
+@dataclass(frozen=True, slots=True)
+class IntReward:
+    """`right` if the last answer tag holds digits 0–9 and nothing else, whether or not they are the gold answer."""
+
+    right: float = 0.5
+    """Less than a right answer earns, so that digits alone never win."""
+    answer_tag: str = "answer"
+
+    def __post_init__(self) -> None:
+        check_name(self.answer_tag)
+
+    def __call__(self, completions: Sequence[CompletionText], **columns: Any) -> list[float]:
+        """`right` or 0 for each completion."""
+        answers = (last_tagged(completion_text(c), self.answer_tag) or "" for c in completions)
+        return [self.right if re.fullmatch("[0-9]+", answer) else 0.0 for answer in answers]
+
+
+@reward("keyword_match")
+def keyword_match(
+    completions: Sequence[CompletionText], keywords: Sequence[Any], **columns: Any
+) -> list[float | None]:
+    """Share of the row's keywords that the completion contains, ignoring case; None for a row that has none.
+
+    The column `keywords` holds a list, or text with commas between them.
+    """
+    pairs = zip(completions, keywords, strict=True)
+    return [_share(completion_text(c).casefold(), _keywords(value)) for c, value in pairs]
+
+
+def _keywords(value: Any) -> set[str]:
+    plain = value.tolist() if hasattr(value, "tolist") else value
+    if plain is None:
+        return set()
+    if isinstance(plain, str):
+        listed: Iterable[Any] = plain.split(",")
+    elif isinstance(plain, list | tuple | set):
+        listed = cast("Iterable[Any]", plain)
+    else:
+        raise ValueError(
+            f"the column `keywords` holds {type(plain).__name__} {plain!r:.60}; "
+            "expected a list, or text with commas between the keywords"
+        )
+    words = (str(each).strip().casefold() for each in listed if each is not None)
+    return {word for word in words if word}
+
+
+def _share(text: str, keywords: set[str]) -> float | None:
+    return sum(word in text for word in keywords) / len(keywords) if keywords else None

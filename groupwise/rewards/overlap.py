@@ -1,0 +1,129 @@
+"""How much of a rubric's vocabulary an answer uses, and how near it comes to a reference answer.
+
+A cheap stand-in for a judge: it knows words, not what is said with them. Where the rubric stands in the prompt, to repeat it would
+win; so runs of words that a completion copies from the prompt do not count.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from typing import Any, cast
+
+from groupwise.rewards.gold import gold_answers, gold_of_row
+from groupwise.rewards.registry import reward
+from groupwise.rewards.text import CompletionText, completion_text
+from groupwise.types import Prompt
+
+RUBRIC_COLUMNS = ("rubric", "rubrics", "grading_rubric", "rubric_text")
+"""Where a rubric is looked for, in this order."""
+
+COMPARED = 500
+"""Words of each text of which the similarity is taken; it can take cubic time."""
+
+_SHORT = 2
+"""Letters of a word that says nothing about the subject."""
+
+
+@reward("rubric_overlap")
+@dataclass(frozen=True, slots=True)
+class RubricOverlap:
+    """`rubric_points` × share of the rubric's vocabulary + `reference_points` × similarity to the reference; None without a rubric.
+
+    A word of the rubric weighs 1/count, so that its own refrains count for little.
+    """
+
+    answer_column: str | None = None
+    rubric_column: str | None = None
+    """null: the first of `RUBRIC_COLUMNS` that there is."""
+    rubric_points: float = 10.0
+    reference_points: float = 5.0
+    """Half of the rubric's: a good answer need not be worded like the reference."""
+    copied_run: int = 5
+    """Words: so many or more in a row that stand in the prompt like this do not count. 1: no word of the prompt counts. 0: all do.
+    Five words in a row are seldom the same by chance."""
+
+    def __post_init__(self) -> None:
+        if self.copied_run < 0:
+            raise ValueError(f"copied_run is {self.copied_run}; expected 0 or more words.")
+
+    def __call__(
+        self, prompts: Sequence[Prompt], completions: Sequence[CompletionText], **columns: Any
+    ) -> list[float | None]:
+        """Between 0 and the sum of both points. Raises ValueError without a column of rubrics, or a row without a reference."""
+        rubrics = columns[self._rubric_in(columns)]
+        references = gold_answers(columns, len(completions), self.answer_column)
+        rows = zip(prompts, completions, rubrics, references, strict=True)
+        return [self._value(p, completion_text(c), rubric, forms) for p, c, rubric, forms in rows]
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raise ValueError for a row that `__call__` would refuse."""
+        self._rubric_in(row)
+        gold_of_row(row, self.answer_column)
+
+    def _rubric_in(self, columns: Mapping[str, Any]) -> str:
+        sought = RUBRIC_COLUMNS if self.rubric_column is None else (self.rubric_column,)
+        for name in sought:
+            if name in columns:
+                return name
+        raise ValueError(
+            f"there is no rubric: looked for the column {' or '.join(sought)}. "
+            f"The dataset has: {', '.join(sorted(columns)) or 'none but prompt'}. Name it in rubric_column"
+        )
+
+    def _value(
+        self, prompt: Prompt, text: str, rubric: Any, references: Sequence[str]
+    ) -> float | None:
+        vocabulary = [word for word in words(_text(rubric)) if len(word) > _SHORT]
+        if not vocabulary:
+            return None
+        written = words(text)
+        own = set(own_words(written, words(_text(prompt)), self.copied_run))
+        likeness = max(similarity(written, words(reference)) for reference in references)
+        return self.rubric_points * overlap(own, vocabulary) + self.reference_points * likeness
+
+
+def words(text: str) -> list[str]:
+    """The words of a text in small letters; a number is one too."""
+    return re.findall(r"\w+", text.lower())
+
+
+def overlap(written: set[str], vocabulary: Sequence[str]) -> float:
+    """Σ 1/count over the words of the vocabulary that are written / Σ 1/count over all of them."""
+    counts = Counter(vocabulary)
+    found = sum(1 / count for word, count in counts.items() if word in written)
+    return found / sum(1 / count for count in counts.values())
+
+
+def similarity(one: Sequence[str], other: Sequence[str]) -> float:
+    """2 × words in matching runs / words of both, from 0 to 1; see difflib. 0 where nothing is written."""
+    if not one or not other:
+        return 0.0
+    # autojunk would leave out the words that are frequent in texts of 200 and more.
+    return SequenceMatcher(None, one[:COMPARED], other[:COMPARED], autojunk=False).ratio()
+
+
+def own_words(written: Sequence[str], prompt: Sequence[str], run: int) -> list[str]:
+    """What is written without the runs of `run` and more words that stand in the prompt like this; all of it for 0."""
+    if run == 0:
+        return list(written)
+    there = {tuple(prompt[at : at + run]) for at in range(len(prompt) - run + 1)}
+    copied: set[int] = set()
+    for at in range(len(written) - run + 1):
+        if tuple(written[at : at + run]) in there:
+            copied.update(range(at, at + run))
+    return [word for at, word in enumerate(written) if at not in copied]
+
+
+def _text(value: Any) -> str:
+    """All text in a value: a rubric may be text, or a list of criteria, each text or fields; a prompt may be messages."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, Mapping):
+        return "\n".join(_text(each) for each in cast("Mapping[str, Any]", value).values())
+    if isinstance(value, list | tuple):
+        return "\n".join(_text(each) for each in cast("Sequence[Any]", value))
+    return ""

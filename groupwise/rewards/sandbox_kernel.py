@@ -1,0 +1,284 @@
+"""What Linux offers a process that wants to be less than it is: namespaces, another user, Landlock, seccomp.
+
+Each function changes the calling process for good, by system calls, without any package; its children inherit it. One that the
+kernel does not have, or that this container may not use, raises OSError and changes nothing. `sandbox_child` says in which order
+they are called.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import signal
+import struct
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+FIRST_CHANNEL = 3
+"""The descriptor of a program's first channel to the outside; the others follow."""
+
+_NEWNS, _NEWUTS, _NEWIPC = 0x20000, 0x4000000, 0x8000000
+_NEWUSER, _NEWPID, _NEWNET = 0x10000000, 0x20000000, 0x40000000
+_APART = _NEWNS | _NEWUTS | _NEWIPC | _NEWPID | _NEWNET
+_ANY_NAMESPACE = _APART | _NEWUSER | 0x2000000
+"""In the flags of `clone`, control groups included."""
+
+_MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP = 1, 4, 22
+_PR_SET_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
+_CAPABILITIES_V3 = 0x20080522
+
+_X86_64 = 0xC000003E
+"""The one architecture whose system calls are numbered below."""
+
+
+# Namespaces
+
+
+def leave_namespaces() -> None:
+    """Put this process where it sees no network, and its next child where it sees no other process.
+
+    Root needs nothing for it; anybody else gets a user namespace of his own, which not every system allows.
+    """
+    user, group = os.geteuid(), os.getegid()
+    _call("unshare", _APART if user == 0 else _APART | _NEWUSER)
+    if user != 0:
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    _call("mount", None, b"/", None, _MS_REC | _MS_PRIVATE, None)  # what is mounted here stays here
+
+
+def mount_memory(folder: str, size: int) -> None:
+    """Make `folder` one that lives in memory, holds at most `size` bytes, and is gone with this namespace."""
+    options = f"size={size},nr_inodes=4096,mode=0700".encode()
+    _call("mount", b"tmpfs", folder.encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, options)
+
+
+def mount_again(source: str, target: str) -> None:
+    """Show the folder `source` at `target` too."""
+    _call("mount", os.fsencode(source), os.fsencode(target), None, _MS_BIND | _MS_REC, None)
+
+
+# Who the process is
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose parent ends, so that none gets out of sight."""
+    _control(_PR_SET_SUBREAPER, 1)
+
+
+def end_with_parent() -> None:
+    """Be killed when the thread that started this process ends."""
+    _control(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def become(user: int) -> None:
+    """Become a user who owns nothing; for root alone."""
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+
+
+def give_up_privileges() -> None:
+    """Drop every capability, gain none by executing anything, and show one's memory to nobody."""
+    _control(_PR_SET_NO_NEW_PRIVS, 1)
+    header = struct.pack("=Ii", _CAPABILITIES_V3, 0)
+    _call("capset", header, bytes(24))
+    _control(_PR_SET_DUMPABLE, 0)
+
+
+# Files
+
+
+def restrict_files(readable: Iterable[str], writable: Iterable[str], devices: Iterable[str]) -> int:
+    """Landlock: of all files only these can be opened. Returns the version of the kernel's interface.
+
+    Folders count with all that is in them; paths that are not there are left out. From version 6 on signals do not
+    reach processes that are outside.
+    """
+    version = _raw("landlock_create_ruleset", None, 0, 1)
+    rights = _all_rights(version)
+    words = [rights] + ([3] if version >= 4 else []) + ([3] if version >= 6 else [])
+    rules = struct.pack(
+        f"={len(words)}Q", *words
+    )  # files; connecting; abstract sockets and signals
+    ruleset = _raw("landlock_create_ruleset", rules, len(rules), 0)
+    try:
+        for path in readable:
+            _allow(ruleset, path, _READ)
+        for path in devices:
+            _allow(ruleset, path, _READ_FILE | _WRITE_FILE)
+        for path in writable:
+            _allow(ruleset, path, rights)
+        _raw("landlock_restrict_self", ruleset, 0)
+    finally:
+        os.close(ruleset)
+    return version
+
+
+_EXECUTE, _WRITE_FILE, _READ_FILE, _READ_FOLDER = 1, 2, 4, 8
+_READ = _EXECUTE | _READ_FILE | _READ_FOLDER
+_OF_A_FILE = _EXECUTE | _WRITE_FILE | _READ_FILE
+_LANDLOCK = {
+    "landlock_create_ruleset": 444,
+    "landlock_add_rule": 445,
+    "landlock_restrict_self": 446,
+}
+"""Their numbers are the same on every architecture."""
+
+
+def _all_rights(version: int) -> int:
+    """Every right over files that this version knows: 13 of them, then moving, truncating, and controlling devices."""
+    return (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
+
+
+def _allow(ruleset: int, path: str, rights: int) -> None:
+    try:
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        rights &= -1 if Path(path).is_dir() else _OF_A_FILE
+        _raw("landlock_add_rule", ruleset, 1, struct.pack("=Qi", rights, descriptor), 0)
+    finally:
+        os.close(descriptor)
+
+
+# System calls
+
+_REFUSED = {
+    "socket": 41,
+    "ptrace": 101,
+    "process_vm_readv": 310,
+    "process_vm_writev": 311,
+    "pidfd_getfd": 438,
+    "mount": 165,
+    "umount2": 166,
+    "pivot_root": 155,
+    "chroot": 161,
+    "unshare": 272,
+    "setns": 308,
+    "open_tree": 428,
+    "move_mount": 429,
+    "fsopen": 430,
+    "mount_setattr": 442,
+    "open_by_handle_at": 304,
+    "bpf": 321,
+    "perf_event_open": 298,
+    "userfaultfd": 323,
+    "io_uring_setup": 425,
+    "keyctl": 250,
+    "add_key": 248,
+    "request_key": 249,
+    "chmod": 90,
+    "fchmod": 91,
+    "fchmodat": 268,
+    "fchmodat2": 452,
+    "chown": 92,
+    "fchown": 93,
+    "lchown": 94,
+    "fchownat": 260,
+    "shmget": 29,
+    "semget": 64,
+    "msgget": 68,
+    "mq_open": 240,
+    "memfd_create": 319,
+    "setxattr": 188,
+    "lsetxattr": 189,
+    "fsetxattr": 190,
+}
+"""What reaches the network, other processes, or parts of the kernel that no program here needs; what would outlive the box or take
+memory that no limit counts; and what changes files that Landlock leaves alone, because it is about opening them."""
+_SIGNALS = {
+    "kill": 62,
+    "tkill": 200,
+    "tgkill": 234,
+    "rt_sigqueueinfo": 129,
+    "rt_tgsigqueueinfo": 297,
+    "pidfd_send_signal": 424,
+}
+_FORKS = {"fork": 57, "vfork": 58}
+_CLONE, _CLONE3, _X32 = 56, 435, 0x40000000
+_A_THREAD = 0x10000
+"""In the flags of `clone`."""
+
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
+_NUMBER_AT, _ARCHITECTURE_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
+
+
+def restrict_calls(*, signals: bool, processes: bool) -> None:
+    """Refuse system calls that no test of a program needs; unless they are allowed, sending signals and starting processes too."""
+    if platform.machine() != "x86_64":
+        raise OSError(errno.ENOSYS, f"no filter for {platform.machine()}")
+    numbers = list(_REFUSED.values())
+    numbers += () if signals else _SIGNALS.values()
+    numbers += () if processes else _FORKS.values()
+    program = b"".join(_filter(numbers, processes))
+    code = ctypes.create_string_buffer(program)
+    filtered = struct.pack("HP", len(program) // 8, ctypes.addressof(code))
+    _control(_PR_SET_SECCOMP, 2, ctypes.create_string_buffer(filtered))
+
+
+def _filter(numbers: Iterable[int], processes: bool) -> list[bytes]:
+    """The filter in the kernel's little language: a jump says how many instructions are skipped if so, and if not."""
+    refused = _instruction(_RETURN, _REFUSE | errno.EPERM)
+    program = [
+        _instruction(_LOAD, _ARCHITECTURE_AT),
+        _instruction(_EQUAL, _X86_64, 1, 0),
+        _instruction(_RETURN, _KILL),
+        _instruction(_LOAD, _NUMBER_AT),
+        _instruction(_AT_LEAST, _X32, 0, 1),  # the same calls under other numbers
+        refused,
+    ]
+    for number in numbers:
+        program += [_instruction(_EQUAL, number, 0, 1), refused]
+    return [
+        *program,
+        _instruction(
+            _EQUAL, _CLONE3, 0, 1
+        ),  # its flags cannot be seen; without it `clone` is tried
+        _instruction(_RETURN, _REFUSE | errno.ENOSYS),
+        _instruction(_EQUAL, _CLONE, 0, 4),
+        _instruction(_LOAD, _FIRST_ARGUMENT_AT),
+        _instruction(_ANY_BIT, _ANY_NAMESPACE, 1, 0),
+        _instruction(_ANY_BIT, 0xFFFFFFFF if processes else _A_THREAD, 1, 0),
+        refused,
+        _instruction(_RETURN, _ALLOW),
+    ]
+
+
+def _instruction(code: int, value: int, if_so: int = 0, if_not: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, if_so, if_not, value)
+
+
+# The gateway to the C library
+
+
+def _control(option: int, value: object, argument: object = 0) -> None:
+    _call("prctl", option, value, argument, 0, 0)
+
+
+def _raw(name: str, *arguments: object) -> int:
+    return _call("syscall", _LANDLOCK[name], *arguments)
+
+
+def _call(name: str, *arguments: object) -> int:
+    if sys.platform != "linux":
+        raise OSError(errno.ENOSYS, f"{name}: only on Linux")
+    function = getattr(ctypes.CDLL(None, use_errno=True), name)
+    function.restype = ctypes.c_long
+    answer: int = function(*(_plain(each) for each in arguments))
+    if answer == -1:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+    return answer
+
+
+def _plain(argument: object) -> object:
+    """Numbers as wide as a register: C would read the upper half of a narrower one from wherever."""
+    return ctypes.c_long(argument) if isinstance(argument, int) else argument

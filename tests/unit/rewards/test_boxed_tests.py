@@ -1,0 +1,69 @@
+"""What counts as a test, and which names are looked for in the solution; how they run is tested with the reward itself."""
+
+import ast
+
+import pytest
+
+from groupwise.rewards.boxed_tests import BrokenTests, Plan
+
+
+def plan(tests, entry_point=None) -> Plan:
+    return Plan.of(tests, entry_point)
+
+
+def texts(tests, entry_point=None) -> list[str]:
+    return [step.text for step in plan(tests, entry_point).tests]
+
+
+@pytest.mark.parametrize(
+    ("text", "entry_point", "found"),
+    [
+        ("assert f(1)\nx = 1\nassert f(x)", None, ["assert f(1)", "assert f(x)"]),
+        ("def test_a():\n    assert f(1)\ntest_b = 3", None, ["test_a()"]),
+        ("def helper():\n    assert f(1)\nhelper()", None, [...]),
+        ("def check(candidate): pass", "f", ["check(f)"]),
+        ("def check(c): pass\ncheck(f)", None, [...]),
+        ("def check(c): pass\ncheck(f)\nassert f(1)", "f", ["assert f(1)"]),
+        ("try:\n    f(1)\n    assert 0\nexcept E:\n    pass", None, [...]),
+        ("for x in a:\n    assert f(x)", None, ["for x in a:\n    assert f(x)"]),
+        ("if f(1) != 1:\n    raise E", None, [...]),
+        (["assert a", "assert b\nassert c"], None, ["assert a", "assert b\nassert c"]),
+        (["x = 1", "assert x"], None, ["assert x"]),
+        (["f(1)", "f(2)"], None, ["f(1)", "f(2)"]),
+        (["def test_a(): pass"], None, ["def test_a():\n    pass\ntest_a()"]),
+    ],
+)
+def test_tests_are_found(text, entry_point, found):
+    wanted = [text if each is ... else each for each in found]
+    assert texts(text, entry_point) == [_plainly(each) for each in wanted]
+
+
+def _plainly(text: str) -> str:
+    return ast.unparse(ast.parse(text))
+
+
+@pytest.mark.parametrize(
+    ("tests", "problem"),
+    [
+        ("assert f(", "the tests are no Python"),
+        ("x = '\0'", "the tests are no Python"),
+        ("def check(candidate): assert candidate(1)", "no entry_point"),
+        ("def test_a(tmp_path): assert f(1)", "test_a wants arguments"),
+        ("def test_a(x=1, *, y=2, **z): pass\ndef test_b(x, y=1): pass", "test_b wants arguments"),
+        ("import unittest\nclass T(unittest.TestCase): pass", "classes of unittest"),
+        ("def test_c(*, tmp_path): pass", "test_c wants arguments"),
+        ("def run(): assert f(1)", "only define things"),
+        (["import math", "assert f("], "the tests are no Python"),
+        (["import math"], "only define things"),
+    ],
+)
+def test_what_would_pass_without_running_is_refused(tests, problem):
+    with pytest.raises(BrokenTests, match=problem):
+        plan(tests)
+
+
+def test_names_are_the_solutions_unless_they_serve_as_modules():
+    read = plan("assert math.isclose(f(copy), copy.copy(x)) and g.h(bisect(1))")
+    assert read.names == {"f", "copy", "x", "g", "bisect"}
+    assert read.modules == {"math", "copy"}
+    assert plan("assert f(1)", "entry").names == {"f", "entry"}

@@ -1,0 +1,165 @@
+"""One way of writing for answers that say the same, and no way for those that do not."""
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.rewards.canonical import Number, agree, boxed, canonical, number
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3", 3),
+        ("3.0", 3),
+        ("3.", 3),
+        ("007", 7),
+        ("+4", 4),
+        ("-0", 0),
+        ("−7", -7),
+        (".5", "1/2"),
+        (r"\boxed{3}", 3),
+        (r"so \boxed{2}, no: \boxed{3}", 3),
+        (r"$\boxed{3.00}$", 3),
+        ("$3$", 3),
+        (r"\(3\)", 3),
+        (r"\[ 3 \]", 3),
+        ("(3)", 3),
+        ("{3}", 3),
+        ("x = 3", 3),
+        ("f(x)=3", 3),
+        ("The answer is $3$.", 3),
+        ("1,234", 1234),
+        ("1{,}234.5", "2469/2"),
+        (r"\$1,234", 1234),
+        ("$5", 5),
+        ("-€5", -5),
+        ("3/4", "3/4"),
+        (r"\frac{3}{4}", "3/4"),
+        (r"\dfrac{ 3 }{ 4 }", "3/4"),
+        (r"\frac34", "3/4"),
+        (r"-\tfrac{3}{4}", "-3/4"),
+        (r"\frac{-3}{4}", "-3/4"),
+        (r"\frac{3}{-4}", "-3/4"),
+        (r"1\frac{1}{2}", "3/2"),
+        ("1 1/2", "3/2"),
+        (r"1.5\times10^{3}", 1500),
+        (r"1.5 \cdot 10^{-1}", "3/20"),
+        ("2e3", 2000),
+        (r"5\text{ cm}", 5),
+        (r"5\,\mathrm{cm}^2", 5),
+        (r"90^\circ", 90),
+        ("90°", 90),
+    ],
+)
+def test_numbers_in_every_spelling(text, value):
+    assert number(text) == Number(Fraction(value))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "x", "three", "1,2", "12,34", "1 2", "0/0", "3 apples", "1e9999", "9" * 401, "--3", "3x"],
+)
+def test_what_is_no_number(text):
+    assert number(text) is None
+
+
+SAME = [
+    (r"\text{Even}", "even"),
+    ("A", "(a)"),
+    ("B", r"\textbf{(B)}"),
+    (r"x^{2}+1", "x^2 + 1"),
+    (r"\left( 1, 2 \right)", "(1,2)"),
+    (r"(-\infty, 2]", "(-∞,2]"),
+    (r"x \leq 2", "x≤2"),
+    (r"2\cdot x", r"2 \times x"),
+    ("2**x", "2^x"),
+    (r"\dfrac{x}{2}", r"\frac{x}2"),
+    ("$y = 2x$", "2x"),
+    (r"3\pi", "3π."),
+    ("50%", r"50\%"),
+    (r"50\%", "50"),
+    ("0.5", "50%"),
+    ("1/3", "0.333333"),
+    ("New York", "new  york"),
+]
+OTHER = [
+    ("3", "4"),
+    ("3", "three"),
+    ("3", "x"),
+    ("3", "-3"),
+    ("3", "3x"),
+    ("3", ""),
+    ("13", "3"),
+    ("0.3", "3"),
+    ("1/3", "0.3333"),
+    ("1000001", "1000000"),
+    ("1 23", "12 3"),
+    ("(1,2)", "(2,1)"),
+    ("[0,1)", "[0,1]"),
+    ("0{,}5", "5"),
+    ("50%", "5000%"),
+    ("x_3", "x_4"),
+    ("even", "neve"),
+    ("", ""),
+    (r"\text{}", " "),
+    ("3", "3" + " " * 3000),
+]
+
+
+@pytest.mark.parametrize(("gold", "answer"), SAME)
+def test_what_says_the_same(gold, answer):
+    assert agree(gold, answer)
+    assert agree(answer, gold)
+
+
+@pytest.mark.parametrize(("gold", "answer"), OTHER)
+def test_what_does_not(gold, answer):
+    assert not agree(gold, answer)
+
+
+def test_nothing_is_left_of_spaces_but_between_digits():
+    assert canonical(" a  + 1 2 b") == "a+1 2b"
+
+
+@pytest.mark.parametrize(
+    ("text", "inside"),
+    [
+        (r"\boxed{\frac{1}{2}} or \fbox{ {3} }", " {3} "),
+        (r"\boxed{\{1\}}", r"\{1\}"),
+        (r"\boxed{1", None),
+        ("3", None),
+    ],
+)
+def test_the_last_box(text, inside):
+    assert boxed(text) == inside
+
+
+NUMBERS = st.fractions(min_value=-1000, max_value=1000, max_denominator=50)
+
+
+@given(NUMBERS, NUMBERS)
+def test_numbers_compare_as_numbers(one, other):
+    written = [
+        str(one),
+        rf"\frac{{{one.numerator}}}{{{one.denominator}}}",
+        rf"\boxed{{{one}}}",
+        f" ${one}$. ",
+    ]
+    assert all(agree(str(one), each) for each in written)
+    assert all(agree(str(other), each) is (one == other) for each in written)
+
+
+@given(st.integers(-(10**12), 10**12))
+def test_grouped_and_with_a_point(whole):
+    assert agree(str(whole), f"{whole:,}")
+    assert agree(str(whole), f"{whole}.00")
+    assert not agree(str(whole), str(whole + 1))
+
+
+@given(st.text(max_size=30), st.text(max_size=30))
+def test_any_text_is_read(one, other):
+    assert agree(one, other) is agree(other, one)
+    assert agree(one, one) is (agree(one, f" {one}\n"))

@@ -1,0 +1,88 @@
+"""The section `rewards`: which rewards there are, and what does not go together."""
+
+import pytest
+
+from groupwise.config import load_config, resolved
+from groupwise.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def no_default_label(monkeypatch):
+    monkeypatch.delenv("GROUPWISE_TASK", raising=False)
+
+
+def rewards(**section):
+    return load_config({"model": {"name": "tiny"}, "rewards": section}).config.rewards
+
+
+def refused(**section) -> str:
+    with pytest.raises(ConfigError) as caught:
+        rewards(**section)
+    return str(caught.value)
+
+
+def test_entries_are_names_or_sections():
+    section = rewards(reward_funcs=["a", {"name": "b", "weight": 2, "n": [1]}], reward_weights=None)
+    assert section.reward_funcs == ("a", {"name": "b", "weight": 2, "n": [1]})
+    assert section.names_rewards
+    assert rewards(router={"x": ["a"]}).names_rewards
+    assert not rewards().names_rewards
+    assert not rewards(reward_weights=[1.0]).names_rewards
+
+
+@pytest.mark.parametrize(
+    ("section", "part"),
+    [
+        ({"reward_funcs": []}, "the list is empty"),
+        ({"reward_funcs": "correctness"}, "reward_funcs"),
+        (
+            {"reward_funcs": [{"weight": 1}]},
+            'the entry {"weight": 1} does not say which reward it is',
+        ),
+        ({"reward_funcs": [""]}, "does not say which reward it is"),
+        ({"reward_funcs": [{"name": "a", "weight": "1"}]}, 'the weight of a is "1"'),
+        ({"router": {}}, "router"),
+        ({"router": {"x": []}}, "the list is empty"),
+        ({"router": {"x": ["a"]}, "reward_funcs": ["a"]}, "both say which rewards there are"),
+        (
+            {"router": {"x": ["a"]}, "reward_weights": [1.0]},
+            "Write `weight:` in its entries instead",
+        ),
+        (
+            {"router": {"x": ["a"]}, "default_task": "y"},
+            "for which router has no rewards. It has: x.",
+        ),
+        ({"reward_funcs": ["a"], "default_task": "y"}, "default_task has no effect"),
+        (
+            {"reward_funcs": ["a"], "reward_weights": [1.0, 2.0]},
+            "reward_weights has 2, but reward_funcs 1",
+        ),
+        (
+            {"reward_funcs": [{"name": "a", "weight": 1}, "b"], "reward_weights": [1.0, 2.0]},
+            "the entry a of reward_funcs both give a weight",
+        ),
+        ({"reward_funcs": [{"name": "judge", "api_key": "sk-1"}]}, "looks like a secret"),
+    ],
+)
+def test_what_cannot_work_is_refused(section, part):
+    assert part in refused(**section)
+
+
+def test_the_environment_gives_a_router_its_default(monkeypatch):
+    monkeypatch.setenv("GROUPWISE_TASK", "x")
+    assert rewards(router={"x": ["a"], "y": ["a"]}).default_task == "x"
+    assert rewards(router={"x": ["a"], "y": ["a"]}, default_task="y").default_task == "y"
+    assert rewards(reward_funcs=["a"]).default_task is None
+    assert rewards().default_task is None
+    monkeypatch.setenv("GROUPWISE_TASK", "z")
+    assert "default_task (or GROUPWISE_TASK) is z" in refused(router={"x": ["a"]})
+
+
+def test_what_is_stored_gives_the_same_again():
+    config = load_config(
+        {
+            "model": {"name": "tiny"},
+            "rewards": {"router": {"x": ["a", {"name": "b", "weight": 2}]}, "default_task": "x"},
+        }
+    ).config
+    assert load_config(resolved(config)).config == config

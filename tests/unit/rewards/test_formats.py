@@ -1,0 +1,181 @@
+"""Layouts: what is one, what comes near, and that nothing between two tags is nothing."""
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.rewards.formats import (
+    MatchFormat,
+    SoftFormat,
+    StrictFormat,
+    XmlCount,
+    starts_with_both_pairs,
+    without_empty_pairs,
+)
+from groupwise.rewards.tags import REASONING, THINK
+
+STRICT = "<reasoning>\nSix and one.\n</reasoning>\n<answer>\n7\n</answer>"
+LOOSE = "Well: <Reasoning>six</Reasoning> so <answer>7</answer> it is"
+HOLLOW = "<reasoning> </reasoning><answer>\n</answer>"
+PIECES = st.lists(
+    st.sampled_from([*REASONING.four, *(tag.upper() for tag in REASONING.four), "7", " ", "\n"]),
+    max_size=10,
+).map("".join)
+
+
+def value(reward, text):
+    (one,) = reward([text])
+    return one
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (STRICT, 0.5),
+        (STRICT + "\n", 0.5),
+        (STRICT.replace("Six", "Six\n\nlines"), 0.5),
+        (" " + STRICT, 0.0),
+        (STRICT + "\n\n", 0.0),
+        (STRICT + " I think", 0.0),
+        (STRICT.replace("\n7\n", "7"), 0.0),
+        (STRICT.replace(">\n<answer>", "><answer>"), 0.0),
+        (STRICT.replace("7", " "), 0.0),
+        (STRICT.replace("Six and one.", " "), 0.0),
+        (STRICT.replace("7", "<answer>7"), 0.0),
+        (STRICT.upper(), 0.0),
+        (LOOSE, 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_strict_layout_is_exact(text, expected):
+    assert value(StrictFormat(), text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (STRICT, 0.5),
+        (LOOSE, 0.5),
+        ("<reasoning></reasoning>" + LOOSE, 0.5),
+        ("<answer>7</answer><reasoning>six</reasoning>", 0.0),
+        ("<reasoning>six<answer>7</answer></reasoning>", 0.0),
+        ("<reasoning>six</reasoning><answer>7", 0.0),
+        ("<reasoning>six</reasoning><answer> </answer>", 0.0),
+        (HOLLOW, 0.0),
+        ("", 0.0),
+    ],
+)
+def test_the_soft_layout_stands_anywhere(text, expected):
+    assert value(SoftFormat(), text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (LOOSE, 0.5),
+        ("<reasoning>six</reasoning><answer>7", 0.375),
+        ("7</answer>", 0.125),
+        (LOOSE + "</answer>", 0.375),
+        ("<reasoning>six</reasoning><answer></answer>", 0.25),
+        (HOLLOW, 0.0),
+        (HOLLOW + LOOSE, 0.0),
+        ("", 0.0),
+    ],
+)
+def test_tags_that_occur_once(text, expected):
+    assert value(XmlCount(), text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (LOOSE, 2.0),
+        ("<reasoning>six", 0.5),
+        ("<answer>7</answer>", 0.5),
+        ("<reasoning>six</reasoning><answer></answer>", 0.5),
+        ("<answer></answer>", -1.0),
+        (HOLLOW, -1.0),
+        ("7</answer>", -1.0),
+        ("", -1.0),
+    ],
+)
+def test_both_pairs_a_beginning_or_neither(text, expected):
+    assert value(MatchFormat(), text) == expected
+
+
+def test_names_and_numbers_are_parameters():
+    text = LOOSE.replace("easoning", "*").replace("R*", "r*").replace("answer", "(a")
+    assert value(SoftFormat("r*", "(a", right=0.75), text) == 0.75
+    assert value(SoftFormat("r*", "(a"), LOOSE) == 0.0
+    assert value(XmlCount("r*", "(a", each=1.0), text) == 4.0
+    with pytest.raises(ValueError, match="different names"):
+        XmlCount("answer", "answer")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("<think>a</think><answer>b</answer> and more", True),
+        (" \n<THINK>a</THINK>\n\n<answer>b</answer>", True),
+        ("Well, <think>a</think><answer>b</answer>", False),
+        ("<think>a</think> so <answer>b</answer>", False),
+        ("<think></think><answer>b</answer>", False),
+        ("<think>a</think><answer> </answer>", False),
+        ("<think>a</think>", False),
+    ],
+)
+def test_a_text_that_starts_with_both_pairs(text, expected):
+    assert starts_with_both_pairs(THINK, text) is expected
+
+
+@given(PIECES)
+def test_bounds_and_the_order_of_layouts(text):
+    strict, soft = value(StrictFormat(), text), value(SoftFormat(), text)
+    assert 0.0 <= strict <= soft <= 0.5
+    assert 0.0 <= value(XmlCount(), text) <= 0.5
+    assert value(MatchFormat(), text) in (2.0, 0.5, -1.0)
+    assert (value(MatchFormat(), text) == 2.0) is (soft == 0.5)
+
+
+@given(PIECES)
+def test_case_and_space_around_do_not_matter_but_in_the_strict_layout(text):
+    for reward in (SoftFormat(), XmlCount(), MatchFormat()):
+        assert value(reward, text) == value(reward, f"\n {text.swapcase()} ")
+
+
+@given(st.sets(st.integers(0, 3)), st.integers(0, 3))
+def test_more_right_tags_never_earn_less(there, another):
+    def text(tags):
+        opened, closed, answered, ended = (
+            tag if place in tags else "" for place, tag in enumerate(REASONING.four)
+        )
+        return f"{opened}six{closed}{answered}7{ended}"
+
+    fewer, more = text(there), text(there | {another})
+    for reward in (SoftFormat(), XmlCount(), MatchFormat()):
+        assert value(reward, fewer) <= value(reward, more) <= value(reward, LOOSE)
+
+
+@given(PIECES)
+def test_an_empty_pair_earns_nothing(text):
+    bare = without_empty_pairs(REASONING, text)
+    for reward in (StrictFormat(), SoftFormat(), XmlCount(), MatchFormat()):
+        assert value(reward, text) <= max(value(reward, bare), 0.0)
+
+
+@given(st.lists(PIECES, min_size=1, max_size=4))
+def test_a_batch_equals_its_rows_one_by_one(texts):
+    for reward in (StrictFormat(), SoftFormat(), XmlCount(), MatchFormat()):
+        assert reward(texts) == [value(reward, text) for text in texts]
+
+
+@pytest.mark.parametrize(
+    "text", ["<reasoning>" * 3000, "<reasoning>x</reasoning>" * 3000, "<answer> " * 3000]
+)
+def test_long_repetitions_are_read_quickly(text):
+    begun = time.process_time()
+    for reward in (StrictFormat(), SoftFormat(), XmlCount(), MatchFormat()):
+        value(reward, text)
+    assert time.process_time() - begun < 2.0

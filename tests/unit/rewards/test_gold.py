@@ -1,0 +1,94 @@
+"""Where a gold answer stands, and the forms in which it is accepted."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.rewards.gold import GOLD_COLUMNS, gold_answers, gold_of_row
+
+
+def refused(columns, count=1, column=None) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 — the text is looked at
+        gold_answers(columns, count, column)
+    return str(caught.value)
+
+
+def test_the_first_column_that_holds_something_counts_in_each_row():
+    columns = {
+        "label": ["l1", "l2", "l3"],
+        "answer": ["a1", None, ""],
+        "gold": [None, "g2", None],
+        "prompt_id": [1, 2, 3],
+    }
+    assert gold_answers(columns, 3) == [("a1",), ("g2",), ("l3",)]
+
+
+def test_order_of_the_columns():
+    assert GOLD_COLUMNS == (
+        "answer",
+        "reference",
+        "reference_response",
+        "gold",
+        "solution",
+        "label",
+    )
+    for place, name in enumerate(GOLD_COLUMNS):
+        assert gold_of_row({each: each for each in GOLD_COLUMNS[place:]}) == (name,)
+
+
+def test_a_named_column_is_the_only_one():
+    assert gold_of_row({"answer": "a", "capital": "Paris"}, "capital") == ("Paris",)
+    message = refused({"answer": ["a"], "level": [1]}, 1, "capital")
+    assert "no column `capital`" in message
+    assert "answer, level" in message
+    assert "`capital` is empty" in refused({"capital": [None], "answer": ["a"]}, 1, "capital")
+
+
+@pytest.mark.parametrize(
+    ("value", "forms"),
+    [
+        (" Paris\n", ("Paris",)),
+        (["Paris", " paris ", "Paris"], ("Paris", "paris")),
+        (("1", 2, None), ("1", "2")),
+        (np.array(["a", "b"]), ("a", "b")),
+        (np.int64(7), ("7",)),
+        (42, ("42",)),
+        (42.0, ("42",)),
+        (0, ("0",)),
+        (2.5, ("2.5",)),
+        (True, ("True",)),
+        ("<think>2</think><answer> 4 </answer>", ("4",)),
+        (["<answer>4</answer>", "four"], ("4", "four")),
+    ],
+)
+def test_forms(value, forms):
+    assert gold_answers({"answer": [value]}, 1) == [forms]
+
+
+def test_the_tag_can_have_another_name():
+    text = "<answer>no</answer><a+b>yes</a+b>"
+    assert gold_answers({"answer": [text]}, 1, tag="a+b") == [("yes",)]
+
+
+@pytest.mark.parametrize(
+    "nothing", [None, "", "  ", [], [None, ""], float("nan"), "<answer></answer>"]
+)
+def test_a_row_without_gold_is_refused_with_the_columns_there_are(nothing):
+    message = refused({"answer": ["1", nothing], "level": [1, 2]}, 2)
+    assert message.startswith("completion 1: there is no gold answer in answer, reference, ")
+    assert "The dataset has: answer, level." in message
+    assert "rewards.answer_column" in message
+
+
+def test_what_is_no_answer_is_refused():
+    assert "column `answer` is dict" in refused({"answer": [{"a": 1}]})
+    assert "`answer` has no list" in refused({"answer": "ab"}, 2)
+    assert "`answer` has no list" in refused({"answer": ["a"]}, 2)
+    assert "none but prompt" in refused({})
+
+
+@given(st.lists(st.text("ab 1", min_size=1).filter(str.strip), min_size=1))
+def test_a_batch_is_its_rows_one_by_one(answers):
+    together = gold_answers({"answer": answers}, len(answers))
+    assert together == [gold_of_row({"answer": answer}) for answer in answers]

@@ -1,0 +1,116 @@
+"""Reward functions called by hand: flat and nested completions, columns with an entry for each prompt."""
+
+import asyncio
+import inspect
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.rewards.calling import name_of
+from groupwise.rewards.nesting import taking_nested
+from groupwise.rewards.rubric import Rubric
+from groupwise.rewards.scoring import ScoreRequest
+
+
+def lengths(prompts, completions, answer, bonus=0):
+    """By hand: length of the text, 100 for the right answer."""
+    return [
+        len(text) + 100 * (text == gold) + len(prompt) * bonus
+        for prompt, text, gold in zip(prompts, completions, answer, strict=True)
+    ]
+
+
+scored = taking_nested(lengths, "lengths")
+
+
+def test_nested_completions_give_nested_rewards_and_columns_are_expanded():
+    found = scored(prompts=["p", "qq"], completions=[["a", "bbb"], ["cc"]], answer=["bbb", "x"])
+    assert found == [[1, 103], [2]]
+
+
+def test_flat_completions_give_flat_rewards():
+    assert scored(prompts=["p", "p"], completions=["a", "bb"], answer=["a", "a"]) == [101, 2]
+
+
+def test_flat_completions_of_fewer_prompts_in_their_order():
+    found = scored(["p", "qq"], ["a", "b", "c", "d"], answer=["b", "c"], bonus=10)
+    assert found == [11, 111, 121, 21]
+
+
+def test_columns_may_have_an_entry_for_each_completion_already():
+    assert scored(["p"], [["a", "bb"]], answer=["x", "bb"]) == [[1, 102]]
+
+
+def test_chats_are_no_nesting_but_lists_of_chats_are():
+    def said(completions):
+        return [chat[0]["content"] for chat in completions]
+
+    chat = [{"role": "assistant", "content": "hi"}]
+    other = [{"role": "assistant", "content": "ho"}]
+    assert taking_nested(said, "said")(completions=[chat, other]) == ["hi", "ho"]
+    assert taking_nested(said, "said")(completions=[[chat, other], [other]]) == [
+        ["hi", "ho"],
+        ["ho"],
+    ]
+
+
+def test_prompt_without_completions_and_token_ids():
+    def counts(completions, completion_ids):
+        return [len(ids) for ids in completion_ids]
+
+    found = taking_nested(counts, "c")(
+        completions=[["a", "b"], []], completion_ids=[[[1], [1, 2]], []]
+    )
+    assert found == [[1, 2], []]
+
+
+def test_async_functions_stay_async():
+    async def later(completions):
+        await asyncio.sleep(0)
+        return [len(text) for text in completions]
+
+    assert asyncio.run(taking_nested(later, "later")(completions=[["a"], ["bb"]])) == [[1], [2]]
+
+
+class Watchful:
+    stateful = True
+
+    def __call__(self, completions, completion_ids, hint):
+        return [len(ids) + len(h) for ids, h in zip(completion_ids, hint, strict=True)]
+
+
+def test_it_looks_like_the_function_itself():
+    inner = Watchful()
+    named = taking_nested(inner, "registered")
+    assert (name_of(named), getattr(named, "stateful", False)) == ("registered", True)
+    assert inspect.signature(named) == inspect.signature(inner)
+    assert inspect.signature(scored) == inspect.signature(lengths)
+    assert not hasattr(scored, "stateful")
+
+
+def test_a_run_gives_it_what_the_function_names():
+    rubric = Rubric([taking_nested(Watchful(), "w")])
+    request = ScoreRequest(0, ["p"] * 2, ["a", "b"], [[1], [2, 3]], {"hint": ["", "h"]}, 0, 1)
+    found = asyncio.run(rubric.score(request))
+    assert [member.reward for member in found.members] == [1.0, 3.0]
+
+
+def test_half_nested_completions_are_refused():
+    with pytest.raises(ValueError, match="and some do not"):
+        scored(prompts=["p", "q"], completions=[["a"], "b"], answer=["a", "b"])
+
+
+@given(st.lists(st.lists(st.text("ab", max_size=3), min_size=1), min_size=1))
+def test_nested_is_flat(completions):
+    prompts = [f"p{number}" * number for number in range(len(completions))]
+    answers = [members[0] for members in completions]
+    flat = lengths(
+        [p for p, members in zip(prompts, completions, strict=True) for _ in members],
+        [text for members in completions for text in members],
+        [a for a, members in zip(answers, completions, strict=True) for _ in members],
+        bonus=3,
+    )
+    nested = scored(prompts=prompts, completions=completions, answer=answers, bonus=3)
+    assert [value for members in nested for value in members] == flat
+    assert [len(members) for members in nested] == [len(members) for members in completions]

@@ -1,0 +1,130 @@
+"""Words of a rubric, likeness to a reference, and that an echo of the prompt wins nothing."""
+
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.rewards.overlap import RubricOverlap, overlap, own_words, similarity, words
+
+RUBRIC = "Names photosynthesis. Explains photosynthesis by light and water."
+"""names, photosynthesis (twice), explains, light, and, water: weights 1, 1/2, 1, 1, 1, 1, together 5.5."""
+WORDS = st.lists(st.sampled_from(["light", "water", "soil", "of", "sugar", "air"]), max_size=8)
+
+
+def value(
+    text: Any,
+    *,
+    prompt: Any = "Why are leaves green?",
+    rubric: Any = RUBRIC,
+    reference: Any = "blue",
+    **parameters: Any,
+) -> Any:
+    (one,) = RubricOverlap(**parameters)([prompt], [text], rubric=[rubric], reference=[reference])
+    return one
+
+
+def test_overlap_by_hand():
+    assert value("Light!") == pytest.approx(10 * 1 / 5.5)
+    assert value("photosynthesis photosynthesis") == pytest.approx(10 * 0.5 / 5.5)
+    assert value("WATER, light") == pytest.approx(10 * 2 / 5.5)
+    assert value("by by by") == 0.0
+    assert value("") == 0.0
+
+
+def test_similarity_by_hand():
+    reference = "leaves turn light into sugar"
+    assert value(reference, rubric="xyz", reference=reference) == 5.0
+    assert value("leaves eat sugar", rubric="xyz", reference=reference) == 5.0 * 2 * 2 / (3 + 5)
+    assert value("leaves", rubric="xyz", reference=["roots", "Leaves."]) == 5.0
+    assert similarity([], ["a"]) == 0.0
+
+
+def test_frequent_words_of_long_texts_are_compared_too():
+    text = ["leaf", "light"] * 150
+    assert similarity(text, text) == 1.0
+
+
+def test_a_perfect_answer_has_fifteen_points():
+    assert value(RUBRIC, reference=RUBRIC) == 15.0
+
+
+def test_an_echo_of_a_rubric_in_the_prompt_wins_nothing():
+    prompt = f"Why are leaves green?\n{RUBRIC}"
+    own = "Light and water feed it: photosynthesis."
+    assert value(RUBRIC, prompt=prompt, copied_run=0) == 10.0
+    assert value(RUBRIC, prompt=prompt) == 0.0
+    assert value(f"{RUBRIC} {own}", prompt=prompt) == value(own, prompt=prompt) > 0.0
+    assert value(own, prompt=prompt, copied_run=1) == 0.0
+
+
+def test_an_echo_of_a_chat_prompt_wins_nothing_either():
+    prompt = [{"role": "user", "content": f"Why? {RUBRIC}"}]
+    assert value([{"role": "assistant", "content": RUBRIC.upper()}], prompt=prompt) == 0.0
+
+
+def test_runs_that_were_copied():
+    prompt = words("a b c d")
+    assert own_words(words("x a b c y b c"), prompt, 3) == ["x", "y", "b", "c"]
+    assert own_words(words("a b c d"), prompt, 3) == []
+    assert own_words(words("a b c d"), prompt, 0) == ["a", "b", "c", "d"]
+    assert own_words(words("a"), [], 1) == ["a"]
+
+
+@pytest.mark.parametrize("rubric", [None, "", [], "of by", float("nan")])
+def test_a_row_without_a_rubric_does_not_apply(rubric):
+    assert value("light", rubric=rubric) is None
+
+
+@pytest.mark.parametrize(
+    "rubric",
+    ["light water", ["light", "water"], [{"criterion": "light", "points": 3}, {"c": "water"}]],
+)
+def test_rubrics_in_several_shapes(rubric):
+    assert value("light", rubric=rubric) == 5.0
+
+
+def test_columns():
+    reward = RubricOverlap(rubric_column="points", answer_column="model")
+    assert reward(["p"], ["light"], points=["light"], model=["x"], rubric=["soil"]) == [10.0]
+    assert RubricOverlap()(["p"], ["light"], grading_rubric=["light"], answer=["x"]) == [10.0]
+    with pytest.raises(ValueError, match=r"rubric or rubrics .* The dataset has: answer, text"):
+        RubricOverlap().check_row({"text": "x", "answer": "y"})
+    with pytest.raises(ValueError, match="no gold answer"):
+        RubricOverlap().check_row({"rubric": "x"})
+    with pytest.raises(ValueError, match="0 or more words"):
+        RubricOverlap(copied_run=-1)
+
+
+@given(WORDS, WORDS, WORDS)
+def test_bounds_case_and_space(written, rubric, reference):
+    text = " ".join(written)
+    told = {"rubric": " ".join(rubric), "reference": " ".join(reference) or "x"}
+    got = value(text, **told)
+    assert got is None if not {*rubric} - {"of"} else 0.0 <= got <= 15.0
+    assert got == value(f"\n{text.upper()} ", **told)
+
+
+@given(WORDS, st.integers(0, 8))
+def test_more_of_the_vocabulary_never_earns_less(vocabulary, count):
+    if vocabulary:
+        fewer, more = set(vocabulary[:count]), set(vocabulary[: count + 1])
+        assert 0 <= overlap(fewer, vocabulary) <= overlap(more, vocabulary) <= 1
+
+
+@given(st.lists(WORDS, min_size=1, max_size=4))
+def test_a_batch_equals_its_rows_one_by_one(texts):
+    completions = [" ".join(text) for text in texts]
+    count = len(texts)
+    whole = RubricOverlap()(["p"] * count, completions, rubric=[RUBRIC] * count, gold=["x"] * count)
+    assert whole == [value(text, prompt="p", reference="x") for text in completions]
+
+
+def test_the_worst_of_texts_is_compared_in_a_bounded_time():
+    begun = time.process_time()
+    one = [word for number in range(2000) for word in ("the", f"a{number}")]
+    other = [word for number in range(2000) for word in ("the", f"b{number}")]
+    similarity(one, other)
+    assert time.process_time() - begun < 5.0

@@ -1,0 +1,511 @@
+"""The contract of the reward for code.
+
+1. Code is found where a reader would look for it, and tests are found in every form in which data sets have them.
+2. Honest code gets the share of tests that it passes, whatever objects it works with.
+3. Code that does not pass gets nothing for it, whatever it does to its process, to Python, and to the line to the tests.
+4. What is not the code's fault is a failure with a reason, and no 0.
+"""
+
+import asyncio
+import json
+import math
+import textwrap
+import time
+
+import pytest
+
+from groupwise.errors import SandboxError, TaskError
+from groupwise.rewards import python_tests
+from groupwise.rewards.calling import Failed
+from groupwise.rewards.python_tests import Case, PythonTests, RowTests, Verdict, code_in, verdict
+from groupwise.rewards.registry import get_reward_funcs
+from groupwise.rewards.sandbox import Limits
+
+LIMITS = Limits(seconds=20)
+
+
+async def judged(code: str, tests, entry_point=None, limits=LIMITS) -> Verdict:
+    row = RowTests.of({"tests": tests, "entry_point": entry_point})
+    return await verdict(textwrap.dedent(code), row, limits)
+
+
+async def share(code: str, tests, entry_point=None, limits=LIMITS) -> tuple[int, int]:
+    found = await judged(code, tests, entry_point, limits)
+    return found.passed, found.of
+
+
+# 1. code and tests
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("x = 1", "x = 1"),
+        ("Here:\n```python\nx = 1\n```\nDone.", "x = 1\n"),
+        ("```\nx = 1\n```", "x = 1\n"),
+        ("```py\nx = 1\n```\nor\n```python3\nx = 2\n```\n```bash\nls\n```", "x = 2\n"),
+        ("  ```python\n  x\n  ```", "  x\n"),
+        ("<think>```python\nx\n```</think>\ny = 2", "\ny = 2"),
+        ("```python\nx\n```\n<answer>y = 3</answer>", "y = 3"),
+        ("<answer>\n```python\ny = 3\n```\n</answer>", "y = 3\n"),
+        ("Look:\n```python\nx = 1\ny =", "x = 1\ny ="),
+        ("```python\ns = '''\n```inside\n'''\n```", "s = '''\n```inside\n'''\n"),
+        ("", ""),
+    ],
+)
+def test_code_is_found(text, code):
+    assert code_in(text) == code
+
+
+def test_the_answer_tag_can_be_another():
+    assert code_in("<solution>x</solution> <answer>y</answer>", "solution") == "x"
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"tests": "assert f()"}, RowTests("assert f()")),
+        ({"tests": ["a", "b"], "entry_point": ""}, RowTests(("a", "b"))),
+        ({"tests": '["a", "b"]', "entry_point": "f"}, RowTests(("a", "b"), "f")),
+        ({"tests": "[f(x) for x in y]"}, RowTests("[f(x) for x in y]")),
+        (
+            {"tests": None, "test_cases": [{"input": "1", "output": "2", "kind": "x"}]},
+            RowTests(of_program=(Case("1", "2"),)),
+        ),
+        (
+            {"test_cases": json.dumps({"inputs": ["1"], "outputs": ["2"]})},
+            RowTests(of_program=(Case("1", "2"),)),
+        ),
+    ],
+)
+def test_rows_say_what_to_run(row, expected):
+    assert RowTests.of(row) == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({}, "has no tests"),
+        ({"tests": [], "test_cases": None}, "has no tests"),
+        ({"tests": ["a"], "test_cases": [{}]}, "has both"),
+        ({"tests": ["a", 3]}, "that are no text"),
+        ({"tests": " "}, "that are no text"),
+        ({"tests": "a", "entry_point": "f()"}, "expected the name of a function"),
+        ({"test_cases": [{"input": "1"}]}, "expected {input: text, output: text}"),
+        ({"test_cases": {"inputs": ["1"], "outputs": []}}, "2 lists of one length"),
+        ({"test_cases": {"input": "1"}}, "2 lists of one length"),
+    ],
+)
+def test_rows_that_say_nothing_are_refused(row, problem):
+    with pytest.raises(ValueError, match=problem.replace("{", r"\{")):
+        RowTests.of(row)
+    with pytest.raises(ValueError, match=problem.replace("{", r"\{")):
+        PythonTests().check_row(row)
+
+
+FORMS = """
+import math
+from solution import *
+LIMIT = 3
+assert f(1) == 2
+def helper(x):
+    return f(x)
+def test_a():
+    assert helper(LIMIT) == 4
+def test_b():
+    assert math.isclose(f(1), 1)
+assert f(0) == 0
+for x in (1, 2):
+    assert f(x) == x + 1
+"""
+
+
+async def test_tests_in_a_text_are_counted_one_by_one():
+    assert await share("def f(x): return x + 1", FORMS) == (3, 5)
+
+
+async def test_check_gets_the_entry_point():
+    check = "def check(candidate):\n    assert candidate(2) == 4\n    assert candidate(3) == 9"
+    assert await share("def square(x): return x * x", check, "square") == (1, 1)
+    assert await share("def other(x): return x * x", check, "square") == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("tests", "problem"),
+    [
+        (["import numpy", "assert f(1)"], "No module named 'numpy'"),
+        ("class A: pass\nassert f(A())", r"cannot go over to it \(A\)"),
+        ("assert f(", "the tests are no Python"),
+    ],
+)
+async def test_tests_that_cannot_be_run_are_not_the_codes_fault(tests, problem):
+    with pytest.raises(ValueError, match=problem):
+        await judged("def f(x): return x", tests)
+
+
+# 2. honest code
+
+
+HONEST = """
+    from dataclasses import dataclass
+    from collections import Counter, namedtuple
+    from fractions import Fraction
+    import math
+
+    class Full(Exception):
+        def __init__(self, size):
+            super().__init__(size)
+
+    class Stack:
+        def __init__(self, limit=9):
+            self.items, self.limit = [], limit
+        def push(self, x):
+            if len(self.items) == self.limit:
+                raise Full(self.limit)
+            self.items.append(x)
+            return self
+        def pop(self): return self.items.pop()
+        def __len__(self): return len(self.items)
+        def __iter__(self): return iter(self.items)
+        def __getitem__(self, i): return self.items[i]
+
+    @dataclass
+    class Vector:
+        x: float
+        y: float
+        def __add__(self, other): return Vector(self.x + other.x, self.y + other.y)
+
+    class Node:
+        def __init__(self, value, next=None): self.value, self.next = value, next
+
+    Point = namedtuple("Point", "x y")
+    TABLE = {"a": (1, [2.5])}
+
+    def same(x): return x
+    def sort(items): items.sort()
+    def first_row(grid): grid[0][0] = 9; return grid[0]
+    def count(text): return Counter(text)
+    def pairs(n):
+        for i in range(n):
+            yield i, str(i)
+    def apply(f, *args, **named): return f(*args, **named)
+    def length(node): return 0 if node is None else 1 + length(node.next)
+    def half(n): return Fraction(n, 2)
+    def factorial(n): return math.factorial(n)
+    def bisect(x): return x // 2
+    def sum(a, b): return a - b
+    def caught(f):
+        try: return f()
+        except KeyError as error: return error.args[0]
+    def text(): return "\\ud800 and é\\0"
+"""
+FINE = [
+    "assert same(1) == 1 and same('a') == 'a' and same(None) is None and same((1, [2])) == (1, [2])",
+    "assert isinstance(same([1]), list) and isinstance(same(2.0), float) and same({1, 2}) == {2, 1}",
+    "xs = [3, 1, 2]\nassert sort(xs) is None\nassert xs == [1, 2, 3]",
+    "grid = [[1, 2], [3]]\nassert first_row(grid) is grid[0]\nassert grid == [[9, 2], [3]]",
+    "board = [[0] * 2] * 2\nfirst_row(board)\nassert board == [[9, 0], [9, 0]]",
+    "s = Stack()\ns.push(1).push(2)\nassert (len(s), list(s), s[0], s.pop(), s.items) == (2, [1, 2], 1, 2, [1])",
+    "assert Vector(1, 2) + Vector(1, 1) == Vector(2, 3)\nassert Vector(1, 2) != Vector(1, 3)",
+    "v = Vector(1, 2)\nv.x = 5\nassert (v.x, str(v)) == (5, 'Vector(x=5, y=2)')\nassert isinstance(v, Vector)",
+    "assert Point(1, 2) == (1, 2) and count('aab') == {'a': 2, 'b': 1} and TABLE == {'a': (1, [2.5])}",
+    "assert list(pairs(2)) == [(0, '0'), (1, '1')]\ng = pairs(9)\nassert next(g) == (0, '0')\nassert next(g)[0] == 1",
+    "assert apply(lambda x, y=1: x + y, 2, y=5) == 7 and apply(max, [1, 5]) == 5 and apply(same, 3) == 3",
+    "assert apply(Vector, 1, 2).x == 1",
+    "n = Node(1, Node(2))\nassert length(n) == 2\nn.next.next = Node(3)\nassert length(n) == 3 and n.next.next.value == 3",
+    "from fractions import Fraction\nassert half(3) == Fraction(3, 2) and abs(half(3) - 1.5) < 1e-9",
+    "assert factorial(30) == 265252859812191058636308480000000",
+    "assert bisect(5) == 2",
+    "assert sum([1, 2]) == 3",  # Python's, because it is not the entry point
+    "try:\n    Stack(0).push(1)\n    assert False\nexcept Full as full:\n    assert full.args == (0,)",
+    "try:\n    Stack().pop()\n    assert False\nexcept IndexError as e:\n    assert str(e) == 'pop from empty list'",
+    "def missing():\n    raise KeyError('here')\nassert caught(missing) == 'here'",
+    "assert text() == '\\ud800 and é\\0'",
+]
+
+
+async def test_honest_code_passes_whatever_it_works_with():
+    found = await judged(HONEST, FINE)
+    assert (found.why, found.passed, found.of) == (None, len(FINE), len(FINE))
+
+
+async def test_a_name_of_python_is_the_solutions_as_the_entry_point():
+    assert await share(HONEST, ["assert sum(3, 1) == 2"], "sum") == (1, 1)
+
+
+async def test_programs_are_given_input_and_their_output_is_compared():
+    cases = [
+        {"input": "2 3\n", "output": "5"},
+        {"input": "1 1\n", "output": "2  \n\n"},
+        {"input": "0 0\n", "output": "1"},
+        {"input": "x y\n", "output": "0"},
+    ]
+    code = "if __name__ == '__main__':\n    a, b = map(int, input().split())\n    print(a + b)"
+    found = await verdict(code, RowTests.of({"test_cases": cases}), LIMITS)
+    assert (found.passed, found.of) == (2, 4)
+    assert found.why == "case 2: finished; printed '0\\n'"
+
+
+async def test_wrong_code_is_told_why():
+    found = await judged("def f(x): return x", ["assert f(1) == 1", "assert f(2) == 3, 'three'"])
+    assert found.why == "assert f(2) == 3, 'three': AssertionError: three"
+
+
+# 3. dishonest code
+
+
+ATTACKS = {
+    "nothing": "",
+    "no python": "def f(x) return 3",
+    "leaves": "import sys; sys.exit(0)",
+    "leaves at once": "import os; os._exit(0)",
+    "leaves when called": "def f(x):\n    import os; os._exit(0)",
+    "raises the end": "def f(x): raise SystemExit(0)",
+    "kills itself": "import os\ndef f(x): os.kill(os.getpid(), 9)",
+    "equals everything": """
+        class Liar:
+            def __eq__(self, other): return True
+            def __ne__(self, other): return False
+            def __lt__(self, other): return True
+            __le__ = __gt__ = __ge__ = __contains__ = __lt__
+            def __sub__(self, other): return 0
+            __rsub__ = __add__ = __radd__ = __mul__ = __abs__ = __sub__
+            def __hash__(self): return hash(7)
+        def f(x): return Liar()
+    """,
+    "equals everything as a number": """
+        class Liar(int):
+            def __eq__(self, other): return True
+            __hash__ = int.__hash__
+            def __sub__(self, other): return 0
+        def f(x): return Liar(0)
+    """,
+    "a class that says it is another": """
+        class Meta(type):
+            __module__ = "builtins"
+            __name__ = "int"
+        def f(x): return Meta("int", (), {"__module__": "builtins"})
+    """,
+    "replaces what tests use": """
+        import builtins, operator
+        class AssertionError(Exception): pass
+        class math: isclose = staticmethod(lambda *a, **k: True)
+        def abs(x): return 0
+        def sorted(x): return [1, 2, 7]
+        builtins.abs, builtins.sorted, builtins.isinstance = abs, sorted, lambda *a: True
+        builtins.AssertionError = AssertionError
+        operator.eq = lambda *a: True
+        def f(x): return 0
+    """,
+    "replaces the other side's modules": """
+        import sys, gc
+        for name, module in list(sys.modules.items()):
+            if name.startswith("groupwise"):
+                for key, value in list(vars(module).items()):
+                    if callable(value) and not key.startswith("__"):
+                        setattr(module, key, lambda *a, **k: True)
+        def f(x): return 0
+    """,
+    "writes verdicts on every descriptor": r"""
+        import json, os, struct
+        for text in ({"tests": 1}, {"passed": True, "why": None}, {"done": True}, {"result": True, "changes": []}):
+            body = json.dumps(text).encode()
+            for fd in range(1, 64):
+                try: os.write(fd, struct.pack(">Q", len(body)) + body)
+                except OSError: pass
+        def f(x): return 0
+    """,
+    "answers with rubbish": r"""
+        import os
+        def f(x):
+            os.write(3, b"\xff" * 100)
+            return 0
+    """,
+    "answers without end": r"""
+        import os, struct
+        def f(x):
+            os.write(3, struct.pack(">Q", 1 << 60))
+            while True: os.write(3, b"x" * 65536)
+    """,
+    "returns too much": "def f(x): return 'x' * 50_000_000",
+    "returns what is too deep": """
+        def f(x):
+            a = []
+            for _ in range(100_000): a = [a]
+            return a
+    """,
+    "iterates without end": "import itertools\ndef f(x): return itertools.repeat('x' * 100_000)",
+    "recurses without end": "def f(x): return f(x)",
+    "is left to an exit function": "import atexit, os\natexit.register(os._exit, 0)\ndef f(x): raise SystemExit",
+    "starts what answers for it": """
+        import os
+        if os.fork() == 0:
+            os.setsid()
+            while True: pass
+        os._exit(0)
+    """,
+}
+PROBES = [
+    "assert f(3) == 7",
+    "assert 7 == f(3)",
+    "assert f(3) in (7, 8)",
+    "assert abs(f(3) - 7) < 1e-6",
+    "import math\nassert math.isclose(f(3), 7)",
+    "assert sorted([f(3), 1, 2]) == [1, 2, 7]",
+    "assert {7: True}.get(f(3))",
+    "assert isinstance(f(3), int) and f(3) == 7",
+    "assert list(f(3)) == [7]",
+]
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+async def test_an_attack_earns_nothing(name):
+    since = time.monotonic()
+    found = await judged(ATTACKS[name], PROBES, limits=Limits(seconds=1.0, memory=256 << 20))
+    assert (found.passed, found.of) == (0, len(PROBES)), found
+    assert time.monotonic() - since < 20
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import sys; sys.exit(0)",
+        "import os; os._exit(0)",
+        "import glob\nprint(open(glob.glob('/tmp/**/*', recursive=True)[0]).read())",
+        "print('7\\n' * 100_000)",
+        "while True: pass",
+    ],
+)
+async def test_a_program_that_does_not_answer_earns_nothing(code):
+    row = RowTests.of({"test_cases": [{"input": "3", "output": "7"}] * 2})
+    found = await verdict(code, row, Limits(seconds=0.5))
+    assert (found.passed, found.of) == (0, 2)
+
+
+async def test_a_right_answer_before_leaving_counts_as_far_as_it_was_given():
+    code = "import os\ndef f(x):\n    if x == 2: os._exit(0)\n    return x"
+    assert await share(code, [f"assert f({x}) == {x}" for x in range(5)]) == (2, 5)
+
+
+async def test_what_ran_before_time_was_over_counts():
+    code = "def f(x):\n    while x: pass\n    return x"
+    found = await judged(code, ["assert f(0) == 0", "assert f(1) == 1"], limits=Limits(seconds=0.5))
+    assert (found.passed, found.of, found.why) == (1, 2, "time ran out in test 1")
+
+
+async def test_a_solution_cannot_reach_back_into_lists_of_earlier_calls():
+    code = """
+        kept = []
+        def f(x):
+            kept.append(x)
+            for each in kept[:-1]: each[:] = [7]
+            return 0
+    """
+    assert await share(
+        code, ["xs = [1]\nf(xs)\nys = [2]\nf(ys)\nassert (xs, ys) == ([1], [2])"]
+    ) == (1, 1)
+
+
+# 4. the reward
+
+
+ROWS = {
+    "tests": [["assert f(1) == 1", "assert f(2) == 3"]] * 3,
+    "entry_point": [None] * 3,
+}
+CODES = ["def f(x): return x", "```python\ndef f(x): return x if x == 1 else 3\n```", "x"]
+
+
+def score(reward, completions, **columns):
+    return asyncio.run(reward(completions=completions, **columns))
+
+
+def test_the_share_of_tests_or_all_of_them():
+    notes = []
+    note = lambda name, values: notes.append((name, values))  # noqa: E731
+    assert score(PythonTests(), CODES, log_extra=note, **ROWS) == [0.5, 1.0, 0.0]
+    assert score(PythonTests(partial=False), CODES, **ROWS) == [0.0, 1.0, 0.0]
+    ((name, values),) = notes
+    assert name == "python_tests"
+    assert values[0] == {"passed": 1, "of": 2, "why": "assert f(2) == 3: AssertionError"}
+
+
+def test_chats_are_read():
+    chat = [{"role": "assistant", "content": "```python\ndef f(x): return x\n```"}]
+    assert score(PythonTests(), [chat], tests=["assert f(1) == 1"]) == [1.0]
+
+
+def test_the_same_code_is_run_once(monkeypatch):
+    calls = []
+
+    async def counted(code, row, limits, require):
+        calls.append(code)
+        return Verdict(1, 1, None)
+
+    monkeypatch.setattr(python_tests, "verdict", counted)
+    assert score(PythonTests(), ["a", "b", "a", "a"], tests=["assert f()"] * 4) == [1.0] * 4
+    assert calls == ["a", "b"]
+
+
+def test_so_many_at_once_and_no_more(monkeypatch):
+    running, most = set(), []
+
+    async def counted(code, row, limits, require):
+        running.add(code)
+        most.append(len(running))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        running.discard(code)
+        return Verdict(1, 1, None)
+
+    monkeypatch.setattr(python_tests, "verdict", counted)
+    score(PythonTests(concurrency=3), list("abcdefgh"), tests=["assert f()"] * 8)
+    assert max(most) == 3
+
+
+def test_what_is_not_the_codes_fault_fails_its_rollout_alone(monkeypatch):
+    real = python_tests.verdict
+
+    async def breaking(code, row, limits, require):
+        if code == "no box":
+            raise SandboxError("A sandbox could not be built: no processes left")
+        return await real(code, row, limits, require)
+
+    monkeypatch.setattr(python_tests, "verdict", breaking)
+    tests = ["assert f(1) == 1", "assert f(1) == 1", "import numpy\nassert f(1)", None]
+    codes = ["def f(x): return x", "no box", "def f(x): return x", "x"]
+    values = score(PythonTests(), codes, tests=tests)
+    assert values[0] == 1.0
+    assert all(isinstance(value, Failed) and math.isnan(value) for value in values[1:])
+    assert [value.reason for value in values[1:]] == [
+        "could not run the tests: A sandbox could not be built: no processes left",
+        "could not run the tests: the tests import what is not here: No module named 'numpy'",
+        "cannot judge this row: it has no tests: expected asserts or code in the column `tests`, or input and output in `test_cases`",
+    ]
+
+
+def test_missing_protections_are_warned_of_once(monkeypatch, caplog):
+    async def open_to_all(code, row, limits, require):
+        return Verdict(1, 1, None, ("network", "user"))
+
+    monkeypatch.setattr(python_tests, "verdict", open_to_all)
+    python_tests._warn_once.cache_clear()
+    for _ in range(2):
+        score(PythonTests(), ["a", "b"], tests=["assert f()"] * 2)
+    (record,) = caplog.records
+    assert "network (else no connection can be made)" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("parameters", "problem"),
+    [
+        ({"time_limit": 0}, "time_limit is 0"),
+        ({"concurrency": 0}, "concurrency is 0"),
+        ({"memory": -1}, "memory is -1"),
+        ({"require": ["nets"]}, "require names nets"),
+        ({"partially": True}, "did you mean partial"),
+    ],
+)
+def test_parameters_that_cannot_be_are_refused(parameters, problem):
+    with pytest.raises(TaskError, match=problem):
+        get_reward_funcs([{"name": "python_tests", **parameters}])

@@ -1,0 +1,277 @@
+"""From names to reward functions: built-in, announced, in files; with weights and parameters.
+
+1. What a name stands for, and what its part is called.
+2. Parameters are checked as the config's own keys are.
+3. What cannot be had is a TaskError that says what there is, all entries at once.
+4. The config's section `rewards` as a rubric or a router.
+"""
+
+import asyncio
+import importlib.metadata
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+from groupwise.errors import TaskError
+from groupwise.rewards import registry
+from groupwise.rewards.registry import configured_rubric, get_reward_funcs, registered, reward
+from groupwise.rewards.router import Router
+from groupwise.rewards.rubric import Rubric
+from groupwise.rewards.scoring import ScoreRequest
+from groupwise.settings.view import View
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    factor: float = 1.0
+    answer_column: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.factor < 0:
+            raise ValueError("factor is below 0; a longer text would earn less.")
+
+    def __call__(self, completions, **columns):
+        gold = columns.get(self.answer_column or "", [""] * len(completions))
+        return [
+            self.factor * len(text) + (text == g) for text, g in zip(completions, gold, strict=True)
+        ]
+
+
+def plain(completions, **columns):
+    return [1.0] * len(completions)
+
+
+@pytest.fixture(autouse=True)
+def own_names(monkeypatch):
+    monkeypatch.setattr(registry, "_REWARDS", dict(registered()))
+    reward("test_scaled")(Scaled)
+    reward("test_plain")(plain)
+    yield
+    vars(plain).clear()
+
+
+def only(names, config=None):
+    ((function, weight),) = get_reward_funcs(names, config)
+    return function, weight
+
+
+def refused(names, config=None) -> str:
+    with pytest.raises(TaskError) as caught:
+        get_reward_funcs(names, config)
+    return str(caught.value)
+
+
+# 1. names
+
+
+def test_a_name_or_a_section_with_weight_and_parameters():
+    (a, one), (b, half) = get_reward_funcs(
+        ["test_plain", {"name": "test_scaled", "weight": 0.5, "factor": 2}]
+    )
+    assert (one, half) == (1.0, 0.5)
+    assert a(completions=["ab"]) == [1.0]
+    assert b(completions=["ab"]) == [4.0]
+    assert Rubric([a, b]).names == ("test_plain", "test_scaled")
+
+
+def test_the_same_reward_twice_has_two_parts():
+    rubric = Rubric(get_reward_funcs(["test_scaled", {"name": "test_scaled", "factor": 3.0}]))
+    assert rubric.names == ("test_scaled", "test_scaled_2")
+
+
+def test_functions_take_nested_completions():
+    function, _ = only(["test_scaled"])
+    assert function(prompts=["p"], completions=[["a", "bc"]]) == [[1.0, 2.0]]
+
+
+FILE = """
+from dataclasses import dataclass
+
+def polite(completions, **columns):
+    return [float("please" in text) for text in completions]
+
+@dataclass(frozen=True)
+class Loud:
+    above: int = 3
+
+    def __call__(self, completions, **columns):
+        return [float(sum(map(str.isupper, text)) > self.above) for text in completions]
+
+quiet = Loud(0)
+"""
+
+
+def test_functions_classes_and_instances_of_a_file(tmp_path):
+    (tmp_path / "mine.py").write_text(FILE)
+    file = str(tmp_path / "mine.py")
+    polite, loud, quiet = get_reward_funcs(
+        [f"{file}:polite", {"name": f"{file}:Loud", "above": 1}, f"{file}:quiet"]
+    )
+    assert polite[0](completions=["please"]) == [1.0]
+    assert loud[0](completions=["AB", "A"]) == [1.0, 0.0]
+    assert quiet[0](completions=["a"]) == [0.0]
+    assert Rubric([polite, loud]).names == ("polite", "Loud")
+    message = refused([file])
+    assert "is a module. Name the function in it" in message
+    assert "polite" in message
+
+
+def test_entry_points_are_called_by_their_own_name(tmp_path, monkeypatch):
+    (tmp_path / "announced_rewards.py").write_text(FILE)
+    monkeypatch.syspath_prepend(tmp_path)
+    point = importlib.metadata.EntryPoint("kind", "announced_rewards:polite", "groupwise.rewards")
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: [point])
+    assert Rubric(get_reward_funcs(["kind"])).names == ("kind",)
+
+
+def test_two_modules_cannot_have_one_name():
+    def other(completions): ...
+
+    other.__module__ = "elsewhere"
+    with pytest.raises(ValueError, match="already, in"):
+        reward("test_plain")(other)
+    assert reward("test_plain")(plain) is plain  # a file that is loaded again
+
+
+def test_a_parameter_that_no_entry_can_give_is_refused():
+    @dataclass
+    class Heavy:
+        weight: float = 1.0
+
+        def __call__(self, completions): ...
+
+    with pytest.raises(ValueError, match="parameter 'weight'"):
+        reward("test_heavy")(Heavy)
+
+
+# 2. parameters
+
+
+@pytest.mark.parametrize(
+    ("entry", "parts"),
+    [
+        ({"name": "test_scaled", "facto": 1.0}, ["no parameter `facto`", "did you mean factor?"]),
+        ({"name": "test_scaled", "factor": "2"}, ['factor is "2"']),
+        ({"name": "test_scaled", "factor": -1.0}, ["factor is below 0"]),
+        ({"name": "test_plain", "factor": 1.0}, ["no class", "(factor)", "make it a dataclass"]),
+        ({"name": "test_scaled", "weight": "2"}, ["weight is '2'"]),
+        ({"name": "test_scaled", "weight": True}, ["weight is True"]),
+        ({"name": "test_scaled", "weight": float("nan")}, ["weight is nan"]),
+        ({"factor": 1.0}, ["does not say which reward it is"]),
+        (3, ["does not say which reward it is"]),
+    ],
+)
+def test_entries_that_cannot_work(entry, parts):
+    message = refused([entry])
+    assert message.startswith("get_reward_funcs: ")
+    for part in parts:
+        assert part in message
+
+
+def test_answer_column_reaches_the_rewards_that_have_it():
+    config = View({"rewards": {"answer_column": "capital"}})
+    function, _ = only(["test_scaled"], config)
+    assert function(completions=["ab", "c"], capital=["ab", "x"]) == [3.0, 1.0]
+    own, _ = only([{"name": "test_scaled", "answer_column": "town"}], config)
+    assert own(completions=["ab", "c"], capital=["ab", "x"], town=["", "c"]) == [2.0, 2.0]
+    assert only(["test_plain"], config)[0](completions=["a"]) == [1.0]
+
+
+def test_rewards_with_an_answer_column_need_gold_in_every_row():
+    rubric = Rubric(get_reward_funcs(["test_scaled", "test_plain"]), where="t")
+    rubric.check_rows({0: {"answer": "a"}, 1: {"gold": 3}})
+    with pytest.raises(TaskError) as caught:
+        rubric.check_rows({0: {"answer": "a"}, 1: {"answer": ""}, 2: {"level": 1}})
+    message = str(caught.value)
+    assert message.startswith(
+        "t: `test_scaled` cannot score 2 of 3 rows.\n  row 1: there is no gold"
+    )
+    assert "row 2: there is no gold answer in answer, reference" in message
+
+
+# 3. refusals
+
+
+def test_unknown_names_are_told_all_at_once_with_what_there_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    message = refused(["test_scald", "test_plain", "no_such.module:f", "none.py:f"])
+    assert "No reward `test_scald` was found" in message
+    assert "Did you mean `test_scaled`" in message
+    assert "Built-in: " in message
+    assert "`no_such.module:f`" in message
+    assert "`none.py:f`" in message
+
+
+@pytest.mark.parametrize("names", ["test_plain", {"name": "test_plain"}, None])
+def test_one_name_is_no_list_of_names(names):
+    assert "expected a list of names" in refused(names)
+
+
+def test_something_that_is_no_reward_is_refused():
+    assert "math:pi: expected a function" in refused(["math:pi"])
+
+
+def test_a_function_that_wants_more_than_columns_is_refused_when_the_columns_are_known(tmp_path):
+    (tmp_path / "more.py").write_text("def f(completions, threshold): ...")
+    rubric = configured_rubric({"reward_funcs": [f"{tmp_path}/more.py:f"]})
+    assert rubric is not None
+    with pytest.raises(TaskError) as caught:
+        rubric.check_rows({0: {"answer": "a"}})
+    message = str(caught.value)
+    assert message.startswith("rewards.reward_funcs: `f` asks for `threshold`")
+    assert "It has: answer" in message
+
+
+# 4. the section
+
+
+def test_no_list_leaves_the_rewards_to_the_task():
+    assert configured_rubric({"reward_funcs": None, "router": None}) is None
+
+
+def test_section_with_a_list_and_with_a_router():
+    rubric = configured_rubric(
+        {"reward_funcs": ["test_plain", {"name": "test_scaled", "weight": 3}]}
+    )
+    assert rubric is not None
+    assert (rubric.names, rubric.weights) == (("test_plain", "test_scaled"), (1.0, 3.0))
+    router = configured_rubric(
+        {"router": {"a": ["test_plain"], "b": ["test_scaled"]}, "default_task": "b"}
+    )
+    assert isinstance(router, Router)
+    assert (router.names, router.default) == (("a/test_plain", "b/test_scaled"), "b")
+
+
+def test_answer_column_that_nobody_looks_at_is_refused():
+    assert configured_rubric({"reward_funcs": ["test_scaled"], "answer_column": "x"})
+    with pytest.raises(TaskError, match="none of test_plain looks for a gold answer"):
+        configured_rubric({"reward_funcs": ["test_plain"], "answer_column": "x"})
+
+
+def test_messages_name_the_key():
+    with pytest.raises(TaskError, match=r"^rewards\.router\.a: test_scaled has no parameter"):
+        configured_rubric({"router": {"a": [{"name": "test_scaled", "x": 1}]}})
+
+
+def test_each_completion_is_scored_as_if_alone():
+    rubric = configured_rubric({"reward_funcs": ["test_scaled", "test_plain"]})
+    assert rubric is not None
+    request = ScoreRequest(0, ["p"] * 2, ["a", "bbb"], [[]] * 2, {}, 0, 1)
+    found = asyncio.run(rubric.score(request))
+    assert [member.reward for member in found.members] == [2.0, 4.0]
+
+
+def test_the_registry_imports_nothing_heavy():
+    code = """
+import sys
+from groupwise.rewards.registry import registered
+registered()
+heavy = ["torch", "transformers", "datasets", "numpy", "pandas", "sympy", "math_verify", "httpx2"]
+print([name for name in heavy if name in sys.modules])
+"""
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert answer.stdout.strip() == "[]"

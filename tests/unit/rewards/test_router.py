@@ -1,0 +1,289 @@
+"""Rewards by task.
+
+1. A row's label: column `task`, then `dataset_name`, then the default.
+2. A mixed batch is scored row by row: each label's rewards see their own rows, and fail nobody else's.
+3. Every part stands under its label and does not apply to other rows.
+4. Rows without rewards are refused before a run, and are failures in one.
+"""
+
+import asyncio
+import logging
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.errors import TaskError
+from groupwise.rewards.router import Router
+from groupwise.rewards.rubric import Rubric
+from groupwise.rewards.scoring import ScoreRequest
+
+
+def length(completions, **columns):
+    return [float(len(text)) for text in completions]
+
+
+def right(completions, answer, **columns):
+    return [float(text == gold) for text, gold in zip(completions, answer, strict=True)]
+
+
+def breaks(completions, **columns):
+    raise RuntimeError("no grader")
+
+
+ROUTER = Router.of({"math": [right, (length, 0.5)], "words": [length]})
+
+
+def request(rows, completions=None):
+    """A request for rows of columns; all rows have the same ones."""
+    names = list(rows[0]) if rows else []
+    return ScoreRequest(
+        draw=0,
+        prompts=[f"p{number}" for number in range(len(rows))],
+        completions=completions or ["ab"] * len(rows),
+        completion_ids=[[number] for number in range(len(rows))],
+        columns={name: [row[name] for row in rows] for name in names},
+        global_step=3,
+        max_steps=10,
+    )
+
+
+def score(router, rows, completions=None):
+    return asyncio.run(router.score(request(rows, completions)))
+
+
+def parts_of(member):
+    return {part.name: part.value for part in member.parts}
+
+
+def refused(call) -> str:
+    with pytest.raises(TaskError) as caught:
+        call()
+    return str(caught.value)
+
+
+# 1. labels
+
+
+@pytest.mark.parametrize(
+    ("row", "label"),
+    [
+        ({"task": "math"}, "math"),
+        ({"task": "math", "dataset_name": "words"}, "math"),
+        ({"task": None, "dataset_name": "words"}, "words"),
+        ({"task": "other", "dataset_name": "words"}, "words"),
+        ({"dataset_name": "words"}, "words"),
+        ({"task": "other"}, None),
+        ({}, None),
+    ],
+)
+def test_label_of_a_row(row, label):
+    assert ROUTER.label_of(row) == label
+    assert ROUTER.with_default("math").label_of(row) == (label or "math")
+
+
+def test_a_label_may_be_a_number():
+    assert Router.of({"1": length}).label_of({"task": 1}) == "1"
+
+
+# 2. and 3. mixed batches
+
+
+def test_mixed_batch_row_by_row():
+    rows = [
+        {"task": "math", "answer": "7"},
+        {"task": "words", "answer": None},
+        {"task": "math", "answer": "ab"},
+    ]
+    found = score(ROUTER, rows, ["7", "abc", "abcd"])
+    assert [member.reward for member in found.members] == [1.5, 3.0, 2.0]
+    assert ROUTER.names == ("math/right", "math/length", "words/length")
+    assert ROUTER.weights == (1.0, 0.5, 1.0)
+    assert [parts_of(member) for member in found.members] == [
+        {"math/right": 1.0, "math/length": 1.0, "words/length": None},
+        {"math/right": None, "math/length": None, "words/length": 3.0},
+        {"math/right": 0.0, "math/length": 4.0, "words/length": None},
+    ]
+
+
+def test_functions_see_their_own_rows_in_every_argument():
+    seen = {}
+
+    async def watches(
+        prompts, completions, completion_ids, trainer_state, log_metric, log_extra, hint
+    ):
+        seen.update(prompts=prompts, completions=completions, ids=completion_ids, hint=hint)
+        seen["state"] = (trainer_state.global_step, trainer_state.max_steps)
+        log_metric("hints", len(hint))
+        log_extra("hint", hint)
+        return [1.0] * len(completions)
+
+    router = Router.of({"a": watches, "b": length})
+    rows = [
+        {"task": label, "hint": hint} for label, hint in (("b", 0), ("a", 1), ("b", 2), ("a", 3))
+    ]
+    found = score(router, rows, ["w", "x", "y", "z"])
+    assert seen == {
+        "prompts": ["p1", "p3"],
+        "completions": ["x", "z"],
+        "ids": [[1], [3]],
+        "hint": [1, 3],
+        "state": (3, 10),
+    }
+    assert found.metrics == {"hints": 2.0}
+    assert [member.notes for member in found.members] == [{}, {"hint": 1}, {}, {"hint": 3}]
+
+
+def test_what_fails_one_task_fails_no_other():
+    router = Router.of({"a": [breaks], "b": [length]})
+    found = score(router, [{"task": "a"}, {"task": "b"}])
+    assert [member.outcome for member in found.members] == ["failed", "scored"]
+    assert "`a/breaks` raised" in str(found.members[0].reason)
+    assert list(found.members[0].notes["failed_rewards"]) == ["a/breaks"]
+
+
+def test_functions_are_announced_under_their_label():
+    heard = []
+    asyncio.run(ROUTER.score(request([{"task": "words"}]), heard.append))
+    assert heard == ["words/length"]
+
+
+def test_routers_within_routers():
+    inner = Router.of({"x": length, "y": right}, default="x")
+    outer = Router.of({"in": inner, "out": length})
+    assert outer.names == ("in/x/length", "in/y/right", "out/length")
+    found = score(outer, [{"task": "in"}, {"task": "out"}])
+    assert [parts_of(member)["in/x/length"] for member in found.members] == [2.0, None]
+
+
+def test_metrics_of_one_name_are_averaged():
+    def logs(value):
+        def function(completions, log_metric, **columns):
+            log_metric("m", value)
+            return [1.0] * len(completions)
+
+        return function
+
+    router = Router.of({"a": logs(1.0), "b": logs(4.0)})
+    assert score(router, [{"task": "a"}, {"task": "b"}, {"task": "b"}]).metrics == {"m": 2.5}
+
+
+def test_stateful_if_one_of_them_is():
+    def keeps(completions): ...
+
+    assert not ROUTER.stateful
+    setattr(keeps, "stateful", True)  # noqa: B010 — type checkers know no attributes of functions
+    assert Router.of({"a": keeps, "b": length}).stateful
+
+
+LABELS = st.lists(
+    st.tuples(st.sampled_from(["math", "words", "none"]), st.text("ab", max_size=3)),
+    min_size=1,
+    max_size=8,
+)
+
+
+@given(LABELS, st.randoms(use_true_random=False))
+def test_a_batch_is_its_rows_one_by_one_in_any_order(drawn, order):
+    rows = [{"task": label, "answer": "ab"} for label, _ in drawn]
+    texts = [text for _, text in drawn]
+    together = score(ROUTER, rows, texts).members
+    alone = [score(ROUTER, [row], [text]).members[0] for row, text in zip(rows, texts, strict=True)]
+    assert list(together) == alone
+    places = list(range(len(rows)))
+    order.shuffle(places)
+    shuffled = score(ROUTER, [rows[p] for p in places], [texts[p] for p in places]).members
+    assert list(shuffled) == [together[place] for place in places]
+
+
+# 4. rows without rewards
+
+
+def test_rows_without_rewards_are_refused_with_the_labels_there_are():
+    rows = {3: {"task": "math", "answer": "1"}, 4: {"task": "mth"}, 9: {"task": "mth"}, 11: {}}
+    message = refused(lambda: ROUTER.check_rows(rows))
+    assert message.startswith("Router: 3 of 4 rows have no rewards, row 4 first.")
+    assert "2 × no rewards for the label `mth`. Did you mean math?" in message
+    assert "1 × no label: nothing in the columns task and dataset_name, and no default." in message
+    assert "The router has rewards for math, words." in message
+
+
+def test_a_row_without_rewards_has_failed_and_others_have_not():
+    found = score(ROUTER, [{"task": "mth"}, {"task": "words"}])
+    assert [member.outcome for member in found.members] == ["failed", "scored"]
+    assert "no rewards for the label `mth`" in str(found.members[0].reason)
+    assert set(parts_of(found.members[0]).values()) == {None}
+
+
+def test_columns_are_asked_of_the_rows_of_a_label_alone():
+    ROUTER.check_rows({0: {"task": "math", "answer": "1"}, 1: {"task": "words"}})
+    message = refused(
+        lambda: ROUTER.check_rows({0: {"task": "math"}, 1: {"task": "words", "answer": "1"}})
+    )
+    assert message.startswith("Router, math: `right` asks for `answer`")
+
+
+def test_a_misspelt_label_with_a_default_is_told(caplog):
+    router = ROUTER.with_default("words")
+    with caplog.at_level(logging.WARNING):
+        router.check_rows({0: {"task": "mth"}, 1: {"task": "mth"}, 2: {}, 3: {"dataset_name": "x"}})
+    assert [record.getMessage() for record in caplog.records] == [
+        "Router: 2 rows have the label `mth`, which the router does not know; they have the rewards of `words`"
+    ]
+
+
+def test_rewards_may_refuse_rows():
+    class Needs:
+        def check_row(self, row):
+            if not row.get("answer"):
+                raise ValueError("there is no answer.")
+
+        def __call__(self, completions, **columns):
+            return [1.0] * len(completions)
+
+    rubric = Rubric([Needs()], where="here")
+    rubric.check_rows({5: {"answer": "a"}})
+    message = refused(lambda: rubric.check_rows({5: {"answer": "a"}, 8: {"answer": ""}}))
+    assert message == "here: `Needs` cannot score 1 of 2 rows.\n  row 8: there is no answer."
+    routed = Router.of({"a": [Needs()], "b": length}, where="there")
+    message = refused(lambda: routed.check_rows({1: {"task": "b"}, 7: {"task": "a"}}))
+    assert message.startswith("there, a: `a/Needs` cannot score 1 of 1 rows.\n  row 7: ")
+
+
+# construction
+
+
+def test_weights_come_in_the_order_of_the_parts():
+    router = ROUTER.reweighted([1, 2, 3])
+    assert router.weights == (1.0, 2.0, 3.0)
+    rows = [{"task": "math", "answer": "ab"}, {"task": "words", "answer": ""}]
+    assert [member.reward for member in score(router, rows).members] == [5.0, 6.0]
+    assert Rubric.of(ROUTER, [1, 2, 3], where="t").weights == (1.0, 2.0, 3.0)
+    assert Router.of({"a": length}, [2]).weights == (2.0,)
+    assert "2 weights for 3" in refused(lambda: ROUTER.reweighted([1, 2]))
+    assert "every weight is 0" in refused(lambda: ROUTER.reweighted([1, 2, 0]))
+
+
+def test_messages_say_who_gave_the_rewards():
+    told = Rubric.of(ROUTER, where="task.py: get_reward_funcs")
+    assert refused(lambda: told.check_rows({0: {}})).startswith("task.py: get_reward_funcs: 1 of 1")
+    configured = Rubric.of(Router.of({"a": length}, where="rewards.router"), where="task.py")
+    assert refused(lambda: configured.check_rows({0: {}})).startswith("rewards.router: 1 of 1")
+
+
+@pytest.mark.parametrize(
+    ("make", "part"),
+    [
+        (lambda: Router.of({}), "there are no labels"),
+        (lambda: Router.of([length]), "expected a dict from labels to rewards, got list"),
+        (lambda: Router.of({"a": []}), "Router, a: the list of reward functions is empty"),
+        (lambda: Router.of({"a": length}, default="b"), "no rewards for the label `b`"),
+        (lambda: ROUTER.with_default("mth"), "Did you mean math?"),
+        (
+            lambda: Router.of({"a": Router.of({"b": length}), "a/b": length}),
+            "two parts are called `a/b/length`",
+        ),
+    ],
+)
+def test_what_is_no_router_is_refused(make, part):
+    assert part in refused(make)

@@ -1,0 +1,454 @@
+"""The contract of the sandbox, with programs that really attack it.
+
+1. A program gets its input and has its output taken; it finds the standard library, an empty folder, and nothing of this process.
+2. Every limit ends or refuses, whatever is done: time, memory, processes, files, output.
+3. Nothing that it started outlives it, and it outlives nobody who started it.
+4. What a protection promises holds wherever the box says so, and the box says so only then.
+5. A box that cannot be built, or not as it is required, runs nothing and says why.
+"""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from contextlib import suppress
+
+import pytest
+
+from groupwise.errors import SandboxError
+from groupwise.rewards import sandbox
+from groupwise.rewards.sandbox import MECHANISMS, PROTECTIONS, Box, Limits, run
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="its protections are Linux's")
+WAYS = [
+    pytest.param((), id="all"),
+    pytest.param(("namespaces",), id="no namespaces"),
+    pytest.param(("namespaces", "seccomp"), id="no namespaces, no seccomp"),
+]
+SHORT = Limits(seconds=0.4)
+
+
+async def running(source: str, limits: Limits | None = None, **options):
+    return await run(textwrap.dedent(source), limits=limits or Limits(seconds=20), **options)
+
+
+async def printed(source: str, **options) -> str:
+    result = await running(source, **options)
+    assert result.ending == "finished", result.errors.decode()
+    return result.output.decode()
+
+
+def needs(result, protection: str) -> None:
+    if protection in result.missing:
+        pytest.skip(f"{protection} does not hold on this system")
+
+
+def everyone_gone(ours: socket.socket) -> bool:
+    """Whether nobody holds the other end any more; it is inherited by every process of a box."""
+    ours.settimeout(10)
+    try:
+        while ours.recv(1 << 16):
+            pass
+    except TimeoutError:
+        return False
+    return True
+
+
+# 1. the ordinary case
+
+
+async def test_input_output_and_exit_codes():
+    result = await running(
+        "import sys; print(input()); sys.stderr.write('no'); sys.exit(3)", stdin=b"yes\n"
+    )
+    assert (result.ending, result.code, result.output, result.errors, result.cut) == (
+        "failed",
+        3,
+        b"yes\n",
+        b"no",
+        False,
+    )
+
+
+async def test_an_exception_is_told_as_python_tells_it():
+    result = await running("def f():\n    return 1 / 0\nf()")
+    assert (result.ending, result.code) == ("failed", 1)
+    assert result.errors.decode().splitlines() == [
+        "Traceback (most recent call last):",
+        '  File "<program>", line 3, in <module>',
+        '  File "<program>", line 2, in f',
+        "ZeroDivisionError: division by zero",
+    ]
+
+
+async def test_text_that_is_no_python_fails():
+    result = await running("def f(:")
+    assert result.ending == "failed"
+    assert b"SyntaxError" in result.errors
+
+
+async def test_a_program_is_a_script():
+    source = """
+        import dataclasses, atexit, threading
+        @dataclasses.dataclass
+        class Point:
+            x: int
+        if __name__ == "__main__":
+            atexit.register(print, "last")
+            threading.Thread(target=print, args=("thread",)).start()
+            print(Point(1), "é".encode("idna"))
+    """
+    out = await printed(source)
+    assert out.splitlines()[-1] == "last"
+    assert set(out.splitlines()) == {"Point(x=1) b'xn--9ca'", "thread", "last"}
+
+
+async def test_the_standard_library_is_there_and_nothing_else():
+    source = """
+        import sqlite3, ssl, asyncio, multiprocessing, xml.dom.minidom, concurrent.futures, json.tool
+        asyncio.run(asyncio.sleep(0))
+        for name in ("pydantic", "numpy", "pytest"):
+            try:
+                __import__(name)
+                print(name)
+            except ImportError:
+                pass
+    """
+    assert await printed(source) == ""
+
+
+async def test_it_sees_no_environment_and_an_empty_folder(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    source = "import os; print(sorted(os.environ), os.listdir(), os.getcwd() == os.environ['HOME'])"
+    names = ["GROUPWISE_REWARD_WORKER", "HOME", "LANG", "PATH", "PYTHONHASHSEED", "PYTHONUTF8"]
+    names += ["TMPDIR", *(["LD_LIBRARY_PATH"] if "LD_LIBRARY_PATH" in os.environ else [])]
+    assert await printed(source) == f"{sorted(names)} [] True\n"
+
+
+async def test_sets_have_the_same_order_every_time():
+    source = "print({str(i) for i in range(50)})"
+    assert await printed(source) == await printed(source)
+
+
+async def test_several_at_once():
+    async with asyncio.timeout(60):
+        outs = await asyncio.gather(*(printed(f"print({i})") for i in range(8)))
+    assert outs == [f"{i}\n" for i in range(8)]
+
+
+async def test_its_folder_is_deleted(tmp_path, monkeypatch):
+    monkeypatch.setattr(sandbox.tempfile, "tempdir", str(tmp_path))
+    source = """
+        import os
+        open("file", "w").write("x")
+        os.mkdir("closed", 0)
+        for _ in range(20):  # further down than the longest path
+            os.mkdir("d" * 250); os.chdir("d" * 250)
+    """
+    await printed(source, without=["namespaces"])
+    assert list(tmp_path.iterdir()) == []
+
+
+# 2. limits
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "while True: pass",
+        "import time; time.sleep(60)",
+        "import signal\nfor n in range(1, 32):\n  try: signal.signal(n, signal.SIG_IGN)\n  except OSError: pass\nwhile True: pass",
+        "def f(n): return [f(n + 1)]\nimport sys; sys.setrecursionlimit(10**9)\nwhile True:\n  try: f(0)\n  except BaseException: pass",
+    ],
+)
+async def test_the_clock_ends_it(source):
+    since = time.monotonic()
+    result = await running(source, SHORT)
+    assert result.ending in ("timed_out", "killed")
+    assert time.monotonic() - since < 15
+
+
+async def test_the_clock_begins_with_the_program():
+    async with Box({"source": "print(1)"}, limits=Limits(seconds=5.0)) as box:
+        held = await box.begun()
+        assert (await box.result()).seconds < 5.0
+    assert set(held) == set(PROTECTIONS)
+
+
+async def test_endless_output_is_cut():
+    limits = Limits(seconds=0.4, output=1000)
+    result = await running("while True: print('x' * 99)", limits)
+    assert (result.ending, len(result.output), result.cut) == ("timed_out", 1000, True)
+
+
+async def test_memory_is_limited():
+    assert "MemoryError" in (await running("x = bytearray(1 << 30)")).errors.decode()
+    small = Limits(seconds=20, memory=64 << 20)
+    assert "MemoryError" in (await running("x = bytearray(1 << 26)", small)).errors.decode()
+
+
+async def test_files_are_limited():
+    source = """
+        for attempt in (lambda: os.write(os.open("f", os.O_CREAT | os.O_WRONLY), b"x" * 2000), fill):
+            try:
+                print(attempt())
+                print(attempt())
+            except OSError as error:
+                print(error.strerror)
+    """
+    prelude = (
+        "import os\ndef fill():\n    return len([os.open('/dev/null', 0) for _ in range(40)])\n"
+    )
+    result = await running(prelude + textwrap.dedent(source), Limits(seconds=20, file_size=1000))
+    assert result.output.decode().splitlines() == [
+        *("1000", "1000"),  # what still fits is written
+        *("40", "Too many open files"),
+    ]
+
+
+async def test_the_disk_is_limited():
+    source = "for i in range(100): open(str(i), 'wb').write(b'x' * 100_000)"
+    result = await running(source, Limits(seconds=20, disk=1 << 20))
+    needs(result, "disk")
+    assert "No space left" in result.errors.decode()
+
+
+@pytest.mark.parametrize("without", WAYS[:2])
+async def test_a_fork_bomb_is_bounded_and_swept_up(without):
+    source = """
+        import os
+        while True:
+            try:
+                os.fork()
+            except OSError:
+                pass
+    """
+    ours, theirs = socket.socketpair()
+    program = {"source": textwrap.dedent(source)}
+    with ours, theirs:
+        async with Box(program, limits=SHORT, channels=[theirs], without=without) as box:
+            theirs.close()
+            result = await box.result()
+        assert everyone_gone(ours)
+    assert result.ending == "timed_out"
+
+
+async def test_huge_input_that_nobody_reads_blocks_nothing():
+    assert await printed("print(1)", stdin=b"x" * 5_000_000) == "1\n"
+
+
+# 3. nothing outlives it
+
+
+ORPHAN = """
+import os, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.environ.clear()
+        for number in (0, 1, 2):
+            os.close(number)
+        time.sleep(20)
+    os._exit(0)
+os.wait()
+"""
+
+
+@pytest.mark.parametrize("without", WAYS)
+@pytest.mark.parametrize("end", ["", "while True: pass"])
+async def test_an_orphan_that_hid_ends_with_the_program(without, end):
+    if os.geteuid() == 0 and without == ("namespaces",):
+        pytest.skip("root starts no processes there")
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        box = Box({"source": ORPHAN + end}, limits=SHORT, channels=[theirs], without=without)
+        async with box:
+            theirs.close()
+            await box.result()
+        assert everyone_gone(ours)
+
+
+async def test_it_ends_when_it_is_given_up():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(30), Box({"source": ORPHAN}, channels=[theirs]) as box:
+                theirs.close()
+                await box.begun()
+                raise TimeoutError
+        assert everyone_gone(ours)
+
+
+SCRIPT = """
+import asyncio, os, signal, socket, sys
+from groupwise.rewards.sandbox import Box
+async def main():
+    theirs = socket.socket(fileno=int(sys.argv[1]))
+    async with Box({{"source": {source!r}}}, channels=[theirs], without={without!r}) as box:
+        theirs.close()
+        await box.begun()
+        os.kill(os.getpid(), signal.SIGKILL)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("without", WAYS)
+def test_it_ends_when_whoever_started_it_is_killed(without, tmp_path):
+    ours, theirs = socket.socketpair()
+    script = SCRIPT.format(source="import time; time.sleep(20)", without=without)
+    with ours, theirs:
+        done = subprocess.run(
+            [sys.executable, "-c", script, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env={**os.environ, "TMPDIR": str(tmp_path)},
+            check=False,
+        )
+        theirs.close()
+        assert done.returncode == -signal.SIGKILL
+        assert everyone_gone(ours)
+
+
+# 4. protections
+
+
+async def tried(source: str, *without: str):
+    """A program that prints what it did or `refused`."""
+    body = textwrap.indent(textwrap.dedent(source), "    ")
+    program = f"import os, socket, signal\ntry:\n{body}\nexcept OSError:\n    print('refused')"
+    return await running(program, without=without)
+
+
+@pytest.mark.parametrize("without", [(), ("namespaces",), ("seccomp",)])
+async def test_files_of_others_are_closed(tmp_path, without):
+    (tmp_path / "secret").write_text("secret")
+    for folder in (tmp_path, *tmp_path.parents[:2]):
+        folder.chmod(0o755)
+    (tmp_path / "open").mkdir(mode=0o777)
+    (tmp_path / "open").chmod(0o777)
+    source = f"""
+        import os
+        for attempt in (
+            lambda: open('{tmp_path}/secret').read(),
+            lambda: open('{tmp_path}/open/new', 'w'),
+            lambda: os.mkdir('{tmp_path}/open/new'),
+            lambda: os.rename('{tmp_path}/secret', 'mine'),
+            lambda: os.link('{tmp_path}/secret', 'mine'),
+            lambda: os.remove('{tmp_path}/secret'),
+            lambda: os.listdir('/proc'),
+            lambda: open('/etc/passwd').read(),
+        ):
+            try:
+                print(attempt())
+            except OSError:
+                print("refused")
+    """
+    result = await running(source, without=without)
+    needs(result, "files")
+    assert result.output == b"refused\n" * 8
+    assert (tmp_path / "secret").read_text() == "secret"
+    assert list((tmp_path / "open").iterdir()) == []
+
+
+async def test_rights_of_files_are_left_alone(tmp_path):
+    (tmp_path / "file").touch()
+    result = await tried(f"print(os.chmod('{tmp_path}/file', 0o777))")
+    needs(result, "calls")
+    assert result.output == b"refused\n"
+
+
+@pytest.mark.parametrize("without", [(), ("namespaces",), ("seccomp",)])
+async def test_no_connection_can_be_made(without):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        source = f"s = socket.socket(); s.connect(('127.0.0.1', {port})); print('through')"
+        result = await tried(source, *without)
+        needs(result, "network")
+        assert result.output == b"refused\n"
+
+
+async def test_the_network_is_said_to_be_open_where_it_is():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        source = f"s = socket.socket(); s.connect(('127.0.0.1', {port})); print('through')"
+        result = await tried(source, *MECHANISMS)
+    assert ("network" in result.missing, result.output) == (True, b"through\n")
+
+
+@pytest.mark.parametrize("without", [(), ("namespaces", "user"), ("landlock", "namespaces")])
+async def test_signals_reach_nobody_outside(without):
+    source = f"""
+        for process in (os.getppid(), {os.getpid()}):
+            try:
+                os.kill(process, signal.SIGTERM)
+                print('sent')
+            except OSError:
+                pass
+    """
+    before = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("a signal came"))
+    try:
+        result = await tried(source, *without)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert result.ending == "finished"
+    assert b"sent" not in result.output or result.output == b"sent\n" * (not without)
+
+
+async def test_a_group_signal_ends_the_program_alone():
+    assert (await running("import os; os.killpg(0, 9)")).ending == "killed"
+
+
+async def test_new_namespaces_and_privileges_are_out_of_reach():
+    source = """
+        import ctypes
+        c = ctypes.CDLL(None, use_errno=True)
+        print(c.unshare(0x10000000), c.mount(b"x", b"/tmp", b"tmpfs", 0, 0), c.ptrace(0, 0, 0, 0))
+    """
+    result = await running(source)
+    needs(result, "calls")
+    assert result.output == b"-1 -1 -1\n"
+
+
+async def test_root_is_left_behind():
+    result = await running("import os; print(os.getuid(), os.getgid(), os.getgroups())")
+    needs(result, "user")
+    (number,) = result.held["user"]
+    user = number.removeprefix("number ")
+    assert result.output.decode() == f"{user} {user} []\n"
+    assert int(user) > 1000
+
+
+async def test_what_is_left_out_is_said():
+    bare = await running("", without=MECHANISMS)
+    assert set(bare.missing) == set(PROTECTIONS)
+    assert bare.ending == "finished"
+
+
+# 5. no box
+
+
+async def test_a_required_protection_that_does_not_hold_stops_everything(tmp_path):
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    source = f"open({str(tmp_path / 'open' / 'ran')!r}, 'w')"
+    with pytest.raises(SandboxError, match="files was required, and does not hold"):
+        await running(source, require=["files"], without=MECHANISMS)
+    assert list((tmp_path / "open").iterdir()) == []
+
+
+async def test_a_box_that_cannot_be_built_says_why(monkeypatch):
+    with pytest.raises(SandboxError, match="ModuleNotFoundError: No module named 'nowhere'"):
+        async with Box({"function": "nowhere:f", "arguments": {}}) as box:
+            await box.result()
+    monkeypatch.setattr(sandbox.sys, "executable", "/nowhere/python")
+    with pytest.raises(SandboxError, match="cannot be started"):
+        await running("")
+
+
+async def test_a_warden_that_dies_early_is_told(monkeypatch):
+    monkeypatch.setattr(sandbox, "_BARE", ("-c", "raise SystemExit('no warden')"))
+    with pytest.raises(SandboxError, match="no warden"):
+        await running("")

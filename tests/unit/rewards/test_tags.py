@@ -1,0 +1,75 @@
+"""Tags with names of any kind, and the answer in the last of them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.rewards.tags import REASONING, THINK, Tags
+
+WHOLE = "<reasoning>r</reasoning><answer>a</answer>"
+
+
+@pytest.mark.parametrize(
+    ("text", "share"),
+    [
+        ("", 0.0),
+        ("reasoning answer", 0.0),
+        ("<answer>", 0.25),
+        ("<answer><answer>", 0.25),
+        ("<ANSWER>a</Answer>", 0.5),
+        ("<reasoning><answer></answer>", 0.75),
+        (WHOLE, 1.0),
+        ("<think>r</think><answer>a</answer>", 0.5),
+    ],
+)
+def test_share_is_how_many_of_four_tags_occur(text, share):
+    assert REASONING.share(text) == share
+
+
+def test_counts_in_the_order_of_the_four_tags():
+    assert THINK.counts("<think><THINK></think><answer>") == (2, 1, 1, 0)
+    assert THINK.four == ("<think>", "</think>", "<answer>", "</answer>")
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (WHOLE, "a"),
+        ("<answer>\n 1\n2 \n</answer>", "1\n2"),
+        ("<answer>1</answer> or <answer>2</answer>", "2"),
+        ("<answer>1</answer> or <answer>2", "1"),
+        ("<answer>1<answer>2</answer>", "2"),
+        ("<answer>1</answer></answer>", "1"),
+        ("<Answer>1</ANSWER>", "1"),
+        ("<answer></answer>", ""),
+        ("<answer>1</answer><answer></answer>", ""),
+        ("</answer>1<answer>", None),
+        ("1", None),
+    ],
+)
+def test_the_last_pair_of_answer_tags_counts(text, answer):
+    assert REASONING.last_answer(text) == answer
+
+
+@pytest.mark.parametrize("name", ["a.c", "a|b", "(x", "[z", "a*", "\\d", "$", "^", "final answer"])
+def test_a_name_is_text_and_no_pattern(name):
+    tags = Tags(answer=name)
+    assert tags.last_answer(f"<{name}>1</{name}>") == "1"
+    assert tags.counts(f"<{name}>1</{name}>") == (0, 0, 1, 1)
+    assert tags.counts("<abc><a><b><aa><5><>") == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("names", [("", "answer"), ("<think>", "answer"), ("a", "/a"), ("A", "a")])
+def test_names_that_cannot_be_told_apart_are_refused(names):
+    with pytest.raises(ValueError, match="tag"):
+        Tags(*names)
+
+
+@given(st.text("<>/ansWER aé(", max_size=30), st.text("xé<> ", max_size=8))
+def test_any_text_has_a_share_and_what_is_written_last_is_found(before, answer):
+    assert REASONING.share(before) in (0.0, 0.25, 0.5, 0.75, 1.0)
+    assert REASONING.last_answer(f"{before}<answer>{answer}</answer>") == answer.strip()
+
+
+def test_a_flood_of_tags_is_read_in_time():
+    assert REASONING.last_answer("<answer>" * 50_000) is None
