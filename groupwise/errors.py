@@ -17,6 +17,8 @@
         ├── StoreError                the run's record cannot be read or written
         ├── RewardWorkerError         reward workers cannot be started, or a stateful reward timed out
         ├── EnvironmentWorkerError    likewise of environments
+        ├── EndpointError             a service that was asked over HTTP gave no usable answer; `status` is its HTTP status
+        ├── SandboxError              no box for code of a model could be built
         └── CallbackError             a callback failed that the run cannot go on without
 
 A message says what was given, what was expected, what exists and what to do. Errors are picklable: they cross processes.
@@ -135,6 +137,23 @@ class EnvironmentWorkerError(RunError):
     """Workers for environments cannot be started, or an environment that cannot be replaced timed out."""
 
     code = "environment_worker"
+
+
+class EndpointError(RunError):
+    """A service that was asked over HTTP gave no usable answer; the message holds what came instead."""
+
+    code = "endpoint"
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        """`status` is the HTTP status of the last answer; None where there was none, or one that is no answer to the question."""
+        super().__init__(message)
+        self.status = status
+
+
+class SandboxError(RunError):
+    """No sandbox could be built: it is not the fault of the code that was to run in it."""
+
+    code = "sandbox"
 
 
 class CallbackError(RunError):

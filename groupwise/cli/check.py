@@ -21,7 +21,7 @@ OptionalConfig = Annotated[
 
 
 def check(
-    task_module: TaskOption,
+    task_module: TaskOption = None,
     overrides: Overrides = None,
     config: OptionalConfig = None,
     completions: Annotated[

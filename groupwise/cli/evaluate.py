@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def evaluate(
     config: ConfigOption,
-    task_module: TaskOption,
+    task_module: TaskOption = None,
     overrides: Overrides = None,
     policy: Annotated[
         list[str] | None,

@@ -18,12 +18,13 @@ from groupwise.cli.check import check
 from groupwise.cli.doctor import doctor
 from groupwise.cli.evaluate import evaluate
 from groupwise.cli.fetch_model import fetch_model
+from groupwise.cli.generate import generate
 from groupwise.cli.init import init
 from groupwise.cli.output import PROGRAM, Stopped, report_error, report_stop
 from groupwise.cli.rl import rl
 from groupwise.cli.sft import sft
 
-LATER = frozenset({"serve", "fleet", "launch", "web", "generate"})
+LATER = frozenset({"serve", "fleet", "launch", "web"})
 """Commands of parts that are not in this version."""
 
 
@@ -106,6 +107,7 @@ app.command("eval")(evaluate)
 app.command("init")(init)
 app.command("check")(check)
 app.command("doctor")(doctor)
+app.command("generate")(generate)
 app.command("fetch-model")(fetch_model)
 app.add_typer(
     typer.Typer(cls=RunsGroup, no_args_is_help=True, rich_markup_mode=None),

@@ -11,13 +11,13 @@ ConfigOption = Annotated[
     Path, typer.Option("--config", "-c", metavar="C.yaml", help="The YAML file that configures it.")
 ]
 TaskOption = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--task-module",
         "-t",
         metavar="T",
         help="The task: a Python file, package.module, module:attribute, or the name of a "
-        "built-in or installed one.",
+        "built-in or installed one. Without it, the config names data and rewards.",
     ),
 ]
 Overrides = Annotated[
@@ -42,7 +42,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Write the result as on
 
 def rl(
     config: ConfigOption,
-    task_module: TaskOption,
+    task_module: TaskOption = None,
     overrides: Overrides = None,
     resume: ResumeOption = False,
     resume_from: ResumeFromOption = None,

@@ -19,7 +19,7 @@ from groupwise.cli.rl import (
 
 def sft(
     config: ConfigOption,
-    task_module: TaskOption,
+    task_module: TaskOption = None,
     overrides: Overrides = None,
     resume: ResumeOption = False,
     resume_from: ResumeFromOption = None,

@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from groupwise.endpoints.client import Client, Endpoint
+from groupwise.errors import EndpointError
+from groupwise.generation.asking import HOPE, Asking, Tally
+from groupwise.generation.config import read_options
+from groupwise.generation.journal import Answers, Journal
+from groupwise.generation.prompts import Item
+
+
+def items(count: int) -> list[Item]:
+    chat: Any = [{"role": "user", "content": "q"}]
+    return [Item(n, chat if n % 2 else f"text {n}", {}, f"k{n}") for n in range(count)]
+
+
+class Service:
+    """Answers with at most `most` choices; `status` of a request's number may be another than 200."""
+
+    def __init__(self, most: int = 9, **statuses: int) -> None:
+        self.most = most
+        self.statuses = {int(name[1:]): status for name, status in statuses.items()}
+        self.every: int | None = None
+        self.asked: list[dict[str, Any]] = []
+
+    async def answer(self, request: httpx2.Request) -> httpx2.Response:
+        body = json.loads(request.content)
+        self.asked.append(body)
+        status = self.statuses.get(len(self.asked) - 1, self.every or 200)
+        if status != 200:
+            return httpx2.Response(status, json={"error": {"message": f"no. {len(self.asked)}"}})
+        choices = [{"text": "t", "finish_reason": "stop"}] * min(body.get("n", 1), self.most)
+        usage = {"prompt_tokens": 5, "completion_tokens": len(choices)}
+        return httpx2.Response(200, json={"choices": choices, "usage": usage})
+
+
+async def ask(
+    folder: Path, service: Service, rows: list[Item], **options: Any
+) -> tuple[Tally, Answers]:
+    given = {"dataset": "d", "output": "o", "concurrency": 1, "retries": 0, **options}
+    config = read_options(given)
+    endpoint = Endpoint("http://h", "m", retries=0)
+    transport = httpx2.MockTransport(service.answer)
+    answers = Answers()
+    with Journal(folder / "a.jsonl", answers) as journal:
+        async with Client(endpoint, transport=transport) as client:
+            asking = Asking(client, config, answers, journal, lambda tally: None)
+            return await asking.ask(rows), answers
+
+
+async def test_only_what_is_missing_is_asked_for(tmp_path: Path) -> None:
+    service = Service(most=2)
+    tally, answers = await ask(tmp_path, service, items(2), num_generations=3)
+    assert [(body.get("n", 1), "prompt" in body) for body in service.asked] == [
+        (3, True), (1, True), (3, False), (1, False),
+    ]  # fmt: skip
+    assert (tally.answered, tally.requests) == (2, 4)
+    assert (tally.usage.prompt_tokens, tally.usage.completion_tokens) == (20, 6)
+    assert len(answers.of("k0")) == 3
+    again = Service()
+    tally, _ = await ask(tmp_path, again, items(3), num_generations=3)
+    assert len(again.asked) == 1
+    tally, _ = await ask(tmp_path, again, items(3), num_generations=4)
+    assert [body.get("n", 1) for body in again.asked[1:]] == [1, 1, 1]
+
+
+async def test_options_are_sent_and_seeds_are_of_the_row(tmp_path: Path) -> None:
+    service = Service(most=1)
+    options: dict[str, Any] = {"temperature": 0.5, "top_p": 0.9, "max_new_tokens": 7, "stop": ["x"]}
+    await ask(tmp_path, service, items(2), seed=3, num_generations=2, **options)
+    one, two, other, _ = service.asked
+    assert {name: one[name] for name in ("temperature", "top_p", "max_tokens", "stop")} == {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "max_tokens": 7,
+        "stop": ["x"],
+    }
+    assert two["seed"] == one["seed"] + 1
+    assert abs(other["seed"] - one["seed"]) > 2
+    repeated = Service()
+    (tmp_path / "a.jsonl").unlink()
+    await ask(tmp_path, repeated, items(1), seed=3)
+    assert repeated.asked[0]["seed"] == one["seed"]
+
+
+async def test_a_row_that_is_refused_stops_no_other(tmp_path: Path) -> None:
+    service = Service(r1=400, r2=500)
+    tally, answers = await ask(tmp_path, service, items(4))
+    assert [failure.index for failure in tally.failures] == [1, 2]
+    assert "status 400: no. 2" in tally.failures[0].reason
+    assert tally.answered == 2
+    assert answers.of("k3")
+
+
+@pytest.mark.parametrize("status", [401, 402, 403, 404])
+async def test_what_every_row_would_meet_ends_it(tmp_path: Path, status: int) -> None:
+    service = Service(r2=status)
+    with pytest.raises(EndpointError, match=f"status {status}"):
+        await ask(tmp_path, service, items(50))
+    assert len(service.asked) == 3
+    kept = Answers()
+    kept.read(tmp_path / "a.jsonl")
+    assert kept.of("k0")
+    assert kept.of("k1")
+
+
+async def test_failures_in_a_row_end_it(tmp_path: Path) -> None:
+    service = Service(r0=200, r1=500, r2=200)
+    service.every = 500
+    with pytest.raises(EndpointError, match=f"{HOPE} rows failed one after the other.*\n.*no. "):
+        await ask(tmp_path, service, items(50))
+    assert len(service.asked) == 3 + HOPE
+
+
+async def test_refused_rows_leave_hope_once_one_was_answered(tmp_path: Path) -> None:
+    service = Service(r0=200)
+    service.every = 400
+    tally, _ = await ask(tmp_path, service, items(3 * HOPE))
+    assert len(tally.failures) == 3 * HOPE - 1
+    other = tmp_path / "other"
+    other.mkdir()
+    hopeless = Service()
+    hopeless.every = 400
+    with pytest.raises(EndpointError, match="status 400"):
+        await ask(other, hopeless, items(3 * HOPE))
+    assert len(hopeless.asked) == HOPE
+
+
+async def test_answers_that_do_not_tell_their_tokens_are_counted(tmp_path: Path) -> None:
+    async def answer(request: httpx2.Request) -> httpx2.Response:
+        return httpx2.Response(200, json={"choices": [{"text": "t"}]})
+
+    service = Service()
+    service.answer = answer
+    tally, _ = await ask(tmp_path, service, items(2))
+    assert (tally.untold, tally.usage.completion_tokens) == (2, 0)

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.errors import TaskError
+from groupwise.generation.config import read_options
+from groupwise.generation.prompts import Prompts, Template, read_prompts
+
+SHAPES = {"model": "m", "temperature": 1.0}
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Any:
+    def read(rows: list[dict[str, Any]], shapes: Any = SHAPES, **options: Any) -> Prompts:
+        file = tmp_path / "rows.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return read_prompts(read_options({"dataset": str(file), "output": "o", **options}), shapes)
+
+    return read
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def test_text_becomes_a_users_message_or_is_continued(rows: Any) -> None:
+    assert rows([{"prompt": "hi", "a": 1}]).items[0].prompt == [user("hi")]
+    item = rows([{"prompt": "hi", "a": 1}], api="completions").items[0]
+    assert (item.prompt, item.columns, item.index) == ("hi", {"prompt": "hi", "a": 1}, 0)
+
+
+def test_a_system_message_comes_where_there_is_none(rows: Any) -> None:
+    own = {"role": "system", "content": "own"}
+    read = rows([{"prompt": "hi"}, {"prompt": [own, user("hi")]}], system_prompt="be kind")
+    assert read.items[0].prompt == [{"role": "system", "content": "be kind"}, user("hi")]
+    assert read.items[1].prompt == [own, user("hi")]
+
+
+def test_the_answer_that_is_there_is_left_out(rows: Any) -> None:
+    answered = [user("hi"), {"role": "assistant", "content": "ho"}]
+    read = rows([{"messages": answered}], prompt_column="messages", system_prompt="s")
+    assert read.items[0].prompt == [{"role": "system", "content": "s"}, user("hi")]
+    assert read.answered_already == 1
+    assert rows([{"messages": answered[:1]}], prompt_column="messages").answered_already == 0
+
+
+def test_templates_fill_columns_in(rows: Any) -> None:
+    template = "{{Q}} {question} {n} {list} ö"
+    read = rows([{"question": "why {n}?", "n": 3, "list": ["a", "ü"]}], prompt_template=template)
+    assert read.items[0].prompt == [user('{Q} why {n}? 3 ["a", "ü"] ö')]
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{quesion}", r"no column 'quesion'.* in the prompt template.*Did you mean 'question'"),
+        ("plain", "names no column"),
+        ("{{ question }}", r"Is \{question\} meant for \{\{ question \}\}\?"),
+        ("{question", "cannot be read"),
+        ("{question!r}", "more than the name of a column"),
+        ("{question:>3}", "more than the name of a column"),
+        ("{}", "names no column"),
+    ],
+)
+def test_templates_that_cannot_be_meant(rows: Any, template: str, said: str) -> None:
+    with pytest.raises(TaskError, match=said):
+        rows([{"question": "q"}], prompt_template=template)
+
+
+def test_a_column_that_is_not_there_is_named_with_those_that_are(rows: Any) -> None:
+    with pytest.raises(TaskError, match=r"no column 'prompt'.* It has: prompts, x"):
+        rows([{"prompts": "q", "x": 1}])
+
+
+def test_rows_that_cannot_be_asked_are_told_apart(rows: Any) -> None:
+    read = rows([{"prompt": "a"}, {"prompt": ""}, {"prompt": None}, {"prompt": "b"}])
+    assert [item.index for item in read.items] == [0, 3]
+    assert [each.index for each in read.unasked] == [1, 2]
+    assert "`prompt` is empty" in read.unasked[0].reason
+    with pytest.raises(TaskError, match=r"No row can be asked\. Row 0: .*its prompt"):
+        rows([{"prompt": ""}])
+    read = rows([{"a": "x", "b": 1}, {"a": "", "b": 1}], prompt_template="{a} {b}")
+    assert "column 'a', which the template names, is empty" in read.unasked[0].reason
+
+
+def keys(read: Prompts) -> list[str]:
+    return [item.key for item in read.items]
+
+
+def test_a_key_is_the_rows_and_no_others(rows: Any) -> None:
+    one, two = {"prompt": "a", "x": 1}, {"prompt": "a", "x": 2}
+    read = keys(rows([one, two, one]))
+    assert len(set(read)) == 3, "equal rows are rows of their own"
+    assert keys(rows([{"x": 1, "prompt": "a"}, one, two])) == [read[0], read[2], read[1]]
+    assert keys(rows([{"prompt": "new"}, two]))[1] == read[1], "its place does not matter"
+    for changed in ({"api": "completions"}, {"system_prompt": "s"}):
+        assert set(keys(rows([one, two, one], **changed))).isdisjoint(read)
+    assert set(keys(rows([one, two], {**SHAPES, "temperature": 0.5}))).isdisjoint(read)
+
+
+def test_shards_divide_the_rows(rows: Any) -> None:
+    given = [{"prompt": p} for p in "aabcde"]
+    whole = rows(given)
+    parts = [rows(given, shard=f"{i}/3") for i in (1, 2, 3)]
+    assert [[item.index for item in part.items] for part in parts] == [[0, 3], [1, 4], [2, 5]]
+    together = {item.index: item.key for part in parts for item in part.items}
+    assert together == {item.index: item.key for item in whole.items}
+
+
+def test_a_tasks_prompts_are_as_in_training(tmp_path: Path) -> None:
+    task = tmp_path / "task.py"
+    task.write_text(
+        "def get_rl_dataset(config):\n"
+        "    return [{'prompt': 'continue', 'answer': config['task']['answer']}]\n"
+    )
+    config = tmp_path / "c.yaml"
+    config.write_text("model: {name: tiny}\ntask: {answer: 4}\n")
+    given = {"task_module": str(task), "config": str(config), "output": "o"}
+    item = read_prompts(read_options(given), SHAPES).items[0]
+    assert (item.prompt, item.columns) == ("continue", {"prompt": "continue", "answer": 4})
+    item = read_prompts(read_options({**given, "api": "chat"}), SHAPES).items[0]
+    assert item.prompt == [user("continue")]
+
+
+def test_fields_are_named_once() -> None:
+    assert Template("{a} {b} {a}").fields == ("a", "b")

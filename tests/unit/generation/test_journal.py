@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from groupwise.endpoints.answers import Answer, Usage
+from groupwise.errors import StoreError
+from groupwise.generation.journal import Answers, Journal
+
+
+def answer(*texts: str, thought: str | None = None) -> Answer:
+    count = len(texts)
+    return Answer(texts, ("stop",) * count, Usage(5, 2 * count), "m", (thought,) * count)
+
+
+def texts(answers: Answers, key: str) -> list[str]:
+    return [each.text for each in answers.of(key)]
+
+
+def written(path: Path) -> Answers:
+    with Journal(path, Answers()) as journal:
+        journal.append("k", 0, answer("a", "b\nü"))
+        journal.append("l", 0, answer("x", thought="hm"))
+        journal.append("k", 2, answer("c"))
+    answers = Answers()
+    answers.read(path)
+    return answers
+
+
+def test_what_was_appended_is_read_again(tmp_path: Path) -> None:
+    answers = written(tmp_path / "a.jsonl")
+    assert texts(answers, "k") == ["a", "b\nü", "c"]
+    assert answers.of("l")[0].reasoning == "hm"
+    assert answers.usage("k") == Usage(10, 6)
+    assert texts(answers, "none") == []
+    assert answers.usage("none") == Usage(0, 0)
+
+
+def test_an_answer_is_on_the_disk_when_append_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, flushed = tmp_path / "a.jsonl", list[bytes]()
+    fsync = os.fsync
+
+    def note(descriptor: int) -> None:
+        fsync(descriptor)
+        flushed.append(path.read_bytes())
+
+    with Journal(path, Answers()) as journal:
+        monkeypatch.setattr(os, "fsync", note)
+        journal.append("k", 0, answer("a"))
+    assert flushed
+    assert flushed[-1] == path.read_bytes() != b""
+
+
+def test_a_torn_end_is_cut_off_wherever_it_is_torn(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    written(path)
+    whole = path.read_bytes()
+    last = whole[:-1].rfind(b"\n") + 1
+    for torn in range(last, len(whole)):
+        path.write_bytes(whole[:torn])
+        answers = Answers()
+        with Journal(path, answers) as journal:
+            assert texts(answers, "k") == ["a", "b\nü"]
+            journal.append("k", 2, answer("again"))
+        again = Answers()
+        again.read(path)
+        assert texts(again, "k") == ["a", "b\nü", "again"]
+
+
+def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    written(path)
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([lines[0], b'{"key": 1}', *lines[1:]]))
+    with pytest.raises(StoreError, match="line 2 is no answer"):
+        Answers().read(path)
+
+
+def test_of_a_generation_that_is_there_twice_the_first_stands(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    with Journal(path, Answers()) as journal:
+        journal.append("k", 1, answer("late"))
+        journal.append("k", 1, answer("later"))
+        assert texts(journal._answers, "k") == [], "the first is missing"
+        journal.append("k", 0, answer("first"))
+        assert texts(journal._answers, "k") == ["first", "late"]
+
+
+def test_a_disk_that_refuses_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with Journal(tmp_path / "a.jsonl", Answers()) as journal:
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(StoreError, match=r"No space left.*\n?.*same command again"):
+            journal.append("k", 0, answer("a"))
+        assert texts(journal._answers, "k") == [], "nobody counts on it"
