@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from groupwise.checks.check import check
     from groupwise.checks.doctor import doctor
     from groupwise.evaluation.evaluate import EvalResult, evaluate
+    from groupwise.generation.generate import GenerateResult, generate
     from groupwise.loops.rl_start import RlResult, rl
     from groupwise.loops.sft_start import SftResult, sft
 
@@ -24,12 +25,14 @@ __version__ = "0.1.0"
 __all__ = [
     "Callback",
     "EvalResult",
+    "GenerateResult",
     "RlResult",
     "SftResult",
     "__version__",
     "check",
     "doctor",
     "evaluate",
+    "generate",
     "rl",
     "sft",
 ]
@@ -37,11 +40,13 @@ __all__ = [
 _HOMES = {
     "Callback": "groupwise.callbacks.base",
     "EvalResult": "groupwise.evaluation.evaluate",
+    "GenerateResult": "groupwise.generation.generate",
     "RlResult": "groupwise.loops.rl_start",
     "SftResult": "groupwise.loops.sft_start",
     "check": "groupwise.checks.check",
     "doctor": "groupwise.checks.doctor",
     "evaluate": "groupwise.evaluation.evaluate",
+    "generate": "groupwise.generation.generate",
     "rl": "groupwise.loops.rl_start",
     "sft": "groupwise.loops.sft_start",
 }

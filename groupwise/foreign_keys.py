@@ -10,7 +10,7 @@ _BATCH = (
     "and training.max_tokens_per_microbatch is what is computed at once"
 )
 _ENGINE = "sampler.engine names the engine, and only torch is in this version"
-_RL_DATA = "the data comes from the task's get_rl_dataset"
+_RL_DATA = "here it is data.dataset_name, where no task's get_rl_dataset brings the data"
 _OVERLONG = (
     "algorithm.type dapo has algorithm.soft_punish_cache and algorithm.soft_punish_factor, and "
     "algorithm.mask_truncated_completions leaves rollouts that were cut off out of the loss"
@@ -127,7 +127,11 @@ FOREIGN_TO_RL: dict[str, str] = {
         _named("algorithm.importance_sampling_cap"),
     ),
     "normalize_advantages": "here algorithm.type reinforce_pp normalises advantages over the step",
-    **dict.fromkeys(("dataset", "train_dataset", "eval_dataset"), _RL_DATA),
+    **dict.fromkeys(("dataset", "train_dataset", "dataset_path", "train_files"), _RL_DATA),
+    **dict.fromkeys(
+        ("eval_dataset", "val_files"),
+        "here it is data.dataset_test_split or data.test_split_size, where no task brings the data",
+    ),
     **dict.fromkeys(("output_dir", "logging_dir"), "here it is run.dir with run.name"),
     **dict.fromkeys(("run_name", "experiment_name"), _named("run.name")),
     **dict.fromkeys(
@@ -162,7 +166,7 @@ _RL_EVAL = (
     "it belongs to `groupwise rl` and `groupwise eval`, which have a config of their own; `groupwise sft` evaluates the "
     "loss on held-out rows"
 )
-_SFT_DATA = "the data comes from the task's get_sft_dataset and get_sft_eval_dataset"
+_SFT_DATA = "here it is data.dataset_name, where no task's get_sft_dataset brings the data"
 _EVAL = "here it is eval.eval_steps; evaluation is on where the task has get_sft_eval_dataset"
 _NOT_HERE = ("sampler.", "training.num_generations", "algorithm.", "prompts_per_step")
 
@@ -217,7 +221,7 @@ FOREIGN_TO_SFT: dict[str, str] = {
         _RL_EVAL,
     ),
     "max_prompts": "here it is eval.max_examples",
-    **dict.fromkeys(("dataset", "train_dataset", "eval_dataset"), _SFT_DATA),
+    **dict.fromkeys(("dataset", "train_dataset", "dataset_path", "train_files"), _SFT_DATA),
     **dict.fromkeys(
         ("max_seq_length", "max_seq_len", "sequence_len", "cutoff_len", "model_max_length"),
         "here it is data.max_length",

@@ -12,6 +12,7 @@ ADVANTAGES = "tests/unit/algorithms/test_advantages.py"
 CONTRACT = "tests/contract/test_learner_contract.py"
 DRAWS = "tests/integration/test_draws.py"
 FORWARD = "tests/unit/learner/test_forward.py"
+GENERATION = "tests/unit/generation"
 GRAPH_ENGINE = "tests/unit/sampler/native/test_graph_engine.py"
 LEARNER = "tests/unit/learner/test_torch_learner.py"
 LEARNING = "tests/unit/loops/test_learning_of_a_step.py"
@@ -22,9 +23,11 @@ RANK_LEARNER = "tests/unit/ranks/test_rank_learner.py"
 RANK_SAMPLER = "tests/unit/ranks/test_rank_sampler.py"
 RESUME = "tests/integration/test_resume.py"
 ROWS = "tests/unit/rollouts/test_rows.py"
+RUSH_HOUR = "tests/unit/rewards/test_rush_hour.py"
 SAMPLER = "tests/unit/sampler/test_torch_sampler.py"
 SAMPLERS = "tests/contract/test_sampler_contract.py"
 SCHEDULES = "tests/integration/test_schedules.py"
+SELECTION = "tests/unit/data/test_selection.py"
 
 MUTATIONS = (
     Mutation(
@@ -810,6 +813,56 @@ MUTATIONS = (
     ),
     Mutation(
         "28",
+        "the replay buffer begins anew",
+        (("data/selection.py", 'self.replay.load_state(state["replay"])', "pass"),),
+        (f"{RESUME}::test_every_way_of_training_resumes_bit_equal[prompts again]",),
+    ),
+    Mutation(
+        "28",
+        "what was chosen for a step under way is chosen again, when more is known",
+        (("data/selection.py", 'blocks = state.get("blocks", {})', "blocks: dict[str, Any] = {}"),),
+        (f"{SELECTION}::test_what_was_chosen_ahead_is_not_chosen_anew",),
+    ),
+    Mutation(
+        "27",
+        "examples that a step had at hand and did not need lose their turn",
+        (
+            (
+                "data/selection.py",
+                "self._unused = [choice.index",
+                "self._unused = [0 * choice.index",
+            ),
+        ),
+        (f"{SELECTION}::test_what_a_step_leaves_is_the_next_ones",),
+    ),
+    Mutation(
+        "27",
+        "failures of a prompt that is drawn again are never debited",
+        (
+            (
+                "data/selection.py",
+                "if prompt in replay or self._is_solved(group):",
+                "if self._is_solved(group):",
+            ),
+        ),
+        (f"{SELECTION}::test_failures_are_debited_to_the_prompt_that_was_drawn_again",),
+    ),
+    Mutation(
+        "20",
+        "the temperature of the schedule does not reach the sampler",
+        (
+            (
+                "loops/run.py",
+                "return replace(self.params, temperature=self.config.sampler.temperature_at(step))",
+                "return self.params",
+            ),
+        ),
+        (
+            "tests/integration/test_selection.py::test_every_token_of_a_step_is_drawn_at_its_temperature",
+        ),
+    ),
+    Mutation(
+        "28",
         "the weight of an adaptive penalty begins anew",
         (("loops/run.py", 'self.algorithm = make(**position["algorithm"])', "pass"),),
         (f"{RESUME}::test_every_way_of_training_resumes_bit_equal[adaptive kl]",),
@@ -863,6 +916,30 @@ MUTATIONS = (
         ("tests/unit/runs/test_checkpoints.py::test_a_damaged_one_is_skipped_and_named",),
     ),
     Mutation(
+        "29",
+        "an answer that was paid for counts before it is on the disk",
+        (
+            (
+                "generation/journal.py",
+                "            os.fsync(self._file.fileno())\n        self._answers.add(line)",
+                "        self._answers.add(line)",
+            ),
+        ),
+        (f"{GENERATION}/test_journal.py::test_an_answer_is_on_the_disk_when_append_returns",),
+    ),
+    Mutation(
+        "29",
+        "the next answer is written behind a torn one",
+        (("generation/journal.py", "self._file.truncate(whole)", "assert whole >= 0"),),
+        (f"{GENERATION}/test_journal.py::test_a_torn_end_is_cut_off_wherever_it_is_torn",),
+    ),
+    Mutation(
+        "26",
+        "rows that are equal get each other's generations",
+        (("generation/prompts.py", 'f"{told} {seen[told]}"', "told"),),
+        (f"{GENERATION}/test_generate_prompts.py::test_a_key_is_the_rows_and_no_others",),
+    ),
+    Mutation(
         "30",
         "a worker that was killed is not reaped",
         (
@@ -877,6 +954,84 @@ MUTATIONS = (
         (
             "tests/unit/rewards/test_workers.py::test_hanging_call_is_timed_out_and_the_next_one_served[hangs]",
         ),
+    ),
+    Mutation(
+        "30",
+        "a sandbox opens every file",
+        (
+            (
+                "rewards/sandbox_kernel.py",
+                '_raw("landlock_restrict_self", ruleset, 0)',
+                "pass",
+            ),
+        ),
+        ("tests/unit/rewards/test_sandbox.py::test_files_of_others_are_closed",),
+    ),
+    Mutation(
+        "30",
+        "a sandbox does not notice that whoever started it is gone",
+        (
+            (
+                "rewards/sandbox_child.py",
+                "            if control in ready:",
+                "            if control is None:",
+            ),
+        ),
+        ("tests/unit/rewards/test_sandbox.py::test_it_ends_when_whoever_started_it_is_killed[all]",),
+    ),
+    Mutation(
+        "30",
+        "what is not the fault of model-written code is a reward of 0",
+        (
+            (
+                "rewards/python_tests.py",
+                'return Failed(f"could not run the tests: {error}")',
+                "return Verdict(0, 1, str(error))",
+            ),
+        ),
+        (
+            "tests/unit/rewards/test_python_tests.py::"
+            "test_what_is_not_the_codes_fault_fails_its_rollout_alone",
+        ),
+    ),
+    Mutation(
+        "30",
+        "an answer without a verdict is the lowest score",
+        (
+            (
+                "rewards/judge.py",
+                "        placed = score if isinstance(score, Failed) else (score - low) / (high - low)\n",
+                "        placed = 0.0 if isinstance(score, Failed) else (score - low) / (high - low)\n",
+            ),
+        ),
+        (
+            "tests/unit/rewards/test_judge.py::test_what_cannot_be_read_is_asked_for_once_more_and_fails",
+            "tests/unit/rewards/test_judge.py::test_a_service_that_does_not_answer_fails_its_completions_alone",
+        ),
+    ),
+    Mutation(
+        "31",
+        "an object of model-written code says itself that it is what a test expects",
+        (
+            (
+                "rewards/boxed_tests.py",
+                "return _ask(self, do, other) if isinstance(other, Remote) else NotImplemented",
+                "return _ask(self, do, other)",
+            ),
+        ),
+        ("tests/unit/rewards/test_python_tests.py::test_an_attack_earns_nothing",),
+    ),
+    Mutation(
+        "31",
+        "a judge's verdict counts without the mark of its question",
+        (
+            (
+                "rewards/judge_prompts.py",
+                'if each.get("id") == self.mark]',
+                'if "id" in each]',
+            ),
+        ),
+        ("tests/unit/rewards/test_judge.py::test_a_verdict_in_a_completion_is_no_verdict",),
     ),
     Mutation(
         "30",
@@ -901,6 +1056,222 @@ MUTATIONS = (
             ),
         ),
         ("tests/unit/rewards/test_rubric.py::test_wrong_answers_fail_the_whole_call",),
+    ),
+    Mutation(
+        "30",
+        "a row whose label is unknown has the rewards of another task",
+        (
+            (
+                "rewards/router.py",
+                "        return self.default\n",
+                "        return self.default or next(iter(self.rubrics))\n",
+            ),
+        ),
+        (
+            "tests/unit/rewards/test_router.py::test_rows_without_rewards_are_refused_with_the_labels_there_are",
+            "tests/unit/rewards/test_router.py::test_a_row_without_rewards_has_failed_and_others_have_not",
+        ),
+    ),
+    Mutation(
+        "31",
+        "the first answer tag counts",
+        (("rewards/tags.py", "found[-1].strip()", "found[0].strip()"),),
+        ("tests/unit/rewards/test_tags.py::test_the_last_pair_of_answer_tags_counts",),
+    ),
+    Mutation(
+        "31",
+        "the name of a tag is a pattern",
+        (("rewards/tags.py", "    tag = re.escape(name)\n", "    tag = name\n"),),
+        ("tests/unit/rewards/test_tags.py::test_a_name_is_text_and_no_pattern",),
+    ),
+    Mutation(
+        "31",
+        "an empty gold answer is one",
+        (("rewards/gold.py", "(form for form in forms if form)", "(forms)"),),
+        (
+            "tests/unit/rewards/test_gold.py::test_a_row_without_gold_is_refused_with_the_columns_there_are",
+        ),
+    ),
+    Mutation(
+        "31",
+        "an empty pair of tags counts",
+        (
+            (
+                "rewards/formats.py",
+                'return re.sub(rf"<({names})>\\s*</\\1>", "", text, flags=re.IGNORECASE)',
+                "return text if names else text",
+            ),
+        ),
+        ("tests/unit/rewards/test_formats.py::test_tags_that_occur_once",),
+    ),
+    Mutation(
+        "31",
+        "a number is told by its letters, of which it has none",
+        (
+            (
+                "rewards/crossword.py",
+                "if not found or any(sign.isdigit() for sign in gold):",
+                "if not gold:",
+            ),
+        ),
+        ("tests/unit/rewards/test_crossword.py::test_what_letters_cannot_tell_is_refused",),
+    ),
+    Mutation(
+        "31",
+        "a word within another word stands by itself",
+        (("rewards/crossword.py", 'f" {words} " in f" {there} "', "words in there"),),
+        (
+            "tests/unit/rewards/test_crossword.py::test_a_gold_answer_within_another_word_is_none_in_the_mode_word",
+        ),
+    ),
+    Mutation(
+        "31",
+        "the letters of a word are factors",
+        (("rewards/mathematics.py", " or _in_words(bare)", ""),),
+        ("tests/unit/rewards/test_mathematics.py::test_what_is_wrong_however_alike_it_looks",),
+    ),
+    Mutation(
+        "31",
+        "whole numbers may be off by a millionth",
+        (("rewards/canonical.py", "return not whole and ", "return "),),
+        ("tests/unit/rewards/test_canonical.py::test_what_does_not",),
+    ),
+    Mutation(
+        "31",
+        "an echo of the prompt is an answer",
+        (
+            (
+                "rewards/overlap.py",
+                "set(own_words(written, words(_text(prompt)), self.copied_run))",
+                "set(own_words(written, words(_text(prompt)), 0))",
+            ),
+        ),
+        (
+            "tests/unit/rewards/test_overlap.py::test_an_echo_of_a_rubric_in_the_prompt_wins_nothing",
+        ),
+    ),
+    Mutation(
+        "31",
+        "a letter that is green in Wordle makes another one yellow",
+        (
+            (
+                "tasks/wordle_rules.py",
+                "left = [letter for letter, own in zip(secret, guess, strict=True) if letter != own]",
+                "left = list(secret)",
+            ),
+        ),
+        (
+            "tests/unit/tasks/test_wordle_rules.py::test_greens_take_their_letters_first_then_yellows_from_left_to_right",
+        ),
+    ),
+    Mutation(
+        "31",
+        "a guess that was only thought of counts",
+        (("tasks/wordle_rules.py", "_GUESS.search(text, closing.end())", "_GUESS.search(text)"),),
+        (
+            "tests/unit/tasks/test_wordle_rules.py::test_the_guess_is_the_first_well_formed_one_after_the_closing_tag",
+            "tests/unit/tasks/test_wordle.py::test_rewards",
+        ),
+    ),
+    Mutation(
+        "31",
+        "letters that are no word satisfy what is known",
+        (
+            (
+                "tasks/wordle.py",
+                "    if guess not in real:\n        return Verdict(guess, repeated=guess in guesses)\n",
+                "",
+            ),
+        ),
+        ("tests/unit/tasks/test_wordle.py::test_rewards",),
+    ),
+    Mutation(
+        "31",
+        "every row is played on the board of the first",
+        (("rewards/rush_hour.py", "            board,\n", "            [board[0]] * count,\n"),),
+        (f"{RUSH_HOUR}::test_each_row_has_its_own_board_gold_and_target",),
+    ),
+    Mutation(
+        "31",
+        "a board is solved by any car at the right edge",
+        (
+            (
+                "rewards/rush_hour.py",
+                "cars[LEAVING][-1] % board.size",
+                "cars[move.car][-1] % board.size",
+            ),
+        ),
+        (f"{RUSH_HOUR}::test_it_is_a_that_leaves",),
+    ),
+    Mutation(
+        "31",
+        "gold solutions with the names of another board are taken",
+        (("rewards/rush_hour.py", "        if not played.solved:\n", "        if not moves:\n"),),
+        (f"{RUSH_HOUR}::test_a_gold_solution_that_does_not_solve_its_own_board_is_refused",),
+    ),
+    Mutation(
+        "31",
+        "the clues of an answer go to several splits",
+        (
+            (
+                "tasks/crossword.py",
+                'by_answer.setdefault(letters(row["answer"]), [])',
+                'by_answer.setdefault(row["clue"], [])',
+            ),
+        ),
+        ("tests/unit/tasks/test_crossword.py::test_no_answer_and_no_clue_is_in_two_splits",),
+    ),
+    Mutation(
+        "31",
+        "an answer that a grader stumbles over fails its rollout",
+        (
+            (
+                "tasks/reasoning_gym.py",
+                "        _check_entry(grade, entry)\n        return 0.0\n",
+                "        raise\n",
+            ),
+        ),
+        (
+            "tests/unit/tasks/test_reasoning_gym.py::test_an_answer_that_the_grader_stumbles_over_earns_nothing",
+        ),
+    ),
+    Mutation(
+        "31",
+        "graders evaluate whatever a model writes",
+        (
+            (
+                "tasks/reasoning_gym.py",
+                '    if not is_harmless(answer, str(spec["name"])):\n        return 0.0\n',
+                "",
+            ),
+        ),
+        ("tests/unit/tasks/test_reasoning_gym.py::test_graders_that_evaluate_answers_get_no_code",),
+    ),
+    Mutation(
+        "31",
+        "the rubric that an answer is paid by stands in the prompt",
+        (
+            (
+                "tasks/rubric_answers.py",
+                "if own.rubric_in_prompt else question",
+                "if not own.rubric_in_prompt else question",
+            ),
+        ),
+        (
+            "tests/unit/tasks/test_rubric_answers.py::test_prompt_has_the_question_and_not_the_rubric",
+        ),
+    ),
+    Mutation(
+        "31",
+        "validation rows are also trained on",
+        (
+            (
+                "tasks/sort_words.py",
+                'others = {frozenset(row["words"]) for row in _rows(own)}',
+                "others: set[frozenset[str]] = set()",
+            ),
+        ),
+        ("tests/unit/tasks/test_sort_words.py::test_no_set_of_words_occurs_twice",),
     ),
     Mutation(
         "32",

@@ -23,6 +23,7 @@ from groupwise.checks import check_games
 from groupwise.checks.check_data import (
     check_dataset,
     check_hooks,
+    check_left_out,
     check_overlap,
     check_teacher,
     first_prompts,
@@ -33,7 +34,13 @@ from groupwise.checks.check_data import (
 )
 from groupwise.checks.check_environment import check_environment
 from groupwise.checks.check_given import GivenGroup, judge_given, load_given, score_given
-from groupwise.checks.check_gold import ANSWER_COLUMNS, GOLD_COMPLETION, Gold, gold_column
+from groupwise.checks.check_gold import (
+    GOLD_COMPLETION,
+    Gold,
+    GoldByLabel,
+    gold_column,
+    gold_columns,
+)
 from groupwise.checks.check_rewards import (
     ALONE_ROWS,
     Trial,
@@ -55,6 +62,7 @@ from groupwise.checks.findings import Finding, Findings, OnFinding, Report
 from groupwise.config import LoadedConfig, RunConfig, load_config, view, with_task_schema
 from groupwise.errors import EnvironmentWorkerError, RewardWorkerError, TaskError, UsageError
 from groupwise.models.tokens import rendered
+from groupwise.rewards.router import Router
 from groupwise.rewards.rubric import Rubric
 from groupwise.rewards.scoring import Scorer
 from groupwise.rewards.text import as_completion
@@ -91,7 +99,7 @@ class Subject:
 
 
 def check(
-    task: object,
+    task: object = None,
     config: Path | str | Mapping[str, Any] | RunConfig | None = None,
     *,
     overrides: Sequence[str] = (),
@@ -101,8 +109,9 @@ def check(
 ) -> Report:
     """Look at a task and its rewards: the command `groupwise check`.
 
-    `completions` is a JSONL file or a run whose rollouts are scored too, `rows` the number of examples that rewards are tried on.
-    Without a config, that of the model `tiny` stands in. Raises `UsageError` for what cannot be used at all.
+    Without a task, that of the config is meant. `completions` is a JSONL file or a run whose rollouts are scored too, `rows` the
+    number of examples that rewards are tried on. Without a config, that of the model `tiny` stands in. Raises `UsageError` for what
+    cannot be used at all.
     """
     findings = Findings(on_finding)
     subject = _subject(task, config, overrides, findings)
@@ -112,6 +121,7 @@ def check(
     for name, examples in (("training data", subject.train), ("held-out data", subject.held_out)):
         if examples:
             findings.extend(check_dataset(name, examples, lengths_by, room, same, subject.tools))
+    findings.extend(check_left_out(subject.task.accounts))
     if subject.train and subject.held_out:
         findings.add(check_overlap(subject.train, subject.held_out, same))
     findings.extend(
@@ -135,8 +145,9 @@ def _subject(
     findings: Findings,
 ) -> Subject:
     """Load everything that can be loaded; what is broken raises, as it does in training."""
-    found = load_task(task)
-    loaded = load_config(_stand_in(found) if config is None else config, overrides)
+    given_task = None if task is None else load_task(task)
+    loaded = load_config(_stand_in(given_task) if config is None else config, overrides)
+    found = task_parts.task_of(loaded.config, given_task)
     findings.add(check_hooks(found))
     loaded = _with_schema(loaded, found)
     settings = loaded.config
@@ -157,9 +168,9 @@ def _subject(
     return Subject(settings, found, tokenizer, config is not None, train, held_out, rubric, tools)
 
 
-def _stand_in(task: Task) -> dict[str, Any]:
+def _stand_in(task: Task | None) -> dict[str, Any]:
     """The config where none is given."""
-    rollout = {"type": "environment"} if task.has("get_environment") else {}
+    rollout = {"type": "environment"} if task and task.has("get_environment") else {}
     return {"model": {"name": "tiny"}, "rollout": rollout}
 
 
@@ -282,7 +293,7 @@ async def _try_rewards(
     trial = Trial(scorer, subject.tokenizer)
     try:
         await scorer.start()
-        chosen = spread(subject.examples, rows)
+        chosen = _chosen(subject, rows)
         gold = await _gold(trial, subject, chosen, findings)
         verdicts = await _on_known(subject, trial, chosen, gold, findings)
         if given:
@@ -332,24 +343,59 @@ async def _on_known(
     return verdicts
 
 
+def _by_label(
+    rubric: Rubric | None, examples: Sequence[Example]
+) -> dict[str | None, list[Example]]:
+    """The examples by whose rewards they have; together, where all have the same."""
+    if not isinstance(rubric, Router):
+        return {None: list(examples)}
+    found: dict[str | None, list[Example]] = {}
+    for example in examples:
+        found.setdefault(rubric.label_of(example.columns), []).append(example)
+    return found
+
+
+def _chosen(subject: Subject, rows: int) -> list[Example]:
+    """The examples on which rewards are tried: of every label as many."""
+    labels = _by_label(subject.rubric, subject.examples)
+    each = -(-rows // len(labels))
+    return [example for own in labels.values() for example in spread(own, each)]
+
+
 async def _gold(
     trial: Trial, subject: Subject, chosen: Sequence[Example], findings: Findings
 ) -> Gold | None:
-    """Where gold completions come from; says so."""
-    column = gold_column(chosen)
+    """Where gold completions come from, for each label of its own; says so."""
+    labels = _by_label(subject.rubric, chosen)
+    found = {
+        label: await _gold_of(trial, subject, own, f" of {label}" if label else "", findings)
+        for label, own in labels.items()
+    }
+    golds = {label: gold for label, gold in found.items() if gold is not None}
+    if isinstance(subject.rubric, Router) and golds:
+        return GoldByLabel.of(golds, subject.rubric.label_of)
+    return next(iter(golds.values()), None)
+
+
+async def _gold_of(
+    trial: Trial, subject: Subject, chosen: Sequence[Example], of: str, findings: Findings
+) -> Gold | None:
+    """The gold of rows that have the same rewards; `of` says in the report whose they are."""
+    answer_column = subject.config.rewards.answer_column
+    column = gold_column(chosen, answer_column)
     if column is None:
         findings.add(
             Finding(
-                "gold answers",
+                f"gold answers{of}",
                 "skipped",
-                f"there is no column {', '.join((GOLD_COMPLETION, *ANSWER_COLUMNS))}",
+                f"there is no column {', '.join(gold_columns(answer_column))}",
                 "whether a right completion earns most could not be checked",
                 "add a column `gold_completion` with what a perfect model would write, or check --completions of your own",
             )
         )
         return None
     if column == GOLD_COMPLETION:
-        findings.add(Finding("gold answers", "ok", f"column `{column}`, whole completions"))
+        findings.add(Finding(f"gold answers{of}", "ok", f"column `{column}`, whole completions"))
         return Gold(column, None)
     layout, means = await find_layout(trial, chosen, column)
     others = sorted(means.items(), key=lambda pair: -pair[1])[:SHOWN_LAYOUTS]
@@ -357,7 +403,7 @@ async def _gold(
     gold = Gold(column, layout)
     findings.add(
         Finding(
-            "gold answers",
+            f"gold answers{of}",
             "ok",
             gold.described,
             f"the way of writing it that the rewards read; on average earn: {earned}"

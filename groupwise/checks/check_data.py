@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any, TypeVar, cast
 
 from groupwise.checks.findings import Finding
+from groupwise.data.chat import Account
 from groupwise.data.sft import teacher_example
 from groupwise.errors import TaskError
 from groupwise.models.tokens import rendered
@@ -112,6 +113,21 @@ def check_dataset(
         )
     yield from _repeated(name, examples, same)
     yield from _incomplete(name, examples)
+
+
+def check_left_out(accounts: Mapping[str, Account]) -> Iterator[Finding]:
+    """Which rows the hooks left out, by reason."""
+    for hook, account in accounts.items():
+        if account.left_out:
+            reasons = "; ".join(f"{count} × {reason}" for reason, count in account.left_out.items())
+            yield Finding(
+                f"{hook}: left out",
+                "warning",
+                f"{rows(sum(account.left_out.values()))} cannot be used: {reasons}",
+                "nothing is learnt or measured on them",
+                "mend them, or set data.strict to refuse them",
+                {"left_out": dict(account.left_out)},
+            )
 
 
 def check_teacher(task: Task, config: Any, tokenizer: Any, limit: int | None) -> Iterator[Finding]:

@@ -11,16 +11,15 @@ the rewards read is taken for the task's own, and the report says which it was.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from groupwise.checks.check_data import written
+from groupwise.rewards.gold import GOLD_COLUMNS
 from groupwise.types import Example
 
 GOLD_COMPLETION = "gold_completion"
-ANSWER_COLUMNS = ("answer", "reference", "reference_response", "gold", "solution", "label")
-"""Columns that may hold the gold answer; the first that is there does."""
 
 LAYOUTS = {
     "as it stands in the column": "{stored}",
@@ -68,6 +67,28 @@ class Gold:
 
 
 @dataclass(frozen=True, slots=True)
+class GoldByLabel(Gold):
+    """Where the rows of several tasks have rewards of their own, the gold of each label."""
+
+    golds: Mapping[str | None, Gold]
+    label_of: Callable[[Mapping[str, Any]], str | None]
+
+    @classmethod
+    def of(
+        cls, golds: Mapping[str | None, Gold], label_of: Callable[[Mapping[str, Any]], str | None]
+    ) -> GoldByLabel:
+        """`golds` has only the labels whose rows have gold."""
+        columns = dict.fromkeys(gold.column for gold in golds.values())
+        layouts = dict.fromkeys(gold.layout for gold in golds.values() if gold.layout)
+        return cls(", ".join(columns), ", ".join(layouts) or None, golds, label_of)
+
+    def texts(self, example: Example) -> tuple[str, ...]:
+        """See `Gold.texts`."""
+        gold = self.golds.get(self.label_of(example.columns))
+        return gold.texts(example) if gold else ()
+
+
+@dataclass(frozen=True, slots=True)
 class Case:
     """One completion of one example, of known kind."""
 
@@ -75,9 +96,14 @@ class Case:
     text: str
 
 
-def gold_column(examples: Sequence[Example]) -> str | None:
-    """The column that holds the gold, or None: the completion itself before an answer."""
-    for name in (GOLD_COMPLETION, *ANSWER_COLUMNS):
+def gold_columns(answer_column: str | None = None) -> tuple[str, ...]:
+    """Where gold may stand, the completion itself before an answer; `answer_column` is `rewards.answer_column`."""
+    return (GOLD_COMPLETION, *(GOLD_COLUMNS if answer_column is None else (answer_column,)))
+
+
+def gold_column(examples: Sequence[Example], answer_column: str | None = None) -> str | None:
+    """The column that holds the gold; None where there is none."""
+    for name in gold_columns(answer_column):
         if any(accepted_forms(example.columns.get(name)) for example in examples):
             return name
     return None

@@ -46,7 +46,8 @@ from groupwise.models.tokenizer import load_tokenizer
 from groupwise.rollouts.prompts import PromptSet, tokenise
 from groupwise.rollouts.seeds import member_seed
 from groupwise.sampler.draw import uniform
-from groupwise.tasks.contract import Task, load_task
+from groupwise.tasks.configured import find_task
+from groupwise.tasks.contract import Task
 from groupwise.types import Example, Group, Prompt, SamplingParams
 
 MIB = 2**20
@@ -84,7 +85,8 @@ def examine_all(
 
     `load` is that of other programs, in cores, before anything was computed here.
     """
-    patient = _patient(loaded, load_task(task) if task is not None else None)
+    wanted = task is not None or loaded.config.data.names_data
+    patient = _patient(loaded, find_task(task, view(loaded.config)) if wanted else None)
     findings.extend(_machine(patient, load))
     findings.extend(check_tokenizer(patient.tokenizer))
     findings.add(_prompts(patient))

@@ -42,7 +42,7 @@ from groupwise.rollouts.prompts import PromptSet, tokenise
 from groupwise.rollouts.score import score_group, transcript
 from groupwise.rollouts.seeds import evaluation_seed
 from groupwise.rollouts.single import Single
-from groupwise.tasks.contract import Task, check_reward_columns, load_task, require
+from groupwise.tasks.contract import Task, check_reward_columns, require
 from groupwise.types import Group, Sampler, SamplingParams
 
 
@@ -147,6 +147,7 @@ def held_out_prompts(config: RunConfig, task: Task, tokenizer: Any, room: int) -
         room=room,
         where=f"{task.described}: get_eval_dataset",
         tools=tools,
+        strict=config.data.strict,
     )
 
 
@@ -249,7 +250,7 @@ async def _sampled(asked: HeldOut, sampler: Sampler, tokenizer: Any, index: int)
 
 def evaluate(
     config: Path | str | Mapping[str, Any] | RunConfig,
-    task: object,
+    task: object = None,
     *,
     overrides: Sequence[str] = (),
     policy: str = "base",
@@ -258,6 +259,7 @@ def evaluate(
 ) -> EvalResult:
     """Evaluate a policy on a task's held-out prompts: the command `groupwise eval`.
 
+    Without a task, the config says where the rows are and what scores them.
     `policy` is `base`, an adapter or model folder, a run (`RUN`, `RUN@STEP`), or a hub id
     (`NAME@REVISION`). Raises `UsageError` for what was given wrongly.
     """
@@ -295,7 +297,7 @@ def evaluate_each(
 def _evaluate_each(
     loaded: LoadedConfig, task: object, policies: Sequence[str], output: Path | None
 ) -> list[EvalResult]:
-    found = load_task(task)
+    found = task_parts.task_of(loaded.config, task)
     require(found, "eval")
     schema = found.config_schema()
     settings = (with_task_schema(loaded, schema) if schema is not None else loaded).config

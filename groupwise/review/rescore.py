@@ -39,7 +39,6 @@ from groupwise.runs import durable
 from groupwise.runs.find import resolve
 from groupwise.runs.folder import RECORD, add_result, read_config, result_file
 from groupwise.runs.store import Store
-from groupwise.tasks.contract import load_task
 from groupwise.types import Group, Outcome, Rollout
 
 FORMAT = 2
@@ -232,7 +231,7 @@ class _Judge:
 
 
 def _task_judge(loaded: LoadedConfig, task: object) -> _Judge:
-    found = load_task(task)
+    found = task_parts.task_of(loaded.config, task)
     if not found.has("get_reward_funcs") and found.has("get_environment"):
         raise TaskError(
             f"{found.described} has no get_reward_funcs: its environment gave the rewards, turn by turn, which cannot be "
@@ -284,7 +283,7 @@ def _no_metrics(*_: Any) -> dict[str, Any]:
 def _check_needs(judge: _Judge, groups: Sequence[Group]) -> None:
     """Raise TaskError if a function asks for what the record does not have."""
     for group in groups:
-        judge.rubric.check_columns(group.example.columns, where=judge.where)
+        judge.rubric.check_rows({group.example.index: group.example.columns})
     forgotten = any(
         rollout.completion and not rollout.completion_ids
         for group in groups

@@ -24,7 +24,7 @@ import difflib
 import inspect
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, cast
@@ -32,6 +32,7 @@ from typing import Any, Literal, cast
 from pydantic import BaseModel
 
 import groupwise.tasks
+from groupwise.data.chat import Account, Rows
 from groupwise.data.examples import examples_from_rows, read_rows
 from groupwise.data.sft import HOLDING
 from groupwise.errors import TaskError
@@ -99,7 +100,14 @@ USED_IF_THERE: dict[Verb, tuple[str, ...]] = {
     ),
     "eval": ("get_reward_funcs", "get_config_schema", "get_environment"),
 }
-NO_TASKS = ("contract", "environment", "tools")
+NO_TASKS = (
+    "configured",
+    "contract",
+    "environment",
+    "tools",
+    "wordle_rules",
+    "reasoning_gym_problems",
+)
 """Modules of this room that are no built-in task."""
 
 
@@ -111,7 +119,14 @@ class Task:
         self.spec = spec
         """What `load_task` takes in another process to get the same; None where there is no such thing."""
         self.file = file
+        self.accounts: dict[str, Account] = {}
+        """By hook: what it left out of its rows, where it says so."""
         self._hooks = hooks
+
+    def with_hook(self, hook: str, function: Callable[..., Any]) -> Task:
+        """The same task with this function for a hook, whether it has one of its own or not."""
+        hooks = _Hooks(self._hooks, {hook: function})
+        return Task(hooks, self.name, self.spec, self.file)
 
     def has(self, hook: str) -> bool:
         """Whether the task has this hook."""
@@ -139,6 +154,7 @@ class Task:
         """
         where = f"{self.described}: {hook}"
         rows = self._call(hook, config=config, tokenizer=tokenizer)
+        self._note_account(hook, rows)
         if rows is None and hook not in NEEDED["sft"]:
             return []
         return run_user_code(  # a stream runs the task's code while it is read
@@ -201,11 +217,16 @@ class Task:
         config: Any,
         tokenizer: Any,
     ) -> dict[str, Any]:
-        """The task's own metrics over flat lists. The hook gets completions as text, also of chat prompts."""
+        """The task's own metrics over flat lists.
+
+        The hook gets completions as text, also of chat prompts, or whole where it says `compute_metrics.reads_messages = True`.
+        """
+        hook = getattr(self._hooks, "compute_metrics", None)
+        whole = getattr(hook, "reads_messages", False) is True
         metrics = self._call(
             "compute_metrics",
             prompts=list(prompts),
-            completions=[completion_text(completion) for completion in completions],
+            completions=list(completions) if whole else [completion_text(c) for c in completions],
             dataset_rows=list(dataset_rows),
             config=config,
             tokenizer=tokenizer,
@@ -279,6 +300,7 @@ class Task:
     def _examples(self, hook: str, config: Any, limit: int | None) -> list[Example]:
         where = f"{self.described}: {hook}"
         rows = self._call(hook, config=config)
+        self._note_account(hook, rows)
         examples = run_user_code(  # a stream runs the task's code while it is read
             lambda: examples_from_rows(rows, where=where, limit=limit, limited_by=LIMITED_BY[hook]),
             what=f"{where} failed",
@@ -287,6 +309,10 @@ class Task:
             _refuse_reserved_columns(examples, where)
         return examples
 
+    def _note_account(self, hook: str, rows: object) -> None:
+        if isinstance(rows, Rows):
+            self.accounts[hook] = rows.account
+
     def _call(self, hook: str, **arguments: Any) -> Any:
         function = getattr(self._hooks, hook)
         by_name = _call_style(function, HOOKS[hook]) == "names"
@@ -294,6 +320,20 @@ class Task:
         if by_name:
             return run_user_code(lambda: function(**arguments), what=what)
         return run_user_code(lambda: function(*arguments.values()), what=what)
+
+
+class _Hooks:
+    """The hooks of a task, some of them given by somebody else."""
+
+    def __init__(self, own: object, given: Mapping[str, Callable[..., Any]]) -> None:
+        self._own = own
+        vars(self).update(given)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*dir(self._own), *vars(self)})
 
 
 def load_task(source: object) -> Task:
@@ -330,7 +370,7 @@ def _replaced(task: Task, hook: str) -> bool:
 def check_reward_columns(
     task: Task, rubric: Rubric | None, examples: Sequence[Example], *, in_workers: bool = False
 ) -> None:
-    """Raise TaskError if a reward function asks for a column that some example lacks.
+    """Raise TaskError if the rewards cannot score some example: it lacks a column that they ask for, or has an unknown label.
 
     With `in_workers`, also if the first example's columns cannot be sent to another process.
     """
@@ -343,10 +383,7 @@ def check_reward_columns(
             "cannot be sent to the reward workers (pickle refuses them). Keep plain values in the dataset and make "
             "the objects in the reward function, or set rewards.in_process."
         )
-    columns = set(examples[0].columns)
-    for example in examples[1:]:
-        columns &= example.columns.keys()
-    rubric.check_columns(columns, where=f"{task.described}: get_reward_funcs")
+    rubric.check_rows({example.index: example.columns for example in examples})
 
 
 def builtin_tasks() -> dict[str, str]:

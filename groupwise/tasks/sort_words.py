@@ -9,7 +9,7 @@ answer is written and rewarded:
   0.1 × given words contained, 1 × given words that begin a line, 1 × written words that belong to the given ones (a
   repetition does not count), 10 × pairs of given words whose first appearances are in ascending order. 12.11 at most.
 
-No set of words occurs twice, neither in training, nor in the held-out examples, nor in both.
+No set of words occurs twice, neither in the training rows, nor in validation or test rows, nor in two of them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class TaskConfig(Strict):
     )
     max_words: int | None = setting(None, "See min_words.", ge=2, le=5)
     train_size: int = setting(2000, "Training examples.", ge=1)
-    eval_size: int = setting(128, "Held-out examples.", ge=1)
+    validation_size: int = setting(128, "Held-out examples of a supervised run.", ge=1)
+    eval_size: int = setting(128, "Held-out examples of evaluations.", ge=1)
     seed: int = setting(0, "Of the examples; the run has a seed of its own.", ge=0)
 
     @property
@@ -82,9 +83,9 @@ class TaskConfig(Strict):
         if not self.counts:
             raise ValueError("min_words is greater than max_words")
         there = comb(len(WORDS), self.counts.start)
-        if self.train_size + self.eval_size > there // 2:
+        if self.train_size + self.validation_size + self.eval_size > there // 2:
             raise ValueError(
-                f"train_size + eval_size may be at most {there // 2}: there are {there} different sets of "
+                f"train_size + validation_size + eval_size may be at most {there // 2}: there are {there} different sets of "
                 f"{self.counts.start} words, and no two examples share one"
             )
         return self
@@ -105,6 +106,19 @@ def get_eval_dataset(config: Any) -> list[dict[str, Any]]:
     """The held-out examples. They come first from the seed, so they do not depend on `train_size`."""
     own = _own(config)
     return _rows(own)[: own.eval_size]
+
+
+def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
+    """The training examples, each with its sorted words as completion."""
+    return [_taught(row) for row in get_rl_dataset(config)]
+
+
+def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
+    """The validation examples, likewise. They come from a stream of their own, without what the other splits have."""
+    own = _own(config)
+    others = {frozenset(row["words"]) for row in _rows(own)}
+    stream = Stream("sort_words", own.seed, "validation")
+    return [_taught(row) for row in _drawn(stream, own, own.validation_size, others)]
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[RewardFunction, float]]:
@@ -207,14 +221,24 @@ def _own(config: Any) -> TaskConfig:
 def _rows(own: TaskConfig) -> list[dict[str, Any]]:
     """Held-out examples first, then those for training."""
     stream = Stream("sort_words", own.seed)
-    seen: set[frozenset[str]] = set()
+    return _drawn(stream, own, own.eval_size + own.train_size, set())
+
+
+def _drawn(
+    stream: Stream, own: TaskConfig, count: int, seen: set[frozenset[str]]
+) -> list[dict[str, Any]]:
+    """So many rows with sets of words that are not in `seen`, which they enter."""
     rows: list[dict[str, Any]] = []
-    while len(rows) < own.eval_size + own.train_size:
+    while len(rows) < count:
         words = stream.sample(WORDS, own.counts[stream.below(len(own.counts))])
         if frozenset(words) not in seen:
             seen.add(frozenset(words))
             rows.append(_row(words, own.preset))
     return rows
+
+
+def _taught(row: dict[str, Any]) -> dict[str, Any]:
+    return {**row, "completion": row["answer"]}
 
 
 def _row(words: list[str], preset: Preset) -> dict[str, Any]:

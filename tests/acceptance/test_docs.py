@@ -38,6 +38,7 @@ from groupwise.models.bundled import ALIASES
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.store import Store
 from groupwise.sft_config import load_sft_config
+from tests.serving import Service, serve, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 TASK = "examples/01_first_task/task.py"
@@ -113,6 +114,10 @@ def furnished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         made_small(config, place / name(config))
     made_small(ROOT / "configs/quickstart.yaml", place / "my.yaml")
     (place / "path/to").mkdir(parents=True)
+    rows = re.findall(
+        r'^{"question.*$', (ROOT / "docs/how-to/generate.md").read_text(), re.MULTILINE
+    )
+    (place / "questions.jsonl").write_text("\n".join(rows) + "\n")
     shutil.copy(ROOT / "examples/01_first_task/task.py", place / "path/to/task.py")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
@@ -152,7 +157,10 @@ def run(place: Path, capfd: pytest.CaptureFixture[str]) -> Run:
             assert known(words), f"what is `{shlex.join(words)}`? Say it here, if it is meant"
             return
         adapted = within_seconds(words[1:])
-        code = main(adapted)
+        if words[1] == "generate":
+            code = main_beside_a_service(adapted)
+        else:
+            code = main(adapted)
         assert code == 0, f"{shlex.join(words)}\nrun as {adapted}\n{capfd.readouterr().err}"
 
     return run_one
@@ -176,6 +184,14 @@ def within_seconds(words: list[str]) -> list[str]:
         if not word.startswith("training.max_steps=")
     ]
     return [*replaced, f"training.max_steps={steps}"] if words[0] in ("rl", "sft") else replaced
+
+
+def main_beside_a_service(words: list[str]) -> int:
+    """The exit code of a command that asks a service: one with the tiny model, for a few tokens, that is there while it runs."""
+    place = words.index("--model") + 1
+    with serve(Service(tiny())) as service:
+        asked = [*words[:place], "tiny", *words[place + 1 :], "--base-url", service.url]
+        return main([*asked, "--max-new-tokens", "8", "--keep-truncated"])
 
 
 def leave_unfinished(path: Path) -> None:
@@ -319,7 +335,7 @@ def options() -> frozenset[str]:
         group: Any = typer.main.get_command(typed)
         for command in group.commands.values():
             for parameter in command.params:
-                found.update(parameter.opts)
+                found.update((*parameter.opts, *parameter.secondary_opts))
     return frozenset(found)
 
 

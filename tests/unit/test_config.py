@@ -53,9 +53,12 @@ training.learning_rate training.lr_scheduler_type training.warmup_steps training
 training.weight_decay training.adam_beta1 training.adam_beta2 training.adam_epsilon training.max_grad_norm
 training.seed training.max_tokens_per_microbatch training.packing training.gradient_checkpointing
 training.max_non_finite_steps training.num_iterations training.minibatches training.schedule training.lag
+data.dataset_name data.dataset_config data.dataset_split data.dataset_test_split data.dataset_revision data.dataset_mixture
+data.mixture_columns data.test_split_size data.seed data.columns data.prompt_column data.answer_column data.prompt_format
+data.system_prompt data.prompt_lines data.strip_tags data.drop_duplicates data.strict
 data.max_prompt_length data.shuffle
-rewards.reward_weights rewards.time_limit rewards.start_limit rewards.workers rewards.in_process
-rewards.max_unscored_steps
+rewards.reward_funcs rewards.reward_weights rewards.router rewards.default_task rewards.answer_column
+rewards.time_limit rewards.start_limit rewards.workers rewards.in_process rewards.max_unscored_steps
 rollout.type rollout.max_reasoning_length rollout.max_answer_length rollout.reasoning_end rollout.answer_start
 rollout.max_turns rollout.max_rollout_length rollout.max_seconds rollout.time_limit rollout.start_limit rollout.workers
 rollout.in_process
@@ -350,11 +353,10 @@ def test_keys_of_other_frameworks_are_told_their_name_here(
     words("""
     model.backend=unsloth model.load_in_4bit=true model.load_in_8bit=true
     sampler.engine=vllm sampler.engine=openai sampler.repetition_penalty=1.1 sampler.url=http://x sampler.vllm_python=x
-    callbacks=[push_to_hub_revision] callbacks=[{"name":"success_cache"}] data.dataset_name=x data.dataset_config=x data.dataset_split=x
-    data.dataset_mixture=[] data.prompt_column=x data.answer_column=x data.system_prompt=x
-    data.easy_pool={} data.replay={} rewards.reward_funcs=[x] run.report_to=wandb run.hub={}
+    callbacks=[push_to_hub_revision] callbacks=[{"name":"success_cache"}]
+    data.easy_pool={} data.replay={} rewards.judge={} run.report_to=wandb run.hub={}
     training.optim=adamw_8bit
-    repetition_penalty=1.1 dataset_name=x load_in_4bit=true report_to=wandb
+    repetition_penalty=1.1 load_in_4bit=true report_to=wandb
     """),
 )
 def test_parts_that_come_later_are_refused_as_such(tmp_path: Path, word: str) -> None:

@@ -10,14 +10,15 @@ from groupwise import task_parts
 from groupwise.config import RunConfig, load_config
 from groupwise.errors import TaskError
 from groupwise.rewards.inprocess import InProcessScorer
+from groupwise.rewards.router import Router
 from groupwise.rewards.scoring import ScoreRequest
 from groupwise.rewards.workers import RewardWorkers
 from groupwise.rollouts.environment import EnvironmentRollouts
 from groupwise.rollouts.hosts import LocalHost, WorkerHost
 from groupwise.rollouts.single import Single
 from groupwise.rollouts.two_stage import TwoStage
-from groupwise.tasks.contract import Task, load_task
-from groupwise.types import Example
+from groupwise.tasks.contract import Task, check_reward_columns, load_task, require
+from groupwise.types import Example, RewardPart
 from tests.scripted import ScriptedSampler, ask_for
 
 REWARDS = """
@@ -104,6 +105,75 @@ def test_where_rewards_run(tmp_path):
     assert not task_parts.scores_in_workers(config_of(in_process=True), *rubric_of(hook))
     assert not task_parts.scores_in_workers(config_of(), *rubric_of(f"f.stateful = True\n{hook}"))
     assert not task_parts.scores_in_workers(config_of(), load_task(object()), None)
+
+
+OWN_AND_NAMED = """
+def get_rl_dataset(config):
+    return [{"prompt": "a"}]
+
+def own(completions, **columns):
+    return [0.0] * len(completions)
+
+def named(completions, hint, **columns):
+    return [float(len(text)) for text in completions]
+
+def get_reward_funcs(config, tokenizer):
+    return [own]
+"""
+
+
+async def test_the_config_names_rewards_instead_of_the_task(tmp_path):
+    task = task_of(tmp_path, OWN_AND_NAMED)
+    entry = {"name": f"{tmp_path}/task.py:named", "weight": 2.0}
+    config = config_of(router={"x": [entry]}, default_task="x")
+    rewarded = task_parts.rewarded(config, task)
+    assert task_parts.rewarded(config_of(), task) is task
+    rubric = task_parts.task_rubric(config, rewarded, None)
+    assert rubric is not None
+    assert (rubric.names, rubric.weights) == (("x/named",), (2.0,))
+    with pytest.raises(TaskError, match=r"rewards\.router, x: `named` asks for `hint`"):
+        check_reward_columns(rewarded, rubric, rewarded.rl_examples(config))
+    scorer = task_parts.build_scorer(config, rewarded, None, rubric)
+    assert isinstance(scorer, RewardWorkers)
+    asked = ScoreRequest(0, ["p"] * 2, ["a", "abc"], [[1]] * 2, {"hint": [1, 2]}, 0, 1)
+    score = await scorer.score(asked)
+    await scorer.close()
+    assert [member.reward for member in score.members] == [2.0, 6.0]
+    assert score.members[0].parts == (RewardPart("x/named", 1.0, 2.0),)
+
+
+def test_a_task_without_the_hook_has_the_rewards_of_the_config(tmp_path):
+    task = task_of(tmp_path, 'def get_rl_dataset(config):\n    return [{"prompt": "a"}]')
+    with pytest.raises(TaskError, match="has no get_reward_funcs"):
+        require(task, "rl")
+    config = config_of(reward_funcs=["statistics:fmean"], reward_weights=[3.0])
+    found = task_parts.rewarded(config, task)
+    require(found, "rl")
+    assert found.gives_rewards
+    rubric = task_parts.task_rubric(config, found, None)
+    assert rubric is not None
+    assert (rubric.names, rubric.weights) == (("fmean",), (3.0,))
+
+
+ROUTED = """
+from groupwise.rewards.router import Router
+
+def f(completions, **columns):
+    return [1.0] * len(completions)
+
+def get_reward_funcs(config, tokenizer):
+    return Router.of({"a": f, "b": f})
+"""
+
+
+def test_default_label_of_a_task_that_routes(tmp_path):
+    rubric = task_parts.task_rubric(config_of(default_task="b"), task_of(tmp_path, ROUTED), None)
+    assert isinstance(rubric, Router)
+    assert rubric.default == "b"
+    with pytest.raises(TaskError, match="the same rewards for every row"):
+        task_parts.task_rubric(config_of(default_task="b"), task_of(tmp_path, OWN_AND_NAMED), None)
+    with pytest.raises(TaskError, match="no rewards for the label `c`"):
+        task_parts.task_rubric(config_of(default_task="c"), task_of(tmp_path, ROUTED), None)
 
 
 def test_limits_reach_the_workers(tmp_path):

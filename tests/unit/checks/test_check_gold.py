@@ -25,6 +25,7 @@ def test_a_column_of_completions_comes_before_one_of_answers():
     assert gold_column(rows({"label": "1", "reference": "2"})) == "reference"
     assert gold_column(rows({"text": "x"})) is None
     assert gold_column(rows({"answer": None, "solution": "x"})) == "solution"
+    assert gold_column(rows({"answer": "1", "capital": "2"}), "capital") == "capital"
 
 
 @pytest.mark.parametrize(

@@ -71,11 +71,15 @@ def test_check_hands_everything_on(monkeypatch: pytest.MonkeyPatch):
     ]
 
 
-def test_check_needs_a_task_and_no_config(monkeypatch: pytest.MonkeyPatch):
+def test_check_needs_a_task_or_a_config(capsys: pytest.CaptureFixture[str]):
+    assert main(["check"]) == 2
+    assert "Give a task with --task-module" in capsys.readouterr().err
+
+
+def test_check_takes_a_task_without_a_config(monkeypatch: pytest.MonkeyPatch):
     verb = replaced(monkeypatch, "check", GOOD)
     assert main(["check", "-t", "t.py"]) == 0
     assert verb.calls[0][0] == ("t.py", None)
-    assert main(["check"]) == 2
 
 
 def test_doctor_needs_nothing(monkeypatch: pytest.MonkeyPatch):

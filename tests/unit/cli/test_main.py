@@ -272,7 +272,7 @@ def test_an_interrupt_outside_a_run_is_no_result(
     ("words", "told"),
     [
         (["rl", "-t", "t"], "Missing option '--config'"),
-        (["rl", "-c", "c"], "Missing option '--task-module'"),
+        (["init", "-m", "tiny"], "Missing option '--task'"),
         (["rl", "-c", "c", "-t", "t", "--resum"], "--resume"),
         (["evla"], "Did you mean 'eval'?"),
         (["eval", "-c", "c", "-t", "t", "--samples-per-prompt", "0"], "greater than or equal to 1"),

@@ -42,9 +42,10 @@ def sets(rows):
 )
 def test_no_set_of_words_occurs_twice(own):
     train = sort_words.get_rl_dataset(config(**own))
+    validation = sort_words.get_sft_eval_dataset(config(**own), None)
     held_out = sort_words.get_eval_dataset(config(**own))
-    assert (len(train), len(held_out)) == (2000, 128)
-    assert len(set(sets(train) + sets(held_out))) == 2128
+    assert (len(train), len(validation), len(held_out)) == (2000, 128, 128)
+    assert len(set(sets(train) + sets(validation) + sets(held_out))) == 2256
 
 
 def test_data_are_reproducible_and_held_out_ones_do_not_depend_on_the_training_size():
@@ -52,6 +53,21 @@ def test_data_are_reproducible_and_held_out_ones_do_not_depend_on_the_training_s
     assert first == sort_words.get_eval_dataset(config(seed=3, train_size=10))
     assert first != sort_words.get_eval_dataset(config(seed=4))
     assert sort_words.get_eval_dataset(config())[0]["words"] == FROZEN
+
+
+def test_taught_rows_are_the_training_rows_with_their_gold_completion():
+    rows = sort_words.get_sft_dataset(config(train_size=5, preset="classic"), None)
+    assert [{k: v for k, v in row.items() if k != "completion"} for row in rows] == (
+        sort_words.get_rl_dataset(config(train_size=5, preset="classic"))
+    )
+    assert all(row["completion"].splitlines() == sorted(row["words"]) for row in rows)
+
+
+def test_validation_rows_hardly_depend_on_the_training_size():
+    few, many = (
+        sets(sort_words.get_sft_eval_dataset(config(train_size=size), None)) for size in (1, 2000)
+    )
+    assert len(set(few) & set(many)) >= 125  # what training rows took is left out
 
 
 def test_numbers_of_words_follow_the_config():
@@ -192,6 +208,7 @@ def test_metrics():
         ({"words": 4, "min_words": 2, "max_words": 3}, "not both"),
         ({"min_words": 4, "max_words": 3}, "greater"),
         ({"words": 2, "train_size": 5000}, "at most 4389"),
+        ({"words": 2, "train_size": 4200, "validation_size": 100}, "at most 4389"),
     ],
 )
 def test_schema_refuses(own, part):
@@ -216,6 +233,7 @@ def test_task_is_complete():
     task = load_task("sort_words")
     require(task, "rl")
     require(task, "eval")
+    require(task, "sft")
     rubric = task.rubric(config(), None)
     check_reward_columns(task, rubric, task.rl_examples(config()))
     assert rubric.names == ("right_words", "right_positions")

@@ -1,0 +1,344 @@
+"""The task that a config describes, where no task file is given: `data` says where the rows come from, `rewards` what scores them.
+
+    data:                                      data:
+      dataset_name: sums.jsonl                   dataset_mixture:
+      answer_column: solution                      - {source: sums.jsonl, label: sums}
+    rewards:                                       - {task: sort_words, weight: 0.5}
+      reward_funcs: [correctness]              rewards: {reward_funcs: [correctness]}
+
+A set of a mixture is a source, whose rows have the rewards of the config, or a whole task, whose rows come from its own hooks and have
+its own rewards. The router tells them apart by the column `task`, which holds the label of the set, and every reward part stands
+under that label.
+
+`find_task` gives the task of a command, whichever it is. Workers find it again by the config.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from groupwise.data.chat import Account, Row, Rows
+from groupwise.data.config import DatasetConfig, MixtureEntry
+from groupwise.data.mixture import Part, in_turn, joined, mixed
+from groupwise.data.named import LABEL, for_training, held_out, holds_out, labelled, place_of
+from groupwise.data.sft_functions import format_rows
+from groupwise.errors import TaskError
+from groupwise.rewards.registry import configured_rubric, get_reward_funcs, registered
+from groupwise.rewards.router import Router
+from groupwise.rewards.rubric import Rubric
+from groupwise.settings.tree import tree_of
+from groupwise.settings.validation import validate
+from groupwise.settings.view import View
+from groupwise.tasks.contract import Task, Verb, builtin_tasks, load_task
+from groupwise.types import Example
+
+SPEC = "groupwise.tasks.configured"
+"""What stands for this task where tasks go by name: in the record of a run, and in workers."""
+
+TEXT = "text"
+"""The column of a formatted text that a mixture's tasks give to a teacher's rows."""
+
+
+def find_task(source: object | None, config: View) -> Task:
+    """The task that a command was given; without one, that of its config. Raises TaskError, also where both name data."""
+    if source is None or source == SPEC:
+        return ConfiguredTask(config)
+    task = source if isinstance(source, Task) else load_task(source)
+    if idle := _dataset(config).in_vain_beside_a_task():
+        keys = ", ".join(f"data.{key}" for key in idle)
+        them = "it" if len(idle) == 1 else "them"
+        raise TaskError(
+            f"{task.described} brings its own data, so that {keys} would have no effect. Leave {them} out, or leave --task-module out "
+            "and name the rewards in rewards.reward_funcs."
+        )
+    return task
+
+
+class ConfiguredTask(Task):
+    """A task whose hooks are those that the config makes possible."""
+
+    def __init__(self, config: View) -> None:
+        """Raises TaskError where the config names no data, or mixes what cannot be mixed."""
+        data = _dataset(config)
+        if not data.names_data:
+            raise TaskError(_no_data())
+        if config.get("task"):
+            raise TaskError(
+                "The config has a section `task`, but no task to read it: --task-module was not given. Leave the section out, or move it "
+                "into `config` of a set of data.dataset_mixture."
+            )
+        hooks = _Hooks(data, _sets(config, data))
+        super().__init__(hooks, _name(data), SPEC, None)
+        self._possible = hooks.possible(config)
+
+    def has(self, hook: str) -> bool:
+        """See `Task.has`."""
+        return hook in self._possible
+
+    @property
+    def described(self) -> str:
+        """See `Task.described`."""
+        return f"The config's task ({self.name})"
+
+    def missing(self, hook: str, verb: Verb) -> str:
+        """See `Task.missing`: which keys would give it."""
+        match hook:
+            case "get_reward_funcs":
+                some = ", ".join(sorted(registered())[:8])
+                return (
+                    f"The config names data, but no rewards, which `{verb}` needs. Set rewards.reward_funcs, or rewards.router, to names "
+                    f"such as {some}, or give a task with --task-module."
+                )
+            case "get_eval_dataset":
+                return (
+                    f"The config names data, but none that are held out, which `{verb}` needs. Set data.dataset_test_split (test_split of "
+                    "a set of a mixture), or data.test_split_size to a share of the rows."
+                )
+            case _:
+                return f"The config gives no {hook}, which `{verb}` needs. Give a task with --task-module."
+
+
+def _dataset(config: View) -> DatasetConfig:
+    section = config["data"].to_dict()
+    keys = {key: section[key] for key in DatasetConfig.model_fields}
+    return DatasetConfig.model_validate_json(json.dumps(keys))
+
+
+def _name(data: DatasetConfig) -> str:
+    """`gsm8k` for `openai/gsm8k`, `sums` for `data/sums.jsonl`."""
+    if data.dataset_name is None:
+        return "mixture"
+    last = data.dataset_name.rstrip("/").rpartition("/")[2].partition(".")[0]
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", last).strip("-") or "data"
+
+
+def _no_data() -> str:
+    return (
+        "No task was given, and the config names no data. Give a task with --task-module: a Python file, package.module, "
+        f"module:attribute, or a built-in one ({', '.join(sorted(builtin_tasks()))}). Or say in the config where the rows are "
+        "(data.dataset_name or data.dataset_mixture), and for rl and eval how they are scored (rewards.reward_funcs)."
+    )
+
+
+# --- tasks in a mixture --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _TaskSet:
+    """A set that is a whole task."""
+
+    entry: MixtureEntry
+    where: str
+    """In messages."""
+    label: str
+    task: Task
+    config: View
+    """What its hooks see: the config with its own section `task`."""
+
+    def part(self, rows: Sequence[Row]) -> Part:
+        return Part(
+            self.where,
+            [labelled(row, self.entry, self.label) for row in rows],
+            self.entry.weight,
+        )
+
+    def account(self, hook: str) -> Account:
+        """What the task's own hook left out."""
+        return self.task.accounts.get(hook, Account()).under(self.where)
+
+    def lessons(self, hook: str, tokenizer: Any, limit: int | None) -> list[Row]:
+        """The task's rows of a teacher, formatted as it wants them."""
+        rows = self.task.sft_rows(hook, self.config, tokenizer, limit)
+        function = self.task.sft_function("get_sft_formatting_func", self.config, tokenizer)
+        if function is None or not rows:
+            return rows
+        where = f"{self.where}: get_sft_formatting_func"
+        return format_rows(rows, function, text_field=TEXT, where=where)
+
+
+def _sets(config: View, data: DatasetConfig) -> list[_TaskSet]:
+    sets = [
+        _task_set(config, entry, entry.task, place_of(data, number))
+        for number, entry in enumerate(data.mixture)
+        if entry.task is not None
+    ]
+    labels = [one.label for one in sets] + [e.label or e.name for e in data.mixture if e.source]
+    for one in sets:
+        if labels.count(one.label) > 1:
+            raise TaskError(
+                f"{one.where}: another set has the label {one.label!r} as well, so that nobody could tell whose rewards a row has. Give "
+                "each its own `label`."
+            )
+    return sets
+
+
+def _task_set(config: View, entry: MixtureEntry, source: str, where: str) -> _TaskSet:
+    task = load_task(source)
+    supervised = _is_supervised(config)
+    data, rewards = "get_sft_dataset" if supervised else "get_rl_dataset", "get_reward_funcs"
+    verb: Verb = "sft" if supervised else "rl"
+    for hook in (data,) if supervised else (data, rewards):
+        if not task.has(hook):
+            raise TaskError(f"{where}: {task.missing(hook, verb)}")
+        task.check_signature(hook)
+    alone = "get_sft_data_collator" if supervised else "get_environment"
+    if task.has(alone):
+        raise TaskError(
+            f"{where}: {task.described} has {alone}, which a mixture has no place for. Use the task alone."
+        )
+    own = _config_of_task(config, task, entry, where)
+    return _TaskSet(entry, where, entry.label or task.name, task, own)
+
+
+def _config_of_task(config: View, task: Task, entry: MixtureEntry, where: str) -> View:
+    section: Any = entry.config or {}
+    schema = task.config_schema()
+    if schema is not None:
+        tree = tree_of({"config": section}, where)
+        section = validate(schema, tree, at=("config",)).model_dump(mode="json", by_alias=True)
+    return View({**config.to_dict(), "task": section})
+
+
+# --- hooks ---------------------------------------------------------------------------------------
+
+
+class _Hooks:
+    """The hooks of a config's data. Each reads the data anew, as those of a task file do."""
+
+    def __init__(self, data: DatasetConfig, tasks: Sequence[_TaskSet]) -> None:
+        self._data = data
+        self._tasks = tasks
+
+    def possible(self, config: View) -> set[str]:
+        """Those for which the config has what they need."""
+        if _is_supervised(config):
+            return {"get_sft_dataset", *self._if_held_out("get_sft_eval_dataset")}
+        hooks = {"get_rl_dataset", "compute_metrics", *self._if_held_out("get_eval_dataset")}
+        named = any(config["rewards"].get(key) is not None for key in ("reward_funcs", "router"))
+        if named or self._tasks:
+            hooks.add("get_reward_funcs")
+        if any(one.task.has("get_rl_callbacks") for one in self._tasks):
+            hooks.add("get_rl_callbacks")
+        return hooks
+
+    def _if_held_out(self, hook: str) -> Iterator[str]:
+        sources = [entry for entry in self._data.mixture if entry.source]
+        if any(holds_out(self._data, entry) for entry in sources) or self._with(hook):
+            yield hook
+
+    def _with(self, hook: str) -> list[_TaskSet]:
+        return [one for one in self._tasks if one.task.has(hook)]
+
+    def get_rl_dataset(self, config: View) -> Rows:
+        """The rows of all sets, each as often as its weight says."""
+        parts, account = for_training(self._data, teacher=False)
+        for one in self._tasks:
+            examples = one.task.rl_examples(one.config, _draws(config))
+            parts.append(one.part(_rows(examples)))
+            account += one.account("get_rl_dataset")
+        return Rows(mixed(joined(parts, "all"), self._data.seed), account)
+
+    def get_eval_dataset(self, config: View) -> Rows:
+        """The held-out rows of all sets, in turn."""
+        parts, account = held_out(self._data, teacher=False)
+        for one in self._with("get_eval_dataset"):
+            examples = one.task.eval_examples(one.config, config["eval"]["max_prompts"])
+            parts.append(one.part(_rows(examples)))
+            account += one.account("get_eval_dataset")
+        return Rows(in_turn(joined(parts, "all")), account)
+
+    def get_sft_dataset(self, config: View, tokenizer: Any) -> Rows:
+        """The teacher's rows of all sets, each as often as its weight says."""
+        parts, account = for_training(self._data, teacher=True)
+        for one in self._tasks:
+            parts.append(one.part(one.lessons("get_sft_dataset", tokenizer, _draws(config))))
+            account += one.account("get_sft_dataset")
+        return Rows(mixed(joined(parts, "all"), self._data.seed), account)
+
+    def get_sft_eval_dataset(self, config: View, tokenizer: Any) -> Rows:
+        """The teacher's held-out rows of all sets, in turn."""
+        parts, account = held_out(self._data, teacher=True)
+        limit = config["eval"]["max_examples"]
+        for one in self._with("get_sft_eval_dataset"):
+            parts.append(one.part(one.lessons("get_sft_eval_dataset", tokenizer, limit)))
+            account += one.account("get_sft_eval_dataset")
+        return Rows(in_turn(joined(parts, "all")), account)
+
+    def get_reward_funcs(self, config: View, tokenizer: Any) -> Rubric:
+        """The rewards of the config; in a mixture with tasks, theirs beside those, each under its label."""
+        if not self._tasks:
+            own = configured_rubric(config["rewards"].to_dict())
+            assert own is not None, "the hook is there only with rewards"
+            return own
+        rubrics = {
+            label: Rubric.of(functions, where=f"rewards of {label}")
+            for label, functions in self._of_sources(config).items()
+        }
+        for one in self._tasks:
+            rubrics[one.label] = one.task.rubric(one.config, tokenizer)
+        return Router.of(rubrics, where="rewards of data.dataset_mixture")
+
+    def _of_sources(self, config: View) -> dict[str, list[Any]]:
+        """The rewards of the config by label: those of its router, or the same for all sources."""
+        section = config["rewards"].to_dict()
+        if section.get("reward_funcs") is not None:
+            functions = get_reward_funcs(section["reward_funcs"], config)
+            sources = [entry for entry in self._data.mixture if entry.source]
+            return {entry.label or entry.name: functions for entry in sources}
+        router: Mapping[str, Any] = section.get("router") or {}
+        return {label: get_reward_funcs(names, config) for label, names in router.items()}
+
+    def get_rl_callbacks(self, config: View, tokenizer: Any, output_dir: str) -> list[object]:
+        """Those of all tasks."""
+        return [
+            callback
+            for one in self._tasks
+            for callback in one.task.rl_callbacks(one.config, tokenizer, output_dir)
+        ]
+
+    def compute_metrics(
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        dataset_rows: Sequence[Row],
+        config: View,
+        tokenizer: Any,
+    ) -> dict[str, Any]:
+        """How many samples there are; of each task its own metrics, under its label."""
+        metrics: dict[str, Any] = {"total_samples": len(dataset_rows)}
+        details: dict[str, Any] = {}
+        for one in self._with("compute_metrics"):
+            places = [n for n, row in enumerate(dataset_rows) if row.get(LABEL) == one.label]
+            if not places:
+                continue
+            found = one.task.compute_metrics(
+                [prompts[n] for n in places],
+                [completions[n] for n in places],
+                [dataset_rows[n] for n in places],
+                one.config,
+                tokenizer,
+            )
+            details[one.label] = found
+            own = found.get("metrics", found)
+            metrics |= {f"{one.label}/{name}": value for name, value in own.items()}
+        return {"metrics": metrics, **details}
+
+
+def _is_supervised(config: View) -> bool:
+    """Whether it is a config of `groupwise sft`, which knows no rewards."""
+    return "rewards" not in config
+
+
+def _draws(config: View) -> int | None:
+    """How much of an endless stream is read: as many rows as there are draws; None where epochs decide."""
+    training = config["training"]
+    per_step = training["examples_per_step" if _is_supervised(config) else "prompts_per_step"]
+    return None if training["max_steps"] is None else training["max_steps"] * per_step
+
+
+def _rows(examples: Sequence[Example]) -> list[Row]:
+    return [{"prompt": example.prompt, **example.columns} for example in examples]

@@ -1,0 +1,339 @@
+"""The task that a config describes: its rows, its rewards, whole tasks among others, and what is said where something lacks."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise import task_parts
+from groupwise.config import load_config, resolved, view
+from groupwise.errors import ConfigError, TaskError
+from groupwise.rewards.router import Router
+from groupwise.settings.view import View
+from groupwise.sft_config import load_sft_config
+from groupwise.tasks.configured import SPEC, ConfiguredTask, find_task
+from groupwise.tasks.contract import Task, builtin_tasks, require
+
+SUMS = [{"question": f"{a}+{b}?", "solution": str(a + b)} for a in range(5) for b in range(4)]
+NAMED = {"dataset_name": "sums.jsonl", "prompt_column": "question", "answer_column": "solution"}
+REWARDS = {"reward_funcs": ["rewards.py:right"]}
+SORTING = {"task": "sort_words", "config": {"words": 2, "train_size": 8, "eval_size": 4}}
+COLUMNS = {"prompt": "question", "answer": "solution"}
+
+REWARD_FILE = """
+def right(completions, answer, **columns):
+    return [float(text == gold) for text, gold in zip(completions, answer)]
+"""
+TASK_FILE = """
+from groupwise.data.chat import Account, Rows
+
+def get_rl_dataset(config):
+    assert config["task"] == {"word": "a"}, config["task"]
+    return Rows([{"prompt": "say a", "wanted": "a"}], Account({"too odd": 2}))
+
+def wanted(completions, wanted, **columns):
+    return [float(text == word) for text, word in zip(completions, wanted)]
+
+def get_reward_funcs(config, tokenizer):
+    return [wanted]
+
+def get_rl_callbacks(config, tokenizer, output_dir):
+    return [config["task"]["word"]]
+
+def compute_metrics(prompts, completions, dataset_rows, config, tokenizer):
+    return {"metrics": {"said": sum(c == r["wanted"] for c, r in zip(completions, dataset_rows))}}
+
+def get_sft_dataset(config, tokenizer):
+    return [{"say": config["task"]["word"]}]
+
+def get_sft_formatting_func(config, tokenizer):
+    return lambda row: "say " + row["say"]
+"""
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SUMS))
+    Path("rewards.py").write_text(REWARD_FILE)
+    Path("say.py").write_text(TASK_FILE)
+
+
+def config_of(data: dict[str, Any], **sections: Any) -> View:
+    given = {"model": {"name": "tiny"}, "data": data, **sections}
+    return view(load_config(given).config)
+
+
+def sft_config_of(data: dict[str, Any]) -> View:
+    return View(resolved(load_sft_config({"model": {"name": "tiny"}, "data": data}).config))
+
+
+def configured(data: dict[str, Any], **sections: Any) -> tuple[Task, View]:
+    config = config_of(data, **sections)
+    return find_task(None, config), config
+
+
+def mixed(*entries: dict[str, Any], **data: Any) -> dict[str, Any]:
+    return {"dataset_mixture": list(entries), **data}
+
+
+def refused(data: dict[str, Any], source: object = None, **sections: Any) -> str:
+    with pytest.raises((TaskError, ConfigError)) as caught:
+        find_task(source, config_of(data, **sections))
+    return str(caught.value)
+
+
+# One source
+
+
+def test_rows_of_the_config_are_examples_of_chats() -> None:
+    task, config = configured({**NAMED, "system_prompt": "Answer."}, rewards=REWARDS)
+    examples = task.rl_examples(config)
+    assert len(examples) == len(SUMS)
+    assert examples[0].prompt == [
+        {"role": "system", "content": "Answer."},
+        {"role": "user", "content": "0+0?"},
+    ]
+    assert examples[0].columns == {"answer": "0", "dataset_name": "sums.jsonl"}
+    require(task, "rl")
+
+
+def test_label_of_a_source_is_its_rows_task() -> None:
+    entry = {"source": "sums.jsonl", "label": "sums", "columns": COLUMNS}
+    task, config = configured(mixed(entry), rewards=REWARDS)
+    assert {example.columns["task"] for example in task.rl_examples(config)} == {"sums"}
+
+
+def test_held_out_share_is_never_trained_on() -> None:
+    task, config = configured({**NAMED, "test_split_size": 0.25}, rewards=REWARDS)
+    train, test = task.rl_examples(config), task.eval_examples(config)
+    assert (len(train), len(test)) == (15, 5)
+    trained = [example.prompt for example in train]
+    assert not any(example.prompt in trained for example in test)
+    require(task, "eval")
+
+
+def test_split_of_its_own_is_held_out() -> None:
+    Path("set").mkdir()
+    for split, rows in (("train", SUMS[:4]), ("test", SUMS[4:6])):
+        Path(f"set/{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = {**NAMED, "dataset_name": "set", "dataset_test_split": "test"}
+    task, config = configured(data, rewards=REWARDS)
+    assert len(task.rl_examples(config)) == 4
+    assert [e.columns["answer"] for e in task.eval_examples(config)] == ["1", "2"]
+
+
+def test_rewards_of_the_config_score_the_rows() -> None:
+    task, config = configured(NAMED, rewards=REWARDS)
+    assert task.rubric(config, None).names == ("right",)
+    loaded = load_config({"model": {"name": "tiny"}, "data": NAMED, "rewards": REWARDS}).config
+    found = task_parts.task_of(loaded, SPEC)
+    assert isinstance(found, ConfiguredTask)
+    rubric = task_parts.task_rubric(loaded, found, None)
+    assert rubric is not None
+    assert rubric.names == ("right",)
+
+
+def test_what_is_left_out_is_told_by_reason() -> None:
+    with Path("sums.jsonl").open("a") as file:
+        file.write('{"question": "", "solution": "1"}\n{"solution": "1"}\n')
+    task, config = configured({**NAMED, "test_split_size": 0.25}, rewards=REWARDS)
+    task.rl_examples(config)
+    task.eval_examples(config)
+    assert task.accounts["get_rl_dataset"].left_out == {
+        "the prompt is empty": 1,
+        "there is no prompt": 1,
+    }
+    assert task.accounts["get_eval_dataset"].left_out == {}
+    strict, config = configured({**NAMED, "strict": True}, rewards=REWARDS)
+    with pytest.raises(TaskError, match="2 of 22 rows cannot be used"):
+        strict.rl_examples(config)
+
+
+def test_name_is_that_of_the_data() -> None:
+    assert configured(NAMED)[0].name == "sums"
+    assert configured({"dataset_name": "openai/gsm8k"})[0].name == "gsm8k"
+    assert configured(mixed({"source": "sums.jsonl"}))[0].name == "mixture"
+    assert "configured" not in builtin_tasks()
+
+
+# Mixtures
+
+
+def test_whole_tasks_stand_beside_sources() -> None:
+    source = {"source": "sums.jsonl", "label": "sums", "columns": COLUMNS, "weight": 0.5}
+    task, config = configured(mixed(source, {**SORTING, "weight": 2.0}), rewards=REWARDS)
+    examples = task.rl_examples(config)
+    assert Counter(e.columns["task"] for e in examples) == {"sums": 10, "sort_words": 16}
+    assert len({frozenset(example.columns) for example in examples}) == 1, "all have all columns"
+    assert task.has("get_eval_dataset")
+    assert {e.columns["task"] for e in task.eval_examples(config)} == {"sort_words"}
+    rubric = task.rubric(config, None)
+    assert isinstance(rubric, Router)
+    assert rubric.names == ("sums/right", "sort_words/right_words", "sort_words/right_positions")
+    rubric.check_rows({example.index: example.columns for example in examples})
+
+
+def test_held_out_rows_come_in_turn() -> None:
+    source = {"source": "sums.jsonl", "label": "sums", "columns": COLUMNS}
+    task, config = configured(mixed(source, SORTING, test_split_size=0.5), rewards=REWARDS)
+    labels = [example.columns["task"] for example in task.eval_examples(config)]
+    assert labels[:8] == ["sums", "sort_words"] * 4
+    assert Counter(labels) == {"sums": 10, "sort_words": 4}
+
+
+def test_sources_may_have_rewards_by_label() -> None:
+    sources = [
+        {"source": "sums.jsonl", "label": label, "columns": COLUMNS} for label in ("one", "two")
+    ]
+    router = {"one": ["rewards.py:right"], "two": ["rewards.py:right"]}
+    task, config = configured(mixed(*sources, SORTING), rewards={"router": router})
+    assert task.rubric(config, None).names == (
+        "one/right",
+        "two/right",
+        "sort_words/right_words",
+        "sort_words/right_positions",
+    )
+
+
+def test_a_task_of_a_mixture_sees_its_own_section_and_keeps_its_hooks() -> None:
+    say = {"task": "say.py", "label": "a", "config": {"word": "a"}}
+    task, config = configured(mixed(say, SORTING))
+    examples = [e for e in task.rl_examples(config) if e.columns["task"] == "a"]
+    assert examples[0].columns["wanted"] == "a"
+    assert task.accounts["get_rl_dataset"].left_out == {
+        "data.dataset_mixture, set 0 (say.py): too odd": 2
+    }
+    assert task.rl_callbacks(config, None, "") == ["a"]
+    rows = [{"task": "a", "wanted": "a"}, {"task": "b"}, {"task": "a", "wanted": "b"}]
+    found = task.compute_metrics(["p"] * 3, ["a", "a", "a"], rows, config, None)
+    assert found["metrics"] == {"total_samples": 3, "a/said": 1}
+
+
+def test_sections_of_tasks_are_checked_by_their_schemas() -> None:
+    message = refused(mixed({**SORTING, "config": {"wrds": 2}}))
+    assert "data.dataset_mixture, set 0 (sort_words): config.wrds is not a key" in message
+    assert "words" in message
+
+
+def test_two_sets_with_one_label_are_refused_where_one_is_a_task() -> None:
+    source = {"source": "sums.jsonl", "label": "sort_words", "columns": COLUMNS}
+    assert "another set has the label 'sort_words'" in refused(mixed(source, SORTING))
+    assert "another set has the label 'sort_words'" in refused(mixed(SORTING, SORTING))
+    configured(mixed(SORTING, {**SORTING, "label": "again"}))
+
+
+def test_games_and_collators_have_no_place_in_a_mixture() -> None:
+    assert "has get_environment, which a mixture has no place for" in refused(
+        mixed({"task": "wordle_game"})
+    )
+    with Path("say.py").open("a") as file:
+        file.write("\ndef get_sft_data_collator(config, tokenizer):\n    return None\n")
+    with pytest.raises(TaskError, match="has get_sft_data_collator, which a mixture"):
+        find_task(None, sft_config_of(mixed({"task": "say.py"})))
+
+
+def test_task_of_a_mixture_needs_its_hooks() -> None:
+    Path("half.py").write_text("def get_reward_funcs(config, tokenizer):\n    return []\n")
+    message = refused(mixed({"task": "half.py"}))
+    assert "data.dataset_mixture, set 0 (half.py): Task half" in message
+    assert "has no get_rl_dataset, which `rl` needs" in message
+
+
+# A teacher's rows
+
+
+def test_teacher_of_the_config_has_prompts_and_completions() -> None:
+    config = sft_config_of({**NAMED, "test_split_size": 0.25})
+    task = find_task(None, config)
+    require(task, "sft")
+    rows = task.sft_rows("get_sft_dataset", config, None)
+    assert rows[0] == {
+        "prompt": [{"role": "user", "content": "0+1?"}],
+        "completion": "1",
+        "dataset_name": "sums.jsonl",
+    }
+    held_out = task.sft_rows("get_sft_eval_dataset", config, None)
+    assert (len(rows), len(held_out)) == (15, 5)
+
+
+def test_rows_of_texts_are_parted_as_well() -> None:
+    Path("a.jsonl").write_text("".join(json.dumps({"words": f"w{n}"}) + "\n" for n in range(8)))
+    config = sft_config_of({"dataset_name": "a.jsonl", "test_split_size": 0.25})
+    task = find_task(None, config)
+    assert len(task.sft_rows("get_sft_dataset", config, None)) == 6
+
+
+def test_tasks_of_a_mixture_format_their_own_rows() -> None:
+    source = {
+        "source": "sums.jsonl",
+        "columns": {"prompt": "question", "completion": "solution"},
+        "weight": 0.05,
+    }
+    say = {"task": "say.py", "label": "a", "config": {"word": "a"}}
+    config = sft_config_of(mixed(source, say))
+    rows = find_task(None, config).sft_rows("get_sft_dataset", config, None)
+    by_label = {row["task"]: row for row in rows}
+    assert by_label["a"]["text"] == "say a"
+    assert by_label["a"]["prompt"] is None
+    assert by_label[None]["completion"] is not None
+
+
+# What lacks
+
+
+def test_config_without_data_says_what_to_give() -> None:
+    message = refused({})
+    assert "--task-module" in message
+    assert "data.dataset_name or data.dataset_mixture" in message
+    assert "sort_words" in message
+
+
+@pytest.mark.parametrize(
+    ("verb", "said"),
+    [("rl", "Set rewards.reward_funcs, or rewards.router"), ("eval", "data.test_split_size")],
+)
+def test_config_without_rewards_or_held_out_rows_says_what_to_give(verb: Any, said: str) -> None:
+    task, _ = configured(NAMED)
+    with pytest.raises(TaskError, match=said):
+        require(task, verb)
+
+
+def test_data_beside_a_task_of_its_own_are_refused() -> None:
+    message = refused({**NAMED, "strict": True}, "sort_words")
+    assert "Task sort_words" in message
+    assert "data.dataset_name, data.prompt_column, data.answer_column would have no" in message
+    find_task("sort_words", config_of({"strict": True}))
+
+
+def test_section_of_a_task_without_a_task_is_refused() -> None:
+    assert "section `task`, but no task to read it" in refused(NAMED, task={"words": 2})
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"dataset_name": "sums.jsonl"}, "has no column 'prompt'. It has: question, solution"),
+        ({**NAMED, "prompt_lines": ["hnt"]}, "no column 'hnt', which the config names in"),
+        ({**NAMED, "prompt_column": "questions"}, "Did you mean 'question'?"),
+        ({**NAMED, "dataset_name": "smus.jsonl"}, "Did you mean"),
+    ],
+)
+def test_columns_and_files_that_are_not_there_are_told(data: dict[str, Any], said: str) -> None:
+    task, config = configured(data, rewards=REWARDS)
+    with pytest.raises(TaskError, match=said.replace("?", r"\?")):
+        task.rl_examples(config)
+
+
+def test_unknown_label_is_an_error_that_names_those_there_are() -> None:
+    source = {"source": "sums.jsonl", "label": "smus", "columns": COLUMNS}
+    router = {"sums": ["rewards.py:right"]}
+    task, config = configured(mixed(source, SORTING), rewards={"router": router})
+    rubric = task.rubric(config, None)
+    examples = task.rl_examples(config)
+    with pytest.raises(TaskError, match=r"no rewards for the label `smus`\. Did you mean sums"):
+        rubric.check_rows({example.index: example.columns for example in examples})

@@ -1,0 +1,295 @@
+"""Crossword clues: the set that comes along is sound, splits share neither answers nor clues, and rows that are no use are counted."""
+
+import asyncio
+import csv
+import json
+import random
+from collections import Counter
+
+import pytest
+from pydantic import ValidationError
+
+from groupwise.config import load_config, view, with_task_schema
+from groupwise.errors import TaskError
+from groupwise.rewards.crossword import letters
+from groupwise.rewards.scoring import ScoreRequest
+from groupwise.settings.view import View
+from groupwise.tasks import crossword
+from groupwise.tasks.contract import check_reward_columns, load_task, require
+from groupwise.tasks.crossword import INCLUDED, TaskConfig
+
+
+def config(**task):
+    return View({"task": task})
+
+
+def splits(**task):
+    given = config(**task)
+    validation = crossword.get_sft_eval_dataset(given, None)
+    return crossword.get_rl_dataset(given), validation, crossword.get_eval_dataset(given)
+
+
+def reward(text, row):
+    rubric = load_task("crossword").rubric(config(), None)
+    columns = {name: [value] for name, value in row.items() if name not in ("prompt", "completion")}
+    chat = [{"role": "assistant", "content": text}]
+    asked = ScoreRequest(0, [row["prompt"]], [chat], [[1]], columns, 0, 1)
+    return asyncio.run(rubric.score(asked)).members[0].reward
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A function that writes rows into a file and gives its name."""
+
+    def write(rows):
+        path = tmp_path / "clues.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return str(path)
+
+    return write
+
+
+def many(count):
+    """Rows with answers that are all different words of letters."""
+    names = ["".join("ABCDEFGHIJ"[int(digit)] for digit in f"{n:04}") for n in range(count)]
+    return [{"clue": f"Clue number {name}s", "answer": f"X{name}"} for name in names]
+
+
+TINY = {"eval_size": 2, "validation_size": 2}
+
+
+# The set that comes with the package
+
+
+def test_included_clues_are_sound():
+    rows = [json.loads(line) for line in INCLUDED.read_text().splitlines()]
+    assert len(rows) == 185
+    assert len({row["clue"] for row in rows}) == len(rows)
+    for row in rows:
+        assert row["answer"] == row["answer"].upper()
+        assert row["enumeration"] == crossword._counted(row["answer"])
+        assert letters(row["answer"]) not in letters(row["clue"])
+    answers = Counter(row["answer"] for row in rows)
+    assert [answer for answer, count in answers.items() if count > 1][:2] == ["ELEPHANT", "BAT"]
+
+
+def test_all_of_them_are_used():
+    train, validation, test = splits()
+    assert [len(train), len(validation), len(test)] == [137, 16, 32]
+    assert not train.account.left_out
+
+
+def test_the_prompt_shows_clue_and_enumeration():
+    rows = [row for rows in splits() for row in rows]
+    (row,) = [row for row in rows if row["answer"] == "SISTER-IN-LAW"]
+    assert row["prompt"] == [
+        {"role": "system", "content": crossword.INSTRUCTION},
+        {"role": "user", "content": "Wife of one's brother (6-2-3)"},
+    ]
+    assert {key: row[key] for key in ("clue", "answer", "enumeration")} == {
+        "clue": "Wife of one's brother",
+        "answer": "SISTER-IN-LAW",
+        "enumeration": "6-2-3",
+    }
+
+
+# Splits
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_answer_and_no_clue_is_in_two_splits(seed):
+    kinds = splits(seed=seed)
+    for key in ("answer", "clue"):
+        seen = [{row[key] for row in rows} for rows in kinds]
+        assert not seen[0] & seen[1]
+        assert not seen[0] & seen[2]
+        assert not seen[1] & seen[2]
+
+
+def test_answers_that_differ_in_their_writing_only_stay_together(source):
+    forms = ["Crème", "CREME", "creme ", "C-R-E-M-E"]
+    rows = [{"clue": f"Clue {n}", "answer": form} for n, form in enumerate(forms)] + many(8)
+    for seed in range(6):
+        kinds = splits(source=source(rows), seed=seed, **TINY)
+        held = [sum(letters(row["answer"]) == "CREME" for row in rows) for rows in kinds]
+        assert sum(count > 0 for count in held) <= 1
+
+
+def test_a_clue_with_several_answers_is_in_one_split_alone(source):
+    rows = many(40)
+    for row in rows[:20]:
+        row["clue"] = "Anything"
+    train, validation, test = splits(source=source(rows), eval_size=10, validation_size=5)
+    where = [any(row["clue"] == "Anything" for row in each) for each in (train, validation, test)]
+    assert where == [False, False, True]
+    reason = "another split has the clue, with another answer"
+    left = 20 - sum(row["clue"] == "Anything" for row in test)
+    assert train.account.left_out == {reason: left}
+    assert test.account.left_out == {}
+
+
+def test_splits_are_a_function_of_the_seed_and_the_test_split_of_nothing_else():
+    first = splits(seed=3)
+    assert first == splits(seed=3)
+    assert first[2] == splits(seed=3, train_size=10, validation_size=3)[2]
+    assert first[2] != splits(seed=4)[2]
+    assert len(splits(train_size=10)[0]) == 10
+    assert splits()[2][0]["answer"] == FROZEN
+
+
+FROZEN = "ORCHESTRA"
+
+
+def test_too_few_clues_are_refused(source):
+    spec = source(many(5))
+    with pytest.raises(TaskError, match="5 usable clues, too few for eval_size 2") as caught:
+        crossword.get_rl_dataset(config(source=spec, eval_size=2, validation_size=3))
+    assert "what is left" in str(caught.value)
+    with pytest.raises(TaskError, match="train_size 9"):
+        crossword.get_rl_dataset(config(source=spec, train_size=9, **TINY))
+
+
+# Sources
+
+
+def test_columns_go_by_other_names(source):
+    rows = [{"hint": row["clue"], "word": row["answer"], "other": 1} for row in many(6)]
+    spec = source(rows)
+    kinds = splits(source=spec, columns={"clue": "hint", "answer": "word"}, **TINY)
+    assert [len(rows) for rows in kinds] == [2, 2, 2]
+    with pytest.raises(TaskError, match="no usable row") as caught:
+        crossword.get_rl_dataset(config(source=spec, **TINY))
+    assert "6 × the clue is empty or missing" in str(caught.value)
+    assert "hint, word, other" in str(caught.value)
+    with pytest.raises(TaskError, match="'question' is none of clue, answer, enumeration"):
+        crossword.get_rl_dataset(config(source=spec, columns={"question": "hint"}))
+    with pytest.raises(TaskError, match="no column 'hnt'"):
+        crossword.get_rl_dataset(config(source=spec, columns={"clue": "hnt"}))
+
+
+def test_tables_are_read_too(tmp_path):
+    path = tmp_path / "clues.csv"
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["clue", "answer", "enumeration"])
+        writer.writerows([row["clue"], row["answer"], ""] for row in many(6))
+    assert {row["enumeration"] for rows in splits(source=str(path), **TINY) for row in rows} == {
+        "5"
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "clue", "enumeration"),
+    [
+        ({"answer": "NEW YORK"}, "Big city", "3,4"),
+        ({"answer": "Half-moon"}, "Big city", "4-4"),
+        ({"answer": "O'Hara"}, "Big city", "5"),
+        ({"answer": "Château"}, "Big city", "7"),
+        ({"clue": "Big city (3,4)", "answer": "NEW YORK"}, "Big city", "3,4"),
+        ({"clue": "Big city ( 7 )", "answer": "NEWYORK"}, "Big city", "7"),
+        ({"clue": "City (of apples)", "answer": "NEWYORK"}, "City (of apples)", "7"),
+        ({"clue": "Big city (7)", "answer": "NEWYORK", "enumeration": "3,4"}, "Big city", "3,4"),
+        ({"answer": "NEWYORK", "enumeration": "(3,4)"}, "Big city", "3,4"),
+        ({"answer": "NEWYORK", "enumeration": 7}, "Big city", "7"),
+        ({"answer": "NEWYORK", "enumeration": 7.0}, "Big city", "7"),
+        ({"answer": "NEWYORK", "enumeration": [3, 4]}, "Big city", "3,4"),
+        ({"answer": "NEWYORK", "enumeration": float("nan")}, "Big city", "7"),
+        ({"answer": "NEWYORK", "enumeration": None}, "Big city", "7"),
+    ],
+)
+def test_enumerations(given, clue, enumeration):
+    row = crossword._row({"clue": "Big city", **given})
+    assert (row["clue"], row["enumeration"]) == (clue, enumeration)
+    assert row["prompt"][1]["content"] == f"{clue} ({enumeration})"
+
+
+def test_rows_that_cannot_be_used_are_counted_or_refused(source):
+    good = many(6)
+    bad = [
+        {"clue": "", "answer": "ABC"},
+        {"clue": "(3)", "answer": "ABC"},
+        {"clue": "Missing"},
+        {"clue": "Number", "answer": 7},
+        {"clue": "Catch", "answer": "CATCH 22"},
+        {"clue": "Foreign", "answer": "ябл"},
+        {"clue": "Wrong (4)", "answer": "ABC"},
+        {"clue": good[0]["clue"].upper(), "answer": good[0]["answer"].lower()},
+    ]
+    spec = source([*good, *bad])
+    train = crossword.get_rl_dataset(config(source=spec, **TINY))
+    assert train.account.left_out == {
+        "the clue is empty or missing": 1,
+        "the clue is empty": 1,
+        "the answer is empty or missing": 1,
+        "the answer is no text": 1,
+        "the answer is not made of letters A–Z": 2,
+        "the enumeration does not fit the answer": 1,
+        "the clue and its answer are there already": 1,
+    }
+    with pytest.raises(TaskError, match="row 6: the clue is empty or missing"):
+        crossword.get_rl_dataset(config(source=spec, strict=True, **TINY))
+
+
+# Rewards
+
+
+def test_gold_completions_earn_one_and_wrong_ones_little():
+    for row in crossword.get_sft_dataset(config(), None)[:40]:
+        assert reward(row["completion"], row) == 1.0
+        assert reward(f"<answer> {row['answer'].lower()} </answer>", row) == 1.0
+        assert reward(row["completion"].replace("<answer>", "<answer>THE "), row) < 0.3
+        assert reward(row["answer"], row) < 0.3
+        assert reward("", row) == 0.0
+
+
+def test_letters_of_the_right_number_alone_earn_nothing():
+    random.seed(0)
+    row = crossword.get_rl_dataset(config())[0]
+    wrong = "".join(random.sample("BCDFGHJKLMNPQ", len(letters(row["answer"]))))
+    assert reward(f"<answer>{wrong}</answer>", row) == 0.0
+
+
+def test_metrics():
+    row = {"clue": "Big city", "answer": "NEW YORK", "enumeration": "3,4"}
+    texts = [
+        "<answer>New York</answer>",
+        "<answer>Chicago</answer>",
+        "<answer>Rome</answer>",
+        "NEW YORK",
+    ]
+    found = crossword.compute_metrics(["p"] * 4, texts, [row] * 4, config(), None)
+    assert found["correct"] == [True, False, False, False]
+    assert found["metrics"] == {"accuracy": 0.25, "length_accuracy": 0.5, "answered": 0.75}
+    json.dumps(found)
+
+
+# Config
+
+
+@pytest.mark.parametrize(
+    ("own", "part"),
+    [
+        ({"soruce": "x"}, "soruce"),
+        ({"eval_size": 0}, "greater than or equal to 1"),
+        ({"columns": {"clue": 1}}, "valid string"),
+    ],
+)
+def test_schema_refuses(own, part):
+    with pytest.raises(ValidationError) as caught:
+        TaskConfig.model_validate(own)
+    assert part in str(caught.value)
+
+
+def test_resolved_config_means_the_same_as_the_written_one():
+    loaded = load_config({"model": {"name": "tiny"}, "task": {"eval_size": 9}})
+    full = view(with_task_schema(loaded, crossword.get_config_schema()).config)
+    assert crossword.get_eval_dataset(full) == crossword.get_eval_dataset(config(eval_size=9))
+
+
+def test_task_is_complete():
+    task = load_task("crossword")
+    for verb in ("rl", "sft", "eval"):
+        require(task, verb)
+    rubric = task.rubric(config(), None)
+    check_reward_columns(task, rubric, task.rl_examples(config()), in_workers=True)
+    assert rubric.names == ("pure_accuracy",)

@@ -1,0 +1,341 @@
+"""Mathematics: generated problems are right, worked out truly and in one split each; sources are read and divided likewise."""
+
+import asyncio
+import json
+import re
+from fractions import Fraction
+
+import pytest
+from pydantic import ValidationError
+
+from groupwise.config import load_config, view, with_task_schema
+from groupwise.errors import TaskError
+from groupwise.rewards.scoring import ScoreRequest
+from groupwise.settings.view import View
+from groupwise.tasks import math
+from groupwise.tasks.contract import check_reward_columns, load_task, require
+from groupwise.tasks.math import TaskConfig, final_answer
+
+
+def config(**task):
+    return View({"task": task})
+
+
+def splits(**own):
+    given = config(**own)
+    return (
+        math.get_sft_dataset(given, None),
+        math.get_sft_eval_dataset(given, None),
+        math.get_eval_dataset(given),
+    )
+
+
+def score(text, answer="42", **own):
+    rubric = load_task("math").rubric(config(**own), None)
+    asked = ScoreRequest(0, ["?"], [text], [[1]], {"answer": [answer]}, 0, 1)
+    (member,) = asyncio.run(rubric.score(asked)).members
+    assert member.outcome == "scored", member.reason
+    return member.reward
+
+
+def question(row):
+    return row["prompt"][1]["content"]
+
+
+def value(expression):
+    """The expression computed by Python, with fractions for numbers."""
+    signs = expression.replace("×", "*").replace("÷", "/")
+    return eval(re.sub(r"\d+", r"Fraction(\g<0>)", signs))
+
+
+def answered(answer, thought="I see."):
+    return f"<think>\n{thought}\n</think>\n<answer>{answer}</answer>"
+
+
+# Rewards
+
+
+@pytest.mark.parametrize(
+    ("text", "reward", "strict"),
+    [
+        (answered("42"), 1.1, 1.1),
+        (answered("42.0"), 1.1, 1.1),
+        (answered(r"\boxed{42}"), 1.1, 1.1),
+        ("Well: " + answered("42"), 1.1, 0.1),
+        (answered("24"), 0.1, 0.1),
+        (answered("42") + "<answer>24</answer>", 0.1, 0.1),
+        ("<answer>42</answer>", 1.0, 0.0),
+        (r"It is \boxed{42}.", 1.0, 0.0),
+        ("42", 0.0, 0.0),
+        (answered(""), 0.0, 0.0),
+        (answered("forty-two"), 0.1, 0.1),
+        ("", 0.0, 0.0),
+    ],
+)
+def test_rewards(text, reward, strict):
+    assert score(text) == pytest.approx(reward)
+    assert score(text, strict=True) == pytest.approx(strict)
+
+
+def test_fractions_count_by_value():
+    for right in ("17/12", r"\frac{17}{12}", "34/24", "1 5/12"):
+        assert score(answered(right), "17/12") == pytest.approx(1.1)
+    assert score(answered("17/13"), "17/12") == pytest.approx(0.1)
+
+
+def test_the_weight_of_the_layout():
+    assert score(answered("24"), format_weight=0.5) == pytest.approx(0.5)
+    assert score(answered("42"), format_weight=0) == pytest.approx(1.0)
+
+
+# Generated problems
+
+
+@pytest.mark.parametrize("level", range(1, 6))
+def test_problems_are_right_and_worked_out_truly(level):
+    train, validation, test = splits(min_level=level, max_level=level, train_size=200)
+    for row in [*train, *validation, *test]:
+        expression = re.fullmatch(r"What is (.+)\?", question(row))[1]
+        assert value(expression) == Fraction(row["answer"]) >= 0
+        assert row["level"] == level
+        worked = re.fullmatch(
+            r"<think>\n(.+)\n</think>\n<answer>(.+)</answer>", row["gold_completion"], re.DOTALL
+        )
+        assert worked[2] == row["answer"]
+        for line in worked[1].splitlines():
+            assert len({value(side) for side in line.split(" = ")}) == 1, line
+        assert line.endswith(f" = {row['answer']}")
+    assert all(row["completion"] == row["gold_completion"] for row in train)
+
+
+LOOKS = {
+    1: r"\d+ [+-] \d+",
+    2: r"\d+ [+×-] \d+",
+    3: r"\d+ [+-] \d+ × \d+|\d+ × \d+ - \d+",
+    4: r"\(\d+ [+-] \d+\) (× \d+ [+-] \d+|÷ \d+)",
+    5: r"\d+/\d+ [+×-] \d+/\d+",
+}
+
+
+@pytest.mark.parametrize("level", LOOKS)
+def test_what_a_level_looks_like(level):
+    rows = math.get_rl_dataset(config(min_level=level, max_level=level, train_size=100))
+    assert all(re.fullmatch(rf"What is (?:{LOOKS[level]})\?", question(row)) for row in rows)
+
+
+def test_levels_take_turns():
+    rows = math.get_rl_dataset(config(min_level=2, max_level=4, train_size=300))
+    counts = [sum(row["level"] == level for row in rows) for level in range(1, 6)]
+    assert counts[0] == counts[4] == 0
+    assert all(70 < count < 130 for count in counts[1:4])
+
+
+def same(row):
+    """Equal for problems that differ in the order of two summands or factors."""
+    expression = question(row)
+    simple = re.fullmatch(r"What is (\S+) ([+×]) (\S+)\?", expression)
+    return (simple[2], *sorted(simple.group(1, 3))) if simple else expression
+
+
+@pytest.mark.parametrize("own", [{"train_size": 1000}, {"max_level": 1, "train_size": 900}])
+def test_no_problem_occurs_twice_not_even_the_other_way_round(own):
+    found = [same(row) for rows in splits(**own) for row in rows]
+    assert len(set(found)) == len(found)
+
+
+def test_rows_come_from_the_seed_and_test_rows_do_not_depend_on_the_training():
+    first = splits(seed=3, train_size=300)
+    assert first == splits(seed=3, train_size=300)
+    assert [len(rows) for rows in first] == [300, 128, 128]
+    assert splits(seed=3, train_size=10)[1:] == first[1:]
+    assert splits(seed=4, train_size=10)[2] != first[2]
+    assert len(math.get_rl_dataset(config())) == 2000
+    assert question(first[2][0]) == "What is 12 × 9 - 34?"
+
+
+def test_more_problems_than_there_are_are_refused():
+    with pytest.raises(
+        TaskError, match=r"no more than 2\d{3} different problems, and 3256 are asked"
+    ):
+        math.get_rl_dataset(config(max_level=1, train_size=3000))
+
+
+# Sources
+
+
+def written(file, rows):
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def gsm8k(count, first=0):
+    return [
+        {
+            "question": f"Tom has {n} eggs and buys {n} more. How many has he?",
+            "answer": f"He has {n}+{n}=<<{n}+{n}={2 * n}>>{2 * n} eggs.\n#### {2 * n}",
+        }
+        for n in range(first, first + count)
+    ]
+
+
+SMALL = {"eval_size": 3, "validation_size": 2}
+
+
+def test_a_set_like_gsm8k(tmp_path):
+    source = written(tmp_path / "sums.jsonl", gsm8k(20))
+    train, validation, test = splits(source=source, **SMALL)
+    assert [len(rows) for rows in (train, validation, test)] == [15, 2, 3]
+    assert len({question(row) for rows in (train, validation, test) for row in rows}) == 20
+    for row in [*train, *validation, *test]:
+        n = int(re.search(r"has (\d+)", question(row))[1])
+        assert row["answer"] == str(2 * n)
+        assert row["gold_completion"] == answered(2 * n, f"He has {n}+{n}={2 * n} eggs.")
+        assert score(row["gold_completion"], row["answer"], strict=True) == pytest.approx(1.1)
+    assert splits(source=source, **SMALL) == (train, validation, test)
+    assert splits(source=source, **SMALL, seed=1)[2] != test
+    assert (
+        math.get_rl_dataset(config(source=source, **SMALL, train_size=4))
+        == (math.get_rl_dataset(config(source=source, **SMALL))[:4])
+    )
+
+
+def test_a_set_like_math(tmp_path):
+    solution = r"We have $x = \frac{2}{4}$, so $x = \boxed{\frac{1}{2}}$."
+    rows = [{"problem": f"Problem {n}", "solution": solution, "level": "Level 1"} for n in range(6)]
+    (row, *_), _, _ = splits(source=written(tmp_path / "m.jsonl", rows), **SMALL)
+    assert row["answer"] == r"\frac{1}{2}"
+    assert row["completion"] == answered(r"\frac{1}{2}", solution)
+    assert "level" not in row
+    assert score(answered("0.5"), row["answer"]) == pytest.approx(1.1)
+
+
+def test_columns_are_mapped(tmp_path):
+    rows = [{"ask": f"Q{n}", "result": n, "why": f"Because of {n}."} for n in range(6)]
+    source = written(tmp_path / "own.jsonl", rows)
+    columns = {"question": "ask", "answer": "result", "solution": "why"}
+    (row, *_), _, _ = splits(source=source, columns=columns, **SMALL)
+    assert row["completion"] == answered(row["answer"], f"Because of {row['answer']}.")
+    with pytest.raises(
+        TaskError, match=r"no column for the question: looked for question, problem, prompt"
+    ):
+        splits(source=source, **SMALL)
+
+
+def test_questions_of_the_test_are_not_trained(tmp_path):
+    folder = tmp_path / "set"
+    folder.mkdir()
+    written(folder / "train.jsonl", [*gsm8k(20), *gsm8k(5)])
+    repeated = [{**row, "question": row["question"].replace(" ", "  ").upper()} for row in gsm8k(2)]
+    written(folder / "test.jsonl", [*repeated, *gsm8k(10, first=100)])
+    train, validation, test = splits(
+        source=str(folder), eval_split="test", eval_size=5, validation_size=2
+    )
+    assert [len(rows) for rows in (train, validation, test)] == [16, 2, 5]
+    folded = {
+        question(row).replace("  ", " ").lower()
+        for rows in (train, validation, test)
+        for row in rows
+    }
+    assert len(folded) == 23
+
+
+def test_rows_that_cannot_be_used_are_left_out_and_counted(tmp_path, caplog):
+    bad = [
+        {"question": "", "answer": "1"},
+        {"question": "Q", "answer": "so\nit is"},
+        {"question": "R"},
+    ]
+    source = written(tmp_path / "some.jsonl", [*gsm8k(6), *bad])
+    assert len(math.get_rl_dataset(config(source=source, **SMALL))) == 1
+    assert "3 of 9 rows of" in caplog.text
+    with pytest.raises(
+        TaskError, match=r"No row of .* has both a question in `question` and an answer"
+    ):
+        math.get_rl_dataset(config(source=written(tmp_path / "none.jsonl", bad), **SMALL))
+
+
+def test_too_few_rows_are_refused(tmp_path):
+    source = written(tmp_path / "few.jsonl", gsm8k(5))
+    with pytest.raises(TaskError, match=r"5 different problems .* take 5, so that none is left"):
+        math.get_rl_dataset(config(source=source, **SMALL))
+
+
+@pytest.mark.parametrize(
+    ("solution", "answer"),
+    [
+        ("so\n#### 1,234", "1,234"),
+        ("#### 3\n#### 4", "4"),
+        (r"first \boxed{1}, then \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        ("<think>a\nb</think><answer> 7 </answer>", "7"),
+        (" 42 ", "42"),
+        ("a\nlong text", None),
+        ("x" * 201, None),
+        ("####", None),
+        ("", None),
+    ],
+)
+def test_final_answers(solution, answer):
+    assert final_answer(solution) == answer
+
+
+# Metrics and schema
+
+
+def test_metrics():
+    rows = [
+        {"answer": "42", "level": 1},
+        {"answer": "42", "level": 2},
+        {"answer": "42", "level": 2},
+    ]
+    texts = [answered("42"), r"\boxed{42}", answered("41")]
+    found = math.compute_metrics(["?"] * 3, texts, rows, config(), None)
+    assert found["metrics"] == pytest.approx(
+        {
+            "accuracy": 2 / 3,
+            "format_accuracy": 2 / 3,
+            "accuracy_level_1": 1.0,
+            "accuracy_level_2": 0.5,
+        }
+    )
+    strict = math.compute_metrics(
+        ["?"] * 3, texts, [{"answer": "42"}] * 3, config(strict=True), None
+    )
+    assert strict["metrics"] == pytest.approx({"accuracy": 1 / 3, "format_accuracy": 2 / 3})
+    json.dumps(found)
+
+
+@pytest.mark.parametrize(
+    ("own", "part"),
+    [
+        ({"min_level": 4}, "min_level is greater"),
+        ({"max_level": 6}, "less than or equal to 5"),
+        ({"columns": {"question": "ask"}}, "columns has no effect without source"),
+        ({"eval_split": "test"}, "eval_split has no effect without source"),
+        ({"source": "a.jsonl", "max_level": 5}, "max_level has no effect with source"),
+        (
+            {"source": "a.jsonl", "columns": {"query": "q"}},
+            "columns names query; .* question and answer",
+        ),
+        ({"levels": 3}, "Extra inputs"),
+    ],
+)
+def test_schema_refuses(own, part):
+    with pytest.raises(ValidationError, match=part):
+        TaskConfig.model_validate(own)
+
+
+@pytest.mark.parametrize("task", [{}, {"min_level": 2, "strict": True, "train_size": 30}])
+def test_resolved_config_means_the_same_as_the_written_one(task):
+    loaded = load_config({"model": {"name": "tiny"}, "task": task})
+    full = view(with_task_schema(loaded, math.get_config_schema()).config)
+    assert math.get_eval_dataset(full) == math.get_eval_dataset(config(**task))
+
+
+def test_task_is_complete():
+    task = load_task("math")
+    for verb in ("rl", "sft", "eval"):
+        require(task, verb)
+    rubric = task.rubric(config(), None)
+    check_reward_columns(task, rubric, task.rl_examples(config(train_size=5)))
+    assert rubric.names == ("math_answer", "soft_format")
+    assert task.rubric(config(strict=True), None).names == ("pure_accuracy_math", "soft_format")

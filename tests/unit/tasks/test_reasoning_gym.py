@@ -1,0 +1,451 @@
+"""The task around reasoning-gym: problems that every process makes alike, and graders that no completion can break.
+
+The datasets of `SOME` stand for the kinds that cause trouble; `make soak SUITE=reasoning_gym` takes all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.errors import TaskError
+from groupwise.settings.view import View
+from groupwise.tasks import reasoning_gym, reasoning_gym_problems
+from groupwise.tasks.reasoning_gym import answer_in, graded, is_harmless, score
+from groupwise.tasks.reasoning_gym_problems import (
+    RIGHT,
+    dataset_of,
+    entry_as_text,
+    entry_of_text,
+    shares,
+)
+
+SOME = {
+    "chain_sum": "plain",
+    "arc_1d": "entries with lists of numbers",
+    "boxnet": "no answer, and a grader that raises TypeError",
+    "countdown": "answers evaluated by sympy, partial credit",
+    "graph_color": "an answer in the metadata, whose keys are numbers",
+    "isomorphic_strings": "depends on the hash seed",
+    "knights_knaves": "text of numpy's type, nested tuples",
+    "list_functions": "draws from Python's global generator",
+    "pool_matrix": "draws from numpy's",
+    "prime_factorization": "a grader that raises ValueError",
+    "spiral_matrix": "answers evaluated as Python",
+    "time_intervals": "a grader that needs its configuration",
+}
+GARBAGE = [
+    "",
+    " ",
+    "Qzxv wkjp",
+    "((",
+    "[[1,2",
+    "nan",
+    "inf",
+    "1e999",
+    "-",
+    '["x"]',
+    "{}",
+    "null",
+    "0x",
+    "1/0",
+    "\0",
+    "٣",
+]
+UNGRADED = {"boxnet", "rush_hour"}
+"""Datasets that give no answer to their problems."""
+
+
+def config(**task: Any) -> View:
+    sizes = {"train_size": 3, "validation_size": 1, "eval_size": 1}
+    return View({"task": {**sizes, **task}})
+
+
+def named(name: str, level: int | None = None, **parameters: Any) -> dict[str, Any]:
+    return {"name": name, "level": level, "parameters": parameters}
+
+
+def at_once(request: str, limit: float) -> dict[str, list[dict[str, Any]]]:
+    """What the process of its own makes, here: it takes a second to start."""
+    return reasoning_gym_problems._rows(json.loads(request))
+
+
+in_own_process = reasoning_gym._make
+
+
+@pytest.fixture(autouse=True)
+def _here_and_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(reasoning_gym, "_make", at_once)
+    reasoning_gym._known.cache_clear()
+
+
+@pytest.fixture
+def _truly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reasoning_gym, "_make", in_own_process)
+
+
+@pytest.fixture(scope="module")
+def some() -> list[dict[str, Any]]:
+    """Rows of each of the datasets of SOME."""
+    own = reasoning_gym._own(config(datasets=[named(name) for name in SOME]))
+    request = {"seed": 0, "sizes": {"train": 2 * len(SOME)}, **own.model_dump(include={"datasets"})}
+    made = in_own_process(json.dumps(request), 600.0)
+    return [reasoning_gym._row(own, problem) for problem in made["train"]]
+
+
+def scores(rows: list[dict[str, Any]], texts: list[str]) -> list[float]:
+    return score(texts, [row["dataset"] for row in rows], [row["entry"] for row in rows])
+
+
+def completions(rows: list[dict[str, Any]]) -> list[str]:
+    return [f"So it is.\n<answer>{row['answer']}</answer>" for row in rows]
+
+
+# Problems
+
+
+def test_each_dataset_gets_its_share_and_they_are_mixed(some: list[dict[str, Any]]) -> None:
+    names = [row["dataset"]["name"] for row in some]
+    assert Counter(names) == Counter(dict.fromkeys(SOME, 2))
+    assert names != sorted(names)
+
+
+def test_rows_are_plain_and_survive_json(some: list[dict[str, Any]]) -> None:
+    assert json.loads(json.dumps(some)) == some
+    graphs = [row for row in some if row["dataset"]["name"] == "graph_color"]
+    assert all(type(key) is int for row in graphs for key in _coloured(row))
+
+
+def _coloured(row: dict[str, Any]) -> list[Any]:
+    return list(entry_of_text(row["entry"])["metadata"]["possible_answer"])
+
+
+@pytest.mark.parametrize(
+    ("weights", "total", "counts"),
+    [([1.0], 5, [5]), ([1, 1, 1], 8, [3, 3, 2]), ([2, 1], 4, [3, 1]), ([9, 1], 4, [4, 0])],
+)
+def test_shares(weights: list[float], total: int, counts: list[int]) -> None:
+    assert shares(weights, total) == counts
+
+
+def test_splits_are_stable_under_other_sizes() -> None:
+    few = reasoning_gym.get_eval_dataset(config(eval_size=3))
+    more = reasoning_gym.get_eval_dataset(config(eval_size=5, train_size=7))
+    assert more[:3] == few
+    other_seed = reasoning_gym.get_eval_dataset(config(eval_size=3, seed=1))
+    assert other_seed != few
+
+
+def test_splits_share_no_question_where_there_are_few() -> None:
+    tight = config(
+        datasets=[named("chain_sum", min_terms=2, max_terms=2, max_digits=1)],
+        train_size=50,
+        validation_size=15,
+        eval_size=15,
+    )
+    rows = [
+        *reasoning_gym.get_rl_dataset(tight),
+        *reasoning_gym.get_eval_dataset(tight),
+        *reasoning_gym.get_sft_eval_dataset(tight, None),
+    ]
+    assert len({row["prompt"][-1]["content"] for row in rows}) == 80
+
+
+def test_levels_are_those_of_the_curriculum_and_parameters_win() -> None:
+    easy, hard = (dataset_of(named("chain_sum", level)).config for level in (0, 3))
+    assert (easy.max_terms, hard.max_terms) == (2, 5)
+    assert dataset_of(named("chain_sum", 3, max_terms=9)).config.max_terms == 9
+    assert dataset_of(named("chain_sum", None)).config.max_terms == 6
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (named("chain_sums"), "Did you mean chain_sum"),
+        (named("composite"), "list these under task.datasets"),
+        (named("chain_sum", 99), "highest level is"),
+        (named("acre", 1), "has no levels"),
+        (named("chain_sum", max_trems=3), "did you mean max_terms"),
+        (named("chain_sum", size=3), "no parameter `size`"),
+        (named("chain_sum", max_terms=1), "max_terms must be >= min_terms"),
+    ],
+)
+def test_what_there_is_not_is_refused(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataset_of(wrong)
+
+
+@pytest.mark.usefixtures("_truly")
+def test_problems_of_the_process_reach_the_user() -> None:
+    with pytest.raises(TaskError, match=r"no dataset `chain_sums`.*Did you mean chain_sum"):
+        reasoning_gym.get_rl_dataset(config(datasets=[named("chain_sums")]))
+
+
+def test_too_few_different_problems_are_told() -> None:
+    small = named("chain_sum", min_terms=2, max_terms=2, max_digits=1)
+    with pytest.raises(ValueError, match=r"too few different problems: after \d+ of 900"):
+        reasoning_gym.get_rl_dataset(config(datasets=[small], train_size=900))
+
+
+@pytest.mark.usefixtures("_truly")
+def test_slow_generation_ends_with_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(*given: Any, timeout: float, **_: Any) -> Any:
+        raise subprocess.TimeoutExpired("python", timeout)
+
+    monkeypatch.setattr(subprocess, "run", late)
+    with pytest.raises(TaskError, match=r"within 0.5 s \(task.generation_time_limit\)"):
+        reasoning_gym.get_rl_dataset(config(generation_time_limit=0.5))
+
+
+def test_what_took_long_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reasoning_gym, "KEPT_ABOVE", 0.0)
+    first = reasoning_gym.get_eval_dataset(config())
+    reasoning_gym._known.cache_clear()
+    monkeypatch.setattr(reasoning_gym, "_make", lambda *_: pytest.fail("made again"))
+    assert reasoning_gym.get_eval_dataset(config()) == first
+
+
+@pytest.mark.usefixtures("_truly")
+def test_a_process_that_dies_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(TaskError, match="reasoning-gym failed while it made the problems"):
+        reasoning_gym.get_rl_dataset(config())
+
+
+class Fickle:
+    """Fails for odd indices, and has a grader that rejects the answer "no"."""
+
+    def __init__(self, answer: str = "yes") -> None:
+        self.answer = answer
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index % 2:
+            raise RuntimeError("no such luck")
+        return {"question": str(index), "answer": self.answer, "metadata": {}}
+
+    def score_answer(self, answer: str, entry: dict[str, Any]) -> float:
+        return float(answer == "yes")
+
+
+def test_generators_that_fail_now_and_then_are_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reasoning_gym_problems, "dataset_of", lambda *_: Fickle())
+    rows = reasoning_gym_problems._fresh(named("fickle"), 0, 0, 3, set())
+    assert [row["question"] for row in rows] == ["0", "2", "4"]
+    with pytest.raises(ValueError, match=r"made none of 100.*RuntimeError: no such luck"):
+        reasoning_gym_problems._fresh(
+            named("fickle"), 0, 0, 51, {str(index) for index in range(100)}
+        )
+
+
+def test_a_problem_whose_grader_rejects_its_own_answer_is_no_problem(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As with jugs that cannot measure what is asked, where the answer is that there is no solution."""
+    monkeypatch.setattr(reasoning_gym_problems, "dataset_of", lambda *_: Fickle("no"))
+    rejected, failed = islice(reasoning_gym_problems._block(named("fickle"), 0), 2)
+    assert str(rejected) == "its grader rejects its own answer, 'no'"
+    assert str(failed) == "no such luck"
+
+
+def test_an_answer_in_the_metadata_counts_where_the_grader_takes_it() -> None:
+    [small] = reasoning_gym_problems._fresh(named("rubiks_cube"), 0, 0, 1, set())
+    [large] = reasoning_gym_problems._fresh(named("rubiks_cube", cube_size=4), 0, 0, 1, set())
+    assert small["answer"]
+    assert large["answer"] is None
+
+
+def test_entries_are_literals_with_their_types() -> None:
+    import numpy
+
+    entry = {"question": "q", "answer": "a", "metadata": {1: (2, [3]), "n": numpy.str_("x")}}
+    again = entry_of_text(entry_as_text(entry))
+    assert again == entry
+    assert type(again["metadata"]["n"]) is str
+    with pytest.raises(ValueError, match="no plain value"):
+        entry_as_text({"question": object()})
+
+
+# Grading
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("<answer>4</answer>", "4"),
+        ("2 + 2 = <answer>5</answer>, no: <answer> 4 </answer>.", "4"),
+        (" 4 ", "4"),
+        ("It is <answer>4", "It is <answer>4"),
+        ("<answer></answer>", ""),
+    ],
+)
+def test_the_answer_is_in_the_last_tags_or_the_whole_text(text: str, answer: str) -> None:
+    assert answer_in(text) == answer
+
+
+def test_gold_answers_are_right(some: list[dict[str, Any]]) -> None:
+    rows = [row for row in some if row["answer"] is not None]
+    assert {row["dataset"]["name"] for row in rows} == set(SOME) - UNGRADED
+    assert scores(rows, completions(rows)) == [1.0] * len(rows)
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_no_garbage_breaks_a_grader(some: list[dict[str, Any]], garbage: str) -> None:
+    assert all(0 <= value < RIGHT for value in scores(some, [garbage] * len(some)))
+
+
+def test_an_answer_that_the_grader_stumbles_over_earns_nothing() -> None:
+    entry = entry_as_text(dataset_of(named("prime_factorization"))[0])
+    with pytest.raises(ValueError, match="invalid literal"):
+        dataset_of(named("prime_factorization")).score_answer("2 × x", entry_of_text(entry))
+    assert graded("2 × x", named("prime_factorization"), entry) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("{'question': 'q', 'answer': 'x', 'metadata': {}}", "not even with its own answer"),
+        ("{'question': 'q'}", "no question, answer and metadata"),
+        ("what", "no entry"),
+    ],
+)
+def test_a_broken_entry_is_an_error(entry: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        graded("x y", named("prime_factorization"), entry)
+
+
+def test_an_unknown_dataset_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no dataset `sums`"):
+        graded("1", named("sums"), "{'question': '', 'answer': '', 'metadata': {}}")
+
+
+def test_graders_have_the_configuration_of_their_row() -> None:
+    entry = entry_as_text(dataset_of(named("puzzle24"))[0])
+    assert graded("8 * 3 * 1 * 1", named("puzzle24"), entry) == 1.0
+    assert graded("8 * 3 * 1 * 1", named("puzzle24", max_value=6), entry) < RIGHT
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("spiral_matrix", "__import__('os').system('true')"),
+        ("spiral_matrix", "[print(1)]"),
+        ("n_queens", "open('x')"),
+        ("string_insertion", "(lambda: 1)()"),
+        ("countdown", "__import__('os').getpid()"),
+        ("simple_integration", "x.__class__"),
+        ("simple_integration", "sympify('1')"),
+        ("puzzle24", "factorial(4)"),
+        ("polynomial_multiplication", "S.One"),
+    ],
+)
+def test_graders_that_evaluate_answers_get_no_code(name: str, answer: str) -> None:
+    assert not is_harmless(answer, name)
+    entry = entry_as_text(dataset_of(named(name))[0])
+    assert graded(answer, named(name), entry) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("spiral_matrix", "[1, 2, 3]"),
+        ("n_queens", "Q _ _\n_ _ Q"),
+        ("string_insertion", "['A', 'B']"),
+        ("countdown", "(1 + 2)*3 - 4.5/2"),
+        ("simple_integration", "x**3/3 + sin(2*x) + C"),
+        ("chain_sum", "__import__"),  # its grader only compares
+    ],
+)
+def test_data_and_formulas_pass(name: str, answer: str) -> None:
+    assert is_harmless(answer, name)
+
+
+def test_datasets_whose_graders_evaluate_are_all_known() -> None:
+    """A release of the package may add some."""
+    package = Path(sys.modules[dataset_of(named("chain_sum")).__module__].__file__ or "").parents[1]
+    found = subprocess.run(
+        ["grep", "-rlE", r"\beval\((answer|user|predict)|parse_expr\((answer|user)", package],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    names = {Path(line).stem for line in found.stdout.splitlines() if line.endswith(".py")}
+    assert names == reasoning_gym.READ_AS_DATA | reasoning_gym.READ_AS_FORMULA
+
+
+# Hooks
+
+
+def test_metrics() -> None:
+    mixture = config(datasets=[named("chain_sum"), named("letter_counting")], eval_size=4)
+    rows = reasoning_gym.get_eval_dataset(mixture)
+    texts = [
+        f"<answer>{row['answer']}</answer>" if row["dataset"]["name"] == "chain_sum" else "none"
+        for row in rows
+    ]
+    found = reasoning_gym.compute_metrics(["p"] * 4, texts, rows, mixture, None)
+    assert found["metrics"] == {
+        "score": 0.5,
+        "accuracy": 0.5,
+        "tagged": 0.5,
+        "accuracy/chain_sum": 1.0,
+        "accuracy/letter_counting": 0.0,
+    }
+
+
+def test_datasets_without_answers_cannot_be_imitated() -> None:
+    with pytest.raises(TaskError, match=r"`boxnet` of reasoning-gym gives no answers"):
+        reasoning_gym.get_sft_dataset(config(datasets=[named("boxnet")]), None)
+
+
+def test_system_prompt_can_be_left_out() -> None:
+    row = reasoning_gym.get_eval_dataset(config(system_prompt=None))[0]
+    assert [message["role"] for message in row["prompt"]] == ["user"]
+
+
+# All of them
+
+
+REFUSED = {
+    ("knight_swap", 0), ("knight_swap", 1), ("modulo_grid", 1), ("propositional_logic", 0), ("tower_of_hanoi", 0),
+}  # fmt: skip
+"""Levels that give no problems, or too few; docs/tasks/reasoning_gym.md says why."""
+WITHOUT_ANSWER = {(name, level) for name in UNGRADED for level in (None, 0, 1)} | {
+    ("rubiks_cube", 1)
+}
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(0)
+@pytest.mark.usefixtures("_truly")
+def test_every_dataset_of_the_package() -> None:
+    factory = reasoning_gym_problems._package()
+    for name in sorted(set(factory.DATASETS) - {"composite"}):
+        for level in [None, 0, 1] if name in factory.CURRICULA else [None]:
+            print(name, level)
+            of_one = config(datasets=[named(name, level)], train_size=4, eval_size=2)
+            if (name, level) in REFUSED:
+                with pytest.raises(TaskError, match=f"the dataset `{name}`"):
+                    reasoning_gym.get_rl_dataset(of_one)
+            else:
+                check_problems(reasoning_gym.get_rl_dataset(of_one), name, level)
+
+
+def check_problems(rows: list[dict[str, Any]], name: str, level: int | None) -> None:
+    """Their answers are right, and garbage has a score, too."""
+    if (name, level) in WITHOUT_ANSWER:
+        assert all(row["answer"] is None for row in rows), (name, level)
+    else:
+        assert min(scores(rows, completions(rows))) >= RIGHT, (name, level)
+    for garbage in GARBAGE:
+        values = scores(rows, [garbage] * len(rows))
+        assert all(0 <= value <= 1 for value in values), (name, level, garbage)

@@ -1,0 +1,198 @@
+"""Questions with rubrics: what sets of them look like, and that a rubric is not paid for being repeated."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from groupwise.checks.check_gold import echo
+from groupwise.errors import TaskError
+from groupwise.rewards.scoring import ScoreRequest
+from groupwise.rewards.text import as_completion
+from groupwise.settings.view import View
+from groupwise.tasks import rubric_answers
+from groupwise.tasks.contract import load_task
+from groupwise.tasks.rubric_answers import rubric_text
+from groupwise.types import Example
+
+QUESTION = {"question": "Why?", "rubric": "because; reasons", "reference": "Because of reasons."}
+
+
+def config(**task: Any) -> View:
+    return View({"task": task})
+
+
+def rewards(row: dict[str, Any], texts: list[str]) -> list[float]:
+    rubric = load_task("rubric_answers").rubric(config(), None)
+    count = len(texts)
+    columns = {name: [value] * count for name, value in row.items() if name != "prompt"}
+    said = [as_completion(row["prompt"], text) for text in texts]
+    asked = ScoreRequest(0, [row["prompt"]] * count, said, [[1]] * count, columns, 0, 1)
+    found = [member.reward for member in asyncio.run(rubric.score(asked)).members]
+    return [reward for reward in found if reward is not None]
+
+
+def written(folder: Path, rows: list[dict[str, Any]]) -> str:
+    file = folder / "questions.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(file)
+
+
+def numbered(count: int, **columns: Any) -> list[dict[str, Any]]:
+    return [{**QUESTION, "question": f"Why {number}?", **columns} for number in range(count)]
+
+
+SPLITS = {"train_size": None, "validation_size": 1, "eval_size": 1}
+
+
+def test_included_questions_are_enough_for_three_splits() -> None:
+    train = rubric_answers.get_rl_dataset(config())
+    held_out = rubric_answers.get_eval_dataset(config())
+    validation = rubric_answers.get_sft_eval_dataset(config(), None)
+    assert (len(train), len(validation), len(held_out)) == (32, 8, 8)
+    assert len({row["question"] for row in [*train, *validation, *held_out]}) == 48
+
+
+def test_held_out_rows_do_not_depend_on_the_training_size() -> None:
+    assert rubric_answers.get_eval_dataset(config(train_size=5)) == (
+        rubric_answers.get_eval_dataset(config())
+    )
+    assert rubric_answers.get_eval_dataset(config(seed=1)) != (
+        rubric_answers.get_eval_dataset(config())
+    )
+
+
+def test_prompt_has_the_question_and_not_the_rubric() -> None:
+    rows = rubric_answers.get_rl_dataset(config())
+    told, asked = rows[0]["prompt"]
+    assert told == {
+        "role": "system",
+        "content": "Answer the question in one or two sentences.",
+    }
+    assert asked == {"role": "user", "content": rows[0]["question"]}
+    assert not any(row["rubric"] in json.dumps(row["prompt"]) for row in rows)
+
+
+# Echoes
+
+
+def mean_share(rows: list[dict[str, Any]], text_of: Any) -> float:
+    return fmean(rewards(row, [text_of(row)])[0] for row in rows) / 15.0
+
+
+def prompt_of(row: dict[str, Any]) -> str:
+    return echo(Example(0, row["prompt"], {}))
+
+
+def test_repeating_the_prompt_earns_little() -> None:
+    rows = rubric_answers.get_rl_dataset(config())
+    assert mean_share(rows, prompt_of) < 0.15
+    assert mean_share(rows, lambda row: row["reference"]) == pytest.approx(1.0)
+
+
+def test_the_rubric_in_the_prompt_is_warned_about_and_not_paid_for_when_copied() -> None:
+    with pytest.warns(UserWarning, match=r"task.rubric_in_prompt: the model reads the rubric"):
+        rows = rubric_answers.get_rl_dataset(config(rubric_in_prompt=True))
+    assert all(row["rubric"] in prompt_of(row) for row in rows)
+    assert mean_share(rows, prompt_of) < 0.15
+    # Of the rubric alone, pieces that are shorter than five words still count; the warning says so.
+    hidden = rubric_answers.get_rl_dataset(config())
+    assert mean_share(hidden, lambda row: row["rubric"]) > 0.65
+    assert mean_share(rows, lambda row: row["rubric"]) < 0.5
+
+
+# What sets look like
+
+
+@pytest.mark.parametrize(
+    ("rubric", "text"),
+    [
+        (" names Jupiter ", "names Jupiter"),
+        (["names Jupiter", "gas giant"], "names Jupiter\ngas giant"),
+        ([{"title": "Name", "description": "names Jupiter", "weight": 5}], "names Jupiter"),
+        ([{"criterion": "gas giant", "points": 3}], "gas giant"),
+        ('["one", "two"]', "one\ntwo"),
+        ("[sic] one", "[sic] one"),
+    ],
+)
+def test_rubrics_come_as_text_lists_and_records(rubric: Any, text: str) -> None:
+    assert rubric_text(rubric) == text
+
+
+@pytest.mark.parametrize(
+    ("names", "row"),
+    [
+        ({}, {"instruction": "Why?", "grading_rubric": "r", "response": "a"}),
+        ({}, {"query": "Why?", "rubrics": ["r"], "reference_answer": "a", "score": 3}),
+        ({}, {"student_input": "Why?", "rubric_text": "r", "reference_response": "a"}),
+        ({"question": "q", "reference": "best"}, {"q": "Why?", "rubric": "r", "best": "a"}),
+        (
+            {},
+            {
+                "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "Why?"}],
+                "rubric": "r",
+                "reference": [{"role": "assistant", "content": "a"}],
+            },
+        ),
+    ],
+)
+def test_columns_go_by_their_usual_names(
+    names: dict[str, str], row: dict[str, Any], tmp_path: Path
+) -> None:
+    question = next(
+        name for name in ("q", "instruction", "query", "student_input", "prompt") if name in row
+    )
+    rows = [row]
+    for number in (1, 2):
+        asked = row[question]
+        more = (
+            f"{number}?" if isinstance(asked, str) else [{"role": "user", "content": f"{number}?"}]
+        )
+        rows.append({**row, question: more})
+    own = config(source=written(tmp_path, rows), columns=names, **SPLITS)
+    found = [*rubric_answers.get_rl_dataset(own), *rubric_answers.get_eval_dataset(own)]
+    assert {each["question"] for each in found} <= {"Why?", "1?", "2?"}
+    assert {(each["rubric"], each["reference"]) for each in found} == {("r", "a")}
+    assert {each.get("score") for each in found} == {row.get("score")}
+
+
+def test_the_same_question_is_taken_once(tmp_path: Path) -> None:
+    rows = [*numbered(3), {**QUESTION, "question": " why  0? "}]
+    own = config(source=written(tmp_path, rows), **SPLITS)
+    assert len(rubric_answers.get_rl_dataset(own)) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "own", "message"),
+    [
+        (numbered(2), {}, r"has 2 different questions, too few for eval_size 1"),
+        (numbered(3), {"train_size": 9}, r"train_size 9 to train on"),
+        ([{"question": "q", "rubric": "r"}] * 3, {}, r"no column for the reference: looked for"),
+        (numbered(3), {"columns": {"rubic": "x"}}, r"'rubic' is none of question, rubric"),
+        (numbered(3), {"columns": {"rubric": "x"}}, r"has no column 'x'. It has: question"),
+        (numbered(3, rubric=" "), {}, r"row 0: the rubric is empty"),
+        (numbered(3, rubric=7), {}, r"row 0: int is no rubric"),
+        (numbered(3, rubric=[{"x": 1}]), {}, r"a criterion has none of description"),
+        (numbered(3, reference=[{"role": "user", "content": "a"}]), {}, r"of the role assistant"),
+    ],
+)
+def test_sets_that_cannot_be_used_are_refused(
+    rows: list[dict[str, Any]], own: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    source = written(tmp_path, rows)
+    with pytest.raises(TaskError, match=message):
+        rubric_answers.get_rl_dataset(config(source=source, **{**SPLITS, **own}))
+
+
+def test_metrics() -> None:
+    rows = rubric_answers.get_eval_dataset(config())[:2]
+    texts = [rows[0]["reference"], ""]
+    prompts = [row["prompt"] for row in rows]
+    found = rubric_answers.compute_metrics(prompts, texts, rows, config(), None)
+    words = len(rows[0]["reference"].split()) / 2
+    assert found["metrics"] == {"rubric_overlap": 7.5, "words": words}

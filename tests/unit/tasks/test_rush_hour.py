@@ -1,0 +1,289 @@
+"""Generated boards: every solution is right, none is missing, no two splits share a layout, and prompts give nothing away."""
+
+import asyncio
+import json
+from collections import Counter
+
+import pytest
+from pydantic import ValidationError
+
+from groupwise.config import load_config, view, with_task_schema
+from groupwise.data.order import Stream
+from groupwise.errors import TaskError
+from groupwise.rewards.rush_hour import Move, board_of, play, read_moves
+from groupwise.rewards.scoring import ScoreRequest
+from groupwise.settings.view import View
+from groupwise.tasks import rush_hour
+from groupwise.tasks.contract import check_reward_columns, load_task, require
+from groupwise.tasks.rush_hour import Car, TaskConfig, draw_layout, solve
+
+SMALL = {"train_size": 30, "validation_size": 8, "eval_size": 8}
+KINDS = [
+    {},
+    {"size": 4, "min_moves": 1, "max_moves": 2},
+    {"size": 5, "min_moves": 4, "max_moves": 6, "max_walls": 3},
+    {"size": 6, "min_moves": 3, "max_moves": 8, "seed": 5, "train_size": 8, "eval_size": 4},
+]
+
+
+def config(**task):
+    return View({"task": {**SMALL, **task}})
+
+
+def rows_of(**task):
+    given = config(**task)
+    validation = rush_hour.get_sft_eval_dataset(given, None)
+    return rush_hour.get_rl_dataset(given), validation, rush_hour.get_eval_dataset(given)
+
+
+def read(text):
+    moves = read_moves(text)
+    assert moves is not None
+    return moves
+
+
+def successors(board):
+    """Every board that is one move away: found by trying, not by the solver."""
+    for car in sorted(set(board.cells) - {"o", "x"}):
+        for direction in "<>^v":
+            for cells in range(1, board.size):
+                done = play(board, [Move(car, direction, cells)])
+                if done.legal == 0:
+                    break
+                yield (f"{car}{direction}{cells}", done)
+
+
+def best_solutions(board):
+    """All shortest solutions, by playing everything."""
+    level, seen = {board: [()]}, {board}
+    while level:
+        found, further = [], {}
+        for here, ways in level.items():
+            for move, done in successors(here):
+                longer = [(*way, move) for way in ways]
+                if done.solved:
+                    found += longer
+                elif done.board not in seen:
+                    further.setdefault(done.board, []).extend(longer)
+        if found:
+            return {",".join(way) for way in found}
+        seen |= further.keys()
+        level = further
+    return set()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_stored_solution_solves_its_own_board_in_the_stored_number_of_moves(kind):
+    own = TaskConfig(**{**SMALL, **kind})
+    for row in [row for rows in rows_of(**kind) for row in rows]:
+        board = board_of(row["board"], own.size)
+        assert own.min_moves <= row["moves"] <= own.max_moves
+        for solution in row["answer"]:
+            moves = read(solution)
+            assert len(moves) == row["moves"]
+            assert play(board, moves).solved
+
+
+@pytest.mark.parametrize("kind", KINDS[:2])
+def test_the_answer_holds_every_best_solution(kind):
+    for row in rows_of(**kind)[0][:25]:
+        assert set(row["answer"]) == best_solutions(board_of(row["board"]))
+        assert len(set(row["answer"])) == len(row["answer"]) <= rush_hour.MOST_SOLUTIONS
+
+
+def layout_of(row):
+    """What stays the same however cars are moved: walls, and the cars of each line in their order."""
+    board, size = row["board"], row["size"]
+    lines = {f"row {n}": board[n * size : (n + 1) * size] for n in range(size)}
+    lines |= {f"column {n}": board[n::size] for n in range(size)}
+    walls = tuple(place for place, sign in enumerate(board) if sign == "x")
+    cars = {
+        name: [
+            line.count(car) for car in dict.fromkeys(line) if line.count(car) > 1 and car.isupper()
+        ]
+        for name, line in lines.items()
+    }
+    return walls, tuple((name, tuple(found)) for name, found in cars.items() if found)
+
+
+@pytest.mark.parametrize("kind", [{}, {"size": 4, "min_moves": 1, "max_moves": 1, "max_walls": 0}])
+def test_no_board_occurs_twice_and_no_two_splits_share_a_layout(kind):
+    splits = rows_of(train_size=200, validation_size=100, eval_size=100, **kind)
+    assert [len(rows) for rows in splits] == [200, 100, 100]
+    boards = [row["board"] for rows in splits for row in rows]
+    assert len(set(boards)) == len(boards)
+    train, validation, test = ({layout_of(row) for row in rows} for rows in splits)
+    assert not train & validation
+    assert not train & test
+    assert not validation & test
+
+
+def test_boards_are_a_function_of_the_seed_and_held_out_ones_do_not_depend_on_the_other_sizes():
+    first = rows_of(seed=3)
+    assert first == rows_of(seed=3)
+    assert first[2] == rows_of(seed=3, train_size=5, validation_size=3)[2]
+    assert first[2] != rows_of(seed=4)[2]
+    assert rows_of()[2][0]["board"] == FROZEN
+
+
+FROZEN = "ooBBCDAAoCDEoFFDEoGGoEooo"
+
+
+def test_easy_and_hard_boards_are_mixed():
+    counts = Counter(row["moves"] for row in rows_of(train_size=100, min_moves=2, max_moves=4)[0])
+    assert set(counts) == {2, 3, 4}
+    assert min(counts.values()) > 10
+
+
+def test_the_solver_counts_slides_and_ways():
+    #   A A o B      B leaves the way by one slide down, of one or two cells
+    #   o o o B
+    #   o o o o
+    #   o o o o
+    cars = (Car(True, 0, 2), Car(False, 3, 2))
+    layout, start = rush_hour._layout(4, cars, (0, 0), walls=0)
+    solved = solve(layout, start)
+    assert solved.distance[start] == 2
+    assert solved.ways[start] == 2  # Bv1 or Bv2
+    assert len(solved.graph) == 3 * 3 - 1  # all places but A at the edge with B in row 0
+
+
+def test_as_many_solutions_are_counted_as_there_are():
+    stream = Stream("ways")
+    for _ in range(10):
+        layout, start = draw_layout(stream, 4, 1)
+        solved = solve(layout, start)
+        assert solved is not None
+        for state, ways in solved.ways.items():
+            assert len(list(rush_hour._paths(solved, state))) == ways
+
+
+def test_a_wall_can_make_a_board_unsolvable():
+    #   A A o B      B can neither leave the way upwards nor downwards
+    #   o o o B
+    #   o o o x
+    #   o o o o
+    cars = (Car(True, 0, 2), Car(False, 3, 2))
+    layout, start = rush_hour._layout(4, cars, (0, 0), walls=1 << 11)
+    assert start not in solve(layout, start).distance
+
+
+def test_too_many_states_are_given_up():
+    layout, start = rush_hour._layout(
+        8, [Car(True, 0, 2), *(Car(True, n, 2) for n in range(1, 4))], (0, 0, 0, 0), 0
+    )
+    assert solve(layout, start) is None  # 7 places each: 2401 states
+
+
+def test_what_cannot_be_found_is_said(monkeypatch):
+    monkeypatch.setattr(rush_hour, "PATIENCE", 50)
+    with pytest.raises(TaskError, match="4×4 cells that need 15 to 20 moves") as caught:
+        rush_hour.get_rl_dataset(config(size=4, min_moves=15, max_moves=20))
+    assert "Lower min_moves" in str(caught.value)
+
+
+# Prompts
+
+
+def test_the_prompt_shows_the_board_and_nothing_of_the_answer():
+    for row in rows_of()[0]:
+        system, user = row["prompt"]
+        lines = user["content"].splitlines()
+        assert lines[0] == "Board (5 rows of 5 cells):"
+        assert "".join(lines[1:]).replace(" ", "") == row["board"]
+        assert "enough" not in user["content"]
+        assert not any(answer in system["content"] for answer in row["answer"])
+
+
+def test_the_optimum_is_shown_on_demand():
+    hidden, shown = rows_of()[0], rows_of(show_optimum=True)[0]
+    assert [row["board"] for row in hidden] == [row["board"] for row in shown]
+    for row in shown:
+        assert row["prompt"][1]["content"].endswith(f"\n{row['moves']} moves are enough.")
+    one = rows_of(show_optimum=True, min_moves=1, max_moves=1)[0][0]
+    assert one["prompt"][1]["content"].endswith("\n1 move is enough.")
+
+
+def test_the_example_of_the_prompt_solves_no_board():
+    example = read(rush_hour.INSTRUCTION.partition("<answer>")[2].partition("</answer>")[0])
+    assert len(example) == 3
+    assert example[-1].car != "A"
+
+
+# Rewards
+
+
+def parts(text, row, **task):
+    rubric = load_task("rush_hour").rubric(config(**task), None)
+    columns = {name: [value] for name, value in row.items() if name not in ("prompt", "completion")}
+    chat = [{"role": "assistant", "content": text}]
+    asked = ScoreRequest(0, [row["prompt"]], [chat], [[1]], columns, 0, 1)
+    member = asyncio.run(rubric.score(asked)).members[0]
+    return member.reward, {part.name: part.value for part in member.parts}
+
+
+@pytest.mark.parametrize("reward", ["shaped", "exact"])
+def test_gold_completions_earn_one_and_the_other_reward_is_recorded(reward):
+    taught = rush_hour.get_sft_dataset(config(), None)
+    for row in taught[:20]:
+        assert row["completion"] == f"<answer>{row['answer'][0]}</answer>"
+        found, by_name = parts(row["completion"], row, reward=reward)
+        assert found == 1.0
+        assert by_name == {"rush_solution_shaped": 1.0, "rush_solution_exact": 1.0}
+        for solution in row["answer"]:
+            assert parts(solution, row, reward=reward)[0] == 1.0
+
+
+def test_the_reward_that_is_trained_can_be_chosen():
+    row = rows_of()[0][0]
+    first = row["answer"][0].partition(",")[0]
+    shaped, by_name = parts(first, row)
+    assert shaped == by_name["rush_solution_shaped"] > 0
+    assert parts(first, row, reward="exact")[0] == 0.0
+
+
+def test_metrics():
+    board = "ooCoAABoooBooooo"
+    row = {"board": board, "size": 4, "moves": 2, "answer": ["Bv1,A>2"]}
+    texts = ["Bv1,A>2", "C>1,C<1,Bv1,A>2", "Bv1", "no idea"]
+    found = rush_hour.compute_metrics(["p"] * 4, texts, [row] * 4, config(), None)
+    assert found["correct"] == [True, False, False, False]
+    assert found["metrics"] == {"solved": 0.5, "exact": 0.25, "readable": 0.75, "excess_moves": 1.0}
+    json.dumps(found)
+    nothing = rush_hour.compute_metrics(["p"], ["no idea"], [row], config(), None)
+    assert nothing["metrics"] == {"solved": 0.0, "exact": 0.0, "readable": 0.0}
+
+
+# Config
+
+
+@pytest.mark.parametrize(
+    ("own", "part"),
+    [
+        ({"sise": 5}, "sise"),
+        ({"size": 3}, "greater than or equal to 4"),
+        ({"size": 9}, "less than or equal to 8"),
+        ({"min_moves": 4, "max_moves": 3}, "min_moves is greater than max_moves"),
+        ({"reward": "dense"}, "shaped"),
+        ({"show_optimum": "yes"}, "boolean"),
+    ],
+)
+def test_schema_refuses(own, part):
+    with pytest.raises(ValidationError) as caught:
+        TaskConfig.model_validate(own)
+    assert part in str(caught.value)
+
+
+def test_resolved_config_means_the_same_as_the_written_one():
+    loaded = load_config({"model": {"name": "tiny"}, "task": {**SMALL, "size": 4}})
+    full = view(with_task_schema(loaded, rush_hour.get_config_schema()).config)
+    assert rush_hour.get_eval_dataset(full) == rush_hour.get_eval_dataset(config(size=4))
+
+
+def test_task_is_complete():
+    task = load_task("rush_hour")
+    for verb in ("rl", "sft", "eval"):
+        require(task, verb)
+    rubric = task.rubric(config(), None)
+    check_reward_columns(task, rubric, task.rl_examples(config()), in_workers=True)
+    assert rubric.names == ("rush_solution_shaped", "rush_solution_exact")

@@ -1,0 +1,260 @@
+"""One turn of Wordle: its rows have no secret in common, and its parts are what the module says."""
+
+import asyncio
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from groupwise.config import load_config, view, with_task_schema
+from groupwise.errors import TaskError
+from groupwise.rewards.scoring import ScoreRequest
+from groupwise.rewards.text import as_completion
+from groupwise.settings.view import View
+from groupwise.tasks import wordle
+from groupwise.tasks.contract import check_reward_columns, load_task, require
+from groupwise.tasks.wordle import TaskConfig
+from groupwise.tasks.wordle_rules import Knowledge, guess_in, marks_of, words_of
+
+TURNS = {"guesses": ["alley", "metal"], "feedback": ["YYYGX", "XYXYG"], "secret": "label"}
+NAMES = ("format", "dictionary", "repeated", "constraints", "all_satisfied", "over_length")
+
+
+def config(sampler=None, rollout=None, **task):
+    sections = {"task": task, "sampler": sampler, "rollout": rollout}
+    return View({name: section for name, section in sections.items() if section is not None})
+
+
+def score(text, columns=TURNS, tokens=1, given=None):
+    rubric = load_task("wordle").rubric(config() if given is None else given, None)
+    each = {name: [value] for name, value in columns.items()}
+    completion = as_completion([{"role": "user", "content": "?"}], text)
+    asked = ScoreRequest(0, ["?"], [completion], [[1] * tokens], each, 0, 1)
+    (member,) = asyncio.run(rubric.score(asked)).members
+    assert member.outcome == "scored", member.reason
+    return member
+
+
+def guessing(word):
+    return f"<think>\nLet me see.\n</think>\n<guess>{word}</guess>"
+
+
+@pytest.fixture(scope="module")
+def splits():
+    given = config()
+    return {
+        "train": wordle.get_sft_dataset(given, None),
+        "validation": wordle.get_sft_eval_dataset(given, None),
+        "test": wordle.get_eval_dataset(given),
+    }
+
+
+# Rewards
+
+
+@pytest.mark.parametrize(
+    ("text", "expected", "reward"),
+    [
+        (guessing("label"), (1, 1, 0, 1, 1, 0), 0.7),
+        (guessing("lapel"), (1, 1, 0, 1, 1, 0), 0.7),  # not the secret, but the marks allow it
+        (guessing("panel"), (1, 1, 0, 0.5, 0, 0), 0.45),  # lacks the second l of the first turn
+        (guessing("about"), (1, 1, 0, 0, 0, 0), 0.4),
+        (guessing("alley"), (1, 1, 1, 0, 0, 0), -0.1),
+        (guessing("lwael"), (1, 0, 0, 0, 0, 0), 0.2),  # the marks allow it, but it is no word
+        (guessing("labels"), (0, 0, 0, 0, 0, 0), 0),
+        ("<think>\n<guess>label</guess>\n</think>", (0, 0, 0, 0, 0, 0), 0),
+        ("<guess>label</guess>", (0, 0, 0, 0, 0, 0), 0),
+        (guessing("about") + "<guess>label</guess>", (1, 1, 0, 0, 0, 0), 0.4),
+        ("", (0, 0, 0, 0, 0, 0), 0),
+    ],
+)
+def test_rewards(text, expected, reward):
+    member = score(text)
+    assert tuple((part.name, part.value) for part in member.parts) == tuple(
+        zip(NAMES, expected, strict=True)
+    )
+    assert member.reward == pytest.approx(reward)
+
+
+def test_only_over_length_is_taken_from_what_has_no_guess():
+    given = config(sampler={"max_completion_length": 100}, overlong_length=80)
+    assert score("and so on", tokens=81, given=given).reward == pytest.approx(-0.5)
+    assert score("and so on", tokens=80, given=given).reward == 0
+    assert score(guessing("label"), tokens=81, given=given).reward == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("given", "limit"),
+    [
+        (config(sampler={"max_completion_length": 100}), 75),
+        (config(sampler={"max_completion_length": 100}, overlong_length=99), 99),
+        (
+            config(
+                sampler={"max_completion_length": 100},
+                rollout={
+                    "type": "two_stage",
+                    "max_reasoning_length": 160,
+                    "max_answer_length": 40,
+                },
+            ),
+            150,
+        ),
+        (config(overlong_length=7), 7),
+        (config(), None),
+    ],
+)
+def test_what_is_over_length(given, limit):
+    for tokens in (limit or 10_000, (limit or 10_000) + 1):
+        taken = -0.5 if limit and tokens > limit else 0.0
+        assert score("", tokens=tokens, given=given).reward == taken
+
+
+def test_a_limit_that_nothing_can_exceed_is_refused():
+    given = config(sampler={"max_completion_length": 100}, overlong_length=100)
+    with pytest.raises(TaskError, match=r"overlong_length is 100, .* cut off at 100 tokens"):
+        wordle.get_reward_funcs(given, None)
+
+
+def test_weights_are_configurable():
+    weights = {"format": 1.0, "dictionary": 0, "constraints": 2.0, "repeated": -3.0}
+    given = config(weights=weights)
+    assert score(guessing("panel"), given=given).reward == pytest.approx(1 + 2 * 0.5)
+    assert score(guessing("alley"), given=given).reward == pytest.approx(1 - 3)
+    assert score(guessing("label"), given=given).reward == pytest.approx(1 + 2 + 0.2)
+
+
+def test_the_guess_stands_in_the_record():
+    assert score(guessing("LABEL")).notes == {"extracted_answer": "label"}
+    assert score("no").notes == {"extracted_answer": None}
+
+
+@given(
+    st.sampled_from(words_of(None, None).secrets),
+    st.sampled_from(words_of(None, None).secrets),
+    st.sampled_from(words_of(None, None).secrets),
+)
+def test_no_guess_earns_more_than_one_that_the_marks_allow(secret, earlier, guess):
+    turns = {"guesses": [earlier], "feedback": [marks_of(earlier, secret)], "secret": secret}
+    real = words_of(None, None).dictionary
+    found, best = (
+        wordle.judged(guessing(word), turns["guesses"], turns["feedback"], real)
+        for word in (guess, secret)
+    )
+    assert found.all_satisfied == (marks_of(earlier, guess) == turns["feedback"][0])
+    for part in ("format", "dictionary", "constraints", "all_satisfied"):
+        assert wordle.PARTS[part](found) <= wordle.PARTS[part](best) == 1
+
+
+# Rows
+
+
+def test_every_row_is_a_game_under_way_that_its_gold_continues(splits):
+    for row in [row for rows in splits.values() for row in rows]:
+        assert 1 <= len(row["guesses"]) <= 4
+        assert len(set(row["guesses"])) == len(row["guesses"])
+        assert row["secret"] not in row["guesses"]
+        assert row["feedback"] == [marks_of(guess, row["secret"]) for guess in row["guesses"]]
+        gold = guess_in(row["gold_completion"])
+        assert Knowledge.of(row["guesses"], row["feedback"]).allows(gold)
+        told = row["prompt"][1]["content"]
+        assert told.endswith(f"{6 - len(row['guesses'])} guesses left.")
+        assert f"\n{row['guesses'][-1]}: " in "\n" + told
+    assert {len(row["guesses"]) for row in splits["train"]} == {1, 2, 3, 4}
+    assert all(row["completion"] == row["gold_completion"] for row in splits["train"])
+
+
+def test_gold_earns_full_marks(splits):
+    for row in [*splits["train"][:30], *splits["validation"][:30], *splits["test"][:30]]:
+        assert score(row["gold_completion"], row).reward == pytest.approx(0.7)
+
+
+def test_no_word_and_no_prompt_is_in_two_splits(splits):
+    words = {
+        name: {word for row in rows for word in (*row["guesses"], row["secret"])}
+        for name, rows in splits.items()
+    }
+    prompts = {name: {json.dumps(row["prompt"]) for row in rows} for name, rows in splits.items()}
+    for one, other in (("train", "test"), ("train", "validation"), ("validation", "test")):
+        assert not words[one] & words[other]
+        assert not prompts[one] & prompts[other]
+    assert {name: len(each) for name, each in prompts.items()} == {
+        "train": 1000,
+        "validation": 128,
+        "test": 128,
+    }
+
+
+def test_rows_come_from_the_seed_and_do_not_depend_on_how_many_are_asked_for(splits):
+    assert wordle.get_eval_dataset(config()) == splits["test"]
+    assert wordle.get_rl_dataset(config(train_size=5)) == [
+        {name: value for name, value in row.items() if name != "completion"}
+        for row in splits["train"][:5]
+    ]
+    assert wordle.get_eval_dataset(config(seed=1, eval_size=5)) != splits["test"][:5]
+    assert splits["test"][0]["guesses"] == ["sixty", "chase", "chalk", "young"]
+
+
+def test_the_history_is_as_long_as_the_config_says():
+    rows = wordle.get_rl_dataset(config(min_history=5, max_history=5, train_size=20))
+    assert {len(row["guesses"]) for row in rows} == {5}
+    assert rows[0]["prompt"][1]["content"].endswith("\n1 guess left.")
+
+
+def test_more_rows_than_there_can_be_are_refused(tmp_path):
+    file = tmp_path / "few.txt"
+    letters = "abcdefghij"
+    file.write_text("\n".join(a + b + "xyz" for a in letters[:6] for b in letters))
+    with pytest.raises(TaskError, match=r"6 secrets of the test split .* 500 are asked for"):
+        wordle.get_eval_dataset(config(secrets=str(file), max_history=1, eval_size=500))
+
+
+# Metrics and schema
+
+
+def test_metrics():
+    texts = [guessing("label"), guessing("lapel"), guessing("lwael"), guessing("panel"), "what?"]
+    found = wordle.compute_metrics(["?"] * 5, texts, [TURNS] * 5, config(), None)
+    assert found["metrics"] == pytest.approx(
+        {
+            "format_accuracy": 0.8,
+            "dict_accuracy": 0.6,
+            "constraint_accuracy": 0.4,
+            "win_rate": 0.2,
+            "total_samples": 5,
+        }
+    )
+    assert found["guesses"] == ["label", "lapel", "lwael", "panel", None]
+    json.dumps(found)
+
+
+@pytest.mark.parametrize(
+    ("own", "part"),
+    [
+        ({"max_history": 6}, "less than or equal to 5"),
+        ({"min_history": 3, "max_history": 2}, "min_history is greater"),
+        ({"weights": {"fromat": 1.0}}, "Extra inputs"),
+        ({"overlong_length": 0}, "greater than or equal to 1"),
+    ],
+)
+def test_schema_refuses(own, part):
+    with pytest.raises(ValidationError, match=part):
+        TaskConfig.model_validate(own)
+
+
+def test_resolved_config_means_the_same_as_the_written_one():
+    task = {"weights": {"format": 0.5}, "max_history": 2, "eval_size": 20}
+    loaded = load_config({"model": {"name": "tiny"}, "task": task})
+    full = view(with_task_schema(loaded, wordle.get_config_schema()).config)
+    assert wordle.get_eval_dataset(full) == wordle.get_eval_dataset(config(**task))
+    assert score(guessing("about"), given=full).reward == pytest.approx(0.7)
+
+
+def test_task_is_complete():
+    task = load_task("wordle")
+    for verb in ("rl", "sft", "eval"):
+        require(task, verb)
+    rubric = task.rubric(config(), None)
+    check_reward_columns(task, rubric, task.rl_examples(config(train_size=5)))
+    assert rubric.names == NAMES

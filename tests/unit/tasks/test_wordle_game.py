@@ -1,0 +1,211 @@
+"""Wordle as a game: what the environment says, what a transcript earns, and games that a solver won."""
+
+import asyncio
+import json
+
+import pytest
+
+from groupwise.rewards.scoring import ScoreRequest
+from groupwise.settings.view import View
+from groupwise.tasks import wordle_game
+from groupwise.tasks.contract import check_reward_columns, load_task, require
+from groupwise.tasks.wordle_game import Game, Played, played
+from groupwise.tasks.wordle_rules import words_of
+
+REAL = words_of(None, None).dictionary
+NAMES = ("won", "format", "dictionary", "repeated", "constraints", "all_satisfied")
+
+
+def config(**task):
+    return View({"task": task, "rollout": {"type": "environment"}})
+
+
+def guessing(word):
+    return f"<think>\nLet me see.\n</think>\n<guess>{word}</guess>"
+
+
+def transcript(*turns):
+    """What rewards get: the assistant's turns with the environment's answers between them."""
+    said = [({"role": "assistant", "content": t}, {"role": "user", "content": "…"}) for t in turns]
+    return [message for pair in said for message in pair]
+
+
+def score(completion, secret="label", given=None):
+    rubric = load_task("wordle_game").rubric(config() if given is None else given, None)
+    asked = ScoreRequest(0, ["?"], [completion], [[1]], {"secret": [secret]}, 0, 1)
+    (member,) = asyncio.run(rubric.score(asked)).members
+    assert member.outcome == "scored", member.reason
+    return member
+
+
+# The environment
+
+
+def game(secret="label"):
+    made = wordle_game.get_environment(config())()
+    made.reset(secret)
+    return made
+
+
+def test_a_game_that_is_won():
+    playing = game()
+    said = [playing.step(guessing(word)) for word in ("alley", "metal", "LABEL")]
+    assert [step.observation for step in said] == [
+        "alley: a Y, l Y, l Y, e G, y X\n5 guesses left.",
+        "metal: m X, e Y, t X, a Y, l G\n4 guesses left.",
+        "label: l G, a G, b G, e G, l G\n3 guesses left.",
+    ]
+    assert [step.done for step in said] == [False, False, True]
+    assert playing.won
+
+
+def test_every_turn_is_used_up_and_the_sixth_is_the_last():
+    playing = game()
+    turns = ["label", guessing("abcde"), *[guessing("alley")] * 4]
+    said = [playing.step(text) for text in turns]
+    assert said[0].observation == (
+        "There is no guess after </think>. Write <guess>word</guess>.\n5 guesses left."
+    )
+    assert said[1].observation == "abcde is not in the word list.\n4 guesses left."
+    assert [step.done for step in said] == [False] * 5 + [True]
+    assert not playing.won
+
+
+def test_guesses_that_got_no_marks_say_nothing():
+    playing = game()
+    for text in ("nothing", guessing("abcde"), guessing("alley")):
+        playing.step(text)
+    assert (playing.guesses, playing.marks) == (["alley"], ["YYYGX"])
+
+
+# Rewards
+
+
+@pytest.mark.parametrize(
+    ("turns", "expected"),
+    [
+        ([guessing("label")], (1, 1, 1, 0, 1, 1)),
+        ([guessing("alley"), guessing("lapel"), guessing("label")], (1, 1, 1, 0, 1, 1)),
+        # lapel is allowed; panel only by the second turn, alley again by none
+        (
+            [guessing(word) for word in ("alley", "metal", "panel", "alley")],
+            (0, 1, 1, 0.25, (1 + 0 + 0.5 + 0) / 4, 0.25),
+        ),
+        (["label", guessing("abcde")], (0, 0.5, 0, 0, 0, 0)),
+        ([], (0, 0, 0, 0, 0, 0)),
+    ],
+)
+def test_parts_of_a_game(turns, expected):
+    member = score(transcript(*turns))
+    assert tuple(part.name for part in member.parts) == NAMES
+    assert tuple(part.value for part in member.parts) == pytest.approx(expected)
+    weights = (1.0, 0.2, 0.2, -0.5, 0.1, 0.2)
+    total = sum(weight * value for weight, value in zip(weights, expected, strict=True))
+    assert member.reward == pytest.approx(total)
+
+
+def test_what_comes_after_the_end_does_not_count():
+    won = [guessing("label"), "and on"]
+    lost = [guessing("alley")] * 6 + [guessing("label")]
+    assert played(transcript(*won), "label", REAL).verdicts == (
+        played(transcript(*won[:1]), "label", REAL).verdicts
+    )
+    assert not played(transcript(*lost), "label", REAL).won
+
+
+def test_environment_and_rewards_see_the_same_game():
+    turns = [guessing(word) for word in ("alley", "wrong", "lapel", "label")]
+    playing = game()
+    for text in turns:
+        playing.step(text)
+    assert played(transcript(*turns), "label", REAL) == Played(True, tuple(playing.verdicts))
+
+
+def test_weights_are_configurable():
+    given = config(weights={"won": 5.0, "all_satisfied": 0})
+    assert score(transcript(guessing("label")), given=given).reward == pytest.approx(5.5)
+
+
+# Metrics
+
+
+def test_metrics_read_the_turns_of_whole_games():
+    games = [
+        transcript(guessing("alley"), guessing("label")),
+        transcript("no", guessing("abcde"), *[guessing("alley")] * 4),
+    ]
+    task = load_task("wordle_game")
+    found = task.compute_metrics(
+        ["?"] * 2, games, [{"secret": "label"}] * 2, config(), tokenizer=None
+    )
+    assert found["metrics"] == pytest.approx(
+        {
+            "win_rate": 0.5,
+            "mean_guesses": (2 + 7) / 2,
+            "format_accuracy": 7 / 8,
+            "dict_accuracy": 6 / 8,
+            "constraint_accuracy": 3
+            / 8,  # both of the first game, and the first word of the second
+            "total_samples": 2,
+        }
+    )
+    assert found["guesses"] == [["alley", "label"], [None, "abcde", *["alley"] * 4]]
+    json.dumps(found)
+
+
+# Rows
+
+
+@pytest.fixture(scope="module")
+def splits():
+    given = config()
+    return {
+        "train": wordle_game.get_sft_dataset(given, None),
+        "validation": wordle_game.get_sft_eval_dataset(given, None),
+        "test": wordle_game.get_eval_dataset(given),
+    }
+
+
+def test_no_secret_is_in_two_splits(splits):
+    secrets = [row["secret"] for rows in splits.values() for row in rows]
+    assert sorted(secrets) == sorted(words_of(None, None).secrets)
+
+
+def test_the_teacher_wins_by_the_rules_with_words_of_its_split(splits):
+    for name in ("train", "validation"):
+        pool = {row["secret"] for row in splits[name]}
+        for row in splits[name]:
+            completion = row["completion"]
+            assert completion[-1]["role"] == "assistant"
+            outcome = played(completion, row["secret"], REAL)
+            assert outcome.won
+            assert all(verdict.all_satisfied for verdict in outcome.verdicts)
+            assert {verdict.guess for verdict in outcome.verdicts} <= pool
+            replayed = Game(REAL)
+            replayed.reset(row["secret"])
+            for own, told in zip(completion[::2], [*completion[1::2], None], strict=True):
+                step = replayed.step(own["content"])
+                assert told is None or told == {"role": "user", "content": step.observation}
+
+
+def test_gold_earns_full_marks(splits):
+    for row in splits["train"][:20]:
+        assert score(row["completion"], row["secret"]).reward == pytest.approx(1.7)
+    for row in splits["test"][:20]:
+        assert score(row["gold_completion"], row["secret"]).reward == pytest.approx(1.7)
+
+
+def test_rows_come_from_the_seed(splits):
+    assert wordle_game.get_sft_dataset(config(train_size=9), None) == splits["train"][:9]
+    assert wordle_game.get_eval_dataset(config(seed=1)) != splits["test"]
+
+
+def test_task_is_complete():
+    task = load_task("wordle_game")
+    for verb in ("rl", "sft", "eval"):
+        require(task, verb)
+    examples = task.rl_examples(config())
+    rubric = task.rubric(config(), None)
+    check_reward_columns(task, rubric, examples)
+    task.check_environment(config(), examples)
+    assert rubric.names == NAMES
