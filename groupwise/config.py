@@ -46,6 +46,7 @@ from groupwise.algorithms.registry import ALGORITHMS
 from groupwise.algorithms.sft import Sft
 from groupwise.callbacks.registry import unknown_callback
 from groupwise.data.config import DataConfig
+from groupwise.data.suspicions import SignalsConfig
 from groupwise.foreign_keys import FOREIGN_TO_RL
 from groupwise.learner.config import TrainingConfig
 from groupwise.models.config import LoraConfig, ModelConfig
@@ -307,10 +308,6 @@ class EvalConfig(Strict):
         return tuple(2**power for power in range(self.samples_per_prompt.bit_length()))
 
 
-LATER_CALLBACKS = frozenset({"push_to_hub_revision", "success_cache", "benchmark_on_checkpoint"})
-"""Names of callbacks that are not in this version."""
-
-
 def _each_named(entries: tuple[str | dict[str, Any], ...]) -> tuple[str | dict[str, Any], ...]:
     """Each entry says which callback it is. Their code is loaded where a run is prepared."""
     refuse([_not_named(entry) for entry in entries])
@@ -318,13 +315,12 @@ def _each_named(entries: tuple[str | dict[str, Any], ...]) -> tuple[str | dict[s
 
 
 def _not_named(entry: str | dict[str, Any]) -> str | None:
-    name = _name_of(entry)
-    if name is None:
-        return (
-            f"the entry {json.dumps(entry)} does not say which callback it is; write a name, or a section with `name:` "
-            "and parameters."
-        )
-    return f"{name} is not in this version." if name in LATER_CALLBACKS else None
+    if _name_of(entry) is not None:
+        return None
+    return (
+        f"the entry {json.dumps(entry)} does not say which callback it is; write a name, or a section with `name:` "
+        "and parameters."
+    )
 
 
 def _name_of(entry: object) -> str | None:
@@ -365,6 +361,11 @@ class RunConfig(Strict):
     rewards: RewardsConfig = RewardsConfig()
     rollout: RolloutConfig = RolloutConfig()
     eval: EvalConfig = EvalConfig()
+    signals: SignalsConfig | None = setting(
+        SignalsConfig(),
+        "What is taken for a sign of reward hacking: the run warns of it and goes on. null looks for none.",
+        on_resume="free",
+    )
     callbacks: CallbackEntries = CALLBACKS
     run: RunSection = RunSection()
     task: dict[str, Any] = setting(
@@ -378,6 +379,16 @@ class RunConfig(Strict):
             yield from self._lengths_have_no_effect()
         yield from self._completions_may_not_be_as_long_as_they_must()
         yield from self._cannot_be_drawn_again()
+        if self.signals is not None and self.signals.held_out_metric is not None:
+            yield from self._nothing_is_held_out()
+
+    def _nothing_is_held_out(self) -> Iterator[Conflict]:
+        if self.eval.eval_steps is None and not self.eval.before_and_after:
+            yield Conflict(
+                "signals.held_out_metric has no effect without an evaluation of held-out prompts. Set eval.eval_steps or "
+                "eval.before_and_after, or leave the key out.",
+                ("signals.held_out_metric", "eval.eval_steps", "eval.before_and_after"),
+            )
 
     def _cannot_be_drawn_again(self) -> Iterator[Conflict]:
         replay = self.data.replay
@@ -521,15 +532,14 @@ def unknown_callbacks(tree: Tree) -> list[str]:
     return [
         f"{where}: callbacks: {problem}"
         for name in names
-        if name and name not in LATER_CALLBACKS and (problem := unknown_callback(name))
+        if name and (problem := unknown_callback(name))
     ]
 
 
 def _correct_for_earlier_policies(tree: Tree) -> None:
     """Completions of earlier policies are weighed by what the learner makes of them, unless the config says otherwise."""
-    training = tree.values.get("training")
-    given = cast("Mapping[str, Any]", training) if isinstance(training, Mapping) else {}
-    late = given.get("lag", 0) != 0
+    training = tree.value(("training",))
+    late = isinstance(training, dict) and cast("dict[str, Any]", training).get("lag", 0) != 0
     again = tree.value(("data", "replay", "mode")) == "completions"
     algorithm = tree.values.get("algorithm", {})
     if (late or again) and isinstance(algorithm, dict):

@@ -47,9 +47,16 @@ FOREIGN_TO_RL: dict[str, str] = {
         ("min_tokens", "min_new_tokens", "min_length"), _named("sampler.min_completion_length")
     ),
     **dict.fromkeys(
-        ("hf_repo_id", "hub_model_id", "push_to_hub", "repo_id"),
-        "the hub is not in this version; the final adapter stands in the run's folder",
+        ("hf_repo_id", "hub_model_id"),
+        _named("run.hub.repo_id"),
     ),
+    "push_to_hub": "run.hub.repo_id names where the result is uploaded to; without it nothing is",
+    "hub_private_repo": _named("run.hub.private"),
+    "hub_model_revision": _named("run.hub.revision"),
+    "wandb_log_unique_prompts": _named("run.log_unique_prompts"),
+    "log_completions": "run.num_completions_to_print says how many rollouts the sinks show",
+    "license_name": _named("run.license"),
+    **dict.fromkeys(("logger", "loggers", "tracker", "trackers"), _named("run.report_to")),
     **dict.fromkeys(
         ("model_name_or_path", "model_name", "model_id", "base_model", "pretrained_model"),
         _named("model.name"),

@@ -11,6 +11,7 @@ from tests.mutating import Mutation
 ADVANTAGES = "tests/unit/algorithms/test_advantages.py"
 CONTRACT = "tests/contract/test_learner_contract.py"
 DRAWS = "tests/integration/test_draws.py"
+EXPORT = "tests/unit/models/test_export.py"
 FORWARD = "tests/unit/learner/test_forward.py"
 GENERATION = "tests/unit/generation"
 GRAPH_ENGINE = "tests/unit/sampler/native/test_graph_engine.py"
@@ -770,6 +771,41 @@ MUTATIONS = (
         ("tests/unit/data/test_order.py::test_each_epoch_holds_every_example_once",),
     ),
     Mutation(
+        "27",
+        "rows that are held out are trained on, too",
+        (
+            (
+                "data/mixture.py",
+                "train = [_those(part, lambda row: not held_out[key(row)]) for part in parts]",
+                "train = list(parts)",
+            ),
+        ),
+        (
+            "tests/unit/data/test_mixture.py::test_held_out_rows_are_disjoint_by_prompt_across_all_sets",
+            "tests/unit/tasks/test_configured.py::test_held_out_share_is_never_trained_on",
+        ),
+    ),
+    Mutation(
+        "27",
+        "a weight above 1 takes each row of a set once",
+        (("data/mixture.py", "for _ in range(int(times))", "for _ in range(min(int(times), 1))"),),
+        (
+            "tests/unit/data/test_mixture.py::test_a_mixture_has_its_shares_and_depends_on_the_seed_alone",
+        ),
+    ),
+    Mutation(
+        "27",
+        "rows of a mixture do not say whose rewards they have",
+        (
+            (
+                "data/named.py",
+                "return named if label is None else {**named, LABEL: label}",
+                "return named",
+            ),
+        ),
+        ("tests/unit/tasks/test_configured.py::test_whole_tasks_stand_beside_sources",),
+    ),
+    Mutation(
         "28",
         "the moments of the optimiser are not restored",
         (
@@ -977,7 +1013,9 @@ MUTATIONS = (
                 "            if control is None:",
             ),
         ),
-        ("tests/unit/rewards/test_sandbox.py::test_it_ends_when_whoever_started_it_is_killed[all]",),
+        (
+            "tests/unit/rewards/test_sandbox.py::test_it_ends_when_whoever_started_it_is_killed[all]",
+        ),
     ),
     Mutation(
         "30",
@@ -1299,6 +1337,64 @@ MUTATIONS = (
         ),
         (
             "tests/integration/test_evaluation_apart.py::test_generators_and_modes_stay_as_they_were",
+        ),
+    ),
+    Mutation(
+        "10",
+        "a failed rollout counts as one that earned 0 where the reward is watched",
+        (
+            (
+                "data/symptoms.py",
+                "[(rollout, rollout.reward) for rollout in group.scored if rollout.reward is not None]",
+                "[(rollout, rollout.reward or 0.0) for rollout in group.rollouts]",
+            ),
+        ),
+        (
+            "tests/unit/data/test_symptoms.py::test_failed_members_show_what_they_wrote_and_earn_nothing",
+        ),
+    ),
+    Mutation(
+        "28",
+        "a resumed run forgets what was usual at its start, and warns of other things",
+        (("loops/run.py", "self.signals.load_state(known)", "pass"),),
+        (f"{RESUME}::test_every_way_of_training_resumes_bit_equal[warned of]",),
+    ),
+    Mutation(
+        "28",
+        "warnings of steps that are done again stay in the record",
+        (
+            (
+                "runs/store.py",
+                'self._db.execute("DELETE FROM warnings WHERE step > ?", (to_step,))',
+                "pass",
+            ),
+        ),
+        ("tests/unit/runs/test_store.py::TestRewind::test_drops_warnings_of_later_steps",),
+    ),
+    Mutation(
+        "24",
+        "a merged head takes the embeddings along that it is tied to",
+        (("models/export.py", "            _untie(base, layer)", "            pass"),),
+        (f"{EXPORT}::test_an_adapter_on_a_tied_head_leaves_the_embeddings_alone",),
+    ),
+    Mutation(
+        "24",
+        "an adapter is merged without its scale",
+        (("models/export.py", "change = scaling * (up @ down)", "change = up @ down"),),
+        (f"{EXPORT}::test_unmerged_merged_and_reloaded_by_peft_give_the_same_logits",),
+    ),
+    Mutation(
+        "28",
+        "a sink is sent again what it has since before a resume",
+        (
+            (
+                "callbacks/reporting.py",
+                "if line is not None and line.values and self._held[name] < line.steps:",
+                "if line is not None and line.values:",
+            ),
+        ),
+        (
+            "tests/unit/callbacks/test_reporting.py::test_a_resume_sends_what_is_missing_and_nothing_twice",
         ),
     ),
 )

@@ -89,6 +89,7 @@ class Observed(Protocol):
     def tokenizer(self) -> Any: ...
     @property
     def replay(self) -> ReplayBuffer | None: ...
+    def keep_for_replay(self, draws: Iterable[int]) -> None: ...
     def epoch(self) -> float: ...
     def say(self, text: str) -> None: ...
 
@@ -155,6 +156,14 @@ class RunHandle:
     ) -> dict[str, list[tuple[int, float]]]:
         """Curves from the record: name -> (step, value), from step `since` on; all of them without `names`."""
         return self._run.folder.store.metrics(names, since)
+
+    def keep_for_replay(self, draws: Iterable[int]) -> None:
+        """Keep the prompts of these draws of the step under way in the replay buffer, once the step is committed."""
+        self._run.keep_for_replay(draws)
+
+    def record_evaluation(self, evaluation: EvaluationRecord) -> None:
+        """Put one of the callback's own into the record, in place of an earlier one of the same step, name and policy."""
+        self._run.folder.store.add_evaluation(evaluation)
 
     def say(self, text: str) -> None:
         """Tell whoever watches, and the log."""

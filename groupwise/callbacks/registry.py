@@ -13,8 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from groupwise.callbacks.base import EVENTS, Callback, overrides
+from groupwise.callbacks.benchmark_on_checkpoint import BenchmarkOnCheckpoint
 from groupwise.callbacks.early_stop import EarlyStop
 from groupwise.callbacks.loss_logging import LossLogging
+from groupwise.callbacks.push_to_hub_revision import PushToHubRevision
+from groupwise.callbacks.reporting import NAME, Reporting
+from groupwise.callbacks.success_cache import SuccessCache
 from groupwise.callbacks.trainer import TrainerCallbackAdapter, is_trainer_callback
 from groupwise.errors import ConfigError, TaskError
 from groupwise.parameters import instance, refusing
@@ -22,7 +26,13 @@ from groupwise.plugins import load, missing, nearest
 from groupwise.settings.view import View
 from groupwise.tasks.contract import Task
 
-BUILTIN: dict[str, type[Callback]] = {"early_stop": EarlyStop, "loss_logging": LossLogging}
+BUILTIN: dict[str, type[Callback]] = {
+    "benchmark_on_checkpoint": BenchmarkOnCheckpoint,
+    "early_stop": EarlyStop,
+    "loss_logging": LossLogging,
+    "push_to_hub_revision": PushToHubRevision,
+    "success_cache": SuccessCache,
+}
 ENTRY_POINTS = "groupwise.callbacks"
 """The entry-point group in which installed packages announce their callbacks."""
 
@@ -37,7 +47,10 @@ KINDS = "groupwise.Callback, or of transformers' TrainerCallback"
 def configured_callbacks(
     entries: Sequence[str | Mapping[str, Any]], config: View, origin: str
 ) -> tuple[Named, ...]:
-    """Those of the config's `callbacks`. Raises ConfigError with a line for each that cannot be had; `origin` is where they stand."""
+    """Those of the config's `callbacks`, and the one that reports to what `run.report_to` names.
+
+    Raises ConfigError with a line for each that cannot be had; `origin` is where they stand.
+    """
     found: list[Named] = []
     problems: list[str] = []
     for entry in entries:
@@ -45,9 +58,20 @@ def configured_callbacks(
             found.append(_configured(entry, config))
         except TaskError as error:
             problems.append(f"{origin}: callbacks: {error}")
+    try:
+        found += _reporting(config)
+    except TaskError as error:
+        problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
     return tuple(found)
+
+
+def _reporting(config: View) -> list[Named]:
+    given = config["run"].get("report_to", ())
+    sinks = [given] if isinstance(given, str) else given
+    names = tuple(dict.fromkeys(name for name in sinks if name != "none"))
+    return [(NAME, _checked(Reporting(names), config, NAME))] if names else []
 
 
 def given_callbacks(given: Sequence[object], config: View, where: str) -> tuple[Named, ...]:

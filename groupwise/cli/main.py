@@ -112,7 +112,7 @@ app.command("fetch-model")(fetch_model)
 app.add_typer(
     typer.Typer(cls=RunsGroup, no_args_is_help=True, rich_markup_mode=None),
     name="runs",
-    help="Look at runs: list, show, plot, compare, rescore, replay.",
+    help="Runs: list, show, plot, compare, rescore, replay, export.",
 )
 
 

@@ -32,6 +32,7 @@ from groupwise.cli.printing import (
     rounded,
 )
 from groupwise.cli.runs_compare import compare
+from groupwise.cli.runs_export import export, push
 from groupwise.cli.runs_replay import replay
 from groupwise.cli.runs_rescore import rescore
 from groupwise.display.plot import Point, sparkline, svg_curve, terminal_curve, with_mean
@@ -48,7 +49,7 @@ LIMITS = {"turns": "max_turns", "tokens": "max_rollout_length"}
 
 app = typer.Typer(
     name="runs",
-    help="Look at recorded runs: list, show, rollouts, plot, compare, rescore, replay.",
+    help="Look at recorded runs: list, show, rollouts, plot, compare, rescore, replay, export, push.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -173,6 +174,8 @@ def plot(
 app.command()(compare)
 app.command()(rescore)
 app.command()(replay)
+app.command()(export)
+app.command()(push)
 
 
 # The list
@@ -230,6 +233,7 @@ def _facts(path: Path) -> dict[str, Any]:
             "rewards": [value for _, value in curves.get("reward", [])],
             "losses": [value for _, value in curves.get("loss", [])],
             "evaluations": evaluations,
+            "warnings": [asdict(warning) for warning in store.warnings()],
             "resumes": [asdict(resume) for resume in store.resumes()],
             "checkpoints": [checkpoint.step for checkpoint in found],
             "damaged_checkpoints": [str(skipped) for skipped in found.skipped],
@@ -258,6 +262,13 @@ def _print_facts(facts: Mapping[str, Any]) -> None:
             ("damaged", "; ".join(facts["damaged_checkpoints"])),
             ("resumed", f"{len(facts['resumes'])} times" if facts["resumes"] else None),
         ]
+    )
+    print_section(
+        "warnings",
+        [
+            (f"after {w['step']} steps", f"{w['name']} {w['kind']}: {w['message']}")
+            for w in facts["warnings"]
+        ],
     )
     print_section("last step", [(k, rounded(v)) for k, v in facts["last_metrics"].items()])
     for evaluation in facts["evaluations"]:

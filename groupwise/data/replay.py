@@ -58,18 +58,18 @@ class ReplayConfig(Strict):
     max_share: float = setting(
         0.5, "Share of a step's prompts that may be drawn again.", gt=0, le=1
     )
-    warmup: int = setting(500, "Prompts that must be kept before any is drawn again.", ge=1)
+    warmup_entries: int = setting(500, "Prompts that must be kept before any is drawn again.", ge=1)
     at_temperature_floor: bool = setting(
         False, "Draw nothing again before sampler.temperature_schedule has reached its floor."
     )
 
     def conflicts(self) -> Iterator[Conflict]:
         """A warm-up that never ends, and a part of no threshold."""
-        if self.warmup > self.capacity:
+        if self.warmup_entries > self.capacity:
             yield Conflict(
-                f"warmup is {self.warmup}, but capacity is {self.capacity}, so that nothing would ever be drawn again. Lower "
-                "the one or raise the other.",
-                ("warmup", "capacity"),
+                f"warmup_entries is {self.warmup_entries}, but capacity is {self.capacity}, so that nothing would ever be drawn "
+                "again. Lower the one or raise the other.",
+                ("warmup_entries", "capacity"),
             )
         if self.success_part is not None and self.success_threshold is None:
             yield Conflict(

@@ -64,10 +64,12 @@ class Selection:
         self._unused: list[int] = []
         """Examples whose turn has come, and that no draw got."""
         self._passed_over = 0
-        """Examples that the curriculum left out since the last commit."""
+        """Times that the curriculum let an example's turn pass."""
         self._blocks: dict[int, list[Choice]] = {}
         self._under_way: dict[int, Choice] = {}
         """By draw."""
+        self._kept: set[int] = set()
+        """Draws of the step under way whose prompts are to be kept, whatever `success_threshold` says."""
         replay = config.replay
         self.replay = (
             ReplayBuffer(replay.capacity, replay.exploration, replay.mix_exploit_ratio)
@@ -104,6 +106,10 @@ class Selection:
         left = self._blocks.pop(block, [])[used:]
         self._unused = [choice.index for choice in left if choice.origin == "fresh"] + self._unused
 
+    def keep(self, draws: Iterable[int]) -> None:
+        """Keep the prompts of these draws to be drawn again, once their step is committed; nothing without a replay buffer."""
+        self._kept.update(draws)
+
     def observe(self, groups: Iterable[Group]) -> None:
         """Learn what came of the draws of a committed step, in this order."""
         for group in groups:
@@ -111,6 +117,7 @@ class Selection:
             if choice is not None and group.scored:
                 self._note_difficulty(group, choice)
                 self._note_for_replay(group, choice)
+        self._kept.clear()
 
     def metrics(self, groups: Sequence[Group], step: int) -> dict[str, float]:
         """Where the groups of a step came from, how each kind did, and what is known by now."""
@@ -129,7 +136,6 @@ class Selection:
         if self.curriculum is not None:
             found |= self.curriculum.metrics()
             found["curriculum/passed_over"] = float(self._passed_over)
-            self._passed_over = 0
         return found
 
     def state(self) -> dict[str, Any]:
@@ -170,7 +176,7 @@ class Selection:
         config, replay = self._config.replay, self.replay
         if config is None or replay is None or step < self._replay_from:
             return []
-        if len(replay) < config.warmup:
+        if len(replay) < config.warmup_entries:
             return []
         most = min(free, int(config.max_share * self._sizes.block))
         return replay.sample(most, Stream("replay", self._seed, block))
@@ -216,7 +222,7 @@ class Selection:
         rewards = [rollout.reward for rollout in group.scored if rollout.reward is not None]
         newest = group.draw if choice.again is None else choice.again
         payload = [choice.pool, choice.index, newest if config.mode == "completions" else None]
-        if prompt in replay or self._is_solved(group):
+        if prompt in replay or group.draw in self._kept or self._is_solved(group):
             replay.add_group(prompt, rewards, payload)
 
     def _is_solved(self, group: Group) -> bool:

@@ -6,9 +6,16 @@ Their seeds depend on prompt and sample alone, and nothing that training draws f
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Mapping
 
+from groupwise.data.divergence import Fall, divergence
+from groupwise.data.signals import change
+from groupwise.data.success import ACCURACY
+from groupwise.data.suspicions import Finding, SignalsConfig
 from groupwise.errors import RewardWorkerError
 from groupwise.evaluation.evaluate import EvalResult, answer_held_out
+from groupwise.evaluation.measures import REWARD, measure
 from groupwise.loops.run import Run
 from groupwise.runs.records import EvaluationRecord
 
@@ -16,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 ASKED = "held_out"
 """The fact about a run that says what its evaluations ask, and how."""
+SIGNAL = "held_out"
+"""The signal of reward hacking that evaluations give."""
 
 
 async def evaluate_now_and_then(run: Run) -> None:
@@ -46,7 +55,8 @@ def _due(run: Run) -> bool:
 
 
 async def announce(run: Run, name: str, result: EvalResult) -> None:
-    """Tell the callbacks of an evaluation of the policy as it is."""
+    """Tell the callbacks of an evaluation of the policy as it is, and warn where it shows that rewards are hacked."""
+    _notice_divergence(run)
     await run.callbacks.evaluated(_record(run, name, result))
 
 
@@ -113,6 +123,79 @@ async def evaluate_held_out(run: Run, name: str) -> EvalResult | None:
     run.say(f"held-out after {run.step} steps: {described(result)}")
     await announce(run, name, result)
     return result
+
+
+def _notice_divergence(run: Run) -> None:
+    """Whether the held-out prompts do worse than they did, while the training reward rises.
+
+    All of it follows from the record, so that an evaluation which a resume finds there says what it said before.
+    """
+    if run.signals is None:
+        return
+    store = run.folder.store
+    evaluations = {e.step: e for e in store.evaluations(rows=False) if e.asked == _asked(run)}
+    if run.step not in evaluations:
+        return
+    _warn_of_unknown_metric(run, run.signals.config, evaluations)
+    finding = _divergence(run, run.signals.config, evaluations)
+    said = {warning.step: warning for warning in store.warnings(SIGNAL)}
+    before = [warning.kind for step, warning in said.items() if step < run.step]
+    was = before[-1:] == ["begins"]
+    now = change(SIGNAL, finding, run.step, was=was) if finding else None
+    if now != said.get(run.step):
+        store.set_warning(run.step, SIGNAL, now)
+        if now is not None:
+            run.warn(now)
+
+
+def _divergence(
+    run: Run, config: SignalsConfig, evaluations: Mapping[int, EvaluationRecord]
+) -> Finding | None:
+    """The evaluation of the policy as it is beside the best one before it; None where they cannot be compared."""
+    metric = config.held_out_metric or _main_metric(evaluations[run.step].metrics, config)
+    known = {step: e.metrics[metric] for step, e in evaluations.items() if metric in e.metrics}
+    earlier = [step for step in known if step < run.step]
+    if run.step not in known or not earlier:
+        return None
+    best = max(earlier, key=lambda step: (known[step], step))
+    then, now = (_by_prompt(run, evaluations[step], metric) for step in (best, run.step))
+    both = sorted(then.keys() & now.keys())
+    fall = Fall(metric, [then[key] for key in both], [now[key] for key in both], len(earlier) + 1)
+    return divergence(fall, _rewards_since(run, best))
+
+
+def _warn_of_unknown_metric(
+    run: Run, config: SignalsConfig, evaluations: Mapping[int, EvaluationRecord]
+) -> None:
+    """At the first evaluation, in case that the name is wrong."""
+    metric, metrics = config.held_out_metric, evaluations[run.step].metrics
+    if metric is not None and metric not in metrics and min(evaluations) == run.step:
+        run.say(
+            f"warning: signals.held_out_metric is {metric}, which the evaluations do not have, so that nothing is compared. There are: "
+            f"{', '.join(metrics)}"
+        )
+
+
+def _main_metric(metrics: Mapping[str, float], config: SignalsConfig) -> str:
+    """That of the part which says whether a task is solved, else the reward."""
+    parts = [name for name in metrics if name.startswith("rewards/")]
+    named = f"rewards/{config.accuracy_part}/mean"
+    if config.accuracy_part is not None:
+        return named if named in parts else REWARD
+    return next((name for name in parts if ACCURACY in name), REWARD)
+
+
+def _by_prompt(run: Run, evaluation: EvaluationRecord, metric: str) -> dict[str, float]:
+    whole = run.folder.store.evaluation(evaluation.step, evaluation.name)
+    found = measure(metric, whole.rows) if whole else None
+    return found.values if found else {}
+
+
+def _rewards_since(run: Run, step: int) -> list[float]:
+    """The training rewards of the steps from there on; of examples that nobody chose, where some were chosen."""
+    curves = run.folder.store.metrics([f"{REWARD}/fresh", REWARD], step)
+    curve = curves.get(f"{REWARD}/fresh") or curves.get(REWARD, [])
+    return [value for _, value in curve if math.isfinite(value)]
 
 
 def described(result: EvalResult) -> str:

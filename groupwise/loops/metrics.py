@@ -49,6 +49,7 @@ OWN_PREFIXES = (
     "data/",
     "replay/",
     "curriculum/",
+    "signals/",
     "updates/",
     "time/",
     "perf/",

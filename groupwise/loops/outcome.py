@@ -1,18 +1,28 @@
-"""How a training run ends, whatever it learns from: the curve, a summary, the state of its folder, and the word to its callbacks."""
+"""How a training run ends, whatever it learns from: the curve, a summary, the model card, the upload of what was made, the state of its
+folder, and the word to its callbacks.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Literal
 
+from groupwise.awaiting import Interrupted
 from groupwise.callbacks.base import RunEnd
 from groupwise.display.plot import svg_curve, with_mean
-from groupwise.errors import StoreError
+from groupwise.errors import GroupwiseError, StoreError
 from groupwise.loops.prepare import Prepared
 from groupwise.loops.training import Training
+from groupwise.models.artefact import CARD
+from groupwise.models.card import Place, model_card, results_of
+from groupwise.models.hub_push import Target, push
+from groupwise.rewards.threads import DaemonThreads
 from groupwise.runs import durable, find
 
 logger = logging.getLogger(__name__)
@@ -29,6 +39,10 @@ def write_curve(run: Training, metric: str) -> None:
 def summarise(run: Training, prepared: Prepared, started: float) -> dict[str, Any]:
     """What every run amounts to, in a few lines. `started` is by `time.perf_counter`."""
     published = {"fingerprint": run.policy.fingerprint} if run.policy.fingerprint else {}
+    warned = [
+        {"step": each.step, "signal": each.name, "kind": each.kind, "message": each.message}
+        for each in run.folder.store.warnings()
+    ]
     return {
         "run": run.folder.name,
         "folder": str(run.folder.path),
@@ -37,6 +51,7 @@ def summarise(run: Training, prepared: Prepared, started: float) -> dict[str, An
         "max_steps": run.max_steps,
         "policy": f"{run.folder.name}@{run.step}",
         **published,
+        **({"warnings": warned} if warned else {}),
         "seconds": round(time.perf_counter() - started, 1),
     }
 
@@ -60,7 +75,13 @@ def ended_early(run: Training) -> dict[str, Any]:
 async def end(
     run: Training, state: Literal["finished", "interrupted"], summary: dict[str, Any]
 ) -> dict[str, Any]:
-    """Record how the run ended, and tell the callbacks and whoever watches. Returns the summary with the state."""
+    """Record how the run ended, and tell the callbacks and whoever watches. Returns the summary with the state.
+
+    Before that, what a finished run has made gets its model card, and goes to the hub where that is asked for.
+    """
+    if state == "finished":
+        _write_card(run, summary)
+        summary = {**summary, **await _uploaded(run)}
     run.folder.finish(state, summary)
     await run.callbacks.end(RunEnd(state, summary))
     if state == "finished":
@@ -68,6 +89,58 @@ async def end(
     else:
         run.say(f"interrupted after {run.step} steps; the same command with --resume goes on")
     return {**summary, "state": state}
+
+
+def exit_code(summary: dict[str, Any]) -> int:
+    """Of a run that has finished: 1 if what it made could not be uploaded."""
+    return 1 if "error" in summary.get("hub", {}) else 0
+
+
+def _write_card(run: Training, summary: dict[str, Any]) -> None:
+    hub, final = run.config.run.hub, run.folder.final
+    revision = None if hub.revision == "main" else hub.revision
+    place = Place(hub.repo_id, revision) if hub.repo_id else Place(final.name)
+    card = model_card(run.folder.path, final, run.step, place=place, results=results_of(summary))
+    durable.write_file(final / CARD, card.encode())
+
+
+async def _uploaded(run: Training) -> dict[str, Any]:
+    """For the summary: where the final weights are on the hub, or why they are not there. What is in the folder stands either way."""
+    hub = run.config.run.hub
+    if hub.repo_id is None:
+        return {}
+    target = Target(**hub.model_dump())
+    run.say(f"uploading {run.folder.final} to {target}")
+    thread = DaemonThreads([_Uploader()], "hub")
+    try:
+        message = f"{run.folder.name}@{run.step}"
+        job = thread.submit((run.folder.final, target, message))
+        return {"hub": {"url": await run.interruption.allow(_awaited(job))}}
+    except (GroupwiseError, Interrupted) as error:
+        run.say(
+            f"warning: the run is finished, and {run.folder.final} holds what it made, but that could not be uploaded: {error}. Try "
+            f"again by: groupwise runs push {run.folder.name} --dir {run.folder.path.parent}"
+        )
+        return {"hub": {"error": str(error) or "interrupted"}}
+    finally:
+        thread.close()
+
+
+async def _awaited(job: Future[str]) -> str:
+    return await asyncio.wrap_future(job)
+
+
+class _Uploader:
+    """The thread that uploads; it does not keep a process that is to end."""
+
+    def begin(self) -> None:
+        pass
+
+    def do(self, job: tuple[Path, Target, str]) -> str:
+        return push(*job)
+
+    def end(self) -> None:
+        pass
 
 
 async def failed(run: Training, error: BaseException) -> None:

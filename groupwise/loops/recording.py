@@ -11,7 +11,7 @@ from statistics import fmean
 from groupwise.errors import NothingScoredError
 from groupwise.loops.metrics import failure_reasons, group_metrics, timing_metrics
 from groupwise.loops.run import Drawn, Run
-from groupwise.runs.records import StepRecord
+from groupwise.runs.records import StepRecord, WarningRecord
 from groupwise.types import Group, Policy
 
 logger = logging.getLogger(__name__)
@@ -27,11 +27,13 @@ def commit(
     """The step with its rollouts and metrics (which it returns), in one transaction. Then the run stands after it."""
     run.tokens_seen += _tokens(drawn.all)
     run.selection.observe(drawn.all)
+    signals, warnings = _signals(run, drawn.all, learned)
     metrics = {
         **_drawn_metrics(drawn, policy_in),
         **run.selection.metrics(drawn.all, run.step),
         **_temperature(run),
         **learned,
+        **signals,
         **_adaptive(run),
         "learning_rate": rate,
         "num_tokens": float(run.tokens_seen),
@@ -47,7 +49,7 @@ def commit(
         learning_rate=rate,
         finished_at=time.time(),
     )
-    run.folder.store.commit_step(record, drawn.all, metrics)
+    run.folder.store.commit_step(record, drawn.all, metrics, warnings)
     for group in drawn.all:
         run.drawn.pop(group.draw, None)
     run.progress.step(run.step, metrics)
@@ -60,6 +62,8 @@ def commit(
     )
     if run.schedule is not None:
         run.schedule.committed(drawn)
+    for warning in warnings:
+        run.warn(warning)
     _warn_of_gap(run, metrics)
     _warn_of_no_reward(run, drawn.all)
     _go_on(run, policy_in, metrics)
@@ -143,6 +147,16 @@ def _drawn_metrics(drawn: Drawn, policy_in: Policy) -> dict[str, float]:
         if segment.policy_version is not None
     ]
     return {**metrics, "sampling/staleness": fmean(ages)} if any(ages) else metrics
+
+
+def _signals(
+    run: Run, groups: Sequence[Group], learned: Mapping[str, float]
+) -> tuple[dict[str, float], tuple[WarningRecord, ...]]:
+    """Signs of reward hacking, where the config wants to hear of them."""
+    if run.signals is None:
+        return {}, ()
+    seen = run.signals.observe(groups, run.step, learned.get("entropy"))
+    return seen.metrics, seen.warnings
 
 
 def _adaptive(run: Run) -> dict[str, float]:

@@ -14,7 +14,7 @@ from typing import Any
 from groupwise.config import Loaded, LoadedConfig, compare_for_resume, resolved
 from groupwise.errors import ResumeMismatchError, RunInUseError, RunNotFoundError
 from groupwise.loops.prepare import Prepared, key_of_weights, starting_from
-from groupwise.loops.run import POLICIES
+from groupwise.loops.run import POLICIES, SELECTION
 from groupwise.loops.training import Training
 from groupwise.machine_layout import with_processes
 from groupwise.runs import checkpoints, durable, find, recovery
@@ -30,7 +30,10 @@ logger = logging.getLogger(__name__)
 
 START = "start"
 """Folder of a run that holds the weights it was started from by `--init-from`."""
-NOT_WEIGHTS = ("optimiser.safetensors", "learner.json", "manifest.json", PIECE, POLICIES)
+NOT_WEIGHTS = (
+    *("optimiser.safetensors", "learner.json", "manifest.json"),
+    *(PIECE, POLICIES, SELECTION),
+)
 FIXED_FACTS = {
     "--task-module": "task",
     "the training data, as token ids": "data",

@@ -17,6 +17,7 @@ from groupwise.callbacks.registry import configured_callbacks
 from groupwise.config import LoadedConfig, RunConfig, view, with_task_schema
 from groupwise.data.easy_pool import EASY
 from groupwise.data.examples import examples_from_rows, fingerprint
+from groupwise.data.named import LABEL
 from groupwise.data.order import example_of_draw
 from groupwise.data.sources import read_source
 from groupwise.errors import ConfigError, TaskError
@@ -35,8 +36,6 @@ from groupwise.types import Example
 
 EASY_SOURCE = "EASY_DATASET_NAME"
 """The environment variable that names the source of the easy pool where the config does not."""
-TASK = "task"
-"""The column that holds a row's task label."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +161,7 @@ def easy_examples(config: RunConfig) -> list[Example]:
             f"{EASY_SOURCE} in the environment."
         )
     rows = read_source(source, pool.dataset_config, pool.dataset_split, pool.columns)
-    labelled = [{TASK: EASY, **row} for row in rows]
+    labelled = [{LABEL: EASY, **row} for row in rows]
     return examples_from_rows(labelled, where=f"data.easy_pool ({source})")
 
 

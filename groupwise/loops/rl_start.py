@@ -23,6 +23,7 @@ from groupwise.callbacks.base import Callbacks
 from groupwise.callbacks.registry import callbacks_of_task
 from groupwise.config import LoadedConfig, RunConfig, load_config, view
 from groupwise.data.selection import Selection, Sizes
+from groupwise.data.signals import Signals
 from groupwise.display.progress import Progress
 from groupwise.errors import StoreError
 from groupwise.evaluation.before_after import compared
@@ -37,6 +38,7 @@ from groupwise.loops.held_out import (
 from groupwise.loops.outcome import (
     end,
     ended_early,
+    exit_code,
     failed,
     first_and_last,
     summarise,
@@ -198,6 +200,7 @@ def assemble(
         prompts=prepared.prompts,
         easy=prepared.easy,
         selection=selection_of(prepared),
+        signals=Signals(config.signals) if config.signals else None,
         unrewarded=prepared.rubric is None,
         held_out=held_out(
             config, prepared.task, prepared.held_out_prompts, parts.stop_token_ids, rollouts
@@ -272,7 +275,8 @@ async def conduct(run: Run, prepared: RlPrepared, started: float) -> RlResult:
         raise
     write_curve(run, METRIC)
     summary = {**_summarise(run, prepared, started, before, after), **ended_early(run)}
-    return RlResult(await end(run, "finished", summary), run.folder.path, 0, before, after)
+    summary = await end(run, "finished", summary)
+    return RlResult(summary, run.folder.path, exit_code(summary), before, after)
 
 
 async def stopped(run: Run, prepared: RlPrepared, started: float, by: Interrupted) -> RlResult:

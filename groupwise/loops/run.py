@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,12 +19,16 @@ from groupwise.algorithms.registry import make
 from groupwise.config import RunConfig
 from groupwise.data.replay import ReplayBuffer
 from groupwise.data.selection import Pool, Selection
+from groupwise.data.signals import Signals
 from groupwise.evaluation.evaluate import HeldOut
 from groupwise.loops.training import Training
 from groupwise.rewards.scoring import Scorer
 from groupwise.rollouts.asking import RolloutKind
 from groupwise.rollouts.prompts import PromptSet
+from groupwise.runs.records import WarningRecord
 from groupwise.types import Group, Policy, Sampler, SamplingParams
+
+logger = logging.getLogger(__name__)
 
 SELECTION = "selection.json"
 """File of a checkpoint that holds what is chosen and known of the data."""
@@ -122,6 +127,8 @@ class Run(Learning):
     easy: PromptSet | None
     """Those of the easy pool."""
     selection: Selection
+    signals: Signals | None
+    """None: the config does not want to be warned."""
     held_out: HeldOut | None
     serving: Policy
     """The one that the sampler has."""
@@ -150,6 +157,21 @@ class Run(Learning):
         """See `Training.replay`."""
         return self.selection.replay
 
+    def keep_for_replay(self, draws: Iterable[int]) -> None:
+        """See `Training.keep_for_replay`."""
+        self.selection.keep(draws)
+
+    def warn(self, warning: WarningRecord) -> None:
+        """Tell of a signal that begins or ends."""
+        where = f"; read the best rollouts: groupwise runs rollouts {self.folder.name} --best"
+        logger.warning(
+            "after %d steps: signal %s: %s%s",
+            warning.step,
+            warning.name,
+            warning.message,
+            where if warning.kind == "begins" else "",
+        )
+
     def pool(self, name: Pool) -> PromptSet:
         """The examples that a choice is of."""
         pool = self.prompts if name == "main" else self.easy
@@ -170,6 +192,7 @@ class Run(Learning):
         return {
             **super(Run, self).position(),
             "unscored_steps": self.unscored_steps,
+            "signals": self.signals and self.signals.state(),
             "next_draw": schedule.next_draw if schedule else self.next_draw,
             "outstanding": list(schedule.outstanding if schedule else self.outstanding),
             "earlier": {
@@ -182,6 +205,9 @@ class Run(Learning):
         """See `Training.take_position`."""
         super(Run, self).take_position(position)
         self.unscored_steps = position["unscored_steps"]
+        known = position.get("signals")  # earlier versions did not watch
+        if self.signals is not None and known is not None:
+            self.signals.load_state(known)
         self.next_draw = position["next_draw"]
         self.outstanding = tuple(position["outstanding"])
 

@@ -22,6 +22,7 @@ from groupwise.display.progress import Progress
 from groupwise.loops.outcome import (
     end,
     ended_early,
+    exit_code,
     failed,
     first_and_last,
     summarise,
@@ -190,13 +191,15 @@ async def _conduct(run: SftRun, prepared: SftPrepared, started: float) -> SftRes
     except Interrupted as interrupted:
         if run.step > 0:
             await save(run)
-        return await _ended(run, prepared, started, "interrupted", interrupted.exit_code)
+        summary = await _ended(run, prepared, started, "interrupted")
+        return SftResult(summary, run.folder.path, interrupted.exit_code)
     except Exception as error:
         await failed(run, error)
         raise
     await save(run)
     run.folder.write_final(lambda folder: _write_final(run, folder))
-    return await _ended(run, prepared, started, "finished", 0)
+    summary = await _ended(run, prepared, started, "finished")
+    return SftResult(summary, run.folder.path, exit_code(summary))
 
 
 def _write_final(run: SftRun, folder: Path) -> None:
@@ -223,12 +226,11 @@ async def _ended(
     prepared: SftPrepared,
     started: float,
     state: Literal["finished", "interrupted"],
-    exit_code: int,
-) -> SftResult:
+) -> dict[str, Any]:
     """Leave curve and summary, and record the state."""
     write_curve(run, METRIC)
     summary = {**_summarise(run, prepared, started), **ended_early(run)}
-    return SftResult(await end(run, state, summary), run.folder.path, exit_code)
+    return await end(run, state, summary)
 
 
 def _summarise(run: SftRun, prepared: SftPrepared, started: float) -> dict[str, Any]:
@@ -236,7 +238,8 @@ def _summarise(run: SftRun, prepared: SftPrepared, started: float) -> dict[str, 
     first, last = first_and_last(run, METRIC)
     summary = {**summarise(run, prepared, started), "loss_first": first, "loss_last": last}
     found = run.folder.store.evaluations(rows=False)
-    evaluated = [record.metrics["eval_loss"] for record in found]
+    losses = (record.metrics.get("eval_loss") for record in found)  # callbacks may add others
+    evaluated = [loss for loss in losses if loss is not None]
     if evaluated:
         summary |= {"eval_loss_first": evaluated[0], "eval_loss_last": evaluated[-1]}
     if run.best is not None:

@@ -32,7 +32,9 @@ from groupwise.loops.resume import (
     with_start_of,
 )
 from groupwise.machine_layout import crowding
+from groupwise.models.hub_push import Target, check_access
 from groupwise.runs import durable, find
+from groupwise.runs.config import RunSection
 from groupwise.runs.folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -112,7 +114,16 @@ def find_start(loaded: Loaded, ways: Ways, kind: str) -> Start[Loaded]:
         weights = None
     if weights is not None:
         loaded = starting_from(loaded, weights)
+    _check_upload(loaded.config.run)
     return Start(loaded, point, ways.init_from, weights)
+
+
+def _check_upload(section: RunSection) -> None:
+    """Before any work: UsageError if the result could not be uploaded at its end, as far as that shows now."""
+    if section.hub.repo_id is not None:
+        warning = check_access(Target(**section.hub.model_dump()))
+        if warning:
+            logger.warning("run.hub: %s. It is tried when the run has finished", warning)
 
 
 def dry_run_warnings(resumption: Resumption | None) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain, count
 from pathlib import Path
@@ -78,6 +78,9 @@ class Training:
     def replay(self) -> ReplayBuffer | None:
         """Prompts that are kept to be drawn again."""
         return None
+
+    def keep_for_replay(self, draws: Iterable[int]) -> None:
+        """Keep the prompts of these draws of the step under way to be drawn again, where there is a buffer for them."""
 
     def epoch(self) -> float:
         """Passes over the data so far."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Protocol
 
 from pydantic import AfterValidator
@@ -72,7 +72,10 @@ RewardEntries = Annotated[tuple[str | dict[str, Any], ...], AfterValidator(_name
 class RewardsConfig(Strict):
     """Which rewards a rollout has, where the task's `get_reward_funcs` does not say it, and how they are run."""
 
-    not_yet: ClassVar[frozenset[str]] = frozenset({"judge", "rubric_in_prompt"})
+    refused: ClassVar[Mapping[str, str]] = {
+        "judge": "the judge is a reward like others: name it in rewards.reward_funcs, with its parameters",
+        "rubric_in_prompt": "what a prompt shows is the task's: task.rubric_in_prompt of rubric_answers",
+    }
 
     reward_funcs: RewardEntries | None = setting(
         None,

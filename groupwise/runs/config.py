@@ -39,11 +39,12 @@ class HubSection(Strict):
         min_length=1,
     )
     revision: str = setting(
-        "main", "Branch that receives them; made if it is not there.", on_resume="free", min_length=1
+        "main",
+        "Branch that receives them; made if it is not there.",
+        on_resume="free",
+        min_length=1,
     )
-    private: bool = setting(
-        True, "Whether a repository that is made is private.", on_resume="free"
-    )
+    private: bool = setting(True, "Whether a repository that is made is private.", on_resume="free")
     overwrite: bool = setting(
         False,
         "Replace what the branch holds; its history keeps it. false: a branch with other files is refused.",

@@ -83,6 +83,7 @@ def write_piece(run: Path, record: Path, folder: Path, step: int) -> None:
         connection.execute("BEGIN")
         _copy_steps(connection, range(first, step))
         _copy_evaluations(connection, first, step)
+        _copy_warnings(connection, first, step)
         _copy_facts(connection)
         connection.execute("COMMIT")
 
@@ -245,7 +246,7 @@ def _put_together(building: Path, pieces: Sequence[Path]) -> None:
 
 
 def _put_in(connection: sqlite3.Connection, pieces: Sequence[Path]) -> None:
-    """Add to a record what pieces have that it lacks; evaluations and facts of the later ones replace earlier ones."""
+    """Add to a record what pieces have that it lacks; evaluations, warnings and facts of the later ones replace earlier ones."""
     for piece in pieces:
         _attach(connection, piece, "ro&immutable=1")
         connection.execute("BEGIN")
@@ -254,6 +255,7 @@ def _put_in(connection: sqlite3.Connection, pieces: Sequence[Path]) -> None:
         )
         _copy_steps(connection, [step for (step,) in missing])
         _copy_evaluations(connection, 0, None)
+        _copy_warnings(connection, 0, None)
         _copy_facts(connection)
         connection.execute("COMMIT")
         connection.execute("DETACH other")
@@ -298,6 +300,19 @@ def _copy_evaluations(connection: sqlite3.Connection, first: int, last: int | No
     _copy(connection, "evaluations", condition, values)
     chosen = f"evaluation IN (SELECT id FROM other.evaluations WHERE {condition})"
     _copy(connection, "evaluation_rows", chosen, values)
+
+
+def _copy_warnings(connection: sqlite3.Connection, first: int, last: int | None) -> None:
+    """Those after `first` to `last` steps, where the other record is of a format that has them."""
+    if not connection.execute(
+        "SELECT 1 FROM other.sqlite_master WHERE name = 'warnings'"
+    ).fetchone():
+        return
+    condition = "step >= :first AND (:last IS NULL OR step <= :last)"
+    connection.execute(
+        "DELETE FROM main.warnings WHERE (step, name) IN (SELECT step, name FROM other.warnings)"
+    )
+    _copy(connection, "warnings", condition, {"first": first, "last": last})
 
 
 def _copy_facts(connection: sqlite3.Connection) -> None:

@@ -64,6 +64,21 @@ class EvaluationRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class WarningRecord:
+    """A signal of reward hacking that begins or ends."""
+
+    step: int
+    """After this many steps."""
+    name: str
+    """Of the signal."""
+    kind: Literal["begins", "ends"]
+    message: str
+    """What it means, with the numbers, for people."""
+    values: Mapping[str, float] = field(default_factory=dict[str, float])
+    """The numbers behind it."""
+
+
+@dataclass(frozen=True, slots=True)
 class ResumeRecord:
     """One time that the run was taken up again."""
 

@@ -154,6 +154,16 @@ MIGRATIONS: tuple[str, ...] = (
     ALTER TABLE groups ADD COLUMN origin TEXT NOT NULL DEFAULT 'fresh';  -- fresh, easy, replay
     ALTER TABLE groups ADD COLUMN again INTEGER;    -- the draw whose completions these are
     """,
+    """
+    CREATE TABLE warnings (                        -- signals of reward hacking
+        step    INTEGER NOT NULL,                  -- after this many steps
+        name    TEXT NOT NULL,
+        kind    TEXT NOT NULL CHECK (kind IN ('begins', 'ends')),
+        message TEXT NOT NULL,
+        numbers TEXT NOT NULL,                     -- JSON
+        PRIMARY KEY (step, name)
+    ) WITHOUT ROWID;
+    """,
 )
 
 TEXT_INDEX: dict[str, str] = {

@@ -16,7 +16,7 @@ from typing import Any
 
 from groupwise.errors import StoreError
 from groupwise.runs.database import Database
-from groupwise.runs.encoding import label, pack_json, plain_text, unpack_json
+from groupwise.runs.encoding import label, pack_json, plain_text, text, unpack_json
 from groupwise.runs.records import (
     TIMING_PREFIXES,
     EvaluationRecord,
@@ -26,6 +26,7 @@ from groupwise.runs.records import (
     RolloutFilter,
     RolloutView,
     StepRecord,
+    WarningRecord,
 )
 from groupwise.runs.search import find_rollouts
 from groupwise.runs.tables import delete_groups, insert_group, read_groups
@@ -88,9 +89,13 @@ class Store:
     # Steps
 
     def commit_step(
-        self, record: StepRecord, groups: Sequence[Group], metrics: Mapping[str, float]
+        self,
+        record: StepRecord,
+        groups: Sequence[Group],
+        metrics: Mapping[str, float],
+        warnings: Sequence[WarningRecord] = (),
     ) -> None:
-        """Add the next step with its groups and metrics, in one transaction.
+        """Add the next step with its groups, metrics and warnings, in one transaction.
 
         `groups` are those of `record.all_draws`, in any order; a group that was kept as unfinished is replaced. StoreError if the
         step is not the last one + 1, or if draws and groups do not agree.
@@ -115,6 +120,8 @@ class Store:
                     keep_tokens=self.keep_tokens,
                 )
             self._insert_metrics(record.step, metrics)
+            for warning in warnings:
+                self._insert_warning(warning)
 
     def keep_unfinished(self, groups: Iterable[Group]) -> None:
         """Keep groups that belong to no committed step, tokens included; an earlier version of the same draw is replaced."""
@@ -127,13 +134,14 @@ class Store:
         """Take the record back to the state after `to_step` steps, in one transaction.
 
         Deletes the steps from index `to_step` on with their rollouts and metrics, all groups without a step, and the
-        evaluations of later policies.
+        evaluations and warnings of later policies.
         """
         with self._db.transaction("rewind"):
             (steps,) = self._db.one("SELECT count(*) FROM steps WHERE step >= ?", (to_step,))
             rollouts = delete_groups(self._db, "step >= ? OR step IS NULL", (to_step,))
             self._db.execute("DELETE FROM steps WHERE step >= ?", (to_step,))
             self._db.execute("DELETE FROM evaluations WHERE step > ?", (to_step,))
+            self._db.execute("DELETE FROM warnings WHERE step > ?", (to_step,))
         return Rewound(steps=steps, rollouts=rollouts)
 
     def last_step(self) -> int | None:
@@ -225,7 +233,7 @@ class Store:
         """Make the full-text index anew from the tables. Nothing where SQLite lacks FTS5: search then reads every text."""
         self._db.rebuild_text_index()
 
-    # Evaluations, facts about the run, resumes
+    # Evaluations, warnings, facts about the run, resumes
 
     def add_evaluation(self, record: EvaluationRecord) -> None:
         """Add an evaluation; an earlier one of the same step, name and policy is replaced."""
@@ -279,6 +287,26 @@ class Store:
     def _evaluation_rows(self, evaluation: int) -> tuple[dict[str, Any], ...]:
         query = "SELECT data FROM evaluation_rows WHERE evaluation = ? ORDER BY position"
         return tuple(unpack_json(data) for (data,) in self._db.all(query, (evaluation,)))
+
+    def set_warning(self, step: int, name: str, warning: WarningRecord | None) -> None:
+        """Keep what is said of a signal after so many steps, in place of what was said of it then; None: nothing."""
+        with self._db.transaction("warning"):
+            self._db.execute(
+                "DELETE FROM warnings WHERE step = ? AND name = ?", (step, label(name))
+            )
+            if warning is not None:
+                self._insert_warning(warning)
+
+    def warnings(self, name: str | None = None) -> list[WarningRecord]:
+        """All warnings, or those of one signal, by step."""
+        rows = self._db.all(
+            "SELECT step, name, kind, message, numbers FROM warnings WHERE ? IN (name, '') ORDER BY step, name",
+            (label(name or ""),),
+        )
+        return [
+            WarningRecord(step, found, kind, plain_text(message) or "", unpack_json(numbers))
+            for step, found, kind, message, numbers in rows
+        ]
 
     def set_meta(self, values: Mapping[str, Any]) -> None:
         """Set facts about the run (JSON), all of them in one transaction."""
@@ -335,6 +363,7 @@ class Store:
                     (asdict(evaluation) for evaluation in self.evaluations()),
                     key=lambda row: (row["step"], row["name"], row["policy"]),
                 ),
+                "warnings": [asdict(warning) for warning in self.warnings()],
             }
         return json.dumps(content, sort_keys=True, indent=1).encode()
 
@@ -367,6 +396,16 @@ class Store:
             learning_rate=record.learning_rate,
             finished_at=record.finished_at,
             rejected=pack_json(record.rejected),
+        )
+
+    def _insert_warning(self, warning: WarningRecord) -> None:
+        self._db.insert(
+            "warnings",
+            step=warning.step,
+            name=label(warning.name),
+            kind=warning.kind,
+            message=text(warning.message),
+            numbers=pack_json(dict(warning.values)),
         )
 
     def _insert_metrics(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -81,7 +81,7 @@ class TaskConfig(Strict):
     )
     columns: dict[str, str] = setting(
         {},
-        "What question and answer are called in the source, as in {question: problem, answer: solution}.",
+        "What question, answer and solution are called in the source, as in {question: ask, answer: result}.",
     )
     strict: bool = setting(
         False,

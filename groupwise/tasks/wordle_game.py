@@ -184,7 +184,7 @@ class Game:
         """What is told of the turn that was just judged."""
         remaining = left(GUESSES - len(self.verdicts))
         if verdict.guess is None:
-            return f"There is no guess after </think>. Write <guess>word</guess>.\n{remaining}"
+            return f"There is no guess of five letters after </think>. Write <guess>word</guess>.\n{remaining}"
         if not verdict.real:
             return f"{verdict.guess} is not in the word list.\n{remaining}"
         self.guesses.append(verdict.guess)

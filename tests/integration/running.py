@@ -41,14 +41,17 @@ def config(runs: Path, **training: Any) -> dict[str, Any]:
 
 
 def what_must_be_equal(folder: Path) -> dict[str, Any]:
-    """Record, checkpoints and final weights, without timings (which the pieces of the record in checkpoints have, too)."""
+    """Record, checkpoints and final weights, without timings (which the pieces of the record in checkpoints have, too) and model card.
+
+    The card shows the config, of which equal runs may have different ones.
+    """
     with Store.open(folder / "run.db", readonly=True) as store:
         record = store.deterministic_dump().decode()
     kept = [*folder.glob("checkpoints/step-*/**/*"), *folder.glob("final/*")]
     files = {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in kept
-        if path.is_file() and path.name not in ("manifest.json", "record.db")
+        if path.is_file() and path.name not in ("manifest.json", "record.db", "README.md")
     }
     return {"record": record, "files": files}
 

@@ -110,7 +110,7 @@ EASY = {
     "columns": {"prompt": "question"},
     "schedule": [[0, 1.0], [2, 0.5]],
 }
-REPLAY = {"warmup": 1, "success_threshold": 0.01}
+REPLAY = {"warmup_entries": 1, "success_threshold": 0.01}
 WAYS = {
     "several updates": {"training": {"num_iterations": 2, "minibatches": 2}},
     "adaptive kl": {"algorithm": {"type": "grpo", "adaptive_kl": True, "kl_target": 0.001}},
@@ -143,6 +143,9 @@ WAYS = {
     "completions again": {"data": {"replay": {**REPLAY, "mode": "completions"}}},
     "curriculum": {"data": {"curriculum": {"success_threshold": 0.2}}},
     "temperature": {"sampler": {"temperature_schedule": {"steps": 3, "end": 0.5, "hot_every": 4}}},
+    "warned of": {
+        "signals": {"start_steps": 2, "memory": 0.5, "noise": 0.01, "truncation_rise": 0.01}
+    },
     "all at once, dynamic sampling ahead": {
         "algorithm": {"type": "dapo"},
         "sampler": {"max_completion_length": 1, "temperature_schedule": {"steps": 3}},
@@ -160,6 +163,7 @@ SEEN_IN = {
     "data/replay_share": ("again", "all at once"),
     "curriculum/success": ("curriculum", "all at once"),
     "sampling/temperature": ("temperature", "all at once"),
+    "signals/active": "warned",
 }
 """The metrics that show that a way was gone, by a word of its name."""
 STEPPED = str(Path(__file__).with_name("stepped_task.py"))
@@ -318,6 +322,7 @@ def test_a_run_of_an_older_format_of_the_record_goes_on(uninterrupted, tmp_path)
     assert crash_at(steps[3], lambda: start(tmp_path)) == 17
     with sqlite3.connect(tmp_path / "toy" / "run.db") as record:
         record.executescript(
+            "DROP TABLE warnings; ALTER TABLE groups DROP COLUMN origin; ALTER TABLE groups DROP COLUMN again;"
             "DROP VIEW prompts; ALTER TABLE evaluations DROP COLUMN asked; ALTER TABLE steps DROP COLUMN rejected;"
             "ALTER TABLE rollouts DROP COLUMN messages; ALTER TABLE groups DROP COLUMN prompt_seen;"
             "ALTER TABLE rollouts DROP COLUMN ended_by; ALTER TABLE segments DROP COLUMN prompt_ids;"

@@ -20,7 +20,7 @@ EASY = {
     "columns": {"prompt": "question"},
     "schedule": [[0, 0.5]],
 }
-REPLAY = {"warmup": 1, "success_threshold": 0.01}
+REPLAY = {"warmup_entries": 1, "success_threshold": 0.01}
 
 
 def trained(runs: Path, task: Any = TOY, **sections: Any) -> list[list[Group]]:
@@ -177,7 +177,7 @@ def test_the_source_of_the_easy_pool_may_stand_in_the_environment(tmp_path, monk
             },
             "which an earlier policy sampled",
         ),
-        ({"data": {"replay": {"capacity": 100}}}, "warmup is 500, but capacity is 100"),
+        ({"data": {"replay": {"capacity": 100}}}, "warmup_entries is 500, but capacity is 100"),
         (
             {"sampler": {"temperature": 0.7, "temperature_schedule": {}}},
             "no effect beside temperature_schedule",

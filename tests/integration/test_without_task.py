@@ -173,3 +173,22 @@ def test_command_line_says_what_to_give_instead_of_a_task(
         said = capsys.readouterr().err
         assert "Give a task with --task-module" in said
         assert "data.dataset_name" in said
+
+
+def test_rows_that_are_left_out_stand_in_the_report_of_a_check() -> None:
+    given = config(dataset_name="one.jsonl")
+    given["rewards"] = {"reward_funcs": ["own_rewards.py:letters"], "in_process": True}
+    found = {finding.name: finding for finding in groupwise.check(config=given, rows=2).findings}
+    assert found["get_rl_dataset: left out"].level == "warning"
+    assert found["get_rl_dataset: left out"].data == {"left_out": {"the prompt is empty": 1}}
+
+
+def test_strict_refuses_lessons_that_do_not_fit() -> None:
+    Path("pairs.jsonl").write_text(
+        json.dumps({"prompt": "a", "completion": "b"})
+        + "\n"
+        + json.dumps({"prompt": "a" * 40, "completion": "b"})
+    )
+    data = {"dataset_name": "pairs.jsonl", "max_length": 16, "strict": True}
+    with pytest.raises(TaskError, match=r"1 rows have nothing to train .* data.strict is true"):
+        groupwise.sft({"model": {"name": "tiny"}, "data": data}, dry_run=True)

@@ -13,7 +13,7 @@ from groupwise.cli.runs import app
 from groupwise.errors import RunNotFoundError, UsageError
 from groupwise.runs import checkpoints
 from groupwise.runs.folder import RunFolder
-from groupwise.runs.records import EvaluationRecord, StepRecord
+from groupwise.runs.records import EvaluationRecord, StepRecord, WarningRecord
 from groupwise.types import Example, Group, RewardPart, Rollout, Segment
 
 HOSTILE = "\x1b]0;owned\x07 [bold]no markup[/bold]\nsecond line"
@@ -55,6 +55,9 @@ def runs(tmp_path: Path) -> Path:
                 StepRecord(step, step, step + 1, "f", (step,), 1e-5, 0.0), [group], metrics
             )
         run.store.add_evaluation(EvaluationRecord(4, "held_out", "sort@4", {"reward": 0.75}))
+        run.store.set_warning(
+            3, "length", WarningRecord(3, "length", "begins", "grows", {"now": 9.0})
+        )
         checkpoints.save(run.checkpoints, 4, lambda folder: (folder / "w").touch())
         run.finish("finished", {})
     with RunFolder.create(tmp_path, "empty", {}, {}):
@@ -117,6 +120,7 @@ class TestShow:
             "reward       ▁▃▆█",
             "checkpoints  sort@4",
             "evaluation held_out of sort@4 after 4 steps",
+            "warnings\n  after 3 steps  length begins: grows\n",
             'model.name  "tiny"',
         ):
             assert expected in shown
@@ -128,6 +132,15 @@ class TestShow:
     def test_as_json(self, runs: Path) -> None:
         facts = call_json(runs, "show", "sort")
         assert facts["checkpoints"] == [4]
+        assert facts["warnings"] == [
+            {
+                "step": 3,
+                "name": "length",
+                "kind": "begins",
+                "message": "grows",
+                "values": {"now": 9.0},
+            }
+        ]
         assert facts["last_metrics"] == {"odd": None, "reward": 0.75}
         assert facts["summary"]["state"] == "finished"
         assert facts["config"]["model"]["name"] == "tiny"

@@ -8,6 +8,7 @@ from typing import Any
 
 import datasets
 import pytest
+from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -254,8 +255,8 @@ def test_hub_is_asked_for_just_that(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (ConnectionError("offline"), "The hub cannot be reached"),
         (ValueError('Unknown split "x"'), 'Unknown split "x"'),
-        (datasets.exceptions.DatasetNotFoundError("gone"), "Look at its page"),
-        (datasets.exceptions.DatasetGenerationError("broken"), "Look at its page"),
+        (DatasetNotFoundError("gone"), "Look at its page"),
+        (DatasetGenerationError("broken"), "Look at its page"),
     ],
 )
 def test_hub_that_does_not_give_it_is_told(

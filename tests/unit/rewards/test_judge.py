@@ -10,6 +10,8 @@ import asyncio
 import json
 import math
 import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 from starlette.responses import JSONResponse, PlainTextResponse
@@ -18,7 +20,7 @@ from groupwise.errors import TaskError
 from groupwise.rewards.calling import Failed
 from groupwise.rewards.judge import Judge
 from groupwise.rewards.judge_cache import JudgeCache, default_folder
-from groupwise.rewards.judge_prompts import TEMPLATE, Malformed, question
+from groupwise.rewards.judge_prompts import TEMPLATE, Malformed, Mode, question
 from groupwise.rewards.registry import get_reward_funcs
 from tests.serving import Service, scripted, serve
 
@@ -65,33 +67,47 @@ def judging():
         yield made
 
 
+class Ask:
+    """Judges completions by what `write` answers."""
+
+    def __init__(self, judging: Judging, cache: Path) -> None:
+        self.service = judging.service
+        """Its `asked` is what the last call asked."""
+        self.metrics: dict[str, float] = {}
+        self.extras: dict[str, Any] = {}
+        self._judging = judging
+        self._cache = cache
+
+    def __call__(
+        self,
+        completions,
+        write=by_length,
+        interfere=None,
+        prompt: Any = "Say something.",
+        **parameters,
+    ) -> list[Any]:
+        self._judging.write, self.service.interfere = write, interfere
+        self.service.asked.clear()
+        columns = parameters.pop("columns", {})
+        given = {"rubric": RUBRIC, "cache": str(self._cache), "retries": 0, **parameters}
+        judge = Judge(self.service.url, "tiny", **given)
+        scored = judge(
+            prompts=[prompt] * len(completions),
+            completions=completions,
+            log_metric=self.metrics.__setitem__,
+            log_extra=self.extras.__setitem__,
+            **columns,
+        )
+        return asyncio.run(scored)
+
+
 @pytest.fixture
 def ask(tmp_path, judging):
-    """Judges completions by what `write` answers; `service.asked` is what this call asked."""
-
-    def run(completions, write=by_length, interfere=None, prompt="Say something.", **parameters):
-        logged = {"metrics": {}, "extras": {}}
-        judging.write, judging.service.interfere = write, interfere
-        judging.service.asked.clear()
-        run.service, run.logged = judging.service, logged
-        given = {"rubric": RUBRIC, "cache": str(tmp_path / "cache"), "retries": 0, **parameters}
-        columns = given.pop("columns", {})
-        judge = Judge(judging.service.url, "tiny", **given)
-        return asyncio.run(
-            judge(
-                prompts=[prompt] * len(completions),
-                completions=completions,
-                log_metric=logged["metrics"].__setitem__,
-                log_extra=logged["extras"].__setitem__,
-                **columns,
-            )
-        )
-
-    return run
+    return Ask(judging, tmp_path / "cache")
 
 
-def reasons(values) -> list[str | None]:
-    return [value.reason if isinstance(value, Failed) else None for value in values]
+def reasons(values) -> list[str]:
+    return [value.reason if isinstance(value, Failed) else "" for value in values]
 
 
 # 1. verdicts
@@ -163,9 +179,9 @@ def test_rubrics_of_rows(ask):
 
 def test_what_it_costs_and_what_it_said_is_recorded(ask):
     ask(["a", "bb"])
-    assert ask.logged["metrics"]["judge/requests"] == 2
-    assert ask.logged["metrics"]["judge/completion_tokens"] > 0
-    assert ask.logged["extras"]["judge"][1].endswith('"score": 2}')
+    assert ask.metrics["judge/requests"] == 2
+    assert ask.metrics["judge/completion_tokens"] > 0
+    assert ask.extras["judge"][1].endswith('"score": 2}')
 
 
 # 2. what is no verdict
@@ -225,9 +241,7 @@ def test_a_group_with_a_gap_fails_who_is_in_the_gap(ask, gap):
 
     values = ask(["a", "b", "c"], write, mode="group")
     assert sorted(value for value in values if not isinstance(value, Failed)) == [0.5, 0.5]
-    assert (
-        sum("there is no number from 0 to 10 for" in (each or "") for each in reasons(values)) == 1
-    )
+    assert sum("there is no number from 0 to 10 for" in each for each in reasons(values)) == 1
     assert len(ask.service.asked) == 2
 
 
@@ -311,7 +325,7 @@ def test_a_judge_who_repeats_everything_gives_no_verdict(ask):
 
 
 @pytest.mark.parametrize("mode", ["alone", "pairs", "group"])
-def test_a_completion_cannot_close_its_frame(mode):
+def test_a_completion_cannot_close_its_frame(mode: Mode):
     known = question(
         mode, TEMPLATE, RUBRIC, "Q", ["a", "b"][: 1 if mode == "alone" else 2], (0, 10)
     )
@@ -324,8 +338,8 @@ def test_a_completion_cannot_close_its_frame(mode):
 
 
 def test_other_frames_and_rubrics_are_other_questions():
-    one = {("alone", TEMPLATE, RUBRIC, "Q", ("x",), (0, 10))}
-    others = {
+    one: set[Any] = {("alone", TEMPLATE, RUBRIC, "Q", ("x",), (0, 10))}
+    others: set[Any] = {
         ("alone", TEMPLATE + " ", RUBRIC, "Q", ("x",), (0, 10)),
         ("alone", TEMPLATE, "Other.", "Q", ("x",), (0, 10)),
         ("alone", TEMPLATE, RUBRIC, "R", ("x",), (0, 10)),
@@ -344,7 +358,7 @@ def test_what_was_answered_is_not_asked_again(ask):
     again = ask(["bb", "a", "ccc"])
     assert (first, again) == ([0.1, 0.2], [0.2, 0.1, 0.3])
     assert len(ask.service.asked) == 1
-    assert ask.logged["metrics"]["judge/cached"] == 2
+    assert ask.metrics["judge/cached"] == 2
     ask(["a"], temperature=0.5)
     assert len(ask.service.asked) == 1
 

@@ -477,7 +477,7 @@ def test_what_is_not_the_codes_fault_fails_its_rollout_alone(monkeypatch):
     values = score(PythonTests(), codes, tests=tests)
     assert values[0] == 1.0
     assert all(isinstance(value, Failed) and math.isnan(value) for value in values[1:])
-    assert [value.reason for value in values[1:]] == [
+    assert [each.reason for each in values[1:] if isinstance(each, Failed)] == [
         "could not run the tests: A sandbox could not be built: no processes left",
         "could not run the tests: the tests import what is not here: No module named 'numpy'",
         "cannot judge this row: it has no tests: expected asserts or code in the column `tests`, or input and output in `test_cases`",

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.errors import TaskError
+from groupwise.rewards.calling import Failed
 from groupwise.rewards.rubric import NO_REWARD, Rubric
 from groupwise.rewards.scoring import MemberScore, ScoreRequest
 from groupwise.rewards.text import CompletionText
@@ -213,6 +214,15 @@ def test_wrong_answers_fail_the_whole_call(answer, parts):
         assert [part.value for part in member.parts] == [1.0, None]
         for part in ["`reward`", *parts]:
             assert part in reason(member)
+
+
+def test_a_value_that_is_failed_says_why_itself():
+    def picky(completions):
+        return [1.0, Failed("has no tests")]
+
+    first, second = score([picky]).members
+    assert (first.outcome, second.outcome) == ("scored", "failed")
+    assert reason(second) == "reward `picky` has no tests"
 
 
 @pytest.mark.parametrize("entry", [float("nan"), float("inf"), -np.inf, "1", [1.0], 1j, 10**400])

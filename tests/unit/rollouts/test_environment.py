@@ -602,7 +602,7 @@ async def test_reward_functions_see_the_transcript_and_add_to_the_environments_r
     (completion,) = scorer.asked[0].completions
     assert [message["role"] for message in completion] == ["assistant", "user"] * 2
     assert completion_text(completion) == "5\n7"
-    assert scorer.asked[0].columns == {"secret": [7]}
+    assert scorer.asked[0].columns == {"secret": [7], "origin": ["fresh"]}
 
 
 class Mute:

@@ -58,11 +58,8 @@ def test_a_completion_that_fills_the_model_alone_is_named():
     assert "by 6 tokens" in said
 
 
-def test_draws_follow_the_order_of_the_data():
+def test_examples_stand_beside_their_prompts():
     prompts = found(examples(*range(1, 8)))
-    for epoch in (0, 1):
-        drawn = [prompts.drawn(7 * epoch + draw, 3, shuffle=True) for draw in range(7)]
-        assert sorted(example.index for example, _ in drawn) == list(range(7))
-        assert all(len(ids) == len(example.prompt) for example, ids in drawn)
-    in_order = [prompts.drawn(draw, 3, shuffle=False)[0].index for draw in range(7)]
-    assert in_order == list(range(7))
+    drawn = [prompts.at(index) for index in range(7)]
+    assert [example.index for example, _ in drawn] == list(range(7))
+    assert all(len(ids) == len(example.prompt) for example, ids in drawn)

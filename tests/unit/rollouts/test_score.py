@@ -25,7 +25,11 @@ def test_every_column_is_repeated_for_each_member(make_group, written):
     assert asked.prompts == ["ask", "ask"]
     assert asked.completions == ["text 0", "text 1"]
     assert asked.completion_ids == [[1], [2, 3]]
-    assert asked.columns == {"answer": ["gold", "gold"], "level": [3, 3]}
+    assert asked.columns == {
+        "answer": ["gold", "gold"],
+        "level": [3, 3],
+        "origin": ["fresh", "fresh"],
+    }
     assert (asked.draw, asked.global_step, asked.max_steps) == (4, 5, 9)
 
 

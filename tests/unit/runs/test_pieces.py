@@ -12,6 +12,7 @@ import math
 import os
 import sqlite3
 from collections.abc import Callable, Collection
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,18 @@ from groupwise.errors import RunInUseError, StoreError
 from groupwise.runs import checkpoints, durable, pieces
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.pieces import trouble_with, write_piece
-from groupwise.runs.records import EvaluationRecord, ResumeRecord, Rewound, StepRecord
+from groupwise.runs.records import (
+    EvaluationRecord,
+    ResumeRecord,
+    Rewound,
+    StepRecord,
+    WarningRecord,
+)
 from groupwise.runs.recovery import recover
+from groupwise.runs.schema import MIGRATIONS
 from groupwise.types import Example, Group, RewardPart, Rollout, SamplingParams, Segment
 
-TABLES = ("steps", "metrics", "groups", "rollouts", "segments", "parts")
+TABLES = ("steps", "metrics", "groups", "rollouts", "segments", "parts", "warnings")
 
 
 def group(draw: int) -> Group:
@@ -75,7 +83,8 @@ def run(tmp_path):
 def commit(folder: RunFolder, step: int) -> None:
     record = StepRecord(step, step, step + 1, f"f{step}", (2 * step,), 1e-5, 9.5, (2 * step + 1,))
     metrics = {"loss": math.nan, "reward": 1 / (step + 3)}
-    folder.store.commit_step(record, [group(2 * step), group(2 * step + 1)], metrics)
+    said = WarningRecord(step + 1, "length", "ends" if step % 2 else "begins", "so", {"now": 0.1})
+    folder.store.commit_step(record, [group(2 * step), group(2 * step + 1)], metrics, [said])
 
 
 def save(folder: RunFolder, step: int) -> None:
@@ -134,6 +143,17 @@ def test_evaluations_and_facts_come_back_as_of_the_last_checkpoint(run):
         assert names == [(0, "before", ({"a": 1},)), (2, "step-2", ()), (4, "step-4", ())]
         assert folder.store.get_meta()["kind"] == "rl"
         assert folder.store.resumes() == [], "it was resumed after the last checkpoint"
+
+
+def test_a_piece_of_a_format_without_warnings_gives_the_rest(tmp_path):
+    with closing(sqlite3.connect(tmp_path / "old.db")) as connection:
+        connection.executescript(
+            "".join(MIGRATIONS[: MIGRATIONS.index(next(m for m in MIGRATIONS if "warnings" in m))])
+            + "INSERT INTO steps VALUES (0, 0, 1, 'f', '[0]', 0.1, 2.0, '[]');"
+        )
+    pieces._put_together(tmp_path / "run.db", [tmp_path / "old.db"])
+    found = rows(tmp_path / "run.db")
+    assert (len(found["steps"]), found["warnings"]) == (1, [])
 
 
 def test_text_is_found_again(run):

@@ -32,6 +32,7 @@ from groupwise.runs.records import (
     Rewound,
     RolloutFilter,
     StepRecord,
+    WarningRecord,
 )
 from groupwise.runs.search import rollout_query
 from groupwise.runs.store import Store
@@ -46,6 +47,8 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
     max_leaves=6,
 )
+SEEN_IN_INDEX = 6
+"""The first format whose index of texts holds prompts as they are shown."""
 COLUMNS = st.dictionaries(WORDS, JSON, max_size=3)
 PARAMS = st.builds(
     SamplingParams,
@@ -304,6 +307,13 @@ class TestRewind:
         store.rewind(1)
         assert [evaluation.step for evaluation in store.evaluations()] == [0, 1]
 
+    def test_drops_warnings_of_later_steps(self, store: Store) -> None:
+        fill(store, 2)
+        for after in range(1, 4):
+            store.set_warning(after, "length", WarningRecord(after, "length", "begins", "grows"))
+        store.rewind(2)
+        assert [warning.step for warning in store.warnings()] == [1, 2]
+
     def test_leaves_nothing_to_be_found(self, store: Store) -> None:
         fill(store, 2)
         store.rewind(0)
@@ -522,7 +532,7 @@ class TestRollouts:
             store.rewind(0)
             assert found("else") == []
 
-    @pytest.mark.parametrize("version", range(1, len(schema.MIGRATIONS)))
+    @pytest.mark.parametrize("version", range(1, SEEN_IN_INDEX))
     @pytest.mark.parametrize("fts5", [True, False])
     def test_records_of_older_formats_are_searched(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: int, fts5: bool
@@ -544,7 +554,7 @@ class TestRollouts:
             "INSERT INTO meta VALUES ('text_index', '\"current\"');"
             f"PRAGMA application_id = {schema.APPLICATION_ID}; PRAGMA user_version = {version};"
         )
-        if version == len(schema.MIGRATIONS) - 1:
+        if version == SEEN_IN_INDEX - 1:
             connection.execute("UPDATE groups SET prompt_seen = 'Tools. Sort kiwi'")
             connection.commit()
         connection.close()
@@ -555,7 +565,7 @@ class TestRollouts:
                 for words in ("kiwi", "fig"):
                     assert len(store.rollouts(RolloutFilter(text=words))) == 1
                 seen = store.rollouts(RolloutFilter(text="Tools"))
-                assert len(seen) == (version == len(schema.MIGRATIONS) - 1)
+                assert len(seen) == (version == SEEN_IN_INDEX - 1)
         with Store.open(path) as store:
             store.rewind(0)
             store.keep_unfinished([_chat(0, "Something else")])
@@ -674,6 +684,21 @@ class TestTheRest:
         assert store.evaluation(4, "held_out") == other
         assert store.evaluation(0, "held_out") == again
         assert store.evaluation(3, "held_out") is None
+
+    def test_warnings(self, store: Store) -> None:
+        begins = WarningRecord(1, "length", "begins", "caf\udce9 grows", {"start": 0.1 + 0.2})
+        other = WarningRecord(1, "accuracy", "begins", "falls")
+        store.commit_step(
+            StepRecord(0, 0, 1, "f", (0,), 1e-5, 0.0), [group(0)], {}, [begins, other]
+        )
+        assert store.warnings() == [other, begins]
+        assert store.warnings("length") == [begins]
+        assert b"grows" in store.deterministic_dump()
+        ends = WarningRecord(2, "length", "ends", "no longer so")
+        store.set_warning(2, "length", ends)
+        assert store.warnings("length") == [begins, ends]
+        store.set_warning(1, "length", None)
+        assert store.warnings() == [other, ends]
 
     def test_facts_and_resumes(self, store: Store) -> None:
         store.set_meta({"state": "running", "max_steps": 150})

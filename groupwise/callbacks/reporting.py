@@ -1,0 +1,194 @@
+"""The callback behind `run.report_to`: hands a run to its sinks, line by line.
+
+The record is the truth. When a run begins or goes on, each sink says what it holds, and is sent what the record has beyond that. Then
+each step adds a line, which is sent when the next step begins, once what was evaluated after it is known as well. So a sink
+never gets half a line, a line twice, or misses one. After a crash some lines are drawn again that a sink has already; those it keeps.
+
+A sink that fails is named once in the log and gets nothing more; the run goes on.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from groupwise.callbacks.base import Callback, RunEnd, RunHandle
+from groupwise.callbacks.sinks import Line, Reported, Sink
+from groupwise.callbacks.tensorboard_sink import TensorBoardSink
+from groupwise.callbacks.trackio_sink import TrackioSink
+from groupwise.callbacks.wandb_sink import WandbSink
+from groupwise.runs import durable
+from groupwise.runs.config import WITH_TABLES
+from groupwise.runs.folder import RECORD
+from groupwise.runs.records import EvaluationRecord, RolloutFilter, RolloutView
+from groupwise.runs.store import Store
+from groupwise.settings.view import View
+
+logger = logging.getLogger(__name__)
+
+NAME = "report_to"
+"""The name of the callback in messages."""
+IDENTITY = "sinks.json"
+"""File of a run that holds what sinks know it by."""
+SINKS: dict[str, Callable[[], Sink]] = {
+    "tensorboard": TensorBoardSink,
+    "wandb": WandbSink,
+    "trackio": TrackioSink,
+}
+OF_TRAINING = ("before", "after", "step-")
+"""How the names of a training's own evaluations begin; others are told when they are made."""
+
+
+class Reporting(Callback):
+    """Reports to these sinks."""
+
+    def __init__(self, sinks: tuple[str, ...]) -> None:
+        self._sinks = {name: SINKS[name]() for name in sinks}
+        self._held: dict[str, int] = {}
+        """The last line that each sink has."""
+        self._next: Line | None = None
+        """After the steps done; not sent yet."""
+
+    def check(self, config: View) -> None:
+        """What is reported to must be installed, and ready to write."""
+        for name, sink in self._sinks.items():
+            if importlib.util.find_spec(sink.package) is None:
+                raise ValueError(
+                    f"run.report_to names {name}, but the package {sink.package} is not installed: "
+                    f"pip install 'groupwise[{name}]'."
+                )
+            with redirect_stdout(sys.stderr):
+                sink.check(config)
+
+    def on_run_begin(self, run: RunHandle) -> None:
+        """Bring every sink up to the steps done."""
+        reported = Reported(run.name, _identity(run.folder), run.folder, run.config)
+        for name, sink in list(self._sinks.items()):
+            held = self._guarded(name, lambda sink=sink: sink.begin(reported))
+            if held is not None:
+                self._held[name] = held
+        if not self._sinks:
+            return
+        first = min(self._held.values()) + 1
+        for line in self._recorded(run, first):
+            self._send(line)
+        self._next = next(iter(self._recorded(run, run.step, run.step)))
+
+    def on_step_begin(self, run: RunHandle) -> None:
+        """Nothing more will be known of the steps done."""
+        self._send(self._next)
+
+    def on_step_end(self, run: RunHandle, metrics: dict[str, float]) -> None:
+        """Another line."""
+        if self._sinks:
+            self._next = self._with_table(run, Line(run.step, metrics, time.time()))
+
+    def on_evaluate(self, run: RunHandle, evaluation: EvaluationRecord) -> None:
+        """It belongs to the line of the steps done."""
+        if self._next is not None:
+            values = {**self._next.values, **_of_evaluation(evaluation)}
+            self._next = replace(self._next, values=values)
+
+    def on_run_end(self, run: RunHandle, end: RunEnd) -> None:
+        """A line that may still become longer when the run goes on is sent then."""
+        finished = end.state == "finished"
+        if finished:
+            self._send(self._next)
+        for name, sink in list(self._sinks.items()):
+            self._guarded(name, lambda sink=sink: sink.end(finished=finished))
+
+    def _send(self, line: Line | None) -> None:
+        for name, sink in list(self._sinks.items()):
+            if line is not None and line.values and self._held[name] < line.steps:
+                self._guarded(name, lambda sink=sink: sink.line(line))
+                self._held[name] = line.steps
+
+    def _guarded(self, name: str, call: Callable[[], Any]) -> Any:
+        try:
+            with redirect_stdout(sys.stderr):  # some talk there; it belongs to the command's result
+                return call()
+        except Exception as error:  # noqa: BLE001 — whatever a sink raises, the run goes on without it
+            del self._sinks[name]
+            logger.warning(
+                "%s failed and is left out from now on: %s: %s. The run's record has everything; a resume sends what is missing",
+                name,
+                type(error).__name__,
+                error,
+            )
+            return None
+
+    def _recorded(self, run: RunHandle, first: int, last: int | None = None) -> Iterator[Line]:
+        """The lines of the record, up to the one before the steps done if `last` is not given."""
+        last = run.step - 1 if last is None else last
+        with _record(run) as store:
+            values = _values(store, max(first, 0))
+            finished_at = {record.step + 1: record.finished_at for record in store.steps()}
+            began: float = store.get_meta().get("created_at") or time.time()
+        for steps in range(max(first, 0), last + 1):
+            line = Line(steps, values.get(steps, {}), finished_at.get(steps, began))
+            yield self._with_table(run, line)
+
+    def _with_table(self, run: RunHandle, line: Line) -> Line:
+        """With the rollouts of its step, where they are to be shown."""
+        section = run.config["run"]
+        shown = section["num_completions_to_print"] if WITH_TABLES & self._sinks.keys() else 0
+        if not shown or run.kind != "rl" or line.steps % section["logging_steps"] or not line.steps:
+            return line
+        with _record(run) as store:
+            found = store.rollouts(RolloutFilter(step=line.steps - 1, limit=sys.maxsize))
+        if section["log_unique_prompts"]:
+            found = list({view.prompt: view for view in reversed(found)}.values())[::-1]
+        return replace(line, table=[_row(view) for view in found[:shown]])
+
+
+def _record(run: RunHandle) -> Store:
+    return Store.open(run.folder / RECORD, readonly=True)
+
+
+def _identity(folder: Path) -> str:
+    """What sinks know the run by; it is made once, and moves with the folder."""
+    file = folder / IDENTITY
+    if not file.exists():
+        durable.write_json(file, {"id": secrets.token_hex(4)})
+    return json.loads(file.read_bytes())["id"]
+
+
+def _values(store: Store, first: int) -> dict[int, dict[str, float]]:
+    """By steps done, from `first` on."""
+    found: dict[int, dict[str, float]] = {}
+    for name, curve in store.metrics(since=max(first - 1, 0)).items():
+        for step, value in curve:
+            found.setdefault(step + 1, {})[name] = value
+    for record in store.evaluations(rows=False):
+        if record.name.startswith(OF_TRAINING):
+            found.setdefault(record.step, {}).update(_of_evaluation(record))
+    return found
+
+
+def _of_evaluation(record: EvaluationRecord) -> Mapping[str, float]:
+    """Its metrics as `eval/…`, whatever the command that trains calls them."""
+    return {f"eval/{name.removeprefix('eval_')}": value for name, value in record.metrics.items()}
+
+
+def _row(view: RolloutView) -> dict[str, Any]:
+    """A rollout in columns that are the same for every one."""
+    parts = {part.name: part.value for part in view.parts}
+    return {
+        "step": view.step,
+        "prompt": view.prompt,
+        "completion": view.completion,
+        "reward": view.reward,
+        "advantage": view.advantage,
+        "parts": json.dumps(durable.without_nan(parts), ensure_ascii=False),
+        "outcome": view.outcome,
+        "tokens": view.completion_tokens,
+    }

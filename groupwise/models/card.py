@@ -1,0 +1,240 @@
+"""The model card: a README.md beside weights that says what they are, how they came about, how they did, and how to load them.
+
+It is made from the run's folder alone, by the run itself and by an export long after. Two equal runs have equal cards, so it names no
+times; and it may be published, so it names no path of this machine.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, cast
+
+from groupwise.models.artefact import is_adapter
+from groupwise.models.bundled import BUNDLED, TINY
+from groupwise.models.hub import may_be_hub_id
+from groupwise.runs.folder import RECORD, read_config
+from groupwise.runs.store import Store
+from groupwise.settings.credentials import is_secret
+
+LEFT_OUT = ("callbacks", "run")
+"""Sections of the config that decide nothing about the weights, but where they are and who was told."""
+PACKAGES = ("groupwise", "torch", "transformers", "peft")
+DIGITS = 4
+_LOCAL = re.compile(r"(?:~|\.{1,2})?/[^\n]*/?[^\n/]+/?")
+"""Looks like a path on this machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a reader of the card finds the files."""
+
+    name: str = "."
+    """A folder as seen from where one stands, or an id on the hub."""
+    revision: str | None = None
+    """Of the id, unless it is `main`."""
+    file: str | None = None
+    """The one file of a model for llama.cpp."""
+
+
+def model_card(
+    run: Path,
+    weights: Path,
+    steps: int,
+    *,
+    place: Place | None = None,
+    results: Mapping[str, Any] | None = None,
+    merged: bool = False,
+) -> str:
+    """The card of weights that a run had after so many steps.
+
+    `results` are those of the run's summary (`held_out`, losses); without them the card has what was evaluated before that step.
+    `merged`: the adapter was added to its base.
+    """
+    config = read_config(run)
+    with Store.glance(run / RECORD) as store:
+        facts = store.get_meta()
+        earlier = [r for r in store.evaluations(rows=False) if r.step < steps and not results]
+    base = _base(config)
+    adapter = is_adapter(weights) and not merged
+    paragraphs = [
+        *_front(config, facts, base, adapter=adapter),
+        f"# {run.name}",
+        _what_it_is(config, facts, base, steps, adapter=adapter),
+        *_results(results or {}),
+        *_evaluations([(f"{r.name}, {r.step} steps", r.metrics) for r in earlier]),
+        "## How to load it",
+        _loading(config, base, place or Place(), adapter=adapter),
+        "## How it was trained",
+        _data(config, facts),
+        f"```json\n{json.dumps(_public(config), indent=2, ensure_ascii=False)}\n```",
+        "Made with " + ", ".join(_versions()) + ".",
+    ]
+    return "\n\n".join(paragraphs) + "\n"
+
+
+def results_of(summary: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What of a run's summary belongs into its card."""
+    losses = ("eval_loss_first", "eval_loss_last", "eval_loss_best")
+    return {key: value for key, value in (summary or {}).items() if key in ("held_out", *losses)}
+
+
+def _base(config: Mapping[str, Any]) -> str:
+    """The base by its hub id, or by the last part of its path."""
+    name: str = config["model"]["name"]
+    if name in BUNDLED:
+        return BUNDLED[name].hub_id
+    return name if _on_hub(name) else Path(name).name
+
+
+def _on_hub(name: str) -> bool:
+    return may_be_hub_id(name) and not Path(name).exists()
+
+
+def _front(
+    config: Mapping[str, Any], facts: Mapping[str, Any], base: str, *, adapter: bool
+) -> Iterator[str]:
+    """What the hub reads."""
+    from ruamel.yaml import YAML
+
+    kind = facts.get("kind", "rl")
+    told: dict[str, Any] = {
+        "library_name": "peft" if adapter else "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["groupwise", kind, *([config["algorithm"]["type"]] if kind == "rl" else [])],
+    }
+    if may_be_hub_id(base):
+        told["base_model"] = base
+    if licence := config["run"].get("license"):
+        told["license"] = licence
+    text = io.StringIO()
+    YAML().dump(told, text)
+    yield f"---\n{text.getvalue()}---"
+
+
+def _what_it_is(
+    config: Mapping[str, Any], facts: Mapping[str, Any], base: str, steps: int, *, adapter: bool
+) -> str:
+    how = (
+        f"reinforcement learning ({config['algorithm']['type']})"
+        if facts.get("kind", "rl") == "rl"
+        else "supervised fine-tuning"
+    )
+    what = "A low-rank adapter for" if adapter else "A model made from"
+    return f"{what} `{base}`, trained by {how} on the task `{facts.get('task')}` for {steps} steps."
+
+
+def _results(results: Mapping[str, Any]) -> Iterator[str]:
+    held_out = results.get("held_out")
+    if held_out:
+        yield f"## Results on {held_out['prompts']} held-out prompts"
+        rows = [
+            [name, _interval(held_out["before"][name]), _interval(held_out["after"][name])]
+            for name in held_out["after"]
+        ]
+        yield _table(["", "before", "after"], rows)
+        yield (
+            f"Change of the reward, prompt by prompt: {_interval(held_out['change'])}. In brackets: 95 % intervals over the prompts."
+        )
+    losses = [
+        [name.removeprefix("eval_loss_"), _number(value)]
+        for name, value in results.items()
+        if name.startswith("eval_loss_")
+    ]
+    if losses:
+        yield "## Loss on held-out rows"
+        yield _table(["", "nats per token"], losses)
+
+
+def _evaluations(found: list[tuple[str, Mapping[str, float]]]) -> Iterator[str]:
+    if found:
+        yield "## Evaluations on the way"
+        names = list(dict.fromkeys(name for _, metrics in found for name in metrics))
+        rows = [[name, *(_number(metrics.get(name)) for _, metrics in found)] for name in names]
+        yield _table(["", *(title for title, _ in found)], rows)
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def _interval(value: Mapping[str, float]) -> str:
+    shown = _number(value["value"])
+    return (
+        f"{shown} [{_number(value['low'])}, {_number(value['high'])}]" if "low" in value else shown
+    )
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.{DIGITS}g}"
+
+
+def _loading(config: Mapping[str, Any], base: str, place: Place, *, adapter: bool) -> str:
+    """Code that runs as it stands, where the files and the base can be found under the names that it gives them."""
+    if place.file is not None:
+        return f"`{place.file}` is a model for llama.cpp: `llama-cli -m {place.file}`."
+    here = f", revision={json.dumps(place.revision)}" if place.revision else ""
+    revision = config["model"].get("revision")
+    at = f", revision={json.dumps(revision)}" if revision else ""
+    lines = ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
+    lines += [f"files = {json.dumps(place.name)}"]
+    lines += [f"tokenizer = AutoTokenizer.from_pretrained(files{here})"]
+    if adapter:
+        lines.insert(0, "from peft import PeftModel")
+        lines += [
+            f'base = AutoModelForCausalLM.from_pretrained({json.dumps(base)}{at}, dtype="float32")'
+        ]
+        lines += [f"model = PeftModel.from_pretrained(base, files{here})"]
+    else:
+        lines += [f"model = AutoModelForCausalLM.from_pretrained(files{here})"]
+    code = "```python\n" + "\n".join(lines) + "\n```"
+    if adapter and not may_be_hub_id(base):
+        whose = "made by Groupwise itself" if base == TINY else "on the machine that trained it"
+        code += f"\n\nThe base, `{base}`, is {whose}; give the path of its folder."
+    return code
+
+
+def _data(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+    count = facts.get("examples")
+    examples = (
+        f"{count} examples of the task `{facts.get('task')}`" if count else "the task's examples"
+    )
+    sources = [config["data"].get("dataset_name")]
+    sources += [each.get("source") for each in config["data"].get("dataset_mixture") or ()]
+    named = ", ".join(f"`{_without_path(source)}`" for source in sources if source)
+    return f"Data: {examples}{f', from {named}' if named else ''}. The config:"
+
+
+def _public(config: Mapping[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in config.items() if key not in LEFT_OUT}
+    return _cleaned(kept)
+
+
+def _cleaned(value: Any, key: str = "") -> Any:
+    """Without what only this machine, or nobody else, should know."""
+    if isinstance(value, Mapping):
+        return {k: _cleaned(v, k) for k, v in cast("Mapping[str, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [_cleaned(item, key) for item in cast("list[Any]", value)]
+    if not isinstance(value, str):
+        return value
+    return "…" if is_secret(key) else _without_path(value)
+
+
+def _without_path(value: str) -> str:
+    """The last part of a path on this machine; anything else as it is."""
+    return Path(value).name if _LOCAL.fullmatch(value) else value
+
+
+def _versions() -> Iterator[str]:
+    for package in PACKAGES:
+        try:
+            yield f"{package} {metadata.version(package)}"
+        except metadata.PackageNotFoundError:
+            continue

@@ -1,0 +1,166 @@
+"""Real sinks beside real runs: without a network, and each line once however often the run was taken up."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import groupwise
+from groupwise.runs import durable
+from groupwise.runs.store import Store
+from tests.integration.running import STEPS, TOY, config, die, go_on, in_child, what_must_be_equal
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+
+EVALUATED = [0, 3, STEPS]
+
+
+def settings(runs: Path, *sinks: str) -> dict[str, Any]:
+    given = config(runs)
+    given["run"]["report_to"] = list(sinks)
+    return given
+
+
+def recorded(run: Path, name: str) -> list[tuple[int, float]]:
+    """A curve of the record, by steps done."""
+    with Store.open(run / "run.db", readonly=True) as store:
+        return [(step + 1, value) for step, value in store.metrics([name])[name]]
+
+
+def shown_by_tensorboard(run: Path, name: str) -> list[tuple[int, float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    return [(event.step, event.value) for event in events.Scalars(name)]
+
+
+@pytest.mark.parametrize("point", [None, "commit:step:after#1", "commit:step:after#4"])
+def test_tensorboard_shows_the_record_whatever_killed_the_run(tmp_path, point):
+    torch.set_num_threads(1)
+    given = settings(tmp_path, "tensorboard")
+    if point is None:
+        groupwise.rl(given, TOY)
+    else:
+        name, _, count = point.partition("#")
+        left = iter(range(int(count) - 1))
+
+        def run() -> None:
+            durable.on_write = lambda at: die() if at == name and next(left, None) is None else None
+            groupwise.rl(given, TOY)
+
+        assert in_child(run) == 17
+        go_on(given)
+    folder = tmp_path / "toy"
+    for metric in ("reward", "learning_rate", "num_tokens"):
+        shown, there = shown_by_tensorboard(folder, metric), recorded(folder, metric)
+        assert [step for step, _ in shown] == [step for step, _ in there] == [1, 2, 3, 4, 5]
+        assert all(
+            math.isclose(a, b, rel_tol=1e-6) for (_, a), (_, b) in zip(shown, there, strict=True)
+        )
+    assert [step for step, _ in shown_by_tensorboard(folder, "eval/reward")] == EVALUATED
+    unobserved = tmp_path / "unobserved"
+    groupwise.rl(config(unobserved), TOY)
+    assert what_must_be_equal(folder) == what_must_be_equal(unobserved / "toy")
+
+
+TWICE = """
+import json, sys
+import torch
+import groupwise
+torch.set_num_threads(1)
+given, task = json.loads(sys.argv[1]), sys.argv[2]
+first = groupwise.rl(given, task)
+assert first.exit_code == 130, first
+assert groupwise.rl(given, task, resume=True).exit_code == 0
+assert "torch" in sys.modules
+"""
+"""A run that is interrupted in its fourth step, and goes on."""
+
+
+@pytest.mark.slow
+def test_wandb_offline_and_trackio_have_each_line_once_without_a_network(tmp_path):
+    callbacks = str(Path(__file__).with_name("toy_callbacks.py"))
+    given = settings(tmp_path / "runs", "wandb", "trackio")
+    given["callbacks"] = [{"name": f"{callbacks}:Asking", "interrupt": 3}]
+    given["run"] |= {"num_completions_to_print": 2, "wandb_project": "p", "trackio_project": "p"}
+    unreachable = "http://127.0.0.1:9"
+    environment = {
+        **os.environ,
+        "WANDB_MODE": "offline",
+        "WANDB_BASE_URL": unreachable,
+        "HTTPS_PROXY": unreachable,
+        "HTTP_PROXY": unreachable,
+        "TRACKIO_DIR": str(tmp_path / "trackio"),
+        "HOME": str(tmp_path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", TWICE, json.dumps(given), TOY],
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+    run = tmp_path / "runs/toy"
+    assert "is left out from now on" not in (run / "log.txt").read_text()
+    identity = json.loads((run / "sinks.json").read_bytes())["id"]
+    rewards = dict(recorded(run, "reward"))
+    for rows in (history_of_wandb(run, identity), history_of_trackio(tmp_path, identity)):
+        assert [row["step"] for row in rows] == list(range(STEPS + 1))
+        assert {row["step"]: row["reward"] for row in rows if "reward" in row} == rewards
+        assert [row["step"] for row in rows if "eval/reward" in row] == EVALUATED
+        assert [row["step"] for row in rows if "completions" in row] == [1, 2, 3, 4, 5]
+
+
+def history_of_wandb(run: Path, identity: str) -> list[dict[str, Any]]:
+    """The rows of the newest session; there is no other one."""
+    from wandb.proto import wandb_internal_pb2
+
+    (file,) = (run / "wandb").glob(f"offline-run-*/run-{identity}.wandb")
+    rows: list[dict[str, Any]] = []
+    for data in records_of_wandb(file.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        if record.WhichOneof("record_type") == "history":
+            items = [([*i.nested_key, i.key][0], i.value_json) for i in record.history.item]
+            row = {name: json.loads(value) for name, value in items}
+            rows.append({**row, "step": record.history.step.num})
+    return rows
+
+
+def records_of_wandb(log: bytes) -> Iterator[bytes]:
+    """What a log in LevelDB's format holds: blocks of 32 KiB with pieces of records, each after checksum, length and kind."""
+    block, header = 1 << 15, 7
+    place, record = header, b""  # the file begins with a header of the same size
+    while place + header <= len(log):
+        if block - place % block < header:
+            place += block - place % block
+            continue
+        length, kind = struct.unpack_from("<HB", log, place + 4)
+        record += log[place + header : place + header + length]
+        place += header + length
+        if kind in (1, 4):  # whole, or the last piece
+            yield record
+            record = b""
+
+
+def history_of_trackio(place: Path, identity: str) -> list[dict[str, Any]]:
+    import sqlite3
+
+    with sqlite3.connect(place / "trackio/p.db") as database:
+        found = database.execute(
+            "SELECT step, metrics FROM metrics WHERE run_name = ? ORDER BY id", (f"toy-{identity}",)
+        ).fetchall()
+    return [{**json.loads(metrics), "step": step} for step, metrics in found]

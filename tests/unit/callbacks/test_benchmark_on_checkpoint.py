@@ -1,0 +1,232 @@
+"""Checkpoints evaluated by other processes: how many at once, what is recorded, what is done again and what is not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from groupwise.callbacks import benchmark_on_checkpoint as module
+from groupwise.callbacks.base import RunEnd, RunHandle
+from groupwise.callbacks.benchmark_on_checkpoint import BenchmarkOnCheckpoint
+from groupwise.runs import checkpoints
+from groupwise.runs.folder import RunFolder
+from groupwise.settings.view import View
+from tests.unit.callbacks.observed import CONFIG
+
+WRITES = "import json, sys; json.dump({'metrics': {'right': 0.5, 'n': 3}}, open(sys.argv[1], 'w'))"
+HANGS = "import sys, time; open(sys.argv[1] + '.begun', 'w').close(); time.sleep(1000)"
+CONFIG_OF_RUN = {
+    "model": {"name": "tiny", "revision": None},
+    "algorithm": {"type": "grpo"},
+    "data": {},
+    "run": {},
+}
+
+
+def command(code: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", code, "{output}")
+
+
+class Session:
+    """A run in its folder, told to a callback as the loop would."""
+
+    def __init__(self, folder: RunFolder, callback: BenchmarkOnCheckpoint, step: int = 0) -> None:
+        self.folder, self.callback = folder, callback
+        self.said: list[str] = []
+        tokenizer = SimpleNamespace(save_pretrained=lambda into: None)
+        self.run = SimpleNamespace(
+            config=SimpleNamespace(model_dump=lambda mode: CONFIG),
+            folder=folder,
+            step=step,
+            say=self.said.append,
+            tokenizer=tokenizer,
+        )
+        self.handle = RunHandle(self.run, None, "benchmark")  # type: ignore[arg-type]
+        callback.on_run_begin(self.handle)
+
+    def save(self, step: int, weights: bytes = b"w") -> None:
+        def fill(into: Path) -> None:
+            (into / "adapter_config.json").write_text("{}")
+            (into / "adapter_model.safetensors").write_bytes(weights + str(step).encode())
+
+        self.run.step = step
+        made = checkpoints.save(self.folder.checkpoints, step, fill)
+        self.callback.on_save(self.handle, made.path)
+
+    def end(self, state: Any = "finished") -> None:
+        self.callback.on_run_end(self.handle, RunEnd(state, {}))
+
+    def found(self) -> list[tuple[int, str, str, dict[str, float]]]:
+        records = self.folder.store.evaluations()
+        return [(r.step, r.name, r.policy, dict(r.metrics)) for r in records]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Iterator[RunFolder]:
+    monkeypatch.setattr(module, "PATIENCE", 0.01)
+    with RunFolder.create(tmp_path, "r", CONFIG_OF_RUN, {"task": "t"}) as made:
+        yield made
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Wait for what another process does."""
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def results(folder: RunFolder) -> list[str]:
+    return sorted(file.name for file in folder.results.iterdir())
+
+
+def test_each_checkpoint_is_evaluated_and_recorded(folder):
+    session = Session(folder, BenchmarkOnCheckpoint("mine", command(WRITES)))
+    session.save(2)
+    shutil.rmtree(folder.checkpoints / "step-2")  # pruned while it waits, or is evaluated
+    session.save(4)
+    session.end()
+    assert session.found() == [
+        (2, "mine", "r@2", {"right": 0.5, "n": 3.0}),
+        (4, "mine", "r@4", {"right": 0.5, "n": 3.0}),
+    ]
+    assert results(folder) == ["mine-step-2.json", "mine-step-4.json"]
+    assert json.loads((folder.results / "mine-step-2.json").read_bytes())["step"] == 2
+    assert not list((folder.path / "benchmarks/mine").iterdir())
+    found = [told for told in session.said if not told.startswith("waiting for mine: ")]
+    assert found == ["mine of step-2: right 0.5, n 3", "mine of step-4: right 0.5, n 3"]
+
+
+def test_the_process_is_told_where_everything_is(folder):
+    code = (
+        "import json, os, sys; policy, step, run, output = sys.argv[1:]; "
+        "json.dump({'files': len(os.listdir(policy)), 'is': int(step) if run == 'r' else 0}, "
+        "open(output, 'w'))"
+    )
+    words = (sys.executable, "-c", code, "{policy}", "{step}", "{run}", "{output}")
+    session = Session(folder, BenchmarkOnCheckpoint(command=words))
+    session.save(3)
+    session.end()
+    assert session.found()[0][3] == {"files": 3.0, "is": 3.0}  # two of an adapter and the card
+
+
+def test_no_more_than_so_many_at_once_and_nobody_waits_for_them(folder):
+    callback = BenchmarkOnCheckpoint(command=command(HANGS), max_processes=2)
+    session = Session(folder, callback)
+    for step in (1, 2, 3):
+        session.save(step)
+    places = [folder.path / f"benchmarks/benchmark/step-{step}" for step in (1, 2, 3)]
+    until(lambda: all(list(place.glob("*.begun")) for place in places[:2]))
+    processes = [each.process for each in callback._started]
+    callback.on_step_end(session.handle, {})
+    assert [each.step for each in callback._started] == [1, 2]
+    assert not list(places[2].glob("result-*"))
+    session.end("interrupted")
+    assert all(process.poll() is not None for process in processes)
+    assert session.said == ["benchmark of step-1, step-2, step-3 is done when the run goes on"]
+    again = Session(folder, BenchmarkOnCheckpoint(command=command(WRITES)), step=3)
+    again.end()
+    assert [found[0] for found in again.found()] == [1, 2, 3]
+
+
+def test_what_was_evaluated_is_not_evaluated_again_but_recorded_again(folder):
+    first = Session(folder, BenchmarkOnCheckpoint(command=command(WRITES)))
+    first.save(2)
+    first.end()
+    folder.store.rewind(0)
+    assert first.found() == []
+    again = Session(folder, BenchmarkOnCheckpoint(command=command("raise SystemExit(1)")), step=0)
+    again.save(2)
+    again.end()
+    assert again.found() == [(2, "benchmark", "r@2", {"right": 0.5, "n": 3.0})]
+    assert results(folder) == ["benchmark-step-2.json"]
+
+
+def test_other_weights_of_the_same_step_are_evaluated(folder):
+    first = Session(folder, BenchmarkOnCheckpoint(command=command(WRITES)))
+    first.save(2)
+    first.end()
+    again = Session(folder, BenchmarkOnCheckpoint(command=command(WRITES)))
+    again.save(2, weights=b"others")
+    again.end()
+    assert results(folder) == ["benchmark-step-2-2.json", "benchmark-step-2.json"]
+
+
+def test_steps_that_are_done_again_are_given_up(folder):
+    callback = BenchmarkOnCheckpoint(command=command(HANGS))
+    session = Session(folder, callback)
+    for step in (2, 4):
+        session.save(step)
+    session.end("interrupted")
+    again = Session(folder, BenchmarkOnCheckpoint(command=command(WRITES)), step=2)
+    again.end()
+    assert [found[0] for found in again.found()] == [2]
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("import sys; print('no GPU'); sys.exit(3)", "exit code 3"),
+        ("pass", "wrote no JSON"),
+        ("import sys; open(sys.argv[1], 'w').write('{\"a\": \"b\"}')", "has no numbers"),
+        ("import sys; open(sys.argv[1], 'w').write('[1]')", "has no numbers"),
+    ],
+)
+def test_a_failure_is_told_with_the_log_and_the_run_goes_on(folder, caplog, code, reason):
+    session = Session(folder, BenchmarkOnCheckpoint(command=command(code)))
+    session.save(2)
+    session.end()
+    assert session.found() == []
+    assert reason in caplog.text
+    place = folder.path / "benchmarks/benchmark/step-2"
+    assert f"what it said is in {place / 'log.txt'}" in caplog.text
+    assert ("no GPU" in (place / "log.txt").read_text()) == ("no GPU" in code)
+    assert not (place / "files").exists()
+
+
+def test_one_that_takes_too_long_is_ended(folder, caplog):
+    session = Session(folder, BenchmarkOnCheckpoint(command=command(HANGS), time_limit=0.2))
+    session.save(2)
+    session.end()
+    assert "it took longer than 0.2 seconds" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, "give either `command`"),
+        ({"command": ("x", "{output}"), "config": "c.yaml"}, "give either `command`"),
+        ({"command": ("x",)}, "does not say {output}"),
+        ({"command": ("x", "{output}"), "overrides": ("a=b",)}, "belong to `config`"),
+        ({"suites": ("math_500",)}, "math_500 is not in this version"),
+        ({"suites": ("maths",)}, "there is no suite 'maths'; there will be math_500, aime24"),
+        ({"config": "c.yaml", "max_processes": 0}, "at least 1"),
+        ({"config": "c.yaml", "name": "a/b"}, "it becomes a folder"),
+    ],
+)
+def test_what_cannot_work_is_refused(given, told):
+    with pytest.raises(ValueError, match=told):
+        BenchmarkOnCheckpoint(**given)
+
+
+def test_program_and_config_must_be_there(tmp_path):
+    with pytest.raises(ValueError, match=r"there is no file .*c\.yaml"):
+        BenchmarkOnCheckpoint(config=str(tmp_path / "c.yaml")).check(View({}))
+    with pytest.raises(ValueError, match="no program 'no-such-program'"):
+        BenchmarkOnCheckpoint(command=("no-such-program", "{output}")).check(View({}))
+
+
+def test_a_config_becomes_the_command_of_groupwise_eval():
+    made = BenchmarkOnCheckpoint(config="c.yaml", task_module="t.py", overrides=("a.b=1",))
+    assert made.command[1:] == (
+        *("-m", "groupwise", "eval", "--config", "c.yaml", "--task-module", "t.py"),
+        *("--policy", "{policy}", "--output", "{output}", "a.b=1"),
+    )

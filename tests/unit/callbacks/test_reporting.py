@@ -1,0 +1,373 @@
+"""How a run reaches its sinks:
+
+1. each line whole and once, in order, with the evaluations after its steps;
+2. a run that goes on sends what a sink lacks, from the record, and nothing that it has;
+3. a sink that fails is named once and left out;
+4. what is not installed, or cannot write, is refused before a run begins.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from groupwise.callbacks import reporting
+from groupwise.callbacks.base import RunEnd, RunHandle
+from groupwise.callbacks.registry import configured_callbacks
+from groupwise.callbacks.reporting import Reporting
+from groupwise.callbacks.sinks import Line, Reported
+from groupwise.callbacks.wandb_sink import WandbSink
+from groupwise.errors import ConfigError
+from groupwise.runs.folder import RunFolder
+from groupwise.runs.records import EvaluationRecord, StepRecord
+from groupwise.settings.view import View
+from groupwise.types import Example, Group, RewardPart, Rollout, Segment
+from tests.unit.callbacks.observed import CONFIG
+
+SECTION = {
+    "name": None,
+    "logging_steps": 2,
+    "num_completions_to_print": 3,
+    "log_unique_prompts": False,
+    "wandb_project": None,
+    "wandb_entity": None,
+    "wandb_group": "g",
+    "trackio_project": None,
+}
+
+
+class Kept:
+    """A sink that keeps what it is sent, over several sessions."""
+
+    package = "json"
+
+    def __init__(self) -> None:
+        self.lines: list[Line] = []
+        self.begun: list[Reported] = []
+        self.ended: list[bool] = []
+        self.fails_at: int | None = None
+
+    def check(self, config: View) -> None:
+        pass
+
+    def begin(self, run: Reported) -> int:
+        self.begun.append(run)
+        return self.lines[-1].steps if self.lines else -1
+
+    def line(self, line: Line) -> None:
+        print("talk that is no part of a command's result")
+        if line.steps == self.fails_at:
+            raise OSError("database is locked")
+        self.lines.append(line)
+
+    def end(self, *, finished: bool) -> None:
+        self.ended.append(finished)
+
+    @property
+    def steps(self) -> list[int]:
+        return [line.steps for line in self.lines]
+
+
+@pytest.fixture
+def sinks(monkeypatch) -> dict[str, Kept]:
+    there = {"wandb": Kept(), "other": Kept()}
+    monkeypatch.setattr(
+        reporting, "SINKS", {name: lambda sink=sink: sink for name, sink in there.items()}
+    )
+    return there
+
+
+def member(draw: int, index: int) -> Rollout:
+    parts = (RewardPart("right", float(index), 1.0),)
+    segments = (Segment("policy", (5, 6)),)
+    return Rollout(draw, index, 0, (1,), segments, f"text {index}", "scored", None, 0.5, parts)
+
+
+class Session:
+    """A run in its folder, told to a callback as the loop would."""
+
+    def __init__(self, folder: RunFolder, sinks: tuple[str, ...], step: int = 0, **section: Any):
+        settings = {**CONFIG, "run": {**SECTION, **section}}
+        self.run = SimpleNamespace(
+            config=SimpleNamespace(model_dump=lambda mode: settings),
+            folder=folder,
+            step=step,
+            say=lambda text: None,
+        )
+        self.callback = Reporting(sinks)
+        self.handle = RunHandle(self.run, None, "report_to")  # type: ignore[arg-type]
+        self.callback.on_run_begin(self.handle)
+
+    def take(self, prompts: tuple[str, ...] = ("one", "two"), **metrics: float) -> None:
+        """A step, recorded and told."""
+        self.callback.on_step_begin(self.handle)
+        step = self.run.step
+        draws = tuple(range(len(prompts) * step, len(prompts) * (step + 1)))
+        groups = [
+            Group(draw, Example(draw, prompt, {}), (member(draw, 0), member(draw, 1)))
+            for draw, prompt in zip(draws, prompts, strict=True)
+        ]
+        given = {"reward": 0.1 * step, **metrics}
+        record = StepRecord(step, step, step + 1, "f", draws, 0.1, 100.0 + step)
+        self.run.folder.store.commit_step(record, groups, given)
+        self.run.step += 1
+        self.callback.on_step_end(self.handle, given)
+
+    def evaluate(self, name: str, **metrics: float) -> None:
+        record = EvaluationRecord(self.run.step, name, f"r@{self.run.step}", metrics)
+        self.run.folder.store.add_evaluation(record)
+        self.callback.on_evaluate(self.handle, record)
+
+    def end(self, state: Any = "finished") -> None:
+        self.callback.on_run_end(self.handle, RunEnd(state, {}))
+
+
+@pytest.fixture
+def folder(tmp_path) -> Iterator[RunFolder]:
+    with RunFolder.create(tmp_path, "r", {}, {"kind": "rl"}) as made:
+        yield made
+
+
+# --- lines
+
+
+def test_a_line_is_sent_once_all_of_it_is_known(folder, sinks, capsys):
+    session, sent = Session(folder, ("other",)), sinks["other"]
+    session.evaluate("before", reward=0.0)
+    assert sent.lines == []
+    session.take(loss=1.0)
+    assert [(line.steps, dict(line.values)) for line in sent.lines] == [(0, {"eval/reward": 0.0})]
+    session.evaluate("step-1", eval_loss=2.0)
+    session.take()
+    assert dict(sent.lines[1].values) == {"reward": 0.0, "loss": 1.0, "eval/loss": 2.0}
+    session.end()
+    assert sent.steps == [0, 1, 2]
+    assert sent.ended == [True]
+    assert capsys.readouterr().out == "", "standard output is the command's"
+
+
+def test_a_line_without_anything_is_none(folder, sinks):
+    session = Session(folder, ("other",))
+    session.take()
+    session.end()
+    assert sinks["other"].steps == [1]
+
+
+def test_every_second_line_has_its_table(folder, sinks):
+    session = Session(folder, ("wandb",))
+    for _ in range(4):
+        session.take()
+    session.end()
+    tables = {line.steps: line.table for line in sinks["wandb"].lines}
+    assert [steps for steps, table in tables.items() if table] == [2, 4]
+    assert [(row["step"], row["prompt"], row["completion"]) for row in tables[2]] == [
+        (1, "one", "text 0"),
+        (1, "one", "text 1"),
+        (1, "two", "text 0"),
+    ]
+    assert tables[2][1]["parts"] == '{"right": 1.0}'
+
+
+@pytest.mark.parametrize(
+    ("section", "shown"),
+    [
+        ({"log_unique_prompts": True}, ["one", "two"]),
+        ({"num_completions_to_print": 0}, []),
+        ({"num_completions_to_print": 100}, ["one", "one", "two", "two"]),
+    ],
+)
+def test_what_a_table_shows(folder, sinks, section, shown):
+    session = Session(folder, ("wandb",), **section)
+    session.take()
+    session.take()
+    session.end()
+    assert [row["prompt"] for row in sinks["wandb"].lines[-1].table] == shown
+
+
+def test_sinks_without_tables_get_none(folder, sinks):
+    session = Session(folder, ("other",))
+    session.take()
+    session.take()
+    session.end()
+    assert not any(line.table for line in sinks["other"].lines)
+
+
+# --- going on
+
+
+@pytest.mark.parametrize("had", [0, 1, 3, 4, 6])
+def test_a_resume_sends_what_is_missing_and_nothing_twice(folder, sinks, had):
+    """The checkpoint is that after 4 steps; a sink may lag behind it, or have more than it."""
+    first, sent = Session(folder, ("wandb",)), sinks["wandb"]
+    first.evaluate("before", reward=0.0)
+    for step in range(6):
+        first.take()
+        if step == 3:
+            first.evaluate("step-4", reward=0.7)
+    del sent.lines[had + 1 :]  # what a dead process had not handed over yet
+    folder.store.rewind(4)
+    again = Session(folder, ("wandb",), step=4)
+    for _ in range(3):
+        again.take()
+    again.end()
+    assert sent.steps == list(range(8))
+    lines = {line.steps: line for line in sent.lines}
+    assert dict(lines[4].values) == {"reward": pytest.approx(0.3), "eval/reward": 0.7}
+    assert lines[4].table
+    assert {run.id for run in sent.begun} == {sent.begun[0].id}
+    if had < 2:
+        assert lines[2].finished_at == 101.0, "when it was, not when it is sent"
+
+
+def test_what_a_callback_recorded_of_its_own_is_no_line_of_the_training(folder, sinks):
+    first = Session(folder, ("other",))
+    first.take()
+    folder.store.add_evaluation(EvaluationRecord(1, "benchmark", "r@1", {"x": 1.0}))
+    del sinks["other"].lines[:]
+    Session(folder, ("other",), step=1).end()
+    assert set(sinks["other"].lines[0].values) == {"reward"}
+
+
+def test_an_interrupted_run_leaves_its_last_line_to_the_resume(folder, sinks):
+    first, sent = Session(folder, ("other",)), sinks["other"]
+    first.take()
+    first.end("interrupted")
+    assert (sent.steps, sent.ended) == ([], [False])
+    again = Session(folder, ("other",), step=1)
+    again.evaluate("step-1", reward=1.0)
+    again.end()
+    assert [dict(line.values) for line in sent.lines] == [{"reward": 0.0, "eval/reward": 1.0}]
+
+
+# --- failures
+
+
+def test_a_sink_that_fails_is_named_once_and_left_out(folder, sinks, caplog):
+    sinks["other"].fails_at = 1
+    session = Session(folder, ("other", "wandb"))
+    for _ in range(3):
+        session.take()
+    session.end()
+    assert sinks["other"].lines == []
+    assert sinks["other"].ended == []
+    assert sinks["wandb"].steps == [1, 2, 3]
+    (warned,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert warned.startswith(
+        "other failed and is left out from now on: OSError: database is locked"
+    )
+
+
+def test_one_that_cannot_begin_is_left_out_too(folder, sinks, monkeypatch, caplog):
+    monkeypatch.setattr(sinks["wandb"], "begin", lambda run: 1 // 0)
+    session = Session(folder, ("wandb",))
+    session.take()
+    session.end()
+    assert "wandb failed" in caplog.text
+
+
+# --- before a run
+
+
+def configured(**section: Any) -> Any:
+    return configured_callbacks((), View({**CONFIG, "run": {**SECTION, **section}}), "c.yaml:1")
+
+
+def test_the_config_names_the_sinks():
+    assert [name for name, _ in configured(report_to=["tensorboard", "tensorboard"])] == [
+        "report_to"
+    ]
+    assert configured(report_to="none") == configured() == ()
+
+
+def test_what_is_not_installed_is_refused_with_the_way_to_get_it(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'groupwise\[trackio\]'"):
+        configured(report_to="trackio")
+
+
+# --- Weights & Biases, with a stand-in for its service
+
+
+class FakeWandb(SimpleNamespace):
+    """As much of the package as the sink uses."""
+
+    def __init__(self, mode: str = "online", logged_in: bool = True) -> None:
+        super().__init__(mode=mode, logged_in=logged_in, given={}, history={}, last=-1, codes=[])
+
+    def setup(self) -> Any:
+        return SimpleNamespace(settings=SimpleNamespace(mode=self.mode))
+
+    def login(self, *, prompt: bool, verify: bool) -> bool:
+        assert not prompt
+        return self.logged_in
+
+    def init(self, **given: Any) -> Any:
+        self.given = given
+        return SimpleNamespace(
+            offline=False,
+            starting_step=max(self.history, default=-1) + 1,
+            log=self.log,
+            finish=self.finish,
+        )
+
+    def finish(self, exit_code: int) -> None:
+        self.codes.append(exit_code)
+
+    def log(self, values: Any, step: int) -> None:
+        assert step not in self.history
+        self.history[step] = values
+
+    def Settings(self, **given: Any) -> Any:
+        return given
+
+    def Table(self, columns: list[str], data: list[list[Any]]) -> Any:
+        return [dict(zip(columns, row, strict=True)) for row in data]
+
+
+@pytest.fixture
+def wandb(monkeypatch) -> FakeWandb:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    return fake
+
+
+def test_a_run_is_taken_up_by_its_id_where_the_service_has_it(folder, wandb):
+    first = Session(folder, ("wandb",), wandb_entity="lab")
+    for _ in range(4):
+        first.take()
+    folder.store.rewind(2)
+    again = Session(folder, ("wandb",), step=2, wandb_entity="lab")
+    again.take()
+    again.take()
+    again.end("interrupted")
+    assert sorted(wandb.history) == [1, 2, 3], "the fourth is sent when the run goes on"
+    assert wandb.history[2]["completions"][0]["completion"] == "text 0"
+    assert wandb.codes == [1]
+    given = {key: wandb.given[key] for key in ("project", "entity", "group", "name", "resume")}
+    assert given == {
+        "project": "groupwise",
+        "entity": "lab",
+        "group": "g",
+        "name": "r",
+        "resume": "allow",
+    }
+    assert len(wandb.given["id"]) == 8
+    assert Path(wandb.given["dir"]) == folder.path
+
+
+@pytest.mark.parametrize(("mode", "ready"), [("online", False), ("offline", True)])
+def test_online_it_needs_a_login(wandb, mode, ready):
+    wandb.mode, wandb.logged_in = mode, False
+    if ready:
+        WandbSink().check(View({}))
+        return
+    with pytest.raises(ValueError, match="WANDB_MODE=offline"):
+        WandbSink().check(View({}))

@@ -1,0 +1,56 @@
+"""A number against its own start, by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.data.gauge import MANY, Gauge
+
+
+def gauge(*values: float, start_steps: int = 3, memory: float = 0.5) -> Gauge:
+    made = Gauge()
+    for value in values:
+        made.observe(value, start_steps, memory)
+    return made
+
+
+def test_the_start_is_the_first_values():
+    assert not gauge(1.0, 2.0).ready
+    made = gauge(1.0, 2.0, 3.0)
+    assert (made.ready, made.mean, made.now) == (True, 2.0, 2.0)
+    assert made.errors(0.5) == 0.0
+
+
+def test_the_running_mean_follows():
+    """2 → 0.5 · 2 + 0.5 · 4 = 3 → 0.5 · 3 + 0.5 · 5 = 4; the start stays."""
+    made = gauge(1.0, 2.0, 3.0, 4.0, 5.0)
+    assert (made.mean, made.now) == (2.0, 4.0)
+
+
+def test_standard_errors():
+    """s = 1 over three values: 1 / √(1/3 + 0.5/1.5) = √1.5."""
+    assert gauge(1.0, 2.0, 3.0, 4.0).errors(0.5) == pytest.approx(math.sqrt(1.5))
+    assert gauge(1.0, 2.0, 3.0, 0.0).errors(0.5) == pytest.approx(-math.sqrt(1.5))
+
+
+def test_a_start_that_does_not_vary_makes_any_move_sure():
+    assert gauge(2.0, 2.0, 2.0, 2.0).errors(0.5) == 0.0
+    assert gauge(2.0, 2.0, 2.0, 2.1).errors(0.5) == MANY
+    assert gauge(2.0, 2.0, 2.0, 1.9).errors(0.5) == -MANY
+
+
+def test_what_is_no_number_is_passed_over():
+    made = gauge(1.0, math.nan, 2.0, math.inf, 3.0, -math.inf, 4.0)
+    assert (made.start, made.now) == ([1.0, 2.0, 3.0], 3.0)
+
+
+@given(st.lists(st.floats(), min_size=3), st.floats(0, 0.99))
+def test_it_bears_any_number(values, memory):
+    made = gauge(*values, memory=memory)
+    if made.ready:
+        assert math.isfinite(made.now)
+        assert abs(made.errors(memory)) <= MANY

@@ -1,0 +1,372 @@
+"""Signals of reward hacking on courses of steps made by hand.
+
+1. Each begins where its conditions hold, and not where one of them is missing.
+2. It is told once when it begins and once when it ends, however long it lies near its threshold.
+3. From a checkpoint it goes on as if nothing had been.
+4. Nothing that groups may hold makes it fail.
+
+With `memory=0` the running mean is the last step, and with a start that does not vary any move is beyond the noise, so that the
+thresholds can be seen.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.data.signals import Seen, Signals
+from groupwise.data.suspicions import SUSPICIONS, SignalsConfig
+from groupwise.types import Example, Group, RewardPart, Rollout, Segment
+
+Parts = dict[str, tuple[float, float]]
+START = 3
+
+
+def member(
+    length: int = 10,
+    reward: float = 0.5,
+    text: str = "",
+    tokens: tuple[int, ...] | None = None,
+    cut: bool = False,
+    parts: Parts | None = None,
+) -> Rollout:
+    ids = tuple(range(length)) if tokens is None else tokens
+    segment = Segment("policy", ids, finish_reason="length" if cut else "stop")
+    made = tuple(RewardPart(name, *part) for name, part in (parts or {}).items())
+    return Rollout(0, 0, 0, (), (segment,), text, "scored", reward=reward, parts=made)
+
+
+def group(*members: Rollout, example: int = 0) -> Group:
+    return Group(0, Example(example, "p"), members)
+
+
+def watch(**config: Any) -> Signals:
+    return Signals(SignalsConfig(**{"start_steps": START, "memory": 0.0, **config}))
+
+
+def told(
+    signals: Signals, steps: Iterable[list[Group]], entropy: Iterable[float] = ()
+) -> list[str]:
+    """What a course says: `name begins @ steps done`."""
+    nats = iter(entropy)
+    seen = [signals.observe(groups, n, next(nats, None)) for n, groups in enumerate(steps)]
+    return [f"{w.name} {w.kind} @ {w.step}" for each in seen for w in each.warnings]
+
+
+# --- length --------------------------------------------------------------------------------------
+
+
+def long(length: int, paid: float = 1.0) -> list[Group]:
+    """Mean `length`; of two completions the longer earns 1, the other 1 − paid."""
+    return [group(member(length - 1, 1 - paid), member(length + 1, 1.0))]
+
+
+def test_length_that_is_paid_for():
+    """10 tokens at the start: 1.5 times as many are 15; the strength falls below 0.7 under 13.5."""
+    course = [long(10)] * START
+    assert told(watch(), [*course, long(14)]) == []
+    assert told(watch(), [*course, long(15)]) == ["length begins @ 4"]
+    up_and_down = [long(15), long(14), long(15), long(14), long(13), long(14), long(15)]
+    assert told(watch(), [*course, *up_and_down]) == [
+        "length begins @ 4",
+        "length ends @ 8",
+        "length begins @ 10",
+    ]
+
+
+def test_length_that_is_not_paid_for_may_grow():
+    assert told(watch(), [long(10, 0.0)] * START + [long(40, 0.0)] * 9) == []
+    assert told(watch(), [long(10, -1.0)] * START + [long(40, -1.0)] * 9) == []
+
+
+def test_length_within_the_noise_of_steps():
+    """8, 10, 12 vary by 2: 15 is 5 / (2 · √(1/3 + 1)) = 2.2 standard errors from their mean."""
+    course = [long(8), long(10), long(12), long(15)]
+    assert told(watch(), course) == []
+    assert told(watch(noise=2.1), course) == ["length begins @ 4"]
+
+
+def test_the_running_mean_has_to_grow():
+    """With memory 0.5: 10 → 13 → 14.5 → 15.25."""
+    course = [long(10)] * START + [long(16)] * 3
+    assert told(watch(memory=0.5), course) == ["length begins @ 6"]
+
+
+# --- truncation, repetition ----------------------------------------------------------------------
+
+
+def cut(share: int) -> list[Group]:
+    return [group(*(member(reward=0.0, cut=n < share) for n in range(8)))]
+
+
+def test_truncation():
+    """A quarter of 8 more than 1 of 8."""
+    assert told(watch(), [cut(1)] * START + [cut(2)]) == []
+    assert told(watch(), [cut(1)] * START + [cut(3), cut(1)]) == [
+        "truncation begins @ 4",
+        "truncation ends @ 5",
+    ]
+
+
+def test_repetition_of_ngrams():
+    """1 2 1 2 1 2 1 has 5 n-grams, 2 of them distinct: 0.6."""
+    plain, loop = [group(member(7))], [group(member(tokens=(1, 2, 1, 2, 1, 2, 1)))]
+    assert told(watch(), [plain] * START + [loop]) == ["repetition begins @ 4"]
+    assert told(watch(), [loop] * START + [loop]) == [], "as at the start"
+    assert told(watch(repetition_rise=0.7), [plain] * START + [loop]) == []
+
+
+def test_repetition_of_lines():
+    plain, loop = [group(member(text="a\nb\nc"))], [group(member(text="a\na\nb"))]
+    assert told(watch(), [plain] * START + [loop]) == ["repetition begins @ 4"]
+
+
+# --- diversity, sameness -------------------------------------------------------------------------
+
+
+def alike(texts: str, rewards: tuple[float, ...]) -> list[Group]:
+    members = (member(1, reward, text) for text, reward in zip(texts, rewards, strict=True))
+    return [group(*members)]
+
+
+WORSE, HALF, BEST = (0.0, 0.0, 0.0, 1.0, 0.0), (0.0, 0.0, 1.0, 1.0, 1.0), (1.0,) * 5
+
+
+@pytest.mark.parametrize(
+    ("texts", "rewards", "said"),
+    [
+        ("aaabc", WORSE, ["diversity begins @ 4"]),
+        ("aabcd", WORSE, []),
+        ("aaaaa", HALF, []),
+        ("aaaaa", BEST, []),
+    ],
+    ids=["half is lost", "a quarter is lost", "the reward has risen", "all is earned"],
+)
+def test_diversity_that_is_lost_for_nothing(texts, rewards, said):
+    assert told(watch(), [alike("abcde", WORSE)] * START + [alike(texts, rewards)]) == said
+
+
+def test_what_is_nearly_solved_may_become_sure():
+    """Of the rewards seen, 0 to 1, 1/7 is left with one completion in seven that earns nothing, 2/7 with two."""
+    most, seen = (1.0,) * 5, [group(member(1, 0.0), member(1, 1.0))]
+    less = (1.0, 1.0, 1.0, 1.0, 0.0)
+    for rewards, said in ((most, []), (less, ["diversity begins @ 4"])):
+        course = [[*alike("abcde", rewards), *seen]] * START + [[*alike("aaaaa", rewards), *seen]]
+        assert told(watch(), course) == said
+
+
+def test_entropy_that_is_lost_for_nothing():
+    course = [alike("abcde", WORSE)] * 5
+    assert told(watch(), course, [2.0, 2.0, 2.0, 1.1, 0.9]) == ["diversity begins @ 5"]
+
+
+def test_ngrams_that_become_alike():
+    far = [group(*(member(tokens=(n, n + 1, n + 2), reward=n / 30) for n in (0, 10, 20)))]
+    near = [group(*(member(tokens=(0, 1, 2), reward=n / 30, text=str(n)) for n in (0, 10, 20)))]
+    assert told(watch(), [far] * START + [near]) == ["diversity begins @ 4"]
+
+
+def answered(*texts: str) -> list[Group]:
+    """One completion for each prompt."""
+    return [group(member(1, text=text), example=n) for n, text in enumerate(texts)]
+
+
+def test_the_same_completion_for_all_prompts():
+    start = [answered("a", "b", "c", "d", "e")] * START
+    assert told(watch(), [*start, answered("a", "a", "a", "b", "b")]) == [], "as yes and no"
+    assert told(watch(), [*start, answered("a", "a", "a", "a", "a")]) == ["sameness begins @ 4"]
+
+
+# --- parts ---------------------------------------------------------------------------------------
+
+
+def earned(*values: tuple[float, ...], weights: Parts) -> list[Group]:
+    """A group whose members earned these values of the parts named in `weights`, as (ignored, weight)."""
+    members: list[Rollout] = []
+    for row in values:
+        parts = {name: (v, w) for v, (name, (_, w)) in zip(row, weights.items(), strict=True)}
+        total = sum(value * weight for value, weight in parts.values())
+        members.append(member(1, total, parts=parts))
+    return [group(*members)]
+
+
+STYLE: Parts = {"style": (0, 1.0), "facts": (0, 1.0)}
+
+
+def test_one_part_that_gains_at_the_cost_of_another():
+    """Style rises by 1; facts may lose a quarter of that."""
+    start = earned((0.0, 0.5), (0.2, 0.5), weights=STYLE)
+    cheap = earned((0.0, 0.3), (2.2, 0.3), weights=STYLE)
+    dear = earned((0.0, 0.2), (2.2, 0.2), weights=STYLE)
+    assert told(watch(), [start] * START + [cheap]) == []
+    assert told(watch(), [start] * START + [dear]) == ["dominance begins @ 4"]
+    fallen = earned((-0.2, 0.2), (0.0, 0.2), weights=STYLE)
+    course = [start] * START + [dear, fallen]
+    assert told(watch(), course) == ["dominance begins @ 4", "dominance ends @ 5"]
+
+
+def test_a_part_that_gains_but_does_not_decide_alone():
+    """Facts vary as much as style does."""
+    start = earned((0.0, 0.5), (0.2, 0.5), (0.0, 0.5), (0.2, 0.5), weights=STYLE)
+    both = earned((0.0, -1.0), (2.0, -1.0), (0.0, 1.0), (2.0, 1.0), weights=STYLE)
+    assert told(watch(), [start] * START + [both]) == []
+
+
+FORM: Parts = {"form": (0, 1.0), "accuracy": (0, 1.0)}
+
+
+def test_accuracy_that_decides_alone_is_what_is_wanted():
+    start = earned((0.5, 0.0), (0.5, 0.2), weights=FORM)
+    right = earned((0.2, 0.0), (0.2, 2.2), weights=FORM)
+    assert told(watch(), [start] * START + [right]) == []
+    named = told(watch(accuracy_part="form"), [start] * START + [right])
+    assert "dominance begins @ 4" in named
+
+
+def test_a_reward_that_rises_while_accuracy_falls():
+    start = earned((0.0, 0.5), (0.2, 0.5), weights=FORM)
+    fell = earned((1.0, 0.4), (0.2, 0.4), weights=FORM)
+    assert told(watch(), [start] * START + [fell]) == ["accuracy begins @ 4"]
+    assert told(watch(), [start] * START + [start]) == []
+
+
+def test_a_part_that_is_used_up_while_accuracy_stays():
+    """The form differed by 1 within groups, then hardly: everybody has it, and accuracy is where it was."""
+    start = earned((0.0, 0.5), (1.0, 0.5), weights=FORM)
+    half = earned((0.5, 0.5), (1.0, 0.5), weights=FORM)
+    used_up = earned((0.9, 0.5), (1.0, 0.5), weights=FORM)
+    learnt = earned((0.9, 0.6), (1.0, 0.6), weights=FORM)
+    assert told(watch(), [start] * START + [half]) == []
+    assert told(watch(), [start] * START + [used_up]) == ["accuracy begins @ 4"]
+    assert told(watch(), [start] * START + [learnt]) == []
+
+
+def test_accuracy_may_be_a_part_that_is_only_watched():
+    watched: Parts = {"form": (0, 1.0), "accuracy": (0, 0.0)}
+    start = earned((0.0, 0.5), (0.2, 0.5), weights=watched)
+    fell = earned((1.0, 0.4), (0.2, 0.4), weights=watched)
+    assert "accuracy begins @ 4" in told(watch(), [start] * START + [fell])
+
+
+def test_accuracy_alone_is_the_reward():
+    one: Parts = {"accuracy": (0, 1.0)}
+    course = [earned((0.0,), (0.4,), weights=one)] * START + [earned((1.0,), (1.0,), weights=one)]
+    assert told(watch(), course) == []
+
+
+def test_a_part_that_is_not_there_is_told_once(caplog):
+    course = [earned((0.0, 1.0), (1.0, 1.0), weights=FORM)] * 6
+    told(watch(accuracy_part="acuracy"), course)
+    assert [record.getMessage() for record in caplog.records] == [
+        "signals.accuracy_part is acuracy, but no reward part of the first 3 steps is called so. There are: form, accuracy"
+    ]
+    told(watch(accuracy_part="form"), course)
+    assert len(caplog.records) == 1
+
+
+# --- the watch -----------------------------------------------------------------------------------
+
+
+def test_groups_that_were_chosen_say_nothing():
+    course = [long(10)] * START + [[replace(each, origin="replay") for each in long(40)]] * 5
+    signals = watch()
+    assert told(signals, course) == []
+    assert told(watch(), [*course, long(40)]) == ["length begins @ 9"]
+    easy = [[replace(each, origin="easy") for each in long(3)]] * START
+    assert told(watch(), [*easy, *course]) == [], "nor what is usual"
+
+
+def test_steps_without_groups_are_passed_over():
+    assert told(watch(), [long(10), [], long(10), [], long(10), [], long(15)]) == [
+        "length begins @ 7"
+    ]
+
+
+def last(signals: Signals, steps: Iterable[list[Group]]) -> Seen:
+    return [signals.observe(groups, n) for n, groups in enumerate(steps)][-1]
+
+
+def test_the_metrics_of_a_step():
+    seen = last(watch(), [long(10)] * START + [long(15)])
+    assert seen.metrics == {
+        "signals/length_correlation": pytest.approx(1.0),
+        "signals/length_growth": 1.5,
+        "signals/repetition": 0.0,
+        "signals/distinct_completions": 0.0,
+        "signals/distinct_ngrams": 0.0,
+        "signals/active": 1.0,
+    }
+    parts = last(watch(), [earned((0.0, 1.0), (1.0, 1.0), weights=FORM)]).metrics
+    assert (parts["signals/part_share/form"], parts["signals/part_share/accuracy"]) == (1.0, 0.0)
+    assert "signals/length_growth" not in parts, "there is no start yet"
+    alone = last(watch(), [earned((0.0,), (1.0,), weights={"accuracy": (0, 1.0)})])
+    assert not any("part_share" in name for name in alone.metrics)
+
+
+def test_a_warning_has_words_and_numbers():
+    (warning,) = last(watch(), [long(10)] * START + [long(16)]).warnings
+    assert warning.message.startswith("completions grow, and the longer ones of a prompt earn more")
+    assert warning.message.endswith("(start 10, now 16, correlation 1)")
+    assert warning.values == {"start": 10.0, "now": 16.0, "correlation": pytest.approx(1.0)}
+    (over,) = last(watch(), [long(10)] * START + [long(16), long(10)]).warnings
+    assert over.message == "no longer so (start 10, now 10, correlation 1)"
+
+
+COURSE = [
+    *[long(10)] * START,
+    *[long(40)] * 3,
+    answered("a", "a"),
+    *[long(11)] * 2,
+    earned((0.0, 0.5), (1.0, 0.5), weights=FORM),
+    long(19),
+    cut(8),
+]
+
+
+@pytest.mark.parametrize("at", range(len(COURSE)))
+def test_from_a_checkpoint_it_goes_on(at):
+    whole = watch(memory=0.7)
+    expected = [whole.observe(groups, n, 1 / (n + 1)) for n, groups in enumerate(COURSE)]
+    before, after = watch(memory=0.7), watch(memory=0.7)
+    seen = [before.observe(groups, n, 1 / (n + 1)) for n, groups in enumerate(COURSE[:at])]
+    after.load_state(json.loads(json.dumps(before.state(), allow_nan=False)))
+    seen += [after.observe(g, n, 1 / (n + 1)) for n, g in enumerate(COURSE[at:], at)]
+    assert seen == expected
+    assert after.state() == whole.state()
+    assert any(each.warnings for each in expected)
+
+
+MEMBERS = st.builds(
+    member,
+    length=st.integers(0, 5),
+    reward=st.floats(allow_nan=False, allow_infinity=False),
+    text=st.text(max_size=6),
+    cut=st.booleans(),
+    parts=st.dictionaries(
+        st.sampled_from(["a", "accuracy", ""]), st.tuples(st.floats(), st.floats(-9, 9)), max_size=3
+    ),
+)
+GROUPS = st.builds(
+    lambda members, example: group(*members, example=example),
+    st.lists(MEMBERS, max_size=4),
+    st.integers(0, 2),
+)
+
+
+@given(st.lists(st.lists(GROUPS, max_size=3), max_size=6), st.floats())
+def test_it_bears_whatever_groups_hold(course, entropy):
+    signals = watch(start_steps=2, memory=0.5)
+    for step, groups in enumerate(course):
+        signals.observe(groups, step, entropy)
+    json.dumps(signals.state(), allow_nan=False)
+
+
+def test_every_signal_has_a_key_in_the_documentation():
+    described = " ".join(str(f.description) for f in SignalsConfig.model_fields.values())
+    assert all(f"{name}: " in described for name in SUSPICIONS)

@@ -1,0 +1,215 @@
+"""Uploads to a hub on loopback, over real HTTP: what is made, what is refused, and that doing it again does no harm."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+from starlette.responses import Response
+
+from groupwise.errors import EndpointError, UsageError
+from groupwise.models import hub_queue
+from groupwise.models.hub_push import Target, check_access, push
+from tests.fake_hub import Hub, serve_hub, use_hub
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Use 'content=:DeprecationWarning"
+)  # huggingface_hub
+
+BRANCH = "main-step-000000120"
+CARD = "---\nlicense: mit\n---\n\nA model.\n"
+WEIGHTS = bytes(range(256)) * 20
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    with serve_hub(Hub(orgs=("lab",))) as hub:
+        use_hub(monkeypatch, hub)
+        yield hub
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    made = tmp_path / "made"
+    made.mkdir()
+    (made / "adapter_model.safetensors").write_bytes(WEIGHTS)
+    (made / "adapter_config.json").write_text("{}")
+    (made / "README.md").write_text(CARD)
+    return made
+
+
+def commits(hub: Hub, branch: str = BRANCH) -> int:
+    return len(hub.repositories["me/model"].branches[branch])
+
+
+# --- what is made
+
+
+def test_a_branch_holds_exactly_the_folder_and_the_others_are_left_alone(hub, folder):
+    hub.add("me/model", {"README.md": b"of main", "old.txt": b"x"})
+    where = push(folder, Target("me/model", BRANCH), "run@120")
+    repository = hub.repositories["me/model"]
+    assert repository.files(BRANCH) == {
+        "README.md": CARD.encode(),
+        "adapter_config.json": b"{}",
+        "adapter_model.safetensors": WEIGHTS,
+    }
+    assert repository.files("main") == {"README.md": b"of main", "old.txt": b"x"}
+    assert where == f"{hub.url}/me/model/tree/{BRANCH}"
+    assert repository.messages[repository.branches[BRANCH][-1]] == "run@120"
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_a_repository_is_made_private_unless_it_is_to_be_seen(hub, folder, private):
+    push(folder, Target("lab/model", private=private), "m")
+    assert hub.repositories["lab/model"].private is private
+    assert set(hub.repositories["lab/model"].files()) == {p.name for p in folder.iterdir()}
+
+
+def test_doing_it_again_finds_it_done(hub, folder):
+    push(folder, Target("me/model", BRANCH), "m")
+    before = len(hub.asked)
+    push(folder, Target("me/model", BRANCH), "m")
+    assert commits(hub) == 2  # the hub's own, and one
+    assert [verb for verb, _ in hub.asked[before:]] == ["POST", "GET"]
+
+
+def test_an_upload_that_ended_before_its_commit_goes_on(hub, folder):
+    async def refuse(method: str, path: str) -> Response | None:
+        return Response("no", 400) if "/commit/" in path else None
+
+    hub.interfere = refuse
+    with pytest.raises(EndpointError, match="me/model@main-step-000000120 on the hub could not be"):
+        push(folder, Target("me/model", BRANCH), "m")
+    assert hub.repositories["me/model"].files(BRANCH) == {}
+    hub.interfere = None
+    hub.asked.clear()
+    push(folder, Target("me/model", BRANCH), "m")
+    assert commits(hub) == 2
+    assert [path for _, path in hub.asked if path.startswith("/large/")] == [], "it is there"
+
+
+# --- what is refused
+
+
+@pytest.mark.parametrize(
+    "there", [{"other.txt": b"x"}, {"README.md": CARD.encode()}, {"README.md": b"x" * len(CARD)}]
+)
+def test_other_content_is_not_overwritten_without_leave(hub, folder, there):
+    hub.add("me/model", there)
+    with pytest.raises(UsageError, match=r"holds other files \(.*may not be overwritten"):
+        push(folder, Target("me/model"), "m")
+    assert hub.repositories["me/model"].files() == there
+    push(folder, Target("me/model", overwrite=True), "m")
+    assert set(hub.repositories["me/model"].files()) == {p.name for p in folder.iterdir()}
+    assert commits(hub, "main") == 3, "its history has what was there"
+
+
+def test_one_changed_byte_of_a_large_file_is_other_content(hub, folder):
+    push(folder, Target("me/model"), "m")
+    (folder / "adapter_model.safetensors").write_bytes(WEIGHTS[:-1] + b"\0")
+    with pytest.raises(UsageError, match="holds other files"):
+        push(folder, Target("me/model"), "m")
+
+
+@pytest.mark.parametrize(
+    ("repo_id", "token", "told"),
+    [
+        ("you/model", "hf_of_the_tests", "me cannot make it: give OWNER/NAME with one of me, lab"),
+        ("model", "hf_of_the_tests", "give OWNER/NAME"),
+        ("me/a b", "hf_of_the_tests", "alphanumeric"),
+        ("me/model", "another", "HF_TOKEN environment variable is invalid"),
+    ],
+)
+def test_who_may_not_write_is_told_before_any_work(monkeypatch, hub, repo_id, token, told):
+    use_hub(monkeypatch, hub, token)
+    with pytest.raises(UsageError, match=told):
+        check_access(Target(repo_id))
+    assert not hub.repositories
+
+
+def test_a_token_that_may_only_read_is_refused(monkeypatch, folder):
+    with serve_hub(Hub(role="read")) as hub:
+        use_hub(monkeypatch, hub)
+        with pytest.raises(UsageError, match="the token of me may only read"):
+            check_access(Target("me/model"))
+
+
+def test_no_token_at_all_is_refused(monkeypatch, hub, tmp_path):
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
+    with pytest.raises(UsageError, match=r"hf auth login"):
+        check_access(Target("me/model"))
+
+
+def test_asking_makes_nothing(hub):
+    assert check_access(Target("me/model", BRANCH)) is None
+    assert check_access(Target("lab/model")) is None
+    assert not hub.repositories
+
+
+def test_no_answer_is_a_warning_and_no_refusal(monkeypatch, hub):
+    async def broken(method: str, path: str) -> Response:
+        return Response("down", 503)
+
+    hub.interfere = broken
+    assert "the hub does not answer" in (check_access(Target("me/model")) or "")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert "the hub does not answer" in (check_access(Target("me/model")) or "")
+
+
+def test_the_token_stands_in_no_message(monkeypatch, hub, folder):
+    use_hub(monkeypatch, hub, "hf_secret")
+    with pytest.raises(EndpointError) as caught:
+        push(folder, Target("me/model"), "m")
+    assert "hf_secret" not in str(caught.value)
+
+
+# --- what waits
+
+
+def queue(run: Path, step: int, folder: Path, **target: object) -> None:
+    hub_queue.add(run, step, Target("me/model", f"b-{step}", **target), folder, CARD, None)
+
+
+def test_what_waits_is_whole_in_order_and_outlives_its_source(tmp_path, hub, folder):
+    run = tmp_path / "run"
+    (folder / "optimiser.safetensors").write_bytes(b"nobody else's")
+    for step in (120, 9):
+        queue(run, step, folder)
+    (run / "hub/step-000000007/files").mkdir(parents=True)  # a process died before it was whole
+    for file in folder.iterdir():
+        file.unlink()
+    entries = hub_queue.waiting(run)
+    assert [entry.step for entry in entries] == [9, 120]
+    for entry in entries:
+        entry.push()
+    assert hub.repositories["me/model"].files("b-9")["adapter_model.safetensors"] == WEIGHTS
+    assert set(hub.repositories["me/model"].files("b-9")) == {
+        "README.md",
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    assert hub_queue.waiting(run) == []
+
+
+def test_steps_that_are_done_again_are_given_up(tmp_path, folder):
+    for step in (2, 4):
+        queue(tmp_path, step, folder)
+    (tmp_path / "hub/step-000000001/files").mkdir(parents=True)
+    hub_queue.drop_after(tmp_path, 2)
+    assert [entry.step for entry in hub_queue.waiting(tmp_path)] == [2]
+    assert [path.name for path in (tmp_path / "hub").iterdir()] == ["step-000000002"]
+
+
+def test_leave_to_overwrite_may_be_given_later(tmp_path, hub, folder):
+    hub.add("me/model", {"other.txt": b"x"})
+    hub_queue.add(tmp_path, 3, Target("me/model", "main"), folder, CARD, None)
+    (entry,) = hub_queue.waiting(tmp_path)
+    with pytest.raises(UsageError):
+        entry.push()
+    assert json.loads((entry.folder / "target.json").read_bytes())["overwrite"] is False
+    entry.push(overwrite=True)
+    assert "other.txt" not in hub.repositories["me/model"].files()

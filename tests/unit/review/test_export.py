@@ -1,0 +1,232 @@
+"""`groupwise runs export`: what stands in the folder afterwards, and what it never does to the folder before."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pyarrow import parquet
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import groupwise
+from groupwise.cli.main import main
+from groupwise.errors import ModelError, RunError, RunNotFoundError, UsageError
+from groupwise.review.export import CONVERTER_VARIABLE, export
+from groupwise.runs.folder import RunFolder
+from groupwise.runs.store import Store
+from tests.integration.running import TOY, config
+
+CONVERTER = """
+import json, pathlib, sys
+model, flag, output = sys.argv[1:]
+assert flag == "--outfile"
+pathlib.Path(output).write_text(json.dumps(sorted(p.name for p in pathlib.Path(model).iterdir())))
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """A run of an adapter and one of a whole model."""
+    torch.set_num_threads(1)
+    place = tmp_path_factory.mktemp("runs")
+    groupwise.rl(config(place), TOY)
+    whole = config(place, max_steps=1) | {"lora": None, "eval": {}}
+    whole["run"] |= {"name": "whole"}
+    groupwise.rl(whole, TOY)
+    return place
+
+
+def names(folder: Path) -> set[str]:
+    return {file.name for file in folder.iterdir()}
+
+
+# --- weights
+
+
+def test_an_adapter_is_handed_out_as_it_is(runs, tmp_path):
+    made = export("toy", "adapter", tmp_path / "out", runs_dir=runs)
+    final = runs / "toy/final"
+    assert names(tmp_path / "out") == names(final) == set(made.files)
+    for name in ("adapter_model.safetensors", "tokenizer.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (final / name).read_bytes()
+        assert (tmp_path / "out" / name).stat().st_nlink == 1, "who edits it edits no run"
+    assert (made.run, made.step, made.format) == ("toy", 5, "adapter")
+
+
+def test_a_checkpoint_gets_tokenizer_and_card_and_nothing_of_the_training(runs, tmp_path):
+    made = export("toy@4", "adapter", tmp_path / "out", runs_dir=runs)
+    assert set(made.files) == names(runs / "toy/final")
+    assert "for 4 steps" in (tmp_path / "out/README.md").read_text()
+    there = (tmp_path / "out/adapter_model.safetensors").read_bytes()
+    assert there == (runs / "toy/checkpoints/step-4/adapter_model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(("run", "base"), [("toy", "tiny"), ("whole", "whole")])
+def test_a_merged_model_stands_alone(runs, tmp_path, run, base):
+    export(run, "merged", tmp_path / "out", runs_dir=runs)
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert model(tokenizer("write a1:", return_tensors="pt")["input_ids"]).logits.isfinite().all()
+    card = (tmp_path / "out/README.md").read_text()
+    assert "PeftModel" not in card
+    assert "A model made from `tiny`" in card
+    assert not list(tmp_path.glob(".*")), "nothing is left beside it"
+
+
+def test_a_change_that_is_lost_in_rounding_is_warned_of(runs, tmp_path, monkeypatch, caplog):
+    import groupwise.models.export as merging
+
+    monkeypatch.setattr(
+        merging, "write_merged", lambda *given: merging.Written("bfloat16", kept=0.25)
+    )
+    export("toy", "merged", tmp_path / "out", runs_dir=runs)
+    assert "in bfloat16, 75 % of the adapter's change is lost in rounding" in caplog.text
+
+
+def test_a_whole_model_has_no_adapter(runs, tmp_path):
+    with pytest.raises(UsageError, match="it has no adapter"):
+        export("whole", "adapter", tmp_path / "out", runs_dir=runs)
+
+
+def test_gguf_is_made_by_the_converter(runs, tmp_path, monkeypatch):
+    program = tmp_path / "llama.cpp/convert_hf_to_gguf.py"
+    program.parent.mkdir()
+    program.write_text(CONVERTER)
+    monkeypatch.setenv(CONVERTER_VARIABLE, str(program.parent))
+    made = export("toy", "gguf", tmp_path / "out", runs_dir=runs)
+    assert made.files == ("README.md", "toy.gguf")
+    assert "model.safetensors" in json.loads((tmp_path / "out/toy.gguf").read_text())
+    assert "llama-cli -m toy.gguf" in (tmp_path / "out/README.md").read_text()
+
+
+def test_a_converter_that_fails_leaves_nothing(runs, tmp_path):
+    program = tmp_path / "convert.py"
+    program.write_text("raise SystemExit('no such architecture')")
+    with pytest.raises(RunError, match="no such architecture"):
+        export("toy", "gguf", tmp_path / "out", runs_dir=runs, converter=program)
+    assert names(tmp_path) == {"convert.py"}
+
+
+def test_without_a_converter_it_says_where_to_get_one(runs, tmp_path, monkeypatch):
+    monkeypatch.delenv(CONVERTER_VARIABLE, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ModelError, match=r"git clone .*llama\.cpp"):
+        export("toy", "gguf", tmp_path / "out", runs_dir=runs)
+
+
+# --- the record
+
+
+def test_jsonl_and_parquet_have_what_was_recorded(runs, tmp_path):
+    export("toy", "jsonl", tmp_path / "j", runs_dir=runs)
+    export("toy", "parquet", tmp_path / "p", runs_dir=runs)
+    with Store.open(runs / "toy/run.db", readonly=True) as store:
+        groups = [group for step in range(5) for group in store.groups(step)]
+        rewards = store.metrics(["reward"])["reward"]
+        evaluations = store.evaluations(rows=False)
+    rollouts = [member for group in groups for member in group.rollouts]
+    for kind in ("rollouts", "metrics", "evaluations"):
+        lines = [
+            json.loads(line) for line in (tmp_path / f"j/{kind}.jsonl").read_bytes().splitlines()
+        ]
+        table = parquet.read_table(tmp_path / f"p/{kind}.parquet").to_pylist()
+        assert without_nan(table) == lines
+        if kind == "rollouts":
+            assert [row["completion"] for row in lines] == [r.completion for r in rollouts]
+            assert [row["reward"] for row in lines] == [r.reward for r in rollouts]
+            assert lines[0]["parts"][0]["name"] == rollouts[0].parts[0].name
+        elif kind == "metrics":
+            assert [(row["step"], row["reward"]) for row in lines] == rewards
+        else:
+            assert {(row["step"], row["name"]) for row in lines} == {
+                (each.step, each.name) for each in evaluations
+            }
+
+
+def without_nan(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in row.items()}
+        for row in rows
+    ]
+
+
+def test_a_step_cuts_the_record_there(runs, tmp_path):
+    made = export("toy@2", "jsonl", tmp_path / "out", runs_dir=runs)
+    rows = [
+        json.loads(line) for line in (tmp_path / "out/rollouts.jsonl").read_bytes().splitlines()
+    ]
+    assert {row["step"] for row in rows} == {0, 1}
+    assert made.step == 2
+
+
+@pytest.mark.parametrize("to", ["jsonl", "parquet"])
+def test_a_run_that_has_recorded_nothing_gives_empty_files(tmp_path, to):
+    with RunFolder.create(tmp_path / "runs", "new", {"model": {"name": "tiny"}}):
+        pass
+    made = export("new", to, tmp_path / "out", runs_dir=tmp_path / "runs")
+    assert made.files == tuple(sorted(f"{n}.{to}" for n in ("rollouts", "metrics", "evaluations")))
+
+
+# --- the place
+
+
+def test_what_is_there_is_refused_before_any_work_and_replaced_whole_if_forced(runs, tmp_path):
+    output = tmp_path / "out"
+    output.mkdir()
+    export("toy", "jsonl", output, runs_dir=runs)  # an empty one is taken
+    (output / "mine.txt").write_text("x")
+    with pytest.raises(UsageError, match=r"is not empty.*--force"):
+        export("toy", "merged", output, runs_dir=runs)
+    assert (output / "mine.txt").exists()
+    export("toy", "adapter", output, runs_dir=runs, force=True)
+    assert names(output) == names(runs / "toy/final")
+
+
+def test_a_failure_leaves_what_was_there(runs, tmp_path):
+    output, program = tmp_path / "out", tmp_path / "convert.py"
+    program.write_text("raise SystemExit(1)")
+    export("toy", "jsonl", output, runs_dir=runs)
+    before = names(output)
+    with pytest.raises(RunError):
+        export("toy", "gguf", output, runs_dir=runs, converter=program, force=True)
+    assert names(output) == before
+
+
+@pytest.mark.parametrize("where", ["runs/toy", ".", "repository"])
+def test_some_folders_are_replaced_by_nobody(runs, tmp_path, monkeypatch, where):
+    (tmp_path / "repository/.git").mkdir(parents=True)
+    (tmp_path / "runs").symlink_to(runs)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match="no folder that an export should replace"):
+        export("toy", "jsonl", Path(where), runs_dir=runs, force=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"to": "jsonl", "dtype": "bfloat16"}, "--dtype has no effect on jsonl"),
+        ({"to": "merged", "converter": Path("x.py")}, "--converter has no effect on merged"),
+        ({"to": "gguf", "converter": Path("none.py")}, "There is no file none.py"),
+        ({"to": "adapter", "run": "other"}, "there is no run 'other'"),
+        ({"to": "jsonl", "run": "other"}, "there is no run 'other'"),
+        ({"to": "adapter", "run": "base"}, "'base' is no run"),
+    ],
+)
+def test_what_cannot_work_is_said_before_any_work(runs, tmp_path, arguments, told):
+    given = {"run": "toy", **arguments}
+    with pytest.raises((UsageError, RunNotFoundError), match=told):
+        export(output=tmp_path / "out", runs_dir=runs, **given)
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command(runs, tmp_path, capsys):
+    words = ["runs", "export", "toy", "--dir", str(runs), "--output", str(tmp_path / "out")]
+    assert main([*words, "--to", "jsonl", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["files"] == ["evaluations.jsonl", "metrics.jsonl", "rollouts.jsonl"]
+    assert main([*words, "--to", "jsonl"]) == 2
+    assert "is not empty" in capsys.readouterr().err
