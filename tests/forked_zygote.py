@@ -23,7 +23,7 @@ class Forked:
     def __init__(
         self, command: list[str], pass_fds: list[int], env: Mapping[str, str], **_: Any
     ) -> None:
-        parent, descriptor = map(int, command[3:5])
+        parent, descriptor = map(int, command[4:6])
         assert [descriptor] == pass_fds
         output, ours = os.pipe()
         self.returncode: int | None = None

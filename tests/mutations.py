@@ -1101,13 +1101,12 @@ MUTATIONS = (
         (
             (
                 "rewards/router.py",
-                "        return self.default\n",
-                "        return self.default or next(iter(self.rubrics))\n",
+                "        if said is not None and said not in self._outer:\n",
+                "        if said is not None and self.default is None:\n",
             ),
         ),
         (
-            "tests/unit/rewards/test_router.py::test_rows_without_rewards_are_refused_with_the_labels_there_are",
-            "tests/unit/rewards/test_router.py::test_a_row_without_rewards_has_failed_and_others_have_not",
+            "tests/unit/rewards/test_router.py::test_an_unknown_label_gets_no_other_rewards",
         ),
     ),
     Mutation(

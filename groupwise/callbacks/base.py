@@ -24,7 +24,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from groupwise.data.replay import ReplayBuffer
 from groupwise.errors import CallbackError
 from groupwise.plugins import explain
 from groupwise.rewards.threads import DaemonThreads
@@ -87,8 +86,6 @@ class Observed(Protocol):
     def policy(self) -> Policy: ...
     @property
     def tokenizer(self) -> Any: ...
-    @property
-    def replay(self) -> ReplayBuffer | None: ...
     def keep_for_replay(self, draws: Iterable[int]) -> None: ...
     def epoch(self) -> float: ...
     def say(self, text: str) -> None: ...
@@ -145,11 +142,6 @@ class RunHandle:
     def tokenizer(self) -> Any:
         """The model's tokenizer."""
         return self._run.tokenizer
-
-    @property
-    def replay(self) -> ReplayBuffer | None:
-        """The prompts that are kept to be drawn again; None where `data.replay` is off. It is part of the checkpoints."""
-        return self._run.replay
 
     def metrics(
         self, names: Sequence[str] | None = None, since: int | None = None

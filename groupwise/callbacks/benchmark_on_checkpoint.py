@@ -197,7 +197,7 @@ class BenchmarkOnCheckpoint(Callback):
         words = [_filled(word, named) for word in self.command]
         with (place / LOG).open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-c", TIED, str(os.getpid()), *words],
+                [sys.executable, "-P", "-c", TIED, str(os.getpid()), *words],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -275,7 +275,7 @@ def _evaluation(
     """The command that evaluates by a config."""
     task = ("--task-module", task_module) if task_module else ()
     return (
-        *(sys.executable, "-m", "groupwise", "eval", "--config", config, *task),
+        *(sys.executable, "-P", "-m", "groupwise", "eval", "--config", config, *task),
         *("--policy", "{policy}", "--output", "{output}", *overrides),
     )
 

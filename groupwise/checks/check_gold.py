@@ -10,13 +10,12 @@ the rewards read is taken for the task's own, and the report says which it was.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from groupwise.checks.check_data import written
-from groupwise.rewards.gold import GOLD_COLUMNS
+from groupwise.rewards.gold import GOLD_COLUMNS, marked_answer
 from groupwise.types import Example
 
 GOLD_COMPLETION = "gold_completion"
@@ -122,11 +121,13 @@ def accepted_forms(value: Any) -> tuple[str, ...]:
 
 
 def answer_in(stored: str) -> str:
-    """The answer within the column's text: in its last answer tag, after its last `####`, or all of it."""
-    tagged = re.findall(r"<answer>(.*?)</answer>", stored, re.DOTALL | re.IGNORECASE)
-    if tagged:
-        return tagged[-1].strip()
-    return stored.rpartition("####")[2].strip()
+    """The answer within the column's text where it is marked there, else all of it.
+
+    A text that is a box and nothing else stays one, as rewards that compare text ask for it.
+    """
+    whole = stored.strip()
+    marked = marked_answer(whole, boxes=True)
+    return whole if marked is None or whole == rf"\boxed{{{marked}}}" else marked
 
 
 def laid_out(stored: str, layout: str) -> str:

@@ -17,7 +17,6 @@ from groupwise import task_parts
 from groupwise.algorithms.base import Algorithm
 from groupwise.algorithms.registry import make
 from groupwise.config import RunConfig
-from groupwise.data.replay import ReplayBuffer
 from groupwise.data.selection import Pool, Selection
 from groupwise.data.signals import Signals
 from groupwise.evaluation.evaluate import HeldOut
@@ -151,11 +150,6 @@ class Run(Learning):
     """Whether a wide gap between sampler and learner was warned of."""
     drawn: dict[int, Group] = field(default_factory=dict[int, Group])
     """Groups that are sampled and scored, and belong to no committed step."""
-
-    @property
-    def replay(self) -> ReplayBuffer | None:
-        """See `Training.replay`."""
-        return self.selection.replay
 
     def keep_for_replay(self, draws: Iterable[int]) -> None:
         """See `Training.keep_for_replay`."""

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 from groupwise.awaiting import Interruption
 from groupwise.callbacks.base import Callbacks
-from groupwise.data.replay import ReplayBuffer
 from groupwise.display.progress import Progress
 from groupwise.errors import NonFiniteError
 from groupwise.learner.config import OptimisationConfig
@@ -73,11 +72,6 @@ class Training:
     def over(self) -> bool:
         """Whether there is no step to take: after the last one, or because a callback asked to stop."""
         return self.step >= self.max_steps or self.callbacks.stop is not None
-
-    @property
-    def replay(self) -> ReplayBuffer | None:
-        """Prompts that are kept to be drawn again."""
-        return None
 
     def keep_for_replay(self, draws: Iterable[int]) -> None:
         """Keep the prompts of these draws of the step under way to be drawn again, where there is a buffer for them."""

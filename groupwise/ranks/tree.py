@@ -262,7 +262,7 @@ class Ranks:
         with self._theirs:  # from then on the zygote's alone, so that its end is noticed
             try:
                 return Popen(
-                    [sys.executable, "-m", "groupwise.ranks.zygote", *words],
+                    [sys.executable, "-P", "-m", "groupwise.ranks.zygote", *words],
                     stdin=DEVNULL,
                     stdout=PIPE,
                     stderr=STDOUT,

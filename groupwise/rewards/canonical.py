@@ -4,18 +4,20 @@ Two answers agree if both are numbers and these are equal, or if neither is and 
 the same are gone. A number never agrees with anything else, so 3 is not 4 and not `x`.
 
 Numbers are exact: `3`, `3.0`, `1,234`, `-\frac{1}{2}`, `1\frac{1}{2}`, `1.5\times10^{3}`, also in `\boxed{}`, between dollars, after
-`x =`, with a currency before or a unit in `\text{}` behind. Where neither number is whole they may differ by a millionth of
-themselves, so that 0.333333 is 1/3. `50\%` is 50, as answers in per cent are mostly written, and 0.5.
+`x =`, in bold, with a currency before or a unit behind, in `\text{}` or in plain words: `72 km`, `72 miles per hour`. Words that are no
+unit, such as `or`, `dozen` and `x`, leave no number. A unit does not matter, unless both numbers have different ones in plain words. A
+fraction and a decimal, neither of them whole, may differ by a millionth of themselves, so that 0.333333 is 1/3; two decimals are equal
+or not. `50\%` is 50, as answers in per cent are mostly written, and 0.5.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 ROUNDING = Fraction(1, 1_000_000)
-"""Share by which numbers that are not whole may differ: six digits."""
+"""Share by which a decimal may differ from the fraction that it stands for: six digits."""
 
 LONGEST = 2_000
 """Characters of an answer; more is no answer, and to read it would take long."""
@@ -31,6 +33,7 @@ _WRITTEN_OTHERWISE = (
     ("÷", "/"),
     ("π", r"\pi "),
     ("∞", r"\infty "),
+    ("∅", r"\emptyset "),
     ("≤", r"\le "),
     ("≥", r"\ge "),
     ("≠", r"\ne "),
@@ -50,14 +53,39 @@ _REWRITTEN = tuple(
         (r"\\(?:geq|geqslant)(?![a-zA-Z])", r"\\ge"),
         (r"\\neq(?![a-zA-Z])", r"\\ne"),
         (r"\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degree(?![a-zA-Z])", ""),
+        (r"\\varnothing(?![a-zA-Z])|\\\{\s*\\\}", r"\\emptyset"),
+        (r"(?i)(?<![a-z\\])infinity(?![a-z])", r"\\infty"),
         (r"\{,\}", ","),
         (r"\\[,!;:]|\\quad(?![a-zA-Z])|\\qquad(?![a-zA-Z])|~|(?<!\\)\\(?=\s)", ""),
         (r"\\\$", ""),
         (r"\\%", "%"),
+        # No letter beside it: `2 and 3` is a list, `salt and pepper` is none. The space keeps `2 and 345` from being 2,345.
+        (
+            r"(?<=[\d)}\]]),?\s*(?:\\text\s*\{\s*and\s*\}|(?<![a-zA-Z])and(?![a-zA-Z]))\s*(?=[-+\d({\[\\.])",
+            ", ",
+        ),
     )
 )
 
-_UNIT = re.compile(r"(?<=[\d}.])\s*\\(?:text|mathrm|textrm|mbox)\{[^{}]*\}(?:\^\{?\d\}?)?\s*$")
+_BOLD = re.compile(r"\s*\*\*([^*]+)\*\*(?![\w(\\{*])")
+_UNIT = re.compile(
+    r"(?<=[\d}.])\s*\\(?:text|mathrm|textrm|mbox)\{([^{}\d]*)\}(?:\^\{?\d\}?)?\s*$"
+)
+_SPOKEN = re.compile(
+    r"(?P<number>.*[\d}.])[\s-]*(?P<unit>(?<=[\s-])[a-z]{2,}(?:[ /-][a-z]{2,}){0,3}(?:\^?[23²³]|/[a-z])?)",
+    re.IGNORECASE | re.DOTALL,
+)
+_NO_UNIT = frozenset(
+    """
+    zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen
+    twenty thirty forty fifty sixty seventy eighty ninety hundred thousand million billion trillion dozen score pair couple
+    half halves third quarter fourth fifth sixth seventh eighth ninth tenth hundredth thousandth percent pct
+    plus minus times over divided multiplied squared cubed mod modulo remainder factorial root power pi phi
+    sin cos tan cot sec csc log ln exp sqrt max min gcd lcm xy xz yz ab ac bc
+    or and not no nor but to than is isn are if maybe perhaps about approximately off more less negative wrong either between
+    """.split()
+)
+"""Words behind a number that are no unit: they change it, take it back, or name letters that it is multiplied by."""
 _STYLED = re.compile(
     r"\\(?:text|mathrm|mathbf|mathit|textrm|textbf|textit|mbox|operatorname)\{([^{}]*)\}"
 )
@@ -67,6 +95,7 @@ _SEGMENT = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re
 
 _DECIMAL = r"(?:\d+(?:\.\d*)?|\.\d+)"
 _GROUPED = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+_SPACED = re.compile(r"[+-]?\d{1,3}(?:\s\d{3})+(?:\.\d+)?")
 _PLAIN = re.compile(rf"[+-]?{_DECIMAL}")
 _SCIENTIFIC = re.compile(
     rf"([+-]?{_DECIMAL})(?:e|(?:\*|\\times|\\cdot|x)10\^)\{{?([+-]?\d{{1,3}})\}}?", re.IGNORECASE
@@ -83,6 +112,10 @@ class Number:
     value: Fraction
     percent: bool = False
     """Whether a per cent sign stands behind `value`."""
+    fraction: bool = field(default=False, compare=False)
+    """Whether it is written as one, so that a decimal can be no more than near it."""
+    unit: str = field(default="", compare=False)
+    """In plain words, without their plural."""
 
 
 def agree(gold: str, answer: str) -> bool:
@@ -100,20 +133,23 @@ def agree(gold: str, answer: str) -> bool:
 
 def same_number(gold: Number, answer: Number) -> bool:
     """Whether two numbers are equal; a percentage that meets a plain number may stand for itself and for its hundredth part."""
+    if gold.unit and answer.unit and gold.unit != answer.unit:
+        return False
+    rounded = gold.fraction != answer.fraction
     if gold.percent == answer.percent:
-        return _close(gold.value, answer.value)
+        return _close(gold.value, answer.value, rounded)
     golds = (gold.value, gold.value / 100) if gold.percent else (gold.value,)
     answers = (answer.value, answer.value / 100) if answer.percent else (answer.value,)
-    return any(_close(one, other) for one in golds for other in answers)
+    return any(_close(one, other, rounded) for one in golds for other in answers)
 
 
 def number(text: str) -> Number | None:
     """The number that a text is, None if it is none."""
-    bare = _UNIT.sub("", bare_maths(text)).strip()
+    bare, unit = _without_unit(bare_maths(text))
     percent = bare.endswith("%")
     bare = re.sub(r"^([+-]?)\s*[$€£¥]\s*", r"\1", bare.rstrip("%").strip())
     value = _value(bare) if len(bare) <= _DIGITS else None
-    return None if value is None else Number(value, percent)
+    return None if value is None else Number(value, percent, "/" in bare or r"\frac" in bare, unit)
 
 
 def canonical(text: str) -> str:
@@ -129,6 +165,7 @@ def bare_maths(text: str) -> str:
 
     Commands that say the same become one.
     """
+    text = _BOLD.sub(r"\1", text, count=1) if _BOLD.match(text) else text
     for sign, command in _WRITTEN_OTHERWISE:
         text = text.replace(sign, command)
     inner = boxed(text)
@@ -180,9 +217,29 @@ def _unwrapped(text: str) -> str:
             return text
 
 
+def _without_unit(text: str) -> tuple[str, str]:
+    """A number without the unit behind it, and that unit if it is one in plain words."""
+    styled = _UNIT.search(text)
+    if styled:
+        return (text[: styled.start()] if _is_unit(styled.group(1)) else text).strip(), ""
+    spoken = _SPOKEN.fullmatch(text) if len(text) <= _DIGITS else None
+    if spoken is None or not _is_unit(spoken["unit"]):
+        return text.strip(), ""
+    return spoken["number"], " ".join(_singular(word) for word in spoken["unit"].split())
+
+
+def _is_unit(text: str) -> bool:
+    return _NO_UNIT.isdisjoint(_singular(word) for word in re.findall("[a-zA-Z]+", text))
+
+
+def _singular(word: str) -> str:
+    small = word.casefold()
+    return small if small in _NO_UNIT else small.removesuffix("s")
+
+
 def _value(text: str) -> Fraction | None:
-    if _GROUPED.fullmatch(text):
-        return Fraction(text.replace(",", ""))
+    if _GROUPED.fullmatch(text) or _SPACED.fullmatch(text):
+        return Fraction(re.sub(r"[,\s]", "", text))
     if mixed := _MIXED.fullmatch(text):
         return _mixed(*mixed.groups())
     tight = re.sub(r"\s+", "", text) if not re.search(r"\d\s+[\d.]", text) else text
@@ -207,8 +264,9 @@ def _divided(over: Fraction, under: Fraction) -> Fraction | None:
     return over / under if under else None
 
 
-def _close(gold: Fraction, answer: Fraction) -> bool:
+def _close(gold: Fraction, answer: Fraction, rounded: bool) -> bool:
+    """Whether two numbers are equal, or one is the other `rounded`."""
     if gold == answer:
         return True
     whole = gold.denominator == 1 or answer.denominator == 1
-    return not whole and abs(gold - answer) <= ROUNDING * max(abs(gold), abs(answer))
+    return rounded and not whole and abs(gold - answer) <= ROUNDING * max(abs(gold), abs(answer))

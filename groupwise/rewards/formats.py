@@ -1,6 +1,7 @@
 """Rewards for layout: reasoning in one pair of tags, the answer in another, in that order.
 
-Tags that enclose nothing earn nothing: `<answer></answer>` is as good as no tag at all. Case matters in the strict layout only.
+Tags that enclose nothing earn nothing: `<answer></answer>` is as good as no tag at all, and so are tags around nothing but such tags.
+White space is nothing, and so are signs that nobody sees. Case matters in the strict layout only.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from typing import Any
 from groupwise.rewards.registry import reward
 from groupwise.rewards.tags import Tags
 from groupwise.rewards.text import CompletionText, completion_text
+
+BLANK = r"[\s\u200b\u200c\u200d\u2060\ufeff]"
+"""A pattern for what is no content: white space, and the signs of no width."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,7 @@ class StrictFormat(_Layout):
             rf"{answered}\n{_inside(self.tags)}\n{ended}\n?"
         )
         found = re.fullmatch(layout, text, re.DOTALL)
-        filled = found is not None and all(part.strip() for part in found.groups())
+        filled = found is not None and not any(map(_is_blank, found.groups()))
         return self.right if filled else 0.0
 
 
@@ -120,14 +124,32 @@ def both_pairs(tags: Tags, text: str) -> bool:
 
 
 def without_empty_pairs(tags: Tags, text: str) -> str:
-    """The text without pairs of tags that enclose nothing but white space."""
-    names = "|".join(re.escape(name) for name in (tags.reasoning, tags.answer))
-    return re.sub(rf"<({names})>\s*</\1>", "", text, flags=re.IGNORECASE)
+    """The text without pairs of tags that enclose nothing, or nothing but tags."""
+    found = list(re.finditer("|".join(f"({re.escape(tag)})" for tag in tags.four), text, re.I))
+    opened: tuple[list[int], list[int]] = ([], [])
+    empty: set[int] = set()
+    end = 0
+    for place, tag in enumerate(found):
+        if not _is_blank(text[end : tag.start()]):
+            for waiting in opened:
+                waiting.clear()  # they have content
+        end = tag.end()
+        pair, closes = divmod((tag.lastindex or 1) - 1, 2)
+        if not closes:
+            opened[pair].append(place)
+        elif opened[pair]:
+            empty |= {place, opened[pair].pop()}
+    edges = [0, *(edge for place in sorted(empty) for edge in found[place].span()), len(text)]
+    return "".join(text[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True))
+
+
+def _is_blank(text: str) -> bool:
+    return re.fullmatch(f"{BLANK}*", text) is not None
 
 
 def _filled(tags: Tags, name: str) -> re.Pattern[str]:
     tag = re.escape(name)
-    pair = rf"<{tag}>(?!\s*</{tag}>){_inside(tags)}</{tag}>"
+    pair = rf"<{tag}>(?!{BLANK}*</{tag}>){_inside(tags)}</{tag}>"
     return re.compile(pair, re.DOTALL | re.IGNORECASE)
 
 

@@ -1,20 +1,29 @@
-"""The gold answer of a row: the column it stands in, and the forms in which it is accepted.
+r"""The gold answer of a row: the column it stands in, and the forms in which it is accepted.
 
-A column holds text or a number, a list of accepted forms, or tagged text such as a worked solution, of which the content of the
-last answer tag counts. Without `rewards.answer_column` it is the first of `GOLD_COLUMNS` that holds something in the row; None, empty
-text and the NaN of tables hold nothing.
+A column holds text or a number, a list of accepted forms, or a worked solution in which the answer is marked: by the last answer tag,
+else by a last line that begins with `####`, else, for rewards that read mathematics, by the last `\boxed{}`. Without
+`rewards.answer_column` it is the first of `GOLD_COLUMNS` that holds something in the row; None, empty text and the NaN of tables hold
+nothing.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
+from groupwise.rewards.canonical import boxed
 from groupwise.rewards.tags import last_tagged
 
 GOLD_COLUMNS = ("answer", "reference", "reference_response", "gold", "solution", "label")
 """Where a gold answer is looked for, in this order."""
+
+MARK = "####"
+"""Stands before the answer in the last line of a solution, as in GSM8K. Elsewhere it is a heading of Markdown."""
+
+LONGEST_MARKED = 120
+"""Characters of an answer behind the mark; more is a paragraph."""
 
 
 def gold_answers(
@@ -22,11 +31,12 @@ def gold_answers(
     count: int,
     answer_column: str | None = None,
     tag: str = "answer",
+    boxes: bool = False,
 ) -> list[tuple[str, ...]]:
-    """For each of `count` completions the forms in which its gold answer is accepted: at least one, without white space around it.
+    r"""For each of `count` completions the forms in which its gold answer is accepted: at least one, without white space around it.
 
-    `columns` are those that a reward function gets, each with an entry for each completion. Raises ValueError for a row without a
-    gold answer, and for one of another kind.
+    `columns` are those that a reward function gets, each with an entry for each completion; `boxes` says whether `\boxed{}` marks an
+    answer. Raises ValueError for a row without a gold answer, and for one of another kind.
     """
     entries = {
         name: _entries(name, columns[name], count)
@@ -37,17 +47,42 @@ def gold_answers(
     for index in range(count):
         try:
             row = {name: values[index] for name, values in entries.items()}
-            found.append(_first_forms(row, columns, answer_column, tag))
+            found.append(_first_forms(row, columns, answer_column, tag, boxes))
         except ValueError as error:
             raise ValueError(f"completion {index}: {error}") from None
     return found
 
 
 def gold_of_row(
-    row: Mapping[str, Any], answer_column: str | None = None, tag: str = "answer"
+    row: Mapping[str, Any],
+    answer_column: str | None = None,
+    tag: str = "answer",
+    boxes: bool = False,
 ) -> tuple[str, ...]:
     """The accepted forms of one row of a dataset. Raises ValueError as `gold_answers` does."""
-    return _first_forms(row, row, answer_column, tag)
+    return _first_forms(row, row, answer_column, tag, boxes)
+
+
+def marked_answer(text: str, tag: str = "answer", boxes: bool = False) -> str | None:
+    """The answer that is marked in a text, perhaps an empty one; None where nothing marks one."""
+    tagged = last_tagged(text, tag)
+    if tagged is not None:
+        return tagged
+    divided = at_mark(text)
+    if divided is not None:
+        return divided[1]
+    inner = boxed(text) if boxes else None
+    return None if inner is None else inner.strip()
+
+
+def at_mark(text: str) -> tuple[str, str] | None:
+    """What stands before the mark and the answer behind it; None where the mark does not begin a last line with a short answer."""
+    before, mark, after = text.rpartition(MARK)
+    answer = after.strip()
+    begins_a_line = mark and not before.rpartition("\n")[2].strip()
+    if not begins_a_line or "\n" in answer or len(answer) > LONGEST_MARKED:
+        return None
+    return before, answer
 
 
 def _sought(answer_column: str | None) -> tuple[str, ...]:
@@ -55,10 +90,14 @@ def _sought(answer_column: str | None) -> tuple[str, ...]:
 
 
 def _first_forms(
-    row: Mapping[str, Any], columns: Collection[str], answer_column: str | None, tag: str
+    row: Mapping[str, Any],
+    columns: Collection[str],
+    answer_column: str | None,
+    tag: str,
+    boxes: bool,
 ) -> tuple[str, ...]:
     for name in _sought(answer_column):
-        if forms := _forms(name, row.get(name), tag):
+        if forms := _forms(name, row.get(name), tag, boxes):
             return forms
     raise ValueError(_no_gold(columns, answer_column))
 
@@ -69,29 +108,37 @@ def _entries(name: str, values: Any, count: int) -> Sequence[Any]:
     return values
 
 
-def _forms(name: str, value: Any, tag: str) -> tuple[str, ...]:
+def _forms(name: str, value: Any, tag: str, boxes: bool) -> tuple[str, ...]:
     """The accepted forms in the order of the column, each once; none where it holds nothing."""
     plain = value.tolist() if hasattr(value, "tolist") else value
     listed = cast("Sequence[Any]", plain if isinstance(plain, list | tuple) else [plain])
-    forms = [_form(name, each, tag) for each in listed]
+    forms = [form for each in listed for form in _forms_of(name, each, tag, boxes)]
     return tuple(dict.fromkeys(form for form in forms if form))
 
 
-def _form(name: str, value: Any, tag: str) -> str:
-    """The answer as text; empty where there is none."""
+def _forms_of(name: str, value: Any, tag: str, boxes: bool) -> tuple[str, ...]:
+    """One entry's answer; a marked number with commas between its thousands also without them."""
+    if not isinstance(value, str):
+        return (_plain(name, value),)
+    marked = marked_answer(value, tag, boxes)
+    if marked is None:
+        return (value.strip(),)
+    grouped = re.fullmatch(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?", marked)
+    return (marked, marked.replace(",", "")) if grouped else (marked,)
+
+
+def _plain(name: str, value: Any) -> str:
+    """What is no text, as text; empty where there is nothing."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
     if isinstance(value, float) and value.is_integer():  # what tables make of a column with gaps
         return str(int(value))
     if isinstance(value, int | float):
         return str(value)
-    if not isinstance(value, str):
-        raise ValueError(
-            f"the gold answer in the column `{name}` is {type(value).__name__}; "
-            "expected text, a number, or a list of accepted forms"
-        )
-    tagged = last_tagged(value, tag)
-    return value.strip() if tagged is None else tagged
+    raise ValueError(
+        f"the gold answer in the column `{name}` is {type(value).__name__}; "
+        "expected text, a number, or a list of accepted forms"
+    )
 
 
 def _no_gold(columns: Collection[str], answer_column: str | None) -> str:

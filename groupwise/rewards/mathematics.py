@@ -14,7 +14,7 @@ import cmath
 import logging
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
@@ -29,7 +29,7 @@ from groupwise.rewards.canonical import (
     number,
 )
 from groupwise.rewards.formats import starts_with_both_pairs
-from groupwise.rewards.gold import gold_answers
+from groupwise.rewards.gold import gold_answers, gold_of_row
 from groupwise.rewards.registry import reward
 from groupwise.rewards.tags import THINK, Tags, check_name, last_tagged
 from groupwise.rewards.text import CompletionText, completion_text
@@ -97,9 +97,13 @@ class MathAnswer:
 
     def __call__(self, completions: Sequence[CompletionText], **columns: Any) -> list[float]:
         """One of the values above for each completion. Raises ValueError for a row without a gold answer."""
-        golds = gold_answers(columns, len(completions), self.answer_column, self.answer_tag)
+        golds = gold_answers(columns, len(completions), self.answer_column, self.answer_tag, True)
         pairs = zip(completions, golds, strict=True)
         return [self._value(completion_text(c), forms) for c, forms in pairs]
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raise ValueError for a row without a gold answer."""
+        gold_of_row(row, self.answer_column, self.answer_tag, True)
 
     def _value(self, text: str, forms: Sequence[str]) -> float:
         answer = answer_of(text, self.answer_tag)
@@ -149,9 +153,13 @@ class PureAccuracyMath:
 
     def __call__(self, completions: Sequence[CompletionText], **columns: Any) -> list[float]:
         """1 or 0 for each completion. Raises ValueError for a row without a gold answer."""
-        golds = gold_answers(columns, len(completions), self.answer_column, self.answer_tag)
+        golds = gold_answers(columns, len(completions), self.answer_column, self.answer_tag, True)
         pairs = zip(completions, golds, strict=True)
         return [float(self._right(completion_text(c), forms)) for c, forms in pairs]
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raise ValueError for a row without a gold answer."""
+        gold_of_row(row, self.answer_column, self.answer_tag, True)
 
     def _right(self, text: str, forms: Sequence[str]) -> bool:
         tags = Tags(self.reasoning_tag, self.answer_tag)
@@ -211,12 +219,12 @@ def _expression(text: str) -> str | None:
     if len(text) > LONGEST:
         return None
     bare = bare_maths(text).replace("$", "")
-    if not bare or len(bare) > MOST_CHARACTERS or _in_words(bare) or _SLOW.search(bare):
+    if not bare or len(bare) > MOST_CHARACTERS or in_words(bare) or _SLOW.search(bare):
         return None
     return bare if _depth(bare) <= MOST_NESTED and _powers_are_small(bare) else None
 
 
-def _in_words(text: str) -> bool:
+def in_words(text: str) -> bool:
     """Whether it is written in letters alone, or has a word among its signs."""
     spelt = re.sub(r"\\text\{[^{}]*\}", " text ", text)
     plain = re.sub(r"\\(?:begin|end)\{[^{}]*\}|\\[a-zA-Z]+", " ", spelt)

@@ -5,8 +5,9 @@ answer. The worker says when it begins a piece of user code; one that then takes
 everything that it started. One that crashes is noticed. In both cases the call ends with a reason, and a new worker takes the
 next one. Threads take requests in the order in which they were asked for.
 
-A worker is a fresh interpreter (`python -m groupwise.rewards.workers`) on a socket pair, not a fork of this process and
-not multiprocessing: it holds no threads, locks or GPU of the run, and never runs the user's script a second time.
+A worker is a fresh interpreter (`python -P -m groupwise.rewards.workers`) on a socket pair, not a fork of this process and
+not multiprocessing: it holds no threads, locks or GPU of the run, and never runs the user's script a second time. With `-P` a
+`random.py` in the working directory does not stand in for Python's; files there are found after everything else.
 It sees no GPU, has one computing thread, no standard input and no Ctrl-C; what it prints goes to the log of `output`.
 See `processes` for what ends with it and what does not.
 """
@@ -289,7 +290,7 @@ class _Process:
     def _popen(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
         number = theirs.fileno()
         return subprocess.Popen(
-            [sys.executable, "-m", "groupwise.rewards.workers", str(number), str(os.getpid())],
+            [sys.executable, "-P", "-m", "groupwise.rewards.workers", str(number), str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -1,7 +1,7 @@
 """Rewards by task: each row is scored by the rewards of its label, so that one run can train on several tasks.
 
-A row's label is what its column `task` says, else its `dataset_name`, else the router's default: the first of these that the router
-knows. A batch may be mixed: each label's rewards see their own rows only, and what fails them fails no others. Every part stands
+A row's label is what its column `task` says; a label that the router does not know has no rewards, and no others either. Where `task` is
+empty the label is the row's `dataset_name`, if the router knows that (every row of a source has one), else the router's default. A batch may be mixed: each label's rewards see their own rows only, and what fails them fails no others. Every part stands
 under its label, `math/correctness`, and does not apply to the rows of other labels.
 """
 
@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any, cast
@@ -22,10 +21,9 @@ from groupwise.rewards.rubric import Row, Rubric, checked_weights
 from groupwise.rewards.scoring import GroupScore, MemberScore, ScoreRequest
 from groupwise.types import RewardPart
 
-logger = logging.getLogger(__name__)
-
 LABEL = "task"
-LABEL_COLUMNS = (LABEL, "dataset_name")
+SOURCE = "dataset_name"
+LABEL_COLUMNS = (LABEL, SOURCE)
 """The columns that may say which rewards a row has, in this order."""
 
 
@@ -35,10 +33,11 @@ class Router(Rubric):
     def __init__(
         self, rubrics: Mapping[str, Rubric], default: str | None = None, *, where: str = "Router"
     ) -> None:
-        """`default` is the label of rows that have no known one. Raises TaskError for an unknown default, or two parts of one name."""
+        """`default` is the label of rows that say none. Raises TaskError for an unknown default, or two parts of one name."""
         if not rubrics:
             raise TaskError(f"{where}: there are no labels; give the rewards of at least one.")
         self.where = where
+        self._outer: frozenset[str] = frozenset()
         self._take({label: rubric.under(label) for label, rubric in rubrics.items()})
         self.default = self._checked_default(default)
         twice = [name for name, count in Counter(self.names).items() if count > 1]
@@ -84,17 +83,20 @@ class Router(Rubric):
         return changed
 
     def under(self, label: str) -> Router:
-        """See `Rubric.under`: as one label of another router."""
+        """See `Rubric.under`: as one label of another router, which has used up a `task` of that name."""
         changed = copy.copy(self)
+        changed._outer = self._outer | {label}
         changed._take({own: rubric.under(label) for own, rubric in self.rubrics.items()})
         return changed
 
     def label_of(self, row: Row) -> str | None:
         """The label whose rewards a row has; None where the router knows none for it."""
-        for column in LABEL_COLUMNS:
-            if row.get(column) is not None and str(row[column]) in self.rubrics:
-                return str(row[column])
-        return self.default
+        said, source = (_filled(row, column) for column in LABEL_COLUMNS)
+        if said in self.rubrics:
+            return said
+        if said is not None and said not in self._outer:
+            return None
+        return source if source in self.rubrics else self.default
 
     def check_rows(self, rows: Mapping[int, Row]) -> None:
         """See `Rubric.check_rows`: each label's rewards have to be able to score its rows, and every row has to have some."""
@@ -107,7 +109,6 @@ class Router(Rubric):
                 f"{self.where}: {len(strangers)} of {len(rows)} rows have no rewards, row {first} first.\n  "
                 + "\n  ".join(f"{n} × {self._unknown(said)}" for said, n in counts.most_common(3))
             )
-        self._tell_of_misspelt(rows.values())
         for label, rubric in self.rubrics.items():
             rubric.check_rows({index: row for index, row in rows.items() if labels[index] == label})
 
@@ -164,24 +165,17 @@ class Router(Rubric):
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
         return f"no rewards for the label `{printable(said)}`.{hint} {known}"
 
-    def _tell_of_misspelt(self, rows: Iterable[Row]) -> None:
-        """Rows whose own label is unknown would have other rewards, and nobody would know."""
-        own = ((str(row[LABEL]), self.label_of(row)) for row in rows if row.get(LABEL) is not None)
-        for (said, label), count in Counter(own).items():
-            if said != label:
-                logger.warning(
-                    "%s: %d rows have the label `%s`, which the router does not know; they have the rewards of `%s`",
-                    self.where,
-                    count,
-                    said,
-                    label,
-                )
-
 
 def _said(row: Row) -> str | None:
     """What the row says of its task, known or not."""
-    given = (row.get(column) for column in LABEL_COLUMNS)
-    return next((str(label) for label in given if label is not None), None)
+    given = (_filled(row, column) for column in LABEL_COLUMNS)
+    return next((label for label in given if label is not None), None)
+
+
+def _filled(row: Row, column: str) -> str | None:
+    """A column's text; None where it is empty: blank, or the None or NaN of tables."""
+    value = row.get(column)
+    return None if value is None or value != value else str(value).strip() or None
 
 
 def _rows_of(request: ScoreRequest) -> list[dict[str, Any]]:

@@ -6,11 +6,11 @@ Lengths are in tokens as they were sampled, so they count what the model paid fo
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from groupwise.rewards.gold import gold_answers
+from groupwise.rewards.gold import gold_answers, gold_of_row
 from groupwise.rewards.mathematics import answer_of, is_right
 from groupwise.rewards.registry import reward
 from groupwise.rewards.tags import check_name
@@ -23,7 +23,10 @@ CACHE_SHARE = 0.2
 @reward("repetition")
 @dataclass(frozen=True, slots=True)
 class Repetition:
-    """`max_penalty` × share of the n-grams of words, case ignored, that occurred before; 0 for fewer words than n."""
+    """`max_penalty` × share of the n-grams of words, case ignored, that occurred before; 0 for fewer words than n.
+
+    Words are told by the white space between them, so a text in Chinese, say, which has none, is one word.
+    """
 
     n: int = 3
     """Words of an n-gram: pairs repeat in any good text."""
@@ -40,7 +43,8 @@ class Repetition:
 
     def __call__(self, completions: Sequence[CompletionText], **columns: Any) -> list[float]:
         """Between `max_penalty` and 0 for each completion."""
-        return [self.max_penalty * self._repeated(completion_text(c)) for c in completions]
+        shares = [self._repeated(completion_text(c)) for c in completions]
+        return [self.max_penalty * share + 0.0 for share in shares]  # + 0.0: no minus before zero
 
     def _repeated(self, text: str) -> float:
         words = text.lower().split()
@@ -85,9 +89,13 @@ class Length:
         **columns: Any,
     ) -> list[float]:
         """Between the values above for each completion. Raises ValueError for a row without a gold answer."""
-        golds = gold_answers(columns, len(completions), self.answer_column, self.answer_tag)
+        golds = gold_answers(columns, len(completions), self.answer_column, self.answer_tag, True)
         rows = zip(completions, completion_ids, golds, strict=True)
         return [self._value(completion_text(c), len(ids), forms) for c, ids, forms in rows]
+
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raise ValueError for a row without a gold answer."""
+        gold_of_row(row, self.answer_column, self.answer_tag, True)
 
     def _value(self, text: str, length: int, forms: Sequence[str]) -> float:
         answer = answer_of(text, self.answer_tag)

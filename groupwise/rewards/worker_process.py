@@ -67,7 +67,8 @@ def _read(connection: socket.socket, inbox: queue.SimpleQueue[bytes]) -> None:
 
 
 def _make(setup: Mapping[str, Any]) -> Any:
-    sys.path.extend(folder for folder in setup["sys_path"] if folder not in sys.path)
+    folders = [*setup["sys_path"], os.getcwd()]  # last, so that no file there hides a module
+    sys.path.extend(folder for folder in dict.fromkeys(folders) if folder not in sys.path)
     factory = load(setup["factory"], kind="factory").object
     return factory(**setup["arguments"])
 

@@ -37,10 +37,10 @@ from pydantic import BaseModel, model_validator
 from groupwise.data.order import Stream
 from groupwise.data.sources import read_source
 from groupwise.errors import TaskError
-from groupwise.rewards.canonical import boxed
 from groupwise.rewards.formats import SoftFormat
-from groupwise.rewards.mathematics import MathAnswer, PureAccuracyMath
-from groupwise.rewards.tags import THINK, last_tagged
+from groupwise.rewards.gold import at_mark, marked_answer
+from groupwise.rewards.mathematics import MathAnswer, PureAccuracyMath, in_words
+from groupwise.rewards.tags import THINK
 from groupwise.rewards.text import CompletionText
 from groupwise.settings.schema import Strict, setting
 from groupwise.settings.view import View
@@ -52,8 +52,10 @@ GENERATED = 2000
 """Training problems, where the config does not say how many are generated."""
 PATIENCE = 1000
 """Generated problems in a row that were there already, after which no more are looked for."""
+LONGEST_WORDS = 40
+"""Characters of an answer in words that stands by itself; a longer text is a solution, in which the answer has to be marked."""
 LONGEST_ANSWER = 200
-"""Characters of an answer that stands by itself; a longer text is a solution, in which the answer has to be marked."""
+"""The same for numbers and expressions, which have no words."""
 
 INSTRUCTION = "Solve the problem. Think between <think> and </think>, then answer between <answer> and </answer>."
 COLUMNS: Mapping[str, tuple[str, ...]] = {
@@ -267,7 +269,8 @@ def _read(own: TaskConfig, source: str, split: str) -> list[Problem]:
     if not usable:
         raise TaskError(
             f"No row of {source} has both a question in `{question}` and an answer in `{answer}` that can be read: after ####, in "
-            f"\\boxed{{}}, in answer tags, or a text of one line with at most {LONGEST_ANSWER} characters."
+            f"\\boxed{{}}, in answer tags, or a text of one line with at most {LONGEST_WORDS} characters, {LONGEST_ANSWER} for "
+            "numbers and expressions without words."
         )
     if len(usable) < len(problems):
         left_out = len(problems) - len(usable)
@@ -305,18 +308,20 @@ def _problem(question: str, answer: str, solution: str) -> Problem | None:
 
 
 def final_answer(solution: str) -> str | None:
-    r"""The answer that a text gives: after the last `####`, in the last `\boxed{}` or answer tag, or the text, if it is short."""
-    _, mark, after = solution.rpartition("####")
-    by_itself = "\n" not in solution.strip() and len(solution) <= LONGEST_ANSWER
-    given = (after if mark else None, boxed(solution), last_tagged(solution, THINK.answer))
-    found = next((each for each in given if each is not None), solution if by_itself else "")
-    return found.strip() or None
+    """The answer that a text gives: where it is marked, or the text, if it is a short one; None for other texts."""
+    marked = marked_answer(solution, THINK.answer, boxes=True)
+    if marked is not None:
+        return marked or None
+    answer = solution.strip()
+    longest = LONGEST_WORDS if in_words(answer) else LONGEST_ANSWER
+    return answer if answer and "\n" not in answer and len(answer) <= longest else None
 
 
 def _worked(solution: str, final: str) -> str:
     """A solution as somebody may think it, without tags and without what a calculator was asked."""
-    before, mark, _ = solution.rpartition("####")
-    text = re.sub(r"<<[^<>]*>>|</?(?:think|answer)>", "", before if mark else solution).strip()
+    divided = at_mark(solution)
+    told = solution if divided is None else divided[0]
+    text = re.sub(r"<<[^<>]*>>|</?(?:think|answer)>", "", told).strip()
     return text if text not in ("", final) else f"The answer is {final}."
 
 

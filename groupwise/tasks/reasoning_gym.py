@@ -284,7 +284,7 @@ def _make(request: str, limit: float) -> dict[str, list[dict[str, Any]]]:
     """Ask a process of its own for the problems. Raises TaskError where there are none."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "groupwise.tasks.reasoning_gym_problems"],
+            [sys.executable, "-P", "-m", "groupwise.tasks.reasoning_gym_problems"],
             input=request,
             capture_output=True,
             check=False,

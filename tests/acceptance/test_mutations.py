@@ -17,6 +17,13 @@ from tests.mutations import MUTATIONS
 
 pytestmark = pytest.mark.slow
 
+SLICE = 3
+"""One mistake of so many is made whenever the tests run; `make soak SUITE=mistake` makes the others."""
+SLICED = [
+    pytest.param(mutation, id=mutation.name, marks=[pytest.mark.soak] if number % SLICE else [])
+    for number, mutation in enumerate(MUTATIONS)
+]
+
 
 @pytest.fixture(scope="module")
 def nursery() -> Iterator[Nursery]:
@@ -36,7 +43,7 @@ def failed(test: str, outcomes: Outcomes) -> bool:
     return any(node == test or node.startswith(f"{test}[") for node in outcomes.failed)
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+@pytest.mark.parametrize("mutation", SLICED)
 def test_a_mistake_is_noticed(nursery: Nursery, place: Path, mutation: Mutation) -> None:
     outcomes = nursery.run(tree(place, mutation.edits), mutation.tests)
     assert outcomes.package == str(place / "groupwise" / "__init__.py")
@@ -45,8 +52,17 @@ def test_a_mistake_is_noticed(nursery: Nursery, place: Path, mutation: Mutation)
     assert [test for test in mutation.tests if not failed(test, outcomes)] == [], outcomes.talk
 
 
-def test_without_a_mistake_they_pass(nursery: Nursery, place: Path) -> None:
-    named = sorted({test for mutation in MUTATIONS for test in mutation.tests})
+@pytest.mark.parametrize(
+    "mutations",
+    [
+        pytest.param(MUTATIONS[::SLICE], id="some"),
+        pytest.param(MUTATIONS, id="all", marks=[pytest.mark.soak, pytest.mark.timeout(3600)]),
+    ],
+)
+def test_without_a_mistake_they_pass(
+    nursery: Nursery, place: Path, mutations: tuple[Mutation, ...]
+) -> None:
+    named = sorted({test for mutation in mutations for test in mutation.tests})
     outcomes = nursery.run(tree(place), named)
     assert outcomes.package == str(place / "groupwise" / "__init__.py")
     assert outcomes.code == 0, outcomes.talk

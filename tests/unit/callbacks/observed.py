@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,6 +49,13 @@ class Observed:
         store = SimpleNamespace(get_meta=lambda: {"kind": self.kind}, metrics=metrics)
         checkpoints = self.path / "checkpoints"
         return SimpleNamespace(name="toy", path=self.path, checkpoints=checkpoints, store=store)
+
+    @property
+    def replay(self) -> None:
+        return None
+
+    def keep_for_replay(self, draws: Iterable[int]) -> None:
+        raise AssertionError("no callback here fills a buffer")
 
     def epoch(self) -> float:
         return self.step / 4

@@ -227,6 +227,6 @@ def test_program_and_config_must_be_there(tmp_path):
 def test_a_config_becomes_the_command_of_groupwise_eval():
     made = BenchmarkOnCheckpoint(config="c.yaml", task_module="t.py", overrides=("a.b=1",))
     assert made.command[1:] == (
-        *("-m", "groupwise", "eval", "--config", "c.yaml", "--task-module", "t.py"),
+        *("-P", "-m", "groupwise", "eval", "--config", "c.yaml", "--task-module", "t.py"),
         *("--policy", "{policy}", "--output", "{output}", "a.b=1"),
     )

@@ -170,8 +170,8 @@ def test_the_token_stands_in_no_message(monkeypatch, hub, folder):
 # --- what waits
 
 
-def queue(run: Path, step: int, folder: Path, **target: object) -> None:
-    hub_queue.add(run, step, Target("me/model", f"b-{step}", **target), folder, CARD, None)
+def queue(run: Path, step: int, folder: Path) -> None:
+    hub_queue.add(run, step, Target("me/model", f"b-{step}"), folder, CARD, None)
 
 
 def test_what_waits_is_whole_in_order_and_outlives_its_source(tmp_path, hub, folder):

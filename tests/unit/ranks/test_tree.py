@@ -54,6 +54,14 @@ async def test_each_rank_answers_for_itself(shared):
     assert await shared.call_each([(1, "add", (1, 2)), (0, "add", (3,))]) == [3, 3]
 
 
+def test_a_file_of_the_working_directory_hides_no_module(tmp_path, monkeypatch):
+    (tmp_path / "random.py").write_text("raise RuntimeError('not the one that is meant')")
+    monkeypatch.chdir(tmp_path)
+    ranks = started(count=1)
+    ranks.close()
+    assert all_gone(ranks.processes)
+
+
 async def test_several_calls_are_under_way_and_can_be_given_up(shared):
     waiting = [asyncio.create_task(shared.call(0, "wait", droppable=True)) for _ in range(2)]
     kept = asyncio.create_task(shared.call(0, "wait"))

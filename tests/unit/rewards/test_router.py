@@ -1,13 +1,12 @@
 """Rewards by task.
 
-1. A row's label: column `task`, then `dataset_name`, then the default.
+1. A row's label: column `task`, known or not; where that is empty a known `dataset_name`, then the default.
 2. A mixed batch is scored row by row: each label's rewards see their own rows, and fail nobody else's.
 3. Every part stands under its label and does not apply to other rows.
 4. Rows without rewards are refused before a run, and are failures in one.
 """
 
 import asyncio
-import logging
 
 import pytest
 from hypothesis import given
@@ -71,15 +70,28 @@ def refused(call) -> str:
         ({"task": "math"}, "math"),
         ({"task": "math", "dataset_name": "words"}, "math"),
         ({"task": None, "dataset_name": "words"}, "words"),
-        ({"task": "other", "dataset_name": "words"}, "words"),
+        ({"task": "", "dataset_name": "words"}, "words"),
+        ({"task": float("nan"), "dataset_name": "words"}, "words"),
         ({"dataset_name": "words"}, "words"),
-        ({"task": "other"}, None),
+        ({"dataset_name": "other"}, None),
+        ({"task": " "}, None),
         ({}, None),
     ],
 )
 def test_label_of_a_row(row, label):
     assert ROUTER.label_of(row) == label
     assert ROUTER.with_default("math").label_of(row) == (label or "math")
+
+
+@pytest.mark.parametrize("row", [{"task": "other"}, {"task": "other", "dataset_name": "words"}])
+def test_an_unknown_label_gets_no_other_rewards(row):
+    assert ROUTER.label_of(row) is None
+    router = ROUTER.with_default("math")
+    assert router.label_of(row) is None
+    assert "1 × no rewards for the label `other`" in refused(lambda: router.check_rows({0: row}))
+    (member,) = score(router, [row]).members
+    assert (member.outcome, member.reward) == ("failed", None)
+    assert "no rewards for the label `other`" in str(member.reason)
 
 
 def test_a_label_may_be_a_number():
@@ -154,6 +166,9 @@ def test_routers_within_routers():
     assert outer.names == ("in/x/length", "in/y/right", "out/length")
     found = score(outer, [{"task": "in"}, {"task": "out"}])
     assert [parts_of(member)["in/x/length"] for member in found.members] == [2.0, None]
+    found = score(outer, [{"task": "in", "dataset_name": "y", "answer": "ab"}])
+    assert parts_of(found.members[0])["in/y/right"] == 1.0
+    assert inner.label_of({"task": "in"}) is None  # by itself it does not know of it
 
 
 def test_metrics_of_one_name_are_averaged():
@@ -221,15 +236,6 @@ def test_columns_are_asked_of_the_rows_of_a_label_alone():
         lambda: ROUTER.check_rows({0: {"task": "math"}, 1: {"task": "words", "answer": "1"}})
     )
     assert message.startswith("Router, math: `right` asks for `answer`")
-
-
-def test_a_misspelt_label_with_a_default_is_told(caplog):
-    router = ROUTER.with_default("words")
-    with caplog.at_level(logging.WARNING):
-        router.check_rows({0: {"task": "mth"}, 1: {"task": "mth"}, 2: {}, 3: {"dataset_name": "x"}})
-    assert [record.getMessage() for record in caplog.records] == [
-        "Router: 2 rows have the label `mth`, which the router does not know; they have the rewards of `words`"
-    ]
 
 
 def test_rewards_may_refuse_rows():

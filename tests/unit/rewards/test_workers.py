@@ -125,6 +125,17 @@ async def test_environment_of_a_worker(closing):
     assert notes["torch"] is False
 
 
+async def test_files_of_the_working_directory_are_found_after_pythons(
+    closing, tmp_path, monkeypatch
+):
+    for name in ("random", "re", "code", "queue"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('not the one that is meant')")
+    (tmp_path / "groupwise_test_beside.py").write_text("BESIDE = 7.0")
+    monkeypatch.chdir(tmp_path)
+    workers = closing(workers_for("imports_what_is_beside"))
+    assert rewards(await workers.score(request())) == (7.0, 7.0)
+
+
 async def test_metrics(closing):
     workers = closing(workers_for("fine"))
     assert await workers.compute_metrics(["p"], ["c"], [{}, {}]) == {

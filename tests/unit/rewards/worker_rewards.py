@@ -1,6 +1,7 @@
 """Reward functions that behave badly in every way, and the factories that workers make them with."""
 
 import ctypes
+import importlib
 import os
 import signal
 import socket
@@ -165,6 +166,11 @@ def tells_environment(completions, log_extra, names, **kwargs):
     log_extra("found", [{name: os.environ.get(name) for name in names[0]}] * len(completions))
     log_extra("torch", ["torch" in sys.modules] * len(completions))
     return [1.0] * len(completions)
+
+
+def imports_what_is_beside(completions, **kwargs):
+    beside = importlib.import_module("groupwise_test_beside")
+    return [beside.BESIDE] * len(completions)
 
 
 def keeps_order(completions, file, **kwargs):

@@ -112,6 +112,17 @@ def completions(rows: list[dict[str, Any]]) -> list[str]:
 # Problems
 
 
+@pytest.mark.usefixtures("_truly")
+def test_a_file_of_the_working_directory_hides_no_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "random.py").write_text("raise RuntimeError('not the one that is meant')")
+    monkeypatch.chdir(tmp_path)
+    own = reasoning_gym._own(config(datasets=[named(next(iter(SOME)))]))
+    request = {"seed": 0, "sizes": {"train": 1}, **own.model_dump(include={"datasets"})}
+    assert len(reasoning_gym._make(json.dumps(request), 60.0)["train"]) == 1
+
+
 def test_each_dataset_gets_its_share_and_they_are_mixed(some: list[dict[str, Any]]) -> None:
     names = [row["dataset"]["name"] for row in some]
     assert Counter(names) == Counter(dict.fromkeys(SOME, 2))
