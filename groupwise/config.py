@@ -400,6 +400,12 @@ class RunConfig(Strict):
                 "schedule, or leave the key out.",
                 ("data.replay.at_temperature_floor", "sampler.temperature_schedule"),
             )
+        if int(replay.max_share * self.training.prompts_per_step) == 0:
+            yield Conflict(
+                f"data.replay.max_share is {replay.max_share:g}, which is less than one of the {self.training.prompts_per_step} prompts "
+                "of a step, so that nothing would ever be drawn again. Raise it, or training.prompts_per_step.",
+                ("data.replay.max_share", "training.prompts_per_step"),
+            )
         if replay.mode == "completions":
             yield from self._completions_cannot_be_trained_again()
 

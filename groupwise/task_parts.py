@@ -39,12 +39,19 @@ def task_of(config: RunConfig, source: object | None) -> Task:
 
 
 def rewarded(config: RunConfig, task: Task) -> Task:
-    """The task with the rewards that the config names, where it does, instead of its own."""
+    """The task with the rewards that the config names, where it does, instead of its own.
+
+    Beside a router without `default_task` its own stay those of the rows that have no label.
+    """
     if not config.rewards.names_rewards or isinstance(task, ConfiguredTask):
         return task
 
     def get_reward_funcs(config: Any, tokenizer: Any) -> Rubric | None:
-        return configured_rubric(config["rewards"])
+        section = config["rewards"]
+        routed = section.get("router") is not None and section.get("default_task") is None
+        keeps_own = routed and task.has("get_reward_funcs")
+        own = (task.name, task.rubric(config, tokenizer)) if keeps_own else None
+        return configured_rubric(section, own)
 
     return task.with_hook("get_reward_funcs", get_reward_funcs)
 

@@ -807,6 +807,20 @@ MUTATIONS = (
     ),
     Mutation(
         "28",
+        "a resume with more steps reads more of a mixture's streams",
+        (
+            (
+                "tasks/configured.py",
+                "return self._call(hook, **arguments, limit=limit)",
+                'return self._call(hook, **arguments, limit=2 * arguments["config"]["training"]["max_steps"])',
+            ),
+        ),
+        (
+            "tests/unit/tasks/test_configured.py::test_a_resumed_mixture_reads_its_streams_as_far_as_it_began",
+        ),
+    ),
+    Mutation(
+        "28",
         "the moments of the optimiser are not restored",
         (
             (
@@ -976,6 +990,36 @@ MUTATIONS = (
         (f"{GENERATION}/test_generate_prompts.py::test_a_key_is_the_rows_and_no_others",),
     ),
     Mutation(
+        "29",
+        "a column that is added has every answer paid for again",
+        (
+            (
+                "generation/prompts.py",
+                "canonical(prompt), canonical(sampling)]",
+                "canonical(prompt), canonical(sampling), canonical(columns)]",
+            ),
+        ),
+        (
+            f"{GENERATION}/test_generate_prompts.py"
+            "::test_a_key_is_that_of_the_request_whatever_else_a_row_holds",
+        ),
+    ),
+    Mutation(
+        "29",
+        "rewards that cannot score anything empty the training rows that are there",
+        (
+            (
+                "generation/results.py",
+                "if not left_unjudged(config, counts):",
+                "if config.num_generations:",
+            ),
+        ),
+        (
+            f"{GENERATION}/test_generate_results.py"
+            "::test_what_trained_stays_where_nothing_could_be_scored",
+        ),
+    ),
+    Mutation(
         "30",
         "a worker that was killed is not reaped",
         (
@@ -1061,6 +1105,21 @@ MUTATIONS = (
     ),
     Mutation(
         "31",
+        "tests that any code would pass are taken",
+        (
+            (
+                "rewards/boxed_tests.py",
+                "        if not any(step.is_test for step in steps):\n",
+                "        if not steps:\n",
+            ),
+        ),
+        (
+            "tests/unit/rewards/test_python_tests.py::"
+            "test_tests_that_any_code_would_pass_are_refused_before_the_run",
+        ),
+    ),
+    Mutation(
+        "31",
         "a judge's verdict counts without the mark of its question",
         (
             (
@@ -1105,9 +1164,7 @@ MUTATIONS = (
                 "        if said is not None and self.default is None:\n",
             ),
         ),
-        (
-            "tests/unit/rewards/test_router.py::test_an_unknown_label_gets_no_other_rewards",
-        ),
+        ("tests/unit/rewards/test_router.py::test_an_unknown_label_gets_no_other_rewards",),
     ),
     Mutation(
         "31",
@@ -1131,12 +1188,50 @@ MUTATIONS = (
     ),
     Mutation(
         "31",
+        "a heading in the middle of a text marks its answer",
+        (
+            (
+                "rewards/gold.py",
+                'if not stands_alone or "\\n" in answer or',
+                "if not stands_alone or",
+            ),
+        ),
+        ("tests/unit/rewards/test_gold.py::test_the_mark_stands_before_the_end",),
+    ),
+    Mutation(
+        "31",
+        "any words behind a number are its unit",
+        (
+            (
+                "rewards/canonical.py",
+                "return _NO_UNIT.isdisjoint(_singular(word)",
+                "return set().isdisjoint(_singular(word)",
+            ),
+        ),
+        ("tests/unit/rewards/test_canonical.py::test_what_does_not",),
+    ),
+    Mutation(
+        "31",
+        "digits beside the letters of the gold answer are nothing",
+        (("rewards/crossword.py", "in exact and not _other_signs(answer)", "in exact"),),
+        ("tests/unit/rewards/test_crossword.py::test_pure_accuracy_adds_up",),
+    ),
+    Mutation(
+        "31",
+        "a rubric in the prompt may be repeated in another order",
+        (("rewards/overlap.py", "and stands_in(rubric, prompt):", "and not prompt:"),),
+        (
+            "tests/unit/rewards/test_overlap.py::test_a_rubric_in_the_prompt_leaves_the_likeness_of_what_is_not_copied",
+        ),
+    ),
+    Mutation(
+        "31",
         "an empty pair of tags counts",
         (
             (
                 "rewards/formats.py",
-                'return re.sub(rf"<({names})>\\s*</\\1>", "", text, flags=re.IGNORECASE)',
-                "return text if names else text",
+                "empty |= {place, opened[pair].pop()}",
+                "opened[pair].pop()",
             ),
         ),
         ("tests/unit/rewards/test_formats.py::test_tags_that_occur_once",),
@@ -1164,13 +1259,13 @@ MUTATIONS = (
     Mutation(
         "31",
         "the letters of a word are factors",
-        (("rewards/mathematics.py", " or _in_words(bare)", ""),),
+        (("rewards/mathematics.py", " or in_words(bare)", ""),),
         ("tests/unit/rewards/test_mathematics.py::test_what_is_wrong_however_alike_it_looks",),
     ),
     Mutation(
         "31",
         "whole numbers may be off by a millionth",
-        (("rewards/canonical.py", "return not whole and ", "return "),),
+        (("rewards/canonical.py", "return rounded and not whole and ", "return rounded and "),),
         ("tests/unit/rewards/test_canonical.py::test_what_does_not",),
     ),
     Mutation(
@@ -1179,8 +1274,8 @@ MUTATIONS = (
         (
             (
                 "rewards/overlap.py",
-                "set(own_words(written, words(_text(prompt)), self.copied_run))",
-                "set(own_words(written, words(_text(prompt)), 0))",
+                "set(own_words(written, asked, run))",
+                "set(own_words(written, asked, 0))",
             ),
         ),
         (
@@ -1242,8 +1337,26 @@ MUTATIONS = (
     ),
     Mutation(
         "31",
+        "steps of one car are joined before they are played",
+        (
+            (
+                "rewards/rush_hour.py",
+                "        played = play(board, moves)\n        given",
+                "        played = play(board, moves := merged(moves))\n        given",
+            ),
+        ),
+        (f"{RUSH_HOUR}::test_shaped",),
+    ),
+    Mutation(
+        "31",
         "gold solutions with the names of another board are taken",
-        (("rewards/rush_hour.py", "        if not played.solved:\n", "        if not moves:\n"),),
+        (
+            (
+                "rewards/rush_hour.py",
+                "        if not played.solved or played.legal < played.begun:\n",
+                "        if not moves:\n",
+            ),
+        ),
         (f"{RUSH_HOUR}::test_a_gold_solution_that_does_not_solve_its_own_board_is_refused",),
     ),
     Mutation(

@@ -28,8 +28,6 @@ from groupwise.checks.check_data import (
     check_teacher,
     first_prompts,
     prompt_lengths,
-    same_prompt,
-    same_row,
     spread,
 )
 from groupwise.checks.check_environment import check_environment
@@ -60,6 +58,7 @@ from groupwise.checks.check_rewards import (
 )
 from groupwise.checks.findings import Finding, Findings, OnFinding, Report
 from groupwise.config import LoadedConfig, RunConfig, load_config, view, with_task_schema
+from groupwise.data.overlap import same_prompt, same_row
 from groupwise.errors import EnvironmentWorkerError, RewardWorkerError, TaskError, UsageError
 from groupwise.models.tokens import rendered
 from groupwise.rewards.router import Router

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any, TypeVar, cast
 
 from groupwise.checks.findings import Finding
 from groupwise.data.chat import Account
+from groupwise.data.overlap import SameAs, trained_on
 from groupwise.data.sft import teacher_example
 from groupwise.errors import TaskError
 from groupwise.models.tokens import rendered
@@ -22,8 +22,6 @@ MEASURED = 2000
 """Prompts of a dataset whose length is measured, evenly spread over it."""
 
 T = TypeVar("T")
-SameAs = Callable[[Example], str]
-"""Gives the same text for rows that are the same."""
 
 
 def check_hooks(task: Task) -> Finding:
@@ -156,8 +154,7 @@ def check_teacher(task: Task, config: Any, tokenizer: Any, limit: int | None) ->
 
 def check_overlap(train: Sequence[Example], held_out: Sequence[Example], same: SameAs) -> Finding:
     """Whether held-out prompts are trained on."""
-    trained = set(map(same, train))
-    shared = [example for example in held_out if same(example) in trained]
+    shared = trained_on(train, held_out, same)
     data = {"shared": len(shared), "examples": [example.index for example in shared[:5]]}
     if not shared:
         return Finding("overlap", "ok", "no held-out prompt is trained on", data=data)
@@ -204,21 +201,6 @@ def spread(found: Sequence[T], count: int) -> list[T]:
     if len(found) <= count:
         return list(found)
     return [found[index * len(found) // count] for index in range(count)]
-
-
-def prompt_key(prompt: Prompt) -> str:
-    """Equal for prompts that ask the same in the same words."""
-    return json.dumps(prompt, sort_keys=True, default=str)
-
-
-def same_prompt(example: Example) -> str:
-    """Rows are the same where their prompts are: the model sees nothing else."""
-    return prompt_key(example.prompt)
-
-
-def same_row(example: Example) -> str:
-    """Rows are the same where all of their columns are: an environment may make another task of each."""
-    return json.dumps([example.prompt, example.columns], sort_keys=True, default=str)
 
 
 def described_columns(examples: Sequence[Example]) -> dict[str, str]:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from groupwise.checks.check_data import prompt_key
 from groupwise.checks.check_rewards import (
     Trial,
     Verdict,
@@ -24,6 +23,7 @@ from groupwise.checks.check_rewards import (
     rewards_of,
 )
 from groupwise.checks.findings import Finding
+from groupwise.data.overlap import prompt_key
 from groupwise.errors import RunNotFoundError, UsageError
 from groupwise.runs import find
 from groupwise.runs.folder import RECORD

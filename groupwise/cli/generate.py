@@ -137,7 +137,9 @@ def generate(
     ] = None,
     client_replicas: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="So many times as many requests at once."),
+        typer.Option(
+            metavar="N", min=1, help="So many times as many requests at once as said, or as usual."
+        ),
     ] = None,
     timeout: Annotated[
         float | None, typer.Option(metavar="SECONDS", help="For one request. Without it: 900.")
@@ -276,14 +278,12 @@ def _at_once(
         raise typer.BadParameter(
             "--input-batch-size is another word for --concurrency; give one of them."
         )
-    one = concurrency or input_batch_size
+    one = concurrency if input_batch_size is None else input_batch_size
     if client_replicas is None:
         return one
-    if one is None:
-        raise typer.BadParameter(
-            "--client-replicas multiplies --concurrency (or --input-batch-size); give it, too."
-        )
-    return one * client_replicas
+    from groupwise.generation.config import CONCURRENCY
+
+    return (CONCURRENCY if one is None else one) * client_replicas
 
 
 def _fields(extra: str | None) -> dict[str, Any] | None:

@@ -226,9 +226,11 @@ def _facts(path: Path) -> dict[str, Any]:
             for each in store.evaluations(rows=False)
         ]
         found = checkpoints.complete(path / CHECKPOINTS)
+        meta = store.get_meta()
         return {
             **_info_json(run_info(path)),
-            "error": store.get_meta().get("error"),
+            "error": meta.get("error"),
+            "rows_left_out": meta.get("rows_left_out") or {},
             "last_metrics": {} if last is None else store.step_metrics(last),
             "rewards": [value for _, value in curves.get("reward", [])],
             "losses": [value for _, value in curves.get("loss", [])],
@@ -270,6 +272,8 @@ def _print_facts(facts: Mapping[str, Any]) -> None:
             for w in facts["warnings"]
         ],
     )
+    for hook, reasons in facts["rows_left_out"].items():
+        print_section(f"rows of {hook} left out", [(str(n), why) for why, n in reasons.items()])
     print_section("last step", [(k, rounded(v)) for k, v in facts["last_metrics"].items()])
     for evaluation in facts["evaluations"]:
         title = f"evaluation {evaluation['name']} of {evaluation['policy']} after {evaluation['step']} steps"

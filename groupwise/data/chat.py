@@ -75,11 +75,25 @@ class Unusable(Exception):
     """A row cannot be used; the text is the reason that it is counted by."""
 
 
-def with_prompts(rows: Sequence[Row], way: PromptWay, where: str, *, strict: bool) -> Rows:
-    """The rows with their column `prompt` as text or chat messages. Raises TaskError where no row is left, or one is not `strict`ly."""
+def with_prompts(
+    rows: Sequence[Row],
+    way: PromptWay,
+    where: str,
+    *,
+    strict: bool,
+    unscorable: Callable[[Row], str | None] = lambda row: None,
+) -> Rows:
+    """The rows with their column `prompt` as text or chat messages. Raises TaskError where no row is left, or one is not `strict`ly.
+
+    `unscorable` says why a row, without its prompt, is of no use to those who score it.
+    """
 
     def made(row: Row, changes: list[str]) -> Row:
-        return {**row, "prompt": _prompt(row.get("prompt"), row, way, changes)}
+        prompt = _prompt(row.get("prompt"), row, way, changes)
+        columns = {name: value for name, value in row.items() if name != "prompt"}
+        if reason := unscorable(columns):
+            raise Unusable(reason)
+        return {**row, "prompt": prompt}
 
     return _made(rows, made, ("prompt",), way, where, strict=strict)
 

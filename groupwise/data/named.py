@@ -13,6 +13,7 @@ from groupwise.data.chat import (
     Account,
     PromptWay,
     Row,
+    Rows,
     key_of,
     with_prompts,
     with_teacher,
@@ -30,22 +31,28 @@ KNOWN_BY = ("prompt", "messages", "text", "input_ids")
 """The columns by which rows are the same, of which none may be trained on and held out."""
 
 Found = tuple[list[Part], Account]
+Unscorable = Callable[[Row], str | None]
+"""Why the rewards cannot score a row, which has its label but no prompt; None where they can."""
 
 
-def for_training(data: DatasetConfig, *, teacher: bool) -> Found:
-    """The rows that are trained on; `teacher`: as lessons of a teacher, otherwise as prompts. Raises TaskError."""
-    parts, account = _read(data, lambda entry: entry.split or data.dataset_split, teacher=teacher)
+def for_training(
+    data: DatasetConfig, *, teacher: bool, unscorable: Unscorable = lambda row: None
+) -> Found:
+    """The rows that are trained on; `teacher`: as lessons of a teacher, otherwise as prompts that can be scored. Raises TaskError."""
+    parts, account = _read(data, partial(_split_for_training, data), teacher, unscorable)
     if parts and data.test_split_size is not None:
         parts, _ = _split(parts, data)
     return joined(parts, data.mixture_columns), account
 
 
-def held_out(data: DatasetConfig, *, teacher: bool) -> Found:
+def held_out(
+    data: DatasetConfig, *, teacher: bool, unscorable: Unscorable = lambda row: None
+) -> Found:
     """The rows that are held out: of splits of their own, or taken off those for training, which tell what was left out."""
     if data.test_split_size is None:
-        parts, account = _read(data, lambda entry: entry.test_split, teacher=teacher)
+        parts, account = _read(data, lambda entry: entry.test_split, teacher, unscorable)
         return joined(parts, data.mixture_columns), account
-    parts, _ = _read(data, lambda entry: entry.split or data.dataset_split, teacher=teacher)
+    parts, _ = _read(data, partial(_split_for_training, data), teacher, unscorable)
     parts = _split(parts, data)[1] if parts else []
     return joined(parts, data.mixture_columns), Account()
 
@@ -67,29 +74,48 @@ def labelled(row: Row, entry: MixtureEntry, label: str | None) -> Row:
     return named if label is None else {**named, LABEL: label}
 
 
+def as_prompts(data: DatasetConfig, rows: Sequence[Row], where: str) -> Rows:
+    """Rows from beside the named data, their prompts made ready in the same way."""
+    return with_prompts(rows, _way(data), where, strict=data.strict)
+
+
+def _split_for_training(data: DatasetConfig, entry: MixtureEntry) -> str:
+    return entry.split or data.dataset_split
+
+
 def _split(parts: Sequence[Part], data: DatasetConfig) -> tuple[list[Part], list[Part]]:
     assert data.test_split_size is not None
     return split(parts, data.test_split_size, data.seed, partial(key_of, columns=KNOWN_BY))
 
 
 def _read(
-    data: DatasetConfig, split_of: Callable[[MixtureEntry], str | None], *, teacher: bool
+    data: DatasetConfig,
+    split_of: Callable[[MixtureEntry], str | None],
+    teacher: bool,
+    unscorable: Unscorable,
 ) -> Found:
     """The rows of the sources that have such a split."""
     parts: list[Part] = []
     account = Account()
-    prepare = with_teacher if teacher else with_prompts
     for number, entry in enumerate(data.mixture):
         wanted = split_of(entry)
         if entry.source is None or wanted is None:
             continue
         where = place_of(data, number)
         given = _rows(data, entry, wanted, where, teacher=teacher)
-        rows = prepare(given, _way(data), where, strict=data.strict)
+        if teacher:
+            rows = with_teacher(given, _way(data), where, strict=data.strict)
+        else:
+            why = partial(_why_not, unscorable, entry)
+            rows = with_prompts(given, _way(data), where, strict=data.strict, unscorable=why)
         account += rows.account if data.dataset_mixture is None else rows.account.under(where)
         own = [labelled(row, entry, entry.label) for row in rows]
         parts.append(Part(where, own, entry.weight))
     return parts, account
+
+
+def _why_not(unscorable: Unscorable, entry: MixtureEntry, row: Row) -> str | None:
+    return unscorable(labelled(row, entry, entry.label))
 
 
 def _rows(

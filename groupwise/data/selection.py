@@ -120,7 +120,7 @@ class Selection:
         self._kept.clear()
 
     def metrics(self, groups: Sequence[Group], step: int) -> dict[str, float]:
-        """Where the groups of a step came from, how each kind did, and what is known by now."""
+        """Where the groups that a step trains came from, how each kind did, and what is known by now."""
         found: dict[str, float] = {}
         if self._config.easy_pool:
             found["data/easy_probability"] = self._config.easy_pool.probability(step)
@@ -220,10 +220,13 @@ class Selection:
             return
         prompt = group.example.prompt
         rewards = [rollout.reward for rollout in group.scored if rollout.reward is not None]
-        newest = group.draw if choice.again is None else choice.again
-        payload = [choice.pool, choice.index, newest if config.mode == "completions" else None]
-        if prompt in replay or group.draw in self._kept or self._is_solved(group):
-            replay.add_group(prompt, rewards, payload)
+        worthy = group.draw in self._kept or self._is_solved(group)
+        if prompt in replay and (choice.again is not None or not worthy):
+            replay.add_group(prompt, rewards)
+        elif worthy:
+            draw = group.draw if choice.again is None else choice.again
+            draw_to_train = draw if config.mode == "completions" else None
+            replay.add_group(prompt, rewards, [choice.pool, choice.index, draw_to_train])
 
     def _is_solved(self, group: Group) -> bool:
         config = self._config.replay

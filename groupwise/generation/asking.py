@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
-from groupwise.endpoints.answers import Answer, Usage
+from groupwise.endpoints.answers import Answer
 from groupwise.endpoints.client import Client
 from groupwise.errors import EndpointError
 from groupwise.generation.config import GenerateConfig
-from groupwise.generation.journal import Answers, Journal
+from groupwise.generation.journal import Answers, Billed, Journal
 from groupwise.generation.prompts import Item
 from groupwise.rollouts.asking import gather_all
 
@@ -42,20 +42,9 @@ class Tally:
 
     answered: int = 0
     """Rows that have all their generations."""
-    requests: int = 0
-    usage: Usage = field(default_factory=lambda: Usage(0, 0))
-    untold: int = 0
-    """Answers that do not say what was billed."""
+    billed: Billed = field(default_factory=Billed)
     failures: list[Failure] = field(default_factory=list[Failure])
     began: float = field(default_factory=time.monotonic)
-
-    def add(self, answer: Answer) -> None:
-        """Count an answer."""
-        self.requests += 1
-        if answer.usage.prompt_tokens is None or answer.usage.completion_tokens is None:
-            self.untold += 1
-        else:
-            self.usage += answer.usage
 
     @property
     def seconds(self) -> float:
@@ -63,7 +52,7 @@ class Tally:
 
     @property
     def tokens_per_second(self) -> float:
-        return (self.usage.completion_tokens or 0) / max(self.seconds, 1e-9)
+        return (self.billed.usage.completion_tokens or 0) / max(self.seconds, 1e-9)
 
 
 class Asking:
@@ -106,7 +95,7 @@ class Asking:
         while (there := len(self._answers.of(item.key))) < wanted:
             answer = await self._request(item, there, wanted - there)
             self._journal.append(item.key, there, answer)
-            self.tally.add(answer)
+            self.tally.billed.add(answer.usage)
             self._failed_in_a_row = 0
             self._changed(self.tally)
         self.tally.answered += 1
@@ -129,7 +118,7 @@ class Asking:
 
     def _fail(self, item: Item, error: EndpointError) -> None:
         self.tally.failures.append(Failure(item.index, str(error)))
-        if error.status not in OF_THE_ROW or self.tally.requests == 0:
+        if error.status not in OF_THE_ROW or self.tally.billed.requests == 0:
             self._failed_in_a_row += 1
         limit = max(HOPE, self._config.concurrency)
         if error.status in FOR_ALL_ROWS:

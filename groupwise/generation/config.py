@@ -15,8 +15,12 @@ from groupwise.settings.validation import validate
 
 BASE_URL = "http://127.0.0.1:8000/v1"
 """Where vLLM and `groupwise serve` answer, unless they are told otherwise."""
+CONCURRENCY = 16
+"""Requests under way at once, unless said otherwise; `--client-replicas` alone multiplies it."""
 
 _SHARD = re.compile(r"([1-9]\d*)/([1-9]\d*)")
+_THE_PROMPT = re.compile(r"\s*\{\{\s*instruction\s*\}\}\s*")
+"""What templates of distilabel call the prompt column. Alone it would be no template here, as it names no column in single braces."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -62,7 +66,7 @@ class GenerateConfig(Strict):
     )
     num_generations: int = setting(1, "Generations for each row.", ge=1)
 
-    concurrency: int = setting(16, "Requests under way at once.", ge=1)
+    concurrency: int = setting(CONCURRENCY, "Requests under way at once.", ge=1)
     timeout: float = setting(900.0, "Seconds for one request.", gt=0)
     retries: int = setting(8, "How often a request that may still succeed is repeated.", ge=0)
     shard: str | None = setting(None, "i/N: only the i-th of every N rows.")
@@ -180,7 +184,10 @@ def _is_shard(text: str) -> bool:
 
 
 def read_options(options: Mapping[str, Any]) -> GenerateConfig:
-    """The options, checked. `output="hub:OWNER/NAME"` is the hub. Raises UsageError with every problem."""
+    """The options, checked. Raises UsageError with every problem.
+
+    `output="hub:OWNER/NAME"` is the hub, `prompt_template="{{ instruction }}"` the prompt column as it stands.
+    """
     given = dict(options)
     output = given.get("output")
     if isinstance(output, str) and output.startswith("hub:"):
@@ -188,6 +195,10 @@ def read_options(options: Mapping[str, Any]) -> GenerateConfig:
             raise UsageError("Two datasets on the hub are given; name one.")
         del given["output"]
         given["hub"] = output.removeprefix("hub:")
+    template = given.get("prompt_template")
+    of_dataset = given.get("task_module") is None  # a task's prompts have no template to translate
+    if of_dataset and isinstance(template, str) and _THE_PROMPT.fullmatch(template):
+        del given["prompt_template"]
     extra = ("extra",)  # it is written into the folder
     tree = tree_of(given, "generate")
     return validate(GenerateConfig, tree, check=lambda tree: secrets_in(tree, extra))

@@ -31,9 +31,15 @@ from groupwise.errors import (
 )
 from groupwise.generation.asking import Asking, Failure, Tally
 from groupwise.generation.config import GenerateConfig, read_options
-from groupwise.generation.journal import ANSWERS, Answers, Journal
+from groupwise.generation.journal import ANSWERS, Answers, Billed, Journal
 from groupwise.generation.prompts import Prompts, read_prompts
-from groupwise.generation.results import Counts, replaced_columns, write_results
+from groupwise.generation.results import (
+    TRAIN,
+    Counts,
+    left_unjudged,
+    replaced_columns,
+    write_results,
+)
 from groupwise.generation.scoring import Scores, build_scorer, score_all
 from groupwise.generation.upload import prepare_upload, upload
 from groupwise.rewards.scoring import Scorer
@@ -45,19 +51,11 @@ logger = logging.getLogger(__name__)
 SETTINGS = "settings.json"
 SUMMARY = "summary.json"
 SHARDS = "shard-*-of-*"
-SHAPING = (
-    "api",
-    "prompt_column",
-    "prompt_template",
-    "system_prompt",
-    "temperature",
-    "top_p",
-    "max_new_tokens",
-    "stop",
-    "seed",
-    "extra",
-)
-"""The options that, with the model, shape the answers: one folder holds answers of one shape."""
+PROMPTING = ("api", "prompt_column", "prompt_template", "system_prompt")
+"""The options that make a prompt of a row."""
+SAMPLING = ("temperature", "top_p", "max_new_tokens", "stop", "seed", "extra")
+"""The options that each request says besides model and prompt. With those above they shape the answers: a folder holds those of one
+shape."""
 REFRESH = 1.0
 """Seconds between two looks at the clock for the line that tells how far it is."""
 
@@ -70,7 +68,8 @@ class GenerateResult:
     """For people and `--json`: folder, rows, what was kept, tokens, cost. After a dry run, the plan."""
     folder: Path
     exit_code: int = 0
-    """0 done; 1 where no row has been answered; 130 or 143 interrupted, with everything kept that had come."""
+    """0 done; 1 where no row has been answered, or none could be scored and scores decide what is kept; 130 or 143 interrupted, with
+    everything kept that had come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,14 +101,20 @@ async def _generate(config: GenerateConfig, *, dry_run: bool) -> GenerateResult:
     if config.hub is not None:
         prepare_upload(config.hub, private=config.private)
     with _opened(plan) as (answers, journal):
+        if strange := _of_no_row(plan, answers):
+            logger.warning(
+                "%d answers belong to no row of this %s: they stay in the folder and out of the results",
+                strange,
+                "shard" if config.shard else "input",
+            )
         return await _carried_out(plan, answers, journal)
 
 
 def _plan(config: GenerateConfig, model: str) -> Plan:
-    shapes = {"model": model, **{name: getattr(config, name) for name in SHAPING}}
+    shapes = {"model": model, **{name: getattr(config, name) for name in (*PROMPTING, *SAMPLING)}}
     shapes = json.loads(json.dumps(shapes))
     _check_settings(config, shapes)
-    prompts = read_prompts(config, shapes)
+    prompts = read_prompts(config, {name: shapes[name] for name in ("model", *SAMPLING)})
     if prompts.answered_already:
         logger.warning(
             "%d conversations end with the assistant: its last turns are left out",
@@ -142,7 +147,7 @@ async def _carried_out(plan: Plan, answers: Answers, journal: Journal) -> Genera
                     scores = await interruption.allow(scoring)
             except Interrupted as interrupted:
                 ticker.note(f"Interrupted. {_go_on(config)}")
-                told = {"state": "interrupted", **_spent(config, asking.tally)}
+                told = {"state": "interrupted", **_spent(plan, answers, asking.tally)}
                 return GenerateResult(_summary(plan, told), config.folder, interrupted.exit_code)
             except EndpointError as error:
                 raise EndpointError(f"{error}\n{_go_on(config)}", error.status) from error
@@ -154,17 +159,32 @@ def _finished(plan: Plan, answers: Answers, scores: Scores, tally: Tally) -> Gen
     unasked = [Failure(each.index, f"not asked: {each.reason}") for each in plan.prompts.unasked]
     failures = [*tally.failures, *unasked]
     counts = write_results(config.folder, config, plan.prompts.items, answers, scores, failures)
-    summary = _summary(plan, _outcome(counts, failures) | _spent(config, tally))
+    summary = _summary(plan, _outcome(plan, counts, failures) | _spent(plan, answers, tally))
     if failures:
         logger.warning(
             "%d rows have failed; %s says why. The same command asks for them again.",
             len(failures),
             config.folder / "failures.jsonl",
         )
-    if config.hub is not None and counts.rows:
+    blind = left_unjudged(config, counts)
+    if blind:
+        logger.error(_unscored(config, counts))
+    usable = bool(counts.rows) and not blind
+    if config.hub is not None and usable:
         summary["hub"] = upload(config.folder, config.hub)
     durable.write_json(config.folder / SUMMARY, summary)
-    return GenerateResult(summary, config.folder, 0 if counts.rows else 1)
+    return GenerateResult(summary, config.folder, 0 if usable else 1)
+
+
+def _unscored(config: GenerateConfig, counts: Counts) -> str:
+    """What to say where a limit on rewards meets none."""
+    reason, count = counts.unscored.most_common(1)[0]
+    there = (config.folder / TRAIN).exists()
+    return (
+        f"None of {counts.generations} generations could be scored, so that none earns min_reward. Of {count} it is "
+        f"said:\n  {reason}\n{TRAIN} {'is left as it was' if there else 'is not written'}. Mend the rewards and give the same command "
+        "again: what is there is scored anew, and not asked for again."
+    )
 
 
 # --- the folder ----------------------------------------------------------------------------------
@@ -293,12 +313,13 @@ class _Line:
 
     def show(self, tally: Tally) -> None:
         """The line for what has come so far."""
+        billed = tally.billed.usage
         facts = [
             f"rows {self._there + tally.answered}/{self._rows}",
-            f"tokens {tally.usage.prompt_tokens or 0:,} in, {tally.usage.completion_tokens or 0:,} out",
+            f"tokens {billed.prompt_tokens or 0:,} in, {billed.completion_tokens or 0:,} out",
             f"{tally.tokens_per_second:,.0f} tok/s",
         ]
-        cost = _cost(self._config, tally)
+        cost = _cost(self._config, tally.billed)
         if cost is not None:
             facts.append(f"cost {cost:.2f}")
         if tally.failures:
@@ -335,30 +356,46 @@ def _clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def _cost(config: GenerateConfig, tally: Tally) -> float | None:
+def _cost(config: GenerateConfig, billed: Billed) -> float | None:
     if config.price_in is None and config.price_out is None:
         return None
-    tokens_in, tokens_out = tally.usage.prompt_tokens or 0, tally.usage.completion_tokens or 0
+    tokens_in, tokens_out = billed.usage.prompt_tokens or 0, billed.usage.completion_tokens or 0
     return (tokens_in * (config.price_in or 0.0) + tokens_out * (config.price_out or 0.0)) / 1e6
 
 
-def _spent(config: GenerateConfig, tally: Tally) -> dict[str, Any]:
-    """What this command has cost; an earlier one's answers are not counted again."""
-    told: dict[str, Any] = {
-        "requests": tally.requests,
-        "prompt_tokens": tally.usage.prompt_tokens,
-        "completion_tokens": tally.usage.completion_tokens,
+def _spent(plan: Plan, answers: Answers, tally: Tally) -> dict[str, Any]:
+    """What this command has cost, and under `in_all` what every answer that is there has, those of earlier commands too."""
+    told = {
+        **_billed(plan.config, tally.billed),
         "tokens_per_second": round(tally.tokens_per_second, 1),
+        "in_all": _billed(plan.config, answers.billed),
     }
-    if (cost := _cost(config, tally)) is not None:
-        told["cost"] = cost
-    if tally.untold:
-        told["answers_without_usage"] = tally.untold
+    if strange := _of_no_row(plan, answers):
+        told["answers_of_no_row"] = strange
     return told
 
 
-def _outcome(counts: Counts, failures: list[Failure]) -> dict[str, Any]:
+def _billed(config: GenerateConfig, billed: Billed) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "requests": billed.requests,
+        "prompt_tokens": billed.usage.prompt_tokens,
+        "completion_tokens": billed.usage.completion_tokens,
+    }
+    if (cost := _cost(config, billed)) is not None:
+        told["cost"] = cost
+    if billed.untold:
+        told["answers_without_usage"] = billed.untold
+    return told
+
+
+def _of_no_row(plan: Plan, answers: Answers) -> int:
+    """Answers to what this command does not ask: their rows are gone, or ask something else now."""
+    return answers.beside({item.key for item in plan.prompts.items})
+
+
+def _outcome(plan: Plan, counts: Counts, failures: list[Failure]) -> dict[str, Any]:
     state = "done" if not failures else "incomplete"
+    state = "unscored" if left_unjudged(plan.config, counts) else state
     return {"state": state, **counts.summary, "failed": len(failures)}
 
 
@@ -381,6 +418,7 @@ def _described(plan: Plan) -> dict[str, Any]:
         "rows_to_ask": sum(1 for count in missing if count),
         "generations_to_ask": sum(missing),
         "rows_that_cannot_be_asked": len(plan.prompts.unasked),
+        "answers_of_no_row": _of_no_row(plan, answers),
         "base_url": _endpoint(config, plan.model).base_url,
         "first_prompt": plan.prompts.items[0].prompt if plan.prompts.items else None,
     }

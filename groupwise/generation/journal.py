@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -32,12 +32,31 @@ class Generation:
     model: str
 
 
+@dataclass(slots=True)
+class Billed:
+    """What answers have cost."""
+
+    requests: int = 0
+    usage: Usage = field(default_factory=lambda: Usage(0, 0))
+    untold: int = 0
+    """Answers that do not say what was billed."""
+
+    def add(self, usage: Usage) -> None:
+        """Count an answer."""
+        self.requests += 1
+        if usage.prompt_tokens is None or usage.completion_tokens is None:
+            self.untold += 1
+        else:
+            self.usage += usage
+
+
 class Answers:
     """What is known of each row, from one journal or several."""
 
     def __init__(self) -> None:
         self._generations: dict[str, dict[int, Generation]] = {}
         self._usage: dict[str, list[Usage]] = {}
+        self.billed = Billed()
 
     def of(self, key: str) -> list[Generation]:
         """A row's generations, up to the first that is missing."""
@@ -49,6 +68,10 @@ class Answers:
         """What was billed for a row."""
         return sum(self._usage.get(key, ()), start=Usage(0, 0))
 
+    def beside(self, keys: Collection[str]) -> int:
+        """How many answers are of none of these rows."""
+        return sum(len(billed) for key, billed in self._usage.items() if key not in keys)
+
     def add(self, line: dict[str, Any]) -> None:
         """Take in a line of a journal. Of a generation that is there twice the first stands."""
         found = self._generations.setdefault(line["key"], {})
@@ -57,7 +80,9 @@ class Answers:
                 choice["text"], choice["finish_reason"], choice.get("reasoning"), line["model"]
             )
             found.setdefault(number, generation)
-        self._usage.setdefault(line["key"], []).append(Usage(**line["usage"]))
+        usage = Usage(**line["usage"])
+        self._usage.setdefault(line["key"], []).append(usage)
+        self.billed.add(usage)
 
     def read(self, path: Path) -> int:
         """Take in a whole journal; returns its length in bytes without a torn end. Raises StoreError where a line is broken."""

@@ -1,7 +1,8 @@
 """From rows to what is asked: one `Item` for each row, with a key that is the same whenever the same is asked again.
 
-The key is a hash of the row's content, the prompt as it is sent, and everything that shapes the answer. Where a row stands does not
-matter, so that rows may be added before others; of equal rows each is its own. Rows that cannot be asked are told apart, with a reason.
+The key is a hash of the request: the prompt as it is sent, the model, and how it samples. Where a row stands does not matter, so that
+rows may be added before others, nor do its other columns, which come from the input as it is now. Of rows that ask the same each has
+answers of its own. Rows that cannot be asked are told apart, with a reason.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ class _Found:
     answered_already: int = 0
 
 
-def read_prompts(config: GenerateConfig, shapes: Mapping[str, Any]) -> Prompts:
-    """The rows of the dataset or task. `shapes` is what shapes the answers besides the prompt.
+def read_prompts(config: GenerateConfig, sampling: Mapping[str, Any]) -> Prompts:
+    """The rows of the dataset or task. `sampling` is what each request says besides the prompt.
 
     Raises TaskError for a source that cannot be read, a column or field that is not there, and rows of which none can be asked.
     """
@@ -88,7 +89,7 @@ def read_prompts(config: GenerateConfig, shapes: Mapping[str, Any]) -> Prompts:
         first = found.unasked[0]
         raise TaskError(f"No row can be asked. Row {first.index}: {first.reason}")
     number, count = config.part
-    items = [item for item in _keyed(found.rows, shapes) if item.index % count == number]
+    items = [item for item in _keyed(found.rows, sampling) if item.index % count == number]
     unasked = [each for each in found.unasked if each.index % count == number]
     return Prompts(tuple(items), tuple(unasked), task, task_config, found.answered_already)
 
@@ -172,13 +173,13 @@ def _without_answer(messages: Sequence[Message]) -> list[Message]:
 
 
 def _keyed(
-    rows: Sequence[tuple[int, Prompt, dict[str, Any]]], shapes: Mapping[str, Any]
+    rows: Sequence[tuple[int, Prompt, dict[str, Any]]], sampling: Mapping[str, Any]
 ) -> list[Item]:
     seen: Counter[str] = Counter()
     items: list[Item] = []
     for index, prompt, columns in rows:
-        content = [canonical(prompt), canonical(dict(sorted(columns.items()))), canonical(shapes)]
-        told = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        request = [canonical(prompt), canonical(sampling)]
+        told = hashlib.sha256(json.dumps(request).encode()).hexdigest()
         key = hashlib.sha256(f"{told} {seen[told]}".encode()).hexdigest()[:32]
         seen[told] += 1
         items.append(Item(index, prompt, columns, key))

@@ -3,9 +3,10 @@
     generations.jsonl    one line for each row that was answered: its columns, and `generation` (a list where there are several), with
                          finish_reason, reasoning, reward, usage and model
     train.jsonl          what trains with `groupwise sft`: one line for each generation that is kept, with `prompt` and `completion`
-    failures.jsonl       rows without all their generations, and why
+    failures.jsonl       rows without all their generations, what they ask, and why
 
 Not kept are generations without text, those that the limit cut off (unless `keep_truncated`), and those that the rewards keep out.
+Where not one could be scored, a limit on rewards says nothing about them: train.jsonl stays as it was.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from groupwise.display.text import shorten
 from groupwise.generation.asking import Failure
 from groupwise.generation.config import GenerateConfig
 from groupwise.generation.journal import Answers, Generation
@@ -26,11 +28,14 @@ from groupwise.generation.scoring import Scores
 from groupwise.rewards.plain import plain
 from groupwise.rewards.scoring import MemberScore
 from groupwise.runs.durable import building_path, explained, publish_file
+from groupwise.types import Prompt
 
 GENERATIONS = "generations.jsonl"
 TRAIN = "train.jsonl"
 FAILURES = "failures.jsonl"
 
+SHOWN = 200
+"""Characters of a prompt that `failures.jsonl` shows."""
 CUT_OFF = frozenset({"length", "content_filter"})
 """Finish reasons of texts that did not come to their end."""
 OTHER_FORMS = frozenset(
@@ -78,7 +83,10 @@ def write_results(
     scores: Scores,
     failures: Sequence[Failure],
 ) -> Counts:
-    """Write the three files; each appears whole. Rows without all their generations are in the last one alone."""
+    """Write the three files; each appears whole. Rows without all their generations are in the last one alone.
+
+    Where a limit on rewards meets generations of which none could be scored, train.jsonl is left as it was.
+    """
     counts = Counts()
     whole = [
         (item, found[: config.num_generations])
@@ -86,10 +94,16 @@ def write_results(
         if len(found := answers.of(item.key)) >= config.num_generations
     ]
     _write(folder / GENERATIONS, _generations(whole, answers, scores))
-    _write(folder / TRAIN, _trained(whole, config, scores, counts))
-    told = sorted(failures, key=lambda failure: failure.index)
-    _write(folder / FAILURES, ({"row": each.index, "reason": each.reason} for each in told))
+    kept = _kept(whole, config, scores, counts)
+    if not left_unjudged(config, counts):
+        _write(folder / TRAIN, (_train_row(*each) for each in kept))
+    _write(folder / FAILURES, _failed(failures, items))
     return counts
+
+
+def left_unjudged(config: GenerateConfig, counts: Counts) -> bool:
+    """Whether rewards were to say what is kept, and not one generation could be scored."""
+    return config.min_reward is not None and bool(counts.unscored) and not counts.rewards
 
 
 def replaced_columns(items: Sequence[Item], config: GenerateConfig) -> list[str]:
@@ -138,12 +152,30 @@ def _one_or_all(values: list[Any]) -> Any:
     return values[0] if len(values) == 1 else values
 
 
-def _trained(
+def _failed(failures: Sequence[Failure], items: Sequence[Item]) -> Iterator[dict[str, Any]]:
+    by_index = {item.index: item for item in items}
+    for failure in sorted(failures, key=lambda failure: failure.index):
+        item = by_index.get(failure.index)  # a row that cannot be asked is no item
+        yield {
+            "row": failure.index,
+            "key": item and item.key,
+            "prompt": item and shorten(_last_words(item.prompt), SHOWN),
+            "reason": failure.reason,
+        }
+
+
+def _last_words(prompt: Prompt) -> str:
+    """A prompt's text, or that of a chat's last message."""
+    return prompt if isinstance(prompt, str) else str(prompt[-1].get("content") or "")
+
+
+def _kept(
     whole: Sequence[tuple[Item, Sequence[Generation]]],
     config: GenerateConfig,
     scores: Scores,
     counts: Counts,
-) -> Iterator[dict[str, Any]]:
+) -> list[tuple[Item, Generation, MemberScore | None]]:
+    kept: list[tuple[Item, Generation, MemberScore | None]] = []
     for item, found in whole:
         members = scores.get(item.key, (None,) * len(found))[: len(found)]
         _count(counts, members)
@@ -153,7 +185,8 @@ def _trained(
                 counts.left_out[reason] += 1
                 continue
             counts.kept += 1
-            yield _train_row(item, generation, score)
+            kept.append((item, generation, score))
+    return kept
 
 
 def _count(counts: Counts, members: Sequence[MemberScore | None]) -> None:

@@ -30,7 +30,7 @@ def commit(
     signals, warnings = _signals(run, drawn.all, learned)
     metrics = {
         **_drawn_metrics(drawn, policy_in),
-        **run.selection.metrics(drawn.all, run.step),
+        **run.selection.metrics(drawn.groups, run.step),
         **_temperature(run),
         **learned,
         **signals,

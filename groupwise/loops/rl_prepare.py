@@ -17,8 +17,10 @@ from groupwise.callbacks.registry import configured_callbacks
 from groupwise.config import LoadedConfig, RunConfig, view, with_task_schema
 from groupwise.data.easy_pool import EASY
 from groupwise.data.examples import examples_from_rows, fingerprint
-from groupwise.data.named import LABEL
+from groupwise.data.named import LABEL, as_prompts
 from groupwise.data.order import example_of_draw
+from groupwise.data.overlap import same_prompt, same_row, trained_on
+from groupwise.data.replay import key_of
 from groupwise.data.sources import read_source
 from groupwise.errors import ConfigError, TaskError
 from groupwise.evaluation.evaluate import check_success_part, held_out_prompts
@@ -34,6 +36,7 @@ from groupwise.rollouts.prompts import PromptSet, tokenise
 from groupwise.tasks.contract import Task, check_reward_columns, require
 from groupwise.types import Example
 
+EASY_POOL = "data.easy_pool"
 EASY_SOURCE = "EASY_DATASET_NAME"
 """The environment variable that names the source of the easy pool where the config does not."""
 
@@ -77,7 +80,8 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
     in_workers = task_parts.scores_in_workers(settings, found, rubric)
     check_reward_columns(found, rubric, examples, in_workers=in_workers)
     _check_algorithm(settings, rubric)
-    easy = easy_examples(settings)
+    easy = easy_examples(settings, found)
+    _check_replay(settings, (examples, easy))
     check_reward_columns(found, rubric, easy, in_workers=in_workers)
     tools = task_parts.check_rollouts(settings, found, [*examples, *easy])
     room = ahead.prompt_room(settings.model, task_parts.longest_completion(settings))
@@ -97,7 +101,7 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
             easy,
             max_prompt_length=settings.data.max_prompt_length,
             room=room,
-            where="data.easy_pool",
+            where=EASY_POOL,
             tools=tools,
             strict=settings.data.strict,
         )
@@ -145,13 +149,33 @@ def _facts(
     }
 
 
+def overlap_warning(prepared: RlPrepared) -> str | None:
+    """What to say where held-out prompts are trained on; None where none is, or nothing is held out."""
+    asked = prepared.held_out_prompts
+    if asked is None:
+        return None
+    drawn = [e for pool in (prepared.prompts, prepared.easy) if pool for e in pool.examples]
+    same = same_row if prepared.task.has("get_environment") else same_prompt
+    shared = len(trained_on(drawn, asked.examples, same))
+    if not shared:
+        return None
+    return (
+        f"{shared} of {len(asked.examples)} held-out prompts are also trained on, so that evaluations partly measure what was learnt by "
+        "heart. Hold out other rows: data.dataset_test_split, data.test_split_size, or the task's get_eval_dataset."
+    )
+
+
 def _told(drawn: Sequence[PromptSet | None]) -> list[object]:
     return [told for p in drawn if p for told in (fingerprint(p.examples), p.prompts)]
 
 
-def easy_examples(config: RunConfig) -> list[Example]:
-    """The examples of `data.easy_pool`, labelled; none where there is no such pool."""
-    pool = config.data.easy_pool
+def easy_examples(config: RunConfig, task: Task) -> list[Example]:
+    """The examples of `data.easy_pool`; none where there is no such pool. What is left out is in the task's accounts.
+
+    They have the label EASY where the router gives it rewards. Where the config names the data, their prompts are made ready as those
+    are; beside a task they stay as they are written.
+    """
+    pool, data = config.data.easy_pool, config.data
     if pool is None:
         return []
     source = pool.dataset_name or os.environ.get(EASY_SOURCE)
@@ -160,9 +184,26 @@ def easy_examples(config: RunConfig) -> list[Example]:
             "data.easy_pool does not say where the easy examples are. Set data.easy_pool.dataset_name to a file or a hub id, or "
             f"{EASY_SOURCE} in the environment."
         )
-    rows = read_source(source, pool.dataset_config, pool.dataset_split, pool.columns)
-    labelled = [{LABEL: EASY, **row} for row in rows]
-    return examples_from_rows(labelled, where=f"data.easy_pool ({source})")
+    columns = pool.columns or (data.renamed("answer") if data.names_data else {})
+    rows = read_source(source, pool.dataset_config, pool.dataset_split, columns)
+    where = f"{EASY_POOL} ({source})"
+    if data.names_data:
+        prepared = as_prompts(data, rows, where)
+        task.accounts[EASY_POOL] = prepared.account
+        rows = prepared
+    label = {LABEL: EASY} if EASY in (config.rewards.router or {}) else {}
+    return examples_from_rows([{**label, **row} for row in rows], where=where)
+
+
+def _check_replay(config: RunConfig, pools: Sequence[Sequence[Example]]) -> None:
+    """Refuse a warm-up that cannot end."""
+    replay = config.data.replay
+    there = {key_of(example.prompt) for pool in pools for example in pool}
+    if replay is not None and len(there) < replay.warmup_entries:
+        raise ConfigError(
+            f"data.replay.warmup_entries is {replay.warmup_entries}, but there are {len(there)} different prompts, so that nothing "
+            "would ever be drawn again. Lower it."
+        )
 
 
 def _refuse_evaluation_of_nothing(config: RunConfig, task: Task) -> None:
@@ -270,7 +311,7 @@ def plan_rl(prepared: RlPrepared, warnings: Sequence[str] = ()) -> dict[str, Any
         example.prompt,
         counts=counts,
         shown={"first_prompt": _first_prompt(prepared, example)},
-        warnings=warnings,
+        warnings=[*filter(None, [overlap_warning(prepared)]), *warnings],
     )
 
 

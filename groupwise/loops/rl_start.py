@@ -46,7 +46,7 @@ from groupwise.loops.outcome import (
 )
 from groupwise.loops.resume import Resumption, check_folder, take_back
 from groupwise.loops.rl import publish, train
-from groupwise.loops.rl_prepare import RlPrepared, plan_rl, prepare_rl
+from groupwise.loops.rl_prepare import RlPrepared, overlap_warning, plan_rl, prepare_rl
 from groupwise.loops.run import Run
 from groupwise.loops.start import (
     Start,
@@ -238,6 +238,8 @@ def say_what_begins(run: Run, prepared: RlPrepared) -> None:
     """The first lines of the log, and what a reader should know."""
     dropped = prepared.prompts.dropped
     if warning := unannounced(prepared.tokenizer, prepared.prompts.examples[0].prompt):
+        logger.warning(warning)
+    if warning := overlap_warning(prepared):
         logger.warning(warning)
     logger.info(
         "%s, %s: steps %d to %d, %d examples",

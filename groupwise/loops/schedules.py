@@ -18,6 +18,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -196,8 +197,7 @@ class Free:
             left = run.algorithm.resample_rounds * size - len(rejected)
             rejected += [self._take(draw) for draw in self._unwanted()[:left]]
             self._top_up(size)
-            since = {draw: each.since for draw, each in self._under_way.items()}
-            chosen = choose(self._finished, since, run.step, self._lag, size)
+            chosen = self._choose(size)
             if chosen is not None:
                 return self._timer.note(Drawn([self._take(draw) for draw in chosen], rejected))
             await self._one_more()
@@ -215,6 +215,15 @@ class Free:
 
     async def close(self) -> None:
         await _cancel(each.task for each in self._under_way.values() if each.task)
+
+    def _choose(self, size: int) -> list[int] | None:
+        """What the step trains; as long as others may still come, not more replayed groups than its share."""
+        groups = {draw: each.group for draw, each in self._under_way.items()}
+        since = {draw: each.since for draw, each in self._under_way.items()}
+        replayed = {d for d, group in groups.items() if group and group.origin == "replay"}
+        replay = self._run.config.data.replay
+        most = int(replay.max_share * size) if replay and None in groups.values() else size
+        return choose(self._finished, since, self._run.step, self._lag, size, replayed, most)
 
     def _top_up(self, size: int) -> None:
         """So many are under way or finished as the steps that may have them need."""
@@ -265,12 +274,19 @@ class Free:
 
 
 def choose(
-    finished: Sequence[int], since: Mapping[int, int], step: int, lag: int, size: int
+    finished: Sequence[int],
+    since: Mapping[int, int],
+    step: int,
+    lag: int,
+    size: int,
+    replayed: AbstractSet[int] = frozenset(),
+    most: int | None = None,
 ) -> list[int] | None:
     """Which `size` of the finished groups step `step` trains, the first ones if possible; None: wait for more.
 
     `since` has the step of each group that is finished or under way. After this step, those sampled by step t must fit into the
-    steps up to t + lag; as many of them as do not fit are taken first.
+    steps up to t + lag; as many of them as do not fit are taken first. Of the others no more are taken of those in `replayed` than
+    make `most`.
     """
     counts = Counter(since.values())
     chosen: list[int] = []
@@ -282,7 +298,10 @@ def choose(
         if due - have > len(candidates):
             return None
         chosen += candidates[: max(0, due - have)]
-    chosen += [draw for draw in finished if draw not in chosen][: size - len(chosen)]
+    for draw in (each for each in finished if each not in chosen):
+        full = most is not None and len(replayed & set(chosen)) >= most
+        if len(chosen) < size and not (full and draw in replayed):
+            chosen.append(draw)
     return chosen if len(chosen) == size else None
 
 

@@ -39,7 +39,6 @@ from groupwise.rewards.sandbox_kernel import FIRST_CHANNEL
 _SHOWN = 300
 """Characters of a failed test that are told."""
 _BUILTINS = frozenset(vars(builtins))
-_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 _TEST = "test_"
 _CHECK = "check"
 
@@ -101,16 +100,21 @@ class Plan:
 
     @classmethod
     def of(cls, tests: str | Sequence[str], entry_point: str | None) -> Plan:
-        """Find the tests. In a text they are each statement with an `assert`, each function `test_…`, and `check(candidate)`, which gets
-        the entry point; without any of them the whole text is one. A list has one test in each entry. Raises BrokenTests.
+        """Find the tests. In a text they are each statement that checks something, each function `test_…`, and `check(candidate)`, which
+        gets the entry point. In a list they are the entries that have one; others only prepare.
+
+        Raises BrokenTests for what cannot be run, and where nothing is checked, so that any code would pass.
         """
         texts = [tests] if isinstance(tests, str) else list(tests)
         trees = [_parsed(text) for text in texts]
-        found = [_pieces(tree, entry_point) for tree in trees]
-        joined = [_joined(pieces) for pieces in found]
-        steps = found[0] if isinstance(tests, str) else joined
+        checking = _checking_functions(trees)
+        found = [_pieces(tree, entry_point, checking) for tree in trees]
+        steps = found[0] if isinstance(tests, str) else [_joined(pieces) for pieces in found]
         if not any(step.is_test for step in steps):
-            steps = [_as_a_test(step) for step in joined]
+            raise BrokenTests(
+                "nothing is checked, so any code would pass: there is no assert, test_… or check that is reached. Write "
+                "`assert f(1) == 2`, not `f(1) == 2` or `print(f(1) == 2)`"
+            )
         read, based = _names_read(trees)
         modules = {name for name in based if name in sys.stdlib_module_names}
         names = {name for name in read if name not in modules or read[name] > based[name]}
@@ -133,7 +137,7 @@ def _parsed(text: str) -> ast.Module:
     return tree
 
 
-def _pieces(tree: ast.Module, entry_point: str | None) -> list[Step]:
+def _pieces(tree: ast.Module, entry_point: str | None, checking: frozenset[str]) -> list[Step]:
     """The statements of a text, and the calls of its functions that are tests."""
     functions = [each for each in tree.body if isinstance(each, ast.FunctionDef)]
     tests = [each for each in functions if each.name.startswith(_TEST)]
@@ -144,15 +148,60 @@ def _pieces(tree: ast.Module, entry_point: str | None) -> list[Step]:
             if not entry_point:
                 raise BrokenTests("they define check(candidate), and the row has no entry_point")
             calls.append(_call(check, [entry_point]))
-    return [*(Step([each], _asserts(each)) for each in tree.body), *calls]
+            tests.append(check)
+    for test in tests:
+        if test.name not in checking:
+            raise BrokenTests(
+                f"{test.name} checks nothing, so any code would pass: it has no assert"
+            )
+    for statement in tree.body:
+        if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Compare):
+            raise BrokenTests(f"there is no assert before `{ast.unparse(statement)[:_SHOWN]}`")
+    return [*(Step([each], _checks(each, checking)) for each in tree.body), *calls]
 
 
-def _asserts(statement: ast.stmt) -> bool:
-    """Whether running it runs an assert, as far as can be seen."""
-    inside = ast.walk(statement)
-    return not isinstance(statement, _DEFINITIONS) and any(
-        isinstance(n, ast.Assert) for n in inside
-    )
+def _checking_functions(trees: Sequence[ast.Module]) -> frozenset[str]:
+    """The functions whose call checks something, by themselves or by what they call."""
+    functions = [
+        node
+        for tree in trees
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    known: frozenset[str] = frozenset()
+    while True:
+        found = frozenset(
+            each.name
+            for each in functions
+            if any(_checks(statement, known) for statement in each.body)
+        )
+        if found == known:
+            return known
+        known = found
+
+
+def _checks(statement: ast.AST, checking: frozenset[str]) -> bool:
+    """Whether running it checks something, as far as can be seen: an assert that can fail, a raise, or a call that does."""
+    match statement:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
+            return False
+        case ast.Assert(test):
+            return not (
+                (isinstance(test, ast.Tuple) and test.elts)
+                or (isinstance(test, ast.Constant) and test.value)
+            )
+        case ast.Raise():
+            return True
+        case ast.Call(ast.Name(name) | ast.Attribute(attr=name)) if (
+            name in checking or name.startswith("assert")
+        ):
+            return True
+        case ast.If(ast.Constant(value), body, orelse) | ast.While(
+            ast.Constant(value), body, orelse
+        ):
+            return any(_checks(each, checking) for each in (body if value else orelse))
+        case _:
+            return any(_checks(each, checking) for each in ast.iter_child_nodes(statement))
 
 
 def _call(function: ast.FunctionDef, arguments: list[str]) -> Step:
@@ -167,13 +216,6 @@ def _call(function: ast.FunctionDef, arguments: list[str]) -> Step:
 def _joined(steps: list[Step]) -> Step:
     body = [statement for step in steps for statement in step.body]
     return Step(body, any(step.is_test for step in steps))
-
-
-def _as_a_test(step: Step) -> Step:
-    """A text without asserts: it passes where it runs, so it has to do something."""
-    if all(isinstance(statement, _DEFINITIONS) for statement in step.body):
-        raise BrokenTests("they only define things: there is no assert, no test_… and no check")
-    return Step(step.body, is_test=True)
 
 
 def _names_read(trees: Sequence[ast.Module]) -> tuple[Counter[str], Counter[str]]:

@@ -58,7 +58,7 @@ _REWRITTEN = tuple(
         (r"\{,\}", ","),
         (r"\\[,!;:]|\\quad(?![a-zA-Z])|\\qquad(?![a-zA-Z])|~|(?<!\\)\\(?=\s)", ""),
         (r"\\\$", ""),
-        (r"\\%", "%"),
+        (r"\\%|(?i:(?<=\d)\s*per ?cent(?![a-z]))", "%"),
         # No letter beside it: `2 and 3` is a list, `salt and pepper` is none. The space keeps `2 and 345` from being 2,345.
         (
             r"(?<=[\d)}\]]),?\s*(?:\\text\s*\{\s*and\s*\}|(?<![a-zA-Z])and(?![a-zA-Z]))\s*(?=[-+\d({\[\\.])",
@@ -67,25 +67,30 @@ _REWRITTEN = tuple(
     )
 )
 
-_BOLD = re.compile(r"\s*\*\*([^*]+)\*\*(?![\w(\\{*])")
-_UNIT = re.compile(
-    r"(?<=[\d}.])\s*\\(?:text|mathrm|textrm|mbox)\{([^{}\d]*)\}(?:\^\{?\d\}?)?\s*$"
-)
+_BOLD = re.compile(r"\s*\*\*([^*]+)\*\*(?![\w(\\{*^])")
+_UNIT = re.compile(r"(?<=[\d}.])\s*\\(?:text|mathrm|textrm|mbox)\{([^{}\d]*)\}(?:\^\{?\d\}?)?\s*$")
 _SPOKEN = re.compile(
-    r"(?P<number>.*[\d}.])[\s-]*(?P<unit>(?<=[\s-])[a-z]{2,}(?:[ /-][a-z]{2,}){0,3}(?:\^?[23²³]|/[a-z])?)",
+    r"(?P<number>.*[\d}.])\s+(?P<unit>[a-z]{2,}(?:(?:\s+|/)[a-z]{2,}){0,3}(?:\^?[23²³]|/[a-z])?)",
     re.IGNORECASE | re.DOTALL,
 )
 _NO_UNIT = frozenset(
     """
     zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen
-    twenty thirty forty fifty sixty seventy eighty ninety hundred thousand million billion trillion dozen score pair couple
-    half halves third quarter fourth fifth sixth seventh eighth ninth tenth hundredth thousandth percent pct
+    twenty thirty forty fifty sixty seventy eighty ninety hundred thousand million billion trillion dozen score
+    half halves third quarter fourth fifth sixth seventh eighth ninth tenth hundredth thousandth
     plus minus times over divided multiplied squared cubed mod modulo remainder factorial root power pi phi
-    sin cos tan cot sec csc log ln exp sqrt max min gcd lcm xy xz yz ab ac bc
-    or and not no nor but to than is isn are if maybe perhaps about approximately off more less negative wrong either between
+    sin cos tan cot sec csc log ln exp sqrt max min gcd lcm abc xyz
+    or and not no nor but to than is isn are if maybe perhaps about approximately off more less negative wrong either
+    between below above under
     """.split()
 )
-"""Words behind a number that are no unit: they change it, take it back, or name letters that it is multiplied by."""
+"""Words behind a number that are no unit: they change it or take it back."""
+_SHORT_UNITS = frozenset(
+    """
+    km cm mm dm nm mi yd ft in kg mg lb oz ml dl cl pt qt hr ms ns am pm hz mb gb tb kb kw kj hp db ha sq cu of by at on
+    """.split()
+)
+"""Words of two letters that can stand in a unit; others are letters that the number is multiplied by."""
 _STYLED = re.compile(
     r"\\(?:text|mathrm|mathbf|mathit|textrm|textbf|textit|mbox|operatorname)\{([^{}]*)\}"
 )
@@ -202,7 +207,8 @@ def _closing(text: str, start: int) -> int | None:
 
 def _segment(text: str) -> str:
     """The last piece of mathematics between delimiters; the whole text where none is marked."""
-    found = _SEGMENT.findall(re.sub(r"\\\$", "", text))
+    joined = re.sub(r"(?<!\$)\$,?\s*and\s*\$(?!\$)", " and ", text)  # `$2$ and $3$`
+    found = _SEGMENT.findall(re.sub(r"\\\$", "", joined))
     return next(part for part in found[-1] if part) if found else text
 
 
@@ -223,18 +229,24 @@ def _without_unit(text: str) -> tuple[str, str]:
     if styled:
         return (text[: styled.start()] if _is_unit(styled.group(1)) else text).strip(), ""
     spoken = _SPOKEN.fullmatch(text) if len(text) <= _DIGITS else None
-    if spoken is None or not _is_unit(spoken["unit"]):
+    if spoken is None or not _is_unit(spoken["unit"]) or not _known_where_short(spoken["unit"]):
         return text.strip(), ""
     return spoken["number"], " ".join(_singular(word) for word in spoken["unit"].split())
 
 
 def _is_unit(text: str) -> bool:
+    """Whether words behind a number can be its unit."""
     return _NO_UNIT.isdisjoint(_singular(word) for word in re.findall("[a-zA-Z]+", text))
+
+
+def _known_where_short(unit: str) -> bool:
+    pairs = re.findall(r"(?<![a-z])[a-z]{2}(?![a-z])", unit.casefold())
+    return _SHORT_UNITS.issuperset(pairs)
 
 
 def _singular(word: str) -> str:
     small = word.casefold()
-    return small if small in _NO_UNIT else small.removesuffix("s")
+    return small if small in _NO_UNIT or len(small) < 3 else small.removesuffix("s")
 
 
 def _value(text: str) -> Fraction | None:

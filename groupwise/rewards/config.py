@@ -94,8 +94,8 @@ class RewardsConfig(Strict):
     )
     default_task: str | None = setting(
         None,
-        "The label of rows whose `task` is empty and whose `dataset_name` is no label; null refuses such rows. With `router`, the environment variable "
-        "GROUPWISE_TASK stands in for it.",
+        "The label of rows whose `task` is empty and whose `dataset_name` is no label; null refuses such rows. With `router`, the "
+        "environment variable GROUPWISE_TASK stands in for it.",
         min_length=1,
     )
     answer_column: str | None = setting(

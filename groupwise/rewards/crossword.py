@@ -1,7 +1,8 @@
 """Rewards for crosswords: the letters of the gold answer, wherever they stand or in the answer tag alone.
 
-Texts are compared by their letters A–Z: accents go (é is E), & is AND, case, spaces and punctuation do not matter. Such a
-comparison knows no digits, so a gold answer with digits in it is refused instead of graded.
+Texts are compared by their letters A–Z: accents go (é is E, æ is AE), & is AND, case, spaces and punctuation do not matter. Such a
+comparison knows no digits and no other alphabets, so a gold answer with any of these in it is refused instead of graded, and an answer
+tag that holds them beside the gold answer holds something else.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from groupwise.rewards.gold import gold_answers, gold_of_row
 from groupwise.rewards.registry import reward
 from groupwise.rewards.tags import THINK, Tags
 from groupwise.rewards.text import CompletionText, completion_text
+
+_LATIN = str.maketrans({"Æ": "AE", "Œ": "OE", "Ø": "O", "Ł": "L", "Đ": "D", "Ð": "D", "Þ": "TH"})
+"""Letters that no accent makes."""
 
 Mode: TypeAlias = Literal["any", "contiguous", "word"]
 
@@ -70,7 +74,7 @@ class CrosswordAccuracy:
 @reward("pure_accuracy")
 @dataclass(frozen=True, slots=True)
 class PureAccuracy:
-    """At most 1: the answer tag holds the gold answer (1), the gold answer stands as a word, it occurs in reasoning of some length."""
+    """At most 1: the answer tag holds the gold answer alone (1), that stands as a word, it occurs in reasoning of some length."""
 
     answer_column: str | None = None
     word_bonus: float = 0.02
@@ -107,7 +111,8 @@ class PureAccuracy:
 
     def _value(self, text: str, forms: Sequence[str], exact: frozenset[str]) -> float:
         tags = Tags(self.reasoning_tag, self.answer_tag)
-        right = letters(tags.last_answer(text) or "") in exact
+        answer = tags.last_answer(text) or ""
+        right = letters(answer) in exact and not _other_signs(answer)
         word = any(occurs(form, text, "word") for form in forms)
         thought = self._scaled().value(text, forms)
         bonuses = self.word_bonus * tag_share(tags, text) * word + self.occurrence * thought
@@ -153,9 +158,15 @@ def length_ramp(text: str, min_words: int, full_words: int) -> float:
 
 
 def _plain(text: str) -> str:
-    """Capitals without accents, and AND for &."""
-    apart = unicodedata.normalize("NFKD", text.replace("&", "AND"))
-    return "".join(sign for sign in apart if not unicodedata.combining(sign)).upper()
+    """Capitals without accents, and AND, as a word of its own, for &."""
+    apart = unicodedata.normalize("NFKD", text.replace("&", " AND "))
+    bare = "".join(sign for sign in apart if not unicodedata.combining(sign))
+    return bare.upper().translate(_LATIN)
+
+
+def _other_signs(text: str) -> bool:
+    """Whether there are digits, or letters of another alphabet."""
+    return any(sign.isalnum() and not "A" <= sign <= "Z" for sign in _plain(text))
 
 
 def _words(text: str) -> list[str]:
@@ -181,7 +192,7 @@ def _check_letters(forms: Sequence[str]) -> None:
 def _graded(gold: str) -> str:
     """The letters of a gold answer, which must be made of letters."""
     found = letters(gold)
-    if not found or any(sign.isdigit() for sign in gold):
+    if not found or _other_signs(gold):
         raise ValueError(
             f"the gold answer {gold!r:.60} cannot be told by its letters A–Z; expected words. "
             "For numbers take math_answer or pure_accuracy_math"

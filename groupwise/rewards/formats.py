@@ -125,7 +125,9 @@ def both_pairs(tags: Tags, text: str) -> bool:
 
 def without_empty_pairs(tags: Tags, text: str) -> str:
     """The text without pairs of tags that enclose nothing, or nothing but tags."""
-    found = list(re.finditer("|".join(f"({re.escape(tag)})" for tag in tags.four), text, re.I))
+    found = list(
+        re.finditer("|".join(f"({re.escape(tag)})" for tag in tags.four), text, re.IGNORECASE)
+    )
     opened: tuple[list[int], list[int]] = ([], [])
     empty: set[int] = set()
     end = 0

@@ -1,7 +1,7 @@
 r"""The gold answer of a row: the column it stands in, and the forms in which it is accepted.
 
 A column holds text or a number, a list of accepted forms, or a worked solution in which the answer is marked: by the last answer tag,
-else by a last line that begins with `####`, else, for rewards that read mathematics, by the last `\boxed{}`. Without
+else by `####` before the end of the text, else, for rewards that read mathematics, by the last `\boxed{}`. Without
 `rewards.answer_column` it is the first of `GOLD_COLUMNS` that holds something in the row; None, empty text and the NaN of tables hold
 nothing.
 """
@@ -20,7 +20,7 @@ GOLD_COLUMNS = ("answer", "reference", "reference_response", "gold", "solution",
 """Where a gold answer is looked for, in this order."""
 
 MARK = "####"
-"""Stands before the answer in the last line of a solution, as in GSM8K. Elsewhere it is a heading of Markdown."""
+"""Stands before the answer at the end of a solution, as in GSM8K. With lines below it is a heading of Markdown."""
 
 LONGEST_MARKED = 120
 """Characters of an answer behind the mark; more is a paragraph."""
@@ -76,11 +76,11 @@ def marked_answer(text: str, tag: str = "answer", boxes: bool = False) -> str | 
 
 
 def at_mark(text: str) -> tuple[str, str] | None:
-    """What stands before the mark and the answer behind it; None where the mark does not begin a last line with a short answer."""
+    """What stands before the mark and the answer behind it; None unless that is one short line, with which the text ends."""
     before, mark, after = text.rpartition(MARK)
     answer = after.strip()
-    begins_a_line = mark and not before.rpartition("\n")[2].strip()
-    if not begins_a_line or "\n" in answer or len(answer) > LONGEST_MARKED:
+    stands_alone = mark and not before[-1:].strip()
+    if not stands_alone or "\n" in answer or len(answer) > LONGEST_MARKED:
         return None
     return before, answer
 

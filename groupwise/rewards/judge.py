@@ -273,30 +273,38 @@ class _Session:
 
     async def _answered(self, asked: Question) -> _Verdict:
         """The verdict after at most two questions; of a group the scores that there are."""
-        said = await self._said(asked.messages)
-        problem = _problem(asked, said)
+        said, problem, scores = await self._heard(asked, asked.messages)
         if problem:
-            first, said = said, await self._said(asked.again(said, problem))
-            problem = _problem(asked, said)
-            if problem:
-                failure = Failed(f"got no verdict: {problem}, in {said[:_SHOWN]!r}")
-                scores = _partial(asked, said) or _partial(asked, first)
-                return _Verdict(scores, failure, said)
-        return _Verdict(asked.read(said), said=said)
+            again = asked.again(said, problem)
+            said, problem, later = await self._heard(asked, again)
+            scores = later or scores
+        failure = Failed(f"got no verdict: {problem}, in {said[:_SHOWN]!r}") if problem else None
+        return _Verdict(scores, failure, said)
 
-    async def _said(self, messages: list[Message]) -> str:
+    async def _heard(
+        self, asked: Question, messages: list[Message]
+    ) -> tuple[str, str | None, dict[str, float]]:
+        """What was said, why that is not the whole verdict, if it is not, and the scores in it."""
+        said, whole = await self._said(messages)
+        if not whole:
+            return said, f"the answer was cut off (max_tokens is {self._judge.max_tokens})", {}
+        return said, _problem(asked, said), _partial(asked, said)
+
+    async def _said(self, messages: list[Message]) -> tuple[str, bool]:
+        """An answer, and whether that is all of it: what stands in a part might have been taken back in the rest."""
         self.counts["requests"] += 1
         answer = await self._client.chat(
             messages, temperature=self._judge.temperature, max_tokens=self._judge.max_tokens
         )
         self.counts["prompt_tokens"] += answer.usage.prompt_tokens or 0
         self.counts["completion_tokens"] += answer.usage.completion_tokens or 0
-        return printable(answer.texts[0])
+        return printable(answer.texts[0]), answer.finish_reasons[0] != "length"
 
     def _key(self, asked: Question) -> dict[str, Any]:
         """What an answer depends on, as far as it is known here."""
         judge = self._judge
         return {
+            "endpoint": self._client.endpoint.base_url,
             "model": judge.model,
             "temperature": judge.temperature,
             "max_tokens": judge.max_tokens,

@@ -1,7 +1,8 @@
 """How much of a rubric's vocabulary an answer uses, and how near it comes to a reference answer.
 
-A cheap stand-in for a judge: it knows words, not what is said with them. Where the rubric stands in the prompt, to repeat it would
-win; so runs of words that a completion copies from the prompt do not count.
+A cheap stand-in for a judge: it knows words, not what is said with them. To repeat the prompt would win, so runs of words that a
+completion copies from it do not count. Where the rubric itself stands in the prompt, no word of the prompt counts, in whatever order:
+all points are then for the likeness of the other words to those of the reference.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ RUBRIC_COLUMNS = ("rubric", "rubrics", "grading_rubric", "rubric_text")
 COMPARED = 500
 """Words of each text of which the similarity is taken; it can take cubic time."""
 
+COPIED_RUN = 5
+"""Words in a row that are seldom the same by chance."""
+
 _SHORT = 2
 """Letters of a word that says nothing about the subject."""
 
@@ -42,12 +46,12 @@ class RubricOverlap:
     rubric_points: float = 10.0
     reference_points: float = 5.0
     """Half of the rubric's: a good answer need not be worded like the reference."""
-    copied_run: int = 5
+    copied_run: int | None = None
     """Words: so many or more in a row that stand in the prompt like this do not count. 1: no word of the prompt counts. 0: all do.
-    Five words in a row are seldom the same by chance."""
+    null: 5, and 1 where the rubric stands in the prompt, with all points for the likeness of what is not copied."""
 
     def __post_init__(self) -> None:
-        if self.copied_run < 0:
+        if self.copied_run is not None and self.copied_run < 0:
             raise ValueError(f"copied_run is {self.copied_run}; expected 0 or more words.")
 
     def __call__(
@@ -80,9 +84,14 @@ class RubricOverlap:
         vocabulary = [word for word in words(_text(rubric)) if len(word) > _SHORT]
         if not vocabulary:
             return None
-        written = words(text)
-        own = set(own_words(written, words(_text(prompt)), self.copied_run))
-        likeness = max(similarity(written, words(reference)) for reference in references)
+        written, asked = words(text), words(_text(prompt))
+        models = [words(reference) for reference in references]
+        if self.copied_run is None and stands_in(rubric, prompt):
+            points = self.rubric_points + self.reference_points
+            return points * max(likeness_of_own(written, model, asked) for model in models)
+        run = COPIED_RUN if self.copied_run is None else self.copied_run
+        own = set(own_words(written, asked, run))
+        likeness = max(similarity(written, model) for model in models)
         return self.rubric_points * overlap(own, vocabulary) + self.reference_points * likeness
 
 
@@ -104,6 +113,24 @@ def similarity(one: Sequence[str], other: Sequence[str]) -> float:
         return 0.0
     # autojunk would leave out the words that are frequent in texts of 200 and more.
     return SequenceMatcher(None, one[:COMPARED], other[:COMPARED], autojunk=False).ratio()
+
+
+def stands_in(rubric: Any, prompt: Prompt) -> bool:
+    """Whether a prompt shows a rubric word by word: each of its lines or, of a list, some line of each criterion."""
+    asked = f" {' '.join(words(_text(prompt)))} "
+    listed = isinstance(rubric, list | tuple)
+    criteria = cast("Sequence[Any]", rubric) if listed else _text(rubric).splitlines()
+    lines = [[words(line) for line in _text(each).splitlines()] for each in criteria]
+    told = [[" ".join(line) for line in each if line] for each in lines]
+    return any(told) and all(any(f" {line} " in asked for line in each) for each in told if each)
+
+
+def likeness_of_own(written: Sequence[str], model: Sequence[str], prompt: Sequence[str]) -> float:
+    """Similarity of the words that are not in the prompt; where the model has none, only the model itself is like it."""
+    own = own_words(model, prompt, 1)
+    if not own:
+        return float(written == model)
+    return similarity(own_words(written, prompt, 1), own)
 
 
 def own_words(written: Sequence[str], prompt: Sequence[str], run: int) -> list[str]:

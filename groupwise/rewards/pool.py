@@ -290,7 +290,14 @@ class _Process:
     def _popen(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
         number = theirs.fileno()
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "groupwise.rewards.workers", str(number), str(os.getpid())],
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "groupwise.rewards.workers",
+                str(number),
+                str(os.getpid()),
+            ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -3,6 +3,7 @@
     {"prompt": "…", "tests": ["assert add(2, 2) == 4", "assert add(-1, 1) == 0"]}
     {"prompt": "…", "tests": "def check(candidate): …", "entry_point": "add"}
     {"prompt": "…", "test_cases": [{"input": "2 2\\n", "output": "4\\n"}]}
+    {"prompt": "…", "test_cases": {"fn_name": "add", "inputs": [[2, 2], [-1, 1]], "outputs": [4, 0]}}
 
 Tests of functions run in one box, the completion's code in another (`boxed_tests` says how they talk); a program that reads standard
 input has a box for each case, and its output is compared here. So no test and no expected value ever stands where the code could read
@@ -18,13 +19,15 @@ import json
 import logging
 import re
 import socket
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, cast
 
 from groupwise.errors import SandboxError
+from groupwise.rewards.boxed_tests import BrokenTests, Plan
 from groupwise.rewards.calling import Failed
 from groupwise.rewards.frames import FrameBuffer
 from groupwise.rewards.registry import reward
@@ -37,24 +40,69 @@ logger = logging.getLogger(__name__)
 COLUMNS = ("tests", "test_cases")
 _VERDICTS_LIMIT = 4 << 20
 _MIB = 1 << 20
-_BLOCK = re.compile(
-    r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE
+_FENCE = re.compile(
+    r"(?P<before>[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)?)(?P<fence>```+|~~~+)[ \t]*(?P<label>[^\s`]*)[^`]*"
 )
-_OPEN_BLOCK = re.compile(
-    r"^[ \t]*```[ \t]*(?:python|py|python3)?[ \t]*\n(.*)", re.DOTALL | re.MULTILINE
-)
-_PYTHON = ("", "py", "python", "python3")
+_PYTHON = ("py", "python", "python3")
+_LONG_STRINGS = ('"""', "'''")
 
 
 def code_in(text: str, answer_tag: str = "answer") -> str:
-    """The code of a completion: of what follows its reasoning, or of its last answer tag, the last fenced block, else all of it."""
+    """The code of a completion: of what follows its reasoning, or of its last answer tag, a fenced block, else all of it.
+
+    Of blocks the last of those labelled as Python, else the last without a label; one that was cut off only where no other is.
+    """
     said = text.rpartition("</think>")[2]
     said = last_tagged(said, answer_tag) or said
-    blocks = [code for language, code in _BLOCK.findall(said) if language.lower() in _PYTHON]
-    if blocks:
-        return blocks[-1]
-    cut_off = _OPEN_BLOCK.search(said)
-    return cut_off.group(1) if cut_off else said
+    blocks = _blocks(said)
+    for labels in (_PYTHON, ("",)):
+        for whole in (True, False):
+            found = [each.code for each in blocks if each.label in labels and each.whole is whole]
+            if found:
+                return found[-1]
+    return said
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """A fenced block of a text."""
+
+    label: str
+    code: str
+    whole: bool
+    """Whether it is closed."""
+
+
+def _blocks(text: str) -> list[_Block]:
+    lines = iter(text.split("\n"))  # of which a block takes its own
+    return [_block(opening, lines) for line in lines if (opening := _FENCE.fullmatch(line))]
+
+
+def _block(opening: re.Match[str], lines: Iterator[str]) -> _Block:
+    """The block that begins here; its lines are taken. A fence may also close it at the end of the last line of code."""
+    fence, label = opening["fence"], opening["label"].lower()
+    code: list[str] = []
+    for line in lines:
+        bare = line.rstrip()
+        content = bare.rstrip(fence[0])
+        if bare.endswith(fence) and (not content.strip() or not _in_a_string([*code, content])):
+            code += [content, ""] if content.strip() else [""]
+            return _Block(label, _dedented(code, len(opening["before"])), whole=True)
+        code.append(line)
+    return _Block(label, _dedented(code, len(opening["before"])), whole=False)
+
+
+def _in_a_string(lines: Sequence[str]) -> bool:
+    """Whether a string of several lines is open, where code may well have a fence at the end of a line."""
+    text = "\n".join(lines)
+    return any(text.count(quotes) % 2 for quotes in _LONG_STRINGS)
+
+
+def _dedented(lines: Sequence[str], indent: int) -> str:
+    """Without the indent of the fence, as far as all lines have it."""
+    widths = [len(line) - len(line.lstrip(" \t")) for line in lines if line.strip()]
+    cut = min([indent, *widths])
+    return "\n".join(line[cut:] for line in lines)
 
 
 # What a row asks for
@@ -95,6 +143,9 @@ class RowTests:
         tests, cases = _parsed(row.get("tests")), _parsed(row.get("test_cases"))
         if tests and cases:
             raise ValueError("has both `tests` and `test_cases`; leave one empty")
+        table: Mapping[str, Any] = cast("Any", cases) if isinstance(cases, Mapping) else {}
+        if table.get("fn_name"):
+            return cls._of_calls(table)
         if cases:
             return cls(of_program=tuple(_cases(cases)))
         if not tests:
@@ -110,6 +161,49 @@ class RowTests:
             raise ValueError(f"has the entry_point {entry!r:.80}; expected the name of a function")
         return cls(of_functions=texts, entry_point=entry)
 
+    @classmethod
+    def _of_calls(cls, table: Mapping[str, Any]) -> RowTests:
+        """From {fn_name, inputs: [arguments, …], outputs: [result, …]}, as an assert for each."""
+        name = table["fn_name"]
+        if not (isinstance(name, str) and name.isidentifier()):
+            raise ValueError(f"has the fn_name {name!r:.80}; expected the name of a function")
+        pairs = _pairs(table)
+        if strange := [given for given, _ in pairs if not isinstance(given, list)]:
+            raise ValueError(
+                f"has inputs of {name} such as {strange[0]!r:.80}; expected a list of arguments for each call"
+            )
+        boxed = all(
+            isinstance(wanted, list) and len(cast("list[Any]", wanted)) == 1 for _, wanted in pairs
+        )
+        texts = [_call_test(name, given, wanted, boxed=boxed) for given, wanted in pairs]
+        return cls(of_functions=tuple(texts), entry_point=name)
+
+    def check(self) -> None:
+        """Raise ValueError for tests of functions that cannot be run, or that no code could fail."""
+        if self.of_program:
+            return
+        try:
+            with warnings.catch_warnings():  # of Python, about the style of tests
+                warnings.simplefilter("ignore")
+                Plan.of(self.of_functions, self.entry_point)
+        except BrokenTests as broken:
+            raise ValueError(f"has tests that cannot be run: {broken}") from broken
+
+
+def _call_test(name: str, given: Any, wanted: Any, *, boxed: bool) -> str:
+    """A tuple is as good as a list, which is all that JSON has. Where each result stands in a list of one, it may be meant without."""
+    try:
+        arguments, result = (
+            repr(json.loads(json.dumps(each, allow_nan=False))) for each in (given, wanted)
+        )
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"has values for {name} that are no JSON: {error}") from error
+    expected = f"in ({result}, {result[1:-1]})" if boxed else f"== {result}"
+    return (
+        f"result = {name}(*{arguments})\n"
+        f"assert (list(result) if isinstance(result, tuple) else result) {expected}"
+    )
+
 
 def _parsed(value: Any) -> Any:
     """Lists may be written as JSON, because tables of some formats hold text only."""
@@ -122,15 +216,23 @@ def _parsed(value: Any) -> Any:
 def _cases(value: Any) -> list[Case]:
     """From a list of {input, output}, or from {inputs: […], outputs: […]}."""
     if isinstance(value, Mapping):
-        table = cast("Mapping[str, Any]", value)
-        given, wanted = table.get("inputs"), table.get("outputs")
-        if not (isinstance(given, list) and isinstance(wanted, list)):
-            raise ValueError(_NO_TABLE)
-        pairs = list(zip(cast("list[Any]", given), cast("list[Any]", wanted), strict=False))
-        if not len(pairs) == len(cast("list[Any]", given)) == len(cast("list[Any]", wanted)):
-            raise ValueError(_NO_TABLE)
-        value = [{"input": each, "output": result} for each, result in pairs]
+        pairs = _pairs(cast("Mapping[str, Any]", value))
+        value = [{"input": given, "output": wanted} for given, wanted in pairs]
     return [_case(each) for each in value]
+
+
+def _pairs(table: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    given, wanted = table.get("inputs"), table.get("outputs")
+    if unknown := [key for key in table if key not in ("inputs", "outputs", "fn_name")]:
+        raise ValueError(
+            f"has `test_cases` with the key {unknown[0]!r:.80}; expected `inputs`, `outputs` and, for calls, `fn_name`"
+        )
+    if not (isinstance(given, list) and isinstance(wanted, list)):
+        raise ValueError(_NO_TABLE)
+    listed = cast("list[Any]", given), cast("list[Any]", wanted)
+    if not len(listed[0]) == len(listed[1]) > 0:
+        raise ValueError(_NO_TABLE)
+    return list(zip(*listed, strict=True))
 
 
 _NO_TABLE = (
@@ -140,12 +242,16 @@ _NO_TABLE = (
 
 def _case(value: Any) -> Case:
     match value:
-        case {"input": str(given), "output": str(wanted)}:
+        case {"input": str(given), "output": str(wanted), **more} if more in ({}, _OF_A_PROGRAM):
             return Case(given, wanted)
         case _:
             raise ValueError(
                 f"has a test case {value!r:.80}; expected {{input: text, output: text}}"
             )
+
+
+_OF_A_PROGRAM = {"testtype": "stdin"}
+"""What some data sets say beside a case of this kind."""
 
 
 # The verdict on one completion
@@ -319,8 +425,8 @@ class PythonTests:
             )
 
     def check_row(self, row: Mapping[str, Any]) -> None:
-        """Raise ValueError for a row without tests."""
-        RowTests.of(row)
+        """Raise ValueError for a row without tests, or with some that cannot be run or that no code could fail."""
+        RowTests.of(row).check()
 
     async def __call__(
         self,

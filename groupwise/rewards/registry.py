@@ -102,18 +102,27 @@ def get_reward_funcs(
     return _made(names, section.get("answer_column"), "get_reward_funcs")
 
 
-def configured_rubric(section: Mapping[str, Any]) -> Rubric | None:
-    """The rewards that the config's section `rewards` names itself; None where it leaves them to the task. Raises TaskError."""
+def configured_rubric(
+    section: Mapping[str, Any], own: tuple[str, Rubric] | None = None
+) -> Rubric | None:
+    """The rewards that the config's section `rewards` names itself; None where it leaves them to the task. Raises TaskError.
+
+    `own` are those of a task with its name: a router without another default gives them to rows that it does not know.
+    """
     answer_column, router = section.get("answer_column"), section.get("router")
     if section.get("reward_funcs") is not None:
         where = "rewards.reward_funcs"
         rubric = Rubric(_made(section["reward_funcs"], answer_column, where), where=where)
     elif router is not None:
         where = "rewards.router"
-        lists = {
+        lists: dict[str, object] = {
             label: _made(each, answer_column, f"{where}.{label}") for label, each in router.items()
         }
-        rubric = Router.of(lists, where=where, default=section.get("default_task"))
+        default = section.get("default_task")
+        if own is not None and default is None and own[0] not in lists:
+            default = own[0]
+            lists[default] = own[1]
+        rubric = Router.of(lists, where=where, default=default)
     else:
         return None
     if answer_column is not None and not any(map(_takes_answer_column, rubric.functions)):

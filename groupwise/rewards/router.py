@@ -1,7 +1,9 @@
 """Rewards by task: each row is scored by the rewards of its label, so that one run can train on several tasks.
 
 A row's label is what its column `task` says; a label that the router does not know has no rewards, and no others either. Where `task` is
-empty the label is the row's `dataset_name`, if the router knows that (every row of a source has one), else the router's default. A batch may be mixed: each label's rewards see their own rows only, and what fails them fails no others. Every part stands
+empty the label is the row's `dataset_name`, if the router knows that (every row of a source has one), else the router's default.
+
+A batch may be mixed: each label's rewards see their own rows only, and what fails them fails no others. Every part stands
 under its label, `math/correctness`, and does not apply to the rows of other labels.
 """
 
@@ -111,6 +113,11 @@ class Router(Rubric):
             )
         for label, rubric in self.rubrics.items():
             rubric.check_rows({index: row for index, row in rows.items() if labels[index] == label})
+
+    def unscorable(self, row: Row) -> str | None:
+        """See `Rubric.unscorable`. A label without rewards is a mistake of the config, not of a row, and left to `check_rows`."""
+        label = self.label_of(row)
+        return None if label is None else self.rubrics[label].unscorable(row)
 
     async def score(
         self, request: ScoreRequest, started: Callable[[str], None] = lambda name: None

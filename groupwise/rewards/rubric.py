@@ -103,6 +103,16 @@ class Rubric:
             if check is not None:
                 _check_each(check, rows, f"{self.where}: `{name}`")
 
+    def unscorable(self, row: Row) -> str | None:
+        """Why a reward cannot score this row; None where none of them says so. Tells what `check_rows` would refuse."""
+        for function in self.functions:
+            try:
+                if check := getattr(function, "check_row", None):
+                    check(row)
+            except ValueError as reason:
+                return str(reason)
+        return None
+
     async def score(
         self, request: ScoreRequest, started: Callable[[str], None] = lambda name: None
     ) -> GroupScore:

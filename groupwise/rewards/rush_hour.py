@@ -4,13 +4,15 @@ A board is written row by row, as text or as a list: `o` is empty, `x` a wall, a
 horizontal. A is the car that must reach the right edge.
 
 A move is a car, a direction and a number of cells, `A>2`; directions are `< > ^ v` or L R U D. Cars move along their own axis, cell by
-cell. The first cell that is not free stops the play: what moved before it stays, but that move was not legal. The board is solved as
-soon as a whole, legal move has brought A to the right edge; what is written after that is not played, but counts as moves.
+cell. The first cell that is not free stops the play: what moved before it stays, but that move was not legal. The play also ends as soon
+as A stands at the right edge, however it came there: then the board is solved. What is written after that is not played, but each
+of it counts as a superfluous move. Steps of one car in one direction that follow each other are played as they are written; they count
+together where moves are compared with a gold solution, or their number with the target.
 
 The moves of a completion are what stands in its last pair of answer tags. Without such tags they are the text after the closing think
 tag, or its last line that is a list of moves. A list holds moves and nothing else, between commas, semicolons or spaces.
 
-    exact    1 where the moves are those of a gold solution, steps of one car in one direction counted together;
+    exact    1 where the moves are those of a gold solution;
              0.01 where nothing can be read as a list of moves, but something looks like a move
     shaped   0.65 exact + 0.20 solve + 0.10 prefix + 0.05 potential
 
@@ -89,16 +91,22 @@ class Play:
 
     board: Board
     """As it stood when the play ended."""
+    begun: int
+    """Moves that were begun: the legal ones, and the one that stopped the play."""
     legal: int
     """Moves that were played whole."""
     solved: bool
+
+    def length(self, moves: Moves) -> int:
+        """As how many these moves count, of which it is the play: steps of one car in one direction as one as far as they were played."""
+        return len(merged(moves[: self.begun])) + len(moves[self.begun :])
 
 
 # --- reading -------------------------------------------------------------------------------------
 
 
 def moves_in(completion: CompletionText) -> Moves | None:
-    """The moves that a completion answers with, steps of one car in one direction counted together; None where it holds no list."""
+    """The moves that a completion answers with, as they are written; None where it holds no list."""
     text = completion_text(completion)
     tagged = THINK.last_answer(text)
     if tagged is not None:
@@ -115,14 +123,20 @@ def looks_like_a_move(completion: CompletionText) -> bool:
 
 @lru_cache(maxsize=256)
 def read_moves(text: str) -> Moves | None:
-    """The moves of a text that holds nothing else, steps of one car in one direction counted together; None for any other text."""
+    """The moves of a text that holds nothing else; None for any other text."""
     if not _LIST.fullmatch(text.strip()):
         return None
     found = [re.sub(r"\s", "", each) for each in re.findall(_MOVE, text)]
-    steps = [(each[0].upper(), _DIRECTIONS[each[1].upper()], int(each[2:])) for each in found]
     return tuple(
-        Move(car, direction, sum(step[2] for step in together))
-        for (car, direction), together in groupby(steps, key=lambda step: step[:2])
+        Move(each[0].upper(), _DIRECTIONS[each[1].upper()], int(each[2:])) for each in found
+    )
+
+
+def merged(moves: Moves) -> Moves:
+    """With steps of one car in one direction that follow each other as one move: the form in which solutions are compared."""
+    return tuple(
+        Move(car, direction, sum(step.cells for step in steps))
+        for (car, direction), steps in groupby(moves, key=lambda move: (move.car, move.direction))
     )
 
 
@@ -186,16 +200,17 @@ def _check_leaving(board: Board) -> None:
 
 
 def play(board: Board, moves: Sequence[Move]) -> Play:
-    """Play moves until the board is solved, one is not legal, or there are no more."""
-    grid, cars, legal = list(board.cells), _cars(board), 0
+    """Play moves until A stands at the right edge, one is not legal, or there are no more."""
+    grid, cars = list(board.cells), _cars(board)
+    begun, legal, solved = 0, 0, False
     for move in moves:
+        begun += 1
         whole = all(_step(grid, cars, board.size, move) for _ in range(move.cells))
-        if not whole:
+        legal += whole
+        solved = cars[LEAVING][-1] % board.size == board.size - 1
+        if solved or not whole:
             break
-        legal += 1
-        if cars[LEAVING][-1] % board.size == board.size - 1:
-            return Play(Board(board.size, "".join(grid)), legal, solved=True)
-    return Play(Board(board.size, "".join(grid)), legal, solved=False)
+    return Play(Board(board.size, "".join(grid)), begun, legal, solved)
 
 
 def _step(grid: list[str], cars: dict[str, list[int]], size: int, move: Move) -> bool:
@@ -304,7 +319,7 @@ class RushSolutionShaped:
         enough = min(map(len, golds)) if given is None else given
         return (
             exact
-            + self.solve * played.solved / (1 + max(0, len(moves) - enough))
+            + self.solve * played.solved / (1 + max(0, played.length(moves) - enough))
             + self.prefix * max(played.legal / len(moves), *(_begun(moves, gold) for gold in golds))
             + self.potential * max(0, board.to_go - played.board.to_go) / board.to_go
         )
@@ -325,7 +340,7 @@ def _read_golds(forms: tuple[str, ...]) -> tuple[Moves, ...]:
             raise ValueError(
                 f"the gold solution {form!r:.60} is no list of moves such as `B^1,A>2`"
             )
-    return tuple(moves for moves in read.values() if moves is not None)
+    return tuple(merged(moves) for moves in read.values() if moves is not None)
 
 
 @lru_cache(maxsize=256)
@@ -333,7 +348,7 @@ def solvable(board: Board, solutions: tuple[Moves, ...]) -> Board:
     """The board, once it is sure that each of these solves it. Raises ValueError that names the first that does not."""
     for moves in solutions:
         played = play(board, moves)
-        if not played.solved:
+        if not played.solved or played.legal < played.begun:
             text = ",".join(map(str, moves))
             why = (
                 f"its move {moves[played.legal]} is not legal there"
@@ -350,10 +365,11 @@ def _exact(completion: CompletionText, golds: Sequence[Moves]) -> float:
     moves = moves_in(completion)
     if moves is None:
         return LOOKS_LIKE_A_MOVE if looks_like_a_move(completion) else 0.0
-    return float(moves in golds)
+    return float(merged(moves) in golds)
 
 
 def _begun(moves: Moves, gold: Moves) -> float:
     """The share of a gold solution that the moves begin with."""
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(moves, gold, strict=False))
+    pairs = zip(merged(moves), gold, strict=False)
+    same = takewhile(lambda pair: pair[0] == pair[1], pairs)
     return len(list(same)) / len(gold)

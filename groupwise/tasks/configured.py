@@ -17,17 +17,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from groupwise.data.chat import Account, Row, Rows
 from groupwise.data.config import DatasetConfig, MixtureEntry
 from groupwise.data.mixture import Part, in_turn, joined, mixed
-from groupwise.data.named import LABEL, for_training, held_out, holds_out, labelled, place_of
+from groupwise.data.named import (
+    LABEL,
+    Unscorable,
+    for_training,
+    held_out,
+    holds_out,
+    labelled,
+    place_of,
+)
 from groupwise.data.sft_functions import format_rows
 from groupwise.errors import TaskError
-from groupwise.rewards.registry import configured_rubric, get_reward_funcs, registered
+from groupwise.rewards.registry import configured_rubric, registered
 from groupwise.rewards.router import Router
 from groupwise.rewards.rubric import Rubric
 from groupwise.settings.tree import tree_of
@@ -83,6 +91,10 @@ class ConfiguredTask(Task):
     def described(self) -> str:
         """See `Task.described`."""
         return f"The config's task ({self.name})"
+
+    def _rows_of(self, hook: str, limit: int | None, **arguments: Any) -> Any:
+        """See `Task._rows_of`: the sets of a mixture read no more of their streams, either."""
+        return self._call(hook, **arguments, limit=limit)
 
     def missing(self, hook: str, verb: Verb) -> str:
         """See `Task.missing`: which keys would give it."""
@@ -207,11 +219,15 @@ def _config_of_task(config: View, task: Task, entry: MixtureEntry, where: str) -
 
 
 class _Hooks:
-    """The hooks of a config's data. Each reads the data anew, as those of a task file do."""
+    """The hooks of a config's data. Each reads the data anew, as those of a task file do.
+
+    `limit` is how much of a stream is read, which a task of a mixture may give.
+    """
 
     def __init__(self, data: DatasetConfig, tasks: Sequence[_TaskSet]) -> None:
         self._data = data
         self._tasks = tasks
+        self._rewards: Rubric | None = None
 
     def possible(self, config: View) -> set[str]:
         """Those for which the config has what they need."""
@@ -233,36 +249,37 @@ class _Hooks:
     def _with(self, hook: str) -> list[_TaskSet]:
         return [one for one in self._tasks if one.task.has(hook)]
 
-    def get_rl_dataset(self, config: View) -> Rows:
+    def get_rl_dataset(self, config: View, limit: int | None = None) -> Rows:
         """The rows of all sets, each as often as its weight says."""
-        parts, account = for_training(self._data, teacher=False)
+        scored = self._unscorable(config)
+        parts, account = for_training(self._data, teacher=False, unscorable=scored)
         for one in self._tasks:
-            examples = one.task.rl_examples(one.config, _draws(config))
+            examples = one.task.rl_examples(one.config, limit)
             parts.append(one.part(_rows(examples)))
             account += one.account("get_rl_dataset")
         return Rows(mixed(joined(parts, "all"), self._data.seed), account)
 
-    def get_eval_dataset(self, config: View) -> Rows:
+    def get_eval_dataset(self, config: View, limit: int | None = None) -> Rows:
         """The held-out rows of all sets, in turn."""
-        parts, account = held_out(self._data, teacher=False)
+        scored = self._unscorable(config)
+        parts, account = held_out(self._data, teacher=False, unscorable=scored)
         for one in self._with("get_eval_dataset"):
-            examples = one.task.eval_examples(one.config, config["eval"]["max_prompts"])
+            examples = one.task.eval_examples(one.config, limit)
             parts.append(one.part(_rows(examples)))
             account += one.account("get_eval_dataset")
         return Rows(in_turn(joined(parts, "all")), account)
 
-    def get_sft_dataset(self, config: View, tokenizer: Any) -> Rows:
+    def get_sft_dataset(self, config: View, tokenizer: Any, limit: int | None = None) -> Rows:
         """The teacher's rows of all sets, each as often as its weight says."""
         parts, account = for_training(self._data, teacher=True)
         for one in self._tasks:
-            parts.append(one.part(one.lessons("get_sft_dataset", tokenizer, _draws(config))))
+            parts.append(one.part(one.lessons("get_sft_dataset", tokenizer, limit)))
             account += one.account("get_sft_dataset")
         return Rows(mixed(joined(parts, "all"), self._data.seed), account)
 
-    def get_sft_eval_dataset(self, config: View, tokenizer: Any) -> Rows:
+    def get_sft_eval_dataset(self, config: View, tokenizer: Any, limit: int | None = None) -> Rows:
         """The teacher's held-out rows of all sets, in turn."""
         parts, account = held_out(self._data, teacher=True)
-        limit = config["eval"]["max_examples"]
         for one in self._with("get_sft_eval_dataset"):
             parts.append(one.part(one.lessons("get_sft_eval_dataset", tokenizer, limit)))
             account += one.account("get_sft_eval_dataset")
@@ -271,7 +288,7 @@ class _Hooks:
     def get_reward_funcs(self, config: View, tokenizer: Any) -> Rubric:
         """The rewards of the config; in a mixture with tasks, theirs beside those, each under its label."""
         if not self._tasks:
-            own = configured_rubric(config["rewards"].to_dict())
+            own = self._own_rewards(config)
             assert own is not None, "the hook is there only with rewards"
             return own
         rubrics = {
@@ -282,15 +299,26 @@ class _Hooks:
             rubrics[one.label] = one.task.rubric(one.config, tokenizer)
         return Router.of(rubrics, where="rewards of data.dataset_mixture")
 
+    def _own_rewards(self, config: View) -> Rubric | None:
+        """Those that the config names itself: made once, because making them may take long."""
+        if self._rewards is None:
+            self._rewards = configured_rubric(config["rewards"].to_dict())
+        return self._rewards
+
+    def _unscorable(self, config: View) -> Unscorable:
+        """Why a source's row cannot be scored."""
+        rewards = self._own_rewards(config)
+        return (lambda row: None) if rewards is None else rewards.unscorable
+
     def _of_sources(self, config: View) -> dict[str, list[Any]]:
         """The rewards of the config by label: those of its router, or the same for all sources."""
-        section = config["rewards"].to_dict()
-        if section.get("reward_funcs") is not None:
-            functions = get_reward_funcs(section["reward_funcs"], config)
-            sources = [entry for entry in self._data.mixture if entry.source]
-            return {entry.label or entry.name: functions for entry in sources}
-        router: Mapping[str, Any] = section.get("router") or {}
-        return {label: get_reward_funcs(names, config) for label, names in router.items()}
+        own = self._own_rewards(config)
+        if own is None:
+            return {}
+        if isinstance(own, Router):
+            return {label: _weighted(rubric) for label, rubric in own.rubrics.items()}
+        sources = [entry for entry in self._data.mixture if entry.source]
+        return {entry.label or entry.name: _weighted(own) for entry in sources}
 
     def get_rl_callbacks(self, config: View, tokenizer: Any, output_dir: str) -> list[object]:
         """Those of all tasks."""
@@ -328,16 +356,13 @@ class _Hooks:
         return {"metrics": metrics, **details}
 
 
+def _weighted(rubric: Rubric) -> list[Any]:
+    return list(zip(rubric.functions, rubric.weights, strict=True))
+
+
 def _is_supervised(config: View) -> bool:
     """Whether it is a config of `groupwise sft`, which knows no rewards."""
     return "rewards" not in config
-
-
-def _draws(config: View) -> int | None:
-    """How much of an endless stream is read: as many rows as there are draws; None where epochs decide."""
-    training = config["training"]
-    per_step = training["examples_per_step" if _is_supervised(config) else "prompts_per_step"]
-    return None if training["max_steps"] is None else training["max_steps"] * per_step
 
 
 def _rows(examples: Sequence[Example]) -> list[Row]:

@@ -153,7 +153,7 @@ class Task:
         An optional hook may return None for none.
         """
         where = f"{self.described}: {hook}"
-        rows = self._call(hook, config=config, tokenizer=tokenizer)
+        rows = self._rows_of(hook, limit, config=config, tokenizer=tokenizer)
         self._note_account(hook, rows)
         if rows is None and hook not in NEEDED["sft"]:
             return []
@@ -299,7 +299,7 @@ class Task:
 
     def _examples(self, hook: str, config: Any, limit: int | None) -> list[Example]:
         where = f"{self.described}: {hook}"
-        rows = self._call(hook, config=config)
+        rows = self._rows_of(hook, limit, config=config)
         self._note_account(hook, rows)
         examples = run_user_code(  # a stream runs the task's code while it is read
             lambda: examples_from_rows(rows, where=where, limit=limit, limited_by=LIMITED_BY[hook]),
@@ -308,6 +308,10 @@ class Task:
         if self.gives_rewards:
             _refuse_reserved_columns(examples, where)
         return examples
+
+    def _rows_of(self, hook: str, limit: int | None, **arguments: Any) -> Any:
+        """What a hook for rows returns; no more than `limit` rows of a stream will be read."""
+        return self._call(hook, **arguments)
 
     def _note_account(self, hook: str, rows: object) -> None:
         if isinstance(rows, Rows):

@@ -7,8 +7,8 @@ Columns go by the names that such sets give them (`COLUMNS`), or as `task.column
 list of criteria with weights. The reward is `rubric_overlap`, 15 at most, unless `rewards.reward_funcs` names others; with `judge` a model
 reads rubric and answer.
 
-The rubric stays out of the prompt. `task.rubric_in_prompt` puts it there, with a warning: a policy may then learn to repeat it.
-`rubric_overlap` does not count five and more words in a row that are copied from the prompt, but it counts shorter pieces.
+The rubric stays out of the prompt. `task.rubric_in_prompt` puts it there, with a warning: `rubric_overlap` then counts no word of the
+prompt, because a policy would learn to repeat it, and pays for the likeness of the other words to those of the reference.
 
 One source gives all three splits. No question occurs twice, neither in a split nor in two of them.
 """
@@ -51,8 +51,8 @@ CRITERION = ("description", "criterion", "content", "requirement", "text", "titl
 OVERLAP = "rubric_overlap"
 INSTRUCTION = "Answer the question in one or two sentences."
 WARNING = (
-    "task.rubric_in_prompt: the model reads the rubric that its answer is rewarded by, and may learn to repeat it. rubric_overlap "
-    "does not count five and more words in a row that are copied, but it counts shorter pieces; look at the rollouts."
+    "task.rubric_in_prompt: the model reads the rubric that its answer is rewarded by. rubric_overlap therefore counts no word of the "
+    "prompt, and pays for the likeness of the other words to the reference; take a judge to reward by a rubric that the model reads."
 )
 
 

@@ -33,6 +33,7 @@ from groupwise.rewards.rush_hour import (
     Move,
     Moves,
     board_of,
+    merged,
     moves_in,
     play,
     read_moves,
@@ -165,19 +166,19 @@ def compute_metrics(
     """Shares of boards solved, of best solutions, and of lists of moves; superfluous moves of the solutions, where there are any."""
     written = [moves_in(completion) for completion in completions]
     pairs = list(zip(written, dataset_rows, strict=True))
-    solved = [
-        moves is not None and play(board_of(row["board"], row["size"]), moves).solved
+    plays = [play(board_of(row["board"], row["size"]), moves or ()) for moves, row in pairs]
+    exact = [
+        moves is not None and merged(moves) in map(read_moves, row["answer"])
         for moves, row in pairs
     ]
-    exact = [moves in map(read_moves, row["answer"]) for moves, row in pairs]
     excess = [
-        len(moves) - row["moves"]
-        for (moves, row), is_solved in zip(pairs, solved, strict=True)
-        if is_solved and moves is not None
+        played.length(moves or ()) - row["moves"]
+        for played, (moves, row) in zip(plays, pairs, strict=True)
+        if played.solved
     ]
     return {
         "metrics": {
-            "solved": fmean(solved),
+            "solved": fmean(played.solved for played in plays),
             "exact": fmean(exact),
             "readable": fmean(moves is not None for moves in written),
             **({"excess_moves": fmean(excess)} if excess else {}),

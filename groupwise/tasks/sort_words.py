@@ -7,7 +7,8 @@ answer is written and rewarded:
   0.7 × share of words in their right place. 1 at most. Only the first line counts, in lower case.
 - `classic`: one word per line. Five parts, each a share: 0.01 × given words contained ignoring case,
   0.1 × given words contained, 1 × given words that begin a line, 1 × written words that belong to the given ones (a
-  repetition does not count), 10 × pairs of given words whose first appearances are in ascending order. 12.11 at most.
+  repetition does not count), 10 × pairs of given words whose first appearances, as whole words, are in ascending order.
+  12.11 at most.
 
 No set of words occurs twice, neither in the training rows, nor in validation or test rows, nor in two of them.
 """
@@ -195,7 +196,7 @@ def belongs(completions: Sequence[CompletionText], words: Any, **_: Any) -> list
 
 
 def ascending(completions: Sequence[CompletionText], words: Any, **_: Any) -> list[float]:
-    """Share of the pairs of given words whose first appearances are in alphabetical order; missing words have none."""
+    """Share of the pairs of given words whose first appearances as whole words are in alphabetical order; missing words have none."""
     texts = [completion_text(completion) for completion in completions]
     return [_ascending_share(text, w) for text, w in zip(texts, words, strict=True)]
 
@@ -265,9 +266,16 @@ def _line_starts(completion: CompletionText) -> set[str]:
 
 
 def _ascending_share(text: str, words: Iterable[str]) -> float:
-    places = {word: text.find(word) for word in words}
+    places = {word: _first_place(word, text) for word in words}
     pairs = list(combinations(sorted(places), 2))
     return _share(0 <= places[first] < places[second] for first, second in pairs)
+
+
+def _first_place(word: str, text: str) -> int:
+    """Where it first stands with no letter before or after it; -1 if nowhere."""
+    letter = r"[^\W\d_]"
+    found = re.search(rf"(?<!{letter}){re.escape(word)}(?!{letter})", text)
+    return found.start() if found else -1
 
 
 def _total(

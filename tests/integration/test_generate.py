@@ -196,6 +196,48 @@ def test_a_second_call_asks_nothing_and_scores_anew(
     assert [row["number"] for row in lines(out / "train.jsonl")] == [18, 19, 99]
 
 
+def test_a_column_that_is_added_costs_nothing(
+    echo: Service, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out = tmp_path / "out"
+    generate(echo, data, out, price_in=2.0)
+    before = lines(out / "train.jsonl")
+    rows = [{**row, "answer": row["number"] + 1} for row in lines(data)]
+    rows[3]["prompt"] = "something else"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = generate(echo, data, out, price_in=2.0)
+    assert len(echo.asked) == ROWS + 1
+    train = lines(out / "train.jsonl")
+    assert [row["answer"] for row in train] == list(range(1, ROWS + 1))
+    same = [row for row in before if row["number"] != 3]
+    assert [{**row, "answer": row["number"] + 1} for row in same] == train[:3] + train[4:]
+    assert "1 answers belong to no row of this input" in caplog.text
+    summary = result.summary
+    assert (summary["requests"], summary["answers_of_no_row"]) == (1, 1)
+    assert summary["in_all"]["requests"] == ROWS + 1
+    assert summary["in_all"]["prompt_tokens"] > summary["prompt_tokens"]
+    assert summary["in_all"]["cost"] == summary["in_all"]["prompt_tokens"] * 2.0 / 1e6
+    assert json.loads((out / "summary.json").read_text()) == summary
+
+
+def test_a_reward_that_always_raises_ends_nothing_good(
+    echo: Service, data: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    out, rewards = tmp_path / "out", tmp_path / "r.py"
+    rewards.write_text("def high(number, **c):\n    return [float(n) for n in number]\n")
+    options: dict[str, Any] = {"rewards": [f"{rewards}:high"], "min_reward": 15.0}
+    assert generate(echo, data, out, **options).exit_code == 0
+    good = (out / "train.jsonl").read_text()
+    rewards.write_text("def high(number, **c):\n    raise KeyError('gold')\n")
+    result = generate(echo, data, out, **options)
+    assert (result.exit_code, result.summary["state"]) == (1, "unscored")
+    assert (out / "train.jsonl").read_text() == good
+    assert f"None of {ROWS} generations could be scored" in caplog.text
+    assert "gold" in caplog.text
+    assert "train.jsonl is left as it was" in caplog.text
+    assert len(echo.asked) == ROWS
+
+
 # Interruptions
 
 

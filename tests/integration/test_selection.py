@@ -45,8 +45,8 @@ def test_the_record_says_where_each_group_came_from(tmp_path):
     assert origins(steps) == {"fresh", "easy", "replay"}
     for group in (group for groups in steps for group in groups):
         easy = str(group.example.prompt).startswith("easy")
-        assert easy == (group.example.columns.get("task") == "EASY")
         assert easy or group.origin != "easy"
+        assert "task" not in group.example.columns, "no router asks for a label"
         assert group.again is None
 
 
@@ -145,6 +145,51 @@ def test_the_free_schedule_loses_and_repeats_nothing(tmp_path, part):
     assert len(draws) == len(set(draws)) == 10
 
 
+def easily(completions, **columns):
+    return [1.0] * len(completions)
+
+
+def test_the_router_gives_easy_examples_a_reward_of_their_own(tmp_path):
+    """Beside a task, whose own rewards stay those of its rows."""
+    settings = {
+        **config(tmp_path),
+        "data": {"easy_pool": EASY},
+        "rewards": {"router": {"EASY": [f"{__file__}:easily"]}},
+    }
+    assert groupwise.rl(settings, TOY).exit_code == 0
+    groups = [group for groups in recorded(tmp_path) for group in groups]
+    applied = {
+        (g.origin, part.name)
+        for g in groups
+        for r in g.rollouts
+        for part in r.parts
+        if part.value is not None
+    }
+    assert applied == {("easy", "EASY/easily"), ("fresh", "toy_task/share")}
+
+
+def test_the_prompts_of_easy_examples_are_made_ready_as_the_others_are(tmp_path):
+    """Where the config names the data; beside a task they stay as they are written."""
+    settings = {
+        **config(tmp_path),
+        "data": {
+            "dataset_name": EASY["dataset_name"],
+            "prompt_column": "question",
+            "answer_column": "wanted",
+            "system_prompt": "Write.",
+            "easy_pool": {"dataset_name": EASY["dataset_name"], "schedule": [[0, 0.5]]},
+        },
+        "rewards": {"in_process": True, "reward_funcs": ["xml_count"]},
+        "eval": {},
+    }
+    assert groupwise.rl(settings, None).exit_code == 0
+    prompts: dict[str, set[tuple[str, ...]]] = {}
+    for group in (group for groups in recorded(tmp_path) for group in groups):
+        roles = tuple(message["role"] for message in group.example.prompt)
+        prompts.setdefault(group.origin, set()).add(roles)
+    assert prompts == {"fresh": {("system", "user")}, "easy": {("system", "user")}}
+
+
 def test_a_plan_counts_the_easy_examples(tmp_path):
     settings = {**config(tmp_path), "data": {"easy_pool": EASY}}
     assert groupwise.rl(settings, TOY, dry_run=True).summary["plan"]["easy_examples"] == 4
@@ -178,6 +223,11 @@ def test_the_source_of_the_easy_pool_may_stand_in_the_environment(tmp_path, monk
             "which an earlier policy sampled",
         ),
         ({"data": {"replay": {"capacity": 100}}}, "warmup_entries is 500, but capacity is 100"),
+        ({"data": {"replay": {}}}, r"warmup_entries is 500, but there are \d+ different prompts"),
+        (
+            {"data": {"replay": {"max_share": 0.4}}},
+            "max_share is 0.4, which is less than one of the 2 prompts",
+        ),
         (
             {"sampler": {"temperature": 0.7, "temperature_schedule": {}}},
             "no effect beside temperature_schedule",

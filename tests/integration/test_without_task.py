@@ -131,6 +131,19 @@ def test_plan_counts_what_is_left_out_and_what_is_changed() -> None:
         groupwise.rl(given, dry_run=True)
 
 
+def test_held_out_prompts_that_are_trained_on_are_warned_of() -> None:
+    given = config(dataset_name="one.jsonl", dataset_test_split="train[:2]")
+    given["rewards"] = {"reward_funcs": ["own_rewards.py:letters"], "in_process": True}
+    said = "2 of 2 held-out prompts are also trained on"
+    (warning,) = groupwise.rl(given, dry_run=True).summary["plan"]["warnings"]
+    assert warning.startswith(said)
+    begun = groupwise.rl(given, overrides=["training.max_steps=1"])
+    assert said in (begun.folder / "log.txt").read_text()
+    apart = {**given, "data": {"dataset_name": "one.jsonl", "prompt_column": "question"}}
+    apart["data"]["test_split_size"] = 0.5
+    assert groupwise.rl(apart, dry_run=True).summary["plan"]["warnings"] == []
+
+
 def test_supervised_run_needs_no_task_either() -> None:
     Path("pairs.jsonl").write_text(
         "".join(json.dumps({"q": f"say {n}", "a": str(n)}) + "\n" for n in range(8)) + "{}\n"

@@ -12,11 +12,10 @@ from groupwise.checks.check_data import (
     described_columns,
     first_prompts,
     prompt_lengths,
-    same_prompt,
-    same_row,
     spread,
     written,
 )
+from groupwise.data.overlap import same_prompt, same_row
 from groupwise.errors import TaskError
 from groupwise.tasks.contract import load_task
 from groupwise.testing.fakes import FakeTokenizer

@@ -38,7 +38,14 @@ def test_accepted_forms(value, forms):
 
 @pytest.mark.parametrize(
     ("stored", "answer"),
-    [("42", "42"), ("so\n#### 42", "42"), ("<answer>1</answer> <ANSWER> 2 </ANSWER>", "2")],
+    [
+        ("42", "42"),
+        ("so\n#### 42", "42"),
+        ("<answer>1</answer> <ANSWER> 2 </ANSWER>", "2"),
+        (r"so \boxed{1/2}.", "1/2"),
+        (r" \boxed{3}", r"\boxed{3}"),
+        ("a\n#### Notes\nb", "a\n#### Notes\nb"),
+    ],
 )
 def test_the_answer_within_a_text(stored, answer):
     assert answer_in(stored) == answer

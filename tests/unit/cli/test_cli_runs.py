@@ -45,7 +45,8 @@ def failed(draw: int) -> Rollout:
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
     config = {"model": {"name": "tiny", "lora": None}, "task": {"note": "\x1b[31m"}}
-    meta = {"model": "tiny", "task": "sort_words", "max_steps": 12}
+    left_out = {"get_rl_dataset": {"the prompt is empty": 7}}
+    meta = {"model": "tiny", "task": "sort_words", "max_steps": 12, "rows_left_out": left_out}
     with RunFolder.create(tmp_path, "sort", config, meta) as run:
         for step in range(4):
             members = (rollout(step, 0, step / 4), rollout(step, 1, 1.0), failed(step))
@@ -121,6 +122,7 @@ class TestShow:
             "checkpoints  sort@4",
             "evaluation held_out of sort@4 after 4 steps",
             "warnings\n  after 3 steps  length begins: grows\n",
+            "rows of get_rl_dataset left out\n  7  the prompt is empty\n",
             'model.name  "tiny"',
         ):
             assert expected in shown
@@ -142,6 +144,7 @@ class TestShow:
             }
         ]
         assert facts["last_metrics"] == {"odd": None, "reward": 0.75}
+        assert facts["rows_left_out"] == {"get_rl_dataset": {"the prompt is empty": 7}}
         assert facts["summary"]["state"] == "finished"
         assert facts["config"]["model"]["name"] == "tiny"
 

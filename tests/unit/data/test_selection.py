@@ -210,6 +210,19 @@ def test_completions_are_those_of_the_draw_that_solved_it_last():
     assert {c.again for c in course.step(2)} == {0, 1, 2, 3}, "a replayed draw is no newer one"
 
 
+def test_a_group_that_failed_is_not_trained_again():
+    """A kept prompt is credited with a failure, and its completions stay those that solved it."""
+    answers = iter([1.0] * 10 + [0.0] * 30)
+    course = Course(
+        selection(replay={"warmup_entries": 100, "mode": "completions"}), lambda c: next(answers)
+    )
+    for step in range(5):
+        course.step(step)
+    entries = course.chosen.replay.entries
+    assert {entry.count for entry in entries} == {2}
+    assert {entry.payload[2] for entry in entries} == set(range(10))
+
+
 def test_prompts_are_answered_anew():
     course = Course(selection(replay=REPLAY), lambda choice: 1.0)
     course.step(0)

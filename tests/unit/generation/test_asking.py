@@ -7,6 +7,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from groupwise.endpoints.answers import Usage
 from groupwise.endpoints.client import Client, Endpoint
 from groupwise.errors import EndpointError
 from groupwise.generation.asking import HOPE, Asking, Tally
@@ -60,8 +61,8 @@ async def test_only_what_is_missing_is_asked_for(tmp_path: Path) -> None:
     assert [(body.get("n", 1), "prompt" in body) for body in service.asked] == [
         (3, True), (1, True), (3, False), (1, False),
     ]  # fmt: skip
-    assert (tally.answered, tally.requests) == (2, 4)
-    assert (tally.usage.prompt_tokens, tally.usage.completion_tokens) == (20, 6)
+    assert (tally.answered, tally.billed.requests) == (2, 4)
+    assert tally.billed.usage == Usage(20, 6)
     assert len(answers.of("k0")) == 3
     again = Service()
     tally, _ = await ask(tmp_path, again, items(3), num_generations=3)
@@ -139,4 +140,4 @@ async def test_answers_that_do_not_tell_their_tokens_are_counted(tmp_path: Path)
     service = Service()
     service.answer = answer
     tally, _ = await ask(tmp_path, service, items(2))
-    assert (tally.untold, tally.usage.completion_tokens) == (2, 0)
+    assert (tally.billed.untold, tally.billed.usage) == (2, Usage(0, 0))

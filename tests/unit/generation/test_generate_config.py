@@ -27,6 +27,10 @@ GIVEN: dict[str, Any] = {"dataset": "rows.jsonl", "output": "out"}
             {"task_module": "t.py", "output": "o", "prompt_column": "a"},
             "prompt_column has no effect",
         ),
+        (
+            {"task_module": "t.py", "output": "o", "prompt_template": "{{ instruction }}"},
+            "prompt_template has no effect",
+        ),
         ({"task_module": "t.py", "output": "o", "split": "test"}, "no splits"),
         ({**GIVEN, "config": "c.yaml"}, "there is no task_module"),
         ({**GIVEN, "min_reward": 1.0}, "min_reward needs rewards"),
@@ -107,6 +111,13 @@ def test_names_that_scripts_have_mean_the_same(monkeypatch: pytest.MonkeyPatch) 
     }
 
 
+def test_replicas_alone_multiply_the_usual_concurrency(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = GenerateConfig.model_fields["concurrency"].default
+    assert options_of(["--client-replicas", "2"], monkeypatch)["concurrency"] == 2 * usual
+    words = "--client-replicas 2 --concurrency 3".split()
+    assert options_of(words, monkeypatch)["concurrency"] == 6
+
+
 def test_options_reach_the_function_as_they_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["--reward", "a", "--reward", "b", "--extra", '{"min_p": 0.1}', "--stop", "x"]
     assert options_of([*arguments, "--dry-run", "--public"], monkeypatch) == {
@@ -122,7 +133,6 @@ def test_options_reach_the_function_as_they_are_given(monkeypatch: pytest.Monkey
     ("arguments", "said"),
     [
         ("--concurrency 2 --input-batch-size 2", "another word for --concurrency"),
-        ("--client-replicas 2", "multiplies --concurrency"),
         ("--extra [1]", "no JSON object"),
         ("--extra {", "no JSON"),
         ("--dataset d --output o --shards 4", "--shard 1/N"),

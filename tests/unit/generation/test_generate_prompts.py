@@ -71,6 +71,16 @@ def test_templates_that_cannot_be_meant(rows: Any, template: str, said: str) -> 
         rows([{"question": "q"}], prompt_template=template)
 
 
+@pytest.mark.parametrize("template", ["{{ instruction }}", "{{instruction}}\n"])
+def test_a_template_of_distilabel_is_the_prompt_column(rows: Any, template: str) -> None:
+    given = [{"problem": "why?", "prompt": "how?"}]
+    read = rows(given, prompt_template=template, prompt_column="problem")
+    assert read.items[0].prompt == [user("why?")]
+    assert rows(given, prompt_template=template).items[0].prompt == [user("how?")]
+    longer = rows(given, prompt_template="{{ instruction }} {problem}").items[0].prompt
+    assert longer == [user("{ instruction } why?")], "doubled braces stand for themselves"
+
+
 def test_a_column_that_is_not_there_is_named_with_those_that_are(rows: Any) -> None:
     with pytest.raises(TaskError, match=r"no column 'prompt'.* It has: prompts, x"):
         rows([{"prompts": "q", "x": 1}])
@@ -94,12 +104,20 @@ def keys(read: Prompts) -> list[str]:
 def test_a_key_is_the_rows_and_no_others(rows: Any) -> None:
     one, two = {"prompt": "a", "x": 1}, {"prompt": "a", "x": 2}
     read = keys(rows([one, two, one]))
-    assert len(set(read)) == 3, "equal rows are rows of their own"
-    assert keys(rows([{"x": 1, "prompt": "a"}, one, two])) == [read[0], read[2], read[1]]
-    assert keys(rows([{"prompt": "new"}, two]))[1] == read[1], "its place does not matter"
+    assert len(set(read)) == 3, "rows that ask the same are rows of their own"
+    assert keys(rows([{"prompt": "new"}, two]))[1] == read[0], "its place does not matter"
     for changed in ({"api": "completions"}, {"system_prompt": "s"}):
         assert set(keys(rows([one, two, one], **changed))).isdisjoint(read)
     assert set(keys(rows([one, two], {**SHAPES, "temperature": 0.5}))).isdisjoint(read)
+
+
+def test_a_key_is_that_of_the_request_whatever_else_a_row_holds(rows: Any) -> None:
+    before = keys(rows([{"prompt": "a"}, {"prompt": "b"}]))
+    read = rows([{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}])
+    assert keys(read) == before
+    assert [item.columns["answer"] for item in read.items] == ["1", "2"]
+    moved = rows([{"q": "a"}, {"q": "b"}], prompt_template="{q}")
+    assert keys(moved) == before, "the same is asked"
 
 
 def test_shards_divide_the_rows(rows: Any) -> None:

@@ -69,17 +69,28 @@ def test_rows_stand_in_the_order_of_the_input(tmp_path: Path) -> None:
 
 def test_several_generations_of_a_row_are_grouped(tmp_path: Path) -> None:
     given = {"k0": [("a", "stop"), ("b", "length")], "k1": [("only one", "stop")]}
-    failures = (Failure(1, "refused"),)
+    failures = (Failure(2, "is empty"), Failure(1, "refused"))
     counts, generations, train = results(
         tmp_path, [item(0), item(1)], given, failures=failures, num_generations=2
     )
     assert [row["generation"] for row in generations] == [["a", "b"]]
     assert generations[0]["finish_reason"] == ["stop", "length"]
     assert [row["generation"] for row in train] == ["a"]
-    assert lines(tmp_path / "failures.jsonl") == [{"row": 1, "reason": "refused"}]
+    assert lines(tmp_path / "failures.jsonl") == [
+        {"row": 1, "key": "k1", "prompt": "q", "reason": "refused"},
+        {"row": 2, "key": None, "prompt": None, "reason": "is empty"},
+    ]
     assert counts.summary == {
         "answered": 1, "generations": 2, "kept": 1, "left_out": {"cut off": 1},
     }  # fmt: skip
+
+
+def test_failures_show_the_beginning_of_what_was_asked(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "x" * 300}]
+    items = [item(0, chat), item(1, "continue")]
+    results(tmp_path, items, {}, failures=(Failure(0, "no"), Failure(1, "no")))
+    shown = [row["prompt"] for row in lines(tmp_path / "failures.jsonl")]
+    assert shown == ["x" * 199 + "…", "continue"]
 
 
 def test_rows_train_as_conversations_or_as_text(tmp_path: Path) -> None:
@@ -134,6 +145,21 @@ def test_all_that_earn_enough_may_be_kept(tmp_path: Path) -> None:
     items = [item(n) for n in range(3)]
     _, _, train = results(tmp_path, items, ANSWERS, SCORES, min_reward=0.5, keep="all", **SCORED)
     assert [row["generation"] for row in train] == ["a", "b", "c", "h"]
+
+
+def test_what_trained_stays_where_nothing_could_be_scored(tmp_path: Path) -> None:
+    items = [item(n) for n in range(3)]
+    _, _, before = results(tmp_path, items, ANSWERS, SCORES, min_reward=0.5, **SCORED)
+    broken: dict[str, list[float | None]] = {key: [None] * 3 for key in SCORES}
+    counts, generations, train = results(tmp_path, items, {}, broken, min_reward=0.5, **SCORED)
+    assert counts.kept == 0
+    assert train == before != []
+    assert generations[0]["reward"] == [None] * 3
+    one_low = {**broken, "k1": [0.4, None, None]}
+    counts, _, train = results(tmp_path, items, {}, one_low, min_reward=0.5, **SCORED)
+    assert (counts.kept, train) == (0, []), "a low reward is a verdict"
+    _, _, train = results(tmp_path, items, {}, broken, **SCORED)
+    assert len(train) == 8, "without a limit nothing depends on rewards"
 
 
 def test_a_negative_reward_may_be_the_best(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from groupwise.endpoints.answers import Answer, Usage
 from groupwise.errors import StoreError
-from groupwise.generation.journal import Answers, Journal
+from groupwise.generation.journal import Answers, Billed, Journal
 
 
 def answer(*texts: str, thought: str | None = None) -> Answer:
@@ -36,6 +36,14 @@ def test_what_was_appended_is_read_again(tmp_path: Path) -> None:
     assert answers.usage("k") == Usage(10, 6)
     assert texts(answers, "none") == []
     assert answers.usage("none") == Usage(0, 0)
+
+
+def test_what_all_answers_have_cost_and_whose_they_are(tmp_path: Path) -> None:
+    answers = written(tmp_path / "a.jsonl")
+    assert answers.billed == Billed(3, Usage(15, 8))
+    assert [answers.beside(keys) for keys in ({"k", "l"}, {"l"}, {"other"})] == [0, 2, 3]
+    answers.add({"key": "k", "first": 3, "choices": [], "usage": {}, "model": "m"})
+    assert answers.billed == Billed(4, Usage(15, 8), untold=1)
 
 
 def test_an_answer_is_on_the_disk_when_append_returns(

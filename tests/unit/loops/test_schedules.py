@@ -34,6 +34,17 @@ def test_as_many_as_later_steps_could_not_take_are_taken_now():
     assert choose([4, 5, 0], since, step=1, lag=2, size=2) is None
 
 
+def test_replayed_groups_make_their_share_of_a_step_at_most():
+    since = dict.fromkeys((1, 2, 4, 5), 0)
+    assert choose([4, 2, 5, 1], since, 0, 2, size=2, replayed={4, 2, 5}, most=1) == [4, 1]
+    assert choose([4, 2, 5], since, 0, 2, size=2, replayed={4, 2, 5}, most=1) is None
+
+
+def test_who_would_become_too_old_goes_first_though_it_is_replayed():
+    since = {0: 0, 1: 0, 2: 1, 3: 1}
+    assert choose([2, 3, 1, 0], since, 1, 1, size=2, replayed={0, 1}, most=1) == [1, 0]
+
+
 def test_too_few_finished_are_waited_for():
     assert choose([0], {0: 0, 1: 0}, step=0, lag=1, size=2) is None
 

@@ -59,6 +59,11 @@ def test_letters_are_the_same_however_they_are_written(text, expected):
         ("ice cream", "icecreams", "any contiguous"),
         ("don't", "DON’T", "any contiguous word"),
         ("R & B", "r and b", "any contiguous word"),
+        ("R&B", "r and b", "any contiguous word"),
+        ("R&B", "R & B", "any contiguous word"),
+        ("R&B", "(R&B)", "any contiguous word"),
+        ("R and B", "R&B", "any contiguous word"),
+        ("æon", "AEON", "any contiguous word"),
         ("cat", "", ""),
     ],
 )
@@ -68,7 +73,7 @@ def test_where_a_gold_answer_stands(gold, text, contained):
 
 
 @pytest.mark.parametrize("reward", [CrosswordAccuracy(), PureAccuracy()])
-@pytest.mark.parametrize("gold", ["3", "catch 22", "Кот", "x²", "--"])
+@pytest.mark.parametrize("gold", ["3", "catch 22", "Кот", "x²", "--", "cat Кот"])
 def test_what_letters_cannot_tell_is_refused(reward, gold):
     for text in ("<answer>3</answer>", "<answer>4</answer>", ""):
         with pytest.raises(ValueError, match="cannot be told by its letters"):
@@ -90,6 +95,8 @@ def test_the_ramp(words, ramp):
         ("<THINK>a</think><answer>b</answer>", 1.0),
         ("<think>a</think>", 0.5),
         ("<think>a</think><answer></answer>", 0.5),
+        ("<think><answer></answer></think>", 0.0),
+        ("<think>a</think><answer>\u200b</answer>", 0.5),
         ("<think>a</think><answer>", 0.75),
         ("<answer> </answer>", 0.0),
     ],
@@ -120,6 +127,9 @@ def test_a_gold_answer_within_another_word_is_none_in_the_mode_word():
     [
         ("<think>hm</think><answer>C.A.T!</answer>", 1.0),  # 1, however little is thought
         ("<answer>dog</answer><answer>cat</answer>", 1.0),
+        ("<answer>c1a2t 99</answer>", 0.0),
+        ("<answer>cat кот</answer>", 0.02 * 0.5),
+        ("<answer>cat dog</answer>", 0.02 * 0.5),
         ("<answer>cat</answer><answer>dog</answer>", 0.02 * 0.5),
         ("<think>a cat?</think><answer>dog</answer>", 0.02),
         ("<think>a cat?</think><answer></answer>", 0.01),
@@ -178,7 +188,7 @@ def test_bounds_case_space_and_batches(texts):
         assert values == reward([f"\n{text.swapcase()} " for text in texts], answer=golds)
 
 
-@given(WORDS, TEXTS)
+@given(WORDS, st.sampled_from(["", "a cat", "<answer>cat</answer>", "& <answer> 5"]))
 def test_the_gold_answer_earns_the_maximum(gold, reasoning):
     text = f"<think>hm {reasoning}</think><answer>{gold}</answer>"
     assert value(PureAccuracy(), text, gold) == 1.0

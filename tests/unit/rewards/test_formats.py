@@ -19,6 +19,9 @@ from groupwise.rewards.tags import REASONING, THINK
 STRICT = "<reasoning>\nSix and one.\n</reasoning>\n<answer>\n7\n</answer>"
 LOOSE = "Well: <Reasoning>six</Reasoning> so <answer>7</answer> it is"
 HOLLOW = "<reasoning> </reasoning><answer>\n</answer>"
+NESTED = "<reasoning><answer></answer></reasoning>"
+CROSSED = "<reasoning><answer> </reasoning></answer>"
+UNSEEN = "<reasoning>\u200b\ufeff</reasoning><answer> \u200c\u200d\u2060</answer>"
 PIECES = st.lists(
     st.sampled_from([*REASONING.four, *(tag.upper() for tag in REASONING.four), "7", " ", "\n"]),
     max_size=10,
@@ -42,6 +45,7 @@ def value(reward, text):
         (STRICT.replace("\n7\n", "7"), 0.0),
         (STRICT.replace(">\n<answer>", "><answer>"), 0.0),
         (STRICT.replace("7", " "), 0.0),
+        (STRICT.replace("7", "\u200b"), 0.0),
         (STRICT.replace("Six and one.", " "), 0.0),
         (STRICT.replace("7", "<answer>7"), 0.0),
         (STRICT.upper(), 0.0),
@@ -64,6 +68,7 @@ def test_the_strict_layout_is_exact(text, expected):
         ("<reasoning>six</reasoning><answer>7", 0.0),
         ("<reasoning>six</reasoning><answer> </answer>", 0.0),
         (HOLLOW, 0.0),
+        (UNSEEN, 0.0),
         ("", 0.0),
     ],
 )
@@ -79,6 +84,10 @@ def test_the_soft_layout_stands_anywhere(text, expected):
         ("7</answer>", 0.125),
         (LOOSE + "</answer>", 0.375),
         ("<reasoning>six</reasoning><answer></answer>", 0.25),
+        ("<reasoning>six<answer></answer></reasoning>", 0.25),
+        (NESTED, 0.0),
+        (CROSSED, 0.0),
+        (UNSEEN, 0.0),
         (HOLLOW, 0.0),
         (HOLLOW + LOOSE, 0.0),
         ("", 0.0),
@@ -96,6 +105,9 @@ def test_tags_that_occur_once(text, expected):
         ("<answer>7</answer>", 0.5),
         ("<reasoning>six</reasoning><answer></answer>", 0.5),
         ("<answer></answer>", -1.0),
+        (NESTED, -1.0),
+        (CROSSED, -1.0),
+        (UNSEEN, -1.0),
         (HOLLOW, -1.0),
         ("7</answer>", -1.0),
         ("", -1.0),
@@ -172,7 +184,14 @@ def test_a_batch_equals_its_rows_one_by_one(texts):
 
 
 @pytest.mark.parametrize(
-    "text", ["<reasoning>" * 3000, "<reasoning>x</reasoning>" * 3000, "<answer> " * 3000]
+    "text",
+    [
+        "<reasoning>" * 3000,
+        "<reasoning>x</reasoning>" * 3000,
+        "<answer> " * 3000,
+        "<answer>" * 3000 + "</answer>" * 3000,
+        "<answer>" + "\u200b" * 20_000,
+    ],
 )
 def test_long_repetitions_are_read_quickly(text):
     begun = time.process_time()

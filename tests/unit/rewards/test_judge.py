@@ -90,7 +90,7 @@ class Ask:
         self.service.asked.clear()
         columns = parameters.pop("columns", {})
         given = {"rubric": RUBRIC, "cache": str(self._cache), "retries": 0, **parameters}
-        judge = Judge(self.service.url, "tiny", **given)
+        judge = Judge(given.pop("endpoint", self.service.url), "tiny", **given)
         scored = judge(
             prompts=[prompt] * len(completions),
             completions=completions,
@@ -218,6 +218,30 @@ def test_what_cannot_be_read_is_asked_for_once_more_and_fails(ask, said):
     values = ask(["a", "bb"], lambda text, seed: said.replace("MARK", FORM.search(text).group(1)))
     assert all("got no verdict: " in each for each in reasons(values))
     assert len(ask.service.asked) == 4
+
+
+def cut_off(text: str) -> JSONResponse:
+    message = {"role": "assistant", "content": text}
+    return JSONResponse({"choices": [{"message": message, "finish_reason": "length"}]})
+
+
+@pytest.mark.parametrize("mode", ["alone", "group"])
+def test_an_answer_that_was_cut_off_is_no_verdict(ask, mode):
+    async def interfere(number):
+        asked = ask.service.asked[0]["messages"][0]["content"]
+        return cut_off(by_length(asked)) if number < cuts else None
+
+    def write(text, seed):
+        return by_length(ask.service.asked[0]["messages"][0]["content"])
+
+    cuts = 1
+    assert ask(["aa"], write, interfere, mode=mode) == [0.2]
+    told = ask.service.asked[1]["messages"][2]["content"]
+    assert "the answer was cut off (max_tokens is 1024)" in told
+    cuts = 2
+    (value,) = ask(["bbb"], write, interfere, mode=mode)
+    assert value.reason.startswith("got no verdict: the answer was cut off")
+    assert ask(["bbb"], mode=mode) == [0.3]  # and nothing of it was kept
 
 
 def test_an_answer_that_is_mended_counts(ask):
@@ -360,6 +384,14 @@ def test_what_was_answered_is_not_asked_again(ask):
     assert len(ask.service.asked) == 1
     assert ask.metrics["judge/cached"] == 2
     ask(["a"], temperature=0.5)
+    assert len(ask.service.asked) == 1
+
+
+def test_another_service_is_asked_even_for_a_model_of_the_same_name(ask):
+    ask(["a"])
+    ask(["a"], endpoint=f"{ask.service.url}/")  # the same one
+    assert ask.service.asked == []
+    ask(["a"], endpoint=ask.service.url.replace("127.0.0.1", "localhost"))
     assert len(ask.service.asked) == 1
 
 

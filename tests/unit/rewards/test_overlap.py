@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.rewards.overlap import RubricOverlap, overlap, own_words, similarity, words
+from groupwise.rewards.overlap import (
+    RubricOverlap,
+    overlap,
+    own_words,
+    similarity,
+    stands_in,
+    words,
+)
 
 RUBRIC = "Names photosynthesis. Explains photosynthesis by light and water."
 """names, photosynthesis (twice), explains, light, and, water: weights 1, 1/2, 1, 1, 1, 1, together 5.5."""
@@ -55,9 +62,42 @@ def test_an_echo_of_a_rubric_in_the_prompt_wins_nothing():
     prompt = f"Why are leaves green?\n{RUBRIC}"
     own = "Light and water feed it: photosynthesis."
     assert value(RUBRIC, prompt=prompt, copied_run=0) == 10.0
-    assert value(RUBRIC, prompt=prompt) == 0.0
-    assert value(f"{RUBRIC} {own}", prompt=prompt) == value(own, prompt=prompt) > 0.0
-    assert value(own, prompt=prompt, copied_run=1) == 0.0
+    runs = {"prompt": prompt, "copied_run": 5}
+    assert value(RUBRIC, **runs) == 0.0
+    assert value(f"{RUBRIC} {own}", **runs) == value(own, **runs) > 0.0
+    assert value(own, prompt=prompt, copied_run=1) == value(own, prompt=prompt) == 0.0
+
+
+def test_a_rubric_in_the_prompt_leaves_the_likeness_of_what_is_not_copied():
+    shown = {"prompt": f"Why?\n{RUBRIC}", "reference": "Leaves turn light into sugar."}
+    for echo in (" ".join(reversed(words(RUBRIC))), " x ".join(words(RUBRIC))):
+        assert value(echo, **shown) == 0.0
+    assert value("light", **shown) == 0.0
+    assert value("Leaves eat sugar", **shown) == pytest.approx(15.0 * 2 * 2 / (3 + 4))
+    assert value(shown["reference"], **shown) == 15.0
+    copied = {**shown, "reference": "Photosynthesis by light."}
+    assert value("photosynthesis, by light", **copied) == 15.0
+    assert value("by light, photosynthesis", **copied) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("rubric", "prompt", "shown"),
+    [
+        ("light; water", "It mentions LIGHT, water.", True),
+        ("light; water", "water, light", False),
+        ("light", "lights", False),
+        ("light\n\nwater", "1. light 2. water", True),
+        (["light", "water"], "1. light 2. water", True),
+        (["light", "water"], "1. light", False),
+        ([{"title": "L", "text": "light"}], "light", True),
+        (["", "light"], "light", True),
+        ("", "light", False),
+        (None, "light", False),
+        ("light", [{"role": "user", "content": "Say light."}], True),
+    ],
+)
+def test_a_rubric_that_stands_in_the_prompt(rubric, prompt, shown):
+    assert stands_in(rubric, prompt) is shown
 
 
 def test_an_echo_of_a_chat_prompt_wins_nothing_either():

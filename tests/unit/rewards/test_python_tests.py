@@ -44,7 +44,21 @@ async def share(code: str, tests, entry_point=None, limits=LIMITS) -> tuple[int,
         ("Here:\n```python\nx = 1\n```\nDone.", "x = 1\n"),
         ("```\nx = 1\n```", "x = 1\n"),
         ("```py\nx = 1\n```\nor\n```python3\nx = 2\n```\n```bash\nls\n```", "x = 2\n"),
-        ("  ```python\n  x\n  ```", "  x\n"),
+        ("  ```python\n  x\n    y\n  ```", "x\n  y\n"),
+        ("1. Do:\n\n   ```python\n   if x:\n\n       y\n   ```\n2. Done.", "if x:\n\n    y\n"),
+        ("- ```python\n  x = 1\n  ```", "x = 1\n"),
+        ("  ```python\nif x:\n  y\n  ```", "if x:\n  y\n"),  # the fence alone is indented
+        ("```python\nx = 1\n```\nIt prints:\n```\n1\n```", "x = 1\n"),
+        ("```\nx = 1\n```\nor\n```\nx = 2\n```", "x = 2\n"),
+        ("```\n1\n```\n```Python\nx = 1", "x = 1"),
+        ("```python\nx = 1\n```\nor\n```python\nx =", "x = 1\n"),  # not what was cut off
+        ("```bash\nls\n```\n", "```bash\nls\n```\n"),
+        ("```python\nx = 1\ny = 2```\nThat is it.", "x = 1\ny = 2\n"),
+        ("```python\nx = 1```\n```\n1\n```", "x = 1\n"),
+        ('```python\n"""As ```\nx"""\ny```', '"""As ```\nx"""\ny\n'),
+        ("~~~python\nx = 1\n~~~\nDone.", "x = 1\n"),
+        ("~~~~py\ns = '~~~'\n```\n~~~~", "s = '~~~'\n```\n"),
+        ("```python\r\nx = 1\r\n```\r\n", "x = 1\r\n"),
         ("<think>```python\nx\n```</think>\ny = 2", "\ny = 2"),
         ("```python\nx\n```\n<answer>y = 3</answer>", "y = 3"),
         ("<answer>\n```python\ny = 3\n```\n</answer>", "y = 3\n"),
@@ -69,7 +83,7 @@ def test_the_answer_tag_can_be_another():
         ({"tests": '["a", "b"]', "entry_point": "f"}, RowTests(("a", "b"), "f")),
         ({"tests": "[f(x) for x in y]"}, RowTests("[f(x) for x in y]")),
         (
-            {"tests": None, "test_cases": [{"input": "1", "output": "2", "kind": "x"}]},
+            {"tests": None, "test_cases": [{"input": "1", "output": "2", "testtype": "stdin"}]},
             RowTests(of_program=(Case("1", "2"),)),
         ),
         (
@@ -93,7 +107,18 @@ def test_rows_say_what_to_run(row, expected):
         ({"tests": "a", "entry_point": "f()"}, "expected the name of a function"),
         ({"test_cases": [{"input": "1"}]}, "expected {input: text, output: text}"),
         ({"test_cases": {"inputs": ["1"], "outputs": []}}, "2 lists of one length"),
-        ({"test_cases": {"input": "1"}}, "2 lists of one length"),
+        ({"test_cases": {"inputs": 1}}, "2 lists of one length"),
+        ({"test_cases": {"inputs": [], "outputs": []}}, "2 lists of one length"),
+        ({"test_cases": {"input": "1"}}, "with the key 'input'"),
+        ({"test_cases": {"inputs": ["1"], "outputs": ["2"], "func": "f"}}, "with the key 'func'"),
+        ({"test_cases": {"inputs": [1], "outputs": [2], "fn_name": "f"}}, "a list of arguments"),
+        ({"test_cases": {"inputs": [[1]], "outputs": [2], "fn_name": "f()"}}, "of a function"),
+        ({"test_cases": {"inputs": [[1]], "outputs": [{1}], "fn_name": "f"}}, "that are no JSON"),
+        ({"test_cases": {"inputs": [[1]], "outputs": [], "fn_name": "f"}}, "lists of one length"),
+        (
+            {"test_cases": [{"input": "1", "output": "2", "testtype": "functional"}]},
+            "expected {input: text, output: text}",
+        ),
     ],
 )
 def test_rows_that_say_nothing_are_refused(row, problem):
@@ -101,6 +126,40 @@ def test_rows_that_say_nothing_are_refused(row, problem):
         RowTests.of(row)
     with pytest.raises(ValueError, match=problem.replace("{", r"\{")):
         PythonTests().check_row(row)
+
+
+@pytest.mark.parametrize(
+    ("tests", "entry_point", "problem"),
+    [
+        (["f(1) == 2"], None, "no assert before"),
+        (["print(f(1) == 2)"], None, "nothing is checked"),
+        (["pass", "x = 1"], None, "nothing is checked"),
+        ("f(1)", None, "nothing is checked"),
+        (["assert f(2) == 3", "f(1) == 2"], None, "no assert before `f\\(1\\) == 2`"),
+        (["assert f(1)=="], None, "the tests are no Python"),
+        ("def check(candidate): assert candidate(1)", None, "no entry_point"),
+    ],
+)
+def test_tests_that_any_code_would_pass_are_refused_before_the_run(tests, entry_point, problem):
+    row = {"tests": tests, "entry_point": entry_point}
+    with pytest.raises(ValueError, match=problem):
+        PythonTests().check_row(row)
+    (value,) = score(PythonTests(), ["def f(x): return 0"], **{k: [v] for k, v in row.items()})
+    assert isinstance(value, Failed)
+
+
+async def test_calls_of_a_table_are_tests():
+    table = {"fn_name": "sum", "inputs": [[1, 2], [[3], None], [5, 5]], "outputs": [3, [3, 4], 10]}
+    row = RowTests.of({"test_cases": json.dumps(table)})
+    row.check()
+    code = "def sum(a, b): return (3, 4) if b is None else a + b if a < 5 else 0"
+    found = await verdict(code, row, LIMITS)
+    assert (found.passed, found.of) == (2, 3)
+    assert (await verdict("x = 1", row, LIMITS)).passed == 0  # Python's own is not meant
+    row = RowTests.of({"test_cases": {"fn_name": "f", "inputs": [[1], [2]], "outputs": [[1], [2]]}})
+    for code in ("def f(x): return x", "def f(x): return [x]"):
+        assert (await verdict(code, row, LIMITS)).passed == 2
+    assert (await verdict("def f(x): return [[x]]", row, LIMITS)).passed == 0
 
 
 FORMS = """

@@ -17,6 +17,7 @@ from groupwise.rewards.rush_hour import (
     RushSolutionShaped,
     board_of,
     looks_like_a_move,
+    merged,
     moves_in,
     play,
     read_moves,
@@ -68,13 +69,24 @@ def played(board, moves):
         ("A > 2 , B ^ 1.", "A>2,B^1"),
         ("AR2,BL1,CU3,DD4", "A>2,B<1,C^3,Dv4"),
         ("ar2,bV1,vv1", "A>2,Bv1,Vv1"),
-        ("A>1,A>1", "A>2"),
-        ("A>1,AR2,A<1,A>1", "A>3,A<1,A>1"),
+        ("A>1,A>1", "A>1,A>1"),
         ("A>02", "A>2"),
     ],
 )
 def test_moves_are_read(text, moves):
     assert ",".join(map(str, read(text))) == moves
+
+
+@pytest.mark.parametrize(
+    ("text", "moves"),
+    [
+        ("A>1,A>1", "A>2"),
+        ("A>1,AR2,A<1,A>1", "A>3,A<1,A>1"),
+        ("A>1,B>1,A>1", "A>1,B>1,A>1"),
+    ],
+)
+def test_steps_of_one_car_in_one_direction_are_one_move(text, moves):
+    assert merged(read(text)) == read(moves)
 
 
 @pytest.mark.parametrize(
@@ -236,12 +248,13 @@ def test_nothing_goes_around_the_end_of_a_row():
         ("A>2", True),
         ("A>1,A<1,A>2", True),
         ("A>1", False),
-        ("A>3", False),  # not a legal move, though A stands at the edge
+        ("A>3", True),  # not a legal move, but A stands at the edge
         ("A>2,A<1", True),  # the board is solved, the rest is not played
         ("A>2,Z>1", True),
+        ("A>2,A>1", True),
     ],
 )
-def test_a_board_is_solved_as_soon_as_a_legal_move_ends_at_the_edge(moves, solved):
+def test_a_board_is_solved_as_soon_as_a_stands_at_the_edge(moves, solved):
     assert played(FREE, moves)[2] is solved
 
 
@@ -289,11 +302,13 @@ def test_exact_takes_any_of_several_solutions():
         ("C>1,C<1,Bv1,A>2", 0.20 / 2 + 0.10 + 0.05),
         (
             "C>1,C<1,Bv1,Bv1,A>2",
-            0.10 * 2 / 4 + 0.05 / 3,
+            0.10 * 3 / 5 + 0.05 / 3,
         ),  # B cannot go so far; it is out of the way
         ("Bv1,A>2,C>1", 0.20 + 0.10 * 2 / 3 + 0.05),  # solved after two of three
         ("Bv1,C>1", 0.10 + 0.05 / 3),
-        ("Bv1,A>9", 0.10 * 1 / 2 + 0.05),  # A stands at the edge, but its move was not legal
+        ("Bv1,A>9", 0.20 + 0.10 * 1 / 2 + 0.05),  # A stands at the edge; its move was not legal
+        ("Bv1,A>2,A>1", 0.20 + 0.10 * 2 / 3 + 0.05),  # one too many, and still within three
+        ("Bv1,A>2,A>1,A>1", 0.20 / 2 + 0.10 * 2 / 4 + 0.05),
         ("Bv1", 0.10 + 0.05 / 3),
         ("Bv1,Z>1,Y>2", 0.10 * 1 / 3 + 0.05 / 3),
         ("Z>1", 0.0),
@@ -312,7 +327,22 @@ def test_gold_earns_exactly_one():
 
 def test_the_larger_prefix_counts():
     # Two of three gold moves, but only two of five are legal.
-    assert shaped("Bv1,C>1,A>9,A>9,Z>1,Z<1") == pytest.approx(0.10 * 2 / 3 + 0.05)
+    assert shaped("Bv1,C>1,A>9,A>9,Z>1,Z<1") == pytest.approx(0.20 / 4 + 0.10 * 2 / 3 + 0.05)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("Bv2,A>2", 1.0),
+        ("Bv1,Bv1,A>1,A>1", 1.0),
+        ("Bv2,A>2,C^1", 0.20 / 2 + 0.10 + 0.05),
+        ("Bv2,A>2,A>1", 0.20 / 2 + 0.10 * 2 / 3 + 0.05),
+        ("Bv2,A>3", 0.20 + 0.10 / 2 + 0.05),
+        ("Bv2,A>1", 0.10 + 0.05 * 2 / 3),
+    ],
+)
+def test_what_is_written_after_the_board_is_solved(text, value):
+    assert shaped(text, "ooBoAABooooooooo", "Bv2,A>2") == pytest.approx(value)
 
 
 def test_excess_is_counted_from_the_target():
@@ -368,6 +398,7 @@ def test_each_row_has_its_own_board_gold_and_target():
         ("Bv1,Z>2", "Z>2 is not legal"),
         ("Bv1,C>1", "A does not reach the right edge"),
         ("Bv1,A>1", "A does not reach the right edge"),
+        ("Bv1,A>3", "A>3 is not legal"),  # a gold solution has no move like that
         ([GOLD, GOLD_RENAMED], "Cv1 is not legal"),
         ("slide B down", "no list of moves"),
     ],

@@ -1,5 +1,7 @@
 """Repetition and length: values by hand, bounds, and which way they pull."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,6 +38,11 @@ def length_of(text, tokens, **parameters):
 )
 def test_the_share_of_repeated_trigrams(text, expected):
     assert Repetition()([text]) == [expected]
+
+
+def test_zero_has_no_minus_before_it():
+    values = Repetition()(["one two three four", ""])
+    assert [math.copysign(1, each) for each in values] == [1, 1]
 
 
 def test_n_and_penalty_are_parameters():

@@ -337,3 +337,69 @@ def test_unknown_label_is_an_error_that_names_those_there_are() -> None:
     examples = task.rl_examples(config)
     with pytest.raises(TaskError, match=r"no rewards for the label `smus`\. Did you mean sums"):
         rubric.check_rows({example.index: example.columns for example in examples})
+
+
+# What the rewards cannot score
+
+
+def test_rows_that_the_rewards_cannot_score_are_left_out_with_their_reason() -> None:
+    with Path("sums.jsonl").open("a") as file:
+        file.write('{"question": "1+?", "solution": ""}\n{"question": "2+?", "solution": null}\n')
+    rewards = {"reward_funcs": ["correctness"]}
+    task, config = configured(NAMED, rewards=rewards)
+    assert len(task.rl_examples(config)) == len(SUMS)
+    ((reason, count),) = task.accounts["get_rl_dataset"].left_out.items()
+    assert reason.startswith("there is no gold answer in answer, reference")
+    assert count == 2
+    strict, config = configured({**NAMED, "strict": True}, rewards=rewards)
+    with pytest.raises(TaskError, match=r"2 of 22 rows cannot .*\n.*no gold answer.*rows 20, 21\)"):
+        strict.rl_examples(config)
+    Path("sums.jsonl").write_text('{"question": "1+?", "solution": ""}\n')
+    with pytest.raises(TaskError, match=r"none of 1 rows can be used:\n.*no gold answer"):
+        configured(NAMED, rewards=rewards)[0].rl_examples(config)
+
+
+def test_held_out_rows_without_a_gold_answer_are_left_out_too() -> None:
+    Path("test.jsonl").write_text('{"q": "a", "answer": "b"}\n{"q": "c", "answer": null}\n')
+    Path("train.jsonl").write_text('{"q": "d", "answer": "e"}\n')
+    data = {"dataset_name": ".", "prompt_column": "q", "dataset_test_split": "test"}
+    task, config = configured(data, rewards={"reward_funcs": ["correctness"]})
+    assert [example.columns["answer"] for example in task.eval_examples(config)] == ["b"]
+    assert list(task.accounts["get_eval_dataset"].left_out.values()) == [1]
+
+
+def test_each_source_is_scored_by_the_rewards_of_its_label() -> None:
+    Path("sums.jsonl").write_text('{"question": "1+?"}\n{"question": "1+1?", "solution": "2"}\n')
+    Path("free.jsonl").write_text('{"question": "say a"}\n')
+    columns = {"prompt": "question"}
+    sums = {"source": "sums.jsonl", "label": "sums", "columns": COLUMNS}
+    free = {"source": "free.jsonl", "label": "free", "columns": columns}
+    router = {"sums": ["correctness"], "free": ["rewards.py:right"]}
+    data = mixed(sums, free, SORTING, mixture_columns="all")
+    task, config = configured(data, rewards={"router": router})
+    examples = task.rl_examples(config)
+    assert Counter(e.columns["task"] for e in examples) == {"sums": 1, "free": 1, "sort_words": 8}
+    assert task.rubric(config, None).names[:2] == ("sums/correctness", "free/right")
+
+
+# Streams
+
+
+def test_a_resumed_mixture_reads_its_streams_as_far_as_it_began() -> None:
+    Path("say.py").write_text(
+        TASK_FILE.replace(
+            'return Rows([{"prompt": "say a", "wanted": "a"}], Account({"too odd": 2}))',
+            'return ({"prompt": f"say {n}", "wanted": "a"} for n in itertools.count())',
+        ).replace(
+            'return [{"say": config["task"]["word"]}]',
+            'return ({"say": str(n)} for n in itertools.count())',
+        )
+        + "\nimport itertools\n"
+    )
+    data = mixed({"task": "say.py", "config": {"word": "a"}})
+    training = {"max_steps": 9, "prompts_per_step": 2}
+    task, config = configured(data, training=training)
+    assert len(task.rl_examples(config, limit=4)) == 4
+    supervised = sft_config_of(data)
+    rows = find_task(None, supervised).sft_rows("get_sft_dataset", supervised, None, 3)
+    assert sorted(row["text"] for row in rows) == ["say 0", "say 1", "say 2"]

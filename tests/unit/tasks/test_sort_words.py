@@ -173,6 +173,9 @@ def test_quickstart_rewards(text, reward):
         ("Apple\nRiver\nTiger", 0.01),
         ("apple river tiger", 0.11 + 1 / 3 + 1 + 10),
         ("the apple", 0.11 / 3 + 1 / 2),
+        ("applerivertiger", 0.11),  # all contained, and no pair of words
+        ("tigers apple river", 0.11 + 2 / 3 + 10 / 3),
+        ("tigers apple2 river, tiger", 0.11 + 3 / 4 + 10),
         ("", 0.0),
     ],
 )
