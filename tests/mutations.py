@@ -712,12 +712,12 @@ MUTATIONS = (
         (
             (
                 "loops/schedules.py",
-                "            since = {draw: each.since for draw, each in self._under_way.items()}\n",
+                "            chosen = self._choose(size)\n",
                 "            for draw, each in list(self._under_way.items()):\n"
                 "                if not each.group and each.task and each.since <= run.step - self._lag:\n"
                 "                    each.task.cancel()\n"
                 "                    del self._under_way[draw]\n"
-                "            since = {draw: each.since for draw, each in self._under_way.items()}\n",
+                "            chosen = self._choose(size)\n",
             ),
         ),
         (f"{SCHEDULES}::test_the_free_schedule_loses_nobody[1]",),
@@ -891,8 +891,8 @@ MUTATIONS = (
         (
             (
                 "data/selection.py",
-                "if prompt in replay or self._is_solved(group):",
-                "if self._is_solved(group):",
+                "if prompt in replay and (choice.again is not None or not worthy):",
+                "if prompt in replay and not worthy and choice.again is None:",
             ),
         ),
         (f"{SELECTION}::test_failures_are_debited_to_the_prompt_that_was_drawn_again",),
@@ -1005,7 +1005,7 @@ MUTATIONS = (
         ),
     ),
     Mutation(
-        "29",
+        "30",
         "rewards that cannot score anything empty the training rows that are there",
         (
             (
@@ -1242,7 +1242,7 @@ MUTATIONS = (
         (
             (
                 "rewards/crossword.py",
-                "if not found or any(sign.isdigit() for sign in gold):",
+                "if not found or _other_signs(gold):",
                 "if not gold:",
             ),
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,6 +57,7 @@ def test_replayed_completions_are_those_of_the_draw_that_they_name(tmp_path):
     again = [group for group in by_draw.values() if group.origin == "replay"]
     assert again
     for group in again:
+        assert group.again is not None
         first = by_draw[group.again]
         assert first.again is None
         assert group.example == first.example
@@ -88,8 +90,12 @@ def test_every_token_of_a_step_is_drawn_at_its_temperature(tmp_path):
     assert found == [{1.0}, {0.7}, {0.4}, {0.4}, {2.0}]
 
 
-class Told(toy_task.__class__):
+def told(rows: list[dict[str, Any]]) -> Any:
     """The toy task with a reward that notes where its examples came from."""
+    return SimpleNamespace(
+        get_rl_dataset=lambda config: rows,
+        get_reward_funcs=lambda config, tokenizer: [what_origin],
+    )
 
 
 def what_origin(completions, origin, log_extra, **columns):
@@ -98,11 +104,7 @@ def what_origin(completions, origin, log_extra, **columns):
 
 
 def test_rewards_are_told_where_an_example_came_from(tmp_path):
-    task = Told("told")
-    vars(task).update(
-        get_rl_dataset=toy_task.get_rl_dataset,
-        get_reward_funcs=lambda config, tokenizer: [what_origin],
-    )
+    task = told(toy_task.get_rl_dataset(None))
     steps = trained(
         tmp_path,
         task,
@@ -114,12 +116,7 @@ def test_rewards_are_told_where_an_example_came_from(tmp_path):
 
 
 def test_a_column_called_origin_stays_the_datasets(tmp_path):
-    task = Told("told")
-    rows = [{**row, "origin": "mine"} for row in toy_task.get_rl_dataset(None)]
-    vars(task).update(
-        get_rl_dataset=lambda config: rows,
-        get_reward_funcs=lambda config, tokenizer: [what_origin],
-    )
+    task = told([{**row, "origin": "mine"} for row in toy_task.get_rl_dataset(None)])
     steps = trained(tmp_path, task, eval={"before_and_after": False})
     assert {r.notes["origin"] for groups in steps for g in groups for r in g.rollouts} == {"mine"}
 
@@ -185,6 +182,7 @@ def test_the_prompts_of_easy_examples_are_made_ready_as_the_others_are(tmp_path)
     assert groupwise.rl(settings, None).exit_code == 0
     prompts: dict[str, set[tuple[str, ...]]] = {}
     for group in (group for groups in recorded(tmp_path) for group in groups):
+        assert not isinstance(group.example.prompt, str)
         roles = tuple(message["role"] for message in group.example.prompt)
         prompts.setdefault(group.origin, set()).add(roles)
     assert prompts == {"fresh": {("system", "user")}, "easy": {("system", "user")}}

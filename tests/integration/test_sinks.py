@@ -131,7 +131,7 @@ def history_of_wandb(run: Path, identity: str) -> list[dict[str, Any]]:
     (file,) = (run / "wandb").glob(f"offline-run-*/run-{identity}.wandb")
     rows: list[dict[str, Any]] = []
     for data in records_of_wandb(file.read_bytes()):
-        record = wandb_internal_pb2.Record()
+        record = wandb_internal_pb2.Record()  # pyright: ignore[reportAttributeAccessIssue]
         record.ParseFromString(data)
         if record.WhichOneof("record_type") == "history":
             items = [([*i.nested_key, i.key][0], i.value_json) for i in record.history.item]

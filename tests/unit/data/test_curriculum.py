@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from groupwise.data.curriculum import Curriculum, CurriculumConfig
 
 
-def with_success(successes: int, members: int, **config: float) -> Curriculum:
+def with_success(successes: int, members: int, **config: Any) -> Curriculum:
     curriculum = Curriculum(CurriculumConfig(**config))
     curriculum.observe(0, successes, members)
     return curriculum

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from statistics import fmean, pvariance
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -25,7 +26,7 @@ def payloads(entries: list[Entry]) -> list[object]:
     return [entry.payload for entry in entries]
 
 
-def filled(*means: float, **options: float) -> ReplayBuffer:
+def filled(*means: float, **options: Any) -> ReplayBuffer:
     """An entry for each mean, its payload its place."""
     buffer = ReplayBuffer(**options)
     for place, mean in enumerate(means):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from groupwise.data.config import DataConfig
 from groupwise.data.order import example_of_draw
+from groupwise.data.replay import ReplayBuffer
 from groupwise.data.selection import Choice, Selection, Sizes
 from groupwise.types import Example, Group, RewardPart, Rollout
 
@@ -55,6 +56,11 @@ class Course:
 
 def indexes(choices: list[Choice]) -> list[int]:
     return [choice.index for choice in choices]
+
+
+def kept(course: Course) -> ReplayBuffer:
+    assert course.chosen.replay is not None
+    return course.chosen.replay
 
 
 def origins(choices: list[Choice]) -> Counter[str]:
@@ -144,7 +150,7 @@ def test_what_was_solved_enters_with_the_mean_of_its_group():
     course = Course(selection(replay={"warmup_entries": 100}), solved_if_even)
     for step in range(5):
         course.step(step)
-    entries = course.chosen.replay.entries
+    entries = kept(course).entries
     assert sorted(entry.payload[1] for entry in entries) == [0, 2, 4, 6, 8]
     assert {entry.mean for entry in entries} == {0.5}
 
@@ -153,7 +159,7 @@ def test_what_was_solved_fills_half_of_a_step_at_most():
     course = Course(selection(replay=REPLAY), solved_if_even)
     course.step(0)
     for step in range(1, 6):
-        assert origins(course.step(step))["replay"] == min(2, len(course.chosen.replay))
+        assert origins(course.step(step))["replay"] == min(2, len(kept(course)))
 
 
 @pytest.mark.parametrize(("share", "most"), [(0.25, 1), (0.9, 3), (1.0, 4), (0.2, 0)])
@@ -180,7 +186,7 @@ def test_failures_are_debited_to_the_prompt_that_was_drawn_again():
     course.step(0)
     again = course.step(1)
     assert origins(again)["replay"] == 4
-    assert {(e.count, e.mean) for e in course.chosen.replay.entries} == {(2, 0.5)}
+    assert {(e.count, e.mean) for e in kept(course).entries} == {(2, 0.5)}
 
 
 def test_fresh_failures_of_a_prompt_that_is_kept_are_debited_too():
@@ -190,13 +196,13 @@ def test_fresh_failures_of_a_prompt_that_is_kept_are_debited_too():
     )
     for step in range(5):
         course.step(step)
-    assert {(e.count, e.mean) for e in course.chosen.replay.entries} == {(2, 0.5)}
+    assert {(e.count, e.mean) for e in kept(course).entries} == {(2, 0.5)}
 
 
 def test_without_a_threshold_nothing_enters_by_itself():
     course = Course(selection(replay={**REPLAY, "success_threshold": None}), lambda choice: 1.0)
     course.step(0)
-    assert len(course.chosen.replay) == 0
+    assert len(kept(course)) == 0
 
 
 def test_completions_are_those_of_the_draw_that_solved_it_last():
@@ -206,7 +212,7 @@ def test_completions_are_those_of_the_draw_that_solved_it_last():
     first = course.step(0)
     again = course.step(1)
     assert {c.again for c in again} == {0, 1, 2, 3}
-    assert all(first[c.again].index == c.index for c in again)
+    assert all(first[c.again or 0].index == c.index for c in again)
     assert {c.again for c in course.step(2)} == {0, 1, 2, 3}, "a replayed draw is no newer one"
 
 
@@ -218,7 +224,7 @@ def test_a_group_that_failed_is_not_trained_again():
     )
     for step in range(5):
         course.step(step)
-    entries = course.chosen.replay.entries
+    entries = kept(course).entries
     assert {entry.count for entry in entries} == {2}
     assert {entry.payload[2] for entry in entries} == set(range(10))
 

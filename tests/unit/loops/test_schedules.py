@@ -35,7 +35,7 @@ def test_as_many_as_later_steps_could_not_take_are_taken_now():
 
 
 def test_replayed_groups_make_their_share_of_a_step_at_most():
-    since = dict.fromkeys((1, 2, 4, 5), 0)
+    since: dict[int, int] = dict.fromkeys([1, 2, 4, 5], 0)
     assert choose([4, 2, 5, 1], since, 0, 2, size=2, replayed={4, 2, 5}, most=1) == [4, 1]
     assert choose([4, 2, 5], since, 0, 2, size=2, replayed={4, 2, 5}, most=1) is None
 

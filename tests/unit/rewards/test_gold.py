@@ -1,5 +1,7 @@
 """Where a gold answer stands, and the forms in which it is accepted."""
 
+from typing import Any, cast
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -126,7 +128,7 @@ def test_worked_solutions_of_public_sets_are_graded(column, gold, answer):
     names = ["math_answer", "pure_accuracy_math", "correctness_xml"]
     for name in names[: 3 if column == "answer" else 2]:
         ((reward, _),) = get_reward_funcs([name], {})
-        reward.check_row({column: gold})
+        cast("Any", reward).check_row({column: gold})
         texts = [f"<think>hm</think><answer>{each}</answer>" for each in (answer, "71", gold)]
         right, wrong, _ = reward(prompts=["?"] * 3, completions=texts, **{column: [gold] * 3})
         assert (right > 0, wrong) == (True, 0.0), name
@@ -136,7 +138,7 @@ def test_worked_solutions_of_public_sets_are_graded(column, gold, answer):
 def test_an_empty_box_is_refused_before_the_run(name):
     ((reward, _),) = get_reward_funcs([name], {})
     with pytest.raises(ValueError, match="no gold answer"):
-        reward.check_row({"solution": r"so \boxed{}"})
+        cast("Any", reward).check_row({"solution": r"so \boxed{}"})
 
 
 def test_the_tag_can_have_another_name():

@@ -102,9 +102,10 @@ def test_problems_are_right_and_worked_out_truly(level):
             r"<think>\n(.+)\n</think>\n<answer>(.+)</answer>", row["gold_completion"], re.DOTALL
         )
         assert worked[2] == row["answer"]
-        for line in worked[1].splitlines():
+        lines = worked[1].splitlines()
+        for line in lines:
             assert len({value(side) for side in line.split(" = ")}) == 1, line
-        assert line.endswith(f" = {row['answer']}")
+        assert lines[-1].endswith(f" = {row['answer']}")
     assert all(row["completion"] == row["gold_completion"] for row in train)
 
 

@@ -157,6 +157,7 @@ def test_every_row_is_a_game_under_way_that_its_gold_continues(splits):
         assert row["secret"] not in row["guesses"]
         assert row["feedback"] == [marks_of(guess, row["secret"]) for guess in row["guesses"]]
         gold = guess_in(row["gold_completion"])
+        assert gold is not None
         assert Knowledge.of(row["guesses"], row["feedback"]).allows(gold)
         told = row["prompt"][1]["content"]
         assert told.endswith(f"{6 - len(row['guesses'])} guesses left.")
