@@ -892,7 +892,7 @@ MUTATIONS = (
             (
                 "data/selection.py",
                 "if prompt in replay and (choice.again is not None or not worthy):",
-                "if prompt in replay and not worthy and choice.again is None:",
+                'if prompt in replay and not worthy and choice.origin == "fresh":',
             ),
         ),
         (f"{SELECTION}::test_failures_are_debited_to_the_prompt_that_was_drawn_again",),
