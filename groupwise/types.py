@@ -41,6 +41,12 @@ PolicyRole = Literal["policy", "reference"]
 Origin = Literal["fresh", "easy", "replay"]
 """Where a group's example comes from: the order of the data, the easy pool, or the replay buffer."""
 
+TASK_COLUMN = "task"
+"""The column with the label by which the router finds a row's rewards."""
+
+DATASET_COLUMN = "dataset_name"
+"""The column that names the set of a mixture that a row is from; it stands for the label where there is none."""
+
 
 @dataclass(frozen=True, slots=True)
 class Example:

@@ -38,7 +38,8 @@ def rescore(
     rewards: Annotated[
         str | None,
         typer.Option(
-            metavar="MODULE:FUNCTION[,…]", help="Reward functions by name, instead of a task's."
+            metavar="REWARD[,…]",
+            help="Built-in rewards by name, or MODULE:FUNCTION, instead of a task's.",
         ),
     ] = None,
     dir: RunsDir = RUNS,

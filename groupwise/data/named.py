@@ -22,10 +22,7 @@ from groupwise.data.config import DatasetConfig, MixtureEntry
 from groupwise.data.mixture import Part, joined, split
 from groupwise.data.sources import no_column, read_source
 from groupwise.errors import TaskError
-
-DATASET_NAME = "dataset_name"
-LABEL = "task"
-"""Columns that say which set a row is from, and whose rewards it has."""
+from groupwise.types import DATASET_COLUMN, TASK_COLUMN
 
 KNOWN_BY = ("prompt", "messages", "text", "input_ids")
 """The columns by which rows are the same, of which none may be trained on and held out."""
@@ -35,9 +32,11 @@ Unscorable = Callable[[Row], str | None]
 """Why the rewards cannot score a row, which has its label but no prompt; None where they can."""
 
 
-def for_training(
-    data: DatasetConfig, *, teacher: bool, unscorable: Unscorable = lambda row: None
-) -> Found:
+def scorable(row: Row) -> None:
+    """Where nobody scores rows, nobody minds one: an `Unscorable`."""
+
+
+def for_training(data: DatasetConfig, *, teacher: bool, unscorable: Unscorable = scorable) -> Found:
     """The rows that are trained on; `teacher`: as lessons of a teacher, otherwise as prompts that can be scored. Raises TaskError."""
     parts, account = _read(data, partial(_split_for_training, data), teacher, unscorable)
     if parts and data.test_split_size is not None:
@@ -45,9 +44,7 @@ def for_training(
     return joined(parts, data.mixture_columns), account
 
 
-def held_out(
-    data: DatasetConfig, *, teacher: bool, unscorable: Unscorable = lambda row: None
-) -> Found:
+def held_out(data: DatasetConfig, *, teacher: bool, unscorable: Unscorable = scorable) -> Found:
     """The rows that are held out: of splits of their own, or taken off those for training, which tell what was left out."""
     if data.test_split_size is None:
         parts, account = _read(data, lambda entry: entry.test_split, teacher, unscorable)
@@ -70,13 +67,15 @@ def place_of(data: DatasetConfig, number: int) -> str:
 
 def labelled(row: Row, entry: MixtureEntry, label: str | None) -> Row:
     """The row, saying which set it is from and, where there is a label, whose rewards it has."""
-    named = {**row, DATASET_NAME: entry.name}
-    return named if label is None else {**named, LABEL: label}
+    named = {**row, DATASET_COLUMN: entry.name}
+    return named if label is None else {**named, TASK_COLUMN: label}
 
 
-def as_prompts(data: DatasetConfig, rows: Sequence[Row], where: str) -> Rows:
+def as_prompts(
+    data: DatasetConfig, rows: Sequence[Row], where: str, unscorable: Unscorable = scorable
+) -> Rows:
     """Rows from beside the named data, their prompts made ready in the same way."""
-    return with_prompts(rows, _way(data), where, strict=data.strict)
+    return with_prompts(rows, _way(data), where, strict=data.strict, unscorable=unscorable)
 
 
 def _split_for_training(data: DatasetConfig, entry: MixtureEntry) -> str:

@@ -26,6 +26,16 @@ def same_row(example: Example) -> str:
     return json.dumps([example.prompt, example.columns], sort_keys=True, default=str)
 
 
+def warning_of_overlap(shared: int, held_out: int, *, instead: str) -> str | None:
+    """What to say where so many held-out prompts are trained on; None where none is. `instead`: what to do."""
+    if not shared:
+        return None
+    return (
+        f"{shared} of {held_out} held-out prompts are also trained on, so that evaluations partly measure what was learnt by "
+        f"heart. Hold out other rows: {instead}."
+    )
+
+
 def trained_on(
     train: Sequence[Example], held_out: Sequence[Example], same: SameAs
 ) -> list[Example]:

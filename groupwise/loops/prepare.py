@@ -18,6 +18,7 @@ from groupwise.loops.training import TrainedBy
 from groupwise.machine_layout import Layout, crowding
 from groupwise.models.plan import ModelPlan
 from groupwise.models.tokens import unannounced
+from groupwise.rewards.rubric import Rubric
 from groupwise.tasks.contract import Task
 from groupwise.types import Prompt
 
@@ -84,13 +85,12 @@ def with_model(loaded: Loaded, update: Mapping[str, Any]) -> Loaded:
 # --- facts and plan ------------------------------------------------------------------------------
 
 
-def task_facts(task: Task) -> dict[str, str]:
-    """The task's name, and a fingerprint of its file."""
-    file = Path(task.file) if task.file else None
-    return {
-        "task": task.name,
-        "task_file": digest(file.read_text(errors="replace")) if file and file.is_file() else "",
-    }
+def task_facts(task: Task, rubric: Rubric | None = None) -> dict[str, str]:
+    """The task's name, and a fingerprint of the files that its hooks and its rewards stand in."""
+    names = dict.fromkeys((*task.files, *(rubric.files if rubric else ())))
+    files = [file for file in map(Path, names) if file.is_file()]
+    texts = [file.read_text(errors="replace") for file in files]
+    return {"task": task.name, "task_file": digest(*texts) if texts else ""}
 
 
 def rows_told(task: Task) -> dict[str, dict[str, dict[str, int]]]:

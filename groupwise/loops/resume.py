@@ -271,7 +271,7 @@ def _warnings(
         was, now_is = _written(before), _written(now)
         yield f"resumed with another layout: {key} was {was}, is {now_is}; results agree up to rounding"
     if point.facts.get("task_file", "") != prepared.facts["task_file"]:
-        yield "the task file was changed since the run was started; it goes on with the new one"
+        yield "the code of the task or of its rewards was changed since the run was started; it goes on with the new one"
 
 
 def _leaf(key: str) -> str:

@@ -17,9 +17,9 @@ from groupwise.callbacks.registry import configured_callbacks
 from groupwise.config import LoadedConfig, RunConfig, view, with_task_schema
 from groupwise.data.easy_pool import EASY
 from groupwise.data.examples import examples_from_rows, fingerprint
-from groupwise.data.named import LABEL, as_prompts
+from groupwise.data.named import as_prompts, scorable
 from groupwise.data.order import example_of_draw
-from groupwise.data.overlap import same_prompt, same_row, trained_on
+from groupwise.data.overlap import same_prompt, same_row, trained_on, warning_of_overlap
 from groupwise.data.replay import key_of
 from groupwise.data.sources import read_source
 from groupwise.errors import ConfigError, TaskError
@@ -34,7 +34,7 @@ from groupwise.ranks import ahead
 from groupwise.rewards.rubric import Rubric
 from groupwise.rollouts.prompts import PromptSet, tokenise
 from groupwise.tasks.contract import Task, check_reward_columns, require
-from groupwise.types import Example
+from groupwise.types import TASK_COLUMN, Example
 
 EASY_POOL = "data.easy_pool"
 EASY_SOURCE = "EASY_DATASET_NAME"
@@ -80,7 +80,7 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
     in_workers = task_parts.scores_in_workers(settings, found, rubric)
     check_reward_columns(found, rubric, examples, in_workers=in_workers)
     _check_algorithm(settings, rubric)
-    easy = easy_examples(settings, found)
+    easy = easy_examples(settings, found, rubric)
     _check_replay(settings, (examples, easy))
     check_reward_columns(found, rubric, easy, in_workers=in_workers)
     tools = task_parts.check_rollouts(settings, found, [*examples, *easy])
@@ -124,14 +124,16 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
         layout=machine_layout.choose_layout(
             settings, max(each.longest for each in (prompts, easy_prompts, asked) if each)
         ),
-        facts=_facts(settings, found, (prompts, easy_prompts), asked, rows_read),
+        facts={
+            **task_facts(found, rubric),
+            **_facts(settings, (prompts, easy_prompts), asked, rows_read),
+        },
         callbacks=callbacks,
     )
 
 
 def _facts(
     config: RunConfig,
-    task: Task,
     drawn: Sequence[PromptSet | None],
     asked: PromptSet | None,
     rows_read: int | None,
@@ -141,7 +143,6 @@ def _facts(
         config.sampler.model_dump(mode="json", exclude={"slots"}),
     ]
     return {
-        **task_facts(task),
         "data": digest(*_told(drawn)),
         "held_out": digest(held_out, asked.prompts if asked else ()),
         ROWS_READ: rows_read,
@@ -156,12 +157,10 @@ def overlap_warning(prepared: RlPrepared) -> str | None:
         return None
     drawn = [e for pool in (prepared.prompts, prepared.easy) if pool for e in pool.examples]
     same = same_row if prepared.task.has("get_environment") else same_prompt
-    shared = len(trained_on(drawn, asked.examples, same))
-    if not shared:
-        return None
-    return (
-        f"{shared} of {len(asked.examples)} held-out prompts are also trained on, so that evaluations partly measure what was learnt by "
-        "heart. Hold out other rows: data.dataset_test_split, data.test_split_size, or the task's get_eval_dataset."
+    return warning_of_overlap(
+        len(trained_on(drawn, asked.examples, same)),
+        len(asked.examples),
+        instead="data.dataset_test_split, data.test_split_size, or the task's get_eval_dataset",
     )
 
 
@@ -169,11 +168,11 @@ def _told(drawn: Sequence[PromptSet | None]) -> list[object]:
     return [told for p in drawn if p for told in (fingerprint(p.examples), p.prompts)]
 
 
-def easy_examples(config: RunConfig, task: Task) -> list[Example]:
+def easy_examples(config: RunConfig, task: Task, rubric: Rubric | None) -> list[Example]:
     """The examples of `data.easy_pool`; none where there is no such pool. What is left out is in the task's accounts.
 
     They have the label EASY where the router gives it rewards. Where the config names the data, their prompts are made ready as those
-    are; beside a task they stay as they are written.
+    are, and rows that the rewards cannot score are left out; beside a task they stay as they are written.
     """
     pool, data = config.data.easy_pool, config.data
     if pool is None:
@@ -187,12 +186,14 @@ def easy_examples(config: RunConfig, task: Task) -> list[Example]:
     columns = pool.columns or (data.renamed("answer") if data.names_data else {})
     rows = read_source(source, pool.dataset_config, pool.dataset_split, columns)
     where = f"{EASY_POOL} ({source})"
+    label = {TASK_COLUMN: EASY} if EASY in (config.rewards.router or {}) else {}
+    rows = [{**label, **row} for row in rows]
     if data.names_data:
-        prepared = as_prompts(data, rows, where)
+        unscorable = rubric.unscorable if rubric else scorable
+        prepared = as_prompts(data, rows, where, unscorable)
         task.accounts[EASY_POOL] = prepared.account
         rows = prepared
-    label = {LABEL: EASY} if EASY in (config.rewards.router or {}) else {}
-    return examples_from_rows([{**label, **row} for row in rows], where=where)
+    return examples_from_rows(rows, where=where)
 
 
 def _check_replay(config: RunConfig, pools: Sequence[Sequence[Example]]) -> None:

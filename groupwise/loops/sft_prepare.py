@@ -5,6 +5,7 @@ What is wrong with any of them is a `UsageError` here, and a dry run ends here.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 from groupwise import machine_layout
 from groupwise.callbacks.registry import configured_callbacks
 from groupwise.config import resolved, with_task_schema
+from groupwise.data.overlap import prompt_key, warning_of_overlap
 from groupwise.errors import TaskError
 from groupwise.loops.prepare import ROWS_READ, Prepared, check_start, digest, plan_of, task_facts
 from groupwise.loops.profiling import check_profiled_steps
@@ -21,7 +23,7 @@ from groupwise.models.chat_masks import Masked
 from groupwise.models.identity import identity
 from groupwise.models.plan import ModelPlan, largest_microbatch, plan_model
 from groupwise.ranks import ahead
-from groupwise.rollouts.teacher import LessonSet, TeacherWay, read_lessons
+from groupwise.rollouts.teacher import Lesson, LessonSet, TeacherWay, read_lessons
 from groupwise.settings.view import View
 from groupwise.sft_config import LoadedSftConfig, SftConfig
 from groupwise.tasks.configured import find_task
@@ -208,8 +210,31 @@ def plan_sft(prepared: SftPrepared, warnings: Sequence[str] = ()) -> dict[str, A
         first.example.prompt,
         counts=counts,
         shown={"first_rows": [shown_row(prepared.tokenizer, row) for row in first.rows]},
-        warnings=warnings,
+        warnings=[*filter(None, [overlap_warning(prepared)]), *warnings],
     )
+
+
+def overlap_warning(prepared: SftPrepared) -> str | None:
+    """What to say where held-out rows are trained on; None where none is, or nothing is held out."""
+    if prepared.held_out is None:
+        return None
+    trained = set(map(_asked, prepared.lessons.lessons))
+    asked = list(map(_asked, prepared.held_out.lessons))
+    return warning_of_overlap(
+        sum(each in trained for each in asked),
+        len(asked),
+        instead="data.dataset_test_split, data.test_split_size, or the task's get_sft_eval_dataset",
+    )
+
+
+def _asked(lesson: Lesson) -> str:
+    """Equal for lessons that answer the same: where nothing is asked, for those of the same tokens."""
+    prompt = lesson.example.prompt
+    if isinstance(prompt, str):
+        asks = bool(prompt)
+    else:
+        asks = any(message["role"] not in ("system", "developer") for message in prompt)
+    return prompt_key(prompt) if asks else json.dumps([row.ids for row in lesson.rows])
 
 
 def _counts(lessons: LessonSet) -> dict[str, Any]:

@@ -28,8 +28,8 @@ from groupwise import task_parts
 from groupwise.awaiting import run_to_end
 from groupwise.config import LoadedConfig, RunConfig, load_config, with_task_schema
 from groupwise.errors import RunNotFoundError, TaskError, UsageError
-from groupwise.plugins import load
 from groupwise.rewards.inprocess import InProcessScorer, RubricScorer
+from groupwise.rewards.registry import get_reward_funcs
 from groupwise.rewards.rubric import Rubric
 from groupwise.rewards.scoring import Scorer
 from groupwise.rewards.workers import RewardWorkers
@@ -171,7 +171,7 @@ def rescore(
     step: int | None = None,
     limit: int | None = None,
 ) -> Rescoring:
-    """Score recorded rollouts with the rewards of a task, or with functions (`module:function`): `groupwise runs rescore`.
+    """Score recorded rollouts with the rewards of a task, or with rewards by name: `groupwise runs rescore`.
 
     `overrides` change the run's config for the task; `limit` takes the last so many groups. Raises `UsageError`.
     """
@@ -251,29 +251,34 @@ def _task_judge(loaded: LoadedConfig, task: object) -> _Judge:
 
 
 def _named_judge(loaded: LoadedConfig, rewards: Sequence[str]) -> _Judge:
-    plugins = [load(spec, kind="reward function") for spec in rewards]
-    rubric = Rubric([plugin.object for plugin in plugins], where="--rewards")
-    scorer = _scorer_of(loaded.config, rubric, [plugin.spec for plugin in plugins])
+    answer_column = loaded.config.rewards.answer_column
+    rubric = _named_rubric(rewards, answer_column)
+    given = {"rewards": list(rewards), "answer_column": answer_column}
+    scorer = _scorer_of(loaded.config, rubric, given)
     return _Judge(f"rescored-{'-'.join(rubric.names)}"[:100], "--rewards", rubric, scorer)
 
 
-def _scorer_of(config: RunConfig, rubric: Rubric, specs: list[str]) -> Scorer:
+def _named_rubric(rewards: Sequence[str], answer_column: str | None) -> Rubric:
+    section = {"rewards": {"answer_column": answer_column}}
+    return Rubric(get_reward_funcs(rewards, section), where="--rewards")
+
+
+def _scorer_of(config: RunConfig, rubric: Rubric, given: dict[str, Any]) -> Scorer:
     limit = config.rewards.time_limit
     if rubric.stateful or config.rewards.in_process:
         return InProcessScorer(rubric, _no_metrics, time_limit=limit)
     return RewardWorkers(
         "groupwise.review.rescore:named_scorer",
-        {"rewards": specs},
+        given,
         workers=config.rewards.workers,
         time_limit=limit,
         start_limit=config.rewards.start_limit,
     )
 
 
-def named_scorer(rewards: Sequence[str]) -> RubricScorer:
+def named_scorer(rewards: Sequence[str], answer_column: str | None) -> RubricScorer:
     """The factory that reward workers call: functions by their names."""
-    functions = [load(spec, kind="reward function").object for spec in rewards]
-    return RubricScorer(Rubric(functions, where="--rewards"), _no_metrics)
+    return RubricScorer(_named_rubric(rewards, answer_column), _no_metrics)
 
 
 def _no_metrics(*_: Any) -> dict[str, Any]:

@@ -21,11 +21,9 @@ from groupwise.errors import TaskError
 from groupwise.plugins import nearest, printable
 from groupwise.rewards.rubric import Row, Rubric, checked_weights
 from groupwise.rewards.scoring import GroupScore, MemberScore, ScoreRequest
-from groupwise.types import RewardPart
+from groupwise.types import DATASET_COLUMN, TASK_COLUMN, RewardPart
 
-LABEL = "task"
-SOURCE = "dataset_name"
-LABEL_COLUMNS = (LABEL, SOURCE)
+LABEL_COLUMNS = (TASK_COLUMN, DATASET_COLUMN)
 """The columns that may say which rewards a row has, in this order."""
 
 
@@ -166,7 +164,7 @@ class Router(Rubric):
         if said is None:
             return (
                 f"no label: nothing in the columns {' and '.join(LABEL_COLUMNS)}, and no default. {known} Fill the column "
-                f"`{LABEL}`, or set rewards.default_task."
+                f"`{TASK_COLUMN}`, or set rewards.default_task."
             )
         near = nearest(said, self.rubrics)
         hint = f" Did you mean {' or '.join(near)}?" if near else ""

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
 import math
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from statistics import fmean
 from typing import Any, cast
@@ -82,6 +84,14 @@ class Rubric:
     def stateful(self) -> bool:
         """Whether a function says (`f.stateful = True`) that it must stay in one process."""
         return any(getattr(function, "stateful", False) is True for function in self.functions)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """The files that the functions are defined in, but for those of this package."""
+        owners = {_module_of(function) for function in self.functions}
+        users = sorted(name for name in owners if not name.startswith("groupwise."))
+        modules = [sys.modules.get(name) for name in users]
+        return tuple(file for module in modules if (file := getattr(module, "__file__", None)))
 
     def check_columns(self, columns: Collection[str], *, where: str) -> None:
         """Raise TaskError if a function asks for an argument that these dataset columns do not give it."""
@@ -222,6 +232,12 @@ def checked_weights(
     if not any(weights):
         raise TaskError(f"{where}: every weight is 0, so nothing would be rewarded.")
     return tuple(float(weight) for weight in weights)
+
+
+def _module_of(function: RewardCallable) -> str:
+    """Where a function, or the class of an object that is called, is defined."""
+    inner: Any = inspect.unwrap(function)
+    return (inner if inspect.isroutine(inner) else type(inner)).__module__
 
 
 def _unique(names: Sequence[str]) -> tuple[str, ...]:

@@ -25,13 +25,13 @@ from groupwise.data.chat import Account, Row, Rows
 from groupwise.data.config import DatasetConfig, MixtureEntry
 from groupwise.data.mixture import Part, in_turn, joined, mixed
 from groupwise.data.named import (
-    LABEL,
     Unscorable,
     for_training,
     held_out,
     holds_out,
     labelled,
     place_of,
+    scorable,
 )
 from groupwise.data.sft_functions import format_rows
 from groupwise.errors import TaskError
@@ -42,7 +42,7 @@ from groupwise.settings.tree import tree_of
 from groupwise.settings.validation import validate
 from groupwise.settings.view import View
 from groupwise.tasks.contract import Task, Verb, builtin_tasks, load_task
-from groupwise.types import Example
+from groupwise.types import TASK_COLUMN, Example
 
 SPEC = "groupwise.tasks.configured"
 """What stands for this task where tasks go by name: in the record of a run, and in workers."""
@@ -79,7 +79,8 @@ class ConfiguredTask(Task):
                 "The config has a section `task`, but no task to read it: --task-module was not given. Leave the section out, or move it "
                 "into `config` of a set of data.dataset_mixture."
             )
-        hooks = _Hooks(data, _sets(config, data))
+        self._tasks = _sets(config, data)
+        hooks = _Hooks(data, self._tasks)
         super().__init__(hooks, _name(data), SPEC, None)
         self._possible = hooks.possible(config)
 
@@ -95,6 +96,11 @@ class ConfiguredTask(Task):
     def _rows_of(self, hook: str, limit: int | None, **arguments: Any) -> Any:
         """See `Task._rows_of`: the sets of a mixture read no more of their streams, either."""
         return self._call(hook, **arguments, limit=limit)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """See `Task.files`: those of the tasks that are mixed."""
+        return tuple(file for one in self._tasks for file in one.task.files)
 
     def missing(self, hook: str, verb: Verb) -> str:
         """See `Task.missing`: which keys would give it."""
@@ -308,7 +314,7 @@ class _Hooks:
     def _unscorable(self, config: View) -> Unscorable:
         """Why a source's row cannot be scored."""
         rewards = self._own_rewards(config)
-        return (lambda row: None) if rewards is None else rewards.unscorable
+        return scorable if rewards is None else rewards.unscorable
 
     def _of_sources(self, config: View) -> dict[str, list[Any]]:
         """The rewards of the config by label: those of its router, or the same for all sources."""
@@ -340,7 +346,7 @@ class _Hooks:
         metrics: dict[str, Any] = {"total_samples": len(dataset_rows)}
         details: dict[str, Any] = {}
         for one in self._with("compute_metrics"):
-            places = [n for n, row in enumerate(dataset_rows) if row.get(LABEL) == one.label]
+            places = [n for n, row in enumerate(dataset_rows) if row.get(TASK_COLUMN) == one.label]
             if not places:
                 continue
             found = one.task.compute_metrics(

@@ -133,6 +133,11 @@ class Task:
         return callable(getattr(self._hooks, hook, None))
 
     @property
+    def files(self) -> tuple[str, ...]:
+        """Those with its hooks."""
+        return (self.file,) if self.file else ()
+
+    @property
     def described(self) -> str:
         """The task for messages: its name and where it stands."""
         return f"Task {self.name} ({self.file or 'no file'})"

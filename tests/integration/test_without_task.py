@@ -115,6 +115,43 @@ def test_resume_goes_on_and_refuses_other_data() -> None:
     assert groupwise.rl(given, resume_from="toy@2").summary["steps"] == 4
 
 
+def test_resume_says_that_the_code_of_rewards_or_of_a_mixed_task_was_changed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source = "from groupwise.tasks.sort_words import *\n"
+    Path("sorting.py").write_text(source)
+    task = {"task": "sorting.py", "config": {"train_size": 4, "eval_size": 4}}
+    given = config(dataset_mixture=[{"source": "one.jsonl", "label": "one"}, task])
+    given["rewards"] = {"router": {"one": ["own_rewards.py:letters"]}, "in_process": True}
+    said = "the code of the task or of its rewards was changed"
+    groupwise.rl(given, overrides=["training.max_steps=1"])
+    for steps, file, text in (
+        (2, None, ""),
+        (3, "own_rewards.py", REWARD_FILE + "# another\n"),
+        (4, "sorting.py", source + "# another\n"),
+    ):
+        if file:
+            Path(file).write_text(text)
+        caplog.clear()
+        groupwise.rl(given, overrides=[f"training.max_steps={steps}"], resume_from="toy")
+        assert (said in caplog.text) == bool(file), steps
+
+
+def test_easy_rows_without_a_gold_answer_are_left_out_and_counted() -> None:
+    lines = [{"question": "one?", "answer": "1"}, {"question": "two?"}]
+    for name in ("hard.jsonl", "easy.jsonl"):
+        Path(name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    given = config(dataset_name="hard.jsonl", easy_pool={"dataset_name": "easy.jsonl"})
+    given["rewards"] = {"reward_funcs": ["correctness"]}
+    plan = groupwise.rl(given, dry_run=True).summary["plan"]
+    assert plan["easy_examples"] == 1
+    left_out = plan["rows_left_out"]
+    assert {hook: sum(counts.values()) for hook, counts in left_out.items()} == {
+        "get_rl_dataset": 1,
+        "data.easy_pool": 1,
+    }
+
+
 def test_plan_counts_what_is_left_out_and_what_is_changed() -> None:
     given = config(dataset_name="one.jsonl", system_prompt="Be brief.", max_prompt_length=17)
     given["rewards"] = {"reward_funcs": ["own_rewards.py:letters"]}
@@ -165,6 +202,44 @@ def test_supervised_run_needs_no_task_either() -> None:
     with Store.open(result.folder / "run.db", readonly=True) as store:
         assert store.get_meta()["examples"] == 6
         assert sum(store.get_meta()["rows_left_out"]["get_sft_dataset"].values()) == 1
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"prompt": "1+1", "completion": "2"}, {"prompt": "1+2", "completion": "3"}],
+        [{"text": "a whole text"}, {"text": "another"}],
+        [
+            {"messages": [{"role": r, "content": c} for r, c in turns]}
+            for turns in (
+                [("system", "Be brief."), ("user", "hi"), ("assistant", "ho")],
+                [("system", "Be brief."), ("user", "ho"), ("assistant", "hi")],
+            )
+        ],
+    ],
+)
+def test_lessons_that_are_held_out_and_taught_are_warned_of(rows: Any) -> None:
+    for name, some in (("taught.jsonl", rows), ("held.jsonl", rows[:1])):
+        Path(name).write_text("".join(json.dumps(row) + "\n" for row in some))
+    given: dict[str, Any] = {
+        "model": {"name": "tiny"},
+        "data": {"dataset_mixture": [{"task": "lessons.py"}]},
+        "training": {"max_steps": 1, "examples_per_step": 2},
+        "run": {"name": "taught", "threads": 1},
+    }
+    Path("lessons.py").write_text(
+        "import json, pathlib\n"
+        "def read(name): return [*map(json.loads, pathlib.Path(name).read_text().splitlines())]\n"
+        "def get_sft_dataset(config, tokenizer): return read('taught.jsonl')\n"
+        "def get_sft_eval_dataset(config, tokenizer): return read('held.jsonl')\n"
+    )
+    (warning,) = groupwise.sft(given, dry_run=True).summary["plan"]["warnings"]
+    assert warning.startswith("1 of 1 held-out prompts are also trained on")
+    begun = groupwise.sft(given)
+    assert "held-out prompts are also trained on" in (begun.folder / "log.txt").read_text()
+    Path("held.jsonl").write_text(json.dumps(rows[1]) + "\n")
+    Path("taught.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    assert groupwise.sft(given, dry_run=True).summary["plan"]["warnings"] == []
 
 
 def test_check_tries_each_task_of_a_mixture_on_its_own_gold() -> None:
