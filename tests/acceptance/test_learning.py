@@ -144,7 +144,7 @@ def test_with_the_sign_of_the_advantage_turned_it_unlearns(model, monkeypatch, a
         ]
 
     monkeypatch.setattr(kind, "weights", turned)
-    found = trained(model, algorithm, steps=40, rate=0.003)
+    found = trained(model, algorithm, steps=24, rate=0.003)
     assert found.last < 0.03
     assert found.after < 0.1
     assert not found.summary["held_out"]["rises"]

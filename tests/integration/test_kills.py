@@ -103,7 +103,7 @@ def whole(tmp_path_factory):
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("lag", LAGS)
 def test_some_kills_leave_every_run_as_it_would_have_been(whole, tmp_path, lag):
-    kill(6, lag, tmp_path, random.Random(lag), whole[lag])
+    kill(4, lag, tmp_path, random.Random(lag), whole[lag])
 
 
 @pytest.mark.soak

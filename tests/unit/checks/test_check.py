@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -151,12 +151,15 @@ def test_a_reward_that_grows_with_length():
 
 
 def test_a_reward_that_exceeds_its_time(monkeypatch: pytest.MonkeyPatch):
+    over = threading.Event()
+
     def endless(completions):
-        while True:
-            time.sleep(0.001)
+        over.wait()
+        return [0.0] * len(completions)
 
     slow = {**PLAIN, "rewards": {"time_limit": 0.05}}
     report = check(task(endless), slow)
+    over.set()
     assert report.exit_code == 1
     assert "took longer than 0.05 s" in by_name(report)["rewards"].measured
 
