@@ -202,7 +202,10 @@ else:
 class EvalConfig(Strict):
     """Answering held-out prompts, beside a training and in `groupwise eval`."""
 
-    not_yet: ClassVar[frozenset[str]] = frozenset({"suites", "benchmarks"})
+    refused: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("suites", "benchmarks"),
+        "suites by name belong to the callback benchmark_on_checkpoint, or to groupwise eval --suite",
+    )
 
     before_and_after: bool = setting(
         True,
@@ -347,7 +350,6 @@ _COMPARING = ("group_baseline", "dynamic_sampling")
 class RunConfig(Strict):
     """One run, of training or evaluation."""
 
-    not_yet: ClassVar[frozenset[str]] = frozenset({"replay", "curriculum"})
     foreign: ClassVar[Mapping[str, str]] = FOREIGN_TO_RL
 
     model: ModelConfig

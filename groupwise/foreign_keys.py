@@ -50,13 +50,24 @@ FOREIGN_TO_RL: dict[str, str] = {
         ("hf_repo_id", "hub_model_id"),
         _named("run.hub.repo_id"),
     ),
+    "benchmarks": "the callback benchmark_on_checkpoint takes them as suites",
     "push_to_hub": "run.hub.repo_id names where the result is uploaded to; without it nothing is",
     "hub_private_repo": _named("run.hub.private"),
     "hub_model_revision": _named("run.hub.revision"),
     "wandb_log_unique_prompts": _named("run.log_unique_prompts"),
     "log_completions": "run.num_completions_to_print says how many rollouts the sinks show",
     "license_name": _named("run.license"),
-    **dict.fromkeys(("logger", "loggers", "tracker", "trackers"), _named("run.report_to")),
+    **dict.fromkeys(
+        (
+            *("logger", "loggers", "tracker", "trackers", "log_with"),
+            *("use_wandb", "use_mlflow", "use_tensorboard", "use_trackio"),
+        ),
+        _named("run.report_to"),
+    ),
+    "mlflow_experiment_name": _named("run.mlflow_experiment"),
+    "mlflow_tracking_uri": "the environment says it, as MLFLOW_TRACKING_URI, and run.report_to names mlflow",
+    "project_name": "here it is run.wandb_project, run.trackio_project or run.mlflow_experiment",
+    **dict.fromkeys(("wandb_mode", "wandb_offline"), "the environment says it, as WANDB_MODE"),
     **dict.fromkeys(
         ("model_name_or_path", "model_name", "model_id", "base_model", "pretrained_model"),
         _named("model.name"),
@@ -140,7 +151,9 @@ FOREIGN_TO_RL: dict[str, str] = {
         "here it is data.dataset_test_split or data.test_split_size, where no task brings the data",
     ),
     **dict.fromkeys(("output_dir", "logging_dir"), "here it is run.dir with run.name"),
-    **dict.fromkeys(("run_name", "experiment_name"), _named("run.name")),
+    **dict.fromkeys(
+        ("run_name", "experiment_name", "wandb_run_name", "mlflow_run_name"), _named("run.name")
+    ),
     **dict.fromkeys(
         ("eval_strategy", "evaluation_strategy", "do_eval"),
         "here it is eval.eval_steps, and eval.before_and_after",

@@ -6,13 +6,16 @@ worker, by name. Nothing here needs a model; its tokenizer comes from whoever ha
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from groupwise.config import RunConfig, load_config, view
+from groupwise.config import LoadedConfig, RunConfig, load_config, view
 from groupwise.errors import TaskError
 from groupwise.models.tokens import completion_text
+from groupwise.rewards.config import DEFAULT_TASK_VARIABLE
 from groupwise.rewards.inprocess import InProcessScorer, RubricScorer
 from groupwise.rewards.registry import configured_rubric
 from groupwise.rewards.router import Router
@@ -61,7 +64,7 @@ def task_rubric(config: RunConfig, task: Task, tokenizer: Any) -> Rubric | None:
     rubric = None
     if task.has("get_reward_funcs"):
         rubric = task.rubric(view(config), tokenizer, config.rewards.reward_weights)
-    default = config.rewards.default_task
+    default = config.rewards.default_task or _label_of_environment(rubric)
     if default is None:
         return rubric
     if not isinstance(rubric, Router):
@@ -70,6 +73,23 @@ def task_rubric(config: RunConfig, task: Task, tokenizer: Any) -> Rubric | None:
             "the key out, or give rewards by label in rewards.router."
         )
     return rubric.with_default(default)
+
+
+def _label_of_environment(rubric: Rubric | None) -> str | None:
+    """What stands in for `rewards.default_task` where rewards go by label and none is the default."""
+    asks = isinstance(rubric, Router) and rubric.default is None
+    return os.environ.get(DEFAULT_TASK_VARIABLE) or None if asks else None
+
+
+def with_default_label(loaded: LoadedConfig, rubric: Rubric | None) -> LoadedConfig:
+    """The config with the default label that its rubric has, so that a resume has the same, whatever the environment says then."""
+    rewards = loaded.config.rewards
+    if not isinstance(rubric, Router) or rubric.default is None or rewards.default_task:
+        return loaded
+    if rubric.default != os.environ.get(DEFAULT_TASK_VARIABLE):
+        return loaded
+    kept = rewards.model_copy(update={"default_task": rubric.default})
+    return replace(loaded, config=loaded.config.model_copy(update={"rewards": kept}))
 
 
 def scores_in_workers(config: RunConfig, task: Task, rubric: Rubric | None) -> bool:

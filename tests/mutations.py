@@ -15,8 +15,10 @@ EXPORT = "tests/unit/models/test_export.py"
 FORWARD = "tests/unit/learner/test_forward.py"
 GENERATION = "tests/unit/generation"
 GRAPH_ENGINE = "tests/unit/sampler/native/test_graph_engine.py"
+JSONL_SINK = "tests/unit/callbacks/test_jsonl_sink.py"
 LEARNER = "tests/unit/learner/test_torch_learner.py"
 LEARNING = "tests/unit/loops/test_learning_of_a_step.py"
+MLFLOW_SINK = "tests/unit/callbacks/test_mlflow_sink.py"
 NATIVE = "tests/unit/learner/native"
 NATIVE_MODEL = "tests/unit/models/native"
 NATIVE_SAMPLER = "tests/unit/sampler/native/test_engine.py"
@@ -29,6 +31,7 @@ SAMPLER = "tests/unit/sampler/test_torch_sampler.py"
 SAMPLERS = "tests/contract/test_sampler_contract.py"
 SCHEDULES = "tests/integration/test_schedules.py"
 SELECTION = "tests/unit/data/test_selection.py"
+SUITES = "tests/unit/evaluation/test_suites.py"
 
 MUTATIONS = (
     Mutation(
@@ -1508,5 +1511,71 @@ MUTATIONS = (
         (
             "tests/unit/callbacks/test_reporting.py::test_a_resume_sends_what_is_missing_and_nothing_twice",
         ),
+    ),
+    Mutation(
+        "28",
+        "half a line that a killed process left stays in the file of metrics",
+        (
+            (
+                "callbacks/jsonl_sink.py",
+                "if size < file.stat().st_size:",
+                "if size > file.stat().st_size:",
+            ),
+        ),
+        (f"{JSONL_SINK}::test_half_a_line_is_cut_off_with_its_rollouts",),
+    ),
+    Mutation(
+        "28",
+        "lines of steps that are drawn again stay in the file of metrics",
+        (("callbacks/jsonl_sink.py", "not held <= steps <= last", "not held <= steps"),),
+        (f"{JSONL_SINK}::test_steps_that_are_drawn_again_are_written_again",),
+    ),
+    Mutation(
+        "28",
+        "MLflow gets metrics again that a killed process had sent of its last line",
+        (("callbacks/mlflow_sink.py", "if self._reached.get(name) != line.steps", "if name"),),
+        (f"{MLFLOW_SINK}::test_of_a_line_that_was_cut_short_only_the_rest_is_sent",),
+    ),
+    Mutation(
+        "28",
+        "a run that was killed before its first line gets a second one in MLflow",
+        (("callbacks/mlflow_sink.py", "tags={self._tag: str(NOTHING)},", "tags={},"),),
+        (f"{MLFLOW_SINK}::test_the_tag_comes_after_its_line",),
+    ),
+    Mutation(
+        "32",
+        "questions of a suite that got no answer count as wrong ones",
+        (
+            (
+                "suites/lighteval.py",
+                "if missing := log.read_bytes().count(UNANSWERED):",
+                "if missing := log.read_bytes().count(b'no such line'):",
+            ),
+        ),
+        (f"{SUITES}::test_answers_that_do_not_come_are_no_wrong_answers",),
+    ),
+    Mutation(
+        "32",
+        "what a suite's server started outlives whoever asked for it",
+        (
+            (
+                "suites/tied.py",
+                "    tie_to_parent(int(sys.argv[1]), sys.argv[2])\n",
+                "",
+            ),
+        ),
+        (f"{SUITES}::test_everything_ends_with_who_began_it",),
+    ),
+    Mutation(
+        "32",
+        "a key that a service repeats stays in the log of a suite",
+        (
+            (
+                "suites/family.py",
+                "if self._secret is not None and self._secret.encode() in (said := self.log.read_bytes()):",
+                "if self._secret is None and b'' in (said := self.log.read_bytes()):",
+            ),
+        ),
+        (f"{SUITES}::test_answers_that_do_not_come_are_no_wrong_answers",),
     ),
 )

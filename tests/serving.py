@@ -170,7 +170,7 @@ class Service:
         return Asked(
             body[field],
             seeds,
-            body.get("max_tokens") or 64,
+            body.get("max_completion_tokens") or body.get("max_tokens") or 64,
             body.get("temperature", 1.0),
             body.get("stop") or [],
         )

@@ -10,6 +10,8 @@ evaluated twice, and one whose evaluation was interrupted is evaluated when the 
     benchmarks/NAME/step-N/result-*.json  what the process writes
     benchmarks/NAME/step-N/log.txt        what it said; it stays where the process failed
     results/NAME-step-N.json              what it found
+
+Suites by name are asked by a process of `groupwise eval`, which serves the weights meanwhile.
 """
 
 from __future__ import annotations
@@ -18,17 +20,20 @@ import json
 import logging
 import math
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 from uuid import uuid4
 
 from groupwise.callbacks.base import Callback, RunEnd, RunHandle
+from groupwise.errors import UsageError
 from groupwise.models.artefact import keep_artefact, weight_files
 from groupwise.models.card import model_card
 from groupwise.rewards.processes import MARK, end_family, has_ended, how_it_ended
@@ -43,8 +48,8 @@ FOLDER = "benchmarks"
 FILES = "files"
 WEIGHTS = "weights.json"
 LOG = "log.txt"
-SUITES = ("math_500", "aime24", "aime25", "gpqa_diamond", "lcb", "lcb_v4", "all")
-"""Named suites; their programs ask a server, and none serves a policy in this version."""
+OPTIONS = {"samples": "--samples-per-prompt", "max_questions": "--max-prompts"}
+"""Options of `groupwise eval` that have other names."""
 PATIENCE = 0.1
 """Seconds between two looks at processes that a finished run waits for."""
 TIED = (
@@ -67,12 +72,16 @@ class _Started:
 
 
 class BenchmarkOnCheckpoint(Callback):
-    """Evaluates checkpoints by `config` (a file that `groupwise eval` takes, with `task_module` and `overrides`), or by `command`.
+    """Evaluates checkpoints by `config` (a file that `groupwise eval` takes, with `task_module` and `overrides`), `command` or `suites`.
 
     A command is a list of words, in which {policy} stands for the folder with the weights, {output} for the JSON file that it is to
     write, {step} and {run} for what they say. The file has numbers, or an object `metrics` with numbers, which are
     recorded under `name`. At most `max_processes` are under way at once, each for at most `time_limit` seconds; a run that has finished
     waits for them.
+
+    Suites need `serve`, a list of words that serve the weights; see `groupwise.suites.serving`. `model` says which of the served models
+    is the policy, where there are several; `program` how lighteval is run. The other parameters say how questions are answered. The
+    time limit is that of the server's start, and of each suite.
     """
 
     def __init__(
@@ -83,18 +92,30 @@ class BenchmarkOnCheckpoint(Callback):
         task_module: str | None = None,
         overrides: tuple[str, ...] = (),
         suites: tuple[str, ...] = (),
+        serve: tuple[str, ...] = (),
+        endpoint: str | None = None,
+        model: str | None = None,
+        program: tuple[str, ...] = (),
+        samples_per_prompt: int | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        max_new_tokens: int | None = None,
+        concurrency: int | None = None,
+        max_prompts: int | None = None,
         max_processes: int = 1,
         time_limit: float = 3600.0,
     ) -> None:
-        _refuse_suites(suites)
-        if bool(command) == bool(config):
+        if endpoint is not None:
             raise ValueError(
-                "give either `command`, a list of words, or `config`, a file that `groupwise eval` takes."
+                f"{endpoint} serves what it was started with, and not the checkpoints of this run. Give `serve`, a command that serves "
+                "the folder {policy} on {port}."
             )
-        if command and (task_module or overrides):
+        if [bool(command), bool(config), bool(suites)].count(True) != 1:
             raise ValueError(
-                "`task_module` and `overrides` belong to `config`; write them into the command."
+                "give either `command`, a list of words, or `config`, a file that `groupwise eval` takes, or `suites` with `serve`."
             )
+        if not config and (task_module or overrides):
+            raise ValueError("`task_module` and `overrides` belong to `config`.")
         if command and not any("{output}" in word for word in command):
             raise ValueError(
                 "the command does not say {output}, the JSON file that it is to write."
@@ -104,10 +125,38 @@ class BenchmarkOnCheckpoint(Callback):
         if not name or Path(name).name != name:
             raise ValueError(f"name is {name!r}; it becomes a folder, so give letters and digits.")
         self.name = name
-        self.command = command or _evaluation(config or "", task_module, overrides)
         self.config = config
         self.max_processes = max_processes
         self.time_limit = time_limit
+        self._verbatim: tuple[str, ...] = ()
+        """Words behind the command in which nothing is filled in."""
+        self._program: tuple[str, ...] | None = None
+        """What runs lighteval, where suites are asked."""
+        given = {
+            "samples": samples_per_prompt,
+            "temperature": temperature,
+            "top_p": top_p,
+            "max_new_tokens": max_new_tokens,
+            "concurrency": concurrency,
+            "max_questions": max_prompts,
+        }
+        answering = {key: value for key, value in given.items() if value is not None}
+        if suites:
+            wanted = _checked_suites(suites, serve, {"model": model or "policy", **answering})
+            limits = {"endpoint_model": model, "time_limit": time_limit}
+            self.command = _evaluation_by_suites(wanted, {**limits, **answering})
+            self._verbatim = ("--serve", shlex.join(serve))
+            if program:
+                self._verbatim += ("--program", shlex.join(program))
+            self._program = program
+            self.time_limit = time_limit * (1 + len(wanted))
+        elif serve or program or model or answering:
+            raise ValueError(
+                "`serve`, `model`, `program` and what says how questions are answered belong to `suites`; say it in the command or "
+                "in the config."
+            )
+        else:
+            self.command = command or _evaluation(config or "", task_module, overrides)
         self._waiting: list[int] = []
         """Steps of prepared checkpoints, in order."""
         self._started: list[_Started] = []
@@ -118,6 +167,11 @@ class BenchmarkOnCheckpoint(Callback):
             raise ValueError(f"there is no file {self.config!r} (looked in {Path.cwd()}).")
         if shutil.which(self.command[0]) is None:
             raise ValueError(f"there is no program {self.command[0]!r} that could be run.")
+        if self._program is not None:
+            from groupwise.suites.lighteval import find_program
+
+            with _refusing():
+                find_program(self._program)
 
     def on_run_begin(self, run: RunHandle) -> None:
         """Take up what an earlier process had prepared, and record again what the record lost."""
@@ -194,7 +248,7 @@ class BenchmarkOnCheckpoint(Callback):
             "{step}": str(step),
             "{run}": run.name,
         }
-        words = [_filled(word, named) for word in self.command]
+        words = [*(_filled(word, named) for word in self.command), *self._verbatim]
         with (place / LOG).open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-c", TIED, str(os.getpid()), *words],
@@ -210,7 +264,7 @@ class BenchmarkOnCheckpoint(Callback):
     def _ended(self, run: RunHandle, ended: _Started) -> None:
         end_family(ended.process.pid, ended.mark)
         code = ended.process.wait()
-        if code != 0:
+        if code != 0 and not (self._program is not None and ended.output.exists()):
             self._failed(run, ended.step, how_it_ended(code))
             return
         try:
@@ -223,7 +277,10 @@ class BenchmarkOnCheckpoint(Callback):
         found = {**content, "step": ended.step, "weights": weights}
         add_result(run.folder, f"{self.name}-step-{ended.step}", found)
         self._record(run, ended.step, found)
-        shutil.rmtree(place)
+        if self._program is not None and "failed" in content:  # some suites of several
+            self._failed(run, ended.step, "; ".join(map(": ".join, content["failed"].items())))
+        else:
+            shutil.rmtree(place)
 
     def _failed(self, run: RunHandle, step: int, reason: str) -> None:
         place = self._place(run, step)
@@ -259,14 +316,47 @@ class BenchmarkOnCheckpoint(Callback):
         return self._folder(run) / f"step-{step}"
 
 
-def _refuse_suites(suites: tuple[str, ...]) -> None:
-    for suite in suites:
-        if suite not in SUITES:
-            raise ValueError(f"there is no suite {suite!r}; there will be {', '.join(SUITES)}.")
+def _checked_suites(
+    suites: tuple[str, ...], serve: tuple[str, ...], asking: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """The suites by name. ValueError for what could not be asked."""
+    if not serve:
         raise ValueError(
-            f"the suite {suite} is not in this version: its program asks a server for completions, and there is none yet that serves a "
-            "policy. Give a `command` that evaluates the folder {policy}, or a `config` for groupwise eval."
+            "suites are asked of a server: give `serve`, a list of words that serve the weights, such as "
+            '[vllm, serve, "{policy}", --host, 127.0.0.1, --port, "{port}"].'
         )
+    from groupwise.suites.lighteval import Asking
+    from groupwise.suites.serving import check_words
+    from groupwise.suites.table import chosen_suites
+
+    with _refusing():
+        check_words(serve)
+        asked = Asking(base_url="", **asking)
+        return chosen_suites(suites, asked.samples)
+
+
+@contextmanager
+def _refusing() -> Generator[None]:
+    """What a callback refuses is a ValueError."""
+    try:
+        yield
+    except UsageError as error:
+        raise ValueError(str(error)) from error
+
+
+def _evaluation_by_suites(suites: tuple[str, ...], given: Mapping[str, object]) -> tuple[str, ...]:
+    """The command that asks suites; what is None is left to `groupwise eval`."""
+    named = [word for suite in suites for word in ("--suite", suite)]
+    options = [
+        word
+        for key, value in given.items()
+        if value is not None
+        for word in (OPTIONS.get(key, f"--{key.replace('_', '-')}"), str(value))
+    ]
+    return (
+        *(sys.executable, "-P", "-m", "groupwise", "eval", *named, *options),
+        *("--policy", "{policy}", "--output", "{output}"),
+    )
 
 
 def _evaluation(

@@ -16,6 +16,8 @@ from groupwise.callbacks.base import EVENTS, Callback, overrides
 from groupwise.callbacks.benchmark_on_checkpoint import BenchmarkOnCheckpoint
 from groupwise.callbacks.early_stop import EarlyStop
 from groupwise.callbacks.loss_logging import LossLogging
+from groupwise.callbacks.parquet_record import NAME as PARQUET
+from groupwise.callbacks.parquet_record import ParquetRecord
 from groupwise.callbacks.push_to_hub_revision import PushToHubRevision
 from groupwise.callbacks.reporting import NAME, Reporting
 from groupwise.callbacks.success_cache import SuccessCache
@@ -47,7 +49,7 @@ KINDS = "groupwise.Callback, or of transformers' TrainerCallback"
 def configured_callbacks(
     entries: Sequence[str | Mapping[str, Any]], config: View, origin: str
 ) -> tuple[Named, ...]:
-    """Those of the config's `callbacks`, and the one that reports to what `run.report_to` names.
+    """Those of the config's `callbacks`, and those that report to what `run.report_to` names.
 
     Raises ConfigError with a line for each that cannot be had; `origin` is where they stand.
     """
@@ -70,8 +72,14 @@ def configured_callbacks(
 def _reporting(config: View) -> list[Named]:
     given = config["run"].get("report_to", ())
     sinks = [given] if isinstance(given, str) else given
-    names = tuple(dict.fromkeys(name for name in sinks if name != "none"))
-    return [(NAME, _checked(Reporting(names), config, NAME))] if names else []
+    names = dict.fromkeys(name for name in sinks if name != "none")
+    shown = tuple(name for name in names if name != PARQUET)
+    found: list[Named] = []
+    if shown:
+        found.append((NAME, _checked(Reporting(shown), config, NAME)))
+    if PARQUET in names:
+        found.append((PARQUET, _checked(ParquetRecord(), config, NAME)))
+    return found
 
 
 def given_callbacks(given: Sequence[object], config: View, where: str) -> tuple[Named, ...]:

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.callbacks.base import Callback, RunEnd, RunHandle
+from groupwise.callbacks.jsonl_sink import JsonlSink
+from groupwise.callbacks.mlflow_sink import MlflowSink
 from groupwise.callbacks.sinks import Line, Reported, Sink
 from groupwise.callbacks.tensorboard_sink import TensorBoardSink
 from groupwise.callbacks.trackio_sink import TrackioSink
@@ -43,6 +45,8 @@ SINKS: dict[str, Callable[[], Sink]] = {
     "tensorboard": TensorBoardSink,
     "wandb": WandbSink,
     "trackio": TrackioSink,
+    "mlflow": MlflowSink,
+    "jsonl": JsonlSink,
 }
 OF_TRAINING = ("before", "after", "step-")
 """How the names of a training's own evaluations begin; others are told when they are made."""
@@ -71,7 +75,9 @@ class Reporting(Callback):
 
     def on_run_begin(self, run: RunHandle) -> None:
         """Bring every sink up to the steps done."""
-        reported = Reported(run.name, _identity(run.folder), run.folder, run.config)
+        reported = Reported(
+            run.name, _identity(run.folder), run.folder, run.config, run.step, _began_at(run)
+        )
         for name, sink in list(self._sinks.items()):
             held = self._guarded(name, lambda sink=sink: sink.begin(reported))
             if held is not None:
@@ -100,11 +106,10 @@ class Reporting(Callback):
 
     def on_run_end(self, run: RunHandle, end: RunEnd) -> None:
         """A line that may still become longer when the run goes on is sent then."""
-        finished = end.state == "finished"
-        if finished:
+        if end.state == "finished":
             self._send(self._next)
         for name, sink in list(self._sinks.items()):
-            self._guarded(name, lambda sink=sink: sink.end(finished=finished))
+            self._guarded(name, lambda sink=sink: sink.end(end.state))
 
     def _send(self, line: Line | None) -> None:
         for name, sink in list(self._sinks.items()):
@@ -132,7 +137,7 @@ class Reporting(Callback):
         with _record(run) as store:
             values = _values(store, max(first, 0))
             finished_at = {record.step + 1: record.finished_at for record in store.steps()}
-            began: float = store.get_meta().get("created_at") or time.time()
+        began = _began_at(run)
         for steps in range(max(first, 0), last + 1):
             line = Line(steps, values.get(steps, {}), finished_at.get(steps, began))
             yield self._with_table(run, line)
@@ -152,6 +157,11 @@ class Reporting(Callback):
 
 def _record(run: RunHandle) -> Store:
     return Store.open(run.folder / RECORD, readonly=True)
+
+
+def _began_at(run: RunHandle) -> float:
+    with _record(run) as store:
+        return store.get_meta().get("created_at") or time.time()
 
 
 def _identity(folder: Path) -> str:
@@ -181,14 +191,13 @@ def _of_evaluation(record: EvaluationRecord) -> Mapping[str, float]:
 
 def _row(view: RolloutView) -> dict[str, Any]:
     """A rollout in columns that are the same for every one."""
-    parts = {part.name: part.value for part in view.parts}
     return {
         "step": view.step,
         "prompt": view.prompt,
         "completion": view.completion,
         "reward": view.reward,
         "advantage": view.advantage,
-        "parts": json.dumps(durable.without_nan(parts), ensure_ascii=False),
+        "parts": durable.without_nan({part.name: part.value for part in view.parts}),
         "outcome": view.outcome,
         "tokens": view.completion_tokens,
     }

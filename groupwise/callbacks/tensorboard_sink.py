@@ -10,7 +10,7 @@ import json
 from importlib import import_module
 from typing import Any
 
-from groupwise.callbacks.sinks import NOTHING, Line, Reported
+from groupwise.callbacks.sinks import NOTHING, Line, Reported, State
 from groupwise.settings.view import View
 
 FOLDER = "tensorboard"
@@ -63,6 +63,6 @@ class TensorBoardSink:
         self._writer.add_event(event)
         self._writer.flush()
 
-    def end(self, *, finished: bool) -> None:
+    def end(self, state: State) -> None:
         """Close the file."""
         self._writer.close()

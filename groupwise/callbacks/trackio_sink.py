@@ -9,7 +9,7 @@ import math
 from importlib import import_module
 from typing import Any
 
-from groupwise.callbacks.sinks import TABLE, Line, Reported
+from groupwise.callbacks.sinks import TABLE, Line, Reported, State
 from groupwise.settings.view import View
 
 PROJECT = "groupwise"
@@ -45,10 +45,10 @@ class TrackioSink:
         """One row."""
         values: dict[str, Any] = {k: v for k, v in line.values.items() if math.isfinite(v)}
         if line.table:
-            rows = [list(row.values()) for row in line.table]
-            values[TABLE] = self._trackio.Table(columns=list(line.table[0]), data=rows)
+            columns, rows = line.cells()
+            values[TABLE] = self._trackio.Table(columns=columns, data=rows)
         self._run.log(values, step=line.steps)
 
-    def end(self, *, finished: bool) -> None:
+    def end(self, state: State) -> None:
         """Wait until all is written."""
         self._run.finish()

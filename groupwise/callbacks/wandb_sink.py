@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from groupwise.callbacks.sinks import NOTHING, TABLE, Line, Reported
+from groupwise.callbacks.sinks import NOTHING, TABLE, Line, Reported, State
 from groupwise.settings.view import View
 
 PROJECT = "groupwise"
@@ -64,13 +64,13 @@ class WandbSink:
         """One row of its history."""
         values: dict[str, Any] = dict(line.values)
         if line.table:
-            rows = [list(row.values()) for row in line.table]
-            values[TABLE] = self._wandb.Table(columns=list(line.table[0]), data=rows)
+            columns, rows = line.cells()
+            values[TABLE] = self._wandb.Table(columns=columns, data=rows)
         self._run.log(values, step=line.steps)
 
-    def end(self, *, finished: bool) -> None:
+    def end(self, state: State) -> None:
         """Wait until all is sent or written."""
-        self._run.finish(exit_code=0 if finished else 1)
+        self._run.finish(exit_code=0 if state == "finished" else 1)
 
 
 def _remove_earlier_sessions(own: Path) -> None:

@@ -75,15 +75,19 @@ def ended_early(run: Training) -> dict[str, Any]:
 async def end(
     run: Training, state: Literal["finished", "interrupted"], summary: dict[str, Any]
 ) -> dict[str, Any]:
-    """Record how the run ended, and tell the callbacks and whoever watches. Returns the summary with the state.
+    """Tell the callbacks how the run ended, record it, and tell whoever watches. Returns the summary with the state.
 
     Before that, what a finished run has made gets its model card, and goes to the hub where that is asked for.
     """
     if state == "finished":
         _write_card(run, summary)
         summary = {**summary, **await _uploaded(run)}
-    run.folder.finish(state, summary)
-    await run.callbacks.end(RunEnd(state, summary))
+    run.folder.summarise(state, summary)
+    try:
+        # A run that is killed while they are told is not over, and a resume tells them again.
+        await run.callbacks.end(RunEnd(state, summary))
+    finally:
+        run.folder.finish(state, summary)
     if state == "finished":
         logger.info("finished after %d steps", run.step)
     else:

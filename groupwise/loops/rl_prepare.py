@@ -31,6 +31,7 @@ from groupwise.models.identity import identity
 from groupwise.models.plan import Decoding, ModelPlan, largest_microbatch, plan_model
 from groupwise.models.tokens import rendered
 from groupwise.ranks import ahead
+from groupwise.rewards.router import Router
 from groupwise.rewards.rubric import Rubric
 from groupwise.rollouts.prompts import PromptSet, tokenise
 from groupwise.tasks.contract import Task, check_reward_columns, require
@@ -77,6 +78,8 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
     build.check_stop_tokens(settings, tokenizer)
     callbacks = configured_callbacks(settings.callbacks, given, loaded.tree.origin(("callbacks",)))
     rubric = task_parts.task_rubric(settings, found, tokenizer)
+    loaded = task_parts.with_default_label(loaded, rubric)
+    settings = loaded.config
     in_workers = task_parts.scores_in_workers(settings, found, rubric)
     check_reward_columns(found, rubric, examples, in_workers=in_workers)
     _check_algorithm(settings, rubric)
@@ -186,7 +189,8 @@ def easy_examples(config: RunConfig, task: Task, rubric: Rubric | None) -> list[
     columns = pool.columns or (data.renamed("answer") if data.names_data else {})
     rows = read_source(source, pool.dataset_config, pool.dataset_split, columns)
     where = f"{EASY_POOL} ({source})"
-    label = {TASK_COLUMN: EASY} if EASY in (config.rewards.router or {}) else {}
+    routed = isinstance(rubric, Router) and EASY in rubric.rubrics
+    label = {TASK_COLUMN: EASY} if routed else {}
     rows = [{**label, **row} for row in rows]
     if data.names_data:
         unscorable = rubric.unscorable if rubric else scorable

@@ -56,14 +56,11 @@ def write_artefact(
 
 def keep_artefact(folder: Path, weights: Path, card: str, tokenizer: Any = None) -> None:
     """Make a folder that appears whole, its weights linked, in place of an earlier one."""
-    building = durable.building_path(folder)
-    shutil.rmtree(building, ignore_errors=True)
-    with durable.explained(folder):
-        building.mkdir(parents=True)
-        write_artefact(building, weights, card, tokenizer, linked=True)
-        if folder.exists():
-            durable.remove_folder(folder)
-        durable.publish_folder(building, folder)
+    durable.make_folder(
+        folder,
+        lambda into: write_artefact(into, weights, card, tokenizer, linked=True),
+        replace=True,
+    )
 
 
 def weight_files(folder: Path) -> Iterator[Path]:

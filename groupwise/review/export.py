@@ -10,18 +10,16 @@ Everything is built beside its place and appears whole. What is there already st
 
 from __future__ import annotations
 
-import importlib.util
-import json
 import logging
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from groupwise.errors import ModelError, RunError, UsageError
 from groupwise.evaluation.policies import find_policy
@@ -31,7 +29,7 @@ from groupwise.models.config import ModelConfig
 from groupwise.runs import durable
 from groupwise.runs.find import resolve_run
 from groupwise.runs.folder import RECORD, read_config, read_summary
-from groupwise.runs.records import RolloutFilter
+from groupwise.runs.record_files import check_can_write, steps_of, write_record
 from groupwise.runs.store import Store
 
 if TYPE_CHECKING:
@@ -47,8 +45,6 @@ ENOUGH = 0.95
 """Share of an adapter's change that must survive the rounding, lest a warning is due."""
 LONGEST_TOLD = 2000
 """Characters of what a converter said, the last ones."""
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +82,10 @@ def export(
     _check_place(output, force)
     if to in ("jsonl", "parquet"):
         path, step = resolve_run(run, runs_dir)
-        _check_parquet(to)
+        check_can_write(to)
         with Store.open(path / RECORD, readonly=True) as store:
-            last = store.last_step()
-            steps = min(step if step is not None else sys.maxsize, 0 if last is None else last + 1)
-            write = _write_jsonl if to == "jsonl" else _write_parquet
-            made = _made(output, force, lambda folder: _write_record(store, steps, folder, write))
+            steps = min(steps_of(store), sys.maxsize if step is None else step)
+            made = _made(output, force, lambda folder: write_record(store, to, folder, steps))
         return Exported(path.name, steps, to, output, made)
     weights = _weights(run, runs_dir)
     _check_kind(weights, to)
@@ -126,24 +120,14 @@ def _check_place(output: Path, force: bool) -> None:
 
 
 def _made(output: Path, force: bool, fill: Callable[[Path], None]) -> tuple[str, ...]:
-    """Fill a folder beside its place and publish it; returns the names of its files."""
-    building = durable.building_path(output)
-    shutil.rmtree(building, ignore_errors=True)
+    """The folder, filled beside its place; returns the names of its files."""
     try:
-        with durable.explained(output):
-            building.mkdir(parents=True)
-            fill(building)
-            names = tuple(sorted(file.name for file in building.iterdir()))
-            if force and output.is_dir():
-                durable.remove_folder(output)
-            durable.publish_folder(building, output)
+        durable.make_folder(output, fill, replace=force)
     except FileExistsError:
         raise UsageError(
             f"{output} was filled by somebody else meanwhile; nothing of it was replaced."
         ) from None
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
-    return names
+    return tuple(sorted(file.name for file in output.iterdir()))
 
 
 # --- weights -------------------------------------------------------------------------------------
@@ -278,93 +262,3 @@ def _convert(program: Path, model: Path, output: Path) -> None:
     if done.returncode or not output.is_file():
         told = (done.stderr or done.stdout).strip()[-LONGEST_TOLD:]
         raise RunError(f"{program} failed (exit code {done.returncode}):\n{told}")
-
-
-# --- the record ----------------------------------------------------------------------------------
-
-Write = Callable[[Path, str, Iterable[list[Row]]], None]
-
-
-def _write_record(store: Store, steps: int, folder: Path, write: Write) -> None:
-    """Everything that was recorded of the first so many steps."""
-    write(folder, "rollouts", _rollouts(store, steps))
-    write(folder, "metrics", _metrics(store, steps))
-    write(folder, "evaluations", _evaluations(store, steps))
-
-
-def _rollouts(store: Store, steps: int) -> Iterator[list[Row]]:
-    for step in range(steps):
-        views = store.rollouts(RolloutFilter(step=step, limit=sys.maxsize))
-        yield [asdict(view) for view in views]
-
-
-def _metrics(store: Store, steps: int) -> Iterator[list[Row]]:
-    """A row for each step, with every name that the run has."""
-    curves = {name: dict(curve) for name, curve in store.metrics().items()}
-    for step in range(steps):
-        yield [{"step": step, **{name: curve.get(step) for name, curve in curves.items()}}]
-
-
-def _evaluations(store: Store, steps: int) -> Iterator[list[Row]]:
-    """A row for each metric of each evaluation."""
-    for record in store.evaluations(rows=False):
-        if record.step <= steps:
-            facts = {"step": record.step, "name": record.name, "policy": record.policy}
-            yield [{**facts, "metric": name, "value": v} for name, v in record.metrics.items()]
-
-
-def _write_jsonl(folder: Path, name: str, parts: Iterable[list[Row]]) -> None:
-    with (folder / f"{name}.jsonl").open("w", encoding="utf-8", errors="backslashreplace") as file:
-        for rows in parts:
-            for row in rows:
-                plain = durable.without_nan(row)
-                file.write(json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def _check_parquet(to: Format) -> None:
-    if to == "parquet" and importlib.util.find_spec("pyarrow") is None:
-        raise UsageError("Parquet needs the package pyarrow: pip install 'groupwise[train]'.")
-
-
-def _write_parquet(folder: Path, name: str, parts: Iterable[list[Row]]) -> None:
-    import pyarrow  # pyright: ignore[reportMissingTypeStubs]
-    from pyarrow import parquet  # pyright: ignore[reportMissingTypeStubs]
-
-    arrow, tables = cast("Any", pyarrow), cast("Any", parquet)
-    schema = _schema(arrow, name, parts := list(parts) if name == "metrics" else parts)
-    with tables.ParquetWriter(folder / f"{name}.parquet", schema) as writer:
-        for rows in parts:
-            writer.write_table(
-                arrow.Table.from_pylist([_encodable(row) for row in rows], schema=schema)
-            )
-
-
-def _schema(arrow: Any, name: str, parts: Any) -> Any:
-    """The columns of a file, so that an empty one has them too."""
-    text, number, whole = arrow.string(), arrow.float64(), arrow.int64()
-    if name == "metrics":
-        names = list(parts[0][0])[1:] if parts else []
-        return arrow.schema([("step", whole), *((each, number) for each in names)])
-    if name == "evaluations":
-        named = [(each, text) for each in ("name", "policy", "metric")]
-        return arrow.schema([("step", whole), *named, ("value", number)])
-    part = [("name", text), ("value", number), ("weight", number), ("turn", whole)]
-    return arrow.schema(
-        [
-            *((each, whole) for each in ("id", "step", "draw", "member", "attempt", "example")),
-            *((each, text) for each in ("outcome", "reason")),
-            *((each, number) for each in ("reward", "advantage")),
-            ("parts", arrow.list_(arrow.struct(part))),
-            ("truncated", arrow.bool_()),
-            ("completion_tokens", whole),
-            *((each, text) for each in ("prompt", "completion", "ended_by")),
-        ]
-    )
-
-
-def _encodable(row: Mapping[str, Any]) -> Row:
-    """Without halves of characters, which a model may write and UTF-8 has not."""
-    return {
-        key: value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
-        for key, value in row.items()
-    }

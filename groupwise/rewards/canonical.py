@@ -42,6 +42,15 @@ _WRITTEN_OTHERWISE = (
 )
 """Signs that LaTeX has a command for."""
 
+_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
+_EXPONENT = re.compile("[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+|ⁿ")
+_ROOTS = (
+    (re.compile(r"(?:√|(?<![a-zA-Z\\])sqrt)\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
+    (re.compile(r"√\s*(\d+(?:\.\d+)?|[a-zA-Z])"), r"\\sqrt{\1}"),
+    (re.compile(r"√(?=\s*\()"), "sqrt"),
+)
+"""Roots over what is in brackets, a number or a letter."""
+
 _REWRITTEN = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -69,8 +78,11 @@ _REWRITTEN = tuple(
 
 _BOLD = re.compile(r"\s*\*\*([^*]+)\*\*(?![\w(\\{*^])")
 _UNIT = re.compile(r"(?<=[\d}.])\s*\\(?:text|mathrm|textrm|mbox)\{([^{}\d]*)\}(?:\^\{?\d\}?)?\s*$")
+_JOINED = r"(?:km|cm|mm|kg|lbs?|oz|mph)(?![a-z])"
+"""Units that may stand behind a number without a space: no product of two letters is likely to be meant."""
 _SPOKEN = re.compile(
-    r"(?P<number>.*[\d}.])\s+(?P<unit>[a-z]{2,}(?:(?:\s+|/)[a-z]{2,}){0,3}(?:\^?[23²³]|/[a-z])?)",
+    rf"(?P<number>.*[\d}}.])(?:\s+|(?={_JOINED}))"
+    r"(?P<unit>[a-z]{2,}(?:(?:\s+|/)[a-z]{2,}){0,3}(?:\^?[23]|/[a-z])?)",
     re.IGNORECASE | re.DOTALL,
 )
 _NO_UNIT = frozenset(
@@ -165,6 +177,18 @@ def canonical(text: str) -> str:
     return re.sub(r"\{([^{}\\])\}", r"\1", joined).casefold()
 
 
+def one_spelling(answer: str) -> str | None:
+    """A text that is the same for answers that say the same, as far as that can be told of each alone; None where nothing is said.
+
+    Of a number it is the value, without its unit: `1/2` for 0.5 and `50` for 50 %. A decimal that stands for a fraction is another
+    number here, and what only algebra can tell to be equal is another text.
+    """
+    if len(answer) > LONGEST:
+        return None
+    read = number(answer)
+    return (canonical(answer) or None) if read is None else str(read.value)
+
+
 def bare_maths(text: str) -> str:
     """What is meant, without what surrounds it: a box, dollars, `x =`, a full stop, brackets around a letter or number.
 
@@ -173,6 +197,9 @@ def bare_maths(text: str) -> str:
     text = _BOLD.sub(r"\1", text, count=1) if _BOLD.match(text) else text
     for sign, command in _WRITTEN_OTHERWISE:
         text = text.replace(sign, command)
+    text = _EXPONENT.sub(_lowered, text)
+    for pattern, command in _ROOTS:
+        text = pattern.sub(command, text)
     inner = boxed(text)
     inner = _segment(text if inner is None else inner)
     for pattern, replacement in _REWRITTEN:
@@ -183,6 +210,12 @@ def bare_maths(text: str) -> str:
     inner = named.group(1).strip() if named else inner
     bracketed = _BRACKETED.fullmatch(inner)
     return bracketed.group(1) if bracketed else inner
+
+
+def _lowered(exponent: re.Match[str]) -> str:
+    """`^2` for ², `^{10}` for ¹⁰."""
+    digits = exponent.group().translate(_RAISED)
+    return f"^{digits}" if len(digits) == 1 else f"^{{{digits}}}"
 
 
 def boxed(text: str) -> str | None:

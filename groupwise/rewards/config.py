@@ -94,8 +94,8 @@ class RewardsConfig(Strict):
     )
     default_task: str | None = setting(
         None,
-        "The label of rows whose `task` is empty and whose `dataset_name` is no label; null refuses such rows. With `router`, the "
-        "environment variable GROUPWISE_TASK stands in for it.",
+        "The label of rows whose `task` is empty and whose `dataset_name` is no label; null refuses such rows. Where rewards go by label, "
+        "the environment variable GROUPWISE_TASK stands in for it.",
         min_length=1,
     )
     answer_column: str | None = setting(
@@ -142,7 +142,7 @@ class RewardsConfig(Strict):
         return self.reward_funcs is not None or self.router is not None
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Two answers to one question, labels without rewards, and keys of workers where there are none."""
+        """Two answers to one question, and keys of workers where there are none."""
         if self.reward_funcs is not None and self.router is not None:
             yield Conflict(
                 "reward_funcs and router both say which rewards there are. Leave one out; rewards for rows without a label stand "
@@ -151,17 +151,6 @@ class RewardsConfig(Strict):
             )
         elif self.reward_weights is not None:
             yield from self._weighed_twice()
-        if self.router is not None and self.default_task not in (None, *self.router):
-            yield Conflict(
-                f"default_task (or {DEFAULT_TASK_VARIABLE}) is {self.default_task}, for which router has no rewards. It has: "
-                f"{', '.join(self.router)}.",
-                ("default_task", "router"),
-            )
-        if self.reward_funcs is not None and self.default_task is not None:
-            yield Conflict(
-                "default_task has no effect while reward_funcs gives every row the same rewards; leave one out.",
-                ("default_task", "reward_funcs"),
-            )
         yield from idle_in_process(self, "scores in one process")
 
     def _weighed_twice(self) -> Iterator[Conflict]:

@@ -14,6 +14,7 @@ import cmath
 import logging
 import math
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -27,7 +28,9 @@ from groupwise.rewards.canonical import (
     bare_maths,
     boxed,
     number,
+    one_spelling,
 )
+from groupwise.rewards.extracted import LogExtra, record_answers
 from groupwise.rewards.formats import starts_with_both_pairs
 from groupwise.rewards.gold import gold_answers, gold_of_row
 from groupwise.rewards.registry import reward
@@ -95,11 +98,17 @@ class MathAnswer:
                 "its grades have no effect unless tolerant is true. Set it, or leave them out."
             )
 
-    def __call__(self, completions: Sequence[CompletionText], **columns: Any) -> list[float]:
+    def __call__(
+        self,
+        completions: Sequence[CompletionText],
+        log_extra: LogExtra | None = None,
+        **columns: Any,
+    ) -> list[float]:
         """One of the values above for each completion. Raises ValueError for a row without a gold answer."""
         golds = gold_answers(columns, len(completions), self.answer_column, self.answer_tag, True)
-        pairs = zip(completions, golds, strict=True)
-        return [self._value(completion_text(c), forms) for c, forms in pairs]
+        texts = [completion_text(each) for each in completions]
+        record_answers(log_extra, (spelt_answer(text, self.answer_tag) for text in texts))
+        return [self._value(text, forms) for text, forms in zip(texts, golds, strict=True)]
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row without a gold answer."""
@@ -151,11 +160,18 @@ class PureAccuracyMath:
     def __post_init__(self) -> None:
         Tags(self.reasoning_tag, self.answer_tag)
 
-    def __call__(self, completions: Sequence[CompletionText], **columns: Any) -> list[float]:
+    def __call__(
+        self,
+        completions: Sequence[CompletionText],
+        log_extra: LogExtra | None = None,
+        **columns: Any,
+    ) -> list[float]:
         """1 or 0 for each completion. Raises ValueError for a row without a gold answer."""
         golds = gold_answers(columns, len(completions), self.answer_column, self.answer_tag, True)
-        pairs = zip(completions, golds, strict=True)
-        return [float(self._right(completion_text(c), forms)) for c, forms in pairs]
+        texts = [completion_text(each) for each in completions]
+        tagged = (last_tagged(text, self.answer_tag) or "" for text in texts)
+        record_answers(log_extra, map(one_spelling, tagged))
+        return [float(self._right(text, forms)) for text, forms in zip(texts, golds, strict=True)]
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row without a gold answer."""
@@ -173,6 +189,12 @@ def answer_of(text: str, tag: str) -> str | None:
     tagged = last_tagged(text, tag)
     found = boxed(text) if tagged is None else tagged
     return found.strip() or None if found is not None else None
+
+
+def spelt_answer(text: str, tag: str) -> str | None:
+    """The same in one spelling; see `one_spelling`."""
+    answer = answer_of(text, tag)
+    return None if answer is None else one_spelling(answer)
 
 
 def is_right(answer: str, forms: Sequence[str]) -> bool:
@@ -221,7 +243,14 @@ def _expression(text: str) -> str | None:
     bare = bare_maths(text).replace("$", "")
     if not bare or len(bare) > MOST_CHARACTERS or in_words(bare) or _SLOW.search(bare):
         return None
+    if _has_unread_signs(bare):
+        return None
     return bare if _depth(bare) <= MOST_NESTED and _powers_are_small(bare) else None
+
+
+def _has_unread_signs(text: str) -> bool:
+    """Whether there are roots, or numbers that are no plain digits: math-verify would leave them out, and read `2½` as 2."""
+    return any(sign in "√∛∜" or unicodedata.category(sign) == "No" for sign in text)
 
 
 def in_words(text: str) -> bool:

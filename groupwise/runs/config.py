@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 from pydantic import field_validator
 
@@ -18,14 +18,31 @@ RESERVED = frozenset({"base"})
 """Names that mean something else where a run may be named."""
 
 
-SinkName = Literal["tensorboard", "wandb", "trackio"]
+SinkName = Literal["tensorboard", "wandb", "trackio", "mlflow", "jsonl", "parquet"]
 """Where metrics are shown beside the run's own record."""
-WITH_TABLES = frozenset({"wandb", "trackio"})
+SINKS: tuple[SinkName, ...] = get_args(SinkName)
+WITH_TABLES = frozenset({"wandb", "trackio", "mlflow", "jsonl"})
 """Those of them that show rollouts."""
+WITH_KEYS = ("wandb", "trackio", "mlflow")
+"""Those of them that keys here begin with."""
+_NO_SERVICE = (
+    "there is no sink for {0}; name another one, or write a callback that sends the metrics there"
+)
 NO_SINKS = {
-    "mlflow": "mlflow brings a server and a database of its own, which the record makes superfluous",
+    "all": "all would also name what is not installed here; name each one",
+    "tb": "TensorBoard is called tensorboard here",
+    "console": "progress is shown without being asked for; leave console out",
+    **dict.fromkeys(("json", "file"), "the file of metrics is called jsonl here"),
+    "csv": "a table of that kind is written by the callback loss_logging; jsonl and parquet have all metrics",
+    **{
+        name: _NO_SERVICE.format(name)
+        for name in (
+            *("azure_ml", "clearml", "codecarbon", "comet_ml", "dagshub", "dvclive", "flyte"),
+            *("neptune", "swanlab"),
+        )
+    },
 }
-"""What one might report to, and why there is no such sink."""
+"""What one might report to who comes from elsewhere, and what is to be said of it."""
 
 
 class HubSection(Strict):
@@ -109,7 +126,7 @@ class RunSection(Strict):
     report_to: Literal["none"] | SinkName | tuple[SinkName, ...] = setting(
         (),
         "Where metrics, evaluations and rollouts are shown besides the run's own record, which always has them: one or several of "
-        "tensorboard, wandb, trackio.",
+        "tensorboard, wandb, trackio, mlflow, jsonl, parquet.",
         on_resume="free",
     )
     wandb_project: str | None = setting(
@@ -130,9 +147,15 @@ class RunSection(Strict):
     trackio_project: str | None = setting(
         None, "Project in trackio; null: groupwise.", on_resume="free", min_length=1
     )
+    mlflow_experiment: str | None = setting(
+        None,
+        "Experiment in MLflow; null takes the environment's MLFLOW_EXPERIMENT_NAME or MLFLOW_EXPERIMENT_ID, else groupwise.",
+        on_resume="free",
+        min_length=1,
+    )
     num_completions_to_print: int = setting(
         8,
-        "Rollouts of every logging_steps-th step that wandb and trackio show as a table; 0: none.",
+        "Rollouts of every logging_steps-th step that wandb, trackio, mlflow and jsonl show; 0: none.",
         on_resume="free",
         ge=0,
     )
@@ -150,14 +173,14 @@ class RunSection(Strict):
     def conflicts(self) -> Iterator[Conflict]:
         """Too few threads for the processes, and keys of sinks that are not reported to."""
         yield from self._too_few_threads()
-        for sink in ("wandb", "trackio"):
+        for sink in WITH_KEYS:
             for key in [key for key in type(self).model_fields if key.startswith(f"{sink}_")]:
                 if getattr(self, key) is not None and sink not in self.sinks:
                     yield _without_sink(key, getattr(self, key), sink)
         if not WITH_TABLES & set(self.sinks):
             for key in ("num_completions_to_print", "log_unique_prompts"):
                 if getattr(self, key) != type(self).model_fields[key].default:
-                    yield _without_sink(key, getattr(self, key), "wandb or trackio")
+                    yield _without_sink(key, getattr(self, key), "wandb, trackio, mlflow or jsonl")
 
     def _too_few_threads(self) -> Iterator[Conflict]:
         if self.threads is not None and (self.processes or 1) > self.threads:
@@ -181,10 +204,7 @@ class RunSection(Strict):
         names = tuple(cast("list[Any]", given)) if several else (given,)
         for name in names:
             if isinstance(name, str) and name in NO_SINKS:
-                raise ValueError(
-                    f"there is no {name}: {NO_SINKS[name]}. Name tensorboard, wandb or trackio, or write the metrics to files by "
-                    "`groupwise runs export`."
-                )
+                raise ValueError(f"{NO_SINKS[name]}. There are: {', '.join(SINKS)}.")
         return names if several else given
 
     @property

@@ -2,7 +2,8 @@
 
 A run is killed at the worst instant sooner or later. So each change becomes visible in one step: a file by renaming a
 finished copy over it, a folder by renaming it into place after all of it was flushed, a database transaction by
-its commit. Before that step the old state stands, after it the new one; there is nothing in between.
+its commit. Before that step the old state stands, after it the new one; there is nothing in between. Only what is added to
+the end of a file may be there in part; who goes on with such a file cuts that off.
 
 Both sides of every such step are *crash points*: `on_write` is called with their name. It does nothing in a real run; a test
 replaces it, dies there, and then asks whether what is left can still be read. The names are `<kind>:<subject>:<moment>`:
@@ -11,6 +12,10 @@ replaces it, dies there, and then asks whether what is left can still be read. T
     file:<file name>:after       the new file stands
     folder:<folder name>:before  everything in it is flushed, it still has its building name
     folder:<folder name>:after   it has its own name
+    append:<file name>:before    the file is as it was
+    append:<file name>:after     all that was added stands at its end
+    cut:<file name>:before       the file is as it was
+    cut:<file name>:after        its end is gone
     remove:<name>:before         it still stands
     remove:<name>:moved          it is out of sight, its files are still there
     remove:<name>:after          it is gone
@@ -96,6 +101,30 @@ def publish_file(building: Path, path: Path, *, replace: bool = True) -> None:
     crash_point(f"file:{path.name}:after")
 
 
+def append(path: Path, data: bytes) -> None:
+    """Add to the end of a file, which is made if there is none. After a crash, part of `data` may stand there: see `cut`."""
+    made = not path.exists()
+    with explained(path):
+        crash_point(f"append:{path.name}:before")
+        with path.open("ab") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        if made:
+            flush_folder(path.parent)
+    crash_point(f"append:{path.name}:after")
+
+
+def cut(path: Path, size: int) -> None:
+    """Leave the first so many bytes of a file."""
+    with explained(path):
+        crash_point(f"cut:{path.name}:before")
+        with path.open("r+b") as file:
+            file.truncate(size)
+            os.fsync(file.fileno())
+    crash_point(f"cut:{path.name}:after")
+
+
 def remove_file(path: Path) -> None:
     """Delete a file; nothing where there is none."""
     with explained(path):
@@ -168,6 +197,24 @@ def publish_folder(building: Path, final: Path) -> None:
             raise
         flush_folder(final.parent)
     crash_point(f"folder:{final.name}:after")
+
+
+def make_folder(final: Path, fill: Callable[[Path], None], *, replace: bool) -> None:
+    """Make a folder that appears whole, of what `fill` writes into the one that it is given.
+
+    An earlier one goes with `replace`; without it FileExistsError if it holds anything.
+    """
+    building = building_path(final)
+    shutil.rmtree(building, ignore_errors=True)
+    try:
+        with explained(final):
+            building.mkdir(parents=True)
+            fill(building)
+            if replace and final.is_dir():
+                remove_folder(final)
+            publish_folder(building, final)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
 
 
 def remove_folder(path: Path) -> None:

@@ -157,14 +157,7 @@ class RunFolder:
 
     def write_final(self, fill: Callable[[Path], None]) -> Path:
         """Make `final/` from the files that `fill` writes into the folder that it is given; an earlier one is replaced."""
-        building = durable.building_path(self.final)
-        shutil.rmtree(building, ignore_errors=True)
-        with durable.explained(self.final):
-            building.mkdir()
-            fill(building)
-            if self.final.exists():
-                durable.remove_folder(self.final)
-            durable.publish_folder(building, self.final)
+        durable.make_folder(self.final, fill, replace=True)
         return self.final
 
     def finish(
@@ -175,9 +168,18 @@ class RunFolder:
     ) -> None:
         """Record how the run ended, in summary.json and in the record."""
         trouble = None if error is None else _trouble(error)
+        self.summarise(state, summary, trouble)
+        self.store.set_meta({"state": state, "error": trouble, "finished_at": time.time()})
+
+    def summarise(
+        self,
+        state: State,
+        summary: Mapping[str, Any] | None = None,
+        trouble: dict[str, Any] | None = None,
+    ) -> None:
+        """Say in summary.json how the run ends; as long as the record does not say so, a resume goes on with it."""
         ended = {"run": self.name, "state": state, "error": trouble, **(summary or {})}
         durable.write_json(self.path / SUMMARY, ended)
-        self.store.set_meta({"state": state, "error": trouble, "finished_at": time.time()})
 
     def close(self) -> None:
         """Let go of the folder. A run that is still `running` then counts as interrupted."""

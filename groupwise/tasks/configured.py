@@ -80,6 +80,8 @@ class ConfiguredTask(Task):
                 "into `config` of a set of data.dataset_mixture."
             )
         self._tasks = _sets(config, data)
+        if not _is_supervised(config):
+            _refuse_rewards_of_nothing(config, data)
         hooks = _Hooks(data, self._tasks)
         super().__init__(hooks, _name(data), SPEC, None)
         self._possible = hooks.possible(config)
@@ -102,6 +104,10 @@ class ConfiguredTask(Task):
         """See `Task.files`: those of the tasks that are mixed."""
         return tuple(file for one in self._tasks for file in one.task.files)
 
+    def rubric(self, config: Any, tokenizer: Any, weights: Sequence[float] | None = None) -> Rubric:
+        """See `Task.rubric`; in a mixture with tasks, weights are those of the config's own rewards."""
+        return super().rubric(config, tokenizer, None if self._tasks else weights)
+
     def missing(self, hook: str, verb: Verb) -> str:
         """See `Task.missing`: which keys would give it."""
         match hook:
@@ -118,6 +124,16 @@ class ConfiguredTask(Task):
                 )
             case _:
                 return f"The config gives no {hook}, which `{verb}` needs. Give a task with --task-module."
+
+
+def _refuse_rewards_of_nothing(config: View, data: DatasetConfig) -> None:
+    """Rewards of the config are for sources; a mixture of tasks alone has none."""
+    idle = [key for key in ("reward_funcs", "reward_weights") if config["rewards"][key] is not None]
+    if idle and not any(entry.source for entry in data.mixture):
+        raise TaskError(
+            f"rewards.{idle[0]} would have no effect: it is for the sources of data.dataset_mixture, and every set of this one is a task "
+            "with rewards of its own. Leave it out, or give rewards.router the label of a task, whose rewards are then replaced."
+        )
 
 
 def _dataset(config: View) -> DatasetConfig:
@@ -292,7 +308,10 @@ class _Hooks:
         return Rows(in_turn(joined(parts, "all")), account)
 
     def get_reward_funcs(self, config: View, tokenizer: Any) -> Rubric:
-        """The rewards of the config; in a mixture with tasks, theirs beside those, each under its label."""
+        """The rewards of the config; in a mixture with tasks, theirs beside those, each under its label.
+
+        A router of the config that has a task's label replaces the task's own.
+        """
         if not self._tasks:
             own = self._own_rewards(config)
             assert own is not None, "the hook is there only with rewards"
@@ -302,13 +321,19 @@ class _Hooks:
             for label, functions in self._of_sources(config).items()
         }
         for one in self._tasks:
-            rubrics[one.label] = one.task.rubric(one.config, tokenizer)
+            if one.label not in rubrics:
+                rubrics[one.label] = one.task.rubric(one.config, tokenizer)
         return Router.of(rubrics, where="rewards of data.dataset_mixture")
 
     def _own_rewards(self, config: View) -> Rubric | None:
         """Those that the config names itself: made once, because making them may take long."""
         if self._rewards is None:
-            self._rewards = configured_rubric(config["rewards"].to_dict())
+            section = config["rewards"].to_dict()
+            if not self._tasks:
+                self._rewards = configured_rubric(section)
+            elif own := configured_rubric({**section, "default_task": None}):
+                weights = section["reward_weights"]
+                self._rewards = own if weights is None else own.reweighted(weights)
         return self._rewards
 
     def _unscorable(self, config: View) -> Unscorable:

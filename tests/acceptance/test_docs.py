@@ -18,6 +18,7 @@ import re
 import runpy
 import shlex
 import shutil
+import sys
 import tomllib
 from collections.abc import Callable
 from functools import cache
@@ -38,10 +39,12 @@ from groupwise.models.bundled import ALIASES
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.store import Store
 from groupwise.sft_config import load_sft_config
+from groupwise.suites.lighteval import PROGRAM_VARIABLE
 from tests.serving import Service, serve, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 TASK = "examples/01_first_task/task.py"
+LIGHTEVAL = ROOT / "tests/fake_lighteval.py"
 PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
@@ -159,6 +162,8 @@ def run(place: Path, capfd: pytest.CaptureFixture[str]) -> Run:
         adapted = within_seconds(words[1:])
         if words[1] == "generate":
             code = main_beside_a_service(adapted)
+        elif "--endpoint" in words:
+            code = suites_beside_a_service(adapted)
         else:
             code = main(adapted)
         assert code == 0, f"{shlex.join(words)}\nrun as {adapted}\n{capfd.readouterr().err}"
@@ -192,6 +197,18 @@ def main_beside_a_service(words: list[str]) -> int:
     with serve(Service(tiny())) as service:
         asked = [*words[:place], "tiny", *words[place + 1 :], "--base-url", service.url]
         return main([*asked, "--max-new-tokens", "8", "--keep-truncated"])
+
+
+def suites_beside_a_service(words: list[str]) -> int:
+    """Likewise of suites, run by the program that stands in for lighteval."""
+    url, model = (words.index(option) + 1 for option in ("--endpoint", "--endpoint-model"))
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        serve(Service(tiny(), models=(words[model],))) as service,
+    ):
+        patch.setenv(PROGRAM_VARIABLE, shlex.join([sys.executable, str(LIGHTEVAL)]))
+        asked = [*words[:url], service.url, *words[url + 1 :]]
+        return main([*asked, "--max-new-tokens", "8"])
 
 
 def leave_unfinished(path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from pyarrow import parquet
 
 import groupwise
 from groupwise.runs import durable
@@ -44,10 +45,19 @@ def shown_by_tensorboard(run: Path, name: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars(name)]
 
 
-@pytest.mark.parametrize("point", [None, "commit:step:after#1", "commit:step:after#4"])
-def test_tensorboard_shows_the_record_whatever_killed_the_run(tmp_path, point):
+@pytest.mark.parametrize(
+    "point",
+    [
+        None,
+        "commit:step:after#1",
+        "commit:step:after#4",
+        "append:metrics.jsonl:before#4",
+        "append:metrics.jsonl:before#6",
+    ],
+)
+def test_files_of_the_folder_show_the_record_whatever_killed_the_run(tmp_path, point):
     torch.set_num_threads(1)
-    given = settings(tmp_path, "tensorboard")
+    given = settings(tmp_path, "tensorboard", "jsonl", "parquet")
     if point is None:
         groupwise.rl(given, TOY)
     else:
@@ -68,9 +78,30 @@ def test_tensorboard_shows_the_record_whatever_killed_the_run(tmp_path, point):
             math.isclose(a, b, rel_tol=1e-6) for (_, a), (_, b) in zip(shown, there, strict=True)
         )
     assert [step for step, _ in shown_by_tensorboard(folder, "eval/reward")] == EVALUATED
+    assert_jsonl_is_the_record(folder)
+    exported = parquet.read_table(folder / "parquet/metrics.parquet").to_pylist()
+    assert [(row["step"] + 1, row["reward"]) for row in exported] == recorded(folder, "reward")
+    assert parquet.read_table(folder / "parquet/rollouts.parquet").num_rows == STEPS * 8
     unobserved = tmp_path / "unobserved"
     groupwise.rl(config(unobserved), TOY)
     assert what_must_be_equal(folder) == what_must_be_equal(unobserved / "toy")
+
+
+def assert_jsonl_is_the_record(folder: Path) -> None:
+    lines, rollouts = (
+        [json.loads(line) for line in (folder / f"{name}.jsonl").read_bytes().splitlines()]
+        for name in ("metrics", "completions")
+    )
+    assert [line["step"] for line in lines] == list(range(STEPS + 1))
+    with Store.open(folder / "run.db", readonly=True) as store:
+        curves = store.metrics()
+    for name, curve in curves.items():
+        shown = [(line["step"] - 1, line[name]) for line in lines if name in line]
+        assert shown == [(step, durable.without_nan(value)) for step, value in curve], name
+    assert [line["step"] for line in lines if "eval/reward" in line] == EVALUATED
+    assert [row["step"] for row in rollouts] == [
+        step for step in range(1, STEPS + 1) for _ in range(8)
+    ]
 
 
 TWICE = """

@@ -137,6 +137,27 @@ def test_resume_says_that_the_code_of_rewards_or_of_a_mixed_task_was_changed(
         assert (said in caplog.text) == bool(file), steps
 
 
+def test_easy_rows_have_their_label_where_a_task_routes_itself() -> None:
+    Path("routed.py").write_text(
+        "from groupwise.rewards.router import Router\n"
+        "def get_rl_dataset(config): return [{'prompt': 'one?', 'task': 'hard'}]\n"
+        "def zero(completions, **columns): return [0.0] * len(completions)\n"
+        "def one(completions, **columns): return [1.0] * len(completions)\n"
+        "def get_reward_funcs(config, tokenizer): return Router.of({'hard': zero, 'EASY': one})\n"
+    )
+    Path("easy.jsonl").write_text('{"prompt": "two?"}\n')
+    given = config(easy_pool={"dataset_name": "easy.jsonl", "schedule": [[0, 0.5]]})
+    given["data"].pop("prompt_column")
+    given["rewards"] = {"in_process": True}
+    result = groupwise.rl(given, "routed.py")
+    with Store.open(result.folder / "run.db", readonly=True) as store:
+        curves = store.metrics(["reward/fresh", "reward/easy"])
+    assert {name: {value for _, value in curve} for name, curve in curves.items()} == {
+        "reward/fresh": {0.0},
+        "reward/easy": {1.0},
+    }
+
+
 def test_easy_rows_without_a_gold_answer_are_left_out_and_counted() -> None:
     lines = [{"question": "one?", "answer": "1"}, {"question": "two?"}]
     for name in ("hard.jsonl", "easy.jsonl"):

@@ -176,6 +176,23 @@ def test_default_label_of_a_task_that_routes(tmp_path):
         task_parts.task_rubric(config_of(default_task="c"), task_of(tmp_path, ROUTED), None)
 
 
+def test_environment_names_the_default_label_of_whatever_routes(tmp_path, monkeypatch):
+    monkeypatch.setenv("GROUPWISE_TASK", "b")
+    loaded = load_config({"model": {"name": "tiny"}})
+    rubric = task_parts.task_rubric(loaded.config, task_of(tmp_path, ROUTED), None)
+    assert isinstance(rubric, Router)
+    assert rubric.default == "b"
+    kept = task_parts.with_default_label(loaded, rubric)
+    assert kept.config.rewards.default_task == "b"
+    monkeypatch.delenv("GROUPWISE_TASK")
+    again = task_parts.task_rubric(kept.config, task_of(tmp_path, ROUTED), None)
+    assert isinstance(again, Router)
+    assert again.default == "b"
+    monkeypatch.setenv("GROUPWISE_TASK", "b")
+    plain = task_parts.task_rubric(loaded.config, task_of(tmp_path, OWN_AND_NAMED), None)
+    assert task_parts.with_default_label(loaded, plain) is loaded
+
+
 def test_limits_reach_the_workers(tmp_path):
     config = config_of(start_limit=5.0, time_limit=3.0)
     scorer = task_parts.build_scorer(config, task_of(tmp_path, METRICS_ONLY), None)

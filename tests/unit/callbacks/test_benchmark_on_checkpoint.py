@@ -23,6 +23,10 @@ from tests.unit.callbacks.observed import CONFIG
 
 WRITES = "import json, sys; json.dump({'metrics': {'right': 0.5, 'n': 3}}, open(sys.argv[1], 'w'))"
 HANGS = "import sys, time; open(sys.argv[1] + '.begun', 'w').close(); time.sleep(1000)"
+ROOT = Path(__file__).resolve().parents[3]
+PYTHON = (sys.executable,)
+SERVE = (*PYTHON, str(ROOT / "tests/suite_server.py"), "{policy}", "{port}")
+LIGHTEVAL = (*PYTHON, str(ROOT / "tests/fake_lighteval.py"))
 CONFIG_OF_RUN = {
     "model": {"name": "tiny", "revision": None},
     "algorithm": {"type": "grpo"},
@@ -206,8 +210,17 @@ def test_one_that_takes_too_long_is_ended(folder, caplog):
         ({"command": ("x", "{output}"), "config": "c.yaml"}, "give either `command`"),
         ({"command": ("x",)}, "does not say {output}"),
         ({"command": ("x", "{output}"), "overrides": ("a=b",)}, "belong to `config`"),
-        ({"suites": ("math_500",)}, "math_500 is not in this version"),
-        ({"suites": ("maths",)}, "there is no suite 'maths'; there will be math_500, aime24"),
+        ({"suites": ("math_500",)}, "give `serve`, a list of words"),
+        ({"suites": ("maths",), "serve": SERVE}, "no suite 'maths'.*There are math_500, aime24"),
+        ({"suites": ("lcb",), "serve": SERVE[:-1]}, "does not say {port}"),
+        ({"suites": ("lcb",), "serve": (*PYTHON, "{port}")}, "neither {policy} nor {merged}"),
+        ({"suites": ("lcb",), "serve": ("nobody", *SERVE)}, "no program 'nobody'"),
+        ({"suites": ("lcb",), "serve": SERVE, "command": ("x",)}, "give either `command`"),
+        ({"suites": ("lcb",), "serve": SERVE, "samples_per_prompt": 2}, "temperature above 0"),
+        ({"suites": ("lcb",), "serve": SERVE, "concurrency": 0}, "at least 1"),
+        ({"suites": ("lcb",), "endpoint": "http://x"}, "not the checkpoints of this run"),
+        ({"config": "c.yaml", "serve": SERVE}, "belong to `suites`"),
+        ({"config": "c.yaml", "temperature": 1.0}, "belong to `suites`"),
         ({"config": "c.yaml", "max_processes": 0}, "at least 1"),
         ({"config": "c.yaml", "name": "a/b"}, "it becomes a folder"),
     ],
@@ -229,4 +242,68 @@ def test_a_config_becomes_the_command_of_groupwise_eval():
     assert made.command[1:] == (
         *("-P", "-m", "groupwise", "eval", "--config", "c.yaml", "--task-module", "t.py"),
         *("--policy", "{policy}", "--output", "{output}", "a.b=1"),
+    )
+
+
+def test_suites_are_asked_of_a_server_of_the_checkpoint(folder, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FAKE_LIGHTEVAL", "aime24=crash")
+    callback = BenchmarkOnCheckpoint(
+        "known", suites=("aime24", "lcb"), serve=SERVE, program=LIGHTEVAL, max_prompts=3
+    )
+    callback.check(View({}))
+    session = Session(folder, callback)
+    session.save(2)
+    session.end()
+    assert session.found() == [(2, "known", "r@2", {"lcb/pass@1": 1.0})]
+    found = json.loads((folder.results / "known-step-2.json").read_bytes())
+    place = folder.path / "benchmarks/known/step-2"
+    assert found["suites"]["lcb"]["model"] == str(place / "files")  # what the server calls it
+    assert found["suites"]["lcb"]["prompts"] == 3
+    assert "known of step-2 failed: aime24: lighteval failed (exit code 1)" in caplog.text
+    assert "aime24 failed" in (place / "log.txt").read_text()
+    assert not (place / "files").exists()
+    assert callback.time_limit == 3 * 3600  # for the start and two suites
+    again = Session(folder, callback, step=2)
+    again.save(2)
+    again.end()
+    assert results(folder) == ["known-step-2.json"]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks /proc")
+def test_the_server_of_a_checkpoint_ends_with_the_run(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FAKE_LIGHTEVAL", "aime24=hang")
+    callback = BenchmarkOnCheckpoint(suites=("aime24",), serve=SERVE, program=LIGHTEVAL)
+    session = Session(folder, callback)
+    session.save(2)
+    until(lambda: bool(callback._started) and any(folder.path.rglob("hanging.json")))
+    (hanging,) = folder.path.rglob("hanging.json")
+    begun = [*json.loads(hanging.read_text()), *json.loads(Path("server.json").read_text())]
+    session.end("failed")
+    until(lambda: not any(alive(process) for process in begun))
+    assert (folder.path / "benchmarks/benchmark/step-2/files").is_dir()  # for when it goes on
+
+
+def alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_missing_lighteval_is_told_before_the_run():
+    callback = BenchmarkOnCheckpoint(suites=("lcb",), serve=SERVE, program=("no-such-program",))
+    with pytest.raises(ValueError, match="uv tool install"):
+        callback.check(View({}))
+
+
+def test_suites_become_the_command_of_groupwise_eval():
+    made = BenchmarkOnCheckpoint(
+        suites=("lcb", "aime24"), serve=SERVE, model="policy", temperature=0.6, time_limit=60.0
+    )
+    assert made.command[1:] == (
+        *("-P", "-m", "groupwise", "eval", "--suite", "lcb", "--suite", "aime24"),
+        *("--endpoint-model", "policy", "--time-limit", "60.0", "--temperature", "0.6"),
+        *("--policy", "{policy}", "--output", "{output}"),
     )

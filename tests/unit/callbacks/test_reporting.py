@@ -22,9 +22,10 @@ from groupwise.callbacks import reporting
 from groupwise.callbacks.base import RunEnd, RunHandle
 from groupwise.callbacks.registry import configured_callbacks
 from groupwise.callbacks.reporting import Reporting
-from groupwise.callbacks.sinks import Line, Reported
+from groupwise.callbacks.sinks import Line, Reported, State
 from groupwise.callbacks.wandb_sink import WandbSink
 from groupwise.errors import ConfigError
+from groupwise.runs.config import SINKS, WITH_TABLES
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.records import EvaluationRecord, StepRecord
 from groupwise.settings.view import View
@@ -40,6 +41,7 @@ SECTION = {
     "wandb_entity": None,
     "wandb_group": "g",
     "trackio_project": None,
+    "mlflow_experiment": None,
 }
 
 
@@ -51,7 +53,7 @@ class Kept:
     def __init__(self) -> None:
         self.lines: list[Line] = []
         self.begun: list[Reported] = []
-        self.ended: list[bool] = []
+        self.ended: list[str] = []
         self.fails_at: int | None = None
 
     def check(self, config: View) -> None:
@@ -67,8 +69,8 @@ class Kept:
             raise OSError("database is locked")
         self.lines.append(line)
 
-    def end(self, *, finished: bool) -> None:
-        self.ended.append(finished)
+    def end(self, state: State) -> None:
+        self.ended.append(state)
 
     @property
     def steps(self) -> list[int]:
@@ -149,7 +151,7 @@ def test_a_line_is_sent_once_all_of_it_is_known(folder, sinks, capsys):
     assert dict(sent.lines[1].values) == {"reward": 0.0, "loss": 1.0, "eval/loss": 2.0}
     session.end()
     assert sent.steps == [0, 1, 2]
-    assert sent.ended == [True]
+    assert sent.ended == ["finished"]
     assert capsys.readouterr().out == "", "standard output is the command's"
 
 
@@ -172,7 +174,7 @@ def test_every_second_line_has_its_table(folder, sinks):
         (1, "one", "text 1"),
         (1, "two", "text 0"),
     ]
-    assert tables[2][1]["parts"] == '{"right": 1.0}'
+    assert tables[2][1]["parts"] == {"right": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -222,6 +224,8 @@ def test_a_resume_sends_what_is_missing_and_nothing_twice(folder, sinks, had):
     assert dict(lines[4].values) == {"reward": pytest.approx(0.3), "eval/reward": 0.7}
     assert lines[4].table
     assert {run.id for run in sent.begun} == {sent.begun[0].id}
+    assert [run.steps for run in sent.begun] == [0, 4]
+    assert sent.begun[1].began_at == folder.store.get_meta()["created_at"]
     if had < 2:
         assert lines[2].finished_at == 101.0, "when it was, not when it is sent"
 
@@ -239,7 +243,7 @@ def test_an_interrupted_run_leaves_its_last_line_to_the_resume(folder, sinks):
     first, sent = Session(folder, ("other",)), sinks["other"]
     first.take()
     first.end("interrupted")
-    assert (sent.steps, sent.ended) == ([], [False])
+    assert (sent.steps, sent.ended) == ([], ["interrupted"])
     again = Session(folder, ("other",), step=1)
     again.evaluate("step-1", reward=1.0)
     again.end()
@@ -284,12 +288,22 @@ def test_the_config_names_the_sinks():
         "report_to"
     ]
     assert configured(report_to="none") == configured() == ()
+    several = configured(report_to=["jsonl", "parquet", "tensorboard"])
+    assert [name for name, _ in several] == ["report_to", "parquet"]
+    assert [name for name, _ in configured(report_to="parquet")] == ["parquet"]
+
+
+def test_every_name_of_the_config_is_a_sink():
+    assert {*reporting.SINKS, "parquet"} == set(SINKS)
+    assert set(reporting.SINKS) > WITH_TABLES
 
 
 def test_what_is_not_installed_is_refused_with_the_way_to_get_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'groupwise\[trackio\]'"):
         configured(report_to="trackio")
+    with pytest.raises(ConfigError, match=r"^report_to: run.report_to names parquet. .* pyarrow"):
+        configured(report_to="parquet")
 
 
 # --- Weights & Biases, with a stand-in for its service
@@ -350,6 +364,7 @@ def test_a_run_is_taken_up_by_its_id_where_the_service_has_it(folder, wandb):
     again.end("interrupted")
     assert sorted(wandb.history) == [1, 2, 3], "the fourth is sent when the run goes on"
     assert wandb.history[2]["completions"][0]["completion"] == "text 0"
+    assert wandb.history[2]["completions"][1]["parts"] == '{"right": 1.0}'
     assert wandb.codes == [1]
     given = {key: wandb.given[key] for key in ("project", "entity", "group", "name", "resume")}
     assert given == {

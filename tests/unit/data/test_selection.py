@@ -266,6 +266,32 @@ def test_what_is_hopeless_is_drawn_no_more():
     assert {i for step in range(3, 8) for i in indexes(course.step(step))} == {0, 1, 2, 3, 4}
 
 
+def test_easy_answers_say_nothing_of_the_examples_beside():
+    """An easy example has the index of another one of the data; only that one's own answers are noted."""
+    course = Course(
+        selection(easy_pool=EASY, curriculum={}),
+        lambda choice: [float(choice.pool == "easy"), 1.0],
+    )
+    course.step(0)
+    assert course.chosen.curriculum is not None
+    assert course.chosen.curriculum.state() == [], "the schedule begins with easy ones alone"
+    found = [choice for step in range(1, 5) for choice in course.step(step)]
+    main = {choice.index for choice in found if choice.pool == "main"}
+    assert {
+        entry[0]: entry[1] / entry[2] for entry in course.chosen.curriculum.state()
+    } == dict.fromkeys(main, 0.5)
+
+
+def test_completions_that_are_trained_again_say_nothing_new():
+    replay = {**REPLAY, "mode": "completions", "max_share": 1.0}
+    course = Course(selection(replay=replay, curriculum={}), lambda choice: [1.0, 0.0])
+    course.step(0)
+    assert course.chosen.curriculum is not None
+    before = course.chosen.curriculum.state()
+    assert {choice.again is not None for choice in course.step(1)} == {True}
+    assert course.chosen.curriculum.state() == before
+
+
 def test_what_is_hopeless_is_looked_at_now_and_then():
     course = Course(selection(curriculum={"revisit": 0.2}), only_some_teach)
     for step in range(3):

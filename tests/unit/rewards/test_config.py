@@ -49,11 +49,6 @@ def test_entries_are_names_or_sections():
             "Write `weight:` in its entries instead",
         ),
         (
-            {"router": {"x": ["a"]}, "default_task": "y"},
-            "for which router has no rewards. It has: x.",
-        ),
-        ({"reward_funcs": ["a"], "default_task": "y"}, "default_task has no effect"),
-        (
             {"reward_funcs": ["a"], "reward_weights": [1.0, 2.0]},
             "reward_weights has 2, but reward_funcs 1",
         ),
@@ -74,8 +69,6 @@ def test_the_environment_gives_a_router_its_default(monkeypatch):
     assert rewards(router={"x": ["a"], "y": ["a"]}, default_task="y").default_task == "y"
     assert rewards(reward_funcs=["a"]).default_task is None
     assert rewards().default_task is None
-    monkeypatch.setenv("GROUPWISE_TASK", "z")
-    assert "default_task (or GROUPWISE_TASK) is z" in refused(router={"x": ["a"]})
 
 
 def test_what_is_stored_gives_the_same_again():

@@ -91,6 +91,34 @@ class TestFiles:
         assert flushed[-1] == tmp_path
 
 
+class TestEnds:
+    def test_are_added_flushed(self, tmp_path: Path, points: list[str]) -> None:
+        for line in (b"one\n", b"two\n"):
+            durable.append(tmp_path / "a.jsonl", line)
+        assert (tmp_path / "a.jsonl").read_bytes() == b"one\ntwo\n"
+        assert points == ["append:a.jsonl:before", "append:a.jsonl:after"] * 2
+
+    def test_are_cut_off(self, tmp_path: Path, points: list[str]) -> None:
+        (tmp_path / "a.jsonl").write_bytes(b"one\ntw")
+        durable.cut(tmp_path / "a.jsonl", 4)
+        assert (tmp_path / "a.jsonl").read_bytes() == b"one\n"
+        assert points == ["cut:a.jsonl:before", "cut:a.jsonl:after"]
+
+    @pytest.mark.parametrize(
+        "change", [lambda p: durable.append(p, b"x"), lambda p: durable.cut(p, 0)]
+    )
+    def test_are_on_the_disk_afterwards(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], None]
+    ) -> None:
+        def full(descriptor: int) -> None:
+            raise OSError(28, "No space left on device")
+
+        (tmp_path / "a.jsonl").touch()
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(StoreError, match="No space left on device"):
+            change(tmp_path / "a.jsonl")
+
+
 class TestFolders:
     def build(self, tmp_path: Path) -> Path:
         building = durable.building_path(tmp_path / "done")
@@ -133,6 +161,30 @@ class TestFolders:
         with pytest.raises(FileExistsError, match="is there already"):
             durable.publish_folder(building, tmp_path / "done")
         assert names(tmp_path / "done") == ["mine"]
+
+    def test_are_made_whole_in_place_of_an_earlier_one(self, tmp_path: Path) -> None:
+        for name in ("a", "b"):
+            durable.make_folder(
+                tmp_path / "new" / "done",
+                lambda folder, name=name: (folder / name).touch(),
+                replace=True,
+            )
+        assert names(tmp_path / "new" / "done") == ["b"]
+        assert names(tmp_path / "new") == ["done"]
+
+    def test_stay_where_no_other_could_be_made(self, tmp_path: Path) -> None:
+        def fail(folder: Path) -> None:
+            (folder / "half").touch()
+            raise Died
+
+        (tmp_path / "done").mkdir()
+        (tmp_path / "done" / "mine").touch()
+        with pytest.raises(Died):
+            durable.make_folder(tmp_path / "done", fail, replace=True)
+        with pytest.raises(FileExistsError):
+            durable.make_folder(tmp_path / "done", lambda folder: None, replace=False)
+        assert names(tmp_path / "done") == ["mine"]
+        assert names(tmp_path) == ["done"]
 
     def test_go_out_of_sight_in_one_step(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

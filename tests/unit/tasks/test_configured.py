@@ -200,6 +200,33 @@ def test_sources_may_have_rewards_by_label() -> None:
     )
 
 
+def test_rewards_of_the_config_are_for_sources() -> None:
+    said = refused(mixed(SORTING), rewards=REWARDS)
+    assert "rewards.reward_funcs would have no effect" in said
+    assert "rewards.router the label of a task" in said
+    assert "no effect" in refused(mixed(SORTING), rewards={"reward_weights": [1.0]})
+
+
+def test_a_router_may_replace_the_rewards_of_a_task() -> None:
+    router = {"sort_words": [{"name": "int_reward", "weight": 2.0}]}
+    task, config = configured(mixed(SORTING), rewards={"router": router})
+    rubric = task.rubric(config, None)
+    assert (rubric.names, rubric.weights) == (("sort_words/int_reward",), (2.0,))
+
+
+def test_weights_and_default_of_the_config_beside_tasks() -> None:
+    source = {"source": "sums.jsonl", "label": "sums", "columns": COLUMNS}
+    rewards = {**REWARDS, "reward_weights": [3.0], "default_task": "sort_words"}
+    given = {"model": {"name": "tiny"}, "data": mixed(source, SORTING), "rewards": rewards}
+    config = load_config(given).config
+    rubric = task_parts.task_rubric(config, find_task(None, view(config)), None)
+    assert isinstance(rubric, Router)
+    assert rubric.names[0] == "sums/right"
+    assert rubric.weights[0] == 3.0
+    assert rubric.weights[1:] == ConfiguredTask(view(config)).rubric(view(config), None).weights[1:]
+    assert rubric.default == "sort_words"
+
+
 def test_a_task_of_a_mixture_sees_its_own_section_and_keeps_its_hooks() -> None:
     say = {"task": "say.py", "label": "a", "config": {"word": "a"}}
     task, config = configured(mixed(say, SORTING))

@@ -1,0 +1,418 @@
+"""What the sink `mlflow` asks its client for, with a stand-in for it; tests/integration/test_mlflow.py has the client itself.
+
+1. a run is found again by its tag, and no crash makes a second one or sends a metric of a line twice;
+2. names and values are such as MLflow takes;
+3. the environment's wishes hold, and nothing of ours stays there;
+4. what cannot be written to is refused before a run, without passwords.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import logging
+import os
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from groupwise.callbacks.mlflow_sink import MlflowError, MlflowSink
+from groupwise.callbacks.sinks import Line, Reported
+from groupwise.settings.view import View
+
+CONFIG = {
+    "run": {"mlflow_experiment": None},
+    "training": {"learning_rate": 1e-5, "max_steps": 3},
+    "task": None,
+    "rewards": {"reward_funcs": ["a", "b"]},
+    "data": {"columns": {}},
+}
+RUN = Reported("toy", "1a2b3c4d", Path("runs/toy"), View(CONFIG), 0, 100.5)
+
+
+class FakeTracking:
+    """The part of the package that the sink uses, and a server that forgets nothing."""
+
+    def __init__(self) -> None:
+        self.uri = "http://user:secret@tracking:5000"
+        self.experiments: dict[str, Any] = {}
+        self.runs: dict[str, Any] = {}
+        self.files: dict[str, str] = {}
+        self.seen: list[dict[str, str]] = []
+        """MLflow's variables at each call of the client."""
+        self.fails: dict[str, Exception] = {}
+        """By method."""
+        self.entities = SimpleNamespace(Metric=Metric, Param=Param)
+        self.environment_variables = SimpleNamespace(
+            MLFLOW_ALLOW_FILE_STORE=SimpleNamespace(
+                get=lambda: bool(os.environ.get("MLFLOW_ALLOW_FILE_STORE"))
+            )
+        )
+
+    def get_tracking_uri(self) -> str:
+        return self.uri
+
+    def MlflowClient(self) -> Any:
+        return Client(self)
+
+    def run(self, run_id: str, experiment: str, name: str, **tags: str) -> Any:
+        data = SimpleNamespace(tags=tags, params={}, points=[], to_proto=lambda: latest(data))
+        self.runs[run_id] = SimpleNamespace(
+            info=SimpleNamespace(run_id=run_id, run_name=name, status="RUNNING", at=experiment),
+            data=data,
+        )
+        return self.runs[run_id]
+
+    def points(self, run_id: str, name: str) -> list[int]:
+        return [point.step for point in self.runs[run_id].data.points if point.key == name]
+
+
+class Metric(SimpleNamespace):
+    def __init__(self, key: str, value: float, timestamp: int, step: int) -> None:
+        super().__init__(key=key, value=value, timestamp=timestamp, step=step)
+
+
+class Param(SimpleNamespace):
+    def __init__(self, key: str, value: str) -> None:
+        super().__init__(key=key, value=value)
+
+
+def latest(data: Any) -> Any:
+    newest: dict[str, Any] = {}
+    for point in sorted(data.points, key=lambda point: point.step):
+        newest[point.key] = point
+    return SimpleNamespace(metrics=list(newest.values()))
+
+
+class Client:
+    def __init__(self, tracking: FakeTracking) -> None:
+        self._tracking = tracking
+
+    def __getattribute__(self, name: str) -> Any:
+        tracking = object.__getattribute__(self, "_tracking")
+        if name != "_tracking":
+            tracking.seen.append({k: v for k, v in os.environ.items() if k.startswith("MLFLOW")})
+            if name in tracking.fails:
+                raise tracking.fails[name]
+        return object.__getattribute__(self, name)
+
+    def get_experiment_by_name(self, name: str) -> Any:
+        return self._tracking.experiments.get(name)
+
+    def get_experiment(self, experiment_id: str) -> Any:
+        return next(
+            e for e in self._tracking.experiments.values() if e.experiment_id == experiment_id
+        )
+
+    def create_experiment(self, name: str) -> str:
+        assert name not in self._tracking.experiments
+        made = str(len(self._tracking.experiments) + 1)
+        self._tracking.experiments[name] = SimpleNamespace(
+            name=name, experiment_id=made, lifecycle_stage="active"
+        )
+        return made
+
+    def search_runs(self, experiments: list[str], filter_string: str, max_results: int) -> Any:
+        tag = re.fullmatch(r"tags\.`(.+)` LIKE '%'", filter_string)[1]
+        found = [
+            r
+            for r in self._tracking.runs.values()
+            if r.info.at in experiments and tag in r.data.tags
+        ]
+        return found[:max_results]
+
+    def create_run(self, experiment: str, start_time: int, tags: Any, run_name: str) -> Any:
+        made = self._tracking.run(
+            f"run{len(self._tracking.runs) + 1}", experiment, run_name, **tags
+        )
+        made.info.start_time = start_time
+        return made
+
+    def get_run(self, run_id: str) -> Any:
+        return self._tracking.runs[run_id]
+
+    def update_run(self, run_id: str, status: str) -> None:
+        self._tracking.runs[run_id].info.status = status
+
+    set_terminated = update_run
+
+    def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
+        data = self._tracking.runs[run_id].data
+        for param in params:
+            assert param.key not in data.params, "a param cannot be changed"
+            data.params[param.key] = param.value
+        data.points += metrics
+
+    def set_tag(self, run_id: str, key: str, value: str) -> None:
+        self._tracking.runs[run_id].data.tags[key] = value
+
+    def log_text(self, run_id: str, text: str, file: str) -> None:
+        self._tracking.files[file] = text
+
+
+@pytest.fixture
+def tracking(monkeypatch) -> FakeTracking:
+    fake = FakeTracking()
+    for name in [name for name in os.environ if name.startswith("MLFLOW")]:
+        monkeypatch.delenv(name)
+    for name, module in (
+        ("mlflow", fake),
+        ("mlflow.entities", fake.entities),
+        ("mlflow.environment_variables", fake.environment_variables),
+    ):
+        monkeypatch.setitem(sys.modules, name, module)
+    return fake
+
+
+def begun(run: Reported = RUN) -> tuple[MlflowSink, int]:
+    sink = MlflowSink()
+    return sink, sink.begin(run)
+
+
+def line(steps: int, **values: float) -> Line:
+    return Line(steps, values or {"reward": 0.5, "loss": 1.0}, 200.25 + steps)
+
+
+# --- once
+
+
+def test_a_run_is_found_again_and_says_up_to_where_it_is_there(tracking):
+    sink, held = begun()
+    assert held == -1
+    for steps in range(3):
+        sink.line(line(steps))
+    sink.end("interrupted")
+    (made,) = tracking.runs.values()
+    assert (made.info.run_name, made.info.status) == ("toy", "KILLED")
+    assert made.info.start_time == 100500
+    sink, held = begun()
+    assert (held, made.info.status) == (2, "RUNNING")
+    sink.line(line(3))
+    sink.end("finished")
+    assert list(tracking.runs.values()) == [made]
+    assert made.info.status == "FINISHED"
+    assert tracking.points("run1", "reward") == [0, 1, 2, 3]
+    assert [point.timestamp for point in made.data.points[:2]] == [200250, 200250]
+
+
+def test_another_run_of_the_name_is_another_one_there(tracking):
+    begun()
+    begun(replace(RUN, id="99999999"))
+    assert len(tracking.runs) == 2
+
+
+def test_a_run_that_failed_says_so(tracking):
+    begun()[0].end("failed")
+    assert tracking.runs["run1"].info.status == "FAILED"
+
+
+@pytest.mark.parametrize("there", [("reward", "loss"), ("reward",), ()])
+def test_of_a_line_that_was_cut_short_only_the_rest_is_sent(tracking, there):
+    """Killed before the tag, with all of the line, a part, or nothing."""
+    sink, _ = begun()
+    sink.line(line(1))
+    tracking.runs["run1"].data.points += [Metric(name, 9.0, 1, 2) for name in there]
+    sink, held = begun()
+    assert held == 1
+    sink.line(line(2))
+    sink.line(line(3))
+    assert tracking.points("run1", "reward") == tracking.points("run1", "loss") == [1, 2, 3]
+
+
+def test_the_tag_comes_after_its_line(tracking):
+    sink, _ = begun()
+    tracking.fails["log_batch"] = OSError("gone")
+    with pytest.raises(MlflowError):
+        sink.line(line(1))
+    tracking.fails.clear()
+    assert begun()[1] == -1
+    assert list(tracking.runs) == ["run1"]
+
+
+# --- names and values
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("rewards/share/mean", "rewards/share/mean"),
+        ("eval/pass@4", "eval/pass_at_4"),
+        ("task/längen: 1+1", "task/längen_ 1_1"),
+        ("//a/../b/", "a/b"),
+        ("..", "_"),
+        ("x" * 300, "x" * 250),
+    ],
+)
+def test_metrics_have_names_that_mlflow_takes(tracking, name, known):
+    sink, _ = begun()
+    sink.line(Line(1, {name: 1.0}, 0.0))
+    assert tracking.points("run1", known) == [1]
+
+
+def test_the_config_is_there_as_params_and_whole_as_a_file(tracking):
+    config = {**CONFIG, "system": "é" * 600}
+    begun(replace(RUN, config=View(config)))
+    params = tracking.runs["run1"].data.params
+    assert params.pop("system") == "é" * 499 + "…"
+    assert params == {
+        "run.mlflow_experiment": "null",
+        "training.learning_rate": "1e-05",
+        "training.max_steps": "3",
+        "task": "null",
+        "rewards.reward_funcs": '["a", "b"]',
+        "data.columns": "{}",
+    }
+    assert json.loads(tracking.files["config.json"]) == config
+
+
+def test_what_a_resume_changed_is_in_the_file(tracking):
+    begun()
+    changed = {**CONFIG, "training": {"learning_rate": 1e-5, "max_steps": 9}, "new": True}
+    begun(replace(RUN, config=View(changed)))
+    params = tracking.runs["run1"].data.params
+    assert (params["training.max_steps"], params["new"]) == ("3", "true")
+    assert json.loads(tracking.files["config.json"])["training"]["max_steps"] == 9
+
+
+def test_a_table_is_a_file_of_its_line(tracking):
+    sink, _ = begun()
+    rows = [{"prompt": "a,\nb", "completion": "half \ud800", "parts": {"right": 1.0}}]
+    sink.line(replace(line(12), table=rows))
+    shown = list(csv.DictReader(io.StringIO(tracking.files["completions/step-00000012.csv"])))
+    assert shown == [{"prompt": "a,\nb", "completion": "half ?", "parts": '{"right": 1.0}'}]
+
+
+def test_without_a_store_for_files_the_metrics_go_on(tracking, caplog):
+    tracking.fails["log_text"] = ModuleNotFoundError("No module named 'boto3'")
+    sink, _ = begun()
+    for steps in (1, 2):
+        sink.line(replace(line(steps), table=[{"prompt": "p"}]))
+    assert tracking.points("run1", "reward") == [1, 2]
+    (warned,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert warned == "mlflow takes no files: No module named 'boto3'. Only metrics are sent"
+
+
+# --- the environment
+
+
+def test_the_client_is_quiet_and_bounded_and_nothing_stays_in_the_environment(
+    tracking, monkeypatch
+):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "7")
+    sink = MlflowSink()
+    sink.check(View(CONFIG))
+    checked = tracking.seen[-1]
+    sink.begin(RUN)
+    for seen, retries in ((checked, "1"), (tracking.seen[-1], "5")):
+        assert seen == {
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+            "MLFLOW_LOGGING_LEVEL": "WARNING",
+            "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+            "MLFLOW_HTTP_REQUEST_MAX_RETRIES": retries,
+            "MLFLOW_HTTP_REQUEST_TIMEOUT": "7",
+        }
+    tracking.fails["set_tag"] = OSError("gone")
+    with pytest.raises(MlflowError):
+        sink.line(line(1))
+    assert [name for name in os.environ if name.startswith("MLFLOW")] == [
+        "MLFLOW_HTTP_REQUEST_TIMEOUT"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "variables", "experiment"),
+    [
+        (None, {}, "groupwise"),
+        (None, {"MLFLOW_EXPERIMENT_NAME": "theirs"}, "theirs"),
+        ("ours", {"MLFLOW_EXPERIMENT_NAME": "theirs", "MLFLOW_EXPERIMENT_ID": "1"}, "ours"),
+        (None, {"MLFLOW_EXPERIMENT_ID": "1"}, "first"),
+    ],
+)
+def test_the_experiment(tracking, monkeypatch, key, variables, experiment):
+    Client(tracking).create_experiment("first")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    begun(replace(RUN, config=View({"run": {"mlflow_experiment": key}})))
+    wanted = tracking.experiments[experiment].experiment_id
+    assert tracking.runs["run1"].info.at == wanted
+
+
+def test_a_run_that_the_environment_names_is_used_and_left_to_those_who_made_it(
+    tracking, monkeypatch
+):
+    """Two of ours may share it: each has a tag of its own."""
+    theirs = tracking.run("theirs", "7", "pipeline")
+    theirs.data.points.append(Metric("reward", 0.0, 1, 1))
+    monkeypatch.setenv("MLFLOW_RUN_ID", "theirs")
+    for run in (RUN, replace(RUN, id="99999999")):
+        sink, held = begun(run)
+        assert held == -1
+        sink.line(line(1))
+        sink.end("finished")
+    assert tracking.points("theirs", "reward") == [1, 1, 1]
+    assert theirs.info.status == "RUNNING"
+    assert list(tracking.runs) == ["theirs"]
+
+
+# --- before a run
+
+
+def refusal(config: Any = CONFIG) -> str:
+    with pytest.raises(ValueError, match="mlflow") as caught:
+        MlflowSink().check(View(config))
+    return str(caught.value)
+
+
+def test_a_server_that_does_not_answer_is_refused_without_its_password(tracking):
+    tracking.fails["get_experiment_by_name"] = OSError(
+        "request to http://user:sec@ret@tracking:5000/api failed: refused.\nmore"
+    )
+    tracking.uri = "http://user:sec@ret@tracking:5000"
+    assert refusal() == (
+        "mlflow cannot write to http://tracking:5000: request to http://tracking:5000/api failed: refused. Start that server "
+        "(mlflow server), or set MLFLOW_TRACKING_URI to another address, or to a database file such as sqlite:///mlflow.db."
+    )
+
+
+def test_a_run_of_the_environment_that_is_not_there_is_refused(tracking, monkeypatch):
+    monkeypatch.setenv("MLFLOW_RUN_ID", "gone")
+    assert "'gone'" in refusal()
+
+
+def test_a_deleted_experiment_is_refused(tracking):
+    Client(tracking).create_experiment("groupwise")
+    tracking.experiments["groupwise"].lifecycle_stage = "deleted"
+    assert "`mlflow experiments restore -x 1`" in refusal()
+
+
+def test_what_fails_later_tells_no_password_either(tracking):
+    sink, _ = begun()
+    tracking.fails["log_batch"] = OSError("http://user:secret@tracking:5000 is gone")
+    with pytest.raises(MlflowError, match=r"^http://tracking:5000 is gone$"):
+        sink.line(line(1))
+
+
+def test_a_database_file_needs_its_packages_and_a_place(tracking, monkeypatch, tmp_path):
+    tracking.uri = f"sqlite:///{tmp_path}/new/mlflow.db"
+    MlflowSink().check(View(CONFIG))
+    assert list(tmp_path.iterdir()) == []
+    assert tracking.seen == [], "asking would make the file"
+    (tmp_path / "file").touch()
+    tracking.uri = f"sqlite:///{tmp_path}/file/mlflow.db"
+    assert f"mlflow cannot write to {tmp_path}/file: Not a directory" in refusal()
+    tracking.uri = "sqlite:///mlflow.db"
+    monkeypatch.setattr("groupwise.callbacks.mlflow_sink.find_spec", lambda name: None)
+    assert "mlflow needs sqlalchemy and alembic" in refusal()
+
+
+def test_a_folder_is_taken_where_mlflow_takes_it(tracking, monkeypatch):
+    tracking.uri = "file:///somewhere/mlruns"
+    assert "sqlite:///mlflow.db" in refusal()
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    MlflowSink().check(View(CONFIG))

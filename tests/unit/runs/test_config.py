@@ -1,0 +1,62 @@
+"""`run.report_to` and the keys that belong to it: what people write who come from elsewhere, and what could have no effect."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from groupwise.config import load_config
+from groupwise.errors import ConfigError
+from groupwise.runs.config import RunSection
+
+
+def refusal(folder: Path, *lines: str) -> str:
+    file = folder / "c.yaml"
+    file.write_text("\n  ".join(["model: {name: tiny}\nrun:", *lines]))
+    with pytest.raises(ConfigError) as caught:
+        load_config(file)
+    return str(caught.value).replace(f"{folder}/", "")
+
+
+@pytest.mark.parametrize(
+    ("given", "sinks"),
+    [
+        ("none", ()),
+        ("mlflow", ("mlflow",)),
+        (("jsonl", "parquet", "jsonl"), ("jsonl", "parquet")),
+    ],
+)
+def test_sinks_are_named_once_each(given, sinks):
+    assert RunSection(report_to=given).sinks == sinks
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("all", "all would also name what is not installed here; name each one"),
+        ("[console, mlflow]", "progress is shown without being asked for; leave console out"),
+        ("json", "the file of metrics is called jsonl here"),
+        ("swanlab", "there is no sink for swanlab; name another one, or write a callback"),
+    ],
+)
+def test_names_of_other_frameworks_lead_on(tmp_path, given, told):
+    message = refusal(tmp_path, f"report_to: {given}")
+    assert message.startswith(f"c.yaml:3: run.report_to: {told}")
+    assert message.endswith("There are: tensorboard, wandb, trackio, mlflow, jsonl, parquet.")
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        (("mlflow_experiment: x",), "while report_to does not name mlflow"),
+        (
+            ("report_to: parquet", "num_completions_to_print: 3"),
+            "while report_to does not name wandb, trackio, mlflow or jsonl",
+        ),
+        (("use_mlflow: true",), "here it is run.report_to"),
+        (("mlflow_tracking_uri: x",), "as MLFLOW_TRACKING_URI"),
+    ],
+)
+def test_keys_without_their_sink_are_refused(tmp_path, lines, told):
+    assert told in refusal(tmp_path, *lines)
