@@ -16,6 +16,20 @@ _OVERLONG = (
     "algorithm.mask_truncated_completions leaves rollouts that were cut off out of the loss"
 )
 _RESUME = "give --resume or --resume-from RUN@STEP on the command line"
+_MACHINE = "a run has this machine alone, one GPU or the cores of its CPU, of which run.processes and run.threads say how many are used"
+_CHECKPOINTS = "the callback push_to_hub_revision uploads each checkpoint"
+_REWARDS = "rewards.reward_funcs names the rewards, each with its parameters"
+_SANDBOX = "the reward python_tests runs code in boxes of its own, on this machine"
+_SFT = "it belongs to `groupwise sft`, which has a config of its own"
+_TASK = "the task brings it: give --task-module on the command line"
+
+
+def _of_reward(parameter: str, reward: str) -> str:
+    return f"it is `{parameter}` of the reward {reward}, in its entry of rewards.reward_funcs"
+
+
+def _of_callback(parameter: str, callback: str) -> str:
+    return f"it is `{parameter}` of the callback {callback}, in its entry of `callbacks`"
 
 
 def _named(key: str) -> str:
@@ -34,13 +48,25 @@ FOREIGN_TO_RL: dict[str, str] = {
             "rollout_batch_size",
             "mini_batch_size",
             "micro_batch_size",
+            "micro_train_batch_size",
+            "micro_rollout_batch_size",
+            "ppo_mini_batch_size",
+            "ppo_micro_batch_size*",
+            "log_prob_micro_batch_size*",
             "batch_size",
         ),
         _BATCH,
     ),
-    **dict.fromkeys(("vllm", "vllm_*", "use_vllm", "sglang"), _ENGINE),
     **dict.fromkeys(
-        ("max_tokens", "max_new_tokens", "max_response_length", "response_length"),
+        ("ppo_max_token_len_per_gpu", "log_prob_max_token_len_per_gpu", "max_tokens_per_gpu"),
+        _named("training.max_tokens_per_microbatch"),
+    ),
+    **dict.fromkeys(("vllm", "vllm_*", "use_vllm", "sglang", "fast_inference"), _ENGINE),
+    **dict.fromkeys(
+        (
+            *("max_tokens", "max_new_tokens", "max_response_length", "response_length"),
+            *("max_completion_len", "generate_max_len"),
+        ),
         _named("sampler.max_completion_length"),
     ),
     **dict.fromkeys(
@@ -53,7 +79,14 @@ FOREIGN_TO_RL: dict[str, str] = {
     "benchmarks": "the callback benchmark_on_checkpoint takes them as suites",
     "push_to_hub": "run.hub.repo_id names where the result is uploaded to; without it nothing is",
     "hub_private_repo": _named("run.hub.private"),
-    "hub_model_revision": _named("run.hub.revision"),
+    "hub_model_revision": (
+        "here it is run.hub.revision, and `revision` of the callback push_to_hub_revision, which uploads each checkpoint"
+    ),
+    "overwrite_hub_revision": (
+        "here it is run.hub.overwrite, and `overwrite` of the callback push_to_hub_revision, which uploads each checkpoint"
+    ),
+    "push_to_hub_revision": f"{_CHECKPOINTS}: name it in `callbacks`",
+    "hub_strategy": f"run.hub.repo_id names where the final weights are uploaded to, and {_CHECKPOINTS}",
     "wandb_log_unique_prompts": _named("run.log_unique_prompts"),
     "log_completions": "run.num_completions_to_print says how many rollouts the sinks show",
     "license_name": _named("run.license"),
@@ -66,7 +99,21 @@ FOREIGN_TO_RL: dict[str, str] = {
     ),
     "mlflow_experiment_name": _named("run.mlflow_experiment"),
     "mlflow_tracking_uri": "the environment says it, as MLFLOW_TRACKING_URI, and run.report_to names mlflow",
+    **dict.fromkeys(
+        ("wandb", "wandb_config"),
+        "here run.report_to names wandb, beside run.wandb_project, run.wandb_entity and run.wandb_group",
+    ),
+    "wandb_run_group": _named("run.wandb_group"),
+    "wandb_tags": "the environment says it, as WANDB_TAGS",
+    "wandb_notes": "the environment says it, as WANDB_NOTES",
     "project_name": "here it is run.wandb_project, run.trackio_project or run.mlflow_experiment",
+    **dict.fromkeys(
+        ("early_stopping", "early_stopping_patience"), _of_callback("patience", "early_stop")
+    ),
+    **dict.fromkeys(
+        ("early_stopping_threshold", "early_stopping_min_delta"),
+        _of_callback("min_delta", "early_stop"),
+    ),
     **dict.fromkeys(("wandb_mode", "wandb_offline"), "the environment says it, as WANDB_MODE"),
     **dict.fromkeys(
         ("model_name_or_path", "model_name", "model_id", "base_model", "pretrained_model"),
@@ -74,30 +121,53 @@ FOREIGN_TO_RL: dict[str, str] = {
     ),
     "model_revision": _named("model.revision"),
     **dict.fromkeys(("adapter_path", "adapter_name_or_path"), _named("model.adapter")),
-    **dict.fromkeys(("torch_dtype", "bf16", "fp16", "precision"), _named("model.dtype")),
-    **dict.fromkeys(("max_seq_len", "max_length"), _named("model.max_seq_length")),
-    **dict.fromkeys(("lora_r", "lora_rank", "rank"), _named("lora.r")),
+    **dict.fromkeys(
+        ("torch_dtype", "bf16", "fp16", "precision", "mixed_precision"), _named("model.dtype")
+    ),
+    **dict.fromkeys(("max_seq_len", "seq_len", "max_length"), _named("model.max_seq_length")),
+    **dict.fromkeys(("lora_r", "lora_rank", "max_lora_rank", "rank"), _named("lora.r")),
     "lora_alpha": _named("lora.alpha"),
     "lora_dropout": _named("lora.dropout"),
     "lora_target_modules": _named("lora.target_modules"),
-    "use_peft": "here it is lora, where null trains all weights",
-    **dict.fromkeys(("lr", "actor_lr"), _named("training.learning_rate")),
-    **dict.fromkeys(("epochs", "num_epochs", "total_epochs"), _named("training.num_train_epochs")),
+    **dict.fromkeys(
+        ("use_peft", "full_finetuning"), "here it is lora, where null trains all weights"
+    ),
+    "use_gradient_checkpointing": _named("training.gradient_checkpointing"),
+    **dict.fromkeys(("random_state", "random_seed"), _named("training.seed")),
+    **dict.fromkeys(("lr", "actor_lr", "actor_learning_rate"), _named("training.learning_rate")),
+    **dict.fromkeys(
+        ("epochs", "num_epochs", "total_epochs", "num_episodes"),
+        _named("training.num_train_epochs"),
+    ),
     **dict.fromkeys(
         ("total_steps", "num_steps", "total_training_steps"), _named("training.max_steps")
     ),
     **dict.fromkeys(
-        ("group_size", "num_return_sequences", "rollouts_per_example"),
+        (
+            *("group_size", "num_return_sequences", "rollouts_per_example", "rollouts_per_group"),
+            *("n", "n_samples_per_prompt", "num_rollouts", "num_samples_per_prompt"),
+        ),
         _named("training.num_generations"),
     ),
+    **dict.fromkeys(("groups_per_step", "problems_per_step"), _named("training.prompts_per_step")),
+    **dict.fromkeys(
+        ("ppo_epochs", "ppo_inner_epochs", "num_ppo_epochs"), _named("training.num_iterations")
+    ),
+    **dict.fromkeys(
+        ("async_level", "max_async_level", "max_off_policy_steps"), _named("training.lag")
+    ),
     **dict.fromkeys(("lr_scheduler", "scheduler"), _named("training.lr_scheduler_type")),
+    "lr_warmup_steps": _named("training.warmup_steps"),
+    **dict.fromkeys(("lr_warmup_ratio", "lr_warmup_steps_ratio"), _named("training.warmup_ratio")),
     "warmup": "here it is training.warmup_steps or training.warmup_ratio",
     "optimizer": _named("training.optim"),
     **dict.fromkeys(
         ("gradient_clipping", "grad_clip", "clip_grad_norm"), _named("training.max_grad_norm")
     ),
     **dict.fromkeys(("kl_coef", "kl_loss_coef", "init_kl_coef"), _named("algorithm.beta")),
-    **dict.fromkeys(("clip_range", "cliprange", "clip_ratio"), _named("algorithm.epsilon")),
+    **dict.fromkeys(
+        ("clip_range", "cliprange", "clip_ratio", "eps_clip"), _named("algorithm.epsilon")
+    ),
     **dict.fromkeys(("clip_ratio_high", "cliprange_high"), _named("algorithm.epsilon_high")),
     "clip_ratio_low": _named("algorithm.epsilon"),
     "clip_ratio_c": _named("algorithm.delta"),
@@ -112,6 +182,11 @@ FOREIGN_TO_RL: dict[str, str] = {
     **dict.fromkeys(
         ("proximal_logprobs", "use_proximal_logprobs"),
         "the learner computes them where algorithm.importance_sampling_correction needs them",
+    ),
+    "norm_adv_by_std_in_grpo": _named("algorithm.scale_rewards"),
+    **dict.fromkeys(
+        ("critic", "critic_*", "value_model", "vf_coef", "gamma", "gae_lambda", "lam"),
+        "no algorithm here has a critic: completions of a prompt are compared with each other",
     ),
     "importance_sampling_level": "here algorithm.type gspo has one ratio for a sequence",
     **dict.fromkeys(
@@ -145,20 +220,113 @@ FOREIGN_TO_RL: dict[str, str] = {
         _named("algorithm.importance_sampling_cap"),
     ),
     "normalize_advantages": "here algorithm.type reinforce_pp normalises advantages over the step",
-    **dict.fromkeys(("dataset", "train_dataset", "dataset_path", "train_files"), _RL_DATA),
+    **dict.fromkeys(
+        ("dataset", "train_dataset", "dataset_path", "train_files", "prompt_data"), _RL_DATA
+    ),
+    "dataset_train_split": _named("data.dataset_split"),
+    **dict.fromkeys(
+        ("dataset_solution_column", "dataset_answer_column", "solution_column", "label_key"),
+        _named("data.answer_column"),
+    ),
+    **dict.fromkeys(
+        ("dataset_prompt_column", "prompt_key", "input_key"), _named("data.prompt_column")
+    ),
+    **dict.fromkeys(
+        ("prompt_max_len", "max_prompt_len", "filter_overlong_prompts"),
+        _named("data.max_prompt_length"),
+    ),
+    "shuffle_dataset": _named("data.shuffle"),
+    **dict.fromkeys(
+        ("temp_start", "temperature_start"), _named("sampler.temperature_schedule.start")
+    ),
+    **dict.fromkeys(("temp_end", "temperature_end"), _named("sampler.temperature_schedule.end")),
+    **dict.fromkeys(
+        ("anneal_steps", "temp_steps", "temp_anneal_steps", "temperature_steps"),
+        _named("sampler.temperature_schedule.steps"),
+    ),
+    **dict.fromkeys(
+        ("high_temp_period", "high_temp_every"), _named("sampler.temperature_schedule.hot_every")
+    ),
+    **dict.fromkeys(("high_temp", "temp_high"), _named("sampler.temperature_schedule.hot")),
+    **dict.fromkeys(("replay_buffer", "use_replay", "use_replay_buffer"), _named("data.replay")),
+    **dict.fromkeys(
+        ("replay_buffer_size", "replay_capacity", "buffer_size"), _named("data.replay.capacity")
+    ),
+    **dict.fromkeys(("replay_warmup", "replay_warmup_steps"), _named("data.replay.warmup_entries")),
+    **dict.fromkeys(
+        ("replay_ratio", "replay_fraction", "replay_share", "replay_prob"),
+        _named("data.replay.max_share"),
+    ),
+    **dict.fromkeys(("ucb_c", "ucb_exploration"), _named("data.replay.exploration")),
+    **dict.fromkeys(("curriculum_learning", "use_curriculum"), _named("data.curriculum")),
+    **dict.fromkeys(("easy_dataset", "easy_dataset_name"), _named("data.easy_pool.dataset_name")),
     **dict.fromkeys(
         ("eval_dataset", "val_files"),
         "here it is data.dataset_test_split or data.test_split_size, where no task brings the data",
     ),
-    **dict.fromkeys(("output_dir", "logging_dir"), "here it is run.dir with run.name"),
     **dict.fromkeys(
-        ("run_name", "experiment_name", "wandb_run_name", "mlflow_run_name"), _named("run.name")
+        ("output_dir", "logging_dir", "default_local_dir", "save_path", "ckpt_path"),
+        "here it is run.dir with run.name",
+    ),
+    **dict.fromkeys(
+        (
+            *("run_name", "experiment_name", "wandb_run_name", "wandb_name"),
+            "mlflow_run_name",
+        ),
+        _named("run.name"),
     ),
     **dict.fromkeys(
         ("eval_strategy", "evaluation_strategy", "do_eval"),
         "here it is eval.eval_steps, and eval.before_and_after",
     ),
-    "save_strategy": _named("run.save_steps"),
+    **dict.fromkeys(("eval_interval", "eval_every", "test_freq"), _named("eval.eval_steps")),
+    "val_before_train": _named("eval.before_and_after"),
+    "eval_n_samples_per_prompt": _named("eval.samples_per_prompt"),
+    **dict.fromkeys(
+        (
+            "save_strategy",
+            "save_freq",
+            "save_interval",
+            "ckpt",
+            "ckpt_interval",
+            "checkpoint_interval",
+        ),
+        _named("run.save_steps"),
+    ),
+    **dict.fromkeys(("max_actor_ckpt_to_keep", "max_ckpt_num"), _named("run.save_total_limit")),
+    **dict.fromkeys(
+        (
+            *("num_gpus", "n_gpus", "n_gpus_per_node", "num_gpus_per_node", "gpus", "nnodes"),
+            *("num_nodes", "num_processes", "world_size", "num_train_gpus", "num_infer_gpus"),
+            *("trainer_gpu_ids", "inference_gpu_ids", "device", "device_map"),
+            *("deepspeed", "deepspeed_*", "zero_stage", "fsdp", "fsdp_*", "ddp_*"),
+        ),
+        _MACHINE,
+    ),
+    "cosine_max_len": f"{_of_reward('max_length', 'length')}, there in tokens",
+    "cosine_min_value_wrong": _of_reward("wrong_short", "length"),
+    "cosine_max_value_wrong": _of_reward("wrong_long", "length"),
+    "cosine_min_value_correct": _of_reward("right_long", "length"),
+    "cosine_max_value_correct": _of_reward("right_short", "length"),
+    "repetition_max_penalty": _of_reward("max_penalty", "repetition"),
+    **dict.fromkeys(("repetition_n_grams", "repetition_ngram_size"), _of_reward("n", "repetition")),
+    **dict.fromkeys(("reward_functions", "reward_function", "custom_reward_function"), _REWARDS),
+    **dict.fromkeys(
+        ("judge_model", "judge_url", "ruler", "ruler_judge_model"),
+        "the reward judge asks a model: name it in rewards.reward_funcs, with its parameters",
+    ),
+    **dict.fromkeys(
+        (
+            *("code_provider", "code_language", "ioi_provider", "e2b_router_url"),
+            *("morph_router_url", "parallel_code_exec_per_proc", "code_eval_test_batch_size"),
+        ),
+        _SANDBOX,
+    ),
+    **dict.fromkeys(("env", "env_id", "environment", "environments", "task_module"), _TASK),
+    **dict.fromkeys(
+        ("max_tool_calling_iterations", "max_assistant_turns", "max_turns_per_rollout"),
+        _named("rollout.max_turns"),
+    ),
     **dict.fromkeys(
         (
             "examples_per_step",
@@ -170,7 +338,7 @@ FOREIGN_TO_RL: dict[str, str] = {
             "load_best_model_at_end",
             "eval_on_start",
         ),
-        "it belongs to `groupwise sft`, which has a config of its own",
+        _SFT,
     ),
     **dict.fromkeys(("resume", "resume_from_checkpoint"), _RESUME),
 }
@@ -188,17 +356,41 @@ _RL_EVAL = (
 )
 _SFT_DATA = "here it is data.dataset_name, where no task's get_sft_dataset brings the data"
 _EVAL = "here it is eval.eval_steps; evaluation is on where the task has get_sft_eval_dataset"
-_NOT_HERE = ("sampler.", "training.num_generations", "algorithm.", "prompts_per_step")
+_OF_RL_ALONE = (
+    *(
+        "sampler.",
+        "algorithm",
+        "rewards.",
+        "rollout.",
+        "data.replay",
+        "data.curriculum",
+        "data.easy_pool",
+    ),
+    *("the reward ", "data.max_prompt_length", "eval.before_and_after", "eval.samples_per_prompt"),
+    *(
+        "training.num_generations",
+        "training.prompts_per_step",
+        "training.num_iterations",
+        "training.lag",
+    ),
+)
+"""What an advice speaks of that a supervised run has not."""
+_KEYS_OF_SFT = ("early_stopping_patience", "early_stopping_threshold")
 
-_SHARED = {
-    name: advice
-    for name, advice in FOREIGN_TO_RL.items()
-    if not any(part in advice for part in _NOT_HERE)
-}
-"""Of `groupwise rl`, what holds for a supervised run too."""
+
+def _for_sft(name: str, advice: str) -> str | None:
+    """What is said of a name of the other table in a supervised run."""
+    if advice == _SFT or name in _KEYS_OF_SFT:
+        return None
+    return _RL if any(part in advice for part in _OF_RL_ALONE) else advice
+
 
 FOREIGN_TO_SFT: dict[str, str] = {
-    **_SHARED,
+    **{
+        name: told
+        for name, advice in FOREIGN_TO_RL.items()
+        if (told := _for_sft(name, advice)) is not None
+    },
     **dict.fromkeys(
         (
             "per_device_train_batch_size",
@@ -207,6 +399,7 @@ FOREIGN_TO_SFT: dict[str, str] = {
             "train_batch_size",
             "mini_batch_size",
             "micro_batch_size",
+            "micro_train_batch_size",
             "batch_size",
         ),
         _STEP,
@@ -243,7 +436,7 @@ FOREIGN_TO_SFT: dict[str, str] = {
     "max_prompts": "here it is eval.max_examples",
     **dict.fromkeys(("dataset", "train_dataset", "dataset_path", "train_files"), _SFT_DATA),
     **dict.fromkeys(
-        ("max_seq_length", "max_seq_len", "sequence_len", "cutoff_len", "model_max_length"),
+        ("max_seq_length", "max_seq_len", "seq_len", "sequence_len", "cutoff_len", "model_max_length"),
         "here it is data.max_length",
     ),
     **dict.fromkeys(

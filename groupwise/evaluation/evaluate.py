@@ -85,10 +85,11 @@ class EvalResult:
     def interval(self, metric: str) -> Interval:
         """A metric with its 95 % interval over prompts: Wilson's where each counts 0 or 1, else bootstrapped.
 
-        A metric that only the task knows is taken for a share of the prompts, such as an accuracy.
+        A metric that only the task knows is taken for a share of the prompts, such as an accuracy; under the label of a mixture's
+        task, for a share of that task's. KeyError for one of unknown prompts, which is none of the `judged`.
         """
         found = measure(metric, self.rows)
-        return found.interval if found else wilson(self.metrics[metric], self.prompts)
+        return found.interval if found else wilson(self.metrics[metric], self._behind[metric])
 
     @property
     def prompts(self) -> int:
@@ -101,8 +102,18 @@ class EvalResult:
         return [
             name
             for name, value in self.metrics.items()
-            if name == REWARD or is_share(name) or (name.endswith("accuracy") and 0 <= value <= 1)
+            if name == REWARD
+            or is_share(name)
+            or (name in self._behind and name.endswith("accuracy") and 0 <= value <= 1)
         ]
+
+    @property
+    def _behind(self) -> dict[str, int]:
+        """How many prompts each metric of the task stands on, where that is known: all, or those of the label before its name."""
+        of_labels = Counter(samples[0].get("task") for samples in by_prompt(self.rows).values())
+        counts = {**of_labels, "": self.prompts}
+        found = {name: counts.get(name.rpartition("/")[0]) for name in self.metrics}
+        return {name: count for name, count in found.items() if count is not None}
 
     @property
     def left_out(self) -> dict[str, int]:

@@ -30,7 +30,8 @@ from typing import Any
 
 from groupwise.data.examples import fingerprint
 from groupwise.evaluation.statistics import Interval, majority, mean_with_interval, pass_at_k
-from groupwise.types import Example, Group, Rollout
+from groupwise.rewards.extracted import EXTRACTED_ANSWER
+from groupwise.types import TASK_COLUMN, Example, Group, Rollout
 
 Row = Mapping[str, Any]
 """One sample of an evaluation; see `rows_of`."""
@@ -38,7 +39,7 @@ Row = Mapping[str, Any]
 DEFAULT_THRESHOLD = 0.999
 """A full reward of 1, in spite of rounding."""
 
-ANSWER_NOTES = ("extracted_answer", "answer")
+ANSWER_NOTES = (EXTRACTED_ANSWER, "answer")
 """Names under which reward functions record the answer they read (`log_extra`); the first that occurs is used."""
 
 REWARD = "reward"
@@ -81,20 +82,30 @@ class Measure:
 def rows_of(groups: Iterable[Group], success: Success) -> list[dict[str, Any]]:
     """One row for each rollout, in order.
 
-    `key` names the example by its content, `answer` is what majority voting counts: what a reward function recorded as one of
-    `ANSWER_NOTES`, or, if none did in the whole evaluation, the completion without the space around it; None is no answer.
+    `key` names the example by its content, `task` is the label of its task, where it has one. `answer` is what majority voting
+    counts: what a reward function recorded as one of `ANSWER_NOTES`, or, if none did for any example of that label, the completion
+    without the space around it; None is no answer.
     """
     groups = list(groups)
-    note = _answer_note(groups)
+    notes = _answer_notes(groups)
     rows: list[dict[str, Any]] = []
     for group in groups:
+        label = label_of(group.example)
+        note = notes.get(label)
         asked = {"example": group.example.index, "key": key_of(group.example)}
+        asked |= {} if label is None else {"task": label}
         prompt = {"prompt": group.example.prompt}
         rows.extend(
             {**asked, "sample": rollout.member, **prompt, **_facts(rollout, success, note)}
             for rollout in group.rollouts
         )
     return rows
+
+
+def label_of(example: Example) -> str | None:
+    """What its column `task` says: which rewards it has, and under which name its task's metrics stand."""
+    said = example.columns.get(TASK_COLUMN)
+    return said.strip() or None if isinstance(said, str) else None
 
 
 def key_of(example: Example) -> str:
@@ -239,11 +250,14 @@ _SIMPLE: dict[str, Compute] = {
 }
 
 
-def _answer_note(groups: Sequence[Group]) -> str | None:
+def _answer_notes(groups: Sequence[Group]) -> dict[str | None, str]:
+    """Under which name the rewards of each label record answers; those that record none are left out."""
+    found: dict[str | None, str] = {}
     for name in ANSWER_NOTES:
-        if any(name in rollout.notes for group in groups for rollout in group.rollouts):
-            return name
-    return None
+        for group in groups:
+            if any(name in rollout.notes for rollout in group.rollouts):
+                found.setdefault(label_of(group.example), name)
+    return found
 
 
 def _answer(rollout: Rollout, note: str | None) -> str | None:

@@ -48,8 +48,8 @@ def _of_run(reference: str, runs_dir: Path) -> FoundPolicy:
         return FoundPolicy(label, address.checkpoint.path, address.path)
     final = address.path / "final"
     if final.is_dir():
-        steps = find.run_info(address.path).steps
-        return FoundPolicy(f"{address.name}@{steps}", final, address.path)
+        label = f"{address.name}@{find.final_step(address.path)}"
+        return FoundPolicy(label, final, address.path)
     newest = checkpoints.newest(address.path / "checkpoints")
     if newest is None:
         raise ModelError(

@@ -70,7 +70,9 @@ def wilson(share: float, count: int) -> Interval:
         / (1 + Z95**2 / count)
         * math.sqrt(share * (1 - share) / count + Z95**2 / (4 * count**2))
     )
-    return Interval(share, max(0.0, centre - half), min(1.0, centre + half), count)
+    low = 0.0 if share <= 0 else max(0.0, centre - half)  # both ends exact, in spite of rounding
+    high = 1.0 if share >= 1 else min(1.0, centre + half)
+    return Interval(share, low, high, count)
 
 
 def pass_at_k(samples: int, successes: int, k: int) -> float:

@@ -40,9 +40,8 @@ from groupwise.generation.results import (
     replaced_columns,
     write_results,
 )
-from groupwise.generation.scoring import Scores, build_scorer, score_all
+from groupwise.generation.scoring import TOKENS, Scores, Scoring, build_scoring, score_all
 from groupwise.generation.upload import prepare_upload, upload
-from groupwise.rewards.scoring import Scorer
 from groupwise.runs import durable
 from groupwise.runs.lock import LOCK, RunLock, holder
 
@@ -80,7 +79,11 @@ class Plan:
     model: str
     shapes: dict[str, Any]
     prompts: Prompts
-    scorer: Scorer | None
+    scoring: Scoring | None
+
+    @property
+    def rewards_left_out(self) -> tuple[str, ...]:
+        return self.scoring.left_out if self.scoring else ()
 
 
 def generate(*, dry_run: bool = False, **options: Any) -> GenerateResult:
@@ -125,7 +128,14 @@ def _plan(config: GenerateConfig, model: str) -> Plan:
             "columns of the data are replaced by those of the results: %s", ", ".join(replaced)
         )
     durable.check_can_write(config.folder / ANSWERS)
-    return Plan(config, model, shapes, prompts, build_scorer(config, prompts))
+    plan = Plan(config, model, shapes, prompts, build_scoring(config, prompts))
+    if plan.rewards_left_out:
+        logger.warning(
+            "a service gives text and no tokens, so rewards that ask for %s are left out of the scores: %s",
+            TOKENS,
+            ", ".join(plan.rewards_left_out),
+        )
+    return plan
 
 
 async def _carried_out(plan: Plan, answers: Answers, journal: Journal) -> GenerateResult:
@@ -142,8 +152,8 @@ async def _carried_out(plan: Plan, answers: Answers, journal: Journal) -> Genera
                 if asked:
                     await interruption.allow(client.reach())
                     await interruption.allow(line.kept_alive(asking.ask(asked), asking.tally))
-                if plan.scorer is not None:
-                    scoring = score_all(plan.scorer, items, answers, line.scored)
+                if plan.scoring is not None:
+                    scoring = score_all(plan.scoring.scorer, items, answers, line.scored)
                     scores = await interruption.allow(scoring)
             except Interrupted as interrupted:
                 ticker.note(f"Interrupted. {_go_on(config)}")
@@ -171,7 +181,7 @@ def _finished(plan: Plan, answers: Answers, scores: Scores, tally: Tally) -> Gen
         logger.error(_unscored(config, counts))
     usable = bool(counts.rows) and not blind
     if config.hub is not None and usable:
-        summary["hub"] = upload(config.folder, config.hub)
+        summary["hub"] = upload(config.folder, config.hub, plan.rewards_left_out)
     durable.write_json(config.folder / SUMMARY, summary)
     return GenerateResult(summary, config.folder, 0 if usable else 1)
 
@@ -401,7 +411,10 @@ def _outcome(plan: Plan, counts: Counts, failures: list[Failure]) -> dict[str, A
 
 def _summary(plan: Plan, told: Mapping[str, Any]) -> dict[str, Any]:
     rows = len(plan.prompts.items) + len(plan.prompts.unasked)
-    return {"output": str(plan.config.folder), "model": plan.model, "rows": rows, **told}
+    base = {"output": str(plan.config.folder), "model": plan.model, "rows": rows}
+    if plan.rewards_left_out:
+        base["rewards_left_out"] = list(plan.rewards_left_out)
+    return {**base, **told}
 
 
 def _described(plan: Plan) -> dict[str, Any]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from groupwise import task_parts
+from groupwise.config import RunConfig
 from groupwise.errors import TaskError
 from groupwise.generation.config import GenerateConfig
 from groupwise.generation.journal import Answers, Generation
@@ -19,33 +21,86 @@ from groupwise.rewards.scoring import MemberScore, Scorer, ScoreRequest
 from groupwise.rewards.text import as_completion
 from groupwise.rewards.workers import RewardWorkers
 from groupwise.rollouts.asking import gather_all
+from groupwise.tasks.contract import Task
 
 Scores = dict[str, tuple[MemberScore, ...]]
 """By the row's key, one for each of its generations."""
+TOKENS = "completion_ids"
+"""What reward functions may ask for and a service does not give: it tells how many tokens were billed, and not which."""
 
 
-def build_scorer(config: GenerateConfig, prompts: Prompts) -> Scorer | None:
-    """What scores, or None where nothing is scored. Raises TaskError for rewards that cannot score these rows."""
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """What scores, and what of the rewards it cannot tell."""
+
+    scorer: Scorer
+    left_out: tuple[str, ...] = ()
+    """Parts that judge tokens: the reward is the sum of the others."""
+
+
+def build_scoring(config: GenerateConfig, prompts: Prompts) -> Scoring | None:
+    """How these rows are scored, or None where nothing is. Raises TaskError for rewards that cannot score them."""
     if not config.scores:
         return None
     rows = {item.index: _columns(item) for item in prompts.items}
-    if prompts.task is None or prompts.task_config is None:
-        rubric = _named(config.rewards, config.answer_column)
-        _check(rubric, rows)
+    task, settings = prompts.task, prompts.task_config
+    if task is None or settings is None:
+        rubric, left_out = without_tokens(_named(config.rewards, config.answer_column))
+        rubric.check_rows(rows)
         arguments = {"rewards": list(config.rewards), "answer_column": config.answer_column}
-        return RewardWorkers("groupwise.generation.scoring:scorer_for_worker", arguments)
-    if not prompts.task.has("get_reward_funcs"):
-        raise TaskError(prompts.task.missing("get_reward_funcs", "rl"))
-    tokenizer = task_parts.LazyTokenizer(prompts.task_config)
-    rubric = task_parts.task_rubric(prompts.task_config, prompts.task, tokenizer)
-    assert rubric is not None, "the hook is there"
-    _check(rubric, rows)
-    return task_parts.build_scorer(prompts.task_config, prompts.task, tokenizer, rubric)
+        named = RewardWorkers("groupwise.generation.scoring:scorer_for_worker", arguments)
+        return Scoring(named, left_out)
+    if not task.has("get_reward_funcs"):
+        raise TaskError(task.missing("get_reward_funcs", "rl"))
+    tokenizer = task_parts.LazyTokenizer(settings)
+    whole = task_parts.task_rubric(settings, task, tokenizer)
+    assert whole is not None, "the hook is there"
+    rubric, left_out = without_tokens(whole)
+    rubric.check_rows(rows)
+    return Scoring(_scorer_of_task(settings, task, tokenizer, rubric), left_out)
+
+
+def _scorer_of_task(config: RunConfig, task: Task, tokenizer: Any, rubric: Rubric) -> Scorer:
+    if not task_parts.scores_in_workers(config, task, rubric):
+        return task_parts.build_scorer(config, task, tokenizer, rubric)
+    return RewardWorkers(
+        "groupwise.generation.scoring:task_scorer_for_worker",
+        {"config": config.model_dump(mode="json"), "task": task.spec},
+        workers=config.rewards.workers,
+        time_limit=config.rewards.time_limit,
+        start_limit=config.rewards.start_limit,
+    )
 
 
 def scorer_for_worker(rewards: list[str], answer_column: str | None) -> RubricScorer:
-    """The factory that reward workers call."""
-    return RubricScorer(_named(rewards, answer_column), _no_metrics)
+    """The factory that reward workers call for rewards by name."""
+    return RubricScorer(without_tokens(_named(rewards, answer_column))[0], _no_metrics)
+
+
+def task_scorer_for_worker(config: Mapping[str, Any], task: str) -> RubricScorer:
+    """The factory that reward workers call for those of a task."""
+    made = task_parts.scorer_for_worker(config, task)
+    assert made.rubric is not None, "the hook is there"
+    return replace(made, rubric=without_tokens(made.rubric)[0])
+
+
+def without_tokens(rubric: Rubric) -> tuple[Rubric, tuple[str, ...]]:
+    """The rewards that text is enough for, and the names of the others. Raises TaskError where none of the former counts."""
+    asking = tuple(
+        name
+        for name, function in zip(rubric.names, rubric.functions, strict=True)
+        if TOKENS in inspect.signature(function).parameters
+    )
+    if not asking:
+        return rubric, ()
+    try:
+        return rubric.without(asking), asking
+    except TaskError as nothing_left:
+        names = ", ".join(f"`{name}`" for name in asking)
+        raise TaskError(
+            f"{names} {'asks' if len(asking) == 1 else 'ask'} for {TOKENS}, but a service gives text and no tokens. "
+            f"{nothing_left} Use rewards that read completions."
+        ) from nothing_left
 
 
 async def score_all(
@@ -72,15 +127,6 @@ def _named(rewards: Sequence[str], answer_column: str | None) -> Rubric:
     return Rubric(
         get_reward_funcs(rewards, {"rewards": {"answer_column": answer_column}}), where="--reward"
     )
-
-
-def _check(rubric: Rubric, rows: Mapping[int, dict[str, Any]]) -> None:
-    for name, function in zip(rubric.names, rubric.functions, strict=True):
-        if "completion_ids" in inspect.signature(function).parameters:
-            raise TaskError(
-                f"The reward `{name}` asks for completion_ids, but a service gives text and no tokens. Use one that reads completions."
-            )
-    rubric.check_rows(rows)
 
 
 def _columns(item: Item) -> dict[str, Any]:

@@ -6,7 +6,7 @@ huggingface_hub's own affair (HF_TOKEN, or its login).
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,15 +36,18 @@ def prepare_upload(name: str, *, private: bool) -> None:
         _hub().create_repo(name, repo_type="dataset", private=private, exist_ok=True)
 
 
-def upload(folder: Path, name: str) -> str:
-    """Upload the finished files; returns where they are. Raises EndpointError; the folder holds everything all the same."""
+def upload(folder: Path, name: str, rewards_left_out: Sequence[str] = ()) -> str:
+    """Upload the finished files; returns where they are. Raises EndpointError; the folder holds everything all the same.
+
+    `rewards_left_out` are the parts that the column `reward` lacks, which the card says.
+    """
     what = (
         f"{folder} is complete, but it could not be uploaded to {name}; run the same command again"
     )
     with _refusals(EndpointError, what):
         from huggingface_hub import CommitOperationAdd
 
-        files: dict[str, Any] = {"README.md": CARD.encode()}
+        files: dict[str, Any] = {"README.md": _card(rewards_left_out).encode()}
         files |= {file: str(folder / file) for file in (TRAIN, GENERATIONS)}
         commit = _hub().create_commit(
             name,
@@ -53,6 +56,13 @@ def upload(folder: Path, name: str) -> str:
             repo_type="dataset",
         )
         return str(commit.commit_url)
+
+
+def _card(rewards_left_out: Sequence[str]) -> str:
+    if not rewards_left_out:
+        return CARD
+    names = ", ".join(f"`{name}`" for name in rewards_left_out)
+    return f"{CARD}\nThe rewards are those of the task without {names}: these judge tokens, which a service does not give.\n"
 
 
 def _hub() -> Any:

@@ -31,12 +31,17 @@ async def evaluate_now_and_then(run: Run) -> None:
     """Every `eval.eval_steps` steps, and where a callback asks for it."""
     if not _due(run):
         return
-    name = f"step-{run.step}"
+    name = in_passing(run.step)
     recorded = recorded_evaluation(run, name, run.step)
     if recorded is None:
         await evaluate_held_out(run, name)
     else:
         await announce(run, name, recorded)
+
+
+def in_passing(step: int) -> str:
+    """What an evaluation during the training is called."""
+    return f"step-{step}"
 
 
 def _due(run: Run) -> bool:
@@ -119,8 +124,13 @@ async def evaluate_held_out(run: Run, name: str) -> EvalResult | None:
             f"warning: the held-out prompts after {run.step} steps could not be measured: {error}"
         )
         return None
-    run.folder.store.add_evaluation(_record(run, name, result))
     run.say(f"held-out after {run.step} steps: {described(result)}")
+    return await keep_evaluation(run, name, result)
+
+
+async def keep_evaluation(run: Run, name: str, result: EvalResult) -> EvalResult:
+    """Record how the policy as it is did, and tell of it."""
+    run.folder.store.add_evaluation(_record(run, name, result))
     await announce(run, name, result)
     return result
 

@@ -32,6 +32,8 @@ from groupwise.loops.held_out import (
     ASKED,
     announce,
     evaluate_held_out,
+    in_passing,
+    keep_evaluation,
     notice_changed_questions,
     recorded_evaluation,
 )
@@ -266,7 +268,7 @@ async def conduct(run: Run, prepared: RlPrepared, started: float) -> RlResult:
         await train(run)
         save_checkpoint(run)
         await run.callbacks.saved()
-        run.folder.write_final(lambda folder: _write_final(run, folder))
+        run.folder.write_final(lambda folder: _write_final(run, folder), run.step)
         after = await held_out_result(run, AFTER, run.step, prepared)
     except Interrupted as interrupted:
         return await stopped(run, prepared, started, interrupted)
@@ -336,4 +338,7 @@ async def held_out_result(
         )
         return None
     run.folder.store.set_meta({f"held_out_{name}": way})
+    known = recorded_evaluation(run, in_passing(step), step)
+    if known is not None:
+        return await keep_evaluation(run, name, known)
     return await evaluate_held_out(run, name)

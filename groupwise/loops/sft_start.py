@@ -199,14 +199,15 @@ async def _conduct(run: SftRun, prepared: SftPrepared, started: float) -> SftRes
         await failed(run, error)
         raise
     await save(run)
-    run.folder.write_final(lambda folder: _write_final(run, folder))
+    step = _final_step(run)
+    run.folder.write_final(lambda folder: _write_final(run, folder, step), step)
     summary = await _ended(run, prepared, started, "finished")
     return SftResult(summary, run.folder.path, exit_code(summary))
 
 
-def _write_final(run: SftRun, folder: Path) -> None:
-    """The last weights, or the best ones, and the tokenizer, as transformers, peft and vLLM load them."""
-    source = run.folder.checkpoints / f"step-{_final_step(run)}"
+def _write_final(run: SftRun, folder: Path, step: int) -> None:
+    """The weights after so many steps, and the tokenizer, as transformers, peft and vLLM load them."""
+    source = run.folder.checkpoints / f"step-{step}"
     ignored = shutil.ignore_patterns(*NOT_WEIGHTS)
     shutil.copytree(source, folder, dirs_exist_ok=True, ignore=ignored)
     run.tokenizer.save_pretrained(folder)

@@ -4,10 +4,10 @@ Two answers agree if both are numbers and these are equal, or if neither is and 
 the same are gone. A number never agrees with anything else, so 3 is not 4 and not `x`.
 
 Numbers are exact: `3`, `3.0`, `1,234`, `-\frac{1}{2}`, `1\frac{1}{2}`, `1.5\times10^{3}`, also in `\boxed{}`, between dollars, after
-`x =`, in bold, with a currency before or a unit behind, in `\text{}` or in plain words: `72 km`, `72 miles per hour`. Words that are no
-unit, such as `or`, `dozen` and `x`, leave no number. A unit does not matter, unless both numbers have different ones in plain words. A
-fraction and a decimal, neither of them whole, may differ by a millionth of themselves, so that 0.333333 is 1/3; two decimals are equal
-or not. `50\%` is 50, as answers in per cent are mostly written, and 0.5.
+`x =`, in bold, with a currency before or a unit behind, in `\text{}` or in plain words: `72 km`, `72km`, `72 miles per hour`. Words
+that are no unit, such as `or`, `dozen` and `x`, leave no number. A unit does not matter, unless both numbers have different ones in
+plain words. A fraction and a decimal, neither of them whole, may differ by a millionth of themselves, so that 0.333333 is 1/3; two
+decimals are equal or not. `50\%` is 50, as answers in per cent are mostly written, and 0.5.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ _WRITTEN_OTHERWISE = (
 """Signs that LaTeX has a command for."""
 
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
+_METRES = re.compile(r"(?<=\d)\s*m[²³](?=\s*\.?\s*$)")
+"""A unit of one letter, which it is when it is written like that; `m^2` is a square."""
 _EXPONENT = re.compile("[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+|ⁿ")
 _ROOTS = (
     (re.compile(r"(?:√|(?<![a-zA-Z\\])sqrt)\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
@@ -197,12 +199,10 @@ def bare_maths(text: str) -> str:
     text = _BOLD.sub(r"\1", text, count=1) if _BOLD.match(text) else text
     for sign, command in _WRITTEN_OTHERWISE:
         text = text.replace(sign, command)
-    text = _EXPONENT.sub(_lowered, text)
-    for pattern, command in _ROOTS:
-        text = pattern.sub(command, text)
     inner = boxed(text)
-    inner = _segment(text if inner is None else inner)
-    for pattern, replacement in _REWRITTEN:
+    inner = _METRES.sub("", _segment(text if inner is None else inner))
+    inner = _EXPONENT.sub(_lowered, inner)
+    for pattern, replacement in (*_ROOTS, *_REWRITTEN):
         inner = pattern.sub(replacement, inner)
     inner = inner.strip().removesuffix(".").strip()
     inner = _unwrapped(inner)

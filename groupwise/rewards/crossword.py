@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias
 
+from groupwise.rewards.extracted import LogExtra, record_answers
 from groupwise.rewards.formats import without_empty_pairs
 from groupwise.rewards.gold import gold_answers, gold_of_row
 from groupwise.rewards.registry import reward
-from groupwise.rewards.tags import THINK, Tags
+from groupwise.rewards.tags import THINK, Tags, last_tagged
 from groupwise.rewards.text import CompletionText, completion_text
 
 _LATIN = str.maketrans({"Æ": "AE", "Œ": "OE", "Ø": "O", "Ł": "L", "Đ": "D", "Ð": "D", "Þ": "TH"})
@@ -52,11 +53,17 @@ class CrosswordAccuracy:
         if not self.scaled:
             _refuse_idle(self, ("min_words", "full_words", "reasoning_tag"))
 
-    def __call__(self, completions: Sequence[CompletionText], **columns: Any) -> list[float]:
+    def __call__(
+        self,
+        completions: Sequence[CompletionText],
+        log_extra: LogExtra | None = None,
+        **columns: Any,
+    ) -> list[float]:
         """Between 0 and 1 for each completion. Raises ValueError for a row without a gold answer in letters."""
         golds = _golds(columns, len(completions), self.answer_column, self.answer_tag)
-        pairs = zip(completions, golds, strict=True)
-        return [self.value(completion_text(c), forms) for c, forms in pairs]
+        texts = [completion_text(each) for each in completions]
+        record_answers(log_extra, map(self._answer, texts))
+        return [self.value(text, forms) for text, forms in zip(texts, golds, strict=True)]
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row without a gold answer in letters."""
@@ -69,6 +76,11 @@ class CrosswordAccuracy:
             return float(found)
         tags = Tags(self.reasoning_tag, self.answer_tag)
         return tag_share(tags, text) * length_ramp(text, self.min_words, self.full_words)
+
+    def _answer(self, text: str) -> str:
+        """What stands in the answer tags, or else everywhere, as it does for the value."""
+        tagged = last_tagged(text, self.answer_tag)
+        return one_spelling(text if tagged is None else tagged)
 
 
 @reward("pure_accuracy")
@@ -91,7 +103,12 @@ class PureAccuracy:
         _check_ramp(self.min_words, self.full_words)
         Tags(self.reasoning_tag, self.answer_tag)
 
-    def __call__(self, completions: Sequence[CompletionText], **columns: Any) -> list[float]:
+    def __call__(
+        self,
+        completions: Sequence[CompletionText],
+        log_extra: LogExtra | None = None,
+        **columns: Any,
+    ) -> list[float]:
         """Between 0 and 1 for each completion, if the bonuses are not below 0.
 
         Raises ValueError for a row without a gold answer in letters, and for one whose enumeration no gold answer has.
@@ -102,8 +119,11 @@ class PureAccuracy:
             _fitting(forms, _length({name: values[at] for name, values in said.items()}))
             for at, forms in enumerate(golds)
         ]
-        rows = zip(completions, golds, wanted, strict=True)
-        return [self._value(completion_text(c), forms, exact) for c, forms, exact in rows]
+        texts = [completion_text(each) for each in completions]
+        answers = (last_tagged(text, self.answer_tag) or "" for text in texts)
+        record_answers(log_extra, map(one_spelling, answers))
+        rows = zip(texts, golds, wanted, strict=True)
+        return [self._value(text, forms, exact) for text, forms, exact in rows]
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row that `__call__` would refuse."""
@@ -132,6 +152,11 @@ class PureAccuracy:
 def letters(text: str) -> str:
     """The letters A–Z of a text: `Crème & Co.` is CREMEANDCO."""
     return re.sub("[^A-Z]", "", _plain(text))
+
+
+def one_spelling(answer: str) -> str:
+    """The letters of an answer, and what keeps it from being made of these alone: digits, and letters of other alphabets."""
+    return "".join(sign for sign in _plain(answer) if sign.isalnum())
 
 
 def occurs(gold: str, text: str, mode: Mode) -> bool:

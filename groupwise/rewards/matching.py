@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+from groupwise.rewards.extracted import LogExtra, record_answers
 from groupwise.rewards.gold import gold_answers
 from groupwise.rewards.registry import reward
 from groupwise.rewards.tags import check_name, last_tagged
@@ -43,14 +44,26 @@ class CorrectnessXml:
     def __post_init__(self) -> None:
         check_name(self.answer_tag)
 
-    def __call__(self, completions: Sequence[CompletionText], **columns: Any) -> list[float]:
+    def __call__(
+        self,
+        completions: Sequence[CompletionText],
+        log_extra: LogExtra | None = None,
+        **columns: Any,
+    ) -> list[float]:
         """`right` or 0 for each completion. Raises ValueError for a row without a gold answer."""
         golds = gold_answers(columns, len(completions), self.answer_column, self.answer_tag)
-        pairs = zip(completions, golds, strict=True)
-        return [self.right if self._answer(c) in forms else 0.0 for c, forms in pairs]
+        answers = [self._answer(each) for each in completions]
+        record_answers(log_extra, map(_one_form, answers, golds))
+        pairs = zip(answers, golds, strict=True)
+        return [self.right if answer in forms else 0.0 for answer, forms in pairs]
 
     def _answer(self, completion: CompletionText) -> str | None:
         return last_tagged(completion_text(completion), self.answer_tag)
+
+
+def _one_form(answer: str | None, forms: Sequence[str]) -> str | None:
+    """The first of the accepted forms for each of them, because they are one answer."""
+    return forms[0] if answer in forms else answer
 
 
 @reward("int_reward")

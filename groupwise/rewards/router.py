@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Any, cast
@@ -80,6 +80,12 @@ class Router(Rubric):
             rubrics[label], left = rubric.reweighted(left[:count]), left[count:]
         changed = copy.copy(self)
         changed._take(rubrics)
+        return changed
+
+    def without(self, names: Collection[str]) -> Router:
+        """See `Rubric.without`: each label has to keep one."""
+        changed = copy.copy(self)
+        changed._take({label: rubric.without(names) for label, rubric in self.rubrics.items()})
         return changed
 
     def under(self, label: str) -> Router:

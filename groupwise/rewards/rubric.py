@@ -74,6 +74,18 @@ class Rubric:
         changed.weights = checked_weights(tuple(weights), self.names, self.where)
         return changed
 
+    def without(self, names: Collection[str]) -> Rubric:
+        """The same but for the parts of these names. Raises TaskError where none is left, or none that counts."""
+        kept = [number for number, name in enumerate(self.names) if name not in names]
+        if not kept:
+            raise TaskError(f"{self.where}: no other reward is left.")
+        changed = copy.copy(self)
+        changed.functions = tuple(self.functions[number] for number in kept)
+        changed.names = tuple(self.names[number] for number in kept)
+        weights = tuple(self.weights[number] for number in kept)
+        changed.weights = checked_weights(weights, changed.names, self.where)
+        return changed
+
     def under(self, label: str) -> Rubric:
         """The same functions with parts that are called `label/name`."""
         changed = copy.copy(self)
@@ -147,13 +159,22 @@ class Rubric:
             for name, answer in zip(self.names, answers, strict=True)
             if (reason := answer.failures[index]) is not None
         }
-        notes = {key: v[index] for answer in answers for key, v in answer.logged.extras.items()}
+        notes = _notes(answers, index)
         if reasons:
             notes["failed_rewards"] = reasons
         fatal = [reason for part in parts if part.weight and (reason := reasons.get(part.name))]
         if fatal:
             return MemberScore("failed", "; ".join(fatal), None, parts, notes)
         return _scored(parts, notes)
+
+
+def _notes(answers: Sequence[Answer], index: int) -> dict[str, Any]:
+    """What the functions recorded beside one rollout; of one name the last value that is there."""
+    notes: dict[str, Any] = {}
+    for answer in answers:
+        for name, values in answer.logged.extras.items():
+            notes[name] = notes.get(name) if values[index] is None else values[index]
+    return notes
 
 
 def _scored(parts: tuple[RewardPart, ...], notes: dict[str, Any]) -> MemberScore:

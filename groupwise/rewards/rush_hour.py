@@ -31,6 +31,7 @@ from itertools import groupby, pairwise, takewhile
 from math import isqrt
 from typing import Any, cast
 
+from groupwise.rewards.extracted import LogExtra, record_answers
 from groupwise.rewards.gold import gold_answers, gold_of_row
 from groupwise.rewards.registry import reward
 from groupwise.rewards.tags import THINK
@@ -114,6 +115,11 @@ def moves_in(completion: CompletionText) -> Moves | None:
     said = re.split(re.escape(THINK.four[1]), text, flags=re.IGNORECASE)[-1]
     lines = reversed(said.splitlines())
     return next((found for each in (said, *lines) if (found := read_moves(each))), None)
+
+
+def _one_spelling(completion: CompletionText) -> str:
+    """The moves as text, merged; empty where there are none."""
+    return ",".join(map(str, merged(moves_in(completion) or ())))
 
 
 def looks_like_a_move(completion: CompletionText) -> bool:
@@ -256,8 +262,14 @@ class RushSolutionExact:
     answer_column: str | None = None
     """Where the gold solutions stand; None looks for them."""
 
-    def __call__(self, completions: Sequence[CompletionText], **columns: Any) -> list[float]:
+    def __call__(
+        self,
+        completions: Sequence[CompletionText],
+        log_extra: LogExtra | None = None,
+        **columns: Any,
+    ) -> list[float]:
         """One value for each completion."""
+        record_answers(log_extra, map(_one_spelling, completions))
         solutions = gold_solutions(columns, len(completions), self.answer_column)
         return [_exact(*pair) for pair in zip(completions, solutions, strict=True)]
 
@@ -283,9 +295,14 @@ class RushSolutionShaped:
     """Where the gold solutions stand; None looks for them."""
 
     def __call__(
-        self, completions: Sequence[CompletionText], board: Sequence[Any], **columns: Any
+        self,
+        completions: Sequence[CompletionText],
+        board: Sequence[Any],
+        log_extra: LogExtra | None = None,
+        **columns: Any,
     ) -> list[float]:
         """One value for each completion."""
+        record_answers(log_extra, map(_one_spelling, completions))
         count = len(completions)
         nothing = [None] * count
         rows = zip(

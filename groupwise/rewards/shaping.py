@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from groupwise.rewards.extracted import LogExtra, record_answers
 from groupwise.rewards.gold import gold_answers, gold_of_row
-from groupwise.rewards.mathematics import answer_of, is_right
+from groupwise.rewards.mathematics import answer_of, is_right, spelt_answer
 from groupwise.rewards.registry import reward
 from groupwise.rewards.tags import check_name
 from groupwise.rewards.text import CompletionText, completion_text
@@ -86,12 +87,15 @@ class Length:
         self,
         completions: Sequence[CompletionText],
         completion_ids: Sequence[Sequence[int]],
+        log_extra: LogExtra | None = None,
         **columns: Any,
     ) -> list[float]:
         """Between the values above for each completion. Raises ValueError for a row without a gold answer."""
         golds = gold_answers(columns, len(completions), self.answer_column, self.answer_tag, True)
-        rows = zip(completions, completion_ids, golds, strict=True)
-        return [self._value(completion_text(c), len(ids), forms) for c, ids, forms in rows]
+        texts = [completion_text(each) for each in completions]
+        record_answers(log_extra, (spelt_answer(text, self.answer_tag) for text in texts))
+        rows = zip(texts, completion_ids, golds, strict=True)
+        return [self._value(text, len(ids), forms) for text, ids, forms in rows]
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row without a gold answer."""

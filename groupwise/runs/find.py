@@ -15,7 +15,7 @@ from typing import Any
 from groupwise.errors import RunNotFoundError, StoreError
 from groupwise.runs import checkpoints
 from groupwise.runs.checkpoints import Checkpoint
-from groupwise.runs.folder import CHECKPOINTS, RECORD, ShownState, shown_state
+from groupwise.runs.folder import CHECKPOINTS, FINAL_STEP, RECORD, ShownState, shown_state
 from groupwise.runs.store import Store
 
 ENDS = 5
@@ -124,6 +124,12 @@ def run_info(path: Path) -> RunInfo:
             return _describe(path, store)
     except (StoreError, LookupError, TypeError, ValueError) as error:
         return RunInfo(path.name, path, state=None, broken=str(error))
+
+
+def final_step(path: Path) -> int:
+    """After how many steps the weights in a run's `final/` are: the best step of a run that wanted that, else its last one."""
+    found = Store.facts(path / RECORD).get(FINAL_STEP)
+    return run_info(path).steps if found is None else found
 
 
 def _describe(path: Path, store: Store) -> RunInfo:

@@ -45,6 +45,8 @@ RECORD = "run.db"
 SUMMARY = "summary.json"
 RESULTS = "results"
 CHECKPOINTS = "checkpoints"
+FINAL_STEP = "final_step"
+"""The fact about a run that says after which step the weights in `final/` are."""
 
 BUILDING_SECONDS = 60.0
 """A run under construction for longer than this, that nobody holds, is dead: building one takes milliseconds."""
@@ -155,9 +157,13 @@ class RunFolder:
         self.store.record_resume(record)
         durable.write_json(self.path / CONFIG, dict(config))
 
-    def write_final(self, fill: Callable[[Path], None]) -> Path:
-        """Make `final/` from the files that `fill` writes into the folder that it is given; an earlier one is replaced."""
+    def write_final(self, fill: Callable[[Path], None], step: int) -> Path:
+        """Make `final/` from the files that `fill` writes into the folder that it is given; an earlier one is replaced.
+
+        `step`: its weights are those after so many steps, which need not be the last ones (`find.final_step`).
+        """
         durable.make_folder(self.final, fill, replace=True)
+        self.store.set_meta({FINAL_STEP: step})
         return self.final
 
     def finish(

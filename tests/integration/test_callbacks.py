@@ -20,6 +20,7 @@ import torch
 
 import groupwise
 from groupwise.errors import CallbackError, ConfigError, TaskError
+from groupwise.loops import held_out
 from groupwise.runs import checkpoints, durable
 from groupwise.runs.find import newest_unfinished
 from groupwise.runs.store import Store
@@ -288,6 +289,27 @@ def test_early_stop_ends_a_run_on_its_own_metric_and_over_a_resume(tmp_path):
     summary = groupwise.rl(given, TOY, resume=True).summary
     assert summary["steps"] == 3
     assert "has not risen above 0.01 (after 1 steps) in 2 steps" in summary["stopped"]["reason"]
+
+
+def test_what_an_early_stop_has_just_evaluated_is_not_answered_again(tmp_path, monkeypatch):
+    answered: list[int] = []
+    answer = held_out.answer_held_out
+
+    def counted(*arguments, trainer, **more):
+        answered.append(trainer[0])
+        return answer(*arguments, trainer=trainer, **more)
+
+    monkeypatch.setattr(held_out, "answer_held_out", counted)
+    stopping = {"name": "early_stop", "min_delta": 5.0, "patience": 2}
+    given = {**settings(tmp_path, stopping), "eval": {"eval_steps": 1, "max_prompts": 2}}
+    result = groupwise.rl(given, TOY)
+    assert answered == [0, 1, 2]
+    with Store.open(result.folder / "run.db", readonly=True) as store:
+        found = {record.name: record for record in store.evaluations()}
+    assert found["after"].metrics == found["step-2"].metrics
+    assert found["after"].rows == found["step-2"].rows
+    assert result.after is not None
+    assert result.after.metrics == found["after"].metrics
 
 
 # --- where they come from
