@@ -53,6 +53,11 @@ class Interruption:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    @property
+    def asked(self) -> int | None:
+        """The signal that asked the loop to end; None as long as nobody has."""
+        return self._received
+
     def ask(self, number: int = signal.SIGINT) -> None:
         """Ask the loop to end cleanly, from any thread."""
         self._received = number

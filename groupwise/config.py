@@ -576,11 +576,7 @@ def given_tree(source: Path | str | Mapping[str, Any] | BaseModel) -> Tree:
 
 
 def _problems_beside_the_schema(tree: Tree) -> list[str]:
-    problems = [
-        *secrets_in(tree, ("task",)),
-        *secrets_in(tree, ("callbacks",)),
-        *secrets_in(tree, ("rewards",)),
-    ]
+    problems = secrets_in(tree, "task", "callbacks", "rewards")
     if tree.value(("algorithm", "type")) == Sft.name:
         where = tree.origin(("algorithm", "type"))
         problems.append(

@@ -436,7 +436,14 @@ FOREIGN_TO_SFT: dict[str, str] = {
     "max_prompts": "here it is eval.max_examples",
     **dict.fromkeys(("dataset", "train_dataset", "dataset_path", "train_files"), _SFT_DATA),
     **dict.fromkeys(
-        ("max_seq_length", "max_seq_len", "seq_len", "sequence_len", "cutoff_len", "model_max_length"),
+        (
+            "max_seq_length",
+            "max_seq_len",
+            "seq_len",
+            "sequence_len",
+            "cutoff_len",
+            "model_max_length",
+        ),
         "here it is data.max_length",
     ),
     **dict.fromkeys(

@@ -158,6 +158,15 @@ class SftConfig(Strict):
         {}, "What the task itself reads; free, unless the task brings a schema for it."
     )
 
+    def conflicts(self) -> Iterator[Conflict]:
+        """Keys about rollouts that sinks show."""
+        for key in ("num_completions_to_print", "log_unique_prompts"):
+            if (value := getattr(self.run, key)) != RunSection.model_fields[key].default:
+                yield Conflict(
+                    f"run.{key} is {value}, which has no effect here: nothing is sampled, so there are no rollouts to show. Leave it out.",
+                    (f"run.{key}",),
+                )
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedSftConfig(LoadedConfig):
@@ -184,7 +193,7 @@ def load_sft_config(
 
 
 def _secrets(tree: Tree) -> list[str]:
-    return [*secrets_in(tree, ("task",)), *secrets_in(tree, ("callbacks",))]
+    return secrets_in(tree, "task", "callbacks")
 
 
 def sft_schema() -> str:

@@ -15,6 +15,7 @@ EXPORT = "tests/unit/models/test_export.py"
 FORWARD = "tests/unit/learner/test_forward.py"
 GENERATION = "tests/unit/generation"
 GRAPH_ENGINE = "tests/unit/sampler/native/test_graph_engine.py"
+HUB_PUSH = "tests/unit/models/test_hub_push.py"
 JSONL_SINK = "tests/unit/callbacks/test_jsonl_sink.py"
 LEARNER = "tests/unit/learner/test_torch_learner.py"
 LEARNING = "tests/unit/loops/test_learning_of_a_step.py"
@@ -24,6 +25,7 @@ NATIVE_MODEL = "tests/unit/models/native"
 NATIVE_SAMPLER = "tests/unit/sampler/native/test_engine.py"
 RANK_LEARNER = "tests/unit/ranks/test_rank_learner.py"
 RANK_SAMPLER = "tests/unit/ranks/test_rank_sampler.py"
+REPORTING = "tests/unit/callbacks/test_reporting.py"
 RESUME = "tests/integration/test_resume.py"
 ROWS = "tests/unit/rollouts/test_rows.py"
 RUSH_HOUR = "tests/unit/rewards/test_rush_hour.py"
@@ -791,9 +793,15 @@ MUTATIONS = (
     Mutation(
         "27",
         "a weight above 1 takes each row of a set once",
-        (("data/mixture.py", "for _ in range(int(times))", "for _ in range(min(int(times), 1))"),),
         (
-            "tests/unit/data/test_mixture.py::test_a_mixture_has_its_shares_and_depends_on_the_seed_alone",
+            (
+                "data/order.py",
+                "for _ in range(int(share.weight))",
+                "for _ in range(min(int(share.weight), 1))",
+            ),
+        ),
+        (
+            "tests/unit/data/test_mixture.py::test_every_epoch_has_the_shares_and_all_of_them_all_rows",
         ),
     ),
     Mutation(
@@ -1021,6 +1029,24 @@ MUTATIONS = (
             f"{GENERATION}/test_generate_results.py"
             "::test_what_trained_stays_where_nothing_could_be_scored",
         ),
+    ),
+    Mutation(
+        "30",
+        "a service's text is scored as if it had no tokens, by the rewards that count them",
+        (
+            (
+                "generation/scoring.py",
+                "return replace(made, rubric=without_tokens(made.rubric)[0])",
+                "return made",
+            ),
+        ),
+        (f"{GENERATION}/test_scoring.py::test_wordle_is_scored_without_its_part_for_length",),
+    ),
+    Mutation(
+        "30",
+        "the first turn of a game is paid for and scored as if it were the whole",
+        (("generation/prompts.py", 'if task.has("get_environment"):', "if task.spec is None:"),),
+        (f"{GENERATION}/test_generate_prompts.py::test_a_task_that_answers_in_turns_is_refused",),
     ),
     Mutation(
         "30",
@@ -1328,6 +1354,83 @@ MUTATIONS = (
     ),
     Mutation(
         "31",
+        "every row has the target of the first",
+        (
+            (
+                "rewards/rush_hour.py",
+                'columns.get("moves") or nothing,',
+                '[columns["moves"][0]] * count if "moves" in columns else nothing,',
+            ),
+        ),
+        (f"{RUSH_HOUR}::test_each_row_has_its_own_target",),
+    ),
+    Mutation(
+        "31",
+        "every row's answer has as many letters as that of the first",
+        (
+            (
+                "rewards/crossword.py",
+                "{name: values[at] for name, values in said.items()}",
+                "{name: values[0] for name, values in said.items()}",
+            ),
+        ),
+        ("tests/unit/rewards/test_crossword.py::test_each_row_has_its_own_expected_length",),
+    ),
+    Mutation(
+        "31",
+        "a number is the digits that stand before signs which nobody reads",
+        (("rewards/mathematics.py", "if _has_unread_signs(bare):", "if not bare:"),),
+        ("tests/unit/rewards/test_mathematics.py::test_what_is_wrong_however_alike_it_looks",),
+    ),
+    Mutation(
+        "31",
+        "the exponent of a formula counts by its bits and not by its value",
+        (("rewards/formulas.py", "return 2.0**bits.numerator", "return bits.numerator"),),
+        ("tests/unit/rewards/test_formulas.py::test_formulas_that_may_come_to_more_are_not",),
+    ),
+    Mutation(
+        "31",
+        "a guess that is no real word is never a repeated one",
+        (
+            (
+                "tasks/wordle.py",
+                "return Verdict(guess, repeated=repeated)",
+                "return Verdict(guess)",
+            ),
+        ),
+        (
+            "tests/unit/tasks/test_wordle.py::test_a_guess_is_repeated_whether_it_is_a_real_word_or_not",
+            "tests/unit/tasks/test_wordle_game.py::test_parts_of_a_game",
+        ),
+    ),
+    Mutation(
+        "31",
+        "a clue is kept though the reward cannot read its answer",
+        (
+            (
+                "tasks/crossword.py",
+                'if unscorable := _unscorable({"answer": answer}):',
+                'if unscorable := not letters(answer) and ValueError("no letters"):',
+            ),
+        ),
+        (
+            "tests/unit/tasks/test_crossword.py::test_rows_that_cannot_be_used_are_counted_or_refused",
+        ),
+    ),
+    Mutation(
+        "31",
+        "an answer beside other signs counts as right in the metrics alone",
+        (
+            (
+                "tasks/crossword.py",
+                "correct = [value == 1 for value in values]",
+                "correct = [answer == gold for answer, gold in pairs]",
+            ),
+        ),
+        ("tests/unit/tasks/test_crossword.py::test_the_accuracy_is_that_of_the_reward",),
+    ),
+    Mutation(
+        "31",
         "a board is solved by any car at the right edge",
         (
             (
@@ -1394,11 +1497,13 @@ MUTATIONS = (
         (
             (
                 "tasks/reasoning_gym.py",
-                '    if not is_harmless(answer, str(spec["name"])):\n        return 0.0\n',
+                "    if not is_harmless(answer, name):\n        return 0.0\n",
                 "",
             ),
         ),
-        ("tests/unit/tasks/test_reasoning_gym.py::test_graders_that_evaluate_answers_get_no_code",),
+        (
+            "tests/unit/tasks/test_reasoning_gym_answers.py::test_graders_that_evaluate_answers_get_no_code",
+        ),
     ),
     Mutation(
         "31",
@@ -1438,6 +1543,48 @@ MUTATIONS = (
         ),
         (
             "tests/unit/evaluation/test_statistics.py::test_pass_at_k_is_unbiased_where_the_plain_estimate_is_not",
+        ),
+    ),
+    Mutation(
+        "32",
+        "the answers that math_answer reads are not recorded, so that whole texts vote",
+        (
+            (
+                "rewards/mathematics.py",
+                "        record_answers(log_extra, (spelt_answer(text, self.answer_tag) for text in texts))\n",
+                "",
+            ),
+        ),
+        (
+            "tests/unit/evaluation/test_evaluate.py::test_the_vote_on_a_task_counts_answers_however_they_were_found",
+        ),
+    ),
+    Mutation(
+        "32",
+        "tasks whose rewards record no answer have none to vote with, because another task's do",
+        (
+            (
+                "evaluation/measures.py",
+                "notes.get(_origin(group.example))",
+                "next(iter(notes.values()), None)",
+            ),
+        ),
+        (
+            "tests/unit/evaluation/test_measures.py::test_rewards_of_one_label_record_answers_and_those_of_another_need_not",
+        ),
+    ),
+    Mutation(
+        "32",
+        "the accuracy of one task of a mixture stands on the prompts of all",
+        (
+            (
+                "evaluation/evaluate.py",
+                "wilson(self.metrics[metric], self._behind[metric])",
+                "wilson(self.metrics[metric], self.prompts)",
+            ),
+        ),
+        (
+            "tests/unit/evaluation/test_evaluate.py::test_an_interval_of_one_task_stands_on_its_own_prompts",
         ),
     ),
     Mutation(
@@ -1500,17 +1647,65 @@ MUTATIONS = (
     ),
     Mutation(
         "28",
+        "a sink is sent again what benchmarks found, once a run goes on",
+        (
+            (
+                "callbacks/reporting.py",
+                "{key: line for key, line in noted.get(name, {}).items() if line <= last}",
+                "{key: line for key, line in noted.get(name, {}).items() if line < 0}",
+            ),
+        ),
+        (f"{REPORTING}::test_over_a_resume_each_of_them_is_sent_once",),
+    ),
+    Mutation(
+        "28",
+        "what benchmarks found, and a sink lost in a crash, is never sent to it",
+        (
+            (
+                "callbacks/reporting.py",
+                "{key: line for key, line in noted.get(name, {}).items() if line <= last}",
+                "dict(noted.get(name, {}))",
+            ),
+        ),
+        (f"{REPORTING}::test_over_a_resume_each_of_them_is_sent_once",),
+    ),
+    Mutation(
+        "28",
+        "a run whose benchmarks were left by Ctrl-C counts as finished, so that nobody makes them",
+        (
+            (
+                "loops/outcome.py",
+                "    if run.callbacks.left:\n        state",
+                "    if False:\n        state",
+            ),
+        ),
+        (
+            "tests/integration/test_benchmarks.py::test_what_a_finished_run_waits_for_is_made_by_a_resume",
+        ),
+    ),
+    Mutation(
+        "28",
+        "two that upload checkpoints share a queue",
+        (
+            (
+                "models/hub_queue.py",
+                'Queue(run / QUEUES / quote(name, safe="@"))',
+                'Queue(run / QUEUES / "all")',
+            ),
+        ),
+        ("tests/unit/models/test_hub_push.py::test_who_uploads_elsewhere_has_a_queue_of_its_own",),
+    ),
+    Mutation(
+        "28",
         "a sink is sent again what it has since before a resume",
         (
             (
                 "callbacks/reporting.py",
-                "if line is not None and line.values and self._held[name] < line.steps:",
-                "if line is not None and line.values:",
+                "[name for name in self._sinks if line and self._held[name] < line.steps]",
+                "list(self._sinks)",
             ),
         ),
-        (
-            "tests/unit/callbacks/test_reporting.py::test_a_resume_sends_what_is_missing_and_nothing_twice",
-        ),
+        (f"{REPORTING}::test_a_resume_sends_what_is_missing_and_nothing_twice",),
     ),
     Mutation(
         "28",
@@ -1577,5 +1772,76 @@ MUTATIONS = (
             ),
         ),
         (f"{SUITES}::test_answers_that_do_not_come_are_no_wrong_answers",),
+    ),
+    Mutation(
+        "35",
+        "what a part loses is measured against the weighted gain of the part that eats it",
+        (
+            (
+                "data/suspicions.py",
+                "_lost(gain, sight.least.get(other)) / LOST,",
+                "(gain.mean - gain.now) / (0.25 * abs(gains[name].now - gains[name].mean) or 1.0),",
+            ),
+        ),
+        (
+            "tests/unit/data/test_signals.py::test_a_light_part_that_a_heavy_one_eats",
+            "tests/unit/data/test_signals.py::test_a_loss_is_a_share_of_what_was_there",
+        ),
+    ),
+    Mutation(
+        "35",
+        "what moves within the start of a run counts as noise of its steps",
+        (
+            (
+                "data/gauge.py",
+                "variance = squares / (2 * (count - 1)) if count > 1 else 0.0",
+                "variance = sum((v - self.mean) ** 2 for v in self.start) / max(count - 1, 1)",
+            ),
+        ),
+        ("tests/unit/data/test_signals.py::test_a_move_that_begins_within_the_start_is_told",),
+    ),
+    Mutation(
+        "35",
+        "a threshold is about a reward part that nobody gives",
+        (
+            (
+                "loops/rl_prepare.py",
+                "        check_part(key, part, rubric.names if rubric else (), task.described)\n",
+                "        pass\n",
+            ),
+        ),
+        (
+            "tests/integration/test_selection.py::test_a_part_that_would_never_be_solved_is_refused_before_the_model_is_loaded",
+        ),
+    ),
+    Mutation(
+        "24",
+        "the best weights are called by the last step",
+        (("runs/find.py", "if found is None else found", "if True else found"),),
+        ("tests/unit/runs/test_find.py::TestFinal::test_its_weights_need_not_be_the_last_ones",),
+    ),
+    Mutation(
+        "24",
+        "a run replaces on the hub what somebody else has put in place of its own upload",
+        (
+            (
+                "models/hub_push.py",
+                "if own is None or _head(api, target) != own:",
+                "if own is None:",
+            ),
+        ),
+        (f"{HUB_PUSH}::test_what_somebody_else_has_changed_since_is_left_as_it_is",),
+    ),
+    Mutation(
+        "24",
+        "what is to be private is put into a public repository",
+        (
+            (
+                "models/hub_push.py",
+                "if target.private and not api.repo_info(target.repo_id).private:",
+                "if False:",
+            ),
+        ),
+        (f"{HUB_PUSH}::test_a_public_repository_is_refused_unless_that_is_said",),
     ),
 )

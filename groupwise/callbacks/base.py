@@ -18,12 +18,16 @@ import copy
 import inspect
 import json
 import logging
+import re
+import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from groupwise.awaiting import Interruption
 from groupwise.errors import CallbackError
 from groupwise.plugins import explain
 from groupwise.rewards.threads import DaemonThreads
@@ -44,6 +48,9 @@ EVENTS = {
     "on_run_end": ("run", "end"),
 }
 """The methods of a callback that are called, in the order of a step, with what they are given."""
+
+OF_TRAINING = re.compile(r"before|after|step-\d+")
+"""Names of the evaluations that a training makes itself; those that callbacks record have others."""
 
 SLOW = 60.0
 """Seconds after which the log says which callback the run waits for."""
@@ -86,6 +93,8 @@ class Observed(Protocol):
     def policy(self) -> Policy: ...
     @property
     def tokenizer(self) -> Any: ...
+    @property
+    def interruption(self) -> Interruption: ...
     def keep_for_replay(self, draws: Iterable[int]) -> None: ...
     def epoch(self) -> float: ...
     def say(self, text: str) -> None: ...
@@ -161,6 +170,15 @@ class RunHandle:
         """Tell whoever watches, and the log."""
         self._run.say(text)
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether Ctrl-C or SIGTERM has asked the run to end; whoever waits long looks at it now and then."""
+        return self._run.interruption.asked is not None
+
+    def leave(self, what: str) -> None:
+        """In `on_run_end` of a finished run: this was not waited for. The run counts as interrupted, so that a resume makes it."""
+        self._asked.left.append(what)
+
     def stop(self, reason: str = "") -> None:
         """End the run after this step, whole and with its final weights; `reason` stands in its summary."""
         if self._asked.stop is None:
@@ -184,6 +202,12 @@ class Callback:
 
     critical: bool = False
     """Whether the run ends when a method of this callback fails."""
+    last: bool = False
+    """Whether it is called after all that are not, because it shows what they record."""
+
+    def claim(self) -> str | None:
+        """What it must have for itself, in words, asked after `check`: two callbacks with an equal claim are refused."""
+        return None
 
     def check(self, config: View) -> None:
         """Before anything is loaded: raise ValueError if this callback has nothing to do, or no means, in such a run."""
@@ -229,6 +253,8 @@ class Asked:
     stop: Stop | None = None
     save: bool = False
     evaluate: bool = False
+    left: list[str] = field(default_factory=list[str])
+    """Work of a finished run that is not done."""
 
 
 @dataclass(slots=True)
@@ -245,7 +271,7 @@ class Callbacks:
 
     def __init__(self, callbacks: Iterable[tuple[str, Callback]] = ()) -> None:
         self._members: list[_Member] = []
-        for name, callback in callbacks:
+        for name, callback in sorted(callbacks, key=lambda named: named[1].last):
             self._members.append(_Member(self._free(name), callback))
         self._asked = Asked()
         self._run: Observed | None = None
@@ -271,6 +297,11 @@ class Callbacks:
     def stop(self) -> Stop | None:
         """Who wants the run to end after this step, and why."""
         return self._asked.stop
+
+    @property
+    def left(self) -> Sequence[str]:
+        """What a finished run has not waited for, and a resume makes."""
+        return self._asked.left
 
     def save_was_asked(self) -> bool:
         """Whether a checkpoint is wanted now; asking makes it forgotten."""
@@ -336,9 +367,17 @@ class Callbacks:
         await self._tell("on_save", lambda: (folder,))
 
     async def end(self, end: RunEnd) -> None:
-        """The run ended. Where it failed, that is the failure to speak of, and no callback's."""
+        """The run ended. Where it failed, that is the failure to speak of, and no callback's.
+
+        Once one leaves work to a resume, the others are told of an interrupted run.
+        """
+
+        def ended() -> tuple[RunEnd]:
+            state = "interrupted" if self._asked.left else end.state
+            return (replace(end, state=state, summary=dict(end.summary)),)
+
         try:
-            await self._tell("on_run_end", lambda: (replace(end, summary=dict(end.summary)),))
+            await self._tell("on_run_end", ended)
         except CallbackError as error:
             if end.state != "failed":
                 raise
@@ -399,14 +438,15 @@ class Callbacks:
         assert self._thread is not None
         try:
             method, arguments = getattr(member.callback, event), (member.handle, *given())
-            if inspect.iscoroutinefunction(method):
-                await method(*arguments)
-                return None
-            result, error = await asyncio.wrap_future(
-                self._thread.submit(lambda: method(*arguments))
-            )
-            if error is None and inspect.isawaitable(result):
-                await result
+            with redirect_stdout(sys.stderr):  # standard output belongs to the command's result
+                if inspect.iscoroutinefunction(method):
+                    await method(*arguments)
+                    return None
+                result, error = await asyncio.wrap_future(
+                    self._thread.submit(lambda: method(*arguments))
+                )
+                if error is None and inspect.isawaitable(result):
+                    await result
         except (Exception, SystemExit) as raised:  # noqa: BLE001 — any code of users may run here
             return raised
         return error
@@ -432,7 +472,8 @@ class Callbacks:
 
     def _guarded(self, member: _Member, method: str, call: Callable[[], Any]) -> Any:
         try:
-            return call()
+            with redirect_stdout(sys.stderr):
+                return call()
         except (Exception, SystemExit) as error:  # noqa: BLE001 — any code of users may run here
             self._failed(member, method, error)
             return None

@@ -2,14 +2,15 @@
 
 A checkpoint's weights are linked into a folder of the run's own, so that they outlive it, and a process is started on them as soon as
 one of `max_processes` is free. Processes are looked after at the run's events, where what they found is recorded, and never waited for
-before the run has finished. What has ended well leaves a result that names the weights by their hash, so no checkpoint is
-evaluated twice, and one whose evaluation was interrupted is evaluated when the run goes on.
+before the run has finished; Ctrl-C then leaves them to a resume, and so does a death. What has ended well leaves a result that names
+the weights by their hash, so no checkpoint is evaluated twice, and one whose evaluation was interrupted is evaluated when the run goes
+on.
 
-    benchmarks/NAME/step-N/files/         the weights, while they are needed
-    benchmarks/NAME/step-N/weights.json   their hash
-    benchmarks/NAME/step-N/result-*.json  what the process writes
-    benchmarks/NAME/step-N/log.txt        what it said; it stays where the process failed
-    results/NAME-step-N.json              what it found
+    benchmarks/LABEL/step-N/files/         the weights, while they are needed
+    benchmarks/LABEL/step-N/weights.json   their hash
+    benchmarks/LABEL/step-N/result-*.json  what the process writes
+    benchmarks/LABEL/step-N/log.txt        what it said; it stays where the process failed
+    results/LABEL-step-N.json              what it found
 
 Suites by name are asked by a process of `groupwise eval`, which serves the weights meanwhile.
 """
@@ -20,6 +21,7 @@ import json
 import logging
 import math
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -32,12 +34,13 @@ from pathlib import Path
 from typing import Any, cast
 from uuid import uuid4
 
-from groupwise.callbacks.base import Callback, RunEnd, RunHandle
+from groupwise.callbacks.base import OF_TRAINING, Callback, RunEnd, RunHandle
 from groupwise.errors import UsageError
 from groupwise.models.artefact import keep_artefact, weight_files
 from groupwise.models.card import model_card
 from groupwise.rewards.processes import MARK, end_family, has_ended, how_it_ended
 from groupwise.runs import checkpoints, durable
+from groupwise.runs.config import RUN_NAME
 from groupwise.runs.folder import RESULTS, add_result
 from groupwise.runs.records import EvaluationRecord
 from groupwise.settings.view import View
@@ -52,6 +55,8 @@ OPTIONS = {"samples": "--samples-per-prompt", "max_questions": "--max-prompts"}
 """Options of `groupwise eval` that have other names."""
 PATIENCE = 0.1
 """Seconds between two looks at processes that a finished run waits for."""
+REMINDER = 60.0
+"""Seconds between two lines that say what it waits for."""
 TIED = (
     "import os, signal, sys; from groupwise.rewards.processes import signal_when_parent_ends; os.nice(10); "
     "sys.platform.startswith('linux') and signal_when_parent_ends(signal.SIGKILL, int(sys.argv[1])); "
@@ -76,7 +81,7 @@ class BenchmarkOnCheckpoint(Callback):
 
     A command is a list of words, in which {policy} stands for the folder with the weights, {output} for the JSON file that it is to
     write, {step} and {run} for what they say. The file has numbers, or an object `metrics` with numbers, which are
-    recorded under `name`. At most `max_processes` are under way at once, each for at most `time_limit` seconds; a run that has finished
+    recorded under `label`. At most `max_processes` are under way at once, each for at most `time_limit` seconds; a run that has finished
     waits for them.
 
     Suites need `serve`, a list of words that serve the weights; see `groupwise.suites.serving`. `model` says which of the served models
@@ -86,7 +91,7 @@ class BenchmarkOnCheckpoint(Callback):
 
     def __init__(
         self,
-        name: str = "benchmark",
+        label: str = "benchmark",
         command: tuple[str, ...] = (),
         config: str | None = None,
         task_module: str | None = None,
@@ -122,9 +127,7 @@ class BenchmarkOnCheckpoint(Callback):
             )
         if max_processes < 1 or time_limit <= 0:
             raise ValueError("max_processes must be at least 1, and time_limit above 0 seconds.")
-        if not name or Path(name).name != name:
-            raise ValueError(f"name is {name!r}; it becomes a folder, so give letters and digits.")
-        self.name = name
+        self.label = _checked_label(label)
         self.config = config
         self.max_processes = max_processes
         self.time_limit = time_limit
@@ -161,6 +164,10 @@ class BenchmarkOnCheckpoint(Callback):
         """Steps of prepared checkpoints, in order."""
         self._started: list[_Started] = []
 
+    def claim(self) -> str:
+        """What two with one label evaluate would be taken for each other."""
+        return f"the label {self.label!r}"
+
     def check(self, config: View) -> None:
         """The program and the config must be there."""
         if self.config is not None and not Path(self.config).is_file():
@@ -176,10 +183,14 @@ class BenchmarkOnCheckpoint(Callback):
     def on_run_begin(self, run: RunHandle) -> None:
         """Take up what an earlier process had prepared, and record again what the record lost."""
         for folder in sorted(self._folder(run).glob("step-*"), key=_step_of):
-            if _step_of(folder) > run.step or not (folder / FILES).is_dir():
+            step = _step_of(folder)
+            if step > run.step or not (folder / FILES).is_dir():
+                shutil.rmtree(folder)
+            elif (known := self._result(run, step, _weights_in(folder))) is not None:
+                self._record(run, step, known)
                 shutil.rmtree(folder)
             else:
-                self._waiting.append(_step_of(folder))
+                self._waiting.append(step)
         self._look(run)
 
     def on_step_begin(self, run: RunHandle) -> None:
@@ -205,19 +216,29 @@ class BenchmarkOnCheckpoint(Callback):
         self._look(run)
 
     def on_run_end(self, run: RunHandle, end: RunEnd) -> None:
-        """A finished run waits for what is under way; any other ends it, and evaluates it when it goes on."""
+        """A finished run waits for what is under way, until Ctrl-C; any other ends it, and evaluates it when it goes on."""
         if end.state == "finished":
-            if self._waiting or self._started:
-                run.say(f"waiting for {self.name}: {self._left()}")
-            while self._waiting or self._started:
-                self._look(run)
-                time.sleep(PATIENCE)
-            return
+            self._wait(run)
+        if self._waiting or self._started:
+            left = f"{self.label} of {self._left()}"
+            run.say(f"{left} is done when the run goes on")
+            if end.state == "finished":
+                run.leave(left)
         for each in self._started:
             end_family(each.process.pid, each.mark)
             each.process.wait()
-        if self._waiting or self._started:
-            run.say(f"{self.name} of {self._left()} is done when the run goes on")
+
+    def _wait(self, run: RunHandle) -> None:
+        said: float | None = None
+        while (self._waiting or self._started) and not run.interrupted:
+            if said is None or time.monotonic() - said >= REMINDER:
+                again = "" if said is None else "still "
+                run.say(
+                    f"{again}waiting for {self.label}: {self._left()}. Ctrl-C leaves that to --resume"
+                )
+                said = time.monotonic()
+            self._look(run)
+            time.sleep(PATIENCE)
 
     def _left(self) -> str:
         steps = sorted([*(each.step for each in self._started), *self._waiting])
@@ -258,7 +279,7 @@ class BenchmarkOnCheckpoint(Callback):
                 env={**os.environ, MARK: mark},
                 start_new_session=True,
             )
-        logger.info("%s of step-%d begins", self.name, step)
+        logger.info("%s of step-%d begins", self.label, step)
         self._started.append(_Started(step, process, mark, output, time.monotonic()))
 
     def _ended(self, run: RunHandle, ended: _Started) -> None:
@@ -273,9 +294,8 @@ class BenchmarkOnCheckpoint(Callback):
             self._failed(run, ended.step, str(error))
             return
         place = self._place(run, ended.step)
-        weights = json.loads((place / WEIGHTS).read_bytes())
-        found = {**content, "step": ended.step, "weights": weights}
-        add_result(run.folder, f"{self.name}-step-{ended.step}", found)
+        found = {**content, "step": ended.step, "weights": _weights_in(place)}
+        add_result(run.folder, f"{self.label}-step-{ended.step}", found)
         self._record(run, ended.step, found)
         if self._program is not None and "failed" in content:  # some suites of several
             self._failed(run, ended.step, "; ".join(map(": ".join, content["failed"].items())))
@@ -286,7 +306,7 @@ class BenchmarkOnCheckpoint(Callback):
         place = self._place(run, step)
         logger.warning(
             "%s of step-%d failed: %s. The run goes on; what it said is in %s",
-            self.name,
+            self.label,
             step,
             reason,
             place / LOG,
@@ -297,23 +317,40 @@ class BenchmarkOnCheckpoint(Callback):
 
     def _record(self, run: RunHandle, step: int, found: Mapping[str, Any]) -> None:
         policy, metrics = f"{run.name}@{step}", _metrics(found)
-        run.record_evaluation(EvaluationRecord(step, self.name, policy, metrics))
+        run.record_evaluation(EvaluationRecord(step, self.label, policy, metrics))
         shown = ", ".join(f"{name} {value:.4g}" for name, value in list(metrics.items())[:4])
-        run.say(f"{self.name} of step-{step}: {shown}")
+        run.say(f"{self.label} of step-{step}: {shown}")
 
     def _result(self, run: RunHandle, step: int, weights: str) -> dict[str, Any] | None:
         """What was found for these weights, if it was."""
-        for file in sorted((run.folder / RESULTS).glob(f"{self.name}-step-{step}*.json")):
-            content = json.loads(file.read_bytes())
-            if content.get("step") == step and content.get("weights") == weights:
-                return content
+        ours = re.compile(
+            rf"{re.escape(self.label)}-step-{step}(-\d+)?"
+        )  # not one of a longer label
+        for file in sorted((run.folder / RESULTS).glob(f"{self.label}-step-{step}*.json")):
+            if ours.fullmatch(file.stem):
+                content = json.loads(file.read_bytes())
+                if content.get("step") == step and content.get("weights") == weights:
+                    return content
         return None
 
     def _folder(self, run: RunHandle) -> Path:
-        return run.folder / FOLDER / self.name
+        return run.folder / FOLDER / self.label
 
     def _place(self, run: RunHandle, step: int) -> Path:
         return self._folder(run) / f"step-{step}"
+
+
+def _checked_label(label: str) -> str:
+    """ValueError for what can name no folder, or names something else."""
+    if not RUN_NAME.fullmatch(label):
+        raise ValueError(
+            f"label is {label!r}; it names a folder, so use letters, digits, `.`, `_` and `-`, beginning with a letter or digit."
+        )
+    if OF_TRAINING.fullmatch(label):
+        raise ValueError(
+            f"label is {label!r}, as the run calls evaluations of its own (before, after, step-N); choose another one."
+        )
+    return label
 
 
 def _checked_suites(
@@ -378,6 +415,11 @@ def _filled(word: str, named: Mapping[str, str]) -> str:
 
 def _step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
+
+
+def _weights_in(place: Path) -> str:
+    """Which weights were kept for an evaluation."""
+    return json.loads((place / WEIGHTS).read_bytes())
 
 
 def _weights_of(checkpoint: Path) -> str:

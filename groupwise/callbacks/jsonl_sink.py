@@ -1,8 +1,9 @@
-"""The sink `jsonl`: `metrics.jsonl` in the run's folder, and `completions.jsonl` with the rollouts that are to be shown.
+"""The sink `jsonl`: `metrics.jsonl` in the run's folder, `completions.jsonl` with the rollouts that are to be shown, and
+`evaluations.jsonl` with what was found of checkpoints beside the training.
 
-Both are only added to, so that a program may follow them, and each line is on the disk before the next step begins. A process that was
-killed may leave half a line, or rollouts whose line of metrics was not written yet; and a run that goes on from a checkpoint draws
-steps again. When it is taken up, what stands behind the last whole line of the steps done is therefore cut off.
+All are only added to, so that a program may follow them, and each line is on the disk before the next step begins. A process that was
+killed may leave half a line, or rollouts and findings whose line of metrics was not written yet; and a run that goes on from a
+checkpoint draws steps again. When it is taken up, what stands behind the last whole line of the steps done is therefore cut off.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from groupwise.settings.view import View
 
 METRICS = "metrics.jsonl"
 COMPLETIONS = f"{TABLE}.jsonl"
+EVALUATIONS = "evaluations.jsonl"
+KNOWN_AFTER = "known_after"
+"""Steps done of the line with which a finding came; its `step` says which policy it is about."""
 OURS = ("step", "wall_time")
 """Keys of each line; a task's metric of such a name is kept as `task/<name>`."""
 
@@ -38,10 +42,17 @@ class JsonlSink:
         self._folder = run.folder
         held = _mended(run.folder / METRICS, run.steps)
         _mended(run.folder / COMPLETIONS, held)
+        _mended(run.folder / EVALUATIONS, held, KNOWN_AFTER)
         return held
 
     def line(self, line: Line) -> None:
-        """First the rollouts: without the line of metrics they do not count."""
+        """First rollouts and findings: without the line of metrics they do not count."""
+        if line.findings:
+            found = [
+                {"step": each.steps, KNOWN_AFTER: line.steps, **each.values}
+                for each in line.findings
+            ]
+            durable.append(self._folder / EVALUATIONS, _encoded(found))
         if line.table:
             rows = [{**row, "step": line.steps} for row in line.table]
             durable.append(self._folder / COMPLETIONS, _encoded(rows))
@@ -59,14 +70,14 @@ def _encoded(rows: Sequence[Mapping[str, Any]]) -> bytes:
     return "".join(lines).encode("utf-8", "backslashreplace")
 
 
-def _mended(file: Path, last: int) -> int:
-    """Cut off what is torn, and what comes after these steps; returns the steps of the last line that is left."""
+def _mended(file: Path, last: int, key: str = "step") -> int:
+    """Cut off what is torn, and what comes after these steps; returns the steps of the last line that is left, which `key` has."""
     held, size = NOTHING, 0
     if not file.exists():
         return held
     with file.open("rb") as lines:
         for line in lines:
-            steps = _steps(line)
+            steps = _steps(line, key)
             if steps is None or not held <= steps <= last:
                 break
             held, size = steps, size + len(line)
@@ -75,11 +86,11 @@ def _mended(file: Path, last: int) -> int:
     return held
 
 
-def _steps(line: bytes) -> int | None:
+def _steps(line: bytes, key: str) -> int | None:
     """The steps done of a line; None where it is not whole."""
     try:
         row = json.loads(line) if line.endswith(b"\n") else None
     except ValueError:
         return None
-    steps = cast("dict[str, Any]", row).get("step") if isinstance(row, dict) else None
+    steps = cast("dict[str, Any]", row).get(key) if isinstance(row, dict) else None
     return steps if isinstance(steps, int) else None

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-from groupwise.callbacks.sinks import NOTHING, TABLE, Line, Reported, State
+from groupwise.callbacks.sinks import NOTHING, TABLE, Finding, Line, Reported, State
 from groupwise.runs import durable
 from groupwise.settings.view import View
 
@@ -115,6 +115,11 @@ class MlflowSink:
                 for name, value in named
                 if self._reached.get(name) != line.steps
             ]
+            points += [
+                point(name, value, at, finding.steps)
+                for finding in line.findings
+                for name, value in self._missing(finding)
+            ]
             self._client.log_batch(self._run_id, metrics=points)
             if line.table:
                 self._keep(f"{TABLE}/step-{line.steps:08d}.csv", _csv(line))
@@ -125,6 +130,14 @@ class MlflowSink:
         if self._ours:
             with _asking(PATIENTLY):
                 self._client.set_terminated(self._run_id, STATUS[state])
+
+    def _missing(self, finding: Finding) -> Iterator[tuple[str, float]]:
+        """The metrics of a finding that are not there; it may come after one of later steps, so the last step of a metric says little."""
+        for name, value in ((_name(name), value) for name, value in finding.values.items()):
+            known = name in self._reached
+            there = self._client.get_metric_history(self._run_id, name) if known else ()
+            if finding.steps not in [point.step for point in there]:
+                yield name, value
 
     def _found(self, run: Reported) -> Any:
         """The run in MLflow; it is made with its tag, so that no crash can make a second one."""

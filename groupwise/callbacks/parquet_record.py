@@ -21,6 +21,8 @@ NAME = "parquet"
 class ParquetRecord(Callback):
     """Writes `rollouts.parquet`, `metrics.parquet` and `evaluations.parquet`."""
 
+    last = True
+
     def check(self, config: View) -> None:
         """Parquet needs its package."""
         try:

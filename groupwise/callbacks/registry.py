@@ -9,7 +9,9 @@ Whatever cannot work is refused before a model is loaded: unknown names and para
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from typing import Any
 
 from groupwise.callbacks.base import EVENTS, Callback, overrides
@@ -23,7 +25,7 @@ from groupwise.callbacks.reporting import NAME, Reporting
 from groupwise.callbacks.success_cache import SuccessCache
 from groupwise.callbacks.trainer import TrainerCallbackAdapter, is_trainer_callback
 from groupwise.errors import ConfigError, TaskError
-from groupwise.parameters import instance, refusing
+from groupwise.parameters import instance, refusing, taken_by
 from groupwise.plugins import load, missing, nearest
 from groupwise.settings.view import View
 from groupwise.tasks.contract import Task
@@ -57,7 +59,10 @@ def configured_callbacks(
     problems: list[str] = []
     for entry in entries:
         try:
-            found.append(_configured(entry, config))
+            with redirect_stdout(sys.stderr):  # standard output belongs to the command's result
+                made = _configured(entry, config)
+            _refuse_equal_claims([*found, made])
+            found.append(made)
         except TaskError as error:
             problems.append(f"{origin}: callbacks: {error}")
     try:
@@ -102,6 +107,7 @@ def _configured(entry: str | Mapping[str, Any], config: View) -> Named:
     found = _loaded(name)
     _check_kind(_kind(found), name)
     if inspect.isclass(found):
+        _refuse_hidden_parameter(found, name)
         made = instance(found, parameters, name)
     elif parameters:
         raise TaskError(
@@ -111,6 +117,26 @@ def _configured(entry: str | Mapping[str, Any], config: View) -> Named:
         made = found
     announced = ":" not in name
     return name if announced else _kind(found).__name__, _checked(made, config, name)
+
+
+def _refuse_hidden_parameter(kind: type, what: str) -> None:
+    if any(parameter.name == "name" for parameter in taken_by(kind)):
+        raise TaskError(
+            f"{what} has a parameter `name`, which no entry can give: there it says which callback is meant. Give the parameter "
+            "another name, or return an instance from the task's get_rl_callbacks."
+        )
+
+
+def _refuse_equal_claims(named: Sequence[Named]) -> None:
+    """Raises TaskError for the last one, if another one has what it needs for itself."""
+    name, callback = named[-1]
+    claim = callback.claim()
+    for other, each in named[:-1]:
+        if claim is not None and each.claim() == claim:
+            raise TaskError(
+                f"{name}: {claim} cannot be had by two callbacks, and {other} before it has it already. Leave one out, or give it "
+                "other parameters."
+            )
 
 
 def unknown_callback(name: str) -> str | None:
@@ -186,8 +212,12 @@ def _check_methods(callback: Callback, what: str) -> None:
 
 
 def callbacks_of_task(
-    task: Task, config: View, tokenizer: Any, output_dir: str
+    task: Task, config: View, tokenizer: Any, output_dir: str, beside: Sequence[Named] = ()
 ) -> tuple[Named, ...]:
-    """Those that the hook `get_rl_callbacks` returns; none where there is no such hook."""
-    given = task.rl_callbacks(config, tokenizer, output_dir)
-    return given_callbacks(given, config, f"{task.described}: get_rl_callbacks")
+    """Those that the hook `get_rl_callbacks` returns; none where there is no such hook. `beside` are those of the config."""
+    with redirect_stdout(sys.stderr):  # as above
+        given = task.rl_callbacks(config, tokenizer, output_dir)
+        found = given_callbacks(given, config, f"{task.described}: get_rl_callbacks")
+    for end in range(len(found)):
+        _refuse_equal_claims([*beside, *found[: end + 1]])
+    return found

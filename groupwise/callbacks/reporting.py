@@ -2,7 +2,9 @@
 
 The record is the truth. When a run begins or goes on, each sink says what it holds, and is sent what the record has beyond that. Then
 each step adds a line, which is sent when the next step begins, once what was evaluated after it is known as well. So a sink
-never gets half a line, a line twice, or misses one. After a crash some lines are drawn again that a sink has already; those it keeps.
+never gets half a line, a line twice, or misses one. Evaluations that other callbacks record go with the line that is sent next, once
+`sinks.json` in the run's folder says so: a resume knows by it which of them a sink holds, as it knows that of lines. After a crash some
+lines are drawn again that a sink has already; those it keeps.
 
 A sink that fails is named once in the log and gets nothing more; the run goes on.
 """
@@ -21,10 +23,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from groupwise.callbacks.base import Callback, RunEnd, RunHandle
+from groupwise.callbacks.base import OF_TRAINING, Callback, RunEnd, RunHandle
 from groupwise.callbacks.jsonl_sink import JsonlSink
 from groupwise.callbacks.mlflow_sink import MlflowSink
-from groupwise.callbacks.sinks import Line, Reported, Sink
+from groupwise.callbacks.sinks import Finding, Line, Reported, Sink
 from groupwise.callbacks.tensorboard_sink import TensorBoardSink
 from groupwise.callbacks.trackio_sink import TrackioSink
 from groupwise.callbacks.wandb_sink import WandbSink
@@ -40,7 +42,11 @@ logger = logging.getLogger(__name__)
 NAME = "report_to"
 """The name of the callback in messages."""
 IDENTITY = "sinks.json"
-"""File of a run that holds what sinks know it by."""
+"""File of a run that holds what sinks know it by, and with which line of each sink which finding went."""
+SENT = "sent"
+"""Its key for findings."""
+EVAL = "eval"
+"""How the names of evaluated metrics begin."""
 SINKS: dict[str, Callable[[], Sink]] = {
     "tensorboard": TensorBoardSink,
     "wandb": WandbSink,
@@ -48,12 +54,12 @@ SINKS: dict[str, Callable[[], Sink]] = {
     "mlflow": MlflowSink,
     "jsonl": JsonlSink,
 }
-OF_TRAINING = ("before", "after", "step-")
-"""How the names of a training's own evaluations begin; others are told when they are made."""
 
 
 class Reporting(Callback):
     """Reports to these sinks."""
+
+    last = True
 
     def __init__(self, sinks: tuple[str, ...]) -> None:
         self._sinks = {name: SINKS[name]() for name in sinks}
@@ -61,6 +67,8 @@ class Reporting(Callback):
         """The last line that each sink has."""
         self._next: Line | None = None
         """After the steps done; not sent yet."""
+        self._sent: dict[str, dict[str, int]] = {}
+        """By sink: the findings that it was sent, and with which line."""
 
     def check(self, config: View) -> None:
         """What is reported to must be installed, and ready to write."""
@@ -82,16 +90,17 @@ class Reporting(Callback):
             held = self._guarded(name, lambda sink=sink: sink.begin(reported))
             if held is not None:
                 self._held[name] = held
+        self._sent = _sent_before(run.folder, self._held)
         if not self._sinks:
             return
         first = min(self._held.values()) + 1
         for line in self._recorded(run, first):
-            self._send(line)
+            self._send(run, line)
         self._next = next(iter(self._recorded(run, run.step, run.step)))
 
     def on_step_begin(self, run: RunHandle) -> None:
         """Nothing more will be known of the steps done."""
-        self._send(self._next)
+        self._send(run, self._next)
 
     def on_step_end(self, run: RunHandle, metrics: dict[str, float]) -> None:
         """Another line."""
@@ -107,14 +116,23 @@ class Reporting(Callback):
     def on_run_end(self, run: RunHandle, end: RunEnd) -> None:
         """A line that may still become longer when the run goes on is sent then."""
         if end.state == "finished":
-            self._send(self._next)
+            self._send(run, self._next)
         for name, sink in list(self._sinks.items()):
             self._guarded(name, lambda sink=sink: sink.end(end.state))
 
-    def _send(self, line: Line | None) -> None:
-        for name, sink in list(self._sinks.items()):
-            if line is not None and line.values and self._held[name] < line.steps:
-                self._guarded(name, lambda sink=sink: sink.line(line))
+    def _send(self, run: RunHandle, line: Line | None) -> None:
+        behind = [name for name in self._sinks if line and self._held[name] < line.steps]
+        if line is None or not behind:
+            return
+        findings = _findings(run, line.steps)
+        for name in behind:
+            new = {k: each for k, each in findings.items() if k not in self._sent[name]}
+            if new:
+                self._sent[name] |= dict.fromkeys(new, line.steps)
+                _note_sent(run.folder, self._sent)
+            if line.values or new:
+                full = replace(line, findings=tuple(new.values()))
+                self._guarded(name, lambda name=name, full=full: self._sinks[name].line(full))
                 self._held[name] = line.steps
 
     def _guarded(self, name: str, call: Callable[[], Any]) -> Any:
@@ -168,8 +186,36 @@ def _identity(folder: Path) -> str:
     """What sinks know the run by; it is made once, and moves with the folder."""
     file = folder / IDENTITY
     if not file.exists():
-        durable.write_json(file, {"id": secrets.token_hex(4)})
+        durable.write_json(file, {"id": secrets.token_hex(4), SENT: {}})
     return json.loads(file.read_bytes())["id"]
+
+
+def _sent_before(folder: Path, held: Mapping[str, int]) -> dict[str, dict[str, int]]:
+    """The findings that sinks hold, which have the lines up to `held`."""
+    noted: dict[str, dict[str, int]] = json.loads((folder / IDENTITY).read_bytes()).get(SENT, {})
+    return {
+        name: {key: line for key, line in noted.get(name, {}).items() if line <= last}
+        for name, last in held.items()
+    }
+
+
+def _note_sent(folder: Path, sent: Mapping[str, Mapping[str, int]]) -> None:
+    """Before the line is sent: if it is not, what the sink holds ends before it, and the finding counts as not sent."""
+    known = json.loads((folder / IDENTITY).read_bytes())
+    durable.write_json(folder / IDENTITY, {**known, SENT: {**known.get(SENT, {}), **sent}})
+
+
+def _findings(run: RunHandle, steps: int) -> dict[str, Finding]:
+    """What callbacks recorded of policies up to these steps, by name and steps."""
+    with _record(run) as store:
+        found = store.evaluations(rows=False)
+    return {
+        f"{record.name}@{record.step}": Finding(
+            f"{EVAL}/{record.name}", record.step, _plain_names(record)
+        )
+        for record in found
+        if not OF_TRAINING.fullmatch(record.name) and record.step <= steps
+    }
 
 
 def _values(store: Store, first: int) -> dict[int, dict[str, float]]:
@@ -179,14 +225,18 @@ def _values(store: Store, first: int) -> dict[int, dict[str, float]]:
         for step, value in curve:
             found.setdefault(step + 1, {})[name] = value
     for record in store.evaluations(rows=False):
-        if record.name.startswith(OF_TRAINING):
+        if OF_TRAINING.fullmatch(record.name):
             found.setdefault(record.step, {}).update(_of_evaluation(record))
     return found
 
 
 def _of_evaluation(record: EvaluationRecord) -> Mapping[str, float]:
     """Its metrics as `eval/…`, whatever the command that trains calls them."""
-    return {f"eval/{name.removeprefix('eval_')}": value for name, value in record.metrics.items()}
+    return {f"{EVAL}/{name}": value for name, value in _plain_names(record).items()}
+
+
+def _plain_names(record: EvaluationRecord) -> dict[str, float]:
+    return {name.removeprefix(f"{EVAL}_"): value for name, value in record.metrics.items()}
 
 
 def _row(view: RolloutView) -> dict[str, Any]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from groupwise.callbacks.base import Callback, RunHandle
-from groupwise.data.success import successes
+from groupwise.data.success import SoughtPart, successes
 from groupwise.settings.view import View
 from groupwise.types import Group
+
+PART = "success_cache: part"
+"""What messages call the parameter."""
 
 
 class SuccessCache(Callback):
@@ -20,6 +23,7 @@ class SuccessCache(Callback):
     def __init__(self, threshold: float = 0.999, part: str | None = None) -> None:
         self.threshold = threshold
         self.part = part
+        self._sought = SoughtPart(PART, part)
 
     def check(self, config: View) -> None:
         """There must be a buffer, and nobody else who fills it."""
@@ -37,8 +41,9 @@ class SuccessCache(Callback):
 
     def on_groups(self, run: RunHandle, groups: Sequence[Group], rejected: Sequence[Group]) -> None:
         """Choose the prompts that were solved."""
+        drawn = (*groups, *rejected)
+        if text := self._sought.missing(drawn):
+            run.say(text)
         run.keep_for_replay(
-            group.draw
-            for group in (*groups, *rejected)
-            if successes(group, self.threshold, self.part)[0]
+            group.draw for group in drawn if successes(group, self.threshold, self.part)[0]
         )

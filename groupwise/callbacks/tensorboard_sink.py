@@ -7,6 +7,7 @@ process leaves it anywhere; so the files are made anew from the run's record whe
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
@@ -56,12 +57,17 @@ class TensorBoardSink:
         return NOTHING
 
     def line(self, line: Line) -> None:
-        """One event with all values."""
-        event = self._event(wall_time=line.finished_at, step=line.steps)
-        for name, value in line.values.items():
+        """One event with all values, and one for each finding, at its own steps."""
+        self._add(line.finished_at, line.steps, line.values)
+        for finding in line.findings:
+            self._add(line.finished_at, finding.steps, finding.values)
+        self._writer.flush()
+
+    def _add(self, at: float, steps: int, values: Mapping[str, float]) -> None:
+        event = self._event(wall_time=at, step=steps)
+        for name, value in values.items():
             event.summary.value.add(tag=name, simple_value=value)
         self._writer.add_event(event)
-        self._writer.flush()
 
     def end(self, state: State) -> None:
         """Close the file."""

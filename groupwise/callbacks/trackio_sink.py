@@ -9,7 +9,7 @@ import math
 from importlib import import_module
 from typing import Any
 
-from groupwise.callbacks.sinks import TABLE, Line, Reported, State
+from groupwise.callbacks.sinks import Line, Reported, State
 from groupwise.settings.view import View
 
 PROJECT = "groupwise"
@@ -43,10 +43,9 @@ class TrackioSink:
 
     def line(self, line: Line) -> None:
         """One row."""
-        values: dict[str, Any] = {k: v for k, v in line.values.items() if math.isfinite(v)}
-        if line.table:
-            columns, rows = line.cells()
-            values[TABLE] = self._trackio.Table(columns=columns, data=rows)
+        values: dict[str, Any] = {k: v for k, v in line.row().items() if math.isfinite(v)}
+        for name, (columns, rows) in line.tables().items():
+            values[name] = self._trackio.Table(columns=columns, data=rows)
         self._run.log(values, step=line.steps)
 
     def end(self, state: State) -> None:

@@ -12,7 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from groupwise.callbacks.sinks import NOTHING, TABLE, Line, Reported, State
+from groupwise.callbacks.sinks import NOTHING, Line, Reported, State
 from groupwise.settings.view import View
 
 PROJECT = "groupwise"
@@ -26,6 +26,8 @@ class WandbSink:
     def __init__(self) -> None:
         self._wandb: Any = None
         self._run: Any = None
+        self._defined: set[str] = set()
+        """Names of findings whose curves are drawn over the steps that they are of."""
 
     def check(self, config: View) -> None:
         """Online it needs a login, which nobody is asked for in the middle of a run."""
@@ -62,10 +64,12 @@ class WandbSink:
 
     def line(self, line: Line) -> None:
         """One row of its history."""
-        values: dict[str, Any] = dict(line.values)
-        if line.table:
-            columns, rows = line.cells()
-            values[TABLE] = self._wandb.Table(columns=columns, data=rows)
+        for name in {finding.name for finding in line.findings} - self._defined:
+            self._defined.add(name)
+            self._run.define_metric(f"{name}/*", step_metric=f"{name}/step")
+        values: dict[str, Any] = line.row()
+        for name, (columns, rows) in line.tables().items():
+            values[name] = self._wandb.Table(columns=columns, data=rows)
         self._run.log(values, step=line.steps)
 
     def end(self, state: State) -> None:

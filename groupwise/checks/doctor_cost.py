@@ -18,6 +18,7 @@ from groupwise.algorithms.sft import Sft
 from groupwise.checks.doctor_engine import Engine
 from groupwise.checks.findings import Finding
 from groupwise.config import DEFAULT_ALGORITHM, RunConfig
+from groupwise.data.order import Order
 from groupwise.rollouts.asking import gather_all
 from groupwise.rollouts.seeds import member_seed
 from groupwise.rollouts.teacher import LessonSet, teacher_row
@@ -225,12 +226,10 @@ async def measure_lessons(
     learner: Learner, lessons: LessonSet, config: SftConfig, clock: Clock = time.perf_counter
 ) -> LessonSpeeds:
     """Learn from one example, and then from as many of a step as there is time for; nothing is kept."""
-    training, shuffle = config.training, config.data.shuffle
-    rows = [
-        teacher_row(row)
-        for draw in range(training.examples_per_step)
-        for row in lessons.drawn(draw, training.seed, shuffle=shuffle).rows
-    ]
+    training, count = config.training, len(lessons.lessons)
+    order = Order(count, training.seed, shuffle=config.data.shuffle)
+    drawn = (lessons.lessons[order.example(draw)] for draw in range(training.examples_per_step))
+    rows = [teacher_row(row) for lesson in drawn for row in lesson.rows]
     seconds = await _taught(learner, rows[:1], clock)
     learner.discard()
     affordable = max(1, int(BUDGET / seconds)) if seconds else len(rows)

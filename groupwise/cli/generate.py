@@ -49,7 +49,8 @@ def generate(
         str | None,
         typer.Option(
             metavar="TEXT",
-            help="The prompt, with columns in braces: 'Solve: {question}'. Doubled braces stand for themselves.",
+            help="The prompt, with columns in braces: 'Solve: {question}'. {{ instruction }} is the prompt column; other doubled braces "
+            "stand for themselves.",
         ),
     ] = None,
     system_prompt: Annotated[

@@ -39,8 +39,8 @@ from groupwise.display.plot import Point, sparkline, svg_curve, terminal_curve, 
 from groupwise.display.text import one_line, shorten
 from groupwise.errors import RunNotFoundError, UsageError
 from groupwise.runs import checkpoints
-from groupwise.runs.find import RunInfo, list_runs, resolve, run_info
-from groupwise.runs.folder import CHECKPOINTS, RECORD, read_config, read_summary
+from groupwise.runs.find import RunInfo, final_step, list_runs, resolve, run_info
+from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD, read_config, read_summary
 from groupwise.runs.records import Order, RolloutFilter, RolloutView
 from groupwise.runs.store import Store
 
@@ -238,6 +238,7 @@ def _facts(path: Path) -> dict[str, Any]:
             "warnings": [asdict(warning) for warning in store.warnings()],
             "resumes": [asdict(resume) for resume in store.resumes()],
             "checkpoints": [checkpoint.step for checkpoint in found],
+            "final_step": final_step(path) if (path / FINAL).is_dir() else None,
             "damaged_checkpoints": [str(skipped) for skipped in found.skipped],
             "summary": read_summary(path),
             "config": read_config(path),
@@ -261,8 +262,10 @@ def _print_facts(facts: Mapping[str, Any]) -> None:
             ("reward", sparkline(facts["rewards"], 40)),
             ("loss", "" if facts["rewards"] else sparkline(facts["losses"], 40)),
             ("checkpoints", ", ".join(f"{name}@{step}" for step in facts["checkpoints"]) or "none"),
+            ("final", None if facts["final_step"] is None else f"{name}@{facts['final_step']}"),
             ("damaged", "; ".join(facts["damaged_checkpoints"])),
             ("resumed", f"{len(facts['resumes'])} times" if facts["resumes"] else None),
+            ("hub", _uploaded(facts["summary"])),
         ]
     )
     print_section(
@@ -279,6 +282,12 @@ def _print_facts(facts: Mapping[str, Any]) -> None:
         title = f"evaluation {evaluation['name']} of {evaluation['policy']} after {evaluation['step']} steps"
         print_section(title, [(k, rounded(v)) for k, v in evaluation["metrics"].items()])
     print_section("configuration", list(_flat(facts["config"])))
+
+
+def _uploaded(summary: Mapping[str, Any] | None) -> str | None:
+    """Where the result is on the hub, or why it is not there; None where it was not to be, or the run has not ended."""
+    hub: Mapping[str, str] = {} if summary is None else summary.get("hub", {})
+    return f"not uploaded: {hub['error']}" if "error" in hub else hub.get("url")
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:

@@ -19,8 +19,8 @@ def export(
     to: Annotated[
         Literal["adapter", "merged", "gguf", "jsonl", "parquet"],
         typer.Option(
-            help="adapter, merged (one model) and gguf (for llama.cpp) are weights; jsonl and parquet are rollouts, metrics and "
-            "evaluations."
+            help="adapter, merged (one model) and gguf (for llama.cpp) are weights; jsonl and parquet are what the run "
+            "recorded."
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder that is made.")],
@@ -58,12 +58,16 @@ def push(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace what a branch on the hub holds.")
     ] = False,
+    revision: Annotated[
+        str | None,
+        typer.Option(help="Branch for the final weights, in place of run.hub.revision."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Upload what a run should have uploaded and has not: checkpoints that wait, then its final weights (run.hub)."""
     from groupwise.review.push import push as upload
 
-    places = upload(run, runs_dir=dir, overwrite=overwrite)
+    places = upload(run, runs_dir=dir, overwrite=overwrite, revision=revision)
     if as_json:
         print_json({"uploaded": places})
     else:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
+from groupwise.data.order import Share
 from groupwise.errors import TaskError
 from groupwise.types import Message, Prompt
 
@@ -66,9 +67,11 @@ class Account:
 class Rows(list[Row]):
     """Rows that can be used, with an account of the others."""
 
-    def __init__(self, rows: Iterable[Row], account: Account) -> None:
+    def __init__(self, rows: Iterable[Row], account: Account, shares: Sequence[Share] = ()) -> None:
         super().__init__(rows)
         self.account = account
+        self.shares = tuple(shares)
+        """Of an epoch, where it is not each row once."""
 
 
 class Unusable(Exception):

@@ -38,7 +38,9 @@ class MixtureEntry(Strict):
         min_length=1,
     )
     weight: float = setting(
-        1.0, "How often each row comes in an epoch: 0.5 half of them, 2 each twice.", gt=0
+        1.0,
+        "How often each row comes in an epoch: 0.5 half of them, each epoch the next half; 2 each twice.",
+        gt=0,
     )
 
     @property
@@ -292,3 +294,9 @@ class DataConfig(DatasetConfig):
     curriculum: CurriculumConfig | None = setting(
         None, "Draw examples near a success rate; {} takes all defaults."
     )
+
+    @property
+    def success_parts(self) -> dict[str, str | None]:
+        """The reward parts that say what is solved, by the keys that name them; None where a key leaves it to the names of the parts."""
+        sections = {"replay": self.replay, "curriculum": self.curriculum}
+        return {f"data.{key}.success_part": s.success_part for key, s in sections.items() if s}

@@ -1,17 +1,20 @@
 """A number of each step against its own start.
 
-    start     mean m and standard deviation s of the first n values
+    start     mean m of the first n values, and s: s² is half the mean square of the differences between neighbours among them
     now       a running mean from there on: now ← memory · now + (1 − memory) · value, beginning with m
     errors    (now − m) / (s · √(1/n + (1 − memory) / (1 + memory)))
 
 The root has the variances of the two means, in units of that of one value, as if steps did not depend on each other: so `errors`
-says how many standard errors the number has moved. A step without the number, or where it is not finite, is passed over.
+says how many standard errors the number has moved. Where nothing moves, s is the standard deviation, too (von Neumann 1941,
+doi 10.1214/aoms/1177731677); but what the number moves already within the start is not taken for noise, which would hide the move. A
+step without the number, or where it is not finite, is passed over.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 MANY = 1e9
 """Standard errors of a move away from a start that did not vary."""
@@ -62,7 +65,7 @@ class Gauge:
         return math.copysign(min(abs(found), MANY), moved) if found == found else 0.0
 
     def _error(self, memory: float) -> float:
-        count, mean = len(self.start), self.mean
-        squares = sum((value - mean) * (value - mean) for value in self.start)
-        variance = squares / (count - 1) if count > 1 else 0.0
+        count = len(self.start)
+        squares = sum((after - value) * (after - value) for value, after in pairwise(self.start))
+        variance = squares / (2 * (count - 1)) if count > 1 else 0.0
         return math.sqrt(variance * (1 / count + (1 - memory) / (1 + memory)))

@@ -2,7 +2,7 @@
 
 What is held out is taken off first and never comes back: rows with the same prompt are all on one side, whichever sets they are in. Of
 the rest a weight says how often a row comes in an epoch: 1 takes each once, 0.5 half of them, 2 each twice, 1.5 each once
-and half of them twice. Which half that is depends on the seed, and is the same in every epoch.
+and half of them twice. Which half that is depends on the seed, and each epoch takes the next one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import zip_longest
 from typing import Any, Literal
 
 from groupwise.data.chat import Row
-from groupwise.data.order import Stream
+from groupwise.data.order import Share, Stream
 from groupwise.errors import TaskError
 
 Join = Literal["same", "common", "all"]
@@ -59,23 +59,29 @@ def _those(part: Part, belongs: Callable[[Row], bool]) -> Part:
     return replace(part, rows=[row for row in part.rows if belongs(row)])
 
 
-def mixed(parts: Sequence[Part], seed: int) -> list[Row]:
-    """Rows for an epoch of training, each as often as its part's weight says; several parts are shuffled together."""
-    rows = [row for part in parts for row in weighted(part, seed)]
-    return rows if len(parts) == 1 else Stream("mixture", seed).sample(rows, len(rows))
+def mixed(parts: Sequence[Part], seed: int) -> tuple[list[Row], tuple[Share, ...]]:
+    """All rows, and what share of an epoch they have; several parts are shuffled together. Raises TaskError where a share is none."""
+    rows = [row for part in parts for row in part.rows]
+    order = range(len(rows))
+    if len(parts) > 1:
+        order = Stream("mixture", seed).sample(order, len(rows))
+    place_of = {row: place for place, row in enumerate(order)}
+    numbers = iter(range(len(rows)))
+    places = [[place_of[next(numbers)] for _ in part.rows] for part in parts]
+    shares = [
+        _share(part, tuple(own))
+        for part, own in zip(parts, places, strict=True)
+        if part.weight != 1.0
+    ]
+    return [rows[row] for row in order], tuple(shares)
 
 
-def weighted(part: Part, seed: int) -> list[Row]:
-    """The rows of one part, each as often as its weight says. Raises TaskError where that is none."""
-    times, share = divmod(part.weight, 1.0)
-    count = round(share * len(part.rows))
-    stream = Stream("weight", seed, part.name)
-    places = sorted(stream.sample(range(len(part.rows)), count))
-    if not times and not places:
+def _share(part: Part, places: tuple[int, ...]) -> Share:
+    if round(part.weight * len(part.rows)) < 1:
         raise TaskError(
             f"{part.name}: the weight {part.weight:g} of its {len(part.rows)} rows is none. Raise it, or leave the set out."
         )
-    return [row for _ in range(int(times)) for row in part.rows] + [part.rows[n] for n in places]
+    return Share(part.name, places, part.weight)
 
 
 def in_turn(parts: Sequence[Part]) -> list[Row]:

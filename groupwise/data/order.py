@@ -1,5 +1,8 @@
 """Which example a draw gets: every example once per epoch, in an order that only the seed and the epoch decide.
 
+The sets of a mixture may come more or less often: of one that comes half as often, each epoch takes the next half, so that all of it
+is drawn in the end.
+
 The generator stands here, in a few lines, because an order that a resume must find again may not depend on the release of
 Python or numpy. It is SplitMix64 (Steele, Lea, Flood 2014), seeded through SHA-256.
 """
@@ -7,7 +10,8 @@ Python or numpy. It is SplitMix64 (Steele, Lea, Flood 2014), seeded through SHA-
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeVar
 
@@ -60,3 +64,65 @@ def example_of_draw(draw: int, examples: int, seed: int, *, shuffle: bool = True
 @lru_cache(maxsize=4)  # the epoch that is under way, and the next one when draws reach ahead
 def _permutation(examples: int, seed: int, epoch: int) -> tuple[int, ...]:
     return tuple(Stream("order", seed, epoch).sample(range(examples), examples))
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A set whose examples come more or less often than once in an epoch."""
+
+    name: str
+    """Of the set: what is drawn of it depends on that, and not on the sets beside it."""
+    places: tuple[int, ...]
+    """Of its examples, among all."""
+    weight: float
+    """How often they come: 0.5 half of them, 2 each twice, 1.5 each once and half of them once more."""
+
+    @property
+    def left(self) -> int:
+        """How many come once more than the others."""
+        count = round(self.weight % 1 * len(self.places))
+        return count if self.weight >= 1 else max(1, count)
+
+    def dealt(self, epoch: int, seed: int) -> Iterator[int]:
+        """Those that come once more: each epoch the next ones in an order that goes round."""
+        order = Stream("weight", seed, self.name).sample(self.places, len(self.places))
+        return (order[(epoch * self.left + n) % len(order)] for n in range(self.left))
+
+
+def among(shares: Sequence[Share], kept: Sequence[int]) -> tuple[Share, ...]:
+    """The shares where only these places are left, which are numbered anew."""
+    place = {old: new for new, old in enumerate(kept)}
+    left = (replace(s, places=tuple(place[n] for n in s.places if n in place)) for s in shares)
+    return tuple(share for share in left if share.places)
+
+
+class Order:
+    """The examples of all draws: epoch after epoch, each with every example as often as its share says, or once."""
+
+    def __init__(
+        self, examples: int, seed: int, *, shuffle: bool = True, shares: Sequence[Share] = ()
+    ) -> None:
+        self._examples, self._seed, self._shuffle = examples, seed, shuffle
+        self._shares = tuple(shares)
+        shared = {place for share in shares for place in share.places}
+        again = [n for share in shares for n in share.places for _ in range(int(share.weight))]
+        self._always = [n for n in range(examples) if n not in shared] + again
+        self._epochs: dict[int, list[int]] = {}
+        self.length = len(self._always) + sum(share.left for share in shares)
+        """Draws of an epoch."""
+
+    def example(self, draw: int) -> int:
+        """The place of the example that a draw gets."""
+        if not self._shares:
+            return example_of_draw(draw, self._examples, self._seed, shuffle=self._shuffle)
+        epoch, turn = divmod(draw, self.length)
+        if epoch not in self._epochs:
+            later = {n: places for n, places in self._epochs.items() if abs(n - epoch) == 1}
+            self._epochs = {**later, epoch: self._epoch(epoch)}
+        return self._epochs[epoch][turn]
+
+    def _epoch(self, epoch: int) -> list[int]:
+        dealt = (place for share in self._shares for place in share.dealt(epoch, self._seed))
+        places = sorted([*self._always, *dealt])
+        stream = Stream("order", self._seed, epoch)
+        return stream.sample(places, len(places)) if self._shuffle else places

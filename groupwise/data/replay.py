@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from groupwise.data.order import Stream
 from groupwise.settings.schema import Conflict, Strict, setting
@@ -31,6 +31,8 @@ EXPLOIT_RATIO = 0.7
 
 class ReplayConfig(Strict):
     """The section `data.replay`; `{}` takes all defaults."""
+
+    refused: ClassVar[Mapping[str, str]] = {"warmup": "here it is data.replay.warmup_entries"}
 
     mode: Literal["prompts", "completions"] = setting(
         "prompts",

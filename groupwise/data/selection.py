@@ -11,6 +11,7 @@ part of the checkpoint: the choices of blocks under way among it, so that a resu
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from statistics import fmean
@@ -18,10 +19,12 @@ from typing import Any, Literal
 
 from groupwise.data.config import DataConfig
 from groupwise.data.curriculum import Curriculum
-from groupwise.data.order import Stream, example_of_draw
+from groupwise.data.order import Order, Stream
 from groupwise.data.replay import Entry, ReplayBuffer
-from groupwise.data.success import successes
+from groupwise.data.success import SoughtPart, successes
 from groupwise.types import Group, Origin
+
+logger = logging.getLogger(__name__)
 
 Pool = Literal["main", "easy"]
 
@@ -42,7 +45,8 @@ class Choice:
 class Sizes:
     """What there is to choose from."""
 
-    examples: int
+    order: Order
+    """Of the examples."""
     easy: int
     block: int
     """Prompts of a step."""
@@ -77,11 +81,17 @@ class Selection:
             else None
         )
         self.curriculum = Curriculum(config.curriculum) if config.curriculum else None
+        self._sought = [SoughtPart(key, name) for key, name in config.success_parts.items()]
 
     @property
     def turns(self) -> int:
         """Examples whose turn in the order has come and was used or passed over."""
         return self._cursor - len(self._unused)
+
+    @property
+    def epochs(self) -> float:
+        """Passes over the data so far."""
+        return self.turns / self._sizes.order.length
 
     def plan(self, block: int, step: int, slots: int) -> None:
         """Choose for the slots of a block that begins at a step; what was chosen before stands."""
@@ -112,6 +122,10 @@ class Selection:
 
     def observe(self, groups: Iterable[Group]) -> None:
         """Learn what came of the draws of a committed step, in this order."""
+        groups = list(groups)
+        for sought in self._sought:
+            if text := sought.missing(groups):
+                logger.warning("%s", text)
         for group in groups:
             choice = self._under_way.pop(group.draw, None)
             if choice is not None and group.scored:
@@ -188,7 +202,7 @@ class Selection:
     def _next_in_order(self) -> int:
         """The next example that the curriculum lets pass; where that is none of a whole round, the likeliest of them."""
         best, best_chance = None, -1.0
-        for _ in range(self._sizes.examples):
+        for _ in range(self._sizes.order.length):
             turn, self._cursor = self._cursor, self._cursor + 1
             index = self._example_of(turn)
             chance = self.curriculum.chance(index) if self.curriculum else 1.0
@@ -201,7 +215,7 @@ class Selection:
         return best
 
     def _example_of(self, turn: int) -> int:
-        return example_of_draw(turn, self._sizes.examples, self._seed, shuffle=self._config.shuffle)
+        return self._sizes.order.example(turn)
 
     # Learning what came of it
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from groupwise.data.gauge import Gauge
-from groupwise.data.suspicions import SUSPICIONS, Finding, Sight, SignalsConfig
-from groupwise.data.symptoms import symptoms
+from groupwise.data.suspicions import SUSPICIONS, Finding, Sight, SignalsConfig, nobody_tells
+from groupwise.data.symptoms import least, symptoms
 from groupwise.runs.records import WarningRecord
 from groupwise.types import Group
 
@@ -52,6 +52,8 @@ class Signals:
         self._gauges: dict[str, Gauge] = {}
         self._rewards: tuple[float, float] | None = None
         """The lowest and the highest so far."""
+        self._least: dict[str, float] = {}
+        """Of each part so far, weight × value."""
         self._active: set[str] = set()
 
     def observe(self, groups: Sequence[Group], step: int, entropy: float | None = None) -> Seen:
@@ -65,6 +67,10 @@ class Signals:
             gauge = self._gauges.setdefault(name, Gauge())
             gauge.observe(value, self.config.start_steps, self.config.memory)
         self._note_rewards(fresh)
+        known = bool(self._least)
+        self._note_parts(fresh)
+        if self._least and not known:
+            self._say_if_nobody_tells(fresh)
         if self._started and not started:
             self._warn_of_unknown_part()
         warnings = self._changes(step + 1)
@@ -75,6 +81,7 @@ class Signals:
         return {
             "gauges": {name: [g.start, g.running] for name, g in self._gauges.items()},
             "rewards": self._rewards and list(self._rewards),
+            "least": dict(self._least),
             "active": sorted(self._active),
         }
 
@@ -84,12 +91,18 @@ class Signals:
             name: Gauge(list(start), now) for name, (start, now) in state["gauges"].items()
         }
         self._rewards = state["rewards"] and tuple(state["rewards"])
+        self._least = dict(state.get("least", {}))
         self._active = set(state["active"])
 
     @property
     def _started(self) -> bool:
         reward = self._gauges.get("reward")
         return reward is not None and reward.ready
+
+    def _say_if_nobody_tells(self, groups: Sequence[Group]) -> None:
+        parts = dict.fromkeys(p.name for g in groups for r in g.scored for p in r.parts)
+        if text := nobody_tells(self.config, parts):
+            logger.info("%s", text)
 
     def _warn_of_unknown_part(self) -> None:
         """Once, in case that the name is wrong."""
@@ -109,9 +122,13 @@ class Signals:
             known = [*rewards, *(self._rewards or ())]
             self._rewards = min(known), max(known)
 
+    def _note_parts(self, groups: Sequence[Group]) -> None:
+        for name, value in least(groups).items():
+            self._least[name] = min(self._least.get(name, value), value)
+
     def _changes(self, steps: int) -> tuple[WarningRecord, ...]:
         lowest, highest = self._rewards or (0.0, 0.0)
-        sight = Sight(self.config, self._gauges, lowest, highest)
+        sight = Sight(self.config, self._gauges, lowest, highest, self._least)
         found = {name: suspicion(sight) for name, suspicion in SUSPICIONS.items()}
         changes = [
             change(name, finding, steps, was=name in self._active)

@@ -11,21 +11,21 @@ None of this proves anything: a longer proof may be a better one. A signal says 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from pydantic import field_validator
 
 from groupwise.data.gauge import Gauge
-from groupwise.data.success import ACCURACY
+from groupwise.data.success import SOLVED, part_of_success
 from groupwise.settings.schema import Strict, setting
 
 BY_PROMPT = re.compile(r"reward|rewards/.+/mean|(pass|avg|maj)@\d+")
 """Metrics of an evaluation that each prompt has a value of."""
 LEFT_TO_EARN = 0.2
 """Share of the range of rewards seen so far that is still to be earned, below which it is no matter that completions are alike."""
-COST = 0.25
-"""What another part loses, as a share of what the dominating one gains: less is the price of any progress."""
+LOST = 0.5
+"""Share of what a part gave at the start that it loses to another: less is the price of any progress."""
 SATURATED = 0.2
 """Spread of a part within groups, as a share of that of its start, below which nearly everybody earns the same with it."""
 
@@ -95,7 +95,7 @@ class SignalsConfig(Strict):
     )
     dominance: float = setting(
         0.9,
-        "dominance: one part explains this share of the variance of the reward and gains, while another part loses.",
+        "dominance: one part explains this share of the variance of the reward and gains, while another part loses half of its own.",
         on_resume="free",
         gt=0,
         le=1,
@@ -103,7 +103,7 @@ class SignalsConfig(Strict):
     accuracy_part: str | None = setting(
         None,
         "accuracy: name of the reward part that says whether a task is really solved, of any weight; null: the first whose name contains "
-        "accuracy, if there is one.",
+        f"accuracy, else the first that is called {', '.join(SOLVED[:-1])} or {SOLVED[-1]}, if there is one.",
         on_resume="free",
     )
     held_out_metric: str | None = setting(
@@ -145,6 +145,8 @@ class Sight:
     lowest: float
     """Reward of a rollout so far; likewise the highest."""
     highest: float
+    least: Mapping[str, float] = field(default_factory=dict[str, float])
+    """The lowest weight × value of each part that a rollout got so far."""
 
     def ready(self, name: str) -> Gauge | None:
         """The number of that name, if it has a start to compare with."""
@@ -156,7 +158,7 @@ class Sight:
         return gauge.errors(self.config.memory) / self.config.noise
 
     def parts(self, kind: str) -> dict[str, Gauge]:
-        """The reward parts with that number: `gain`, `spread`, `share`."""
+        """The reward parts with that number: `value`, `gain`, `spread`, `share`."""
         names = [name for name in self.gauges if name.startswith(f"{kind}/") and self.ready(name)]
         return {name.partition("/")[2]: self.gauges[name] for name in names}
 
@@ -166,7 +168,17 @@ class Sight:
         names, chosen = self.parts("gain"), self.config.accuracy_part
         if chosen is not None:
             return chosen if chosen in names else None
-        return next((name for name in names if ACCURACY in name), None)
+        return part_of_success(names)
+
+
+def nobody_tells(config: SignalsConfig, names: Collection[str]) -> str | None:
+    """What to say where no part of the reward is known to tell whether a task is solved; None where one is, or is the only one."""
+    if config.accuracy_part is not None or len(names) < 2 or part_of_success(names):
+        return None
+    return (
+        "by its name, no reward part says whether a task is solved, so that the signals accuracy and held_out cannot go by it. If "
+        f"one does, name it as signals.accuracy_part. There are: {', '.join(names)}"
+    )
 
 
 def length(sight: Sight) -> Finding | None:
@@ -269,18 +281,15 @@ def dominance(sight: Sight) -> Finding | None:
     for name, share in sight.parts("share").items():
         if name == sight.accuracy or name not in gains:
             continue
-        rise = gains[name].now - gains[name].mean
-        price = COST * rise
         for other, gain in gains.items():
-            lost = gain.mean - gain.now
             strength = min(
                 share.now / sight.config.dominance,
                 sight.moved(gains[name]),
                 -sight.moved(gain),
-                lost / price if price > 0 else 0.0,
+                _lost(gain, sight.least.get(other)) / LOST,
             )
             text = f"the part {name} decides nearly alone what is reinforced, and gains at the cost of {other}"
-            values = {"share": share.now, "gained": rise, f"lost by {other}": lost}
+            values = {"share": share.now, **_course(sight, name), **_course(sight, other)}
             found.append(Finding(strength, text, values))
     return max(found, key=lambda finding: finding.strength, default=None)
 
@@ -299,10 +308,23 @@ def accuracy(sight: Sight) -> Finding | None:
     values = {
         "reward at the start": reward.mean,
         "reward now": reward.now,
-        f"{name} at the start": gain.mean,
-        f"{name} now": gain.now,
+        **_course(sight, name),
     }
     return Finding(strength, text, values)
+
+
+def _course(sight: Sight, name: str) -> dict[str, float]:
+    """A part's own value at the start and now, for people."""
+    value = sight.ready(f"value/{name}")
+    return {f"{name} at the start": value.mean, f"{name} now": value.now} if value else {}
+
+
+def _lost(gain: Gauge, least: float | None) -> float:
+    """The share that a part has lost of what it had at the start: of its size, or how far it was above the least that was seen of
+    it, if that is more, as for penalties. In its own units, because all of a light part is little beside what a heavy one gains."""
+    start = gain.mean
+    had = max(abs(start), start - least) if least is not None else abs(start)
+    return (start - gain.now) / had if had else 0.0
 
 
 def _not_risen(sight: Sight, gauge: Gauge) -> float:

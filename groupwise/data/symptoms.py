@@ -16,7 +16,8 @@ for. Of rollouts of several turns, only what the policy wrote counts: n-grams do
                            numbers, m the largest of them. 1: no two members share one; 0: one member has all. Unlike distinct-n
                            (Li et al. 2016, arXiv 1510.03055), repetition within a completion does not count
     same_answers           chance that completions of two prompts of the step are the same text
-    gain/PART              mean of weight × value where the part applies; of a part of weight 0, of its value
+    value/PART             mean of the part's own value where it applies, as in rewards/PART/mean
+    gain/PART              mean of weight × value there; of a part of weight 0, of its value
     spread/PART            mean over groups of the standard deviation of that
     share/PART             Σ (weight × value − mean) (reward − mean) / Σ (reward − mean)², sums within groups: the share of the
                            variance of the reward that the part explains. Shares add up to 1; one below 0 works against the others
@@ -153,30 +154,41 @@ def _same_answers(groups: Sequence[Group], written: Sequence[Sequence[_Written]]
 
 def _parts(groups: Sequence[Group]) -> dict[str, float | None]:
     scored = [_rewarded(group) for group in groups]
-    weighted = {
-        part.name: False for group in scored for rollout, _ in group for part in rollout.parts
-    }
-    earned = [[_earned(rollout, weighted) for rollout, _ in group] for group in scored]
+    parts = [part for group in scored for rollout, _ in group for part in rollout.parts]
+    weighted = {part.name for part in parts if part.weight and part.value is not None}
+    earned = [[_earned(rollout) for rollout, _ in group] for group in scored]
     totals = [_centred([reward for _, reward in group]) for group in scored]
+    own = [rollout.part_values for group in scored for rollout, _ in group]
     variance = sum(_product(total, total) for total in totals)
     found: dict[str, float | None] = {}
-    for name, counts in weighted.items():
+    for name in dict.fromkeys(part.name for part in parts):
         applied = [[each[name] for each in group if name in each] for group in earned]
+        values = [each.get(name) for each in own]
+        found[f"value/{name}"] = _mean(value for value in values if value is not None)
         found[f"gain/{name}"] = _mean(value for group in applied for value in group)
         found[f"spread/{name}"] = _mean(_deviation(group) for group in applied if len(group) > 1)
-        if counts and variance:
-            values = [[each.get(name, 0.0) for each in group] for group in earned]
-            explained = sum(map(_product, map(_centred, values), totals))
+        if name in weighted and variance:
+            all_of = [[each.get(name, 0.0) for each in group] for group in earned]
+            explained = sum(map(_product, map(_centred, all_of), totals))
             found[f"share/{name}"] = explained / variance
     return found
 
 
-def _earned(rollout: Rollout, weighted: dict[str, bool]) -> dict[str, float]:
-    """What each part that applies contributes to the reward; notes in `weighted` which ones have a weight."""
+def least(groups: Sequence[Group]) -> dict[str, float]:
+    """The lowest weight × value of each part that a scored rollout got; of those that are finite."""
+    found: dict[str, float] = {}
+    for rollout in (rollout for group in groups for rollout, _ in _rewarded(group)):
+        for name, value in _earned(rollout).items():
+            if math.isfinite(value):
+                found[name] = min(found.get(name, value), value)
+    return found
+
+
+def _earned(rollout: Rollout) -> dict[str, float]:
+    """What each part that applies contributes to the reward; its value where it has no weight."""
     found: dict[str, float] = {}
     for part in rollout.parts:
         if part.value is not None:
-            weighted[part.name] |= part.weight != 0
             value = part.weight * part.value if part.weight else part.value
             found[part.name] = found.get(part.name, 0.0) + value
     return found

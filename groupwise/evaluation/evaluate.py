@@ -20,7 +20,8 @@ from typing import Any
 from groupwise import build, machine_layout, task_parts
 from groupwise.awaiting import run_to_end
 from groupwise.config import LoadedConfig, RunConfig, load_config, resolved, view, with_task_schema
-from groupwise.errors import RewardWorkerError, TaskError, UsageError
+from groupwise.data.success import check_part
+from groupwise.errors import RewardWorkerError, UsageError
 from groupwise.evaluation.measures import (
     REWARD,
     Success,
@@ -98,13 +99,14 @@ class EvalResult:
 
     @property
     def judged(self) -> list[str]:
-        """The metrics that have an interval: reward, success, and accuracies where they are shares from 0 to 1."""
+        """The metrics that have an interval: reward, success, and accuracies from 0 to 1 of known prompts."""
+        behind = self._behind
         return [
             name
             for name, value in self.metrics.items()
             if name == REWARD
             or is_share(name)
-            or (name in self._behind and name.endswith("accuracy") and 0 <= value <= 1)
+            or (name in behind and name.endswith("accuracy") and 0 <= value <= 1)
         ]
 
     @property
@@ -195,14 +197,9 @@ def held_out(
 
 def check_success_part(config: RunConfig, task: Task, rubric: Rubric | None) -> None:
     """Raise TaskError if `eval.success_part` is no part of the task's reward."""
-    part = config.eval.success_part
-    if part is None or task.has("get_environment"):  # whose parts are known when it gives them
-        return
-    if rubric is None or part not in rubric.names:
-        there = f"It has: {', '.join(rubric.names)}." if rubric else "It has no get_reward_funcs."
-        raise TaskError(
-            f"eval.success_part is {part!r}, but {task.described} has no such part. {there}"
-        )
+    if not task.has("get_environment"):  # whose parts are known when it gives them
+        names = rubric.names if rubric else ()
+        check_part("eval.success_part", config.eval.success_part, names, task.described)
 
 
 async def answer_held_out(

@@ -31,7 +31,7 @@ from typing import Any
 from groupwise.data.examples import fingerprint
 from groupwise.evaluation.statistics import Interval, majority, mean_with_interval, pass_at_k
 from groupwise.rewards.extracted import EXTRACTED_ANSWER
-from groupwise.types import TASK_COLUMN, Example, Group, Rollout
+from groupwise.types import DATASET_COLUMN, TASK_COLUMN, Example, Group, Rollout
 
 Row = Mapping[str, Any]
 """One sample of an evaluation; see `rows_of`."""
@@ -83,15 +83,15 @@ def rows_of(groups: Iterable[Group], success: Success) -> list[dict[str, Any]]:
     """One row for each rollout, in order.
 
     `key` names the example by its content, `task` is the label of its task, where it has one. `answer` is what majority voting
-    counts: what a reward function recorded as one of `ANSWER_NOTES`, or, if none did for any example of that label, the completion
-    without the space around it; None is no answer.
+    counts: what a reward function recorded as one of `ANSWER_NOTES`, or, if none did for any example of that label and dataset, the
+    completion without the space around it; None is no answer.
     """
     groups = list(groups)
     notes = _answer_notes(groups)
     rows: list[dict[str, Any]] = []
     for group in groups:
         label = label_of(group.example)
-        note = notes.get(label)
+        note = notes.get(_origin(group.example))
         asked = {"example": group.example.index, "key": key_of(group.example)}
         asked |= {} if label is None else {"task": label}
         prompt = {"prompt": group.example.prompt}
@@ -250,14 +250,19 @@ _SIMPLE: dict[str, Compute] = {
 }
 
 
-def _answer_notes(groups: Sequence[Group]) -> dict[str | None, str]:
-    """Under which name the rewards of each label record answers; those that record none are left out."""
-    found: dict[str | None, str] = {}
+def _answer_notes(groups: Sequence[Group]) -> dict[tuple[str, ...], str]:
+    """Under which name the rewards of each origin record answers; those that record none are left out."""
+    found: dict[tuple[str, ...], str] = {}
     for name in ANSWER_NOTES:
         for group in groups:
             if any(name in rollout.notes for rollout in group.rollouts):
-                found.setdefault(label_of(group.example), name)
+                found.setdefault(_origin(group.example), name)
     return found
+
+
+def _origin(example: Example) -> tuple[str, ...]:
+    """What decides which rewards an example has, where not all have the same."""
+    return tuple(str(example.columns.get(column)) for column in (TASK_COLUMN, DATASET_COLUMN))
 
 
 def _answer(rollout: Rollout, note: str | None) -> str | None:

@@ -9,6 +9,7 @@ from groupwise.errors import ModelError, RunNotFoundError
 from groupwise.models.files import FULL_WEIGHTS, INDEX
 from groupwise.models.hub import fetch_weights, may_be_hub_id
 from groupwise.runs import checkpoints, find
+from groupwise.runs.folder import FINAL
 
 WEIGHT_FILES = ("adapter_config.json", FULL_WEIGHTS, INDEX)
 
@@ -46,10 +47,9 @@ def _of_run(reference: str, runs_dir: Path) -> FoundPolicy:
     if address.checkpoint is not None:
         label = f"{address.name}@{address.checkpoint.step}"
         return FoundPolicy(label, address.checkpoint.path, address.path)
-    final = address.path / "final"
+    final = address.path / FINAL
     if final.is_dir():
-        label = f"{address.name}@{find.final_step(address.path)}"
-        return FoundPolicy(label, final, address.path)
+        return FoundPolicy(find.label_of(address.path, final), final, address.path)
     newest = checkpoints.newest(address.path / "checkpoints")
     if newest is None:
         raise ModelError(

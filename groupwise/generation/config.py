@@ -19,8 +19,8 @@ CONCURRENCY = 16
 """Requests under way at once, unless said otherwise; `--client-replicas` alone multiplies it."""
 
 _SHARD = re.compile(r"([1-9]\d*)/([1-9]\d*)")
-_THE_PROMPT = re.compile(r"\s*\{\{\s*instruction\s*\}\}\s*")
-"""What templates of distilabel call the prompt column. Alone it would be no template here, as it names no column in single braces."""
+INSTRUCTION = re.compile(r"\{\{\s*instruction\s*\}\}")
+"""What templates of distilabel call the prompt column. Alone it is that column as it stands, which may hold a chat."""
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -40,7 +40,9 @@ class GenerateConfig(Strict):
         None, "The column with the prompt, text or chat messages; null: prompt.", min_length=1
     )
     prompt_template: str | None = setting(
-        None, "A text with columns in braces, {question}, in place of one column.", min_length=1
+        None,
+        "A text with columns in braces, {question}, in place of one column; or with {{ instruction }} for that column.",
+        min_length=1,
     )
     system_prompt: str | None = setting(
         None, "A system message for each conversation that has none.", min_length=1
@@ -123,9 +125,9 @@ class GenerateConfig(Strict):
             yield Conflict(
                 "give the prompts as one of dataset and task_module.", ("dataset", "task_module")
             )
-        if self.prompt_column is not None and self.prompt_template is not None:
+        if self.prompt_column is not None and not self._has_place_for_the_prompt:
             yield Conflict(
-                "a template takes the place of prompt_column; write {column} into it.",
+                "a template takes the place of prompt_column; write {column} into it, or {{ instruction }} for the prompt column.",
                 ("prompt_column", "prompt_template"),
             )
         of_dataset = ("dataset_config", "prompt_column", "prompt_template", "system_prompt")
@@ -150,6 +152,10 @@ class GenerateConfig(Strict):
             yield Conflict("answer_column has no effect without rewards.", ("answer_column",))
         if self.keep == "all" and self.min_reward is None:
             yield Conflict("keep has no effect without min_reward.", ("keep", "min_reward"))
+
+    @property
+    def _has_place_for_the_prompt(self) -> bool:
+        return self.prompt_template is None or bool(INSTRUCTION.search(self.prompt_template))
 
     @property
     def scores(self) -> bool:
@@ -186,7 +192,7 @@ def _is_shard(text: str) -> bool:
 def read_options(options: Mapping[str, Any]) -> GenerateConfig:
     """The options, checked. Raises UsageError with every problem.
 
-    `output="hub:OWNER/NAME"` is the hub, `prompt_template="{{ instruction }}"` the prompt column as it stands.
+    `output="hub:OWNER/NAME"` is the hub, `prompt_template="{{ instruction }}"` by itself the prompt column as it stands.
     """
     given = dict(options)
     output = given.get("output")
@@ -197,8 +203,7 @@ def read_options(options: Mapping[str, Any]) -> GenerateConfig:
         given["hub"] = output.removeprefix("hub:")
     template = given.get("prompt_template")
     of_dataset = given.get("task_module") is None  # a task's prompts have no template to translate
-    if of_dataset and isinstance(template, str) and _THE_PROMPT.fullmatch(template):
+    if of_dataset and isinstance(template, str) and INSTRUCTION.fullmatch(template.strip()):
         del given["prompt_template"]
-    extra = ("extra",)  # it is written into the folder
     tree = tree_of(given, "generate")
-    return validate(GenerateConfig, tree, check=lambda tree: secrets_in(tree, extra))
+    return validate(GenerateConfig, tree, check=lambda tree: secrets_in(tree, "extra"))

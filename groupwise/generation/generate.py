@@ -411,7 +411,7 @@ def _outcome(plan: Plan, counts: Counts, failures: list[Failure]) -> dict[str, A
 
 def _summary(plan: Plan, told: Mapping[str, Any]) -> dict[str, Any]:
     rows = len(plan.prompts.items) + len(plan.prompts.unasked)
-    base = {"output": str(plan.config.folder), "model": plan.model, "rows": rows}
+    base: dict[str, Any] = {"output": str(plan.config.folder), "model": plan.model, "rows": rows}
     if plan.rewards_left_out:
         base["rewards_left_out"] = list(plan.rewards_left_out)
     return {**base, **told}

@@ -21,7 +21,8 @@ from groupwise.data.content import canonical
 from groupwise.data.examples import checked_prompt
 from groupwise.data.sources import no_column, read_source
 from groupwise.errors import TaskError
-from groupwise.generation.config import GenerateConfig
+from groupwise.generation.config import INSTRUCTION, GenerateConfig
+from groupwise.task_parts import rewarded
 from groupwise.tasks.contract import Task, load_task
 from groupwise.types import Example, Message, Prompt
 
@@ -98,12 +99,28 @@ def _of_task(source: str, config: str | None) -> tuple[Task, RunConfig, list[Exa
     task = load_task(source)
     if not task.has("get_rl_dataset"):
         raise TaskError(task.missing("get_rl_dataset", "rl"))
+    if task.has("get_environment"):
+        raise TaskError(_takes_turns(task, source))
     loaded = load_config(config or {"model": {"name": "tiny"}})
     schema = task.config_schema()
     settings = (loaded if schema is None else with_task_schema(loaded, schema)).config
+    task = rewarded(settings, task)
     steps = settings.training.max_steps
     limit = None if steps is None else steps * settings.training.prompts_per_step
     return task, settings, task.rl_examples(view(settings), limit=limit)
+
+
+def _takes_turns(task: Task, source: str) -> str:
+    """The message for a task whose rollouts are more than one answer."""
+    has_rows = task.has("get_sft_dataset")
+    rows = f"\n  groupwise sft --task-module {source} trains on whole ones that its get_sft_dataset brings"
+    return (
+        f"{task.described} has get_environment: it answers the model turn by turn, or runs the tools that it calls, but generate asks "
+        "a service once for each row. First turns would be paid for and scored as if they were whole. Instead:\n"
+        f"  groupwise rl --task-module {source} plays whole ones with a model here, which groupwise runs export --to jsonl writes"
+        f"{rows if has_rows else ''}\n"
+        "  --dataset in place of --task-module asks for one answer to each prompt of a file"
+    )
 
 
 def _asked_of_task(examples: Iterable[Example], api: str) -> _Found:
@@ -135,13 +152,14 @@ def _writer(rows: Sequence[Row], config: GenerateConfig) -> Callable[[Row], Any]
     """What makes the prompt of a row, once it is sure that its columns are there."""
     there = list(dict.fromkeys(name for row in rows for name in row))
     where = f"The dataset {config.dataset!r}"
+    column = config.prompt_column or PROMPT
     if config.prompt_template is not None:
-        template = Template(config.prompt_template)
+        template = Template(config.prompt_template, column)
         for name in template.fields:
             if name not in there:
                 raise TaskError(no_column(where, name, there, " in the prompt template"))
+        _check_braces(config.prompt_template, there, column)
         return template.written
-    column = config.prompt_column or PROMPT
     if column not in there:
         raise TaskError(no_column(where, column, there, " for the prompt"))
     return lambda row: row.get(column)
@@ -186,11 +204,32 @@ def _keyed(
     return items
 
 
-class Template:
-    """A text with columns in braces; `{{` and `}}` stand for braces. Raises TaskError for one that is broken or has none."""
+def _check_braces(template: str, columns: Sequence[str], prompt_column: str) -> None:
+    """Raise TaskError where single braces, which stand for themselves beside `{{ instruction }}`, seem to mean a column.
 
-    def __init__(self, text: str) -> None:
-        self._pieces = _pieces(text)
+    LaTeX (`\\boxed{answer}`) does not.
+    """
+    if not INSTRUCTION.search(template):
+        return
+    single = re.findall(r"(\\\w+)?(?<!\{)\{(\w+)\}(?!\})", template)
+    if meant := [name for command, name in single if not command and name in columns]:
+        raise TaskError(
+            f"The prompt template has {{{{ instruction }}}}, beside which single braces stand for themselves, but {{{meant[0]}}} is "
+            f"a column. Write all columns in single braces, {{{prompt_column}}} for {{{{ instruction }}}}; braces that are meant as "
+            "such are doubled then."
+        )
+
+
+class Template:
+    """A text with columns in braces; `{{` and `}}` stand for braces. Raises TaskError for one that is broken or has none.
+
+    In templates that others have, `{{ instruction }}` is the prompt column, and single braces stand for themselves.
+    """
+
+    def __init__(self, text: str, prompt_column: str = PROMPT) -> None:
+        of_others = INSTRUCTION.search(text) is not None
+        self._pieces = _pieces_around(text, prompt_column) if of_others else _pieces(text)
+        self._of_others = of_others
         self.fields = tuple(dict.fromkeys(piece for kind, piece in self._pieces if kind == "field"))
         if not self.fields:
             meant = re.search(r"\{\{\s*(\w+)\s*\}\}", text)
@@ -205,9 +244,28 @@ class Template:
         empty = [name for name in self.fields if row.get(name) in (None, "")]
         if empty:
             raise TaskError(f"its column {empty[0]!r}, which the template names, is empty.")
+        if self._of_others and not isinstance(row[self.fields[0]], str | int | float):
+            raise TaskError(
+                f"its column {self.fields[0]!r} is no text, which {{{{ instruction }}}} in a longer template stands for."
+            )
         return "".join(
             piece if kind == "text" else _as_text(row[piece]) for kind, piece in self._pieces
         )
+
+
+def _pieces_around(text: str, column: str) -> list[tuple[Literal["text", "field"], str]]:
+    """The text between one `{{ instruction }}` and the next. Raises TaskError for more that would be filled in elsewhere."""
+    texts = INSTRUCTION.split(text)
+    if unknown := re.search(r"\{\{.*?\}\}|\{%.*?%\}", "\n".join(texts), re.DOTALL):
+        raise TaskError(
+            f"The prompt template has {unknown[0]} beside {{{{ instruction }}}}, which alone is known in doubled braces. For several "
+            "columns write each in single braces, {question}."
+        )
+    pieces: list[tuple[Literal["text", "field"], str]] = [("text", texts[0])]
+    for each in texts[1:]:
+        pieces.append(("field", column))
+        pieces.append(("text", each))
+    return pieces
 
 
 def _pieces(text: str) -> list[tuple[Literal["text", "field"], str]]:

@@ -62,7 +62,7 @@ def _card(rewards_left_out: Sequence[str]) -> str:
     if not rewards_left_out:
         return CARD
     names = ", ".join(f"`{name}`" for name in rewards_left_out)
-    return f"{CARD}\nThe rewards are those of the task without {names}: these judge tokens, which a service does not give.\n"
+    return f"{CARD}\nNot in the rewards: {names}, which judge tokens, and a service gives text alone.\n"
 
 
 def _hub() -> Any:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from groupwise.data.divergence import Fall, divergence
 from groupwise.data.signals import change
-from groupwise.data.success import ACCURACY
+from groupwise.data.success import part_of_success
 from groupwise.data.suspicions import Finding, SignalsConfig
 from groupwise.errors import RewardWorkerError
 from groupwise.evaluation.evaluate import EvalResult, answer_held_out
@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 
 ASKED = "held_out"
 """The fact about a run that says what its evaluations ask, and how."""
+PART, MEAN = "rewards/", "/mean"
+"""What stands around a part's name in the metric that is its mean."""
 SIGNAL = "held_out"
 """The signal of reward hacking that evaluations give."""
 
@@ -188,11 +190,12 @@ def _warn_of_unknown_metric(
 
 def _main_metric(metrics: Mapping[str, float], config: SignalsConfig) -> str:
     """That of the part which says whether a task is solved, else the reward."""
-    parts = [name for name in metrics if name.startswith("rewards/")]
-    named = f"rewards/{config.accuracy_part}/mean"
+    parts = [name for name in metrics if name.startswith(PART) and name.endswith(MEAN)]
+    named = f"{PART}{config.accuracy_part}{MEAN}"
     if config.accuracy_part is not None:
         return named if named in parts else REWARD
-    return next((name for name in parts if ACCURACY in name), REWARD)
+    solved = part_of_success(name.removeprefix(PART).removesuffix(MEAN) for name in parts)
+    return REWARD if solved is None else f"{PART}{solved}{MEAN}"
 
 
 def _by_prompt(run: Run, evaluation: EvaluationRecord, metric: str) -> dict[str, float]:

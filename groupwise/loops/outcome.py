@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import time
 from concurrent.futures import Future
 from contextlib import suppress
@@ -16,7 +17,7 @@ from typing import Any, Literal
 from groupwise.awaiting import Interrupted
 from groupwise.callbacks.base import RunEnd
 from groupwise.display.plot import svg_curve, with_mean
-from groupwise.errors import GroupwiseError, StoreError
+from groupwise.errors import CallbackError, GroupwiseError, StoreError, UsageError
 from groupwise.loops.prepare import Prepared
 from groupwise.loops.training import Training
 from groupwise.models.artefact import CARD
@@ -24,6 +25,7 @@ from groupwise.models.card import Place, model_card, results_of
 from groupwise.models.hub_push import Target, push
 from groupwise.rewards.threads import DaemonThreads
 from groupwise.runs import durable, find
+from groupwise.runs.folder import FINAL_STEP
 
 logger = logging.getLogger(__name__)
 
@@ -80,14 +82,20 @@ async def end(
     Before that, what a finished run has made gets its model card, and goes to the hub where that is asked for.
     """
     if state == "finished":
+        step = run.folder.store.get_meta()[FINAL_STEP]
+        summary = {**summary, "policy": f"{run.folder.name}@{step}", "final_step": step}
         _write_card(run, summary)
-        summary = {**summary, **await _uploaded(run)}
+        summary = {**summary, **await _uploaded(run, summary["policy"])}
     run.folder.summarise(state, summary)
     try:
         # A run that is killed while they are told is not over, and a resume tells them again.
         await run.callbacks.end(RunEnd(state, summary))
-    finally:
+    except CallbackError:
         run.folder.finish(state, summary)
+        raise
+    if run.callbacks.left:
+        state = "interrupted"
+    run.folder.finish(state, summary)
     if state == "finished":
         logger.info("finished after %d steps", run.step)
     else:
@@ -95,8 +103,10 @@ async def end(
     return {**summary, "state": state}
 
 
-def exit_code(summary: dict[str, Any]) -> int:
-    """Of a run that has finished: 1 if what it made could not be uploaded."""
+def exit_code(run: Training, summary: dict[str, Any]) -> int:
+    """Of a run that has taken all its steps: 1 if what it made could not be uploaded, and as for Ctrl-C if a callback left work."""
+    if summary["state"] == "interrupted":
+        return 128 + (run.interruption.asked or signal.SIGINT)
     return 1 if "error" in summary.get("hub", {}) else 0
 
 
@@ -104,11 +114,12 @@ def _write_card(run: Training, summary: dict[str, Any]) -> None:
     hub, final = run.config.run.hub, run.folder.final
     revision = None if hub.revision == "main" else hub.revision
     place = Place(hub.repo_id, revision) if hub.repo_id else Place(final.name)
-    card = model_card(run.folder.path, final, run.step, place=place, results=results_of(summary))
+    step, results = summary["final_step"], results_of(summary)
+    card = model_card(run.folder.path, final, step, place=place, results=results)
     durable.write_file(final / CARD, card.encode())
 
 
-async def _uploaded(run: Training) -> dict[str, Any]:
+async def _uploaded(run: Training, policy: str) -> dict[str, Any]:
     """For the summary: where the final weights are on the hub, or why they are not there. What is in the folder stands either way."""
     hub = run.config.run.hub
     if hub.repo_id is None:
@@ -117,13 +128,14 @@ async def _uploaded(run: Training) -> dict[str, Any]:
     run.say(f"uploading {run.folder.final} to {target}")
     thread = DaemonThreads([_Uploader()], "hub")
     try:
-        message = f"{run.folder.name}@{run.step}"
-        job = thread.submit((run.folder.final, target, message))
+        job = thread.submit((run.folder.final, target, policy, run.folder.path))
         return {"hub": {"url": await run.interruption.allow(_awaited(job))}}
     except (GroupwiseError, Interrupted) as error:
+        why = str(error).rstrip(".") or "interrupted"
+        ways = " with --overwrite or --revision BRANCH" if isinstance(error, UsageError) else ""
         run.say(
-            f"warning: the run is finished, and {run.folder.final} holds what it made, but that could not be uploaded: {error}. Try "
-            f"again by: groupwise runs push {run.folder.name} --dir {run.folder.path.parent}"
+            f"warning: the run is finished, and {run.folder.final} holds what it made, but that could not be uploaded: {why}. Try "
+            f"again by: groupwise runs push {run.folder.name} --dir {run.folder.path.parent}{ways}"
         )
         return {"hub": {"error": str(error) or "interrupted"}}
     finally:
@@ -140,7 +152,7 @@ class _Uploader:
     def begin(self) -> None:
         pass
 
-    def do(self, job: tuple[Path, Target, str]) -> str:
+    def do(self, job: tuple[Path, Target, str, Path]) -> str:
         return push(*job)
 
     def end(self) -> None:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from groupwise.callbacks.registry import Named
 from groupwise.config import Loaded, LoadedConfig, resolved
+from groupwise.data.order import Order
 from groupwise.loops.training import TrainedBy
 from groupwise.machine_layout import Layout, crowding
 from groupwise.models.plan import ModelPlan
@@ -99,6 +100,11 @@ def rows_told(task: Task) -> dict[str, dict[str, dict[str, int]]]:
         "rows_left_out": {k: dict(a.left_out) for k, a in task.accounts.items() if a.left_out},
         "rows_changed": {k: dict(a.changed) for k, a in task.accounts.items() if a.changed},
     }
+
+
+def drawn_in_an_epoch(order: Order, examples: int) -> dict[str, int]:
+    """For a plan, where an epoch is not each example once."""
+    return {} if order.length == examples else {"examples_drawn_in_an_epoch": order.length}
 
 
 def digest(*parts: Any) -> str:

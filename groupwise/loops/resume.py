@@ -17,6 +17,7 @@ from groupwise.loops.prepare import Prepared, key_of_weights, starting_from
 from groupwise.loops.run import POLICIES, SELECTION
 from groupwise.loops.training import Training
 from groupwise.machine_layout import with_processes
+from groupwise.models.card import packages_used
 from groupwise.runs import checkpoints, durable, find, recovery
 from groupwise.runs.checkpoints import Checkpoint, Skipped
 from groupwise.runs.folder import CHECKPOINTS, CONFIG, RECORD, RunFolder, read_config
@@ -237,6 +238,8 @@ def take_back(run: Training, prepared: Prepared, resumption: Resumption) -> None
         logger.warning("%s", text)
     dropped = run.folder.store.rewind(run.step)
     run.folder.store.set_meta({"max_steps": run.max_steps, "layout": asdict(prepared.layout)})
+    if used := resumption.point.facts.get("packages"):
+        run.folder.store.set_meta({"packages": packages_used(used)})
     changed = {key: list(change) for key, change in resumption.changed.items()}
     run.folder.resume(
         resolved(prepared.config), ResumeRecord(run.step, dropped, time.time(), changed)

@@ -13,18 +13,30 @@ from typing import Any
 
 from groupwise import build, machine_layout, task_parts
 from groupwise.awaiting import run_to_end
-from groupwise.callbacks.registry import configured_callbacks
+from groupwise.callbacks.registry import Named, configured_callbacks
+from groupwise.callbacks.success_cache import PART as CACHED
+from groupwise.callbacks.success_cache import SuccessCache
 from groupwise.config import LoadedConfig, RunConfig, view, with_task_schema
 from groupwise.data.easy_pool import EASY
 from groupwise.data.examples import examples_from_rows, fingerprint
 from groupwise.data.named import as_prompts, scorable
-from groupwise.data.order import example_of_draw
+from groupwise.data.order import Order, among
 from groupwise.data.overlap import same_prompt, same_row, trained_on, warning_of_overlap
 from groupwise.data.replay import key_of
 from groupwise.data.sources import read_source
+from groupwise.data.success import check_part
+from groupwise.data.suspicions import nobody_tells
 from groupwise.errors import ConfigError, TaskError
 from groupwise.evaluation.evaluate import check_success_part, held_out_prompts
-from groupwise.loops.prepare import ROWS_READ, Prepared, check_start, digest, plan_of, task_facts
+from groupwise.loops.prepare import (
+    ROWS_READ,
+    Prepared,
+    check_start,
+    digest,
+    drawn_in_an_epoch,
+    plan_of,
+    task_facts,
+)
 from groupwise.loops.profiling import check_profiled_steps
 from groupwise.machine_layout import Layout
 from groupwise.models.identity import identity
@@ -47,6 +59,8 @@ class RlPrepared(Prepared):
     """A run of reinforcement learning that is checked but not built."""
 
     prompts: PromptSet
+    order: Order
+    """In which they are drawn."""
     easy: PromptSet | None
     """Those of the easy pool."""
     held_out_prompts: PromptSet | None
@@ -83,6 +97,7 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
     in_workers = task_parts.scores_in_workers(settings, found, rubric)
     check_reward_columns(found, rubric, examples, in_workers=in_workers)
     _check_algorithm(settings, rubric)
+    _check_success_parts(settings, found, rubric, callbacks)
     easy = easy_examples(settings, found, rubric)
     _check_replay(settings, (examples, easy))
     check_reward_columns(found, rubric, easy, in_workers=in_workers)
@@ -113,13 +128,22 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
         asked = held_out_prompts(settings, found, tokenizer, room)
         check_success_part(settings, found, rubric)
         check_reward_columns(found, rubric, asked.examples, in_workers=in_workers)
-    max_steps = _max_steps(settings, len(prompts.examples))
+    order = Order(
+        len(prompts.examples),
+        settings.training.seed,
+        shuffle=settings.data.shuffle,
+        shares=among(
+            found.shares.get("get_rl_dataset", ()), [each.index for each in prompts.examples]
+        ),
+    )
+    max_steps = _max_steps(settings, order.length)
     check_profiled_steps(settings.run, max_steps)
     return RlPrepared(
         loaded=loaded,
         task=found,
         tokenizer=tokenizer,
         prompts=prompts,
+        order=order,
         easy=easy_prompts,
         held_out_prompts=asked,
         rubric=rubric,
@@ -211,6 +235,18 @@ def _check_replay(config: RunConfig, pools: Sequence[Sequence[Example]]) -> None
         )
 
 
+def _check_success_parts(
+    config: RunConfig, task: Task, rubric: Rubric | None, callbacks: Sequence[Named]
+) -> None:
+    """Refuse a part that the reward does not have: nothing would ever count as solved."""
+    if task.has("get_environment"):  # whose parts are known when it gives them
+        return
+    caches = [each for _, each in callbacks if isinstance(each, SuccessCache)]
+    named = [*config.data.success_parts.items(), *((CACHED, each.part) for each in caches)]
+    for key, part in named:
+        check_part(key, part, rubric.names if rubric else (), task.described)
+
+
 def _refuse_evaluation_of_nothing(config: RunConfig, task: Task) -> None:
     if config.eval.eval_steps is not None and not task.has("get_eval_dataset"):
         raise TaskError(
@@ -299,11 +335,11 @@ def plan_rl(prepared: RlPrepared, warnings: Sequence[str] = ()) -> dict[str, Any
     config, asked = prepared.config, prepared.held_out_prompts
     rows = config.training.prompts_per_step * config.training.num_generations
     examples = prepared.prompts.examples
-    first = example_of_draw(0, len(examples), config.training.seed, shuffle=config.data.shuffle)
-    example = examples[first]
+    example = examples[prepared.order.example(0)]
     counts = {
         "examples": len(examples),
         "examples_dropped_as_too_long": prepared.prompts.dropped,
+        **drawn_in_an_epoch(prepared.order, len(examples)),
         **({"easy_examples": len(prepared.easy.examples)} if prepared.easy else {}),
         "held_out_examples": len(asked.examples) if asked else 0,
         "steps": prepared.max_steps,
@@ -315,9 +351,16 @@ def plan_rl(prepared: RlPrepared, warnings: Sequence[str] = ()) -> dict[str, Any
         planned_sizes(config, prepared.layout),
         example.prompt,
         counts=counts,
-        shown={"first_prompt": _first_prompt(prepared, example)},
+        shown={**_unwatched(prepared), "first_prompt": _first_prompt(prepared, example)},
         warnings=[*filter(None, [overlap_warning(prepared)]), *warnings],
     )
+
+
+def _unwatched(prepared: RlPrepared) -> dict[str, str]:
+    """That the signals of reward hacking know no part which says what is solved, as far as the parts are known by now."""
+    signals, rubric = prepared.config.signals, prepared.rubric
+    text = nobody_tells(signals, rubric.names) if signals and rubric else None
+    return {"signals": text} if text else {}
 
 
 def _first_prompt(prepared: RlPrepared, example: Example) -> str:

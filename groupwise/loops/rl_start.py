@@ -166,7 +166,9 @@ async def run_in(
 def all_callbacks(prepared: RlPrepared, folder: Path) -> Callbacks:
     """Those of the config, then those of the task."""
     given, tokenizer = view(prepared.config), prepared.tokenizer
-    of_task = callbacks_of_task(prepared.task, given, tokenizer, str(folder))
+    of_task = callbacks_of_task(
+        prepared.task, given, tokenizer, str(folder), beside=prepared.callbacks
+    )
     return Callbacks([*prepared.callbacks, *of_task])
 
 
@@ -222,7 +224,7 @@ def selection_of(prepared: RlPrepared) -> Selection:
     """What chooses the run's examples, at its beginning."""
     config = prepared.config
     sizes = Sizes(
-        examples=len(prepared.prompts.examples),
+        order=prepared.order,
         easy=len(prepared.easy.examples) if prepared.easy else 0,
         block=config.training.prompts_per_step,
     )
@@ -268,7 +270,7 @@ async def conduct(run: Run, prepared: RlPrepared, started: float) -> RlResult:
         await train(run)
         save_checkpoint(run)
         await run.callbacks.saved()
-        run.folder.write_final(lambda folder: _write_final(run, folder), run.step)
+        run.folder.write_final(lambda folder: _write_final(run, folder))
         after = await held_out_result(run, AFTER, run.step, prepared)
     except Interrupted as interrupted:
         return await stopped(run, prepared, started, interrupted)
@@ -280,7 +282,7 @@ async def conduct(run: Run, prepared: RlPrepared, started: float) -> RlResult:
     write_curve(run, METRIC)
     summary = {**_summarise(run, prepared, started, before, after), **ended_early(run)}
     summary = await end(run, "finished", summary)
-    return RlResult(summary, run.folder.path, exit_code(summary), before, after)
+    return RlResult(summary, run.folder.path, exit_code(run, summary), before, after)
 
 
 async def stopped(run: Run, prepared: RlPrepared, started: float, by: Interrupted) -> RlResult:

@@ -178,7 +178,7 @@ class Run(Learning):
 
     def epoch(self) -> float:
         """See `Training.epoch`."""
-        return self.selection.turns / len(self.prompts.examples)
+        return self.selection.epochs
 
     def position(self) -> dict[str, Any]:
         """See `Training.position`."""

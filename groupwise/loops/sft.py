@@ -22,6 +22,7 @@ from itertools import compress
 from typing import Any
 
 from groupwise.algorithms.sft import Sft
+from groupwise.data.order import Order
 from groupwise.learner.schedule import learning_rate
 from groupwise.loops.metrics import Timings, loss_metrics, timing_metrics
 from groupwise.loops.profiling import profiled
@@ -52,6 +53,8 @@ class SftRun(Training):
 
     config: SftConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     lessons: LessonSet
+    order: Order
+    """In which they are drawn."""
     max_draws: int | None
     """Examples drawn in all steps together; None where the steps say how long."""
     held_out: LessonSet | None
@@ -79,7 +82,7 @@ class SftRun(Training):
 
     def epoch(self) -> float:
         """See `Training.epoch`."""
-        return self.next_draw / len(self.lessons.lessons)
+        return self.next_draw / self.order.length
 
     def position(self) -> dict[str, Any]:
         """See `Training.position`."""
@@ -124,9 +127,8 @@ async def take_step(run: SftRun) -> None:
     begun = time.perf_counter()
     run.timings = Timings()
     training = run.config.training
-    shuffle = run.config.data.shuffle
     draws = _draws(run)
-    lessons = [run.lessons.drawn(draw, training.seed, shuffle=shuffle) for draw in draws]
+    lessons = [run.lessons.lessons[run.order.example(draw)] for draw in draws]
     rows = [teacher_row(row) for lesson in lessons for row in lesson.rows]
     rate = learning_rate(run.step, run.max_steps, training)
     version_in = run.policy.version
@@ -176,7 +178,7 @@ def _commit(
     metrics = {
         **learned,
         "num_tokens": float(run.tokens_seen),
-        "epoch": (draws[-1] + 1) / len(run.lessons.lessons),
+        "epoch": (draws[-1] + 1) / run.order.length,
         **{name: value for name, value in timing_metrics(run.timings).items() if value},
     }
     record = StepRecord(

@@ -14,9 +14,18 @@ from typing import Any
 from groupwise import machine_layout
 from groupwise.callbacks.registry import configured_callbacks
 from groupwise.config import resolved, with_task_schema
+from groupwise.data.order import Order, among
 from groupwise.data.overlap import prompt_key, warning_of_overlap
 from groupwise.errors import TaskError
-from groupwise.loops.prepare import ROWS_READ, Prepared, check_start, digest, plan_of, task_facts
+from groupwise.loops.prepare import (
+    ROWS_READ,
+    Prepared,
+    check_start,
+    digest,
+    drawn_in_an_epoch,
+    plan_of,
+    task_facts,
+)
 from groupwise.loops.profiling import check_profiled_steps
 from groupwise.machine_layout import Layout
 from groupwise.models.chat_masks import Masked
@@ -39,6 +48,8 @@ class SftPrepared(Prepared):
 
     loaded: LoadedSftConfig
     lessons: LessonSet
+    order: Order
+    """In which they are drawn."""
     held_out: LessonSet | None
     max_draws: int | None
     """Examples drawn in all steps together, where epochs say so."""
@@ -50,7 +61,7 @@ class SftPrepared(Prepared):
     @property
     def eval_steps(self) -> int:
         """Steps between evaluations."""
-        epoch = -(-len(self.lessons.lessons) // self.config.training.examples_per_step)
+        epoch = -(-self.order.length // self.config.training.examples_per_step)
         return self.config.eval.eval_steps or epoch
 
 
@@ -80,7 +91,16 @@ def prepare_sft(loaded: LoadedSftConfig, task: object, rows_read: int | None = N
         "base": identity(config.model),
         ROWS_READ: rows_read,
     }
-    max_draws = _max_draws(config, len(lessons.lessons))
+    order = Order(
+        len(lessons.lessons),
+        config.training.seed,
+        shuffle=config.data.shuffle,
+        shares=among(
+            found.shares.get("get_sft_dataset", ()),
+            [each.example.index for each in lessons.lessons],
+        ),
+    )
+    max_draws = _max_draws(config, order.length)
     given, origin = View(resolved(config)), loaded.tree.origin(("callbacks",))
     prepared = SftPrepared(
         loaded=loaded,
@@ -91,6 +111,7 @@ def prepare_sft(loaded: LoadedSftConfig, task: object, rows_read: int | None = N
         facts=facts,
         callbacks=configured_callbacks(config.callbacks, given, origin),
         lessons=lessons,
+        order=order,
         held_out=held_out,
         max_draws=max_draws,
     )
@@ -197,9 +218,10 @@ def plan_sft(prepared: SftPrepared, warnings: Sequence[str] = ()) -> dict[str, A
     `warnings` are shown with its own.
     """
     config, lessons, held_out = prepared.config, prepared.lessons, prepared.held_out
-    first = lessons.drawn(0, config.training.seed, shuffle=config.data.shuffle)
+    first = lessons.lessons[prepared.order.example(0)]
     counts = {
         **_counts(lessons),
+        **drawn_in_an_epoch(prepared.order, len(lessons.lessons)),
         "held_out_examples": len(held_out.lessons) if held_out else 0,
         "steps": prepared.max_steps,
         "steps_between_evaluations": prepared.eval_steps if held_out else None,

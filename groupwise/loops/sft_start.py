@@ -138,6 +138,7 @@ def _assemble(
         interruption=interruption,
         policy=Policy(folder.name, 0, "", "adapter" if config.lora else "full", ""),
         lessons=prepared.lessons,
+        order=prepared.order,
         max_draws=prepared.max_draws,
         held_out=prepared.held_out,
         eval_steps=prepared.eval_steps,
@@ -202,7 +203,7 @@ async def _conduct(run: SftRun, prepared: SftPrepared, started: float) -> SftRes
     step = _final_step(run)
     run.folder.write_final(lambda folder: _write_final(run, folder, step), step)
     summary = await _ended(run, prepared, started, "finished")
-    return SftResult(summary, run.folder.path, exit_code(summary))
+    return SftResult(summary, run.folder.path, exit_code(run, summary))
 
 
 def _write_final(run: SftRun, folder: Path, step: int) -> None:

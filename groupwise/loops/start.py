@@ -19,7 +19,7 @@ from groupwise.awaiting import Interrupted, Interruption
 from groupwise.config import Loaded
 from groupwise.display.progress import Progress
 from groupwise.errors import UsageError
-from groupwise.evaluation.policies import find_policy
+from groupwise.evaluation.policies import FoundPolicy, find_policy
 from groupwise.loops.prepare import ROWS_READ, Prepared, rows_told, starting_from
 from groupwise.loops.resume import (
     ResumePoint,
@@ -32,10 +32,12 @@ from groupwise.loops.resume import (
     with_start_of,
 )
 from groupwise.machine_layout import crowding
+from groupwise.models.card import packages_used
 from groupwise.models.hub_push import Target, check_access
 from groupwise.runs import durable, find
 from groupwise.runs.config import RunSection
-from groupwise.runs.folder import RunFolder
+from groupwise.runs.folder import RECORD, RunFolder
+from groupwise.runs.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +91,8 @@ class Start(Generic[Loaded]):
     """Where an earlier run goes on; None for a new one."""
     init_from: str | None
     """The weights that a new run begins with, as the user named them."""
+    lineage: tuple[dict[str, Any], ...]
+    """What these are, and before it what they came from, the oldest first."""
     weights: Path | None
     """Weights that are still to be copied into the run's folder."""
 
@@ -104,24 +108,38 @@ class Start(Generic[Loaded]):
 
 def find_start(loaded: Loaded, ways: Ways, kind: str) -> Start[Loaded]:
     """What to start with. `kind` is the command, whose runs alone can be gone on with."""
+    lineage: tuple[dict[str, Any], ...] = ()
     point = find_resume_point(loaded, ways.resume, ways.resume_from, kind)
     if point is not None:
         weights = start_to_keep(point)
         loaded = with_start_of(loaded, point)
     elif ways.init_from is not None:
-        weights = find_policy(ways.init_from, Path(loaded.config.run.dir)).folder
+        found = find_policy(ways.init_from, Path(loaded.config.run.dir))
+        weights = found.folder
+        lineage = () if weights is None else _lineage(found, weights)
     else:
         weights = None
     if weights is not None:
         loaded = starting_from(loaded, weights)
-    _check_upload(loaded.config.run)
-    return Start(loaded, point, ways.init_from, weights)
+    _check_upload(loaded.config.run, point.path if point else None)
+    return Start(loaded, point, ways.init_from, lineage, weights)
 
 
-def _check_upload(section: RunSection) -> None:
+def _lineage(found: FoundPolicy, weights: Path) -> tuple[dict[str, Any], ...]:
+    """Where weights come from, as the model card tells it: policies of runs with what trained them, or a name alone."""
+    run = found.run or find.run_around(weights)
+    if run is None:
+        local = Path(found.label).expanduser().exists()
+        return ({"policy": weights.resolve().name if local else found.label},)
+    facts = Store.facts(run / RECORD)
+    told = {key: facts[key] for key in ("kind", "task", "model") if facts.get(key)}
+    return (*facts.get("lineage", ()), {"policy": find.label_of(run, weights), **told})
+
+
+def _check_upload(section: RunSection, run: Path | None) -> None:
     """Before any work: UsageError if the result could not be uploaded at its end, as far as that shows now."""
     if section.hub.repo_id is not None:
-        warning = check_access(Target(**section.hub.model_dump()))
+        warning = check_access(Target(**section.hub.model_dump()), run)
         if warning:
             logger.warning("run.hub: %s. It is tried when the run has finished", warning)
 
@@ -152,6 +170,8 @@ def opened(
         **facts,
         **rows_told(prepared.task),
         "init_from": start.init_from,
+        "lineage": start.lineage,
+        "packages": packages_used(),
     }
     folder = open_folder(prepared, start.point, noted)
     try:

@@ -20,11 +20,14 @@ from groupwise.models.bundled import BUNDLED, TINY
 from groupwise.models.hub import may_be_hub_id
 from groupwise.runs.folder import RECORD, read_config
 from groupwise.runs.store import Store
-from groupwise.settings.credentials import is_secret
+from groupwise.settings.credentials import holds_secret, is_secret
 
 LEFT_OUT = ("callbacks", "run")
 """Sections of the config that decide nothing about the weights, but where they are and who was told."""
 PACKAGES = ("groupwise", "torch", "transformers", "peft")
+"""Those whose versions a run notes (`packages_used`)."""
+WAYS = {"rl": "reinforcement learning", "sft": "supervised fine-tuning"}
+"""The commands that train, in words."""
 DIGITS = 4
 _LOCAL = re.compile(r"(?:~|\.{1,2})?/[^\n]*/?[^\n/]+/?")
 """Looks like a path on this machine."""
@@ -60,20 +63,21 @@ def model_card(
     with Store.glance(run / RECORD) as store:
         facts = store.get_meta()
         earlier = [r for r in store.evaluations(rows=False) if r.step < steps and not results]
-    base = _base(config)
+    base = _base(config, facts)
     adapter = is_adapter(weights) and not merged
     paragraphs = [
         *_front(config, facts, base, adapter=adapter),
         f"# {run.name}",
         _what_it_is(config, facts, base, steps, adapter=adapter),
+        *_start(config, facts),
         *_results(results or {}),
         *_evaluations([(f"{r.name}, {r.step} steps", r.metrics) for r in earlier]),
         "## How to load it",
         _loading(config, base, place or Place(), adapter=adapter),
         "## How it was trained",
         _data(config, facts),
-        f"```json\n{json.dumps(_public(config), indent=2, ensure_ascii=False)}\n```",
-        "Made with " + ", ".join(_versions()) + ".",
+        f"```json\n{json.dumps(_public(config, facts), indent=2, ensure_ascii=False)}\n```",
+        *_made_with(facts),
     ]
     return "\n\n".join(paragraphs) + "\n"
 
@@ -84,9 +88,28 @@ def results_of(summary: Mapping[str, Any] | None) -> dict[str, Any]:
     return {key: value for key, value in (summary or {}).items() if key in ("held_out", *losses)}
 
 
-def _base(config: Mapping[str, Any]) -> str:
-    """The base by its hub id, or by the last part of its path."""
-    name: str = config["model"]["name"]
+def packages_used(before: Mapping[str, list[str]] | None = None) -> dict[str, list[str]]:
+    """The packages that train a run, with the versions that are here behind those that it had `before`, where they differ."""
+    found: dict[str, list[str]] = {}
+    for package in PACKAGES:
+        try:
+            earlier, here = (before or {}).get(package, []), metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+        found[package] = earlier if here in earlier else [*earlier, here]
+    return found
+
+
+def _base(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+    """What the weights were made from: the policy whose whole weights the run started from, else the model."""
+    lineage = facts.get("lineage")
+    if lineage and not config["model"].get("adapter"):
+        return lineage[-1]["policy"]
+    return _named(config["model"]["name"])
+
+
+def _named(name: str) -> str:
+    """A model by its hub id, or by the last part of its path."""
     if name in BUNDLED:
         return BUNDLED[name].hub_id
     return name if _on_hub(name) else Path(name).name
@@ -108,8 +131,10 @@ def _front(
         "pipeline_tag": "text-generation",
         "tags": ["groupwise", kind, *([config["algorithm"]["type"]] if kind == "rl" else [])],
     }
-    if may_be_hub_id(base):
-        told["base_model"] = base
+    lineage = facts.get("lineage")
+    root = base if adapter or not lineage else _named(lineage[0].get("model") or base)
+    if may_be_hub_id(root):
+        told["base_model"] = root
     if licence := config["run"].get("license"):
         told["license"] = licence
     text = io.StringIO()
@@ -120,13 +145,27 @@ def _front(
 def _what_it_is(
     config: Mapping[str, Any], facts: Mapping[str, Any], base: str, steps: int, *, adapter: bool
 ) -> str:
-    how = (
-        f"reinforcement learning ({config['algorithm']['type']})"
-        if facts.get("kind", "rl") == "rl"
-        else "supervised fine-tuning"
-    )
+    kind = facts.get("kind", "rl")
+    how = WAYS[kind] + (f" ({config['algorithm']['type']})" if kind == "rl" else "")
     what = "A low-rank adapter for" if adapter else "A model made from"
     return f"{what} `{base}`, trained by {how} on the task `{facts.get('task')}` for {steps} steps."
+
+
+def _start(config: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[str]:
+    """What it started from where that is not the base alone, and what that had started from."""
+    adapter = config["model"].get("adapter")
+    lineage: list[dict[str, Any]] = facts.get("lineage") or (
+        [{"policy": _without_path(adapter)}] if adapter else []
+    )
+    if lineage:
+        yield f"It started from {', which started from '.join(_ancestor(each) for each in reversed(lineage))}."
+
+
+def _ancestor(earlier: Mapping[str, Any]) -> str:
+    trained = (
+        f" ({WAYS[kind]} on the task `{earlier['task']}`)" if (kind := earlier.get("kind")) else ""
+    )
+    return f"`{earlier['policy']}`{trained}"
 
 
 def _results(results: Mapping[str, Any]) -> Iterator[str]:
@@ -211,8 +250,12 @@ def _data(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     return f"Data: {examples}{f', from {named}' if named else ''}. The config:"
 
 
-def _public(config: Mapping[str, Any]) -> dict[str, Any]:
+def _public(config: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The config, which names the weights that the run started from by the policy that they are, not by their copy here."""
     kept = {key: value for key, value in config.items() if key not in LEFT_OUT}
+    if lineage := facts.get("lineage"):
+        copied = "adapter" if config["model"].get("adapter") else "name"
+        kept["model"] = {**config["model"], copied: lineage[-1]["policy"]}
     return _cleaned(kept)
 
 
@@ -224,7 +267,7 @@ def _cleaned(value: Any, key: str = "") -> Any:
         return [_cleaned(item, key) for item in cast("list[Any]", value)]
     if not isinstance(value, str):
         return value
-    return "…" if is_secret(key) else _without_path(value)
+    return "…" if is_secret(key) or holds_secret(value) else _without_path(value)
 
 
 def _without_path(value: str) -> str:
@@ -232,9 +275,9 @@ def _without_path(value: str) -> str:
     return Path(value).name if _LOCAL.fullmatch(value) else value
 
 
-def _versions() -> Iterator[str]:
-    for package in PACKAGES:
-        try:
-            yield f"{package} {metadata.version(package)}"
-        except metadata.PackageNotFoundError:
-            continue
+def _made_with(facts: Mapping[str, Any]) -> Iterator[str]:
+    """By what it was trained, which need not be what is here; runs of earlier versions have not noted it."""
+    used: Mapping[str, list[str]] = facts.get("packages") or {}
+    if used:
+        named = (f"{package} {' and '.join(versions)}" for package, versions in used.items())
+        yield f"Made with {', '.join(named)}."

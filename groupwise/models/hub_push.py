@@ -1,13 +1,18 @@
 """Uploading a folder to a branch of the hub, so that it can be done again until it has been done.
 
 One upload is one commit: a branch has all of a folder, or nothing of it yet. So `push` asks first what the branch holds. Equal content
-is done, an empty branch goes on, and other files are refused without leave to overwrite. huggingface_hub is imported when it is
-needed, and finds the token itself (HF_TOKEN, or its login); HF_ENDPOINT names another hub.
+is done, an empty branch goes on, and other files are refused without leave to overwrite. What a run itself has uploaded it may replace,
+as long as nobody has changed the branch since: `hub.json` in its folder has the commit of each branch. `check_access` asks the same
+before a run begins. huggingface_hub is imported when it is needed, and finds the token itself (HF_TOKEN, or its login); HF_ENDPOINT
+names another hub.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import re
+import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -15,9 +20,18 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.errors import EndpointError, UsageError
+from groupwise.runs import durable
+from groupwise.runs.folder import FINAL
 
 MADE_BY_THE_HUB = frozenset({".gitattributes"})
 """What an empty branch holds."""
+COMMITS = "hub.json"
+"""File of a run: the commit that it made last of each branch, by `OWNER/NAME@REVISION`."""
+_NO_REF = re.compile(
+    r"[\x00-\x20\x7f~^:?*\[\\]|\.\.|@\{|//|(^|/)\.|\.lock(/|$)|^[-/]|[/.]$|^@?$", re.ASCII
+)
+"""What stands in no name of a branch, by git's own rules."""
+_ONE_AT_A_TIME = threading.Lock()
 _TOKEN = "The token comes from HF_TOKEN or `hf auth login`."
 
 
@@ -28,7 +42,7 @@ class Target:
     repo_id: str
     revision: str = "main"
     private: bool = True
-    """Of a repository that is made."""
+    """Of a repository that is made; one that is there and public is refused."""
     overwrite: bool = False
 
     def __str__(self) -> str:
@@ -39,10 +53,11 @@ class Target:
         return asdict(self)
 
 
-def check_access(target: Target) -> str | None:
-    """Before a run: UsageError where one may not write there. Nothing is made.
+def check_access(target: Target, run: Path | None = None) -> str | None:
+    """Before a run: UsageError where one may not write there, or may not overwrite what is there. Nothing is made.
 
-    Returns what to warn of where the hub does not answer: an upload may succeed later all the same.
+    `run`: the folder of one that goes on. Returns what to warn of where the hub does not answer: an upload may succeed later all the
+    same.
     """
     from httpx2 import HTTPError
     from huggingface_hub.errors import (
@@ -52,8 +67,13 @@ def check_access(target: Target) -> str | None:
         OfflineModeIsEnabled,
     )
 
+    _check_revision(target.revision)
     try:
-        _may_write(_api(), target.repo_id)
+        api = _api()
+        if _may_write(api, target.repo_id):
+            _check_content(api, target, run)
+    except _Refused as refused:
+        raise UsageError(str(refused)) from refused
     except OfflineModeIsEnabled as error:
         raise UsageError(
             f"{target} cannot be written while HF_HUB_OFFLINE is set. Unset it, or leave the upload out."
@@ -69,35 +89,95 @@ def check_access(target: Target) -> str | None:
     return None
 
 
-def push(folder: Path, target: Target, message: str) -> str:
+def push(folder: Path, target: Target, message: str, run: Path | None = None) -> str:
     """Make a branch hold exactly what the folder holds, as one commit; returns where it is.
 
-    Raises UsageError where the branch holds something else and may not be overwritten, EndpointError where the hub fails.
+    `run`: the folder of the run that uploads, which may replace what it has uploaded before. Raises UsageError where the branch holds
+    something else and may not be overwritten, EndpointError where the hub fails.
     """
+    _check_revision(target.revision)
     with _failures(target):
         api = _api()
         api.create_repo(target.repo_id, private=target.private, exist_ok=True)
+        _refuse_public(api, target)
         there = _files(api, target)
         if there is None:
-            _make_branch(api, target)
+            _make_branch(api, target, run)
             there = {}
-        if there and not _equal(folder, there):
-            if not target.overwrite:
-                raise _Refused(_holds_others(target, there))
-            there = {}
-        if not there:
-            api.upload_folder(
+        if not there or not _equal(folder, there):
+            parent = _replaceable(api, target, there, run)
+            made = api.upload_folder(
                 folder_path=folder,
                 repo_id=target.repo_id,
                 revision=target.revision,
                 commit_message=message,
                 delete_patterns="*",
+                parent_commit=parent,
             )
+            if run is not None:
+                _note_commit(run, target, made.oid)
+        elif run is not None:
+            _note_commit(run, target, _head(api, target))  # a process may have died before it could
         return f"{api.endpoint}/{target.repo_id}/tree/{target.revision}"
 
 
 class _Refused(Exception):
     """Not a failure of the hub."""
+
+
+def _check_revision(revision: str) -> None:
+    """UsageError for what the hub, which keeps branches as git does, would refuse as the name of one."""
+    if _NO_REF.search(revision):
+        raise UsageError(
+            f"{revision!r} cannot name a branch: git allows no spaces, none of ~ ^ : ? * [ \\ and @{{, no two dots or slashes after each "
+            "other, no dash or slash at the beginning, no part that begins with a dot or ends in .lock, and no slash or dot at the end. "
+            "Give something like main, or my-run/v2."
+        )
+
+
+def _check_content(api: Any, target: Target, run: Path | None) -> None:
+    """Of a repository that is there."""
+    _refuse_public(api, target)
+    there = _files(api, target)
+    if there and not (run is not None and (run / FINAL).is_dir() and _equal(run / FINAL, there)):
+        _replaceable(api, target, there, run)
+
+
+def _refuse_public(api: Any, target: Target) -> None:
+    if target.private and not api.repo_info(target.repo_id).private:
+        raise _Refused(
+            f"{target.repo_id} on the hub is there and public, but what is uploaded is to be private. Set private: false if everybody may "
+            "see it, or name another repository (or make that one private on the hub)."
+        )
+
+
+def _replaceable(api: Any, target: Target, there: dict[str, Any], run: Path | None) -> str | None:
+    """_Refused where the branch holds what is somebody else's; the commit that is to be replaced where it must be that one."""
+    if not there or target.overwrite:
+        return None
+    own = None if run is None else _own_commit(run, target)
+    if own is None or _head(api, target) != own:
+        raise _Refused(_holds_others(target, there))
+    return own
+
+
+def _head(api: Any, target: Target) -> str:
+    return api.repo_info(target.repo_id, revision=target.revision).sha
+
+
+def _own_commit(run: Path, target: Target) -> str | None:
+    return _own_commits(run).get(str(target))
+
+
+def _own_commits(run: Path) -> dict[str, str]:
+    file = run / COMMITS
+    return json.loads(file.read_bytes()) if file.is_file() else {}
+
+
+def _note_commit(run: Path, target: Target, commit: str) -> None:
+    """Checkpoints and the final weights may be uploaded by two threads of a run."""
+    with _ONE_AT_A_TIME:
+        durable.write_json(run / COMMITS, {**_own_commits(run), str(target): commit})
 
 
 def _api() -> Any:
@@ -112,7 +192,8 @@ def _api() -> Any:
     return HfApi()
 
 
-def _may_write(api: Any, repo_id: str) -> None:
+def _may_write(api: Any, repo_id: str) -> bool:
+    """Whether the repository is there, which one may write to; raises where it could not be made either."""
     from huggingface_hub.errors import LocalTokenNotFoundError, RepositoryNotFoundError
     from huggingface_hub.utils import validate_repo_id
 
@@ -125,10 +206,10 @@ def _may_write(api: Any, repo_id: str) -> None:
     try:
         if owner:
             api.auth_check(repo_id, write=True)
-            return
+            return True
     except RepositoryNotFoundError:
         if owner in own:
-            return
+            return False
     raise LocalTokenNotFoundError(
         f"there is no such repository, and {who['name']} cannot make it: give OWNER/NAME with one of {', '.join(own)} as OWNER."
     )
@@ -154,13 +235,15 @@ def _holds_others(target: Target, there: dict[str, Any]) -> str:
     more = f" and {len(names) - 4} more" if names[4:] else ""
     return (
         f"{target} on the hub holds other files ({', '.join(names[:4])}{more}), and may not be overwritten. Name another revision, "
-        "or set overwrite: the branch's history keeps what is there."
+        "or set overwrite: true: the branch's history keeps what is there."
     )
 
 
-def _make_branch(api: Any, target: Target) -> None:
-    """From the first commit of the repository, which holds nothing."""
+def _make_branch(api: Any, target: Target, run: Path | None) -> None:
+    """From the first commit of the repository, which mostly holds nothing. What it holds otherwise, the upload may replace."""
     first = api.list_repo_commits(target.repo_id)[-1].commit_id
+    if run is not None:
+        _note_commit(run, target, first)
     api.create_branch(target.repo_id, branch=target.revision, revision=first, exist_ok=True)
 
 

@@ -3,7 +3,7 @@
     adapter          the adapter as it is, with tokenizer and model card
     merged           one model, the adapter added to its base
     gguf             the merged model for llama.cpp, by its converter
-    jsonl, parquet   rollouts, metrics and evaluations
+    jsonl, parquet   the record: rollouts, metrics, evaluations with their rows, warnings
 
 Everything is built beside its place and appears whole. What is there already stays, unless it may be replaced.
 """

@@ -47,7 +47,10 @@ _METRES = re.compile(r"(?<=\d)\s*m[²³](?=\s*\.?\s*$)")
 """A unit of one letter, which it is when it is written like that; `m^2` is a square."""
 _EXPONENT = re.compile("[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+|ⁿ")
 _ROOTS = (
-    (re.compile(r"(?:√|(?<![a-zA-Z\\])sqrt)\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
+    (
+        re.compile(r"(?:√|(?<![a-zA-Z\\])sqrt)\s*\(((?:[^()]|\([^()]*\))*)\)"),
+        r"\\sqrt{\1}",
+    ),
     (re.compile(r"√\s*(\d+(?:\.\d+)?|[a-zA-Z])"), r"\\sqrt{\1}"),
     (re.compile(r"√(?=\s*\()"), "sqrt"),
 )

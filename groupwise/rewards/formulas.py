@@ -2,6 +2,7 @@
 
 Graders that give answers to sympy evaluate them, and `9**9**9` then fills the memory. So a formula is read as Python reads it, and an
 upper bound is computed for the numbers that its parts may come to, from the innermost part to the outermost. Nothing is evaluated.
+Letters stand for small numbers, such as those that a grader may try.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ MOST_CHARACTERS = 20_000
 MOST_BITS = 4096.0
 """Of a numerator or a denominator; an exponent may be as large as this itself."""
 
+LETTER = 1.0
+"""Bits of a letter, which stands for a number below 2."""
+
 GROWING = frozenset({"exp", "sinh", "cosh", "tanh"})
 """Functions that make large numbers of small ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bits:
-    """How many at the most a number has that a part may come to. Letters count as 1."""
+    """How many at the most a number has that a part may come to."""
 
     numerator: float = 0.0
     denominator: float = 0.0
@@ -38,12 +42,18 @@ class _TooLarge(Exception):
     """A part is beyond the bounds, or belongs in no formula."""
 
 
-def is_small_formula(text: str, functions: Collection[str]) -> bool:
-    """Whether it is a formula of numbers, names, `+ - * / **` and calls of these functions, and comes to no large numbers."""
+def is_small_formula(text: str, functions: Collection[str], *, letters: bool = True) -> bool:
+    """Whether it is a formula of numbers, names, `+ - * / **` and calls of these functions, and comes to no large numbers.
+
+    Without `letters` it may have no names.
+    """
     if len(text) > MOST_CHARACTERS:
         return False
     try:
-        _bits(ast.parse(text.strip(), mode="eval").body, functions)
+        formula = ast.parse(text.strip(), mode="eval").body
+        if not letters and any(isinstance(part, ast.Name) for part in ast.walk(formula)):
+            return False
+        _bits(formula, functions)
     except (SyntaxError, ValueError, MemoryError, RecursionError, _TooLarge):
         return False  # Python reads only what is written well, and not too deep
     return True
@@ -55,9 +65,12 @@ def _bits(part: ast.expr, functions: Collection[str]) -> Bits:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
             bits = _of_number(value)
         case ast.Name():
-            bits = Bits()
+            bits = Bits(LETTER)
         case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=operand):
             bits = _bits(operand, functions)
+        case ast.BinOp(left=left, op=ast.Pow(), right=right):
+            inverted = not isinstance(right, ast.Constant)  # a sign before it, or in it
+            bits = _power(_bits(left, functions), _bits(right, functions), inverted=inverted)
         case ast.BinOp(left=left, op=op, right=right):
             bits = _joined(_bits(left, functions), op, _bits(right, functions))
         case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in functions:
@@ -83,11 +96,16 @@ def _joined(left: Bits, op: ast.operator, right: Bits) -> Bits:
             return Bits(left.numerator + right.numerator, left.denominator + right.denominator)
         case ast.Div():
             return Bits(left.numerator + right.denominator, left.denominator + right.numerator)
-        case ast.Pow():
-            bits = left.more * _largest(right)
-            return Bits(bits, bits)
         case _:
             raise _TooLarge
+
+
+def _power(base: Bits, exponent: Bits, *, inverted: bool) -> Bits:
+    """`inverted`: the exponent may be negative."""
+    times = _largest(exponent)
+    if inverted:
+        return Bits(base.more * times, base.more * times)
+    return Bits(base.numerator * times, base.denominator * times)
 
 
 def _of_call(name: str, argument: Bits) -> Bits:

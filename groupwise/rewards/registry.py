@@ -13,18 +13,22 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import inspect
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
 from groupwise.errors import TaskError
 from groupwise.parameters import instance, taken_by
-from groupwise.plugins import load
+from groupwise.plugins import load, missing, nearest
 from groupwise.rewards.calling import RewardCallable, check_function, name_of
 from groupwise.rewards.gold import gold_of_row
 from groupwise.rewards.nesting import taking_nested
+from groupwise.rewards.other_names import meant_by
 from groupwise.rewards.router import Router
 from groupwise.rewards.rubric import Rubric
 
@@ -200,7 +204,15 @@ def _function(
 def _loaded(name: str) -> object:
     """The function, class or object that a name stands for."""
     known = {each: kind.__module__ for each, kind in registered().items()}
-    plugin = load(name, kind="reward", builtins=known, entry_points=ENTRY_POINTS, instantiate=False)
+    if _is_nothing(name, known):
+        raise TaskError(_unknown(name, known))
+    try:
+        plugin = load(
+            name, kind="reward", builtins=known, entry_points=ENTRY_POINTS, instantiate=False
+        )
+    except TaskError as error:
+        meant = meant_by(name, known)
+        raise TaskError(f"{error}\n{meant.told}" if meant else str(error)) from error
     if isinstance(plugin.object, ModuleType):
         there = [
             each
@@ -211,3 +223,24 @@ def _loaded(name: str) -> object:
             f"{name} is a module. Name the function in it, {name}:function; there are: {', '.join(there) or 'none'}."
         )
     return plugin.object
+
+
+def _is_nothing(name: str, known: Mapping[str, str]) -> bool:
+    """Whether a name stands for nothing that `load` would find, though Python or somebody else may have something of that name."""
+    if Path(name).is_file() or any(
+        point.name == name for point in importlib.metadata.entry_points(group=ENTRY_POINTS)
+    ):
+        return False
+    absent = missing(name, kind="reward", builtins=known, entry_points=ENTRY_POINTS) is not None
+    return name in sys.stdlib_module_names or (absent and meant_by(name, known) is not None)
+
+
+def _unknown(name: str, known: Mapping[str, str]) -> str:
+    meant = meant_by(name, known)
+    if meant is None:
+        near = nearest(name, known)
+        hint = f" Did you mean {' or '.join(f'`{each}`' for each in near)}?" if near else ""
+        said = f"There is no reward `{name}`, which is a module of Python itself.{hint}"
+    else:
+        said = f"There is no reward `{name}`. {meant.told}"
+    return f"{said}\nBuilt-in: {', '.join(sorted(known))}.\nYour own are named path/to/file.py:function or module:function."

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, Literal
 
-from groupwise.data.order import example_of_draw
 from groupwise.data.sft import (
     Completion,
     Content,
@@ -94,11 +93,6 @@ class LessonSet:
         """Turns and completions that are trained without a token that ends them."""
         rows = [row for lesson in self.lessons for row in lesson.rows]
         return sum(row.stretches - row.ends for row in rows)
-
-    def drawn(self, draw: int, seed: int, *, shuffle: bool) -> Lesson:
-        """The lesson of a draw."""
-        index = example_of_draw(draw, len(self.lessons), seed, shuffle=shuffle)
-        return self.lessons[index]
 
 
 def read_lessons(

@@ -110,9 +110,11 @@ def save(
         if final.exists():
             durable.remove_folder(final)
         durable.publish_folder(building, final)
-    except (OSError, StoreError) as error:
+    except StoreError as error:  # it says what to do
+        raise CheckpointError(f"cannot write the checkpoint {final}: {error}") from error
+    except OSError as error:
         raise CheckpointError(
-            f"cannot write the checkpoint {final}: {_reason(error)}. Free space on that disk (or mend its permissions), then "
+            f"cannot write the checkpoint {final}: {error.strerror or error}. Free space on that disk (or mend its permissions), then "
             "go on with --resume: the earlier checkpoints stand."
         ) from error
     finally:
@@ -181,11 +183,6 @@ def sweep(folder: Path) -> tuple[str, ...]:
     """Delete what dead writers left under construction; for the holder of the run's lock."""
     places = [place for place in (folder, folder.parent / pieces.KEPT) if place.is_dir()]
     return tuple(name for place in places for name in durable.sweep(place))
-
-
-def _reason(error: OSError | StoreError) -> str:
-    cause = error.__cause__ if isinstance(error, StoreError) else error
-    return getattr(cause, "strerror", None) or str(error)
 
 
 def _folders(folder: Path) -> list[Path]:

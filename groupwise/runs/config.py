@@ -61,7 +61,11 @@ class HubSection(Strict):
         on_resume="free",
         min_length=1,
     )
-    private: bool = setting(True, "Whether a repository that is made is private.", on_resume="free")
+    private: bool = setting(
+        True,
+        "Whether a repository that is made is private. true: one that is there and public is refused.",
+        on_resume="free",
+    )
     overwrite: bool = setting(
         False,
         "Replace what the branch holds; its history keeps it. false: a branch with other files is refused.",

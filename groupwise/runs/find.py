@@ -15,7 +15,7 @@ from typing import Any
 from groupwise.errors import RunNotFoundError, StoreError
 from groupwise.runs import checkpoints
 from groupwise.runs.checkpoints import Checkpoint
-from groupwise.runs.folder import CHECKPOINTS, FINAL_STEP, RECORD, ShownState, shown_state
+from groupwise.runs.folder import CHECKPOINTS, FINAL, FINAL_STEP, RECORD, ShownState, shown_state
 from groupwise.runs.store import Store
 
 ENDS = 5
@@ -130,6 +130,21 @@ def final_step(path: Path) -> int:
     """After how many steps the weights in a run's `final/` are: the best step of a run that wanted that, else its last one."""
     found = Store.facts(path / RECORD).get(FINAL_STEP)
     return run_info(path).steps if found is None else found
+
+
+def run_around(weights: Path) -> Path | None:
+    """The run whose `final/` or checkpoint a folder with weights is; None for any other folder."""
+    place = weights.resolve()
+    if place.name == FINAL and (place.parent / RECORD).is_file():
+        return place.parent
+    return place.parent.parent if _is_checkpoint_folder(place) else None
+
+
+def label_of(run: Path, weights: Path) -> str:
+    """`run@step` of its `final/` or of one of its checkpoints."""
+    place = weights.resolve()
+    step = final_step(run) if place.name == FINAL else int(place.name.removeprefix("step-"))
+    return f"{run.name}@{step}"
 
 
 def _describe(path: Path, store: Store) -> RunInfo:

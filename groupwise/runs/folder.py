@@ -45,6 +45,7 @@ RECORD = "run.db"
 SUMMARY = "summary.json"
 RESULTS = "results"
 CHECKPOINTS = "checkpoints"
+FINAL = "final"
 FINAL_STEP = "final_step"
 """The fact about a run that says after which step the weights in `final/` are."""
 
@@ -63,7 +64,7 @@ class RunFolder:
         self.store = store
         """The run's record, open for writing."""
         self.checkpoints = path / CHECKPOINTS
-        self.final = path / "final"
+        self.final = path / FINAL
         self.results = path / RESULTS
         self.curve = path / "reward.svg"
         self._lock = lock
@@ -157,12 +158,15 @@ class RunFolder:
         self.store.record_resume(record)
         durable.write_json(self.path / CONFIG, dict(config))
 
-    def write_final(self, fill: Callable[[Path], None], step: int) -> Path:
+    def write_final(self, fill: Callable[[Path], None], step: int | None = None) -> Path:
         """Make `final/` from the files that `fill` writes into the folder that it is given; an earlier one is replaced.
 
-        `step`: its weights are those after so many steps, which need not be the last ones (`find.final_step`).
+        `step`: its weights are those after so many steps; None: after all that were done. `find.final_step` reads it.
         """
         durable.make_folder(self.final, fill, replace=True)
+        if step is None:
+            last = self.store.last_step()
+            step = 0 if last is None else last + 1
         self.store.set_meta({FINAL_STEP: step})
         return self.final
 

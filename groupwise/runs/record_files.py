@@ -1,6 +1,8 @@
-"""A run's record as files for other programs: its rollouts, metrics and evaluations as JSON lines or Parquet.
+"""A run's record as files for other programs, as JSON lines or Parquet: what `KINDS` names, each a file.
 
-The command `groupwise runs export` writes them anywhere, and a run that reports to `parquet` into its own folder.
+The command `groupwise runs export` writes them anywhere, and a run that reports to `parquet` into its own folder. Both formats have the
+same rows; only for a number that is none, which JSON does not have, JSON lines say null. What has no columns of its own (those of a data
+set, messages, notes of an environment) is JSON text in both.
 """
 
 from __future__ import annotations
@@ -10,17 +12,23 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
+from itertools import count, islice
 from pathlib import Path
 from typing import Any, Literal, cast
 
 from groupwise.errors import UsageError
 from groupwise.runs import durable
-from groupwise.runs.records import RolloutFilter
+from groupwise.runs.records import EvaluationRecord, RolloutFilter
 from groupwise.runs.store import Store
 
 RecordFormat = Literal["jsonl", "parquet"]
 
 Row = dict[str, Any]
+
+KINDS = ("rollouts", "metrics", "evaluations", "evaluation_rows", "warnings")
+"""The files, by what they hold."""
+ROWS_AT_ONCE = 512
+"""Rows of a file that are in memory together, beside those of one step or evaluation."""
 
 
 def check_can_write(to: RecordFormat) -> None:
@@ -36,76 +44,126 @@ def steps_of(store: Store) -> int:
 
 
 def write_record(store: Store, to: RecordFormat, folder: Path, steps: int) -> None:
-    """Everything that was recorded of the first so many steps, into a folder that is there."""
+    """Everything that was recorded of the first so many steps, into a folder that is there.
+
+    Rows are read as they are written, a step or an evaluation at a time.
+    """
+    names = _metric_columns(store)
+    columns = {**_COLUMNS, "metrics": {"step": "whole", **dict.fromkeys(names.values(), "number")}}
+    kinds: dict[str, Iterator[Row]] = {
+        "rollouts": _rollouts(store, steps),
+        "metrics": _metrics(store, steps, names),
+        "evaluations": _evaluations(store, steps),
+        "evaluation_rows": _evaluation_rows(store, steps),
+        "warnings": _warnings(store, steps),
+    }
     write = _write_jsonl if to == "jsonl" else _write_parquet
-    write(folder, "rollouts", _rollouts(store, steps))
-    write(folder, "metrics", _metrics(store, steps))
-    write(folder, "evaluations", _evaluations(store, steps))
+    for kind, rows in kinds.items():
+        write(folder / f"{kind}.{to}", columns[kind], map(_encodable, rows))
 
 
-def _rollouts(store: Store, steps: int) -> Iterator[list[Row]]:
+# --- rows ----------------------------------------------------------------------------------------
+
+_COLUMNS: dict[str, dict[str, str]] = {
+    "rollouts": {
+        **dict.fromkeys(("id", "step", "draw", "member", "attempt", "example"), "whole"),
+        **dict.fromkeys(("outcome", "reason"), "text"),
+        **dict.fromkeys(("reward", "advantage"), "number"),
+        "parts": "parts",
+        "truncated": "yes or no",
+        "completion_tokens": "whole",
+        **dict.fromkeys(("prompt", "completion", "ended_by", "origin"), "text"),
+        "again": "whole",
+        **dict.fromkeys(("columns", "messages", "notes"), "text"),
+    },
+    "evaluations": {
+        "step": "whole",
+        **dict.fromkeys(("name", "policy", "metric"), "text"),
+        "value": "number",
+    },
+    "evaluation_rows": {
+        "step": "whole",
+        **dict.fromkeys(("name", "policy"), "text"),
+        "position": "whole",
+        "row": "text",
+    },
+    "warnings": {
+        "step": "whole",
+        **dict.fromkeys(("name", "kind", "message", "values"), "text"),
+    },
+}
+"""What the columns of each kind hold, in their order; those of metrics are the run's own."""
+
+
+def _rollouts(store: Store, steps: int) -> Iterator[Row]:
+    """With what their examples and environments say of them, as JSON text."""
     for step in range(steps):
-        views = store.rollouts(RolloutFilter(step=step, limit=sys.maxsize))
-        yield [asdict(view) for view in views]
+        details = store.rollout_details(step)
+        for view in store.rollouts(RolloutFilter(step=step, limit=sys.maxsize)):
+            detail = details[view.id]
+            yield {
+                **asdict(view),
+                **asdict(detail),
+                "columns": _plain_json(detail.columns),
+                "messages": _plain_json(detail.messages),
+                "notes": _plain_json(detail.notes),
+            }
 
 
-def _metrics(store: Store, steps: int) -> Iterator[list[Row]]:
+def _metric_columns(store: Store) -> dict[str, str]:
+    """The column of each metric of the run: its name, but never that of the step's own column."""
+    names = store.metric_names()
+    free = next(name for n in count() if (name := f"metric{'s' * n}/step") not in names)
+    return {name: free if name == "step" else name for name in names}
+
+
+def _metrics(store: Store, steps: int, columns: Mapping[str, str]) -> Iterator[Row]:
     """A row for each step, with every name that the run has."""
-    curves = {name: dict(curve) for name, curve in store.metrics().items()}
     for step in range(steps):
-        yield [{"step": step, **{name: curve.get(step) for name, curve in curves.items()}}]
+        found = store.step_metrics(step)
+        yield {"step": step, **{column: found.get(name) for name, column in columns.items()}}
 
 
-def _evaluations(store: Store, steps: int) -> Iterator[list[Row]]:
+def _evaluations(store: Store, steps: int) -> Iterator[Row]:
     """A row for each metric of each evaluation."""
-    for record in store.evaluations(rows=False):
-        if record.step <= steps:
-            facts = {"step": record.step, "name": record.name, "policy": record.policy}
-            yield [{**facts, "metric": name, "value": v} for name, v in record.metrics.items()]
+    for record in _evaluated(store, steps):
+        for name, value in record.metrics.items():
+            yield {**_named(record), "metric": name, "value": value}
 
 
-def _write_jsonl(folder: Path, name: str, parts: Iterable[list[Row]]) -> None:
-    with (folder / f"{name}.jsonl").open("w", encoding="utf-8", errors="backslashreplace") as file:
-        for rows in parts:
-            for row in rows:
-                plain = durable.without_nan(row)
-                file.write(json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n")
+def _evaluation_rows(store: Store, steps: int) -> Iterator[Row]:
+    """A row for each prompt or sample of each evaluation, what it says as JSON text."""
+    for record in _evaluated(store, steps):
+        rows = store.evaluation_rows(record.step, record.name, record.policy)
+        for position, row in enumerate(rows):
+            yield {**_named(record), "position": position, "row": _as_json(row)}
 
 
-def _write_parquet(folder: Path, name: str, parts: Iterable[list[Row]]) -> None:
-    import pyarrow  # pyright: ignore[reportMissingTypeStubs]
-    from pyarrow import parquet  # pyright: ignore[reportMissingTypeStubs]
-
-    arrow, tables = cast("Any", pyarrow), cast("Any", parquet)
-    schema = _schema(arrow, name, parts := list(parts) if name == "metrics" else parts)
-    with tables.ParquetWriter(folder / f"{name}.parquet", schema) as writer:
-        for rows in parts:
-            writer.write_table(
-                arrow.Table.from_pylist([_encodable(row) for row in rows], schema=schema)
-            )
+def _evaluated(store: Store, steps: int) -> list[EvaluationRecord]:
+    return [record for record in store.evaluations(rows=False) if record.step <= steps]
 
 
-def _schema(arrow: Any, name: str, parts: Any) -> Any:
-    """The columns of a file, so that an empty one has them too."""
-    text, number, whole = arrow.string(), arrow.float64(), arrow.int64()
-    if name == "metrics":
-        names = list(parts[0][0])[1:] if parts else []
-        return arrow.schema([("step", whole), *((each, number) for each in names)])
-    if name == "evaluations":
-        named = [(each, text) for each in ("name", "policy", "metric")]
-        return arrow.schema([("step", whole), *named, ("value", number)])
-    part = [("name", text), ("value", number), ("weight", number), ("turn", whole)]
-    return arrow.schema(
-        [
-            *((each, whole) for each in ("id", "step", "draw", "member", "attempt", "example")),
-            *((each, text) for each in ("outcome", "reason")),
-            *((each, number) for each in ("reward", "advantage")),
-            ("parts", arrow.list_(arrow.struct(part))),
-            ("truncated", arrow.bool_()),
-            ("completion_tokens", whole),
-            *((each, text) for each in ("prompt", "completion", "ended_by")),
-        ]
-    )
+def _named(record: EvaluationRecord) -> Row:
+    return {"step": record.step, "name": record.name, "policy": record.policy}
+
+
+def _warnings(store: Store, steps: int) -> Iterator[Row]:
+    """A row for each signal that begins or ends, its numbers as JSON text."""
+    for warning in store.warnings():
+        if warning.step <= steps:
+            yield {**asdict(warning), "values": _as_json(dict(warning.values))}
+
+
+def _as_json(value: Any) -> str:
+    """As every reader of JSON takes it."""
+    return json.dumps(durable.without_nan(value), allow_nan=False)
+
+
+def _plain_json(stored: str | None) -> str | None:
+    """The record's own JSON, which may name numbers that JSON does not have."""
+    if stored is None or not ("NaN" in stored or "Infinity" in stored):
+        return stored
+    return _as_json(json.loads(stored))
 
 
 def _encodable(row: Mapping[str, Any]) -> Row:
@@ -114,3 +172,35 @@ def _encodable(row: Mapping[str, Any]) -> Row:
         key: value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
         for key, value in row.items()
     }
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def _write_jsonl(file: Path, columns: Mapping[str, str], rows: Iterable[Row]) -> None:
+    with file.open("w", encoding="utf-8") as opened:
+        for row in rows:
+            plain = durable.without_nan({name: row[name] for name in columns})
+            opened.write(json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def _write_parquet(file: Path, columns: Mapping[str, str], rows: Iterable[Row]) -> None:
+    """The schema is given, so that an empty file has its columns too."""
+    import pyarrow  # pyright: ignore[reportMissingTypeStubs]
+    from pyarrow import parquet  # pyright: ignore[reportMissingTypeStubs]
+
+    arrow, tables = cast("Any", pyarrow), cast("Any", parquet)
+    text, number, whole = arrow.string(), arrow.float64(), arrow.int64()
+    part = [("name", text), ("value", number), ("weight", number), ("turn", whole)]
+    types = {
+        "text": text,
+        "number": number,
+        "whole": whole,
+        "yes or no": arrow.bool_(),
+        "parts": arrow.list_(arrow.struct(part)),
+    }
+    schema = arrow.schema([(name, types[kind]) for name, kind in columns.items()])
+    left = iter(rows)
+    with tables.ParquetWriter(file, schema) as writer:
+        while some := list(islice(left, ROWS_AT_ONCE)):
+            writer.write_table(arrow.Table.from_pylist(some, schema=schema))

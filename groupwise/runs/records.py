@@ -135,6 +135,22 @@ class RolloutView:
 
 
 @dataclass(frozen=True, slots=True)
+class RolloutDetail:
+    """What stands behind one rollout."""
+
+    origin: str
+    """Why its example was drawn, as `groupwise.types.Group` says it."""
+    again: int | None
+    """The draw whose completions these are, where they were not sampled anew."""
+    columns: str
+    """Those of its example, as JSON."""
+    messages: str | None
+    """What was said in a chat of several turns, as JSON."""
+    notes: str
+    """Of the rollout, as JSON."""
+
+
+@dataclass(frozen=True, slots=True)
 class GroupReward:
     """What one group of a committed step earned."""
 

@@ -23,6 +23,7 @@ from groupwise.runs.records import (
     GroupReward,
     ResumeRecord,
     Rewound,
+    RolloutDetail,
     RolloutFilter,
     RolloutView,
     StepRecord,
@@ -212,6 +213,15 @@ class Store:
         with self._db.snapshot():
             return find_rollouts(self._db, wanted)
 
+    def rollout_details(self, step: int) -> dict[int, RolloutDetail]:
+        """What the views of a step's rollouts leave out, by their ids."""
+        rows = self._db.all(
+            "SELECT rollouts.id, origin, again, columns, messages, notes FROM rollouts"
+            " CROSS JOIN groups ON groups.draw = rollouts.draw WHERE rollouts.step = ?",
+            (step,),
+        )
+        return {id: RolloutDetail(*detail) for id, *detail in rows}
+
     def group_rewards(self, first: int, last: int) -> list[GroupReward]:
         """The rewards of all groups of the steps `first` to `last`, in order of training; those without a score are left out."""
         rows = self._db.all(
@@ -283,6 +293,14 @@ class Store:
             )
             for evaluation, step, name, policy, metrics, asked in found
         ]
+
+    def evaluation_rows(self, step: int, name: str, policy: str) -> tuple[dict[str, Any], ...]:
+        """The rows of one evaluation; none where there is no such one."""
+        found = self._db.all(
+            "SELECT id FROM evaluations WHERE step = ? AND name = ? AND policy = ?",
+            (step, label(name), label(policy)),
+        )
+        return self._evaluation_rows(found[0][0]) if found else ()
 
     def _evaluation_rows(self, evaluation: int) -> tuple[dict[str, Any], ...]:
         query = "SELECT data FROM evaluation_rows WHERE evaluation = ? ORDER BY position"

@@ -9,7 +9,7 @@ from typing import Any, cast
 from ruamel.yaml.error import YAMLError
 
 from groupwise.errors import ConfigError
-from groupwise.settings.credentials import is_secret
+from groupwise.settings.credentials import is_secret, names_secret
 from groupwise.settings.schema import KeyPath
 from groupwise.settings.tree import Tree, copied, parse_yaml, plain_value
 from groupwise.settings.wording import as_given
@@ -34,7 +34,8 @@ def parse_override(word: str) -> tuple[KeyPath, Any]:
     """`training.learning_rate=1e-5` as path and value. Raises ConfigError with the right way to write it."""
     name, equals, text = word.partition("=")
     if not equals:
-        raise ConfigError(f"override {word}: write it as key=value, for example training.seed=1.")
+        shown = "…" if names_secret(word) else word
+        raise ConfigError(f"override {shown}: write it as key=value, for example training.seed=1.")
     path = tuple(name.split("."))
     for key in path:
         _check_override_key(key, name, word)
@@ -84,8 +85,9 @@ def _override_value(text: str, name: str, origin: str) -> Any:
 
 
 def _override_origin(path: KeyPath, word: str) -> str:
-    shown = f"{'.'.join(path)}=…" if is_secret(path[-1]) else " ".join(word.split())
-    return f"override {shown}"
+    """How messages call it, without its value where that is, or holds, a credential."""
+    secret = any(map(is_secret, path)) or names_secret(word.partition("=")[2])
+    return f"override {'.'.join(path)}=…" if secret else f"override {' '.join(word.split())}"
 
 
 def _set(tree: Tree, path: KeyPath, value: Any, word: str) -> None:

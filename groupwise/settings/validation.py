@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from groupwise.errors import ConfigError
-from groupwise.settings.credentials import explain_secret, is_secret
+from groupwise.settings.credentials import explain_secret, is_secret, names_secret
 from groupwise.settings.schema import (
     EACH_VALUE_ALONE,
     Conflict,
@@ -263,7 +263,8 @@ def _explain_value(place: Place, detail: ErrorDetails, tree: Tree, at: KeyPath) 
     given = tree.value(path)
     if place.key is not None and f"{path[-1]}={given}" in later_keys(place.section):
         return f"{dotted}: {given} is not in this version; it must be {describe(place.key)}."
-    shown = "…" if path and is_secret(path[-1]) else as_given(given)
+    secret = (path and is_secret(path[-1])) or names_secret(str(given))
+    shown = "…" if secret else as_given(given)
     allowed = describe(place.key) if place.key is not None else None
     if allowed is None:
         return f"{dotted} is {shown}: {detail['msg'][:1].lower()}{detail['msg'][1:]}."

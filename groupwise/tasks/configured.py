@@ -272,14 +272,15 @@ class _Hooks:
         return [one for one in self._tasks if one.task.has(hook)]
 
     def get_rl_dataset(self, config: View, limit: int | None = None) -> Rows:
-        """The rows of all sets, each as often as its weight says."""
+        """The rows of all sets, with how often their weights say that they come."""
         scored = self._unscorable(config)
         parts, account = for_training(self._data, teacher=False, unscorable=scored)
         for one in self._tasks:
             examples = one.task.rl_examples(one.config, limit)
             parts.append(one.part(_rows(examples)))
             account += one.account("get_rl_dataset")
-        return Rows(mixed(joined(parts, "all"), self._data.seed), account)
+        rows, shares = mixed(joined(parts, "all"), self._data.seed)
+        return Rows(rows, account, shares)
 
     def get_eval_dataset(self, config: View, limit: int | None = None) -> Rows:
         """The held-out rows of all sets, in turn."""
@@ -292,12 +293,13 @@ class _Hooks:
         return Rows(in_turn(joined(parts, "all")), account)
 
     def get_sft_dataset(self, config: View, tokenizer: Any, limit: int | None = None) -> Rows:
-        """The teacher's rows of all sets, each as often as its weight says."""
+        """The teacher's rows of all sets, with how often their weights say that they come."""
         parts, account = for_training(self._data, teacher=True)
         for one in self._tasks:
             parts.append(one.part(one.lessons("get_sft_dataset", tokenizer, limit)))
             account += one.account("get_sft_dataset")
-        return Rows(mixed(joined(parts, "all"), self._data.seed), account)
+        rows, shares = mixed(joined(parts, "all"), self._data.seed)
+        return Rows(rows, account, shares)
 
     def get_sft_eval_dataset(self, config: View, tokenizer: Any, limit: int | None = None) -> Rows:
         """The teacher's held-out rows of all sets, in turn."""

@@ -34,6 +34,7 @@ from pydantic import BaseModel
 import groupwise.tasks
 from groupwise.data.chat import Account, Rows
 from groupwise.data.examples import examples_from_rows, read_rows
+from groupwise.data.order import Share
 from groupwise.data.sft import HOLDING
 from groupwise.errors import TaskError
 from groupwise.plugins import load, run_user_code
@@ -106,7 +107,9 @@ NO_TASKS = (
     "environment",
     "tools",
     "wordle_rules",
+    "reasoning_gym_answers",
     "reasoning_gym_problems",
+    "source_rows",
 )
 """Modules of this room that are no built-in task."""
 
@@ -121,6 +124,8 @@ class Task:
         self.file = file
         self.accounts: dict[str, Account] = {}
         """By hook: what it left out of its rows, where it says so."""
+        self.shares: dict[str, tuple[Share, ...]] = {}
+        """By hook: how much of an epoch its rows are, where that is not each of them once."""
         self._hooks = hooks
 
     def with_hook(self, hook: str, function: Callable[..., Any]) -> Task:
@@ -159,7 +164,7 @@ class Task:
         """
         where = f"{self.described}: {hook}"
         rows = self._rows_of(hook, limit, config=config, tokenizer=tokenizer)
-        self._note_account(hook, rows)
+        self._note(hook, rows)
         if rows is None and hook not in NEEDED["sft"]:
             return []
         return run_user_code(  # a stream runs the task's code while it is read
@@ -305,7 +310,7 @@ class Task:
     def _examples(self, hook: str, config: Any, limit: int | None) -> list[Example]:
         where = f"{self.described}: {hook}"
         rows = self._rows_of(hook, limit, config=config)
-        self._note_account(hook, rows)
+        self._note(hook, rows)
         examples = run_user_code(  # a stream runs the task's code while it is read
             lambda: examples_from_rows(rows, where=where, limit=limit, limited_by=LIMITED_BY[hook]),
             what=f"{where} failed",
@@ -318,9 +323,9 @@ class Task:
         """What a hook for rows returns; no more than `limit` rows of a stream will be read."""
         return self._call(hook, **arguments)
 
-    def _note_account(self, hook: str, rows: object) -> None:
+    def _note(self, hook: str, rows: object) -> None:
         if isinstance(rows, Rows):
-            self.accounts[hook] = rows.account
+            self.accounts[hook], self.shares[hook] = rows.account, rows.shares
 
     def _call(self, hook: str, **arguments: Any) -> Any:
         function = getattr(self._hooks, hook)

@@ -27,12 +27,13 @@ from groupwise.data.order import Stream
 from groupwise.data.sources import read_source
 from groupwise.errors import TaskError
 from groupwise.rewards.calling import RewardCallable
-from groupwise.rewards.crossword import letters
+from groupwise.rewards.crossword import PureAccuracy, letters
 from groupwise.rewards.registry import get_reward_funcs as rewards_named
 from groupwise.rewards.tags import THINK
 from groupwise.rewards.text import CompletionText, completion_text
 from groupwise.settings.schema import Strict, setting
 from groupwise.settings.tree import copied
+from groupwise.tasks.source_rows import usable
 
 INCLUDED = Path(__file__).parent / "clues" / "general_knowledge.jsonl"
 """Clues written for this project."""
@@ -42,8 +43,8 @@ INSTRUCTION = (
     "</think>, then write nothing but the answer between <answer> and </answer>."
 )
 
-_AT_THE_END = re.compile(r"\(([\d\s,'’-]*\d[\d\s,'’-]*)\)\s*$")
-"""An enumeration in brackets behind a clue."""
+_AT_THE_END = re.compile(r"\(((?:[\s,'’-]*[0-9]{1,2})(?:[\s,'’-]+[0-9]{1,2})*[\s,'’-]*)\)\s*$")
+"""An enumeration in brackets behind a clue; no word has a hundred letters, so `(1984)` is none."""
 
 
 class TaskConfig(Strict):
@@ -107,11 +108,16 @@ def compute_metrics(
     config: Any,
     tokenizer: Any,
 ) -> dict[str, Any]:
-    """Shares of answers that are right, that have the right number of letters, and that are there at all."""
+    """Shares of answers that are right, as the reward sees it, that have the right number of letters, and that are there at all."""
     written = [letters(THINK.last_answer(completion_text(each)) or "") for each in completions]
     golds = [letters(row["answer"]) for row in dataset_rows]
     pairs = list(zip(written, golds, strict=True))
-    correct = [answer == gold for answer, gold in pairs]
+    exact = PureAccuracy(word_bonus=0.0, occurrence=0.0)
+    enumerations = [row["enumeration"] for row in dataset_rows]
+    values = exact(
+        completions, answer=[row["answer"] for row in dataset_rows], enumeration=enumerations
+    )
+    correct = [value == 1 for value in values]
     return {
         "metrics": {
             "accuracy": fmean(correct),
@@ -179,41 +185,28 @@ def _rows(own: TaskConfig) -> tuple[list[dict[str, Any]], Counter[str]]:
         own.columns,
         revision=own.source_revision,
     )
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
-    left_out: Counter[str] = Counter()
-    for index, given in enumerate(found):
-        try:
-            row = _row(given)
-            key = _folded(row["clue"]), letters(row["answer"])
-            if key in rows:
-                raise Unusable("the clue and its answer are there already")
-        except Unusable as reason:
-            if own.strict:
-                raise TaskError(f"{_name(own)}, row {index}: {reason}.") from reason
-            left_out[str(reason)] += 1
-        else:
-            rows[key] = row
-    if not rows:
-        reasons = "; ".join(f"{count} × {reason}" for reason, count in left_out.items())
-        raise TaskError(
-            f"{_name(own)} has no usable row: {reasons}. Its columns are {', '.join(found[0])}; name those of clue and answer "
-            "with task.columns.clue=NAME and task.columns.answer=NAME."
-        )
-    return list(rows.values()), left_out
+    return usable(
+        found,
+        _row,
+        lambda row: (_folded(row["clue"]), letters(row["answer"])),
+        source=_name(own),
+        strict=own.strict,
+        remedy="Name those of clue and answer with task.columns.clue=NAME and task.columns.answer=NAME.",
+    )
 
 
 def _row(given: Mapping[str, Any]) -> dict[str, Any]:
     clue, answer = _text(given, "clue"), _text(given, "answer")
-    if not letters(answer) or any(sign.isdigit() for sign in answer):
-        raise Unusable("the answer is not made of letters A–Z")
+    if unscorable := _unscorable({"answer": answer}):
+        raise Unusable("the answer is not made of letters A–Z") from unscorable
     behind = _AT_THE_END.search(clue)
     clue = clue[: behind.start()].rstrip() if behind else clue
     if not clue:
         raise Unusable("the clue is empty")
     told = _told(given.get("enumeration"))
     enumeration = told or (behind.group(1).strip() if behind else _counted(answer))
-    if sum(map(int, re.findall("[0-9]+", enumeration))) != len(letters(answer)):
-        raise Unusable("the enumeration does not fit the answer")
+    if unscorable := _unscorable({"answer": answer, "enumeration": enumeration}):
+        raise Unusable("the enumeration does not fit the answer") from unscorable
     return {
         "prompt": [
             {"role": "system", "content": INSTRUCTION},
@@ -223,6 +216,15 @@ def _row(given: Mapping[str, Any]) -> dict[str, Any]:
         "answer": answer,
         "enumeration": enumeration,
     }
+
+
+def _unscorable(row: Mapping[str, Any]) -> ValueError | None:
+    """Why the reward cannot score a row; None where it can."""
+    try:
+        PureAccuracy().check_row(row)
+    except ValueError as reason:
+        return reason
+    return None
 
 
 def _text(given: Mapping[str, Any], column: str) -> str:

@@ -23,10 +23,10 @@ apart by their text.
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import lcm
 from statistics import fmean
@@ -34,6 +34,7 @@ from typing import Any
 
 from pydantic import BaseModel, model_validator
 
+from groupwise.data.chat import Account, Rows, Unusable
 from groupwise.data.order import Stream
 from groupwise.data.sources import read_source
 from groupwise.errors import TaskError
@@ -44,8 +45,7 @@ from groupwise.rewards.tags import THINK
 from groupwise.rewards.text import CompletionText
 from groupwise.settings.schema import Strict, setting
 from groupwise.settings.view import View
-
-logger = logging.getLogger(__name__)
+from groupwise.tasks.source_rows import usable
 
 LEVELS = 5
 GENERATED = 2000
@@ -85,6 +85,10 @@ class TaskConfig(Strict):
         {},
         "What question, answer and solution are called in the source, as in {question: ask, answer: result}.",
     )
+    strict_rows: bool = setting(
+        False,
+        "Refuse a row of the source that cannot be used, instead of leaving it out and counting it.",
+    )
     strict: bool = setting(
         False,
         "Pay only completions that begin with the tags, for an answer whose canonical form agrees.",
@@ -113,7 +117,7 @@ class TaskConfig(Strict):
         return self
 
 
-_OF_SOURCES = ("source_config", "source_split", "eval_split", "columns")
+_OF_SOURCES = ("source_config", "source_split", "eval_split", "columns", "strict_rows")
 _OF_GENERATION = ("min_level", "max_level")
 
 
@@ -122,24 +126,24 @@ def get_config_schema() -> type[BaseModel]:
     return TaskConfig
 
 
-def get_rl_dataset(config: Any) -> list[dict[str, Any]]:
+def get_rl_dataset(config: Any) -> Rows:
     """The training rows, with the columns `answer` and `gold_completion`, and `level` where they are generated."""
     return _splits(_own(config)).train
 
 
-def get_eval_dataset(config: Any) -> list[dict[str, Any]]:
+def get_eval_dataset(config: Any) -> Rows:
     """The test rows."""
     return _splits(_own(config)).test
 
 
-def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
+def get_sft_dataset(config: Any, tokenizer: Any) -> Rows:
     """The training rows with worked solutions."""
-    return [_taught(row) for row in get_rl_dataset(config)]
+    return _taught(get_rl_dataset(config))
 
 
-def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
+def get_sft_eval_dataset(config: Any, tokenizer: Any) -> Rows:
     """The validation rows, likewise."""
-    return [_taught(row) for row in _splits(_own(config)).validation]
+    return _taught(_splits(_own(config)).validation)
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[Callable[..., Any], float]]:
@@ -213,28 +217,34 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """All rows, of which no two are the same problem."""
+    """All rows, of which no two are the same problem; each part says what was left out of its source."""
 
-    test: list[dict[str, Any]]
-    validation: list[dict[str, Any]]
-    train: list[dict[str, Any]]
+    test: Rows
+    validation: Rows
+    train: Rows
 
 
 def _splits(own: TaskConfig) -> Splits:
     if own.source is None:
         held_out = own.eval_size + own.validation_size
         problems = _distinct(_generated(own), held_out + (own.train_size or GENERATED))
-        return _divided(problems, own)
-    found = _unique(_read(own, own.source, own.source_split))
+        return _divided(problems, own, Counter())
+    found, left_out = _read(own, own.source, own.source_split)
     shuffled = Stream("math", own.seed).sample(found, len(found))
     if own.eval_split is None:
-        return _divided(shuffled, own)
-    test = _unique(_read(own, own.source, own.eval_split))[: own.eval_size]
+        return _divided(shuffled, own, left_out)
+    tested, left_out_there = _read(own, own.source, own.eval_split)
+    test = tested[: own.eval_size]
     asked = {problem.key for problem in test}
-    return _divided([*test, *(each for each in shuffled if each.key not in asked)], own, len(test))
+    rest = [problem for problem in shuffled if problem.key not in asked]
+    left_out["the test split has the question"] += len(shuffled) - len(rest)
+    splits = _divided([*test, *rest], own, left_out, len(test))
+    return replace(splits, test=Rows(splits.test, Account(dict(left_out_there))))
 
 
-def _divided(problems: Sequence[Problem], own: TaskConfig, test: int | None = None) -> Splits:
+def _divided(
+    problems: Sequence[Problem], own: TaskConfig, left_out: Counter[str], test: int | None = None
+) -> Splits:
     """First those of the test, so that they do not depend on how many are trained. Raises TaskError where none are left for that."""
     first = own.eval_size if test is None else test
     second = first + own.validation_size
@@ -243,44 +253,35 @@ def _divided(problems: Sequence[Problem], own: TaskConfig, test: int | None = No
             f"{own.source} has {len(problems)} different problems that can be used, of which task.eval_size and "
             f"task.validation_size take {second}, so that none is left to train on. Lower them."
         )
-    rows = [problem.row for problem in problems]
+    rows, account = [problem.row for problem in problems], Account(dict(+left_out))
     end = None if own.train_size is None else second + own.train_size
-    return Splits(rows[:first], rows[first:second], rows[second:end])
+    parts = rows[:first], rows[first:second], rows[second:end]
+    return Splits(*(Rows(part, account) for part in parts))
 
 
-def _taught(row: dict[str, Any]) -> dict[str, Any]:
-    return {**row, "completion": row["gold_completion"]}
-
-
-def _unique(problems: Iterable[Problem]) -> list[Problem]:
-    return list({problem.key: problem for problem in problems}.values())
+def _taught(rows: Rows) -> Rows:
+    return Rows([{**row, "completion": row["gold_completion"]} for row in rows], rows.account)
 
 
 # --- problems of a source ------------------------------------------------------------------------
 
 
-def _read(own: TaskConfig, source: str, split: str) -> list[Problem]:
-    """The problems of a split; rows without question or answer are left out, and counted in the log."""
+def _read(own: TaskConfig, source: str, split: str) -> tuple[list[Problem], Counter[str]]:
+    """The problems of a split, each question once, and how many rows are left out, by reason."""
     rows = read_source(source, own.source_config, split, own.columns or None)
     question, answer, solution = (_column(rows, kind, source) for kind in COLUMNS)
-    cells = [(row.get(question), row.get(answer), row.get(solution)) for row in rows]
-    problems = [_problem(*map(_text, each)) for each in cells]
-    usable = [problem for problem in problems if problem is not None]
-    if not usable:
-        raise TaskError(
-            f"No row of {source} has both a question in `{question}` and an answer in `{answer}` that can be read: after ####, in "
-            f"\\boxed{{}}, in answer tags, or a text of one line with at most {LONGEST_WORDS} characters, {LONGEST_ANSWER} for "
-            "numbers and expressions without words."
-        )
-    if len(usable) < len(problems):
-        left_out = len(problems) - len(usable)
-        logger.warning(
-            "%d of %d rows of %s have no question or no answer that can be read, and are left out.",
-            left_out,
-            len(problems),
-            source,
-        )
-    return usable
+    return usable(
+        rows,
+        lambda row: _problem(own, *(_text(row.get(name)) for name in (question, answer, solution))),
+        lambda problem: problem.key,
+        source=source,
+        strict=own.strict_rows,
+        remedy=(
+            f"Questions are read from `{question}` and answers from `{answer}`: after ####, in \\boxed{{}}, in answer tags, or a text of "
+            f"one line with at most {LONGEST_WORDS} characters, {LONGEST_ANSWER} for numbers and expressions without words. task.columns "
+            "names other columns."
+        ),
+    )
 
 
 def _column(rows: Sequence[Mapping[str, Any]], kind: str, source: str) -> str:
@@ -299,10 +300,18 @@ def _text(cell: Any) -> str:
     return str(cell).strip() if isinstance(cell, str | int | float) else ""
 
 
-def _problem(question: str, answer: str, solution: str) -> Problem | None:
+def _problem(own: TaskConfig, question: str, answer: str, solution: str) -> Problem:
+    if not question:
+        raise Unusable("there is no question")
+    if not answer:
+        raise Unusable("there is no answer")
     final = final_answer(answer)
-    if not question or final is None:
-        return None
+    if final is None:
+        raise Unusable("no answer is marked, and the text is too long for one")
+    try:
+        _accuracy(own).check_row({"answer": final})
+    except ValueError as reason:
+        raise Unusable("the reward cannot read the answer") from reason
     key = " ".join(question.split()).casefold()
     return Problem(question, final, _worked(solution, final), key)
 

@@ -15,13 +15,11 @@ needs: the dataset with its parameters, and the entry as text.
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import importlib.metadata
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 import time
@@ -36,33 +34,17 @@ from pydantic import BaseModel
 from groupwise.errors import TaskError
 from groupwise.plugins import explain
 from groupwise.rewards.extracted import LogExtra, record_answers
-from groupwise.rewards.formulas import is_small_formula
-from groupwise.rewards.mathematics import APART
 from groupwise.rewards.tags import THINK
 from groupwise.rewards.text import CompletionText, completion_text
 from groupwise.runs.durable import write_json
 from groupwise.settings.schema import Strict, setting
 from groupwise.settings.tree import copied
+from groupwise.tasks.reasoning_gym_answers import SIMPLIFIED, agrees_at_a_point, is_harmless
 from groupwise.tasks.reasoning_gym_problems import RIGHT, SPLITS, dataset_of, entry_of_text
 
 KEPT_ABOVE = 5.0
 """Seconds of making problems above which they are kept in the cache."""
 SYSTEM_PROMPT = "Solve the problem. Think as long as you need, then write the answer, and nothing else, between <answer> and </answer>."
-
-READ_AS_DATA = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
-"""Datasets whose graders evaluate the answer as Python, in the hope of a list."""
-READ_AS_FORMULA = frozenset(
-    {"countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"}
-)  # fmt: skip
-"""Datasets whose graders evaluate the answer as a formula, through sympy and so as Python too."""
-SIMPLIFIED = frozenset({"intermediate_integration", "simple_integration"})
-"""Of these, the graders that simplify a formula, which may take for ever; they get those that agree at `POINT`."""
-POINT = 1.37
-"""No special place of any function."""
-FUNCTIONS = frozenset(
-    "sin cos tan sec csc cot sinh cosh tanh asin acos atan asinh acosh atanh exp log ln sqrt Abs".split()
-)
-"""What a formula may call."""
 
 
 class Dataset(Strict):
@@ -180,44 +162,13 @@ def graded(answer: str, spec: Mapping[str, Any], entry: str) -> float:
     if not is_harmless(answer, name):
         return 0.0
     try:
-        if name in SIMPLIFIED and not _agrees_at_a_point(answer, read["metadata"]):
+        if name in SIMPLIFIED and not agrees_at_a_point(answer, read["metadata"]):
             return 0.0
         value = float(grade(answer, read))
     except Exception:  # noqa: BLE001 — graders stumble over answers in many ways
         _check_entry(grade, entry)
         return 0.0
     return value if math.isfinite(value) else 0.0
-
-
-def is_harmless(answer: str, name: str) -> bool:
-    """Whether the dataset's grader, should it evaluate the answer as Python, finds nothing but data or a small formula in it."""
-    if name in READ_AS_DATA:
-        return re.fullmatch(r"[\w\s.,-]*", answer) is not None or _is_literal(answer)
-    if name in READ_AS_FORMULA:
-        return is_small_formula(answer, FUNCTIONS)
-    return True
-
-
-def _agrees_at_a_point(answer: str, metadata: Mapping[str, Any]) -> bool:
-    """Whether the answer's derivative has the integrand's value at one point. Raises what sympy does, where it cannot tell."""
-    from sympy import Symbol, diff, parse_expr  # a dependency of reasoning-gym, which takes half a second
-
-    variable = Symbol(metadata["variable"])
-    letters = {variable.name: variable, "C": Symbol("C")}
-    slope = diff(parse_expr(answer, letters), variable)
-    one, other = (
-        complex(each.evalf(15, subs=dict.fromkeys(each.free_symbols, POINT)))
-        for each in (parse_expr(metadata["integrand"], letters), slope)
-    )
-    return abs(one - other) <= APART * max(abs(one), abs(other))
-
-
-def _is_literal(answer: str) -> bool:
-    try:
-        ast.literal_eval(answer)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        return False
-    return True
 
 
 def _check_entry(grade: Callable[..., Any], entry: str) -> None:

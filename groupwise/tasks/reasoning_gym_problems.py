@@ -27,6 +27,7 @@ from typing import Any, cast
 
 from groupwise.data.order import Stream
 from groupwise.plugins import nearest
+from groupwise.tasks.reasoning_gym_answers import is_harmless
 
 SPLITS = ("test", "validation", "train")
 """In this order they are made, so that the earlier ones do not depend on the sizes of the later."""
@@ -163,11 +164,17 @@ def _block(spec: Spec, start: int) -> Iterator[dict[str, Any] | Exception]:
         _seed_global_generators(start + index)
         try:
             entry = dataset[index]
-            if entry["answer"] is not None and dataset.score_answer(entry["answer"], entry) < RIGHT:
+            if entry["answer"] is not None and not _takes_its_own(spec, entry, dataset):
                 raise ValueError(f"its grader rejects its own answer, {entry['answer']!r:.80}")
             yield {**entry, "gold": _gold(str(spec["name"]), entry, dataset.score_answer)}
         except Exception as error:  # noqa: BLE001 — generators fail in many ways for some of their seeds
             yield error
+
+
+def _takes_its_own(spec: Spec, entry: Mapping[str, Any], dataset: Any) -> bool:
+    """Whether the entry's answer is right, and none of those that no grader sees, such as an integral that is left to be done."""
+    shown = is_harmless(str(entry["answer"]), str(spec["name"]))
+    return shown and dataset.score_answer(entry["answer"], entry) >= RIGHT
 
 
 def _seed_global_generators(seed: int) -> None:

@@ -10,13 +10,15 @@ reads rubric and answer.
 The rubric stays out of the prompt. `task.rubric_in_prompt` puts it there, with a warning: `rubric_overlap` then counts no word of the
 prompt, because a policy would learn to repeat it, and pays for the likeness of the other words to those of the reference.
 
-One source gives all three splits. No question occurs twice, neither in a split nor in two of them.
+One source gives all three splits. No question occurs twice, neither in a split nor in two of them. Rows that cannot be used are left
+out and counted by the reason, or refused with `task.strict`.
 """
 
 from __future__ import annotations
 
 import json
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +27,7 @@ from typing import Any, cast
 
 from pydantic import BaseModel
 
+from groupwise.data.chat import Account, Rows, Unusable
 from groupwise.data.order import Stream
 from groupwise.data.sources import read_source
 from groupwise.errors import TaskError
@@ -33,6 +36,7 @@ from groupwise.rewards.registry import get_reward_funcs as rewards_named
 from groupwise.rewards.text import CompletionText, completion_text
 from groupwise.settings.schema import Strict, setting
 from groupwise.settings.tree import copied
+from groupwise.tasks.source_rows import usable
 
 INCLUDED = Path(__file__).parent / "questions" / "plain_facts.jsonl"
 """Questions written for this project."""
@@ -72,6 +76,9 @@ class TaskConfig(Strict):
     system_prompt: str | None = setting(
         INSTRUCTION, "Stands before each question; null: nothing does."
     )
+    strict: bool = setting(
+        False, "Refuse a row that cannot be used, instead of leaving it out and counting it."
+    )
     rubric_in_prompt: bool = setting(
         False, "Show the rubric to the model, which may then learn to repeat it."
     )
@@ -85,11 +92,11 @@ class TaskConfig(Strict):
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """The rows of a source, divided."""
+    """The rows of a source, divided; each says what was left out of the source."""
 
-    test: list[dict[str, Any]]
-    validation: list[dict[str, Any]]
-    train: list[dict[str, Any]]
+    test: Rows
+    validation: Rows
+    train: Rows
 
 
 def get_config_schema() -> type[BaseModel]:
@@ -97,7 +104,7 @@ def get_config_schema() -> type[BaseModel]:
     return TaskConfig
 
 
-def get_rl_dataset(config: Any) -> list[dict[str, Any]]:
+def get_rl_dataset(config: Any) -> Rows:
     """The training rows, with the columns `question`, `rubric`, `reference` and, where the source has it, `score`."""
     own = _own(config)
     if own.rubric_in_prompt:
@@ -105,19 +112,19 @@ def get_rl_dataset(config: Any) -> list[dict[str, Any]]:
     return _splits(own).train
 
 
-def get_eval_dataset(config: Any) -> list[dict[str, Any]]:
+def get_eval_dataset(config: Any) -> Rows:
     """The test rows."""
     return _splits(_own(config)).test
 
 
-def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
+def get_sft_dataset(config: Any, tokenizer: Any) -> Rows:
     """The training rows with the reference as completion."""
-    return [_taught(row) for row in _splits(_own(config)).train]
+    return _taught(_splits(_own(config)).train)
 
 
-def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
+def get_sft_eval_dataset(config: Any, tokenizer: Any) -> Rows:
     """The validation rows, likewise."""
-    return [_taught(row) for row in _splits(_own(config)).validation]
+    return _taught(_splits(_own(config)).validation)
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[RewardCallable, float]]:
@@ -186,21 +193,21 @@ def _own(config: Any) -> TaskConfig:
 
 def _splits(own: TaskConfig) -> Splits:
     """Test and validation come first, so that they do not depend on the number of training rows."""
-    rows = _rows(own)
+    rows, left_out = _rows(own)
     held_out, wanted = own.eval_size + own.validation_size, own.train_size
     if len(rows) < held_out + (wanted or 1):
         asked = "what is left" if wanted is None else f"train_size {wanted}"
         raise TaskError(
-            f"{_name(own)} has {len(rows)} different questions, too few for eval_size {own.eval_size}, validation_size "
+            f"{_name(own)} has {len(rows)} usable questions, too few for eval_size {own.eval_size}, validation_size "
             f"{own.validation_size} and {asked} to train on. Make the splits smaller, or name a larger source."
         )
     mixed = Stream("rubric_answers", own.seed).sample(rows, len(rows))
-    rest = mixed[held_out:]
-    return Splits(mixed[: own.eval_size], mixed[own.eval_size : held_out], rest[:wanted])
+    parts = mixed[: own.eval_size], mixed[own.eval_size : held_out], mixed[held_out:][:wanted]
+    return Splits(*(Rows(part, Account(dict(left_out))) for part in parts))
 
 
-def _rows(own: TaskConfig) -> list[dict[str, Any]]:
-    """The rows of the source, each question once."""
+def _rows(own: TaskConfig) -> tuple[list[dict[str, Any]], Counter[str]]:
+    """The usable rows of the source, each question once, and how many others there are, by reason."""
     found = read_source(
         own.source or str(INCLUDED),
         own.source_config,
@@ -208,11 +215,14 @@ def _rows(own: TaskConfig) -> list[dict[str, Any]]:
         revision=own.source_revision,
     )
     names = _names(own, dict.fromkeys(name for row in found for name in row))
-    rows: dict[str, dict[str, Any]] = {}
-    for index, row in enumerate(found):
-        made = _row(own, {ours: row.get(theirs) for ours, theirs in names.items()}, index)
-        rows.setdefault(" ".join(made["question"].split()).casefold(), made)
-    return list(rows.values())
+    return usable(
+        found,
+        lambda row: _row(own, {ours: row.get(theirs) for ours, theirs in names.items()}),
+        lambda row: " ".join(row["question"].split()).casefold(),
+        source=_name(own),
+        strict=own.strict,
+        remedy="task.columns says which of them are question, rubric and reference.",
+    )
 
 
 def _names(own: TaskConfig, there: Mapping[str, Any]) -> dict[str, str]:
@@ -235,18 +245,18 @@ def _names(own: TaskConfig, there: Mapping[str, Any]) -> dict[str, str]:
     return {ours: theirs for ours, theirs in found.items() if theirs is not None}
 
 
-def _row(own: TaskConfig, given: dict[str, Any], index: int) -> dict[str, Any]:
+def _row(own: TaskConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+    question = _said(given["question"], "question", "user")
+    reference = _said(given["reference"], "reference", "assistant")
+    if given["rubric"] is None:
+        raise Unusable("the rubric is missing")
     try:
-        question, reference = (
-            _said(given["question"], "user"),
-            _said(given["reference"], "assistant"),
-        )
         rubric = rubric_text(given["rubric"])
     except ValueError as wrong:
-        raise TaskError(f"{_name(own)}, row {index}: {wrong}.") from wrong
+        raise Unusable(f"the rubric cannot be read: {wrong}") from wrong
     for name, text in {"question": question, "rubric": rubric, "reference": reference}.items():
         if not text:
-            raise TaskError(f"{_name(own)}, row {index}: the {name} is empty.")
+            raise Unusable(f"the {name} is empty")
     asked = f"{question}\n\nA good answer mentions:\n{rubric}" if own.rubric_in_prompt else question
     told = [{"role": "system", "content": own.system_prompt}] if own.system_prompt else []
     score = {"score": given["score"]} if "score" in given else {}
@@ -259,8 +269,10 @@ def _row(own: TaskConfig, given: dict[str, Any], index: int) -> dict[str, Any]:
     }
 
 
-def _said(value: Any, role: str) -> str:
+def _said(value: Any, name: str, role: str) -> str:
     """Text, or what the last message of a role says."""
+    if value is None:
+        raise Unusable(f"the {name} is missing")
     if isinstance(value, str):
         return value.strip()
     if isinstance(value, list | tuple):
@@ -270,13 +282,11 @@ def _said(value: Any, role: str) -> str:
         said = [message.get("content") for message in messages if message.get("role") == role]
         if said and isinstance(said[-1], str):
             return said[-1].strip()
-    raise ValueError(
-        f"expected text, or messages with one of the role {role}, and found {value!r:.60}"
-    )
+    raise Unusable(f"the {name} is neither text nor messages of which one has the role {role}")
 
 
-def _taught(row: dict[str, Any]) -> dict[str, Any]:
-    return {**row, "completion": row["reference"]}
+def _taught(rows: Rows) -> Rows:
+    return Rows([{**row, "completion": row["reference"]} for row in rows], rows.account)
 
 
 def _name(own: TaskConfig) -> str:

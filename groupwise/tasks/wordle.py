@@ -175,16 +175,21 @@ class Verdict:
 
 
 def judged(
-    text: str, guesses: Sequence[str], marks: Sequence[str], real: frozenset[str]
+    text: str,
+    guesses: Sequence[str],
+    marks: Sequence[str],
+    real: frozenset[str],
+    unmarked: Sequence[str] = (),
 ) -> Verdict:
-    """The verdict on a completion. What is no real word satisfies nothing."""
+    """The verdict on a completion. What is no real word satisfies nothing; `unmarked` are earlier guesses that were none."""
     guess = guess_in(text)
     if guess is None:
         return Verdict()
+    repeated = guess in guesses or guess in unmarked
     if guess not in real:
-        return Verdict(guess, repeated=guess in guesses)
+        return Verdict(guess, repeated=repeated)
     satisfied = turns_met(guess, guesses, marks) / len(guesses) if guesses else 1.0
-    return Verdict(guess, True, guess in guesses, satisfied)
+    return Verdict(guess, True, repeated, satisfied)
 
 
 PARTS: Mapping[str, Callable[[Verdict], float]] = {
@@ -239,7 +244,8 @@ def _overlong_length(own: TaskConfig, config: Any) -> int | None:
     if own.overlong_length >= longest:
         raise TaskError(
             f"task.overlong_length is {own.overlong_length}, but completions are cut off at {longest} tokens, so that none would be "
-            "over-length. Lower it, or raise sampler.max_completion_length."
+            f"over-length. Leave it out, which makes it three quarters of the longest ({int(OVERLONG_SHARE * longest)} here), lower it, "
+            "or raise sampler.max_completion_length. task.weights.over_length=0 pays for any length."
         )
     return own.overlong_length
 

@@ -7,7 +7,7 @@ most; their weights are in `task.weights`:
     won             1      the secret was found
     format          0.2    share of the turns in which there is a guess
     dictionary      0.2    … a real word
-    repeated       -0.5    … one that was guessed before
+    repeated       -0.5    … one that was guessed before, be it a real word or not
     constraints     0.1    mean over the turns: share of the marked turns before it whose marks allow the guess
     all_satisfied   0.2    share of the turns whose guess all marks before it allow
 
@@ -156,6 +156,8 @@ class Game:
     secret: str = ""
     guesses: list[str] = field(default_factory=list[str])
     """Real words, in order."""
+    unmarked: list[str] = field(default_factory=list[str])
+    """Guesses that were no real words."""
     marks: list[str] = field(default_factory=list[str])
     verdicts: list[Verdict] = field(default_factory=list[Verdict])
     """One for each turn."""
@@ -166,7 +168,7 @@ class Game:
 
     def step(self, completion: str) -> Step:
         """Mark a guess."""
-        verdict = judged(completion, self.guesses, self.marks, self.real)
+        verdict = judged(completion, self.guesses, self.marks, self.real, self.unmarked)
         self.verdicts.append(verdict)
         return Step(self._said(verdict), done=self.over)
 
@@ -186,6 +188,7 @@ class Game:
         if verdict.guess is None:
             return f"There is no guess of five letters after </think>. Write <guess>word</guess>.\n{remaining}"
         if not verdict.real:
+            self.unmarked.append(verdict.guess)
             return f"{verdict.guess} is not in the word list.\n{remaining}"
         self.guesses.append(verdict.guess)
         self.marks.append(marks_of(verdict.guess, self.secret))

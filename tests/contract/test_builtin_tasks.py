@@ -1,12 +1,14 @@
 """What every built-in task is held to. A new one is covered by being there.
 
-    1. It has the hooks of rl, sft and eval, held-out rows for both, and a schema; a config in configs/ and a page in docs/tasks.
+    1. It has the hooks of rl, sft and eval, held-out rows for both, and a schema; configs in configs/ and a page in docs/tasks.
     2. Its rows are a function of the config: the same twice, and in another process with another hash seed.
     3. Training, validation and test rows have nothing in common: neither a prompt nor what makes the problem (`IDENTITY`).
     4. Every gold completion earns full marks (`FULL`, or what all gold earns). Nothing, nonsense, the question and another row's gold
        earn less.
     5. What a completion earns does not depend on the others of its call.
     6. `groupwise check` finds no problem.
+    7. By its config in configs/, gold counts as a success in an evaluation, and neither nothing, nonsense, the question nor a near miss
+       (`NEAR_MISSES`) does.
 
 A row of `get_sft_dataset` is a row of `get_rl_dataset` with its gold completion in `completion`.
 """
@@ -30,13 +32,15 @@ import pytest
 
 from groupwise.checks.check import check
 from groupwise.checks.check_gold import GARBAGE, echo
+from groupwise.config import load_config, view, with_task_schema
+from groupwise.evaluation.measures import Success
 from groupwise.rewards.rubric import Rubric
 from groupwise.rewards.scoring import MemberScore, ScoreRequest
 from groupwise.rewards.text import as_completion
 from groupwise.settings.view import View
 from groupwise.tasks.contract import Task, Verb, builtin_tasks, load_task, require
 from groupwise.tasks.environment import as_step, reset_arguments
-from groupwise.types import Example
+from groupwise.types import Example, Rollout
 
 ROOT = Path(__file__).parents[2]
 Row = dict[str, Any]
@@ -87,6 +91,26 @@ SAME_PROMPT = frozenset({"wordle_game"})
 """Tasks that ask everybody the same."""
 SEVERAL_RIGHT = frozenset({"wordle", "reasoning_gym"})
 """Tasks in which another row's gold may happen to be right as well, and mostly is not."""
+
+
+NEAR_MISSES: dict[str, Callable[[Row], list[str]]] = {
+    "sort_words": lambda row: [
+        joint.join(words)
+        for joint in (", ", "\n")
+        for words in (sorted(row["words"], reverse=True), sorted(row["words"])[:1], ["zebra"])
+    ],
+    "math": lambda row: [row["gold_completion"].replace(row["answer"], f"1{row['answer']}")],
+    "wordle": lambda row: [row["gold_completion"].partition("<guess>")[0] + "<guess>lwael</guess>"],
+    "wordle_game": lambda row: [row["gold_completion"].replace("</guess>", "s</guess>")],
+    "crossword": lambda row: [
+        row["completion"].replace("</answer>", " 5</answer>"),
+        "think " * 80 + row["answer"],
+    ],
+    "rush_hour": lambda row: [row["completion"].replace("</answer>", ", A<1</answer>")],
+    "rubric_answers": lambda row: [" ".join(row["reference"].split()[:4])],
+    "reasoning_gym": lambda row: [f"It is {row['answer']}.", "<answer>0.5</answer>"],
+}
+"""Completions that may earn something and solve nothing."""
 
 
 @dataclass(frozen=True)
@@ -183,8 +207,9 @@ def test_it_has_what_every_command_needs(name: str, verb: Verb) -> None:
 def test_it_has_a_config_and_a_page(name: str) -> None:
     first_lines = [path.read_text().partition("\n")[0] for path in ROOT.glob("configs/*.yaml")]
     words = [shlex.split(line.removeprefix("#")) for line in first_lines]
-    trained = [line for line in words if line[:2] == ["groupwise", "rl"] and line[-1] == name]
-    assert trained, f"no config in configs/ begins with a command that ends in --task-module {name}"
+    for verb in ("rl", "sft"):
+        begin, end = ["groupwise", verb], ["--task-module", name]
+        assert any(line[:2] == begin and line[-2:] == end for line in words), f"no config of {verb}"
     assert (ROOT / "docs/tasks" / f"{name}.md").is_file()
     assert f"]({name}.md)" in (ROOT / "docs/tasks/index.md").read_text()
 
@@ -292,3 +317,43 @@ def test_check_finds_no_problem(case: Case) -> None:
     given = [f"task.{key}={json.dumps(value)}" for key, value in own.items()]
     report = check(case.name, overrides=["rewards.in_process=true", *given], rows=6)
     assert not report.of_level("problem"), report.of_level("problem")
+
+
+# 7
+
+
+def _configs() -> list[tuple[str, Path]]:
+    """The tasks that the configs of rl are for, as their first lines say."""
+    lines = {
+        path: path.read_text().partition("\n")[0].split() for path in ROOT.glob("configs/*.yaml")
+    }
+    return sorted(
+        (words[-1], path)
+        for path, words in lines.items()
+        if words[1:3] == ["groupwise", "rl"] and words[-1] in builtin_tasks()
+    )
+
+
+@pytest.mark.parametrize(("name", "path"), _configs(), ids=[path.name for _, path in _configs()])
+def test_a_config_tells_success_from_failure(name: str, path: Path) -> None:
+    task = load_task(name)
+    schema = task.config_schema()
+    assert schema is not None
+    small = [f"task.{key}={size}" for key, size in SMALL.items() if key in schema.model_fields]
+    loaded = with_task_schema(load_config(path, small), schema)
+    of_run = view(loaded.config)
+    eval_ = loaded.config.eval
+    success = Success(eval_.success_threshold, eval_.success_part)
+    rubric = task.rubric(of_run, None)
+    for row in task.sft_rows("get_sft_dataset", of_run, None)[:8]:
+        question = echo(Example(0, row["prompt"], {}))
+        wrong = ["", GARBAGE, question, *NEAR_MISSES[name](row)]
+        scores = _scores(rubric, row, [row["completion"], *wrong])
+        judged = [success.judge(_rollout(member)) for member in scores]
+        assert judged == [True] + [False] * len(wrong), [member.reward for member in scores]
+
+
+def _rollout(member: MemberScore) -> Rollout:
+    return Rollout(
+        0, 0, 0, (), (), "", outcome=member.outcome, reward=member.reward, parts=member.parts
+    )

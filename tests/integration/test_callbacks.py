@@ -385,7 +385,7 @@ def test_callbacks_of_transformers_run(unobserved, tmp_path, capsys):
     assert "callback ProgressCallback: on_predict, on_prediction_step will not be called" in log
     warned = [line for line in log.splitlines() if " WARNING " in line]
     assert all("held-out prompts are also trained on" in line for line in warned)
-    assert "'eval_reward': '0'" in capsys.readouterr().out
+    assert "'eval_reward': '0'" in capsys.readouterr().err
 
 
 def test_early_stopping_of_transformers_counts_on_over_a_resume(tmp_path):

@@ -177,6 +177,30 @@ def test_a_task_gives_prompts_and_rewards(echo: Service, tmp_path: Path) -> None
     assert result.summary["reward"] == {"mean": 0.25, "mean_of_best": 0.25}
 
 
+def test_rewards_that_judge_tokens_are_left_out_and_that_is_said(
+    echo: Service, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    task = tmp_path / "task.py"
+    task.write_text(
+        "def get_rl_dataset(config):\n"
+        "    return [{'prompt': f'say {n}', 'answer': str(n)} for n in range(3)]\n"
+        "def right(completions, answer, **columns):\n"
+        "    return [float(c == f'say {a} 1001') for c, a in zip(completions, answer)]\n"
+        "def short(completion_ids, **columns):\n"
+        "    return [float(not ids) for ids in completion_ids]\n"
+        "def get_reward_funcs(config, tokenizer):\n"
+        "    return [(short, 5.0), right]\n"
+    )
+    out = tmp_path / "out"
+    options: dict[str, Any] = {"task_module": str(task), "output": str(out), "base_url": echo.url}
+    result = groupwise.generate(**options, min_reward=1.0, concurrency=1)
+    assert [row["completion"] for row in lines(out / "train.jsonl")] == ["say 1 1001"]
+    assert result.summary["reward"]["mean_of_best"] == pytest.approx(1 / 3)
+    assert result.summary["rewards_left_out"] == ["short"]
+    assert json.loads((out / "summary.json").read_text())["rewards_left_out"] == ["short"]
+    assert caplog.text.count("rewards that ask for completion_ids are left out") == 1
+
+
 def test_a_second_call_asks_nothing_and_scores_anew(
     echo: Service, data: Path, tmp_path: Path
 ) -> None:
@@ -408,6 +432,7 @@ def test_nothing_is_asked_where_something_cannot_work(
         (TaskError, "no column 'question'", {"prompt_column": "question"}),
         (TaskError, "asks for completion_ids", {"rewards": [f"{tokens}:tokens"]}),
         (TaskError, "no_such", {"rewards": ["no_such"]}),
+        (TaskError, "has get_environment", {"dataset": None, "task_module": "wordle_game"}),
         (TaskError, "no file of data", {"dataset": "nothing.jsonl"}),
     ]:
         with pytest.raises(kind, match=said):

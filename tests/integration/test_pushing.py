@@ -22,6 +22,7 @@ from starlette.responses import Response
 import groupwise
 from groupwise.cli.main import main
 from groupwise.errors import UsageError
+from groupwise.models import hub_queue
 from tests.fake_hub import Hub, serve_hub, use_hub
 from tests.integration.running import TOY, config, go_on, in_child, what_must_be_equal
 
@@ -79,7 +80,7 @@ def test_checkpoints_and_the_final_weights_stand_on_the_hub(tmp_path, hub, alone
     assert last.keys() == here.keys(), "no optimiser, no record; the tokenizer and a card"
     assert f'revision="{BRANCHES[-1]}"'.encode() in last["README.md"]
     assert not any(str(tmp_path).encode() in data for data in last.values())
-    assert not list((result.folder / "hub").iterdir())
+    assert not hub_queue.waiting(result.folder)
     assert what_must_be_equal(result.folder) == alone
 
 
@@ -123,7 +124,81 @@ def test_a_hub_that_is_away_and_comes_back_gets_all_in_order(tmp_path, hub):
     hub.interfere = fail_twice
     folder = groupwise.rl(settings(tmp_path), TOY).folder
     assert list(hub.repositories[REPO].branches) == ["main", *BRANCHES]
-    assert warnings_of(folder).count("it is tried again at the next checkpoint") == 2
+    assert warnings_of(folder).count("it is tried again at each checkpoint") == 1
+    log = (folder / "log.txt").read_text()
+    assert log.count("it is tried again at each checkpoint") == 2, "the log has each"
+
+
+def test_only_so_many_wait_for_a_hub_that_is_away(tmp_path, hub):
+    away = [True]
+
+    async def fail(method: str, path: str) -> Response | None:
+        return Response("down", 500) if away and path.endswith("create") else None
+
+    hub.interfere = fail
+    given = settings(tmp_path, max_waiting=2, max_wait=10.0)
+    given["run"]["save_steps"] = 1
+    folder = groupwise.rl(given, TOY).folder
+    assert [entry.step for entry in hub_queue.waiting(folder)] == [4, 5]
+    warned = warnings_of(folder)
+    assert warned.count("is given up, because 2 later checkpoints wait for the hub") == 1
+    assert f"`groupwise runs export toy@1 --dir {tmp_path}" in warned
+    assert "checkpoints waited for the hub: those after 1, 2, 3 steps" in warned
+    away.clear()
+    assert main(["runs", "push", "toy", "--dir", str(tmp_path)]) == 0
+    assert list(hub.repositories[REPO].branches) == ["main", *BRANCHES[1:]]
+
+
+def test_that_the_hub_did_not_answer_before_the_run_is_in_its_log(tmp_path, hub):
+    failures = iter([True])
+
+    async def fail(method: str, path: str) -> Response | None:
+        return Response("down", 503) if next(failures, False) else None
+
+    hub.interfere = fail
+    folder = groupwise.rl(settings(tmp_path), TOY).folder
+    assert "before the run the hub does not answer" in (folder / "log.txt").read_text()
+    assert list(hub.repositories[REPO].branches) == ["main", *BRANCHES]
+
+
+def test_two_upload_to_places_of_their_own_and_never_to_one(tmp_path, hub):
+    given = settings(tmp_path)
+    (first,) = given["callbacks"]
+    given["callbacks"] = [first, {**first, "repo_id": "me/other", "revision": "x/y"}]
+    folder = groupwise.rl(given, TOY).folder
+    assert list(hub.repositories[REPO].branches) == ["main", *BRANCHES]
+    others = [f"x/y-step-{step:09d}" for step in (2, 4, 5)]
+    assert list(hub.repositories["me/other"].branches) == ["main", *others]
+    assert all("README.md" in hub.repositories["me/other"].files(branch) for branch in others)
+    assert not hub_queue.waiting(folder)
+    given["callbacks"] = [first, {"name": "push_to_hub_revision"}]
+    given["run"]["hub"] = {"repo_id": REPO}
+    with pytest.raises(UsageError, match=f"the branches {REPO}@main-step-… cannot be had by two"):
+        groupwise.rl(given, TOY)
+
+
+def test_ctrl_c_ends_the_wait_for_the_hub(tmp_path, hub, capsys):
+    released = asyncio.Event()
+
+    async def hang(method: str, path: str) -> None:
+        if "/commit/" in path:
+            log = (tmp_path / "toy/log.txt").read_text
+            while "waiting for the hub" not in log():  # noqa: ASYNC110 — another process says it
+                await asyncio.sleep(0.01)
+            os.kill(int((tmp_path / "process").read_text()), signal.SIGINT)
+            await released.wait()
+
+    def run() -> None:
+        (tmp_path / "process").write_text(str(os.getpid()))
+        given = settings(tmp_path, max_wait=1000.0)
+        assert groupwise.rl(given, TOY).summary["state"] == "finished"
+
+    hub.interfere = hang
+    assert in_child(run) == 0
+    hub.interfere = None
+    released.set()
+    assert main(["runs", "push", "toy", "--dir", str(tmp_path)]) == 0
+    assert list(hub.repositories[REPO].branches) == ["main", *BRANCHES]
 
 
 def test_a_branch_with_other_content_is_left_as_it_is(tmp_path, hub):
@@ -157,7 +232,7 @@ def test_killed_in_the_middle_of_an_upload_and_taken_up_again(tmp_path, hub, whe
     repository = hub.repositories[REPO]
     assert list(repository.branches) == ["main", *BRANCHES]
     assert [len(repository.branches[branch]) for branch in BRANCHES] == [2, 2, 2]
-    assert not list((tmp_path / "toy/hub").iterdir())
+    assert not hub_queue.waiting(tmp_path / "toy")
     assert what_must_be_equal(tmp_path / "toy")["record"] == alone["record"]
 
 
@@ -179,6 +254,54 @@ def test_a_result_that_cannot_be_uploaded_stands_and_says_so(tmp_path, hub, caps
     hub.interfere = None
     assert main(["runs", "push", "toy", "--dir", str(tmp_path)]) == 0
     assert "README.md" in hub.repositories[REPO].files("final")
+
+
+def test_a_branch_of_others_is_told_before_a_run_and_another_one_can_be_named(
+    tmp_path, hub, capsys
+):
+    given = {**config(tmp_path), "eval": {}}
+    given["run"]["hub"] = {"repo_id": REPO}
+    hub.add(REPO, {"mine.txt": b"x"})
+    with pytest.raises(UsageError, match=r"holds other files \(mine.txt\)"):
+        groupwise.rl(given, TOY)
+    assert not list(tmp_path.iterdir())
+
+    async def fill(method: str, path: str) -> None:  # while the run goes on
+        if path.endswith("create"):
+            hub.add(REPO, {"theirs.txt": b"x"})
+
+    hub.repositories.clear()
+    hub.interfere = fill
+    result = groupwise.rl(given, TOY)
+    assert result.exit_code == 1
+    log = (result.folder / "log.txt").read_text()
+    assert f"push toy --dir {tmp_path} with --overwrite or --revision BRANCH" in log
+    hub.interfere = None
+    push = ["runs", "push", "toy", "--dir", str(tmp_path)]
+    assert main(push) == 2
+    assert main([*push, "--revision", "my run"]) == 2
+    assert main([*push, "--revision", "v1"]) == 0
+    repository = hub.repositories[REPO]
+    assert repository.files() == {"theirs.txt": b"x"}
+    assert b'revision="v1"' in repository.files("v1")["README.md"]
+    assert main([*push, "--overwrite"]) == 0
+    final = {file.name: file.read_bytes() for file in (result.folder / "final").iterdir()}
+    assert repository.files() == final
+    assert final.keys() == repository.files("v1").keys()
+    assert b"revision=" not in final["README.md"]
+    assert not list(result.folder.glob(".*"))
+
+
+def test_a_finished_run_that_is_trained_further_replaces_its_own_upload(tmp_path, hub):
+    given = {**config(tmp_path), "eval": {}}
+    given["run"] |= {"hub": {"repo_id": REPO}, "save_total_limit": None}
+    groupwise.rl(given, TOY)
+    first = hub.repositories[REPO].files()
+    given["training"]["max_steps"] = 6
+    result = groupwise.rl(given, TOY, resume_from="toy@2")
+    assert result.exit_code == 0
+    assert b"for 6 steps" in hub.repositories[REPO].files()["README.md"]
+    assert b"for 5 steps" in first["README.md"]
 
 
 def test_supervised_runs_upload_too(tmp_path, hub, caplog):

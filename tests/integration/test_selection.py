@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import groupwise
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, TaskError
 from groupwise.runs import durable
 from groupwise.runs.store import Store
 from groupwise.types import Group
@@ -242,3 +242,38 @@ def test_what_cannot_take_effect_is_refused(tmp_path, sections, said):
         settings[name] = {**settings.get(name, {}), **keys}
     with pytest.raises(ConfigError, match=said):
         groupwise.rl(settings, TOY, dry_run=True)
+
+
+UNKNOWN_PARTS = {
+    "data.replay.success_part": {
+        "data": {"replay": {"success_part": "nosuch", "warmup_entries": 1}}
+    },
+    "data.curriculum.success_part": {"data": {"curriculum": {"success_part": "nosuch"}}},
+    "success_cache: part": {
+        "data": {"replay": {"success_threshold": None, "warmup_entries": 1}},
+        "callbacks": [{"name": "success_cache", "part": "nosuch"}],
+    },
+}
+
+
+@pytest.mark.parametrize("key", UNKNOWN_PARTS)
+def test_a_part_that_would_never_be_solved_is_refused_before_the_model_is_loaded(tmp_path, key):
+    said = rf"{key} is 'nosuch', but .*toy_task.* has no such part\. It has: share\."
+    with pytest.raises(TaskError, match=said):
+        groupwise.rl({**config(tmp_path), **UNKNOWN_PARTS[key]}, TOY, dry_run=True)
+
+
+def short(completions: list[str], **_: Any) -> list[float]:
+    return [1.0 - len(text) / 6 for text in completions]
+
+
+def test_a_dry_run_says_that_nobody_tells_what_is_solved(tmp_path):
+    task = SimpleNamespace(
+        get_rl_dataset=toy_task.get_rl_dataset,
+        get_reward_funcs=lambda config, tokenizer: [toy_task.share, short],
+    )
+    settings = {**config(tmp_path), "eval": {"before_and_after": False}}
+    plan = groupwise.rl(settings, task, dry_run=True).summary["plan"]
+    assert "signals.accuracy_part. There are: share, short" in plan["signals"]
+    named = {**settings, "signals": {"accuracy_part": "share"}}
+    assert "signals" not in groupwise.rl(named, task, dry_run=True).summary["plan"]

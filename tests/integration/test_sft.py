@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,10 @@ from groupwise.errors import (
     TaskError,
     UsageError,
 )
+from groupwise.evaluation.policies import find_policy
 from groupwise.learner.torch_learner import TorchLearner
 from groupwise.loops import sft as loop
+from groupwise.review.export import export
 from groupwise.runs import checkpoints, durable
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.store import Store
@@ -342,10 +345,33 @@ def test_the_best_checkpoint_is_kept_and_may_become_the_final_one(tmp_path, monk
     assert [each.step for each in checkpoints.complete(folder / "checkpoints")] == [2, 6]
     assert same(final(folder), checkpoint(folder, 2))
     assert not same(final(folder), checkpoint(folder, 6))
+    assert_everybody_calls_it("sft@2", tmp_path, summary)
+    with Store.open(folder / "run.db") as store:
+        assert store.get_meta()["packages"]["torch"] == [metadata.version("torch")]
+        store.set_meta({"packages": {"torch": ["0.1"]}})
+    groupwise.sft({**settings, "eval": {}}, TASK, resume_from="sft@2")
+    assert label("sft", tmp_path) == "sft@6"
+    card = (folder / "final/README.md").read_text()
+    assert f"torch 0.1 and {metadata.version('torch')}" in card.rpartition("Made with")[2]
     settings["eval"]["load_best_model_at_end"] = False
     evaluated_as(monkeypatch, 0.1, 3.0, 2.0, 2.5, 2.4, 2.3, 2.2)
     groupwise.sft(settings, TASK)
     assert same(final(tmp_path / "sft-2"), checkpoint(tmp_path / "sft-2", 6))
+
+
+def label(reference: str, runs: Path) -> str:
+    return find_policy(reference, runs).label
+
+
+def assert_everybody_calls_it(name: str, runs: Path, summary: dict[str, Any]) -> None:
+    """One label never means two models: the card, the summary, exports and evaluations name the step of the weights."""
+    step = int(name.partition("@")[2])
+    assert (summary["policy"], summary["final_step"]) == (name, step)
+    assert f"for {step} steps" in (runs / "sft/final/README.md").read_text()
+    made = export("sft", "adapter", runs / "out", runs_dir=runs)
+    assert made.step == step
+    assert f"for {step} steps" in (runs / "out/README.md").read_text()
+    assert label("sft", runs) == name
 
 
 def test_early_stopping(tmp_path, monkeypatch):
@@ -392,6 +418,16 @@ def test_reinforcement_learning_starts_from_it(uninterrupted, tmp_path):
     assert result.exit_code == 0
     started = load_file(tmp_path / "toy" / "start" / "adapter_model.safetensors")
     assert same(started, final(folder))
+    card = (tmp_path / "toy/final/README.md").read_text()
+    assert "It started from `sft@5` (supervised fine-tuning on the task `sft_task`)." in card
+    assert '"adapter": "sft@5"' in card
+    assert f"torch {metadata.version('torch')}" in card.rpartition("Made with")[2]
+    settings["run"]["name"] = "again"
+    again = groupwise.rl(settings, TOY, init_from=str(tmp_path / "toy/final")).folder
+    assert (
+        "from `toy@1` (reinforcement learning on the task `toy_task`), which started from `sft@5` ("
+        in (again / "final/README.md").read_text()
+    )
 
 
 def test_it_starts_from_another_run(uninterrupted, tmp_path):

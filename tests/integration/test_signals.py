@@ -56,6 +56,15 @@ def cheerful(completions: list[str], **_: Any) -> list[float]:
     return [text.count("e") / 4 for text in completions]
 
 
+def digits(completions: list[str], **_: Any) -> list[float]:
+    """Meant: show a number. Paid: nothing but digits."""
+    return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
+
+
+def correct(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+    return accuracy(completions, answer, **columns)
+
+
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A small vocabulary, and weights large enough that attention and logits are not flat."""
@@ -128,6 +137,19 @@ def test_a_reward_that_pays_for_saying_it_again_is_told(model):
     assert curves["signals/repetition"][-1] > 0.5
     assert names(warnings) == [("repetition", "begins")]
     assert curves["rewards/cheerful/mean"][-1] > 1.5, "and nothing was stopped"
+
+
+def test_a_heavy_part_that_eats_a_light_one_is_told(model):
+    """From a model that knows some of the answers; the light part is 0.1 of the reward at most, and lost for it."""
+    warned(model, Task(accuracy), 2, [], steps=20, signals=None)
+    knows = model.parent / "runs" / "toy" / "final"
+    task = Task((correct, 0.2), (digits, 2.0))
+    warnings, curves, _ = warned(knows, task, 2, [], steps=30)
+    assert curves["rewards/correct/mean"][0] > 5 * curves["rewards/correct/mean"][-1]
+    assert {"dominance", "accuracy"} <= {name for name, kind in names(warnings) if kind == "begins"}
+    (dominance, *_) = (w for w in warnings if w.name == "dominance")
+    first = curves["rewards/correct/mean"][:10]
+    assert dominance.values["correct at the start"] == pytest.approx(sum(first) / 10)
 
 
 def test_who_does_not_want_to_be_warned_is_not(model):

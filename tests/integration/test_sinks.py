@@ -122,7 +122,14 @@ assert "torch" in sys.modules
 def test_wandb_offline_and_trackio_have_each_line_once_without_a_network(tmp_path):
     callbacks = str(Path(__file__).with_name("toy_callbacks.py"))
     given = settings(tmp_path / "runs", "wandb", "trackio")
-    given["callbacks"] = [{"name": f"{callbacks}:Asking", "interrupt": 3}]
+    writes = "import json, sys; json.dump({'score': int(sys.argv[2])}, open(sys.argv[1], 'w'))"
+    given["callbacks"] = [
+        {"name": f"{callbacks}:Asking", "interrupt": 3},
+        {
+            "name": "benchmark_on_checkpoint",
+            "command": [sys.executable, "-c", writes, "{output}", "{step}"],
+        },
+    ]
     given["run"] |= {"num_completions_to_print": 2, "wandb_project": "p", "trackio_project": "p"}
     unreachable = "http://127.0.0.1:9"
     environment = {
@@ -153,6 +160,17 @@ def test_wandb_offline_and_trackio_have_each_line_once_without_a_network(tmp_pat
         assert {row["step"]: row["reward"] for row in rows if "reward" in row} == rewards
         assert [row["step"] for row in rows if "eval/reward" in row] == EVALUATED
         assert [row["step"] for row in rows if "completions" in row] == [1, 2, 3, 4, 5]
+        assert benchmarked(rows) <= {2, 3, 4, 5}, "of all checkpoints, or the newest of several"
+        assert 5 in benchmarked(rows)
+
+
+def benchmarked(rows: list[dict[str, Any]]) -> set[int]:
+    """After which steps a benchmark's policy stood."""
+    name = "eval/benchmark"
+    found = [(row[f"{name}/step"], row[f"{name}/score"]) for row in rows if f"{name}/step" in row]
+    assert all(step == score for step, score in found)
+    assert len(set(found)) == len(found)
+    return {int(step) for step, _ in found}
 
 
 def history_of_wandb(run: Path, identity: str) -> list[dict[str, Any]]:

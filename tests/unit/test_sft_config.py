@@ -71,6 +71,10 @@ def test_a_config_of_rl_is_refused_key_by_key():
             {"data": {"completion_only_loss": False, "assistant_turns": "last"}},
             "which trains every token",
         ),
+        (
+            {"run": {"report_to": "jsonl", "num_completions_to_print": 3}},
+            "run.num_completions_to_print is 3, which has no effect here: nothing is sampled",
+        ),
     ],
 )
 def test_messages_teach(given, said):

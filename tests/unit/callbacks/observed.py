@@ -35,6 +35,7 @@ class Observed:
     said: list[str] = field(default_factory=list)
     policy: Policy = field(default_factory=lambda: Policy("toy", 3, "f00d", "adapter", "there"))
     tokenizer: Any = "the tokenizer"
+    interruption: Any = field(default_factory=lambda: SimpleNamespace(asked=None))
 
     @property
     def config(self) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from groupwise.callbacks import benchmark_on_checkpoint as module
-from groupwise.callbacks.base import RunEnd, RunHandle
+from groupwise.callbacks.base import Asked, RunEnd, RunHandle
 from groupwise.callbacks.benchmark_on_checkpoint import BenchmarkOnCheckpoint
 from groupwise.runs import checkpoints
 from groupwise.runs.folder import RunFolder
@@ -52,8 +52,10 @@ class Session:
             step=step,
             say=self.said.append,
             tokenizer=tokenizer,
+            interruption=SimpleNamespace(asked=None),
         )
-        self.handle = RunHandle(self.run, None, "benchmark")  # type: ignore[arg-type]
+        self.asked = Asked()
+        self.handle = RunHandle(self.run, self.asked, "benchmark")  # type: ignore[arg-type]
         callback.on_run_begin(self.handle)
 
     def save(self, step: int, weights: bytes = b"w") -> None:
@@ -141,6 +143,57 @@ def test_no_more_than_so_many_at_once_and_nobody_waits_for_them(folder):
     assert [found[0] for found in again.found()] == [1, 2, 3]
 
 
+def test_ctrl_c_leaves_what_a_finished_run_waits_for_to_a_resume(folder, monkeypatch):
+    session = Session(folder, BenchmarkOnCheckpoint(command=command(HANGS)))
+    session.save(2)
+    (started,) = session.callback._started
+    monkeypatch.setattr(module, "REMINDER", 0.0)
+
+    def say(text: str) -> None:
+        session.said.append(text)
+        if text.startswith("still"):
+            session.run.interruption.asked = 2
+
+    session.run.say = say
+    session.end()
+    assert session.said == [
+        "waiting for benchmark: step-2. Ctrl-C leaves that to --resume",
+        "still waiting for benchmark: step-2. Ctrl-C leaves that to --resume",
+        "benchmark of step-2 is done when the run goes on",
+    ]
+    assert session.asked.left == ["benchmark of step-2"]
+    assert started.process.poll() is not None
+    again = Session(folder, BenchmarkOnCheckpoint(command=command(WRITES)), step=2)
+    again.end()
+    assert [found[0] for found in again.found()] == [2]
+    assert again.asked.left == []
+
+
+def test_a_result_that_a_dead_process_had_written_is_taken(folder):
+    first = Session(folder, BenchmarkOnCheckpoint(command=command(HANGS)))
+    first.save(2)
+    first.end("failed")
+    place = folder.path / "benchmarks/benchmark/step-2"
+    weights = json.loads((place / "weights.json").read_bytes())
+    found = {"metrics": {"right": 1.0}, "step": 2, "weights": weights}
+    (folder.results / "benchmark-step-2.json").write_text(json.dumps(found))
+    again = Session(folder, BenchmarkOnCheckpoint(command=command("raise SystemExit(1)")), step=2)
+    again.end()
+    assert again.found() == [(2, "benchmark", "r@2", {"right": 1.0})]
+    assert not place.exists()
+
+
+def test_a_label_that_continues_another_one_has_results_of_its_own(folder):
+    other = Session(folder, BenchmarkOnCheckpoint("a-step-2", command(WRITES)))
+    other.save(2)
+    other.end()
+    (folder.results / "a-step-2-step-2.json").rename(folder.results / "a-step-2x.json")
+    session = Session(folder, BenchmarkOnCheckpoint("a", command(WRITES)))
+    session.save(2)
+    assert session.callback._started, "the result of the other one does not count"
+    session.end()
+
+
 def test_what_was_evaluated_is_not_evaluated_again_but_recorded_again(folder):
     first = Session(folder, BenchmarkOnCheckpoint(command=command(WRITES)))
     first.save(2)
@@ -222,7 +275,10 @@ def test_one_that_takes_too_long_is_ended(folder, caplog):
         ({"config": "c.yaml", "serve": SERVE}, "belong to `suites`"),
         ({"config": "c.yaml", "temperature": 1.0}, "belong to `suites`"),
         ({"config": "c.yaml", "max_processes": 0}, "at least 1"),
-        ({"config": "c.yaml", "name": "a/b"}, "it becomes a folder"),
+        ({"config": "c.yaml", "label": "a/b"}, "it names a folder"),
+        ({"config": "c.yaml", "label": "[a]"}, "it names a folder"),
+        ({"config": "c.yaml", "label": "after"}, "evaluations of its own"),
+        ({"config": "c.yaml", "label": "step-12"}, "evaluations of its own"),
     ],
 )
 def test_what_cannot_work_is_refused(given, told):

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,9 +10,15 @@ import pytest
 from groupwise import plugins
 from groupwise.callbacks.base import Callback
 from groupwise.callbacks.early_stop import EarlyStop
-from groupwise.callbacks.registry import BUILTIN, configured_callbacks, given_callbacks
+from groupwise.callbacks.registry import (
+    BUILTIN,
+    callbacks_of_task,
+    configured_callbacks,
+    given_callbacks,
+)
 from groupwise.callbacks.trainer import TrainerCallbackAdapter
 from groupwise.errors import ConfigError, TaskError
+from groupwise.parameters import taken_by
 from groupwise.settings.view import View
 from tests.unit.callbacks.observed import CONFIG
 
@@ -47,6 +54,9 @@ class HalfAState(Callback):
 class Picky(Callback):
     def check(self, config):
         raise ValueError(f"beta is {config.algorithm.beta}; it must be 0.")
+
+class Named(Callback):
+    def __init__(self, name: str = "x"): ...
 
 class Failing(Callback):
     def check(self, config):
@@ -163,6 +173,7 @@ def test_those_of_transformers_are_wrapped(file):
         ("FILE:Broken", "RuntimeError: no server"),
         ("FILE:Picky", "Picky: beta is 0.5; it must be 0."),
         ("FILE:Failing", "config has no `nothing`"),
+        ("FILE:Named", "has a parameter `name`, which no entry can give"),
         ("FILE:Other", "is Other, which is no callback. Derive its class from groupwise.Callback"),
         ("FILE:Nothing", "has no `Nothing` to load as a callback"),
         ("FILE", "is a module. Name the class in it"),
@@ -177,6 +188,48 @@ def test_what_is_refused(file, entry, told):
     else:
         entry = {**entry, "name": entry["name"].replace("FILE", file)}
     assert told in refused(entry)
+
+
+def test_no_built_in_one_has_a_parameter_that_no_entry_can_give():
+    taken = [parameter.name for kind in BUILTIN.values() for parameter in taken_by(kind)]
+    assert "name" not in taken
+
+
+BENCHMARK = {"name": "benchmark_on_checkpoint", "command": [sys.executable, "{output}"]}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "claim"),
+    [
+        (BENCHMARK, {**BENCHMARK, "max_processes": 2}, "the label 'benchmark'"),
+        ("loss_logging", {"name": "loss_logging", "metrics": ["kl"]}, "the file loss_history.csv"),
+    ],
+)
+def test_two_that_would_destroy_each_others_results_are_refused(first, second, claim):
+    with pytest.raises(ConfigError, match=f"c: callbacks: .*{claim} cannot be had by two"):
+        configured_callbacks([first, "early_stop", second], GIVEN, "c")
+    task: Any = SimpleNamespace(
+        rl_callbacks=lambda *given: [one(second)[1]], described="the task toy"
+    )
+    beside = configured_callbacks([first], GIVEN, "c")
+    with pytest.raises(TaskError, match=claim):
+        callbacks_of_task(task, GIVEN, None, "", beside)
+    assert len(callbacks_of_task(task, GIVEN, None, "")) == 1
+
+
+def test_two_with_places_of_their_own_are_not():
+    entries = ["loss_logging", {"name": "loss_logging", "file": "more.csv"}, "early_stop"]
+    assert len(configured_callbacks([*entries, "early_stop"], GIVEN, "c")) == 4
+    labelled = [{**BENCHMARK, "label": label} for label in ("a", "b")]
+    made: list[Any] = [callback for _, callback in configured_callbacks(labelled, GIVEN, "c")]
+    assert [callback.label for callback in made] == ["a", "b"]
+
+
+def test_what_their_code_prints_is_no_part_of_the_commands_result(tmp_path, capsys):
+    file = tmp_path / "talking.py"
+    file.write_text("from groupwise import Callback\nprint('loaded')\nclass Own(Callback): ...\n")
+    one(f"{file}:Own")
+    assert capsys.readouterr() == ("", "loaded\n")
 
 
 def test_all_problems_at_once():

@@ -170,6 +170,62 @@ async def test_the_handle_shows_the_run(begun, tmp_path):
     assert run.said == ["hello"]
 
 
+async def test_what_they_print_is_no_part_of_the_commands_result(begun, capsys):
+    class Plain(Callback):
+        def on_step_begin(self, run):
+            print("plain")
+
+        def state(self):
+            print("state")
+
+    class Async(Callback):
+        async def on_step_begin(self, run):
+            print("async")
+
+    callbacks = await begun(Plain(), Async())
+    await callbacks.step_begins()
+    print("the result")
+    assert capsys.readouterr() == ("the result\n", "state\nplain\nasync\n")
+
+
+async def test_those_who_show_what_others_record_come_last(begun):
+    told = []
+
+    class Showing(Callback):
+        last = True
+
+        def on_step_begin(self, run):
+            told.append("shows")
+
+    class Recording(Callback):
+        def on_step_begin(self, run):
+            told.append("records")
+
+    callbacks = await begun(Showing(), Recording())
+    await callbacks.step_begins()
+    assert told == ["records", "shows"]
+
+
+async def test_once_one_leaves_work_the_others_are_told_of_an_interruption(begun, tmp_path):
+    told = []
+
+    class Told(Callback):
+        def on_run_end(self, run, end):
+            told.append((run.interrupted, end.state))
+
+    class Leaving(Callback):
+        def on_run_end(self, run, end):
+            run.leave("the rest")
+
+    run = Observed(tmp_path)
+    callbacks = await begun(Told(), Leaving(), Told(), run=run)
+    assert callbacks.left == []
+    run.interruption.asked = 2
+    await callbacks.end(RunEnd("finished", {}))
+    assert callbacks.left == ["the rest"]
+    assert told == [(True, "finished"), (True, "interrupted")]
+
+
 # --- failing
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from groupwise.callbacks.jsonl_sink import JsonlSink
-from groupwise.callbacks.sinks import Line, Reported
+from groupwise.callbacks.sinks import Finding, Line, Reported
 from groupwise.runs import durable
 from groupwise.settings.view import View
 
@@ -104,6 +104,17 @@ def test_from_a_line_that_is_none_on_all_is_written_again(tmp_path, line):
     file.write_bytes(b"".join([*lines[:2], line, lines[2]]))
     assert begun(tmp_path, steps=2)[1] == 1
     assert steps_of(tmp_path) == [0, 1]
+
+
+def test_findings_are_in_a_file_of_their_own_under_the_steps_that_they_are_of(tmp_path):
+    sink, _ = begun(tmp_path)
+    for steps in (4, 5):
+        found = [Finding("eval/benchmark", steps - 2, {"x": 0.5, "y": math.nan})]
+        sink.line(Line(steps, {"reward": 1.0}, 100.0, findings=found))
+    first = {"step": 2, "known_after": 4, "eval/benchmark/x": 0.5, "eval/benchmark/y": None}
+    assert written(tmp_path, "evaluations") == [first, {**first, "step": 3, "known_after": 5}]
+    assert begun(tmp_path, steps=4)[1] == 4
+    assert steps_of(tmp_path, "evaluations") == [2], "its line is gone"
 
 
 class Died(BaseException):

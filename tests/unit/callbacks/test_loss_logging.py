@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from groupwise.callbacks.base import RunHandle
-from groupwise.callbacks.loss_logging import LossLogging
+from groupwise.callbacks.loss_logging import COLUMNS, LossLogging
 from tests.unit.callbacks.observed import Observed
 
 
@@ -42,6 +42,42 @@ def test_a_resume_writes_what_the_record_has(tmp_path, left):
     run.step = 3
     callback.on_step_end(handle(run), {"loss": 9.0, "kl": 0.5})
     assert file.read_text() == "step,loss,kl\n0,1.5,\n1,2.5,\n2,9.0,0.5\n"
+
+
+@pytest.mark.parametrize(
+    ("metrics", "recorded", "said"),
+    [
+        (("loss", "learnin_rate"), (), ["'learnin_rate'"]),
+        (("loss", "kl"), ("kl",), []),
+        (COLUMNS, (), []),
+    ],
+)
+def test_a_name_that_stands_for_nothing_is_told_once(tmp_path, metrics, recorded, said):
+    run = Observed(tmp_path, curves={name: [(0, 1.0)] for name in recorded})
+    callback = LossLogging(metrics)
+    callback.on_run_begin(handle(run))
+    for _ in range(2):
+        run.step += 1
+        callback.on_step_end(handle(run), {"loss": 1.0, "learning_rate": 0.1})
+    assert len(run.said) == len(said)
+    for told, name in zip(run.said, said, strict=True):
+        assert told.startswith(f"loss_logging: there is no metric {name} in the steps so far")
+        assert "Did you mean learning_rate?" in told
+
+
+@pytest.mark.parametrize("file", ["run.db", "../x.csv", "a/b.csv", ""])
+def test_it_writes_a_table_in_the_runs_folder_and_over_nothing_else(file):
+    with pytest.raises(ValueError, match=r"a name alone, that ends in \.csv"):
+        LossLogging(file=file)
+
+
+def test_another_file_is_another_table(tmp_path):
+    run, callback = Observed(tmp_path), LossLogging(("loss",), "mine.csv")
+    callback.on_run_begin(handle(run))
+    run.step = 1
+    callback.on_step_end(handle(run), {"loss": 0.5})
+    assert (tmp_path / "mine.csv").read_text() == "step,loss\n0,0.5\n"
+    assert not (tmp_path / "loss_history.csv").exists()
 
 
 def test_without_metrics_it_has_nothing_to_write():

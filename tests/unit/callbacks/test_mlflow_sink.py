@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from groupwise.callbacks.mlflow_sink import MlflowError, MlflowSink
-from groupwise.callbacks.sinks import Line, Reported
+from groupwise.callbacks.sinks import Finding, Line, Reported
 from groupwise.settings.view import View
 
 CONFIG = {
@@ -142,6 +142,9 @@ class Client:
 
     set_terminated = update_run
 
+    def get_metric_history(self, run_id: str, name: str) -> Any:
+        return [point for point in self._tracking.runs[run_id].data.points if point.key == name]
+
     def log_batch(self, run_id: str, metrics: Any = (), params: Any = ()) -> None:
         data = self._tracking.runs[run_id].data
         for param in params:
@@ -223,6 +226,20 @@ def test_of_a_line_that_was_cut_short_only_the_rest_is_sent(tracking, there):
     sink.line(line(2))
     sink.line(line(3))
     assert tracking.points("run1", "reward") == tracking.points("run1", "loss") == [1, 2, 3]
+
+
+@pytest.mark.parametrize("there", [(), (4,), (4, 2)])
+def test_findings_stand_at_their_own_steps_each_once(tracking, there):
+    """Also those of a line that was cut short, whatever of it had arrived, and one that comes after one of later steps."""
+    sink, _ = begun()
+    sink.line(line(1))
+    tracking.runs["run1"].data.points += [Metric("eval/b/x", 0.5, 1, steps) for steps in there]
+    sink, _ = begun()
+    found = [Finding("eval/b", steps, {"x": 0.5}) for steps in (2, 4)]
+    sink.line(replace(line(5), findings=found))
+    sink.line(replace(line(6), findings=[Finding("eval/b", 3, {"x": 0.5})]))
+    assert sorted(tracking.points("run1", "eval/b/x")) == [2, 3, 4]
+    assert tracking.points("run1", "eval/b/step") == []
 
 
 def test_the_tag_comes_after_its_line(tracking):

@@ -12,11 +12,10 @@ from groupwise.callbacks.base import RunEnd, RunHandle
 from groupwise.callbacks.parquet_record import ParquetRecord
 from groupwise.review.export import export
 from groupwise.runs.folder import RunFolder
+from groupwise.runs.record_files import KINDS
 from groupwise.runs.records import StepRecord
 from groupwise.types import Example, Group, RewardPart, Rollout, Segment
 from tests.unit.callbacks.observed import CONFIG
-
-KINDS = ("rollouts", "metrics", "evaluations")
 
 
 def step(folder: RunFolder, number: int) -> None:

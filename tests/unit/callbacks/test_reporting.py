@@ -127,6 +127,10 @@ class Session:
         self.run.folder.store.add_evaluation(record)
         self.callback.on_evaluate(self.handle, record)
 
+    def record(self, name: str, steps: int, **metrics: float) -> None:
+        """What another callback found of an earlier policy."""
+        self.handle.record_evaluation(EvaluationRecord(steps, name, f"r@{steps}", metrics))
+
     def end(self, state: Any = "finished") -> None:
         self.callback.on_run_end(self.handle, RunEnd(state, {}))
 
@@ -230,13 +234,61 @@ def test_a_resume_sends_what_is_missing_and_nothing_twice(folder, sinks, had):
         assert lines[2].finished_at == 101.0, "when it was, not when it is sent"
 
 
-def test_what_a_callback_recorded_of_its_own_is_no_line_of_the_training(folder, sinks):
+def test_what_a_callback_recorded_of_its_own_comes_with_the_line_that_is_sent_next(folder, sinks):
+    session, sent = Session(folder, ("other",)), sinks["other"]
+    for _ in range(4):
+        session.take()
+    session.record("benchmark", 2, x=0.5, eval_y=1.0)
+    session.record("benchmark", 1, x=0.25)
+    session.record("aftermath", 1, z=3.0)
+    session.take()
+    session.end()
+    assert sent.steps == [1, 2, 3, 4, 5]
+    assert [len(line.findings) for line in sent.lines] == [0, 0, 0, 3, 0]
+    assert set(sent.lines[3].values) == {"reward"}
+    assert [(each.steps, each.values) for each in sent.lines[3].findings] == [
+        (1, {"eval/benchmark/x": 0.25}),
+        (1, {"eval/aftermath/z": 3.0}),
+        (2, {"eval/benchmark/x": 0.5, "eval/benchmark/y": 1.0}),
+    ]
+
+
+@pytest.mark.parametrize("had", [0, 1, 3, 4, 6])
+def test_over_a_resume_each_of_them_is_sent_once(folder, sinks, had):
+    """As with lines: the checkpoint is that after 4 steps, and a sink may lag behind it, or have more than it."""
+    first, sent = Session(folder, ("wandb",)), sinks["wandb"]
+    for step in range(6):
+        first.take()
+        if step in (2, 4):
+            first.record("benchmark", step, x=float(step))
+    first.end()
+    assert [f.steps for line in sent.lines for f in line.findings] == [2, 4]
+    del sent.lines[had:]  # what a dead process had not handed over yet
+    folder.store.rewind(4)
+    again = Session(folder, ("wandb",), step=4)
+    again.record("benchmark", 4, x=4.0)  # as a callback does that is told of the checkpoint again
+    for _ in range(3):
+        again.take()
+    again.record("benchmark", 6, x=6.0)
+    again.end("interrupted")
+    last = Session(folder, ("wandb",), step=7)
+    last.end()
+    assert sent.steps == list(range(1, 8))
+    assert [f.steps for line in sent.lines for f in line.findings] == [2, 4, 6]
+    assert all(f.steps <= line.steps for line in sent.lines for f in line.findings)
+
+
+def test_a_sink_that_starts_anew_gets_each_with_the_line_of_its_steps(folder, sinks):
     first = Session(folder, ("other",))
-    first.take()
-    folder.store.add_evaluation(EvaluationRecord(1, "benchmark", "r@1", {"x": 1.0}))
+    for _ in range(4):
+        first.take()
+    for steps in (1, 3):
+        first.record("benchmark", steps, x=1.0)
+    first.end()
     del sinks["other"].lines[:]
-    Session(folder, ("other",), step=1).end()
-    assert set(sinks["other"].lines[0].values) == {"reward"}
+    Session(folder, ("other",), step=4).end()
+    found = [(line.steps, [f.steps for f in line.findings]) for line in sinks["other"].lines]
+    assert found == [(1, [1]), (2, []), (3, [3]), (4, [])]
 
 
 def test_an_interrupted_run_leaves_its_last_line_to_the_resume(folder, sinks):
@@ -313,7 +365,7 @@ class FakeWandb(SimpleNamespace):
     """As much of the package as the sink uses."""
 
     def __init__(self, mode: str = "online", logged_in: bool = True) -> None:
-        super().__init__(mode=mode, logged_in=logged_in, given={}, history={}, last=-1, codes=[])
+        super().__init__(mode=mode, logged_in=logged_in, given={}, history={}, defined=[], codes=[])
 
     def setup(self) -> Any:
         return SimpleNamespace(settings=SimpleNamespace(mode=self.mode))
@@ -328,6 +380,7 @@ class FakeWandb(SimpleNamespace):
             offline=False,
             starting_step=max(self.history, default=-1) + 1,
             log=self.log,
+            define_metric=self.define_metric,
             finish=self.finish,
         )
 
@@ -337,6 +390,9 @@ class FakeWandb(SimpleNamespace):
     def log(self, values: Any, step: int) -> None:
         assert step not in self.history
         self.history[step] = values
+
+    def define_metric(self, name: str, step_metric: str) -> None:
+        self.defined.append((name, step_metric))
 
     def Settings(self, **given: Any) -> Any:
         return given
@@ -376,6 +432,31 @@ def test_a_run_is_taken_up_by_its_id_where_the_service_has_it(folder, wandb):
     }
     assert len(wandb.given["id"]) == 8
     assert Path(wandb.given["dir"]) == folder.path
+
+
+def test_wandb_which_cannot_go_back_has_findings_in_the_line_under_steps_of_their_own(
+    folder, wandb
+):
+    session = Session(folder, ("wandb",), num_completions_to_print=0)
+    session.take()
+    session.record("benchmark", 1, x=0.5)
+    session.take()
+    session.take()
+    session.record("benchmark", 3, x=0.75)
+    session.record("benchmark", 2, x=0.25, y=1.0)
+    session.end()
+    assert wandb.history[1] == {"reward": 0.0, "eval/benchmark/x": 0.5, "eval/benchmark/step": 1.0}
+    assert set(wandb.history[2]) == {"reward"}
+    assert wandb.history[3] == {
+        "reward": 0.2,
+        "eval/benchmark/x": 0.75,
+        "eval/benchmark/step": 3.0,
+        "eval/benchmark/several": [
+            {"step": 2, "x": 0.25, "y": 1.0},
+            {"step": 3, "x": 0.75, "y": None},
+        ],
+    }
+    assert wandb.defined == [("eval/benchmark/*", "eval/benchmark/step")]
 
 
 @pytest.mark.parametrize(("mode", "ready"), [("online", False), ("offline", True)])

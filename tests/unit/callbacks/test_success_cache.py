@@ -57,6 +57,18 @@ def test_a_prompt_is_kept_whose_best_completion_reached_the_threshold(parameters
     assert told == kept
 
 
+def test_a_part_that_nobody_gives_is_told_once():
+    said: list[str] = []
+    run: Any = SimpleNamespace(keep_for_replay=list, say=said.append)
+    cache = SuccessCache(part="nosuch")
+    for _ in range(2):
+        cache.on_groups(run, GROUPS, [])
+    assert said == [
+        "success_cache: part is 'nosuch', but no reward part so far is called so, so that nothing counts as solved. There are: "
+        "my_accuracy"
+    ]
+
+
 def test_without_a_buffer_or_beside_its_own_threshold_it_is_refused():
     with pytest.raises(ValueError, match="there is none"):
         SuccessCache().check(View({"data": {"replay": None}}))

@@ -297,6 +297,7 @@ async def test_printing_and_progress(told, capsys, caplog):
     await other.step(loss=0.25)
     await other.callbacks.end(RunEnd("finished", {}))
     shown = capsys.readouterr()
-    assert "{'loss': '0.25', 'epoch': '0.25'}" in shown.out
+    assert "{'loss': '0.25', 'epoch': '0.25'}" in shown.err
+    assert shown.out == "", "standard output belongs to the command's result"
     assert "1/10" in shown.err
     assert not [text for text in warnings(caplog) if "failed" in text]

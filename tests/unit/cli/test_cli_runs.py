@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,20 @@ class TestShow:
         ):
             assert expected in shown
         assert "\x1b" not in shown
+
+    @pytest.mark.parametrize(
+        ("hub", "shown"),
+        [
+            ({"hub": {"error": "the token may only read"}}, "not uploaded: the token may only"),
+            ({"hub": {"url": "https://hub/me/model"}}, "https://hub/me/model"),
+            ({}, None),
+        ],
+    )
+    def test_says_whether_the_result_is_on_the_hub(self, tmp_path: Path, hub, shown) -> None:
+        with RunFolder.create(tmp_path, "r", {}, {}) as run:
+            run.finish("finished", hub)
+        found = re.findall(r"^hub +(.*)$", call(tmp_path, "show", "r"), re.MULTILINE)
+        assert [line.startswith(shown) for line in found] == ([True] if shown else [])
 
     def test_bears_a_run_without_steps(self, runs: Path) -> None:
         assert "checkpoints  none" in call(runs, "show", "empty")

@@ -32,9 +32,16 @@ def test_the_running_mean_follows():
 
 
 def test_standard_errors():
-    """s = 1 over three values: 1 / √(1/3 + 0.5/1.5) = √1.5."""
-    assert gauge(1.0, 2.0, 3.0, 4.0).errors(0.5) == pytest.approx(math.sqrt(1.5))
-    assert gauge(1.0, 2.0, 3.0, 0.0).errors(0.5) == pytest.approx(-math.sqrt(1.5))
+    """Differences −2 and 1: s² = (4 + 1) / (2 · 2). From 2 to 3, 1 / (s · √(1/3 + 0.5/1.5)) = √1.2."""
+    assert gauge(3.0, 1.0, 2.0, 4.0).errors(0.5) == pytest.approx(math.sqrt(1.2))
+    assert gauge(3.0, 1.0, 2.0, 0.0).errors(0.5) == pytest.approx(-math.sqrt(1.2))
+
+
+def test_a_move_within_the_start_is_no_noise():
+    """4, 3, 2, 1 and 4, 2, 3, 1 … differ by 1 from neighbour to neighbour in the one, by 2, 1, 2 in the other, whose s² is thrice that."""
+    falling, jumping = (4.0, 3.0, 2.0, 1.0, 0.0), (4.0, 2.0, 3.0, 1.0, 0.0)
+    sure, unsure = (gauge(*each, start_steps=4).errors(0.5) for each in (falling, jumping))
+    assert sure / unsure == pytest.approx(math.sqrt(3))
 
 
 def test_a_start_that_does_not_vary_makes_any_move_sure():

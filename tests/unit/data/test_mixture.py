@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.data.mixture import Part, in_turn, joined, mixed, split, weighted
+from groupwise.data.mixture import Part, in_turn, joined, mixed, split
+from groupwise.data.order import Order, among
 from groupwise.errors import TaskError
 
 
@@ -28,58 +29,96 @@ def prompts(rows: Any) -> list[str]:
 # Weights
 
 
+def epochs(parts: list[Part], seed: int, count: int) -> list[list[str]]:
+    """The prompts that each epoch draws."""
+    rows, shares = mixed(parts, seed)
+    order = Order(len(rows), seed, shares=shares)
+    turns = range(count * order.length)
+    drawn = [rows[order.example(turn)]["prompt"] for turn in turns]
+    return [drawn[n * order.length : (n + 1) * order.length] for n in range(count)]
+
+
 @pytest.mark.parametrize(
     ("weight", "counts"),
     [(1.0, {1: 10}), (0.5, {1: 5}), (2.0, {2: 10}), (1.3, {1: 7, 2: 3}), (0.26, {1: 3})],
 )
 def test_weight_says_how_often_rows_come(weight: float, counts: dict[int, int]) -> None:
-    found = Counter(prompts(weighted(part("a", 10, weight), 0)))
-    assert Counter(found.values()) == counts
+    (found,) = epochs([part("a", 10, weight)], 0, 1)
+    assert Counter(Counter(found).values()) == counts
+
+
+def test_each_epoch_takes_the_next_rows() -> None:
+    first, second, third = map(set, epochs([part("a", 10, 0.5)], 0, 3))
+    assert first | second == set(prompts(part("a", 10).rows))
+    assert third == first
 
 
 def test_weight_that_leaves_nothing_is_refused() -> None:
     with pytest.raises(TaskError, match=r"the weight 0\.01 of its 10 rows is none"):
-        weighted(part("a", 10, 0.01), 0)
+        mixed([part("a", 10, 0.01)], 0)
 
 
 def test_part_that_is_alone_keeps_its_order_and_several_are_shuffled_together() -> None:
-    assert prompts(mixed([part("a", 50)], 0)) == prompts(part("a", 50).rows)
-    both = prompts(mixed([part("a", 50), part("b", 50)], 0))
+    assert prompts(mixed([part("a", 50)], 0)[0]) == prompts(part("a", 50).rows)
+    both = prompts(mixed([part("a", 50), part("b", 50)], 0)[0])
     assert sorted(both) == sorted(prompts([*part("a", 50).rows, *part("b", 50).rows]))
     assert {name[0] for name in both[:20]} == {"a", "b"}
 
 
 PARTS = st.lists(
-    st.tuples(st.integers(1, 40), st.sampled_from([0.5, 1.0, 1.5, 2.0, 3.25])),
+    st.tuples(st.integers(1, 30), st.sampled_from([0.3, 0.5, 1.0, 1.5, 2.0, 3.25])),
     min_size=1,
     max_size=4,
 ).map(lambda sizes: [part("abcd"[n], count, w) for n, (count, w) in enumerate(sizes)])
 
 
 @given(PARTS, st.integers(0, 5))
-def test_a_mixture_has_its_shares_and_depends_on_the_seed_alone(
-    parts: list[Part], seed: int
-) -> None:
+def test_every_epoch_has_the_shares_and_all_of_them_all_rows(parts: list[Part], seed: int) -> None:
     parts = [one for one in parts if round(one.weight * len(one.rows)) >= 1]
     if not parts:
         return
-    rows = mixed(parts, seed)
-    assert rows == mixed(parts, seed)
-    found = Counter(prompts(rows))
+    found = [Counter(each) for each in epochs(parts, seed, 30)]
+    assert epochs(parts, seed, 2) == epochs(parts, seed, 2)
     for one in parts:
-        own = [found[row["prompt"]] for row in one.rows]
-        share = round((one.weight % 1) * len(one.rows))
-        assert sum(own) == int(one.weight) * len(one.rows) + share
-        assert set(own) <= {int(one.weight), int(one.weight) + 1}
+        most = int(one.weight) + 1
+        extra = round((one.weight % 1) * len(one.rows)) or int(one.weight < 1)
+        for epoch in found:
+            own = [epoch[row["prompt"]] for row in one.rows]
+            assert sum(own) == int(one.weight) * len(one.rows) + extra
+            assert set(own) <= {most - 1, most}
+        total = {sum(e[row["prompt"]] for e in found[: len(one.rows)]) for row in one.rows}
+        assert total == {int(one.weight) * len(one.rows) + extra}
 
 
 def test_a_part_is_drawn_alike_whatever_stands_beside_it() -> None:
-    def of_a(parts: list[Part]) -> list[str]:
-        return sorted(name for name in prompts(mixed(parts, 3)) if name.startswith("a"))
+    def of_a(parts: list[Part], seed: int = 3) -> list[str]:
+        return sorted(name for name in epochs(parts, seed, 1)[0] if name.startswith("a"))
 
     first = part("a", 20, 0.5)
     assert of_a([first]) == of_a([first, part("b", 7)])
-    assert of_a([first]) != sorted(prompts(weighted(first, 4)))
+    assert of_a([first]) == of_a([part("b", 7, 2.5), first])
+    assert of_a([first]) != of_a([first], 4)
+
+
+def test_without_shuffling_an_epoch_keeps_the_order() -> None:
+    rows, shares = mixed([part("a", 10, 1.5)], 0)
+    order = Order(len(rows), 0, shuffle=False, shares=shares)
+    places = [order.example(turn) for turn in range(order.length)]
+    assert len(places) == 15
+    assert places == sorted(places)
+
+
+def test_shares_of_what_is_left() -> None:
+    _, shares = mixed([part("a", 4, 0.5), part("b", 2, 2.0)], 0)
+    (a, b) = shares
+    kept = sorted([*a.places[1:], *b.places])
+    left = among(shares, kept)
+    assert [[kept[place] for place in share.places] for share in left] == [
+        list(a.places[1:]),
+        list(b.places),
+    ]
+    assert [share.left for share in left] == [2, 0]
+    assert among(shares, b.places)[0].name == "b"
 
 
 # Held out
@@ -120,8 +159,9 @@ def test_held_out_share_is_that_of_each_part() -> None:
 
 def test_weights_act_on_what_is_left_for_training() -> None:
     train, test = split([part("a", 10, 2.0)], 0.2, 0, key)
-    assert len(mixed(train, 0)) == 16
-    assert {row["prompt"] for row in mixed(train, 0)}.isdisjoint(prompts(test[0].rows))
+    (drawn,) = epochs(train, 0, 1)
+    assert len(drawn) == 16
+    assert set(drawn).isdisjoint(prompts(test[0].rows))
 
 
 @pytest.mark.parametrize(("rows", "share"), [(3, 0.1), (2, 0.9)])

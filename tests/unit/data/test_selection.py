@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.data.config import DataConfig
-from groupwise.data.order import example_of_draw
+from groupwise.data.order import Order, example_of_draw
 from groupwise.data.replay import ReplayBuffer
 from groupwise.data.selection import Choice, Selection, Sizes
 from groupwise.types import Example, Group, RewardPart, Rollout
 
-SIZES = Sizes(examples=10, easy=4, block=4)
 SEED = 5
+SIZES = Sizes(Order(10, SEED), easy=4, block=4)
 EASY = {"dataset_name": "easy.jsonl", "schedule": ((0, 1.0), (3, 0.5), (6, 0.0))}
 REPLAY = {"warmup_entries": 1}
 
@@ -99,7 +99,7 @@ def test_a_step_that_begins_before_another_ends_takes_other_examples():
 
 
 def test_the_probability_of_easy_examples_is_the_schedules():
-    big = Sizes(examples=10, easy=4, block=500)
+    big = Sizes(Order(10, SEED), easy=4, block=500)
     course = Course(selection(big, easy_pool=EASY))
     shares = [origins(course.step(step, 500, 500))["easy"] / 500 for step in (0, 3, 6)]
     assert shares == [1.0, pytest.approx(0.5, abs=0.06), 0.0]
@@ -358,3 +358,18 @@ def test_a_checkpoint_of_an_earlier_version_knows_its_place_in_the_order():
     chosen = selection()
     chosen.load_state({"cursor": 7})
     assert Course(chosen).step(0)[0].index == example_of_draw(7, 10, SEED)
+
+
+@pytest.mark.parametrize("section", ["replay", "curriculum"])
+def test_a_part_that_no_group_has_is_told_once(section, caplog):
+    """An environment tells its parts only by giving them."""
+    for part in ("r", "nosuch"):
+        warm = {"warmup_entries": 1} if section == "replay" else {}
+        data: Any = {section: {**warm, "success_part": part}}
+        course = Course(selection(**data), lambda choice: 1.0)
+        for step in range(3):
+            course.step(step)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"data.{section}.success_part is 'nosuch', but no reward part so far is called so, so that nothing counts as solved. "
+        "There are: r"
+    ]

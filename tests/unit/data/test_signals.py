@@ -20,8 +20,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from groupwise.data.gauge import MANY, Gauge
 from groupwise.data.signals import Seen, Signals
-from groupwise.data.suspicions import SUSPICIONS, SignalsConfig
+from groupwise.data.suspicions import SUSPICIONS, Sight, SignalsConfig, dominance
 from groupwise.types import Example, Group, RewardPart, Rollout, Segment
 
 Parts = dict[str, tuple[float, float]]
@@ -200,7 +201,7 @@ STYLE: Parts = {"style": (0, 1.0), "facts": (0, 1.0)}
 
 
 def test_one_part_that_gains_at_the_cost_of_another():
-    """Style rises by 1; facts may lose a quarter of that."""
+    """Style rises by 1; facts may lose half of what they gave."""
     start = earned((0.0, 0.5), (0.2, 0.5), weights=STYLE)
     cheap = earned((0.0, 0.3), (2.2, 0.3), weights=STYLE)
     dear = earned((0.0, 0.2), (2.2, 0.2), weights=STYLE)
@@ -209,6 +210,66 @@ def test_one_part_that_gains_at_the_cost_of_another():
     fallen = earned((-0.2, 0.2), (0.0, 0.2), weights=STYLE)
     course = [start] * START + [dear, fallen]
     assert told(watch(), course) == ["dominance begins @ 4", "dominance ends @ 5"]
+
+
+HEAVY: Parts = {"digits": (0, 2.0), "correct": (0, 0.2)}
+
+
+def test_a_light_part_that_a_heavy_one_eats():
+    """All of a light part, 0.04 of the reward, is little of the 1.6 that the heavy one gains, and told in its own units."""
+    start = earned((0.0, 0.4), (0.2, 0.0), weights=HEAVY)
+    eaten = earned((0.8, 0.0), (1.0, 0.0), weights=HEAVY)
+    (dominance, accuracy) = last(watch(), [start] * START + [eaten]).warnings
+    assert (dominance.name, accuracy.name) == ("dominance", "accuracy")
+    assert dominance.values == {
+        "share": pytest.approx(1.0),
+        "digits at the start": pytest.approx(0.1),
+        "digits now": pytest.approx(0.9),
+        "correct at the start": pytest.approx(0.2),
+        "correct now": 0.0,
+    }
+    assert {name: accuracy.values[name] for name in dominance.values if "correct" in name} == {
+        "correct at the start": pytest.approx(0.2),
+        "correct now": 0.0,
+    }
+    half = earned((0.8, 0.3), (1.0, 0.0), weights=HEAVY)
+    assert "dominance begins @ 4" not in told(watch(), [start] * START + [half])
+
+
+PENALISED: Parts = {"style": (0, 5.0), "brief": (0, 1.0)}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "least", "lost"),
+    [
+        (0.9, 0.5, 0.4, 4 / 9),
+        (0.9, 0.3, 0.0, 6 / 9),
+        (-0.1, -0.2, -1.0, 1 / 9),
+        (-0.1, -0.6, -1.0, 5 / 9),
+        (0.0, -0.2, -0.2, 1.0),
+        (0.0, -0.2, None, 0.0),
+        (0.5, 0.6, 0.0, -0.2),
+    ],
+)
+def test_a_loss_is_a_share_of_what_was_there(before, after, least, lost):
+    """Of the size of the start, or, for a penalty, of how far it was above the least that was seen."""
+    gauges = {
+        "share/style": Gauge([0.9] * START, 9.0),
+        "gain/style": Gauge([0.1] * START, 1.0),
+        "gain/brief": Gauge([before] * START, after),
+    }
+    seen = {} if least is None else {"brief": least}
+    finding = dominance(Sight(SignalsConfig(memory=0.0), gauges, 0.0, 1.0, seen))
+    assert finding is not None
+    assert finding.strength == (pytest.approx(lost / 0.5) if lost >= 0 else -MANY / 4)
+
+
+def test_a_move_that_begins_within_the_start_is_told():
+    """Brief gave 0.4, 0.3, 0.2, then 0: s is 0.071 between neighbours, and 0.3 of fall 3.67 errors; of their spread it would be 2.6."""
+    falls = ((0.0, 0.4), (0.1, 0.3), (0.2, 0.2), (0.9, 0.0))
+    course = [earned((d, c), (d + 0.2, c), weights=PENALISED) for d, c in falls]
+    assert told(watch(noise=3.6), course) == ["dominance begins @ 4"]
+    assert told(watch(noise=3.7), course) == []
 
 
 def test_a_part_that_gains_but_does_not_decide_alone():
@@ -267,6 +328,38 @@ def test_a_part_that_is_not_there_is_told_once(caplog):
         "signals.accuracy_part is acuracy, but no reward part of the first 3 steps is called so. There are: form, accuracy"
     ]
     told(watch(accuracy_part="form"), course)
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["correct", "correctness_xml", "math_answer", "sums/correctness", "word_accuracy", "won"],
+)
+def test_parts_that_say_what_is_solved_are_known_by_their_names(name, caplog):
+    caplog.set_level("INFO")
+    parts: Parts = {"form": (0, 1.0), name: (0, 1.0)}
+    start = earned((0.0, 0.5), (0.2, 0.5), weights=parts)
+    fell = earned((1.0, 0.4), (0.2, 0.4), weights=parts)
+    assert told(watch(), [start] * START + [fell]) == ["accuracy begins @ 4"]
+    assert caplog.records == []
+
+
+def test_where_no_part_is_known_to_say_so_it_is_told_once(caplog):
+    caplog.set_level("INFO")
+    unknown = earned((0.0, 0.5), (0.2, 0.5), weights=STYLE)
+    signals = watch()
+    told(signals, [[], unknown, unknown])
+    after = watch()
+    after.load_state(json.loads(json.dumps(signals.state())))
+    told(after, [unknown])
+    (record,) = caplog.records
+    assert (record.levelname, record.getMessage()) == (
+        "INFO",
+        "by its name, no reward part says whether a task is solved, so that the signals accuracy and held_out cannot go by it. If "
+        "one does, name it as signals.accuracy_part. There are: style, facts",
+    )
+    told(watch(accuracy_part="facts"), [unknown])
+    told(watch(), [earned((0.0,), (1.0,), weights={"style": (0, 1.0)})])
     assert len(caplog.records) == 1
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.data.symptoms import symptoms
+from groupwise.data.symptoms import least, symptoms
 from groupwise.types import Example, Group, Outcome, RewardPart, Rollout, Segment
 
 
@@ -132,6 +132,7 @@ def test_shares_of_parts_are_of_the_variance_within_groups():
     )
     assert (found["share/p"], found["share/q"]) == (2.0, -1.0)
     assert (found["gain/p"], found["gain/q"]) == (0.5, 0.25)
+    assert (found["value/p"], found["value/q"]) == (0.5, 0.5)
     assert found["spread/p"] == pytest.approx(math.sqrt(0.5))
     assert found["spread/q"] == pytest.approx(math.sqrt(0.125))
 
@@ -151,6 +152,23 @@ def test_parts_of_several_turns_are_added_up():
     turns = (RewardPart("p", 1.0, 0.5, turn=0), RewardPart("p", 3.0, 0.5, turn=1))
     rollout = Rollout(0, 0, 0, (), (), "", "scored", reward=2.0, parts=turns)
     assert symptoms([group(rollout)])["gain/p"] == 2.0
+    assert symptoms([group(rollout)])["value/p"] == 4.0
+    assert least([group(rollout)]) == {"p": 2.0}
+
+
+def test_the_least_of_a_part_is_that_of_the_scored_where_it_applies():
+    """Weighted, so that of a part with a negative weight the highest value is the least."""
+    rollouts = [
+        member(reward=0.0, parts={"p": (3.0, -0.5), "q": (None, 1.0)}),
+        member(reward=0.0, parts={"p": (1.0, -0.5), "q": (2.0, 1.0), "seen": (5.0, 0.0)}),
+        member(parts={"p": (9.0, -0.5)}),
+        member(reward=0.0, parts={"p": (math.inf, -0.5)}),
+    ]
+    assert least([group(*rollouts[:2]), group(*rollouts[2:])]) == {
+        "p": -1.5,
+        "q": 2.0,
+        "seen": 5.0,
+    }
 
 
 def test_failed_members_show_what_they_wrote_and_earn_nothing():
@@ -184,6 +202,7 @@ def test_groups_of_one_are_compared_with_nobody():
         "repetition",
         "same_answers",
         "gain/p",
+        "value/p",
     }
 
 

@@ -32,6 +32,7 @@ from groupwise.evaluation.measures import Success
 from groupwise.evaluation.policies import FoundPolicy, find_policy
 from groupwise.evaluation.results import read_result
 from groupwise.evaluation.statistics import pass_at_k
+from groupwise.rewards.inprocess import InProcessScorer
 from groupwise.rewards.scoring import GroupScore, MemberScore
 from groupwise.rollouts.prompts import PromptSet
 from groupwise.rollouts.seeds import evaluation_seed
@@ -39,8 +40,10 @@ from groupwise.rollouts.single import Single
 from groupwise.runs import checkpoints
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.records import StepRecord
+from groupwise.settings.view import View
+from groupwise.tasks.contract import load_task
 from groupwise.testing.fakes import END_ID, FakeSampler, FakeTokenizer
-from groupwise.types import Example, RewardPart, SamplingParams
+from groupwise.types import Completion, Example, RewardPart, SamplingParams
 
 TOKENIZER = FakeTokenizer()
 
@@ -181,6 +184,55 @@ async def test_intervals_are_given_for_the_reward_and_for_shares():
     assert set(percent.summary["intervals_95"]) == {
         "reward", "pass@1", "avg@2", "maj@2", "accuracy"}  # fmt: skip
     assert not {"left_out", "failures"} & set(result.summary)
+
+
+class MixtureScorer(CountingScorer):
+    """The metrics of a mixture with a task `sums`."""
+
+    async def compute_metrics(self, prompts, completions, rows):
+        names = ("accuracy", "sums/accuracy", "sums/accuracy_level_1", "sums/hard/accuracy")
+        return {"metrics": dict.fromkeys((*names, "accuracy/a", "other/accuracy"), 0.0)}
+
+
+async def test_an_interval_of_one_task_stands_on_its_own_prompts():
+    plain = asked(prompts=4)
+    labelled = [
+        replace(each, columns={**each.columns, **({"task": "sums"} if each.index != 11 else {})})
+        for each in plain.prompts.examples
+    ]
+    mixed = replace(plain, prompts=replace(plain.prompts, examples=tuple(labelled)))
+    result = await answers(mixed, scorer=MixtureScorer())
+    assert [row.get("task") for row in result.rows[::2]] == ["sums", None, "sums", "sums"]
+    intervals = result.summary["intervals_95"]
+    assert intervals["sums/accuracy"] == pytest.approx([0.0, 0.5615], abs=1e-4)  # n = 3
+    assert intervals["accuracy"] == pytest.approx([0.0, 0.4899], abs=1e-4)  # n = 4
+    assert set(intervals) == {"reward", "pass@1", "avg@2", "maj@2", "accuracy", "sums/accuracy"}
+    recorded = replace(result, rows=json.loads(json.dumps(result.rows)))
+    assert recorded.summary == result.summary
+
+
+class Scripted:
+    """A sampler whose k-th sample is the token k."""
+
+    async def generate(self, request):
+        return tuple(
+            Completion((place,), (0.0,), "stop", seed, 0, "f")
+            for place, seed in enumerate(request.seeds)
+        )
+
+
+async def test_the_vote_on_a_task_counts_answers_however_they_were_found():
+    """Two right answers of three, none of whose texts are alike."""
+    said = ["<think>2 and 2</think><answer>4</answer>", "<answer> 4.0 </answer>", r"\boxed{5}"]
+    task, config = load_task("math"), View({"task": {}})
+    scorer = InProcessScorer(task.rubric(config, None), lambda *_: {})
+    one = Example(0, "2+2?", {"answer": "4"})
+    held = asked(samples=3, prompts=1, has_metrics=False, rollouts=Single(lambda ids: said[ids[0]]))
+    held = replace(held, prompts=replace(held.prompts, examples=(one,)))
+    result = await answers(held, Scripted(), scorer)
+    await scorer.close()
+    assert [row["answer"] for row in result.rows] == ["4", "4", "5"]
+    assert (result.metrics["maj@3"], result.metrics["avg@3"]) == (1.0, pytest.approx(2 / 3))
 
 
 class TwoTurns(Single):

@@ -117,6 +117,26 @@ def test_recorded_answers_come_before_texts():
     assert rows_of([group(0, *gold)], Success())[0]["answer"] == "x"
 
 
+def test_rewards_of_one_label_record_answers_and_those_of_another_need_not():
+    told = [rollout(m, r, f"well, {m}", notes={"extracted_answer": a}) for m, r, a in [
+        (0, 1.0, "4"), (1, 1.0, "4"), (2, 0.0, None)]]  # fmt: skip
+    texts = [rollout(0, 1.0, "cat"), rollout(1, 1.0, "cat "), rollout(2, 0.0, "dog")]
+    for column in ("task", "dataset_name"):
+        groups = group(0, *told, **{column: "sums"}), group(1, *texts, **{column: "words"})
+        answers = [row["answer"] for row in rows_of(groups, Success())]
+        assert answers == ["4", "4", None, "cat", "cat", "dog"]
+        assert values("maj@3", *groups) == [1.0, 1.0]
+
+
+def test_no_answer_never_wins():
+    unread = [rollout(m, 0.0, "hm", notes={"extracted_answer": None}) for m in range(2)]
+    right = rollout(2, 1.0, "so 4", notes={"extracted_answer": "4"})
+    assert values("maj@3", group(0, *unread, right)) == [1.0]
+    assert values("maj@2", group(0, *unread)) == [0.0]
+    lucky = [replace(each, reward=1.0) for each in unread]
+    assert values("maj@2", group(0, *lucky)) == [0.0]
+
+
 # Keys
 
 

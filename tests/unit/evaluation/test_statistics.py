@@ -41,6 +41,12 @@ def test_wilson_against_published_values(share, count, low, high):
     assert (found.value, found.count) == (share, count)
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 10, 29, 1319])
+def test_an_interval_ends_exactly_where_all_or_none_succeeded(count):
+    assert wilson(0.0, count).low == 0.0
+    assert wilson(1.0, count).high == 1.0
+
+
 def test_a_share_of_1_with_rounding_is_no_trouble():
     assert wilson(sum([0.1] * 10) + 2e-16, 5).high == 1.0
 

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from groupwise.config import view
 from groupwise.errors import TaskError
 from groupwise.generation.config import read_options
 from groupwise.generation.prompts import Prompts, Template, read_prompts
@@ -77,8 +79,30 @@ def test_a_template_of_distilabel_is_the_prompt_column(rows: Any, template: str)
     read = rows(given, prompt_template=template, prompt_column="problem")
     assert read.items[0].prompt == [user("why?")]
     assert rows(given, prompt_template=template).items[0].prompt == [user("how?")]
-    longer = rows(given, prompt_template="{{ instruction }} {problem}").items[0].prompt
-    assert longer == [user("{ instruction } why?")], "doubled braces stand for themselves"
+
+
+def test_an_instruction_in_a_longer_template_is_the_prompt_column(rows: Any) -> None:
+    given = [{"problem": "why {n}?", "prompt": "how?", "answer": "7"}]
+    boxed = "Put the answer within \\boxed{}, as in \\boxed{answer}:\n{{ instruction }}"
+    read = rows(given, prompt_template=boxed, prompt_column="problem")
+    said = "Put the answer within \\boxed{}, as in \\boxed{answer}:\nwhy {n}?"
+    assert read.items[0].prompt == [user(said)]
+    twice = rows(given, prompt_template="{{instruction}} Again: {{ instruction }}")
+    assert twice.items[0].prompt == [user("how? Again: how?")]
+    with pytest.raises(TaskError, match=r"\{answer\} is a column\..* \{problem\} for \{\{ instr"):
+        rows(given, prompt_template="{{ instruction }} {answer}", prompt_column="problem")
+    for other in ("{{ system }}", "{% if x %}"):
+        with pytest.raises(TaskError, match=f"template has {re.escape(other)} beside"):
+            rows(given, prompt_template=f"{other} {{{{ instruction }}}}")
+    with pytest.raises(TaskError, match=r"no column 'prompt'.*in the prompt template"):
+        rows([{"problem": "p"}], prompt_template="Solve: {{ instruction }}")
+
+
+def test_a_chat_has_no_place_in_a_longer_template(rows: Any) -> None:
+    chat = [{"prompt": [user("hi")]}]
+    assert rows(chat, prompt_template="{{ instruction }}").items[0].prompt == [user("hi")]
+    with pytest.raises(TaskError, match="its column 'prompt' is no text"):
+        rows(chat, prompt_template="Say: {{ instruction }}")
 
 
 def test_a_column_that_is_not_there_is_named_with_those_that_are(rows: Any) -> None:
@@ -142,6 +166,30 @@ def test_a_tasks_prompts_are_as_in_training(tmp_path: Path) -> None:
     assert (item.prompt, item.columns) == ("continue", {"prompt": "continue", "answer": 4})
     item = read_prompts(read_options({**given, "api": "chat"}), SHAPES).items[0]
     assert item.prompt == [user("continue")]
+
+
+def test_a_task_that_answers_in_turns_is_refused() -> None:
+    with pytest.raises(TaskError) as caught:
+        read_prompts(read_options({"task_module": "wordle_game", "output": "o"}), SHAPES)
+    message = str(caught.value)
+    assert "Task wordle_game" in message
+    assert "has get_environment" in message
+    assert "groupwise rl --task-module wordle_game" in message
+    assert "groupwise sft --task-module wordle_game" in message
+    calculator = "examples/04_calculator_tool/task.py"
+    with pytest.raises(TaskError, match="has get_environment") as caught:
+        read_prompts(read_options({"task_module": calculator, "output": "o"}), SHAPES)
+    assert "groupwise sft" not in str(caught.value), "it has no rows of a teacher"
+
+
+def test_rewards_that_the_config_names_stand_in_for_the_tasks(tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("model: {name: tiny}\nrewards: {reward_funcs: [length]}\n")
+    given = {"task_module": "sort_words", "config": str(config), "output": "o"}
+    read = read_prompts(read_options(given), SHAPES)
+    assert read.task is not None
+    assert read.task_config is not None
+    assert read.task.rubric(view(read.task_config), None).names == ("length",)
 
 
 def test_fields_are_named_once() -> None:

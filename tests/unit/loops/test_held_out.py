@@ -133,13 +133,14 @@ async def test_evaluations_that_asked_something_else_do_not_compare(store):
     assert course.told == []
 
 
-async def test_the_part_that_says_whether_a_task_is_solved_counts(store):
+@pytest.mark.parametrize("part", ["my_accuracy", "correct", "math_answer"])
+async def test_the_part_that_says_whether_a_task_is_solved_counts(store, part):
     """The held-out reward itself may be hacked as well."""
     course = Course(store)
-    await course.announced(2, my_accuracy=8)
+    await course.announced(2, form=2, **{part: 8})
     course.steps(*RISING)
-    await course.announced(8, my_accuracy=2)
-    assert [w.values["best rewards/my_accuracy/mean"] for w in course.told] == [1.0]
+    await course.announced(8, form=8, **{part: 2})
+    assert [w.values[f"best rewards/{part}/mean"] for w in course.told] == [1.0]
     other = Course(store, held_out_metric="reward")
     other.run.step = 9
     await other.again(store.evaluations()[-1])

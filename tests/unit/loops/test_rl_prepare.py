@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from groupwise import machine_layout
 from groupwise.config import load_config
+from groupwise.errors import TaskError
 from groupwise.loops import rl_prepare
 from groupwise.models.plan import Decoding
 
@@ -52,3 +55,13 @@ def test_later_turns_have_prompts_of_their_own(monkeypatch):
     found = asked_of_the_plan(monkeypatch, rollout=stages, sampler={"slots": 10})["decoding"]
     assert (found.completion, found.prompts) == (50, 10)
     assert found.prompt == found.key_length - 5
+
+
+def test_parts_of_an_environment_are_known_when_it_gives_them():
+    given = {"model": {"name": "tiny"}, "data": {"curriculum": {"success_part": "won"}}}
+    config = load_config(given).config
+    for hooks in (["get_environment"], []):
+        task: Any = SimpleNamespace(has=hooks.__contains__, described="the task")
+        said = contextlib.nullcontext() if hooks else pytest.raises(TaskError, match="'won'")
+        with said:
+            rl_prepare._check_success_parts(config, task, None, [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from ruamel.yaml import YAML
 
 from groupwise.models.bundled import tiny_folder
-from groupwise.models.card import Place, model_card, results_of
+from groupwise.models.card import Place, model_card, packages_used, results_of
 from groupwise.models.config import LoraConfig, ModelConfig
 from groupwise.models.load import load_model
 from groupwise.models.lora import AdaptedModel, new_lora_config
@@ -28,7 +29,12 @@ HELD_OUT = {
 IDS = torch.tensor([[7, 8, 9, 30, 31, 4]])
 
 
-def run_folder(runs: Path, **config: Any) -> Path:
+PACKAGES = {"groupwise": ["0.1"], "torch": ["2.7.1", "2.8.0"]}
+SFT = {"policy": "sft@6", "kind": "sft", "task": "colours", "model": "lab/base"}
+RL = {"policy": "rl@4", "kind": "rl", "task": "sums", "model": "/elsewhere/start"}
+
+
+def run_folder(runs: Path, facts: dict[str, Any] | None = None, **config: Any) -> Path:
     given = {
         "model": {"name": "lab/base", "revision": None},
         "algorithm": {"type": "grpo", "beta": 0.04},
@@ -37,8 +43,8 @@ def run_folder(runs: Path, **config: Any) -> Path:
         "run": {"license": None, "dir": str(runs)},
         **config,
     }
-    facts = {"kind": "rl", "task": "sums", "examples": 1000}
-    with RunFolder.create(runs, "my-run", given, facts) as run:
+    noted = {"kind": "rl", "task": "sums", "examples": 1000, **(facts or {})}
+    with RunFolder.create(runs, "my-run", given, noted) as run:
         for step, reward in ((0, 0.5), (4, 0.6), (8, 0.7)):
             name = f"step-{step}" if step else "before"
             record = EvaluationRecord(step, name, f"my-run@{step}", {"reward": reward})
@@ -101,15 +107,74 @@ def test_it_names_no_path_and_no_secret(tmp_path, weights):
         tmp_path / "runs",
         model={"name": str(tmp_path / "base"), "revision": None},
         data={"dataset_name": str(tmp_path / "rows.jsonl"), "columns": {"a": "~/b/c.txt"}},
-        task={"word_list": "/home/me/words.txt", "api_key": "sk-123", "deep": ["/a/b/"]},
+        task={
+            "word_list": "/home/me/words.txt",
+            "api_key": "sk-123",
+            "deep": ["/a/b/"],
+            "url": "https://me:passw0rd@host.org/x",
+        },
         sampler={"stop": ["</answer>", "/", "\n/x/y"]},
     )
     card = model_card(run, weights, 8, place=Place("final"))
     assert str(tmp_path) not in card
-    assert not re.search(r"/home|sk-123|/a/b|~/", card)
+    assert not re.search(r"/home|sk-123|/a/b|~/|passw0rd", card)
     for kept in ("words.txt", "rows.jsonl", '"</answer>"', '"/"', '"\\n/x/y"', "c.txt"):
         assert kept in card
     assert "loss_logging" not in card
+
+
+def test_it_names_the_versions_that_trained_not_those_that_are_here(tmp_path, weights):
+    assert "Made with" not in model_card(run_folder(tmp_path / "old"), weights, 8)
+    card = model_card(run_folder(tmp_path / "runs", {"packages": PACKAGES}), weights, 8)
+    assert "Made with groupwise 0.1, torch 2.7.1 and 2.8.0." in card
+
+
+def test_who_goes_on_with_other_versions_has_both(monkeypatch):
+    here = {"groupwise": "0.1", "torch": "2.9"}
+
+    def version(package: str) -> str:
+        if package not in here:
+            raise metadata.PackageNotFoundError(package)
+        return here[package]
+
+    monkeypatch.setattr(metadata, "version", version)
+    assert packages_used() == {"groupwise": ["0.1"], "torch": ["2.9"]}
+    both = {"groupwise": ["0.1"], "torch": ["2.8", "2.9"]}
+    assert packages_used({"torch": ["2.8"]}) == both
+    assert packages_used(both) == both
+
+
+def test_a_run_says_what_it_started_from(tmp_path, weights):
+    copied = {"name": "lab/base", "revision": None, "adapter": "/runs/my-run/start"}
+    card = model_card(run_folder(tmp_path, {"lineage": [SFT]}, model=copied), weights, 8)
+    assert "adapter for `lab/base`, trained by reinforcement learning (grpo) on the task" in card
+    assert "from `sft@6` (supervised fine-tuning on the task `colours`)." in card
+    assert '"adapter": "sft@6"' in card
+    assert '"start"' not in card
+    assert front(card)["base_model"] == "lab/base"
+
+
+def test_whole_weights_of_another_run_are_the_base(tmp_path, weights):
+    copied = {"name": "/runs/my-run/start", "revision": None, "adapter": None}
+    run = run_folder(tmp_path, {"lineage": [SFT, RL]}, model=copied)
+    whole = model_card(run, weights, 8, merged=True)
+    assert "A model made from `rl@4`" in whole
+    assert (
+        "It started from `rl@4` (reinforcement learning on the task `sums`), which started from `sft@6` "
+        "(supervised fine-tuning on the task `colours`)." in whole
+    )
+    assert front(whole)["base_model"] == "lab/base"
+    adapter = model_card(run, weights, 8)
+    assert "base_model" not in front(adapter), "the adapter belongs to weights that are not there"
+    assert '"name": "rl@4"' in adapter
+    assert "The base, `rl@4`, is on the machine that trained it" in adapter
+
+
+def test_an_adapter_of_the_config_is_named(tmp_path, weights):
+    given = {"name": "lab/base", "revision": None, "adapter": "lab/adapter"}
+    card = model_card(run_folder(tmp_path, model=given), weights, 8)
+    assert "It started from `lab/adapter`." in card
+    assert "started from" not in model_card(run_folder(tmp_path / "other"), weights, 8)
 
 
 def test_equal_runs_have_equal_cards(tmp_path, weights):

@@ -73,7 +73,7 @@ def test_doing_it_again_finds_it_done(hub, folder):
     before = len(hub.asked)
     push(folder, Target("me/model", BRANCH), "m")
     assert commits(hub) == 2  # the hub's own, and one
-    assert [verb for verb, _ in hub.asked[before:]] == ["POST", "GET"]
+    assert [verb for verb, _ in hub.asked[before:]] == ["POST", "GET", "GET"]
 
 
 def test_an_upload_that_ended_before_its_commit_goes_on(hub, folder):
@@ -91,7 +91,97 @@ def test_an_upload_that_ended_before_its_commit_goes_on(hub, folder):
     assert [path for _, path in hub.asked if path.startswith("/large/")] == [], "it is there"
 
 
+def test_a_run_may_replace_what_it_has_uploaded_itself(tmp_path, hub, folder):
+    run = tmp_path / "run"
+    run.mkdir()
+    target = Target("me/model")
+    push(folder, target, "run@6", run)
+    (folder / "README.md").write_text(CARD + "More.\n")
+    assert check_access(target, run) is None
+    with pytest.raises(UsageError, match="holds other files"):
+        check_access(target)
+    push(folder, target, "run@12", run)
+    repository = hub.repositories["me/model"]
+    assert repository.files()["README.md"].endswith(b"More.\n")
+    assert [repository.messages[commit] for commit in repository.branches["main"]][1:] == [
+        "run@6",
+        "run@12",
+    ]
+    stored = json.loads((run / "hub.json").read_bytes())
+    assert stored == {"me/model@main": repository.branches["main"][-1]}
+
+
+def test_what_somebody_else_has_changed_since_is_left_as_it_is(tmp_path, hub, folder):
+    push(folder, Target("me/model"), "run@6", tmp_path)
+    hub._add_commit(hub.repositories["me/model"], "main", {"theirs.txt": b"x"}, "theirs")
+    for refused in (
+        lambda: check_access(Target("me/model"), tmp_path),
+        lambda: push(folder, Target("me/model"), "run@12", tmp_path),
+    ):
+        with pytest.raises(UsageError, match=r"holds other files \(theirs.txt\)"):
+            refused()
+    assert hub.repositories["me/model"].files() == {"theirs.txt": b"x"}
+
+
+def test_an_upload_that_nobody_could_note_is_known_by_its_content(tmp_path, hub, folder):
+    """The process died between the commit and the note of it."""
+    push(folder, Target("me/model"), "run@6", tmp_path)
+    (tmp_path / "hub.json").unlink()
+    folder.rename(tmp_path / "final")
+    assert check_access(Target("me/model"), tmp_path) is None
+    push(tmp_path / "final", Target("me/model"), "run@6", tmp_path)
+    (tmp_path / "final/README.md").write_text(CARD * 2)
+    push(tmp_path / "final", Target("me/model"), "run@12", tmp_path)
+    assert commits(hub, "main") == 3
+
+
 # --- what is refused
+
+
+def test_a_public_repository_is_refused_unless_that_is_said(hub, folder):
+    hub.add("me/model", private=False)
+    for refused in (
+        lambda: check_access(Target("me/model")),
+        lambda: push(folder, Target("me/model"), "m"),
+    ):
+        with pytest.raises(UsageError, match=r"there and public.* private: false .*another"):
+            refused()
+    assert hub.repositories["me/model"].files() == {}
+    public = Target("me/model", private=False)
+    assert check_access(public) is None
+    push(folder, public, "m")
+    assert "README.md" in hub.repositories["me/model"].files()
+
+
+def test_a_branch_that_holds_other_files_is_told_before_any_work(hub):
+    hub.add("me/model", {"other.txt": b"x"})
+    with pytest.raises(UsageError, match=r"holds other files \(other.txt\).*overwrite: true"):
+        check_access(Target("me/model"))
+    assert check_access(Target("me/model", overwrite=True)) is None
+    assert check_access(Target("me/model", BRANCH)) is None
+    assert list(hub.repositories["me/model"].branches) == ["main"]
+
+
+@pytest.mark.parametrize(
+    "revision",
+    [
+        *("a b", "a..b", ".a", "a/.b", "a.lock", "a.lock/b", "-a", "/a", "a/", "a//b", "a."),
+        *("a~1", "a^", "a:b", "a?", "a*", "a[b", "a\\b", "a@{b", "@", "", "a\n", "a\x7f"),
+    ],
+)
+def test_what_git_does_not_take_as_a_branch_is_refused(hub, folder, revision):
+    for refused in (
+        lambda: check_access(Target("me/model", revision)),
+        lambda: push(folder, Target("me/model", revision), "m"),
+    ):
+        with pytest.raises(UsageError, match="cannot name a branch"):
+            refused()
+    assert not hub.asked
+
+
+@pytest.mark.parametrize("revision", ["main", "my-run/v2", "a.b", "é", "v1@2", "a{b}", "lock"])
+def test_other_names_of_branches_are_taken(hub, revision):
+    assert check_access(Target("me/model", revision)) is None
 
 
 @pytest.mark.parametrize(
@@ -170,8 +260,9 @@ def test_the_token_stands_in_no_message(monkeypatch, hub, folder):
 # --- what waits
 
 
-def queue(run: Path, step: int, folder: Path) -> None:
-    hub_queue.add(run, step, Target("me/model", f"b-{step}"), folder, CARD, None)
+def queue(run: Path, step: int, folder: Path, name: str = "me/model@b") -> None:
+    target = Target("me/model", f"{name.partition('@')[2]}-{step}")
+    hub_queue.queue(run, name).add(step, target, folder, CARD, None)
 
 
 def test_what_waits_is_whole_in_order_and_outlives_its_source(tmp_path, hub, folder):
@@ -179,7 +270,9 @@ def test_what_waits_is_whole_in_order_and_outlives_its_source(tmp_path, hub, fol
     (folder / "optimiser.safetensors").write_bytes(b"nobody else's")
     for step in (120, 9):
         queue(run, step, folder)
-    (run / "hub/step-000000007/files").mkdir(parents=True)  # a process died before it was whole
+    (run / "hub/me%2Fmodel@b/step-000000007/files").mkdir(
+        parents=True
+    )  # a process died before it was whole
     for file in folder.iterdir():
         file.unlink()
     entries = hub_queue.waiting(run)
@@ -198,15 +291,69 @@ def test_what_waits_is_whole_in_order_and_outlives_its_source(tmp_path, hub, fol
 def test_steps_that_are_done_again_are_given_up(tmp_path, folder):
     for step in (2, 4):
         queue(tmp_path, step, folder)
-    (tmp_path / "hub/step-000000001/files").mkdir(parents=True)
-    hub_queue.drop_after(tmp_path, 2)
-    assert [entry.step for entry in hub_queue.waiting(tmp_path)] == [2]
-    assert [path.name for path in (tmp_path / "hub").iterdir()] == ["step-000000002"]
+    (tmp_path / "hub/me%2Fmodel@b/step-000000001/files").mkdir(parents=True)
+    queue(tmp_path, 5, folder, "me/model@another")
+    hub_queue.queue(tmp_path, "me/model@b").drop_after(2)
+    assert [entry.step for entry in hub_queue.waiting(tmp_path)] == [2, 5]
+    left = [path.name for path in (tmp_path / "hub/me%2Fmodel@b").iterdir()]
+    assert left == ["step-000000002"]
+
+
+def test_who_uploads_elsewhere_has_a_queue_of_its_own(tmp_path, hub, folder):
+    names = ("me/model@b", "me/model@other/c")
+    for step in (2, 1):
+        for name in names:
+            queue(tmp_path, step, folder, name)
+    revisions = [entry.target.revision for entry in hub_queue.waiting(tmp_path)]
+    assert revisions == ["b-1", "other/c-1", "b-2", "other/c-2"]
+    for entry in hub_queue.queue(tmp_path, names[1]).waiting():
+        entry.push()
+    left = [entry.target.revision for entry in hub_queue.waiting(tmp_path)]
+    assert left == ["b-1", "b-2"]
+    assert set(hub.repositories["me/model"].branches) == {"main", "other/c-1", "other/c-2"}
+
+
+def test_a_branch_that_was_made_of_a_first_commit_with_files_is_known_as_ours(
+    tmp_path, hub, folder
+):
+    """A repository that was squashed or duplicated; the upload is cut short between the branch and its commit."""
+    made = hub.add("me/model")
+    first = made.branches["main"][0]
+    made.commits[first] = {"README.md": b"of main", "model.safetensors": b"x"}
+
+    async def refuse(method: str, path: str) -> Response | None:
+        return Response("no", 400) if "/commit/" in path else None
+
+    queue(tmp_path, 7, folder)
+    (entry,) = hub_queue.waiting(tmp_path)
+    hub.interfere = refuse
+    with pytest.raises(EndpointError):
+        entry.push()
+    hub.interfere = None
+    (entry,) = hub_queue.waiting(tmp_path)
+    entry.push()
+    assert "model.safetensors" not in made.files("b-7")
+    assert made.files("main") == {"README.md": b"of main", "model.safetensors": b"x"}
+    queue(tmp_path, 8, folder)
+    made.branches["b-8"] = [first]  # somebody else's, who has the same right to it
+    (entry,) = hub_queue.waiting(tmp_path)
+    with pytest.raises(UsageError, match="holds other files"):
+        entry.push()
+
+
+def test_an_upload_that_died_before_its_note_may_be_replaced_later(tmp_path, hub, folder):
+    target = Target("me/model", "b-1")
+    push(folder, target, "m", tmp_path)
+    (tmp_path / "hub.json").unlink()
+    push(folder, target, "m", tmp_path)  # finds it done
+    (folder / "README.md").write_text(f"{CARD}More.\n")
+    push(folder, target, "m", tmp_path)
+    assert b"More." in hub.repositories["me/model"].files("b-1")["README.md"]
 
 
 def test_leave_to_overwrite_may_be_given_later(tmp_path, hub, folder):
     hub.add("me/model", {"other.txt": b"x"})
-    hub_queue.add(tmp_path, 3, Target("me/model", "main"), folder, CARD, None)
+    hub_queue.queue(tmp_path, "q").add(3, Target("me/model", "main"), folder, CARD, None)
     (entry,) = hub_queue.waiting(tmp_path)
     with pytest.raises(UsageError):
         entry.push()

@@ -17,6 +17,7 @@ from groupwise.cli.main import main
 from groupwise.errors import ModelError, RunError, RunNotFoundError, UsageError
 from groupwise.review.export import CONVERTER_VARIABLE, export
 from groupwise.runs.folder import RunFolder
+from groupwise.runs.record_files import KINDS
 from groupwise.runs.store import Store
 from tests.integration.running import TOY, config
 
@@ -127,9 +128,9 @@ def test_jsonl_and_parquet_have_what_was_recorded(runs, tmp_path):
     with Store.open(runs / "toy/run.db", readonly=True) as store:
         groups = [group for step in range(5) for group in store.groups(step)]
         rewards = store.metrics(["reward"])["reward"]
-        evaluations = store.evaluations(rows=False)
+        evaluations = store.evaluations()
     rollouts = [member for group in groups for member in group.rollouts]
-    for kind in ("rollouts", "metrics", "evaluations"):
+    for kind in KINDS:
         lines = [
             json.loads(line) for line in (tmp_path / f"j/{kind}.jsonl").read_bytes().splitlines()
         ]
@@ -139,9 +140,12 @@ def test_jsonl_and_parquet_have_what_was_recorded(runs, tmp_path):
             assert [row["completion"] for row in lines] == [r.completion for r in rollouts]
             assert [row["reward"] for row in lines] == [r.reward for r in rollouts]
             assert lines[0]["parts"][0]["name"] == rollouts[0].parts[0].name
+            assert json.loads(lines[0]["columns"]) == groups[0].example.columns
         elif kind == "metrics":
             assert [(row["step"], row["reward"]) for row in lines] == rewards
-        else:
+        elif kind == "evaluation_rows":
+            assert len(lines) == sum(len(each.rows) for each in evaluations) > 0
+        elif kind == "evaluations":
             assert {(row["step"], row["name"]) for row in lines} == {
                 (each.step, each.name) for each in evaluations
             }
@@ -168,7 +172,7 @@ def test_a_run_that_has_recorded_nothing_gives_empty_files(tmp_path, to):
     with RunFolder.create(tmp_path / "runs", "new", {"model": {"name": "tiny"}}):
         pass
     made = export("new", to, tmp_path / "out", runs_dir=tmp_path / "runs")
-    assert made.files == tuple(sorted(f"{n}.{to}" for n in ("rollouts", "metrics", "evaluations")))
+    assert made.files == tuple(sorted(f"{kind}.{to}" for kind in KINDS))
 
 
 # --- the place
@@ -227,6 +231,6 @@ def test_the_command(runs, tmp_path, capsys):
     words = ["runs", "export", "toy", "--dir", str(runs), "--output", str(tmp_path / "out")]
     assert main([*words, "--to", "jsonl", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told["files"] == ["evaluations.jsonl", "metrics.jsonl", "rollouts.jsonl"]
+    assert told["files"] == sorted(f"{kind}.jsonl" for kind in KINDS)
     assert main([*words, "--to", "jsonl"]) == 2
     assert "is not empty" in capsys.readouterr().err

@@ -152,6 +152,14 @@ def test_the_expected_length_must_be_met(said):
     assert [round(each) for each in values] == ([1, 0] if said is not None else [1, 1])
 
 
+@pytest.mark.parametrize("column", ["enumeration", "lengths", "expected_len", "n_letters"])
+def test_each_row_has_its_own_expected_length(column):
+    golds, texts = [["ice cream", "gelato"]] * 2, ["<answer>ice cream</answer>"] * 2
+    for lengths in ([8, 6], [6, 8]):
+        values = PureAccuracy()(texts, answer=golds, **{column: lengths})
+        assert values == pytest.approx([1.0 if each == 8 else 0.01 for each in lengths])
+
+
 def test_an_expected_length_that_no_gold_answer_has_is_refused():
     with pytest.raises(ValueError, match=r"asks for 4 letters, but its gold answer 'cat' has 3"):
         value(PureAccuracy(), "<answer>cat</answer>", "cat", n_letters=[4])

@@ -52,6 +52,15 @@ RIGHT = [
     (r"\infty", "infinity"),
     ("1000", "1 000"),
     ("2,3", "2 and 3"),
+    ("2√2", "2*sqrt(2)"),
+    (r"2\sqrt{2}", "√8"),
+    (r"\sqrt{(x+1)^2}", "√((x+1)²)"),
+    ("n²", "n*n"),
+    ("2³", "8"),
+    ("x^{10}", "x¹⁰"),
+    ("72", "72km"),
+    ("72", "72m²"),
+    ("3", "√9"),
 ]
 WRONG = [
     ("3", "4"),
@@ -69,6 +78,16 @@ WRONG = [
     ("3", r"3\text{ no, 4}"),
     ("3", "3 not"),
     ("3", "3 x"),
+    ("2", "2³"),
+    ("2", "2½"),
+    ("2", "2√2"),
+    ("2", "2√-1"),
+    ("2", "2∛5"),
+    ("2", "2ⁿ"),
+    ("5", "5₈"),
+    ("22", "2²"),
+    ("9", "√9"),
+    ("72km", "72 miles"),
     ("3456", "3 and 456"),
     ("1234567.89", "1234567.12"),
     (r"\pm 2", "2"),
@@ -161,7 +180,9 @@ async def test_it_scores_in_the_thread_of_the_run():
     assert [member.reward for member in score.members] == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("sign", ["$", "{", r"\boxed{", "^", "(", " ", r"\text{", "1", "a", "<"])
+@pytest.mark.parametrize(
+    "sign", ["$", "{", r"\boxed{", "^", "(", " ", r"\text{", "1", "a", "<", "√(", "√((a)", "²"]
+)
 def test_long_repetitions_are_read_quickly(sign):
     begun = time.process_time()
     value(MathAnswer(), tagged(sign * 20_000), "x+1")

@@ -391,6 +391,14 @@ def test_each_row_has_its_own_board_gold_and_target():
     assert alone == [1.0, 0.0, 1.0, 0.0]
 
 
+def test_each_row_has_its_own_target():
+    texts, boards, golds = ["C>1,C<1,Bv1,A>2"] * 2, [BOARD] * 2, [GOLD] * 2
+    for targets in ([4, 2], [2, 4]):
+        values = RushSolutionShaped()(texts, boards, answer=golds, moves=targets)
+        alone = {4: 0.20 + 0.15, 2: 0.20 / 3 + 0.15}
+        assert values == pytest.approx([alone[target] for target in targets])
+
+
 @pytest.mark.parametrize(
     ("answer", "says"),
     [

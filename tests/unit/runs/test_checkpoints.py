@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.errors import CheckpointError, ResumeMismatchError
+from groupwise.errors import CheckpointError, ResumeMismatchError, StoreError
 from groupwise.runs import checkpoints
 from groupwise.runs.checkpoints import MANIFEST
 
@@ -178,6 +178,17 @@ def test_a_failing_writer_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"step-20.*No space left.*--resume"):
         checkpoints.save(tmp_path, 20, full)
     assert [path.name for path in tmp_path.iterdir()] == ["step-10"]
+
+
+def test_what_the_record_says_of_a_full_disk_is_said_once(tmp_path: Path) -> None:
+    def fill(folder: Path) -> None:
+        raise StoreError("cannot use run.db: disk is full. Free space on that disk, then go on.")
+
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.save(tmp_path, 20, fill)
+    assert str(caught.value) == (
+        f"cannot write the checkpoint {tmp_path / 'step-20'}: cannot use run.db: disk is full. Free space on that disk, then go on."
+    )
 
 
 def test_prune_keeps_the_last_and_the_protected(tmp_path: Path) -> None:

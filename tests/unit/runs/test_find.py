@@ -7,7 +7,15 @@ import pytest
 
 from groupwise.errors import CheckpointError, RunNotFoundError, StoreError
 from groupwise.runs import checkpoints
-from groupwise.runs.find import list_runs, newest_unfinished, resolve, reward_ends
+from groupwise.runs.find import (
+    final_step,
+    label_of,
+    list_runs,
+    newest_unfinished,
+    resolve,
+    reward_ends,
+    run_around,
+)
 from groupwise.runs.folder import RunFolder, State
 from groupwise.runs.records import StepRecord
 
@@ -37,6 +45,25 @@ def runs(tmp_path: Path) -> Path:
         checkpoint(run, step)
     make(runs, "math")
     return runs
+
+
+class TestFinal:
+    def test_its_weights_need_not_be_the_last_ones(self, runs: Path) -> None:
+        assert final_step(runs / "sort") == 4, "runs of earlier versions have noted nothing"
+        with RunFolder.open(runs / "sort") as run:
+            run.write_final(lambda folder: None, 2)
+            assert label_of(run.path, run.final) == "sort@2"
+            run.write_final(lambda folder: None)
+            run.finish("finished")
+        assert final_step(runs / "sort") == 4
+
+    def test_weights_know_their_run(self, runs: Path) -> None:
+        run = runs / "sort"
+        (run / "final").mkdir()
+        step = run / "checkpoints/step-10"
+        assert (run_around(run / "final"), run_around(step)) == (run, run)
+        assert label_of(run, step) == "sort@10"
+        assert (run_around(runs), run_around(run / "results")) == (None, None)
 
 
 class TestResolve:

@@ -13,8 +13,15 @@ import pytest
 from pyarrow import parquet
 
 from groupwise.errors import UsageError
-from groupwise.runs.record_files import RecordFormat, check_can_write, steps_of, write_record
-from groupwise.runs.records import EvaluationRecord, StepRecord
+from groupwise.runs import durable, record_files
+from groupwise.runs.record_files import (
+    KINDS,
+    RecordFormat,
+    check_can_write,
+    steps_of,
+    write_record,
+)
+from groupwise.runs.records import EvaluationRecord, StepRecord, WarningRecord
 from groupwise.runs.store import Store
 from groupwise.types import Example, Group, RewardPart, Rollout, Segment
 
@@ -55,6 +62,109 @@ def test_the_first_steps_are_written(store, tmp_path, to):
     assert rows(tmp_path, to, "evaluations") == [
         {"step": 1, "name": "after", "policy": "r@1", "metric": "reward", "value": 1.0}
     ]
+
+
+@pytest.fixture
+def rich(tmp_path) -> Iterator[Store]:
+    """A step that has everything: columns, messages, notes, a replayed group, a warning, a metric called step, an evaluation's rows."""
+    columns = {"answer": "42", "near": [1, math.inf]}
+    messages = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "\udc80é"})
+    with Store.create(tmp_path / "rich.db") as made:
+        parts = (RewardPart("right", math.nan, 1.0, 2),)
+        members = tuple(
+            Rollout(
+                7,
+                number,
+                0,
+                (1,),
+                (Segment("policy", (5, 6)),),
+                "half \udc80",
+                "scored",
+                None,
+                math.nan if number else 1.0,
+                parts,
+                notes={"won": math.nan} if number else {},
+                messages=messages,
+            )
+            for number in range(3)
+        )
+        group = Group(7, Example(3, "p", columns), members, origin="replay", again=4)
+        warning = WarningRecord(1, "length", "begins", "grows", {"slope": 0.5, "low": -math.inf})
+        metrics = {"reward": 1.0, "step": 9.0, "metric/step": 8.0}
+        made.commit_step(StepRecord(0, 0, 1, "f", (7,), 0.1, 1.0), [group], metrics, [warning])
+        for policy in ("r@1", "base"):
+            asked = [{"example": 1, "completion": policy}, {"example": 2, "reward": math.nan}]
+            made.add_evaluation(EvaluationRecord(1, "after", policy, {"reward": 1.0}, asked))
+        yield made
+
+
+def without_nan(value: Any) -> Any:
+    return json.loads(json.dumps(durable.without_nan(value)))
+
+
+@pytest.mark.parametrize("at_once", [1, 512])
+def test_both_formats_have_the_same_rows(rich, tmp_path, monkeypatch, at_once):
+    monkeypatch.setattr(record_files, "ROWS_AT_ONCE", at_once)
+    for to in ("jsonl", "parquet"):
+        write_record(rich, to, tmp_path, 1)
+    for kind in KINDS:
+        lines = rows(tmp_path, "jsonl", kind)
+        assert lines, kind
+        assert without_nan(rows(tmp_path, "parquet", kind)) == lines, kind
+
+
+@pytest.mark.parametrize("to", ["jsonl", "parquet"])
+def test_what_an_analysis_needs_is_there(rich, tmp_path, to):
+    write_record(rich, to, tmp_path, 1)
+    first, second, _ = rows(tmp_path, to, "rollouts")
+    assert (first["origin"], first["again"], first["completion"]) == ("replay", 4, "half ?")
+    assert json.loads(first["columns"]) == {"answer": "42", "near": [1, None]}
+    assert json.loads(first["messages"])[0] == {"role": "user", "content": "hi"}
+    assert (first["notes"], json.loads(second["notes"])) == ("{}", {"won": None})
+    assert rows(tmp_path, to, "metrics") == [
+        {"step": 0, "metric/step": 8.0, "reward": 1.0, "metrics/step": 9.0}
+    ]
+    found = rows(tmp_path, to, "evaluation_rows")
+    assert [(row["policy"], row["position"]) for row in found] == [
+        ("r@1", 0),
+        ("r@1", 1),
+        ("base", 0),
+        ("base", 1),
+    ]
+    assert json.loads(found[2]["row"]) == {"example": 1, "completion": "base"}
+    (warning,) = rows(tmp_path, to, "warnings")
+    assert json.loads(warning.pop("values")) == {"slope": 0.5, "low": None}
+    assert warning == {"step": 1, "name": "length", "kind": "begins", "message": "grows"}
+
+
+def test_a_metric_called_step_leaves_the_steps_alone(tmp_path):
+    with Store.create(tmp_path / "run.db") as store:
+        for step in range(2):
+            store.commit_step(StepRecord(step, 0, 0, "f", (), 0.1, 1.0), [], {"step": 5.0})
+        write_record(store, "jsonl", tmp_path, 2)
+    assert rows(tmp_path, "jsonl", "metrics") == [
+        {"step": 0, "metric/step": 5.0},
+        {"step": 1, "metric/step": 5.0},
+    ]
+
+
+def test_one_step_or_evaluation_is_read_at_a_time(store, tmp_path, monkeypatch):
+    """A long run's record does not fit into memory."""
+    monkeypatch.setattr(Store, "metrics", None)
+    monkeypatch.setattr(record_files, "ROWS_AT_ONCE", 1)
+    asked: list[int | None] = []
+    plain = Store.rollouts
+
+    def rollouts(self: Store, wanted: Any) -> Any:
+        asked.append(wanted.step)
+        return plain(self, wanted)
+
+    monkeypatch.setattr(Store, "rollouts", rollouts)
+    read = record_files._rollouts(store, 3)
+    next(read)
+    assert asked == [0]
+    assert len(list(read)) == 2
+    assert asked == [0, 1, 2]
 
 
 def test_parquet_needs_its_package(monkeypatch):

@@ -11,6 +11,7 @@ import pytest
 
 from groupwise import task_parts
 from groupwise.config import load_config, resolved, view
+from groupwise.data.order import Order
 from groupwise.errors import ConfigError, TaskError
 from groupwise.rewards.router import Router
 from groupwise.settings.view import View
@@ -168,7 +169,11 @@ def test_whole_tasks_stand_beside_sources() -> None:
     source = {"source": "sums.jsonl", "label": "sums", "columns": COLUMNS, "weight": 0.5}
     task, config = configured(mixed(source, {**SORTING, "weight": 2.0}), rewards=REWARDS)
     examples = task.rl_examples(config)
-    assert Counter(e.columns["task"] for e in examples) == {"sums": 10, "sort_words": 16}
+    assert Counter(e.columns["task"] for e in examples) == {"sums": 20, "sort_words": 8}
+    shares = {share.name: share for share in task.shares["get_rl_dataset"]}
+    order = Order(28, 0, shares=tuple(shares.values()))
+    epoch = [examples[order.example(turn)].columns["task"] for turn in range(order.length)]
+    assert Counter(epoch) == {"sums": 10, "sort_words": 16}
     assert len({frozenset(example.columns) for example in examples}) == 1, "all have all columns"
     assert task.has("get_eval_dataset")
     assert {e.columns["task"] for e in task.eval_examples(config)} == {"sort_words"}

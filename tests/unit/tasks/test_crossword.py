@@ -187,6 +187,8 @@ def test_tables_are_read_too(tmp_path):
         ({"answer": "Château"}, "Big city", "7"),
         ({"clue": "Big city (3,4)", "answer": "NEW YORK"}, "Big city", "3,4"),
         ({"clue": "Big city ( 7 )", "answer": "NEWYORK"}, "Big city", "7"),
+        ({"clue": "Film of (1984)", "answer": "AMADEUS"}, "Film of (1984)", "7"),
+        ({"clue": "Big city (3, 4)", "answer": "NEW YORK"}, "Big city", "3, 4"),
         ({"clue": "City (of apples)", "answer": "NEWYORK"}, "City (of apples)", "7"),
         ({"clue": "Big city (7)", "answer": "NEWYORK", "enumeration": "3,4"}, "Big city", "3,4"),
         ({"answer": "NEWYORK", "enumeration": "(3,4)"}, "Big city", "3,4"),
@@ -212,19 +214,28 @@ def test_rows_that_cannot_be_used_are_counted_or_refused(source):
         {"clue": "Number", "answer": 7},
         {"clue": "Catch", "answer": "CATCH 22"},
         {"clue": "Foreign", "answer": "ябл"},
+        {"clue": "A Greek letter, too", "answer": "CAT κ"},
+        {"clue": "A share, too", "answer": "ONE ½"},
         {"clue": "Wrong (4)", "answer": "ABC"},
         {"clue": good[0]["clue"].upper(), "answer": good[0]["answer"].lower()},
     ]
     spec = source([*good, *bad])
     train = crossword.get_rl_dataset(config(source=spec, **TINY))
+    task = load_task("crossword")
+    check_reward_columns(
+        task,
+        task.rubric(config(), None),
+        task.rl_examples(config(source=spec, **TINY)),
+        in_workers=False,
+    )
     assert train.account.left_out == {
         "the clue is empty or missing": 1,
         "the clue is empty": 1,
         "the answer is empty or missing": 1,
         "the answer is no text": 1,
-        "the answer is not made of letters A–Z": 2,
+        "the answer is not made of letters A–Z": 4,
         "the enumeration does not fit the answer": 1,
-        "the clue and its answer are there already": 1,
+        "it is the same as an earlier row": 1,
     }
     with pytest.raises(TaskError, match="row 6: the clue is empty or missing"):
         crossword.get_rl_dataset(config(source=spec, strict=True, **TINY))
@@ -261,6 +272,15 @@ def test_metrics():
     assert found["correct"] == [True, False, False, False]
     assert found["metrics"] == {"accuracy": 0.25, "length_accuracy": 0.5, "answered": 0.75}
     json.dumps(found)
+
+
+@pytest.mark.parametrize("text", ["CAT", "cat", "CAT 5", "CAT κ", "C-A-T!", "½ CAT", "CATS", ""])
+def test_the_accuracy_is_that_of_the_reward(text):
+    row = {"prompt": "p", "clue": "Pet", "answer": "CAT", "enumeration": "3"}
+    said = f"<answer>{text}</answer>"
+    found = crossword.compute_metrics(["p"], [said], [row], config(), None)
+    assert found["metrics"]["accuracy"] == (reward(said, row) == 1.0)
+    assert found["correct"] == [text in ("CAT", "cat", "C-A-T!")]
 
 
 # Config

@@ -232,6 +232,9 @@ def test_questions_of_the_test_are_not_trained(tmp_path):
         source=str(folder), eval_split="test", eval_size=5, validation_size=2
     )
     assert [len(rows) for rows in (train, validation, test)] == [16, 2, 5]
+    left_out = {"the test split has the question": 2, "it is the same as an earlier row": 5}
+    assert train.account.left_out == left_out
+    assert test.account.left_out == {}
     folded = {
         question(row).replace("  ", " ").lower()
         for rows in (train, validation, test)
@@ -240,19 +243,30 @@ def test_questions_of_the_test_are_not_trained(tmp_path):
     assert len(folded) == 23
 
 
-def test_rows_that_cannot_be_used_are_left_out_and_counted(tmp_path, caplog):
+def test_rows_that_cannot_be_used_are_counted_or_refused(tmp_path):
     bad = [
         {"question": "", "answer": "1"},
         {"question": "Q", "answer": "so\nit is"},
         {"question": "R"},
+        gsm8k(1)[0],
     ]
     source = written(tmp_path / "some.jsonl", [*gsm8k(6), *bad])
-    assert len(math.get_rl_dataset(config(source=source, **SMALL))) == 1
-    assert "3 of 9 rows of" in caplog.text
+    rows = math.get_rl_dataset(config(source=source, **SMALL))
+    assert len(rows) == 1
+    left_out = {
+        "there is no question": 1,
+        "no answer is marked, and the text is too long for one": 1,
+        "there is no answer": 1,
+        "it is the same as an earlier row": 1,
+    }
+    assert rows.account.left_out == left_out
+    assert math.get_eval_dataset(config(source=source, **SMALL)).account.left_out == left_out
+    with pytest.raises(TaskError, match=r"some.jsonl, row 6: there is no question\.$"):
+        math.get_rl_dataset(config(source=source, strict_rows=True, **SMALL))
     with pytest.raises(
-        TaskError, match=r"No row of .* has both a question in `question` and an answer"
+        TaskError, match=r"no usable row: 1 × .* Questions are read from `question`"
     ):
-        math.get_rl_dataset(config(source=written(tmp_path / "none.jsonl", bad), **SMALL))
+        math.get_rl_dataset(config(source=written(tmp_path / "none.jsonl", bad[:3]), **SMALL))
 
 
 def test_too_few_rows_are_refused(tmp_path):

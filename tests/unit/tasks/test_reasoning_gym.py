@@ -6,6 +6,7 @@ The datasets of `SOME` stand for the kinds that cause trouble; `make soak SUITE=
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -18,7 +19,7 @@ import pytest
 from groupwise.errors import TaskError
 from groupwise.settings.view import View
 from groupwise.tasks import reasoning_gym, reasoning_gym_problems
-from groupwise.tasks.reasoning_gym import answer_in, graded, is_harmless, score
+from groupwise.tasks.reasoning_gym import answer_in, graded, score
 from groupwise.tasks.reasoning_gym_problems import (
     RIGHT,
     dataset_of,
@@ -133,6 +134,15 @@ def test_rows_are_plain_and_survive_json(some: list[dict[str, Any]]) -> None:
     assert json.loads(json.dumps(some)) == some
     graphs = [row for row in some if row["dataset"]["name"] == "graph_color"]
     assert all(type(key) is int for row in graphs for key in _coloured(row))
+
+
+def test_the_answers_that_vote_are_those_that_the_grader_gets(some: list[dict[str, Any]]) -> None:
+    texts = ["<think>hm</think><answer> 4 </answer>", " 4\n", "<answer></answer>"]
+    rows = some[:3]
+    kept: dict[str, Any] = {}
+    specs, entries = [row["dataset"] for row in rows], [row["entry"] for row in rows]
+    score(texts, specs, entries, log_extra=kept.__setitem__)
+    assert kept == {"extracted_answer": ["4", "4", None]}
 
 
 def _coloured(row: dict[str, Any]) -> list[Any]:
@@ -268,6 +278,12 @@ def test_a_problem_whose_grader_rejects_its_own_answer_is_no_problem(
     assert str(failed) == "no such luck"
 
 
+def test_an_integral_that_is_left_to_be_done_is_no_answer() -> None:
+    block = reasoning_gym_problems._block(named("intermediate_integration", 4), 0)
+    undone = next(each for each in block if isinstance(each, Exception))
+    assert re.match(r"its grader rejects its own answer, '.*Integral\(", str(undone))
+
+
 def test_an_answer_in_the_metadata_counts_where_the_grader_takes_it() -> None:
     [small] = reasoning_gym_problems._fresh(named("rubiks_cube"), 0, 0, 1, set())
     [large] = reasoning_gym_problems._fresh(named("rubiks_cube", cube_size=4), 0, 0, 1, set())
@@ -343,54 +359,6 @@ def test_graders_have_the_configuration_of_their_row() -> None:
     entry = entry_as_text(dataset_of(named("puzzle24"))[0])
     assert graded("8 * 3 * 1 * 1", named("puzzle24"), entry) == 1.0
     assert graded("8 * 3 * 1 * 1", named("puzzle24", max_value=6), entry) < RIGHT
-
-
-@pytest.mark.parametrize(
-    ("name", "answer"),
-    [
-        ("spiral_matrix", "__import__('os').system('true')"),
-        ("spiral_matrix", "[print(1)]"),
-        ("n_queens", "open('x')"),
-        ("string_insertion", "(lambda: 1)()"),
-        ("countdown", "__import__('os').getpid()"),
-        ("simple_integration", "x.__class__"),
-        ("simple_integration", "sympify('1')"),
-        ("puzzle24", "factorial(4)"),
-        ("polynomial_multiplication", "S.One"),
-    ],
-)
-def test_graders_that_evaluate_answers_get_no_code(name: str, answer: str) -> None:
-    assert not is_harmless(answer, name)
-    entry = entry_as_text(dataset_of(named(name))[0])
-    assert graded(answer, named(name), entry) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("name", "answer"),
-    [
-        ("spiral_matrix", "[1, 2, 3]"),
-        ("n_queens", "Q _ _\n_ _ Q"),
-        ("string_insertion", "['A', 'B']"),
-        ("countdown", "(1 + 2)*3 - 4.5/2"),
-        ("simple_integration", "x**3/3 + sin(2*x) + C"),
-        ("chain_sum", "__import__"),  # its grader only compares
-    ],
-)
-def test_data_and_formulas_pass(name: str, answer: str) -> None:
-    assert is_harmless(answer, name)
-
-
-def test_datasets_whose_graders_evaluate_are_all_known() -> None:
-    """A release of the package may add some."""
-    package = Path(sys.modules[dataset_of(named("chain_sum")).__module__].__file__ or "").parents[1]
-    found = subprocess.run(
-        ["grep", "-rlE", r"\beval\((answer|user|predict)|parse_expr\((answer|user)", package],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    names = {Path(line).stem for line in found.stdout.splitlines() if line.endswith(".py")}
-    assert names == reasoning_gym.READ_AS_DATA | reasoning_gym.READ_AS_FORMULA
 
 
 # Hooks

@@ -18,7 +18,7 @@ from groupwise.rewards.text import as_completion
 from groupwise.settings.view import View
 from groupwise.tasks import rubric_answers
 from groupwise.tasks.contract import load_task
-from groupwise.tasks.rubric_answers import rubric_text
+from groupwise.tasks.rubric_answers import CRITERION, rubric_text
 from groupwise.types import Example
 
 QUESTION = {"question": "Why?", "rubric": "because; reasons", "reference": "Because of reasons."}
@@ -172,15 +172,13 @@ def test_the_same_question_is_taken_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rows", "own", "message"),
     [
-        (numbered(2), {}, r"has 2 different questions, too few for eval_size 1"),
+        (numbered(2), {}, r"has 2 usable questions, too few for eval_size 1"),
         (numbered(3), {"train_size": 9}, r"train_size 9 to train on"),
         ([{"question": "q", "rubric": "r"}] * 3, {}, r"no column for the reference: looked for"),
         (numbered(3), {"columns": {"rubic": "x"}}, r"'rubic' is none of question, rubric"),
         (numbered(3), {"columns": {"rubric": "x"}}, r"has no column 'x'. It has: question"),
-        (numbered(3, rubric=" "), {}, r"row 0: the rubric is empty"),
-        (numbered(3, rubric=7), {}, r"row 0: int is no rubric"),
-        (numbered(3, rubric=[{"x": 1}]), {}, r"a criterion has none of description"),
-        (numbered(3, reference=[{"role": "user", "content": "a"}]), {}, r"of the role assistant"),
+        (numbered(3, rubric=" "), {}, r"no usable row: 3 × the rubric is empty. Its columns: q"),
+        (numbered(3, rubric=""), {"strict": True}, r"row 0: the rubric is empty"),
     ],
 )
 def test_sets_that_cannot_be_used_are_refused(
@@ -189,6 +187,41 @@ def test_sets_that_cannot_be_used_are_refused(
     source = written(tmp_path, rows)
     with pytest.raises(TaskError, match=message):
         rubric_answers.get_rl_dataset(config(source=source, **{**SPLITS, **own}))
+
+
+def test_rows_that_cannot_be_used_are_counted_or_refused(tmp_path: Path) -> None:
+    asked = [{"role": "user", "content": "a"}]
+    bad = [
+        {**QUESTION, "question": None},
+        {**QUESTION, "question": " "},
+        {**QUESTION, "question": "a", "rubric": ""},
+        {**QUESTION, "question": "b", "rubric": None},
+        {**QUESTION, "question": "c", "rubric": 7},
+        {**QUESTION, "question": "d", "rubric": [{"x": 1}]},
+        {**QUESTION, "question": "e", "reference": asked},
+        {**QUESTION, "question": " why  0? "},
+    ]
+    source = written(tmp_path, [*numbered(4), *bad])
+    own = config(source=source, **SPLITS)
+    left_out = {
+        "the question is missing": 1,
+        "the question is empty": 1,
+        "the rubric is empty": 1,
+        "the rubric is missing": 1,
+        "the rubric cannot be read: int is no rubric": 1,
+        f"the rubric cannot be read: a criterion has none of {', '.join(CRITERION)}, but x": 1,
+        "the reference is neither text nor messages of which one has the role assistant": 1,
+        "it is the same as an earlier row": 1,
+    }
+    for rows, count in (
+        (rubric_answers.get_rl_dataset(own), 2),
+        (rubric_answers.get_eval_dataset(own), 1),
+        (rubric_answers.get_sft_eval_dataset(own, None), 1),
+    ):
+        assert len(rows) == count
+        assert rows.account.left_out == left_out
+    with pytest.raises(TaskError, match="row 4: the question is missing"):
+        rubric_answers.get_rl_dataset(config(source=source, strict=True, **SPLITS))
 
 
 def test_metrics() -> None:

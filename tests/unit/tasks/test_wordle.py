@@ -85,6 +85,14 @@ def test_only_over_length_is_taken_from_what_has_no_guess():
     assert score(guessing("label"), tokens=81, given=given).reward == pytest.approx(0.2)
 
 
+def test_a_guess_is_repeated_whether_it_is_a_real_word_or_not():
+    own = {"guesses": ["alley", "abcde"], "feedback": ["YYYGX", "YYXXY"]}
+    parts = [part.value for part in score(guessing("abcde"), own).parts]
+    assert parts == [1, 0, 1, 0, 0, 0]
+    parts = [part.value for part in score(guessing("lwael"), own).parts]
+    assert parts == [1, 0, 0, 0, 0, 0]
+
+
 @pytest.mark.parametrize(
     ("given", "limit"),
     [
@@ -114,6 +122,8 @@ def test_what_is_over_length(given, limit):
 def test_a_limit_that_nothing_can_exceed_is_refused():
     given = config(sampler={"max_completion_length": 100}, overlong_length=100)
     with pytest.raises(TaskError, match=r"overlong_length is 100, .* cut off at 100 tokens"):
+        wordle.get_reward_funcs(given, None)
+    with pytest.raises(TaskError, match=r"Leave it out, .* \(75 here\)"):
         wordle.get_reward_funcs(given, None)
 
 

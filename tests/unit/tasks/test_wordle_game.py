@@ -92,6 +92,8 @@ def test_guesses_that_got_no_marks_say_nothing():
             (0, 1, 1, 0.25, (1 + 0 + 0.5 + 0) / 4, 0.25),
         ),
         (["label", guessing("abcde")], (0, 0.5, 0, 0, 0, 0)),
+        # the second abcde is a repetition, though it got no marks
+        ([guessing("abcde"), guessing("vwxyz"), guessing("abcde")], (0, 1, 0, 1 / 3, 0, 0)),
         ([], (0, 0, 0, 0, 0, 0)),
     ],
 )

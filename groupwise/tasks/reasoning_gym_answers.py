@@ -1,0 +1,64 @@
+"""Which answers the graders of reasoning-gym may see: some evaluate what a model wrote, as Python or through sympy.
+
+Such a grader gets an answer only if it is plain data, or a formula that comes to no large numbers; one that simplifies formulas gets
+those that agree with the problem at one point, because there is no telling how long it takes to find out that others do not.
+"""
+
+from __future__ import annotations
+
+import ast
+import cmath
+import importlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from groupwise.rewards.formulas import is_small_formula
+from groupwise.rewards.mathematics import APART
+
+READ_AS_DATA = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
+"""Datasets whose graders evaluate the answer as Python, in the hope of a list."""
+READ_AS_NUMBER = frozenset({"countdown", "puzzle24"})
+"""Datasets whose graders evaluate the answer as arithmetic, through sympy and so as Python too."""
+SIMPLIFIED = frozenset({"intermediate_integration", "simple_integration"})
+"""Datasets whose graders read it as a formula, likewise, and simplify it, which may take for ever unless it is right."""
+READ_AS_FORMULA = SIMPLIFIED | {"polynomial_multiplication"}
+"""All whose graders read it as a formula."""
+POINT = 1.37
+"""Where a formula is compared before it is simplified: no special place of any function."""
+FUNCTIONS = frozenset(
+    "sin cos tan sec csc cot sinh cosh tanh asin acos atan asinh acosh atanh exp log ln sqrt".split()
+)
+"""What a formula may call. Not Abs: sympy takes powers in it apart, which may take for ever."""
+
+
+def is_harmless(answer: str, name: str) -> bool:
+    """Whether the dataset's grader, should it evaluate the answer as Python, finds nothing but data or a small formula in it."""
+    if name in READ_AS_DATA:
+        return re.fullmatch(r"[\w\s.,-]*", answer) is not None or _is_literal(answer)
+    if name in READ_AS_NUMBER:
+        return is_small_formula(answer, (), letters=False)
+    if name in READ_AS_FORMULA:
+        return is_small_formula(answer, FUNCTIONS)
+    return True
+
+
+def agrees_at_a_point(answer: str, metadata: Mapping[str, Any]) -> bool:
+    """Whether the answer's derivative has the integrand's value at one point. Raises what sympy does, where it cannot tell."""
+    sympy = importlib.import_module("sympy")  # comes with reasoning-gym, and takes half a second
+    variable = sympy.Symbol(metadata["variable"])
+    letters = {variable.name: variable, "C": sympy.Symbol("C")}
+    slope = sympy.diff(sympy.parse_expr(answer, letters), variable)
+    one, other = (
+        complex(each.evalf(15, subs=dict.fromkeys(each.free_symbols, POINT)))
+        for each in (sympy.parse_expr(metadata["integrand"], letters), slope)
+    )
+    return cmath.isfinite(other) and abs(one - other) <= APART * max(abs(one), abs(other))
+
+
+def _is_literal(answer: str) -> bool:
+    try:
+        ast.literal_eval(answer)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return False
+    return True

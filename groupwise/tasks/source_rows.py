@@ -1,0 +1,49 @@
+"""What a task can use of a source's rows, and an account of the others.
+
+A task makes its own of each row, or raises `Unusable` with the reason. Such rows are left out and counted by it, and so are those that
+come to the same as an earlier one; where the task's config is strict, the first of them is refused with its number.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from groupwise.data.chat import Unusable
+from groupwise.errors import TaskError
+
+Made = TypeVar("Made")
+
+
+def usable(
+    rows: Sequence[Mapping[str, Any]],
+    make: Callable[[Mapping[str, Any]], Made],
+    same: Callable[[Made], Hashable],
+    *,
+    source: str,
+    strict: bool,
+    remedy: str,
+) -> tuple[list[Made], Counter[str]]:
+    """What `make` makes of the rows, and how many it makes nothing of, by reason; rows are the same where `same` is equal.
+
+    Raises TaskError where no row is left, with the `remedy`, or one is not `strict`ly. `source` is who has the rows.
+    """
+    made: dict[Hashable, Made] = {}
+    left_out: Counter[str] = Counter()
+    for index, row in enumerate(rows):
+        try:
+            one = make(row)
+            if same(one) in made:
+                raise Unusable("it is the same as an earlier row")
+        except Unusable as reason:
+            if strict:
+                raise TaskError(f"{source}, row {index}: {reason}.") from reason
+            left_out[str(reason)] += 1
+        else:
+            made[same(one)] = one
+    if not made:
+        reasons = "; ".join(f"{count} × {reason}" for reason, count in left_out.items())
+        there = ", ".join(rows[0]) if rows else "none"
+        raise TaskError(f"{source} has no usable row: {reasons}. Its columns: {there}. {remedy}")
+    return list(made.values()), left_out

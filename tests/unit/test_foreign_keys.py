@@ -1,0 +1,99 @@
+"""What names of other packages are here: the advice is true, and reaches who writes the name."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from groupwise.callbacks.registry import BUILTIN
+from groupwise.config import load_config
+from groupwise.errors import ConfigError
+from groupwise.foreign_keys import FOREIGN_TO_RL, FOREIGN_TO_SFT
+from groupwise.rewards.registry import registered
+from groupwise.sft_config import load_sft_config
+
+
+def said_of(path: str, load: Callable[[Mapping[str, Any]], Any] = load_config) -> str:
+    *above, key = path.split(".")
+    config: dict[str, Any] = {key: 1}
+    for section in reversed(above):
+        config = {section: config}
+    with pytest.raises(ConfigError) as caught:
+        load({"model": {"name": "tiny"}, **config})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("data.dataset_solution_column", "here it is data.answer_column"),
+        ("dataset_train_split", "here it is data.dataset_split"),
+        ("dataset_test_split", "did you mean data.dataset_test_split?"),
+        ("temp_start", "here it is sampler.temperature_schedule.start"),
+        ("sampler.temp_end", "here it is sampler.temperature_schedule.end"),
+        ("anneal_steps", "here it is sampler.temperature_schedule.steps"),
+        ("high_temp_period", "here it is sampler.temperature_schedule.hot_every"),
+        ("replay", "data.replay"),
+        ("curriculum", "data.curriculum"),
+        ("replay_buffer", "here it is data.replay"),
+        ("replay_buffer_size", "here it is data.replay.capacity"),
+        ("replay_warmup", "here it is data.replay.warmup_entries"),
+        ("data.replay.warmup", "here it is data.replay.warmup_entries"),
+        ("push_to_hub_revision", "the callback push_to_hub_revision uploads each checkpoint"),
+        ("overwrite_hub_revision", "here it is run.hub.overwrite"),
+        ("hub_strategy", "the callback push_to_hub_revision uploads each checkpoint"),
+        ("hub_model_revision", "here it is run.hub.revision"),
+        ("training.early_stopping_patience", "`patience` of the callback early_stop"),
+        ("rewards.cosine_min_value_wrong", "`wrong_short` of the reward length"),
+        ("rewards.cosine_max_len", "`max_length` of the reward length"),
+        ("repetition_max_penalty", "`max_penalty` of the reward repetition"),
+        ("repetition_n_grams", "`n` of the reward repetition"),
+        ("benchmarks", "the callback benchmark_on_checkpoint takes them"),
+        ("num_gpus", "run.processes"),
+        ("training.deepspeed_config", "run.processes"),
+        ("training.callbacks", "did you mean callbacks?"),
+        ("training.wandb_project", "did you mean run.wandb_project?"),
+        ("wandb_run_group", "here it is run.wandb_group"),
+        ("rollout.n", "here it is training.num_generations"),
+        ("trainer.n_gpus_per_node", "training"),
+        ("data.prompt_key", "here it is data.prompt_column"),
+        ("actor.ppo_micro_batch_size_per_gpu", "actor is not a key"),
+        ("training.ppo_micro_batch_size_per_gpu", "training.max_tokens_per_microbatch"),
+        ("max_async_level", "here it is training.lag"),
+        ("rollouts_per_group", "here it is training.num_generations"),
+        ("code_provider", "the reward python_tests"),
+    ],
+)
+def test_a_name_from_elsewhere_leads_to_what_it_is_here(name: str, said: str) -> None:
+    assert said in said_of(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("early_stopping_patience", "did you mean eval.early_stopping_patience?"),
+        ("training.eval_on_start", "did you mean eval.eval_on_start?"),
+        ("cosine_max_len", "it belongs to `groupwise rl`"),
+        ("replay_buffer", "it belongs to `groupwise rl`"),
+        ("temp_start", "it belongs to `groupwise rl`"),
+        ("training.seq_len", "data.max_length"),
+        ("dataset_train_split", "here it is data.dataset_split"),
+        ("num_gpus", "run.processes"),
+    ],
+)
+def test_a_supervised_run_is_told_what_it_has(name: str, said: str) -> None:
+    assert said in said_of(name, load_sft_config)
+
+
+def test_parameters_of_rewards_and_callbacks_are_there() -> None:
+    kinds: dict[str, Mapping[str, Any]] = {"reward": registered(), "callback": BUILTIN}
+    found = 0
+    for advice in {*FOREIGN_TO_RL.values(), *FOREIGN_TO_SFT.values()}:
+        for parameter, kind, name in re.findall(r"`(\w+)` of the (reward|callback) (\w+)", advice):
+            assert parameter in inspect.signature(kinds[kind][name]).parameters, advice
+            found += 1
+    assert found > 9
