@@ -31,9 +31,15 @@ Made with `groupwise generate`. `{TRAIN}` holds what was kept for training, `{GE
 
 
 def prepare_upload(name: str, *, private: bool) -> None:
-    """Make the dataset where it is not there yet. Raises UsageError where one may not write there."""
+    """Make the dataset where it is not there yet. Raises UsageError where one may not write there, or everybody could read it."""
     with _refusals(UsageError, f"The dataset {name} on the hub cannot be written"):
         _hub().create_repo(name, repo_type="dataset", private=private, exist_ok=True)
+        public = private and _hub().repo_info(name, repo_type="dataset").private is False
+    if public:
+        raise UsageError(
+            f"The dataset {name} on the hub is public already, so that everybody could read what is generated. Say --public if that is "
+            "meant, or name another dataset."
+        )
 
 
 def upload(folder: Path, name: str, rewards_left_out: Sequence[str] = ()) -> str:

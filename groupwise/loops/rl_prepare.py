@@ -225,12 +225,20 @@ def easy_examples(config: RunConfig, task: Task, rubric: Rubric | None) -> list[
 
 
 def _check_replay(config: RunConfig, pools: Sequence[Sequence[Example]]) -> None:
-    """Refuse a warm-up that cannot end."""
+    """Refuse a warm-up that cannot end, and examples that the buffer cannot tell apart."""
     replay = config.data.replay
-    there = {key_of(example.prompt) for pool in pools for example in pool}
-    if replay is not None and len(there) < replay.warmup_entries:
+    if replay is None:
+        return
+    examples = [example for pool in pools for example in pool]
+    there = {key_of(example.prompt) for example in examples}
+    if len(examples) > len(there) == 1:
         raise ConfigError(
-            f"data.replay.warmup_entries is {replay.warmup_entries}, but there are {len(there)} different prompts, so that nothing "
+            f"data.replay tells examples apart by their prompts, and all {len(examples)} have the same one, as those of a game do: it "
+            "would keep one for all. Leave data.replay out."
+        )
+    if len(there) < replay.warmup_entries:
+        raise ConfigError(
+            f"data.replay.warmup_entries is {replay.warmup_entries}, but the number of different prompts is {len(there)}, so that nothing "
             "would ever be drawn again. Lower it."
         )
 

@@ -510,12 +510,14 @@ class Hub:
         self.made: dict[str, Any] = {}
         self.files: dict[str, bytes] = {}
         self.commits = 0
+        self.public = False
 
     def app(self) -> Starlette:
         dataset = "/api/datasets/me/made"
         return Starlette(
             routes=[
                 Route("/api/repos/create", self._create, methods=["POST"]),
+                Route(dataset, self._info),
                 Route("/api/validate-yaml", self._validate, methods=["POST"]),
                 Route(f"{dataset}/preupload/main", self._preupload, methods=["POST"]),
                 Route(f"{dataset}/commit/main", self._commit, methods=["POST"]),
@@ -525,6 +527,9 @@ class Hub:
     async def _create(self, request: Request) -> Response:
         self.made = await request.json()
         return JSONResponse({"url": f"{request.base_url}datasets/me/made"})
+
+    async def _info(self, request: Request) -> Response:
+        return JSONResponse({"id": "me/made", "private": not self.public})
 
     async def _validate(self, request: Request) -> Response:
         return JSONResponse({"errors": [], "warnings": []})
@@ -548,16 +553,34 @@ class Hub:
         return JSONResponse({"commitUrl": url, "commitOid": oid, "success": True})
 
 
-def test_finished_files_go_to_the_hub(echo: Service, data: Path, tmp_path: Path) -> None:
-    hub = Hub()
-    out = tmp_path / "out"
-    words = command(echo, data, out, "--hf-output-dataset", "me/made", "--private")
+def beside(hub: Hub, words: list[str]) -> tuple[subprocess.CompletedProcess[str], str]:
     with listening(hub.app()) as url:
         offline = {name: text for name, text in os.environ.items() if name != "HF_HUB_OFFLINE"}
         here = {"HF_ENDPOINT": url, "HF_TOKEN": "hf_test", "HF_HUB_DISABLE_XET": "1"}
         done = subprocess.run(
             words, env={**offline, **here}, capture_output=True, text=True, check=False
         )
+        return done, url
+
+
+def test_what_is_private_never_goes_where_everybody_reads(
+    echo: Service, data: Path, tmp_path: Path
+) -> None:
+    hub = Hub()
+    hub.public = True
+    words = command(echo, data, tmp_path / "out", "--hf-output-dataset", "me/made")
+    done, _ = beside(hub, words)
+    assert done.returncode == 2
+    assert "me/made on the hub is public already" in done.stderr
+    assert "--public" in done.stderr
+    assert (echo.asked, hub.commits) == ([], 0)
+
+
+def test_finished_files_go_to_the_hub(echo: Service, data: Path, tmp_path: Path) -> None:
+    hub = Hub()
+    out = tmp_path / "out"
+    words = command(echo, data, out, "--hf-output-dataset", "me/made", "--private")
+    done, url = beside(hub, words)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["hub"].startswith(f"{url}/datasets/me/made/commit/")
     assert (hub.made["type"], hub.made["visibility"], hub.commits) == ("dataset", "private", 1)

@@ -221,7 +221,10 @@ def test_the_source_of_the_easy_pool_may_stand_in_the_environment(tmp_path, monk
             "which an earlier policy sampled",
         ),
         ({"data": {"replay": {"capacity": 100}}}, "warmup_entries is 500, but capacity is 100"),
-        ({"data": {"replay": {}}}, r"warmup_entries is 500, but there are \d+ different prompts"),
+        (
+            {"data": {"replay": {}}},
+            r"warmup_entries is 500, but the number of different prompts is \d+",
+        ),
         (
             {"data": {"replay": {"max_share": 0.4}}},
             "max_share is 0.4, which is less than one of the 2 prompts",
@@ -277,3 +280,10 @@ def test_a_dry_run_says_that_nobody_tells_what_is_solved(tmp_path):
     assert "signals.accuracy_part. There are: share, short" in plan["signals"]
     named = {**settings, "signals": {"accuracy_part": "share"}}
     assert "signals" not in groupwise.rl(named, task, dry_run=True).summary["plan"]
+
+
+def test_a_buffer_that_cannot_tell_examples_apart_is_refused(tmp_path):
+    given = {**config(tmp_path), "rollout": {"type": "environment"}}
+    given["data"] = {"replay": {"warmup_entries": 1}}
+    with pytest.raises(ConfigError, match="all 703 have the same one, as those of a game do"):
+        groupwise.rl(given, "wordle_game", dry_run=True)

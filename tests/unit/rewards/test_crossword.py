@@ -1,5 +1,7 @@
 """Crossword answers by their letters: where they stand, how long the text is, and that digits are never told by letters."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -156,7 +158,8 @@ def test_the_expected_length_must_be_met(said):
 def test_each_row_has_its_own_expected_length(column):
     golds, texts = [["ice cream", "gelato"]] * 2, ["<answer>ice cream</answer>"] * 2
     for lengths in ([8, 6], [6, 8]):
-        values = PureAccuracy()(texts, answer=golds, **{column: lengths})
+        columns: dict[str, Any] = {column: lengths}
+        values = PureAccuracy()(texts, answer=golds, **columns)
         assert values == pytest.approx([1.0 if each == 8 else 0.01 for each in lengths])
 
 

@@ -3,6 +3,7 @@
 import asyncio
 import time
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -41,11 +42,11 @@ def read(text):
     return moves
 
 
-def exact(*texts, answer: object = GOLD, **columns):
+def exact(*texts, answer: object = GOLD, **columns: Any):
     return RushSolutionExact()(list(texts), answer=[answer] * len(texts), **columns)
 
 
-def shaped(text, board=BOARD, answer=GOLD, **columns):
+def shaped(text, board=BOARD, answer=GOLD, **columns: Any):
     each = {name: [value] for name, value in columns.items()}
     return RushSolutionShaped()([text], [board], answer=[answer], **each)[0]
 
