@@ -47,7 +47,7 @@ def exact(*texts, answer: object = GOLD, **columns: Any):
 
 
 def shaped(text, board=BOARD, answer=GOLD, **columns: Any):
-    each = {name: [value] for name, value in columns.items()}
+    each: dict[str, Any] = {name: [value] for name, value in columns.items()}
     return RushSolutionShaped()([text], [board], answer=[answer], **each)[0]
 
 
