@@ -1,9 +1,12 @@
 """What holds for every test: the processor is not oversubscribed, nothing is fetched, chance is fixed."""
 
 import os
+import signal
 import sys
+from collections.abc import Iterator
 
 import hypothesis
+import pytest
 
 # Before torch, tokenizers or huggingface_hub read them; subprocesses of tests inherit them.
 for name, value in {
@@ -20,3 +23,16 @@ if "torch" in sys.modules:  # a plugin brought it before the variables above sto
 
 hypothesis.settings.register_profile("groupwise", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("groupwise")
+
+
+@pytest.fixture(autouse=True)
+def whoever_hears_ctrl_c_is_the_same_afterwards() -> Iterator[None]:
+    """A handler that a test leaves behind would take the signals of later ones, which then wait for ever."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    left = signal.getsignal(signal.SIGINT)
+    if left is not before:
+        signal.signal(signal.SIGINT, before)
+        pytest.fail(
+            f"the test left the handler {left!r} of SIGINT behind; before there was {before!r}"
+        )

@@ -810,7 +810,7 @@ MUTATIONS = (
         (
             (
                 "data/named.py",
-                "return named if label is None else {**named, LABEL: label}",
+                "return named if label is None else {**named, TASK_COLUMN: label}",
                 "return named",
             ),
         ),
@@ -1340,7 +1340,7 @@ MUTATIONS = (
         (
             (
                 "tasks/wordle.py",
-                "    if guess not in real:\n        return Verdict(guess, repeated=guess in guesses)\n",
+                "    if guess not in real:\n        return Verdict(guess, repeated=repeated)\n",
                 "",
             ),
         ),
