@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import socket
 import threading
 from collections.abc import Coroutine, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from types import FrameType
 from typing import Any, ClassVar, TypeVar
 
@@ -101,7 +103,7 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(work)
+        return asyncio.run(_woken_by_signals(work))
     inner: list[asyncio.AbstractEventLoop] = []
 
     async def noted() -> T:
@@ -115,6 +117,33 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
         except KeyboardInterrupt:
             _end(inner)
             return done.result()
+
+
+async def _woken_by_signals(work: Coroutine[Any, Any, T]) -> T:
+    """`work`, in a loop that wakes for every signal.
+
+    A signal that reaches another thread than the main one is only noted there; a main thread that waits for the loop's next event would
+    not heed it before that.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return await work
+    loop = asyncio.get_running_loop()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        for end in (ours, theirs):
+            end.setblocking(False)
+        loop.add_reader(ours, _drain, ours)
+        before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        try:
+            return await work
+        finally:
+            signal.set_wakeup_fd(before)
+            loop.remove_reader(ours)
+
+
+def _drain(woken: socket.socket) -> None:
+    with suppress(BlockingIOError):
+        woken.recv(4096)
 
 
 def _end(loops: Iterable[asyncio.AbstractEventLoop]) -> None:

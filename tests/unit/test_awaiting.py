@@ -217,3 +217,26 @@ def test_plain_code_awaits_to_the_end_with_or_without_a_running_loop():
 
     assert run_to_end(answer()) == 7
     assert asyncio.run(notebook()) == 7
+
+
+def test_a_signal_that_another_thread_gets_is_heeded_at_once():
+    """The system may hand it to any thread, and the main one may be waiting for an event that never comes."""
+    body = """
+    import threading
+    from groupwise.awaiting import run_to_end
+
+    async def waits():
+        say("ready")
+        await asyncio.Event().wait()
+
+    async def main():
+        pass
+
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    run_to_end(waits())
+    """
+    with child(body) as process:
+        assert heard(process) == "ready"
+        process.send_signal(signal.SIGINT)
+        assert any("KeyboardInterrupt" in line for line in rest(process))
