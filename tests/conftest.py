@@ -25,6 +25,13 @@ hypothesis.settings.register_profile("groupwise", derandomize=True, deadline=Non
 hypothesis.settings.load_profile("groupwise")
 
 
+@pytest.fixture(autouse=True, scope="session")
+def ctrl_c_is_heard() -> None:
+    """Also where the tests run in the background of a shell, which has such processes ignore it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture(autouse=True)
 def whoever_hears_ctrl_c_is_the_same_afterwards() -> Iterator[None]:
     """A handler that a test leaves behind would take the signals of later ones, which then wait for ever."""
