@@ -20,11 +20,9 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Generator, Mapping
@@ -38,12 +36,13 @@ from groupwise.callbacks.base import OF_TRAINING, Callback, RunEnd, RunHandle
 from groupwise.errors import UsageError
 from groupwise.models.artefact import keep_artefact, weight_files
 from groupwise.models.card import model_card
-from groupwise.rewards.processes import MARK, end_family, has_ended, how_it_ended
+from groupwise.rewards.processes import how_it_ended
 from groupwise.runs import checkpoints, durable
 from groupwise.runs.config import RUN_NAME
 from groupwise.runs.folder import RESULTS, add_result
 from groupwise.runs.records import EvaluationRecord
 from groupwise.settings.view import View
+from groupwise.suites.family import Family
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +56,8 @@ PATIENCE = 0.1
 """Seconds between two looks at processes that a finished run waits for."""
 REMINDER = 60.0
 """Seconds between two lines that say what it waits for."""
-TIED = (
-    "import os, signal, sys; from groupwise.rewards.processes import signal_when_parent_ends; os.nice(10); "
-    "sys.platform.startswith('linux') and signal_when_parent_ends(signal.SIGKILL, int(sys.argv[1])); "
-    "os.execvp(sys.argv[2], sys.argv[2:])"
-)
-"""Begins a process that gives way to the training, and ends with it."""
+NICENESS = 10
+"""By how much a process gives way to the training."""
 
 
 @dataclass(slots=True)
@@ -70,8 +65,8 @@ class _Started:
     """A process under way."""
 
     step: int
-    process: subprocess.Popen[bytes]
-    mark: str
+    family: Family
+    """The process, with all that it starts."""
     output: Path
     began: float
 
@@ -225,8 +220,7 @@ class BenchmarkOnCheckpoint(Callback):
             if end.state == "finished":
                 run.leave(left)
         for each in self._started:
-            end_family(each.process.pid, each.mark)
-            each.process.wait()
+            each.family.end()
 
     def _wait(self, run: RunHandle) -> None:
         said: float | None = None
@@ -249,20 +243,19 @@ class BenchmarkOnCheckpoint(Callback):
     def _look(self, run: RunHandle) -> None:
         """Record what has ended, and start what there is room for."""
         for each in list(self._started):
-            if has_ended(each.process):
+            if each.family.ended:
                 self._started.remove(each)
                 self._ended(run, each)
             elif time.monotonic() - each.began > self.time_limit:
                 self._started.remove(each)
-                end_family(each.process.pid, each.mark)
-                each.process.wait()
+                each.family.end()
                 self._failed(run, each.step, f"it took longer than {self.time_limit:g} seconds")
         while self._waiting and len(self._started) < self.max_processes:
             self._start(run, self._waiting.pop(0))
 
     def _start(self, run: RunHandle, step: int) -> None:
-        place, mark = self._place(run, step), uuid4().hex
-        output = place / f"result-{mark}.json"
+        place = self._place(run, step)
+        output = place / f"result-{uuid4().hex}.json"
         named = {
             "{policy}": str(place / FILES),
             "{output}": str(output),
@@ -270,21 +263,13 @@ class BenchmarkOnCheckpoint(Callback):
             "{run}": run.name,
         }
         words = [*(_filled(word, named) for word in self.command), *self._verbatim]
-        with (place / LOG).open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-c", TIED, str(os.getpid()), *words],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, MARK: mark},
-                start_new_session=True,
-            )
+        log, here = place / LOG, Path.cwd()
+        family = Family(words, folder=here, log=log, environment={}, niceness=NICENESS)
         logger.info("%s of step-%d begins", self.label, step)
-        self._started.append(_Started(step, process, mark, output, time.monotonic()))
+        self._started.append(_Started(step, family, output, time.monotonic()))
 
     def _ended(self, run: RunHandle, ended: _Started) -> None:
-        end_family(ended.process.pid, ended.mark)
-        code = ended.process.wait()
+        code = ended.family.end()
         if code != 0 and not (self._program is not None and ended.output.exists()):
             self._failed(run, ended.step, how_it_ended(code))
             return

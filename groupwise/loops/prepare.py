@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from groupwise.callbacks.registry import Named
 from groupwise.config import Loaded, LoadedConfig, resolved
-from groupwise.data.order import Order
+from groupwise.data.order import Order, among
 from groupwise.loops.training import TrainedBy
-from groupwise.machine_layout import Layout, crowding
+from groupwise.machine_layout import AnyConfig, Layout, crowding
 from groupwise.models.plan import ModelPlan
 from groupwise.models.tokens import unannounced
 from groupwise.rewards.rubric import Rubric
@@ -100,6 +100,12 @@ def rows_told(task: Task) -> dict[str, dict[str, dict[str, int]]]:
         "rows_left_out": {k: dict(a.left_out) for k, a in task.accounts.items() if a.left_out},
         "rows_changed": {k: dict(a.changed) for k, a in task.accounts.items() if a.changed},
     }
+
+
+def order_of(task: Task, hook: str, rows: Sequence[int], config: AnyConfig) -> Order:
+    """The order in which a run draws what is left of a hook's rows, given by their places among these."""
+    shares = among(task.shares.get(hook, ()), rows)
+    return Order(len(rows), config.training.seed, shuffle=config.data.shuffle, shares=shares)
 
 
 def drawn_in_an_epoch(order: Order, examples: int) -> dict[str, int]:

@@ -20,7 +20,7 @@ from groupwise.config import LoadedConfig, RunConfig, view, with_task_schema
 from groupwise.data.easy_pool import EASY
 from groupwise.data.examples import examples_from_rows, fingerprint
 from groupwise.data.named import as_prompts, scorable
-from groupwise.data.order import Order, among
+from groupwise.data.order import Order
 from groupwise.data.overlap import same_prompt, same_row, trained_on, warning_of_overlap
 from groupwise.data.replay import key_of
 from groupwise.data.sources import read_source
@@ -34,6 +34,7 @@ from groupwise.loops.prepare import (
     check_start,
     digest,
     drawn_in_an_epoch,
+    order_of,
     plan_of,
     task_facts,
 )
@@ -128,14 +129,7 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
         asked = held_out_prompts(settings, found, tokenizer, room)
         check_success_part(settings, found, rubric)
         check_reward_columns(found, rubric, asked.examples, in_workers=in_workers)
-    order = Order(
-        len(prompts.examples),
-        settings.training.seed,
-        shuffle=settings.data.shuffle,
-        shares=among(
-            found.shares.get("get_rl_dataset", ()), [each.index for each in prompts.examples]
-        ),
-    )
+    order = order_of(found, "get_rl_dataset", [each.index for each in prompts.examples], settings)
     max_steps = _max_steps(settings, order.length)
     check_profiled_steps(settings.run, max_steps)
     return RlPrepared(

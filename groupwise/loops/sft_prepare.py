@@ -14,7 +14,7 @@ from typing import Any
 from groupwise import machine_layout
 from groupwise.callbacks.registry import configured_callbacks
 from groupwise.config import resolved, with_task_schema
-from groupwise.data.order import Order, among
+from groupwise.data.order import Order
 from groupwise.data.overlap import prompt_key, warning_of_overlap
 from groupwise.errors import TaskError
 from groupwise.loops.prepare import (
@@ -23,6 +23,7 @@ from groupwise.loops.prepare import (
     check_start,
     digest,
     drawn_in_an_epoch,
+    order_of,
     plan_of,
     task_facts,
 )
@@ -91,15 +92,8 @@ def prepare_sft(loaded: LoadedSftConfig, task: object, rows_read: int | None = N
         "base": identity(config.model),
         ROWS_READ: rows_read,
     }
-    order = Order(
-        len(lessons.lessons),
-        config.training.seed,
-        shuffle=config.data.shuffle,
-        shares=among(
-            found.shares.get("get_sft_dataset", ()),
-            [each.example.index for each in lessons.lessons],
-        ),
-    )
+    rows = [each.example.index for each in lessons.lessons]
+    order = order_of(found, "get_sft_dataset", rows, config)
     max_draws = _max_draws(config, order.length)
     given, origin = View(resolved(config)), loaded.tree.origin(("callbacks",))
     prepared = SftPrepared(

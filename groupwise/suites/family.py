@@ -39,8 +39,9 @@ class Family:
         log: Path,
         environment: Mapping[str, str],
         secret: str | None = None,
+        niceness: int = 0,
     ) -> None:
-        """Begin the program in `folder`; `environment` in addition to this process's own."""
+        """Begin the program in `folder`; `environment` in addition to this process's own, `niceness` by how much it gives way."""
         self.log = log
         self._secret = secret
         self._mark = uuid4().hex
@@ -48,7 +49,7 @@ class Family:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-P", "-m", "groupwise.suites.tied"),
-                    *(str(os.getpid()), self._mark, *words),
+                    *(str(os.getpid()), self._mark, str(niceness), *words),
                 ],
                 cwd=folder,
                 stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""`python -m groupwise.suites.tied PARENT MARK WORD…`: becomes the program that the words name, which ends when `PARENT` does.
+"""`python -m groupwise.suites.tied PARENT MARK NICENESS WORD…`: becomes the program that the words name, which ends when `PARENT` does.
 
 With it ends all that it starts, however its parent ended; see `groupwise.rewards.processes.tie_to_parent`.
 """
@@ -12,4 +12,5 @@ from groupwise.rewards.processes import tie_to_parent
 
 if __name__ == "__main__":
     tie_to_parent(int(sys.argv[1]), sys.argv[2])
-    os.execvp(sys.argv[3], sys.argv[3:])
+    os.nice(int(sys.argv[3]))
+    os.execvp(sys.argv[4], sys.argv[4:])

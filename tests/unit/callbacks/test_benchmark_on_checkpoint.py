@@ -131,7 +131,7 @@ def test_no_more_than_so_many_at_once_and_nobody_waits_for_them(folder):
         session.save(step)
     places = [folder.path / f"benchmarks/benchmark/step-{step}" for step in (1, 2, 3)]
     until(lambda: all(list(place.glob("*.begun")) for place in places[:2]))
-    processes = [each.process for each in callback._started]
+    processes = [each.family.process for each in callback._started]
     callback.on_step_end(session.handle, {})
     assert [each.step for each in callback._started] == [1, 2]
     assert not list(places[2].glob("result-*"))
@@ -162,7 +162,7 @@ def test_ctrl_c_leaves_what_a_finished_run_waits_for_to_a_resume(folder, monkeyp
         "benchmark of step-2 is done when the run goes on",
     ]
     assert session.asked.left == ["benchmark of step-2"]
-    assert started.process.poll() is not None
+    assert started.family.process.poll() is not None
     again = Session(folder, BenchmarkOnCheckpoint(command=command(WRITES)), step=2)
     again.end()
     assert [found[0] for found in again.found()] == [2]
