@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import groupwise
+from benchmarks.choosing_examples import CHARACTERS, write_model
 from groupwise.models import tiny
 from groupwise.runs.records import WarningRecord
 from groupwise.runs.store import Store
 
 WORDS = {"x": "ab", "y": "cd", "z": "ef"}
-CHARACTERS = "abcdefxyz0123456789:"
 STEPS = 40
 
 
@@ -69,13 +68,7 @@ def correct(completions: list[str], answer: list[str], **columns: Any) -> list[f
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A small vocabulary, and weights large enough that attention and logits are not flat."""
     monkeypatch.setattr(tiny, "CHARACTERS", CHARACTERS)
-    made = tiny.tiny_model(hidden_size=32, layers=2, heads=4, seed=1)
-    with torch.no_grad():
-        for parameter in made.parameters():
-            if parameter.dim() > 1:
-                parameter.mul_(5.0)
-    made.save_pretrained(tmp_path / "model")
-    tiny.tiny_tokenizer().save_pretrained(tmp_path / "model")
+    write_model(tmp_path / "model")
     return tmp_path / "model"
 
 
