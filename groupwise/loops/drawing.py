@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from groupwise.data.selection import Choice
 from groupwise.errors import PolicyMismatchError
-from groupwise.loops.run import Run
+from groupwise.loops.run import Run, TaskRun
 from groupwise.models.tokens import rendered
 from groupwise.rollouts.asking import Ask
 from groupwise.rollouts.score import score_group
@@ -19,7 +19,7 @@ from groupwise.rollouts.seeds import member_seed
 from groupwise.types import Example, Group, Policy
 
 
-async def sample(run: Run, draw: int, choice: Choice, step: int) -> Group:
+async def sample(run: TaskRun, draw: int, choice: Choice, step: int) -> Group:
     """The group of a draw of a step: its rollouts pending, or those of an earlier draw once more."""
     training = run.config.training
     example, prompt = run.pool(choice.pool).at(choice.index)
@@ -51,7 +51,7 @@ def recorded(run: Run, draw: int, again: int, example: Example) -> Group:
     )
 
 
-async def score(run: Run, group: Group, step: int) -> Group:
+async def score(run: TaskRun, group: Group, step: int) -> Group:
     """The group with rewards, shaped as the algorithm wants them. Reward functions see `step`: the one that drew it."""
     if group.again is not None:
         return group
@@ -77,8 +77,7 @@ def check_served(policy: Policy, group: Group) -> None:
 async def serve(run: Run, policy: Policy) -> None:
     """Give the sampler these weights, and make sure that they arrived."""
     begun = time.perf_counter()
-    if run.schedule is not None:
-        await run.schedule.settle()
+    await run.settle()
     await run.sampler.load(policy)
     if run.sampler.fingerprint() != policy.fingerprint:
         raise PolicyMismatchError(

@@ -16,7 +16,7 @@ from groupwise.data.suspicions import Finding, SignalsConfig
 from groupwise.errors import RewardWorkerError
 from groupwise.evaluation.evaluate import EvalResult, answer_held_out
 from groupwise.evaluation.measures import REWARD, measure
-from groupwise.loops.run import Run
+from groupwise.loops.run import TaskRun
 from groupwise.runs.records import EvaluationRecord
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ SIGNAL = "held_out"
 """The signal of reward hacking that evaluations give."""
 
 
-async def evaluate_now_and_then(run: Run) -> None:
+async def evaluate_now_and_then(run: TaskRun) -> None:
     """Every `eval.eval_steps` steps, and where a callback asks for it."""
     if not _due(run):
         return
@@ -46,7 +46,7 @@ def in_passing(step: int) -> str:
     return f"step-{step}"
 
 
-def _due(run: Run) -> bool:
+def _due(run: TaskRun) -> bool:
     """After the last step only what was asked for: usually it has an evaluation of its own."""
     asked = run.callbacks.evaluation_was_asked
     if asked and run.held_out is None:
@@ -61,13 +61,13 @@ def _due(run: Run) -> bool:
     return asked or (every is not None and run.step > 0 and run.step % every == 0)
 
 
-async def announce(run: Run, name: str, result: EvalResult) -> None:
+async def announce(run: TaskRun, name: str, result: EvalResult) -> None:
     """Tell the callbacks of an evaluation of the policy as it is, and warn where it shows that rewards are hacked."""
     _notice_divergence(run)
     await run.callbacks.evaluated(_record(run, name, result))
 
 
-def recorded_evaluation(run: Run, name: str, step: int) -> EvalResult | None:
+def recorded_evaluation(run: TaskRun, name: str, step: int) -> EvalResult | None:
     """An evaluation of that name and step that stands in the record, if it asked what the run asks now."""
     record = run.folder.store.evaluation(step, name)
     if record is None or record.asked not in ("", _asked(run)):
@@ -75,7 +75,7 @@ def recorded_evaluation(run: Run, name: str, step: int) -> EvalResult | None:
     return EvalResult(record.policy, dict(record.metrics), {}, [dict(row) for row in record.rows])
 
 
-def notice_changed_questions(run: Run, asked: str) -> None:
+def notice_changed_questions(run: TaskRun, asked: str) -> None:
     """After a resume: note what the run asks from now on, and say so where that is something else."""
     before = _asked(run)
     if before == asked:
@@ -88,16 +88,16 @@ def notice_changed_questions(run: Run, asked: str) -> None:
         )
 
 
-def _asked(run: Run) -> str:
+def _asked(run: TaskRun) -> str:
     return run.folder.store.get_meta().get(ASKED, "")
 
 
-def _record(run: Run, name: str, result: EvalResult) -> EvaluationRecord:
+def _record(run: TaskRun, name: str, result: EvalResult) -> EvaluationRecord:
     metrics, rows = result.metrics, result.rows
     return EvaluationRecord(run.step, name, result.policy, metrics, rows, _asked(run))
 
 
-async def evaluate_held_out(run: Run, name: str) -> EvalResult | None:
+async def evaluate_held_out(run: TaskRun, name: str) -> EvalResult | None:
     """Answer the held-out prompts with the policy as it is, and record how it did.
 
     Metrics of the task that fail are left out. None where the task has no such prompts, or where no reward worker can be
@@ -130,14 +130,14 @@ async def evaluate_held_out(run: Run, name: str) -> EvalResult | None:
     return await keep_evaluation(run, name, result)
 
 
-async def keep_evaluation(run: Run, name: str, result: EvalResult) -> EvalResult:
+async def keep_evaluation(run: TaskRun, name: str, result: EvalResult) -> EvalResult:
     """Record how the policy as it is did, and tell of it."""
     run.folder.store.add_evaluation(_record(run, name, result))
     await announce(run, name, result)
     return result
 
 
-def _notice_divergence(run: Run) -> None:
+def _notice_divergence(run: TaskRun) -> None:
     """Whether the held-out prompts do worse than they did, while the training reward rises.
 
     All of it follows from the record, so that an evaluation which a resume finds there says what it said before.
@@ -161,7 +161,7 @@ def _notice_divergence(run: Run) -> None:
 
 
 def _divergence(
-    run: Run, config: SignalsConfig, evaluations: Mapping[int, EvaluationRecord]
+    run: TaskRun, config: SignalsConfig, evaluations: Mapping[int, EvaluationRecord]
 ) -> Finding | None:
     """The evaluation of the policy as it is beside the best one before it; None where they cannot be compared."""
     metric = config.held_out_metric or _main_metric(evaluations[run.step].metrics, config)
@@ -177,7 +177,7 @@ def _divergence(
 
 
 def _warn_of_unknown_metric(
-    run: Run, config: SignalsConfig, evaluations: Mapping[int, EvaluationRecord]
+    run: TaskRun, config: SignalsConfig, evaluations: Mapping[int, EvaluationRecord]
 ) -> None:
     """At the first evaluation, in case that the name is wrong."""
     metric, metrics = config.held_out_metric, evaluations[run.step].metrics
@@ -198,13 +198,13 @@ def _main_metric(metrics: Mapping[str, float], config: SignalsConfig) -> str:
     return REWARD if solved is None else f"{PART}{solved}{MEAN}"
 
 
-def _by_prompt(run: Run, evaluation: EvaluationRecord, metric: str) -> dict[str, float]:
+def _by_prompt(run: TaskRun, evaluation: EvaluationRecord, metric: str) -> dict[str, float]:
     whole = run.folder.store.evaluation(evaluation.step, evaluation.name)
     found = measure(metric, whole.rows) if whole else None
     return found.values if found else {}
 
 
-def _rewards_since(run: Run, step: int) -> list[float]:
+def _rewards_since(run: TaskRun, step: int) -> list[float]:
     """The training rewards of the steps from there on; of examples that nobody chose, where some were chosen."""
     curves = run.folder.store.metrics([f"{REWARD}/fresh", REWARD], step)
     curve = curves.get(f"{REWARD}/fresh") or curves.get(REWARD, [])

@@ -26,11 +26,11 @@ def commit(
 ) -> dict[str, float]:
     """The step with its rollouts and metrics (which it returns), in one transaction. Then the run stands after it."""
     run.tokens_seen += _tokens(drawn.all)
-    run.selection.observe(drawn.all)
+    run.observe(drawn.all)
     signals, warnings = _signals(run, drawn.all, learned)
     metrics = {
         **_drawn_metrics(drawn, policy_in),
-        **run.selection.metrics(drawn.groups, run.step),
+        **run.data_metrics(drawn.groups),
         **_temperature(run),
         **learned,
         **signals,
@@ -60,8 +60,7 @@ def commit(
         metrics.get("reward", math.nan),
         run.policy.version,
     )
-    if run.schedule is not None:
-        run.schedule.committed(drawn)
+    run.committed(drawn)
     for warning in warnings:
         run.warn(warning)
     _warn_of_gap(run, metrics)
@@ -79,8 +78,8 @@ def check_something_scored(run: Run, groups: Sequence[Group]) -> None:
     run.unscored = failure_reasons(groups)
     for reason in run.unscored:
         logger.warning("step %d: no rollout was scored: %s", run.step + 1, reason)
-    limit = run.config.rewards.max_unscored_steps
-    if run.unscored_steps >= limit:
+    limit = run.unscored_limit
+    if limit is not None and run.unscored_steps >= limit:
         steps = "1 step" if run.unscored_steps == 1 else f"{run.unscored_steps} steps in a row"
         raise NothingScoredError(
             f"No rollout could be scored in {steps} (rewards.max_unscored_steps). In the last one:\n  "
@@ -103,9 +102,8 @@ def _go_on(run: Run, policy_in: Policy, metrics: Mapping[str, float]) -> None:
     run.adapt(metrics)
     run.earlier[run.step] = policy_in
     run.step += 1
-    training = run.config.training
-    kept = training.lag if training.schedule == "fixed_lag" else 0
-    run.earlier = {step: p for step, p in run.earlier.items() if step >= run.step - kept}
+    first = run.step - run.kept_policies
+    run.earlier = {step: policy for step, policy in run.earlier.items() if step >= first}
 
 
 def _warn_of_gap(run: Run, metrics: Mapping[str, float]) -> None:

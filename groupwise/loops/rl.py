@@ -14,6 +14,7 @@ a run is its weights, the optimiser's, and where it stands (`Run.position`).
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 
 from groupwise.learner.schedule import learning_rate
@@ -23,13 +24,13 @@ from groupwise.loops.learning import learn
 from groupwise.loops.metrics import Timings
 from groupwise.loops.profiling import profiled
 from groupwise.loops.recording import check_something_scored, commit
-from groupwise.loops.run import Drawn, Run
+from groupwise.loops.run import Drawn, Run, TaskRun
 from groupwise.loops.schedules import make_schedule
 from groupwise.loops.training import save_checkpoint
 from groupwise.rollouts.rows import with_advantages
 
 
-async def train(run: Run) -> None:
+async def train(run: TaskRun) -> None:
     """Take all steps that are left. Raises `Interrupted` when asked to end, and `RunError` when the run cannot go on."""
     run.schedule = make_schedule(run)
     try:
@@ -47,19 +48,25 @@ async def train(run: Run) -> None:
         await run.schedule.close()
 
 
-async def goes_on(run: Run) -> bool:
+async def goes_on(run: TaskRun) -> bool:
     """Evaluate if that is due. Returns whether there is another step to take."""
     await evaluate_now_and_then(run)
     return not run.over
 
 
-async def take_step(run: Run, drawn: Drawn, begun: float) -> None:
-    """Learn from scored groups, publish, and commit the step with its record as one unit."""
+async def take_step(
+    run: Run, drawn: Drawn, begun: float, rate: float | None = None
+) -> Mapping[str, float]:
+    """Learn from scored groups, publish, and commit the step with its record as one unit. Returns the step's metrics.
+
+    `rate` is the learning rate; None: that of the run's schedule at this step.
+    """
     run.timings.drew(drawn.sampling, drawn.scoring, drawn.sampled_tokens)
     await run.callbacks.groups_scored(drawn.groups, drawn.rejected)
     policy_in = run.policy
     weights = run.algorithm.weights(drawn.groups)
-    rate = learning_rate(run.step, run.max_steps, run.config.training)
+    if rate is None:
+        rate = learning_rate(run.step, run.max_steps, run.config.training)
     learned = await learn(run, drawn.groups, weights, rate)
     if learned.changed:
         await publish(run, policy_in.version + 1)
@@ -68,6 +75,7 @@ async def take_step(run: Run, drawn: Drawn, begun: float) -> None:
     run.timings.step = time.perf_counter() - begun
     metrics = commit(run, replace(drawn, groups=noted), policy_in, rate, learned.metrics)
     await run.callbacks.step_committed(metrics)
+    return metrics
 
 
 async def publish(run: Run, version: int) -> None:

@@ -49,7 +49,7 @@ from groupwise.loops.outcome import (
 from groupwise.loops.resume import Resumption, check_folder, take_back
 from groupwise.loops.rl import publish, train
 from groupwise.loops.rl_prepare import RlPrepared, overlap_warning, plan_rl, prepare_rl
-from groupwise.loops.run import Run
+from groupwise.loops.run import TaskRun
 from groupwise.loops.start import (
     Start,
     TrainingResult,
@@ -181,11 +181,11 @@ def assemble(
     progress: Progress,
     interruption: Interruption,
     publications: Path,
-) -> Run:
+) -> TaskRun:
     """The run at its first step."""
     config = prepared.config
     nothing_yet = Policy(folder.name, 0, "", "adapter", "")
-    return Run(
+    return TaskRun(
         config=config,
         max_steps=prepared.max_steps,
         algorithm=build.build_algorithm(config),
@@ -238,7 +238,7 @@ def selection_of(prepared: RlPrepared) -> Selection:
     )
 
 
-def say_what_begins(run: Run, prepared: RlPrepared) -> None:
+def say_what_begins(run: TaskRun, prepared: RlPrepared) -> None:
     """The first lines of the log, and what a reader should know."""
     dropped = prepared.prompts.dropped
     if warning := unannounced(prepared.tokenizer, prepared.prompts.examples[0].prompt):
@@ -262,7 +262,7 @@ def say_what_begins(run: Run, prepared: RlPrepared) -> None:
         )
 
 
-async def conduct(run: Run, prepared: RlPrepared, started: float) -> RlResult:
+async def conduct(run: TaskRun, prepared: RlPrepared, started: float) -> RlResult:
     """Held-out prompts before, all steps, held-out prompts after; an interruption keeps what is whole."""
     try:
         await run.callbacks.begin(run)
@@ -285,7 +285,7 @@ async def conduct(run: Run, prepared: RlPrepared, started: float) -> RlResult:
     return RlResult(summary, run.folder.path, exit_code(run, summary), before, after)
 
 
-async def stopped(run: Run, prepared: RlPrepared, started: float, by: Interrupted) -> RlResult:
+async def stopped(run: TaskRun, prepared: RlPrepared, started: float, by: Interrupted) -> RlResult:
     """Leave an interrupted run with its scored groups and a checkpoint of the last whole step."""
     run.folder.store.keep_unfinished(run.drawn.values())
     if run.step > 0:
@@ -297,7 +297,7 @@ async def stopped(run: Run, prepared: RlPrepared, started: float, by: Interrupte
 
 
 def _summarise(
-    run: Run,
+    run: TaskRun,
     prepared: RlPrepared,
     started: float,
     before: EvalResult | None = None,
@@ -313,14 +313,14 @@ def _summarise(
     return summary
 
 
-def _write_final(run: Run, folder: Path) -> None:
+def _write_final(run: TaskRun, folder: Path) -> None:
     """The published weights and the tokenizer, as transformers, peft and vLLM load them."""
     shutil.copytree(run.policy.path, folder, dirs_exist_ok=True)
     run.tokenizer.save_pretrained(folder)
 
 
 async def held_out_result(
-    run: Run, name: str, step: int, prepared: RlPrepared
+    run: TaskRun, name: str, step: int, prepared: RlPrepared
 ) -> EvalResult | None:
     """How the policy after `step` steps does: as recorded, or found out now; None if it cannot be found out any more.
 

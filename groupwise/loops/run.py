@@ -116,31 +116,17 @@ class Learning(Training):
 
 @dataclass(slots=True, kw_only=True)
 class Run(Learning):
-    """A run of reinforcement learning under way."""
+    """A run that takes steps with scored groups, wherever they come from: all that `take_step` needs."""
 
     sampler: Sampler
-    rollouts: RolloutKind
-    scorer: Scorer
-    params: SamplingParams
-    prompts: PromptSet
-    easy: PromptSet | None
-    """Those of the easy pool."""
-    selection: Selection
     signals: Signals | None
     """None: the config does not want to be warned."""
-    held_out: HeldOut | None
     serving: Policy
     """The one that the sampler has."""
     publications: Path
     """Where the learner publishes, and the policies that a checkpoint kept are put."""
-    schedule: Schedule | None = None
-    """None before the first step."""
     earlier: dict[int, Policy] = field(default_factory=dict[int, Policy])
-    """The policies after the last steps, by step: as many as the schedule lags behind."""
-    next_draw: int = 0
-    """The first draw that no step has had, where groups are trained in the order of their draws."""
-    outstanding: tuple[int, ...] = ()
-    """Draws that were asked for before the checkpoint and belong to no step yet."""
+    """The policies after the last steps, by step: as many as `kept_policies` says."""
     unscored: list[str] = field(default_factory=list[str])
     """Why rollouts failed, of the steps in a row that had no scored group."""
     unscored_steps: int = 0
@@ -151,9 +137,28 @@ class Run(Learning):
     drawn: dict[int, Group] = field(default_factory=dict[int, Group])
     """Groups that are sampled and scored, and belong to no committed step."""
 
-    def keep_for_replay(self, draws: Iterable[int]) -> None:
-        """See `Training.keep_for_replay`."""
-        self.selection.keep(draws)
+    @property
+    def kept_policies(self) -> int:
+        """How many policies before the newest one are kept, because they drew groups of the next steps."""
+        return 0
+
+    @property
+    def unscored_limit(self) -> int | None:
+        """Steps in a row without a scored group that stop the run; None: no number does."""
+        return self.config.rewards.max_unscored_steps
+
+    async def settle(self) -> None:
+        """Return when no completion is on its way, so that the sampler can be given other weights."""
+
+    def committed(self, drawn: Drawn) -> None:
+        """The step that is due was committed, with these groups."""
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """See what came of the groups of a step, before it is committed."""
+
+    def data_metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
+        """How the examples of a step were chosen."""
+        return {}
 
     def warn(self, warning: WarningRecord) -> None:
         """Tell of a signal that begins or ends."""
@@ -165,6 +170,86 @@ class Run(Learning):
             warning.message,
             where if warning.kind == "begins" else "",
         )
+
+    def position(self) -> dict[str, Any]:
+        """See `Training.position`."""
+        return {
+            **super(Run, self).position(),
+            "unscored_steps": self.unscored_steps,
+            "signals": self.signals and self.signals.state(),
+            "earlier": {
+                str(step): {"version": policy.version, "fingerprint": policy.fingerprint}
+                for step, policy in self.earlier.items()
+            },
+        }
+
+    def take_position(self, position: Mapping[str, Any]) -> None:
+        """See `Training.take_position`."""
+        super(Run, self).take_position(position)
+        self.unscored_steps = position["unscored_steps"]
+        known = position.get("signals")  # earlier versions did not watch
+        if self.signals is not None and known is not None:
+            self.signals.load_state(known)
+
+    def save_more(self, folder: Path) -> None:
+        """The policies that drew, or are drawing, the groups of the next steps."""
+        for step, policy in self.earlier.items():
+            shutil.copytree(policy.path, folder / POLICIES / f"step-{step}")
+
+    def load_more(self, folder: Path, position: Mapping[str, Any]) -> None:
+        """See `Training.load_more`. The files of policies are copied, because checkpoints go."""
+        for name, facts in position["earlier"].items():
+            kept = self.publications / f"after-step-{name}"
+            shutil.copytree(folder / POLICIES / f"step-{name}", kept)
+            self.earlier[int(name)] = replace(self.policy, **facts, path=str(kept))
+
+
+@dataclass(slots=True, kw_only=True)
+class TaskRun(Run):
+    """A run that draws its own groups, from the examples of a task."""
+
+    rollouts: RolloutKind
+    scorer: Scorer
+    params: SamplingParams
+    prompts: PromptSet
+    easy: PromptSet | None
+    """Those of the easy pool."""
+    selection: Selection
+    held_out: HeldOut | None
+    schedule: Schedule | None = None
+    """None before the first step."""
+    next_draw: int = 0
+    """The first draw that no step has had, where groups are trained in the order of their draws."""
+    outstanding: tuple[int, ...] = ()
+    """Draws that were asked for before the checkpoint and belong to no step yet."""
+
+    @property
+    def kept_policies(self) -> int:
+        """See `Run.kept_policies`."""
+        training = self.config.training
+        return training.lag if training.schedule == "fixed_lag" else 0
+
+    async def settle(self) -> None:
+        """See `Run.settle`."""
+        if self.schedule is not None:
+            await self.schedule.settle()
+
+    def committed(self, drawn: Drawn) -> None:
+        """See `Run.committed`."""
+        if self.schedule is not None:
+            self.schedule.committed(drawn)
+
+    def observe(self, groups: Sequence[Group]) -> None:
+        """See `Run.observe`."""
+        self.selection.observe(groups)
+
+    def data_metrics(self, groups: Sequence[Group]) -> Mapping[str, float]:
+        """See `Run.data_metrics`."""
+        return self.selection.metrics(groups, self.step)
+
+    def keep_for_replay(self, draws: Iterable[int]) -> None:
+        """See `Training.keep_for_replay`."""
+        self.selection.keep(draws)
 
     def pool(self, name: Pool) -> PromptSet:
         """The examples that a choice is of."""
@@ -184,39 +269,25 @@ class Run(Learning):
         """See `Training.position`."""
         schedule = self.schedule
         return {
-            **super(Run, self).position(),
-            "unscored_steps": self.unscored_steps,
-            "signals": self.signals and self.signals.state(),
+            **super(TaskRun, self).position(),
             "next_draw": schedule.next_draw if schedule else self.next_draw,
             "outstanding": list(schedule.outstanding if schedule else self.outstanding),
-            "earlier": {
-                str(step): {"version": policy.version, "fingerprint": policy.fingerprint}
-                for step, policy in self.earlier.items()
-            },
         }
 
     def take_position(self, position: Mapping[str, Any]) -> None:
         """See `Training.take_position`."""
-        super(Run, self).take_position(position)
-        self.unscored_steps = position["unscored_steps"]
-        known = position.get("signals")  # earlier versions did not watch
-        if self.signals is not None and known is not None:
-            self.signals.load_state(known)
+        super(TaskRun, self).take_position(position)
         self.next_draw = position["next_draw"]
         self.outstanding = tuple(position["outstanding"])
 
     def save_more(self, folder: Path) -> None:
-        """What is chosen and known of the data, and the policies that drew, or are drawing, the groups of the next steps."""
+        """What is chosen and known of the data, beside what every run keeps."""
+        super(TaskRun, self).save_more(folder)
         (folder / SELECTION).write_text(json.dumps(self.selection.state()))
-        for step, policy in self.earlier.items():
-            shutil.copytree(policy.path, folder / POLICIES / f"step-{step}")
 
     def load_more(self, folder: Path, position: Mapping[str, Any]) -> None:
-        """See `Training.load_more`. The files of policies are copied, because checkpoints go."""
+        """See `Training.load_more`."""
         kept = folder / SELECTION  # earlier versions drew the examples in their order, and had none
         in_order = {"cursor": position["next_draw"]}
         self.selection.load_state(json.loads(kept.read_bytes()) if kept.exists() else in_order)
-        for name, facts in position["earlier"].items():
-            kept = self.publications / f"after-step-{name}"
-            shutil.copytree(folder / POLICIES / f"step-{name}", kept)
-            self.earlier[int(name)] = replace(self.policy, **facts, path=str(kept))
+        super(TaskRun, self).load_more(folder, position)

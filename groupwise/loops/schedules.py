@@ -25,12 +25,12 @@ from typing import Any
 from groupwise.awaiting import Interrupted
 from groupwise.data.selection import Choice
 from groupwise.loops import drawing
-from groupwise.loops.run import Drawn, Run, Schedule
+from groupwise.loops.run import Drawn, Schedule, TaskRun
 from groupwise.rollouts.asking import gather_all
 from groupwise.types import Group, Policy
 
 
-def make_schedule(run: Run) -> Schedule:
+def make_schedule(run: TaskRun) -> Schedule:
     """The schedule that the config names, from the step where the run stands."""
     return FixedLag(run) if run.config.training.schedule == "fixed_lag" else Free(run)
 
@@ -38,7 +38,7 @@ def make_schedule(run: Run) -> Schedule:
 class FixedLag:
     """Step n is drawn by the policy after max(0, n − lag) steps."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TaskRun) -> None:
         self._run = run
         self._lag = run.config.training.lag
         self._steps: dict[int, asyncio.Task[Drawn]] = {}
@@ -163,7 +163,7 @@ class _UnderWay:
 class Free:
     """Each step takes the groups that are finished first; none is more than `lag` steps old."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TaskRun) -> None:
         self._run = run
         self._lag = run.config.training.lag
         self._next = run.next_draw
@@ -336,7 +336,7 @@ class _Timer:
         )
 
 
-async def _scored(run: Run, group: Group, step: int, timer: _Timer) -> Group:
+async def _scored(run: TaskRun, group: Group, step: int, timer: _Timer) -> Group:
     scored = await drawing.score(run, group, step)
     timer.scored()
     run.drawn[group.draw] = scored
@@ -344,7 +344,7 @@ async def _scored(run: Run, group: Group, step: int, timer: _Timer) -> Group:
     return scored
 
 
-async def _settle(schedule: Schedule, run: Run, sampling: Sequence[asyncio.Event]) -> None:
+async def _settle(schedule: Schedule, run: TaskRun, sampling: Sequence[asyncio.Event]) -> None:
     """Wait until all is sampled. Whoever is asked to end does not wait: what is given up is drawn again by the next resume."""
     try:
         await run.interruption.allow(_all_set(sampling))

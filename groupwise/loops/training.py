@@ -73,6 +73,11 @@ class Training:
         """Whether there is no step to take: after the last one, or because a callback asked to stop."""
         return self.step >= self.max_steps or self.callbacks.stop is not None
 
+    @property
+    def non_finite_limit(self) -> int | None:
+        """Steps in a row with an update that was left out that stop the run; None: no number does."""
+        return self.config.training.max_non_finite_steps
+
     def keep_for_replay(self, draws: Iterable[int]) -> None:
         """Keep the prompts of these draws of the step under way to be drawn again, where there is a buffer for them."""
 
@@ -164,7 +169,8 @@ def _keep_for_inspection(training: Training, rows: list[Row]) -> None:
 def count_non_finite(training: Training, left_out: int) -> None:
     """Too many steps in a row with an update that was left out stop the run."""
     training.non_finite = training.non_finite + 1 if left_out else 0
-    if training.non_finite >= training.config.training.max_non_finite_steps:
+    limit = training.non_finite_limit
+    if limit is not None and training.non_finite >= limit:
         raise NonFiniteError(
             f"Loss or gradient was not finite in {training.non_finite} steps in a row "
             "(training.max_non_finite_steps). The last checkpoint stands. Lower training.learning_rate, or look at the rows "

@@ -151,9 +151,17 @@ class Store:
 
     def steps(self) -> list[StepRecord]:
         """The manifests of all committed steps, in order."""
+        return self._steps("TRUE ORDER BY step")
+
+    def step(self, step: int) -> StepRecord:
+        """The manifest of one committed step."""
+        return self._steps("step = ?", (step,))[0]
+
+    def _steps(self, condition: str, values: tuple[int, ...] = ()) -> list[StepRecord]:
         rows = self._db.all(
             "SELECT step, version_in, version_out, fingerprint_out, draws, learning_rate, finished_at, rejected"
-            " FROM steps ORDER BY step"
+            f" FROM steps WHERE {condition}",
+            values,
         )
         return [
             StepRecord(

@@ -94,6 +94,7 @@ def learnt(
         longest_completion=LONGEST,
         timings=Timings(),
         non_finite=0,
+        non_finite_limit=3,
         step=0,
     )
     return learner, asyncio.run(learn(run, groups, algorithm.weights(groups), 0.1))

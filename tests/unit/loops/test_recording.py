@@ -11,10 +11,10 @@ from groupwise.types import Example, Group, Rollout
 
 
 def run_of(kind: str, limit: int = 1) -> Any:
-    config = SimpleNamespace(
-        rewards=SimpleNamespace(max_unscored_steps=limit), rollout=SimpleNamespace(type=kind)
+    config = SimpleNamespace(rollout=SimpleNamespace(type=kind))
+    return SimpleNamespace(
+        config=config, step=0, unscored_steps=0, unscored=[], unscored_limit=limit
     )
-    return SimpleNamespace(config=config, step=0, unscored_steps=0, unscored=[])
 
 
 def failed(*endings: Any) -> list[Group]:
