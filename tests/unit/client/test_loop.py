@@ -1,0 +1,243 @@
+"""The one-call loop against a small server that takes a step for every two rewarded groups."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx2
+import pytest
+
+from groupwise.client.async_training_client import AsyncTrainingClient
+from groupwise.client.loop import TrainingSummary, train, train_async
+from groupwise.client.training_client import TrainingClient
+from groupwise.errors import TaskError, UsageError
+from groupwise.wire.problems import Refusal
+
+EXAMPLES = [{"prompt": f"p{i}", "answer": i} for i in range(3)]
+
+
+class Stream(httpx2.AsyncByteStream):
+    def __init__(self, server: Server) -> None:
+        self.server = server
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        sent = 0
+        while True:
+            async with self.server.changed:
+                while len(self.server.events) <= sent:
+                    await self.server.changed.wait()
+            while sent < len(self.server.events):
+                data = json.dumps({"id": sent + 1, "at": 0, **self.server.events[sent]})
+                sent += 1
+                yield f"data: {data}\n\n".encode()
+
+
+class Server:
+    """Two groups make a step."""
+
+    def __init__(self, *, max_steps: int = 100, steps: str = "auto") -> None:
+        self.max_steps = max_steps
+        self.mode = steps
+        self.draws: list[int] = []
+        self.prompts: dict[int, str] = {}
+        self.rewards: dict[str, list[float | None]] = {}
+        self.given_up: list[str] = []
+        self.events: list[dict[str, Any]] = []
+        self.stale = 0
+        self.expire: set[str] = set()
+        self.done = 0
+        self.changed = asyncio.Condition()
+
+    async def answer(self, request: httpx2.Request) -> httpx2.Response:
+        body = json.loads(request.content or b"{}")
+        if request.url.path == "/events":
+            return httpx2.Response(200, stream=Stream(self))
+        if request.url.path == "/status":
+            return httpx2.Response(200, json=self.status())
+        if request.method == "DELETE":
+            self.given_up.append(request.url.path.rpartition("/")[2])
+            return httpx2.Response(200, json={"status": "given_up", "group_id": self.given_up[-1]})
+        if request.url.path == "/completions":
+            return self.completions(body)
+        return await self.take_rewards(body)
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "phase": "running",
+            "run_id": "run",
+            "step": 0,
+            "max_steps": self.max_steps,
+            "groups_per_step": 2,
+            "training_settings": {"steps": self.mode},
+            "counters": {"stale": self.stale},
+            "last_event_id": 0,
+        }
+
+    def completions(self, body: dict[str, Any]) -> httpx2.Response:
+        draw = body["draw"]
+        self.draws.append(draw)
+        self.prompts[draw] = body["prompt"]
+        group = {
+            "group_id": f"g-{draw}",
+            "prompt": body["prompt"],
+            "completions": ["x", "yy"],
+            "completion_tokens": [[1], [2, 3]],
+            "finish_reasons": ["stop", "length"],
+            "model_version": ["run", self.done],
+            "fingerprint": "f",
+            "draw": draw,
+            "expires_at": 1.5,
+        }
+        return httpx2.Response(200, json=group)
+
+    async def take_rewards(self, body: dict[str, Any]) -> httpx2.Response:
+        group_id = body["group_id"]
+        if group_id in self.expire:
+            self.expire.discard(group_id)
+            refused = Refusal("lease_expired").problem()
+            return httpx2.Response(410, content=refused.model_dump_json())
+        self.rewards[group_id] = body["rewards"]
+        async with self.changed:
+            if (len(self.rewards) - self.stale) // 2 > self.done:
+                metrics = {"reward": float(self.done), "kl": None}
+                self.events.append(
+                    {"kind": "step", "run_id": "run", "step": self.done, "metrics": metrics}
+                )
+                self.done += 1
+                if self.done == self.max_steps:
+                    self.events.append({"kind": "finished", "run_id": "run"})
+                self.changed.notify_all()
+        return httpx2.Response(
+            200,
+            json={"group_id": group_id, "model_version": ["run", 0], "status": "accepted"},
+        )
+
+
+def lengths(prompts: list[str], completions: list[str], answer: list[int]) -> list[float]:
+    assert len(prompts) == len(completions) == len(answer)
+    return [len(text) + float(given) for text, given in zip(completions, answer, strict=True)]
+
+
+async def trained(server: Server, function: Any = lengths, **more: Any) -> TrainingSummary:
+    async with AsyncTrainingClient(
+        "http://s", transport=httpx2.MockTransport(server.answer)
+    ) as client:
+        return await train_async(client, EXAMPLES, function, **{"progress": False, **more})
+
+
+@pytest.mark.parametrize("concurrency", [1, 3, 64])
+async def test_it_posts_what_the_steps_need_and_no_more(concurrency: int) -> None:
+    server = Server()
+    summary = await trained(server, steps=3, concurrency=concurrency)
+    assert summary.rewards == {0: 0.0, 1: 1.0, 2: 2.0}
+    assert sorted(server.draws) == list(range(6))
+    assert server.prompts == {draw: f"p{draw % 3}" for draw in range(6)}
+    assert {name: values[0] for name, values in server.rewards.items()} == {
+        f"g-{draw}": 1.0 + draw % 3 for draw in range(6)
+    }
+    assert server.given_up == []
+
+
+async def test_it_ends_where_the_run_does() -> None:
+    server = Server(max_steps=2)
+    summary = await trained(server, steps=50)
+    assert sorted(summary.rewards) == [0, 1]
+    assert len(server.rewards) == 4
+
+
+async def test_a_reward_function_may_be_async_and_give_none() -> None:
+    async def some(completions: list[str], **_: Any) -> list[float | None]:
+        return [None, 1.0]
+
+    server = Server()
+    await trained(server, some, steps=1)
+    assert list(server.rewards.values()) == [[None, 1.0]] * 2
+
+
+async def test_a_group_that_cannot_be_scored_teaches_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def odd(answer: list[int], **_: Any) -> list[float]:
+        if answer[0] == 1:
+            raise ValueError("no such word")
+        return [1.0, 2.0]
+
+    server = Server()
+    with caplog.at_level(logging.WARNING):
+        summary = await trained(server, odd, steps=2, concurrency=1)
+    assert summary.failed_groups == 1
+    assert server.rewards["g-1"] == [None, None]
+    assert "no such word" in caplog.text
+
+
+async def test_three_failures_in_a_row_end_it_and_give_the_rest_up() -> None:
+    def broken(**_: Any) -> list[float]:
+        raise ValueError("no such word")
+
+    server = Server()
+    with pytest.raises(TaskError, match="3 groups in a row") as caught:
+        await trained(server, broken, steps=5, concurrency=1)
+    assert "no such word" in str(caught.value)
+    assert server.given_up == ["g-2"]
+
+
+async def test_a_draw_whose_lease_has_expired_is_asked_for_again() -> None:
+    server = Server()
+    server.expire = {"g-1"}
+    await trained(server, steps=1, concurrency=1)
+    assert server.draws == [0, 1, 1]
+
+
+async def test_groups_that_the_server_lost_are_made_up_for() -> None:
+    server = Server()
+
+    async def lose() -> None:
+        async with server.changed:
+            await server.changed.wait_for(lambda: server.done == 1)
+            server.stale = 1
+            server.events.append({"kind": "groups", "message": "1 group is stale"})
+            server.changed.notify_all()
+
+    losing = asyncio.create_task(lose())
+    await trained(server, steps=2, concurrency=1)
+    await losing
+    assert len(server.rewards) == 5
+
+
+async def test_cancelling_gives_up_what_is_under_way() -> None:
+    server, asked = Server(), asyncio.Event()
+
+    async def endless(**_: Any) -> list[float]:
+        asked.set()
+        await asyncio.Event().wait()
+        return []
+
+    task = asyncio.create_task(trained(server, endless, steps=1, concurrency=1))
+    await asked.wait()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert server.given_up == ["g-0"]
+
+
+async def test_what_cannot_work_is_said_first() -> None:
+    with pytest.raises(UsageError, match="steps: manual"):
+        await trained(Server(steps="manual"), steps=1)
+    with pytest.raises(TaskError, match="wrod"):
+        await trained(Server(), lambda wrod: [1.0], steps=1)
+    with pytest.raises(UsageError, match="steps is 0"):
+        await trained(Server(), steps=0)
+
+
+def test_the_synchronous_client_does_it_too_and_shows_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    server = Server()
+    with TrainingClient("http://s", transport=httpx2.MockTransport(server.answer)) as client:
+        summary = train(client, EXAMPLES, lengths, steps=2)
+    assert summary.rewards == {0: 0.0, 1: 1.0}
+    assert "step 2/2" in capsys.readouterr().err

@@ -1,0 +1,116 @@
+import hmac
+
+import pytest
+
+from groupwise.errors import ConfigError, UsageError
+from groupwise.wire.keys import (
+    LOCAL,
+    Caller,
+    Keyring,
+    Role,
+    caller_of,
+    new_key,
+    presented_key,
+    read_key_file,
+)
+from groupwise.wire.problems import Refusal
+
+MADE = new_key(Role.TRAIN)
+STORED = read_key_file(f"# who trains\n\n{MADE.line}  # Ann\n", "keys")
+RING = Keyring(STORED)
+NAME = STORED[0].id
+
+
+def test_a_new_key_is_known_by_its_line() -> None:
+    assert RING.caller(MADE.key) == Caller(NAME, Role.TRAIN)
+
+
+def test_the_same_key_is_valid_as_the_tinker_client_sends_it() -> None:
+    assert RING.caller("tml" + MADE.key.removeprefix("gw")) == Caller(NAME, Role.TRAIN)
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        MADE.key[:-1],
+        MADE.key + "0",
+        MADE.key.upper(),
+        f"gw-{NAME}-" + "0" * 64,
+        f"gw-{'0' * 10}-{MADE.key.rpartition('-')[2]}",
+        "xx" + MADE.key.removeprefix("gw"),
+        STORED[0].digest.hex(),
+        "",
+        "gw--",
+        "ü" * 20,
+        "x" * 100_000,
+    ],
+)
+def test_forged_and_truncated_keys_are_nobodys(forged: str) -> None:
+    assert RING.caller(forged) is None
+
+
+@pytest.mark.parametrize("key", [MADE.key, f"gw-{NAME}-wrong", "gw-unknown-wrong", "nonsense"])
+def test_an_unknown_id_takes_the_same_path(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+    original = hmac.compare_digest
+
+    def watched(a: bytes, b: bytes) -> bool:
+        compared.append(len(a) + len(b))
+        return original(a, b)
+
+    monkeypatch.setattr(hmac, "compare_digest", watched)
+    RING.caller(key)
+    assert compared == [64, 64]
+
+
+def test_a_plain_key_is_an_admin() -> None:
+    ring = Keyring(plain="0123456789abcdef")
+    assert ring.caller("0123456789abcdef") == Caller("environment", Role.ADMIN)
+    assert ring.caller("0123456789abcdeF") is None
+
+
+@pytest.mark.parametrize("plain", ["short", "", "has a blank in the midst", "ü" * 20])
+def test_bad_plain_keys_are_refused_without_being_shown(plain: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Keyring(plain=plain)
+    assert not plain or plain not in str(caught.value)
+
+
+def test_roles_include_those_below() -> None:
+    Caller("a", Role.ADMIN).require(Role.TRAIN)
+    Caller("a", Role.TRAIN).require(Role.TRAIN)
+    with pytest.raises(Refusal) as caught:
+        Caller("a", Role.READ).require(Role.TRAIN)
+    assert (caught.value.code, caught.value.status) == ("forbidden", 403)
+
+
+@pytest.mark.parametrize(
+    "headers", [{"api-key": "k"}, {"X-API-Key": "k"}, {"Authorization": "bearer  k "}]
+)
+def test_keys_stand_in_three_places(headers: dict[str, str]) -> None:
+    assert presented_key(headers) == "k"
+
+
+def test_who_has_no_key_is_unauthorised() -> None:
+    for headers in ({}, {"Authorization": "Basic abc"}, {"api-key": "gw-a-b"}):
+        with pytest.raises(Refusal) as caught:
+            caller_of(RING, headers)
+        assert caught.value.status == 401
+    assert caller_of(None, {}) == LOCAL
+
+
+def test_no_key_shows() -> None:
+    secret = MADE.key.rpartition("-")[2]
+    for thing in (MADE, RING, STORED, Keyring(STORED, "0123456789abcdef")):
+        assert secret not in repr(thing)
+        assert STORED[0].digest.hex() not in repr(thing)
+        assert "0123456789abcdef" not in repr(thing)
+
+
+def test_a_wrong_key_file_is_refused_line_by_line_without_showing_it() -> None:
+    text = f"{MADE.key}\nab admin {'0' * 63}\nab boss {'0' * 64}\n{MADE.line}\n{MADE.line}\n"
+    with pytest.raises(ConfigError) as caught:
+        read_key_file(text, "keys")
+    lines = str(caught.value).splitlines()
+    assert [line.split(": ")[0] for line in lines] == ["keys:1", "keys:2", "keys:3", "keys:5"]
+    assert MADE.key not in str(caught.value)
