@@ -1,0 +1,53 @@
+"""Events: what has happened on the server, numbered, for those who watch it live.
+
+An event is added in the transaction of what it tells, so that nobody hears of what is not on the disk. Ids rise by one; who asks for
+those after an id and gets a later first one knows that some are no longer kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from groupwise.runs.encoding import pack_json, unpack_json
+from groupwise.server.ledger.transaction import LARGEST_INTEGER, Transaction
+
+KEPT = 10_000
+"""Events that are kept; a watcher that was away for longer reads the status anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that has happened."""
+
+    id: int
+    run: str | None
+    """None: it is of no run."""
+    kind: str
+    data: dict[str, Any]
+    at: float
+    """Seconds since 1970."""
+
+
+def add_event(transaction: Transaction, run: str | None, kind: str, data: Mapping[str, Any]) -> int:
+    """Tell what has happened; returns the event's id."""
+    added = transaction.insert(
+        "events", run=run, kind=kind, data=pack_json(data), at=transaction.now
+    )
+    transaction.execute("DELETE FROM events WHERE id <= ?", (added - KEPT,))
+    return added
+
+
+def events_after(transaction: Transaction, event: int, limit: int) -> list[Event]:
+    """At most so many of the events after this one, the oldest first; 0 is before all of them."""
+    rows = transaction.all(
+        "SELECT id, run, kind, data, at FROM events WHERE id > ? ORDER BY id LIMIT ?",
+        (min(event, LARGEST_INTEGER), limit),
+    )
+    return [Event(number, run, kind, unpack_json(data), at) for number, run, kind, data, at in rows]
+
+
+def last_event(transaction: Transaction) -> int:
+    """The id of the newest event; 0 before the first."""
+    return transaction.value("SELECT coalesce(max(id), 0) FROM events")

@@ -1,0 +1,233 @@
+"""Plans: which groups step n trains, in which order, with which parameters.
+
+A plan is made before the engine hears of it, so that an engine that ends is replaced by one that is given the same plans again, from
+its last checkpoint on. `train` caches what the engine's own record says of a committed step. A plan that ends the engine again and
+again is quarantined with its groups; its step is then free for another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from groupwise.runs import durable
+from groupwise.runs.encoding import label, pack_json, unpack_json
+from groupwise.server.ledger.groups import GroupRow, move, read_group
+from groupwise.server.ledger.runs import need_active
+from groupwise.server.ledger.transaction import Row, Transaction
+from groupwise.server.states import MoveError, after, before
+from groupwise.wire.problems import Refusal
+
+PlanState = Literal["planned", "trained", "quarantined"]
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What came of a step."""
+
+    fingerprint_out: str
+    version_out: int
+    policy_path: str
+    metrics: Mapping[str, float | None]
+    """A number that is not finite is kept as None."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """The plan of a step."""
+
+    id: int
+    run: str
+    step: int
+    """Index from 0."""
+    state: PlanState
+    parameters: dict[str, Any]
+    """Of the optimiser, as they were asked for."""
+    attempts: int
+    """How often it was handed to an engine since it was trained last."""
+    groups: tuple[str, ...]
+    """Their ids, in the order of training."""
+    reason: str | None
+    """Why it was quarantined."""
+    trained: Trained | None
+
+
+_COLUMNS = "id, run, step, state, parameters, attempts, reason, fingerprint_out, version_out, policy_path, metrics"
+
+
+def make_plan(
+    transaction: Transaction,
+    run: str,
+    step: int,
+    groups: Sequence[str],
+    parameters: Mapping[str, Any],
+) -> PlanRow:
+    """Make the plan of a step of the active run from its rewarded and held groups, in this order.
+
+    Refused as `unknown_group` (also of another run), `invalid_request` (no rewards yet), `group_in_use` (in a plan already, or named
+    twice), or by how the group ended; as `finished` where the run has. A second living plan of a step is a mistake of the caller:
+    MoveError.
+    """
+    need_active(transaction, run)
+    if (other := living_plan(transaction, run, step)) is not None:
+        raise MoveError(
+            f"step {step} of run {run} has a plan already, of {len(other.groups)} groups; it is {other.state}."
+        )
+    plan = transaction.insert(
+        "plans",
+        run=run,
+        step=step,
+        parameters=pack_json(parameters),
+        made_at=transaction.now,
+    )
+    for position, group in enumerate(groups):
+        _take(transaction, plan, position, _free(transaction, run, group))
+    return _read(transaction, plan)
+
+
+def count_attempt(transaction: Transaction, run: str, step: int) -> int:
+    """Count, before an engine is handed the plan of a step, that it is; returns how often it was since it was trained last."""
+    plan = _need(transaction, run, step)
+    transaction.execute("UPDATE plans SET attempts = attempts + 1 WHERE id = ?", (plan.id,))
+    return plan.attempts + 1
+
+
+def forgive_attempt(transaction: Transaction, run: str, step: int) -> None:
+    """Do not count the last attempt: what it failed of was not the plan's fault."""
+    plan = _need(transaction, run, step)
+    transaction.execute("UPDATE plans SET attempts = max(attempts - 1, 0) WHERE id = ?", (plan.id,))
+
+
+def mark_trained(transaction: Transaction, run: str, step: int, trained: Trained) -> PlanRow:
+    """Keep what came of a step that the engine has committed; of one that was trained again, what came of it now."""
+    plan = _need(transaction, run, step)
+    transaction.execute(
+        """UPDATE plans SET state = 'trained', attempts = 0, fingerprint_out = ?, version_out = ?, policy_path = ?,
+        metrics = ?, trained_at = ? WHERE id = ?""",
+        (
+            trained.fingerprint_out,
+            trained.version_out,
+            trained.policy_path,
+            pack_json(durable.without_nan(trained.metrics)),
+            transaction.now,
+            plan.id,
+        ),
+    )
+    if plan.state == "planned":
+        move(transaction, groups_of(transaction, plan), after("planned", "train"))
+    return _read(transaction, plan.id)
+
+
+def quarantine(transaction: Transaction, run: str, step: int, reason: str) -> PlanRow:
+    """Put the plan of a step and its groups aside; the step's number is free again. MoveError where it was trained before."""
+    plan = _need(transaction, run, step)
+    if plan.state != "planned":
+        raise MoveError(
+            f"the plan of step {step} of run {run} is {plan.state}: it cannot be quarantined."
+        )
+    transaction.execute(
+        "UPDATE plans SET state = 'quarantined', reason = ? WHERE id = ?", (label(reason), plan.id)
+    )
+    move(transaction, groups_of(transaction, plan), after("planned", "quarantine"), reason)
+    return _read(transaction, plan.id)
+
+
+def living_plan(transaction: Transaction, run: str, step: int) -> PlanRow | None:
+    """The plan of a step that is to be trained or was."""
+    found = transaction.value(
+        "SELECT id FROM plans WHERE run = ? AND step = ? AND state <> 'quarantined'", (run, step)
+    )
+    return None if found is None else _read(transaction, found)
+
+
+def plans_from(transaction: Transaction, run: str, step: int) -> list[PlanRow]:
+    """The living plans of a run from a step on, in order: what an engine whose checkpoint has so many steps is given again."""
+    found = transaction.all(
+        "SELECT id FROM plans WHERE run = ? AND step >= ? AND state <> 'quarantined' ORDER BY step",
+        (run, step),
+    )
+    return [_read(transaction, plan) for (plan,) in found]
+
+
+def quarantined_plans(transaction: Transaction, run: str) -> list[PlanRow]:
+    """Those that were put aside, in the order in which they were made."""
+    found = transaction.all(
+        "SELECT id FROM plans WHERE run = ? AND state = 'quarantined' ORDER BY id", (run,)
+    )
+    return [_read(transaction, plan) for (plan,) in found]
+
+
+def plan_of(transaction: Transaction, group: str) -> PlanRow | None:
+    """The plan that a group is or was part of."""
+    plan = read_group(transaction, group).plan
+    return None if plan is None else _read(transaction, plan)
+
+
+def last_trained_step(transaction: Transaction, run: str) -> int | None:
+    """The highest step of the run that was trained; None before the first."""
+    return transaction.value(
+        "SELECT max(step) FROM plans WHERE run = ? AND state = 'trained'", (run,)
+    )
+
+
+def groups_of(transaction: Transaction, plan: PlanRow) -> list[GroupRow]:
+    """The groups of a plan, in the order of training."""
+    return [read_group(transaction, group) for group in plan.groups]
+
+
+def _free(transaction: Transaction, run: str, group: str) -> GroupRow:
+    row = read_group(transaction, group)
+    if row.run != run:
+        raise Refusal("unknown_group", f"group {group} is of run {row.run}, not of {run}.")
+    if row.state in before("plan"):
+        return row
+    if row.state in _OVER:
+        raise Refusal(_OVER[row.state], f"group {group} is {row.state}: no step can train it.")
+    if row.state == "open":
+        raise Refusal("invalid_request", f"group {group} has no rewards yet; post them first.")
+    raise Refusal("group_in_use", f"group {group} is {row.state}: a step has it already.")
+
+
+_OVER = {
+    "expired": "lease_expired",
+    "given_up": "group_given_up",
+    "stale": "group_stale",
+    "quarantined": "group_quarantined",
+}
+
+
+def _take(transaction: Transaction, plan: int, position: int, group: GroupRow) -> None:
+    transaction.execute(
+        "UPDATE groups SET state = ?, plan = ?, position = ? WHERE id = ?",
+        (after(group.state, "plan"), plan, position, group.id),
+    )
+
+
+def _need(transaction: Transaction, run: str, step: int) -> PlanRow:
+    plan = living_plan(transaction, run, step)
+    if plan is None:
+        raise MoveError(f"step {step} of run {run} has no plan; make one first.")
+    return plan
+
+
+def _read(transaction: Transaction, plan: int) -> PlanRow:
+    row = transaction.first(f"SELECT {_COLUMNS} FROM plans WHERE id = ?", (plan,))
+    assert row is not None
+    groups = transaction.all("SELECT id FROM groups WHERE plan = ? ORDER BY position", (plan,))
+    return _plan(row, tuple(group for (group,) in groups))
+
+
+def _plan(row: Row, groups: tuple[str, ...]) -> PlanRow:
+    plan, run, step, state, parameters, attempts, reason, fingerprint, version, path, metrics = row
+    return PlanRow(
+        plan,
+        run,
+        step,
+        state,
+        unpack_json(parameters),
+        attempts,
+        groups,
+        reason,
+        None if fingerprint is None else Trained(fingerprint, version, path, unpack_json(metrics)),
+    )

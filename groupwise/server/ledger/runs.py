@@ -1,0 +1,141 @@
+"""The trainings that were begun on a server, in order; at most one is active.
+
+A run is added before the engine's answer is told to the client that started it. When it ends, by whatever cause, its groups, plans and
+rewards stay readable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from groupwise.runs.encoding import label, pack_json, unpack_json
+from groupwise.server.ledger.transaction import Row, Transaction
+from groupwise.wire.problems import Refusal
+
+RunState = Literal["active", "stopped", "finished", "failed", "replaced"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunRow:
+    """A training as the server knows it."""
+
+    run: str
+    folder: str
+    settings: dict[str, Any]
+    """As its client posted them."""
+    config: dict[str, Any]
+    """As the engine was given them."""
+    state: RunState
+    reason: str | None
+    """Why it is no longer active, where there is more to say than the state does."""
+    incarnation: int
+    """+1 each time that steps were trained again without being equal to the last bit."""
+    started_at: float
+    """Seconds since 1970, as is the next."""
+    ended_at: float | None
+
+
+_COLUMNS = "run, folder, settings, config, state, reason, incarnation, started_at, ended_at"
+
+
+def add_run(
+    transaction: Transaction,
+    run: str,
+    folder: str,
+    settings: Mapping[str, Any],
+    config: Mapping[str, Any],
+) -> RunRow:
+    """Add a run, which is the active one from now on. Refused as `run_active` while there is another."""
+    if (other := active_run(transaction)) is not None:
+        raise Refusal(
+            "run_active",
+            f"the run {other.run} is active. Stop it first, or start with `replace: true`, which stops it cleanly.",
+        )
+    transaction.insert(
+        "runs",
+        run=run,
+        folder=folder,
+        settings=pack_json(settings),
+        config=pack_json(config),
+        state="active",
+        started_at=transaction.now,
+    )
+    return read_run(transaction, run)
+
+
+def read_run(transaction: Transaction, run: str) -> RunRow:
+    """One run; refused as `unknown_run` where there is none of this name."""
+    row = transaction.first(f"SELECT {_COLUMNS} FROM runs WHERE run = ?", (label(run),))
+    if row is None:
+        known = ", ".join(each.run for each in list_runs(transaction)) or "none yet"
+        raise Refusal(
+            "unknown_run", f"there is no run {run!r} on this server; its runs are: {known}."
+        )
+    return _run(row)
+
+
+def active_run(transaction: Transaction) -> RunRow | None:
+    """The run that groups are sampled for."""
+    row = transaction.first(f"SELECT {_COLUMNS} FROM runs WHERE state = 'active'")
+    return None if row is None else _run(row)
+
+
+def list_runs(transaction: Transaction) -> list[RunRow]:
+    """All runs, in the order of their beginning."""
+    return [_run(row) for row in transaction.all(f"SELECT {_COLUMNS} FROM runs ORDER BY position")]
+
+
+def go_on(
+    transaction: Transaction, run: str, settings: Mapping[str, Any], config: Mapping[str, Any]
+) -> RunRow:
+    """Make a run active again, with these settings from now on. Refused as `run_active` while there is another."""
+    set_run_state(transaction, run, "active")
+    transaction.execute(
+        "UPDATE runs SET settings = ?, config = ? WHERE run = ?",
+        (pack_json(settings), pack_json(config), run),
+    )
+    return read_run(transaction, run)
+
+
+def set_run_state(
+    transaction: Transaction, run: str, state: RunState, reason: str | None = None
+) -> RunRow:
+    """Make the run active again, or end it and say why. Refused as `run_active` where another one is."""
+    read_run(transaction, run)
+    other = active_run(transaction)
+    if state == "active" and other is not None and other.run != run:
+        raise Refusal("run_active", f"the run {other.run} is active. Stop it before {run} goes on.")
+    transaction.execute(
+        "UPDATE runs SET state = ?, reason = ?, ended_at = ? WHERE run = ?",
+        (
+            state,
+            None if reason is None else label(reason),
+            None if state == "active" else transaction.now,
+            run,
+        ),
+    )
+    return read_run(transaction, run)
+
+
+def new_incarnation(transaction: Transaction, run: str) -> int:
+    """Count that steps of the run were trained again and may differ in their last bits; returns how often."""
+    transaction.execute("UPDATE runs SET incarnation = incarnation + 1 WHERE run = ?", (run,))
+    return read_run(transaction, run).incarnation
+
+
+def need_active(transaction: Transaction, run: str) -> None:
+    """Refused as `finished` where the run is not the active one."""
+    row = read_run(transaction, run)
+    if row.state != "active":
+        raise Refusal(
+            "finished",
+            f"the run {run} is {row.state}{f' ({row.reason})' if row.reason else ''}: it takes nothing more. "
+            "Status, model and checkpoints stay readable; POST /start begins the next run.",
+        )
+
+
+def _run(row: Row) -> RunRow:
+    run, folder, settings, config, *rest = row
+    return RunRow(run, folder, unpack_json(settings), unpack_json(config), *rest)

@@ -1,0 +1,155 @@
+"""The tables of `server.db`, as a list of migrations that only ever go forward.
+
+`PRAGMA user_version` counts the migrations that a file has been through. A change of the schema is a new entry at the end of
+`MIGRATIONS`; an entry that was released is never edited. A change of `states.TABLE` is such a change too: a new entry drops the
+trigger `group_moves` and makes it anew.
+
+What must never be wrong is said to SQLite, so that no path through the code can break it: a group only moves along the table of
+states, its rewards are written once, one draw has one living group, one step of a run has one living plan, one run is active.
+
+Conventions: times are seconds since 1970, leases are seconds of the server's uptime, steps are indices from 0. What a group was
+sampled with (tokens, log-probabilities, seeds) is in `records`, apart from `groups`, because SQLite writes the whole of a row whenever
+one column changes.
+"""
+
+from __future__ import annotations
+
+from groupwise.server.states import TABLE, State, moves
+
+APPLICATION_ID = 0x47525053
+"""Marks the file as the ledger of a training server (`GRPS`)."""
+
+FREE: tuple[State, ...] = ("expired", "given_up")
+"""In these states a group no longer occupies its draw."""
+
+WITHOUT_REWARDS: tuple[State, ...] = ("open", "expired")
+"""In these it has none; one that was given up may have been held before."""
+
+IN_A_PLAN: tuple[State, ...] = ("planned", "trained", "quarantined")
+
+
+def listed(states: tuple[State, ...]) -> str:
+    """States as the inside of SQL's `IN (…)`."""
+    return ", ".join(f"'{state}'" for state in states)
+
+
+def _moves_trigger() -> str:
+    pairs = ", ".join(f"('{old}', '{new}')" for old, new in moves())
+    return f"""
+    CREATE TRIGGER group_moves BEFORE UPDATE OF state ON groups
+    WHEN (OLD.state, NEW.state) NOT IN (VALUES {pairs})
+    BEGIN SELECT RAISE(ABORT, 'a group does not move so: see groupwise.server.states'); END;
+    """
+
+
+MIGRATIONS: tuple[str, ...] = (
+    f"""
+    CREATE TABLE meta (
+        key   TEXT PRIMARY KEY,
+        value TEXT NOT NULL                        -- JSON
+    ) WITHOUT ROWID;
+
+    CREATE TABLE runs (
+        position    INTEGER PRIMARY KEY,           -- in the order of their beginning
+        run         TEXT NOT NULL UNIQUE,
+        folder      TEXT NOT NULL,
+        settings    TEXT NOT NULL,                 -- JSON, as posted
+        config      TEXT NOT NULL,                 -- JSON, as the engine was given it
+        state       TEXT NOT NULL CHECK (state IN ('active', 'stopped', 'finished', 'failed', 'replaced')),
+        reason      TEXT,
+        incarnation INTEGER NOT NULL DEFAULT 0,
+        started_at  REAL NOT NULL,
+        ended_at    REAL
+    );
+    CREATE UNIQUE INDEX one_active_run ON runs (state) WHERE state = 'active';
+
+    CREATE TABLE plans (
+        id              INTEGER PRIMARY KEY,
+        run             TEXT NOT NULL REFERENCES runs (run),
+        step            INTEGER NOT NULL CHECK (step >= 0),
+        state           TEXT NOT NULL DEFAULT 'planned' CHECK (state IN ('planned', 'trained', 'quarantined')),
+        parameters      TEXT NOT NULL,             -- JSON
+        attempts        INTEGER NOT NULL DEFAULT 0,
+        made_at         REAL NOT NULL,
+        reason          TEXT,                      -- why it was quarantined
+        fingerprint_out TEXT,                      -- these five where it was trained
+        version_out     INTEGER,
+        policy_path     TEXT,
+        metrics         TEXT,                      -- JSON
+        trained_at      REAL,
+        CHECK ((state = 'trained') <= (fingerprint_out IS NOT NULL AND version_out IS NOT NULL))
+    );
+    CREATE UNIQUE INDEX one_living_plan ON plans (run, step) WHERE state <> 'quarantined';
+
+    CREATE TABLE groups (
+        id           TEXT PRIMARY KEY,
+        run          TEXT NOT NULL REFERENCES runs (run),
+        draw         INTEGER NOT NULL CHECK (draw >= 0),
+        state        TEXT NOT NULL CHECK (state IN ({listed(tuple(TABLE))})),
+        sampled_step INTEGER NOT NULL,             -- steps that were done when it was sampled
+        version      INTEGER NOT NULL,
+        fingerprint  TEXT NOT NULL,
+        members      INTEGER NOT NULL CHECK (members > 0),
+        prompt       TEXT NOT NULL,                -- JSON: text or messages
+        content      TEXT NOT NULL,                -- hash of what a client echoes
+        key_id       TEXT NOT NULL,                -- of the API key that asked for it
+        opened_at    REAL NOT NULL,
+        lease_end    REAL NOT NULL,                -- uptime at which its lease is over
+        rewards      TEXT,                         -- JSON list: a number or null for each member
+        answer       TEXT,                         -- JSON: how the rewards were acknowledged
+        accepted     INTEGER UNIQUE,               -- place in the order in which rewards were accepted
+        reason       TEXT,                         -- why it is stale or quarantined
+        plan         INTEGER REFERENCES plans (id),
+        position     INTEGER,                      -- in its plan
+        CHECK ((state IN ({listed(WITHOUT_REWARDS)})) <= (rewards IS NULL)),
+        CHECK ((state NOT IN ({listed((*WITHOUT_REWARDS, "given_up"))})) <= (rewards IS NOT NULL)),
+        CHECK ((rewards IS NULL) = (answer IS NULL) AND (rewards IS NULL) = (accepted IS NULL)),
+        CHECK ((state IN ({listed(IN_A_PLAN)})) = (plan IS NOT NULL)),
+        CHECK ((plan IS NULL) = (position IS NULL)),
+        UNIQUE (plan, position)
+    );
+    CREATE UNIQUE INDEX one_group_a_draw ON groups (run, draw) WHERE state NOT IN ({listed(FREE)});
+    CREATE INDEX groups_by_state ON groups (run, state, accepted);
+    CREATE INDEX groups_by_content ON groups (content);
+    CREATE INDEX leases ON groups (lease_end) WHERE state = 'open';
+
+    CREATE TRIGGER groups_begin_open BEFORE INSERT ON groups WHEN NEW.state <> 'open'
+    BEGIN SELECT RAISE(ABORT, 'a group begins open'); END;
+    {_moves_trigger()}
+    CREATE TRIGGER rewards_stand BEFORE UPDATE OF rewards ON groups
+    WHEN OLD.rewards IS NOT NULL AND NEW.rewards IS NOT OLD.rewards
+    BEGIN SELECT RAISE(ABORT, 'accepted rewards stand'); END;
+
+    CREATE TABLE records (
+        id     TEXT PRIMARY KEY REFERENCES groups (id),
+        record BLOB NOT NULL                       -- to_json(Group), as it was sampled
+    );
+
+    CREATE TABLE answers (
+        key_id    TEXT NOT NULL,
+        route     TEXT NOT NULL,
+        key       TEXT NOT NULL,                   -- the Idempotency-Key
+        body_hash TEXT NOT NULL,
+        status    INTEGER NOT NULL,
+        body      BLOB NOT NULL,
+        made_at   REAL NOT NULL,
+        PRIMARY KEY (key_id, route, key)
+    );
+    CREATE INDEX answers_by_age ON answers (made_at);
+
+    CREATE TABLE events (
+        id   INTEGER PRIMARY KEY AUTOINCREMENT,
+        run  TEXT,
+        kind TEXT NOT NULL,
+        data TEXT NOT NULL,                        -- JSON
+        at   REAL NOT NULL
+    );
+
+    CREATE TABLE counters (
+        run   TEXT NOT NULL,
+        name  TEXT NOT NULL,
+        value INTEGER NOT NULL,
+        PRIMARY KEY (run, name)
+    ) WITHOUT ROWID;
+    """,
+)

@@ -1,0 +1,65 @@
+"""What an operation on the ledger gets: the open transaction, and what time it is.
+
+An operation is a plain function whose first parameter is a `Transaction`. It calls other operations as it likes; all that they do is
+committed as one, or not at all. It must not keep the transaction, begin or end one, or wait for anything.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Row = tuple[Any, ...]
+
+LARGEST_INTEGER = 2**63 - 1
+"""Of SQLite; larger ones cannot be asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Where times come from; tests bring their own."""
+
+    wall: Callable[[], float] = time.time
+    """Seconds since 1970."""
+    monotonic: Callable[[], float] = time.monotonic
+    """Seconds that never go back, from any beginning."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transaction:
+    """An open transaction on the ledger. All operations of one commit see the same two times."""
+
+    connection: sqlite3.Connection
+    now: float
+    """Seconds since 1970."""
+    uptime: float
+    """Seconds that a server has been up with this ledger, over all its processes. Leases count these."""
+
+    def execute(self, statement: str, values: Row = ()) -> sqlite3.Cursor:
+        """Run one statement."""
+        return self.connection.execute(statement, values)
+
+    def all(self, query: str, values: Row = ()) -> list[Row]:
+        """All rows that a query yields."""
+        return self.connection.execute(query, values).fetchall()
+
+    def first(self, query: str, values: Row = ()) -> Row | None:
+        """The first row that a query yields, if any."""
+        return self.connection.execute(query, values).fetchone()
+
+    def value(self, query: str, values: Row = ()) -> Any:
+        """The first column of the first row; None where there is no row."""
+        row = self.first(query, values)
+        return None if row is None else row[0]
+
+    def insert(self, table: str, **columns: Any) -> int:
+        """Add one row; returns its row id."""
+        names, marks = ", ".join(columns), ", ".join("?" * len(columns))
+        added = self.execute(
+            f"INSERT INTO {table} ({names}) VALUES ({marks})", tuple(columns.values())
+        ).lastrowid
+        assert added is not None
+        return added

@@ -1,0 +1,77 @@
+"""Answers by Idempotency-Key: the same within a day, together with the work or not at all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from groupwise.server.ledger.answers import (
+    KEPT_SECONDS,
+    Answer,
+    Request,
+    forget_old_answers,
+    once,
+    stored_answer,
+)
+from groupwise.server.ledger.counters import count, counters_of
+from groupwise.server.ledger.writer import Ledger
+from groupwise.wire.problems import Refusal
+
+REQUEST = Request("key-1", "POST /rewards", "abc", "hash-1")
+
+
+def work(transaction) -> Answer:
+    count(transaction, "r", "done")
+    return Answer(200, b'{"done": %d}' % counters_of(transaction, "r")["done"])
+
+
+def test_the_same_request_is_done_once_and_answered_the_same(ledger):
+    assert stored_answer(ledger, REQUEST) is None
+    first = once(ledger, REQUEST, work)
+    assert once(ledger, REQUEST, work) == stored_answer(ledger, REQUEST) == first
+    assert counters_of(ledger, "r") == {"done": 1}
+
+
+def test_without_a_key_it_is_done_each_time(ledger):
+    assert [once(ledger, None, work).body for _ in range(2)] == [b'{"done": 1}', b'{"done": 2}']
+
+
+@pytest.mark.parametrize("other", [{"key_id": "key-2"}, {"route": "POST /start"}, {"key": "abd"}])
+def test_a_key_counts_per_api_key_and_route(ledger, other):
+    once(ledger, REQUEST, work)
+    assert once(ledger, replace(REQUEST, **other, body_hash="hash-2"), work).body == b'{"done": 2}'
+
+
+def test_another_body_is_refused(ledger):
+    once(ledger, REQUEST, work)
+    for ask in (stored_answer, partial(once, work=work)):
+        with pytest.raises(Refusal, match="another body of POST /rewards") as refused:
+            ask(ledger, replace(REQUEST, body_hash="hash-2"))
+        assert refused.value.code == "idempotency_key_reused"
+    assert counters_of(ledger, "r") == {"done": 1}
+
+
+def test_an_answer_is_kept_for_a_day(ledger):
+    first = once(ledger, REQUEST, work)
+    soon = replace(ledger, now=ledger.now + KEPT_SECONDS - 1)
+    assert forget_old_answers(soon) == 0
+    assert once(soon, REQUEST, work) == first
+    tomorrow = replace(ledger, now=ledger.now + KEPT_SECONDS)
+    assert once(tomorrow, replace(REQUEST, body_hash="hash-2"), work).body == b'{"done": 2}'
+    assert forget_old_answers(tomorrow) == 0
+    assert forget_old_answers(replace(tomorrow, now=tomorrow.now + KEPT_SECONDS)) == 1
+
+
+async def test_a_refused_request_leaves_neither_work_nor_answer(tmp_path):
+    def refuse(transaction) -> Answer:
+        work(transaction)
+        raise Refusal("finished")
+
+    opened = Ledger.open(tmp_path / "server.db")
+    with pytest.raises(Refusal):
+        await opened.do(once, REQUEST, refuse)
+    assert await opened.do(counters_of, "r") == {}
+    assert (await opened.do(once, REQUEST, work)).status == 200
+    await opened.close()

@@ -1,0 +1,28 @@
+"""Events: numbered without gaps, read from any number on, the old ones dropped."""
+
+from __future__ import annotations
+
+from groupwise.server.ledger import events
+from groupwise.server.ledger.events import add_event, events_after, last_event
+
+
+def test_events_are_read_in_order_from_any_number_on(ledger):
+    assert (last_event(ledger), events_after(ledger, 0, 10)) == (0, [])
+    ids = [add_event(ledger, "r", "step", {"step": step}) for step in range(5)]
+    add_event(ledger, None, "started", {})
+    assert ids == [1, 2, 3, 4, 5]
+    assert last_event(ledger) == 6
+    assert [event.id for event in events_after(ledger, 0, 2)] == [1, 2]
+    third, *_, last = events_after(ledger, 2, 10)
+    assert (third.run, third.kind, third.data, third.at) == ("r", "step", {"step": 2}, ledger.now)
+    assert (last.id, last.run) == (6, None)
+    assert events_after(ledger, 2**70, 10) == []
+
+
+def test_only_the_newest_are_kept_and_no_id_is_used_twice(ledger, monkeypatch):
+    monkeypatch.setattr(events, "KEPT", 3)
+    for number in range(5):
+        add_event(ledger, "r", "n", {"number": number})
+    assert [event.id for event in events_after(ledger, 0, 10)] == [3, 4, 5]
+    ledger.execute("DELETE FROM events")
+    assert add_event(ledger, "r", "n", {}) == 6

@@ -1,0 +1,60 @@
+"""Opening the ledger: its format, and what is said where it cannot be used."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+
+import pytest
+
+from groupwise.errors import StoreError
+from groupwise.runs.database import Database
+from groupwise.server.ledger.file import DiskFull, explained, open_file
+from groupwise.server.ledger.schema import APPLICATION_ID, MIGRATIONS
+from tests.disks import fill, small_disk
+
+
+def one(connection: sqlite3.Connection, pragma: str) -> object:
+    return connection.execute(f"PRAGMA {pragma}").fetchone()[0]
+
+
+def test_a_new_file_has_the_newest_format_and_flushes_each_commit(tmp_path):
+    for _ in range(2):
+        with closing(open_file(tmp_path / "server.db")) as connection:
+            assert one(connection, "user_version") == len(MIGRATIONS)
+            assert one(connection, "application_id") == APPLICATION_ID
+            assert one(connection, "journal_mode") == "wal"
+            assert one(connection, "synchronous") == 2
+            assert one(connection, "foreign_keys") == 1
+
+
+def test_a_newer_format_is_refused(tmp_path):
+    with closing(open_file(tmp_path / "server.db")) as connection:
+        connection.execute(f"PRAGMA user_version = {len(MIGRATIONS) + 1}")
+    with pytest.raises(StoreError, match="newer version: upgrade"):
+        open_file(tmp_path / "server.db")
+
+
+def test_another_database_is_refused(tmp_path):
+    Database.open_for_writing(tmp_path / "run.db").close()
+    with pytest.raises(StoreError, match="not the ledger of a training server"):
+        open_file(tmp_path / "run.db")
+
+
+def test_no_database_at_all_is_refused(tmp_path):
+    (tmp_path / "server.db").write_bytes(b"something else entirely" * 100)
+    with pytest.raises(StoreError, match="damaged: restore it from a copy"):
+        open_file(tmp_path / "server.db")
+    with pytest.raises(StoreError, match="See that the folder is there"):
+        open_file(tmp_path / "missing" / "server.db")
+
+
+def test_a_full_disk_is_told_apart(tmp_path):
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        fill(disk)
+        with pytest.raises(DiskFull, match="Free space on that disk") as refused:
+            open_file(disk / "server.db")
+        assert refused.value.code == "disk_full"
+    with pytest.raises(StoreError) as other, explained(tmp_path / "server.db"):
+        raise sqlite3.OperationalError("something new")
+    assert not isinstance(other.value, DiskFull)

@@ -1,0 +1,180 @@
+"""Rewards: one defined answer for each post.
+
+1. The first post decides; the same one again is a duplicate with the answer of the first, whatever has become of the group since.
+2. Another second post is refused, and changes nothing.
+3. Held groups are released by the same rewards with `next`, once.
+4. Of several posts all are accepted or none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from groupwise.server.ledger.groups import (
+    Echo,
+    echo_of,
+    expire_overdue,
+    give_up,
+    go_stale,
+    read_group,
+)
+from groupwise.server.ledger.plans import Trained, make_plan, mark_trained, quarantine
+from groupwise.server.ledger.rewards import Post, accept_rewards
+from groupwise.server.ledger.runs import set_run_state
+from groupwise.wire.problems import Refusal
+from tests.unit.server.ledger.making import LEASE, REWARDS, RUN, group, open_groups, post
+
+
+def refused(transaction, name, rewards=REWARDS, **more) -> Refusal:
+    before = transaction.all("SELECT * FROM groups")
+    with pytest.raises(Refusal) as refusal:
+        post(transaction, name, rewards, **more)
+    assert transaction.all("SELECT * FROM groups") == before
+    return refusal.value
+
+
+@pytest.mark.parametrize("rewards", [(1.0, 0.1 + 0.2), (None, -1e9), (None, None), (3, 0)])
+def test_rewards_are_kept_to_the_last_bit(run, rewards):
+    open_groups(run, 0)
+    posted = post(run, "g-0", rewards)
+    assert (posted.group, posted.accepted, posted.state) == ("g-0", True, "rewarded")
+    assert read_group(run, "g-0").rewards == rewards
+    assert read_group(run, "g-0").state == "rewarded"
+
+
+def test_acceptance_has_an_order(run):
+    open_groups(run, 0, 1, 2)
+    for name in ("g-1", "g-0", "g-2", "g-1"):
+        post(run, name)
+    assert [read_group(run, f"g-{draw}").accepted for draw in range(3)] == [2, 1, 3]
+
+
+def train(run) -> None:
+    make_plan(run, RUN, 0, ["g-0"], {})
+    mark_trained(run, RUN, 0, Trained("f", 1, "/p", {}))
+
+
+def put_aside(run) -> None:
+    make_plan(run, RUN, 0, ["g-0"], {})
+    quarantine(run, RUN, 0, "why")
+
+
+BECOMES = {
+    "rewarded": lambda run: None,
+    "planned": lambda run: make_plan(run, RUN, 0, ["g-0"], {}),
+    "trained": train,
+    "quarantined": put_aside,
+    "stale": lambda run: go_stale(run, RUN, 5),
+    "of a run that has ended": lambda run: set_run_state(run, RUN, "finished"),
+    "long over its lease": lambda run: expire_overdue(replace(run, uptime=run.uptime + 9 * LEASE)),
+}
+
+
+@pytest.mark.parametrize("fate", BECOMES)
+@pytest.mark.parametrize("include", ["next", "hold"])
+def test_a_duplicate_gets_the_first_answer_whatever_has_become_of_the_group(run, fate, include):
+    open_groups(run, 0)
+    first = post(run, "g-0")
+    BECOMES[fate](run)
+    state = read_group(run, "g-0").state
+    much_later = replace(run, now=run.now + 1e6, uptime=run.uptime + 1e6)
+    again = post(much_later, "g-0", include=include)
+    assert (again.accepted, again.answer, again.state) == (False, first.answer, state)
+    assert refused(much_later, "g-0", (1.0, None)).code == "already_rewarded"
+
+
+def test_equal_numbers_are_the_same_rewards(run):
+    open_groups(run, 0)
+    post(run, "g-0", (1, 0.0))
+    assert not post(run, "g-0", (1.0, 0)).accepted
+
+
+def test_a_held_group_is_released_once(run):
+    open_groups(run, 0)
+    held = post(run, "g-0", include="hold")
+    assert (held.accepted, held.state) == (True, "held")
+    again = post(replace(run, now=run.now + 1), "g-0", include="hold")
+    assert (again.accepted, again.answer) == (False, held.answer)
+    assert refused(run, "g-0", (0.0, 0.0)).code == "already_rewarded"
+    released = post(replace(run, now=run.now + 2), "g-0", include="next")
+    assert (released.accepted, released.state) == (True, "rewarded")
+    again = post(replace(run, now=run.now + 3), "g-0", include="next")
+    assert (again.accepted, again.answer) == (False, released.answer)
+
+
+def test_a_held_group_of_a_run_that_has_ended_is_not_released(run):
+    open_groups(run, 0)
+    post(run, "g-0", include="hold")
+    set_run_state(run, RUN, "stopped")
+    assert refused(run, "g-0").code == "finished"
+
+
+def test_a_held_group_that_was_given_up(run):
+    open_groups(run, 0)
+    post(run, "g-0", include="hold")
+    give_up(run, "g-0")
+    assert refused(run, "g-0").code == "group_given_up"
+
+
+@pytest.mark.parametrize("swept", [False, True])
+def test_a_lease_that_is_over(run, swept):
+    open_groups(run, 0)
+    late = replace(run, uptime=run.uptime + LEASE)
+    if swept:
+        expire_overdue(late)
+    assert refused(late, "g-0").code == "lease_expired"
+    if not swept:
+        assert post(replace(run, uptime=run.uptime + LEASE - 0.01), "g-0").accepted
+
+
+def test_given_up_unknown_and_ended(run):
+    open_groups(run, 0, 1)
+    give_up(run, "g-0")
+    assert refused(run, "g-0").code == "group_given_up"
+    assert refused(run, "g-9").code == "unknown_group"
+    set_run_state(run, RUN, "replaced")
+    assert refused(run, "g-1").code == "finished"
+
+
+@pytest.mark.parametrize("rewards", [(), (1.0,), (1.0, 0.25, 0.0)])
+@pytest.mark.parametrize("rewarded", [False, True])
+def test_the_wrong_number_of_rewards(run, rewards, rewarded):
+    open_groups(run, 0)
+    if rewarded:
+        post(run, "g-0")
+    wrong = refused(run, "g-0", rewards, field="groups.3.rewards")
+    assert wrong.code == "invalid_request"
+    assert f"has 2 completions, but {len(rewards)} rewards came" in wrong.errors[0].message
+    assert wrong.errors[0].field == "groups.3.rewards"
+
+
+def test_several_posts_are_answered_in_order_and_may_repeat_each_other(run):
+    open_groups(run, 0, 1)
+    posts = [Post(name, REWARDS, {"n": n}) for n, name in enumerate(["g-1", "g-0", "g-1"])]
+    assert [(each.group, each.accepted, each.answer) for each in accept_rewards(run, RUN, posts)] == [
+        ("g-1", True, {"n": 0}),
+        ("g-0", True, {"n": 1}),
+        ("g-1", False, {"n": 0}),
+    ]  # fmt: skip
+
+
+def test_the_long_form_takes_the_oldest_open_group_then_repeats_the_last_answer(run):
+    open_groups(run, 0, 1)
+    echo = echo_of(group(0))
+    posted = [
+        accept_rewards(run, RUN, [Post(echo, REWARDS, {"n": number})])[0] for number in range(3)
+    ]
+    assert [(each.group, each.accepted) for each in posted] == [
+        ("g-0", True),
+        ("g-1", True),
+        ("g-1", False),
+    ]
+    assert posted[2].answer == {"n": 1}
+    with pytest.raises(Refusal) as refusal:
+        accept_rewards(run, RUN, [Post(echo, (0.0, 0.0), {})])
+    assert refusal.value.code == "already_rewarded"
+    with pytest.raises(Refusal, match="Send `group_id`") as refusal:
+        accept_rewards(run, RUN, [Post(Echo("abc", (), ()), REWARDS, {})])
+    assert refusal.value.code == "unknown_group"

@@ -1,0 +1,104 @@
+"""What SQLite itself refuses, whatever the code does."""
+
+from __future__ import annotations
+
+import sqlite3
+from itertools import product
+
+import pytest
+
+from groupwise.server.states import TABLE, moves
+from tests.unit.server.ledger.making import RUN, open_groups
+
+PATHS = {
+    "open": (),
+    "rewarded": ("rewarded",),
+    "held": ("held",),
+    "planned": ("rewarded", "planned"),
+    "trained": ("rewarded", "planned", "trained"),
+    "quarantined": ("rewarded", "planned", "quarantined"),
+    "expired": ("expired",),
+    "given_up": ("given_up",),
+    "stale": ("rewarded", "stale"),
+}
+"""How each state is reached."""
+
+
+def put(ledger, state: str) -> None:
+    """Into a state by hand, with all that belongs to it."""
+    rewarded = state not in ("open", "expired", "given_up")
+    planned = state in ("planned", "trained", "quarantined")
+    ledger.execute(
+        """UPDATE groups SET state = ?, rewards = coalesce(rewards, ?), answer = coalesce(answer, ?),
+        accepted = coalesce(accepted, ?), plan = ?, position = ?""",
+        (state, *(["[1, 2]", "{}", 1] if rewarded else [None] * 3), *([1, 0] if planned else [None] * 2)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("old", "new"), [*product(TABLE, TABLE)])
+def test_a_group_moves_along_the_table_alone(run, old, new):
+    open_groups(run, 0)
+    run.insert("plans", run=RUN, step=0, parameters="{}", made_at=0.0)
+    for state in PATHS[old]:
+        put(run, state)
+    if (old, new) in moves():
+        put(run, new)
+        assert run.value("SELECT state FROM groups") == new
+    else:
+        with pytest.raises(sqlite3.IntegrityError, match="does not move so"):
+            put(run, new)
+        assert run.value("SELECT state FROM groups") == old
+
+
+def test_a_group_begins_open(run):
+    open_groups(run, 0)
+    with pytest.raises(sqlite3.IntegrityError, match="begins open"):
+        run.execute(
+            """INSERT INTO groups SELECT 'g-x', run, 9, 'expired', sampled_step, version, fingerprint, members, prompt, content,
+            key_id, opened_at, lease_end, NULL, NULL, NULL, NULL, NULL, NULL FROM groups"""
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "refused"),
+    [
+        ("rewards = '[0, 0]'", "accepted rewards stand"),
+        ("rewards = NULL", "accepted rewards stand"),
+        ("answer = NULL", "CHECK"),
+        ("plan = 1, position = 0", "CHECK"),
+        ("state = 'planned'", "CHECK"),
+        ("plan = 77, position = 0, state = 'planned'", "FOREIGN KEY"),
+    ],
+)
+def test_half_changes_of_a_group_are_refused(run, change, refused):
+    open_groups(run, 0)
+    run.insert("plans", run=RUN, step=0, parameters="{}", made_at=0.0)
+    put(run, "rewarded")
+    with pytest.raises(sqlite3.IntegrityError, match=refused):
+        run.execute(f"UPDATE groups SET {change}")
+
+
+def test_a_reward_needs_its_group_moved(run):
+    open_groups(run, 0)
+    with pytest.raises(sqlite3.IntegrityError, match="CHECK"):
+        run.execute("UPDATE groups SET rewards = '[1, 2]', answer = '{}', accepted = 1")
+    with pytest.raises(sqlite3.IntegrityError, match="CHECK"):
+        run.execute("UPDATE groups SET state = 'rewarded'")
+
+
+def test_one_living_group_a_draw_and_one_living_plan_a_step(run):
+    open_groups(run, 0, 1)
+    with pytest.raises(sqlite3.IntegrityError, match="draw"):
+        run.execute("UPDATE groups SET draw = 0 WHERE draw = 1")
+    run.insert("plans", run=RUN, step=0, parameters="{}", made_at=0.0)
+    with pytest.raises(sqlite3.IntegrityError, match="step"):
+        run.insert("plans", run=RUN, step=0, parameters="{}", made_at=0.0)
+    run.execute("UPDATE plans SET state = 'quarantined'")
+    run.insert("plans", run=RUN, step=0, parameters="{}", made_at=0.0)
+
+
+def test_one_active_run(run):
+    with pytest.raises(sqlite3.IntegrityError, match=r"runs\.state"):
+        run.execute(
+            "INSERT INTO runs (run, folder, settings, config, state, started_at) VALUES ('b', '', '', '', 'active', 0)"
+        )

@@ -1,0 +1,50 @@
+"""Leases count the time that a server is up."""
+
+from __future__ import annotations
+
+from groupwise.server.ledger import uptime
+from groupwise.server.ledger.groups import expire_overdue, opened
+from groupwise.server.ledger.writer import Ledger
+from tests.unit.server.ledger.making import RUN, begin, new
+
+
+def now(transaction) -> float:
+    return transaction.uptime
+
+
+async def test_it_goes_on_where_it_was_closed_whatever_time_has_passed(tmp_path, time):
+    ledger = Ledger.open(tmp_path / "server.db", time.clock)
+    assert await ledger.do(now) == 0
+    time.pass_(30)
+    await ledger.close()
+    time.pass_(1000)
+    time.monotonic = 3.0  # the machine was started anew
+    ledger = Ledger.open(tmp_path / "server.db", time.clock)
+    time.pass_(5)
+    assert await ledger.do(now) == 35
+    await ledger.close()
+
+
+async def test_a_lease_counts_uptime_and_a_kill_loses_what_came_after_the_last_tick(tmp_path, time):
+    ledger = Ledger.open(tmp_path / "server.db", time.clock)
+    await ledger.do(begin)
+    await ledger.do(opened, RUN, [new(0)], key_id="k", lease=60.0)
+    time.pass_(40)
+    assert await ledger.do(uptime.tick) == 40
+    time.pass_(10)
+    assert await ledger.do(expire_overdue) == []
+    killed = ledger  # its file is opened by another, while it has not kept anything more
+    ledger = Ledger.open(tmp_path / "server.db", time.clock)
+    time.pass_(19)
+    assert await ledger.do(expire_overdue) == []
+    time.pass_(1)
+    assert [row.id for row in await ledger.do(expire_overdue)] == ["g-0"]
+    await ledger.close()
+    await killed.close()
+
+
+async def test_a_disk_that_refuses_the_last_tick_does_not_keep_a_server_up(tmp_path, time):
+    ledger = Ledger.open(tmp_path / "server.db", time.clock)
+    ledger._connection.execute("PRAGMA query_only = ON")
+    await ledger.close()
+    assert not ledger._thread.is_alive()
