@@ -33,6 +33,7 @@ class RankSampler:
         self._ranks = ranks
         self._loads = [0] * ranks.count
         self._waiting: list[_Ticket] = []
+        self._dealt: list[_Ticket] = []
         self._fingerprint = agreed(_SERVED, ranks.call_all_now("sampler.fingerprint"))
 
     async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
@@ -44,12 +45,24 @@ class RankSampler:
         self._waiting.append(ticket)
         try:
             await ticket.dealt
+            self._dealt.append(ticket)
             return await self._collected(ticket)
         finally:
-            if ticket in self._waiting:
-                self._waiting.remove(ticket)
+            for tickets in (self._waiting, self._dealt):
+                if ticket in tickets:
+                    tickets.remove(ticket)
             for share in ticket.shares:
                 self._loads[share.rank] -= share.members
+
+    async def so_far(self, draw: int) -> tuple[tuple[int, ...], ...]:
+        """See `groupwise.sampler.torch_sampler.TorchSampler.so_far`."""
+        ticket = next((each for each in self._dealt if each.request.draw == draw), None)
+        if ticket is None:
+            return ()
+        asked = ((share.rank, "sampler.so_far", (draw,)) for share in ticket.shares)
+        found = await self._ranks.call_each(asked)
+        shares = zip(ticket.shares, found, strict=True)
+        return tuple(ids for share, members in shares for ids in members or ((),) * share.members)
 
     async def load(self, policy: Policy) -> None:
         """See `groupwise.types.Sampler.load`. Each rank reads the files."""

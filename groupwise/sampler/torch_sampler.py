@@ -63,7 +63,7 @@ class _Member:
     finish_reason: FinishReason | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Ticket:
     """One group's request, its prompt once computed, and the future that its caller awaits."""
 
@@ -99,6 +99,7 @@ class TorchSampler:
         self._engine = _engine(weights, layout, native=native, enforce_eager=enforce_eager)
         self._members: dict[Row, _Member] = {}
         self._waiting: deque[_Member] = deque()
+        self._tickets: list[_Ticket] = []
         self._driver: asyncio.Task[None] | None = None
         self._version = 0
         self._fingerprint = fingerprint(weights.tensors())
@@ -111,6 +112,7 @@ class TorchSampler:
         ticket = _Ticket(request, asyncio.get_running_loop().create_future())
         ticket.members = [_Member(ticket, seed) for seed in request.seeds]
         self._waiting.extend(ticket.members)
+        self._tickets.append(ticket)
         if self._driver is None or self._driver.done():
             self._driver = asyncio.create_task(self._drive())
         try:
@@ -119,6 +121,7 @@ class TorchSampler:
             self._forget(ticket)
             raise
         finally:
+            self._tickets.remove(ticket)
             ticket.prompt = None  # ticket and members hold each other: its keys would wait for the garbage collector
         return tuple(self._completion(member) for member in ticket.members)
 
@@ -143,6 +146,11 @@ class TorchSampler:
     def fingerprint(self) -> str:
         """Of the tensors in memory, as they were when they were loaded."""
         return self._fingerprint
+
+    def so_far(self, draw: int) -> tuple[tuple[int, ...], ...]:
+        """The tokens that each member of a request has while it is under way; none where there is no such request."""
+        found = next((ticket for ticket in self._tickets if ticket.request.draw == draw), None)
+        return () if found is None else tuple(tuple(each.token_ids) for each in found.members)
 
     def _check_fits(self, request: GroupRequest) -> None:
         if not request.prompt_ids or request.params.max_tokens < 1:

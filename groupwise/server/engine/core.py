@@ -1,0 +1,508 @@
+"""The real engine: a model with its sampler and learner, and one run that takes the steps it is given.
+
+It is opened once, hosts that run until its process ends, and owns no maths: a step is `groupwise.loops.rl.take_step`, completions come
+from the same `sample_group` as in `groupwise rl`, with seeds that follow from the draw. What it leaves on the disk is an ordinary run
+folder. What clients did is not its business: whoever drives it has that on disk, and asks again for what came after the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import inspect
+import logging
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from groupwise import build, machine_layout, task_parts
+from groupwise.awaiting import Interruption
+from groupwise.config import LoadedConfig, RunConfig, load_config
+from groupwise.data.signals import Signals
+from groupwise.errors import ConfigError, UsageError
+from groupwise.learner.schedule import learning_rate
+from groupwise.loops.drawing import check_served
+from groupwise.loops.outcome import end, first_and_last, summarise, write_curve
+from groupwise.loops.prepare import Prepared, check_start
+from groupwise.loops.resume import (
+    ResumePoint,
+    check_resume,
+    find_resume_point,
+    open_folder,
+    take_back,
+)
+from groupwise.loops.rl import publish, take_step
+from groupwise.loops.run import Drawn
+from groupwise.loops.training import save_checkpoint
+from groupwise.models.card import packages_used
+from groupwise.models.identity import identity
+from groupwise.models.tokens import completion_text, prompt_ids, rendered
+from groupwise.ranks import ahead
+from groupwise.rollouts.seeds import member_seed
+from groupwise.rollouts.single import sample_group
+from groupwise.runs import checkpoints, durable
+from groupwise.runs.folder import RECORD, RunFolder
+from groupwise.runs.records import StepRecord
+from groupwise.runs.store import Store
+from groupwise.server.engine.port import (
+    EngineLost,
+    Opened,
+    OpenRun,
+    Plan,
+    Probe,
+    Sampled,
+    SampleOrder,
+    Sampling,
+    Saved,
+    StepDone,
+)
+from groupwise.server.engine.served_run import Phase, ServedRun
+from groupwise.server.scored import PART
+from groupwise.tasks.contract import Task
+from groupwise.types import Example, Group, Policy, Prompt, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+KIND = "rl"
+"""Of the run, as its folder notes it: what `groupwise rl` leaves and what a server leaves are the same kind of run."""
+CLIENTS = "clients"
+"""What the folder names as the run's task: prompts and rewards come from clients."""
+METRIC = "reward"
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """A run that is open, and what it was made of."""
+
+    run: ServedRun
+    prepared: _Prepared
+    parts: build.Parts
+    progress: Phase
+    longest_prompt: int
+    begun: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Prepared(Prepared):
+    """A served run that is checked but not built."""
+
+    @property
+    def config(self) -> RunConfig:
+        return self.loaded.config
+
+
+class EngineCore:
+    """A `groupwise.server.engine.port.Engine` that does what it says in this process."""
+
+    def __init__(self) -> None:
+        self._opened: _Open | None = None
+        self._scope = AsyncExitStack()
+        self._sampled_tokens = 0
+        self._undone: dict[int, dict[str, float]] = {}
+        """Metrics of steps that were committed after the checkpoint."""
+        self._oldest = 0
+        """Steps of the oldest checkpoint that is kept."""
+        self._turn = asyncio.Lock()
+        """Held by whatever changes the run: one step, save or end at a time."""
+
+    async def open(self, order: OpenRun) -> Opened:
+        """See `Engine.open`. Only once: another run gets another engine."""
+        async with self._turn:
+            assert self._opened is None, "an engine hosts one run; a new run gets a new engine"
+            try:
+                return await self._open(order)
+            except BaseException:
+                await self._scope.aclose()
+                raise
+
+    async def _open(self, order: OpenRun) -> Opened:
+        loaded = load_config(dict(order.config))
+        build.expect_ranks(loaded.config)
+        self._scope.callback(ahead.give_up)
+        point = find_resume_point(loaded, False, order.run) if order.run is not None else None
+        manifests, self._undone = _committed(point)
+        prepared = _prepared(loaded, order.longest_prompt)
+        resumption = check_resume(point, prepared) if point is not None else None
+        folder = self._folder(prepared, point)
+        config = prepared.config
+        publications = build.publication_folder(folder.path, build.publication_bytes(config))
+        self._scope.callback(build.remove_publications, publications)
+        progress = Phase(folder.name, prepared.max_steps)
+        self._scope.callback(progress.close)
+        parts = await build.start_training(config, prepared.layout, folder.name, publications)
+        self._scope.callback(parts.close)
+        run = _assembled(prepared, folder, parts, progress, publications)
+        if resumption is not None:
+            take_back(run, prepared, resumption)
+        await publish(run, run.policy.version)
+        run.gate.open()
+        progress.phase("ready")
+        self._opened = _Open(
+            run, prepared, parts, progress, order.longest_prompt, time.perf_counter()
+        )
+        self._look_for_checkpoints()
+        return Opened(
+            run=folder.name,
+            folder=str(folder.path),
+            step=run.step,
+            max_steps=run.max_steps,
+            policy=run.policy,
+            manifests=manifests,
+            longest_prompt=order.longest_prompt,
+            longest_completion=config.sampler.max_completion_length,
+            tokenizer_hash=self._tokenizer_hash,
+            inexact=_why_inexact(prepared, resumption is not None and bool(resumption.warnings)),
+        )
+
+    def _folder(self, prepared: _Prepared, point: ResumePoint | None) -> RunFolder:
+        """Held until the engine ends. A new run that does not come about leaves none."""
+        noted = {
+            "kind": KIND,
+            "model": prepared.config.model.name,
+            "task_module": None,
+            "packages": packages_used(),
+        }
+        folder = open_folder(prepared, point, noted)
+        self._scope.callback(_let_go, folder)
+        return folder
+
+    @property
+    def _current(self) -> _Open:
+        if self._opened is None:
+            raise UsageError("No run is open in this engine.")
+        return self._opened
+
+    # --- sampling --------------------------------------------------------------------------------
+
+    async def sample(self, order: SampleOrder) -> Sampled:
+        """See `Engine.sample`."""
+        run = self._current.run
+        ids = self._ids(order)
+        params = self._params(order, len(ids))
+        seeds = self._seeds(order)
+        async with self._inside():
+            step, policy = run.step, run.serving
+            example = Example(order.draw, order.prompt)
+            group = await sample_group(
+                run.sampler, example, order.draw, ids, seeds, params, self._text
+            )
+        check_served(policy, group)
+        self._sampled_tokens += sum(rollout.written for rollout in group.rollouts)
+        if not isinstance(order.prompt, str):
+            group = replace(group, prompt_seen=rendered(run.tokenizer, ids))
+        return Sampled(group, step, policy.version, policy.fingerprint)
+
+    async def partial(self, draw: int) -> tuple[tuple[int, ...], ...]:
+        """See `Engine.partial`."""
+        so_far = getattr(self._current.run.sampler, "so_far", None)
+        if so_far is None:
+            return ()
+        found = so_far(draw)
+        return await found if inspect.isawaitable(found) else found
+
+    @asynccontextmanager
+    async def _inside(self) -> AsyncGenerator[None]:
+        gate = self._current.run.gate
+        await gate.entered()
+        try:
+            yield
+        finally:
+            gate.left()
+
+    def _ids(self, order: SampleOrder) -> tuple[int, ...]:
+        ids = self._tokens(order.prompt)
+        if order.prompt_ids is not None and order.prompt_ids != ids:
+            raise UsageError(
+                f"prompt_tokens are not what this server makes of the prompt: {_first_difference(order.prompt_ids, ids)}. Compare "
+                "tokenizer and chat template with GET /tokenizer, or leave prompt_tokens out."
+            )
+        longest = self._current.longest_prompt
+        if len(ids) > longest:
+            raise UsageError(
+                f"The prompt has {len(ids)} tokens, and this run takes at most {longest} (max_prompt_length). Shorten it, or start "
+                "the run with a higher one."
+            )
+        return ids
+
+    def _tokens(self, prompt: Prompt) -> tuple[int, ...]:
+        return prompt_ids(self._current.run.tokenizer, prompt)
+
+    def _params(self, order: SampleOrder, prompt: int) -> SamplingParams:
+        current = self._current
+        sampler, asked = current.run.config.sampler, order.sampling
+        params = SamplingParams(
+            max_tokens=sampler.max_completion_length,
+            temperature=sampler.temperature_at(current.run.step),
+            stop_token_ids=current.parts.stop_token_ids,
+            stop=sampler.stop,
+            min_tokens=sampler.min_completion_length,
+        )
+        given = {
+            key: value
+            for key in (
+                "temperature",
+                "max_tokens",
+                "min_tokens",
+                "stop",
+                "top_p",
+                "top_k",
+                "min_p",
+            )
+            if (value := getattr(asked, key)) is not None
+        }
+        if order.trains:
+            _refuse_unlearnable(asked)
+        params = replace(params, **given)
+        _refuse_impossible(params, current.prepared.layout.key_length - prompt)
+        return params
+
+    def _seeds(self, order: SampleOrder) -> list[int]:
+        training = self._current.run.config.training
+        seed = training.seed if order.sampling.seed is None else order.sampling.seed
+        members = order.members or training.num_generations
+        return [member_seed(seed, order.draw, member) for member in range(members)]
+
+    def _text(self, token_ids: Any) -> str:
+        return completion_text(self._current.run.tokenizer, token_ids)
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    async def step(self, plan: Plan) -> StepDone:
+        """See `Engine.step`."""
+        async with self._turn:
+            run = self._current.run
+            if plan.step != run.step:
+                raise UsageError(
+                    f"The plan is for step {plan.step}, but the run stands after {run.step} steps."
+                )
+            drawn = Drawn([self._shaped(group) for group in plan.groups])
+            rate = plan.learning_rate
+            if rate is None:
+                rate = learning_rate(run.step, run.max_steps, run.config.training)
+            with run.taking_a_step():
+                metrics = await take_step(run, drawn, time.perf_counter(), rate)
+            if run.step % run.config.run.save_steps == 0:
+                self._save()
+            self._current.progress.phase("ready")
+            record = run.folder.store.step(run.step - 1)
+            return StepDone(record, metrics, run.policy, self._oldest, tuple(run.warned))
+
+    def _shaped(self, group: Group) -> Group:
+        run = self._current.run
+        return run.algorithm.shaped(group, run.longest_completion)
+
+    def _save(self) -> None:
+        save_checkpoint(self._current.run)
+        self._look_for_checkpoints()
+
+    def _look_for_checkpoints(self) -> None:
+        kept = checkpoints.complete(self._current.run.folder.checkpoints)
+        self._oldest = kept[0].step if kept else 0
+
+    async def metrics_of(self, step: int) -> Mapping[str, float]:
+        """See `Engine.metrics_of`."""
+        return self._undone.get(step) or self._current.run.folder.store.step_metrics(step)
+
+    async def save(self) -> Saved:
+        """See `Engine.save`."""
+        async with self._turn:
+            run = self._current.run
+            self._save()
+            return Saved(run.step, str(run.folder.checkpoints / f"step-{run.step}"))
+
+    async def close_run(self, finished: bool) -> str:
+        """See `Engine.close_run`."""
+        async with self._turn:
+            current = self._current
+            run = current.run
+            self._save()
+            if finished:
+                run.folder.write_final(self._write_final)
+            write_curve(run, METRIC)
+            summary = summarise(run, current.prepared, current.begun)
+            first, last = first_and_last(run, METRIC)
+            if first is not None:
+                summary |= {"reward_first": first, "reward_last": last}
+            await end(run, "finished" if finished else "interrupted", summary)
+            return str(run.folder.path)
+
+    def _write_final(self, folder: Path) -> None:
+        run = self._current.run
+        shutil.copytree(run.policy.path, folder, dirs_exist_ok=True)
+        run.tokenizer.save_pretrained(folder)
+
+    # --- what else is asked ----------------------------------------------------------------------
+
+    async def tokens_of(self, prompt: Prompt) -> tuple[int, ...]:
+        """See `Engine.tokens_of`."""
+        return self._tokens(prompt)
+
+    async def tokenizer_files(self) -> Mapping[str, bytes]:
+        """See `Engine.tokenizer_files`."""
+        return self._tokenizer_files
+
+    @cached_property
+    def _tokenizer_files(self) -> dict[str, bytes]:
+        with tempfile.TemporaryDirectory() as folder:
+            self._current.run.tokenizer.save_pretrained(folder)
+            files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
+            return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+    @cached_property
+    def _tokenizer_hash(self) -> str:
+        digest = hashlib.sha256()
+        for name, content in self._tokenizer_files.items():
+            digest.update(f"{name}|{len(content)}|".encode())
+            digest.update(content)
+        return digest.hexdigest()[:16]
+
+    async def probe(self) -> Probe:
+        """See `Engine.probe`."""
+        if self._opened is None:
+            return Probe("idle", None, 0, 0)
+        run, parts = self._opened.run, self._opened.parts
+        memory = parts.peak_memory(self._opened.prepared.layout.device)
+        return Probe(self._opened.progress.name, memory, run.gate.inside, self._sampled_tokens)
+
+    async def lost(self) -> EngineLost:
+        """See `Engine.lost`: what runs in this process ends with it."""
+        await asyncio.Event().wait()
+        raise AssertionError("unreachable")
+
+    async def close(self) -> None:
+        """See `Engine.close`."""
+        await self._scope.aclose()
+        self._opened = None
+
+
+# --- from an order to a run ----------------------------------------------------------------------
+
+
+def _committed(
+    point: ResumePoint | None,
+) -> tuple[tuple[StepRecord, ...], dict[int, dict[str, float]]]:
+    """All steps that a run has committed, and the metrics of those that are about to be undone."""
+    if point is None:
+        return (), {}
+    with Store.open(point.path / RECORD, readonly=True) as store:
+        steps = tuple(store.steps())
+        undone = (record.step for record in steps if record.step >= point.step)
+        return steps, {step: store.step_metrics(step) for step in undone}
+
+
+def _prepared(loaded: LoadedConfig, longest_prompt: int) -> _Prepared:
+    """Everything that can be wrong with a config is found here, before the model is loaded."""
+    config = loaded.config
+    check_start(loaded)
+    tokenizer = ahead.load_tokenizer(config.model)
+    build.check_stop_tokens(config, tokenizer)
+    _check_algorithm(config)
+    room = ahead.prompt_room(config.model, task_parts.longest_completion(config))
+    if longest_prompt > room:
+        raise ConfigError(
+            f"max_prompt_length is {longest_prompt}, but beside a completion of {config.sampler.max_completion_length} tokens "
+            f"{config.model.name} has room for a prompt of {max(room, 0)}. Lower one of the two."
+        )
+    assert config.training.max_steps is not None, "a served run has no epochs"
+    return _Prepared(
+        loaded=loaded,
+        task=Task(object(), CLIENTS, None, None),
+        tokenizer=tokenizer,
+        max_steps=config.training.max_steps,
+        layout=machine_layout.choose_layout(config, longest_prompt),
+        facts={"task": CLIENTS, "task_file": "", "base": identity(config.model)},
+    )
+
+
+def _check_algorithm(config: RunConfig) -> None:
+    algorithm = build.build_algorithm(config)
+    try:
+        algorithm.check(task_parts.longest_written(config), (PART,))
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if algorithm.resample_rounds:
+        raise ConfigError(
+            f"algorithm {config.algorithm.type} as it is set draws other groups in place of those without signal, which only the "
+            "client can do here. Set dynamic_sampling to false, and give such groups up (DELETE /completions/{group_id})."
+        )
+
+
+def _assembled(
+    prepared: _Prepared, folder: RunFolder, parts: build.Parts, progress: Phase, publications: Path
+) -> ServedRun:
+    config = prepared.config
+    nothing_yet = Policy(folder.name, 0, "", "adapter", "")
+    return ServedRun(
+        config=config,
+        max_steps=prepared.max_steps,
+        algorithm=build.build_algorithm(config),
+        sampler=parts.sampler,
+        learner=parts.learner,
+        tokenizer=prepared.tokenizer,
+        signals=Signals(config.signals) if config.signals else None,
+        folder=folder,
+        progress=progress,
+        interruption=Interruption(),
+        policy=nothing_yet,
+        serving=nothing_yet,
+        publications=publications,
+    )
+
+
+def _let_go(folder: RunFolder) -> None:
+    """A run that took no step and could not begin leaves nothing; any other one can be gone on with."""
+    never_ready = folder.state == "running" and folder.store.last_step() is None
+    folder.close()
+    if never_ready and not any(folder.checkpoints.iterdir()):
+        durable.remove_folder(folder.path)
+
+
+def _why_inexact(prepared: _Prepared, changed: bool) -> str | None:
+    if prepared.layout.device != "cpu":
+        return f"steps that are taken again on {prepared.layout.device} differ in their last bits"
+    return "the layout of the work has changed since the run was started" if changed else None
+
+
+# --- what cannot be asked -------------------------------------------------------------------------
+
+
+def _refuse_unlearnable(asked: Sampling) -> None:
+    restricting = [key for key in ("top_p", "top_k", "min_p") if getattr(asked, key) is not None]
+    if restricting:
+        raise UsageError(
+            f"{', '.join(restricting)} would draw completions from another distribution than the one whose log-probabilities the learner "
+            "computes, so nothing could be learnt from them. Leave it out, or ask for completions that are not kept."
+        )
+    if asked.temperature == 0:
+        raise UsageError(
+            "temperature 0 draws the same completion each time, from which nothing can be learnt. Give one above 0."
+        )
+
+
+def _refuse_impossible(params: SamplingParams, room: int) -> None:
+    if params.max_tokens > room:
+        raise UsageError(
+            f"A completion of up to {params.max_tokens} tokens was asked for, but beside this prompt there is room for {room}. Ask for "
+            "fewer, or start the run with a higher max_completion_length."
+        )
+    if params.min_tokens > params.max_tokens:
+        raise UsageError(
+            f"A completion was to have at least {params.min_tokens} tokens and at most {params.max_tokens}."
+        )
+
+
+def _first_difference(given: tuple[int, ...], own: tuple[int, ...]) -> str:
+    place = next(
+        (index for index, pair in enumerate(zip(given, own, strict=False)) if pair[0] != pair[1]),
+        min(len(given), len(own)),
+    )
+    return (
+        f"{len(given)} tokens were given and {len(own)} are expected, and they differ from token {place} on "
+        f"({list(given[place : place + 3])} instead of {list(own[place : place + 3])})"
+    )

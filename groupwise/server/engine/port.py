@@ -1,0 +1,200 @@
+"""What the training server asks of an engine, and what it gets: plain data, which crosses a socket.
+
+An engine holds one model and at most one run at a time. It samples groups, takes steps with groups that clients have rewarded, and
+writes the run's folder; it decides nothing. Whoever drives it (the HTTP process) has every request on disk before it asks, so that an
+engine may end at any instant: its successor opens the run at its last checkpoint and is asked for the later steps again.
+
+Errors: `UsageError` for what was asked wrongly (nothing was done), `RunError` for what failed on its way, `EngineLost` where the engine
+ended or was ended before it answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from groupwise.errors import RunError
+from groupwise.runs.records import StepRecord
+from groupwise.types import Group, Policy, Prompt
+
+
+class EngineLost(RunError):
+    """The engine ended before it answered. What was asked may or may not have been done; its successor knows."""
+
+    code = "engine_lost"
+
+
+@dataclass(frozen=True, slots=True)
+class OpenRun:
+    """A run to be begun, or to be gone on with."""
+
+    config: Mapping[str, Any]
+    """As `groupwise.config.load_config` takes it: model, lora, sampler, algorithm, training, run."""
+    longest_prompt: int
+    """Tokens that a prompt may have; with the longest completion it decides the decode shape."""
+    run: str | None = None
+    """The name of the run to go on with; None: a new one, named by `config["run"]["name"]` (with `-2`, `-3` … where that is taken)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A run that is ready."""
+
+    run: str
+    folder: str
+    step: int
+    """Steps that stand: those of the checkpoint that it goes on from; 0 for a new one."""
+    max_steps: int
+    policy: Policy
+    """That serves now."""
+    manifests: tuple[StepRecord, ...]
+    """Of all steps that were committed before, also of those after the checkpoint, which are undone and are to be asked for again."""
+    longest_prompt: int
+    longest_completion: int
+    tokenizer_hash: str
+    inexact: str | None = None
+    """Why retrained steps may differ in their last bits (a GPU, another layout); None where they repeat exactly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the completions of one request are drawn, where it differs from the run's own way. None: the run's."""
+
+    temperature: float | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: tuple[str, ...] | None = None
+    top_p: float | None = None
+    """Only where nothing is learnt from it, as for the next two."""
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    """In place of the one that follows from the draw."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleOrder:
+    """One prompt to be completed."""
+
+    draw: int
+    """Position in the order of draws; the seeds follow from it. Names the request among those that are under way."""
+    prompt: Prompt
+    members: int | None = None
+    """None: as many as the run's groups have."""
+    sampling: Sampling = field(default_factory=Sampling)
+    prompt_ids: tuple[int, ...] | None = None
+    """The prompt as the client has tokenised it; refused with UsageError where the engine's own ids for `prompt` differ."""
+    trains: bool = True
+    """Whether it may be learnt from; then restricted sampling (top_p, top_k, min_p) is refused with UsageError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A group whose rollouts are pending, and the policy that drew it."""
+
+    group: Group
+    step: int
+    """Steps done when it was sampled."""
+    version: int
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A step to be taken: the one after those that are done."""
+
+    step: int
+    groups: tuple[Group, ...]
+    """In the order of training; every rollout is scored, or failed with a reason."""
+    learning_rate: float | None = None
+    """None: as the run's schedule has it at this step."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """A committed step."""
+
+    record: StepRecord
+    metrics: Mapping[str, float]
+    policy: Policy
+    """That serves from now on."""
+    oldest_checkpoint: int = 0
+    """The steps of the oldest checkpoint that is kept, 0 where there is none: nothing before it will ever have to be taken again."""
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A checkpoint of the run."""
+
+    step: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """How the engine is doing."""
+
+    phase: str
+    memory: int | None
+    """Most bytes held so far, of all its processes; None where the system does not tell."""
+    sampling: int
+    """Requests that are being sampled."""
+    sampled_tokens: int
+    """Since it began."""
+
+
+class Engine(Protocol):
+    """See the module. All calls may be under way at once, but `step`, `open`, `save` and `close_run` are taken one after another."""
+
+    async def open(self, order: OpenRun) -> Opened:
+        """Begin a run or go on with one. Raises UsageError where config, model or checkpoint are wrong; nothing is left then."""
+        ...
+
+    async def sample(self, order: SampleOrder) -> Sampled:
+        """Complete a prompt by the policy that serves. Cancelling the call frees its slots.
+
+        UsageError: a prompt that is too long or empty, parameters that cannot be.
+        """
+        ...
+
+    async def partial(self, draw: int) -> tuple[tuple[int, ...], ...]:
+        """The tokens that each member of a request under way has so far; none where it is unknown."""
+        ...
+
+    async def step(self, plan: Plan) -> StepDone:
+        """Learn, publish and commit. RunError where the plan is not that of the next step."""
+        ...
+
+    async def metrics_of(self, step: int) -> Mapping[str, float]:
+        """Those of a committed step, also of one that the opening has undone; none where it is unknown."""
+        ...
+
+    async def save(self) -> Saved:
+        """A checkpoint of the steps done, on disk."""
+        ...
+
+    async def tokens_of(self, prompt: Prompt) -> tuple[int, ...]:
+        """The prompt as the model sees it."""
+        ...
+
+    async def tokenizer_files(self) -> Mapping[str, bytes]:
+        """The files of the tokenizer and its chat template, by name; their hash is `Opened.tokenizer_hash`."""
+        ...
+
+    async def close_run(self, finished: bool) -> str:
+        """A checkpoint, and where the run is finished its final weights; the run's folder. Sampling goes on until another one is opened."""
+        ...
+
+    async def probe(self) -> Probe:
+        """How it is doing."""
+        ...
+
+    async def lost(self) -> EngineLost:
+        """Return when the engine has ended without being asked to, with how."""
+        ...
+
+    async def close(self) -> None:
+        """End the engine with all of its processes; an open run is left as it is."""
+        ...

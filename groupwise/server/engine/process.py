@@ -1,0 +1,147 @@
+"""The engine's process: `python -m groupwise.server.engine.process FD FACTORY PARENT LOG_LEVEL BEAT_SECONDS`.
+
+An event loop in the main thread makes the engine (`package.module:function` gives a `groupwise.server.engine.port.Engine`) and answers
+calls of it on the socket FD, each in a task of its own. A thread reads the socket, so that its end is noticed whatever the loop is
+doing: then the parent is gone, or wants this process to be, and the whole process group ends at once. The beats come from the loop,
+so that one that hangs is silent.
+
+The kernel ends this process with its parent, too, and a guard ends all that it has started with it. Ctrl-C and SIGTERM go
+unheeded: a terminal or a service manager sends them to every process, and the parent ends this one when it is time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from groupwise.errors import GroupwiseError
+from groupwise.plugins import load
+from groupwise.ranks.rank import tell_log
+from groupwise.rewards.processes import MARK, tie_to_parent
+from groupwise.server.engine.line import (
+    CANCELLED_VERBS,
+    MAKING,
+    Answered,
+    Beat,
+    Call,
+    CallTimedOutError,
+    Cancel,
+    Failed,
+    Line,
+    packed,
+    packed_error,
+    unpacked,
+)
+
+logger = logging.getLogger(
+    "groupwise.server.engine.process"
+)  # run as a program, its name is __main__
+
+
+def main(descriptor: int, factory: str, parent: int, log_level: int, beat_every: float) -> NoReturn:
+    """Be the engine until the connection ends."""
+    tie_to_parent(parent, os.environ[MARK])
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _unheeded)
+    line = Line(socket.socket(fileno=descriptor))
+    tell_log(line, log_level)
+    try:
+        asyncio.run(_Serving(line, beat_every).forever(factory))
+    except BaseException:  # noqa: BLE001 — threads of the engine must not keep the process from ending
+        traceback.print_exc()
+    os._exit(1)
+
+
+def _unheeded(number: int, frame: object) -> None:
+    """A function and not SIG_IGN, which programs that the engine starts would inherit."""
+
+
+class _Serving:
+    """The calls that are under way."""
+
+    def __init__(self, line: Line, beat_every: float) -> None:
+        self._line = line
+        self._beat_every = beat_every
+        self._engine: Any = None
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._progress = 0
+
+    async def forever(self, factory: str) -> None:
+        """Make the engine and answer calls; returns only where it cannot be made."""
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self._read, args=(loop,), daemon=True).start()
+        try:
+            self._engine = load(factory, kind="engine").object()
+        except BaseException as error:  # noqa: BLE001 — told to the parent, whatever it is
+            self._send(Failed(MAKING, packed_error(error)))
+            return
+        while True:
+            self._send(Beat(self._progress, len(self._tasks)))
+            await asyncio.sleep(self._beat_every)
+
+    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            while True:
+                loop.call_soon_threadsafe(self._take, self._line.receive())
+        finally:
+            os.killpg(0, signal.SIGKILL)
+
+    def _take(self, message: Call | Cancel) -> None:
+        match message:
+            case Call():
+                self._progress += 1
+                task = self._tasks[message.id] = asyncio.create_task(self._answer(message))
+                task.add_done_callback(lambda _: self._over(message.id))
+            case Cancel(number):
+                if number in self._tasks:
+                    self._tasks[number].cancel()
+
+    def _over(self, number: int) -> None:
+        del self._tasks[number]
+        self._progress += 1
+
+    async def _answer(self, call: Call) -> None:
+        try:
+            answer = Answered(call.id, packed(await self._done(call)))
+        except BaseException as error:  # noqa: BLE001 — belongs to whoever asked
+            _log_if_bug(call, error)
+            answer = Failed(call.id, packed_error(error))
+        self._send(answer)
+
+    async def _done(self, call: Call) -> Any:
+        arguments = unpacked(call.body)
+        work = getattr(self._engine, call.verb)(*arguments)
+        if call.verb not in CANCELLED_VERBS:
+            return await work
+        limit = asyncio.timeout_at(call.deadline)  # loops of asyncio go by time.monotonic
+        try:
+            async with limit:
+                return await work
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise CallTimedOutError(
+                f"`{call.verb}` was not done by its deadline and has been given up; the engine is well. Ask for less, or again."
+            ) from None
+
+    def _send(self, message: Beat | Answered | Failed) -> None:
+        with suppress(OSError):  # the parent is gone, and the reader ends this process
+            self._line.send(message)
+
+
+def _log_if_bug(call: Call, error: BaseException) -> None:
+    """Whoever asked gets the error in words; what nobody raised on purpose needs its traceback, too."""
+    if not isinstance(error, GroupwiseError | asyncio.CancelledError):
+        logger.error("`%s` failed in the engine", call.verb, exc_info=error)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5]))

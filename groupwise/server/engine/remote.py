@@ -1,0 +1,472 @@
+"""The HTTP process's side of its engine: starts the process, calls it, watches it, and ends it.
+
+Two threads serve the event loop that calls, so that neither can hold the other up. One starts the process, reads what it says and
+watches it until it is gone; it lives as long as the process does, because the kernel's parent-death signal goes by threads. The
+other writes, since an engine that does not read would block whoever writes to it. Futures connect them with the callers.
+
+Whatever ends the process (it crashed, it was killed, its event loop was silent, a call outlasted its deadline, `close`), first everything
+that it started is killed and it is reaped, and then every call fails with `EngineLost` and the reason: a successor may begin at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import queue
+import secrets
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from subprocess import DEVNULL, PIPE, STDOUT, Popen, TimeoutExpired
+from typing import Any
+
+from groupwise.errors import GroupwiseError
+from groupwise.models.memory import REMEDY
+from groupwise.plugins import explain
+from groupwise.rewards.output import Output
+from groupwise.rewards.processes import MARK, end_family, has_ended, how_it_ended
+from groupwise.server.engine.line import (
+    CANCELLED_VERBS,
+    MAKING,
+    Answered,
+    Beat,
+    Call,
+    Cancel,
+    Failed,
+    Line,
+    Told,
+    packed,
+    unpacked,
+    unpacked_error,
+)
+from groupwise.server.engine.port import (
+    EngineLost,
+    Opened,
+    OpenRun,
+    Plan,
+    Probe,
+    Sampled,
+    SampleOrder,
+    Saved,
+    StepDone,
+)
+from groupwise.types import Prompt
+
+LIMITS: Mapping[str, float] = {
+    "open": 1800.0,  # loads a model, perhaps from the hub or a slow disk, and starts ranks
+    "sample": 600.0,  # a long group on a CPU, behind a full set of slots
+    "partial": 30.0,  # looks into memory; waits for the loop alone, as the next two do
+    "metrics_of": 30.0,
+    "tokens_of": 30.0,
+    "tokenizer_files": 60.0,  # writes and reads a few megabytes
+    "probe": 30.0,
+    "step": 3600.0,  # learns a large batch on a CPU
+    "save": 900.0,  # all weights and the optimiser's state onto a slow disk
+    "close_run": 1800.0,  # the same, and final weights
+    "close": 10.0,  # what is not let go of by then is taken
+}
+"""Seconds that a call may take, generously: they end what would otherwise never end. What is not named here has that of `step`."""
+GRACE = 30.0
+"""Seconds for which the loop may beat after a call's deadline without its answer: then the call hangs, and costs the engine."""
+SILENCE_LIMIT = 60.0
+"""Seconds without a beat: what a loop may compute between two of them, with the whole machine busy, is far less."""
+START_LIMIT = 300.0
+"""Seconds until the first beat: importing what holds a model takes seconds, on a network disk a minute."""
+
+_BEAT_EVERY = 1.0
+"""Seconds between beats; short limits of silence have more of them."""
+_TICK = 0.2
+"""Seconds between two looks at limits, and at an engine whose socket something else holds open."""
+_LAST_BREATH = 1.0
+"""Seconds that a process gets to end by itself after its connection did, so that its exit code is its own."""
+_END_LIMIT = 10.0
+"""Seconds that killed processes may take to end (they may hang in the kernel)."""
+_LOOK_EVERY = 0.005
+"""Seconds between two looks at whether the process has ended, when it is about to."""
+_ENVIRONMENT = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
+"""A crash in a library is told with its stack, and nothing that was printed is lost."""
+_CLOSED = "The engine was closed."
+
+Log = Callable[[logging.LogRecord], None]
+
+
+def log_here(record: logging.LogRecord) -> None:
+    """Log what the engine logged in this process."""
+    log = logging.getLogger(record.name)
+    if log.isEnabledFor(record.levelno):
+        log.handle(record)
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A call that the engine has not answered, whether or not anybody still waits."""
+
+    verb: str
+    deadline: float
+    limit: float
+    answer: Future[bytes] = field(default_factory=Future[bytes])
+    overdue_since: float | None = None
+    """When the loop first beat after the deadline: before that it is the loop that hangs, if anything does."""
+
+
+class EngineProcess:
+    """A `groupwise.server.engine.port.Engine` in a process of its own; made by `start`.
+
+    Every call raises what the engine raises (an error of ours as it is, any other as RunError), `CallTimedOutError`, and `EngineLost`.
+    """
+
+    def __init__(
+        self,
+        factory: str,
+        environment: Mapping[str, str],
+        silence_limit: float,
+        log: Log,
+        limits: Mapping[str, float],
+        grace: float,
+        start_limit: float,
+    ) -> None:
+        self._factory = factory
+        self._environment = environment
+        self._silence_limit = silence_limit
+        self._log = log
+        self._limits = {**LIMITS, **limits}
+        self._grace = grace
+        self._start_limit = start_limit
+        self._mark = secrets.token_hex(8)
+        self._numbers = itertools.count(MAKING + 1)
+        self._lock = threading.Lock()
+        self._pending: dict[int, _Pending] = {}
+        self._reason: str | None = None
+        """Why nothing can be called any more."""
+        self._stop: str | None = None
+        """Why this side ends the engine."""
+        self._ready: Future[None] = Future()
+        self._gone: Future[str] = Future()
+        self._closing: asyncio.Task[None] | None = None
+        self._beat: Beat | None = None
+        self._beat_at = time.monotonic()
+        ours, self._theirs = socket.socketpair()
+        self._line = Line(ours)
+        self._process: Popen[bytes] | None = None
+        self._output: Output | None = None
+        self._outbox: queue.SimpleQueue[Call | Cancel | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, name="engine writer", daemon=True)
+        self._thread = threading.Thread(target=self._attend, name="engine", daemon=True)
+
+    @classmethod
+    async def start(
+        cls,
+        factory: str,
+        *,
+        environment: Mapping[str, str] | None = None,
+        silence_limit: float = SILENCE_LIMIT,
+        log: Log = log_here,
+        limits: Mapping[str, float] | None = None,
+        grace: float = GRACE,
+        start_limit: float = START_LIMIT,
+    ) -> EngineProcess:
+        """Start the process, and wait until `factory` (`package.module:function`) has given an engine there.
+
+        `environment` is added to that of this process. Seconds: `silence_limit` without a beat; `limits` by verb, in place of some of
+        `LIMITS`; `grace` beyond them; `start_limit` until it is ready. `log` is given the engine's log records, in a thread.
+
+        Raises what the factory raises, and EngineLost where the process cannot be started or has ended. Nothing is left then, as after
+        cancelling.
+        """
+        engine = cls(
+            factory, environment or {}, silence_limit, log, limits or {}, grace, start_limit
+        )
+        engine._thread.start()
+        try:
+            await asyncio.wrap_future(engine._ready)
+        except BaseException:
+            engine._end(_CLOSED)
+            await engine.ended()
+            raise
+        return engine
+
+    @property
+    def process(self) -> int:
+        """Its number."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def beat(self) -> Beat | None:
+        """The latest one."""
+        return self._beat
+
+    @property
+    def reason(self) -> str | None:
+        """How the engine ended; None as long as it can be called."""
+        return self._reason
+
+    async def ended(self) -> str:
+        """Wait until the engine is gone with all that it started, for whatever reason, and say which."""
+        return await asyncio.shield(asyncio.wrap_future(self._gone))
+
+    async def open(self, order: OpenRun) -> Opened:
+        """See `Engine.open`."""
+        return await self.call("open", order)
+
+    async def sample(self, order: SampleOrder) -> Sampled:
+        """See `Engine.sample`."""
+        return await self.call("sample", order)
+
+    async def partial(self, draw: int) -> tuple[tuple[int, ...], ...]:
+        """See `Engine.partial`."""
+        return await self.call("partial", draw)
+
+    async def step(self, plan: Plan) -> StepDone:
+        """See `Engine.step`."""
+        return await self.call("step", plan)
+
+    async def metrics_of(self, step: int) -> Mapping[str, float]:
+        """See `Engine.metrics_of`."""
+        return await self.call("metrics_of", step)
+
+    async def save(self) -> Saved:
+        """See `Engine.save`."""
+        return await self.call("save")
+
+    async def tokens_of(self, prompt: Prompt) -> tuple[int, ...]:
+        """See `Engine.tokens_of`."""
+        return await self.call("tokens_of", prompt)
+
+    async def tokenizer_files(self) -> Mapping[str, bytes]:
+        """See `Engine.tokenizer_files`."""
+        return await self.call("tokenizer_files")
+
+    async def close_run(self, finished: bool) -> str:
+        """See `Engine.close_run`."""
+        return await self.call("close_run", finished)
+
+    async def probe(self) -> Probe:
+        """See `Engine.probe`."""
+        return await self.call("probe")
+
+    async def lost(self) -> EngineLost:
+        """See `Engine.lost`."""
+        reason = await self.ended()
+        if reason == _CLOSED:
+            await asyncio.Event().wait()  # it was asked to, and nobody is to hear of it
+        return EngineLost(reason)
+
+    async def close(self) -> None:
+        """Let the engine let go of what it holds, then end it with all that it started, and wait until all are gone. May be repeated."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def call(self, verb: str, *arguments: Any) -> Any:
+        """Call a method of the engine by its name, for whatever has more of them than `Engine`.
+
+        Cancelling the wait cancels the call where it changes nothing (`CANCELLED_VERBS`); otherwise it goes on.
+        """
+        limit = self._limits.get(verb, self._limits["step"])
+        pending = _Pending(verb, time.monotonic() + limit, limit)
+        number = next(self._numbers)
+        call = Call(number, verb, pending.deadline, packed(arguments))
+        with self._lock:
+            if self._reason is not None:
+                raise EngineLost(self._reason)
+            self._pending[number] = pending
+        if self._output is not None:
+            self._output.begin_call()
+        self._outbox.put(call)
+        try:
+            return unpacked(await asyncio.wrap_future(pending.answer))
+        except asyncio.CancelledError:
+            if verb in CANCELLED_VERBS:
+                self._outbox.put(Cancel(number))
+            raise
+
+    async def _close(self) -> None:
+        try:
+            if self._reason is None:
+                with suppress(GroupwiseError):  # it is ended all the same
+                    await asyncio.wait_for(self.call("close"), self._limits["close"])
+        except TimeoutError:
+            return
+        finally:
+            self._end(_CLOSED)
+            await self.ended()
+
+    def _end(self, reason: str) -> None:
+        """Have the engine ended, if it has not."""
+        if self._stop is None:
+            self._stop = reason
+        self._line.end()
+
+    # --- what runs in the threads -----------------------------------------------------------------
+
+    def _write(self) -> None:
+        while (message := self._outbox.get()) is not None:
+            with suppress(OSError):  # it has ended, and the other thread hears why
+                self._line.send(message)
+
+    def _attend(self) -> None:
+        """Start the engine, listen as long as it lives, and tell everybody how it ended."""
+        try:
+            reason = self._lived()
+        except BaseException as error:  # noqa: BLE001 — whoever waits for a call would wait for ever
+            reason = f"What the engine says cannot be taken:\n{explain(error)}"
+        self._outbox.put(None)
+        if self._writer.ident is not None:
+            self._writer.join()
+        self._line.close()
+        with self._lock:
+            self._reason = reason
+            pending, self._pending = self._pending, {}
+        _fail(self._ready, EngineLost(reason))
+        for each in pending.values():
+            _fail(each.answer, EngineLost(reason))
+        self._gone.set_result(reason)
+
+    def _lived(self) -> str:
+        """How the engine ended. However this returns, it is gone with all that it started."""
+        try:
+            self._process = process = self._popen()
+        except OSError as error:
+            return f"The engine cannot be started: {error}"
+        try:
+            self._output = Output(process, "engine")
+            self._writer.start()
+            self._listen(process)
+        finally:
+            self._line.end()
+            how = self._reaped(process)
+        words = self._output.last_words()
+        if self._stop is not None:
+            return self._stop if self._stop == _CLOSED else self._stop + words
+        return f"The engine ended: {how}{words}"
+
+    def _popen(self) -> Popen[bytes]:
+        beat_every = min(_BEAT_EVERY, self._silence_limit / 4)
+        level = logging.getLogger("groupwise").getEffectiveLevel()
+        with self._theirs:  # from then on the engine's alone, so that its end is noticed
+            number = self._theirs.fileno()
+            words = (number, self._factory, os.getpid(), level, beat_every)
+            return Popen(
+                [
+                    *(sys.executable, "-P", "-m", "groupwise.server.engine.process"),
+                    *map(str, words),
+                ],
+                stdin=DEVNULL,
+                stdout=PIPE,
+                stderr=STDOUT,
+                pass_fds=[number],
+                start_new_session=True,
+                env={**os.environ, **_ENVIRONMENT, **self._environment, MARK: self._mark},
+            )
+
+    def _listen(self, process: Popen[bytes]) -> None:
+        """Take messages until the engine is gone or is to go."""
+        self._beat_at = time.monotonic()
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._line, selectors.EVENT_READ)
+            while self._stop is None:
+                over = has_ended(
+                    process
+                )  # before the look into the socket: its last words are read
+                if selector.select(0 if over else _TICK):
+                    try:
+                        messages = self._line.arrived()
+                    except EOFError:
+                        return
+                    for message in messages:
+                        self._take(message)
+                elif over:  # something that it started holds the socket open
+                    return
+                hangs = self._what_hangs()
+                if hangs is not None and self._stop is None:
+                    self._stop = hangs
+
+    def _take(self, message: Beat | Answered | Failed | Told) -> None:
+        match message:
+            case Beat():
+                self._note(message)
+            case Told(record):
+                self._tell(record)
+            case Answered(number, body):
+                pending = self._answered(number)
+                if pending is not None:
+                    with suppress(InvalidStateError):  # nobody waits for it any more
+                        pending.answer.set_result(body)
+            case Failed(number, error):
+                pending = self._answered(number)
+                failed = self._ready if number == MAKING else pending and pending.answer
+                if failed is not None:
+                    _fail(failed, unpacked_error(error))
+
+    def _answered(self, number: int) -> _Pending | None:
+        with self._lock:
+            return self._pending.pop(number, None)
+
+    def _note(self, beat: Beat) -> None:
+        self._beat, self._beat_at = beat, time.monotonic()
+        with suppress(InvalidStateError):  # it was so before
+            self._ready.set_result(None)
+        for pending in self._under_way():
+            if pending.overdue_since is None and self._beat_at > pending.deadline:
+                pending.overdue_since = self._beat_at
+
+    def _tell(self, record: logging.LogRecord) -> None:
+        try:
+            self._log(record)
+        except Exception:  # noqa: BLE001 — a handler of the log has no part in the run; told as the standard library does
+            logging.Handler().handleError(record)
+
+    def _under_way(self) -> list[_Pending]:
+        with self._lock:
+            return [*self._pending.values()]
+
+    def _what_hangs(self) -> str | None:
+        """Why the engine has to be killed; None where it is well."""
+        now = time.monotonic()
+        silent = now - self._beat_at
+        if self._beat is None:
+            if silent < self._start_limit:
+                return None
+            return f"The engine was killed: it was not ready after {self._start_limit:g} s."
+        if silent > self._silence_limit:
+            verbs = Counter(pending.verb for pending in self._under_way())
+            doing = ", ".join(f"{count} × {verb}" for verb, count in sorted(verbs.items()))
+            return (
+                f"The engine was killed: nothing was heard of its event loop for {self._silence_limit:g} s, "
+                f"with {doing or 'no call'} under way."
+            )
+        for pending in self._under_way():
+            if pending.overdue_since is not None and now - pending.overdue_since > self._grace:
+                return f"The engine was killed: `{pending.verb}` was not done {self._grace:g} s after its limit of {pending.limit:g} s."
+        return None
+
+    def _reaped(self, process: Popen[bytes]) -> str:
+        """Kill the engine, unless it is about to end by itself, and all that it started; how it ended."""
+        deadline = time.monotonic() + (_LAST_BREATH if self._stop is None else 0.0)
+        while not has_ended(process) and time.monotonic() < deadline:
+            time.sleep(_LOOK_EVERY)
+        by_itself = has_ended(process)
+        end_family(process.pid, self._mark)
+        with suppress(TimeoutExpired):
+            process.wait(_END_LIMIT)
+        if not by_itself and self._stop is None:
+            return "it closed its connection."
+        how = f"{how_it_ended(process.returncode)}."
+        return f"{how} {REMEDY}" if process.returncode == -signal.SIGKILL else how
+
+
+def _fail(future: Future[Any], error: BaseException) -> None:
+    """Have whoever waits raise it, if anybody still does."""
+    with suppress(InvalidStateError):
+        future.set_exception(error)

@@ -1,0 +1,111 @@
+"""A run whose groups come from clients: what `take_step` needs, and the gate between sampling and new weights.
+
+Clients ask for completions whenever they like, also while a step is learned. New weights are only given to the sampler when no
+completion is on its way, so that each completion has one policy: `settle` closes the gate and waits for those that are inside, and
+whoever asks meanwhile waits outside until the step is over.
+
+Nothing that a client sends may stop the run: steps without a scored rollout, and updates that are left out because they are not finite,
+are counted and told, and the run goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from groupwise.display.progress import Progress
+from groupwise.loops.run import Run
+from groupwise.runs.records import WarningRecord
+
+
+class Gate:
+    """Lets completions in while it is open; `close` waits until none is inside."""
+
+    def __init__(self) -> None:
+        self.inside = 0
+        self._open = asyncio.Event()
+        self._open.set()
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    async def entered(self) -> None:
+        """Return once the gate is open, inside of it."""
+        await self._open.wait()
+        self.inside += 1
+        self._empty.clear()
+
+    def left(self) -> None:
+        """One less is inside."""
+        self.inside -= 1
+        if not self.inside:
+            self._empty.set()
+
+    async def close(self) -> None:
+        """Let nobody in any more, and return when nobody is inside."""
+        self._open.clear()
+        await self._empty.wait()
+
+    def open(self) -> None:
+        """Let them in again."""
+        self._open.set()
+
+
+class Phase(Progress):
+    """What a step is doing, for whoever asks the engine; nothing is written anywhere."""
+
+    def __init__(self, run: str, max_steps: int) -> None:
+        self._nowhere = open(os.devnull, "w")  # noqa: SIM115 — closed with the view
+        super().__init__(run, max_steps, stream=self._nowhere)
+        self.name = "loading"
+
+    def phase(self, name: str, done: int | None = None, total: int | None = None) -> None:
+        """See `Progress.phase`."""
+        self.name = name
+
+    def close(self) -> None:
+        """See `Progress.close`."""
+        super().close()
+        self._nowhere.close()
+
+
+@dataclass(slots=True, kw_only=True)
+class ServedRun(Run):
+    """A run of the training server."""
+
+    gate: Gate = field(default_factory=Gate)
+    warned: list[str] = field(default_factory=list[str])
+    """What the signals of the step under way said."""
+
+    @property
+    def kept_policies(self) -> int:
+        """See `Run.kept_policies`: as far back as a group may have been sampled."""
+        return self.config.training.lag
+
+    @property
+    def unscored_limit(self) -> None:
+        """See `Run.unscored_limit`."""
+
+    @property
+    def non_finite_limit(self) -> None:
+        """See `Training.non_finite_limit`."""
+
+    async def settle(self) -> None:
+        """See `Run.settle`."""
+        await self.gate.close()
+
+    def warn(self, warning: WarningRecord) -> None:
+        """See `Run.warn`."""
+        super(ServedRun, self).warn(warning)
+        self.warned.append(f"signal {warning.name} {warning.kind}: {warning.message}")
+
+    @contextmanager
+    def taking_a_step(self) -> Generator[None]:
+        """While a step is taken; the gate is open afterwards, however it ends."""
+        self.warned.clear()
+        try:
+            yield
+        finally:
+            self.gate.open()

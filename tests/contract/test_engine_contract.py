@@ -1,0 +1,316 @@
+"""What every engine keeps (`groupwise.server.engine.port.Engine`):
+
+1. A new run gets the name that the config has, or the next free one; what is wrong is refused, and nothing is left.
+2. A group has the members asked for, each with the seed of its draw, and says which policy drew it, after how many steps.
+3. The same draw gives the same group, whatever else is asked at the same time; seeds and lengths can be asked for.
+4. What cannot be asked is refused with UsageError, and disturbs nobody.
+5. A cancelled request disturbs nobody.
+6. A step learns, publishes and is in the record before it is answered; one in which nothing teaches counts, and the version stays.
+7. Only the plan of the next step is taken.
+8. A successor goes back to the last checkpoint, has manifests and metrics of all steps, and takes the later ones again to the same weights.
+9. What a client calls the tokenizer has the hash that was told.
+10. A closed run stays readable on the disk; a finished one has its final weights. An engine can be closed twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.errors import GroupwiseError, UsageError
+from groupwise.rollouts.seeds import member_seed
+from groupwise.server.engine.port import Engine, OpenRun, Plan, Sampled, SampleOrder, Sampling
+from groupwise.types import Group
+
+LONGEST_PROMPT = 16
+MEMBERS = 3
+SEED = 5
+STEPS = 5
+SAVE_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Host:
+    """One implementation, and a place for its runs."""
+
+    make: Callable[[], Awaitable[Engine]]
+    config: Mapping[str, Any]
+
+    def order(self, **given: Any) -> OpenRun:
+        return OpenRun(self.config, LONGEST_PROMPT, **given)
+
+
+async def _fake() -> Engine:
+    from groupwise.testing.fake_engine import FakeEngine
+
+    return FakeEngine()
+
+
+async def _process() -> Engine:
+    from groupwise.server.engine.remote import EngineProcess
+
+    return await EngineProcess.start("groupwise.testing.fake_engine:make")
+
+
+async def _core() -> Engine:
+    from groupwise.server.engine.core import EngineCore
+
+    return EngineCore()
+
+
+MAKERS = {"fake": _fake, "process": _process, "core": _core}
+
+
+@pytest.fixture(params=MAKERS)
+async def host(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Host]:
+    made: list[Engine] = []
+
+    async def make() -> Engine:
+        made.append(await MAKERS[request.param]())
+        return made[-1]
+
+    config = {
+        "model": {"name": "tiny"},
+        "lora": {"r": 4, "alpha": 8},
+        "sampler": {"max_completion_length": 6, "slots": 8},
+        "training": {
+            "max_steps": STEPS,
+            "num_generations": MEMBERS,
+            "learning_rate": 0.05,
+            "seed": SEED,
+        },
+        "run": {"name": "contract", "dir": str(tmp_path), "save_steps": SAVE_STEPS, "threads": 1},
+    }
+    yield Host(make, config)
+    for engine in made:
+        await engine.close()
+
+
+def files(folder: str | Path) -> list[Path]:
+    """What is in a folder; nothing where it is not there."""
+    return [*Path(folder).iterdir()] if Path(folder).is_dir() else []
+
+
+def rewarded(group: Group, reward: Callable[[int], float] = float) -> Group:
+    """Every member scored, by its place."""
+    scored = tuple(
+        replace(each, outcome="scored", reward=reward(each.member)) for each in group.rollouts
+    )
+    return replace(group, rollouts=scored)
+
+
+async def plan(engine: Engine, step: int, **given: Any) -> Plan:
+    sampled = await engine.sample(SampleOrder(100 + step, "sort these"))
+    return Plan(step, (rewarded(sampled.group, **given),))
+
+
+async def test_a_new_run(host: Host):
+    engine = await host.make()
+    opened = await engine.open(host.order())
+    assert (opened.run, opened.step, opened.max_steps) == ("contract", 0, STEPS)
+    assert (opened.policy.run, opened.policy.version) == ("contract", 0)
+    assert (opened.manifests, opened.longest_prompt) == ((), LONGEST_PROMPT)
+    assert opened.longest_completion == 6
+    assert Path(opened.folder) == Path(host.config["run"]["dir"], "contract")
+    await engine.close()
+
+
+async def test_what_cannot_be_opened_leaves_nothing(host: Host):
+    wrong = replace(host.order(), config={**host.config, "model": {"name": "no-such-model"}})
+    for order in (wrong, host.order(run="no-such-run")):
+        engine = await host.make()
+        with pytest.raises(UsageError, match="no-such"):
+            await engine.open(order)
+        await engine.close()
+    assert files(host.config["run"]["dir"]) == []
+
+
+async def test_a_group_follows_from_its_draw(host: Host):
+    engine = await host.make()
+    opened = await engine.open(host.order())
+    first = await engine.sample(SampleOrder(7, "sort these"))
+    assert (first.step, first.version) == (0, 0)
+    assert first.fingerprint == opened.policy.fingerprint
+    assert (first.group.draw, first.group.example.prompt) == (7, "sort these")
+    segments = [rollout.segments[0] for rollout in first.group.rollouts]
+    assert [each.seed for each in segments] == [member_seed(SEED, 7, m) for m in range(MEMBERS)]
+    for rollout, segment in zip(first.group.rollouts, segments, strict=True):
+        assert rollout.outcome == "pending"
+        assert len(segment.token_ids) == len(segment.sampling_logprobs or ()) <= 6
+        assert (segment.policy_version, segment.fingerprint) == (0, first.fingerprint)
+        assert rollout.prompt_ids == await engine.tokens_of("sort these")
+    together = await asyncio.gather(
+        *(engine.sample(SampleOrder(draw, "sort these")) for draw in (3, 7, 4))
+    )
+    assert together[1] == first
+    assert together[0].group.rollouts != first.group.rollouts
+
+
+async def test_what_can_be_asked_of_a_request(host: Host):
+    engine = await host.make()
+    await engine.open(host.order())
+    asked = Sampling(max_tokens=2, seed=99, temperature=0.5)
+    found = await engine.sample(SampleOrder(7, "sort these", members=5, sampling=asked))
+    assert len(found.group.rollouts) == 5
+    for member, rollout in enumerate(found.group.rollouts):
+        (segment,) = rollout.segments
+        assert len(segment.token_ids) <= 2
+        assert (segment.params.max_tokens, segment.params.temperature) == (2, 0.5)
+        assert segment.seed == member_seed(99, 7, member)
+    chat = await engine.sample(SampleOrder(8, [{"role": "user", "content": "ab"}]))
+    assert chat.group.prompt_seen
+    free = SampleOrder(9, "sort", sampling=Sampling(top_p=0.9), trains=False)
+    assert len((await engine.sample(free)).group.rollouts) == MEMBERS
+
+
+IMPOSSIBLE = {
+    "too long": SampleOrder(1, "sort these " * LONGEST_PROMPT),
+    "empty": SampleOrder(1, ""),
+    "top_p": SampleOrder(1, "sort", sampling=Sampling(top_p=0.9)),
+    "greedy": SampleOrder(1, "sort", sampling=Sampling(temperature=0.0)),
+    "too many tokens": SampleOrder(1, "sort", sampling=Sampling(max_tokens=10_000)),
+    "more than the most": SampleOrder(1, "sort", sampling=Sampling(max_tokens=2, min_tokens=3)),
+    "other tokens": SampleOrder(1, "sort", prompt_ids=(0,)),
+}
+
+
+async def test_what_cannot_be_asked(host: Host):
+    engine = await host.make()
+    with pytest.raises(UsageError):
+        await engine.sample(SampleOrder(1, "sort"))
+    await engine.open(host.order())
+    before = await engine.sample(SampleOrder(7, "sort these"))
+    for why, order in IMPOSSIBLE.items():
+        found = await asyncio.gather(engine.sample(order), return_exceptions=True)
+        assert isinstance(found[0], UsageError), why
+    own = await engine.tokens_of("sort these")
+    assert await engine.sample(SampleOrder(7, "sort these", prompt_ids=own)) == before
+
+
+async def test_a_cancelled_request_disturbs_nobody(host: Host):
+    engine = await host.make()
+    await engine.open(host.order())
+    kept = asyncio.create_task(engine.sample(SampleOrder(7, "sort these")))
+    given_up = asyncio.create_task(engine.sample(SampleOrder(8, "sort these")))
+    await asyncio.sleep(0)
+    given_up.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await given_up
+    first = await kept
+    assert await engine.sample(SampleOrder(7, "sort these")) == first
+    assert await engine.partial(8) == ()
+    assert (await engine.probe()).sampling == 0
+
+
+async def test_a_step(host: Host):
+    engine = await host.make()
+    opened = await engine.open(host.order())
+    before = await engine.sample(SampleOrder(7, "sort these"))
+    order = Plan(0, (rewarded(before.group),), learning_rate=0.2)
+    done = await engine.step(order)
+    record = done.record
+    assert (record.step, record.version_in, record.version_out) == (0, 0, 1)
+    assert (record.draws, record.learning_rate) == ((7,), 0.2)
+    assert record.fingerprint_out == done.policy.fingerprint != opened.policy.fingerprint
+    assert done.metrics["reward"] == 1.0
+    after = await engine.sample(SampleOrder(7, "sort these"))
+    assert (after.step, after.version, after.fingerprint) == (1, 1, done.policy.fingerprint)
+    for wrong in (0, 2):
+        with pytest.raises(GroupwiseError, match=f"step {wrong}.*1 steps"):
+            await engine.step(replace(order, step=wrong))
+    idle = await engine.step(await plan(engine, 1, reward=lambda member: 1.0))
+    assert (idle.record.step, idle.record.version_out) == (1, 1)
+    assert idle.policy.fingerprint == done.policy.fingerprint
+    third = await engine.step(await plan(engine, 2))
+    assert (third.record.version_in, third.record.version_out) == (1, 2)
+
+
+async def test_a_failed_member_does_not_teach(host: Host):
+    engine = await host.make()
+    await engine.open(host.order())
+    group = rewarded((await engine.sample(SampleOrder(7, "sort these"))).group)
+    failed = replace(group.rollouts[0], outcome="failed", reason="by the client", reward=None)
+    done = await engine.step(Plan(0, (replace(group, rollouts=(failed, *group.rollouts[1:])),)))
+    assert done.metrics["reward"] == 1.5
+
+
+async def test_a_successor_takes_later_steps_again(host: Host):
+    engine = await host.make()
+    first = await engine.open(host.order())
+    plans, records, samples = [], [], []
+    for step in range(3):
+        plans.append(await plan(engine, step))
+        records.append((await engine.step(plans[-1])).record)
+        samples.append(await engine.sample(SampleOrder(7, "sort these")))
+    await engine.close()
+    engine = await host.make()
+    opened = await engine.open(host.order(run=first.run))
+    assert (opened.run, opened.folder, opened.step) == (first.run, first.folder, SAVE_STEPS)
+    assert opened.manifests == tuple(records)
+    assert opened.policy.fingerprint == records[SAVE_STEPS - 1].fingerprint_out
+    assert [(await engine.metrics_of(step))["reward"] for step in range(3)] == [1.0] * 3
+    assert await engine.metrics_of(3) == {}
+    assert await engine.sample(SampleOrder(7, "sort these")) == samples[SAVE_STEPS - 1]
+    await engine.close()
+    engine = await host.make()
+    undone = await engine.open(host.order(run=first.run))
+    assert undone.manifests == tuple(records[:SAVE_STEPS])
+    again = await engine.step(plans[2])
+    assert _timeless(again.record) == _timeless(records[2])
+    assert await engine.sample(SampleOrder(7, "sort these")) == samples[2]
+    saved = await engine.save()
+    assert saved.step == 3
+    assert files(saved.path)
+    await engine.close()
+    engine = await host.make()
+    assert (await engine.open(host.order(run=first.run))).step == 3
+    fourth = await engine.step(await plan(engine, 3))
+    assert fourth.record.step == 3
+
+
+def _timeless(record: Any) -> Any:
+    return replace(record, finished_at=0.0)
+
+
+async def test_nothing_is_lost_where_an_engine_is_asked_to_end(host: Host):
+    engine = await host.make()
+    await engine.open(host.order())
+    losing = asyncio.create_task(engine.lost())
+    await engine.probe()
+    await engine.close()
+    assert not losing.done()
+    losing.cancel()
+
+
+async def test_the_tokenizer_has_the_hash_that_was_told(host: Host):
+    engine = await host.make()
+    opened = await engine.open(host.order())
+    told = await engine.tokenizer_files()
+    assert told
+    digest = hashlib.sha256()
+    for name, content in sorted(told.items()):
+        digest.update(f"{name}|{len(content)}|".encode())
+        digest.update(content)
+    assert opened.tokenizer_hash == digest.hexdigest()[:16]
+
+
+@pytest.mark.parametrize("finished", [True, False])
+async def test_a_closed_run(host: Host, finished: bool):
+    engine = await host.make()
+    opened = await engine.open(host.order())
+    await engine.step(await plan(engine, 0))
+    assert await engine.close_run(finished) == opened.folder
+    assert bool(files(Path(opened.folder, "final"))) == finished
+    sampled: Sampled = await engine.sample(SampleOrder(7, "sort these"))
+    assert sampled.step == 1
+    await engine.close()
+    await engine.close()
+    if finished:
+        another = await host.make()
+        assert (await another.open(host.order())).run == "contract-2"

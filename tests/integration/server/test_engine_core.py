@@ -1,0 +1,142 @@
+"""The engine takes the very steps of `groupwise rl`, and takes them again after it was killed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import groupwise
+from groupwise.errors import UsageError
+from groupwise.runs.store import Store
+from groupwise.server.engine.core import EngineCore
+from groupwise.server.engine.port import OpenRun, Plan, SampleOrder, Sampling
+from groupwise.server.scored import scored_group
+from groupwise.types import Group
+
+TOY = Path(__file__).parents[1] / "toy_task.py"
+STEPS = 5
+LONGEST_PROMPT = 16
+
+
+def config(runs: Path, name: str, **training: Any) -> dict[str, Any]:
+    return {
+        "model": {"name": "tiny"},
+        "lora": {"r": 4, "alpha": 8},
+        "sampler": {"max_completion_length": 6, "slots": 8},
+        "training": {
+            "max_steps": STEPS,
+            "prompts_per_step": 2,
+            "num_generations": 4,
+            "learning_rate": 0.01,
+            "seed": 3,
+            **training,
+        },
+        "run": {"name": name, "dir": str(runs), "save_steps": 2, "threads": 1},
+    }
+
+
+@pytest.fixture(scope="module")
+def in_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of `groupwise rl` to compare with."""
+    runs = tmp_path_factory.mktemp("in_process")
+    settings = {**config(runs, "toy"), "rewards": {"in_process": True}}
+    return groupwise.rl(settings, str(TOY)).folder
+
+
+async def take(engine: EngineCore, step: int, like: Path) -> tuple[str, list[Group]]:
+    """Sample and take the step as it was taken in the other run. Returns the fingerprint, and the groups as they were sampled."""
+    with Store.open(like / "run.db", readonly=True) as store:
+        groups = store.groups(step)
+    plan: list[Group] = []
+    for group in groups:
+        sampled = await engine.sample(SampleOrder(group.draw, group.example.prompt))
+        assert [r.completion_ids for r in sampled.group.rollouts] == [
+            r.completion_ids for r in group.rollouts
+        ]
+        assert sampled.step == step
+        plan.append(scored_group(sampled.group, [rollout.reward for rollout in group.rollouts]))
+    done = await engine.step(Plan(step, tuple(plan)))
+    assert done.record.draws == tuple(group.draw for group in groups)
+    return done.policy.fingerprint, plan
+
+
+def fingerprints(folder: Path) -> list[str]:
+    with Store.open(folder / "run.db", readonly=True) as store:
+        return [record.fingerprint_out for record in store.steps()]
+
+
+async def test_it_takes_the_steps_of_the_loop_bit_for_bit(in_process: Path, tmp_path: Path) -> None:
+    engine = EngineCore()
+    opened = await engine.open(OpenRun(config(tmp_path, "served"), LONGEST_PROMPT))
+    assert (opened.run, opened.step, opened.manifests) == ("served", 0, ())
+    found = [(await take(engine, step, in_process))[0] for step in range(STEPS)]
+    assert found == fingerprints(in_process)
+    folder = Path(await engine.close_run(finished=True))
+    await engine.close()
+    assert (folder / "final" / "adapter_model.safetensors").read_bytes() == (
+        in_process / "final" / "adapter_model.safetensors"
+    ).read_bytes()
+
+
+async def test_steps_after_the_checkpoint_are_asked_for_again_and_are_the_same(
+    in_process: Path, tmp_path: Path
+) -> None:
+    engine = EngineCore()
+    order = OpenRun(config(tmp_path, "served"), LONGEST_PROMPT)
+    await engine.open(order)
+    plans = [(await take(engine, step, in_process))[1] for step in range(3)]
+    await engine.close()  # as if it had been killed: the checkpoint is that of step 2
+
+    engine = EngineCore()
+    opened = await engine.open(replace(order, run="served"))
+    assert opened.step == 2
+    assert [manifest.step for manifest in opened.manifests] == [0, 1, 2]
+    assert opened.policy.fingerprint == fingerprints(in_process)[1]
+    assert opened.inexact is None
+    done = await engine.step(Plan(2, tuple(plans[2])))
+    assert done.policy.fingerprint == fingerprints(in_process)[2]
+    assert (await take(engine, 3, in_process))[0] == fingerprints(in_process)[3]
+    await engine.close()
+
+
+async def test_what_cannot_be_asked_is_said_and_changes_nothing(tmp_path: Path) -> None:
+    engine = EngineCore()
+    await engine.open(OpenRun(config(tmp_path, "served"), LONGEST_PROMPT))
+    asked = {
+        "at most 16": SampleOrder(0, "word " * 100),
+        "no tokens": SampleOrder(0, ""),
+        "top_p": SampleOrder(0, "write a", sampling=Sampling(top_p=0.5)),
+        "temperature 0": SampleOrder(0, "write a", sampling=Sampling(temperature=0.0)),
+        "there is room for": SampleOrder(0, "write a", sampling=Sampling(max_tokens=500)),
+        "not what this server makes": SampleOrder(0, "write a", prompt_ids=(1, 2, 3)),
+    }
+    for said, order in asked.items():
+        with pytest.raises(UsageError, match=said):
+            await engine.sample(order)
+    with pytest.raises(UsageError, match="stands after 0 steps"):
+        await engine.step(Plan(3, ()))
+    kept_out = SampleOrder(
+        0, "write a", sampling=Sampling(top_p=0.5, temperature=0.0), trains=False
+    )
+    assert (await engine.sample(kept_out)).step == 0
+    await engine.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"algorithm": {"type": "dapo"}}, "only the client can"),
+        ({"training": {"prompts_per_step": 0}}, "prompts_per_step"),
+        ({"model": {"name": "no-such-model"}}, "no-such-model"),
+    ],
+)
+async def test_a_config_that_cannot_be_leaves_nothing(
+    changes: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    engine = EngineCore()
+    with pytest.raises(UsageError, match=said):
+        await engine.open(OpenRun({**config(tmp_path, "served"), **changes}, LONGEST_PROMPT))
+    assert not (tmp_path / "served").exists()

@@ -1,0 +1,390 @@
+"""An engine in a process of its own, for real: it is started, asked, broken, killed and looked for.
+
+1. Calls are answered in any order, each by its own answer or error; what cannot cross the socket fails its call alone.
+2. A call that changes nothing ends when nobody waits for it, and at its deadline; the engine is well afterwards.
+3. What the engine logs is logged here; what it prints is logged, and its last lines are told when it ends.
+4. An event loop that is silent, a call that outlasts its deadline while the loop turns, and a start that takes too long are ended.
+5. Whatever ends the engine fails every call with `EngineLost` and the reason, once nothing of it is left, its descendants included.
+6. So does the end of this process. Ctrl-C and SIGTERM are for this process alone.
+7. Nothing is left after `close`, which may be repeated: no process, no descriptor, no thread.
+8. The process of a fake imports no torch.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import asynccontextmanager
+
+import pytest
+
+from groupwise.errors import ConfigError, NonFiniteError, RunError
+from groupwise.server.engine.line import CallTimedOutError
+from groupwise.server.engine.port import EngineLost
+from groupwise.server.engine.remote import EngineProcess
+from tests.unit.ranks.toys import all_gone
+from tests.unit.server.engine.toy_engine import FACTORY
+
+
+@asynccontextmanager
+async def served(factory=FACTORY, **given):
+    engine = await EngineProcess.start(factory, **given)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+        assert all_gone([engine.process])
+        with pytest.raises(ProcessLookupError):
+            os.kill(engine.process, 0)  # it was reaped, too
+
+
+async def until(condition):
+    while not await condition():  # noqa: ASYNC110 — of another process, whose events are not ours
+        await asyncio.sleep(0.005)
+
+
+async def threads_are(count):
+    async def so_many():
+        return threading.active_count() <= count
+
+    await until(so_many)
+
+
+async def lost(call) -> str:
+    with pytest.raises(EngineLost) as raised:
+        await call
+    return str(raised.value)
+
+
+async def test_calls_are_answered_in_any_order():
+    async with served() as engine:
+        waiting = asyncio.create_task(engine.call("wait"))
+        assert await engine.call("echo", {"a": (1, None)}) == {"a": (1, None)}
+        assert not waiting.done()
+        await engine.call("let_go")
+        assert await waiting is None
+        many = await asyncio.gather(*(engine.call("echo", each) for each in range(50)))
+        assert many == [*range(50)]
+        large = os.urandom(50 << 20)
+        assert await engine.call("echo", large) == large
+
+
+async def test_each_call_fails_alone_and_in_its_own_words(caplog):
+    async with served() as engine:
+        waiting = asyncio.create_task(engine.call("wait"))
+        for error in (NonFiniteError("too fast"), ConfigError("a key"), EngineLost("gone")):
+            with pytest.raises(type(error)) as raised:
+                await engine.call("fail", error)
+            assert str(raised.value) == str(error)
+        with pytest.raises(RunError, match=r"in divide\n.*1 / by\n.*ZeroDivisionError"):
+            await engine.call("divide", 0)
+        with pytest.raises(RunError, match="no memory left"):
+            await engine.call("fail", MemoryError())
+        with pytest.raises((AttributeError, TypeError), match="pickle"):
+            await engine.call("echo", lambda: 0)
+        with pytest.raises(RunError, match="pickle"):
+            await engine.call("unsendable")
+        with pytest.raises(RunError, match=r"error that cannot be read here(.|\n)*No module named"):
+            await engine.call("fail_here")
+        with pytest.raises(RunError, match="no_such_verb"):
+            await engine.call("no_such_verb")
+        await engine.call("let_go")
+        await waiting
+        assert engine.reason is None
+    bugs = [each.getMessage() for each in caplog.records if "Traceback" in each.getMessage()]
+    assert any("`divide` failed in the engine" in each for each in bugs)
+    assert not any("a key" in each for each in bugs), "what is raised on purpose is no bug"
+
+
+async def test_a_call_that_nobody_waits_for_is_given_up():
+    async with served() as engine:
+        waiting = [asyncio.create_task(engine.call("sample")) for _ in range(3)]
+        kept = asyncio.create_task(engine.call("wait"))
+        await engine.call("echo", 0)
+        for task in (*waiting[:2], kept):
+            task.cancel()
+        await asyncio.gather(*waiting[:2], kept, return_exceptions=True)
+
+        async def given_up():
+            return await engine.call("times_given_up") == 2
+
+        await until(given_up)
+        assert not waiting[2].done()
+        waiting[2].cancel()
+        await engine.call("let_go")
+
+
+async def test_a_call_that_changes_nothing_ends_at_its_deadline():
+    async with served(limits={"sample": 0.05}) as engine:
+        with pytest.raises(CallTimedOutError, match="`sample` was not done by its deadline"):
+            await engine.call("sample")
+        assert await engine.call("times_given_up") == 1
+
+
+@pytest.mark.parametrize("verb", ["wait", "probe"])
+async def test_a_call_that_outlasts_its_deadline_costs_the_engine(verb):
+    limits = {verb: 0.05}
+    async with served(limits=limits, grace=0.1, silence_limit=20.0) as engine:
+        other = asyncio.create_task(engine.call("sample"))
+        await engine.call("echo", 0)
+        why = f"The engine was killed: `{verb}` was not done 0.1 s after its limit of 0.05 s."
+        assert (await lost(engine.call(verb))).startswith(why)
+        assert (await lost(other)).startswith(why)
+        assert (await lost(engine.call("echo", 0))).startswith(why)
+        assert (await engine.ended()).startswith(why)
+
+
+async def test_a_silent_loop_is_ended_with_its_last_words():
+    async with served(silence_limit=1.0) as engine:
+        await engine.call("show", "something odd")
+        children = await engine.call("start_children")
+        waiting = [asyncio.create_task(engine.call("sample")) for _ in range(2)]
+        why = await lost(engine.call("block"))
+        assert "nothing was heard of its event loop for 1 s, with 1 × block, 2 × sample" in why
+        assert "something odd" in why
+        for task in waiting:
+            assert await lost(task) == why
+        assert all_gone(children)
+
+
+async def test_a_loop_that_turns_is_not_silent():
+    async with served(silence_limit=0.5) as engine:
+        first = engine.beat
+        waiting = asyncio.create_task(engine.call("wait"))
+
+        async def later():
+            return engine.beat.busy == 1 and engine.beat.progress > first.progress
+
+        await until(later)
+        beats = {id(engine.beat)}
+
+        async def often():
+            beats.add(id(engine.beat))
+            kept.append(engine.beat)
+            return len(beats) > 6
+
+        kept = []  # so that no number of an object is used twice
+        await until(often)
+        await engine.call("let_go")
+        await waiting
+
+
+async def test_a_start_that_takes_too_long():
+    with pytest.raises(EngineLost, match=r"it was not ready after 0\.5 s"):
+        await EngineProcess.start(FACTORY, environment={"TOY_HANGS": "1"}, start_limit=0.5)
+
+
+async def test_a_start_that_fails(monkeypatch):
+    with pytest.raises(ConfigError, match="a key is odd"):
+        await EngineProcess.start(FACTORY, environment={"TOY_FAILS": "a key is odd"})
+    with pytest.raises(Exception, match="no_such_module"):
+        await EngineProcess.start("no_such_module:make")
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with pytest.raises(EngineLost, match=r"cannot be started: .*No such file"):
+        await EngineProcess.start(FACTORY)
+
+
+async def test_a_start_can_be_given_up():
+    before = threading.active_count()
+    starting = asyncio.create_task(
+        EngineProcess.start(FACTORY, environment={"TOY_HANGS": "1"}), name="starting"
+    )
+    await asyncio.sleep(0)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    await threads_are(before)
+
+
+@pytest.mark.parametrize("pending", ["wait", "sample"])
+async def test_a_killed_engine_fails_every_call(pending):
+    async with served() as engine:
+        waiting = [asyncio.create_task(engine.call(pending)) for _ in range(3)]
+        watching = [asyncio.create_task(engine.ended()) for _ in range(2)]
+        watching.pop().cancel()
+        children = await engine.call("start_children")
+        os.kill(engine.process, signal.SIGKILL)
+        for task in waiting:
+            assert "ended: SIGKILL, perhaps because memory ran out. To need less" in await lost(
+                task
+            )
+            assert all_gone(children), "before anybody hears of it"
+        assert await watching[0] == engine.reason == str(await engine.lost())
+        assert await lost(engine.call("echo", 0)) == engine.reason
+
+
+async def test_a_crash_is_told_with_its_exit_code_and_last_words():
+    async with served() as engine:
+        why = await lost(engine.call("die", 3, "the disk is on fire"))
+        assert why.startswith("The engine ended: exit code 3.")
+        assert "the disk is on fire" in why
+
+
+async def test_an_engine_whose_socket_is_held_open_by_a_child():
+    async with served() as engine:
+        child = await engine.call("hold_the_socket")
+        assert "exit code 4" in await lost(engine.call("die", 4, "gone"))
+        assert all_gone([child])
+
+
+async def test_what_it_logs_and_prints(caplog, capfd):
+    with caplog.at_level(logging.INFO, "groupwise"):
+        async with served() as engine:
+            await engine.call("say", "hello")
+            await engine.call("show", "printed")
+    told = [(each.levelname, each.getMessage()) for each in caplog.records]
+    assert ("WARNING", "made") in told
+    assert ("INFO", "said hello") in told
+    assert ("INFO", "engine: printed") in told
+    assert capfd.readouterr() == ("", "")
+
+
+async def test_a_log_that_fails_ends_nothing(capsys):
+    def log(record):
+        raise ValueError("a mistake of the user's")
+
+    async with served(log=log) as engine:
+        assert await engine.call("echo", 1) == 1
+    assert "a mistake of the user's" in capsys.readouterr().err
+
+
+async def test_signals_of_the_terminal_are_not_for_the_engine():
+    async with served() as engine:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(engine.process, number)
+        assert await engine.call("process") == engine.process
+        assert os.getsid(engine.process) != os.getsid(0)
+        near, *_ = await engine.call("start_children")
+        os.kill(near, signal.SIGTERM)
+        assert all_gone([near]), "what it starts heeds them"
+
+
+async def test_the_environment_is_added():
+    async with served(environment={"TOY_WORD": "hello"}) as engine:
+        assert await engine.call("environment", "TOY_WORD") == "hello"
+        assert await engine.call("environment", "PATH") == os.environ["PATH"]
+
+
+@pytest.mark.parametrize("how", ["", "hangs", "fails"])
+async def test_nothing_is_left_after_close(how):
+    engine = await EngineProcess.start(
+        FACTORY, environment={"TOY_CLOSE": how}, limits={"close": 0.1}
+    )
+    children = await engine.call("start_children")
+    waiting = asyncio.create_task(engine.call("wait"))
+    await engine.call("echo", 0)
+    losing = asyncio.create_task(engine.lost())
+    await asyncio.gather(engine.close(), engine.close())
+    assert engine.reason == "The engine was closed.", (
+        "it is gone when `close` returns, not some time later"
+    )
+    assert all_gone([engine.process, *children])
+    assert await lost(waiting) == "The engine was closed."
+    assert await lost(engine.call("echo", 0)) == "The engine was closed."
+    await engine.close()
+    assert await engine.ended() == "The engine was closed."
+    assert not losing.done(), "it was asked to"
+    losing.cancel()
+
+
+async def test_a_close_that_is_given_up_goes_on():
+    engine = await EngineProcess.start(
+        FACTORY, environment={"TOY_CLOSE": "hangs"}, limits={"close": 0.2}
+    )
+    closing = asyncio.create_task(engine.close())
+    await engine.call("echo", 0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    assert await engine.ended() == "The engine was closed."
+
+
+async def test_an_engine_that_was_killed_can_be_closed():
+    engine = await EngineProcess.start(FACTORY)
+    os.kill(engine.process, signal.SIGKILL)
+    assert "SIGKILL" in await engine.ended()
+    await engine.close()
+    assert "SIGKILL" in str(engine.reason)
+
+
+async def test_an_engine_that_does_not_read_holds_nobody_up():
+    async with served(silence_limit=1.0) as engine:
+        blocked = asyncio.create_task(engine.call("block"))
+        os.kill(engine.process, signal.SIGSTOP)
+        large = asyncio.create_task(engine.call("echo", bytes(8 << 20)))
+        for _ in range(3):
+            await asyncio.sleep(0)  # the loop turns
+        for task in (blocked, large):
+            assert "nothing was heard" in await lost(task)
+
+
+async def test_no_descriptor_is_left():
+    def descriptors():
+        return sorted(
+            name for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{name}")
+        )
+
+    before, threads = descriptors(), threading.active_count()
+    for _ in range(2):
+        async with served() as engine:
+            await engine.call("echo", 1)
+        with pytest.raises(ConfigError):
+            await EngineProcess.start(FACTORY, environment={"TOY_FAILS": "odd"})
+    assert descriptors() == before
+    await threads_are(threads)
+
+
+async def test_a_fake_needs_no_torch():
+    async with served("groupwise.testing.fake_engine:make") as engine:
+        pass
+    async with served() as engine:
+        loaded = set(await engine.call("modules"))
+    assert not loaded & {"torch", "transformers", "peft", "fastapi", "groupwise.config"}
+
+
+PARENT = f"""
+import asyncio
+from groupwise.server.engine.remote import EngineProcess
+
+async def main():
+    engine = await EngineProcess.start({FACTORY!r})
+    print([engine.process, *await engine.call("start_children")], flush=True)
+    await engine.call("BUSY")
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("busy", ["wait", "block"])
+def test_the_end_of_the_parent_is_the_end_of_all(busy):
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT.replace("BUSY", busy)], stdout=subprocess.PIPE, text=True
+    )
+    processes = json.loads(parent.stdout.readline())
+    parent.send_signal(signal.SIGKILL)
+    parent.communicate()
+    assert all_gone(processes)
+
+
+def test_the_end_of_the_socket_is_the_end_of_the_engine():
+    """Where the kernel does not tell: the connection alone ends it."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        process = subprocess.Popen(
+            [
+                *(sys.executable, "-P", "-m", "groupwise.server.engine.process"),
+                *(str(theirs.fileno()), FACTORY, str(os.getpid()), "30", "0.5"),
+            ],
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+            env={**os.environ, "GROUPWISE_REWARD_WORKER": "of-a-test"},
+        )
+        theirs.close()
+        assert ours.recv(1), "it is there"
+        ours.close()
+        assert process.wait(20) == -signal.SIGKILL
