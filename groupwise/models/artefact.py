@@ -43,7 +43,7 @@ def write_artefact(
     files = list(weight_files(weights))
     if not files:
         raise ModelError(f"{weights} holds neither an adapter nor a model in safetensors.")
-    own = list(_matching(weights, TOKENIZER))
+    own = list(tokenizer_files(weights))
     for file in (*files, *own):
         if linked:
             durable.keep_file(file, into / file.name)
@@ -66,6 +66,11 @@ def keep_artefact(folder: Path, weights: Path, card: str, tokenizer: Any = None)
 def weight_files(folder: Path) -> Iterator[Path]:
     """The files of an adapter, or those of a whole model."""
     return _matching(folder, ADAPTER if is_adapter(folder) else MODEL)
+
+
+def tokenizer_files(folder: Path) -> Iterator[Path]:
+    """The files of a tokenizer with its chat template; none where the weights come without one."""
+    return _matching(folder, TOKENIZER)
 
 
 def is_adapter(folder: Path) -> bool:

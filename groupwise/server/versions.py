@@ -1,0 +1,120 @@
+"""Which versions of a policy there are to be read, and where their files stand.
+
+The last few policies stand where the engine publishes them, checkpoints and the final weights in the run's folder. Whatever is read is
+opened at once as a whole: the engine deletes old publications, and a file that is open can be read to its end.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from groupwise.models.artefact import CARD, is_adapter, tokenizer_files, weight_files
+from groupwise.runs import checkpoints, find
+from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD
+from groupwise.server.downloads import OpenFile, OpenVersion
+from groupwise.types import Policy
+from groupwise.wire.problems import Refusal
+
+LATEST = "latest"
+
+Place = tuple[Path, str]
+"""A folder with weights, and their fingerprint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """The versions of one run."""
+
+    run: str
+    folder: Path
+    step: int
+    """Steps done."""
+    published: Mapping[int, Policy]
+    """By the steps done."""
+    tokenizer: Path
+    """The folder with its tokenizer, which goes with every version."""
+
+    def steps(self) -> list[int]:
+        """All that can be read, in order."""
+        return sorted({*self.published, *self._saved()})
+
+    def open(self, version: str | None) -> OpenVersion:
+        """A version with its files open: its weights, the tokenizer, and a model card.
+
+        Refused as `unknown_version` where there was none of that name, as `version_gone` where it is no longer kept.
+        """
+        step = self._step_of(version)
+        for place in (self._published(step), self._saved().get(step)):
+            if place is not None:
+                try:
+                    return self._opened(step, *place)
+                except FileNotFoundError:  # it was deleted meanwhile
+                    continue
+        raise Refusal(
+            "version_gone",
+            f"version {self.run}@{step} is no longer kept. Versions that can be read: {self._listed()}. Save a checkpoint by name to "
+            "keep one.",
+        )
+
+    def _step_of(self, version: str | None) -> int:
+        if version is None or version == LATEST:
+            return self.step
+        run, _, number = version.rpartition("@")
+        here = run in ("", self.run) and number.isascii() and number.isdecimal()
+        if not here or int(number) > self.step:
+            raise Refusal(
+                "unknown_version",
+                f"there is no version {version!r}: the run is {self.run}, and it has done {self.step} steps. Versions that can be read: "
+                f"{self._listed()}.",
+            )
+        return int(number)
+
+    def _published(self, step: int) -> Place | None:
+        policy = self.published.get(step)
+        return None if policy is None else (Path(policy.path), policy.fingerprint)
+
+    def _saved(self) -> dict[int, Place]:
+        """Checkpoints, and the final weights in place of the one after the same steps."""
+        saved = {
+            each.step: (each.path, str(each.extra["position"]["policy"]["fingerprint"]))
+            for each in checkpoints.complete(self.folder / CHECKPOINTS)
+            if "position" in each.extra
+        }
+        final = self.folder / FINAL
+        if saved and final.is_dir() and (self.folder / RECORD).is_file():
+            step = find.final_step(self.folder)
+            if step in saved:
+                saved[step] = (final, saved[step][1])
+        return saved
+
+    def _opened(self, step: int, folder: Path, fingerprint: str) -> OpenVersion:
+        from groupwise.models.card import (
+            model_card,  # imports what knows the hub, a third of a second
+        )
+
+        weights = list(weight_files(folder))
+        if not any(path.suffix == ".safetensors" for path in weights):
+            raise FileNotFoundError(folder)
+        kind: Literal["adapter", "full"] = "adapter" if is_adapter(folder) else "full"
+        files = _open_all([*weights, *tokenizer_files(self.tokenizer)])
+        card = model_card(self.folder, folder, step).encode()
+        files.append(OpenFile(CARD, len(card), io.BytesIO(card)))
+        return OpenVersion((self.run, step), fingerprint, kind, files)
+
+    def _listed(self) -> str:
+        return ", ".join(f"{self.run}@{step}" for step in self.steps()) or "none"
+
+
+def _open_all(paths: Iterable[Path]) -> list[OpenFile]:
+    with ExitStack() as opened:
+        files = [
+            OpenFile(path.name, path.stat().st_size, opened.enter_context(path.open("rb")))
+            for path in paths
+        ]
+        opened.pop_all()
+    return files

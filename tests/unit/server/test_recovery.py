@@ -1,0 +1,190 @@
+"""Whatever ends, and whenever: nothing that was acknowledged is lost, nothing is trained twice, and the policy comes out the same.
+
+The engine dies at every point of every call that changes something; the server's process dies at every durable write of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from groupwise.server.ledger import events, plans
+from groupwise.testing.fake_engine import FakeEngine, Fault, Point, Verb
+from groupwise.wire.problems import Refusal
+from groupwise.wire.training import GroupAnswer, StatusAnswer
+from tests.unit.server.serving import Served, refused, served
+
+STEPS = 5
+
+
+async def persist(server: Served, steps: int = STEPS, size: int = 2) -> None:
+    """What clients do who ask again whenever they are told to: every draw of every step, until the run is finished."""
+
+    async def one(draw: int) -> None:
+        group: GroupAnswer | None = None
+        while True:
+            try:
+                if group is None:
+                    group = await server.ask(draw=draw)
+                await server.reward(group)
+                return
+            except Refusal as refusal:
+                if refusal.code not in ("too_busy", "engine_recovering"):
+                    raise
+                await asyncio.sleep(0.01)
+
+    await asyncio.wait_for(asyncio.gather(*(one(draw) for draw in range(steps * size))), 20)
+
+
+def finished(status: StatusAnswer) -> bool:
+    return status.phase == "finished"
+
+
+async def outcome(server: Served) -> list[tuple[int, str, tuple[int, ...]]]:
+    """Of each step its index, what came of it, and the draws that it learnt from."""
+    run = (await server.service.status()).run_id
+    assert run is not None
+    found = await server.ledger.do(plans.plans_from, run, 0)
+    manifests = json.loads((server.folder / "runs" / run / "run.json").read_text())["manifests"]
+    assert [each["step"] for each in manifests] == list(range(len(found)))
+    assert [each["fingerprint_out"] for each in manifests] == [
+        plan.trained and plan.trained.fingerprint_out for plan in found
+    ]
+    return [(each["step"], each["fingerprint_out"], tuple(each["draws"])) for each in manifests]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, str, tuple[int, ...]]]:
+    async def course() -> list[tuple[int, str, tuple[int, ...]]]:
+        async with served(tmp_path_factory.mktemp("undisturbed")) as server:
+            await server.start()
+            await persist(server)
+            await server.until(finished)
+            return await outcome(server)
+
+    return asyncio.run(course())
+
+
+POINTS: dict[Verb, tuple[Point, ...]] = {
+    "step": ("begun", "before_write", "after_write", "done"),
+    "sample": ("begun", "done"),
+}
+ENGINE_FAULTS: list[tuple[Verb, Point, int]] = [
+    *((verb, point, call) for verb in POINTS for point in POINTS[verb] for call in (1, 2, 3)),
+    ("close_run", "begun", 1),
+    ("close_run", "after_write", 1),
+    ("close_run", "done", 1),
+]
+
+
+@pytest.mark.parametrize(("verb", "point", "call"), ENGINE_FAULTS)
+async def test_the_engine_dies_at_every_point(
+    verb: Verb,
+    point: Point,
+    call: int,
+    tmp_path: Path,
+    undisturbed: list[tuple[int, str, tuple[int, ...]]],
+) -> None:
+    happened = tmp_path / "happened"
+    fault = Fault(verb, "die", point, (call,), once=str(happened))
+    async with served(tmp_path, [fault]) as server:
+        await server.start()
+        await persist(server)
+        status = await server.until(finished)
+        assert happened.exists()
+        assert await outcome(server) == undisturbed
+        assert (status.counters.trained, status.counters.rewarded) == (2 * STEPS, 0)
+        assert (status.incarnation, status.engine_restarts) == (0, 1)
+        told = await server.ledger.do(events.events_after, 0, 1000)
+        steps = [event.data["step"] for event in told if event.kind == "step"]
+        assert steps == list(range(STEPS))  # each once, whatever was taken again
+
+
+async def test_a_plan_that_ends_the_engine_twice_is_put_aside_and_the_run_goes_on(
+    tmp_path: Path,
+) -> None:
+    poison = Fault("step", "die", "begun", step=1)
+    survived = tmp_path / "survived"
+
+    class Healed(Served):
+        async def _engine(self) -> FakeEngine:  # the third one survives
+            if len(self.engines) == 2:
+                self._faults = ()
+                survived.touch()
+            return await super()._engine()
+
+    server = Healed(tmp_path, [poison])
+    await server.service.begin()
+    try:
+        await server.start()
+        await server.round(0)
+        bad = [await server.ask(draw=draw) for draw in (2, 3)]
+        waiting = [asyncio.create_task(server.reward(each, wait=True)) for each in bad]
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert [getattr(result, "code", None) for result in results] == ["group_quarantined"] * 2
+        assert survived.exists()
+        status = await server.until(lambda seen: seen.phase == "running")
+        (aside,) = status.quarantined
+        assert (aside.step, aside.group_ids) == (1, [each.group_id for each in bad])
+        assert status.counters.quarantined == 2
+        good = [await server.ask(draw=draw) for draw in (4, 5)]
+        answers = await asyncio.gather(*(server.reward(each, wait=True) for each in good))
+        assert {answer.step for answer in answers} == {1}
+    finally:
+        await server.service.shut_down(5)
+        await server.ledger.close()
+
+
+async def test_an_engine_that_ends_too_often_is_not_begun_again(tmp_path: Path) -> None:
+    broken = [Fault("step", "die"), Fault("open", "die", calls=())]
+    async with served(tmp_path, broken[:1], max_engine_restarts=1) as server:
+        await server.start()
+        server._faults = broken  # pyright: ignore[reportPrivateUsage]
+        groups = [await server.ask(), await server.ask()]
+        for group in groups:
+            await server.reward(group)
+        status = await server.until(lambda seen: seen.phase == "failed")
+        assert "ended 2 times" in (status.last_error or "")
+        assert status.counters.planned == 2  # kept
+        await refused("engine_failed", server.ask())
+
+
+async def test_the_server_is_killed_after_every_step_and_goes_on(
+    tmp_path: Path, undisturbed: list[tuple[int, str, tuple[int, ...]]]
+) -> None:
+    run = None
+    for step in range(STEPS):
+        server = Served(tmp_path)
+        await server.service.begin()
+        if run is None:
+            run = await server.start()
+        await server.until(lambda seen: seen.phase == "running")
+        await server.round(step)
+        if step + 1 < STEPS:
+            await server.kill()
+        else:
+            await server.until(finished)
+            assert await outcome(server) == undisturbed
+            await server.service.shut_down(5)
+            await server.ledger.close()
+
+
+async def test_a_shut_down_server_goes_on_where_it_was(
+    tmp_path: Path, undisturbed: list[tuple[int, str, tuple[int, ...]]]
+) -> None:
+    async with served(tmp_path) as server:
+        await server.start()
+        await server.round(0)
+        group = await server.ask(draw=2)
+        await server.reward(group)
+    async with served(tmp_path) as server:
+        status = await server.until(lambda seen: seen.phase == "running")
+        assert (status.step, status.counters.rewarded) == (1, 1)
+        await server.reward(await server.ask(draw=3), wait=True)
+        for step in (2, 3, 4):
+            await server.round(step)
+        await server.until(finished)
+        assert await outcome(server) == undisturbed

@@ -1,0 +1,245 @@
+"""What clients can do, and what they are told."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from groupwise.testing.fake_engine import Fault
+from groupwise.wire.training import RewardsOfOne, RewardsOfSeveral, StepRequest
+from tests.unit.server.serving import ME, letters, refused, served
+
+
+async def test_a_run_from_start_to_finish(tmp_path: Path) -> None:
+    async with served(tmp_path) as server:
+        assert (await server.service.status()).phase == "idle"
+        await refused("not_started", server.ask())
+        assert await server.start(run_name="first") == "first"
+        for step in range(5):
+            answers = await server.round(step)
+            assert {answer.status for answer in answers} == {"trained"}
+            assert {answer.step for answer in answers} == {step}
+            assert {answer.model_version for answer in answers} == {("first", step + 1)}
+            assert all(answer.metrics and "reward" in answer.metrics for answer in answers)
+        status = await server.until(lambda seen: seen.phase == "finished")
+        assert (status.step, status.counters.trained, status.counters.served) == (5, 10, 10)
+        assert (status.completion_requests_served, status.reward_requests_served) == (10, 10)
+        await refused("finished", server.ask())
+        assert (tmp_path / "runs" / "first" / "final").is_dir()
+        kinds = [event.kind for event in await server.service.events(0, 100)]
+        assert kinds == ["started", *["step"] * 5, "finished"]
+        assert await server.start(run_name="first") == "first-2"
+
+
+async def test_an_answer_names_its_version_and_what_was_sampled(tmp_path: Path) -> None:
+    async with served(tmp_path) as server:
+        run = await server.start()
+        group = await server.ask("abc", draw=1)
+        assert group.model_version == (run, 0)
+        assert group.draw == 1
+        assert len(group.completions) == len(group.completion_tokens) == 4
+        assert group.fingerprint == (await server.service.status()).fingerprint
+        other = await server.ask("abc")
+        assert other.draw == 2
+        assert other.group_id != group.group_id
+
+
+async def test_the_same_rewards_are_accepted_once_and_others_are_refused(tmp_path: Path) -> None:
+    async with served(tmp_path) as server:
+        await server.start()
+        group = await server.ask()
+        first = await server.reward(group)
+        assert first.status == "accepted"
+        assert await server.reward(group) == first
+        await refused("already_rewarded", server.reward(group, [9.0] * 4))
+        await refused("invalid_request", server.reward(await server.ask(), [1.0]))
+        status = await server.service.status()
+        assert (status.counters.rewarded, status.counters.open) == (1, 1)
+
+
+async def test_of_several_posts_all_or_none_are_accepted(tmp_path: Path) -> None:
+    async with served(tmp_path) as server:
+        await server.start()
+        group, other = await server.ask(), await server.ask()
+        entries = [
+            {"group_id": group.group_id, "rewards": letters(group)},
+            {"group_id": "g-unknown", "rewards": letters(other)},
+        ]
+        request = RewardsOfSeveral.model_validate({"groups": entries})
+        await refused("unknown_group", server.service.rewards(request, ME))
+        assert (await server.service.status()).counters.open == 2
+
+
+async def test_rewards_find_their_group_by_its_echo_alone(tmp_path: Path) -> None:
+    async with served(tmp_path) as server:
+        await server.start()
+        group = await server.ask()
+        echo = {"prompt": group.prompt, "completions": group.completions}
+        wrong = RewardsOfOne.model_validate(
+            {"group_id": group.group_id, "rewards": letters(group), **echo, "prompt": "else"}
+        )
+        await refused("echo_mismatch", server.service.rewards(wrong, ME))
+        request = RewardsOfOne.model_validate({**echo, "rewards": letters(group)})
+        (answer,) = await server.service.rewards(request, ME)
+        assert answer.group_id == group.group_id
+        assert await server.service.rewards(request, ME) == [answer]
+        unknown = RewardsOfOne.model_validate(
+            {**echo, "prompt": "never asked", "rewards": letters(group)}
+        )
+        await refused("unknown_group", server.service.rewards(unknown, ME))
+
+
+async def test_a_held_group_waits_until_it_is_released_or_named(tmp_path: Path) -> None:
+    async with served(tmp_path, completions_wait=5.0) as server:
+        await server.start(staleness=1)
+        held = await server.ask()
+        assert (await server.reward(held, include="hold")).status == "held"
+        one, two = await server.ask(), await server.ask()  # a held one takes no room
+        await asyncio.gather(*(server.reward(each, wait=True) for each in (one, two)))
+        assert (await server.service.status()).counters.held == 1
+        assert (await server.reward(held, include="next")).status == "accepted"
+        answers = await asyncio.gather(
+            *(server.reward(each, wait=True) for each in (held, await server.ask()))
+        )
+        assert {answer.step for answer in answers} == {1}
+
+
+async def test_a_held_group_becomes_too_old(tmp_path: Path) -> None:
+    async with served(tmp_path, completions_wait=5.0) as server:
+        await server.start()
+        held = await server.ask()
+        await server.reward(held, include="hold")
+        await asyncio.gather(
+            *(server.reward(each, wait=True) for each in [await server.ask(), await server.ask()])
+        )
+        await server.until(lambda seen: seen.counters.stale == 1)
+        await refused("group_stale", server.reward(held, wait=True))
+
+
+async def test_steps_by_hand_take_what_is_named_or_what_waits(tmp_path: Path) -> None:
+    async with served(tmp_path) as server:
+        run = await server.start(steps="manual", staleness=1)
+        await refused("nothing_to_train", server.service.step(StepRequest(), ME))
+        groups = [await server.ask() for _ in range(5)]
+        await refused("manual_mode", server.reward(groups[0], wait=True))
+        for group in groups[:4]:
+            await server.reward(group)
+        await server.reward(groups[4], include="hold")
+        named = [groups[4].group_id, groups[0].group_id]
+        answer = await server.service.step(StepRequest(group_ids=named, learning_rate=0.25), ME)
+        assert (answer.status, answer.step, answer.group_ids) == ("trained", 0, named)
+        assert answer.model_version == (run, 1)
+        answer = await server.service.step(StepRequest(), ME)
+        assert answer.group_ids == [group.group_id for group in groups[1:3]]
+        await refused("group_in_use", server.service.step(StepRequest(group_ids=named), ME))
+
+
+async def test_a_step_out_of_turn_is_refused_where_steps_are_automatic(tmp_path: Path) -> None:
+    async with served(tmp_path) as server:
+        await server.start()
+        await refused("auto_mode", server.service.step(StepRequest(), ME))
+        held = await server.ask()
+        await server.reward(held, include="hold")
+        answer = await server.service.step(StepRequest(group_ids=[held.group_id]), ME)
+        assert answer.status == "trained"
+
+
+async def test_what_is_given_up_frees_its_room_and_its_draw(tmp_path: Path) -> None:
+    async with served(tmp_path) as server:
+        await server.start()
+        group = await server.ask(draw=0)
+        await server.ask(draw=1)
+        await refused("draw_taken", server.ask(draw=1, prompt="other"))
+        await refused("too_busy", server.ask())
+        await server.service.give_up(group.group_id)
+        await server.service.give_up(group.group_id)
+        await refused("group_given_up", server.reward(group))
+        again = await server.ask(draw=0)
+        assert again.completions == group.completions
+        await server.reward(again)
+        await refused("group_in_use", server.service.give_up(again.group_id))
+
+
+async def test_null_rewards_do_not_teach_and_stop_nothing(tmp_path: Path) -> None:
+    async with served(tmp_path) as server:
+        await server.start()
+        before = (await server.service.status()).fingerprint
+        for step in range(4):
+            groups = [await server.ask(draw=2 * step + n) for n in range(2)]
+            await asyncio.gather(*(server.reward(g, [None] * 4, wait=True) for g in groups))
+        status = await server.service.status()
+        assert (status.step, status.fingerprint, status.phase) == (4, before, "running")
+
+
+async def test_a_wait_that_is_too_short_is_told_that_the_post_was_accepted(tmp_path: Path) -> None:
+    async with served(tmp_path) as server:
+        await server.start()
+        group = await server.ask()
+        answer = await server.reward(group, wait=True, timeout=0.01)
+        assert (answer.status, answer.step) == ("accepted", None)
+        other = await server.ask()
+        await server.reward(other, wait=True)
+        assert (await server.reward(group, wait=True)).step == 0
+
+
+async def test_rewards_of_the_policy_before_are_trained_as_far_as_staleness_allows(
+    tmp_path: Path,
+) -> None:
+    async with served(tmp_path) as server:
+        run = await server.start(staleness=1)
+        groups = [await server.ask() for _ in range(4)]
+        await refused("too_busy", server.ask())
+        await asyncio.gather(*(server.reward(group, wait=True) for group in groups))
+        status = await server.service.status()
+        assert (status.step, status.counters.trained) == (2, 4)
+        assert (await server.ask()).model_version == (run, 2)
+
+
+async def test_only_one_run_at_a_time_and_a_stopped_one_can_be_gone_on_with(
+    tmp_path: Path,
+) -> None:
+    async with served(tmp_path) as server:
+        run = await server.start()
+        await server.round(0)
+        await refused("run_active", server.start())
+        second = await server.start(replace=True)
+        assert second != run
+        stopped = await server.service.stop()
+        assert (stopped.run_id, stopped.step) == (second, 0)
+        assert await server.service.stop() == stopped
+        await refused("finished", server.ask())
+        await refused("unknown_checkpoint", server.start(resume_from="nobody"))
+        assert await server.start(resume_from=run) == run
+        assert (await server.service.status()).step == 1
+        answers = await server.round(1)
+        assert {answer.step for answer in answers} == {1}
+
+
+@pytest.mark.parametrize(
+    ("settings", "code"),
+    [
+        ({"model_id": "/etc"}, "model_not_allowed"),
+        ({"model_id": "../secret"}, "model_not_allowed"),
+        ({"training": {"seed": -1}}, "settings_conflict"),
+        ({"algorithm": "no_such"}, "settings_conflict"),
+        ({"num_completions_per_prompt": 1}, "settings_conflict"),
+        ({"sampler": {"temperature_schedule": {}}}, "settings_conflict"),
+    ],
+)
+async def test_settings_that_cannot_be_are_refused_and_leave_nothing(
+    settings: dict[str, object], code: str, tmp_path: Path
+) -> None:
+    async with served(tmp_path) as server:
+        await refused(code, server.start(**settings))
+        assert not (tmp_path / "runs").exists()
+        assert (await server.service.status()).phase == "idle"
+
+
+async def test_a_run_whose_engine_cannot_begin_is_told_why(tmp_path: Path) -> None:
+    broken = Fault("open", "raise", message="there is no room for the model")
+    async with served(tmp_path, [broken]) as server:
+        refusal = await refused("engine_failed", server.start())
+        assert "no room for the model" in refusal.detail
+        assert (await server.service.status()).phase == "idle"
