@@ -5,6 +5,8 @@
 memory when an adapter is trained; each has its own copy of the adapter, and the sampler's changes only through published files. They
 are in this process, or in ranks (`groupwise.ranks`), as the layout says: then the zygote makes once, by `make_described`, what is made
 here for one process.
+
+Over the base of a training, or over one that `start_base` loaded alone, `models_over` adds trained adapters later.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from groupwise.errors import ConfigError
 from groupwise.machine_layout import AnyConfig, Layout, most_processes
 from groupwise.models.memory import memory_explained
 from groupwise.ranks import ahead
+from groupwise.ranks.beside import Here, Host, InRank, Models, NewModel
 from groupwise.ranks.learner import RankLearner
 from groupwise.ranks.sampler import RankSampler
 from groupwise.ranks.tree import Ranks
@@ -30,9 +33,11 @@ from groupwise.types import Learner, Sampler
 
 if TYPE_CHECKING:
     from groupwise.learner.slopes import Slope
+    from groupwise.learner.torch_learner import TorchLearner
+    from groupwise.ranks.bench import Bench
     from groupwise.ranks.hosted import Hosted
 
-Kind = Literal["training", "supervised", "serving"]
+Kind = Literal["training", "supervised", "serving", "base"]
 """Of what is made together."""
 MAKE = "groupwise.build:make_described"
 NVIDIA = Path("/dev/nvidiactl")
@@ -47,6 +52,8 @@ class Closable:
     """What may have processes of its own."""
 
     ranks: Ranks | None = None
+    hosted: Hosted | None = None
+    """What is hosted where there are no ranks, and models could be added to it."""
 
     def close(self) -> None:
         """End them, if there are any."""
@@ -84,6 +91,14 @@ class Parts(Closable):
         from groupwise.learner.slopes import trained_slopes
 
         return trained_slopes(self.trained, learning_rate)
+
+
+@dataclass(frozen=True, slots=True)
+class BaseParts(Closable):
+    """A base in memory that nobody trains yet, and a sampler of it as it is."""
+
+    sampler: Sampler
+    stop_token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +169,40 @@ async def start_serving(config: RunConfig, layout: Layout, weights: Path | None)
     return ServingParts(made.sampler, made.stop_token_ids)
 
 
+async def start_base(config: RunConfig, layout: Layout) -> BaseParts:
+    """A base for models that are added later, and a sampler of it as it is. See `start_training`."""
+    if config.model.adapter is not None:
+        raise ConfigError(
+            f"model.adapter is {config.model.adapter!r}, but a base has none: it is loaded as it is, and each model that is added "
+            "says which adapter it starts from. Leave the key out."
+        )
+    made = await _made("base", config, layout)
+    if isinstance(made, Ranks):
+        return BaseParts(RankSampler(made), _stop_token_ids(made), ranks=made)
+    assert made.sampler is not None
+    return BaseParts(made.sampler, made.stop_token_ids, hosted=made)
+
+
+def models_over(parts: Parts | BaseParts, most: int, run: str = "run") -> Models:
+    """What adds models over the base of these parts, at most `most` of them, and ends with them.
+
+    Of a training its own model, called `run`, is one. To be made once for the same parts.
+    """
+    hosts: list[Host]
+    if parts.ranks is not None:
+        hosts = [InRank(parts.ranks, rank) for rank in range(parts.ranks.count)]
+    else:
+        hosts = [Here(parts.hosted)]
+    first = run if isinstance(parts, Parts) else None
+    return Models(hosts, most, parts.stop_token_ids, first)
+
+
 def _training(made: Ranks | Hosted) -> Parts:
     if isinstance(made, Ranks):
         return Parts(RankSampler(made), RankLearner(made), _stop_token_ids(made), ranks=made)
     assert made.sampler is not None
     assert made.learner is not None
-    return Parts(made.sampler, made.learner, made.stop_token_ids, made.trained)
+    return Parts(made.sampler, made.learner, made.stop_token_ids, made.trained, hosted=made)
 
 
 def _supervised(made: Ranks | Hosted) -> LearningParts:
@@ -222,7 +265,6 @@ def _make(kind: Kind, config: Any, layout: Layout, **more: Any) -> Hosted:
 
 def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> Hosted:
     """Sampler and learner in this process, which may be a zygote: it has one thread as long as there are ranks to come."""
-    from groupwise.learner.torch_learner import TorchLearner
     from groupwise.models.adapters import check_adapter
     from groupwise.models.load import load_model, stop_token_ids
     from groupwise.models.tokenizer import load_tokenizer
@@ -237,17 +279,7 @@ def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> 
         _adapter_weights(config, model) if config.lora else _full_weights(config, layout, model)
     )
     replicas = _replicas(layout, trained)
-    learner = TorchLearner(
-        trained,
-        run=run,
-        publish_folder=Path(folder),
-        max_tokens_per_microbatch=layout.max_tokens_per_microbatch,
-        seed=config.training.seed,
-        gradient_checkpointing=config.training.gradient_checkpointing,
-        packing=config.training.packing,
-        keep_publications=config.training.lag + 2,
-        replicas=replicas,
-    )
+    learner = _learner(config, layout, trained, run, folder, config.training.seed, replicas)
     sampler = _sampler(config, layout, served, tokenizer)
     return Hosted(
         layout.threads_each,
@@ -256,6 +288,31 @@ def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> 
         _with_configured(stops, config),
         trained,
         replicas,
+        bench=_bench(config, layout, trained.adapted, tokenizer) if config.lora else None,
+    )
+
+
+def _learner(
+    config: RunConfig,
+    layout: Layout,
+    trained: Any,
+    run: str,
+    folder: str,
+    seed: int,
+    replicas: Any = None,
+) -> TorchLearner:
+    from groupwise.learner.torch_learner import TorchLearner
+
+    return TorchLearner(
+        trained,
+        run=run,
+        publish_folder=Path(folder),
+        max_tokens_per_microbatch=layout.max_tokens_per_microbatch,
+        seed=seed,
+        gradient_checkpointing=config.training.gradient_checkpointing,
+        packing=config.training.packing,
+        keep_publications=config.training.lag + 2,
+        replicas=replicas,
     )
 
 
@@ -330,10 +387,68 @@ def _make_serving(config: RunConfig, layout: Layout, weights: str | None) -> Hos
     return Hosted(layout.threads_each, sampler, stop_token_ids=stops)
 
 
+def _make_base(config: RunConfig, layout: Layout) -> Hosted:
+    """The base with a sampler, which orders its weights for decoding, before there are ranks, for all models that come."""
+    from groupwise.models.config import LoraConfig
+    from groupwise.models.load import load_model, stop_token_ids
+    from groupwise.models.lora import AdaptedModel, new_lora_config
+    from groupwise.models.native.ready import ready_to_learn
+    from groupwise.models.native.weights import native_model
+    from groupwise.models.tokenizer import load_tokenizer
+    from groupwise.ranks.hosted import Hosted
+    from groupwise.sampler.weights import ServedModel
+
+    _prepare_process(layout)
+    tokenizer = load_tokenizer(config.model)
+    model = load_model(config.model, layout.dtype, layout.device)
+    model.requires_grad_(False)
+    sampler = _sampler(config, layout, ServedModel(model), tokenizer)
+    native = native_model(model)
+    if native is not None:
+        ready_to_learn(native)
+    adapted = AdaptedModel(model, new_lora_config(config.lora or LoraConfig()))
+    return Hosted(
+        layout.threads_each,
+        sampler,
+        stop_token_ids=_with_configured(stop_token_ids(model, tokenizer), config),
+        bench=_bench(config, layout, adapted, tokenizer),
+    )
+
+
+def _bench(config: RunConfig, layout: Layout, adapted: Any, tokenizer: Any) -> Bench:
+    """What makes models over this base later."""
+    from groupwise.ranks.bench import Bench
+
+    def make_weights(adapted: Any, name: str, new: NewModel) -> tuple[Any, Any]:
+        from groupwise.learner.weights import TrainedAdapter
+        from groupwise.models.adapters import check_adapter, starting_config, warn_of_other_base
+        from groupwise.models.lora import read_adapter, read_lora_config
+        from groupwise.sampler.weights import ServedAdapter
+
+        model = config.model.model_copy(update={"adapter": new.start, "adapter_revision": None})
+        check_adapter(model, new.lora, "the adapter to start from,")
+        shape = starting_config(model, new.lora, "the adapter to start from,")
+        start = None
+        if new.start is not None:
+            start = read_adapter(Path(new.start))
+            warn_of_other_base(read_lora_config(Path(new.start)), model, Path(new.start))
+        trained = TrainedAdapter(adapted, new.seed, start, name, shape)
+        return trained, ServedAdapter(adapted, f"{name}-served", shape)
+
+    def make_learner(trained: Any, new: NewModel) -> TorchLearner:
+        return _learner(config, layout, trained, new.run, new.folder, new.seed)
+
+    def make_sampler(served: Any) -> Sampler:
+        return _sampler(config, layout, served, tokenizer)
+
+    return Bench(adapted, make_weights, make_learner, make_sampler)
+
+
 _MAKERS: dict[Kind, Callable[..., Hosted]] = {
     "training": _make_training,
     "supervised": _make_supervised,
     "serving": _make_serving,
+    "base": _make_base,
 }
 
 

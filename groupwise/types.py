@@ -289,6 +289,9 @@ class Row:
     """None: the rollout has no other rows."""
     withheld: tuple[Withheld, ...] = ()
     """Where the policy could not draw every token, because of `SamplingParams.min_tokens`; they do not overlap."""
+    credits: tuple[float, ...] | None = None
+    """The credit of each token, as long as `completion_ids`, where a caller gives it itself; the loss `given` reads it in place of
+    `advantage` and `scale`, and no other loss does."""
 
 
 @dataclass(frozen=True, slots=True)

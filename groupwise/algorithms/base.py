@@ -57,6 +57,8 @@ class TokenBatch:
     """By the learner at the start of the batch; None: this is its first update, so they are the policy's own."""
     others: Others | None = None
     """None: each row is a whole rollout."""
+    credits_BT: Tensor | None = None
+    """`Row.credits` of each row; needed by the loss `given` alone."""
 
     @property
     def proximal_logprobs(self) -> Tensor:
@@ -72,6 +74,7 @@ class TokenBatch:
             self.right_BT,
             self.reference_logprobs_BT,
             self.proximal_logprobs_BT,
+            self.credits_BT,
         )
         shape = tuple(self.mask_BT.shape)
         assert len(shape) == 2, f"the mask is {shape}, it should be (rows, tokens)"

@@ -12,6 +12,7 @@ from groupwise.algorithms.cispo import Cispo
 from groupwise.algorithms.dapo import Dapo
 from groupwise.algorithms.dr_grpo import DrGrpo
 from groupwise.algorithms.family import GroupRelative
+from groupwise.algorithms.given import Given
 from groupwise.algorithms.grpo import Grpo
 from groupwise.algorithms.gspo import Gspo
 from groupwise.algorithms.reinforce_pp import ReinforcePp
@@ -32,19 +33,25 @@ def make(name: str, knobs: Mapping[str, Any]) -> Algorithm:
     """
     if name not in ALGORITHMS:
         raise ValueError(f"There is no algorithm {name!r}{_choose(name, ALGORITHMS)}")
-    kind = ALGORITHMS[name]
+    _check_names(ALGORITHMS[name], name, knobs)
+    return ALGORITHMS[name](**knobs)
+
+
+def from_spec(spec: LossSpec) -> Loss:
+    """The inverse of `Loss.loss_spec`: an algorithm, the supervised loss `sft`, or `given`."""
+    if spec.name == Sft.name and not spec.knobs:
+        return Sft()
+    if spec.name == Given.name:
+        _check_names(Given, spec.name, spec.knobs)
+        return Given(**spec.knobs)
+    return make(spec.name, spec.knobs)
+
+
+def _check_names(kind: type[GroupRelative | Given], name: str, knobs: Mapping[str, Any]) -> None:
     known = [knob.name for knob in fields(kind)]
     unknown = [f"{knob!r}{_choose(knob, known)}" for knob in knobs if knob not in known]
     if unknown:
         raise ValueError("\n".join(f"{name} has no knob {message}" for message in unknown))
-    return kind(**knobs)
-
-
-def from_spec(spec: LossSpec) -> Loss:
-    """The inverse of `Loss.loss_spec`: an algorithm, or the supervised loss `sft`."""
-    if spec.name == Sft.name and not spec.knobs:
-        return Sft()
-    return make(spec.name, spec.knobs)
 
 
 def _choose(given: str, known: Iterable[str]) -> str:

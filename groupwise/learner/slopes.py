@@ -16,7 +16,7 @@ from groupwise.learner.native.product import Product
 from groupwise.learner.weights import TrainedAdapter, TrainedWeights
 from groupwise.models.lora import ExactLoraLinear
 from groupwise.models.native.linear import Factors, Linear, Part
-from groupwise.models.native.weights import NativeModel, native_model
+from groupwise.models.native.weights import NativeModel
 
 TOKENS = 1024
 """Random inputs of a layer; so many make the slope sure to about 1 %."""
@@ -42,8 +42,8 @@ def trained_slopes(weights: TrainedWeights, learning_rate: float) -> list[Slope]
     if not isinstance(weights, TrainedAdapter):
         return []
     adapted = weights.adapted
-    native = native_model(adapted.base)
-    kinds = {path.rpartition(".")[2]: path for path in reversed(adapted.layers)}
+    native = adapted.native(weights.name)
+    kinds = {path.rpartition(".")[2]: path for path in reversed(adapted.layers_of(weights.name))}
     with torch.no_grad(), adapted.using(weights.name):
         return [
             Slope(path, _least(weights, native, path, learning_rate))

@@ -10,6 +10,7 @@ A learner holds one adapter over a base that others may share, or all weights of
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import math
@@ -101,7 +102,8 @@ class TorchLearner:
             losses = {f"loss/{name}": value for name, value in result.components.items()}
             for name, value in {**losses, **result.stats}.items():
                 sums[name] = sums.get(name, 0.0) + float(value.detach())
-            await asyncio.sleep(0)
+            with self._own_dropout():
+                await asyncio.sleep(0)
         return sums
 
     async def update(self, params: OptimiserParams) -> UpdateResult:
@@ -232,6 +234,13 @@ class TorchLearner:
             digest = hashlib.sha256(named.encode()).digest()
             torch.manual_seed(int.from_bytes(digest[:4], "big"))
 
+    def _own_dropout(self) -> contextlib.AbstractContextManager[None]:
+        """While this is open, others of this process may draw, and then dropout goes on where it was."""
+        if not self._dropout:
+            return contextlib.nullcontext()
+        device = self._weights.model.device
+        return torch.random.fork_rng([] if device.type == "cpu" else [device])
+
     def _make_optimiser_state(self, names: AbstractSet[str]) -> None:
         """Moments of these parameters alone: one that has never had a gradient has none."""
         self._optimiser.state.clear()
@@ -315,6 +324,7 @@ def token_batch(batch: Batch, forward: Forward) -> TokenBatch:
         reference_logprobs_BT=where_present([row.reference_logprobs for row in batch.rows]),
         proximal_logprobs_BT=where_present([row.proximal_logprobs for row in batch.rows]),
         others=_others(batch, device),
+        credits_BT=where_present([row.credits for row in batch.rows]),
     )
 
 

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, Protocol
 
+from peft import LoraConfig
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from groupwise.models.files import disk_errors, read_model_tensors
 from groupwise.models.lora import WEIGHTS, AdaptedModel, copy_exactly, read_adapter
 from groupwise.models.native.linear import Factors
-from groupwise.models.native.weights import NativeModel, native_model
+from groupwise.models.native.weights import NativeModel
 from groupwise.models.tokenizer import quiet
 from groupwise.types import PolicyRole
 
@@ -77,14 +78,16 @@ class TrainedAdapter:
         seed: int,
         start: dict[str, Tensor] | None = None,
         name: str = "policy",
+        config: LoraConfig | None = None,
     ) -> None:
+        """`name`: which of the adapters over that base it is; `config`: its shape, None for the one that the base was given."""
         self.adapted = adapted
         self.name = name
         self._reference: str | None = None
-        adapted.add(name, trainable=True, seed=seed)
+        adapted.add(name, trainable=True, seed=seed, config=config)
         if start is not None:
             self._reference = f"{name}-start"
-            adapted.add(self._reference, trainable=False, seed=seed)
+            adapted.add(self._reference, trainable=False, seed=seed, config=config)
             adapted.write(self._reference, start, "the starting adapter")
             adapted.write(name, start, "the starting adapter")
 
@@ -101,7 +104,7 @@ class TrainedAdapter:
 
     @property
     def dropout(self) -> float:
-        return self.adapted.config.lora_dropout
+        return self.adapted.configs[self.name].lora_dropout
 
     @contextlib.contextmanager
     def acting(self, *, dropout: bool) -> Iterator[None]:
@@ -120,7 +123,7 @@ class TrainedAdapter:
                 self.dropout,
             )
             return None
-        return native_model(self.model)
+        return self.adapted.native(self.name)
 
     def factors(self, role: PolicyRole) -> dict[str, Factors]:
         name = self.name if role == "policy" else self._reference
@@ -131,6 +134,12 @@ class TrainedAdapter:
 
     def read(self, folder: Path) -> None:
         copy_exactly(self.parameters(), read_adapter(folder), str(folder / WEIGHTS))
+
+    def remove(self) -> None:
+        """Take the adapter off the base, with the one that it started from."""
+        for name in (self.name, self._reference):
+            if name is not None:
+                self.adapted.remove(name)
 
 
 class TrainedModel:

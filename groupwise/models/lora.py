@@ -1,7 +1,8 @@
 """Low-rank adapters over one frozen base, in the file format of peft.
 
 Several adapters live side by side on the same base: the one that is trained, the one that the sampler serves (a copy that came
-through a published file), and the one that a run started from (the reference for KL). `AdaptedModel.using` says which one acts.
+through a published file), and the one that a run started from (the reference for KL); and those of other models over that base, each of
+a rank and with layers of its own. They come and go one by one and never touch each other. `AdaptedModel.using` says which one acts.
 
 The arithmetic is our own: the low-rank product is added *before* the base output is rounded. With a base in bfloat16, adding
 it afterwards, as peft's layer does, loses most of a change made at the learning rates of RL. The factors are kept in float32.
@@ -12,8 +13,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,6 +31,9 @@ from groupwise.errors import ModelError
 from groupwise.models import config as settings_of_models
 from groupwise.models.files import read_json, read_tensors, write_tensors
 from groupwise.models.native.linear import Factors
+from groupwise.models.native.weights import NativeModel, native_model
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "base_model.model."
 WEIGHTS = "adapter_model.safetensors"
@@ -66,7 +71,7 @@ class ExactLoraLinear(PeftLinear):
     def forward(self, x: Tensor) -> Tensor:
         base = cast("nn.Linear", self.get_base_layer())
         name = self.switch.active
-        if name is None:
+        if name is None or name not in self.lora_A:  # that one leaves this layer alone
             return base(x)
         down, up = self.factors(name)
         up = up * self.scaling[name]
@@ -79,23 +84,28 @@ class ExactLoraLinear(PeftLinear):
 
 
 class AdaptedModel:
-    """A frozen base with named adapters of one shape."""
+    """A frozen base with named adapters, each of a shape of its own."""
 
     def __init__(self, base: PreTrainedModel, config: LoraConfig) -> None:
         self.base = base
         self.config = config
+        """The shape of adapters that are added without one."""
+        self.configs: dict[str, LoraConfig] = {}
+        """That of each adapter there is, by its name."""
         self.switch = AdapterSwitch()
         self.layers: dict[str, ExactLoraLinear] = {}
+        """Those that some adapter changes, in the order of the base."""
 
-    def add(self, name: str, *, trainable: bool, seed: int) -> None:
-        """Add an adapter that changes nothing yet: A random from `seed`, B zero (Hu et al. 2021, §4.1)."""
-        if self.layers:
-            for layer in self.layers.values():
-                layer.update_layer(
-                    name, self.config.r, lora_alpha=self.config.lora_alpha, config=self.config
-                )
-        else:
-            self._inject(name)
+    def add(
+        self, name: str, *, trainable: bool, seed: int, config: LoraConfig | None = None
+    ) -> None:
+        """Add an adapter that changes nothing yet: A random from `seed`, B zero (Hu et al. 2021, §4.1).
+
+        Raises `ModelError` for targets that cannot be; then all is as before.
+        """
+        assert name not in self.configs, f"there is an adapter {name} already"
+        with self._others_as_they_are():
+            self._inject(name, self.config if config is None else config)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for key, parameter in self.parameters(name).items():
@@ -108,10 +118,41 @@ class AdaptedModel:
                 else:
                     parameter.zero_()
 
+    def remove(self, name: str) -> None:
+        """Forget an adapter. A layer that no other one changes is the base's own again."""
+        self.configs.pop(name, None)
+        with self._others_as_they_are():
+            for path, layer in self._adapted_modules():
+                layer._active_adapter = []  # peft would make another one act, and warn of it
+                layer.delete_adapter(name)
+                if not layer._all_available_adapter_names():
+                    self.base.set_submodule(path, layer.get_base_layer())
+        self._take_stock()
+
+    def layers_of(self, name: str) -> dict[str, ExactLoraLinear]:
+        """The layers that an adapter changes, in the order of the base."""
+        assert name in self.configs, f"there is no adapter {name}"
+        return {path: layer for path, layer in self.layers.items() if name in layer.lora_A}
+
+    def native(self, name: str) -> NativeModel | None:
+        """The base as plain matrices; None, with the reason in the log, where it cannot be, or not with this adapter."""
+        model = native_model(self.base)
+        if model is None:
+            return None
+        known = {part.path for linear in model.products for part in linear.parts}
+        others = [path for path in self.layers_of(name) if path not in known]
+        if others:
+            logger.warning(
+                "a model is sampled and trained by transformers' modules, which is slower, because its adapter changes %s",
+                ", ".join(others[:4]),
+            )
+            return None
+        return model
+
     def parameters(self, name: str) -> dict[str, nn.Parameter]:
         """The adapter's factors under the names that peft gives them in files, sorted."""
         found: dict[str, nn.Parameter] = {}
-        for path, layer in self.layers.items():
+        for path, layer in self.layers_of(name).items():
             down, up = layer.factors(name)
             found[f"{PREFIX}{path}.lora_A.weight"] = down
             found[f"{PREFIX}{path}.lora_B.weight"] = up
@@ -121,7 +162,7 @@ class AdaptedModel:
         """What the adapter adds to each layer, by the layer's name in the base; the factors themselves, not copies."""
         return {
             path: Factors(*layer.factors(name), layer.scaling[name])
-            for path, layer in self.layers.items()
+            for path, layer in self.layers_of(name).items()
         }
 
     def write(self, name: str, tensors: Mapping[str, Tensor], origin: str) -> None:
@@ -131,6 +172,7 @@ class AdaptedModel:
     @contextlib.contextmanager
     def using(self, name: str | None, *, dropout: bool = False) -> Iterator[PreTrainedModel]:
         """The base with this adapter acting (None: the plain base)."""
+        assert name is None or name in self.configs, f"there is no adapter {name}"
         before = self.switch.active, self.switch.dropout
         self.switch.active, self.switch.dropout = name, dropout
         try:
@@ -144,39 +186,77 @@ class AdaptedModel:
             key: value.detach().cpu().clone() for key, value in self.parameters(name).items()
         }
         write_tensors(tensors, folder / WEIGHTS)
-        described = {**self.config.to_dict(), "inference_mode": True}
+        config = self.configs[name]
+        described = {**config.to_dict(), "inference_mode": True}
         described["base_model_name_or_path"] = (
-            self.config.base_model_name_or_path or self.base.config._name_or_path
+            config.base_model_name_or_path or self.base.config._name_or_path
         )
         (folder / CONFIG).write_text(
             json.dumps(described, indent=2, sort_keys=True, default=_plain)
         )
 
-    def _inject(self, name: str) -> None:
-        self.config._register_custom_module({nn.Linear: ExactLoraLinear})
+    def _inject(self, name: str, config: LoraConfig) -> None:
+        config._register_custom_module({nn.Linear: ExactLoraLinear})
         try:
-            inject_adapter_in_model(self.config, self.base, adapter_name=name)
+            inject_adapter_in_model(config, self.base, adapter_name=name)
+            self._check_targets(name, config)
         except ValueError as error:
+            self.remove(name)
             raise ModelError(_no_target(self.base, str(error).rstrip("."))) from error
-        others: list[str] = []
-        for path, module in self.base.named_modules():
-            if isinstance(module, ExactLoraLinear):
-                module.switch = self.switch
-                self.layers[path] = module
-            elif isinstance(module, BaseTunerLayer):
-                others.append(path)
-        self._check_targets(others)
-        self.base.requires_grad_(False)
+        self.configs[name] = config
+        self._take_stock()
+        for layer in self.layers.values():
+            layer.switch = self.switch
 
-    def _check_targets(self, others: list[str]) -> None:
-        """Raise `ModelError` for targets that peft passed over in silence, or that are no plain linear layers."""
-        targets = self.config.target_modules
+    def _check_targets(self, name: str, config: LoraConfig) -> None:
+        """Raise ValueError for targets that peft passed over in silence, or that are no plain linear layers."""
+        changed = [(path, each) for path, each in self._adapted_modules() if _has(each, name)]
+        others = [path for path, each in changed if not isinstance(each, ExactLoraLinear)]
+        targets = config.target_modules
         named = [] if targets is None or isinstance(targets, str) else sorted(targets)
-        paths = [f".{path}" for path in self.layers]
+        paths = [f".{path}" for path, _ in changed if path not in others]
         idle = [name for name in named if not any(path.endswith(f".{name}") for path in paths)]
-        if others or idle or not self.layers:
+        if others or idle or not paths:
             wrong = ", ".join(others[:4] or idle) or "none was found"
-            raise ModelError(_no_target(self.base, f"an adapter needs linear layers ({wrong})"))
+            raise ValueError(f"an adapter needs linear layers ({wrong})")
+
+    def _take_stock(self) -> None:
+        """Look which layers have adapters now. What peft notes at the base would be the last one's alone."""
+        vars(self.base).pop("peft_config", None)
+        found = self._adapted_modules()
+        self.layers = {path: each for path, each in found if isinstance(each, ExactLoraLinear)}
+
+    def _adapted_modules(self) -> list[tuple[str, BaseTunerLayer]]:
+        return [
+            (path, module)
+            for path, module in self.base.named_modules()
+            if isinstance(module, BaseTunerLayer)
+        ]
+
+    @contextlib.contextmanager
+    def _others_as_they_are(self) -> Generator[None]:
+        """Which adapters are trained is up to their owners: peft would have it be one. The base is frozen."""
+        owned = [each for name in self.configs for each in self.parameters(name).values()]
+        trained = [parameter for parameter in owned if parameter.requires_grad]
+        try:
+            yield
+        finally:
+            self.base.requires_grad_(False)
+            for parameter in trained:
+                parameter.requires_grad_(True)
+
+
+def layer_kinds(base: PreTrainedModel) -> dict[str, tuple[str, ...]]:
+    """The linear layers of a base, by their full names: those of `attention`, of the `mlp`, and the output head, `unembed`."""
+    head = base.get_output_embeddings()
+    kinds: dict[str, list[str]] = {"attention": [], "mlp": [], "unembed": []}
+    for path, module in base.named_modules():
+        if ".lora_" in path or path.endswith(".base_layer"):
+            continue
+        if isinstance(module, (nn.Linear, ExactLoraLinear)):
+            kind = "unembed" if module is head else "attention" if "att" in path else "mlp"
+            kinds[kind].append(path)
+    return {kind: tuple(paths) for kind, paths in kinds.items()}
 
 
 def new_lora_config(settings: settings_of_models.LoraConfig) -> LoraConfig:
@@ -267,6 +347,10 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
         digest.update(f"{key}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
         digest.update(tensor.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()[:16]
+
+
+def _has(layer: BaseTunerLayer, name: str) -> bool:
+    return name in layer._all_available_adapter_names()
 
 
 def _no_target(base: PreTrainedModel, problem: str) -> str:

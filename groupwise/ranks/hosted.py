@@ -9,17 +9,20 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+from groupwise.errors import UsageError
 from groupwise.learner.replicas import Replicas
 from groupwise.learner.slopes import Slope, trained_slopes
 from groupwise.models.machine import prepare_process
 from groupwise.models.probes import peak_memory, shared_memory
 from groupwise.models.profile import MarkedLearner, Trace, traced
+from groupwise.ranks.bench import Bench
+from groupwise.ranks.beside import Added, NewModel
 from groupwise.types import Learner, Sampler
 
 
 @dataclass(slots=True)
 class Hosted:
-    """Sampler and learner over one model."""
+    """Sampler and learner over one model, and models beside it that this process alone computes."""
 
     threads: int
     """Of each rank."""
@@ -31,6 +34,8 @@ class Hosted:
     replicas: Replicas | None = None
     """What its learner has in common with those of the other ranks; None where it learns alone, or not at all."""
     tracing: Tracing | None = None
+    bench: Bench | None = None
+    """Where models beside this one stand; None where all weights of the base are trained."""
 
     def join(self, rank: int) -> None:
         """Be a rank from now on."""
@@ -50,6 +55,34 @@ class Hosted:
     def held_memory(self) -> tuple[int, int | None]:
         """Bytes that this process held at most, and those that it shares now, if that can be told."""
         return peak_memory("cpu"), shared_memory()
+
+    async def add_model(self, name: str, new: NewModel) -> Added:
+        """Make a model beside this one in this process; see `groupwise.ranks.beside.Models.add`."""
+        return self._bench().add(name, new)
+
+    async def drop_model(self, name: str) -> None:
+        """Forget it; see `groupwise.ranks.beside.Models.drop`."""
+        await self._bench().drop(name)
+
+    async def of_model(self, name: str, what: str, *arguments: Any) -> Any:
+        """Call something of it, `learner.update`."""
+        return await self._bench().call(name, what, *arguments)
+
+    def of_model_now(self, name: str, what: str, *arguments: Any) -> Any:
+        """The same of what is not async."""
+        return self._bench().call_now(name, what, *arguments)
+
+    async def layer_kinds(self) -> dict[str, tuple[str, ...]]:
+        """See `groupwise.models.lora.layer_kinds`."""
+        return self._bench().layer_kinds()
+
+    def _bench(self) -> Bench:
+        if self.bench is None:
+            raise UsageError(
+                "All weights of the model in memory are trained (lora is null), so it is no base that others could share. Train an "
+                "adapter instead (lora: {}), or end this training first."
+            )
+        return self.bench
 
     def begin_trace(self) -> None:
         """Trace what this process does from now on, the learner's calls by their names."""

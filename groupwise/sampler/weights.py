@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
+from peft import LoraConfig
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -45,11 +46,14 @@ class ServedWeights(Protocol):
 class ServedAdapter:
     """An adapter of the sampler's own, over a base that the learner may share."""
 
-    def __init__(self, adapted: AdaptedModel, name: str = "served") -> None:
+    def __init__(
+        self, adapted: AdaptedModel, name: str = "served", config: LoraConfig | None = None
+    ) -> None:
+        """`name`: which of the adapters over that base it is; `config`: its shape, None for the one that the base was given."""
         self.adapted = adapted
         self.name = name
         self.model = adapted.base
-        adapted.add(name, trainable=False, seed=0)
+        adapted.add(name, trainable=False, seed=0, config=config)
 
     def read(self, folder: Path) -> None:
         self.adapted.write(self.name, read_adapter(folder), str(folder))
@@ -63,10 +67,14 @@ class ServedAdapter:
             yield
 
     def native(self) -> NativeModel | None:
-        return _packed(native_model(self.model))
+        return _packed(self.adapted.native(self.name))
 
     def factors(self) -> dict[str, Factors]:
         return self.adapted.low_rank(self.name)
+
+    def remove(self) -> None:
+        """Take the adapter off the base."""
+        self.adapted.remove(self.name)
 
 
 class ServedModel:

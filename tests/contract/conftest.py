@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +109,68 @@ def _ranks(folder: Path) -> Pair:
     )
 
 
+def _added(processes: int, folder: Path) -> Pair:
+    """A model beside another one, over a base that was loaded without any; with ranks one of them computes it."""
+    from dataclasses import replace
+
+    from groupwise import build, machine_layout
+    from groupwise.config import load_config
+    from groupwise.models.config import LoraConfig
+    from groupwise.models.tiny import tiny_tokenizer
+    from groupwise.ranks.beside import NewModel
+
+    config = load_config({"model": {"name": "tiny", "dtype": "float32"}}).config
+    layout = machine_layout.choose_layout(config, 20)
+    layout = replace(
+        layout, processes=processes, threads=processes, slots=8, key_length=64,
+        max_tokens_per_microbatch=4096,
+    )  # fmt: skip
+
+    async def made() -> tuple[build.BaseParts, Any]:
+        base = await build.start_base(config, layout)
+        models = build.models_over(base, 2)
+        for name, shape in (
+            ("other", LoraConfig(r=2, target_modules=("q_proj",))),
+            ("contract", LoraConfig(r=4, alpha=8)),
+        ):
+            own = NewModel(run=name, folder=str(folder / name), seed=1, lora=shape)
+            added = await models.add(name, own)
+        return base, added
+
+    base, parts = asyncio.run(made())
+    tokenizer = tiny_tokenizer()
+    return Pair(
+        parts.sampler,
+        parts.learner,
+        tokenizer,
+        tokenizer.eos_token_id,
+        lambda: _shift_saved(parts.learner, folder / "shifted"),
+        base.close,
+    )
+
+
+def _shift_saved(learner: Learner, folder: Path) -> None:
+    """Change the weights of a learner that may be in another process."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from groupwise.models.lora import WEIGHTS
+
+    folder.mkdir(parents=True, exist_ok=True)
+    learner.save(str(folder))
+    tensors = load_file(folder / WEIGHTS)
+    _shift(tensors, torch)
+    save_file(tensors, folder / WEIGHTS)
+    learner.load(str(folder))
+
+
 MAKERS = {
     "fake": _fakes,
     "torch-adapter": _torch_adapter,
     "torch-full": _torch_full,
     "ranks": _ranks,
+    "torch-added": partial(_added, 1),
+    "ranks-added": partial(_added, 2),
 }
 
 
@@ -119,7 +178,7 @@ MAKERS = {
 def pair(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Pair]:
-    if request.param == "ranks":
+    if request.param.startswith("ranks"):
         fork_zygotes(monkeypatch)
     made = MAKERS[request.param](tmp_path / "published")
     yield made

@@ -10,6 +10,7 @@
 8. A successor goes back to the last checkpoint, has manifests and metrics of all steps, and takes the later ones again to the same weights.
 9. What a client calls the tokenizer has the hash that was told.
 10. A closed run stays readable on the disk; a finished one has its final weights. An engine can be closed twice.
+11. A request that is under way can be read as it grows: what is shown is always the beginning of what it becomes.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ class Host:
 
     make: Callable[[], Awaitable[Engine]]
     config: Mapping[str, Any]
+    grows: bool
+    """Whether what it writes is shown as it grows."""
 
     def order(self, **given: Any) -> OpenRun:
         return OpenRun(self.config, LONGEST_PROMPT, **given)
@@ -87,7 +90,7 @@ async def host(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
         },
         "run": {"name": "contract", "dir": str(tmp_path), "save_steps": SAVE_STEPS, "threads": 1},
     }
-    yield Host(make, config)
+    yield Host(make, config, request.param == "core")
     for engine in made:
         await engine.close()
 
@@ -162,7 +165,10 @@ async def test_what_can_be_asked_of_a_request(host: Host):
         (segment,) = rollout.segments
         assert len(segment.token_ids) <= 2
         assert (segment.params.max_tokens, segment.params.temperature) == (2, 0.5)
-        assert segment.seed == member_seed(99, 7, member)
+        assert segment.seed == member_seed(99, 0, member)
+    elsewhere = await engine.sample(SampleOrder(8, "sort these", members=5, sampling=asked))
+    texts = [rollout.completion for rollout in found.group.rollouts]
+    assert [rollout.completion for rollout in elsewhere.group.rollouts] == texts
     chat = await engine.sample(SampleOrder(8, [{"role": "user", "content": "ab"}]))
     assert chat.group.prompt_seen
     free = SampleOrder(9, "sort", sampling=Sampling(top_p=0.9), trains=False)
@@ -206,6 +212,27 @@ async def test_a_cancelled_request_disturbs_nobody(host: Host):
     assert await engine.sample(SampleOrder(7, "sort these")) == first
     assert await engine.partial(8) == ()
     assert (await engine.probe()).sampling == 0
+
+
+async def test_a_request_can_be_read_as_it_grows(host: Host):
+    engine = await host.make()
+    await engine.open(host.order())
+    order = SampleOrder(7, "sort these", sampling=Sampling(seed=1))
+    task = asyncio.create_task(engine.sample(order))
+    seen = []
+    while not task.done():
+        seen.append(await engine.partial(7))
+        await asyncio.sleep(0)
+    group = task.result().group
+    for texts in filter(None, seen):
+        for text, rollout in zip(texts, group.rollouts, strict=True):
+            assert rollout.completion.startswith(text)
+    assert len({*seen}) > 3 or not host.grows
+    ids = group.rollouts[0].completion_ids
+    texts = await engine.token_texts(ids)
+    assert len(texts) == len(ids)
+    written = group.rollouts[0].completion
+    assert "".join(text for text in texts if text in written) == written
 
 
 async def test_a_step(host: Host):

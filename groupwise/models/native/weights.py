@@ -118,7 +118,7 @@ class NativeModel:
             for index, layer in enumerate(body.layers)
         ]
         self.norm_H = body.norm.weight.detach().float()
-        head = cast("nn.Linear", model.get_output_embeddings())
+        head = _plain(cast("nn.Module", model.get_output_embeddings()))
         self.head = Linear(
             (), head.weight.detach(), None if head.bias is None else head.bias.detach()
         )
@@ -321,8 +321,6 @@ def refusal(model: PreTrainedModel) -> str | None:
         return f"its rotary positions ({rotary.rope_type}) depend on the length of the text"
     if 2 * len(rotary.inv_freq) != head_size(config):
         return "its rotary positions turn a part of each head only"
-    if isinstance(model.get_output_embeddings(), BaseTunerLayer):
-        return "an adapter changes its head"
     if isinstance(model.get_input_embeddings(), BaseTunerLayer):
         return "an adapter changes its embeddings"
     return _unreadable(model)
@@ -346,7 +344,7 @@ def _matrices(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
         for owner, children in PRODUCTS.values():
             for child in children:
                 yield f"{child} of layer {number}", _plain(getattr(getattr(layer, owner), child))
-    yield "its head", model.get_output_embeddings()
+    yield "its head", _plain(cast("nn.Module", model.get_output_embeddings()))
     yield "its table of embeddings", model.get_input_embeddings()
 
 

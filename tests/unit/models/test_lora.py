@@ -19,10 +19,12 @@ from groupwise.models.lora import (
     AdaptedModel,
     copy_exactly,
     fingerprint,
+    layer_kinds,
     new_lora_config,
     read_adapter,
     read_lora_config,
 )
+from groupwise.models.native.weights import native_model
 from groupwise.models.tiny import tiny_model
 
 IDS = torch.tensor([[7, 8, 9, 30, 31, 4, 50, 66]])
@@ -149,11 +151,132 @@ def test_adapters_side_by_side_do_not_touch_each_other():
     assert not any(p.requires_grad for p in model.base.parameters() if id(p) not in adapters)
 
 
-def test_every_adapter_has_the_same_scaling():
+def test_a_copy_has_the_scaling_of_its_original():
     model = trained()
     model.add("served", trainable=False, seed=9)
     model.write("served", {k: p.detach() for k, p in model.parameters("policy").items()}, "a copy")
     assert torch.equal(logits(model, "served"), logits(model, "policy"))
+
+
+# Adapters of several shapes on one base
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "narrow": {"r": 2, "alpha": 6, "target_modules": ("q_proj", "v_proj")},
+    "mlp": {"r": 8, "alpha": 8, "dropout": 0.5, "target_modules": ("up_proj", "down_proj")},
+    "head": {"r": 3, "alpha": 3, "target_modules": ("lm_head",)},
+    "all": {"r": 5, "alpha": 10},
+}
+TIED = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+
+
+def add_shape(model: AdaptedModel, name: str) -> None:
+    config = new_lora_config(LoraConfig(**SHAPES[name]))
+    model.add(name, trainable=name != "mlp", seed=len(name), config=config)
+    randomise(model, name, seed=len(name))
+
+
+def of_shapes(*names: str, dtype=torch.float32) -> AdaptedModel:
+    model = adapted(dtype)
+    for name in names:
+        add_shape(model, name)
+    return model
+
+
+@TIED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", SHAPES)
+def test_an_adapter_is_what_it_would_be_alone(name, dtype, tmp_path):
+    """Whichever shapes came before and after it, and went."""
+    alone = of_shapes(name, dtype=dtype)
+    others = [each for each in SHAPES if each != name]
+    model = of_shapes(others[0], others[1], name, others[2], dtype=dtype)
+    model.remove(others[1])
+    assert torch.equal(logits(model, name), logits(alone, name))
+    assert fingerprint(model.parameters(name)) == fingerprint(alone.parameters(name))
+    assert [*model.low_rank(name)] == [*alone.low_rank(name)]
+    trained = {p.requires_grad for p in model.parameters(name).values()}
+    assert trained == {name != "mlp"}
+    files = [saved(each, tmp_path / str(n), name) / CONFIG for n, each in enumerate((model, alone))]
+    assert files[0].read_text() == files[1].read_text()
+    assert json.loads(files[0].read_text())["r"] == SHAPES[name]["r"]
+    assert torch.equal(logits(model, None), logits(adapted(dtype), None))
+
+
+@TIED
+def test_packed_weights_stay_where_they_are():
+    """A base that is computed natively is packed once, before any adapter or after some."""
+    model = adapted()
+    native = native_model(model.base)
+    assert native is not None
+    native.pack()
+    kept = [(each.weight_OI, each.weight_OI.clone(), each._packed) for each in native.products]
+    for name in SHAPES:
+        add_shape(model, name)
+        assert (model.native(name) is native) == (name != "head")
+    model.remove("all")
+    for linear, (weight, copy, packed) in zip(native.products, kept, strict=True):
+        assert linear.weight_OI is weight
+        assert linear._packed is packed
+        assert torch.equal(weight, copy)
+
+
+@TIED
+def test_an_adapter_of_the_head_is_computed_by_modules_and_no_other(caplog):
+    model = of_shapes("head", "narrow")
+    assert model.native("narrow") is not None
+    assert not caplog.records
+    assert model.native("head") is None
+    assert "its adapter changes lm_head" in caplog.text
+
+
+@TIED
+def test_an_adapter_that_is_removed_leaves_the_base_as_it_was():
+    fresh = adapted()
+    model = of_shapes(*SHAPES)
+    for name in SHAPES:
+        model.remove(name)
+    assert not model.layers
+    assert [*map(type, model.base.modules())] == [*map(type, fresh.base.modules())]
+    wanted = fresh.base.state_dict()
+    assert all(torch.equal(value, wanted[key]) for key, value in model.base.state_dict().items())
+    add_shape(model, "narrow")
+    assert torch.equal(logits(model, "narrow"), logits(of_shapes("narrow"), "narrow"))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")  # it warns of what is refused afterwards
+@pytest.mark.parametrize("targets", [("nope",), ("k_proj", "v_prj"), ("embed_tokens", "k_proj")])
+def test_an_adapter_that_is_refused_leaves_the_others_as_they_are(targets):
+    model = of_shapes("narrow", "mlp")
+    before = {name: logits(model, name) for name in ("narrow", "mlp")}
+    layers = [*model.layers]
+    config = new_lora_config(LoraConfig(r=7, target_modules=targets))
+    with pytest.raises(ModelError, match=r"lora\.target_modules"):
+        model.add("bad", trainable=True, seed=0, config=config)
+    assert [*model.layers] == layers
+    assert [*model.configs] == ["narrow", "mlp"]
+    assert all(torch.equal(logits(model, name), before[name]) for name in before)
+    assert all(p.requires_grad for p in model.parameters("narrow").values())
+    assert not any(p.requires_grad for p in model.parameters("mlp").values())
+
+
+def test_an_adapter_that_is_not_there_does_not_act_as_the_base():
+    model = of_shapes("narrow")
+    model.remove("narrow")
+    with pytest.raises(AssertionError, match="no adapter narrow"), model.using("narrow"):
+        pass
+
+
+@TIED
+def test_kinds_of_layers():
+    bare = layer_kinds(tiny_model())
+    assert bare["unembed"] == ("lm_head",)
+    kinds = {path.rpartition(".")[2] for path in bare["mlp"]}
+    assert kinds == {"gate_proj", "up_proj", "down_proj"}
+    assert layer_kinds(of_shapes(*SHAPES).base) == bare
+    shape = LoraConfig(r=2, target_modules=bare["attention"])
+    model = AdaptedModel(tiny_model(), new_lora_config(shape))
+    model.add("policy", trainable=True, seed=0)
+    assert [*model.layers] == [*bare["attention"]]
 
 
 def test_the_base_holds_nothing_of_its_adapters():

@@ -1,0 +1,114 @@
+"""Losses for a caller who gives the credit of every token itself, as a sum that nothing is divided by.
+
+    log_probability  −Σ c · log-probability
+    ratio            −Σ c · ratio
+    clipped_ratio    −Σ min(c · ratio, c · clip(ratio, clip_low, clip_high))
+    clipped_weight   −Σ c · sg[ clip(ratio, clip_low, clip_high) ] · log-probability
+
+c is the credit of a token (`Row.credits`): the weight of a teacher's token, or an advantage, which may differ within a rollout. ratio is
+exp(policy log-probability − sampling log-probability), and sg stops its gradient. `Row.advantage` and `Row.scale` play no part. The
+client of the training server's verbs calls these cross_entropy, importance_sampling, ppo and cispo.
+
+Degenerate cases: a token with mask 0 has neither value nor gradient, whatever its credit; without a trained token the sum is 0. The
+sampling log-probabilities play no part in log_probability.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import ClassVar, Literal
+
+from groupwise.algorithms import ops
+from groupwise.algorithms.base import LossResult, Tensor, TokenBatch
+from groupwise.algorithms.knobs import check_knobs
+from groupwise.types import LossSpec
+
+Surrogate = Literal["log_probability", "ratio", "clipped_ratio", "clipped_weight"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """What is maximised for each token is its credit times one of four surrogates."""
+
+    name: ClassVar[str] = "given"
+
+    surrogate: Surrogate = field(
+        default="log_probability",
+        metadata={"description": "What the credit of a token multiplies; see the module."},
+    )
+    clip_low: float = field(
+        default=0.8,
+        metadata={"description": "The ratio is clipped below at this.", "ge": 0.0, "le": 1.0},
+    )
+    clip_high: float = field(
+        default=1.2,
+        metadata={"description": "The ratio is clipped above at this.", "ge": 1.0},
+    )
+
+    def __post_init__(self) -> None:
+        check_knobs(self)
+
+    @property
+    def needs_reference(self) -> bool:
+        """There is no penalty."""
+        return False
+
+    @property
+    def needs_proximal(self) -> bool:
+        """The ratio is taken against the sampler."""
+        return False
+
+    @property
+    def needs_entropy_gradient(self) -> bool:
+        """There is no bonus."""
+        return False
+
+    @property
+    def needs_accuracy(self) -> bool:
+        """Nobody asks for it."""
+        return False
+
+    def loss_spec(self) -> LossSpec:
+        """Name and every knob."""
+        return LossSpec(self.name, asdict(self))
+
+    def loss(self, batch: TokenBatch) -> LossResult:
+        """The sum at the top of this module, as the component `policy`. ValueError where the batch has no credits."""
+        if batch.credits_BT is None:
+            raise ValueError(
+                "The loss `given` needs the credit of each token, but the batch has none. Fill `Row.credits`, or take an algorithm."
+            )
+        credits_BT = batch.credits_BT.masked_fill(batch.mask_BT == 0, 0.0)
+        value_BT, stats = self._value(batch, credits_BT)
+        total = -value_BT.masked_fill(batch.mask_BT == 0, 0.0).sum()
+        return LossResult(
+            {"policy": total}, ops.summed({**ops.token_stats(batch), **stats}, value_BT)
+        )
+
+    def _value(self, batch: TokenBatch, credits_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """What is maximised, and statistics, both per token."""
+        masked = batch.mask_BT == 0
+        logprobs_BT = batch.policy_logprobs_BT.masked_fill(masked, 0.0)
+        if self.surrogate == "log_probability":
+            return credits_BT * logprobs_BT, {}
+        sampled_BT = batch.sampling_logprobs_BT.detach()
+        log_ratio_BT = ops.masked_difference(batch.policy_logprobs_BT, sampled_BT, batch.mask_BT)
+        ratio_BT = ops.bounded(log_ratio_BT).exp()
+        seen_BT = ratio_BT.detach()
+        stats = {
+            "ratio": seen_BT.masked_fill(masked, 0.0),
+            "logprob_gap": log_ratio_BT.detach().abs(),
+        }
+        if self.surrogate == "ratio":
+            return credits_BT * ratio_BT, stats
+        low_BT, high_BT = seen_BT < self.clip_low, seen_BT > self.clip_high
+        if self.surrogate == "clipped_weight":
+            capped = {
+                "clip_low": low_BT & (credits_BT != 0),
+                "clip_high": high_BT & (credits_BT != 0),
+            }
+            weight_BT = seen_BT.clamp(self.clip_low, self.clip_high)
+            return credits_BT * weight_BT * logprobs_BT, stats | capped
+        clipped_BT = ratio_BT.clamp(self.clip_low, self.clip_high)
+        stopped = {"clip_low": low_BT & (credits_BT < 0), "clip_high": high_BT & (credits_BT > 0)}
+        return (credits_BT * ratio_BT).minimum(credits_BT * clipped_BT), stats | stopped

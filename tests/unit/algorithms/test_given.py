@@ -1,0 +1,113 @@
+"""Losses whose credits are given: closed forms for each surrogate, per token, and nothing from outside the mask."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from groupwise.algorithms.base import TokenBatch
+from groupwise.algorithms.given import Given, Surrogate
+from groupwise.algorithms.registry import ALGORITHMS, from_spec
+from groupwise.types import LossSpec, from_json, to_json
+
+RATIOS = [1.5, 0.5, 1.5, 0.5, 1.1]
+CREDITS = [1.0, 2.0, -1.0, -2.0, 3.0]
+LOGPROBS = [-0.5, -1.0, -2.0, -0.25, -0.125]
+
+
+def _batch(batch) -> TokenBatch:
+    sampled = [value - math.log(ratio) for value, ratio in zip(LOGPROBS, RATIOS, strict=True)]
+    rows = batch([LOGPROBS], sampling=[sampled], advantages=[math.nan], scales=[math.nan])
+    return replace(rows, credits_BT=torch.tensor([CREDITS], dtype=torch.float64))
+
+
+def _sum(values: list[float]) -> float:
+    return math.fsum(values)
+
+
+@pytest.mark.parametrize(
+    ("surrogate", "value", "gradient"),
+    [
+        (
+            "log_probability",
+            -_sum([c * p for c, p in zip(CREDITS, LOGPROBS, strict=True)]),
+            [-c for c in CREDITS],
+        ),
+        (
+            "ratio",
+            -_sum([c * r for c, r in zip(CREDITS, RATIOS, strict=True)]),
+            [-c * r for c, r in zip(CREDITS, RATIOS, strict=True)],
+        ),
+        ("clipped_ratio", -(1.2 + 1.0 - 1.5 - 1.6 + 3.3), [0, -1.0, 1.5, 0, -3.3]),
+        (
+            "clipped_weight",
+            -(1.2 * -0.5 + 2 * 0.8 * -1.0 - 1.2 * -2.0 - 2 * 0.8 * -0.25 + 3.3 * -0.125),
+            [-1.2, -1.6, 1.2, 1.6, -3.3],
+        ),
+    ],
+)
+def test_value_and_gradient(
+    batch, surrogate: Surrogate, value: float, gradient: list[float]
+) -> None:
+    rows = _batch(batch)
+    result = Given(surrogate=surrogate).loss(rows)
+    assert list(result.components) == ["policy"]
+    assert result.components["policy"].item() == pytest.approx(value)
+    result.components["policy"].backward()
+    assert rows.policy_logprobs_BT.grad[0].tolist() == pytest.approx(gradient)
+
+
+@pytest.mark.parametrize(
+    "surrogate", ["log_probability", "ratio", "clipped_ratio", "clipped_weight"]
+)
+def test_only_masked_in_tokens_count(batch, surrogate: Surrogate) -> None:
+    rows = _batch(batch)
+    mask_BT = torch.tensor([[1, 0, 1, 0, 1]])
+    rows = replace(rows, mask_BT=mask_BT)
+    soiled = rows.policy_logprobs_BT.detach().masked_fill(mask_BT == 0, math.nan).requires_grad_()
+    assert rows.credits_BT is not None
+    dirty = replace(
+        rows,
+        policy_logprobs_BT=soiled,
+        sampling_logprobs_BT=rows.sampling_logprobs_BT.masked_fill(mask_BT == 0, math.inf),
+        credits_BT=rows.credits_BT.masked_fill(mask_BT == 0, math.nan),
+    )
+    loss = Given(surrogate=surrogate)
+    result = loss.loss(dirty)
+    clean = loss.loss(rows)
+    assert torch.equal(result.components["policy"], clean.components["policy"])
+    assert {k: v.item() for k, v in result.stats.items()} == {
+        k: v.item() for k, v in clean.stats.items()
+    }
+    result.components["policy"].backward()
+    assert soiled.grad[mask_BT == 0].eq(0).all()
+
+
+@pytest.mark.parametrize(
+    ("surrogate", "low", "high"), [("clipped_ratio", 1, 1), ("clipped_weight", 2, 2)]
+)
+def test_statistics_count_the_tokens_whose_gradient_a_bound_changed(
+    batch, surrogate: Surrogate, low: int, high: int
+) -> None:
+    stats = Given(surrogate=surrogate, clip_low=0.6, clip_high=1.4).loss(_batch(batch)).stats
+    found = {name: stats[name].item() for name in ("tokens", "clip_low", "clip_high")}
+    assert found == {"tokens": 5, "clip_low": low, "clip_high": high}
+    assert stats["ratio"].item() == pytest.approx(sum(RATIOS))
+
+
+def test_it_is_reached_by_its_spec_and_is_no_algorithm() -> None:
+    loss = Given(surrogate="clipped_weight", clip_low=0.5, clip_high=3.0)
+    assert from_spec(from_json(LossSpec, to_json(loss.loss_spec()))) == loss
+    assert "given" not in ALGORITHMS
+    with pytest.raises(ValueError, match="given has no knob 'clip_hight'; did you mean"):
+        from_spec(LossSpec("given", {"clip_hight": 2.0}))
+    with pytest.raises(ValueError, match=r"given\.clip_low is 1\.5; it must be at most 1"):
+        Given(clip_low=1.5)
+
+
+def test_a_batch_without_credits_is_refused(batch) -> None:
+    with pytest.raises(ValueError, match="needs the credit of each token"):
+        Given().loss(batch([[-1.0]], advantages=[1.0]))

@@ -1,0 +1,490 @@
+"""Models beside each other over one base, here and in ranks; see also the contracts of samplers and learners.
+
+1. What a model learns and samples is bit for bit what it would alone, whatever others do meanwhile: gradients, weights, completions.
+   So it is for the model of a run that others were added to.
+2. Models come and go without touching the others, also in the middle of their work, also with layers that nobody had changed.
+3. The weights of the base never change.
+4. A model that is dropped is gone when what is under way for it has ended; later calls are refused.
+5. There are at most as many as is said, each by a name of its own; ranks take turns.
+6. What cannot be made leaves nothing behind.
+7. Samplers of one process decode in turn.
+"""
+
+import asyncio
+import gc
+import json
+import weakref
+from contextlib import closing
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+
+from groupwise import build, machine_layout
+from groupwise.algorithms.registry import make
+from groupwise.config import load_config
+from groupwise.errors import ConfigError, ModelError, UsageError
+from groupwise.models.config import LoraConfig
+from groupwise.models.lora import fingerprint, read_adapter
+from groupwise.models.tiny import tiny_model
+from groupwise.ranks.beside import Models, NewModel
+from groupwise.types import GroupRequest, OptimiserParams, Row, SamplingParams
+from tests.forked_zygote import fork_zygotes
+
+LOSS = make("dr_grpo", {}).loss_spec()
+STEP = OptimiserParams(learning_rate=0.02)
+SHAPES = {
+    "wide": LoraConfig(r=4, alpha=8),
+    "attention": LoraConfig(r=2, alpha=2, target_modules=("q_proj", "v_proj")),
+    "dropping": LoraConfig(r=8, dropout=0.3, target_modules=("up_proj", "down_proj")),
+    "head": LoraConfig(r=3, alpha=5, target_modules=("lm_head", "o_proj")),
+}
+"""By name; the last two are computed by transformers' modules."""
+TIED = pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+
+
+def config_of(dtype="float32", **more):
+    return load_config({"model": {"name": "tiny", "dtype": dtype}, **more}).config
+
+
+def layout_of(config, processes):
+    return replace(
+        machine_layout.choose_layout(config, 20),
+        processes=processes,
+        threads=processes,
+        slots=8,
+        key_length=64,
+        max_tokens_per_microbatch=40,
+    )
+
+
+@pytest.fixture
+def ranks(monkeypatch):
+    fork_zygotes(monkeypatch)
+
+
+async def base_of(processes: int, most=4, **settings) -> tuple[build.BaseParts, Models]:
+    config = config_of(**settings)
+    base = await build.start_base(config, layout_of(config, processes))
+    return base, build.models_over(base, most)
+
+
+def new(tmp_path, name, shape: LoraConfig | None = None, **more) -> NewModel:
+    shape = SHAPES[name] if shape is None else shape
+    folder = str(tmp_path / name)
+    return NewModel(run=name, folder=folder, seed=len(name), lora=shape, **more)
+
+
+def rows(seed: int, members=5) -> list[Row]:
+    return [
+        Row(
+            tuple(range(10 + seed, 18 + seed + group)),
+            tuple((7 * group + 3 * member + place + seed) % 90 + 6 for place in range(5 + member)),
+            (1,) * (5 + member),
+            (-4.5,) * (5 + member),
+            (-1.0) ** member * (group + 1),
+            1.0,
+        )
+        for group in range(3)
+        for member in range(members)
+    ]
+
+
+async def step(parts: Any, number: int) -> list[Any]:
+    """A step of a loop: everything that can be seen of it, to the bit."""
+    learner, sampler, seen = parts.learner, parts.sampler, []
+    for call in range(2):
+        given = rows(number + call)
+        seen.append(await learner.forward_backward(given, LOSS, {"policy": 60.0}))
+    seen.append(await learner.update(STEP))
+    policy = await learner.publish(number + 1)
+    await sampler.load(policy)
+    seen += [policy.fingerprint, sampler.fingerprint(), await learner.logprobs(rows(number))]
+    params = SamplingParams(max_tokens=12)
+    asked = [
+        GroupRequest(draw, tuple(range(5 + draw, 20)), tuple(range(9 * draw, 9 * draw + 5)), params)
+        for draw in range(3)
+    ]
+    return [*seen, await asyncio.gather(*map(sampler.generate, asked))]
+
+
+async def steps(parts: Any, first=0, count=3) -> list[Any]:
+    return [await step(parts, number) for number in range(first, first + count)]
+
+
+def base_fingerprints(parts: Any) -> list[str]:
+    """Of the base's own weights, in each process."""
+    if parts.ranks is not None:
+        states = parts.ranks.call_all_now("bench._adapted.base.state_dict")
+    else:
+        states = [parts.hosted.bench._adapted.base.state_dict()]
+    own = [{key: each[key] for key in each if ".lora_" not in key} for each in states]
+    found = [{key.replace(".base_layer", ""): each[key] for key in each} for each in own]
+    assert all(each.keys() == tiny_model().state_dict().keys() for each in found)
+    return [fingerprint(each) for each in found]
+
+
+async def alone(tmp_path, name, processes, count=3, **settings):
+    base, models = await base_of(processes, **settings)
+    with closing(base):
+        return await steps(await models.add(name, new(tmp_path, name)), count=count)
+
+
+# 1, 2, 3
+
+
+@TIED
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("processes", [1, 2])
+async def test_each_is_as_it_would_be_alone(processes, dtype, tmp_path, ranks):
+    wanted = {name: await alone(tmp_path, name, processes, dtype=dtype) for name in SHAPES}
+    base, models = await base_of(processes, dtype=dtype)
+    with closing(base):
+        before = base_fingerprints(base)
+        parts = {name: await models.add(name, new(tmp_path, name)) for name in SHAPES}
+        found = await asyncio.gather(*map(steps, parts.values()))
+        assert dict(zip(parts, found, strict=True)) == wanted
+        assert base_fingerprints(base) == before
+    different = {each[0][3] for each in wanted.values()}
+    assert len(different) == len(SHAPES), "all learn, each something else"
+
+
+async def test_dropout_is_drawn_by_each_for_itself(tmp_path):
+    """Between the micro-batches of one, others draw theirs, and numbers of a new adapter are drawn."""
+    wanted = await alone(tmp_path, "dropping", 1)
+    _, models = await base_of(1)
+    shape = SHAPES["dropping"]
+    parts = [await models.add(name, new(tmp_path, name, shape)) for name in ("another", "dropping")]
+    working = asyncio.gather(*map(steps, parts))
+    for number in range(20):
+        await asyncio.sleep(0)
+        await models.add(f"{number}", new(tmp_path, f"{number}"[:1], SHAPES["attention"]))
+        await models.drop(f"{number}")
+    _, found = await working
+    assert found == wanted
+
+
+@TIED
+@pytest.mark.parametrize("processes", [1, 2])
+async def test_others_come_and_go_in_the_middle(processes, tmp_path, ranks):
+    wanted = await alone(tmp_path, "attention", processes, count=6)
+    base, models = await base_of(processes)
+    with closing(base):
+        before = base_fingerprints(base)
+        kept = await models.add("attention", new(tmp_path, "attention"))
+        working = asyncio.create_task(steps(kept, count=6))
+        for turn in range(3):
+            for name in ("wide", "dropping", "head"):
+                other = await models.add(name, new(tmp_path, name))
+                await step(other, turn)
+                await models.drop(name)
+        assert await working == wanted
+        assert base_fingerprints(base) == before
+
+
+@TIED
+@pytest.mark.parametrize("processes", [1, 2])
+async def test_the_model_of_a_run_is_as_it_would_be_without_others(processes, tmp_path, ranks):
+    config = config_of(lora={"r": 4, "alpha": 8})
+    layout = layout_of(config, processes)
+    with closing(await build.start_training(config, layout, "r", tmp_path / "a")) as parts:
+        wanted = await steps(parts)
+        slopes = await parts.slopes(1e-5)
+    with closing(await build.start_training(config, layout, "r", tmp_path / "b")) as parts:
+        models = build.models_over(parts, 4)
+        assert models.names == ("run",)
+        names = ("attention", "dropping", "head")
+        others = [await models.add(name, new(tmp_path, name)) for name in names]
+        found, *_ = await asyncio.gather(*map(steps, (parts, *others)))
+        assert found == wanted
+        assert await parts.slopes(1e-5) == slopes
+        with pytest.raises(UsageError, match=r"one more than the 4 .* there are run, attention"):
+            await models.add("wide", new(tmp_path, "wide"))
+
+
+async def test_gradients_are_those_of_the_model_alone(tmp_path):
+    """Of the tensors themselves, while the others have gradients of their own."""
+
+    async def gradients(names):
+        base, models = await base_of(1)
+        parts = {name: await models.add(name, new(tmp_path, name)) for name in names}
+        learners = [each.learner for each in parts.values()]
+        await asyncio.gather(
+            *(each.forward_backward(rows(1), LOSS, {"policy": 9.0}) for each in learners)
+        )
+        held: Any = base.hosted
+        trained = held.bench._models["wide"].trained.parameters()
+        return {key: parameter.grad for key, parameter in trained.items()}
+
+    wanted = await gradients(["wide"])
+    found = await gradients(["attention", "wide", "dropping"])
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    assert any(gradient.any() for gradient in wanted.values())
+
+
+# 4
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+async def test_a_dropped_model_is_refused_and_its_name_free(processes, tmp_path, ranks):
+    base, models = await base_of(processes, most=1)
+    with closing(base):
+        first = await models.add("wide", new(tmp_path, "wide"))
+        seen = await step(first, 0)
+        await models.drop("wide")
+        asked = GroupRequest(0, (5,), (1,), SamplingParams(3))
+        for call in (first.learner.publish(3), first.sampler.generate(asked)):
+            with pytest.raises(UsageError, match="The model wide was dropped"):
+                await call
+        with pytest.raises(UsageError, match="The model wide was dropped"):
+            first.learner.discard()
+        with pytest.raises(UsageError, match="no model wide to drop; there are none"):
+            await models.drop("wide")
+        again = await models.add("wide", new(tmp_path, "wide"))
+        assert await step(again, 0) == seen
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+async def test_dropping_waits_for_what_is_under_way(processes, tmp_path, ranks):
+    base, models = await base_of(processes)
+    with closing(base):
+        parts = await models.add("wide", new(tmp_path, "wide"))
+        asked = GroupRequest(0, (5, 6), (1, 2), SamplingParams(30))
+        wanted = await parts.sampler.generate(asked)
+        under_way = [
+            asyncio.create_task(parts.sampler.generate(asked)),
+            asyncio.create_task(parts.learner.forward_backward(rows(1), LOSS, {"policy": 1.0})),
+        ]
+        await asyncio.sleep(0)  # both have been asked for
+        dropping = asyncio.create_task(models.drop("wide"))
+        found, sums = await asyncio.gather(*under_way)
+        assert found == wanted
+        assert sums
+        await dropping
+        assert models.names == ()
+
+
+async def test_what_it_held_is_freed(tmp_path):
+    """Its learner and sampler with all their tensors; the modules of the base are its own again."""
+
+    def tensors() -> int:
+        gc.collect()
+        return sum(each.nbytes for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
+
+    base, models = await base_of(1)
+    held: Any = base.hosted
+    modules = [(path, type(module)) for path, module in held.bench._adapted.base.named_modules()]
+    await step(await models.add("attention", new(tmp_path, "attention")), 0)
+    await models.drop("attention")
+    before = tensors()
+    parts = await models.add("wide", new(tmp_path, "wide"))
+    await step(parts, 0)
+    standing = held.bench._models["wide"]
+    gone = [weakref.ref(each) for each in (standing.learner, standing.sampler)]
+    gone += [weakref.ref(parameter) for parameter in standing.trained.parameters().values()]
+    size = sum(parameter.nbytes for parameter in standing.trained.parameters().values())
+    assert tensors() >= before + 4 * size, "its weights, moments, and the sampler's copy"
+    del standing
+    await models.drop("wide")
+    gc.collect()
+    assert [each() for each in gone] == [None] * len(gone)
+    assert tensors() == before
+    now = [(path, type(module)) for path, module in held.bench._adapted.base.named_modules()]
+    assert now == modules
+
+
+# 5
+
+
+async def test_ranks_take_turns(tmp_path, ranks):
+    base, models = await base_of(2, most=5)
+    with closing(base):
+        for name in ("a", "b", "c", "d"):
+            await models.add(name, new(tmp_path, name, SHAPES["attention"]))
+        assert [models.host_of(name) for name in models.names] == [0, 1, 0, 1]
+        await models.drop("b")
+        await models.drop("c")
+        await models.add("e", new(tmp_path, "e", SHAPES["attention"]))
+        await models.add("f", new(tmp_path, "f", SHAPES["attention"]))
+        assert {models.host_of("e"), models.host_of("f")} == {0, 1}
+
+
+async def test_the_bound_holds_for_models_that_are_being_made(tmp_path):
+    _, models = await base_of(1, most=2)
+    names = ("a", "b", "c")
+    asked = [models.add(name, new(tmp_path, name, SHAPES["wide"])) for name in names]
+    found = await asyncio.gather(*asked, return_exceptions=True)
+    refused = [each for each in found if isinstance(each, UsageError)]
+    assert len(refused) == 1
+    for said in ("The model c", "one more than the 2", "there are a, b", "Drop one", "max_models"):
+        assert said in str(refused[0])
+    with pytest.raises(UsageError, match="There is a model a already; there are a, b"):
+        await models.add("a", new(tmp_path, "a", SHAPES["wide"]))
+
+
+# 6
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")  # it warns of what is refused afterwards
+@pytest.mark.parametrize("processes", [1, 2])
+async def test_what_cannot_be_made_leaves_nothing_behind(processes, tmp_path, ranks):
+    wanted = await alone(tmp_path, "attention", processes)
+    base, models = await base_of(processes, most=2)
+    with closing(base):
+        kept = await models.add("attention", new(tmp_path, "attention"))
+        first = await steps(kept, count=1)
+        for targets in (("nope",), ("k_proj", "v_prj"), ("embed_tokens", "k_proj")):
+            with pytest.raises(ModelError, match=r"lora\.target_modules"):
+                await models.add("bad", new(tmp_path, "bad", LoraConfig(target_modules=targets)))
+        with pytest.raises(ModelError, match="there is no folder"):
+            await models.add("bad", new(tmp_path, "bad", LoraConfig(), start=str(tmp_path / "x")))
+        assert models.names == ("attention",)
+        assert first + await steps(kept, first=1, count=2) == wanted
+        await models.add("bad", new(tmp_path, "bad", LoraConfig(target_modules=("k_proj",))))
+
+
+async def test_what_could_be_made_in_part_is_taken_off_the_base(tmp_path, monkeypatch):
+    base, models = await base_of(1, most=1)
+    held: Any = base.hosted
+
+    def refuse(_: Any) -> Any:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(held.bench, "_make_sampler", refuse)
+        with pytest.raises(MemoryError):
+            await models.add("wide", new(tmp_path, "wide"))
+    assert held.bench._adapted.configs == {}
+    assert held.bench._adapted.layers == {}
+    await models.add("wide", new(tmp_path, "wide"))
+
+
+async def test_a_wait_for_a_model_that_is_given_up(tmp_path, ranks):
+    base, models = await base_of(2, most=1)
+    with closing(base):
+        asked = asyncio.create_task(models.add("wide", new(tmp_path, "wide")))
+        await asyncio.sleep(0)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        assert models.names == ()
+        for name in ("wide", "wide"):  # on either rank
+            await models.add(name, new(tmp_path, name))
+            await models.drop(name)
+
+
+async def test_all_weights_of_a_model_are_no_base(tmp_path):
+    config = config_of(lora=None)
+    parts = await build.start_training(config, layout_of(config, 1), "r", tmp_path)
+    models = build.models_over(parts, 4)
+    with pytest.raises(UsageError, match="All weights of the model in memory are trained"):
+        await models.add("wide", new(tmp_path, "wide"))
+    assert models.names == ("run",)
+
+
+async def test_a_base_starts_from_no_adapter(tmp_path):
+    config = load_config({"model": {"name": "tiny", "adapter": str(tmp_path)}}).config
+    with pytest.raises(ConfigError, match=r"model\.adapter is .* a base has none"):
+        await build.start_base(config, SimpleNamespace())  # pyright: ignore[reportArgumentType]
+
+
+# Files
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@TIED
+@pytest.mark.parametrize("name", ["wide", "attention", "head"])
+async def test_peft_loads_what_a_model_beside_others_publishes(name, tmp_path):
+    base, models = await base_of(1)
+    parts = {each: await models.add(each, new(tmp_path, each)) for each in SHAPES}
+    await asyncio.gather(*(steps(each, count=2) for each in parts.values()))
+    policy = await parts[name].learner.publish(9)
+    given = replace(rows(2)[3], temperature=1.0)
+    ids = torch.tensor([[*given.prompt_ids, *given.completion_ids]])
+    theirs = PeftModel.from_pretrained(tiny_model(), policy.path)
+    with torch.no_grad():
+        logits = theirs(ids).logits[0, len(given.prompt_ids) - 1 : -1]
+        found = logits.log_softmax(-1).gather(1, ids[0, len(given.prompt_ids) :, None])[:, 0]
+    wanted = torch.tensor((await parts[name].learner.logprobs([given]))[0])
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    held: Any = base.hosted
+    with torch.no_grad(), held.bench._models[name].trained.acting(dropout=False):
+        ours = held.bench._adapted.base(ids).logits[0, len(given.prompt_ids) - 1 : -1]
+        bare = tiny_model()(ids).logits[0, len(given.prompt_ids) - 1 : -1]
+    torch.testing.assert_close(ours, logits, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(ours, bare, atol=1e-2)
+    stored = read_adapter(Path(policy.path))
+    assert all(stored[key].any() for key in stored), "each of its layers has learnt"
+    described = json.loads((tmp_path / name / "v000000009" / "adapter_config.json").read_text())
+    assert (described["r"], described["lora_alpha"]) == (SHAPES[name].r, SHAPES[name].alpha)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+async def test_a_model_starts_from_what_another_saved(processes, tmp_path, ranks):
+    base, models = await base_of(processes)
+    with closing(base):
+        first = await models.add("wide", new(tmp_path, "wide"))
+        await step(first, 0)
+        saved = tmp_path / "saved"
+        saved.mkdir()
+        first.learner.save(str(saved))
+        again = await models.add("again", new(tmp_path, "again", LoraConfig(), start=str(saved)))
+        given = rows(4)
+        wanted = await first.learner.logprobs(given)
+        assert await again.learner.logprobs(given) == wanted
+        assert await again.learner.logprobs(given, "reference") == wanted
+        again.learner.load(str(saved))
+        assert await step(again, 1) == await step(first, 1)
+        with pytest.raises(ModelError, match=r"lora\.r is 2, but the adapter's is 4"):
+            await models.add("other", new(tmp_path, "other", LoraConfig(r=2), start=str(saved)))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+async def test_kinds_of_layers_are_named_for_an_adapter(processes, tmp_path, ranks):
+    base, models = await base_of(processes)
+    with closing(base):
+        before = await models.layer_kinds()
+        assert before["unembed"] == ("lm_head",)
+        last = {kind: {path.rpartition(".")[2] for path in paths} for kind, paths in before.items()}
+        assert last["attention"] == {"q_proj", "k_proj", "v_proj", "o_proj"}
+        assert last["mlp"] == {"gate_proj", "up_proj", "down_proj"}
+        shape = LoraConfig(r=2, target_modules=before["mlp"])
+        mlp = await models.add("mlp", new(tmp_path, "mlp", shape))
+        assert await models.layer_kinds() == before
+        stored = read_adapter(Path((await mlp.learner.publish(1)).path))
+        assert {key.split(".")[-3] for key in stored} == last["mlp"]
+
+
+# 7
+
+
+async def test_samplers_of_one_process_decode_in_turn(tmp_path, monkeypatch):
+    """A short group of one is not kept waiting by a long queue of the other."""
+    base, models = await base_of(1)
+    parts = {name: await models.add(name, new(tmp_path, name)) for name in ("wide", "attention")}
+    held: Any = base.hosted
+    order: list[str] = []
+    for name in parts:
+        engine = held.bench._models[name].sampler._engine
+
+        def decode(tokens, name=name, plain=engine.decode):
+            order.append(name)
+            return plain(tokens)
+
+        monkeypatch.setattr(engine, "decode", decode)
+    params = SamplingParams(max_tokens=30)
+    asked = [GroupRequest(draw, (5, 6), tuple(range(8)), params) for draw in range(4)]
+    long = [asyncio.create_task(parts["wide"].sampler.generate(each)) for each in asked]
+    await asyncio.sleep(0)
+    await parts["attention"].sampler.generate(GroupRequest(0, (5, 6), (1,), params))
+    short = [number for number, name in enumerate(order) if name == "attention"]
+    assert len(short) > 5
+    assert all(after - before == 2 for before, after in pairwise(short))
+    assert not any(task.done() for task in long[2:])
+    await asyncio.gather(*long)
