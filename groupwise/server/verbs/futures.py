@@ -1,0 +1,305 @@
+"""Calls that are answered later: a request gets an id at once, and its answer is fetched with the id as often as one likes.
+
+A client sends a request, is told an id, and polls. Because it sends a request again when the connection is lost, each has a natural key,
+and the second one with the same key and content is told the first one's id. The requests of one model form a `Line`: they are applied
+one after another in the order of their sequence numbers, in whatever order they arrive; a number that is missing holds up those after it.
+Samples have no order.
+
+An answer never changes. Memory is bounded: answers are let go of from the oldest, fetched ones first, and asking for one that is gone is
+told apart from asking for one that never was. All of it lives in one event loop and in memory: what is under way ends with the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from groupwise.errors import GroupwiseError, UsageError
+
+log = logging.getLogger(__name__)
+
+JSON = "application/json"
+PROTOBUF = "application/x-protobuf"
+GAP_PATIENCE = 600.0
+"""Seconds; the client sends a request again for five minutes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a call came to."""
+
+    body: bytes
+    media_type: str = JSON
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a call came to nothing."""
+
+    message: str
+    category: Literal["user", "server"]
+
+
+Work = Callable[[], Awaitable[Answer]]
+
+
+class AnswerGone(GroupwiseError):
+    """The answer was let go of, or belongs to a server that has ended since."""
+
+    code = "answer_gone"
+
+
+class UnknownAnswer(UsageError):
+    """No request was ever given this id."""
+
+    code = "unknown_answer"
+
+
+class TooManyCalls(GroupwiseError):
+    """More calls wait than are taken; the same call may be sent again later."""
+
+    code = "too_many_calls"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much is held at once."""
+
+    answers: int = 20_000
+    answer_bytes: int = 256 * 2**20
+    waiting: int = 4096
+    """Calls that wait or are under way, of all models together."""
+    waiting_bytes: int = 512 * 2**20
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    id: str
+    key: Hashable
+    digest: bytes
+    size: int
+    """Bytes of the request; then of the answer."""
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    result: Answer | Failure | None = None
+
+
+class Futures:
+    """All calls of a server and their answers."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self._limits = limits or Limits()
+        self._boot = secrets.token_hex(4)
+        self._issued = 0
+        self._calls: dict[str, _Call] = {}
+        self._by_key: dict[Hashable, _Call] = {}
+        self._unfetched: dict[str, _Call] = {}
+        """Answered calls from the oldest, as the next."""
+        self._fetched: dict[str, _Call] = {}
+        self._answer_bytes = 0
+        self._waiting = 0
+        self._waiting_bytes = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def earlier(self, key: Hashable, digest: bytes) -> str | None:
+        """The id of the call with this key. UsageError where its content was another."""
+        call = self._by_key.get(key)
+        if call is None:
+            return None
+        if call.digest != digest:
+            raise UsageError(
+                "A request with the same sequence number, but another content, was sent before. A number is used once; the request "
+                "that came first stands."
+            )
+        return call.id
+
+    def add(self, key: Hashable, digest: bytes, size: int, *, wanted_next: bool = False) -> str:
+        """A new call, not begun. TooManyCalls where too many wait, unless others wait for this one (`wanted_next`)."""
+        full = (
+            self._waiting >= self._limits.waiting
+            or self._waiting_bytes + size > self._limits.waiting_bytes
+        )
+        if full and self._waiting and not wanted_next:
+            raise TooManyCalls(
+                f"{self._waiting} calls wait already, with {self._waiting_bytes} bytes. Send this one again later."
+            )
+        self._issued += 1
+        call = _Call(f"f-{self._boot}-{self._issued}", key, digest, size)
+        self._calls[call.id] = self._by_key[key] = call
+        self._waiting += 1
+        self._waiting_bytes += size
+        return call.id
+
+    def begin(self, id: str, work: Work) -> None:
+        """Do the work of a call beside whatever else is under way."""
+        task = asyncio.get_running_loop().create_task(self.do(id, work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def do(self, id: str, work: Work) -> None:
+        """Do the work of a call, and keep what it came to."""
+        self._settle(self._calls[id], await _outcome(work))
+
+    def fail(self, id: str, error: Exception) -> None:
+        """Answer a call that needs no work."""
+        self._settle(self._calls[id], _failure(error))
+
+    async def answer(self, id: str, patience: float) -> Answer | Failure | None:
+        """The answer, or None where there is none within `patience` seconds. AnswerGone or UnknownAnswer where there will be none."""
+        call = self._find(id)
+        try:
+            async with asyncio.timeout(patience):
+                await call.done.wait()
+        except TimeoutError:
+            return None
+        if self._unfetched.pop(id, None) is not None:
+            self._fetched[id] = call
+        return call.result
+
+    async def close(self) -> None:
+        """End what is under way."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _find(self, id: str) -> _Call:
+        if id in self._calls:
+            return self._calls[id]
+        boot, _, number = id.removeprefix("f-").partition("-")
+        if not id.startswith("f-") or not number.isdecimal():
+            raise UnknownAnswer(f"There is no request {id!r}.")
+        if boot != self._boot:
+            raise AnswerGone(f"The request {id} was made to a server that has ended since.")
+        if int(number) > self._issued:
+            raise UnknownAnswer(f"There is no request {id!r}.")
+        raise AnswerGone(
+            f"The answer to the request {id} is no longer kept: the last {self._limits.answers} are."
+        )
+
+    def _settle(self, call: _Call, result: Answer | Failure) -> None:
+        assert call.result is None, f"{call.id} has an answer already"
+        self._waiting -= 1
+        self._waiting_bytes -= call.size
+        call.size = len(result.body) if isinstance(result, Answer) else len(result.message)
+        call.result = result
+        call.done.set()
+        self._unfetched[call.id] = call
+        self._answer_bytes += call.size
+        self._let_go(but=call)
+
+    def _let_go(self, but: _Call) -> None:
+        """Until it fits again; the newest answer stays, however large it is."""
+        while (
+            len(self._fetched) + len(self._unfetched) > self._limits.answers
+            or self._answer_bytes > self._limits.answer_bytes
+        ):
+            oldest = next(iter((self._fetched or self._unfetched).values()))
+            if oldest is but:
+                return
+            self._fetched.pop(oldest.id, None)
+            self._unfetched.pop(oldest.id, None)
+            self._answer_bytes -= oldest.size
+            del self._calls[oldest.id]
+            del self._by_key[oldest.key]
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    id: str
+    work: Work | Exception
+    """What to do, or why it was refused."""
+
+
+class Line:
+    """The calls of one model, in the order of their sequence numbers, from 0.
+
+    Where a number is missing for `patience` seconds, those that wait for it are failed: nobody will send it any more.
+    """
+
+    def __init__(self, name: str, futures: Futures, *, patience: float = GAP_PATIENCE) -> None:
+        self.name = name
+        self._futures = futures
+        self._patience = patience
+        self._turns: dict[int, _Turn] = {}
+        self._next = 0
+        self._worker: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def submit(self, sequence: int, content: bytes, work: Work | Exception) -> str:
+        """The id of the call with this number; its work is begun when all numbers before it are done.
+
+        An exception instead of work is its answer when its turn comes: a refused request has used its number, too.
+        UsageError where the number was used for something else, AnswerGone where its answer is no longer kept.
+        """
+        key = (self.name, sequence)
+        digest = hashlib.sha256(content).digest()
+        if (earlier := self._futures.earlier(key, digest)) is not None:
+            return earlier
+        if sequence < self._next:
+            raise AnswerGone(
+                f"Request {sequence} of {self.name} has been applied; its answer is no longer kept."
+            )
+        id = self._futures.add(key, digest, len(content), wanted_next=sequence == self._next)
+        self._turns[sequence] = _Turn(id, work)
+        if self._worker is None or self._worker.done():
+            self._worker = asyncio.get_running_loop().create_task(self._work())
+        return id
+
+    async def close(self) -> None:
+        """End the call under way, and answer those that wait for their turn."""
+        self._stop_timer()
+        if self._worker is not None:
+            self._worker.cancel()
+            await asyncio.gather(self._worker, return_exceptions=True)
+        self._fail_all(f"The model {self.name} is no longer there: its session has ended.")
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _give_up(self) -> None:
+        missing = self._next
+        self._next = max(self._turns) + 1
+        self._fail_all(
+            f"Request {missing} of {self.name} has not come within {self._patience:g} seconds, so those after it cannot be applied. Go "
+            "on from the last saved state in a new training client."
+        )
+
+    def _fail_all(self, reason: str) -> None:
+        for sequence in sorted(self._turns):
+            self._futures.fail(self._turns.pop(sequence).id, UsageError(reason))
+
+    async def _work(self) -> None:
+        self._stop_timer()
+        while self._next in self._turns:
+            turn = self._turns[self._next]
+            if isinstance(turn.work, Exception):
+                self._futures.fail(turn.id, turn.work)
+            else:
+                await self._futures.do(turn.id, turn.work)
+            del self._turns[self._next]
+            self._next += 1
+        if self._turns:
+            self._timer = asyncio.get_running_loop().call_later(self._patience, self._give_up)
+
+
+async def _outcome(work: Work) -> Answer | Failure:
+    try:
+        return await work()
+    # Whatever goes wrong must reach the client that waits for this answer, and must not end the line of its model.
+    except Exception as error:  # noqa: BLE001
+        return _failure(error)
+
+
+def _failure(error: Exception) -> Failure:
+    if isinstance(error, UsageError):
+        return Failure(str(error), "user")
+    if isinstance(error, GroupwiseError):
+        return Failure(str(error), "server")
+    log.error("a call failed", exc_info=error)
+    return Failure(f"The server failed at this call: {type(error).__name__}.", "server")

@@ -1,0 +1,207 @@
+"""An engine for the verbs that is small enough to read: several adapters, each the table of logits of `groupwise.testing.fakes`.
+
+It keeps the contract of `groupwise.server.verbs.port` with the true gradient of the loss `given`, plain steps in place of AdamW's, and
+what is saved as files. `calls` tells what it was asked for, in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from groupwise.errors import UsageError
+from groupwise.server.verbs.port import (
+    Base,
+    Computed,
+    ModelSpec,
+    Stored,
+    VerbSample,
+    VerbSampled,
+)
+from groupwise.testing.fakes import ALPHABET, END_ID, FakeLearner, FakeSampler
+from groupwise.types import (
+    GroupRequest,
+    LossSpec,
+    OptimiserParams,
+    Policy,
+    Row,
+    UpdateResult,
+)
+
+SPEC = "spec.json"
+BASE = Base("letters", 64, (END_ID,), "table", "letters")
+
+
+@dataclass
+class FakeVerbs:
+    """A `groupwise.server.verbs.port.VerbEngine` of one base, in a folder."""
+
+    folder: Path
+    max_models: int = 4
+    calls: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    """Verb and model, in the order in which they were begun."""
+    hold: asyncio.Event | None = None
+    """While it is not set, forward passes wait."""
+
+    def __post_init__(self) -> None:
+        self._models: dict[str, tuple[ModelSpec, FakeLearner]] = {}
+
+    async def bases(self) -> tuple[Base, ...]:
+        return (BASE,)
+
+    async def create_model(self, model: str, spec: ModelSpec) -> None:
+        self.calls.append(("create_model", model))
+        if len(self._models) >= self.max_models:
+            raise UsageError(
+                f"There are {self.max_models} models already; end the session of another."
+            )
+        self._models[model] = (spec, FakeLearner(model, self.folder))
+
+    async def drop(self, model: str) -> None:
+        self.calls.append(("drop", model))
+        self._models.pop(model, None)
+
+    async def forward(self, model: str, rows: Sequence[Row], loss: LossSpec) -> Computed:
+        return await self._compute("forward", model, rows, loss)
+
+    async def forward_backward(self, model: str, rows: Sequence[Row], loss: LossSpec) -> Computed:
+        computed = await self._compute("forward_backward", model, rows, loss)
+        learner = self._learner(model)
+        for row, logprobs in zip(rows, computed.logprobs, strict=True):
+            await learner.forward_backward(
+                list(_slopes(row, logprobs, loss)), loss, {"policy": 1.0}
+            )
+        return computed
+
+    async def optim_step(self, model: str, params: OptimiserParams) -> UpdateResult:
+        self.calls.append(("optim_step", model))
+        return await self._learner(model).update(params)
+
+    async def save_state(self, model: str, name: str, *, overwrite: bool) -> None:
+        self.calls.append(("save_state", model))
+        self._save(Stored(model, "weights", name), overwrite)
+
+    async def load_state(self, model: str, stored: Stored, *, with_optimiser: bool) -> None:
+        self.calls.append(("load_state", model))
+        await self.stored(stored)
+        if stored.kind != "weights":
+            raise UsageError(
+                f"{stored.name} is for samplers alone; save_state keeps what can be trained on."
+            )
+        self._learner(model).discard()
+        self._learner(model).load(str(self._place(stored)))
+
+    async def save_for_sampler(self, model: str, name: str) -> None:
+        self.calls.append(("save_for_sampler", model))
+        self._save(Stored(model, "sampler_weights", name), overwrite=False)
+
+    async def drop_sampler(self, stored: Stored) -> None:
+        self.calls.append(("drop_sampler", stored.name))
+        (self._place(stored) / SPEC).unlink(missing_ok=True)
+
+    async def stored(self, stored: Stored) -> ModelSpec:
+        place = self._place(stored) / SPEC
+        if not place.exists():
+            raise UsageError(
+                f"There is nothing saved as {stored.kind}/{stored.name} by {stored.model}."
+            )
+        return ModelSpec(**json.loads(place.read_text()))
+
+    async def sample(self, weights: Stored | str, order: VerbSample) -> VerbSampled:
+        self.calls.append(("sample", weights if isinstance(weights, str) else weights.name))
+        learner = FakeLearner("sampler", self.folder / "served")
+        if isinstance(weights, Stored):
+            await self.stored(weights)
+            learner.load(str(self._place(weights)))
+        sampler = FakeSampler()
+        await sampler.load(await _published(learner))
+        completions = await sampler.generate(
+            GroupRequest(0, order.prompt_ids, order.seeds, order.params)
+        )
+        if not order.prompt_logprobs:
+            return VerbSampled(completions)
+        whole = Row(order.prompt_ids[:1], order.prompt_ids[1:], (), (), 0.0, 1.0)
+        return VerbSampled(completions, (await learner.logprobs([whole]))[0])
+
+    async def _compute(
+        self, verb: str, model: str, rows: Sequence[Row], loss: LossSpec
+    ) -> Computed:
+        self.calls.append((verb, model))
+        if self.hold is not None:
+            await self.hold.wait()
+        for row in rows:
+            if not set(row.completion_ids) <= set(range(len(ALPHABET))):
+                raise UsageError(f"A token is beyond the vocabulary of {len(ALPHABET)}.")
+        logprobs = tuple(await self._learner(model).logprobs(rows))
+        values = [
+            _value(*token, loss)[0]
+            for row, found in zip(rows, logprobs, strict=True)
+            for token in _tokens(row, found)
+        ]
+        return Computed(logprobs, {"loss/policy": -math.fsum(values), "tokens": float(len(values))})
+
+    def _learner(self, model: str) -> FakeLearner:
+        if model not in self._models:
+            raise UsageError(f"There is no model {model!r}.")
+        return self._models[model][1]
+
+    def _save(self, stored: Stored, overwrite: bool) -> None:
+        place = self._place(stored)
+        if (place / SPEC).exists() and not overwrite:
+            raise UsageError(
+                f"There is something saved as {stored.name} already; choose another name."
+            )
+        spec, learner = self._models[stored.model]
+        learner.save(str(place))
+        (place / SPEC).write_text(json.dumps(asdict(spec)))
+
+    def _place(self, stored: Stored) -> Path:
+        return self.folder / stored.model.replace(":", "_") / stored.kind / stored.name
+
+
+async def _published(learner: FakeLearner) -> Policy:
+    return await learner.publish(0)
+
+
+def _tokens(row: Row, logprobs: Sequence[float]) -> list[tuple[float, float, float]]:
+    """Credit, log-probability and that of the sampler, of each token that teaches."""
+    assert row.credits is not None
+    each = zip(row.mask, row.credits, logprobs, row.sampling_logprobs, strict=True)
+    return [(credit, now, then) for counts, credit, now, then in each if counts]
+
+
+def _value(credit: float, now: float, then: float, loss: LossSpec) -> tuple[float, float]:
+    """What is maximised at a token, and its slope with the log-probability; see `groupwise.algorithms.given`."""
+    low, high = loss.knobs.get("clip_low", 0.8), loss.knobs.get("clip_high", 1.2)
+    kind = loss.knobs["surrogate"]
+    if kind == "log_probability":
+        return credit * now, credit
+    ratio = math.exp(now - then)
+    held = min(max(ratio, low), high)
+    if kind == "clipped_weight":
+        return credit * held * now, credit * held
+    if kind == "clipped_ratio" and credit * held < credit * ratio:
+        return credit * held, 0.0
+    return credit * ratio, credit * ratio
+
+
+def _slopes(row: Row, logprobs: Sequence[float], loss: LossSpec) -> list[Row]:
+    """A row for each token, whose advantage is the slope there: the fake policy does not look at its context."""
+    pairs = zip(row.completion_ids, row.mask, strict=True)
+    slopes = iter([_value(*token, loss)[1] for token in _tokens(row, logprobs)])
+    return [
+        replace(
+            row,
+            completion_ids=(token,),
+            mask=(1,),
+            sampling_logprobs=(0.0,),
+            advantage=next(slopes),
+            credits=None,
+        )
+        for token, counts in pairs
+        if counts
+    ]

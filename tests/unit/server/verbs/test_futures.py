@@ -1,0 +1,220 @@
+"""Calls that are answered later.
+
+1. The calls of a line are done in the order of their numbers, in whatever order they come, one at a time.
+2. The same call sent again is the same call; the same number with another content is refused; neither is done twice.
+3. An answer never changes, however often it is fetched, also while later calls are done.
+4. A call that fails does not hold up those after it, and what it says tells the client's fault from the server's.
+5. A number that never comes does not hold up others for ever.
+6. Memory is bounded, and an answer that was let go of is told apart from one that never was.
+7. Closing a line answers all who wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+
+from groupwise.errors import RunError, UsageError
+from groupwise.server.verbs.futures import (
+    Answer,
+    AnswerGone,
+    Failure,
+    Futures,
+    Limits,
+    Line,
+    TooManyCalls,
+    UnknownAnswer,
+    Work,
+)
+
+LONG = 10.0
+
+
+def _saying(text: str, done: list[str] | None = None) -> Work:
+    async def work() -> Answer:
+        await asyncio.sleep(0)
+        if done is not None:
+            done.append(text)
+        return Answer(text.encode())
+
+    return work
+
+
+def _failing(error: Exception) -> Work:
+    async def work() -> Answer:
+        raise error
+
+    return work
+
+
+async def _text(futures: Futures, id: str) -> str:
+    answer = await futures.answer(id, LONG)
+    assert isinstance(answer, Answer)
+    return answer.body.decode()
+
+
+async def _failure(futures: Futures, id: str) -> Failure:
+    answer = await futures.answer(id, LONG)
+    assert isinstance(answer, Failure)
+    return answer
+
+
+async def test_order_is_that_of_the_numbers() -> None:
+    futures = Futures()
+    line, done = Line("m", futures), list[str]()
+    ids = {n: line.submit(n, b"%d" % n, _saying(str(n), done)) for n in (3, 1, 2)}
+    assert await futures.answer(ids[1], 0.001) is None
+    ids[0] = line.submit(0, b"0", _saying("0", done))
+    assert [await _text(futures, ids[n]) for n in range(4)] == ["0", "1", "2", "3"]
+    assert done == ["0", "1", "2", "3"]
+
+
+async def test_one_at_a_time_but_lines_beside_each_other() -> None:
+    futures = Futures()
+    under_way, most, others = 0, 0, asyncio.Event()
+
+    async def work() -> Answer:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await others.wait()
+        under_way -= 1
+        return Answer(b"")
+
+    line = Line("a", futures)
+    ids = [line.submit(n, b"%d" % n, work) for n in range(3)]
+    beside = Line("b", futures).submit(0, b"0", _saying("beside"))
+    assert await _text(futures, beside) == "beside"
+    others.set()
+    assert [await _text(futures, id) for id in ids] == [""] * 3
+    assert most == 1
+
+
+async def test_a_call_sent_again_is_the_same_call() -> None:
+    futures = Futures()
+    line, done = Line("m", futures), list[str]()
+    first = line.submit(0, b"content", _saying("first", done))
+    assert line.submit(0, b"content", _saying("again", done)) == first
+    assert await _text(futures, first) == "first"
+    assert line.submit(0, b"content", _saying("later", done)) == first
+    with pytest.raises(UsageError, match="another content"):
+        line.submit(0, b"other", _saying("other", done))
+    assert await _text(futures, line.submit(1, b"next", _saying("next", done))) == "next"
+    assert done == ["first", "next"]
+
+
+async def test_a_delivered_answer_never_changes() -> None:
+    futures = Futures()
+    line = Line("m", futures)
+    first = line.submit(0, b"0", _saying("0"))
+    before = await futures.answer(first, LONG)
+    for n in range(1, 20):
+        await futures.answer(line.submit(n, b"%d" % n, _saying(str(n))), LONG)
+    assert await futures.answer(first, LONG) is before
+
+
+async def test_failures_are_told_and_hold_up_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    futures = Futures()
+    line = Line("m", futures)
+    with caplog.at_level(logging.ERROR):
+        usage = line.submit(0, b"0", _failing(UsageError("yours")))
+        run = line.submit(1, b"1", _failing(RunError("ours")))
+        bug = line.submit(2, b"2", _failing(KeyError("secret")))
+        refused = line.submit(3, b"3", UsageError("refused before"))
+        after = line.submit(4, b"4", _saying("after"))
+        assert await _failure(futures, usage) == Failure("yours", "user")
+        assert await _failure(futures, run) == Failure("ours", "server")
+        found = await _failure(futures, bug)
+    assert found.category == "server"
+    assert "secret" not in found.message
+    assert "secret" in caplog.text
+    assert await _failure(futures, refused) == Failure("refused before", "user")
+    assert await _text(futures, after) == "after"
+
+
+async def test_a_number_that_never_comes() -> None:
+    futures = Futures()
+    line = Line("m", futures, patience=0.01)
+    ids = [line.submit(n, b"%d" % n, _saying(str(n))) for n in (0, 2, 3)]
+    assert await _text(futures, ids[0]) == "0"
+    for id in ids[1:]:
+        assert "Request 1 of m has not come" in (await _failure(futures, id)).message
+    with pytest.raises(AnswerGone):
+        line.submit(1, b"1", _saying("too late"))
+    assert await _text(futures, line.submit(4, b"4", _saying("4"))) == "4"
+
+
+async def test_a_number_that_comes_late_but_in_time() -> None:
+    futures = Futures()
+    line = Line("m", futures, patience=LONG)
+    late = line.submit(1, b"1", _saying("1"))
+    assert await futures.answer(late, 0.001) is None
+    line.submit(0, b"0", _saying("0"))
+    assert await _text(futures, late) == "1"
+    await line.close()
+
+
+async def test_answers_are_let_go_of_from_the_oldest_fetched_ones_first() -> None:
+    futures = Futures(Limits(answers=3))
+    line = Line("m", futures)
+    ids = [line.submit(n, b"%d" % n, _saying(str(n))) for n in range(3)]
+    assert await _text(futures, ids[2]) == "2"
+    assert await _text(futures, ids[1]) == "1"
+    last = line.submit(3, b"3", _saying("3"))
+    assert await _text(futures, last) == "3"
+    with pytest.raises(AnswerGone, match="no longer kept"):
+        await futures.answer(ids[2], LONG)
+    assert await _text(futures, ids[0]) == "0"
+    with pytest.raises(AnswerGone, match="Request 2 of m has been applied"):
+        line.submit(2, b"2", _saying("twice"))
+    with pytest.raises(UnknownAnswer):
+        await futures.answer(ids[0].rpartition("-")[0] + "-99", LONG)
+    with pytest.raises(UnknownAnswer):
+        await futures.answer("nonsense", LONG)
+    with pytest.raises(AnswerGone, match="a server that has ended"):
+        await futures.answer("f-0-1", LONG)
+
+
+async def test_answers_are_bounded_by_their_size_but_the_newest_stays() -> None:
+    futures = Futures(Limits(answer_bytes=10))
+    line = Line("m", futures)
+    small = line.submit(0, b"0", _saying("1234"))
+    large = line.submit(1, b"1", _saying("x" * 100))
+    assert await _text(futures, large) == "x" * 100
+    with pytest.raises(AnswerGone):
+        await futures.answer(small, LONG)
+
+
+@pytest.mark.parametrize("limits", [Limits(waiting=2), Limits(waiting_bytes=4)])
+async def test_calls_that_wait_are_bounded_but_the_one_they_wait_for_is_taken(
+    limits: Limits,
+) -> None:
+    futures = Futures(limits)
+    line = Line("m", futures)
+    line.submit(1, b"11", _saying("1"))
+    last = line.submit(2, b"22", _saying("2"))
+    with pytest.raises(TooManyCalls):
+        line.submit(3, b"33", _saying("3"))
+    line.submit(0, b"00", _saying("0"))
+    assert await _text(futures, last) == "2"
+    assert await _text(futures, line.submit(3, b"33", _saying("3"))) == "3"
+
+
+async def test_closing_answers_all_who_wait() -> None:
+    futures = Futures()
+    line, never = Line("m", futures), asyncio.Event()
+
+    async def work() -> Answer:
+        await never.wait()
+        return Answer(b"")
+
+    ids = [line.submit(n, b"%d" % n, work) for n in (0, 1, 3)]
+    waiting = asyncio.create_task(futures.answer(ids[0], LONG))
+    await asyncio.sleep(0.001)
+    await line.close()
+    assert isinstance(await waiting, Failure)
+    for id in ids:
+        assert "its session has ended" in (await _failure(futures, id)).message
+    await futures.close()

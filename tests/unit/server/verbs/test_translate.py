@@ -1,0 +1,226 @@
+"""The client's data and ours: rows and losses of requests, answers, and every refusal by name."""
+
+from __future__ import annotations
+
+import math
+import struct
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from groupwise.algorithms.registry import from_spec
+from groupwise.errors import UsageError
+from groupwise.server.verbs import translate
+from groupwise.server.verbs.messages import messages
+from groupwise.server.verbs.port import Computed, VerbSampled
+from groupwise.types import Completion, LossSpec, Row
+from tests.verb_server import needs_tinker
+
+pytestmark = needs_tinker
+
+
+def _request(loss: str = "cross_entropy", **fields: Any) -> Any:
+    return messages().ForwardBackwardRequest(model_id="m", seq_id=3, loss_fn=loss, **fields)
+
+
+def _add(
+    request: Any, inputs: Sequence[int], targets: Sequence[int], **floats: Sequence[float]
+) -> Any:
+    datum = request.data.add()
+    datum.model_input.add().encoded_text.tokens = struct.pack(f"<{len(inputs)}i", *inputs)
+    target = datum.loss_fn_inputs["target_tokens"]
+    target.dtype = messages().DTYPE_INT64
+    target.dense = struct.pack(f"<{len(targets)}q", *targets)
+    target.shape.append(len(targets))
+    for name, values in floats.items():
+        tensor = datum.loss_fn_inputs[name]
+        tensor.dtype = messages().DTYPE_FLOAT32
+        tensor.dense = struct.pack(f"<{len(values)}f", *values)
+    return datum
+
+
+def _row(**changes: Any) -> Row:
+    fields = {
+        "prompt_ids": (5,),
+        "completion_ids": (6, 7, 8),
+        "mask": (0, 1, 1),
+        "sampling_logprobs": (0.0, 0.0, 0.0),
+        "advantage": 0.0,
+        "scale": 1.0,
+        "credits": (0.0, 0.5, -2.0),
+    }
+    return Row(**{**fields, **changes})
+
+
+def test_cross_entropy() -> None:
+    request = _request(forward_only=True)
+    _add(request, [5, 6, 7], [6, 7, 8], weights=[0.0, 0.5, -2.0])
+    asked = translate.forward_of(translate.parsed(request.SerializeToString()))
+    assert asked == translate.Forward(
+        "m", 3, (_row(),), LossSpec("given", {"surrogate": "log_probability"}), True
+    )
+    from_spec(asked.loss)
+
+
+@pytest.mark.parametrize(
+    ("loss", "surrogate"),
+    [
+        ("importance_sampling", "ratio"),
+        ("ppo", "clipped_ratio"),
+        ("cispo", "clipped_weight"),
+    ],
+)
+def test_policy_losses(loss: str, surrogate: str) -> None:
+    request = _request(loss)
+    _add(request, [5, 6, 7], [6, 7, 8], logprobs=[0.0, -0.5, -1.0], advantages=[0.0, 0.5, -2.0])
+    asked = translate.forward_of(request)
+    assert asked.rows == (_row(sampling_logprobs=(0.0, -0.5, -1.0)),)
+    assert asked.loss == LossSpec("given", {"surrogate": surrogate})
+    from_spec(asked.loss)
+
+
+def test_the_clip_settings_in_either_field() -> None:
+    expected = {"surrogate": "clipped_ratio", "clip_low": 0.5, "clip_high": 2.0}
+    older = _request("ppo", loss_fn_config={"clip_low_threshold": 0.5, "clip_high_threshold": 2.0})
+    newer = _request("ppo", loss_fn_config={"clip_low_threshold": 0.75})
+    newer.loss_fn_config_v2["clip_low_threshold"].number = 0.5
+    newer.loss_fn_config_v2["clip_high_threshold"].number = 2.0
+    for request in (older, newer):
+        _add(request, [5], [6], logprobs=[-1.0], advantages=[1.0])
+        assert translate.forward_of(request).loss.knobs == expected
+
+
+def _weights(request: Any) -> Any:
+    return request.data[0].loss_fn_inputs["weights"]
+
+
+def _targets(request: Any) -> Any:
+    return request.data[0].loss_fn_inputs["target_tokens"]
+
+
+def _emptied(request: Any) -> None:
+    del request.data[0].model_input[:]
+    _targets(request).dense = b""
+    _weights(request).dense = b""
+
+
+WRONG: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda request: None,
+    "loss": lambda request: setattr(request, "loss_fn", "dro"),
+    "setting": lambda request: request.loss_fn_config.update({"beta": 0.1}),
+    "clip": lambda request: request.loss_fn_config.update({"clip_low_threshold": 1.1}),
+    "clip text": lambda request: setattr(
+        request.loss_fn_config_v2["clip_low_threshold"], "text", "low"
+    ),
+    "no data": lambda request: request.ClearField("data"),
+    "image": lambda request: setattr(request.data[0].model_input.add().image, "format", "png"),
+    "unknown input": lambda request: (
+        request.data[0].loss_fn_inputs["mask"].CopyFrom(_weights(request))
+    ),
+    "missing input": lambda request: request.data[0].loss_fn_inputs.pop("weights"),
+    "too short": lambda request: setattr(_weights(request), "dense", b""),
+    "torn": lambda request: setattr(_weights(request), "dense", b"123"),
+    "not finite": lambda request: setattr(_weights(request), "dense", struct.pack("<f", math.nan)),
+    "several targets": lambda request: _targets(request).shape.append(2),
+    "sparse": lambda request: setattr(_weights(request).sparse_csr, "values", b""),
+    "targets as floats": lambda request: setattr(
+        _targets(request), "dtype", messages().DTYPE_FLOAT32
+    ),
+    "bfloat16": lambda request: setattr(_weights(request), "dtype", messages().DTYPE_BFLOAT16),
+    "negative target": lambda request: setattr(_targets(request), "dense", struct.pack("<q", -100)),
+    "empty": _emptied,
+}
+"""One mistake each."""
+
+
+def _wrong(change: str) -> Any:
+    request = _request("ppo" if "clip" in change else "cross_entropy")
+    floats = {"logprobs": [-1.0], "advantages": [1.0]} if "clip" in change else {"weights": [1.0]}
+    _add(request, [5], [6], **floats)
+    WRONG[change](request)
+    return request
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("loss", "The loss 'dro' is not supported by this server. There are: cross_entropy, "),
+        ("setting", "The loss 'cross_entropy' has no setting 'beta'"),
+        ("clip", r"is to clip the ratio to \[1.1, 1.2\]"),
+        ("clip text", "'clip_low_threshold'] is a text"),
+        ("no data", "has no data"),
+        ("image", r"data\[0\].model_input holds a chunk 'image'"),
+        ("unknown input", "has 'mask', which this loss does not take"),
+        ("missing input", r"data\[0\].loss_fn_inputs\['weights'\] is missing"),
+        ("too short", "has 0 numbers, but the model input has 1 tokens"),
+        ("torn", "has 3 bytes, which is no multiple of 4"),
+        ("not finite", r"\['weights'\]\[0\] is nan"),
+        ("several targets", r"has the shape \[1, 2\]"),
+        ("sparse", "one number for each token"),
+        ("targets as floats", "must be int64"),
+        ("bfloat16", "must be float32"),
+        ("negative target", "is -100; a token is 0 or more"),
+        ("empty", "model_input is empty"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(change: str, message: str) -> None:
+    translate.forward_of(_wrong("nothing"))
+    with pytest.raises(UsageError, match=message):
+        translate.forward_of(_wrong(change))
+
+
+def test_targets_are_the_tokens_that_follow() -> None:
+    request = _request()
+    _add(request, [5, 6, 7], [6, 9, 8], weights=[0.0, 0.0, 1.0])
+    with pytest.raises(UsageError, match=r"'target_tokens'\]\[1\] is 9, but the input goes on"):
+        translate.forward_of(request)
+
+
+def test_a_body_that_is_no_message() -> None:
+    with pytest.raises(UsageError, match="no protobuf message"):
+        translate.parsed(b"\xff\xff\xff")
+
+
+def test_outputs() -> None:
+    computed = Computed(
+        ((-1.0, -0.5), (-0.25,)),
+        {"loss/policy": 1.5, "loss/kl": 0.25, "tokens": 3.0, "clip_high": 1.0},
+    )
+    message = messages().ForwardBackwardOutput()
+    message.ParseFromString(translate.outputs(computed))
+    assert dict(message.metrics) == {"loss:sum": 1.75, "tokens:sum": 3.0, "clip_high:sum": 1.0}
+    (record,) = message.loss_fn_outputs
+    assert record.num_datums == 2
+    tensor = record.fields["logprobs"]
+    assert struct.unpack("<3f", tensor.data) == (-1.0, -0.5, -0.25)
+    assert struct.unpack("<3q", tensor.offsets) == (0, 8, 12)
+
+
+@pytest.mark.parametrize(
+    ("last", "expected"), [(None, [None, -0.5, -0.25]), (1, [None, None, -0.25])]
+)
+def test_samples(last: int | None, expected: list[float | None]) -> None:
+    drawn = VerbSampled(
+        (
+            Completion((3, 0), (-1.0, -2.0), "stop", 1, 0, "f"),
+            Completion((3,), (-1.0,), "length", 2, 0, "f"),
+        ),
+        (-0.5, -0.25),
+    )
+    message = messages().SampleResponse()
+    message.ParseFromString(translate.sampled(drawn, 3, last))
+    assert [struct.unpack(f"<{len(s.tokens) // 4}i", s.tokens) for s in message.sequences] == [
+        (3, 0),
+        (3,),
+    ]
+    assert [s.stop_reason for s in message.sequences] == [0, 1]
+    assert struct.unpack("<2f", message.sequences[0].logprobs) == (-1.0, -2.0)
+    prompt = struct.unpack("<3f", message.prompt_logprobs)
+    assert [None if math.isnan(value) else value for value in prompt] == expected
+
+
+def test_the_package_itself_is_not_imported() -> None:
+    messages()
+    assert "tinker" not in sys.modules
