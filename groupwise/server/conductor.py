@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -253,7 +254,6 @@ class Conductor:
         self._changed.beat()
         try:
             if is_full(error):
-                await self._ledger.do(steps.forgive, self._run)
                 await self._keeper.room_on(self.now.folder)
             else:
                 await self._keeper.pause(error)
@@ -326,7 +326,7 @@ class Conductor:
         run = self.now.run
         traffic = await self._ledger.do(steps.traffic, run)
         if self.admission is None:
-            draw = await self._ledger.do(groups.next_free_draw, run)
+            draw = await self._ledger.do(groups.first_unused_draw, run)
             self.admission = Admission(self._layout_of_room(), traffic, draw)
         self.admission.now(traffic)
         if self._leaving is None:
@@ -357,20 +357,36 @@ class Conductor:
 
     async def _take(self, engine: Engine, plan: PlanRow) -> bool:
         """One step, on disk before and after; whether it came out as before, where it is taken again."""
-        trained = await self._ledger.do(steps.attempt, plan)
+        learnt_from = await self._ledger.do(steps.groups_to_train, plan)
         rate = plan.parameters.get(steps.LEARNING_RATE)
-        done = await engine.step(Plan(plan.step, trained, rate))
+        try:
+            done = await engine.step(Plan(plan.step, learnt_from, rate))
+        except GroupwiseError as error:
+            if not is_full(error):
+                await self._ledger.do(plans.count_loss, plan.run, plan.step)
+            raise
         exact = await self._ledger.do(steps.note_trained, plan, done)
         self.now.move_on(done, self.request.staleness)
-        logger.info(
-            "step %d/%d: reward %.4g",
-            self.now.step,
-            self.now.max_steps,
-            done.metrics.get("reward", float("nan")),
-        )
+        self._log_step()
         await self.recount()
         self._changed.beat()
         return exact
+
+    def _log_step(self) -> None:
+        """A line for people, now and then."""
+        now, metrics = self.now, self.now.metrics
+        if now.step % self.request.logging_steps and now.step != now.max_steps:
+            return
+        logger.info(
+            "%s: step %d/%d  reward %.3f ±%.3f  loss %.4f  %.1f s",
+            now.run,
+            now.step,
+            now.max_steps,
+            metrics.get("reward", math.nan),
+            metrics.get("reward_std", math.nan),
+            metrics.get("loss", math.nan),
+            now.seconds_per_step or metrics.get("time/step", math.nan),
+        )
 
     async def _nudged_or_lost(self, engine: Engine) -> None:
         """Return when something was posted. Raises what the engine has ended of."""

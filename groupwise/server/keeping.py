@@ -11,7 +11,7 @@ from groupwise.server import steps
 from groupwise.server.caller import Caller
 from groupwise.server.engine.port import Sampled
 from groupwise.server.idempotent import completions_answer, rewards_answer, step_answer
-from groupwise.server.ledger import counters, events, groups, plans, rewards, runs, uptime
+from groupwise.server.ledger import counters, events, groups, members, plans, runs, uptime
 from groupwise.server.ledger.answers import Answer, Request, once
 from groupwise.server.ledger.groups import Echo, GroupRow, NewGroup
 from groupwise.server.ledger.plans import PlanRow
@@ -144,7 +144,7 @@ def keep_rewards(
             _post(transaction, each, version, _place(request, number))
             for number, each in enumerate(request.all_groups)
         ]
-        posted = rewards.accept_rewards(transaction, run, posts)
+        posted = [members.accept(transaction, run, post) for post in posts]
         counters.count(transaction, run, counters.REWARD_REQUESTS)
         answers.extend(_reward_answer(each) for each in posted)
         return rewards_answer(request, answers)
@@ -189,7 +189,7 @@ def _echo(given: GroupRewards) -> Echo:
 def _check_echo(transaction: Transaction, given: GroupRewards) -> None:
     """What a client sends along with an id is compared with what was sampled, as far as that is still kept."""
     assert given.group_id is not None
-    record = groups.read_record(transaction, given.group_id)
+    record = groups.read_record(transaction, members.named(given.group_id).group)
     if record is None or (given.prompt, given.completions, given.completion_tokens) == (None,) * 3:
         return
     own = groups.echo_of(from_json(Group, record))
@@ -295,12 +295,13 @@ def _step_answer(plan: PlanRow) -> StepAnswer:
 def tick(transaction: Transaction) -> bool:
     """Keep the uptime, and end groups whose lease is over; whether there were any."""
     uptime.tick(transaction)
+    settled = members.settle_overdue(transaction)
     overdue = groups.expire_overdue(transaction)
     for run in dict.fromkeys(row.run for row in overdue):
         ids = [row.id for row in overdue if row.run == run]
         told = {"message": "their lease is over", "data": {"expired": ids}}
         events.add_event(transaction, run, EventKind.GROUPS, told)
-    return bool(overdue)
+    return bool(overdue or settled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +314,7 @@ class Told:
     groups: dict[State, int]
     counters: dict[str, int]
     quarantined: list[PlanRow]
+    last_event: int
 
     @property
     def refused(self) -> dict[str, int]:
@@ -330,4 +332,5 @@ def told(transaction: Transaction, run: str) -> Told:
         groups.count_groups(transaction, run),
         counters.counters_of(transaction, run),
         plans.quarantined_plans(transaction, run),
+        events.last_event(transaction),
     )

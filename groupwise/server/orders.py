@@ -15,11 +15,11 @@ from typing import Any
 
 from groupwise.config import load_config
 from groupwise.errors import ConfigError, RunNotFoundError
-from groupwise.models.bundled import ALIASES, TINY
+from groupwise.models.bundled import ALIASES
 from groupwise.runs import find
 from groupwise.server.engine.port import OpenRun
 from groupwise.wire.problems import Refusal
-from groupwise.wire.training import StartRequest
+from groupwise.wire.training import TINY, StartRequest
 
 TINY_RATE = 5e-2
 """Learning rate that moves a few thousand random parameters within minutes."""
@@ -43,7 +43,7 @@ def order_of(request: StartRequest, allowed: Allowed, output_dir: Path) -> OpenR
     """The run that is asked for. Raises Refusal: `model_not_allowed`, or `settings_conflict` with what the config says against it."""
     config = {
         "model": _model(request, allowed, output_dir / RUNS),
-        "lora": None if request.adapter == "full" else (request.lora or {}),
+        "lora": None if request.trains_all else (request.lora or {}),
         "algorithm": _algorithm(request.algorithm),
         "sampler": {
             **_checked("sampler", request.sampler),

@@ -7,18 +7,19 @@ returns when what it tells is on the disk.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from groupwise.errors import GroupwiseError, RunError, UsageError
+from groupwise.errors import CheckpointError, GroupwiseError, RunError, UsageError
 from groupwise.rollouts.asking import gather_all
 from groupwise.runs import durable, find
-from groupwise.server import keeping
+from groupwise.server import keeping, named
 from groupwise.server.caller import Caller
 from groupwise.server.conductor import Conductor, Leaving, Standing
 from groupwise.server.downloads import OpenVersion
@@ -37,14 +38,18 @@ from groupwise.server.ledger.answers import Answer, forget_old_answers, stored_a
 from groupwise.server.ledger.runs import RunRow
 from groupwise.server.ledger.uptime import TICK_SECONDS
 from groupwise.server.ledger.writer import Ledger
+from groupwise.server.named import Beginning, NamedCheckpoints
 from groupwise.server.orders import RUNS, Allowed, order_of
 from groupwise.server.pulse import Pulse
 from groupwise.server.settings import ServerConfig
 from groupwise.server.status import status_of
+from groupwise.server.tokenizers import tokenizer_answer
 from groupwise.server.versions import Versions
 from groupwise.types import Prompt
 from groupwise.wire.problems import KINDS, Refusal
 from groupwise.wire.training import (
+    CheckpointAnswer,
+    CheckpointsAnswer,
     CompletionsRequest,
     EventData,
     GroupAnswer,
@@ -58,6 +63,7 @@ from groupwise.wire.training import (
     StepAnswer,
     StepRequest,
     StopAnswer,
+    TokenizerAnswer,
 )
 
 logger = logging.getLogger(__name__)
@@ -70,8 +76,8 @@ ENDED = ("finished", "stopped", "failed")
 """Phases of a run that takes nothing more."""
 FORGET_EVERY = 600.0
 """Seconds between two looks for answers that are kept no longer."""
-PROBE_LIMIT = 2.0
-"""Seconds in which the engine must say how it is doing; it may be in the middle of a matrix product."""
+PROBE_EVERY = 2.0
+"""Seconds between two questions to the engine how it is doing."""
 
 
 class Service:
@@ -90,6 +96,7 @@ class Service:
             make_engine, Limits(restarts=config.max_engine_restarts, window=config.restart_window)
         )
         self._allowed = Allowed(Path(config.model_dir).expanduser(), tuple(config.allowed_models))
+        self._named_checkpoints = NamedCheckpoints(config.folder)
         self._changed = Pulse()
         self._conductor: Conductor | None = None
         self._latest: RunRow | None = None
@@ -97,7 +104,9 @@ class Service:
         self._turn = asyncio.Lock()
         """Held while a run is begun or ended."""
         self._shutting_down = False
-        self._clockwork: asyncio.Task[None] | None = None
+        self._probed: Probe | None = None
+        """What the engine said last of how it is doing."""
+        self._clockwork: tuple[asyncio.Task[None], ...] = ()
 
     # --- the server's own life -------------------------------------------------------------------
 
@@ -108,12 +117,14 @@ class Service:
         active = await self._ledger.do(runs.active_run)
         if active is not None:
             self._latest = active
-            request = StartRequest.model_validate(active.settings)
+            request = StartRequest.model_validate_json(json.dumps(active.settings))
             order = OpenRun(active.config, request.max_prompt_length, run=active.run)
             self._conductor = self._conductor_of(request, order)
             self._conductor.go_on()
             logger.info("going on with the run %s", active.run)
-        self._clockwork = asyncio.create_task(self._tick(), name="clockwork")
+        self._clockwork = tuple(
+            asyncio.create_task(work, name="clockwork") for work in (self._tick(), self._probe())
+        )
 
     async def shut_down(self, seconds: float) -> None:
         """Take nothing new, finish the step under way as far as the time allows, and end the engine. The run goes on at the next start."""
@@ -121,10 +132,11 @@ class Service:
         self._changed.beat()
         if self._conductor is not None:
             await self._conductor.leave("shut down", seconds)
-        if self._clockwork is not None:
-            self._clockwork.cancel()
-            await asyncio.gather(self._clockwork, return_exceptions=True)
+        for each in self._clockwork:
+            each.cancel()
+        await asyncio.gather(*self._clockwork, return_exceptions=True)
         await self._keeper.end()
+        await self._ledger.close()
 
     def ready(self) -> str | None:
         """None, or why requests would be refused."""
@@ -145,10 +157,21 @@ class Service:
                 if await self._ledger.do(keeping.tick):
                     self._changed.beat()
                     if self._conductor is not None:
+                        self._conductor.nudge()
                         await self._conductor.recount()
                 if time.monotonic() - forgotten > FORGET_EVERY:
                     await self._ledger.do(forget_old_answers)
                     forgotten = time.monotonic()
+
+    async def _probe(self) -> None:
+        """Every few seconds: how the engine is doing. Whoever asks for the status need not wait for an engine that is computing."""
+        while True:
+            conductor, probed = self._conductor, None
+            if conductor is not None and conductor.phase == "running":
+                with suppress(GroupwiseError):  # its loss is noticed elsewhere
+                    probed = await conductor.engine.probe()
+            self._probed = probed
+            await asyncio.sleep(PROBE_EVERY)
 
     # --- starting and stopping -------------------------------------------------------------------
 
@@ -182,20 +205,32 @@ class Service:
         if request.resume_from is None:
             order = order_of(request, self._allowed, self._config.folder)
             return self._named(order), request, None
-        old = await self._run_to_go_on(request.resume_from)
-        given = request.model_dump(mode="json", exclude_unset=True)
-        ours = ("resume_from", "replace")
-        whole = {**old.settings, **{key: given[key] for key in given if key not in ours}}
-        merged = StartRequest.model_validate(whole)
-        order = order_of(merged, self._allowed, self._config.folder)
-        config = {**order.config, "run": {**order.config["run"], "name": old.run}}
-        return OpenRun(config, merged.max_prompt_length, run=old.run), merged, old
+        rows = {row.run: row for row in await self._ledger.do(runs.list_runs)}
+        if (old := rows.get(request.resume_from)) is not None:
+            merged = _merged(old.settings, request)
+            order = order_of(merged, self._allowed, self._config.folder)
+            config = {**order.config, "run": {**order.config["run"], "name": old.run}}
+            return OpenRun(config, merged.max_prompt_length, run=old.run), merged, old
+        beginning = self._beginning(request.resume_from, rows)
+        merged = _merged(beginning.settings, request)
+        order = self._named(order_of(merged, self._allowed, self._config.folder))
+        return replace(order, start_from=str(beginning.folder)), merged, None
 
-    async def _run_to_go_on(self, name: str) -> RunRow:
-        try:
-            return await self._ledger.do(runs.read_run, name)
-        except Refusal as unknown:
-            raise Refusal("unknown_checkpoint", unknown.detail) from None
+    def _beginning(self, name: str, rows: Mapping[str, RunRow]) -> Beginning:
+        """The checkpoint that a new run begins with: one with a name, or `run@step`. Refused as `unknown_checkpoint`."""
+        found = self._named_checkpoints.find(name)
+        run, _, step = name.rpartition("@")
+        if found is None and run in rows:
+            kept = {str(each.step): each for each in named.automatic(rows[run])}
+            if step in kept:
+                found = Beginning(kept[step].path, rows[run].settings)
+        if found is not None:
+            return found
+        raise Refusal(
+            "unknown_checkpoint",
+            f"there is neither a checkpoint nor a run {name!r}. GET /checkpoints lists the checkpoints; runs that can be gone on with: "
+            f"{', '.join(rows) or 'none yet'}.",
+        )
 
     def _named(self, order: OpenRun) -> OpenRun:
         """Under a name that no run has had: one that was stopped is gone on with by `resume_from`, not by chance."""
@@ -281,7 +316,7 @@ class Service:
 
     async def completions(self, request: CompletionsRequest, caller: Caller) -> list[GroupAnswer]:
         """Sample, keep, and only then answer."""
-        conductor = self._active()
+        conductor = self.active()
         _ = conductor.engine  # refused before waiting
         self._check_tokenizer(request.tokenizer_hash, conductor)
         await self._ledger.do(keeping.check_draws, conductor.now.run, request.all_draws)
@@ -292,7 +327,7 @@ class Service:
                 for prompt, draw in zip(request.all_prompts, draws, strict=True)
             ]
             engine = conductor.engine
-            sampled = await self._asked(
+            sampled = await self.asked(
                 gather_all(engine.sample(order) for order in orders), conductor
             )
             answers = await self._ledger.do(
@@ -306,7 +341,7 @@ class Service:
             await conductor.recount()
         return answers
 
-    async def _asked(self, work: Awaitable[T], conductor: Conductor) -> T:
+    async def asked(self, work: Awaitable[T], conductor: Conductor) -> T:
         """What the engine gave; what it refused is the client's, and its loss nobody's fault."""
         try:
             async with asyncio.timeout(self._config.sampling_time_limit):
@@ -362,7 +397,7 @@ class Service:
 
     async def step(self, request: StepRequest, caller: Caller) -> StepAnswer:
         """Take a step with the groups that are named, or with those that wait."""
-        conductor = self._active()
+        conductor = self.active()
         if request.group_ids is None and not self._is_manual():
             raise Refusal("auto_mode")
         deadline = time.monotonic() + request.timeout
@@ -422,18 +457,8 @@ class Service:
         if row is None:
             return StatusAnswer(phase="idle")
         versions = await asyncio.to_thread(self._versions(row).steps)
-        probe = await self._probe()
         told = await self._ledger.do(keeping.told, row.run)  # last, so that it fits the phase
-        return status_of(told, conductor, probe, versions, self._keeper.restarts)
-
-    async def _probe(self) -> Probe | None:
-        """How the engine is doing, where it says so soon."""
-        if self._conductor is None or self._conductor.phase != "running":
-            return None
-        with suppress(GroupwiseError, TimeoutError):
-            async with asyncio.timeout(PROBE_LIMIT):
-                return await self._conductor.engine.probe()
-        return None
+        return status_of(told, conductor, self._probed, versions, self._keeper.restarts)
 
     async def events(self, after: int | None, limit: int) -> list[EventData]:
         """At most so many events after this one, the oldest first; None: those that come from now on."""
@@ -466,6 +491,48 @@ class Service:
         """The files of a version, open."""
         return await asyncio.to_thread(self._versions(self._any_run()).open, version)
 
+    async def checkpoints(self) -> CheckpointsAnswer:
+        """All that can be gone on from: the automatic ones of every run, then those with a name."""
+        rows = await self._ledger.do(runs.list_runs)
+
+        def listed() -> list[CheckpointAnswer]:
+            kept = [named.answer_of(row, each) for row in rows for each in named.automatic(row)]
+            return [*kept, *self._named_checkpoints.listed()]
+
+        return CheckpointsAnswer(checkpoints=await asyncio.to_thread(listed))
+
+    async def save_checkpoint(self, name: str) -> CheckpointAnswer:
+        """Keep the run as it is now under a name: after the step under way, or as it was left."""
+        row = self._any_run()
+        self._named_checkpoints.refuse_taken(name)
+        while True:
+            path = await self._checkpoint(row)
+            try:
+                return await asyncio.to_thread(self._named_checkpoints.keep, name, path, row)
+            except (FileNotFoundError, CheckpointError):
+                if path.is_dir():
+                    raise  # it was not pruned meanwhile: it is damaged
+
+    async def _checkpoint(self, row: RunRow) -> Path:
+        """The newest state of the run, on disk."""
+        conductor = self._conductor
+        if conductor is not None and conductor.phase not in ENDED:
+            saved = await self.asked(conductor.engine.save(), conductor)
+            return Path(saved.path)
+        kept = named.automatic(row)
+        if not kept:
+            raise Refusal("unknown_checkpoint", f"the run {row.run} has no checkpoint.")
+        return kept[-1].path
+
+    async def tokenizer(self) -> TokenizerAnswer:
+        """What a client needs to render and tokenise as the server does."""
+        standing = self._standing
+        if standing is None:
+            raise self._conductor.refusal() if self._conductor else Refusal("not_started")
+        opened = standing.opened
+        folder = self._tokenizer_folder(opened.tokenizer_hash)
+        return await asyncio.to_thread(tokenizer_answer, folder, opened)
+
     async def remembered(self, caller: Caller) -> Answer | None:
         """What the request was answered before; refused where its key came with another body."""
         request = keeping.named(caller)
@@ -479,7 +546,7 @@ class Service:
 
     # --- which run -------------------------------------------------------------------------------
 
-    def _active(self) -> Conductor:
+    def active(self) -> Conductor:
         """The run that takes something new. Refused as `not_started`, or as what has become of it."""
         self._refuse_when_shutting_down()
         if self._conductor is None:
@@ -543,6 +610,15 @@ def refusal_of(error: GroupwiseError, otherwise: str, retry_after: float | None 
         return error
     code = error.code if error.code in KINDS else otherwise
     return Refusal(code, str(error), retry_after=retry_after)
+
+
+def _merged(settings: Mapping[str, Any], request: StartRequest) -> StartRequest:
+    """The settings of an earlier run, with what is given anew."""
+    given = request.model_dump(mode="json", exclude_unset=True)
+    ours = ("resume_from", "replace")
+    kept = {key: value for key, value in settings.items() if key not in ours}
+    fresh = {key: value for key, value in given.items() if key not in ours}
+    return StartRequest.model_validate_json(json.dumps({**kept, **fresh}))
 
 
 def _start_answer(request: StartRequest, standing: Standing) -> StartAnswer:

@@ -68,6 +68,7 @@ def status_of(
         versions=[(row.run, step) for step in versions],
         quarantined=[_quarantined(plan) for plan in told.quarantined],
         metrics=steps.finite(standing.metrics) if standing and standing.metrics else None,
+        last_event_id=told.last_event,
     )
 
 

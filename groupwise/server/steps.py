@@ -24,8 +24,8 @@ from groupwise.wire.training import EventKind
 
 UNDER_WAY: tuple[State, ...] = ("open", "rewarded", "planned")
 """Groups that steps are still to take; a held one waits for its client."""
-MOST_ATTEMPTS = 2
-"""A plan that ended its engine so often is put aside."""
+MOST_LOSSES = 2
+"""A plan over which so many engines were lost is put aside."""
 LEARNING_RATE = "learning_rate"
 """The parameter of a plan that replaces the schedule's."""
 
@@ -103,12 +103,11 @@ def _leave_behind(transaction: Transaction, run: str, sampled_before: int) -> No
         events.add_event(transaction, run, EventKind.GROUPS, told)
 
 
-def attempt(transaction: Transaction, plan: PlanRow) -> tuple[Group, ...]:
-    """Count that the plan is handed to an engine, and give its groups with their rewards.
+def groups_to_train(transaction: Transaction, plan: PlanRow) -> tuple[Group, ...]:
+    """The groups of a plan, with their rewards, in its order.
 
     Raises Refusal `unknown_checkpoint` where what they were sampled with was dropped, because a checkpoint after the step stood.
     """
-    plans.count_attempt(transaction, plan.run, plan.step)
     return tuple(_to_train(transaction, plan, row) for row in plans.groups_of(transaction, plan))
 
 
@@ -122,13 +121,6 @@ def _to_train(transaction: Transaction, plan: PlanRow, row: groups.GroupRow) -> 
         )
     assert row.rewards is not None, "what is planned is rewarded"
     return scored_group(from_json(Group, record), row.rewards)
-
-
-def forgive(transaction: Transaction, run: str) -> None:
-    """An attempt that failed for want of disk is not the plan's fault."""
-    plan = pending_plan(transaction, run)
-    if plan is not None:
-        plans.forgive_attempt(transaction, run, plan.step)
 
 
 def note_trained(transaction: Transaction, plan: PlanRow, done: StepDone) -> bool:
@@ -181,7 +173,7 @@ def note_committed(
 def put_aside(transaction: Transaction, run: str, reason: str) -> PlanRow | None:
     """The plan that ended its engine too often, quarantined with its groups; None where there is none."""
     plan = pending_plan(transaction, run)
-    if plan is None or plan.attempts < MOST_ATTEMPTS:
+    if plan is None or plan.losses < MOST_LOSSES:
         return None
     quarantined = plans.quarantine(transaction, run, plan.step, reason)
     told = {"step": plan.step, "message": reason, "data": _groups_told(plan)}

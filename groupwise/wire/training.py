@@ -58,6 +58,8 @@ MIN_LEASE, MAX_LEASE = 1.0, 7 * 24 * 3600.0
 MAX_WAIT, DEFAULT_WAIT = 600.0, 60.0
 """Seconds that a request may wait for a step."""
 MAX_LEARNING_RATE = 100.0
+TINY = "tiny"
+"""The model that every server has: a few thousand random parameters over single characters."""
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 """Of runs and checkpoints: they are folders, and are addressed `run@step`."""
@@ -183,7 +185,7 @@ class StartRequest(Body):
     """The settings of a training. Everything has a default: `{}` trains the model `tiny`."""
 
     model_id: str = Field(
-        default="tiny",
+        default=TINY,
         description="The model: an alias (`tiny`, `smollm2-135m-instruct`), or what the server's settings allow.",
         min_length=1,
         max_length=MAX_ADDRESS,
@@ -221,10 +223,10 @@ class StartRequest(Body):
     max_steps: int = Field(
         default=201, description="Steps after which the run is finished.", ge=1, le=MAX_STEPS
     )
-    adapter: Literal["full", "new", "continue"] = Field(
-        default="new",
+    adapter: Literal["full", "new", "continue"] | None = Field(
+        default=None,
         description="What is trained: `new`, a new LoRA adapter on the model as it is; `continue`, the adapter at `adapter_path`; "
-        "`full`, all weights of the model.",
+        "`full`, all weights of the model. null: `full` for the model `tiny`, which has too little to adapt, and `new` for others.",
     )
     adapter_path: str | None = Field(
         default=None,
@@ -295,6 +297,12 @@ class StartRequest(Body):
         description="Automatic checkpoints kept, the newest ones; null keeps all. Named ones are always kept.",
         ge=1,
     )
+
+    @property
+    def trains_all(self) -> bool:
+        """Whether all weights are trained."""
+        by_itself = self.adapter is None and self.model_id == TINY and self.lora is None
+        return self.adapter == "full" or by_itself
 
     @property
     def prompts_per_step(self) -> int:

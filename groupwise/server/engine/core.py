@@ -28,6 +28,7 @@ from groupwise.data.signals import Signals
 from groupwise.errors import ConfigError, UsageError
 from groupwise.learner.schedule import learning_rate
 from groupwise.loops.drawing import check_served
+from groupwise.loops.metrics import Timings
 from groupwise.loops.outcome import end, first_and_last, summarise, write_curve
 from groupwise.loops.prepare import Prepared, check_start
 from groupwise.loops.resume import (
@@ -65,7 +66,7 @@ from groupwise.server.engine.port import (
 from groupwise.server.engine.served_run import Phase, ServedRun
 from groupwise.server.scored import PART
 from groupwise.tasks.contract import Task
-from groupwise.types import Example, Group, Policy, Prompt, SamplingParams
+from groupwise.types import Example, Policy, Prompt, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,8 @@ KIND = "rl"
 CLIENTS = "clients"
 """What the folder names as the run's task: prompts and rewards come from clients."""
 METRIC = "reward"
+INCOMPLETE = "\ufffd"
+"""What a tokenizer writes for bytes that are no whole character, or not yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,8 @@ class EngineCore:
         self._opened: _Open | None = None
         self._scope = AsyncExitStack()
         self._sampled_tokens = 0
+        self._fresh_tokens = 0
+        """Since the last step."""
         self._undone: dict[int, dict[str, float]] = {}
         """Metrics of steps that were committed after the checkpoint."""
         self._oldest = 0
@@ -140,6 +145,9 @@ class EngineCore:
         run = _assembled(prepared, folder, parts, progress, publications)
         if resumption is not None:
             take_back(run, prepared, resumption)
+        elif order.start_from is not None:
+            run.learner.load(order.start_from)
+            save_checkpoint(run)  # it needs nobody else's from now on
         await publish(run, run.policy.version)
         run.gate.open()
         progress.phase("ready")
@@ -157,6 +165,7 @@ class EngineCore:
             longest_prompt=order.longest_prompt,
             longest_completion=config.sampler.max_completion_length,
             tokenizer_hash=self._tokenizer_hash,
+            stop_token_ids=parts.stop_token_ids,
             inexact=_why_inexact(prepared, resumption is not None and bool(resumption.warnings)),
         )
 
@@ -193,18 +202,26 @@ class EngineCore:
                 run.sampler, example, order.draw, ids, seeds, params, self._text
             )
         check_served(policy, group)
-        self._sampled_tokens += sum(rollout.written for rollout in group.rollouts)
+        written = sum(rollout.written for rollout in group.rollouts)
+        self._sampled_tokens += written
+        self._fresh_tokens += written
         if not isinstance(order.prompt, str):
             group = replace(group, prompt_seen=rendered(run.tokenizer, ids))
         return Sampled(group, step, policy.version, policy.fingerprint)
 
-    async def partial(self, draw: int) -> tuple[tuple[int, ...], ...]:
+    async def partial(self, draw: int) -> tuple[str, ...]:
         """See `Engine.partial`."""
         so_far = getattr(self._current.run.sampler, "so_far", None)
         if so_far is None:
             return ()
         found = so_far(draw)
-        return await found if inspect.isawaitable(found) else found
+        members: tuple[tuple[int, ...], ...] = await found if inspect.isawaitable(found) else found
+        return tuple(self._text(ids).rstrip(INCOMPLETE) for ids in members)
+
+    async def token_texts(self, token_ids: tuple[int, ...]) -> tuple[str, ...]:
+        """See `Engine.token_texts`."""
+        tokenizer = self._current.run.tokenizer
+        return tuple(rendered(tokenizer, [token]) for token in token_ids)
 
     @asynccontextmanager
     async def _inside(self) -> AsyncGenerator[None]:
@@ -264,9 +281,11 @@ class EngineCore:
 
     def _seeds(self, order: SampleOrder) -> list[int]:
         training = self._current.run.config.training
-        seed = training.seed if order.sampling.seed is None else order.sampling.seed
+        seed, draw = training.seed, order.draw
+        if order.sampling.seed is not None:
+            seed, draw = order.sampling.seed, 0
         members = order.members or training.num_generations
-        return [member_seed(seed, order.draw, member) for member in range(members)]
+        return [member_seed(seed, draw, member) for member in range(members)]
 
     def _text(self, token_ids: Any) -> str:
         return completion_text(self._current.run.tokenizer, token_ids)
@@ -281,7 +300,8 @@ class EngineCore:
                 raise UsageError(
                     f"The plan is for step {plan.step}, but the run stands after {run.step} steps."
                 )
-            drawn = Drawn([self._shaped(group) for group in plan.groups])
+            run.timings = Timings()
+            drawn = self._drawn(plan)
             rate = plan.learning_rate
             if rate is None:
                 rate = learning_rate(run.step, run.max_steps, run.config.training)
@@ -293,9 +313,12 @@ class EngineCore:
             record = run.folder.store.step(run.step - 1)
             return StepDone(record, metrics, run.policy, self._oldest, tuple(run.warned))
 
-    def _shaped(self, group: Group) -> Group:
+    def _drawn(self, plan: Plan) -> Drawn:
+        """The groups of a plan, with what was sampled since the step before, which may be groups of later ones."""
         run = self._current.run
-        return run.algorithm.shaped(group, run.longest_completion)
+        shaped = [run.algorithm.shaped(group, run.longest_completion) for group in plan.groups]
+        tokens, self._fresh_tokens = self._fresh_tokens, 0
+        return Drawn(shaped, sampling=run.gate.busy(), sampled_tokens=tokens)
 
     def _save(self) -> None:
         save_checkpoint(self._current.run)

@@ -40,7 +40,7 @@ MAKING = 0
 """The id in place of a call's where the engine could not be made."""
 
 CANCELLED_VERBS = frozenset(
-    {"sample", "partial", "metrics_of", "tokens_of", "tokenizer_files", "probe"}
+    {"sample", "partial", "token_texts", "metrics_of", "tokens_of", "tokenizer_files", "probe"}
 )
 """Calls that change nothing: they end when nobody waits for them, and at their deadline. The others are half done then, so they go on;
 one of those that outlasts its deadline costs the engine."""

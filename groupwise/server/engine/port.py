@@ -34,7 +34,9 @@ class OpenRun:
     longest_prompt: int
     """Tokens that a prompt may have; with the longest completion it decides the decode shape."""
     run: str | None = None
-    """The name of the run to go on with; None: a new one, named by `config["run"]["name"]` (with `-2`, `-3` … where that is taken)."""
+    """The name of the run to go on with; None: a new one, named by `config["run"]["name"]` (with `-2`, `-3` … where finished runs have it)."""
+    start_from: str | None = None
+    """The folder of a checkpoint with whose weights and optimiser a new run begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,8 @@ class Opened:
     longest_prompt: int
     longest_completion: int
     tokenizer_hash: str
+    stop_token_ids: tuple[int, ...] = ()
+    """Any of these ends a completion."""
     inexact: str | None = None
     """Why retrained steps may differ in their last bits (a GPU, another layout); None where they repeat exactly."""
 
@@ -70,7 +74,7 @@ class Sampling:
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    """In place of the one that follows from the draw."""
+    """In place of those that follow from the draw: the same seed gives the same completions, whatever the draw."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +163,14 @@ class Engine(Protocol):
         """
         ...
 
-    async def partial(self, draw: int) -> tuple[tuple[int, ...], ...]:
-        """The tokens that each member of a request under way has so far; none where it is unknown."""
+    async def partial(self, draw: int) -> tuple[str, ...]:
+        """What each member of a request under way has written so far: the beginning of its text, without special tokens and without a
+        character that is not whole yet; none where the request is unknown.
+        """
+        ...
+
+    async def token_texts(self, token_ids: tuple[int, ...]) -> tuple[str, ...]:
+        """Each token as text by itself, special ones by their name; U+FFFD where it is not a whole character."""
         ...
 
     async def step(self, plan: Plan) -> StepDone:

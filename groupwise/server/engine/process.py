@@ -1,9 +1,9 @@
 """The engine's process: `python -m groupwise.server.engine.process FD FACTORY PARENT LOG_LEVEL BEAT_SECONDS`.
 
-An event loop in the main thread makes the engine (`package.module:function` gives a `groupwise.server.engine.port.Engine`) and answers
-calls of it on the socket FD, each in a task of its own. A thread reads the socket, so that its end is noticed whatever the loop is
-doing: then the parent is gone, or wants this process to be, and the whole process group ends at once. The beats come from the loop,
-so that one that hangs is silent.
+An event loop in the main thread makes the engine (FACTORY, `package.module:function` or a class, gives a
+`groupwise.server.engine.port.Engine`) and answers calls of it on the socket FD, each in a task of its own. A thread reads the socket, so
+that its end is noticed whatever the loop is doing: then the parent is gone, or wants this process to be, and the whole process group
+ends at once. The beats come from the loop, so that one that hangs is silent.
 
 The kernel ends this process with its parent, too, and a guard ends all that it has started with it. Ctrl-C and SIGTERM go
 unheeded: a terminal or a service manager sends them to every process, and the parent ends this one when it is time.
@@ -79,7 +79,7 @@ class _Serving:
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._read, args=(loop,), daemon=True).start()
         try:
-            self._engine = load(factory, kind="engine").object()
+            self._engine = load(factory, kind="engine", instantiate=False).object()
         except BaseException as error:  # noqa: BLE001 — told to the parent, whatever it is
             self._send(Failed(MAKING, packed_error(error)))
             return

@@ -65,7 +65,8 @@ from groupwise.types import Prompt
 LIMITS: Mapping[str, float] = {
     "open": 1800.0,  # loads a model, perhaps from the hub or a slow disk, and starts ranks
     "sample": 600.0,  # a long group on a CPU, behind a full set of slots
-    "partial": 30.0,  # looks into memory; waits for the loop alone, as the next two do
+    "partial": 30.0,  # looks into memory; waits for the loop alone, as the next three do
+    "token_texts": 30.0,
     "metrics_of": 30.0,
     "tokens_of": 30.0,
     "tokenizer_files": 60.0,  # writes and reads a few megabytes
@@ -223,9 +224,13 @@ class EngineProcess:
         """See `Engine.sample`."""
         return await self.call("sample", order)
 
-    async def partial(self, draw: int) -> tuple[tuple[int, ...], ...]:
+    async def partial(self, draw: int) -> tuple[str, ...]:
         """See `Engine.partial`."""
         return await self.call("partial", draw)
+
+    async def token_texts(self, token_ids: tuple[int, ...]) -> tuple[str, ...]:
+        """See `Engine.token_texts`."""
+        return await self.call("token_texts", token_ids)
 
     async def step(self, plan: Plan) -> StepDone:
         """See `Engine.step`."""

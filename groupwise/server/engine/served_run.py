@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +27,9 @@ class Gate:
 
     def __init__(self) -> None:
         self.inside = 0
+        self._busy = 0.0
+        self._since = 0.0
+        """When the first of those inside came in."""
         self._open = asyncio.Event()
         self._open.set()
         self._empty = asyncio.Event()
@@ -34,6 +38,8 @@ class Gate:
     async def entered(self) -> None:
         """Return once the gate is open, inside of it."""
         await self._open.wait()
+        if not self.inside:
+            self._since = time.perf_counter()
         self.inside += 1
         self._empty.clear()
 
@@ -41,7 +47,16 @@ class Gate:
         """One less is inside."""
         self.inside -= 1
         if not self.inside:
+            self._busy += time.perf_counter() - self._since
             self._empty.set()
+
+    def busy(self) -> float:
+        """Seconds in which somebody was inside, since this was asked last."""
+        now = time.perf_counter()
+        busy, self._busy = self._busy, 0.0
+        if self.inside:
+            busy, self._since = busy + now - self._since, now
+        return busy
 
     async def close(self) -> None:
         """Let nobody in any more, and return when nobody is inside."""

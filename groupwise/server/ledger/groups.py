@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -110,22 +110,9 @@ def opened(
     return [read_group(transaction, new.id) for new in groups]
 
 
-def next_free_draw(
-    transaction: Transaction, run: str, start: int = 0, beside: Collection[int] = ()
-) -> int:
-    """The first draw from `start` on that no living group of the run has, and none of those `beside` that are being sampled."""
-    rows = transaction.execute(
-        f"SELECT draw FROM groups WHERE run = ? AND draw >= ? AND state NOT IN ({listed(FREE)}) ORDER BY draw",
-        (run, start),
-    )
-    taken = (draw for (draw,) in rows)
-    next_taken = next(taken, None)
-    draw = start
-    while draw == next_taken or draw in beside:
-        if draw == next_taken:
-            next_taken = next(taken, None)
-        draw += 1
-    return draw
+def first_unused_draw(transaction: Transaction, run: str) -> int:
+    """The draw after all that groups of the run have had."""
+    return transaction.value("SELECT coalesce(max(draw) + 1, 0) FROM groups WHERE run = ?", (run,))
 
 
 def read_group(transaction: Transaction, group: str) -> GroupRow:

@@ -44,8 +44,8 @@ class PlanRow:
     state: PlanState
     parameters: dict[str, Any]
     """Of the optimiser, as they were asked for."""
-    attempts: int
-    """How often it was handed to an engine since it was trained last."""
+    losses: int
+    """How often an engine was lost over it since it was trained last."""
     groups: tuple[str, ...]
     """Their ids, in the order of training."""
     reason: str | None
@@ -53,7 +53,7 @@ class PlanRow:
     trained: Trained | None
 
 
-_COLUMNS = "id, run, step, state, parameters, attempts, reason, fingerprint_out, version_out, policy_path, metrics"
+_COLUMNS = "id, run, step, state, parameters, losses, reason, fingerprint_out, version_out, policy_path, metrics"
 
 
 def make_plan(
@@ -86,24 +86,18 @@ def make_plan(
     return _read(transaction, plan)
 
 
-def count_attempt(transaction: Transaction, run: str, step: int) -> int:
-    """Count, before an engine is handed the plan of a step, that it is; returns how often it was since it was trained last."""
+def count_loss(transaction: Transaction, run: str, step: int) -> int:
+    """Count that an engine was lost over the plan of a step; returns how often, since it was trained last."""
     plan = _need(transaction, run, step)
-    transaction.execute("UPDATE plans SET attempts = attempts + 1 WHERE id = ?", (plan.id,))
-    return plan.attempts + 1
-
-
-def forgive_attempt(transaction: Transaction, run: str, step: int) -> None:
-    """Do not count the last attempt: what it failed of was not the plan's fault."""
-    plan = _need(transaction, run, step)
-    transaction.execute("UPDATE plans SET attempts = max(attempts - 1, 0) WHERE id = ?", (plan.id,))
+    transaction.execute("UPDATE plans SET losses = losses + 1 WHERE id = ?", (plan.id,))
+    return plan.losses + 1
 
 
 def mark_trained(transaction: Transaction, run: str, step: int, trained: Trained) -> PlanRow:
     """Keep what came of a step that the engine has committed; of one that was trained again, what came of it now."""
     plan = _need(transaction, run, step)
     transaction.execute(
-        """UPDATE plans SET state = 'trained', attempts = 0, fingerprint_out = ?, version_out = ?, policy_path = ?,
+        """UPDATE plans SET state = 'trained', losses = 0, fingerprint_out = ?, version_out = ?, policy_path = ?,
         metrics = ?, trained_at = ? WHERE id = ?""",
         (
             trained.fingerprint_out,
@@ -219,14 +213,14 @@ def _read(transaction: Transaction, plan: int) -> PlanRow:
 
 
 def _plan(row: Row, groups: tuple[str, ...]) -> PlanRow:
-    plan, run, step, state, parameters, attempts, reason, fingerprint, version, path, metrics = row
+    plan, run, step, state, parameters, losses, reason, fingerprint, version, path, metrics = row
     return PlanRow(
         plan,
         run,
         step,
         state,
         unpack_json(parameters),
-        attempts,
+        losses,
         groups,
         reason,
         None if fingerprint is None else Trained(fingerprint, version, path, unpack_json(metrics)),

@@ -69,7 +69,7 @@ MIGRATIONS: tuple[str, ...] = (
         step            INTEGER NOT NULL CHECK (step >= 0),
         state           TEXT NOT NULL DEFAULT 'planned' CHECK (state IN ('planned', 'trained', 'quarantined')),
         parameters      TEXT NOT NULL,             -- JSON
-        attempts        INTEGER NOT NULL DEFAULT 0,
+        losses          INTEGER NOT NULL DEFAULT 0,  -- engines that were lost over it
         made_at         REAL NOT NULL,
         reason          TEXT,                      -- why it was quarantined
         fingerprint_out TEXT,                      -- these five where it was trained
@@ -151,5 +151,27 @@ MIGRATIONS: tuple[str, ...] = (
         value INTEGER NOT NULL,
         PRIMARY KEY (run, name)
     ) WITHOUT ROWID;
+    """,
+    """
+    CREATE TABLE handed_out (                      -- groups whose members are given to one call each
+        id     TEXT PRIMARY KEY REFERENCES groups (id),
+        run    TEXT NOT NULL,
+        key_id TEXT NOT NULL,
+        name   TEXT NOT NULL,                      -- under which the calls gather
+        asked  TEXT NOT NULL,                      -- hash of what all of them ask
+        given  INTEGER NOT NULL CHECK (given > 0)  -- members that calls have had
+    );
+    CREATE INDEX handed_out_by_name ON handed_out (run, key_id, name);
+
+    CREATE TABLE member_rewards (
+        id      TEXT NOT NULL REFERENCES handed_out (id),
+        member  INTEGER NOT NULL CHECK (member >= 0),
+        reward  REAL,                              -- null: failed
+        include TEXT NOT NULL CHECK (include IN ('next', 'hold')),
+        answer  TEXT NOT NULL,                     -- JSON: how it was acknowledged
+        PRIMARY KEY (id, member)
+    ) WITHOUT ROWID;
+    CREATE TRIGGER member_rewards_stand BEFORE UPDATE ON member_rewards
+    BEGIN SELECT RAISE(ABORT, 'accepted rewards stand'); END;
     """,
 )

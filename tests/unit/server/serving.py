@@ -15,6 +15,7 @@ from groupwise.server.ledger.writer import Ledger
 from groupwise.server.service import Service
 from groupwise.server.settings import ServerConfig
 from groupwise.testing.fake_engine import FakeEngine, Fault
+from groupwise.wire.keys import Role
 from groupwise.wire.problems import Refusal
 from groupwise.wire.training import (
     CompletionsRequest,
@@ -25,7 +26,7 @@ from groupwise.wire.training import (
     StatusAnswer,
 )
 
-ME = Caller("me", "admin")
+ME = Caller("me", Role.ADMIN)
 SETTINGS = {
     "model_id": "tiny",
     "max_completion_length": 6,
@@ -93,7 +94,7 @@ class Served:
         """The server's process is gone: nothing is finished, and what is on the disk stands."""
         conductor = self.service._conductor  # pyright: ignore[reportPrivateUsage]
         clockwork = self.service._clockwork  # pyright: ignore[reportPrivateUsage]
-        tasks = [clockwork, conductor._task if conductor else None]  # pyright: ignore[reportPrivateUsage]
+        tasks = [*clockwork, conductor._task if conductor else None]  # pyright: ignore[reportPrivateUsage]
         for task in tasks:
             if task is not None:
                 task.cancel()

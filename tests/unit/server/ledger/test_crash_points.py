@@ -32,7 +32,7 @@ from groupwise.server.ledger.groups import (
 )
 from groupwise.server.ledger.plans import (
     Trained,
-    count_attempt,
+    count_loss,
     living_plan,
     make_plan,
     mark_trained,
@@ -94,11 +94,11 @@ def release(transaction: Transaction) -> None:
     assert (posted.state, posted.answer) == ("rewarded", {"n": 22})
 
 
-def plan_and_attempt(step: int, *groups: str) -> Callable[[Transaction], None]:
+def plan_and_lose(step: int, *groups: str) -> Callable[[Transaction], None]:
     def planned(transaction: Transaction) -> None:
         if living_plan(transaction, RUN, step) is None:
             make_plan(transaction, RUN, step, groups, {"learning_rate": 0.1})
-            count_attempt(transaction, RUN, step)
+            count_loss(transaction, RUN, step)
 
     return planned
 
@@ -123,10 +123,10 @@ LIFE: list[tuple[Any, ...]] = [
     (reward_several,),
     (release,),
     (give_up, "g-3"),
-    (plan_and_attempt(0, "g-1", "g-0"),),
+    (plan_and_lose(0, "g-1", "g-0"),),
     (uptime.tick,),
     (trained,),
-    (plan_and_attempt(1, "g-2"),),
+    (plan_and_lose(1, "g-2"),),
     (put_aside,),
     (go_stale, RUN, 1),
     (prune_records, RUN, 1),

@@ -12,11 +12,11 @@ from groupwise.server.ledger.groups import (
     count_groups,
     echo_of,
     expire_overdue,
+    first_unused_draw,
     give_up,
     go_stale,
     groups_in,
     matching,
-    next_free_draw,
     opened,
     prune_records,
     read_group,
@@ -63,7 +63,7 @@ def test_draws_of_another_run_do_not_matter(run):
     set_run_state(run, RUN, "stopped")
     begin(run, "next")
     opened(run, "next", [new(0, name="g-next")], key_id="k", lease=LEASE)
-    assert next_free_draw(run, "next") == 1
+    assert first_unused_draw(run, "next") == 1
 
 
 def test_nothing_is_opened_for_a_run_that_has_ended(run):
@@ -73,27 +73,16 @@ def test_nothing_is_opened_for_a_run_that_has_ended(run):
     assert refused.value.code == "finished"
 
 
-@pytest.mark.parametrize(
-    ("taken", "start", "beside", "expected"),
-    [
-        ((), 0, (), 0),
-        ((0, 1, 2), 0, (), 3),
-        ((0, 1, 3), 0, (), 2),
-        ((0, 1, 3), 0, (2, 4), 5),
-        ((0, 1, 3), 3, (), 4),
-        ((5,), 0, (0, 1), 2),
-        ((1, 2), 0, (0, 3), 4),
-    ],
-)
-def test_the_next_free_draw(run, taken, start, beside, expected):
+@pytest.mark.parametrize(("taken", "expected"), [((), 0), ((0, 1, 2), 3), ((5,), 6)])
+def test_the_first_unused_draw(run, taken, expected):
     open_groups(run, *taken)
-    assert next_free_draw(run, RUN, start, beside) == expected
+    assert first_unused_draw(run, RUN) == expected
 
 
-def test_a_draw_that_became_free_is_given_again(run):
+def test_a_draw_that_became_free_is_not_given_to_anybody_by_itself(run):
     open_groups(run, 0, 1, 2)
-    give_up(run, "g-1")
-    assert next_free_draw(run, RUN) == 1
+    give_up(run, "g-2")
+    assert first_unused_draw(run, RUN) == 3
 
 
 def test_groups_are_counted_and_listed_by_state(run):

@@ -9,7 +9,7 @@ import pytest
 from groupwise.server.ledger.groups import give_up, go_stale, groups_in, read_group
 from groupwise.server.ledger.plans import (
     Trained,
-    count_attempt,
+    count_loss,
     groups_of,
     last_trained_step,
     living_plan,
@@ -39,7 +39,7 @@ def rewarded(run):
 
 def test_a_plan_keeps_the_order_and_the_parameters(rewarded):
     plan = make_plan(rewarded, RUN, 0, ["g-3", "g-5", "g-0"], {"learning_rate": 1e-5})
-    assert (plan.run, plan.step, plan.state, plan.attempts) == (RUN, 0, "planned", 0)
+    assert (plan.run, plan.step, plan.state, plan.losses) == (RUN, 0, "planned", 0)
     assert plan.groups == ("g-3", "g-5", "g-0")
     assert plan.parameters == {"learning_rate": 1e-5}
     assert [row.position for row in groups_of(rewarded, plan)] == [0, 1, 2]
@@ -95,13 +95,13 @@ def test_a_group_of_another_run_is_not_planned(rewarded):
     assert refused.value.code == "unknown_group"
 
 
-def test_attempts_are_counted_until_the_step_is_trained(rewarded):
+def test_losses_are_counted_until_the_step_is_trained(rewarded):
     make_plan(rewarded, RUN, 0, ["g-0"], {})
-    assert [count_attempt(rewarded, RUN, 0) for _ in range(2)] == [1, 2]
-    assert mark_trained(rewarded, RUN, 0, DONE).attempts == 0
-    assert count_attempt(rewarded, RUN, 0) == 1
+    assert [count_loss(rewarded, RUN, 0) for _ in range(2)] == [1, 2]
+    assert mark_trained(rewarded, RUN, 0, DONE).losses == 0
+    assert count_loss(rewarded, RUN, 0) == 1
     with pytest.raises(MoveError, match="step 1 of run letters has no plan"):
-        count_attempt(rewarded, RUN, 1)
+        count_loss(rewarded, RUN, 1)
 
 
 def test_what_came_of_a_step_is_kept(rewarded):

@@ -29,6 +29,7 @@ async def test_a_lease_counts_uptime_and_a_kill_loses_what_came_after_the_last_t
     ledger = Ledger.open(tmp_path / "server.db", time.clock)
     await ledger.do(begin)
     await ledger.do(opened, RUN, [new(0)], key_id="k", lease=60.0)
+    await ledger.do(uptime.tick)
     time.pass_(40)
     assert await ledger.do(uptime.tick) == 40
     time.pass_(10)

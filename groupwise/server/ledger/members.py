@@ -1,0 +1,236 @@
+"""Groups whose members are given to one call each, and rewarded one by one.
+
+An algorithm compares the members of a group, but an agent asks for one completion at a time. So the first call of a name has a whole
+group sampled, and each call of that name gets the next member of it, until all are given and the next call begins another group. A
+completion is named after its group and place: `g-<id>-<place>`. Its reward is kept here, on disk before it is acknowledged; with that
+of the last member the group itself is rewarded, as if one client had posted for all. Where the lease ends before, it is rewarded with
+what there is, and the members without a reward have failed: an acknowledged reward is never lost.
+
+Of the group itself nothing is changed by this: it is opened with all of its members, moves along `states.TABLE`, and can be rewarded as
+a whole by whoever knows all of them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from groupwise.runs.encoding import pack_json, unpack_json
+from groupwise.server.ledger.groups import GroupRow, read_group
+from groupwise.server.ledger.rewards import Include, Post, Posted, accept_rewards
+from groupwise.server.ledger.runs import need_active
+from groupwise.server.ledger.transaction import Transaction
+from groupwise.wire.problems import FieldError, Refusal
+
+GRACE = 1.0
+"""Seconds by which the lease of a group is extended so that it can be rewarded with what there is."""
+
+_ID = re.compile(r"(?:chatcmpl-|cmpl-)?(?P<group>g-[A-Za-z0-9]+)(?:-(?P<member>[0-9]{1,9}))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """What an id means: a group, or one completion of a group."""
+
+    group: str
+    member: int | None = None
+    """Its place, from 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """The calls that share groups."""
+
+    run: str
+    key_id: str
+    name: str
+    asked: str
+    """Hash of what all of them ask the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A member for a call."""
+
+    row: GroupRow
+    member: int
+
+
+def named(id: str) -> Named:
+    """The id of a group, also as the id of its completion (`chatcmpl-…`), or of one of its members."""
+    match = _ID.fullmatch(id)
+    if match is None:
+        return Named(id)
+    member = match["member"]
+    return Named(match["group"], None if member is None else int(member))
+
+
+def share(transaction: Transaction, gathering: Gathering, group: str) -> Given:
+    """Let the calls that gather there have a group that was just opened; the first one has the first member."""
+    transaction.insert(
+        "handed_out",
+        id=group,
+        run=gathering.run,
+        key_id=gathering.key_id,
+        name=gathering.name,
+        asked=gathering.asked,
+        given=1,
+    )
+    return Given(read_group(transaction, group), 0)
+
+
+def next_member(transaction: Transaction, gathering: Gathering, oldest: int) -> Given | None:
+    """The member that the next call gets; None where a new group is needed.
+
+    That is where all members are given, or the group is over, or was sampled when fewer than `oldest` steps were done. Refused as
+    `settings_conflict` where the calls that share the group have asked for something else.
+    """
+    found = transaction.first(
+        """SELECT handed_out.id, asked, given FROM handed_out JOIN groups ON groups.id = handed_out.id
+        WHERE handed_out.run = ? AND handed_out.key_id = ? AND name = ?
+        AND state = 'open' AND lease_end > ? AND sampled_step >= ? AND given < members
+        ORDER BY groups.rowid DESC""",
+        (gathering.run, gathering.key_id, gathering.name, transaction.uptime, oldest),
+    )
+    if found is None:
+        return None
+    group, asked, given = found
+    if asked != gathering.asked:
+        raise Refusal(
+            "settings_conflict",
+            f"the group {gathering.name[:80]!r} was begun with another prompt, size or way of sampling, and its members are compared "
+            "with each other. Ask the same in each of its calls, or use another name.",
+        )
+    return Given(read_group(transaction, group), given)
+
+
+def give(transaction: Transaction, given: Given) -> bool:
+    """Note that a call has the member; False where it was given or the group ended meanwhile."""
+    changed = transaction.execute(
+        """UPDATE handed_out SET given = given + 1 WHERE id = ? AND given = ?
+        AND (SELECT state FROM groups WHERE groups.id = handed_out.id) = 'open'""",
+        (given.row.id, given.member),
+    )
+    return changed.rowcount == 1
+
+
+# --- rewards --------------------------------------------------------------------------------------
+
+
+def accept(transaction: Transaction, run: str, post: Post) -> Posted:
+    """Accept rewards for a group, or the one of a member; see `rewards.accept_rewards`, whose refusals these are.
+
+    What was accepted of members before binds whoever posts for their whole group: refused as `already_rewarded` where it differs.
+    """
+    if not isinstance(post.group, str):
+        return accept_rewards(transaction, run, [post])[0]
+    meant = named(post.group)
+    whole = replace(post, group=meant.group)
+    if meant.member is not None:
+        return _accept_one(transaction, run, whole, meant.member)
+    _check_agrees(transaction, whole, meant.group)
+    return accept_rewards(transaction, run, [whole])[0]
+
+
+def _check_agrees(transaction: Transaction, post: Post, group: str) -> None:
+    for member, (reward, _) in _rewards(transaction, group).items():
+        if member < len(post.rewards) and post.rewards[member] != reward:
+            raise _other(f"{group}-{member}", reward)
+
+
+def _accept_one(transaction: Transaction, run: str, post: Post, member: int) -> Posted:
+    row = _check_given(transaction, post, member)
+    before = transaction.first(
+        "SELECT reward, answer FROM member_rewards WHERE id = ? AND member = ?", (row.id, member)
+    )
+    if before is not None:
+        reward, answer = before
+        if reward != post.rewards[0]:
+            raise _other(f"{row.id}-{member}", reward)
+        return Posted(row.id, False, row.state, unpack_json(answer))
+    if row.rewards is not None and row.rewards[member] == post.rewards[0]:
+        return Posted(row.id, False, row.state, dict(post.answer))
+    _check_open(transaction, row, member)
+    transaction.insert(
+        "member_rewards",
+        id=row.id,
+        member=member,
+        reward=post.rewards[0],
+        include=post.include,
+        answer=pack_json(post.answer),
+    )
+    if len(_rewards(transaction, row.id)) == row.members:
+        row = _complete(transaction, run, row)
+    return Posted(row.id, True, row.state, dict(post.answer))
+
+
+def _check_given(transaction: Transaction, post: Post, member: int) -> GroupRow:
+    """The group of a member that some call has."""
+    group = str(post.group)
+    given = transaction.value("SELECT given FROM handed_out WHERE id = ?", (group,))
+    if given is None or member >= given:
+        raise Refusal("unknown_group", f"no completion has the id {group}-{member}.")
+    if len(post.rewards) != 1:
+        wrong = f"{group}-{member} is one completion, but {len(post.rewards)} rewards came."
+        raise Refusal("invalid_request", wrong, errors=[FieldError(field=post.field, message=wrong)])
+    return read_group(transaction, group)
+
+
+def _check_open(transaction: Transaction, row: GroupRow, member: int) -> None:
+    if row.state == "given_up":
+        raise Refusal("group_given_up", f"group {row.id} was given up; no rewards are taken for it.")
+    if row.rewards is not None:
+        raise _other(f"{row.id}-{member}", row.rewards[member])
+    need_active(transaction, row.run)
+    if row.state == "expired" or row.lease_end <= transaction.uptime:
+        raise Refusal(
+            "lease_expired",
+            f"the lease of group {row.id} has expired: this reward came too late. `lease_seconds` of /start sets the time.",
+        )
+
+
+def _complete(transaction: Transaction, run: str, row: GroupRow) -> GroupRow:
+    """Reward the group with what its members have; those without have failed."""
+    found = _rewards(transaction, row.id)
+    rewards = tuple(found[place][0] if place in found else None for place in range(row.members))
+    held = any(include == "hold" for _, include in found.values())
+    include: Include = "hold" if held else "next"
+    answer = {"model_version": [row.run, row.sampled_step], "status": "held" if held else "accepted"}
+    accept_rewards(transaction, run, [Post(row.id, rewards, answer, include)])
+    return read_group(transaction, row.id)
+
+
+def settle_overdue(transaction: Transaction) -> list[GroupRow]:
+    """Reward the open groups whose lease is over with what their members have, where any has a reward; returns them.
+
+    To be called before groups without rewards expire.
+    """
+    overdue = transaction.all(
+        """SELECT DISTINCT groups.id FROM groups JOIN member_rewards ON member_rewards.id = groups.id
+        JOIN runs ON runs.run = groups.run
+        WHERE groups.state = 'open' AND lease_end <= ? AND runs.state = 'active'""",
+        (transaction.uptime,),
+    )
+    return [_settled(transaction, group) for (group,) in overdue]
+
+
+def _settled(transaction: Transaction, group: str) -> GroupRow:
+    transaction.execute(
+        "UPDATE groups SET lease_end = ? WHERE id = ?", (transaction.uptime + GRACE, group)
+    )
+    row = read_group(transaction, group)
+    return _complete(transaction, row.run, row)
+
+
+def _rewards(transaction: Transaction, group: str) -> dict[int, tuple[float | None, Include]]:
+    found = transaction.all(
+        "SELECT member, reward, include FROM member_rewards WHERE id = ?", (group,)
+    )
+    return {member: (reward, include) for member, reward, include in found}
+
+
+def _other(completion: str, reward: float | None) -> Refusal:
+    return Refusal(
+        "already_rewarded",
+        f"another reward was accepted for {completion} before: {'null' if reward is None else reward}. That one stands.",
+    )

@@ -1,0 +1,85 @@
+"""Checkpoints that a client has saved by name: kept until somebody deletes them, whatever becomes of the run.
+
+D/checkpoints/<name>/       the files of the checkpoint, linked where the disk can
+D/checkpoints/<name>/saved.json   the run that it is of, and the settings that a new run from it begins with
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from groupwise.runs import checkpoints, durable
+from groupwise.runs.checkpoints import Checkpoint
+from groupwise.runs.folder import CHECKPOINTS
+from groupwise.server.ledger.runs import RunRow
+from groupwise.wire.problems import Refusal
+from groupwise.wire.training import CheckpointAnswer
+
+SAVED = "saved.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What a new run can begin with."""
+
+    folder: Path
+    settings: Mapping[str, Any]
+    """Of the run that it is of, as they were posted."""
+
+
+class NamedCheckpoints:
+    """Those of one server, beside the automatic ones of its runs."""
+
+    def __init__(self, output: Path) -> None:
+        self._root = output / CHECKPOINTS
+
+    def refuse_taken(self, name: str) -> None:
+        """Refused as `checkpoint_exists` where the name is taken."""
+        if (self._root / name).exists():
+            raise Refusal(
+                "checkpoint_exists",
+                f"there is a checkpoint {name!r} already; choose another name.",
+            )
+
+    def keep(self, name: str, checkpoint: Path, row: RunRow) -> CheckpointAnswer:
+        """Keep a checkpoint under a name. FileNotFoundError where it is pruned meanwhile."""
+        self.refuse_taken(name)
+        found = checkpoints.read(checkpoint)
+
+        def fill(folder: Path) -> None:
+            for file in sorted(checkpoint.rglob("*")):
+                if file.is_file():
+                    durable.keep_file(file, folder / file.relative_to(checkpoint))
+            facts = {"run": row.run, "step": found.step, "settings": row.settings}
+            (folder / SAVED).write_text(json.dumps(facts))
+
+        durable.make_folder(self._root / name, fill, replace=False)
+        return CheckpointAnswer(name=name, run_id=row.run, step=found.step, address=name)
+
+    def listed(self) -> Iterator[CheckpointAnswer]:
+        """All of them, by name."""
+        for file in sorted(self._root.glob(f"*/{SAVED}")):
+            facts, name = json.loads(file.read_text()), file.parent.name
+            yield CheckpointAnswer(name=name, run_id=facts["run"], step=facts["step"], address=name)
+
+    def find(self, name: str) -> Beginning | None:
+        """The checkpoint of a name; None where there is none."""
+        folder = self._root / name
+        if folder.parent != self._root or not (folder / SAVED).is_file():
+            return None
+        return Beginning(folder, json.loads((folder / SAVED).read_text())["settings"])
+
+
+def automatic(row: RunRow) -> list[Checkpoint]:
+    """The checkpoints of a run that stand in its folder, the oldest first."""
+    return list(checkpoints.complete(Path(row.folder) / CHECKPOINTS))
+
+
+def answer_of(row: RunRow, checkpoint: Checkpoint) -> CheckpointAnswer:
+    """As it is listed."""
+    step = checkpoint.step
+    return CheckpointAnswer(run_id=row.run, step=step, address=f"{row.run}@{step}")

@@ -1,0 +1,42 @@
+"""What GET /tokenizer answers, from the files that the engine gave."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from groupwise.server.engine.port import Opened
+from groupwise.wire.problems import Refusal
+from groupwise.wire.training import TokenizerAnswer
+
+ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
+TEMPLATE = "chat_template.jinja"
+
+
+def tokenizer_answer(folder: Path, opened: Opened) -> TokenizerAnswer:
+    """Refused as `unsupported` where the tokenizer is none that the library `tokenizers` reads."""
+    text, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    if not text.is_file():
+        raise Refusal(
+            "unsupported",
+            "the model's tokenizer has no tokenizer.json, so that it cannot be handed out; GET /model has all of its files.",
+        )
+    facts: dict[str, Any] = json.loads(config.read_text()) if config.is_file() else {}
+    return TokenizerAnswer(
+        hash=opened.tokenizer_hash,
+        chat_template=_template(folder, facts),
+        tokenizer_json=text.read_text(),
+        special_tokens={role: _content(facts[role]) for role in ROLES if facts.get(role)},
+        stop_token_ids=list(opened.stop_token_ids),
+    )
+
+
+def _template(folder: Path, facts: dict[str, Any]) -> str | None:
+    apart = folder / TEMPLATE
+    return apart.read_text() if apart.is_file() else facts.get("chat_template")
+
+
+def _content(token: Any) -> str:
+    """Of a special token, which stands there as text or with how it is found."""
+    return token if isinstance(token, str) else str(token["content"])
