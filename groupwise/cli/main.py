@@ -22,9 +22,10 @@ from groupwise.cli.generate import generate
 from groupwise.cli.init import init
 from groupwise.cli.output import PROGRAM, Stopped, report_error, report_stop
 from groupwise.cli.rl import rl
+from groupwise.cli.serve import serve
 from groupwise.cli.sft import sft
 
-LATER = frozenset({"serve", "fleet", "launch", "web"})
+LATER = frozenset({"fleet", "launch", "web"})
 """Commands of parts that are not in this version."""
 
 
@@ -108,6 +109,7 @@ app.command("init")(init)
 app.command("check")(check)
 app.command("doctor")(doctor)
 app.command("generate")(generate)
+app.command("serve")(serve)
 app.command("fetch-model")(fetch_model)
 app.add_typer(
     typer.Typer(cls=RunsGroup, no_args_is_help=True, rich_markup_mode=None),

@@ -189,6 +189,11 @@ async def test_a_start_that_fails(monkeypatch):
         await EngineProcess.start(FACTORY)
 
 
+async def test_a_factory_may_be_a_class():
+    async with served(FACTORY.replace(":make", ":ToyEngine")) as engine:
+        assert await engine.call("echo", 1) == 1
+
+
 async def test_a_start_can_be_given_up():
     before = threading.active_count()
     starting = asyncio.create_task(

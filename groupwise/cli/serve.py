@@ -1,0 +1,140 @@
+"""`groupwise serve`: the training server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from groupwise.server.settings import ServerConfig
+
+
+def serve(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="key=value",
+            help="Settings, typed as in the file: max_event_streams=8",
+            show_default=False,
+        ),
+    ] = None,
+    output_dir: Annotated[
+        str | None,
+        typer.Option(metavar="D", help="The folder with all that the server keeps."),
+    ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Where to listen. Without it: 127.0.0.1."),
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(metavar="N", help="Without it: 8000. 0 takes any that is free.")
+    ] = None,
+    model_dir: Annotated[
+        str | None,
+        typer.Option(
+            metavar="M", help="Folder whose sub-folders clients may name. Without it: models."
+        ),
+    ] = None,
+    key_file: Annotated[
+        str | None, typer.Option(metavar="F", help="The file with the keys' lines.")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", "-c", metavar="S.yaml", help="All settings, as a YAML file."),
+    ] = None,
+    start_with: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="settings.yaml",
+            help="Begin this training at once, unless one is active: the body of POST /start, as YAML.",
+        ),
+    ] = None,
+    new_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ROLE", help="Make a key (read, train or admin), print it once, and end."
+        ),
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Train a model with prompts and rewards of clients.
+
+    Each setting may also stand in the environment, as GROUPWISE_SERVE_PORT; the key in GROUPWISE_API_KEY.
+    """
+    if api_key is not None:
+        _refuse_key()
+    if new_key is not None:
+        _print_new_key(new_key)
+        return
+    options = {
+        "output_dir": output_dir,
+        "host": host,
+        "port": port,
+        "model_dir": model_dir,
+        "key_file": key_file,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    settings = _settings(config, given, tuple(words or ()))
+    _serve(settings, start_with)
+
+
+def _settings(config: Path | None, options: dict[str, Any], words: tuple[str, ...]) -> ServerConfig:
+    import os
+
+    from groupwise.server.settings import read_settings
+
+    return read_settings(config, os.environ, options, words)
+
+
+def _serve(settings: ServerConfig, start_with: Path | None) -> None:
+    import os
+
+    from groupwise.server.settings import read_keys
+
+    keys = read_keys(settings, os.environ)
+    _check_installed()
+    from groupwise.server.serve import read_start, serve
+
+    request = None if start_with is None else read_start(start_with)
+    raise typer.Exit(serve(settings, keys, request))
+
+
+def _refuse_key() -> None:
+    from groupwise.errors import UsageError
+    from groupwise.server.settings import RIGHT_WAYS
+
+    raise UsageError(
+        "A key on the command line can be read by every user of the machine, so that --api-key is not taken. Instead, "
+        + RIGHT_WAYS
+    )
+
+
+def _print_new_key(word: str) -> None:
+    from groupwise.errors import UsageError
+    from groupwise.wire.keys import Role, new_key
+
+    role = Role.named(word)
+    if role is None:
+        roles = ", ".join(role.word for role in Role)
+        raise UsageError(f"--new-key {word}: there is no such role; the roles are {roles}.")
+    made = new_key(role)
+    typer.echo(f"key   {made.key}")
+    typer.echo(f"line  {made.line}")
+    typer.echo(
+        "The key is for the caller and is not shown again. The line is for the server's key file; it tells nobody the key.",
+        err=True,
+    )
+
+
+def _check_installed() -> None:
+    from importlib.util import find_spec
+
+    from groupwise.errors import UsageError
+
+    missing = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"The server needs {' and '.join(missing)}: pip install 'groupwise[server]'. Clients need neither."
+        )

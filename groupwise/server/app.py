@@ -1,0 +1,241 @@
+"""The HTTP side of the server: the routes, what goes before them, and the OpenAPI document that is made of both.
+
+Routes raise a `Refusal`, FastAPI its own errors for addresses that do not exist and requests that are not valid; all of them become
+refusals here, and are rendered in one place (`middleware.Observed`). The document names for each route who may ask and every problem that
+it can answer with.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from importlib import metadata
+from typing import Any, NoReturn, cast
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+
+from groupwise.server import strict_json
+from groupwise.server.middleware import BodyRead, Guarded, Observed, RouteTable
+from groupwise.server.refusals import documented, problem_schema
+from groupwise.server.routes import events, health, models, training
+from groupwise.server.routes.declared import Route, ServiceLike, Serving, facts_of
+from groupwise.server.settings import ServerConfig
+from groupwise.wire.idempotency import HEADERS as IDEMPOTENCY_HEADERS
+from groupwise.wire.keys import Keyring, Role
+from groupwise.wire.problems import FieldError, Refusal
+
+ROUTES: tuple[Route, ...] = (*training.ROUTES, *models.ROUTES, *events.ROUTES, *health.ROUTES)
+"""Of ask/post."""
+
+DESCRIPTION = (
+    "The server owns the model; the client owns the loop, the data and the rewards: it asks for completions of its prompts, scores them, "
+    "and posts a number for each. Every refusal is a problem (RFC 9457) with a `code` that never changes its meaning."
+)
+SECURITY = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+    "api-key": {"type": "apiKey", "in": "header", "name": "api-key"},
+}
+
+
+def make_app(
+    service: ServiceLike,
+    config: ServerConfig,
+    keys: Keyring | None,
+    also: Sequence[Route] = (),
+) -> FastAPI:
+    """The application. `also`: routes of further protocols. Its `state.serving` is what all requests share."""
+    serving = Serving(service, config)
+    routes = (*ROUTES, *also)
+    app = FastAPI(
+        title="Groupwise training server",
+        version=_version(),
+        description=DESCRIPTION + _roles(routes),
+        docs_url=None,  # pages that would load scripts from elsewhere
+        redoc_url=None,
+        openapi_url=None,  # ours is a route like any other
+        redirect_slashes=False,
+    )
+    app.router.route_class = _StrictRoute
+    app.state.serving = serving
+    document = _Document(app, routes)
+    shown = Route(
+        method="GET",
+        path="/openapi.json",
+        handler=document.answer,
+        role=None,
+        tag="health",
+        answer=dict[str, Any],
+    )
+    for route in (*routes, shown):
+        _add(app, route)
+    _refuse_what_fastapi_refuses(app)
+    # The last one that is added is the outermost.
+    app.add_middleware(cast("Any", BodyRead), serving=serving)
+    app.add_middleware(cast("Any", Guarded), serving=serving, keys=keys)
+    table = RouteTable((*routes, shown))
+    app.add_middleware(cast("Any", Observed), serving=serving, table=table)
+    return app
+
+
+def _roles(routes: Sequence[Route]) -> str:
+    """Who may ask what, as a table."""
+    rows = [
+        "\n\nEach role may do what the ones above it may.\n",
+        "| role of the key | routes |",
+        "|---|---|",
+    ]
+    for role in (None, *Role):
+        names = [f"`{route.name}`" for route in routes if route.role == role]
+        rows.append(f"| {role.word if role else 'no key'} | {', '.join(names)} |")
+    return "\n".join(rows)
+
+
+def _version() -> str:
+    try:
+        return metadata.version("groupwise")
+    except metadata.PackageNotFoundError:  # run from a folder, without being installed
+        return "0"
+
+
+def _add(app: FastAPI, route: Route) -> None:
+    responses = documented(route.all_codes)
+    if route.later:
+        responses[202] = {"description": route.later, "model": route.answer}
+    if route.path == "/readyz":
+        responses[503] = {"description": "Not ready, and why.", "model": route.answer}
+    if route.answer is None:
+        schema = {"type": "string", **_format(route.media_type)}
+        responses[200] = {"content": {route.media_type: {"schema": schema}}}
+    app.add_api_route(
+        route.path,
+        route.handler,
+        methods=[route.method],
+        tags=[route.tag],
+        name=route.handler.__name__,
+        operation_id=route.handler.__name__,
+        response_model=route.answer,
+        response_class=route.response_class,
+        responses=cast("Any", responses),
+        openapi_extra={"x-role": route.role.word if route.role else None},
+    )
+
+
+def _format(media_type: str) -> dict[str, str]:
+    return {"format": "binary"} if media_type == "application/zip" else {}
+
+
+# Reading strictly
+
+
+class _StrictRequest(Request):
+    """Whose JSON is read by `strict_json`."""
+
+    async def json(self) -> Any:
+        if not hasattr(self, "_json"):
+            self._json = strict_json.parse(await self.body())
+        return self._json
+
+
+class _StrictRoute(APIRoute):
+    """As FastAPI recommends for another class of requests."""
+
+    def get_route_handler(self) -> Callable[[Request], Any]:
+        handler = super().get_route_handler()
+
+        async def strict(request: Request) -> Response:
+            return await handler(_StrictRequest(request.scope, request.receive))
+
+        return strict
+
+
+# Refusals of the framework
+
+
+def _refuse_what_fastapi_refuses(app: FastAPI) -> None:
+    handlers: dict[Any, Callable[[Request, Any], Awaitable[Response]]] = {
+        RequestValidationError: _invalid,
+        HTTPException: _no_such_thing,
+    }
+    for kind, handler in handlers.items():
+        app.add_exception_handler(kind, handler)
+
+
+async def _invalid(_: Request, error: RequestValidationError) -> NoReturn:
+    details = list(error.errors())
+    for detail in details:
+        if detail.get("type") == "json_invalid":
+            reason = detail.get("ctx", {}).get("error", "it cannot be read")
+            message = f"the body is no JSON as it is taken here: {reason}"
+            raise Refusal(
+                "invalid_request", message, errors=(FieldError(field="", message=message),)
+            ) from None
+    raise Refusal.of_fields(details) from None
+
+
+async def _no_such_thing(request: Request, error: HTTPException) -> NoReturn:
+    where = f"{request.method} {request.url.path[:200]}"
+    if error.status_code == 404:
+        raise Refusal(
+            "not_found", f"There is no route {where}; GET /openapi.json has those there are."
+        )
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        facts_of(request.scope).headers["Allow"] = allowed
+        raise Refusal(
+            "method_not_allowed", f"There is no route {where}; this address takes {allowed}."
+        )
+    raise Refusal("invalid_request", f"{where} cannot be answered: {error.detail}")
+
+
+# The document
+
+
+class _Document:
+    """OpenAPI, made once."""
+
+    def __init__(self, app: FastAPI, routes: Sequence[Route]) -> None:
+        self._app = app
+        self._routes = routes
+        self._make = app.openapi
+        app.openapi = self.document
+
+    async def answer(self) -> Response:
+        """This document."""
+        return Response(json.dumps(self.document()), media_type="application/json")
+
+    def document(self) -> dict[str, Any]:
+        """The whole."""
+        if self._app.openapi_schema is None:
+            self._app.openapi_schema = self._complete(self._make())
+        return self._app.openapi_schema
+
+    def _complete(self, document: dict[str, Any]) -> dict[str, Any]:
+        components = document.setdefault("components", {})
+        components.setdefault("schemas", {}).update(problem_schema())
+        components["securitySchemes"] = SECURITY
+        for route in self._routes:
+            operation = document["paths"][route.path][route.method.lower()]
+            self._say_more(operation, route)
+        return document
+
+    def _say_more(self, operation: dict[str, Any], route: Route) -> None:
+        operation["security"] = [{name: []} for name in SECURITY] if route.role else []
+        if route.named:
+            operation.setdefault("parameters", []).append(_IDEMPOTENCY)
+        if route.example is not None:
+            content = operation["requestBody"]["content"]["application/json"]
+            content["example"] = route.example
+
+
+_IDEMPOTENCY = {
+    "name": IDEMPOTENCY_HEADERS[0],
+    "in": "header",
+    "required": False,
+    "description": f"Names the request: sent again within a day it gets the same answer. Also {IDEMPOTENCY_HEADERS[1]}.",
+    "schema": {"type": "string", "minLength": 1, "maxLength": 255},
+}

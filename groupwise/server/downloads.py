@@ -1,0 +1,114 @@
+"""A version of the policy as one zip file, made while it is sent: nothing of it is ever whole in memory or on disk.
+
+The service hands over open files, so that a version that is deleted meanwhile can still be read to its end. Weights are stored as they
+are, because compressing numbers costs seconds and saves nothing; texts are deflated. Names, order and dates are fixed: the same version
+is the same file, byte for byte.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zipfile
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import BinaryIO, Literal
+
+CHUNK = 1 << 20
+"""Bytes that are read at once, and about as many are sent."""
+STORED = (".safetensors", ".gguf", ".bin")
+"""Endings of files that do not get smaller."""
+FIRST_DATE = (1980, 1, 1, 0, 0, 0)
+"""The earliest that a zip file knows; a version has no other date."""
+LARGE = 1 << 31
+"""From here on a zip file needs 64-bit sizes."""
+READABLE = 0o644
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFile:
+    """A file of a version."""
+
+    name: str
+    """In the zip file; `/` between folders."""
+    size: int
+    """Bytes."""
+    file: BinaryIO
+
+
+@dataclass(frozen=True, slots=True)
+class OpenVersion:
+    """A version of the policy whose files are open; whoever has it closes it."""
+
+    model_version: tuple[str, int]
+    fingerprint: str
+    kind: Literal["adapter", "full"]
+    files: Sequence[OpenFile]
+
+    def close(self) -> None:
+        """Let go of the files; a second call does nothing."""
+        for entry in self.files:
+            entry.file.close()
+
+    @property
+    def address(self) -> str:
+        """`run@step`."""
+        run, step = self.model_version
+        return f"{run}@{step}"
+
+
+async def zipped(version: OpenVersion) -> AsyncGenerator[bytes]:
+    """The zip file in pieces of about `CHUNK`. Files are read in a thread, so that a slow disk holds nobody else up."""
+    pieces = _pieces(version.files)
+    while True:
+        reading = asyncio.ensure_future(asyncio.to_thread(next, pieces, None))
+        try:
+            piece = await asyncio.shield(reading)
+        except asyncio.CancelledError:
+            await asyncio.wait((reading,))  # or the files would be closed while they are read
+            raise
+        if piece is None:
+            return
+        if piece:
+            yield piece
+
+
+def _pieces(files: Sequence[OpenFile]) -> Iterator[bytes]:
+    out = _Pipe()
+    with zipfile.ZipFile(out, "w") as archive:
+        for entry in files:
+            with archive.open(_info(entry), "w", force_zip64=entry.size >= LARGE) as inside:
+                while chunk := entry.file.read(CHUNK):
+                    inside.write(chunk)
+                    yield out.taken()
+    yield out.taken()
+
+
+def _info(entry: OpenFile) -> zipfile.ZipInfo:
+    info = zipfile.ZipInfo(entry.name, FIRST_DATE)
+    stored = entry.name.endswith(STORED)
+    info.compress_type = zipfile.ZIP_STORED if stored else zipfile.ZIP_DEFLATED
+    info.external_attr = READABLE << 16
+    info.file_size = entry.size
+    return info
+
+
+class _Pipe:
+    """What `zipfile` writes to: it cannot be sought in, and gives up what it holds."""
+
+    def __init__(self) -> None:
+        self._held: list[bytes] = []
+
+    def write(self, data: bytes) -> int:
+        self._held.append(bytes(data))
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def taken(self) -> bytes:
+        """What was written since the last call."""
+        held, self._held = self._held, []
+        return b"".join(held)

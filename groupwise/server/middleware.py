@@ -1,0 +1,367 @@
+"""What every request goes through before it reaches its route, from the outside inwards.
+
+    Observed   gives it an id, counts and logs it, and answers whatever was raised: a `Refusal` as its problem, anything else as
+               `internal`, whose details stand in the log under that id and nowhere else
+    Guarded    who asks, whether the key may, whether the server still takes work, whether the key asks too often
+    BodyRead   reads the body within a limit of bytes and time, and cancels the work of a client that goes away
+
+Plain ASGI: nothing is wrapped that streams. What a route wants of all this stands in its `Route`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.routing import compile_path
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from groupwise.server.caller import Caller
+from groupwise.server.logs import log_request
+from groupwise.server.refusals import body_of
+from groupwise.server.routes.declared import SCOPE, ClientGone, Facts, Route, Serving, facts_of
+from groupwise.server.settings import is_loopback
+from groupwise.wire.keys import Keyring, Role, caller_of
+from groupwise.wire.problems import MEDIA_TYPE, FieldError, Refusal
+
+logger = logging.getLogger(__name__)
+
+REQUEST_ID = "X-Request-ID"
+BODY_SECONDS = 120.0
+"""In which a body must be here; a connection that sends a byte a minute is left."""
+CLIENT_GONE = 499
+"""What the log and the metrics say of a request whose client went away."""
+SHUTTING_DOWN_RETRY = 5.0
+"""Seconds after which another server, or the same one again, may answer."""
+
+_SAFE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+
+
+class RouteTable:
+    """Which route a request is for."""
+
+    def __init__(self, routes: Sequence[Route]) -> None:
+        self._routes = [(route, compile_path(route.path)[0]) for route in routes]
+
+    def find(self, method: str, path: str) -> Route | None:
+        """The route, if there is one."""
+        for route, pattern in self._routes:
+            if route.method == method and pattern.match(path):
+                return route
+        return None
+
+
+class Observed:
+    """The outermost."""
+
+    def __init__(self, app: ASGIApp, serving: Serving, table: RouteTable) -> None:
+        self._app = app
+        self._serving = serving
+        self._table = table
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer the request, and tell of it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began = time.perf_counter()
+        facts = Facts(_request_id(scope), self._table.find(scope["method"], scope["path"]))
+        scope[SCOPE] = facts
+        answer = _Answer(send, facts)
+        try:
+            await self._answer(scope, receive, answer)
+        finally:
+            self._tell(scope, facts, answer.status or CLIENT_GONE, time.perf_counter() - began)
+        if _is_of_the_run(facts):
+            await self._serving.service.count_refusal(facts.code)
+
+    async def _answer(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
+        try:
+            await self._app(scope, receive, answer.send)
+        except Refusal as refusal:
+            await answer.refuse(refusal)
+        except ClientGone:
+            answer.status = CLIENT_GONE
+        except (
+            Exception
+        ):  # the boundary: a mistake in one request stops no other, and its details stay here
+            facts = facts_of(scope)
+            logger.exception(
+                "request %s failed",
+                facts.request_id,
+                extra={"facts": {"request_id": facts.request_id}},
+            )
+            await answer.refuse(Refusal("internal"))
+
+    def _tell(self, scope: Scope, facts: Facts, status: int, seconds: float) -> None:
+        metrics = self._serving.metrics
+        metrics.observe(facts.route.name if facts.route else "other", status, seconds)
+        if facts.code:
+            metrics.refusals[facts.code] += 1
+        if facts.route is not None and facts.code and facts.code not in facts.route.all_codes:
+            logger.warning(
+                "%s answered %s, which its description lacks", facts.route.name, facts.code
+            )
+        log_request(
+            request_id=facts.request_id,
+            method=scope["method"],
+            path=scope["path"],
+            status=status,
+            seconds=seconds,
+            key_id=facts.caller.key_id if facts.caller else "",
+            code=facts.code,
+        )
+
+
+class _Answer:
+    """What was sent so far."""
+
+    def __init__(self, send: Send, facts: Facts) -> None:
+        self.status: int | None = None
+        self._send = send
+        self._facts = facts
+
+    async def send(self, message: Message) -> None:
+        """Pass it on, with the request's id."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            MutableHeaders(scope=message)[REQUEST_ID] = self._facts.request_id
+        await self._send(message)
+
+    async def refuse(self, refusal: Refusal) -> None:
+        """Answer with a problem, unless an answer has begun: then all that can be done is to break it off."""
+        self._facts.code = refusal.code
+        if self.status is not None:
+            raise BrokenOff(refusal.code)
+        body = body_of(refusal, self._facts.instance)
+        headers = {
+            "content-type": MEDIA_TYPE,
+            "content-length": str(len(body)),
+            "cache-control": "no-store",
+            **refusal.headers,
+            **self._facts.headers,
+        }
+        if refusal.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+        await self.send({"type": "http.response.start", "status": refusal.status, "headers": raw})
+        await self.send({"type": "http.response.body", "body": body})
+
+
+class BrokenOff(Exception):
+    """An answer that cannot be finished; the connection is closed, so that nobody takes what there is for the whole."""
+
+
+def _is_of_the_run(facts: Facts) -> bool:
+    """Whether a refusal is counted with the run: only of work, and only where the caller may ask; it is a write to the disk."""
+    known = facts.caller is not None and facts.route is not None and facts.route.works
+    return known and facts.code not in ("", "forbidden", "rate_limited", "internal")
+
+
+def _request_id(scope: Scope) -> str:
+    given = Headers(scope=scope).get(REQUEST_ID, "")
+    return given if _SAFE_ID.fullmatch(given) else secrets.token_hex(8)
+
+
+class Buckets:
+    """How many requests each key has left: `burst` at once, and so many more each second."""
+
+    def __init__(
+        self, per_second: float, burst: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._per_second = per_second
+        self._burst = burst
+        self._clock = clock
+        self._left: dict[str, tuple[float, float]] = {}
+        """Key id -> what was left, and when."""
+
+    def take(self, key_id: str) -> float:
+        """Take one; 0 where there was one, else the seconds until there is."""
+        now = self._clock()
+        left, since = self._left.get(key_id, (float(self._burst), now))
+        left = min(left + (now - since) * self._per_second, float(self._burst))
+        enough = left >= 1
+        self._left[key_id] = (left - 1 if enough else left, now)
+        return 0.0 if enough else (1 - left) / self._per_second
+
+
+class Guarded:
+    """Lets through whoever may."""
+
+    def __init__(self, app: ASGIApp, serving: Serving, keys: Keyring | None) -> None:
+        config = serving.config
+        self._app = app
+        self._serving = serving
+        self._keys = keys
+        self._buckets = (
+            Buckets(config.requests_per_second, config.burst)
+            if config.requests_per_second is not None
+            else None
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass it on, or raise why not."""
+        if scope["type"] == "http":
+            self._check(facts_of(scope), Headers(scope=scope))
+        await self._app(scope, receive, send)
+
+    def _check(self, facts: Facts, headers: Mapping[str, str]) -> None:
+        route = facts.route
+        if route is not None and route.role is None:
+            return
+        if self._keys is None:
+            check_local(headers)
+        known = caller_of(self._keys, headers)
+        facts.caller = Caller(known.id, known.role)
+        if self._buckets is not None and (seconds := self._buckets.take(known.id)):
+            raise Refusal("rate_limited", retry_after=seconds)
+        known.require((route.role if route else None) or Role.READ)
+        if route is not None and route.works and self._serving.ending.is_set():
+            raise Refusal("shutting_down", retry_after=SHUTTING_DOWN_RETRY)
+
+
+def check_local(headers: Mapping[str, str]) -> None:
+    """Refuse what a page of another site has a browser of this machine send: without a key nothing else would tell it apart.
+
+    Such a request names the site as its Origin; where the site's own name was made to lead to this machine, as its Host.
+    """
+    host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
+    if not is_loopback(host):
+        raise Refusal(
+            "forbidden",
+            "The server has no key, so that it answers only requests to this machine by name: localhost or 127.0.0.1. "
+            "Give it a key to reach it under other names.",
+        )
+    origin = headers.get("origin")
+    if origin is not None and not is_loopback(_hostname(origin)):
+        raise Refusal(
+            "forbidden", "The server has no key, so that it answers no pages of other sites."
+        )
+
+
+def _hostname(origin: str) -> str:
+    try:
+        return urlsplit(origin).hostname or ""
+    except ValueError:
+        return ""
+
+
+@dataclass(slots=True)
+class _Inbox:
+    """What a route receives: the body that was read, and then, some time, that the client has gone."""
+
+    body: bytes
+    gone: asyncio.Future[None]
+    given: bool = False
+
+    async def receive(self) -> Message:
+        """As ASGI has it."""
+        if not self.given:
+            self.given = True
+            return {"type": "http.request", "body": self.body, "more_body": False}
+        await asyncio.shield(self.gone)
+        return {"type": "http.disconnect"}
+
+
+class BodyRead:
+    """The innermost."""
+
+    def __init__(self, app: ASGIApp, serving: Serving) -> None:
+        self._app = app
+        self._most = serving.config.max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read the body, then do the work as long as the client is there."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        route = facts_of(scope).route
+        body = b""  # where none is taken, what comes all the same is thrown away as it comes
+        if route is not None and route.takes_body:
+            body = await self._read(Headers(scope=scope), receive)
+        if body:
+            _check_media_type(Headers(scope=scope).get("content-type", ""))
+        await _while_listening(self._app, scope, body, receive, send)
+
+    async def _read(self, headers: Mapping[str, str], receive: Receive) -> bytes:
+        told = headers.get("content-length", "")
+        if told.isdecimal() and len(told) < 20 and int(told) > self._most:
+            raise self._too_large()
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                more = True
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    if size > self._most:
+                        raise self._too_large()
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            raise Refusal(
+                "timed_out", f"The body was not here within {BODY_SECONDS:g} seconds."
+            ) from None
+        return b"".join(parts)
+
+    def _too_large(self) -> Refusal:
+        return Refusal(
+            "too_large",
+            f"The body has more than {self._most} bytes, which is max_body_bytes of the server. Send less at once.",
+        )
+
+
+def _check_media_type(given: str) -> None:
+    kind = given.partition(";")[0].strip().lower()
+    if kind != "application/json" and not (
+        kind.startswith("application/") and kind.endswith("+json")
+    ):
+        raise Refusal(
+            "unsupported_media_type",
+            errors=(FieldError(field="Content-Type", message="must be application/json"),),
+        )
+
+
+async def _while_listening(
+    app: ASGIApp, scope: Scope, body: bytes, receive: Receive, send: Send
+) -> None:
+    """Do the work; where its route says so, cancel it when the client goes before the answer is whole."""
+    route = facts_of(scope).route
+    whole = False
+
+    async def noting(message: Message) -> None:
+        nonlocal whole
+        await send(message)
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            whole = True
+
+    gone = asyncio.ensure_future(_until_gone(receive))
+    work = asyncio.ensure_future(app(scope, _Inbox(body, gone).receive, noting))
+    try:
+        if route is None or route.ends_with_client:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done() and not whole:
+                work.cancel()
+                await asyncio.wait((work,))
+                raise ClientGone
+        await work
+    finally:
+        gone.cancel()
+        if not work.done():
+            work.cancel()
+        await asyncio.gather(work, gone, return_exceptions=True)
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,107 @@
+"""What happens, as it happens: server-sent events, which a client that was cut off resumes by the id of the last one that it had.
+
+A stream sends what is there, then waits for the next; a comment every few seconds keeps proxies from closing it. It ends when the server
+does. Each one holds a connection, so that their number is bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from typing import Annotated, Any
+
+from fastapi import Depends, Header
+from fastapi.sse import EventSourceResponse, ServerSentEvent
+
+from groupwise.server.routes.declared import AskedHere, Route, Serving
+from groupwise.wire.keys import Role
+from groupwise.wire.problems import Refusal
+
+TAG = "training"
+AT_ONCE = 100
+"""Events that are read from the ledger at a time."""
+LONGEST_WAIT = 60.0
+"""Seconds; then the ledger is looked at again, whatever was heard."""
+TRY_AGAIN = 5.0
+"""Seconds after which there may be room for another stream."""
+RECONNECT = 2000
+"""Milliseconds after which a browser that was cut off comes back."""
+
+
+LastEventId = Annotated[
+    int | None,
+    Header(
+        description="Of the last event that the client has had; the next ones follow. Without it: those from now on.",
+        ge=0,
+        lt=2**63,
+    ),
+]
+
+
+async def a_place(asked: AskedHere, last_event_id: LastEventId = None) -> AsyncGenerator[int]:
+    """One of the streams that may be open at once, held until the answer is over; gives the event after which it begins.
+
+    What can be refused is refused here: once a stream has begun, it is too late.
+    """
+    metrics, most = asked.serving.metrics, asked.serving.config.max_event_streams
+    if asked.serving.ending.is_set():
+        raise Refusal("shutting_down")
+    if metrics.event_streams >= most:
+        raise Refusal(
+            "rate_limited",
+            f"{most} streams of events are open already, which is max_event_streams of the server. "
+            "GET /status tells the same, once.",
+            retry_after=TRY_AGAIN,
+        )
+    metrics.event_streams += 1
+    try:
+        if last_event_id is None:
+            last_event_id = await asked.service.last_event()
+        yield last_event_id
+    finally:
+        metrics.event_streams -= 1
+
+
+async def events(
+    asked: AskedHere, after: Annotated[int, Depends(a_place)]
+) -> AsyncGenerator[ServerSentEvent]:
+    """What happens from now on, or after `Last-Event-ID`; each event has an id, a kind, and its data as in `EventData`."""
+    service, serving = asked.service, asked.serving
+    yield ServerSentEvent(comment="events follow", retry=RECONNECT)
+    while not serving.ending.is_set():
+        for event in await service.events(after, AT_ONCE):
+            yield ServerSentEvent(
+                raw_data=event.model_dump_json(), event=event.kind, id=str(event.id)
+            )
+            after = event.id
+        await _next(serving, after)
+
+
+async def _next(serving: Serving, after: int) -> None:
+    """Return when there is another event, or the server ends."""
+    waits: list[asyncio.Task[Any]] = [
+        asyncio.create_task(serving.service.next_event(after, LONGEST_WAIT)),
+        asyncio.create_task(serving.ending.wait()),
+    ]
+    try:
+        done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in waits:
+            task.cancel()
+        await asyncio.gather(*waits, return_exceptions=True)
+
+
+ROUTES = (
+    Route(
+        method="GET",
+        path="/events",
+        handler=events,
+        role=Role.READ,
+        tag=TAG,
+        media_type="text/event-stream",
+        codes=("invalid_request", "shutting_down"),
+        response_class=EventSourceResponse,
+    ),
+)

@@ -1,0 +1,161 @@
+"""The model itself: a version as a zip file, its tokenizer, and the checkpoints that can be gone on from."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+from typing import Annotated
+
+from fastapi import Body as BodyOf
+from fastapi import Query
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from groupwise.server.downloads import OpenVersion, zipped
+from groupwise.server.routes.declared import AskedHere, ClientGone, Route, sent_model
+from groupwise.server.routes.training import OF_ENGINE
+from groupwise.wire.keys import Role
+from groupwise.wire.training import (
+    MAX_ADDRESS,
+    CheckpointAnswer,
+    CheckpointRequest,
+    CheckpointsAnswer,
+    ModelRequest,
+    TokenizerAnswer,
+)
+
+TAG = "models"
+VERSION_HEADER = "X-Model-Version"
+"""`run@step` of the files."""
+FINGERPRINT_HEADER = "X-Model-Fingerprint"
+KIND_HEADER = "X-Model-Kind"
+"""`adapter` or `full`."""
+STALLED = 120.0
+"""Seconds in which a client that downloads takes nothing; then it is left."""
+
+
+class ZipResponse(Response):
+    """A version as a zip file. Its files are closed whatever happens: sent, refused, or the client gone."""
+
+    media_type = "application/zip"
+
+    def __init__(self, version: OpenVersion) -> None:
+        super().__init__(
+            headers={
+                "Content-Disposition": f'attachment; filename="{version.address}.zip"',
+                VERSION_HEADER: version.address,
+                FINGERPRINT_HEADER: version.fingerprint,
+                KIND_HEADER: version.kind,
+                "Cache-Control": "no-store",
+            }
+        )
+        del self.headers["content-length"]  # nobody knows it before the end
+        self._version = version
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            head = {"status": self.status_code, "headers": self.raw_headers}
+            await send({"type": "http.response.start", **head})
+            async with aclosing(zipped(self._version)) as pieces:
+                async for piece in pieces:
+                    async with asyncio.timeout(STALLED):
+                        await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+        except TimeoutError:
+            raise ClientGone from None
+        finally:
+            self._version.close()
+
+
+VersionInQuery = Annotated[
+    str | None,
+    Query(
+        description="`run@step`, a number of steps of the present run, or `latest`, which is meant without it.",
+        min_length=1,
+        max_length=MAX_ADDRESS,
+    ),
+]
+
+
+async def get_model(asked: AskedHere, version: VersionInQuery = None) -> Response:
+    """The files of one version, as a zip file: adapter or all weights, tokenizer, model card."""
+    return ZipResponse(await asked.service.open_version(version))
+
+
+async def post_model(
+    asked: AskedHere, body: Annotated[ModelRequest | None, BodyOf()] = None
+) -> Response:
+    """The same as GET."""
+    version = None if body is None else body.version
+    return ZipResponse(await asked.service.open_version(version))
+
+
+async def tokenizer(asked: AskedHere) -> Response:
+    """Tokenizer and chat template of the run, with the hash that requests may give."""
+    return sent_model(await asked.service.tokenizer())
+
+
+async def checkpoints(asked: AskedHere) -> Response:
+    """All checkpoints that can be gone on from."""
+    return sent_model(await asked.service.checkpoints())
+
+
+async def save_checkpoint(body: CheckpointRequest, asked: AskedHere) -> Response:
+    """Write a checkpoint now, under a name. It is kept until somebody deletes it, so that it takes an admin."""
+    return sent_model(await asked.service.save_checkpoint(body.name))
+
+
+OF_VERSIONS = ("not_started", "unknown_version", "version_gone", "unknown_run", *OF_ENGINE)
+
+ROUTES = (
+    Route(
+        method="GET",
+        path="/model",
+        handler=get_model,
+        role=Role.READ,
+        tag=TAG,
+        media_type="application/zip",
+        codes=(*OF_VERSIONS, "invalid_request"),
+    ),
+    Route(
+        method="POST",
+        path="/model",
+        handler=post_model,
+        role=Role.READ,
+        tag=TAG,
+        media_type="application/zip",
+        takes_body=True,
+        codes=OF_VERSIONS,
+        example={"version": "latest"},
+    ),
+    Route(
+        method="GET",
+        path="/tokenizer",
+        handler=tokenizer,
+        role=Role.READ,
+        tag=TAG,
+        answer=TokenizerAnswer,
+        codes=("not_started", "unsupported", *OF_ENGINE),
+    ),
+    Route(
+        method="GET",
+        path="/checkpoints",
+        handler=checkpoints,
+        role=Role.READ,
+        tag=TAG,
+        answer=CheckpointsAnswer,
+    ),
+    Route(
+        method="POST",
+        path="/checkpoints",
+        handler=save_checkpoint,
+        role=Role.ADMIN,
+        tag=TAG,
+        answer=CheckpointAnswer,
+        takes_body=True,
+        works=True,
+        ends_with_client=False,
+        codes=("not_started", "finished", "checkpoint_exists", "disk_full", *OF_ENGINE),
+        example={"name": "before-the-change"},
+    ),
+)

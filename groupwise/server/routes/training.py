@@ -1,0 +1,251 @@
+"""Ask and post: begin and end a run, ask for completions, post rewards, take steps, see how it goes.
+
+Asking and posting end with their client: a request for completions that nobody waits for any more frees its place, and so does a wait for
+a step. What the service has committed by then stands. Beginning and ending a run go on to their end, whoever is listening.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import Body as BodyOf
+from fastapi import Path
+from fastapi.responses import Response
+
+from groupwise.server.idempotent import (
+    answer_of,
+    completions_answer,
+    rewards_answer,
+    step_answer,
+)
+from groupwise.server.routes.declared import AskedHere, Route, sent_model
+from groupwise.wire.keys import Role
+from groupwise.wire.training import (
+    GROUP_ID_PATTERN,
+    MAX_ID,
+    Body,
+    CompletionsBatch,
+    CompletionsRequest,
+    GivenUpAnswer,
+    GroupAnswer,
+    RewardAnswer,
+    RewardsBatchAnswer,
+    RewardsOfOne,
+    RewardsOfSeveral,
+    RewardsRequest,
+    StartAnswer,
+    StartRequest,
+    StatusAnswer,
+    StepAnswer,
+    StepRequest,
+    StopAnswer,
+)
+
+TAG = "training"
+OF_ENGINE = ("engine_recovering", "engine_failed", "timed_out")
+OF_RUN = ("not_started", "finished")
+GONE = ("lease_expired", "group_given_up", "group_stale", "group_quarantined")
+
+
+class Nothing(Body):
+    """An empty object; POST /stop has nothing to say."""
+
+
+async def start(body: StartRequest, asked: AskedHere) -> Response:
+    """Begin a training. The answer comes when it is ready: a large model takes its time."""
+
+    async def work() -> Any:
+        return answer_of(await asked.service.start(body, asked.caller))
+
+    return await asked.once(work)
+
+
+async def stop(
+    asked: AskedHere,
+    body: Annotated[Nothing | None, BodyOf()] = None,
+) -> Response:
+    """End the training cleanly, with a checkpoint. Asking again is harmless."""
+    return sent_model(await asked.service.stop())
+
+
+async def completions(body: CompletionsRequest, asked: AskedHere) -> Response:
+    """Completions of one prompt, or of several, by the policy that serves."""
+
+    async def work() -> Any:
+        return completions_answer(body, await asked.service.completions(body, asked.caller))
+
+    return await asked.once(work)
+
+
+GroupIdInPath = Annotated[
+    str,
+    Path(description="The group.", min_length=1, max_length=MAX_ID, pattern=GROUP_ID_PATTERN),
+]
+
+
+async def give_up(group_id: GroupIdInPath, asked: AskedHere) -> Response:
+    """Give a group up, which will not be rewarded: its place is free for another."""
+    await asked.service.give_up(group_id)
+    return sent_model(GivenUpAnswer(group_id=group_id))
+
+
+async def rewards(body: RewardsRequest, asked: AskedHere) -> Response:
+    """The rewards of one group, or of several. They are on disk before the answer."""
+    request: RewardsOfOne | RewardsOfSeveral = body
+
+    async def work() -> Any:
+        return rewards_answer(request, await asked.service.rewards(request, asked.caller))
+
+    return await asked.once(work)
+
+
+async def step(body: StepRequest, asked: AskedHere) -> Response:
+    """Take a step now: with all that was rewarded, or with the groups that are named."""
+
+    async def work() -> Any:
+        return step_answer(body, await asked.service.step(body, asked.caller))
+
+    return await asked.once(work)
+
+
+async def status(asked: AskedHere) -> Response:
+    """Where the server and its run stand."""
+    return sent_model(await asked.service.status())
+
+
+ROUTES = (
+    Route(
+        method="POST",
+        path="/start",
+        handler=start,
+        role=Role.ADMIN,
+        tag=TAG,
+        answer=StartAnswer,
+        takes_body=True,
+        works=True,
+        ends_with_client=False,
+        named=True,
+        codes=(
+            "run_active",
+            "settings_conflict",
+            "model_not_allowed",
+            "resume_mismatch",
+            "unknown_checkpoint",
+            "unknown_run",
+            "disk_full",
+            *OF_ENGINE,
+        ),
+        example={"model_id": "tiny", "num_completions_per_prompt": 8, "max_steps": 100},
+    ),
+    Route(
+        method="POST",
+        path="/stop",
+        handler=stop,
+        role=Role.ADMIN,
+        tag=TAG,
+        answer=StopAnswer,
+        takes_body=True,
+        works=True,
+        ends_with_client=False,
+        codes=("disk_full", *OF_ENGINE),
+        example={},
+    ),
+    Route(
+        method="POST",
+        path="/completions",
+        handler=completions,
+        role=Role.TRAIN,
+        tag=TAG,
+        answer=GroupAnswer | CompletionsBatch,
+        takes_body=True,
+        works=True,
+        named=True,
+        codes=(
+            "too_busy",
+            "draw_taken",
+            "settings_conflict",
+            "prompt_too_long",
+            "tokenizer_mismatch",
+            "disk_full",
+            *OF_RUN,
+            *OF_ENGINE,
+        ),
+        example={"prompt": "Sort these words: pear, apple"},
+    ),
+    Route(
+        method="DELETE",
+        path="/completions/{group_id}",
+        handler=give_up,
+        role=Role.TRAIN,
+        tag=TAG,
+        answer=GivenUpAnswer,
+        works=True,
+        ends_with_client=False,
+        codes=(
+            "unknown_group",
+            "group_in_use",
+            "lease_expired",
+            "group_stale",
+            "group_quarantined",
+            "disk_full",
+            "invalid_request",
+        ),
+    ),
+    Route(
+        method="POST",
+        path="/rewards",
+        handler=rewards,
+        role=Role.TRAIN,
+        tag=TAG,
+        answer=RewardAnswer | RewardsBatchAnswer,
+        takes_body=True,
+        works=True,
+        named=True,
+        later="The rewards are kept; the step that was waited for is not done yet.",
+        codes=(
+            "unknown_group",
+            "already_rewarded",
+            "echo_mismatch",
+            "manual_mode",
+            "group_in_use",
+            "disk_full",
+            *GONE,
+            *OF_RUN,
+            *OF_ENGINE,
+        ),
+        example={"group_id": "g-0123456789abcdef0123", "rewards": [1.0, 0.0, None, 0.5]},
+    ),
+    Route(
+        method="POST",
+        path="/step",
+        handler=step,
+        role=Role.TRAIN,
+        tag=TAG,
+        answer=StepAnswer,
+        takes_body=True,
+        works=True,
+        named=True,
+        later="The step is planned; it is not done yet.",
+        codes=(
+            "auto_mode",
+            "too_busy",
+            "nothing_to_train",
+            "unknown_group",
+            "group_in_use",
+            "settings_conflict",
+            "disk_full",
+            *GONE,
+            *OF_RUN,
+            *OF_ENGINE,
+        ),
+        example={"wait": True},
+    ),
+    Route(
+        method="GET",
+        path="/status",
+        handler=status,
+        role=Role.READ,
+        tag=TAG,
+        answer=StatusAnswer,
+    ),
+)

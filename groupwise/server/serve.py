@@ -1,0 +1,358 @@
+"""`groupwise serve`: one process that listens, keeps the ledger, and drives the engine.
+
+It takes the folder, so that no second server can; binds the address, so that a port in use is told before anything is loaded; lets the
+service open what the last server left; then answers. Beside the requests run two tasks: one writes the events of the run into the log,
+the other begins the run of `--start-with`.
+
+The first SIGTERM or Ctrl-C ends it cleanly: it is ready no more, refuses new work, and ends streams; the service answers whoever waits,
+saves, and ends the engine; at last the connections are closed. All of that has `shutdown_seconds`. The second signal ends it at once, which
+costs work but no truth.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import ssl
+import sys
+import time
+from collections.abc import Awaitable, Callable, Generator
+from pathlib import Path
+from typing import Any, cast
+
+import uvicorn
+from pydantic import ValidationError
+
+from groupwise.errors import ConfigError, GroupwiseError, RunInUseError, UsageError
+from groupwise.runs.lock import RunLock, holder
+from groupwise.server.app import make_app
+from groupwise.server.caller import Caller
+from groupwise.server.engine.port import Engine
+from groupwise.server.engine.remote import EngineProcess
+from groupwise.server.ledger.writer import Ledger
+from groupwise.server.logs import configure
+from groupwise.server.routes.declared import ServiceLike, Serving
+from groupwise.server.service import Service
+from groupwise.server.settings import ServerConfig
+from groupwise.settings.tree import read_yaml
+from groupwise.wire.keys import LOCAL, Keyring, Role
+from groupwise.wire.problems import field_errors
+from groupwise.wire.training import EventData, EventKind, StartRequest
+
+logger = logging.getLogger(__name__)
+
+ENGINE = "groupwise.server.engine.core:EngineCore"
+LEDGER = "server.db"
+"""File of the output folder."""
+KEEP_ALIVE = 75
+"""Seconds for which an idle connection is kept: longer than clients and proxies keep theirs, so that none is closed in their hands."""
+HEADER_SIZE = 64 * 1024
+LEAST_FOR_CONNECTIONS = 1.0
+"""Seconds for connections to be closed, however long the service has taken."""
+EVENTS_AT_ONCE = 100
+LONGEST_WAIT = 60.0
+WARNINGS = frozenset(
+    {
+        EventKind.ENGINE_LOST,
+        EventKind.RECOVERED_INEXACT,
+        EventKind.QUARANTINED,
+        EventKind.FAILED,
+        EventKind.WARNING,
+    }
+)
+
+Build = Callable[[ServerConfig], Awaitable[ServiceLike]]
+
+
+async def build_service(config: ServerConfig) -> ServiceLike:
+    """The service over the folder of these settings, not begun yet; its engines are processes of their own."""
+
+    async def make_engine() -> Engine:
+        return await EngineProcess.start(
+            ENGINE,
+            silence_limit=config.engine_silence_limit,
+            limits={
+                "open": config.start_time_limit,
+                "step": config.step_time_limit,
+                "sample": config.sampling_time_limit,
+            },
+        )
+
+    return Service(config, Ledger.open(config.folder / LEDGER), make_engine)
+
+
+def serve(
+    config: ServerConfig,
+    keys: Keyring | None,
+    start_with: StartRequest | None = None,
+    build: Build = build_service,
+) -> int:
+    """Serve until a signal comes; returns the exit code. Raises UsageError where it cannot begin, or `start_with` is refused."""
+    _check_tls(config)
+    lock = _take(config.folder)
+    handler = configure(config.log_format)
+    try:
+        with _bound(config) as listening:
+            return asyncio.run(_Server(config, keys, start_with, build, listening).run())
+    finally:
+        logging.getLogger().removeHandler(handler)
+        lock.release()
+
+
+def read_start(path: Path) -> StartRequest:
+    """The run that `--start-with` describes. Raises ConfigError with every problem and its line."""
+    tree = read_yaml(path)
+    problems = list(tree.problems)
+    try:
+        request = StartRequest.model_validate_json(json.dumps(tree.values))
+    except ValidationError as error:
+        details = cast("list[dict[str, Any]]", error.errors(include_url=False, include_input=False))
+        for wrong in field_errors(details):
+            where = tree.origin(tuple(wrong.field.split(".")))
+            problems.append(f"{where}: {wrong.field}: {wrong.message}")
+        raise ConfigError("\n".join(problems)) from None
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return request
+
+
+def _check_tls(config: ServerConfig) -> None:
+    if config.tls_certificate is None or config.tls_key is None:
+        return
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
+            config.tls_certificate, config.tls_key
+        )
+    except OSError as error:  # that of the library, too
+        raise UsageError(
+            f"tls_certificate {config.tls_certificate} and tls_key {config.tls_key} cannot be used: {error.strerror or error}. "
+            "Both are PEM files, and the key is that of the first certificate."
+        ) from None
+
+
+def _take(folder: Path) -> RunLock:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"output_dir {folder} cannot be made: {error.strerror}.") from None
+    try:
+        return RunLock.acquire(folder)
+    except RunInUseError:
+        raise RunInUseError(
+            f"{folder} is served already by {holder(folder) or 'another process'}. Stop that one, or give another --output-dir."
+        ) from None
+
+
+@contextlib.contextmanager
+def _bound(config: ServerConfig) -> Generator[socket.socket]:
+    host = config.host.strip("[]")
+    try:
+        found = socket.getaddrinfo(host, config.port, type=socket.SOCK_STREAM)
+        family, _, _, _, address = found[0]
+        bound = socket.create_server(address[:2], family=family, backlog=2048)
+    except OSError as error:
+        raise UsageError(
+            f"The server cannot listen at {host}:{config.port}: {error.strerror or error}. Give another --host or --port; port 0 takes any "
+            "that is free."
+        ) from None
+    with bound:
+        yield bound
+
+
+class Uvicorn(uvicorn.Server):
+    """Which leaves signals to us, and says when it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        await super().startup(sockets)
+        self.listening.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """Do not."""
+        yield
+
+
+class _Server:
+    """One server, from its first request to its last."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        keys: Keyring | None,
+        start_with: StartRequest | None,
+        build: Build,
+        listening: socket.socket,
+    ) -> None:
+        self._config = config
+        self._keys = keys
+        self._start_with = start_with
+        self._build = build
+        self._listening = listening
+        self._refused: UsageError | None = None
+        """Why `start_with` was."""
+
+    async def run(self) -> int:
+        """Until it has ended."""
+        service = await self._build(self._config)
+        await service.begin()
+        app = make_app(service, self._config, self._keys)
+        serving: Serving = app.state.serving
+        self._listen_for_signals(serving.ending)
+        http = Uvicorn(self._uvicorn_config(app))
+        answering = asyncio.create_task(http.serve(sockets=[self._listening]))
+        try:
+            listening = asyncio.create_task(http.listening.wait())
+            await asyncio.wait((listening, answering), return_when=asyncio.FIRST_COMPLETED)
+            listening.cancel()
+            if not answering.done():
+                self._greet()
+                await self._until_ending(serving, answering)
+            await self._end(serving, http)
+            await answering
+        finally:
+            await _cancelled(answering)
+        if self._refused is not None:
+            raise self._refused
+        return 0
+
+    async def _until_ending(self, serving: Serving, answering: asyncio.Task[None]) -> None:
+        beside = [asyncio.create_task(_log_events(serving.service))]
+        if self._start_with is not None:
+            beside.append(asyncio.create_task(self._start(serving, self._start_with)))
+        for task in beside:
+            task.add_done_callback(_tell_failure)
+        ending = asyncio.create_task(serving.ending.wait())
+        try:
+            await asyncio.wait((ending, answering), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await _cancelled(ending, *beside)
+
+    async def _end(self, serving: Serving, http: Uvicorn) -> None:
+        began = time.monotonic()
+        seconds = self._config.shutdown_seconds
+        logger.info("ending; a second signal ends at once")
+        serving.ending.set()
+        try:
+            async with asyncio.timeout(seconds):
+                await serving.service.shut_down(seconds)
+        except TimeoutError:
+            logger.warning("the service was not done within shutdown_seconds, %g", seconds)
+        left = max(seconds - (time.monotonic() - began), LEAST_FOR_CONNECTIONS)
+        http.config.timeout_graceful_shutdown = max(round(left), 1)
+        http.should_exit = True
+
+    def _uvicorn_config(self, app: Any) -> uvicorn.Config:
+        config = self._config
+        return uvicorn.Config(
+            app,
+            loop="asyncio",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE,
+            h11_max_incomplete_event_size=HEADER_SIZE,
+            proxy_headers=config.proxy_headers is not None,
+            forwarded_allow_ips=config.proxy_headers or "",
+            ssl_certfile=config.tls_certificate,
+            ssl_keyfile=config.tls_key,
+        )
+
+    def _listen_for_signals(self, ending: asyncio.Event) -> None:
+        loop = asyncio.get_running_loop()
+
+        def asked(number: int) -> None:
+            if ending.is_set():
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            ending.set()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, asked, number)
+
+    async def _start(self, serving: Serving, request: StartRequest) -> None:
+        """As if an admin had posted it."""
+        try:
+            answer = await serving.service.start(request, Caller(LOCAL.id, Role.ADMIN))
+        except GroupwiseError as error:
+            if error.code == "run_active":
+                logger.info("--start-with has nothing to do: a run is active already")
+                return
+            self._refused = UsageError(f"--start-with was refused: {error}")
+            serving.ending.set()
+            return
+        logger.info("run %s is ready, as --start-with has it", answer.run_id)
+
+    def _greet(self) -> None:
+        config = self._config
+        host, port = self._listening.getsockname()[:2]
+        shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+        address = f"{config.scheme}://{f'[{shown}]' if ':' in shown else shown}:{port}"
+        need = (
+            "no key is needed, and only this machine can ask"
+            if self._keys is None
+            else f"every request needs one of {len(self._keys)} key(s)"
+        )
+        header = "" if self._keys is None else ' -H "Authorization: Bearer $GROUPWISE_API_KEY"'
+        lines = (
+            f"Groupwise serves at {address}; {need}.",
+            f"  everything is kept in {config.folder}; the routes stand in {address}/openapi.json",
+            f"  next: curl -X POST {address}/start{header} -H 'Content-Type: application/json' -d '{{\"model_id\": \"tiny\"}}'",
+        )
+        if not (config.is_local or config.tls_certificate or config.proxy_headers):
+            lines += (
+                "  keys and prompts can be read on their way: give tls_certificate and tls_key, or put a proxy in front",
+            )
+        sys.stderr.write("\n".join(lines) + "\n")
+        sys.stderr.flush()
+
+
+async def _cancelled(*tasks: asyncio.Task[Any]) -> None:
+    """End tasks that nobody waits for any more."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _tell_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("a task beside the requests failed", exc_info=error)
+
+
+async def _log_events(service: ServiceLike) -> None:
+    """A line for each event; of steps as often as the run says."""
+    after = await service.last_event()
+    while True:
+        for event in await service.events(after, EVENTS_AT_ONCE):
+            after = event.id
+            if event.kind != EventKind.STEP or await _is_due(service, event):
+                level = logging.WARNING if event.kind in WARNINGS else logging.INFO
+                logger.log(level, "%s", _told(event), extra={"facts": {"event": event.kind}})
+        await service.next_event(after, LONGEST_WAIT)
+
+
+async def _is_due(service: ServiceLike, event: EventData) -> bool:
+    settings = (await service.status()).training_settings or {}
+    every = settings.get("logging_steps", 1)
+    return event.step is None or (event.step + 1) % every == 0
+
+
+def _told(event: EventData) -> str:
+    where = event.run_id or "server"
+    at = "" if event.step is None else f" {event.step}"
+    numbers = (event.metrics or {}).items()
+    shown = " ".join(
+        f"{name}={value:.4g}" for name, value in list(numbers)[:8] if value is not None
+    )
+    return " ".join(part for part in (f"{where}: {event.kind}{at}", event.message, shown) if part)

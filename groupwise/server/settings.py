@@ -1,0 +1,215 @@
+"""What can be said about a server: the keys of `groupwise serve`, and the four places where they may stand.
+
+Defaults come first; a YAML file (`--config`) is laid over them, then variables of the environment (`GROUPWISE_SERVE_PORT=8001`), then
+options and `key=value` words of the command line. The API keys are no settings: a plain one stands in `GROUPWISE_API_KEY`, hashes of others
+in the key file, and none of them on a command line, where every user of the machine could read it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from groupwise.errors import ConfigError, UsageError
+from groupwise.settings.credentials import secrets_in
+from groupwise.settings.overrides import override, parse_override
+from groupwise.settings.schema import Conflict, Strict, keys_of, setting
+from groupwise.settings.tree import Tree, read_yaml
+from groupwise.settings.validation import validate
+from groupwise.wire.keys import VARIABLE, Keyring, read_key_file
+
+ENVIRONMENT = "GROUPWISE_SERVE_"
+"""Beginning of the variables that are settings."""
+MIB = 1 << 20
+
+RIGHT_WAYS = (
+    f"put a key into the variable {VARIABLE}, which the clients read too; or make one with `groupwise serve --new-key ROLE`, "
+    "write the line that it prints into a file, and name the file with key_file."
+)
+"""How a server gets its keys."""
+
+
+class ServerConfig(Strict):
+    """Each key is also the variable GROUPWISE_SERVE_<KEY>, and the word key=value of the command line."""
+
+    refused: ClassVar[Mapping[str, str]] = {
+        "api_key": f"keys stand in no settings: {RIGHT_WAYS[:-1]}",
+        "api_keys": f"keys stand in no settings: {RIGHT_WAYS[:-1]}",
+    }
+
+    output_dir: str = setting(
+        ..., "The folder with all that the server keeps: its ledger and its runs.", min_length=1
+    )
+    host: str = setting(
+        "127.0.0.1",
+        "The address to listen at; 0.0.0.0 is every one of the machine. Other than this machine's own needs a key.",
+        min_length=1,
+    )
+    port: int = setting(8000, "0 takes any that is free.", ge=0, le=65535)
+    model_dir: str = setting(
+        "models", "Folder whose sub-folders clients may name as models.", min_length=1
+    )
+    allowed_models: tuple[str, ...] = setting(
+        (), "Further models that clients may name: hub ids, or paths of folders."
+    )
+    key_file: str | None = setting(
+        None, "A file with a line `id role sha256` for each key.", min_length=1
+    )
+    tls_certificate: str | None = setting(
+        None, "A PEM file with the certificate, and those above it.", min_length=1
+    )
+    tls_key: str | None = setting(None, "The PEM file with its private key.", min_length=1)
+    proxy_headers: str | None = setting(
+        None,
+        "Address of a proxy in front, whose X-Forwarded-For and -Proto are believed; null: nobody's are.",
+        min_length=1,
+    )
+
+    completions_wait: float = setting(
+        30.0, "Seconds for which a request for completions waits for room before 429.", gt=0
+    )
+    sampling_time_limit: float = setting(
+        600.0, "Seconds in which one request must be sampled.", gt=0
+    )
+    step_time_limit: float = setting(3600.0, "Seconds in which one step must be done.", gt=0)
+    start_time_limit: float = setting(600.0, "Seconds in which a run must be ready.", gt=0)
+    engine_silence_limit: float = setting(
+        600.0, "Seconds without a sign of life after which the engine is killed.", gt=0
+    )
+    max_engine_restarts: int = setting(
+        5, "Restarts of the engine within restart_window; then the run has failed.", ge=0
+    )
+    restart_window: float = setting(600.0, "Seconds in which they are counted.", gt=0)
+    max_open_groups: int = setting(1024, "Groups that may be under way with `steps: manual`.", ge=1)
+
+    max_body_bytes: int = setting(32 * MIB, "Bytes of a request, at most.", ge=1024)
+    requests_per_second: float | None = setting(
+        None, "Of each key, in the long run; null: as many as it likes.", gt=0
+    )
+    burst: int = setting(
+        50, "Requests that a key may make at once before requests_per_second counts.", ge=1
+    )
+    max_event_streams: int = setting(64, "Streams of GET /events at once.", ge=1)
+    shutdown_seconds: float = setting(
+        30.0, "Seconds that the server takes to end after SIGTERM, at most.", gt=0
+    )
+    log_format: Literal["text", "json"] = setting("text", "Lines for people, or for programs.")
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """What does not go together."""
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            there, missing = "tls_certificate", "tls_key"
+            if self.tls_certificate is None:
+                there, missing = missing, there
+            yield Conflict(f"{there} has no effect without {missing}; give both.", (there, missing))
+        if self.burst != 50 and self.requests_per_second is None:
+            yield Conflict(
+                "burst has no effect without requests_per_second.", ("burst", "requests_per_second")
+            )
+
+    @property
+    def folder(self) -> Path:
+        """`output_dir` as a path."""
+        return Path(self.output_dir).expanduser()
+
+    @property
+    def is_local(self) -> bool:
+        """Whether nobody but this machine can reach it."""
+        return is_loopback(self.host)
+
+    @property
+    def scheme(self) -> str:
+        """Of its address."""
+        return "https" if self.tls_certificate else "http"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or address is always this machine."""
+    if host.lower().rstrip(".") == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def read_settings(
+    config: Path | None,
+    environment: Mapping[str, str],
+    options: Mapping[str, Any],
+    words: Sequence[str],
+) -> ServerConfig:
+    """The settings of a server. Raises ConfigError with everything that is wrong, each with its place.
+
+    `options` are those of the command line that were given, by their key.
+    """
+    tree = Tree("groupwise serve") if config is None else read_yaml(config)
+    _lay_environment_over(tree, environment)
+    for key, value in options.items():
+        tree.values[key] = value
+        tree.origins[(key,)] = f"--{key.replace('_', '-')}"
+    return validate(ServerConfig, override(tree, words), check=secrets_in)
+
+
+def _lay_environment_over(tree: Tree, environment: Mapping[str, str]) -> None:
+    known = keys_of(ServerConfig)
+    for variable in sorted(environment):
+        if not variable.startswith(ENVIRONMENT):
+            continue
+        key = variable.removeprefix(ENVIRONMENT).lower()
+        if key not in known or variable != variable.upper():
+            tree.problems.append(_unknown_variable(variable, key))
+            continue
+        try:
+            _, value = parse_override(f"{key}={environment[variable]}")
+        except ConfigError as error:
+            reason = error.message.partition(": ")[2] or error.message
+            tree.problems.append(f"{variable}: {reason}")
+            tree.unread.add((key,))
+            continue
+        tree.values[key] = value
+        tree.origins[(key,)] = variable
+
+
+def _unknown_variable(variable: str, key: str) -> str:
+    if key in ServerConfig.refused:
+        return f"{variable} is no setting; {ServerConfig.refused[key]}."
+    names = {name: ENVIRONMENT + name.upper() for name in keys_of(ServerConfig)}
+    near = difflib.get_close_matches(key, names, n=1)
+    hint = f"did you mean {names[near[0]]}?" if near else f"there are {', '.join(names.values())}."
+    return f"{variable} is no setting; {hint}"
+
+
+def read_keys(config: ServerConfig, environment: Mapping[str, str]) -> Keyring | None:
+    """The keys that the server accepts; None: there are none, and only this machine can ask.
+
+    Raises UsageError where others could, ConfigError for a key file that cannot be read.
+    """
+    plain = environment.get(VARIABLE)
+    stored = () if config.key_file is None else _keys_in(Path(config.key_file).expanduser())
+    if plain is None and not stored:
+        if config.key_file is not None:
+            raise ConfigError(
+                f"key_file {config.key_file} holds no key, so that nobody could ask. "
+                "`groupwise serve --new-key admin` makes one."
+            )
+        if not config.is_local:
+            raise UsageError(
+                f"host is {config.host}, where others can reach the server, but it has no key. Either {RIGHT_WAYS} "
+                "Or leave host out: then only this machine can ask."
+            )
+        return None
+    return Keyring(stored, plain)
+
+
+def _keys_in(path: Path) -> Any:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"key_file {path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"key_file {path} is not a text file in UTF-8.") from None
+    return read_key_file(text, str(path))

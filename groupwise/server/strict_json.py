@@ -1,0 +1,84 @@
+"""JSON as the server reads it: what other readers pass over in silence is refused.
+
+A key that stands twice, NaN, a number beyond the range of a float, half of a surrogate pair, and nesting that no request needs would all
+be read by the standard library, and would mean something else to the next reader, or break it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Any
+
+DEEPEST = 64
+"""Lists and objects inside each other, at most; the deepest request has a dozen."""
+
+_BRACKET_OR_TEXT = re.compile(rb'[\[\]{}]|"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+class NotStrict(json.JSONDecodeError):
+    """What was sent is no JSON, or not of the strict kind."""
+
+    def __init__(self, message: str, position: int = 0) -> None:
+        super().__init__(message, "", position)
+
+
+def parse(text: bytes) -> Any:
+    """The value. Raises NotStrict, which repeats nothing of the text."""
+    _check_depth(text)
+    try:
+        value = json.loads(
+            text.decode("utf-8"),
+            parse_float=_finite,
+            parse_constant=_no_constant,
+            object_pairs_hook=_once_each,
+        )
+    except UnicodeDecodeError as error:
+        raise NotStrict("the body is not UTF-8", error.start) from None
+    except NotStrict:
+        raise
+    except json.JSONDecodeError as error:
+        raise NotStrict(error.msg, error.pos) from None
+    except ValueError:  # Python's limit of digits
+        raise NotStrict("a whole number has too many digits") from None
+    if _SURROGATE.search(text):
+        _check_text(value)
+    return value
+
+
+def _check_depth(text: bytes) -> None:
+    if text.count(b"[") + text.count(b"{") <= DEEPEST:
+        return
+    depth = 0
+    for match in _BRACKET_OR_TEXT.finditer(text):
+        first = match[0][:1]
+        depth += (first in b"[{") - (first in b"]}")
+        if depth > DEEPEST:
+            raise NotStrict(f"lists and objects are nested more than {DEEPEST} deep", match.start())
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise NotStrict("a number is beyond the range of a double")
+    return value
+
+
+def _no_constant(name: str) -> Any:
+    raise NotStrict(f"{name} is no number of JSON")
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise NotStrict("a key stands twice in an object")
+    return found
+
+
+def _check_text(value: Any) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        raise NotStrict("a text has half of a surrogate pair") from None

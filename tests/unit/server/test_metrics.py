@@ -1,0 +1,53 @@
+import re
+
+from groupwise.server.metrics import LATENCIES, Metrics
+from groupwise.wire.training import Counters, Memory, StatusAnswer, Throughput
+
+LINE = re.compile(r'[a-z_]+(\{[a-z_]+="(?:[^"\\\n]|\\.)*"(,[a-z_]+="(?:[^"\\\n]|\\.)*")*\})? \S+')
+
+
+def test_every_line_is_of_the_format_and_every_name_is_declared_once() -> None:
+    metrics = Metrics()
+    metrics.observe("POST /completions", 200, 0.3)
+    metrics.refusals['odd "code"\\\n'] += 1
+    status = StatusAnswer(
+        phase="running",
+        run_id="r",
+        step=3,
+        max_steps=9,
+        model_version=("r", 3),
+        fingerprint="f",
+        counters=Counters(open=2, trained=5),
+        throughput=Throughput(sampled_tokens=7, seconds_per_step=1.5),
+        memory=Memory(engine_bytes=1000),
+    )
+    text = metrics.render(status)
+    assert text.endswith("\n")
+    declared = re.findall(r"^# TYPE (\S+) (?:counter|gauge|histogram)$", text, re.MULTILINE)
+    assert len(declared) == len(set(declared))
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            assert LINE.fullmatch(line), line
+            name = re.split(r"[{ ]", line)[0]
+            assert re.sub(r"_(bucket|sum|count)$", "", name) in declared
+    assert 'groupwise_groups{state="open"} 2' in text
+    assert 'groupwise_model_version{run="r",step="3",fingerprint="f"} 1' in text
+    assert "groupwise_step_seconds 1.5" in text
+    assert "process_cpu_seconds_total" in text
+
+
+def test_buckets_count_everything_below_them() -> None:
+    metrics = Metrics()
+    for seconds in (0.001, 0.002, 0.3, 1000.0):
+        metrics.observe("GET /status", 200, seconds)
+    text = metrics.render(StatusAnswer(phase="idle"))
+    counts = re.findall(r'http_request_seconds_bucket\{[^}]*le="([^"]+)"\} (\d+)', text)
+    assert len(counts) == len(LATENCIES) + 1
+    found = dict(counts)
+    assert (found["0.002"], found["0.5"], found["300"], found["+Inf"]) == ("2", "3", "3", "4")
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    text = Metrics().render(StatusAnswer(phase="idle"))
+    assert "run_step" not in text
+    assert "step_seconds" not in text

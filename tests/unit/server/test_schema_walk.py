@@ -1,0 +1,185 @@
+"""Bodies and parameters that are wrong in every way that the OpenAPI document lets one think of, posted to every route that takes any.
+
+The document's own examples are the start; each field of each schema is spoilt in turn. Whatever is sent, the answer's status is one that
+the document names for the route, a refusal is a problem, and there is no 5xx: the service behind it never fails.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import httpx2
+import pytest
+
+from groupwise.wire.problems import KINDS, MEDIA_TYPE
+from tests.unit.server.asking import app_of, client_of
+from tests.unit.server.fake_service import FakeService
+
+WRONG = (
+    None,
+    True,
+    0,
+    -1,
+    0.5,
+    2**63,
+    10**400,
+    1e308,
+    "",
+    "x",
+    "\x00",
+    "../..",
+    "é" * 70000,
+    [],
+    [[]],
+    [None],
+    {},
+    {"a": {"b": []}},
+)
+"""In the place of every field in turn; right for some of them, which is as good."""
+DEEP = 100_000
+RAW = {
+    "nothing but a blank": b" ",
+    "half": b'{"prompt": "a"',
+    "two": b"{}{}",
+    "NaN": b'{"timeout": NaN}',
+    "infinity": b'{"timeout": -Infinity}',
+    "beyond a double": b'{"timeout": 1e999}',
+    "many digits": b'{"timeout": ' + b"9" * 5000 + b"}",
+    "twice": b'{"prompt": "a", "prompt": "b"}',
+    "twice inside": b'{"lora": {"r": 1, "r": 2}}',
+    "deep list": b'{"prompt": ' + b"[" * DEEP + b"]" * DEEP + b"}",
+    "deep object": b'{"training": ' + b'{"a":' * 200 + b"1" + b"}" * 200 + b"}",
+    "open": b"[" * DEEP,
+    "not UTF-8": b'{"prompt": "\xff\xfe"}',
+    "UTF-16": '{"prompt": "a"}'.encode("utf-16"),
+    "byte order mark": b'\xef\xbb\xbf{"prompt": "a"}',
+    "half a pair": b'{"prompt": "\\ud800"}',
+    "half a pair inside": b'{"training": {"a": ["\\udc00"]}}',
+    "a list": b"[]",
+    "a text": b'"prompt"',
+    "null": b"null",
+    "a number": b"12",
+    "a form": b"prompt=a&draw=1",
+}
+
+DOCUMENT: dict[str, Any] = app_of(FakeService()).openapi()
+OPERATIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    f"{method.upper()} {path}": (method.upper(), path, operation)
+    for path, methods in DOCUMENT["paths"].items()
+    for method, operation in methods.items()
+}
+WITH_BODY = [name for name, (_, _, operation) in OPERATIONS.items() if "requestBody" in operation]
+WITH_PARAMETERS = [
+    name
+    for name, (_, _, operation) in OPERATIONS.items()
+    if operation.get("parameters") and name != "GET /events"
+]
+
+
+def resolved(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    while "$ref" in schema:
+        schema = DOCUMENT["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+    return schema
+
+
+def fields_of(schema: Mapping[str, Any]) -> Iterator[str]:
+    """Of an object, or of any that it may be."""
+    schema = resolved(schema)
+    yield from schema.get("properties", {})
+    for other in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        yield from fields_of(other)
+
+
+def schema_of(name: str) -> Mapping[str, Any]:
+    return OPERATIONS[name][2]["requestBody"]["content"]["application/json"]
+
+
+def spoilt(name: str) -> Iterator[Any]:
+    body = schema_of(name)
+    good = body["example"]
+    fields = dict.fromkeys(fields_of(body["schema"]))
+    assert fields or name == "POST /stop", name
+    for field in fields:
+        for wrong in WRONG:
+            yield {**good, field: wrong}
+            yield {field: wrong}
+        yield {key: value for key, value in good.items() if key != field}
+        yield {**good, field: [good] * 3}
+    yield {**good, "no_such_field": 1}
+    yield from WRONG
+
+
+async def ask(client: httpx2.AsyncClient, name: str, **given: Any) -> int:
+    method, path, operation = OPERATIONS[name]
+    answer = await client.request(
+        method, given.pop("path", path.replace("{group_id}", "g-1")), **given
+    )
+    shown = f"{str(given)[:300]} -> {answer.status_code} {answer.text[:300]}"
+    assert answer.status_code < 500, shown
+    assert str(answer.status_code) in operation["responses"], shown
+    if answer.status_code >= 400:
+        assert answer.headers["content-type"] == MEDIA_TYPE, shown
+        assert KINDS[answer.json()["code"]].status == answer.status_code, shown
+        assert len(answer.content) < 40_000, shown
+    return answer.status_code
+
+
+@pytest.mark.parametrize("name", WITH_BODY)
+async def test_spoilt_fields(name: str) -> None:
+    async with client_of(app_of(FakeService())) as client:
+        for body in spoilt(name):
+            content = json.dumps(body).encode()
+            await ask(client, name, content=content, headers={"Content-Type": "application/json"})
+
+
+@pytest.mark.parametrize("name", WITH_BODY)
+@pytest.mark.parametrize("what", RAW)
+async def test_what_is_no_json(name: str, what: str) -> None:
+    may_be_null = what == "null" and name in ("POST /stop", "POST /model")
+    async with client_of(app_of(FakeService())) as client:
+        for kind in ("application/json", "application/json; charset=utf-16"):
+            status = await ask(client, name, content=RAW[what], headers={"Content-Type": kind})
+            assert status == (200 if may_be_null else 422)
+
+
+@pytest.mark.parametrize("name", WITH_BODY)
+@pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded", "é", "/"])
+async def test_other_content_types(name: str, kind: str) -> None:
+    async with client_of(app_of(FakeService())) as client:
+        await ask(client, name, content=b"{}", headers={"Content-Type": kind.encode()})
+
+
+@pytest.mark.parametrize("name", WITH_PARAMETERS)
+@pytest.mark.parametrize(
+    "value", ["", "x", "-1", "1e3", "\x00", "é", "a" * 3000, "../../etc", "%00"]
+)
+async def test_wrong_parameters(name: str, value: str) -> None:
+    _, path, operation = OPERATIONS[name]
+    body = {"json": schema_of(name)["example"]} if "requestBody" in operation else {}
+    async with client_of(app_of(FakeService())) as client:
+        for parameter in operation["parameters"]:
+            match parameter["in"]:
+                case "query":
+                    await ask(client, name, params={parameter["name"]: value}, **body)
+                case "header":
+                    if "\x00" not in value:
+                        await ask(client, name, headers={parameter["name"]: value.encode()}, **body)
+                case _:
+                    if value.replace(".", "").isalnum():
+                        await ask(client, name, path=path.replace("{group_id}", value))
+
+
+@pytest.mark.parametrize("value", ["", "x", "-1", "1.5", "9" * 30, "é"])
+async def test_wrong_ids_of_events(value: str) -> None:
+    async with client_of(app_of(FakeService())) as client:
+        answer = await client.get("/events", headers=[(b"Last-Event-ID", value.encode())])
+    assert answer.status_code == 422
+
+
+async def test_what_was_sent_is_never_repeated() -> None:
+    secret = "sk-this-is-a-secret-0123456789"
+    async with client_of(app_of(FakeService())) as client:
+        for body in ({"prompt": [secret]}, {"draw": secret}, {"prompt": "a", "stop": secret}):
+            answer = await client.post("/completions", json=body)
+            assert answer.status_code == 422
+            assert secret not in answer.text

@@ -1,0 +1,228 @@
+"""The whole server as a process: what it says, how it ends, and who may not begin."""
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from groupwise.errors import ConfigError, UsageError
+from groupwise.runs.lock import RunLock
+from groupwise.server.serve import _is_due, _told, read_start, serve
+from groupwise.server.settings import ServerConfig
+from groupwise.wire.training import StatusAnswer
+from tests.unit.server.fake_service import FakeService
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+class Every(FakeService):
+    """Of a run with so many steps between lines."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.steps = steps
+
+    async def status(self) -> StatusAnswer:
+        return StatusAnswer(phase="running", training_settings={"logging_steps": self.steps})
+
+
+@dataclass
+class Process:
+    popen: subprocess.Popen[str]
+    lines: list[str] = field(default_factory=list[str])
+    more: threading.Condition = field(default_factory=threading.Condition)
+    ended: bool = False
+
+    def read(self) -> None:
+        assert self.popen.stderr is not None
+        for line in self.popen.stderr:
+            with self.more:
+                self.lines.append(line)
+                self.more.notify_all()
+        with self.more:
+            self.ended = True
+            self.more.notify_all()
+
+    def said(self, pattern: str) -> str:
+        """Wait for a line with it."""
+
+        def found() -> "re.Match[str] | None":
+            return re.search(pattern, "".join(self.lines))
+
+        with self.more:
+            self.more.wait_for(lambda: found() or self.ended, timeout=30)
+            match = found()
+        assert match, "".join(self.lines)
+        return match[0]
+
+    @property
+    def address(self) -> str:
+        return self.said(r"https?://127.0.0.1:\d+")
+
+
+@contextmanager
+def server(folder: Path, *more: str, **settings: str) -> Generator[Process]:
+    environment = {f"GROUPWISE_SERVE_{name.upper()}": value for name, value in settings.items()}
+    words = [sys.executable, "-m", "tests.unit.server.run_server", str(folder), *more]
+    popen = subprocess.Popen(
+        words, cwd=ROOT, env=os.environ | environment, stderr=subprocess.PIPE, text=True
+    )
+    process = Process(popen)
+    reader = threading.Thread(target=process.read)
+    reader.start()
+    try:
+        yield process
+    finally:
+        popen.kill()
+        popen.wait()
+        reader.join()
+        assert popen.stderr is not None
+        popen.stderr.close()
+
+
+def test_it_ends_cleanly_with_a_request_that_waits_and_a_stream_that_is_open(
+    tmp_path: Path,
+) -> None:
+    with server(tmp_path) as process, httpx2.Client(base_url=process.address) as client:
+        process.said("no key is needed")
+        waited: list[httpx2.Response] = []
+
+        def wait() -> None:
+            with httpx2.Client(base_url=process.address, timeout=30) as other:
+                waited.append(other.post("/completions", json={"prompt": "a"}))
+
+        waiting = threading.Thread(target=wait)
+        with client.stream("GET", "/events", headers={"Last-Event-ID": "0"}) as stream:
+            lines = stream.iter_lines()
+            assert "event: started" in lines
+            waiting.start()
+            assert "event: warning" in lines  # the request is there
+            process.popen.send_signal(signal.SIGTERM)
+            for _ in lines:  # it ends, and so does this
+                pass
+        waiting.join(30)
+        assert process.popen.wait(30) == 0
+        assert waited[0].json()["code"] == "shutting_down"
+        process.said("ending; a second signal ends at once")
+
+
+def test_while_it_ends_it_is_not_ready_and_takes_no_work_and_the_second_signal_ends_it_at_once(
+    tmp_path: Path,
+) -> None:
+    with server(tmp_path, "slow") as process, httpx2.Client(base_url=process.address) as client:
+        process.popen.send_signal(signal.SIGINT)
+        process.said("ending")
+        assert client.get("/readyz").status_code == 503
+        assert client.get("/status").status_code == 200
+        assert client.post("/start", json={}).json()["code"] == "shutting_down"
+        process.popen.send_signal(signal.SIGINT)
+        assert process.popen.wait(30) == -signal.SIGINT
+
+
+def test_a_run_is_begun_with_the_server(tmp_path: Path) -> None:
+    settings = tmp_path / "settings.yaml"
+    settings.write_text("model_id: tiny\nmax_steps: 3\n")
+    with server(tmp_path / "out", str(settings)) as process:
+        process.said("run tiny is ready, as --start-with has it")
+
+
+def test_a_run_that_cannot_be_begun_ends_the_server(tmp_path: Path) -> None:
+    settings = tmp_path / "settings.yaml"
+    settings.write_text("run_name: bad\n")
+    with server(tmp_path / "out", str(settings)) as process:
+        process.said("--start-with was refused: for a reason")
+        assert process.popen.wait(30) == 2
+
+
+def test_a_run_that_is_active_already_is_left_alone(tmp_path: Path) -> None:
+    settings = tmp_path / "settings.yaml"
+    settings.write_text("run_name: active\n")
+    with server(tmp_path / "out", str(settings)) as process:
+        process.said("--start-with has nothing to do")
+        assert httpx2.get(process.address + "/status").status_code == 200
+
+
+def test_each_step_is_a_line_as_often_as_the_run_says() -> None:
+    service = FakeService()
+    for step in range(4):
+        service.happen("step", step=step, run_id="r", metrics={"reward": 0.5, "loss": None})
+    assert _told(service.happened[0]) == "r: step 0 reward=0.5"
+    due = [asyncio.run(_is_due(Every(2), event)) for event in service.happened]
+    assert due == [False, True, False, True]
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="nothing here makes certificates")
+def test_tls_by_files(tmp_path: Path) -> None:
+    certificate, key = tmp_path / "c.pem", tmp_path / "k.pem"
+    make = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=localhost -addext subjectAltName=IP:127.0.0.1 -addext "
+    words = [
+        *make.split(),
+        "keyUsage=digitalSignature,keyCertSign",
+        "-keyout",
+        key,
+        "-out",
+        certificate,
+    ]
+    subprocess.run(words, check=True, capture_output=True)
+    trusting = ssl.create_default_context(cafile=str(certificate))
+    settings = {"tls_certificate": str(certificate), "tls_key": str(key)}
+    with server(tmp_path / "out", **settings) as process:
+        assert process.address.startswith("https://")
+        with httpx2.Client(base_url=process.address, verify=trusting) as client:
+            assert client.get("/status").status_code == 200
+
+
+def test_certificates_that_cannot_be_used_are_told_before_anything_begins(tmp_path: Path) -> None:
+    (tmp_path / "c.pem").write_text("no certificate")
+    for name in ("c.pem", "none.pem"):
+        path = str(tmp_path / name)
+        config = ServerConfig(output_dir=str(tmp_path / "out"), tls_certificate=path, tls_key=path)
+        with pytest.raises(UsageError, match=r"cannot be used: .*Both are PEM files"):
+            serve(config, None)
+    assert not (tmp_path / "out").exists()
+
+
+def test_lines_of_the_log_are_json_where_it_is_asked_for(tmp_path: Path) -> None:
+    with server(tmp_path, log_format="json") as process:
+        httpx2.get(process.address + "/status")
+        line = json.loads(process.said(r'\{.*"path": "/status".*\}'))
+        assert (line["status"], line["key"]) == (200, "local")
+
+
+def test_two_servers_do_not_share_a_folder(tmp_path: Path) -> None:
+    held = RunLock.acquire(tmp_path)
+    with pytest.raises(UsageError, match=r"is served already by process \d+"):
+        serve(ServerConfig(output_dir=str(tmp_path), port=0), None)
+    held.release()
+
+
+def test_a_port_in_use_is_told(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        port = bound.getsockname()[1]
+        with pytest.raises(
+            UsageError, match=f"cannot listen at 127.0.0.1:{port}.*another --host or --port"
+        ):
+            serve(ServerConfig(output_dir=str(tmp_path), port=port), None)
+
+
+def test_settings_to_start_with_are_told_by_their_lines(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("model_id: tiny\nmax_steps: 0\nmaxsteps: 3\n")
+    with pytest.raises(ConfigError) as told:
+        read_start(path)
+    assert f"{path}:2: max_steps: " in told.value.message
+    assert f"{path}:3: maxsteps: " in told.value.message
