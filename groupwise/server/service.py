@@ -267,6 +267,10 @@ class Service:
             ) from None
         except UsageError as error:
             raise refusal_of(error, otherwise="settings_conflict") from None
+        except (
+            EngineLost
+        ) as error:  # it may have been killed for want of memory that is there again
+            raise Refusal("engine_recovering", str(error), retry_after=2) from None
         except GroupwiseError as error:
             await self._keeper.end()
             raise refusal_of(error, otherwise="engine_failed") from None

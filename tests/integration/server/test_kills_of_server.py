@@ -1,0 +1,171 @@
+"""kill -9 of the engine and of the server, at random instants, while clients work: nothing acknowledged is lost, nothing trained twice.
+
+The clients know nothing of it: they ask and post until they are answered. Afterwards each draw is part of exactly one step, in the
+server's ledger and in the run's record alike, and the policy is that of an undisturbed server, bit for bit.
+
+Each run of the tests kills 20 times, most of them with the fake engine, which begins quickly; `make soak SUITE=server_kills` kills KILLS
+times (default 200), half of them with the real one. The instants are drawn from a printed seed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import sqlite3
+import sys
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.client import AsyncTrainingClient
+from tests.integration.server.running import Server
+
+SIZE = 4
+CLIENTS = 6
+PATIENCE = 300.0
+FAKE = [sys.executable, "-m", "tests.integration.server.fake_server"]
+SETTINGS: dict[str, Any] = {
+    "model_id": "tiny",
+    "max_completion_length": 6,
+    "num_completions_per_prompt": 4,
+    "groups_per_step": SIZE,
+    "staleness": 0,
+    "max_prompt_length": 16,
+    "save_steps": 3,
+    "training": {"seed": 3},
+    "run_name": "killed",
+}
+NO_END_OF_RESTARTS = "max_engine_restarts=100000"
+
+
+def begun(folder: Path, real: bool) -> Server:
+    words = [NO_END_OF_RESTARTS, "log_format=json"]
+    server = Server(folder, *words, command=None if real else FAKE)
+    server.begin()
+    return server
+
+
+async def work(server: Server, steps: int) -> None:
+    """What the clients do: every draw once, each client its share, whatever happens."""
+
+    async def client(first: int) -> None:
+        async with AsyncTrainingClient(server.url, patience=PATIENCE) as one:
+            for draw in range(first, steps * SIZE, CLIENTS):
+                group = await one.completions(f"abc{draw % 7}", draw=draw)
+                rewards = [float(text.count("a")) + len(text) / 10 for text in group.completions]
+                answer = await one.rewards(group, rewards)
+                assert answer.group_id == group.group_id
+
+    async with AsyncTrainingClient(server.url, patience=PATIENCE) as one:
+        await one.start(**SETTINGS, max_steps=steps)
+    await asyncio.gather(*(client(first) for first in range(CLIENTS)))
+    async with AsyncTrainingClient(server.url, patience=PATIENCE) as one:
+        run = (await one.status()).run_id
+        async for event in one.events(after=0):
+            if event.kind == "finished" and event.run_id == run:
+                return
+
+
+async def killing(server: Server, chance: random.Random, kills: int) -> int:
+    """Kill now the engine, now the server, and start the latter again; how often it came to it before the work was done."""
+    done = 0
+    while done < kills:
+        step = await _trained(server)
+        await asyncio.sleep(chance.uniform(0.0, 0.5))
+        if chance.random() < 0.5:
+            server.kill()
+            await asyncio.sleep(chance.uniform(0.0, 0.2))
+            await asyncio.to_thread(server.begin)
+        else:
+            with suppress(ProcessLookupError, TypeError):
+                os.kill(server.engine() or -1, signal.SIGKILL)
+        done += 1
+        # Twice over one plan would rightly put it aside.
+        while await _trained(server) <= step:  # noqa: ASYNC110 — another process works on it
+            await asyncio.sleep(0.02)
+    return done
+
+
+async def _trained(server: Server) -> int:
+    """Steps that the ledger knows of."""
+
+    def look() -> int:
+        with suppress(sqlite3.Error):
+            return _asked(server, "SELECT count(*) FROM plans WHERE state = 'trained'")[0][0]
+        return 0
+
+    return await asyncio.to_thread(look)
+
+
+def course(server: Server) -> list[tuple[int, str, Sequence[int]]]:
+    """Of each step: its index, the fingerprint that it left, its draws."""
+    found = _asked(
+        server,
+        """SELECT plans.step, fingerprint_out, draw FROM plans JOIN groups ON groups.plan = plans.id
+        WHERE groups.state = 'trained' ORDER BY plans.step, position""",
+    )
+    draws: dict[tuple[int, str], list[int]] = {}
+    for step, fingerprint, draw in found:
+        draws.setdefault((step, fingerprint), []).append(draw)
+    return [(step, fingerprint, tuple(each)) for (step, fingerprint), each in draws.items()]
+
+
+def _asked(server: Server, query: str) -> list[Any]:
+    address = f"file:{server.folder}/server.db?mode=ro"
+    with closing(sqlite3.connect(address, uri=True)) as ledger:
+        return ledger.execute(query).fetchall()
+
+
+async def _undisturbed(folder: Path, steps: int, real: bool) -> list[Any]:
+    server = begun(folder, real)
+    try:
+        await work(server, steps)
+        return course(server)
+    finally:
+        server.kill()
+
+
+async def _killed(folder: Path, steps: int, real: bool, kills: int, seed: int) -> tuple[int, Any]:
+    print(f"seed {seed}")
+    server = begun(folder, real)
+    killer = asyncio.create_task(killing(server, random.Random(seed), kills))
+    try:
+        await work(server, steps)
+        done = killer.result() if killer.done() else kills - 1
+        return done, course(server)
+    finally:
+        killer.cancel()
+        await asyncio.gather(killer, return_exceptions=True)
+        server.kill()
+
+
+async def _holds(tmp_path: Path, real: bool, kills: int, seed: int) -> None:
+    steps = 2 * kills + 4
+    calm = await _undisturbed(tmp_path / "calm", steps, real)
+    done, found = await _killed(tmp_path / "killed", steps, real, kills, seed)
+    assert done == kills
+    assert [step for step, _, _ in found] == list(range(steps))
+    assert sorted(draw for _, _, draws in found for draw in draws) == list(range(steps * SIZE))
+    assert found == calm
+
+
+@pytest.mark.timeout(300)
+async def test_kills_with_the_fake_engine(tmp_path: Path) -> None:
+    await _holds(tmp_path, real=False, kills=15, seed=random.randrange(2**32))
+
+
+@pytest.mark.timeout(300)
+async def test_kills_with_the_real_engine(tmp_path: Path) -> None:
+    await _holds(tmp_path, real=True, kills=5, seed=random.randrange(2**32))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("real", [False, True])
+async def test_server_kills(tmp_path: Path, real: bool) -> None:
+    seed = int(os.environ.get("SEED") or random.randrange(2**32))
+    await _holds(tmp_path, real, int(os.environ.get("KILLS", "200")) // 2, seed)

@@ -1,0 +1,153 @@
+"""The whole way: clients over HTTP, the server's process, the engine's process, a real model.
+
+1. A model learns from rewards that a client gives.
+2. With the same seed, rewards and groups the policy is that of `groupwise rl`, bit for bit: with one client and with 64.
+3. A downloaded version is the one that its fingerprint names, and loads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import groupwise
+from groupwise.client import AsyncTrainingClient, TrainingClient, train
+from groupwise.runs.store import Store
+from tests.integration.server.running import Server, running
+
+TOY = Path(__file__).parents[1] / "toy_task.py"
+STEPS = 8
+SIZE = 4
+SETTINGS: dict[str, Any] = {
+    "model_id": "tiny",
+    "adapter": "new",
+    "lora": {"r": 4, "alpha": 8},
+    "max_completion_length": 6,
+    "num_completions_per_prompt": 4,
+    "groups_per_step": SIZE,
+    "learning_rate": 0.01,
+    "max_steps": STEPS,
+    "staleness": 0,
+    "max_prompt_length": 16,
+    "sampler": {"slots": 8},
+    "training": {"seed": 3},
+    "replace": True,
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with running(tmp_path_factory.mktemp("served") / "output") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def in_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same training by `groupwise rl`, laid out as this machine suggests, as the server does."""
+    config = {
+        "model": {"name": "tiny"},
+        "lora": {"r": 4, "alpha": 8},
+        "sampler": {"max_completion_length": 6, "slots": 8},
+        "training": {
+            "max_steps": STEPS,
+            "prompts_per_step": SIZE,
+            "num_generations": 4,
+            "learning_rate": 0.01,
+            "seed": 3,
+        },
+        "rewards": {"in_process": True},
+        "eval": {"before_and_after": False},
+        "run": {"name": "alone", "dir": str(tmp_path_factory.mktemp("alone"))},
+    }
+    return groupwise.rl(config, str(TOY)).folder
+
+
+def share(texts: Sequence[str]) -> list[float]:
+    """As the toy task rewards."""
+    return [sum(letter in "abcdefghijklm" for letter in text) / 6 for text in texts]
+
+
+def prompts_of(run: Path) -> list[str]:
+    """In the order of draws."""
+    with Store.open(run / "run.db", readonly=True) as store:
+        groups = [group for step in range(STEPS) for group in store.groups(step)]
+    return [str(group.example.prompt) for group in sorted(groups, key=lambda group: group.draw)]
+
+
+def fingerprints(run: Path) -> list[str]:
+    with Store.open(run / "run.db", readonly=True) as store:
+        return [record.fingerprint_out for record in store.steps()]
+
+
+@pytest.mark.parametrize("clients", [1, 64])
+async def test_the_policy_is_that_of_the_loop_in_one_process(
+    clients: int, server: Server, in_process: Path
+) -> None:
+    prompts = prompts_of(in_process)
+
+    async def client(first: int) -> None:
+        """Its share of the draws, in whatever order the server lets it."""
+        async with AsyncTrainingClient(server.url) as one:
+            for draw in range(first, len(prompts), clients):
+                group = await one.completions(prompts[draw], draw=draw)
+                await one.rewards(group, share(group.completions))
+
+    async with AsyncTrainingClient(server.url) as one:
+        begun = await one.start(**SETTINGS, run_name=f"with-{clients}")
+    await asyncio.gather(*(client(first) for first in reversed(range(min(clients, len(prompts))))))
+    await _finished(server.url)
+    assert fingerprints(server.folder / "runs" / begun.run_id) == fingerprints(in_process)
+
+
+async def _finished(url: str) -> None:
+    async with AsyncTrainingClient(url) as one:
+        status = await one.status()
+        async for event in one.events(after=0):
+            if event.kind == "finished" and event.run_id == status.run_id:
+                return
+
+
+def test_it_learns_from_the_rewards_of_a_client(server: Server) -> None:
+    def asterisks(completions: list[str], **_: object) -> list[float]:
+        return [text.count("*") / 8 for text in completions]
+
+    with TrainingClient(server.url) as client:
+        client.start(
+            max_completion_length=8, groups_per_step=4, max_steps=60, replace=True, run_name="stars"
+        )
+        examples = [{"prompt": f"{word}:"} for word in ("apple", "river", "stone", "cloud")]
+        found = train(client, examples, asterisks, steps=60, progress=False)
+    rewards = [found.metrics[step]["reward"] or 0.0 for step in sorted(found.metrics)]
+    assert sum(rewards[:5]) / 5 < 0.1
+    assert sum(rewards[-5:]) / 5 > 0.8
+
+
+def test_a_version_is_downloaded_whole_and_loads(server: Server, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    with TrainingClient(server.url) as client:
+        client.start(max_steps=3, groups_per_step=1, replace=True, run_name="kept")
+        examples = [{"prompt": "abc"}]
+        train(
+            client,
+            examples,
+            lambda completions, **_: [float(len(t)) for t in completions],
+            steps=3,
+            progress=False,
+        )
+        place = client.model(to=tmp_path / "model.zip")
+        status = client.status()
+    with zipfile.ZipFile(io.BytesIO(place.read_bytes())) as archive:
+        assert archive.testzip() is None
+        archive.extractall(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    from groupwise.models.lora import fingerprint
+
+    assert fingerprint(dict(model.named_parameters())) == status.fingerprint
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").decode([10, 11])
