@@ -94,7 +94,7 @@ def keep_groups(
         rows = groups.opened(transaction, run, new, key_id=caller.key_id, lease=lease)
         counters.count(transaction, run, counters.COMPLETION_REQUESTS)
         kept.extend(
-            _group_answer(transaction, row, each.group) for row, each in zip(rows, new, strict=True)
+            group_answer(transaction, row, each.group) for row, each in zip(rows, new, strict=True)
         )
         return completions_answer(request, kept)
 
@@ -107,7 +107,8 @@ def _new(sampled: Sampled) -> NewGroup:
     return NewGroup(group_id, sampled.group, sampled.step, sampled.version, sampled.fingerprint)
 
 
-def _group_answer(transaction: Transaction, row: GroupRow, group: Group) -> GroupAnswer:
+def group_answer(transaction: Transaction, row: GroupRow, group: Group) -> GroupAnswer:
+    """A group as its client is told of it."""
     rollouts = group.rollouts
     return GroupAnswer(
         group_id=row.id,
