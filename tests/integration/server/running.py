@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 READY_LIMIT = 60.0
+FAKE = [sys.executable, "-m", "tests.integration.server.fake_server"]
+"""A server whose engine is the fake one."""
 _ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+")
 
 
@@ -76,9 +78,9 @@ class Server:
 
 
 @contextmanager
-def running(folder: Path, *words: str) -> Iterator[Server]:
+def running(folder: Path, *words: str, command: Sequence[str] | None = None) -> Iterator[Server]:
     """A server that has begun, and is gone afterwards."""
-    server = Server(folder, *words)
+    server = Server(folder, *words, command=command)
     server.begin()
     try:
         yield server

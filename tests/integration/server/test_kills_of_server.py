@@ -14,7 +14,6 @@ import os
 import random
 import signal
 import sqlite3
-import sys
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
@@ -23,12 +22,11 @@ from typing import Any
 import pytest
 
 from groupwise.client import AsyncTrainingClient
-from tests.integration.server.running import Server
+from tests.integration.server.running import FAKE, Server
 
 SIZE = 4
 CLIENTS = 6
 PATIENCE = 300.0
-FAKE = [sys.executable, "-m", "tests.integration.server.fake_server"]
 SETTINGS: dict[str, Any] = {
     "model_id": "tiny",
     "max_completion_length": 6,

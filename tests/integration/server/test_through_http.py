@@ -3,6 +3,7 @@
 1. A model learns from rewards that a client gives.
 2. With the same seed, rewards and groups the policy is that of `groupwise rl`, bit for bit: with one client and with 64.
 3. A downloaded version is the one that its fingerprint names, and loads.
+4. The HTTP process computes next to nothing.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 import groupwise
 from groupwise.client import AsyncTrainingClient, TrainingClient, train
 from groupwise.runs.store import Store
-from tests.integration.server.running import Server, running
+from tests.integration.server.running import FAKE, Server, running
 
 TOY = Path(__file__).parents[1] / "toy_task.py"
 STEPS = 8
@@ -151,3 +153,24 @@ def test_a_version_is_downloaded_whole_and_loads(server: Server, tmp_path: Path)
 
     assert fingerprint(dict(model.named_parameters())) == status.fingerprint
     assert AutoTokenizer.from_pretrained(tmp_path / "model").decode([10, 11])
+
+
+def test_a_step_costs_the_http_process_little(tmp_path: Path) -> None:
+    """It holds no model: what it computes of a step is a small part of what a step takes."""
+
+    def used(url: str) -> float:
+        text = httpx2.get(f"{url}/metrics").text
+        line = next(x for x in text.splitlines() if x.startswith("process_cpu_seconds_total"))
+        return float(line.split()[-1])
+
+    with running(tmp_path / "output", command=FAKE) as server, TrainingClient(server.url) as client:
+        client.start(**{**SETTINGS, "max_steps": 45, "save_steps": 45})
+        examples = [{"prompt": "abc"}]
+        train(
+            client, examples, lambda completions, **_: share(completions), steps=5, progress=False
+        )
+        before = used(server.url)
+        train(
+            client, examples, lambda completions, **_: share(completions), steps=45, progress=False
+        )
+        assert (used(server.url) - before) / 40 < 0.1
