@@ -35,8 +35,11 @@ from groupwise.loops.resume import (
     ResumePoint,
     check_resume,
     find_resume_point,
+    keep_start,
     open_folder,
+    start_to_keep,
     take_back,
+    with_start_of,
 )
 from groupwise.loops.rl import publish, take_step
 from groupwise.loops.run import Drawn
@@ -51,6 +54,7 @@ from groupwise.runs import checkpoints, durable
 from groupwise.runs.folder import RECORD, RunFolder
 from groupwise.runs.records import StepRecord
 from groupwise.runs.store import Store
+from groupwise.server.engine.models import EngineModels, Shared
 from groupwise.server.engine.port import (
     EngineLost,
     Opened,
@@ -113,6 +117,8 @@ class EngineCore:
         """Metrics of steps that were committed after the checkpoint."""
         self._oldest = 0
         """Steps of the oldest checkpoint that is kept."""
+        self.models = EngineModels(self._shared, self._scope)
+        """That are trained beside the run, or without one."""
         self._turn = asyncio.Lock()
         """Held by whatever changes the run: one step, save or end at a time."""
 
@@ -132,9 +138,11 @@ class EngineCore:
         self._scope.callback(ahead.give_up)
         point = find_resume_point(loaded, False, order.run) if order.run is not None else None
         manifests, self._undone = _committed(point)
+        if point is not None:
+            loaded = with_start_of(loaded, point)
         prepared = _prepared(loaded, order.longest_prompt)
         resumption = check_resume(point, prepared) if point is not None else None
-        folder = self._folder(prepared, point)
+        folder, prepared = self._folder(prepared, point)
         config = prepared.config
         publications = build.publication_folder(folder.path, build.publication_bytes(config))
         self._scope.callback(build.remove_publications, publications)
@@ -169,17 +177,44 @@ class EngineCore:
             inexact=_why_inexact(prepared, resumption is not None and bool(resumption.warnings)),
         )
 
-    def _folder(self, prepared: _Prepared, point: ResumePoint | None) -> RunFolder:
-        """Held until the engine ends. A new run that does not come about leaves none."""
+    def _folder(
+        self, prepared: _Prepared, point: ResumePoint | None
+    ) -> tuple[RunFolder, _Prepared]:
+        """Held until the engine ends, with the adapter in it that a new run goes on with. One that does not come about leaves none."""
+        adapter = prepared.config.model.adapter
         noted = {
             "kind": KIND,
             "model": prepared.config.model.name,
             "task_module": None,
+            "init_from": adapter,
             "packages": packages_used(),
         }
         folder = open_folder(prepared, point, noted)
-        self._scope.callback(_let_go, folder)
-        return folder
+        self._scope.callback(self._let_go, folder, new=point is None)
+        weights = start_to_keep(point) if point is not None else adapter
+        if weights is not None:
+            kept = keep_start(folder, prepared.loaded, Path(weights))
+            prepared = replace(prepared, loaded=kept)
+        return folder, prepared
+
+    def _shared(self) -> Shared | None:
+        if self._opened is None:
+            return None
+        prepared = self._opened.prepared
+        config = prepared.config
+        return Shared(
+            name=self._opened.run.folder.name,
+            model=config.model,
+            trains_all=config.lora is None,
+            parts=self._opened.parts,
+            layout=prepared.layout,
+        )
+
+    def _let_go(self, folder: RunFolder, *, new: bool) -> None:
+        """A new run that could not begin leaves nothing; any other one can be gone on with."""
+        folder.close()
+        if new and self._opened is None:
+            durable.remove_folder(folder.path)
 
     @property
     def _current(self) -> _Open:
@@ -476,14 +511,6 @@ def _assembled(
         serving=nothing_yet,
         publications=publications,
     )
-
-
-def _let_go(folder: RunFolder) -> None:
-    """A run that took no step and could not begin leaves nothing; any other one can be gone on with."""
-    never_ready = folder.state == "running" and folder.store.last_step() is None
-    folder.close()
-    if never_ready and not any(folder.checkpoints.iterdir()):
-        durable.remove_folder(folder.path)
 
 
 def _why_inexact(prepared: _Prepared, changed: bool) -> str | None:

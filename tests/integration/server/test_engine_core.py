@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,42 @@ async def test_steps_after_the_checkpoint_are_asked_for_again_and_are_the_same(
     done = await engine.step(Plan(2, tuple(plans[2])))
     assert done.policy.fingerprint == fingerprints(in_process)[2]
     assert (await take(engine, 3, in_process))[0] == fingerprints(in_process)[3]
+    await engine.close()
+
+
+async def test_an_adapter_is_gone_on_with_whatever_becomes_of_its_run(
+    in_process: Path, tmp_path: Path
+) -> None:
+    adapter = tmp_path / "adapter"
+    shutil.copytree(in_process / "final", adapter)
+    settings = config(tmp_path / "runs", "served")
+    order = OpenRun(
+        {**settings, "model": {"name": "tiny", "adapter": str(adapter)}}, LONGEST_PROMPT
+    )
+    engine = EngineCore()
+    opened = await engine.open(order)
+    assert opened.policy.fingerprint == fingerprints(in_process)[-1]
+    await engine.close()
+    shutil.rmtree(adapter)
+    engine = EngineCore()
+    again = await engine.open(replace(order, run="served"))
+    assert again.policy.fingerprint == opened.policy.fingerprint
+    await engine.close()
+
+
+async def test_a_new_run_begins_with_a_checkpoint(in_process: Path, tmp_path: Path) -> None:
+    order = OpenRun(config(tmp_path, "served"), LONGEST_PROMPT)
+    engine = EngineCore()
+    checkpoint = tmp_path / "checkpoint"
+    shutil.copytree(in_process / "checkpoints" / "step-4", checkpoint)
+    opened = await engine.open(replace(order, start_from=str(checkpoint)))
+    assert opened.step == 0
+    assert opened.policy.fingerprint == fingerprints(in_process)[3]
+    await engine.close()
+    shutil.rmtree(checkpoint)
+    engine = EngineCore()
+    again = await engine.open(replace(order, run="served"))
+    assert again.policy.fingerprint == opened.policy.fingerprint
     await engine.close()
 
 
