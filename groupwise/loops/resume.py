@@ -85,7 +85,10 @@ class Resumption:
 def find_resume_point(
     loaded: LoadedConfig, resume: bool, resume_from: str | None, kind: str = "rl"
 ) -> ResumePoint | None:
-    """Where to go on; None for a new run. `kind` is the command that started it."""
+    """Where to go on; None for a new run. `kind` is the command that started it.
+
+    With both, `resume_from` names the run, which starts over from step 0 where it has no checkpoint.
+    """
     if not resume and resume_from is None:
         return None
     runs_dir = Path(loaded.config.run.dir)
@@ -96,7 +99,7 @@ def find_resume_point(
     checkpoint = next(reversed(complete), None)
     if address is not None:
         checkpoint = address.checkpoint or checkpoint
-        if checkpoint is None:
+        if checkpoint is None and not resume:
             raise RunNotFoundError(
                 f"The run {address.name!r} has no checkpoint. Give --resume to start it over from step 0."
             )

@@ -267,6 +267,26 @@ async def test_a_failed_member_does_not_teach(host: Host):
     assert done.metrics["reward"] == 1.5
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+async def test_a_successor_begins_anew_before_the_first_checkpoint(host: Host, steps: int):
+    engine = await host.make()
+    first = await engine.open(host.order())
+    plans = [await plan(engine, step) for step in range(steps)]
+    done = [await engine.step(each) for each in plans]
+    await engine.close()
+    engine = await host.make()
+    again = await engine.open(host.order(run=first.run))
+    assert (again.run, again.step, again.policy.fingerprint) == (
+        first.run,
+        0,
+        first.policy.fingerprint,
+    )
+    assert again.manifests == tuple(each.record for each in done)
+    for each, before in zip(plans, done, strict=True):
+        assert (await engine.step(each)).policy.fingerprint == before.policy.fingerprint
+    await engine.close()
+
+
 async def test_a_successor_takes_later_steps_again(host: Host):
     engine = await host.make()
     first = await engine.open(host.order())

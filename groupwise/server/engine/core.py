@@ -136,7 +136,7 @@ class EngineCore:
         loaded = load_config(dict(order.config))
         build.expect_ranks(loaded.config)
         self._scope.callback(ahead.give_up)
-        point = find_resume_point(loaded, False, order.run) if order.run is not None else None
+        point = find_resume_point(loaded, True, order.run) if order.run is not None else None
         manifests, self._undone = _committed(point)
         if point is not None:
             loaded = with_start_of(loaded, point)
