@@ -80,8 +80,10 @@ async def killing(server: Server, chance: random.Random, kills: int) -> int:
             await asyncio.sleep(chance.uniform(0.0, 0.2))
             await asyncio.to_thread(server.begin)
         else:
-            with suppress(ProcessLookupError, TypeError):
-                os.kill(server.engine() or -1, signal.SIGKILL)
+            engine = server.engine()
+            if engine is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(engine, signal.SIGKILL)
         done += 1
         # Twice over one plan would rightly put it aside.
         while await _trained(server) <= step:  # noqa: ASYNC110 — another process works on it
