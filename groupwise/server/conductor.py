@@ -19,11 +19,12 @@ import logging
 import math
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from groupwise.errors import GroupwiseError, UsageError
+from groupwise.errors import GroupwiseError, StoreError, UsageError
 from groupwise.server import steps
 from groupwise.server.admission import Admission, Room
 from groupwise.server.engine.port import Engine, Opened, OpenRun, Plan, StepDone
@@ -133,6 +134,16 @@ class Conductor:
         if self._engine is None or self.phase != "running":
             raise self.refusal()
         return self._engine
+
+    @property
+    def model(self) -> str:
+        """The base of the run, as its client named it."""
+        return self.request.model_id
+
+    @property
+    def loads(self) -> str:
+        """What it is loaded from."""
+        return self._order.config["model"]["name"]
 
     @property
     def now(self) -> Standing:
@@ -250,23 +261,26 @@ class Conductor:
             return False
         self.phase = "recovering"
         logger.warning("the engine is begun again: %s", error)
-        await self._tell(EventKind.ENGINE_LOST, message=str(error))
         self._changed.beat()
         try:
             if is_full(error):
                 await self._keeper.room_on(self.now.folder)
             else:
                 await self._keeper.pause(error)
+            await self._tell(EventKind.ENGINE_LOST, message=str(error))
         except TooManyRestarts as too_many:
             await self._fail(str(too_many))
             return False
+        except StoreError as full:  # again: the next engine would find the same
+            return await self._may_begin_another(full)
         return True
 
     async def _fail(self, reason: str) -> None:
         self.phase, self.last_error = "failed", reason
         logger.error("the run has failed: %s", reason)
         step = self.standing.step if self.standing else 0
-        await self._ledger.do(steps.ended, self._run, "failed", EventKind.FAILED, step, reason)
+        with suppress(StoreError):  # it is told all the same, and the next server tries again
+            await self._ledger.do(steps.ended, self._run, "failed", EventKind.FAILED, step, reason)
 
     async def _end(self, engine: Engine) -> None:
         """Leave the run as it was asked for, or finished."""

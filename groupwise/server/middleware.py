@@ -24,6 +24,7 @@ from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from groupwise.server.caller import Caller
+from groupwise.server.ledger.file import DiskFull
 from groupwise.server.logs import log_request
 from groupwise.server.refusals import body_of
 from groupwise.server.routes.declared import SCOPE, ClientGone, Facts, Route, Serving, facts_of
@@ -38,6 +39,8 @@ BODY_SECONDS = 120.0
 """In which a body must be here; a connection that sends a byte a minute is left."""
 CLIENT_GONE = 499
 """What the log and the metrics say of a request whose client went away."""
+FULL_SECONDS = 10.0
+"""When somebody who was refused for want of disk may ask again."""
 SHUTTING_DOWN_RETRY = 5.0
 """Seconds after which another server, or the same one again, may answer."""
 
@@ -89,6 +92,9 @@ class Observed:
             await answer.refuse(refusal)
         except ClientGone:
             answer.status = CLIENT_GONE
+        except DiskFull as full:
+            logger.error("%s", full)
+            await answer.refuse(Refusal("disk_full", retry_after=FULL_SECONDS))
         except (
             Exception
         ):  # the boundary: a mistake in one request stops no other, and its details stay here

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.server.engine.port import Opened
-from groupwise.wire.problems import Refusal
 from groupwise.wire.training import TokenizerAnswer
 
 ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -15,18 +14,13 @@ TEMPLATE = "chat_template.jinja"
 
 
 def tokenizer_answer(folder: Path, opened: Opened) -> TokenizerAnswer:
-    """Refused as `unsupported` where the tokenizer is none that the library `tokenizers` reads."""
+    """What the files say that are there."""
     text, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
-    if not text.is_file():
-        raise Refusal(
-            "unsupported",
-            "the model's tokenizer has no tokenizer.json, so that it cannot be handed out; GET /model has all of its files.",
-        )
     facts: dict[str, Any] = json.loads(config.read_text()) if config.is_file() else {}
     return TokenizerAnswer(
         hash=opened.tokenizer_hash,
         chat_template=_template(folder, facts),
-        tokenizer_json=text.read_text(),
+        tokenizer_json=text.read_text() if text.is_file() else None,
         special_tokens={role: _content(facts[role]) for role in ROLES if facts.get(role)},
         stop_token_ids=list(opened.stop_token_ids),
     )

@@ -39,7 +39,7 @@ from groupwise.errors import ModelError, RunError, RunNotFoundError, UsageError
 from groupwise.rollouts.rows import training_rows
 from groupwise.rollouts.seeds import member_seed
 from groupwise.rollouts.single import policy_segment
-from groupwise.runs import durable
+from groupwise.runs import checkpoints, durable
 from groupwise.runs.records import StepRecord
 from groupwise.server.engine.port import (
     EngineLost,
@@ -78,6 +78,7 @@ Verb = Literal[
     "open",
     "sample",
     "partial",
+    "token_texts",
     "step",
     "metrics_of",
     "save",
@@ -228,9 +229,13 @@ class FakeEngine:
         """See `Engine.sample`."""
         return await self._called("sample", self._sample, order)
 
-    async def partial(self, draw: int) -> tuple[tuple[int, ...], ...]:
+    async def partial(self, draw: int) -> tuple[str, ...]:
         """See `Engine.partial`."""
         return await self._called("partial", self._partial, draw)
+
+    async def token_texts(self, token_ids: tuple[int, ...]) -> tuple[str, ...]:
+        """See `Engine.token_texts`."""
+        return await self._called("token_texts", self._token_texts, token_ids)
 
     async def step(self, plan: Plan) -> StepDone:
         """See `Engine.step`."""
@@ -370,11 +375,13 @@ class FakeEngine:
         run = self._current
         ids = self._ids(order, run)
         params = _params(order, run.settings)
-        seed = run.settings.seed if order.sampling.seed is None else order.sampling.seed
+        seed, draw = run.settings.seed, order.draw
+        if order.sampling.seed is not None:
+            seed, draw = order.sampling.seed, 0
         members = run.settings.members if order.members is None else order.members
         if members < 1:
             raise UsageError(f"A group of {members} completions was asked for; at least 1.")
-        seeds = tuple(member_seed(seed, order.draw, member) for member in range(members))
+        seeds = tuple(member_seed(seed, draw, member) for member in range(members))
         request = self._requests[order.draw] = _Request()
         try:
             request.completions = await run.sampler.generate(
@@ -410,7 +417,7 @@ class FakeEngine:
                 attempt=0,
                 prompt_ids=ids,
                 segments=(policy_segment(completion, params),),
-                completion=self._text(completion),
+                completion=self._text(completion.token_ids),
             )
             for member, completion in enumerate(completions)
         )
@@ -419,14 +426,17 @@ class FakeEngine:
         group = Group(order.draw, example, rollouts, prompt_seen=seen)
         return Sampled(group, run.step, run.sampler.version, run.sampler.fingerprint())
 
-    def _text(self, completion: Completion) -> str:
-        return self._tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+    def _text(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
 
-    async def _partial(self, _: _Points, draw: int) -> tuple[tuple[int, ...], ...]:
+    async def _partial(self, _: _Points, draw: int) -> tuple[str, ...]:
         request = self._requests.get(draw)
         if request is None:
             return ()
-        return tuple(each.token_ids[: request.shown] for each in request.completions)
+        return tuple(self._text(each.token_ids[: request.shown]) for each in request.completions)
+
+    async def _token_texts(self, _: _Points, token_ids: tuple[int, ...]) -> tuple[str, ...]:
+        return tuple(self._tokenizer.decode([token]) for token in token_ids)
 
     async def _step(self, point: _Points, plan: Plan) -> StepDone:
         async with self._turn:
@@ -591,10 +601,10 @@ def _write_record(
 
 def _save_checkpoint(folder: Path, step: int, learner: FakeLearner) -> Path:
     """The state after so many steps, in a folder that appears whole."""
-    path = folder / "checkpoints" / f"step-{step}"
-    if not path.is_dir():
-        durable.make_folder(path, lambda made: _write_table(made, learner.table), replace=False)
-    return path
+    place, table = folder / "checkpoints", learner.table
+    if not (place / f"step-{step}").is_dir():
+        checkpoints.save(place, step, lambda made: _write_table(made, table))
+    return place / f"step-{step}"
 
 
 def _write_table(folder: Path, table: Sequence[float]) -> None:

@@ -855,8 +855,10 @@ class TokenizerAnswer(Answer):
     chat_template: str | None = Field(
         default=None, description="The Jinja text; null where the model has none."
     )
-    tokenizer_json: str = Field(
-        description="The text of tokenizer.json, as the library `tokenizers` reads it."
+    tokenizer_json: str | None = Field(
+        default=None,
+        description="The text of tokenizer.json, as the library `tokenizers` reads it; null for a tokenizer of another kind, whose files "
+        "GET /model has.",
     )
     special_tokens: dict[str, str] = Field(
         default={}, description="By their role: bos_token, eos_token, pad_token, unk_token."

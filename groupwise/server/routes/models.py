@@ -135,7 +135,7 @@ ROUTES = (
         role=Role.READ,
         tag=TAG,
         answer=TokenizerAnswer,
-        codes=("not_started", "unsupported", *OF_ENGINE),
+        codes=("not_started", *OF_ENGINE),
     ),
     Route(
         method="GET",

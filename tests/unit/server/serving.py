@@ -44,6 +44,7 @@ class Served:
     """A service, what it stands on, and short forms of what clients do."""
 
     def __init__(self, folder: Path, faults: Sequence[Fault] = (), **config: Any) -> None:
+        folder.mkdir(exist_ok=True)
         self.folder = folder
         self.engines: list[FakeEngine] = []
         self._faults = faults

@@ -78,12 +78,12 @@ async def test_tokens_appear_one_by_one(order):
     while not task.done():
         seen.append(await engine.partial(0))
         await asyncio.sleep(0)
-    drawn = [each.segments[0].token_ids for each in task.result().group.rollouts]
+    drawn = [each.completion for each in task.result().group.rollouts]
     lengths = [sum(map(len, each)) for each in seen]
     assert len({*lengths}) > 3
     assert lengths[:-1] == sorted(lengths[:-1])
     assert all(
-        ids[: len(part)] == part for each in seen for ids, part in zip(drawn, each, strict=False)
+        text[: len(part)] == part for each in seen for text, part in zip(drawn, each, strict=False)
     )
     assert await engine.partial(0) == ()
 

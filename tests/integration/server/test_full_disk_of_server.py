@@ -1,0 +1,66 @@
+"""A disk that is full: what cannot be kept is not acknowledged, and with room again everything goes on by itself."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from groupwise.server import keeper
+from groupwise.server.app import make_app
+from groupwise.wire.training import GroupAnswer
+from tests.disks import fill, small_disk
+from tests.unit.server.asking import client_of
+from tests.unit.server.serving import Served, letters, served
+
+STEPS = 5
+AGAIN = ("disk_full", "engine_recovering", "too_busy")
+
+
+async def persist(client: httpx2.AsyncClient, path: str, body: object) -> httpx2.Response:
+    """Until it is accepted."""
+    async with asyncio.timeout(20):
+        while True:
+            answer = await client.post(path, json=body)
+            if answer.status_code == 200:
+                return answer
+            assert answer.json()["code"] in AGAIN, answer.text
+            await asyncio.sleep(0.01)
+
+
+async def test_nothing_is_acknowledged_and_everything_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "LOOK_AT_DISK", 0.02)
+    async with served(tmp_path / "whole") as server:
+        await server.start()
+        for step in range(STEPS):
+            await server.round(step)
+        calm = (await server.until(lambda seen: seen.phase == "finished")).fingerprint
+    with small_disk(tmp_path / "disk", "8m") as disk:
+        async with served(disk / "output") as server:
+            await server.start()
+            async with client_of(make_app(server.service, server.config, None)) as client:
+                assert await _course(server, client, disk) == calm
+
+
+async def _course(server: Served, client: httpx2.AsyncClient, disk: Path) -> str | None:
+    for draw in range(2 * STEPS):
+        answer = await persist(client, "/completions", {"prompt": "abc", "draw": draw})
+        group = GroupAnswer.model_validate_json(answer.content)
+        body = {"group_id": group.group_id, "rewards": letters(group)}
+        if draw in (2, 6):
+            fill(disk, 0)
+            refused = await client.post("/rewards", json=body)
+            assert (refused.status_code, refused.json()["code"]) == (503, "disk_full")
+            assert refused.headers["Retry-After"]
+            (disk / "ballast").unlink()
+            assert (await client.get("/status")).json()["counters"]["open"] == 1
+        await persist(client, "/rewards", body)
+        if draw in (3, 7):  # the step, or what is kept of it, meets the full disk
+            fill(disk, 0)
+            await asyncio.sleep(0.05)
+            (disk / "ballast").unlink()
+    return (await server.until(lambda seen: seen.phase == "finished")).fingerprint
