@@ -33,6 +33,8 @@ SAMPLER = "tests/unit/sampler/test_torch_sampler.py"
 SAMPLERS = "tests/contract/test_sampler_contract.py"
 SCHEDULES = "tests/integration/test_schedules.py"
 SELECTION = "tests/unit/data/test_selection.py"
+RECOVERY = "tests/unit/server/test_recovery.py"
+SERVICE = "tests/unit/server/test_service.py"
 SUITES = "tests/unit/evaluation/test_suites.py"
 
 MUTATIONS = (
@@ -1843,5 +1845,79 @@ MUTATIONS = (
             ),
         ),
         (f"{HUB_PUSH}::test_a_public_repository_is_refused_unless_that_is_said",),
+    ),
+    Mutation(
+        "33",
+        "a second post of other rewards takes the place of the first",
+        (
+            (
+                "server/ledger/rewards.py",
+                "    if group.rewards is not None:\n        return _again(transaction, group, post)\n",
+                "",
+            ),
+        ),
+        (f"{SERVICE}::test_the_same_rewards_are_accepted_once_and_others_are_refused",),
+    ),
+    Mutation(
+        "33",
+        "groups that are rewarded are no longer counted as under way",
+        (
+            (
+                "server/steps.py",
+                'UNDER_WAY: tuple[State, ...] = ("open", "rewarded", "planned")',
+                'UNDER_WAY: tuple[State, ...] = ("open",)',
+            ),
+        ),
+        (f"{SERVICE}::test_a_rewarded_group_takes_room_until_it_is_trained",),
+    ),
+    Mutation(
+        "33",
+        "steps after the checkpoint are not taken again",
+        (
+            (
+                "server/conductor.py",
+                "                exact = await self._take(engine, plan) and exact\n",
+                "                pass\n",
+            ),
+        ),
+        (f"{RECOVERY}::test_the_engine_dies_at_every_point",),
+    ),
+    Mutation(
+        "33",
+        "a step that the engine has committed is forgotten with it",
+        (
+            (
+                "server/conductor.py",
+                "                await self._ledger.do(steps.note_committed, opened.run, manifest, metrics)\n",
+                "                assert metrics is not None\n",
+            ),
+        ),
+        (
+            "tests/unit/server/test_recovery.py::test_what_was_committed_is_known_to_the_next_server",
+        ),
+    ),
+    Mutation(
+        "33",
+        "a step is trained in the order in which its rewards came",
+        (
+            (
+                "server/steps.py",
+                """    rewarded = sorted(groups.groups_in(transaction, run, ("rewarded",)), key=lambda row: row.draw)""",
+                """    rewarded = groups.groups_in(transaction, run, ("rewarded",))""",
+            ),
+        ),
+        (f"{SERVICE}::test_a_step_is_trained_in_the_order_of_its_draws",),
+    ),
+    Mutation(
+        "33",
+        "a plan is tried for ever",
+        (("server/steps.py", "MOST_LOSSES = 2", "MOST_LOSSES = 1000"),),
+        (f"{RECOVERY}::test_a_plan_that_ends_the_engine_twice_is_put_aside_and_the_run_goes_on",),
+    ),
+    Mutation(
+        "33",
+        "completions get new weights while they are being written",
+        (("server/engine/served_run.py", "        await self.gate.close()\n", "        pass\n"),),
+        ("tests/integration/server/test_engine_core.py::test_a_group_is_sampled_by_one_policy",),
     ),
 )

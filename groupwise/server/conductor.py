@@ -197,6 +197,11 @@ class Conductor:
         """Take steps, in a task of its own, until the run ends."""
         self._task = asyncio.create_task(self._conduct(), name="conductor")
 
+    async def last_words(self) -> None:
+        """Return at once, unless all steps are done: then when the run has its final weights."""
+        if self._task is not None and self.now.step >= self.now.max_steps:
+            await asyncio.wait((self._task,))
+
     async def leave(self, why: Leaving, seconds: float) -> None:
         """Finish the step under way and take no other. Where that takes longer than so many seconds, the engine is killed."""
         if self.phase in ("finished", "stopped", "failed"):

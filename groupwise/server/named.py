@@ -35,6 +35,7 @@ class NamedCheckpoints:
     """Those of one server, beside the automatic ones of its runs."""
 
     def __init__(self, output: Path) -> None:
+        self._output = output
         self._root = output / CHECKPOINTS
 
     def refuse_taken(self, name: str) -> None:
@@ -53,7 +54,9 @@ class NamedCheckpoints:
         def fill(folder: Path) -> None:
             for file in sorted(checkpoint.rglob("*")):
                 if file.is_file():
-                    durable.keep_file(file, folder / file.relative_to(checkpoint))
+                    kept = folder / file.relative_to(checkpoint)
+                    kept.parent.mkdir(parents=True, exist_ok=True)
+                    durable.keep_file(file, kept)
             facts = {"run": row.run, "step": found.step, "settings": row.settings}
             (folder / SAVED).write_text(json.dumps(facts))
 
@@ -66,17 +69,16 @@ class NamedCheckpoints:
             facts, name = json.loads(file.read_text()), file.parent.name
             yield CheckpointAnswer(name=name, run_id=facts["run"], step=facts["step"], address=name)
 
+    def automatic(self, row: RunRow) -> list[Checkpoint]:
+        """The checkpoints of a run that stand in its folder, the oldest first."""
+        return list(checkpoints.complete(self._output / row.folder / CHECKPOINTS))
+
     def find(self, name: str) -> Beginning | None:
         """The checkpoint of a name; None where there is none."""
         folder = self._root / name
         if folder.parent != self._root or not (folder / SAVED).is_file():
             return None
         return Beginning(folder, json.loads((folder / SAVED).read_text())["settings"])
-
-
-def automatic(row: RunRow) -> list[Checkpoint]:
-    """The checkpoints of a run that stand in its folder, the oldest first."""
-    return list(checkpoints.complete(Path(row.folder) / CHECKPOINTS))
 
 
 def answer_of(row: RunRow, checkpoint: Checkpoint) -> CheckpointAnswer:

@@ -41,7 +41,8 @@ class Versions:
 
     def steps(self) -> list[int]:
         """All that can be read, in order."""
-        return sorted({*self.published, *self._saved()})
+        published = (step for step, policy in self.published.items() if Path(policy.path).is_dir())
+        return sorted({*published, *self._saved()})
 
     def open(self, version: str | None) -> OpenVersion:
         """A version with its files open: its weights, the tokenizer, and a model card.

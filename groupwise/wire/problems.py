@@ -102,7 +102,7 @@ KINDS: Mapping[str, Kind] = {
     "auto_mode": Kind(
         409,
         "Steps are taken automatically",
-        "The run was started with `steps: auto`; /step takes held groups that it names, and no other.",
+        "The run was started with `steps: auto`; /step takes the groups that it names, and none without.",
     ),
     "nothing_to_train": Kind(
         409, "Nothing to train", "No rewarded group waits, so that there is no step to be taken."

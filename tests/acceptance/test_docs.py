@@ -6,6 +6,9 @@
     3. Links lead somewhere; files, options, config keys, metrics and Python names in `code` exist.
     4. The index lists every page, and the README's task is the example's file.
     5. Configs as shipped are valid, and the command in their first line runs.
+    6. `groupwise serve` begins a real server, beside which the commands after it run. Pages about the server (SERVED) are followed
+       from top to bottom: a ```yaml block whose first line is `# NAME.yaml` is that file, a ```bash block is one script, and what
+       asks http://127.0.0.1:8000 asks the server. Their tables are what the code says.
 
 Commands run as they stand, in a folder of their own that holds the configs of the repository with the tiny model in them and
 two steps, and a run `quickstart` of 40 steps, of which the pages speak. The commands of a page run in their order; each block
@@ -14,13 +17,15 @@ finds that run as the quickstart left it.
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import shlex
 import shutil
+import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -38,8 +43,15 @@ from groupwise.loops.metrics import TOKEN_MEANS
 from groupwise.models.bundled import ALIASES
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.store import Store
+from groupwise.server.app import ROUTES
+from groupwise.server.metrics import Metrics
+from groupwise.server.serve import read_start
+from groupwise.server.settings import ServerConfig, read_settings
 from groupwise.sft_config import load_sft_config
 from groupwise.suites.lighteval import PROGRAM_VARIABLE
+from groupwise.wire.problems import KINDS
+from groupwise.wire.training import EventKind, StartRequest, StatusAnswer
+from tests.integration.server.running import Server
 from tests.serving import Service, serve, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,6 +66,10 @@ GUIDES = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md", ROOT / "CHANGELO
 CONFIGS = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "examples").rglob("*.yaml")])
 SUPERVISED = ("sft.md", "configuration-sft.md")
 """Pages whose configs are of `groupwise sft`."""
+SERVED = ("serve.md", "deploy-server.md")
+"""Pages that are followed from top to bottom, beside the server that they begin."""
+SERVER = "http://127.0.0.1:8000"
+"""Where a server of the documentation is; that of a test is elsewhere."""
 STEPS = 2
 SMALL = {
     "training.max_steps": STEPS,
@@ -150,12 +166,53 @@ def place(furnished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     return copy
 
 
+class Beside:
+    """The server that commands run beside: the one that was begun last."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._patch = patch
+        self._server: Server | None = None
+
+    def begin(self, words: list[str]) -> None:
+        """`groupwise serve` with these words, at a port that is free."""
+        self.end()
+        given = dict(zip(words[::2], words[1::2], strict=True))
+        folder = Path(given.pop("--output-dir")).resolve()
+        given.pop("--port", None)
+        server = Server(folder, *[word for option in given.items() for word in option])
+        self._patch.setenv("GROUPWISE_URL", server.begin())
+        self._server = server
+
+    def end(self) -> None:
+        """Cleanly, if there is one."""
+        server, self._server = self._server, None
+        if server is not None:
+            assert server.end() == 0, server.log.read_text()
+
+    def kill(self) -> None:
+        if self._server is not None:
+            self._server.kill()
+
+
+@pytest.fixture
+def beside(monkeypatch: pytest.MonkeyPatch) -> Iterator[Beside]:
+    found = Beside(monkeypatch)
+    yield found
+    found.kill()
+
+
 Run = Callable[[list[str]], None]
 
 
 @pytest.fixture
-def run(place: Path, capfd: pytest.CaptureFixture[str]) -> Run:
+def run(place: Path, beside: Beside, capfd: pytest.CaptureFixture[str]) -> Run:
     def run_one(words: list[str]) -> None:
+        if words[:2] == ["groupwise", "serve"] and "--new-key" not in words:
+            beside.begin(words[2:])
+            return
+        if words[0] == "python":
+            subprocess.run([sys.executable, *words[1:]], check=True, stdout=subprocess.PIPE)
+            return
         if words[0] != "groupwise":
             assert known(words), f"what is `{shlex.join(words)}`? Say it here, if it is meant"
             return
@@ -223,13 +280,18 @@ def known(words: list[str]) -> bool:
             verbs = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
             given = [word for word in rest if "=" not in word]
             return bool(given) and set(given) <= set(verbs) and variables_known(rest)
-        case [".", ".venv/bin/activate"]:
+        case [".", ".venv/bin/activate"] | ["export", _]:
             return True
+        case ["docker" | "sudo" | "systemctl" | "journalctl", *rest]:
+            return all((ROOT / word).exists() for word in rest if word.startswith("deploy/"))
         case ["pip", "install", "torch", "--index-url", index]:
             return f'"{index}"' in (ROOT / "scripts/bootstrap.py").read_text()
         case ["pip", "install", target]:
             project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-            return target in {f".[{extra}]" for extra in project["optional-dependencies"]}
+            wanted = re.fullmatch(r"(?:\.|groupwise)\[([\w,]+)\]", target)
+            return wanted is not None and set(wanted[1].split(",")) <= set(
+                project["optional-dependencies"]
+            )
         case _:
             return False
 
@@ -246,7 +308,10 @@ def variables_known(words: list[str]) -> bool:
 # Commands and code
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if commands(p)], ids=name)
+ALONE = [page for page in PAGES if page.name not in SERVED]
+
+
+@pytest.mark.parametrize("page", [p for p in ALONE if commands(p)], ids=name)
 def test_commands_run(page: Path, furnished: Path, run: Run) -> None:
     for block in commands(page):
         shutil.rmtree("runs/quickstart")
@@ -283,19 +348,79 @@ def test_configs_are_valid_as_shipped(config: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft 0.21 asks
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=name)
+@pytest.mark.parametrize("page", [p for p in ALONE if blocks(p, "python")], ids=name)
 def test_python_runs(page: Path, place: Path) -> None:
     names: dict[str, Any] = {}
     for block in blocks(page, "python"):
         exec(compile(block, name(page), "exec"), names)
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "yaml")], ids=name)
+@pytest.mark.parametrize("page", [p for p in ALONE if blocks(p, "yaml")], ids=name)
 def test_yaml_is_a_config_or_part_of_one(page: Path) -> None:
     for block in blocks(page, "yaml"):
         given = YAML(typ="safe").load(block)
         load = load_sft_config if page.name in SUPERVISED else load_config
         load({"model": {"name": "tiny"}, **given})
+
+
+@pytest.mark.timeout(300)  # engines begin, and models learn
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name in SERVED], ids=name)
+def test_a_page_of_the_server_can_be_followed(
+    page: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = [program for program in ("curl", "jq") if shutil.which(program) is None]
+    if missing:
+        pytest.skip(f"this machine has no {' and no '.join(missing)}, which the page's scripts use")
+    names: dict[str, Any] = {}
+    for kind, block in re.findall(
+        r"^```(\w+)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL
+    ):
+        if kind == "yaml":
+            keep_yaml(block)
+        elif kind == "python":
+            exec(compile(block, name(page), "exec"), names)
+        elif kind == "bash":
+            run_script(block)
+        elif kind == "console":
+            for line in block.replace("\\\n", " ").splitlines():
+                follow(line, run, monkeypatch)
+
+
+def follow(line: str, run: Run, patch: pytest.MonkeyPatch) -> None:
+    """One command of a page of the server."""
+    words = shlex.split(line, comments=True)
+    if words[0] == "export":
+        variable, _, _ = words[1].partition("=")
+        value = run_script(f'{line}\nprintf %s "${variable}"').strip()
+        patch.setenv(variable, os.environ["GROUPWISE_URL"] if value == SERVER else value)
+    elif words[0] == "curl":
+        run_script(line)
+    else:
+        run(words)
+
+
+def run_script(script: str) -> str:
+    """What a script prints that asks the server."""
+    here = script.replace(SERVER, os.environ.get("GROUPWISE_URL", SERVER))
+    ended = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", here], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, f"{script}\n{ended.stdout[-2000:]}\n{ended.stderr[-2000:]}"
+    return ended.stdout
+
+
+def keep_yaml(block: str) -> None:
+    """The file that a block is, checked by what reads it."""
+    file = Path(block.splitlines()[0].removeprefix("# "))
+    file.write_text(block)
+    if file.name == "serve.yaml":
+        read_settings(file, {}, {"output_dir": "served"}, ())
+    elif file.name == "alarms.yaml":
+        [group] = YAML(typ="safe").load(block)["groups"]
+        asked = re.findall(r"\bgroupwise_\w+", " ".join(rule["expr"] for rule in group["rules"]))
+        assert set(asked) <= server_metrics()
+    else:
+        read_start(file)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -334,7 +459,7 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(found), target
 
 
-FOLDERS = "groupwise|docs|tests|configs|examples|scripts|benchmarks"
+FOLDERS = "groupwise|docs|tests|configs|examples|scripts|benchmarks|deploy"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -420,6 +545,83 @@ def test_metrics_of_the_table_are_recorded(place: Path) -> None:
     general = {re.sub(r"^rewards/\w+/", "rewards/NAME/", metric) for metric in recorded}
     general |= {f"{metric.partition('/')[0]}/…" for metric in recorded}
     assert named <= general
+
+
+# Tables of the server, made of what the code says
+
+
+def table(head: str, rows: list[tuple[str, ...]]) -> str:
+    columns = head.count("|") - 1
+    lines = (f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)
+    return "\n".join([head, "|" + "---|" * columns, *lines])
+
+
+def routes_table() -> str:
+    rows: list[tuple[str, ...]] = []
+    for route in ROUTES:
+        does = " ".join(str(route.handler.__doc__).split())
+        rows.append((f"`{route.name}`", route.role.word if route.role else "", does))
+    return table("| route | role | does |", rows)
+
+
+def fields_table(model: Any, head: str) -> str:
+    rows: list[tuple[str, ...]] = []
+    for key, field in model.model_fields.items():
+        shown = "" if field.is_required() else f"`{shown_default(field.default)}`"
+        rows.append((f"`{key}`", shown, str(field.description)))
+    return table(head, rows)
+
+
+def shown_default(value: Any) -> str:
+    words = {None: "null", True: "true", False: "false", (): "[]"}
+    if value is None or isinstance(value, bool | tuple):
+        return words[value]
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def problems_table() -> str:
+    rows = [
+        (f"`{code}`", str(kind.status), "yes" if kind.retry else "", kind.meaning)
+        for code, kind in sorted(KINDS.items(), key=lambda item: (item[1].status, item[0]))
+    ]
+    return table("| code | status | again? | what has happened, and what to do |", rows)
+
+
+def server_metrics() -> set[str]:
+    """All that GET /metrics has."""
+    full = StatusAnswer.model_validate(
+        {
+            "phase": "running",
+            "model_version": ("run", 1),
+            "step": 1,
+            "max_steps": 2,
+            "throughput": {"seconds_per_step": 1.0},
+            "memory": {"engine_bytes": 1},
+        }
+    )
+    return set(re.findall(r"^# TYPE (\w+)", Metrics().render(full), re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    ("page", "made"),
+    [
+        ("serve.md", routes_table),
+        ("serve.md", lambda: fields_table(StartRequest, "| setting | default | meaning |")),
+        ("serve.md", problems_table),
+        ("deploy-server.md", lambda: fields_table(ServerConfig, "| key | default | meaning |")),
+    ],
+    ids=["routes", "start", "problems", "settings"],
+)
+def test_tables_of_the_server_are_up_to_date(page: str, made: Callable[[], str]) -> None:
+    assert made() in (ROOT / "docs/how-to" / page).read_text(), f"make it again:\n{made()}"
+
+
+def test_events_and_metrics_of_the_server_are_explained() -> None:
+    events = spans(ROOT / "docs/how-to/serve.md")
+    assert set(EventKind) <= set(events)
+    page = (ROOT / "docs/how-to/deploy-server.md").read_text()
+    explained = page.partition("| metric | meaning |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"`(\w+)`", explained)) >= server_metrics()
 
 
 # The set as a whole

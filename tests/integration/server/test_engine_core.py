@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -177,3 +178,31 @@ async def test_a_config_that_cannot_be_leaves_nothing(
     with pytest.raises(UsageError, match=said):
         await engine.open(OpenRun({**config(tmp_path, "served"), **changes}, LONGEST_PROMPT))
     assert not (tmp_path / "served").exists()
+
+
+async def test_a_group_is_sampled_by_one_policy(in_process: Path, tmp_path: Path) -> None:
+    """New weights wait for completions that are under way, and those that come meanwhile for the weights."""
+    settings = config(tmp_path, "served")
+    settings["sampler"]["max_completion_length"] = 40
+    engine = EngineCore()
+    await engine.open(OpenRun(settings, LONGEST_PROMPT))
+    with Store.open(in_process / "run.db", readonly=True) as store:
+        plan = [
+            scored_group(
+                (await engine.sample(SampleOrder(group.draw, group.example.prompt))).group,
+                [rollout.reward for rollout in group.rollouts],
+            )
+            for group in store.groups(0)
+        ]
+    step = asyncio.create_task(engine.step(Plan(0, tuple(plan))))
+    asked: list[asyncio.Task[Any]] = []
+    while not step.done():
+        asked.append(asyncio.create_task(engine.sample(SampleOrder(100 + len(asked), "write a"))))
+        await asyncio.sleep(0)
+    await step
+    for sampled in await asyncio.gather(*asked):
+        segments = [r.segments[0] for r in sampled.group.rollouts]
+        assert {(s.policy_version, s.fingerprint) for s in segments} == {
+            (sampled.version, sampled.fingerprint)
+        }
+    await engine.close()

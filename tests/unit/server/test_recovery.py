@@ -188,3 +188,24 @@ async def test_a_shut_down_server_goes_on_where_it_was(
             await server.round(step)
         await server.until(finished)
         assert await outcome(server) == undisturbed
+
+
+async def test_what_was_committed_is_known_to_the_next_server(tmp_path: Path) -> None:
+    """The server dies with the step committed, and before it knows: the engine's record says so, and the step is told once."""
+    server = Served(tmp_path)
+    await server.service.begin()
+    await server.start(save_steps=1)
+    held = server.engines[0].hold("step", "done")
+    groups = [await server.ask(draw=draw) for draw in (0, 1)]
+    for group in groups:
+        await server.reward(group)
+    record = tmp_path / "runs" / "tiny" / "run.json"
+    while not json.loads(record.read_text())["manifests"]:
+        await asyncio.sleep(0.005)
+    await server.kill()
+    held.set()
+    async with served(tmp_path) as after:
+        status = await after.until(lambda seen: seen.phase == "running")
+        assert (status.step, status.counters.trained) == (1, 2)
+        told = await after.ledger.do(events.events_after, 0, 100)
+        assert [event.data["step"] for event in told if event.kind == "step"] == [0]

@@ -1,6 +1,5 @@
 """The whole server as a process: what it says, how it ends, and who may not begin."""
 
-import asyncio
 import json
 import os
 import re
@@ -21,23 +20,11 @@ import pytest
 
 from groupwise.errors import ConfigError, UsageError
 from groupwise.runs.lock import RunLock
-from groupwise.server.serve import _is_due, _told, read_start, serve
+from groupwise.server.serve import _told, read_start, serve
 from groupwise.server.settings import ServerConfig
-from groupwise.wire.training import StatusAnswer
 from tests.unit.server.fake_service import FakeService
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-class Every(FakeService):
-    """Of a run with so many steps between lines."""
-
-    def __init__(self, steps: int) -> None:
-        super().__init__()
-        self.steps = steps
-
-    async def status(self) -> StatusAnswer:
-        return StatusAnswer(phase="running", training_settings={"logging_steps": self.steps})
 
 
 @dataclass
@@ -156,13 +143,14 @@ def test_a_run_that_is_active_already_is_left_alone(tmp_path: Path) -> None:
         assert httpx2.get(process.address + "/status").status_code == 200
 
 
-def test_each_step_is_a_line_as_often_as_the_run_says() -> None:
+def test_an_event_is_a_line() -> None:
     service = FakeService()
-    for step in range(4):
-        service.happen("step", step=step, run_id="r", metrics={"reward": 0.5, "loss": None})
-    assert _told(service.happened[0]) == "r: step 0 reward=0.5"
-    due = [asyncio.run(_is_due(Every(2), event)) for event in service.happened]
-    assert due == [False, True, False, True]
+    service.happen("finished", step=3, run_id="r")
+    service.happen("failed", run_id="r", message="it ended too often")
+    assert [_told(event) for event in service.happened] == [
+        "r: finished 3",
+        "r: failed it ended too often",
+    ]
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="nothing here makes certificates")

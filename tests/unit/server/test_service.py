@@ -243,3 +243,74 @@ async def test_a_run_whose_engine_cannot_begin_is_told_why(tmp_path: Path) -> No
         refusal = await refused("engine_failed", server.start())
         assert "no room for the model" in refusal.detail
         assert (await server.service.status()).phase == "idle"
+
+
+async def test_a_step_is_trained_in_the_order_of_its_draws(tmp_path: Path) -> None:
+    async with served(tmp_path) as server:
+        await server.start()
+        first, second = await server.ask(draw=0), await server.ask(draw=1)
+        answers = [server.reward(second, wait=True), server.reward(first, wait=True)]
+        await asyncio.gather(*map(asyncio.ensure_future, answers))
+        (step,) = [e for e in await server.service.events(0, 100) if e.kind == "step"]
+        assert step.data["group_ids"] == [first.group_id, second.group_id]
+
+
+async def test_a_rewarded_group_takes_room_until_it_is_trained(tmp_path: Path) -> None:
+    async with served(tmp_path) as server:
+        await server.start()
+        first, second = await server.ask(), await server.ask()
+        await server.reward(first)
+        await refused("too_busy", server.ask())
+        await server.reward(second, wait=True)
+        assert (await server.ask()).draw == 2
+
+
+async def test_a_run_that_is_about_to_finish_is_in_nobodys_way(tmp_path: Path) -> None:
+    async with served(tmp_path) as server:
+        await server.start(max_steps=1)
+        held = server.engines[0].hold("close_run")
+        await server.round(0)
+        begun = asyncio.create_task(server.start(run_name="next"))
+        await asyncio.sleep(0.01)
+        assert not begun.done()
+        held.set()
+        assert await begun == "next"
+
+
+async def test_checkpoints_by_name_outlive_their_run(tmp_path: Path) -> None:
+    async with served(tmp_path) as server:
+        run = await server.start(save_total_limit=1)
+        await server.round(0)
+        saved = await server.service.save_checkpoint("kept")
+        assert (saved.run_id, saved.step, saved.address) == (run, 1, "kept")
+        await refused("checkpoint_exists", server.service.save_checkpoint("kept"))
+        await server.round(1)
+        listed = (await server.service.checkpoints()).checkpoints
+        assert {each.address for each in listed} >= {"kept", f"{run}@2"}
+        await refused("unknown_checkpoint", server.start(resume_from=f"{run}@7", replace=True))
+        again = await server.start(resume_from="kept", replace=True)
+        assert again != run
+
+
+async def test_an_output_folder_may_be_moved(tmp_path: Path) -> None:
+    async with served(tmp_path / "here") as server:
+        await server.start()
+        await server.round(0)
+    (tmp_path / "here").rename(tmp_path / "there")
+    async with served(tmp_path / "there") as server:
+        status = await server.until(lambda seen: seen.phase == "running")
+        assert status.step == 1
+        await server.round(1)
+    assert not (tmp_path / "here").exists()
+
+
+async def test_steps_are_lines_of_the_log_as_often_as_the_run_says(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="groupwise.server.conductor"):
+        async with served(tmp_path) as server:
+            await server.start(logging_steps=2, max_steps=3)
+            for step in range(3):
+                await server.round(step)
+    lines = [line.partition("  ")[0] for line in caplog.messages if ": step " in line]
+    assert lines == ["tiny: step 2/3", "tiny: step 3/3"]

@@ -1,0 +1,32 @@
+"""Letters in alphabetical order, learnt by a model that a server has: rewards here, the loop in one call.
+
+    groupwise serve --output-dir served                  in one terminal
+    python examples/06_alphabetical/client.py            in another
+
+The server is the one of GROUPWISE_URL, else http://127.0.0.1:8000; its key, where it has one, stands in GROUPWISE_API_KEY.
+"""
+
+from itertools import pairwise
+
+from groupwise.client import TrainingClient, train
+from groupwise.display.plot import sparkline
+
+LENGTH, STEPS = 16, 60
+WORDS = ["apple", "river", "stone", "cloud", "tiger", "piano", "lemon", "ocean"]
+
+
+def in_order(completions, **_):
+    """The share of neighbours in the alphabet's order, where both are letters; what is missing at the end is not in order."""
+    return [
+        sum(a.isalpha() and b.isalpha() and a.lower() <= b.lower() for a, b in pairwise(text))
+        / (LENGTH - 1)
+        for text in completions
+    ]
+
+
+if __name__ == "__main__":
+    with TrainingClient() as client:
+        client.start(max_completion_length=LENGTH, groups_per_step=4, max_steps=STEPS)
+        trained = train(client, [{"prompt": f"{word}:"} for word in WORDS], in_order, steps=STEPS)
+    rewards = list(trained.rewards.values())
+    print(f"reward {rewards[0]:.2f} {sparkline(rewards, 40)} {rewards[-1]:.2f}")

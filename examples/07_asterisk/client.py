@@ -1,0 +1,31 @@
+"""As many asterisks as there is room for, learnt by a model that a server has: start, completions and rewards, one after another.
+
+    groupwise serve --output-dir served                  in one terminal
+    python examples/07_asterisk/client.py                in another
+
+The server is the one of GROUPWISE_URL, else http://127.0.0.1:8000; its key, where it has one, stands in GROUPWISE_API_KEY.
+"""
+
+from groupwise.client import TrainingClient, rewards_for
+from groupwise.display.plot import sparkline
+
+LENGTH, STEPS = 16, 60
+PROMPTS = ["apple:", "river:", "stone:", "cloud:"]
+
+
+def asterisks(completions):
+    """For each completion its share of asterisks; what is missing at the end is none."""
+    return [text.count("*") / LENGTH for text in completions]
+
+
+if __name__ == "__main__":
+    means = []
+    with TrainingClient() as client:
+        client.start(max_completion_length=LENGTH, groups_per_step=len(PROMPTS), max_steps=STEPS)
+        for step in range(STEPS):
+            groups = client.completions_batch(PROMPTS).groups
+            scored = [rewards_for(one, asterisks(one.completions)) for one in groups]
+            learnt = client.rewards_batch(scored, wait=True).groups[0]
+            means.append((learnt.metrics or {})["reward"])
+            print(f"step {step + 1}/{STEPS}  reward {means[-1]:.2f}  {groups[0].completions[0]!r}")
+    print(f"reward {means[0]:.2f} {sparkline(means, 40)} {means[-1]:.2f}")

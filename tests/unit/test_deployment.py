@@ -1,0 +1,461 @@
+"""What stands in deploy/: images, compose files, the unit of systemd, the proxy.
+
+1. The Containerfile: pinned images, one user who is not root, nothing copied that is not there or not needed, no secret,
+   releases as the project pins them, commands as lists.
+2. Every setting that a file gives is one, and has room for what it promises: state in the volume, time for a clean end.
+3. What a file refers to is there: files, stages, services, volumes, secrets.
+4. systemd accepts the unit.
+5. The image's command runs with the image's environment, as a user who owns nothing but the volume; its health check passes as
+   long as it does, and fails afterwards.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from ruamel.yaml import YAML
+
+from groupwise.errors import UsageError
+from groupwise.server.settings import ENVIRONMENT, ServerConfig, read_keys, read_settings
+from groupwise.wire.keys import Role, new_key
+from groupwise.wire.training import MAX_WAIT
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "deploy"
+STATE = "/var/lib/groupwise"
+PREFIX = "/opt/groupwise"
+NOBODY = 65534
+LIMIT = 60.0
+"""Seconds in which a server begins or ends."""
+
+
+# Reading
+
+
+@dataclass
+class Stage:
+    """A part of a Containerfile: what it begins with, and its instructions."""
+
+    image: str
+    name: str
+    instructions: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+
+    def all(self, word: str) -> list[str]:
+        return [rest for given, rest in self.instructions if given == word]
+
+    def one(self, word: str) -> str:
+        (found,) = self.all(word)
+        return found
+
+    def environment(self) -> dict[str, str]:
+        pairs = [pair for line in self.all("ENV") for pair in shlex.split(line)]
+        return dict(pair.split("=", 1) for pair in pairs)
+
+
+def stages() -> dict[str, Stage]:
+    text = (DEPLOY / "Containerfile").read_text()
+    plain = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", " ")
+    found: dict[str, Stage] = {}
+    for line in filter(None, map(str.strip, plain.splitlines())):
+        word, rest = line.split(None, 1)
+        if word == "FROM":
+            image, _, name = rest.split()
+            found[name] = Stage(image, name)
+        elif found:
+            list(found.values())[-1].instructions.append((word, " ".join(rest.split())))
+    return found
+
+
+SHIPPED = ("server", "client")
+STAGES = stages()
+
+
+def compose(name: str = "compose.yaml") -> dict[str, Any]:
+    return YAML(typ="safe").load(DEPLOY / name)
+
+
+def unit() -> dict[str, list[str]]:
+    """The keys of the unit, each with all its values."""
+    found: dict[str, list[str]] = {}
+    for line in (DEPLOY / "groupwise-serve.service").read_text().splitlines():
+        if line and line[0] not in "#[":
+            key, _, value = line.partition("=")
+            found.setdefault(key, []).append(value)
+    return found
+
+
+def settings(environment: Mapping[str, str]) -> ServerConfig:
+    return read_settings(None, environment, {}, ())
+
+
+def seconds(text: str) -> float:
+    return float(text.removesuffix("s"))
+
+
+# The Containerfile
+
+
+def test_images_are_pinned_and_named_in_full() -> None:
+    release = re.search(r"^ARG PYTHON=(\d+\.\d+-slim-\w+)$", _containerfile(), re.MULTILINE)
+    assert release
+    for stage in STAGES.values():
+        assert stage.image in STAGES or stage.image == "docker.io/library/python:${PYTHON}"
+
+
+def _containerfile() -> str:
+    return (DEPLOY / "Containerfile").read_text()
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_an_image_runs_as_a_numbered_user_who_is_not_root(name: str) -> None:
+    words = [word for word, _ in STAGES[name].instructions]
+    user, _, group = STAGES[name].one("USER").partition(":")
+    assert int(user) > 0
+    assert int(group) > 0
+    assert "RUN" not in words[words.index("USER") :]
+
+
+def test_what_is_copied_is_there_and_reaches_the_builder() -> None:
+    kept = [
+        line.removeprefix("!")
+        for line in (DEPLOY / "Containerfile.dockerignore").read_text().splitlines()
+        if line.startswith("!")
+    ]
+    assert all((ROOT / each).exists() for each in kept)
+    for stage in STAGES.values():
+        assert not stage.all("ADD")
+        for line in stage.all("COPY"):
+            first, *sources, _ = line.split()
+            if first.startswith("--from="):
+                assert first.removeprefix("--from=") in STAGES
+                continue
+            for source in (first, *sources):
+                assert source in kept
+                assert (ROOT / source).exists()
+
+
+def test_nothing_reaches_the_builder_that_is_not_named() -> None:
+    lines = (DEPLOY / "Containerfile.dockerignore").read_text().splitlines()
+    assert next(line for line in lines if not line.startswith(("#", "!"))) == "*"
+    assert not any(
+        fnmatch("deploy/keys", line.removeprefix("!")) for line in lines if line[0] == "!"
+    )
+
+
+def test_an_image_holds_the_installed_package_and_little_else() -> None:
+    copied = [line.split()[-2] for line in STAGES["server"].all("COPY")]
+    assert copied == [PREFIX, "deploy/healthcheck.py"]
+    assert [line.split()[-2] for line in STAGES["client"].all("COPY")] == [PREFIX, "examples"]
+    assert ".[" not in STAGES["base"].one("RUN")  # clients have no torch
+
+
+def test_no_secret_is_in_a_layer() -> None:
+    secret = re.compile(r"(?i)(api_key|token|secret|password|credential|key_file)\b")
+    for stage in STAGES.values():
+        for word in ("ARG", "ENV", "LABEL"):
+            assert not [line for line in stage.all(word) if secret.search(line)]
+        assert not [line for line in stage.all("COPY") if re.search(r"keys|\.pem|\.env", line)]
+
+
+def test_releases_are_those_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert f"TORCH_VERSION={project['tool']['groupwise']['bootstrap']['torch']}" in _containerfile()
+    [index] = re.findall(r"https://download\.pytorch\.org/\S+", _containerfile())
+    assert f'"{index}"' in (ROOT / "scripts/bootstrap.py").read_text()
+    extras = set(project["project"]["optional-dependencies"])
+    for stage in STAGES.values():
+        for command in re.findall(r"pip install [^&]+", " ".join(stage.all("RUN"))):
+            assert "--no-cache-dir" in command
+            assert "-c constraints.txt" in command or "torch==${TORCH_VERSION}" in command
+            for named in re.findall(r"\.\[([\w,]+)\]", command):
+                assert set(named.split(",")) <= extras
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_commands_are_lists(name: str) -> None:
+    for word in ("ENTRYPOINT", "CMD"):
+        for line in STAGES[name].all(word):
+            assert isinstance(json.loads(line), list)
+
+
+def test_what_the_commands_name_was_copied() -> None:
+    assert _health_check()[1] == STAGES["server"].all("COPY")[1].split()[-1]
+    [example] = json.loads(STAGES["client"].one("CMD"))
+    assert (ROOT / example.removeprefix(f"{PREFIX}/share/")).is_file()
+
+
+def _health_check() -> list[str]:
+    _, _, command = STAGES["server"].one("HEALTHCHECK").partition("CMD ")
+    return json.loads(command)
+
+
+def test_the_settings_of_the_image_keep_everything_in_the_volume() -> None:
+    stage = STAGES["server"]
+    environment = stage.environment()
+    config = settings(environment)
+    assert stage.one("VOLUME") == stage.one("WORKDIR") == STATE
+    for place in (
+        config.output_dir,
+        config.model_dir,
+        *(environment[name] for name in ("HOME", "XDG_CACHE_HOME", "NUMBA_CACHE_DIR")),
+    ):
+        assert Path(place).is_relative_to(STATE)
+    assert int(stage.one("EXPOSE")) == config.port
+
+
+def test_the_image_refuses_to_begin_without_a_key() -> None:
+    with pytest.raises(UsageError, match="no key"):
+        read_keys(settings(STAGES["server"].environment()), {})
+
+
+# The compose files
+
+
+def test_services_are_built_from_stages_that_there_are() -> None:
+    for service in compose()["services"].values():
+        build = service["build"]
+        context = (DEPLOY / build["context"]).resolve()
+        assert context == ROOT
+        assert (context / build["dockerfile"]).is_file()
+        assert build["target"] in SHIPPED
+        declared = {line.split("=")[0] for line in STAGES["engine"].all("ARG")}
+        assert set(build.get("args", {})) <= declared
+
+
+def test_what_services_refer_to_is_declared() -> None:
+    file = compose()
+    services = file["services"]
+    for service in services.values():
+        assert {each.partition(":")[0] for each in service.get("volumes", [])} <= set(
+            file["volumes"]
+        )
+        assert set(service.get("secrets", [])) <= set(file["secrets"])
+        for other, condition in service.get("depends_on", {}).items():
+            assert condition == {"condition": "service_healthy"}
+            assert "healthcheck" in services[other]
+    assert set(compose("compose.cuda.yaml")["services"]) <= set(services)
+
+
+def test_the_server_in_compose() -> None:
+    server, image = compose()["services"]["server"], STAGES["server"]
+    config = settings({**image.environment(), **server["environment"]})
+    assert config.key_file == f"/run/secrets/{server['secrets'][0]}"
+    assert seconds(server["stop_grace_period"]) > config.shutdown_seconds
+    assert server["volumes"] == [f"state:{STATE}"]
+    assert server["healthcheck"]["test"] == ["CMD", *_health_check()]
+    options = dict(re.findall(r"--([\w-]+)=(\S+)", image.one("HEALTHCHECK")))
+    same = ("interval", "timeout", "start-period", "retries")
+    assert [options[key] for key in same] == [
+        str(server["healthcheck"][key.replace("-", "_")]) for key in same
+    ]
+    [port] = server["ports"]
+    assert port == f"127.0.0.1:{config.port}:{config.port}"
+
+
+def test_services_have_no_more_rights_than_they_need() -> None:
+    for service in compose()["services"].values():
+        assert service["read_only"] is True
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+        assert "privileged" not in service
+        assert "user" not in service  # that of the image
+
+
+def test_no_key_stands_in_a_compose_file() -> None:
+    file = compose()
+    assert file["services"]["task"]["environment"]["GROUPWISE_API_KEY"] == "${GROUPWISE_API_KEY:-}"
+    assert file["secrets"]["groupwise_keys"] == {"file": "${GROUPWISE_KEYS:-./keys}"}
+    assert "keys" in (DEPLOY / ".gitignore").read_text().splitlines()
+
+
+def test_the_task_finds_the_server() -> None:
+    services = compose()["services"]
+    url = services["task"]["environment"]["GROUPWISE_URL"]
+    assert url == f"http://server:{settings(STAGES['server'].environment()).port}"
+
+
+# The unit of systemd
+
+
+def test_the_unit_gives_settings_that_there_are() -> None:
+    folders = {"%S": "/var/lib", "%C": "/var/cache", "%d": "/run/credentials"}
+    given = dict(line.split("=", 1) for line in unit()["Environment"])
+    config = settings({name: folders.get(v[:2], v[:2]) + v[2:] for name, v in given.items()})
+    for place in (config.output_dir, config.model_dir):
+        assert Path(place).is_relative_to(STATE)
+    [credential] = unit()["LoadCredential"]
+    assert config.key_file == f"/run/credentials/{credential.partition(':')[0]}"
+    assert unit()["StateDirectory"] == ["groupwise"]
+    assert seconds(unit()["TimeoutStopSec"][0]) > config.shutdown_seconds
+    assert not any("API_KEY" in name for name in given)
+
+
+def test_the_unit_restarts_what_can_be_mended_by_it_and_ends_all_children() -> None:
+    assert unit()["Restart"] == ["on-failure"]
+    assert unit()["RestartPreventExitStatus"] == [str(UsageError.exit_code)]
+    assert unit()["KillMode"] == ["mixed"]
+    assert unit()["DynamicUser"] == ["yes"]
+    assert unit()["ExecStart"] == [shlex.join(json.loads(STAGES["server"].one("ENTRYPOINT")))]
+
+
+@pytest.fixture
+def analysed(tmp_path: Path) -> Path:
+    """The unit with a program that exists here."""
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("this machine has no systemd-analyze, which comes with systemd")
+    text = (DEPLOY / "groupwise-serve.service").read_text()
+    place = tmp_path / "groupwise-serve.service"
+    place.write_text(text.replace(f"{PREFIX}/bin/groupwise", sys.executable))
+    return place
+
+
+def test_systemd_accepts_the_unit(analysed: Path) -> None:
+    found = subprocess.run(
+        ["systemd-analyze", "verify", str(analysed)], capture_output=True, text=True, check=False
+    )
+    about_it = [line for line in found.stderr.splitlines() if analysed.name in line]
+    assert (about_it, found.returncode) == ([], 0)
+
+
+def test_systemd_sees_little_that_the_unit_may_do(analysed: Path) -> None:
+    found = subprocess.run(
+        ["systemd-analyze", "security", "--offline=yes", "--threshold=20", str(analysed)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 0, found.stdout
+
+
+# The proxy
+
+
+def test_the_proxy_lets_through_what_the_server_takes() -> None:
+    text = (DEPLOY / "nginx.conf").read_text()
+    found = dict(re.findall(r"^\s+(\w+)\s+([^;{]+);", text, re.MULTILINE))
+    config = settings({f"{ENVIRONMENT}OUTPUT_DIR": "served"})
+    assert found["client_max_body_size"] == f"{config.max_body_bytes >> 20}m"
+    longest = max(MAX_WAIT, config.sampling_time_limit, config.start_time_limit)
+    assert seconds(found["proxy_read_timeout"]) > longest
+    assert found["proxy_buffering"] == "off"
+    assert found["proxy_pass"] == f"http://{config.host}:{config.port}"
+
+
+# The command of the image, outside a container
+
+
+def as_nobody() -> list[str]:
+    """Words before a command that make it run as a user who owns nothing, where that is possible here."""
+    words = [
+        "setpriv",
+        f"--reuid={NOBODY}",
+        f"--regid={NOBODY}",
+        "--clear-groups",
+        "--no-new-privs",
+    ]
+    if os.getuid() != 0 or shutil.which("setpriv") is None:
+        return []
+    tried = subprocess.run(
+        [*words, sys.executable, "-c", "import groupwise"],
+        cwd="/",
+        capture_output=True,
+        check=False,
+    )
+    return words if tried.returncode == 0 else []
+
+
+@pytest.fixture
+def volume() -> Iterator[Path]:
+    """A folder of that user. Not below pytest's own, which only its owner may enter."""
+    with tempfile.TemporaryDirectory(prefix="volume-") as name:
+        place = Path(name)
+        if as_nobody():
+            os.chown(place, NOBODY, NOBODY)
+        yield place
+
+
+def outside(words: list[str]) -> list[str]:
+    """A command of the image with the program and the files of this checkout."""
+    here = {
+        f"{PREFIX}/bin/python": sys.executable,
+        f"{PREFIX}/bin/groupwise": str(Path(sys.executable).with_name("groupwise")),
+        f"{PREFIX}/share/healthcheck.py": str(DEPLOY / "healthcheck.py"),
+    }
+    return [*as_nobody(), *(here.get(word, word) for word in words)]
+
+
+@contextmanager
+def begun(
+    environment: Mapping[str, str], log: Path
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """The image's command, and the URL that it prints."""
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            outside(json.loads(STAGES["server"].one("ENTRYPOINT"))),
+            env=dict(environment),
+            cwd=environment["HOME"],
+            stderr=out,
+        )
+    try:
+        deadline = time.monotonic() + LIMIT
+        while (found := re.search(r"https?://127\.0\.0\.1:\d+", log.read_text())) is None:
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.02)
+        yield process, found[0]
+    finally:
+        process.kill()
+        process.wait(LIMIT)
+
+
+def test_the_command_of_the_image_serves_and_its_health_check_sees_it(
+    volume: Path, tmp_path: Path
+) -> None:
+    made = new_key(Role.ADMIN)
+    keys = volume / "keys"
+    keys.write_text(made.line + "\n")
+    keys.chmod(0o444)
+    environment = {
+        name: value.replace(STATE, str(volume))
+        .replace(f"{PREFIX}/bin", "/usr/bin")
+        .replace("$PATH", "/bin")
+        for name, value in STAGES["server"].environment().items()
+    }
+    given = compose()["services"]["server"]["environment"]
+    environment |= {**given, f"{ENVIRONMENT}KEY_FILE": str(keys), f"{ENVIRONMENT}PORT": "0"}
+    with begun(environment, tmp_path / "log") as (process, url):
+        environment[f"{ENVIRONMENT}PORT"] = url.rpartition(":")[2]
+        checked = subprocess.run(outside(_health_check()), env=environment, check=False)
+        assert checked.returncode == 0
+        refused = httpx2.get(f"{url}/status")
+        answer = httpx2.get(f"{url}/status", headers={"Authorization": f"Bearer {made.key}"})
+        assert (refused.status_code, answer.json()["phase"]) == (401, "idle")
+        if as_nobody():
+            owner = (volume / "output/server.db").stat()
+            assert (owner.st_uid, owner.st_gid) == (NOBODY, NOBODY)
+        process.terminate()
+        assert process.wait(LIMIT) == 0
+    gone = subprocess.run(
+        outside(_health_check()), env=environment, capture_output=True, text=True, check=False
+    )
+    assert gone.returncode == 1
+    assert "/healthz" in gone.stderr
+    for line in (tmp_path / "log").read_text().splitlines():
+        assert line.startswith(("{", "Groupwise serves", "  "))
