@@ -29,8 +29,8 @@ PHASES: Mapping[RunState, Phase] = {
     "failed": "failed",
 }
 """Of a run that nobody conducts."""
-LEARNED = "perf/learning_tokens_per_second"
-"""The metric of a step that says how fast it learnt."""
+SAMPLED, LEARNED = "perf/sampling_tokens_per_second", "perf/learning_tokens_per_second"
+"""The metrics of a step that say how fast it went."""
 
 
 def status_of(
@@ -75,6 +75,7 @@ def status_of(
 def _throughput(standing: Standing | None, probe: Probe | None) -> Throughput:
     return Throughput(
         sampled_tokens=probe.sampled_tokens if probe else 0,
+        sampled_tokens_per_second=standing.metrics.get(SAMPLED) if standing else None,
         trained_tokens_per_second=standing.metrics.get(LEARNED) if standing else None,
         seconds_per_step=standing.seconds_per_step if standing else None,
     )

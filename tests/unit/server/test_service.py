@@ -314,3 +314,20 @@ async def test_steps_are_lines_of_the_log_as_often_as_the_run_says(
                 await server.round(step)
     lines = [line.partition("  ")[0] for line in caplog.messages if ": step " in line]
     assert lines == ["tiny: step 2/3", "tiny: step 3/3"]
+
+
+async def test_a_caller_that_goes_away_frees_its_slot(tmp_path: Path) -> None:
+    async with served(tmp_path, completions_wait=5.0) as server:
+        await server.start(groups_per_step=1)
+        held = server.engines[0].hold("sample")
+        gone = asyncio.create_task(server.ask())
+        await asyncio.sleep(0.01)
+        waiting = asyncio.create_task(server.ask())
+        await asyncio.sleep(0.01)
+        assert (await server.service.status()).queue_depth == 1
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        held.set()
+        assert (await waiting).completions
+        status = await server.service.status()
+        assert (status.counters.open, status.queue_depth) == (1, 0)
