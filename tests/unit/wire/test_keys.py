@@ -44,12 +44,15 @@ def test_the_same_key_is_valid_as_the_tinker_client_sends_it() -> None:
         "ü" * 20,
         "x" * 100_000,
     ],
+    ids=str.__len__,
 )
 def test_forged_and_truncated_keys_are_nobodys(forged: str) -> None:
     assert RING.caller(forged) is None
 
 
-@pytest.mark.parametrize("key", [MADE.key, f"gw-{NAME}-wrong", "gw-unknown-wrong", "nonsense"])
+@pytest.mark.parametrize(
+    "key", [MADE.key, f"gw-{NAME}-wrong", "gw-unknown-wrong", "nonsense"], ids=str.__len__
+)
 def test_an_unknown_id_takes_the_same_path(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[int] = []
     original = hmac.compare_digest
