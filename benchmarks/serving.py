@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,12 +28,8 @@ from typing import Any
 from benchmarks.step import RESULTS, machine, slug, spread
 from benchmarks.work import ALPHA, LEARNING_RATE, MODEL, RANK, W1, prompts
 from groupwise.client import AsyncTrainingClient, TrainingClient, rewards_for
-from groupwise.server.engine.port import Engine
-from groupwise.server.engine.remote import EngineProcess
-from groupwise.server.ledger.writer import Ledger
-from groupwise.server.serve import LEDGER, serve
-from groupwise.server.service import Service
-from groupwise.server.settings import ServerConfig, read_settings
+from groupwise.server.serve import build_service, serve
+from groupwise.server.settings import read_settings
 
 WARM_UP = 2
 """Pairs that are not counted: the first steps compile and fill caches."""
@@ -41,6 +38,7 @@ PROMPTS = "BENCHMARK_PROMPTS"
 GROUPS, POSTERS, AT_ONCE = 6000, 64, 200
 """Groups that are rewarded, posts at once, groups served at once."""
 MEMBERS = 8
+FAKE = "groupwise.testing.fake_engine:make"
 
 
 def main() -> None:
@@ -255,17 +253,12 @@ async def _poster(client: AsyncTrainingClient, left: Any) -> None:
         await client.rewards(group, [float(member) for member in range(MEMBERS)])
 
 
-async def _build(config: ServerConfig) -> Service:
-    async def make_engine() -> Engine:
-        return await EngineProcess.start("groupwise.testing.fake_engine:make")
-
-    return Service(config, Ledger.open(config.folder / LEDGER), make_engine)
-
-
 def _fake_server(folder: str) -> int:
     options = {"output_dir": folder, "port": 0}
     words = [f"max_open_groups={2 * GROUPS}"]
-    return serve(read_settings(None, {}, options, words), None, build=_build)
+    return serve(
+        read_settings(None, {}, options, words), None, build=partial(build_service, factory=FAKE)
+    )
 
 
 if __name__ == "__main__":

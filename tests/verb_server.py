@@ -1,7 +1,6 @@
 """The verbs over a fake engine on loopback, and the real client pointed to them.
 
-The client's package `tinker` is part of the extra `dev`. Where it is missing, the tests that are marked with `needs_tinker` are skipped,
-and say so.
+The client's package `tinker` is part of the extra `dev`; where it is missing, the tests that import this fail and say so.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import pytest
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -28,9 +26,7 @@ from groupwise.testing.fake_verbs import FakeVerbs
 
 KEY = "tml-1-secret"
 
-needs_tinker = pytest.mark.skipif(
-    not installed(), reason="the Tinker client is not installed: pip install 'groupwise[dev]'"
-)
+assert installed(), "The Tinker client is not installed: pip install 'groupwise[dev]'"
 
 
 def only_this_key(request: Request) -> None:

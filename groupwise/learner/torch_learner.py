@@ -98,10 +98,7 @@ class TorchLearner:
         self._seed_dropout()
         wanted = Wanted(found.needs_entropy_gradient, found.needs_accuracy, trained_only=True)
         for batch in self._engine.cut(rows, self._max_tokens, gradient=True):
-            result = self._backward(batch, wanted, found, denominators)
-            losses = {f"loss/{name}": value for name, value in result.components.items()}
-            for name, value in {**losses, **result.stats}.items():
-                sums[name] = sums.get(name, 0.0) + float(value.detach())
+            _add(sums, self._backward(batch, wanted, found, denominators))
             with self._own_dropout():
                 await asyncio.sleep(0)
         return sums
@@ -165,6 +162,18 @@ class TorchLearner:
         right = _by_row(rows, ((batch, _there(found.right_BT)) for batch, found in forwards))
         return [Prediction(*each) for each in zip(logprobs, right, strict=True)]
 
+    async def measure(
+        self, rows: Sequence[Row], loss: LossSpec
+    ) -> tuple[dict[str, float], list[tuple[float, ...]]]:
+        """What `forward_backward` returns, and the log-probabilities of all tokens; without a gradient."""
+        found = from_spec(loss)
+        wanted = Wanted(found.needs_entropy_gradient, found.needs_accuracy)
+        forwards = self._forwards(rows, wanted=wanted)
+        sums: dict[str, float] = {}
+        for batch, forward in forwards:
+            _add(sums, found.loss(token_batch(batch, forward)))
+        return sums, _by_row(rows, ((batch, each.logprobs_BT) for batch, each in forwards))
+
     @memory_explained("computing log-probabilities")
     def _forwards(
         self, rows: Sequence[Row], role: PolicyRole = "policy", wanted: Wanted = PLAIN
@@ -190,6 +199,13 @@ class TorchLearner:
         stored = read_tensors(place / OPTIMISER)
         self._make_optimiser_state({name.partition("|")[2] for name in stored})
         copy_exactly(self._optimiser_tensors(), stored, str(place / OPTIMISER))
+
+    def load_weights(self, folder: str) -> None:
+        """Take weights that were saved or published, with an optimiser that begins anew."""
+        self._weights.read(Path(folder))
+        self.discard()
+        self._optimiser.state.clear()
+        self._updates = 0
 
     @memory_explained("learning")
     def _backward(
@@ -294,6 +310,12 @@ def _by_row(
         for index, row, values in zip(batch.indices, batch.rows, values_BT.tolist(), strict=True):
             found[index] = tuple(values[: len(row.completion_ids)])
     return found
+
+
+def _add(sums: dict[str, float], result: LossResult) -> None:
+    losses = {f"loss/{name}": value for name, value in result.components.items()}
+    for name, value in {**losses, **result.stats}.items():
+        sums[name] = sums.get(name, 0.0) + float(value.detach())
 
 
 def _there(values: Tensor | None) -> Tensor:

@@ -75,10 +75,15 @@ class Keeper:
         """When engines have ended, within the window."""
         self._engine: Engine | None = None
 
-    async def open(self, order: OpenRun) -> tuple[Engine, Opened]:
-        """A new engine with this run open. Raises what `Engine.open` raises; the engine has ended then."""
+    async def begin(self) -> Engine:
+        """A new engine in which nothing is open; the one before has ended."""
         await self.end()
         engine = self._engine = await self._make()
+        return engine
+
+    async def open(self, order: OpenRun) -> tuple[Engine, Opened]:
+        """A new engine with this run open. Raises what `Engine.open` raises; the engine has ended then."""
+        engine = await self.begin()
         try:
             return engine, await engine.open(order)
         except BaseException:

@@ -74,19 +74,19 @@ def order_of(request: StartRequest, allowed: Allowed, output_dir: Path) -> OpenR
 
 
 def _model(request: StartRequest, allowed: Allowed, runs: Path) -> dict[str, Any]:
-    model: dict[str, Any] = {"name": _named("model_id", request.model_id, allowed)}
+    model: dict[str, Any] = {"name": allowed_model("model_id", request.model_id, allowed)}
     if request.adapter_path is not None:
         model["adapter"] = _adapter(request.adapter_path, allowed, runs)
     return model
 
 
-def _named(field: str, name: str, allowed: Allowed) -> str:
-    """What to load: an alias or an allowed name as it stands, else the folder under `model_dir`."""
+def allowed_model(field: str, name: str, allowed: Allowed) -> str:
+    """What to load: an alias or an allowed name as it stands, else the folder under `model_dir`. Refused as `model_not_allowed`."""
     if name in ALIASES or name in allowed.models:
         return name
     if (folder := _inside(allowed.model_dir, name)) is not None:
         return str(folder)
-    there = ", ".join(_folders(allowed.model_dir)) or "no folders"
+    there = ", ".join(folders_in(allowed.model_dir)) or "no folders"
     raise Refusal(
         "model_not_allowed",
         f"{field}: {name!r} may not be loaded. Allowed are the built-in models ({', '.join(ALIASES)}), the folders in the server's "
@@ -98,11 +98,15 @@ def _named(field: str, name: str, allowed: Allowed) -> str:
 def _inside(root: Path, name: str) -> Path | None:
     """The folder of that name, if it is one in `root` and no link leads out of it."""
     top = root.resolve()
-    path = (top / name).resolve()
-    return path if path.is_dir() and path != top and path.is_relative_to(top) else None
+    try:
+        path = (top / name).resolve()
+        return path if path.is_dir() and path != top and path.is_relative_to(top) else None
+    except (OSError, ValueError):  # no system has such a name
+        return None
 
 
-def _folders(root: Path) -> list[str]:
+def folders_in(root: Path) -> list[str]:
+    """Those that may be named as models."""
     return sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
 
 
@@ -115,7 +119,7 @@ def _adapter(name: str, allowed: Allowed, runs: Path) -> str:
             raise Refusal("unknown_checkpoint", str(error)) from None
         assert address.checkpoint is not None, "a step was named"
         return str(address.checkpoint.path)
-    return _named("adapter_path", name, allowed)
+    return allowed_model("adapter_path", name, allowed)
 
 
 def _algorithm(given: str | dict[str, Any] | None) -> dict[str, Any]:

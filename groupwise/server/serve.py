@@ -22,11 +22,13 @@ import ssl
 import sys
 import time
 from collections.abc import Awaitable, Callable, Generator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import uvicorn
 from pydantic import ValidationError
+from starlette.types import ASGIApp
 
 from groupwise.errors import ConfigError, GroupwiseError, RunInUseError, UsageError
 from groupwise.runs.lock import RunLock, holder
@@ -36,9 +38,12 @@ from groupwise.server.engine.port import Engine
 from groupwise.server.engine.remote import EngineProcess
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.logs import configure
+from groupwise.server.openai.service import OpenAIService
 from groupwise.server.routes.declared import ServiceLike, Serving
+from groupwise.server.routes.openai import attach, openai_routes
 from groupwise.server.service import Service
 from groupwise.server.settings import ServerConfig
+from groupwise.server.verbs.mount import InFront, Verbs
 from groupwise.settings.tree import read_yaml
 from groupwise.wire.keys import LOCAL, Keyring, Role
 from groupwise.wire.problems import field_errors
@@ -66,24 +71,65 @@ WARNINGS = frozenset(
     }
 )
 
-Build = Callable[[ServerConfig], Awaitable[ServiceLike]]
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What a server answers by: the service of ask/post, and the protocols beside it."""
+
+    service: ServiceLike
+    openai: OpenAIService | None = None
+    verbs: Verbs | None = None
+
+    async def begin(self) -> None:
+        """Open what the last server left."""
+        await self.service.begin()
+        if self.verbs is not None:
+            await self.verbs.begin()
+
+    async def shut_down(self, seconds: float) -> None:
+        """Save, and end the engines."""
+        if self.verbs is not None:
+            await self.verbs.shut_down()
+        await self.service.shut_down(seconds)
+
+    def application(self, config: ServerConfig, keys: Keyring | None) -> tuple[Serving, ASGIApp]:
+        """All routes."""
+        also = openai_routes(self.openai) if self.openai is not None else ()
+        app = make_app(self.service, config, keys, also=also)
+        if also:
+            attach(app)
+        serving: Serving = app.state.serving
+        if self.verbs is None:
+            return serving, app
+        return serving, InFront(app, self.verbs.service, serving, keys)
 
 
-async def build_service(config: ServerConfig) -> ServiceLike:
-    """The service over the folder of these settings, not begun yet; its engines are processes of their own."""
+Build = Callable[[ServerConfig], Awaitable[Built]]
+
+
+async def build_service(config: ServerConfig, factory: str = ENGINE) -> Built:
+    """Over the folder of these settings, not begun yet; engines are processes of their own, made by `factory`."""
 
     async def make_engine() -> Engine:
         return await EngineProcess.start(
-            ENGINE,
+            factory,
             silence_limit=config.engine_silence_limit,
             limits={
                 "open": config.start_time_limit,
                 "step": config.step_time_limit,
                 "sample": config.sampling_time_limit,
+                "models.open": config.start_time_limit,
+                "models.sample": config.sampling_time_limit,
             },
         )
 
-    return Service(config, Ledger.open(config.folder / LEDGER), make_engine)
+    ledger = Ledger.open(config.folder / LEDGER)
+    service = Service(config, ledger, make_engine)
+    return Built(
+        service,
+        OpenAIService(service, ledger, config),
+        Verbs(config, ledger, service, make_engine),
+    )
 
 
 def serve(
@@ -203,12 +249,11 @@ class _Server:
 
     async def run(self) -> int:
         """Until it has ended."""
-        service = await self._build(self._config)
-        await service.begin()
-        app = make_app(service, self._config, self._keys)
-        serving: Serving = app.state.serving
+        built = await self._build(self._config)
+        await built.begin()
+        serving, answers = built.application(self._config, self._keys)
         self._listen_for_signals(serving.ending)
-        http = Uvicorn(self._uvicorn_config(app))
+        http = Uvicorn(self._uvicorn_config(answers))
         answering = asyncio.create_task(http.serve(sockets=[self._listening]))
         try:
             listening = asyncio.create_task(http.listening.wait())
@@ -217,7 +262,7 @@ class _Server:
             if not answering.done():
                 self._greet()
                 await self._until_ending(serving, answering)
-            await self._end(serving, http)
+            await self._end(built, serving, http)
             await answering
         finally:
             await _cancelled(answering)
@@ -237,21 +282,21 @@ class _Server:
         finally:
             await _cancelled(ending, *beside)
 
-    async def _end(self, serving: Serving, http: Uvicorn) -> None:
+    async def _end(self, built: Built, serving: Serving, http: Uvicorn) -> None:
         began = time.monotonic()
         seconds = self._config.shutdown_seconds
         logger.info("ending; a second signal ends at once")
         serving.ending.set()
         try:
             async with asyncio.timeout(seconds):
-                await serving.service.shut_down(seconds)
+                await built.shut_down(seconds)
         except TimeoutError:
             logger.warning("the service was not done within shutdown_seconds, %g", seconds)
         left = max(seconds - (time.monotonic() - began), LEAST_FOR_CONNECTIONS)
         http.config.timeout_graceful_shutdown = max(round(left), 1)
         http.should_exit = True
 
-    def _uvicorn_config(self, app: Any) -> uvicorn.Config:
+    def _uvicorn_config(self, app: ASGIApp) -> uvicorn.Config:
         config = self._config
         return uvicorn.Config(
             app,
@@ -331,28 +376,18 @@ def _tell_failure(task: asyncio.Task[None]) -> None:
 
 
 async def _log_events(service: ServiceLike) -> None:
-    """A line for each event; of steps as often as the run says."""
+    """A line for each event but steps, which have their own."""
     after = await service.last_event()
     while True:
         for event in await service.events(after, EVENTS_AT_ONCE):
             after = event.id
-            if event.kind != EventKind.STEP or await _is_due(service, event):
+            if event.kind != EventKind.STEP:
                 level = logging.WARNING if event.kind in WARNINGS else logging.INFO
                 logger.log(level, "%s", _told(event), extra={"facts": {"event": event.kind}})
         await service.next_event(after, LONGEST_WAIT)
 
 
-async def _is_due(service: ServiceLike, event: EventData) -> bool:
-    settings = (await service.status()).training_settings or {}
-    every = settings.get("logging_steps", 1)
-    return event.step is None or (event.step + 1) % every == 0
-
-
 def _told(event: EventData) -> str:
     where = event.run_id or "server"
     at = "" if event.step is None else f" {event.step}"
-    numbers = (event.metrics or {}).items()
-    shown = " ".join(
-        f"{name}={value:.4g}" for name, value in list(numbers)[:8] if value is not None
-    )
-    return " ".join(part for part in (f"{where}: {event.kind}{at}", event.message, shown) if part)
+    return " ".join(part for part in (f"{where}: {event.kind}{at}", event.message) if part)

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from groupwise.errors import CheckpointError, GroupwiseError, RunError, UsageError
 from groupwise.rollouts.asking import gather_all
@@ -80,6 +80,18 @@ PROBE_EVERY = 2.0
 """Seconds between two questions to the engine how it is doing."""
 
 
+class Beside(Protocol):
+    """What is trained beside runs: models that clients drive by verbs."""
+
+    async def make_way(self) -> None:
+        """A run is to begin. Refused as `run_active` where there is no room for it."""
+        ...
+
+    async def shut_down(self) -> None:
+        """The server ends."""
+        ...
+
+
 class Service:
     """The training server of one output folder."""
 
@@ -101,8 +113,10 @@ class Service:
         self._conductor: Conductor | None = None
         self._latest: RunRow | None = None
         """The run that is, or was last."""
-        self._turn = asyncio.Lock()
-        """Held while a run is begun or ended."""
+        self.turn = asyncio.Lock()
+        """Held while a run is begun or ended, or an engine for something else is."""
+        self.beside: Beside | None = None
+        """What is trained beside runs."""
         self._shutting_down = False
         self._probed: Probe | None = None
         """What the engine said last of how it is doing."""
@@ -118,7 +132,7 @@ class Service:
         if active is not None:
             self._latest = active
             request = StartRequest.model_validate_json(json.dumps(active.settings))
-            order = OpenRun(active.config, request.max_prompt_length, run=active.run)
+            order = OpenRun(self._here(active.config), request.max_prompt_length, run=active.run)
             self._conductor = self._conductor_of(request, order)
             self._conductor.go_on()
             logger.info("going on with the run %s", active.run)
@@ -177,10 +191,13 @@ class Service:
 
     async def start(self, request: StartRequest, caller: Caller) -> StartAnswer:
         """Begin a run, or go on with one."""
-        async with self._turn:
+        async with self.turn:
             self._refuse_when_shutting_down()
+            replacing = request.replace
             order, request, old = await self._order(request)
-            await self._make_way(request.replace)
+            if self.beside is not None and (replacing or self.conducted() is None):
+                await self.beside.make_way()
+            await self._make_way(replacing)
             conductor = self._conductor_of(request, order)
             standing = await self._begun(conductor)
             answer = _start_answer(request, standing)
@@ -188,7 +205,7 @@ class Service:
             row = await self._ledger.do(
                 keeping.started,
                 standing.run,
-                str(standing.folder),
+                f"{RUNS}/{standing.run}",
                 request.model_dump(mode="json", exclude_unset=True),
                 dict(order.config),
                 old is not None,
@@ -221,7 +238,7 @@ class Service:
         found = self._named_checkpoints.find(name)
         run, _, step = name.rpartition("@")
         if found is None and run in rows:
-            kept = {str(each.step): each for each in named.automatic(rows[run])}
+            kept = {str(each.step): each for each in self._named_checkpoints.automatic(rows[run])}
             if step in kept:
                 found = Beginning(kept[step].path, rows[run].settings)
         if found is not None:
@@ -242,8 +259,14 @@ class Service:
         config = {**order.config, "run": {**order.config["run"], "name": name}}
         return replace(order, config=config)
 
+    def _here(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The config of a run in this output folder, which may have been moved since."""
+        return {**config, "run": {**config["run"], "dir": str(self._config.folder / RUNS)}}
+
     async def _make_way(self, replacing: bool) -> None:
         conductor = self._conductor
+        if conductor is not None:
+            await conductor.last_words()
         if conductor is None or conductor.phase in ENDED:
             return
         if not replacing:
@@ -294,7 +317,7 @@ class Service:
 
     async def stop(self) -> StopAnswer:
         """End the run after the step under way, with a checkpoint; harmless when repeated."""
-        async with self._turn:
+        async with self.turn:
             if self._conductor is not None:
                 await self._left(self._conductor, "stop")
             standing, row = self._standing, self._latest
@@ -500,7 +523,11 @@ class Service:
         rows = await self._ledger.do(runs.list_runs)
 
         def listed() -> list[CheckpointAnswer]:
-            kept = [named.answer_of(row, each) for row in rows for each in named.automatic(row)]
+            kept = [
+                named.answer_of(row, each)
+                for row in rows
+                for each in self._named_checkpoints.automatic(row)
+            ]
             return [*kept, *self._named_checkpoints.listed()]
 
         return CheckpointsAnswer(checkpoints=await asyncio.to_thread(listed))
@@ -523,7 +550,7 @@ class Service:
         if conductor is not None and conductor.phase not in ENDED:
             saved = await self.asked(conductor.engine.save(), conductor)
             return Path(saved.path)
-        kept = named.automatic(row)
+        kept = self._named_checkpoints.automatic(row)
         if not kept:
             raise Refusal("unknown_checkpoint", f"the run {row.run} has no checkpoint.")
         return kept[-1].path
@@ -549,6 +576,11 @@ class Service:
                 await self._ledger.do(counters.count_refusal, self._latest.run, code)
 
     # --- which run -------------------------------------------------------------------------------
+
+    def conducted(self) -> Conductor | None:
+        """The run that has an engine, or is about to have one again."""
+        conductor = self._conductor
+        return None if conductor is None or conductor.phase in ENDED else conductor
 
     def active(self) -> Conductor:
         """The run that takes something new. Refused as `not_started`, or as what has become of it."""
@@ -589,10 +621,11 @@ class Service:
     def _versions(self, row: RunRow) -> Versions:
         standing = self._standing
         if standing is None or standing.run != row.run:
+            folder = self._config.folder / row.folder
             return Versions(
                 row.run,
-                Path(row.folder),
-                find.run_info(Path(row.folder)).steps,
+                folder,
+                find.run_info(folder).steps,
                 {},
                 self._config.folder / TOKENIZERS,
             )

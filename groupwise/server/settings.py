@@ -85,6 +85,22 @@ class ServerConfig(Strict):
     restart_window: float = setting(600.0, "Seconds in which they are counted.", gt=0)
     max_open_groups: int = setting(1024, "Groups that may be under way with `steps: manual`.", ge=1)
 
+    max_models: int = setting(
+        4,
+        "Models in memory at once: those that clients train by verbs, and the run that is active.",
+        ge=1,
+    )
+    max_context_length: int = setting(
+        2048,
+        "Tokens of prompt and completion in samples by verbs, where no run is active, which says it itself.",
+        ge=16,
+    )
+    keep_models_every: int = setting(
+        10,
+        "Updates after which the state of a model that is trained by verbs is kept, so that fewer calls are repeated after a failure.",
+        ge=1,
+    )
+
     max_body_bytes: int = setting(32 * MIB, "Bytes of a request, at most.", ge=1024)
     requests_per_second: float | None = setting(
         None, "Of each key, in the long run; null: as many as it likes.", gt=0

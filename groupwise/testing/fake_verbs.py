@@ -50,8 +50,15 @@ class FakeVerbs:
     def __post_init__(self) -> None:
         self._models: dict[str, tuple[ModelSpec, FakeLearner]] = {}
 
-    async def bases(self) -> tuple[Base, ...]:
-        return (BASE,)
+    def names(self) -> tuple[str, ...]:
+        return (BASE.name,)
+
+    def admit(self, base: str) -> None:
+        if base != BASE.name:
+            raise UsageError(f"The base model {base!r} is not served here. There are: {BASE.name}.")
+
+    async def base(self, name: str) -> Base:
+        return BASE
 
     async def create_model(self, model: str, spec: ModelSpec) -> None:
         self.calls.append(("create_model", model))
@@ -77,17 +84,21 @@ class FakeVerbs:
             )
         return computed
 
-    async def optim_step(self, model: str, params: OptimiserParams) -> UpdateResult:
+    async def optim_step(
+        self, model: str, params: OptimiserParams, keep_as: int | None = None
+    ) -> UpdateResult:
         self.calls.append(("optim_step", model))
         return await self._learner(model).update(params)
 
-    async def save_state(self, model: str, name: str, *, overwrite: bool) -> None:
+    async def save_state(self, model: str, name: str, *, overwrite: bool, call: int) -> None:
         self.calls.append(("save_state", model))
         self._save(Stored(model, "weights", name), overwrite)
 
-    async def load_state(self, model: str, stored: Stored, *, with_optimiser: bool) -> None:
+    async def load_state(
+        self, model: str, stored: Stored, *, with_optimiser: bool, keep_as: int
+    ) -> None:
         self.calls.append(("load_state", model))
-        await self.stored(stored)
+        await self.saved(stored)
         if stored.kind != "weights":
             raise UsageError(
                 f"{stored.name} is for samplers alone; save_state keeps what can be trained on."
@@ -95,7 +106,7 @@ class FakeVerbs:
         self._learner(model).discard()
         self._learner(model).load(str(self._place(stored)))
 
-    async def save_for_sampler(self, model: str, name: str) -> None:
+    async def save_for_sampler(self, model: str, name: str, call: int) -> None:
         self.calls.append(("save_for_sampler", model))
         self._save(Stored(model, "sampler_weights", name), overwrite=False)
 
@@ -103,7 +114,7 @@ class FakeVerbs:
         self.calls.append(("drop_sampler", stored.name))
         (self._place(stored) / SPEC).unlink(missing_ok=True)
 
-    async def stored(self, stored: Stored) -> ModelSpec:
+    async def saved(self, stored: Stored) -> ModelSpec:
         place = self._place(stored) / SPEC
         if not place.exists():
             raise UsageError(
@@ -115,7 +126,7 @@ class FakeVerbs:
         self.calls.append(("sample", weights if isinstance(weights, str) else weights.name))
         learner = FakeLearner("sampler", self.folder / "served")
         if isinstance(weights, Stored):
-            await self.stored(weights)
+            await self.saved(weights)
             learner.load(str(self._place(weights)))
         sampler = FakeSampler()
         await sampler.load(await _published(learner))

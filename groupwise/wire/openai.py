@@ -3,7 +3,7 @@
 The models have the names and shapes of OpenAI's own, so that its clients read the answers. What they ask for is read strictly: each
 parameter is honoured, or changes nothing (`user`, `service_tier`), or is refused by name with what to do instead. Beside OpenAI's own
 there are a few fields of ours: `top_k` and `min_p` in requests; `token_ids`, `policy_version` and `group_id` in answers; and what
-`metadata` says of a completion that is kept to be rewarded (`Gather`).
+`metadata` says of a completion that is kept to be rewarded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pydantic_core import PydanticCustomError
 
 from groupwise.wire.training import (
     MAX_ADDRESS,
-    MAX_COMPLETIONS,
     MAX_ID,
     MAX_MESSAGES,
     MAX_NAME,
@@ -33,7 +32,9 @@ from groupwise.wire.training import (
 MAX_CHOICES = 128
 """Completions of one request, for each prompt."""
 GROUP, SIZE = "group", "size"
-"""Keys of `metadata` of a completion that is kept."""
+"""Keys of `metadata` that count where a completion is kept."""
+MAX_KEY, MAX_VALUE = 64, 512
+"""Characters of a key of `metadata` and of its value."""
 DEVELOPER = "developer"
 """What OpenAI calls the role `system` of its newer models."""
 
@@ -108,17 +109,6 @@ class ResponseFormat(Body):
     type: Literal["text"] = Field(
         description="Always `text`: the model's words are never forced into a schema. Ask for JSON in the prompt, and check it."
     )
-
-
-class Gather(BaseModel):
-    """Calls whose completions are compared with each other."""
-
-    model_config = ConfigDict(frozen=True)
-
-    name: str | None
-    """None: those that ask the same."""
-    size: int | None
-    """Completions of a group; None: as many as the run's groups have."""
 
 
 def _stop_form(given: object) -> str:
@@ -240,14 +230,6 @@ class _Request(Body):
         """Whether the answer has the log-probability of each token."""
         raise NotImplementedError
 
-    def gather(self, named: str | None, sized: int | None) -> Gather:
-        """The calls that this one belongs to, where it is kept and has one completion; what a header has named comes first."""
-        metadata = self.metadata or {}
-        given = metadata.get(SIZE)
-        return Gather(
-            name=named or metadata.get(GROUP), size=sized or (int(given) if given else None)
-        )
-
     @model_validator(mode="after")
     def _can_be_done(self) -> Self:
         for problem in self._problems():
@@ -264,35 +246,12 @@ class _Request(Body):
             yield wrong("logit_bias", "is not supported; leave it out")
         if self.stream_options is not None and not self.stream:
             yield wrong("stream_options", "has no effect without `stream: true`")
-        if self.metadata is not None:
-            yield from self._problems_of_metadata(self.metadata)
-
-    def _problems_of_metadata(self, metadata: Mapping[str, str]) -> Iterator[PydanticCustomError]:
-        for key, value in metadata.items():
-            if len(key) > 64 or len(value) > 512:
-                yield wrong("metadata", "has a key above 64 or a value above 512 characters")
-        size = metadata.get(SIZE)
-        if self.store and size is not None and not _is_size(size):
-            yield wrong(
-                "metadata.size", f"is a number from 1 to {MAX_COMPLETIONS}, as text: {{'size': '8'}}"
-            )
-        for key in (GROUP, SIZE):
-            if key not in metadata:
-                continue
-            if not self.store:
-                yield wrong(f"metadata.{key}", "has no effect without `store: true`")
-            elif self.choices > 1:
+        for key, value in (self.metadata or {}).items():
+            if len(key) > MAX_KEY or len(value) > MAX_VALUE:
                 yield wrong(
-                    f"metadata.{key}",
-                    f"gathers calls with n = 1; the {self.choices} completions of this one are a group by themselves",
+                    "metadata",
+                    f"has a key above {MAX_KEY} characters, or a value above {MAX_VALUE}",
                 )
-        if metadata.get(GROUP) == "":
-            yield wrong("metadata.group", "is empty; give a name, or leave it out")
-
-
-def _is_size(given: str) -> bool:
-    digits = given.isascii() and given.isdecimal() and len(given) <= 4
-    return digits and 1 <= int(given) <= MAX_COMPLETIONS
 
 
 class ChatRequest(_Request):
@@ -391,8 +350,6 @@ class TextRequest(_Request):
             yield wrong(
                 "best_of", f"is {self.best_of} and n {self.choices}: ask for n, and choose yourself"
             )
-        if self.store and len(self.prompts) > 1:
-            yield wrong("prompt", "has one text with `store`: each prompt is a group of its own")
 
 
 # Answers

@@ -68,6 +68,8 @@ SUPERVISED = ("sft.md", "configuration-sft.md")
 """Pages whose configs are of `groupwise sft`."""
 SERVED = ("serve.md", "deploy-server.md")
 """Pages that are followed from top to bottom, beside the server that they begin."""
+RUN_ELSEWHERE = ("tinker.md",)
+"""Whose programs `tests/integration/server/test_verbs.py` runs, each in a process of its own: their client leaves threads behind."""
 SERVER = "http://127.0.0.1:8000"
 """Where a server of the documentation is; that of a test is elsewhere."""
 STEPS = 2
@@ -348,7 +350,11 @@ def test_configs_are_valid_as_shipped(config: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft 0.21 asks
-@pytest.mark.parametrize("page", [p for p in ALONE if blocks(p, "python")], ids=name)
+@pytest.mark.parametrize(
+    "page",
+    [p for p in ALONE if blocks(p, "python") and p.name not in RUN_ELSEWHERE],
+    ids=name,
+)
 def test_python_runs(page: Path, place: Path) -> None:
     names: dict[str, Any] = {}
     for block in blocks(page, "python"):

@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.verb_server import KEY, VerbServer, needs_tinker, serve_verbs
-
-pytestmark = needs_tinker
+from tests.verb_server import KEY, VerbServer, serve_verbs
 
 DRIVER = Path(__file__).parents[1] / "tinker_driver.py"
 UNIFORM = -math.log(28)

@@ -40,7 +40,16 @@ MAKING = 0
 """The id in place of a call's where the engine could not be made."""
 
 CANCELLED_VERBS = frozenset(
-    {"sample", "partial", "token_texts", "metrics_of", "tokens_of", "tokenizer_files", "probe"}
+    {
+        "sample",
+        "models.sample",
+        "partial",
+        "token_texts",
+        "metrics_of",
+        "tokens_of",
+        "tokenizer_files",
+        "probe",
+    }
 )
 """Calls that change nothing: they end when nobody waits for them, and at their deadline. The others are half done then, so they go on;
 one of those that outlasts its deadline costs the engine."""
@@ -58,7 +67,7 @@ class Call:
 
     id: int
     verb: str
-    """The name of a method of the engine."""
+    """The name of a method of the engine, or of one of its parts (`models.sample`)."""
     deadline: float
     """Seconds of `time.monotonic`, which is the same for all processes of a machine."""
     body: bytes

@@ -34,7 +34,8 @@ class OpenRun:
     longest_prompt: int
     """Tokens that a prompt may have; with the longest completion it decides the decode shape."""
     run: str | None = None
-    """The name of the run to go on with; None: a new one, named by `config["run"]["name"]` (with `-2`, `-3` … where finished runs have it)."""
+    """The name of the run to go on with; None: a new one, named by `config["run"]["name"]` (with `-2`, `-3` … where finished runs
+    have it)."""
     start_from: str | None = None
     """The folder of a checkpoint with whose weights and optimiser a new run begins."""
 
@@ -147,6 +148,20 @@ class Probe:
     """Requests that are being sampled."""
     sampled_tokens: int
     """Since it began."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenModels:
+    """A base that models are to be trained over by verbs (`groupwise.server.verbs`), beside a run or without one."""
+
+    base: str
+    """What to load, as `model.name` of a config."""
+    folder: str
+    """Where the models save."""
+    most: int
+    """Models in memory at once, a run among them."""
+    longest: int
+    """Tokens of prompt and completion that can be sampled, where the base is loaded for the models alone."""
 
 
 class Engine(Protocol):

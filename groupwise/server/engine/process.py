@@ -20,6 +20,7 @@ import sys
 import threading
 import traceback
 from contextlib import suppress
+from operator import attrgetter
 from typing import Any, NoReturn
 
 from groupwise.errors import GroupwiseError
@@ -118,7 +119,7 @@ class _Serving:
 
     async def _done(self, call: Call) -> Any:
         arguments = unpacked(call.body)
-        work = getattr(self._engine, call.verb)(*arguments)
+        work = attrgetter(call.verb)(self._engine)(*arguments)
         if call.verb not in CANCELLED_VERBS:
             return await work
         limit = asyncio.timeout_at(call.deadline)  # loops of asyncio go by time.monotonic

@@ -65,6 +65,8 @@ from groupwise.types import Prompt
 LIMITS: Mapping[str, float] = {
     "open": 1800.0,  # loads a model, perhaps from the hub or a slow disk, and starts ranks
     "sample": 600.0,  # a long group on a CPU, behind a full set of slots
+    "models.open": 1800.0,  # as open
+    "models.sample": 600.0,  # as sample
     "partial": 30.0,  # looks into memory; waits for the loop alone, as the next three do
     "token_texts": 30.0,
     "metrics_of": 30.0,

@@ -112,9 +112,12 @@ def _check_format(path: Path, connection: sqlite3.Connection) -> None:
 
 
 def _migrate(connection: sqlite3.Connection) -> None:
-    for version in range(_version(connection), len(MIGRATIONS)):
-        connection.executescript(
-            f"BEGIN IMMEDIATE; PRAGMA application_id = {APPLICATION_ID};"
-            f"{MIGRATIONS[version]} PRAGMA user_version = {version + 1};"
-        )
-        durable.commit(connection, "server migration")
+    """All migrations that the file lacks, or none of them."""
+    missing = range(_version(connection), len(MIGRATIONS))
+    if not missing:
+        return
+    scripts = (f"{MIGRATIONS[each]} PRAGMA user_version = {each + 1};" for each in missing)
+    connection.executescript(
+        f"BEGIN IMMEDIATE; PRAGMA application_id = {APPLICATION_ID};{' '.join(scripts)}"
+    )
+    durable.commit(connection, "server migration")

@@ -172,13 +172,17 @@ def _check_given(transaction: Transaction, post: Post, member: int) -> GroupRow:
         raise Refusal("unknown_group", f"no completion has the id {group}-{member}.")
     if len(post.rewards) != 1:
         wrong = f"{group}-{member} is one completion, but {len(post.rewards)} rewards came."
-        raise Refusal("invalid_request", wrong, errors=[FieldError(field=post.field, message=wrong)])
+        raise Refusal(
+            "invalid_request", wrong, errors=[FieldError(field=post.field, message=wrong)]
+        )
     return read_group(transaction, group)
 
 
 def _check_open(transaction: Transaction, row: GroupRow, member: int) -> None:
     if row.state == "given_up":
-        raise Refusal("group_given_up", f"group {row.id} was given up; no rewards are taken for it.")
+        raise Refusal(
+            "group_given_up", f"group {row.id} was given up; no rewards are taken for it."
+        )
     if row.rewards is not None:
         raise _other(f"{row.id}-{member}", row.rewards[member])
     need_active(transaction, row.run)
@@ -195,7 +199,10 @@ def _complete(transaction: Transaction, run: str, row: GroupRow) -> GroupRow:
     rewards = tuple(found[place][0] if place in found else None for place in range(row.members))
     held = any(include == "hold" for _, include in found.values())
     include: Include = "hold" if held else "next"
-    answer = {"model_version": [row.run, row.sampled_step], "status": "held" if held else "accepted"}
+    answer = {
+        "model_version": [row.run, row.sampled_step],
+        "status": "held" if held else "accepted",
+    }
     accept_rewards(transaction, run, [Post(row.id, rewards, answer, include)])
     return read_group(transaction, row.id)
 

@@ -174,4 +174,57 @@ MIGRATIONS: tuple[str, ...] = (
     CREATE TRIGGER member_rewards_stand BEFORE UPDATE ON member_rewards
     BEGIN SELECT RAISE(ABORT, 'accepted rewards stand'); END;
     """,
+    """
+    CREATE TABLE verb_sessions (                   -- of clients that train by verbs
+        position INTEGER PRIMARY KEY,
+        id       TEXT NOT NULL UNIQUE,
+        name     TEXT                              -- the Idempotency-Key that it was asked for with
+    );
+
+    CREATE TABLE verb_models (
+        position INTEGER PRIMARY KEY,
+        id       TEXT NOT NULL UNIQUE,
+        session  TEXT NOT NULL REFERENCES verb_sessions (id) ON DELETE CASCADE,
+        spec     TEXT NOT NULL,                    -- JSON: base, rank, seed …
+        kept     INTEGER                           -- the call after which its state is kept; null: none yet
+    );
+
+    CREATE TABLE verb_samplers (
+        position INTEGER PRIMARY KEY,
+        id       TEXT NOT NULL UNIQUE,
+        session  TEXT NOT NULL REFERENCES verb_sessions (id) ON DELETE CASCADE,
+        base     TEXT NOT NULL,
+        weights  TEXT                              -- JSON: model, kind, name; null: the base as it is
+    );
+
+    CREATE TABLE verb_calls (
+        position   INTEGER PRIMARY KEY,            -- in the order in which they were accepted
+        id         TEXT NOT NULL UNIQUE,
+        session    TEXT NOT NULL REFERENCES verb_sessions (id) ON DELETE CASCADE,
+        line       TEXT NOT NULL,                  -- model or sampler
+        sequence   INTEGER NOT NULL,
+        kind       TEXT NOT NULL,
+        digest     BLOB NOT NULL,
+        content    BLOB,                           -- null: it need not be repeated
+        state      TEXT NOT NULL DEFAULT 'waiting' CHECK (state IN ('waiting', 'answered', 'failed')),
+        changed    INTEGER NOT NULL DEFAULT 0,     -- whether the model is another one since
+        media_type TEXT,                           -- of the answer; of a failure its category
+        body       BLOB,
+        UNIQUE (line, sequence),
+        CHECK ((state = 'waiting') = (body IS NULL)),
+        CHECK ((state = 'waiting') <= (content IS NOT NULL))
+    );
+    CREATE TRIGGER delivered_answers_stand BEFORE UPDATE OF state, body ON verb_calls WHEN OLD.state <> 'waiting'
+    BEGIN SELECT RAISE(ABORT, 'what a call came to stands'); END;
+
+    CREATE TABLE verb_steps (                      -- the record of each model: one row for each update
+        model         TEXT NOT NULL,
+        step          INTEGER NOT NULL CHECK (step >= 0),
+        learning_rate REAL NOT NULL,
+        grad_norm     REAL,                        -- null: it was not finite
+        metrics       TEXT NOT NULL,               -- JSON: sums over the forward passes since the step before
+        at            REAL NOT NULL,
+        PRIMARY KEY (model, step)
+    ) WITHOUT ROWID;
+    """,
 )

@@ -258,13 +258,25 @@ METHODS: tuple[Method, ...] = (
 """All of them; a test compares it with the installed client."""
 
 INTRODUCTION = """\
-The `tinker` package ({version}) runs against `groupwise serve` as it stands. Point it there, and give it a key of the server:
+The `tinker` package ({version}) runs against `groupwise serve` as it stands. Point it there, and give it a key of the server that may
+train, in another terminal than the server's. The client wants it to begin with `tml-`, in place of `gw-`, also where the server has no
+keys and looks at none:
 
 ```bash
 pip install 'groupwise[server,tinker]'
+groupwise serve --output-dir served
 export TINKER_BASE_URL=http://127.0.0.1:8000
 export TINKER_API_KEY=tml-…
 ```
+
+Base models are those that `/start` may load. One base is in memory at a time, with up to `max_models` adapters; a run of ask/post that is
+active is one of them, and the others are then made over its base. While a client has models, no run can be started; a run that trains all
+weights has its model to itself. Models are let go of when their session is closed or has been silent for ten minutes.
+
+The server writes down every call before it is acknowledged, and every answer before it is told. So the engine, or the server, may be
+killed at any time: the client waits a while, and its loop goes on as if nothing had happened. The state of a model is kept every
+`keep_models_every` updates, and the calls after it are done again. `max_context_length` bounds prompt and completion of samples. An
+adapter of the output head (`train_unembed`, which is the client's default) makes sampling and learning slower than without.
 
 Losses are sums over tokens, as the client documents them: nothing is divided by anything. They take log-probabilities at temperature 1, so
 sample at temperature 1 where the ratio is to begin at 1. The clip of `ppo` and `cispo` is 0.8 to 1.2 unless `loss_fn_config` gives
@@ -272,6 +284,73 @@ sample at temperature 1 where the ratio is to begin at 1. The clip of `ppo` and 
 once, with its name and the reason. The tables are made from `groupwise/server/verbs/compatibility.py`; every method that ends in `_async`
 does what the one without it does.
 """
+
+SUPERVISED = """\
+import tinker
+from tinker import types
+
+client = tinker.ServiceClient()
+training = client.create_lora_training_client("tiny", rank=8, seed=1).result()
+
+tokens = [11, 12, 13, 14, 15, 16, 17, 18]
+example = types.Datum(
+    model_input=types.ModelInput.from_ints(tokens[:-1]),
+    loss_fn_inputs={"target_tokens": tokens[1:], "weights": [0.0, *[1.0] * 6]},
+)
+adam = types.AdamParams(learning_rate=0.05)
+
+# All calls are under way before the first answer is asked for; they keep their order.
+calls = []
+for _ in range(20):
+    calls.append(training.forward_backward([example], "cross_entropy"))
+    training.optim_step(adam)
+losses = [call.result().metrics["loss:sum"] for call in calls]
+print(f"loss {losses[0]:.2f} -> {losses[-1]:.2f}")
+print(training.save_state("taught").result().path)
+client.close("success").result()
+"""
+REINFORCED = """\
+import tinker
+from tinker import types
+
+LETTER = 40
+client = tinker.ServiceClient()
+training = client.create_lora_training_client("tiny", rank=8, seed=1).result()
+prompt = [21, 22, 23]
+
+
+def rollout(drawn, advantage):
+    tokens, before = prompt + drawn.tokens, [0.0] * (len(prompt) - 1)
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={
+            "target_tokens": tokens[1:],
+            "logprobs": before + drawn.logprobs,
+            "advantages": before + [advantage] * len(drawn.tokens),
+        },
+    )
+
+
+means = []
+for step in range(15):
+    sampling = training.save_weights_and_get_sampling_client().result()
+    params = types.SamplingParams(max_tokens=6, temperature=1.0, seed=step, stop=[])
+    request = types.ModelInput.from_ints(prompt)
+    drawn = sampling.sample(request, num_samples=16, sampling_params=params).result().sequences
+    rewards = [each.tokens.count(LETTER) / len(each.tokens) for each in drawn]
+    means.append(sum(rewards) / len(rewards))
+    data = [rollout(each, reward - means[-1]) for each, reward in zip(drawn, rewards)]
+    learning = training.forward_backward(data, "importance_sampling")
+    training.optim_step(types.AdamParams(learning_rate=0.1)).result()
+    learning.result()
+print(f"reward {means[0]:.2f} -> {means[-1]:.2f}")
+client.close("success").result()
+"""
+EXAMPLES: tuple[tuple[str, str], ...] = (
+    ("Supervised: the loss falls", SUPERVISED),
+    ("Reinforced: sample, score, learn (GRPO)", REINFORCED),
+)
+"""By their title, as programs that run as they stand."""
 
 INTERNAL: tuple[tuple[str, str, str], ...] = (
     ("POST", "/auth/token", "keys are not exchanged for tokens"),
@@ -307,6 +386,8 @@ def _lines() -> Iterator[str]:
     yield "# The Tinker client"
     yield ""
     yield from INTRODUCTION.format(version=CLIENT_VERSION).splitlines()
+    for title, program in EXAMPLES:
+        yield from ("", f"## {title}", "", "```python", *program.splitlines(), "```")
     for owner in dict.fromkeys(each.owner for each in METHODS):
         yield ""
         yield f"## {owner}"

@@ -6,7 +6,8 @@ one after another in the order of their sequence numbers, in whatever order they
 Samples have no order.
 
 An answer never changes. Memory is bounded: answers are let go of from the oldest, fetched ones first, and asking for one that is gone is
-told apart from asking for one that never was. All of it lives in one event loop and in memory: what is under way ends with the process.
+told apart from asking for one that never was. All of it lives in one event loop. Calls are in the journal before they are begun, and what
+they came to before it is told, so that a new process goes on with them (`restore`).
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import asyncio
 import hashlib
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Hashable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from groupwise.errors import GroupwiseError, UsageError
+from groupwise.errors import GroupwiseError, RunError, UsageError
+from groupwise.server.ledger.calls import CallRow, Outcome, StepRow
+from groupwise.server.verbs.journal import Journal, NoJournal
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +38,8 @@ class Answer:
 
     body: bytes
     media_type: str = JSON
+    note: Note | None = field(default=None, compare=False)
+    """What the journal is to know beside it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,24 @@ class Failure:
 
     message: str
     category: Literal["user", "server"]
+    note: Note | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What a call did to its model; without one it left it as it was."""
+
+    kept: int | None = None
+    """The call after which the model's state was kept."""
+    step: StepRow | None = None
+
+
+class LeftOut(RunError):
+    """An update was left out, and the gradient cleared: that failed, but has changed something."""
+
+    def __init__(self, message: str, note: Note) -> None:
+        super().__init__(message)
+        self.note = note
 
 
 Work = Callable[[], Awaitable[Answer]]
@@ -58,6 +81,12 @@ class UnknownAnswer(UsageError):
     """No request was ever given this id."""
 
     code = "unknown_answer"
+
+
+class NotKept(GroupwiseError):
+    """The call cannot be written down at the moment; it may be sent again later."""
+
+    code = "not_kept"
 
 
 class TooManyCalls(GroupwiseError):
@@ -77,26 +106,36 @@ class Limits:
     waiting_bytes: int = 512 * 2**20
 
 
+Key = tuple[str, int]
+"""What a call's number is unique in, and the number."""
+
+
 @dataclass(eq=False, slots=True)
 class _Call:
     id: str
-    key: Hashable
+    key: Key
     digest: bytes
     size: int
     """Bytes of the request; then of the answer."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
     result: Answer | Failure | None = None
+    kept: asyncio.Task[None] | None = None
+    """Done when it is in the journal."""
 
 
 class Futures:
     """All calls of a server and their answers."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
+    def __init__(self, limits: Limits | None = None, journal: Journal | None = None) -> None:
         self._limits = limits or Limits()
+        self._journal = journal or NoJournal()
+        self._restored: dict[Key, str] = {}
+        """Calls of an earlier process that have come to nothing yet, by what they are begun again with."""
+        self._suspended = False
         self._boot = secrets.token_hex(4)
         self._issued = 0
         self._calls: dict[str, _Call] = {}
-        self._by_key: dict[Hashable, _Call] = {}
+        self._by_key: dict[Key, _Call] = {}
         self._unfetched: dict[str, _Call] = {}
         """Answered calls from the oldest, as the next."""
         self._fetched: dict[str, _Call] = {}
@@ -105,7 +144,7 @@ class Futures:
         self._waiting_bytes = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def earlier(self, key: Hashable, digest: bytes) -> str | None:
+    def earlier(self, key: Key, digest: bytes) -> str | None:
         """The id of the call with this key. UsageError where its content was another."""
         call = self._by_key.get(key)
         if call is None:
@@ -117,8 +156,49 @@ class Futures:
             )
         return call.id
 
-    def add(self, key: Hashable, digest: bytes, size: int, *, wanted_next: bool = False) -> str:
-        """A new call, not begun. TooManyCalls where too many wait, unless others wait for this one (`wanted_next`)."""
+    def restore(self, row: CallRow) -> None:
+        """A call of an earlier process. One that has come to nothing yet is begun by adding it again."""
+        key = row.line, row.sequence
+        call = _Call(row.id, key, row.digest, len(row.content or b""))
+        self._calls[call.id] = call
+        self._waiting += 1
+        self._waiting_bytes += call.size
+        if row.state == "waiting":
+            self._restored[key] = call.id
+            return
+        self._by_key[key] = call
+        assert row.body is not None
+        assert row.media_type is not None
+        if row.state == "answered":
+            self._settle(call, Answer(row.body, row.media_type))
+        else:
+            category = "user" if row.media_type == "user" else "server"
+            self._settle(call, Failure(row.body.decode(), category))
+
+    def abandon(self, id: str, error: Exception) -> None:
+        """Fail a call of an earlier process, if it was not begun again."""
+        call = self._calls[id]
+        if self._restored.pop(call.key, None) is not None:
+            self._by_key[call.key] = call
+            self.fail(id, error)
+
+    def add(
+        self,
+        key: Key,
+        digest: bytes,
+        size: int,
+        *,
+        wanted_next: bool = False,
+        kind: str = "",
+        content: bytes = b"",
+    ) -> str:
+        """A new call, not begun. TooManyCalls where too many wait, unless others wait for this one (`wanted_next`).
+
+        `kind` and `content` say how it is begun again by another process.
+        """
+        if (restored := self._restored.pop(key, None)) is not None:
+            self._by_key[key] = self._calls[restored]
+            return restored
         full = (
             self._waiting >= self._limits.waiting
             or self._waiting_bytes + size > self._limits.waiting_bytes
@@ -132,21 +212,60 @@ class Futures:
         self._calls[call.id] = self._by_key[key] = call
         self._waiting += 1
         self._waiting_bytes += size
+        if self._journal.durable:
+            line, sequence = key
+            session = line.partition(":")[0]
+            row = CallRow(call.id, session, line, sequence, kind, digest, content)
+            call.kept = self._task(self._journal.accept(row))
         return call.id
+
+    async def kept(self, id: str, patience: float) -> None:
+        """Return when a call is in the journal. NotKept after so many seconds."""
+        call = self._calls.get(id)
+        if call is None or call.kept is None:
+            return
+        done, _ = await asyncio.wait((call.kept,), timeout=patience)
+        if not done:
+            raise NotKept(
+                "The server cannot write the call down at the moment. Send it again later."
+            )
+        call.kept.result()
 
     def begin(self, id: str, work: Work) -> None:
         """Do the work of a call beside whatever else is under way."""
-        task = asyncio.get_running_loop().create_task(self.do(id, work))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._task(self.do(id, work))
 
     async def do(self, id: str, work: Work) -> None:
         """Do the work of a call, and keep what it came to."""
-        self._settle(self._calls[id], await _outcome(work))
+        call = self._calls[id]
+        if call.kept is not None:
+            await asyncio.shield(call.kept)
+        await self._settled(call, await _outcome(work))
 
     def fail(self, id: str, error: Exception) -> None:
         """Answer a call that needs no work."""
-        self._settle(self._calls[id], _failure(error))
+        call, failure = self._calls[id], _failure(error)
+        if self._journal.durable and not self._suspended:
+            self._task(self._settled(call, failure))
+        else:
+            self._settle(call, failure)
+
+    def suspend(self) -> None:
+        """This process ends: what has come to nothing by now waits for the next one."""
+        self._suspended = True
+
+    async def _settled(self, call: _Call, result: Answer | Failure) -> None:
+        if self._journal.durable:
+            if call.kept is not None:
+                await asyncio.shield(call.kept)
+            await self._journal.settle(call.id, _for_journal(result))
+        self._settle(call, result)
+
+    def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def answer(self, id: str, patience: float) -> Answer | Failure | None:
         """The answer, or None where there is none within `patience` seconds. AnswerGone or UnknownAnswer where there will be none."""
@@ -193,18 +312,22 @@ class Futures:
 
     def _let_go(self, but: _Call) -> None:
         """Until it fits again; the newest answer stays, however large it is."""
+        gone: list[str] = []
         while (
             len(self._fetched) + len(self._unfetched) > self._limits.answers
             or self._answer_bytes > self._limits.answer_bytes
         ):
             oldest = next(iter((self._fetched or self._unfetched).values()))
             if oldest is but:
-                return
+                break
             self._fetched.pop(oldest.id, None)
             self._unfetched.pop(oldest.id, None)
             self._answer_bytes -= oldest.size
             del self._calls[oldest.id]
             del self._by_key[oldest.key]
+            gone.append(oldest.id)
+        if gone and self._journal.durable:
+            self._task(self._journal.forget(gone))
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,30 +343,36 @@ class Line:
     Where a number is missing for `patience` seconds, those that wait for it are failed: nobody will send it any more.
     """
 
-    def __init__(self, name: str, futures: Futures, *, patience: float = GAP_PATIENCE) -> None:
+    def __init__(
+        self, name: str, futures: Futures, *, patience: float = GAP_PATIENCE, first: int = 0
+    ) -> None:
+        """`first`: the number of the call that is to be done next."""
         self.name = name
         self._futures = futures
         self._patience = patience
         self._turns: dict[int, _Turn] = {}
-        self._next = 0
+        self._next = first
         self._worker: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
-    def submit(self, sequence: int, content: bytes, work: Work | Exception) -> str:
+    def submit(self, sequence: int, content: bytes, work: Work | Exception, kind: str = "") -> str:
         """The id of the call with this number; its work is begun when all numbers before it are done.
 
         An exception instead of work is its answer when its turn comes: a refused request has used its number, too.
         UsageError where the number was used for something else, AnswerGone where its answer is no longer kept.
         """
         key = (self.name, sequence)
-        digest = hashlib.sha256(content).digest()
+        digest = hashlib.sha256(kind.encode() + content).digest()
         if (earlier := self._futures.earlier(key, digest)) is not None:
             return earlier
         if sequence < self._next:
             raise AnswerGone(
                 f"Request {sequence} of {self.name} has been applied; its answer is no longer kept."
             )
-        id = self._futures.add(key, digest, len(content), wanted_next=sequence == self._next)
+        wanted = sequence == self._next
+        id = self._futures.add(
+            key, digest, len(content), wanted_next=wanted, kind=kind, content=content
+        )
         self._turns[sequence] = _Turn(id, work)
         if self._worker is None or self._worker.done():
             self._worker = asyncio.get_running_loop().create_task(self._work())
@@ -278,14 +407,31 @@ class Line:
         self._stop_timer()
         while self._next in self._turns:
             turn = self._turns[self._next]
-            if isinstance(turn.work, Exception):
-                self._futures.fail(turn.id, turn.work)
-            else:
-                await self._futures.do(turn.id, turn.work)
+            await self._futures.do(turn.id, _work_of(turn))
             del self._turns[self._next]
             self._next += 1
         if self._turns:
             self._timer = asyncio.get_running_loop().call_later(self._patience, self._give_up)
+
+
+def _work_of(turn: _Turn) -> Work:
+    work = turn.work
+    if not isinstance(work, Exception):
+        return work
+
+    async def refused() -> Answer:
+        raise work
+
+    return refused
+
+
+def _for_journal(result: Answer | Failure) -> Outcome:
+    note = result.note
+    changed, kept = note is not None, None if note is None else note.kept
+    step = None if note is None else note.step
+    if isinstance(result, Answer):
+        return Outcome("answered", changed, result.media_type, result.body, kept, step)
+    return Outcome("failed", changed, result.category, result.message.encode(), kept, step)
 
 
 async def _outcome(work: Work) -> Answer | Failure:
@@ -297,6 +443,8 @@ async def _outcome(work: Work) -> Answer | Failure:
 
 
 def _failure(error: Exception) -> Failure:
+    if isinstance(error, LeftOut):
+        return Failure(str(error), "server", error.note)
     if isinstance(error, UsageError):
         return Failure(str(error), "user")
     if isinstance(error, GroupwiseError):

@@ -2,7 +2,8 @@
 
 The engine holds models, decides nothing about their order, and remembers what was saved. Whoever drives it (`service.py`) calls the verbs
 of one model one after another, in the order of the client's sequence; those of different models, and samples, are under way at once. What
-is saved (`Stored`) belongs to the model that saved it, outlives that model, and is found again after a restart of the engine.
+is saved (`Stored`) belongs to the model that saved it, outlives that model, and is found again after a restart of the engine. A call may
+come again where nobody knows whether it was done: `call` is its number, by which what it has saved already is recognised as its own.
 
 Errors: `UsageError` for what was asked wrongly (nothing was done; the client is told that it is its own fault), any other
 `GroupwiseError` for what failed on its way.
@@ -47,8 +48,8 @@ class ModelSpec:
 
     base: str
     rank: int
-    seed: int | None = None
-    """None: the engine chooses one."""
+    seed: int
+    """Of the numbers that the adapter begins with."""
     train_attn: bool = True
     train_mlp: bool = True
     train_unembed: bool = True
@@ -97,8 +98,16 @@ class VerbSampled:
 class VerbEngine(Protocol):
     """See the module."""
 
-    async def bases(self) -> tuple[Base, ...]:
-        """The base models that can be trained and sampled, at least one."""
+    def names(self) -> tuple[str, ...]:
+        """Of the base models that may be asked for now."""
+        ...
+
+    def admit(self, base: str) -> None:
+        """UsageError where a base model may not be asked for now."""
+        ...
+
+    async def base(self, name: str) -> Base:
+        """A base model that may be asked for; it is loaded where it is not in memory yet."""
         ...
 
     async def create_model(self, model: str, spec: ModelSpec) -> None:
@@ -117,22 +126,29 @@ class VerbEngine(Protocol):
         """Add the gradient of the undivided loss (denominators 1) to what is there already."""
         ...
 
-    async def optim_step(self, model: str, params: OptimiserParams) -> UpdateResult:
-        """Clip, update, and clear the gradient. Counts as one step of the model's record."""
+    async def optim_step(
+        self, model: str, params: OptimiserParams, keep_as: int | None = None
+    ) -> UpdateResult:
+        """Clip, update, and clear the gradient. Counts as one step of the model's record.
+
+        With `keep_as`, the number of this call, the model can be made again as it is then.
+        """
         ...
 
-    async def save_state(self, model: str, name: str, *, overwrite: bool) -> None:
+    async def save_state(self, model: str, name: str, *, overwrite: bool, call: int) -> None:
         """Keep adapter and optimiser as `Stored(model, "weights", name)`. UsageError where the name is taken, unless `overwrite`."""
         ...
 
-    async def load_state(self, model: str, stored: Stored, *, with_optimiser: bool) -> None:
+    async def load_state(
+        self, model: str, stored: Stored, *, with_optimiser: bool, keep_as: int
+    ) -> None:
         """Take these weights; a pending gradient is discarded, and the optimiser begins anew unless it is loaded, too.
 
         UsageError where there are none, where they are for samplers alone, or do not fit the model.
         """
         ...
 
-    async def save_for_sampler(self, model: str, name: str) -> None:
+    async def save_for_sampler(self, model: str, name: str, call: int) -> None:
         """Keep the adapter as it is now as `Stored(model, "sampler_weights", name)`; UsageError where the name is taken."""
         ...
 
@@ -140,7 +156,7 @@ class VerbEngine(Protocol):
         """Forget sampler weights that nobody can name any more; ones that are not there are no error."""
         ...
 
-    async def stored(self, stored: Stored) -> ModelSpec:
+    async def saved(self, stored: Stored) -> ModelSpec:
         """What kind of model saved it; UsageError where it is not there, with what is."""
         ...
 

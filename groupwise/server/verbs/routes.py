@@ -16,17 +16,23 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from groupwise.errors import UsageError
+from groupwise.errors import GroupwiseError, RunError, UsageError
 from groupwise.server.verbs import requests
 from groupwise.server.verbs.compatibility import refused_route
-from groupwise.server.verbs.futures import AnswerGone, Failure, TooManyCalls, UnknownAnswer
+from groupwise.server.verbs.futures import (
+    AnswerGone,
+    Failure,
+    NotKept,
+    TooManyCalls,
+    UnknownAnswer,
+)
 from groupwise.server.verbs.service import NotThere, VerbService
 
 PREFIX = "/api/v1"
 POLL = 40.0
 """Seconds that `retrieve_future` waits; the client gives up after 45."""
 MOST_BYTES = 64 * 2**20
-"""Of a body. The client cuts its requests at the size that it is told here (`CLIENT_CONFIG`)."""
+"""Of a body, unless the application says otherwise. The client cuts its requests at the size that it is told (`CLIENT_CONFIG`)."""
 CLIENT_CONFIG: Mapping[str, Any] = {
     "pjwt_auth_enabled": False,
     "use_pyqwest_transport": False,
@@ -52,6 +58,18 @@ class Unauthorised(UsageError):
     code = "unauthorised"
 
 
+class Forbidden(UsageError):
+    """The key may not ask for this."""
+
+    code = "forbidden"
+
+
+class Ending(GroupwiseError):
+    """The server takes nothing new; the next one will."""
+
+    code = "shutting_down"
+
+
 class TooLarge(UsageError):
     """The body has more bytes than are read."""
 
@@ -60,11 +78,15 @@ class TooLarge(UsageError):
 
 STATUS: Mapping[type[Exception], int] = {
     Unauthorised: 401,
+    Forbidden: 403,
     NotThere: 404,
     UnknownAnswer: 404,
     AnswerGone: 410,
     TooLarge: 413,
     TooManyCalls: 429,
+    NotKept: 503,
+    Ending: 503,
+    RunError: 503,
     UsageError: 400,
 }
 """The first that fits counts."""
@@ -142,26 +164,35 @@ class _Handlers:
         return JSONResponse({"status": "accepted"})
 
     async def _create_model(self, request: Request) -> Response:
-        return _promise(*self._service.create_model(await _read(request, requests.CreateModel)))
+        return await self._promise(
+            *self._service.create_model(await _read(request, requests.CreateModel))
+        )
 
     async def _get_info(self, request: Request) -> Response:
-        return JSONResponse(self._service.info((await _read(request, requests.GetInfo)).model_id))
+        model = (await _read(request, requests.GetInfo)).model_id
+        return JSONResponse(await self._service.info(model))
 
     async def _forward_backward(self, request: Request) -> Response:
-        return _promise(*self._service.forward_backward(await _body(request)))
+        return await self._promise(*self._service.forward_backward(await _body(request)))
 
     async def _optim_step(self, request: Request) -> Response:
-        return _promise(*self._service.optim_step(await _read(request, requests.OptimStep)))
+        return await self._promise(
+            *self._service.optim_step(await _read(request, requests.OptimStep))
+        )
 
     async def _save_weights(self, request: Request) -> Response:
-        return _promise(*self._service.save_weights(await _read(request, requests.SaveWeights)))
+        return await self._promise(
+            *self._service.save_weights(await _read(request, requests.SaveWeights))
+        )
 
     async def _load_weights(self, request: Request) -> Response:
-        return _promise(*self._service.load_weights(await _read(request, requests.LoadWeights)))
+        return await self._promise(
+            *self._service.load_weights(await _read(request, requests.LoadWeights))
+        )
 
     async def _save_for_sampler(self, request: Request) -> Response:
         body = await _read(request, requests.SaveForSampler)
-        return _promise(*self._service.save_for_sampler(body))
+        return await self._promise(*self._service.save_for_sampler(body))
 
     async def _create_sampler(self, request: Request) -> Response:
         sampler = await self._service.create_sampler(await _read(request, requests.CreateSampler))
@@ -175,7 +206,8 @@ class _Handlers:
         return JSONResponse(await self._service.weights_info(path))
 
     async def _sample(self, request: Request) -> Response:
-        id, sequences = self._service.sample(await _read(request, requests.Sample))
+        id, sequences = await self._service.sample(await _read(request, requests.Sample))
+        await self._service.kept(id)
         return JSONResponse({"request_id": id, "sample_sequence_ids": sequences})
 
     async def _retrieve(self, request: Request) -> Response:
@@ -187,6 +219,10 @@ class _Handlers:
         if isinstance(answer, Failure):
             return JSONResponse({"error": answer.message, "category": answer.category})
         return Response(answer.body, media_type=answer.media_type)
+
+    async def _promise(self, model: str, id: str) -> Response:
+        await self._service.kept(id)
+        return JSONResponse({"request_id": id, "model_id": model})
 
 
 def _guarded(handler: Handler, service: VerbService, authorise: Authorise) -> Handler:
@@ -219,12 +255,8 @@ async def _refuse(request: Request) -> Response:
 def _problem(error: Exception) -> Response:
     status = next(status for kind, status in STATUS.items() if isinstance(error, kind))
     code = getattr(error, "code", "usage")
-    headers = {"Retry-After": "1"} if status == 429 else {}
+    headers = {"Retry-After": "1"} if status in (429, 503) else {}
     return JSONResponse({"code": code, "message": str(error)}, status, headers)
-
-
-def _promise(model: str, id: str) -> Response:
-    return JSONResponse({"request_id": id, "model_id": model})
 
 
 async def _read(request: Request, kind: type[BodyT]) -> BodyT:
@@ -252,12 +284,13 @@ async def _body(request: Request) -> bytes:
     encoding = request.headers.get("content-encoding", "identity")
     if encoding != "identity":
         raise UsageError(f"The content encoding {encoding!r} is not taken; send the body as it is.")
+    most: int = getattr(request.app.state, "most_bytes", MOST_BYTES)
     pieces: list[bytes] = []
     size = 0
     async for piece in request.stream():
         size += len(piece)
-        if size > MOST_BYTES:
-            raise TooLarge(f"The body has more than {MOST_BYTES} bytes; send less at once.")
+        if size > most:
+            raise TooLarge(f"The body has more than {most} bytes; send less at once.")
         pieces.append(piece)
     request.state.body = b"".join(pieces)
     return request.state.body

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
-from groupwise.server.engine.port import Engine
-from groupwise.server.engine.remote import EngineProcess
-from groupwise.server.ledger.writer import Ledger
-from groupwise.server.serve import LEDGER, serve
-from groupwise.server.service import Service
-from groupwise.server.settings import ServerConfig, read_settings
+from groupwise.server.serve import build_service, serve
+from groupwise.server.settings import read_settings
 
-
-async def build(config: ServerConfig) -> Service:
-    """As `groupwise.server.serve.build_service`."""
-
-    async def make_engine() -> Engine:
-        return await EngineProcess.start("groupwise.testing.fake_engine:make")
-
-    return Service(config, Ledger.open(config.folder / LEDGER), make_engine)
-
+FACTORY = "groupwise.testing.fake_engine:make"
 
 if __name__ == "__main__":
     options = {"output_dir": sys.argv[1], "port": int(sys.argv[2])}
-    sys.exit(serve(read_settings(None, {}, options, sys.argv[3:]), None, build=build))
+    sys.exit(
+        serve(
+            read_settings(None, {}, options, sys.argv[3:]),
+            None,
+            build=partial(build_service, factory=FACTORY),
+        )
+    )

@@ -141,7 +141,7 @@ async def check(server: Served) -> None:
     assert {answer.status for answer in answers} == {"trained"}
 
 
-@hypothesis.settings(max_examples=60, suppress_health_check=list(hypothesis.HealthCheck))
+@hypothesis.settings(max_examples=60, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 @hypothesis.given(asked=st.lists(requests(), min_size=1, max_size=12))
 def test_no_request_does_harm(asked: list[tuple[str, Any, int]], tmp_path_factory: Any) -> None:
     asyncio.run(course(tmp_path_factory.mktemp("fuzzed"), asked))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from groupwise.errors import GroupwiseError
 from groupwise.server.caller import Caller
-from groupwise.server.serve import read_start, serve
+from groupwise.server.serve import Built, read_start, serve
 from groupwise.server.settings import ServerConfig, read_settings
 from groupwise.wire.problems import Refusal
 from groupwise.wire.training import CompletionsRequest, GroupAnswer, StartAnswer, StartRequest
@@ -52,8 +52,8 @@ def main(folder: str, more: str | None = None) -> int:
     slow = more == "slow"
     start_with = read_start(Path(more)) if more and not slow else None
 
-    async def build(_: ServerConfig) -> FakeService:
-        return Telling(slow=slow)
+    async def build(_: ServerConfig) -> Built:
+        return Built(Telling(slow=slow))
 
     try:
         return serve(config, None, start_with, build)

@@ -200,7 +200,7 @@ async def test_what_was_committed_is_known_to_the_next_server(tmp_path: Path) ->
     for group in groups:
         await server.reward(group)
     record = tmp_path / "runs" / "tiny" / "run.json"
-    while not json.loads(record.read_text())["manifests"]:
+    while not json.loads(record.read_text())["manifests"]:  # noqa: ASYNC110 — it has no event
         await asyncio.sleep(0.005)
     await server.kill()
     held.set()

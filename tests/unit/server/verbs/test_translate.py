@@ -16,9 +16,6 @@ from groupwise.server.verbs import translate
 from groupwise.server.verbs.messages import messages
 from groupwise.server.verbs.port import Computed, VerbSampled
 from groupwise.types import Completion, LossSpec, Row
-from tests.verb_server import needs_tinker
-
-pytestmark = needs_tinker
 
 
 def _request(loss: str = "cross_entropy", **fields: Any) -> Any:

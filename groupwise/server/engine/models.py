@@ -1,0 +1,442 @@
+"""Adapters that clients train by verbs, in the engine's process: over the base of the run that is open here, or over one of their own.
+
+Each model has a learner; what it saves are folders. Samples are drawn by a few samplers beside the models, each of which serves one set of
+saved weights at a time: those that nobody asks for any more make way. So what is sampled never changes while its model trains on.
+
+Nothing here is durable but what was saved. Whoever drives the models has their calls on disk, and repeats those that came after the last
+state that it asked to be kept (`keep_as`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from groupwise import build, machine_layout
+from groupwise.config import load_config
+from groupwise.errors import UsageError
+from groupwise.machine_layout import Layout
+from groupwise.models.bundled import BUNDLED
+from groupwise.models.config import LoraConfig, ModelConfig
+from groupwise.models.tokenizer import resolve
+from groupwise.ranks import ahead
+from groupwise.ranks.beside import ModelParts, Models, NewModel
+from groupwise.runs import durable
+from groupwise.server.engine.port import OpenModels
+from groupwise.server.pulse import Pulse
+from groupwise.server.verbs.port import (
+    Base,
+    Computed,
+    ModelSpec,
+    Stored,
+    VerbSample,
+    VerbSampled,
+)
+from groupwise.server.verbs.stored import Saved, SavedFolders
+from groupwise.types import GroupRequest, LossSpec, OptimiserParams, Policy, Row, UpdateResult
+
+SAMPLERS = 4
+"""Sets of weights that are served at once; each costs the memory of two adapters. Others wait until one is free."""
+UNDIVIDED = {"policy": 1.0}
+"""The client's losses are sums."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """A run that is open in this engine, as far as others may share its base."""
+
+    name: str
+    model: ModelConfig
+    trains_all: bool
+    parts: build.Parts
+    layout: Layout
+
+
+class FullFineTuning(UsageError):
+    """A run that trains all weights has the model to itself."""
+
+    code = "full_fine_tuning"
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    base: Base
+    models: Models
+    folders: SavedFolders
+    vocabulary: int
+    longest_row: int
+    room: int
+    """Models that there may be, the run's not counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Model:
+    spec: ModelSpec
+    parts: ModelParts
+
+
+@dataclass(eq=False, slots=True)
+class _Sampler:
+    """Serves one set of weights at a time."""
+
+    name: str
+    shape: LoraConfig
+    parts: ModelParts
+    weights: Stored | None = None
+    """None: the base as it is."""
+    users: int = 0
+    learner_reads: bool = False
+    """Whether its learner has the weights, too, which tells the log-probabilities of prompts."""
+
+
+class EngineModels:
+    """See the module. The calls of one model come one after another."""
+
+    def __init__(self, shared: Callable[[], Shared | None], scope: AsyncExitStack) -> None:
+        """`shared`: the run that is open here, if any; what is loaded without one ends with `scope`."""
+        self._shared = shared
+        self._scope = scope
+        self._opening = asyncio.Lock()
+        self._opened: _Open | None = None
+        self._models: dict[str, _Model] = {}
+        self._samplers: list[_Sampler] = []
+        self._placing = asyncio.Lock()
+        """Held while a sampler is given other weights."""
+        self._free = Pulse()
+        self._numbers = itertools.count()
+
+    async def open(self, order: OpenModels) -> Base:
+        """Share the base of the run that is open here, or load one; the same again is harmless.
+
+        UsageError where another base is in memory, or all of its weights are trained.
+        """
+        async with self._opening:
+            shared = self._shared()
+            if shared is not None:
+                _refuse_other(order.base, shared.model.name, f"the run {shared.name}")
+            if self._opened is None:
+                if shared is not None:
+                    self._opened = self._sharing(order, shared)
+                else:
+                    self._opened = await self._loaded(order)
+            _refuse_other(order.base, self._opened.base.name, "other models")
+            return self._opened.base
+
+    def _sharing(self, order: OpenModels, shared: Shared) -> _Open:
+        if shared.trains_all:
+            raise FullFineTuning(
+                f"The run {shared.name} trains all weights of {shared.model.name}, so nothing else can be trained beside it. Stop "
+                "it first, or have it train an adapter."
+            )
+        most = order.most + SAMPLERS
+        models = build.models_over(shared.parts, most, shared.name)
+        stops = shared.parts.stop_token_ids
+        return _open(order, shared.model, shared.layout, models, stops, order.most - 1)
+
+    async def _loaded(self, order: OpenModels) -> _Open:
+        config = load_config(
+            {
+                "model": {"name": order.base},
+                "sampler": {"max_completion_length": 1},
+                "run": {"name": "models"},
+            }
+        ).config
+        build.expect_ranks(config)
+        self._scope.callback(ahead.give_up)
+        longest = min(order.longest, ahead.prompt_room(config.model, 0))
+        layout = machine_layout.choose_layout(config, longest - 1)
+        parts = await build.start_base(config, layout)
+        self._scope.callback(parts.close)
+        models = build.models_over(parts, order.most + SAMPLERS)
+        return _open(order, config.model, layout, models, parts.stop_token_ids, order.most)
+
+    @property
+    def _here(self) -> _Open:
+        if self._opened is None:
+            raise UsageError("No base is open in this engine.")
+        return self._opened
+
+    # --- models ----------------------------------------------------------------------------------
+
+    async def create_model(self, model: str, spec: ModelSpec, kept: int | None = None) -> None:
+        """A new adapter; with `kept` in the state that was kept after that call."""
+        here = self._here
+        if len(self._models) >= here.room:
+            raise UsageError(
+                f"The model {model} would be one more than the {here.room} that there is room for ({', '.join(self._models)}). End the "
+                "session of one that is not needed any more, or let there be more (max_models)."
+            )
+        lora = await self._shape(spec)
+        parts = await here.models.add(model, _new(model, spec.seed, lora))
+        try:
+            if kept is not None:
+                parts.learner.load(str(here.folders.automatic(model, kept)))
+        except BaseException:
+            await here.models.drop(model)
+            raise
+        self._models[model] = _Model(spec, parts)
+
+    async def drop(self, model: str) -> None:
+        """Let go of a model; what it saved stays. One that is not there is no error."""
+        if self._models.pop(model, None) is not None:
+            await self._here.models.drop(model)
+
+    async def forward(self, model: str, rows: Sequence[Row], loss: LossSpec) -> Computed:
+        """See `VerbEngine.forward`."""
+        parts = self._model(model).parts
+        self._check(rows)
+        sums, logprobs = await parts.model.call("learner.measure", [*rows], loss)
+        return Computed(tuple(logprobs), sums)
+
+    async def forward_backward(self, model: str, rows: Sequence[Row], loss: LossSpec) -> Computed:
+        """See `VerbEngine.forward_backward`."""
+        learner = self._model(model).parts.learner
+        self._check(rows)
+        logprobs = await learner.logprobs(rows)
+        sums = await learner.forward_backward(rows, loss, UNDIVIDED)
+        return Computed(tuple(logprobs), sums)
+
+    async def optim_step(
+        self, model: str, params: OptimiserParams, keep_as: int | None = None
+    ) -> UpdateResult:
+        """See `VerbEngine.optim_step`."""
+        result = await self._model(model).parts.learner.update(params)
+        self._keep(model, keep_as)
+        return result
+
+    async def save_state(self, model: str, name: str, overwrite: bool, call: int) -> None:
+        """See `VerbEngine.save_state`."""
+        learner = self._model(model).parts.learner
+        stored = Stored(model, "weights", name)
+        if not overwrite:
+            self._here.folders.check_free(stored, call)
+        self._write(stored, call, lambda folder: learner.save(str(folder)))
+
+    async def save_for_sampler(self, model: str, name: str, call: int) -> None:
+        """See `VerbEngine.save_for_sampler`."""
+        handle = self._model(model).parts.model
+        stored = Stored(model, "sampler_weights", name)
+        self._here.folders.check_free(stored, call)
+        self._write(stored, call, lambda folder: handle.call_now("trained.save", folder))
+
+    async def load_state(
+        self, model: str, stored: Stored, with_optimiser: bool, keep_as: int | None = None
+    ) -> None:
+        """See `VerbEngine.load_state`."""
+        held = self._model(model)
+        saved = self._here.folders.read(stored)
+        if stored.kind != "weights":
+            raise UsageError(
+                f"{stored.name} is for samplers alone; save_state keeps what can be trained on."
+            )
+        _refuse_other_shape(stored, saved.spec, held.spec)
+        folder = self._here.folders.place(stored)
+        if with_optimiser:
+            held.parts.learner.load(str(folder))
+        else:
+            held.parts.model.call_now("learner.load_weights", str(folder))
+        self._keep(model, keep_as)
+
+    def _model(self, name: str) -> _Model:
+        if name not in self._models:
+            raise UsageError(f"There is no model {name!r} in this engine.")
+        return self._models[name]
+
+    def _check(self, rows: Sequence[Row]) -> None:
+        """UsageError for what would fail in the middle, with half a gradient."""
+        here = self._here
+        for index, row in enumerate(rows):
+            length = len(row.prompt_ids) + len(row.completion_ids)
+            if length > here.longest_row:
+                raise UsageError(
+                    f"data[{index}] has {length} tokens; {here.base.name} has room for {here.longest_row}."
+                )
+            _check_tokens((*row.prompt_ids, *row.completion_ids), here, f"data[{index}]")
+
+    async def _shape(self, spec: ModelSpec) -> LoraConfig:
+        """The adapter that a client asks for."""
+        if spec.train_attn and spec.train_mlp and not spec.train_unembed:
+            return LoraConfig(r=spec.rank)
+        kinds = await self._here.models.layer_kinds()
+        asked = {
+            "attention": spec.train_attn,
+            "mlp": spec.train_mlp,
+            "unembed": spec.train_unembed,
+        }
+        paths = [path for kind, wanted in asked.items() if wanted for path in kinds[kind]]
+        return LoraConfig(r=spec.rank, target_modules=tuple(paths))
+
+    def _keep(self, model: str, call: int | None) -> None:
+        """The state after a call, for whoever repeats what came later; older ones go."""
+        if call is None:
+            return
+        learner, folders = self._model(model).parts.learner, self._here.folders
+        place = folders.automatic(model, call)
+        durable.make_folder(place, lambda folder: learner.save(str(folder)), replace=True)
+        folders.forget_automatic(model, before=call)
+
+    def _write(self, stored: Stored, call: int, write: Callable[[Path], Any]) -> None:
+        held, folders = self._model(stored.model), self._here.folders
+        saved = Saved(held.spec, held.parts.model.call_now("learner.fingerprint"), call)
+
+        def fill(folder: Path) -> None:
+            write(folder)
+            folders.describe(folder, saved)
+
+        durable.make_folder(folders.place(stored), fill, replace=True)
+
+    # --- sampling --------------------------------------------------------------------------------
+
+    async def sample(self, stored: Stored | None, order: VerbSample) -> VerbSampled:
+        """Complete a prompt with what was saved, or with the base as it is. See `VerbEngine.sample`."""
+        here = self._here
+        needed = len(order.prompt_ids) + order.params.max_tokens
+        if needed > here.base.longest:
+            raise UsageError(
+                f"Prompt and completion would have up to {needed} tokens; there is room for {here.base.longest}."
+            )
+        _check_tokens(order.prompt_ids, here, "prompt")
+        request = GroupRequest(next(self._numbers), order.prompt_ids, order.seeds, order.params)
+        async with self._sampler_of(stored) as sampler:
+            completions = await sampler.parts.sampler.generate(request)
+            if not order.prompt_logprobs:
+                return VerbSampled(completions)
+            return VerbSampled(completions, await self._logprobs(sampler, order.prompt_ids))
+
+    async def _logprobs(self, sampler: _Sampler, prompt: tuple[int, ...]) -> tuple[float, ...]:
+        if sampler.weights is not None and not sampler.learner_reads:
+            folder = self._here.folders.place(sampler.weights)
+            sampler.parts.model.call_now("learner.load_weights", str(folder))
+            sampler.learner_reads = True
+        after = prompt[1:]
+        row = Row(prompt[:1], after, (1,) * len(after), (0.0,) * len(after), 0.0, 1.0)
+        return (await sampler.parts.learner.logprobs([row]))[0] if after else ()
+
+    @asynccontextmanager
+    async def _sampler_of(self, weights: Stored | None) -> AsyncGenerator[_Sampler]:
+        sampler = await self._taken(weights)
+        try:
+            yield sampler
+        finally:
+            sampler.users -= 1
+            self._free.beat()
+
+    async def _taken(self, weights: Stored | None) -> _Sampler:
+        """A sampler that serves these weights, in use."""
+        while True:
+            beat = self._free.next
+            async with self._placing:
+                sampler = next((each for each in self._samplers if each.weights == weights), None)
+                if sampler is None and self._has_room():
+                    sampler = await self._placed(weights)
+                if sampler is not None:
+                    sampler.users += 1
+                    self._samplers.remove(sampler)
+                    self._samplers.append(sampler)  # the one that was asked for longest ago goes
+                    return sampler
+            await beat.wait()
+
+    def _has_room(self) -> bool:
+        return len(self._samplers) < SAMPLERS or any(not each.users for each in self._samplers)
+
+    async def _placed(self, weights: Stored | None) -> _Sampler:
+        """A sampler with these weights: one that nobody uses, or another one."""
+        saved = None if weights is None else self._here.folders.read(weights)
+        shape = _PLAIN if saved is None else await self._shape(saved.spec)
+        sampler = await self._with_shape(shape, fresh=saved is None)
+        if weights is not None and saved is not None:
+            folder = str(self._here.folders.place(weights))
+            policy = Policy(weights.model, 0, saved.fingerprint, "adapter", folder)
+            self._samplers.remove(sampler)  # what cannot be read leaves it with nobody knows what
+            try:
+                await sampler.parts.sampler.load(policy)
+            except BaseException:
+                await self._here.models.drop(sampler.name)
+                raise
+            self._samplers.append(sampler)
+        sampler.weights, sampler.learner_reads = weights, False
+        return sampler
+
+    async def _with_shape(self, shape: LoraConfig, fresh: bool) -> _Sampler:
+        idle = [each for each in self._samplers if not each.users]
+        fitting = [each for each in idle if each.shape == shape]
+        full = len(self._samplers) >= SAMPLERS
+        if full and fitting and not fresh:
+            return fitting[0]
+        if full:
+            self._samplers.remove(idle[0])
+            await self._here.models.drop(idle[0].name)
+        name = f"sampler {next(self._numbers)}"
+        parts = await self._here.models.add(name, _new(name, 0, shape))
+        sampler = _Sampler(name, shape, parts)
+        self._samplers.append(sampler)
+        return sampler
+
+
+_PLAIN = LoraConfig(r=1)
+"""Of an adapter that adds nothing."""
+
+
+def _open(
+    order: OpenModels,
+    config: ModelConfig,
+    layout: Layout,
+    models: Models,
+    stop_token_ids: tuple[int, ...],
+    room: int,
+) -> _Open:
+    longest_row = ahead.prompt_room(config, 0)
+    location = resolve(config)
+    base = Base(
+        name=order.base,
+        longest=min(layout.key_length, longest_row),
+        stop_token_ids=stop_token_ids,
+        architecture=_architecture(Path(location.location)) if location.local else config.name,
+        tokenizer=BUNDLED[config.name].hub_id if config.name in BUNDLED else location.location,
+    )
+    folders = SavedFolders(Path(order.folder))
+    return _Open(base, models, folders, ahead.vocabulary(config), longest_row, room)
+
+
+def _architecture(folder: Path) -> str:
+    described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return str(described.get("model_type", ""))
+
+
+def _new(name: str, seed: int, lora: LoraConfig) -> NewModel:
+    # Nothing is published: what is served is what was saved.
+    return NewModel(run=name, folder="", seed=seed, lora=lora)
+
+
+def _refuse_other(asked: str, loaded: str, by: str) -> None:
+    if asked != loaded:
+        raise UsageError(
+            f"The base model {asked} cannot be had now: {loaded} is in memory, for {by}, and there is one base at a time. Take {loaded}, "
+            "or wait until it is not needed any more."
+        )
+
+
+def _refuse_other_shape(stored: Stored, saved: ModelSpec, own: ModelSpec) -> None:
+    def shape(spec: ModelSpec) -> tuple[Any, ...]:
+        return spec.base, spec.rank, spec.train_attn, spec.train_mlp, spec.train_unembed
+
+    if shape(saved) != shape(own):
+        raise UsageError(
+            f"{stored.name} was saved by a model on {saved.base} with rank {saved.rank}, attn {saved.train_attn}, mlp {saved.train_mlp}, "
+            f"unembed {saved.train_unembed}; this model is on {own.base} with rank {own.rank}, attn {own.train_attn}, mlp "
+            f"{own.train_mlp}, unembed {own.train_unembed}. They must be equal."
+        )
+
+
+def _check_tokens(tokens: Sequence[int], here: _Open, where: str) -> None:
+    beyond = next((token for token in tokens if token >= here.vocabulary), None)
+    if beyond is not None:
+        raise UsageError(
+            f"{where} has the token {beyond}; those of {here.base.name} end at {here.vocabulary - 1}."
+        )

@@ -1,0 +1,238 @@
+"""What clients that train by verbs have opened and asked for, and what it came to; see `groupwise.server.verbs`.
+
+A call is here before its client is told that it was taken, and what it came to before that is told. So a client's loop goes on whatever
+ends: the engine's models are made again from the state that was kept last, by repeating the calls that came after it (`to_repeat`);
+a new server knows the sessions, models and samplers, and does what still waits.
+
+The content of a call is forgotten as soon as nobody will repeat it; what it came to, when its session ends or too many are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from groupwise.runs.encoding import pack_json, unpack_json
+from groupwise.server.ledger.transaction import Row, Transaction
+
+CallState = Literal["waiting", "answered", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class CallRow:
+    """A call that was taken."""
+
+    id: str
+    session: str
+    line: str
+    """Of what its number is unique: a model, or a sampler."""
+    sequence: int
+    kind: str
+    digest: bytes
+    content: bytes | None
+    state: CallState = "waiting"
+    changed: bool = False
+    media_type: str | None = None
+    """Of an answer; of a failure whose fault it was."""
+    body: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a call came to."""
+
+    state: CallState
+    changed: bool
+    """Whether the model is another one since: then it is repeated, even where it failed."""
+    media_type: str
+    body: bytes
+    kept: int | None = None
+    """The call after which the model's state was kept, by this one."""
+    step: StepRow | None = None
+    """The update that it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepRow:
+    """An update of a model."""
+
+    learning_rate: float
+    grad_norm: float | None
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRow:
+    """A model that was made."""
+
+    id: str
+    session: str
+    spec: dict[str, Any]
+    kept: int | None
+    done: int
+    """The number of its last call that has come to something; -1: none has."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerRow:
+    """A sampler that was made."""
+
+    id: str
+    session: str
+    base: str
+    weights: dict[str, str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Everything:
+    """What there is of clients' sessions, each in the order in which it came."""
+
+    sessions: Sequence[tuple[str, str | None]]
+    models: Sequence[ModelRow]
+    samplers: Sequence[SamplerRow]
+    calls: Sequence[CallRow]
+
+
+_CALL = "id, session, line, sequence, kind, digest, content, state, changed, media_type, body"
+
+
+def add_session(transaction: Transaction, id: str, name: str | None) -> None:
+    """A client has opened a session."""
+    transaction.insert("verb_sessions", id=id, name=name)
+
+
+def end_session(transaction: Transaction, id: str) -> None:
+    """Forget it with its models, samplers and calls; the models' steps stay."""
+    transaction.execute("DELETE FROM verb_sessions WHERE id = ?", (id,))
+
+
+def add_model(transaction: Transaction, id: str, session: str, spec: Mapping[str, Any]) -> None:
+    """A model was made; the same again is harmless."""
+    transaction.execute(
+        "INSERT OR IGNORE INTO verb_models (id, session, spec) SELECT ?, id, ? FROM verb_sessions WHERE id = ?",
+        (id, pack_json(spec), session),
+    )
+
+
+def add_sampler(
+    transaction: Transaction, id: str, session: str, base: str, weights: Mapping[str, str] | None
+) -> None:
+    """A sampler was made; the same again is harmless."""
+    transaction.execute(
+        "INSERT OR IGNORE INTO verb_samplers (id, session, base, weights) SELECT ?, id, ?, ? FROM verb_sessions WHERE id = ?",
+        (id, base, None if weights is None else pack_json(weights), session),
+    )
+
+
+def accept(transaction: Transaction, call: CallRow) -> None:
+    """Take a call. One of a session that has ended meanwhile is nobody's any more."""
+    transaction.execute(
+        """INSERT INTO verb_calls (id, session, line, sequence, kind, digest, content)
+        SELECT ?, id, ?, ?, ?, ?, ? FROM verb_sessions WHERE id = ?""",
+        (call.id, call.line, call.sequence, call.kind, call.digest, call.content, call.session),
+    )
+
+
+def settle(transaction: Transaction, id: str, outcome: Outcome) -> None:
+    """Keep what a call came to, and forget what need not be repeated any more."""
+    row = transaction.first("SELECT line, sequence FROM verb_calls WHERE id = ?", (id,))
+    if row is None:  # its session has ended
+        return
+    line, sequence = row
+    transaction.execute(
+        """UPDATE verb_calls SET state = ?, changed = ?, media_type = ?, body = ?,
+        content = CASE WHEN ? THEN content END WHERE id = ?""",
+        (
+            outcome.state,
+            outcome.changed,
+            outcome.media_type,
+            outcome.body,
+            outcome.changed,
+            id,
+        ),
+    )
+    if outcome.step is not None:
+        _add_step(transaction, line, outcome.step)
+    if outcome.kept is not None:
+        transaction.execute("UPDATE verb_models SET kept = ? WHERE id = ?", (outcome.kept, line))
+        transaction.execute(
+            "UPDATE verb_calls SET content = NULL WHERE line = ? AND sequence <= ? AND content IS NOT NULL AND state <> 'waiting'",
+            (line, sequence),
+        )
+
+
+def _add_step(transaction: Transaction, model: str, step: StepRow) -> None:
+    steps = transaction.value("SELECT count(*) FROM verb_steps WHERE model = ?", (model,))
+    transaction.insert(
+        "verb_steps",
+        model=model,
+        step=steps,
+        learning_rate=step.learning_rate,
+        grad_norm=step.grad_norm,
+        metrics=pack_json(step.metrics),
+        at=transaction.now,
+    )
+
+
+def to_repeat(transaction: Transaction, model: str, after: int) -> list[tuple[str, bytes]]:
+    """Kind and content of the calls that made the model what it is since the call of this number, in order."""
+    rows = transaction.all(
+        """SELECT kind, content FROM verb_calls
+        WHERE line = ? AND sequence > ? AND changed AND state <> 'waiting' ORDER BY sequence""",
+        (model, after),
+    )
+    return [(kind, content) for kind, content in rows]
+
+
+def forget_answers(transaction: Transaction, ids: Sequence[str]) -> None:
+    """These are asked for no more. What has to be repeated stays; so does the last call of each line, which says how far it is."""
+    for id in ids:
+        transaction.execute(
+            """DELETE FROM verb_calls WHERE id = ? AND content IS NULL AND EXISTS
+            (SELECT 1 FROM verb_calls later WHERE later.line = verb_calls.line AND later.sequence > verb_calls.sequence
+            AND later.state <> 'waiting')""",
+            (id,),
+        )
+
+
+def steps_of(transaction: Transaction, model: str) -> list[StepRow]:
+    """The record of a model."""
+    rows = transaction.all(
+        "SELECT learning_rate, grad_norm, metrics FROM verb_steps WHERE model = ? ORDER BY step",
+        (model,),
+    )
+    return [StepRow(rate, norm, unpack_json(metrics)) for rate, norm, metrics in rows]
+
+
+def everything(transaction: Transaction) -> Everything:
+    """All that is open, for a server that begins."""
+    models = transaction.all(
+        """SELECT id, session, spec, kept, coalesce(
+            (SELECT max(sequence) FROM verb_calls WHERE line = verb_models.id AND state <> 'waiting'), -1)
+        FROM verb_models ORDER BY position"""
+    )
+    samplers = transaction.all(
+        "SELECT id, session, base, weights FROM verb_samplers ORDER BY position"
+    )
+    return Everything(
+        [
+            (id, name)
+            for id, name in transaction.all("SELECT id, name FROM verb_sessions ORDER BY position")
+        ],
+        [ModelRow(id, session, unpack_json(spec), *rest) for id, session, spec, *rest in models],
+        [
+            SamplerRow(id, session, base, None if weights is None else unpack_json(weights))
+            for id, session, base, weights in samplers
+        ],
+        [
+            _call(row)
+            for row in transaction.all(f"SELECT {_CALL} FROM verb_calls ORDER BY position")
+        ],
+    )
+
+
+def _call(row: Row) -> CallRow:
+    id, session, line, sequence, kind, digest, content, state, changed, media_type, body = row
+    call = CallRow(id, session, line, sequence, kind, digest, content)
+    return replace(call, state=state, changed=bool(changed), media_type=media_type, body=body)

@@ -1,0 +1,163 @@
+"""Completions in OpenAI's forms: as one answer, or as the pieces of a stream.
+
+What was never shown before the end of a stream comes with the piece that ends its choice: tokens and log-probabilities, which are known
+when the choice is complete, and what the answer says of itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any, Literal
+
+from groupwise.server.openai.completed import Completed, Written
+from groupwise.wire.openai import (
+    ChatChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    Reply,
+    TextChoice,
+    TextCompletion,
+    TextLogprobs,
+    TokenLogprob,
+    Usage,
+)
+
+Kind = Literal["chat", "text"]
+PREFIX: dict[Kind, str] = {"chat": "chatcmpl-", "text": "cmpl-"}
+"""What the ids of answers begin with."""
+DONE = b"data: [DONE]\n\n"
+INCOMPLETE = "\ufffd"
+
+
+def whole(kind: Kind, completed: Completed) -> ChatCompletion | TextCompletion:
+    """Everything at once."""
+    common: dict[str, Any] = {**_about(kind, completed), "usage": _usage(completed)}
+    if kind == "chat":
+        chats = [_chat_choice(place, each) for place, each in enumerate(completed.choices)]
+        return ChatCompletion(**common, choices=chats)
+    texts = [_text_choice(place, each) for place, each in enumerate(completed.choices)]
+    return TextCompletion(**common, choices=texts)
+
+
+def _about(kind: Kind, completed: Completed) -> dict[str, Any]:
+    return {
+        "id": PREFIX[kind] + completed.id,
+        "created": int(completed.created),
+        "model": completed.model,
+        "system_fingerprint": completed.fingerprint,
+        "policy_version": (completed.run, completed.step),
+        "group_id": completed.group,
+    }
+
+
+def _usage(completed: Completed) -> Usage:
+    prompt, written = completed.prompt_tokens, completed.completion_tokens
+    return Usage(prompt_tokens=prompt, completion_tokens=written, total_tokens=prompt + written)
+
+
+def _chat_choice(place: int, each: Written) -> ChatChoice:
+    return ChatChoice(
+        index=place,
+        message=Reply(content=each.text),
+        finish_reason=each.finish_reason,
+        token_ids=list(each.token_ids),
+        logprobs=_chat_logprobs(each),
+    )
+
+
+def _text_choice(place: int, each: Written) -> TextChoice:
+    return TextChoice(
+        index=place,
+        text=each.text,
+        finish_reason=each.finish_reason,
+        token_ids=list(each.token_ids),
+        logprobs=_text_logprobs(each),
+    )
+
+
+def _chat_logprobs(each: Written) -> ChatLogprobs | None:
+    if each.token_texts is None:
+        return None
+    pairs = zip(each.token_texts, each.logprobs, strict=True)
+    return ChatLogprobs(content=[_token(text, logprob) for text, logprob in pairs])
+
+
+def _token(text: str, logprob: float) -> TokenLogprob:
+    known = None if INCOMPLETE in text else list(text.encode())
+    return TokenLogprob(token=text, logprob=logprob, bytes=known)
+
+
+def _text_logprobs(each: Written) -> TextLogprobs | None:
+    if each.token_texts is None:
+        return None
+    lengths = accumulate(map(len, each.token_texts), initial=0)
+    offsets = [offset for offset, _ in zip(lengths, each.token_texts, strict=False)]
+    return TextLogprobs(
+        tokens=list(each.token_texts), token_logprobs=list(each.logprobs), text_offset=offsets
+    )
+
+
+class Pieces:
+    """The pieces of one stream, each as it is sent."""
+
+    def __init__(self, kind: Kind, model: str, created: int, *, usage: bool) -> None:
+        """`model` is the name that was asked for; `usage`: whether the last piece has numbers of tokens."""
+        self._kind: Kind = kind
+        self._usage = usage
+        self._id = ""
+        self._model = model
+        self._created = created
+
+    def begin(self, id: str, choices: int) -> Iterator[bytes]:
+        """What comes before all text."""
+        self._id = PREFIX[self._kind] + id
+        if self._kind == "chat":
+            for place in range(choices):
+                yield self._piece([self._choice(place, "", role="assistant")])
+
+    def more(self, place: int, text: str) -> bytes:
+        """More text of a choice."""
+        return self._piece([self._choice(place, text)])
+
+    def end(self, completed: Completed) -> Iterator[bytes]:
+        """How each choice ended, and that everything has."""
+        about = _about(self._kind, completed)
+        for place, each in enumerate(completed.choices):
+            shown = _chat_logprobs(each) if self._kind == "chat" else _text_logprobs(each)
+            ended = {
+                **self._choice(place, ""),
+                "finish_reason": each.finish_reason,
+                "token_ids": each.token_ids,
+                "logprobs": None if shown is None else shown.model_dump(),
+            }
+            if self._kind == "chat":
+                ended["delta"] = {}
+            yield self._piece([ended], about)
+        if self._usage:
+            yield self._piece([], {**about, "usage": _usage(completed).model_dump()})
+        yield DONE
+
+    def _choice(self, place: int, text: str, **delta: str) -> dict[str, Any]:
+        if self._kind == "text":
+            return {"index": place, "text": text, "logprobs": None, "finish_reason": None}
+        said = {**delta, "content": text}
+        return {"index": place, "delta": said, "logprobs": None, "finish_reason": None}
+
+    def _piece(self, choices: list[dict[str, Any]], about: dict[str, Any] | None = None) -> bytes:
+        piece: dict[str, Any] = {
+            "id": self._id,
+            "object": "chat.completion.chunk" if self._kind == "chat" else "text_completion",
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+        if self._usage:
+            piece["usage"] = None
+        return event(piece | (about or {}))
+
+
+def event(data: Any) -> bytes:
+    """A server-sent event."""
+    return b"data: " + json.dumps(data, ensure_ascii=False).encode() + b"\n\n"

@@ -1,0 +1,159 @@
+"""From a request in OpenAI's form to what is asked of the engine: `Ask`.
+
+Whether a completion is kept may be said in the body or by headers, because not every client lets its user add to the body.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from groupwise.server.engine.port import Sampling
+from groupwise.types import Prompt
+from groupwise.wire.openai import GROUP, SIZE, ChatRequest, TextRequest
+from groupwise.wire.problems import FieldError, Refusal
+from groupwise.wire.training import MAX_COMPLETIONS
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What headers say beside the body."""
+
+    store: bool = False
+    group: str | None = None
+    size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Calls whose completions are compared with each other: they share groups, of which each gets a member."""
+
+    name: str | None
+    """None: those that ask the same."""
+    size: int | None
+    """Members of a group; None: as many as the run's groups have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Prompts to be completed."""
+
+    model: str
+    prompts: tuple[Prompt, ...]
+    n: int
+    """Completions of each."""
+    sampling: Sampling
+    logprobs: bool
+    store: bool
+    """Whether they are kept, to be rewarded; then there is one prompt."""
+    gather: Gather | None
+    """None: the completions are a group by themselves, or are not kept."""
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """Texts that end a completion and that its client does not get."""
+        return self.sampling.stop or ()
+
+    def hash_with(self, size: int) -> str:
+        """Of all that the members of a group of so many have in common (SHA-256, hex)."""
+        asked: list[Any] = [list(self.prompts), size, asdict(self.sampling)]
+        return hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
+
+
+def ask_of(request: ChatRequest | TextRequest, said: Said) -> Ask:
+    """What is asked for. Refused by name where it cannot be kept as it is asked for."""
+    if isinstance(request, ChatRequest):
+        prompts: tuple[Prompt, ...] = ([message.plain() for message in request.messages],)
+    else:
+        prompts = request.prompts
+    store = bool(request.store) or said.store
+    restrictions: Mapping[str, Any] = request.restrictions
+    gather = _gather(request, said, store)
+    if store:
+        _refuse_unlearnable(request, restrictions, len(prompts))
+    sampling = Sampling(
+        temperature=request.temperature,
+        max_tokens=request.longest,
+        stop=request.stops,
+        seed=request.seed,
+        **restrictions,
+    )
+    return Ask(
+        model=request.model,
+        prompts=prompts,
+        n=request.choices,
+        sampling=sampling,
+        logprobs=request.wants_logprobs,
+        store=store,
+        gather=gather,
+    )
+
+
+def _gather(request: ChatRequest | TextRequest, said: Said, store: bool) -> Gather | None:
+    metadata = request.metadata or {}
+    given = {
+        "X-Groupwise-Group": said.group,
+        "X-Groupwise-Size": said.size,
+        f"metadata.{GROUP}": metadata.get(GROUP),
+        f"metadata.{SIZE}": metadata.get(SIZE),
+    }
+    for field, value in given.items():
+        if value is None:
+            continue
+        if not store:
+            raise _wrong(field, "has no effect without `store: true` (or X-Groupwise-Store: true)")
+        if request.choices > 1:
+            raise _wrong(
+                field,
+                f"gathers calls with n = 1; the {request.choices} completions of this one are a group by themselves",
+            )
+    if not store or request.choices > 1:
+        return None
+    name = said.group or metadata.get(GROUP)
+    if name == "":
+        raise _wrong(f"metadata.{GROUP}", "is empty; give a name, or leave it out")
+    return Gather(name, said.size or _size(metadata.get(SIZE)))
+
+
+def _size(given: str | None) -> int | None:
+    if given is None:
+        return None
+    if given.isascii() and given.isdecimal() and len(given) <= 4:
+        size = int(given)
+        if 1 <= size <= MAX_COMPLETIONS:
+            return size
+    raise _wrong(f"metadata.{SIZE}", f"is a number from 1 to {MAX_COMPLETIONS}, as text: '8'")
+
+
+def _refuse_unlearnable(
+    request: ChatRequest | TextRequest, restrictions: Mapping[str, Any], prompts: int
+) -> None:
+    for field in restrictions:
+        raise _wrong(
+            field,
+            "draws from another distribution than the one that is learnt; leave it out, or ask without `store`",
+        )
+    if request.temperature == 0:
+        raise _wrong(
+            "temperature",
+            "is 0, with which all completions are the same, so that nothing can be learnt; give one above 0, or ask without `store`",
+        )
+    if request.seed is not None:
+        raise _wrong(
+            "seed",
+            "has no place with `store`: the seeds of what is kept follow from its draw, so that the run repeats; leave it out",
+        )
+    if prompts > 1:
+        raise _wrong(
+            "prompt",
+            f"has {prompts} texts; with `store` each is a group of its own: ask one by one",
+        )
+
+
+def _wrong(field: str, problem: str) -> Refusal:
+    return Refusal(
+        "invalid_request", f"{field}: {problem}.", errors=[FieldError(field=field, message=problem)]
+    )

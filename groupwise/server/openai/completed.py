@@ -1,0 +1,68 @@
+"""Completions as the service has them, before they take OpenAI's form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from groupwise.server.openai.texts import cut
+from groupwise.types import Rollout
+from groupwise.wire.openai import FinishReason
+
+TokenTexts = tuple[str, ...]
+"""Each token of a completion as text by itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """One completion."""
+
+    text: str
+    """Without the stop that ended it."""
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    token_texts: TokenTexts | None
+    """None: nobody asked for log-probabilities."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """What one request is answered with."""
+
+    id: str
+    """Without the word that says of which kind it is."""
+    group: str | None
+    """The id of the group, where it is kept."""
+    run: str
+    step: int
+    """Steps done when it was sampled."""
+    fingerprint: str
+    created: float
+    """Seconds since 1970."""
+    prompt_tokens: int
+    choices: tuple[Written, ...]
+
+    @property
+    def model(self) -> str:
+        """The policy that has written it, as it is addressed."""
+        return f"{self.run}@{self.step}"
+
+    @property
+    def completion_tokens(self) -> int:
+        """Of all choices."""
+        return sum(len(each.token_ids) for each in self.choices)
+
+
+def written(rollout: Rollout, stops: Sequence[str], texts: TokenTexts | None) -> Written:
+    """A completion that was sampled."""
+    logprobs = (
+        logprob for segment in rollout.segments for logprob in segment.sampling_logprobs or ()
+    )
+    return Written(
+        text=cut(rollout.completion, stops),
+        token_ids=rollout.completion_ids,
+        logprobs=tuple(logprobs),
+        finish_reason=rollout.finish_reason or "length",
+        token_texts=texts,
+    )

@@ -1,0 +1,121 @@
+"""Refusals in the form that OpenAI's clients read, for every answer of the routes under /v1.
+
+They are the problems of the table (`groupwise.wire.problems`), made into the other form where they leave the server, so that a refusal
+of the framework, of the key check and of the service all look the same. The statuses are the table's, but that a request that is not
+valid is 400, as with OpenAI. Its clients send a request again after 408, 409, 429 and 5xx, unless `x-should-retry` says otherwise: it
+says what the table does.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from groupwise.wire.openai import ErrorAnswer, ErrorData
+from groupwise.wire.problems import KINDS, MEDIA_TYPE, Problem, Refusal
+
+PREFIX = "/v1/"
+AS_OPENAI = {422: 400}
+"""Statuses of the table that are others there."""
+TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+"""What kind of error it is called; otherwise it is the request's or the server's."""
+SHOULD_RETRY = "x-should-retry"
+
+
+def status_of(status: int) -> int:
+    """The status of a problem's row, as OpenAI has it."""
+    return AS_OPENAI.get(status, status)
+
+
+def error_of(problem: Problem) -> ErrorAnswer:
+    """A problem in the other form."""
+    status = status_of(problem.status)
+    kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    param = problem.errors[0].field or None if problem.errors else None
+    return ErrorAnswer(
+        error=ErrorData(message=problem.detail, type=kind, param=param, code=problem.code)
+    )
+
+
+def error_of_refusal(refusal: Refusal) -> ErrorAnswer:
+    """The same of what was not rendered yet, because an answer is under way."""
+    return error_of(refusal.problem())
+
+
+class OpenAIErrors:
+    """Outside of everything else: makes problems of these routes into errors. Whatever is no problem goes through as it is."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer the request."""
+        ours = scope["type"] == "http" and scope["path"].startswith(PREFIX)
+        await self._app(scope, receive, _Translated(send).send if ours else send)
+
+
+class _Translated:
+    """One answer."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._start: Message | None = None
+        """Of a problem, held back until its body is there."""
+        self._body = b""
+
+    async def send(self, message: Message) -> None:
+        """Pass a part of the answer on, or hold it back."""
+        if message["type"] == "http.response.start" and _is_problem(message):
+            self._start = message
+        elif self._start is None:
+            await self._send(message)
+        else:
+            self._body += message.get("body", b"")
+            if not message.get("more_body", False):
+                await self._finish(self._start, Problem.model_validate_json(self._body))
+
+    async def _finish(self, start: Message, problem: Problem) -> None:
+        body = error_of(problem).model_dump_json().encode()
+        headers = MutableHeaders(raw=list(start["headers"]))
+        headers["content-type"] = "application/json"
+        headers["content-length"] = str(len(body))
+        headers[SHOULD_RETRY] = json.dumps(KINDS[problem.code].retry)
+        status = status_of(problem.status)
+        await self._send({**start, "status": status, "headers": headers.raw})
+        await self._send({"type": "http.response.body", "body": body})
+
+
+def _is_problem(start: Message) -> bool:
+    given = dict(start["headers"])
+    return given.get(b"content-type", b"").decode("latin-1") == MEDIA_TYPE
+
+
+def as_documented(document: dict[str, Any]) -> None:
+    """Say of the routes in an OpenAPI document how they are refused, in place of problems."""
+    schemas = ErrorAnswer.model_json_schema(ref_template="#/components/schemas/{model}")
+    document["components"]["schemas"].update(schemas.pop("$defs"))
+    document["components"]["schemas"]["ErrorAnswer"] = schemas
+    for path, operations in document["paths"].items():
+        if path.startswith(PREFIX):
+            for operation in operations.values():
+                operation["responses"] = _responses(operation["responses"])
+
+
+def _responses(given: dict[str, Any]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for status, response in given.items():
+        if MEDIA_TYPE not in response.get("content", {}):
+            made[status] = response
+            continue
+        shown = str(status_of(int(status)))
+        told = made.get(shown, {}).get("description", "")
+        made[shown] = {
+            "description": f"{told}\n\n{response['description']}".strip(),
+            "content": {
+                "application/json": {"schema": {"$ref": "#/components/schemas/ErrorAnswer"}}
+            },
+        }
+    return made

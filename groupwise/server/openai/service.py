@@ -1,0 +1,386 @@
+"""Completions in the way of OpenAI, without HTTP: sampled only, or kept to be rewarded.
+
+What is only sampled asks the engine and nobody else; its seeds are random, or follow from the client's seed. What is kept goes the way of
+/completions: it waits for room, has a draw, and is in the ledger before the answer is complete. A call for one completion that is kept
+shares a group with the calls that ask the same (`groupwise.server.ledger.members`): the first one has the group sampled, while the others
+wait for it, and each gets a member.
+
+A stream asks the engine every few hundredths of a second how far the texts are. What it shows is the beginning of the same answer that
+a call without a stream gets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import time
+from collections.abc import AsyncGenerator, Awaitable, Generator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
+
+from groupwise.errors import GroupwiseError
+from groupwise.rollouts.asking import gather_all
+from groupwise.server.caller import Caller
+from groupwise.server.conductor import Conductor, Standing
+from groupwise.server.engine.port import Engine, Sampled, SampleOrder, Sampling
+from groupwise.server.ledger import runs
+from groupwise.server.ledger.answers import Answer
+from groupwise.server.ledger.members import Gathering
+from groupwise.server.ledger.writer import Ledger
+from groupwise.server.openai import storing
+from groupwise.server.openai.asking import Ask, Gather
+from groupwise.server.openai.completed import Completed, TokenTexts, Written, written
+from groupwise.server.openai.storing import Keeping, Kept, Render
+from groupwise.server.openai.texts import showable
+from groupwise.server.settings import ServerConfig
+from groupwise.server.versions import LATEST
+from groupwise.types import Rollout
+from groupwise.wire.openai import ModelData
+from groupwise.wire.problems import Refusal
+from groupwise.wire.training import MAX_DRAW
+
+T = TypeVar("T")
+
+POLL = 0.03
+"""Seconds between two looks at how far the texts are: a reader sees no steps, and a look costs the engine next to nothing."""
+MOST_SAMPLING = 512
+"""Completions that are only sampled, at once; the others are told to come again."""
+TRY_AGAIN = 1.0
+"""Seconds after which there may be room for them."""
+
+
+class Host(Protocol):
+    """Of the server's service, what is needed here."""
+
+    def active(self) -> Conductor:
+        """The run that takes something new; refused where there is none."""
+        ...
+
+    async def asked(self, work: Awaitable[T], conductor: Conductor) -> T:
+        """What the engine gave; what it refused or failed of as a Refusal."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """More text of one choice of a stream."""
+
+    choice: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A stream that is about to show something; from now on it has an id."""
+
+    id: str
+
+
+@dataclass(slots=True)
+class _Progress:
+    """Where the texts of a request can be seen while they are written."""
+
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    engine: Engine | None = None
+    """None: nothing can be seen yet."""
+    draws: tuple[int, ...] = ()
+    n: int = 0
+    """Choices of each."""
+
+    async def texts(self) -> list[str]:
+        """So far, one for each choice that is under way; none where it is not known."""
+        if self.engine is None:
+            return []
+        with suppress(GroupwiseError):  # whoever waits for the completions hears of it
+            found = await gather_all(self.engine.partial(draw) for draw in self.draws)
+            if all(len(each) >= self.n for each in found):
+                return [text for each in found for text in each[: self.n]]
+        return []
+
+
+class OpenAIService:
+    """What the routes under /v1 do."""
+
+    def __init__(self, host: Host, ledger: Ledger, config: ServerConfig) -> None:
+        self._host = host
+        self._ledger = ledger
+        self._config = config
+        self._draws = itertools.count(MAX_DRAW)
+        """Of what is only sampled: beyond those of groups."""
+        self._sampling = 0
+        self._turns: dict[Gathering, tuple[asyncio.Lock, int]] = {}
+        """Of the calls that gather, and how many of them there are."""
+
+    # --- models ----------------------------------------------------------------------------------
+
+    async def models(self) -> list[ModelData]:
+        """What serves now: the newest policy, under its address and as `latest`. None where nothing does."""
+        now = self._now()
+        if now is None:
+            return []
+        begun = await self._ledger.do(runs.read_run, now.run)
+        return [
+            ModelData(
+                id=name,
+                created=int(begun.started_at),
+                owned_by=now.run,
+                fingerprint=now.policy.fingerprint,
+            )
+            for name in _names(now)
+        ]
+
+    async def model(self, name: str) -> ModelData:
+        """One of them; refused as `unknown_model`."""
+        for each in await self.models():
+            if each.id == name:
+                return each
+        raise self._unknown(name)
+
+    def _now(self) -> Standing | None:
+        try:
+            return self._host.active().now
+        except Refusal as refusal:
+            if refusal.code not in ("not_started", "finished"):
+                raise
+            return None
+
+    def _unknown(self, name: str) -> Refusal:
+        now = self._now()
+        there = "none, because no run is active" if now is None else ", ".join(_names(now))
+        return Refusal(
+            "unknown_model",
+            f"no policy is served under the name {name[:200]!r}. There are: {there}. An older one can be had as files (GET /model).",
+        )
+
+    # --- completions -----------------------------------------------------------------------------
+
+    async def answer(self, ask: Ask, caller: Caller, render: Render) -> Answer:
+        """The answer as a whole. What is kept is on the disk with it."""
+        return (await self._kept(ask, caller, render, _Progress())).answer
+
+    async def stream(self, ask: Ask, caller: Caller) -> AsyncGenerator[Begun | Piece | Completed]:
+        """`Begun`, then texts as they are written, and at last everything. What is kept is on the disk before that.
+
+        What is refused before any text is there is raised at the first step. Closing it ends the sampling.
+        """
+        assert caller.answer_key is None, "a stream is not sent again"
+        progress = _Progress()
+        shown = [""] * (len(ask.prompts) * ask.n)
+        work = asyncio.create_task(self._kept(ask, caller, _nothing, progress))
+        begun = False
+        try:
+            while not work.done():
+                await asyncio.wait((work,), timeout=POLL)
+                texts = [showable(text, ask.stops) for text in await progress.texts()]
+                if any(texts) and not begun:
+                    begun = True
+                    yield Begun(progress.id)
+                for piece in _news(shown, texts):
+                    yield piece
+            completed = work.result().completed
+            assert completed is not None, "it does not name itself"
+            if not begun:
+                yield Begun(completed.id)
+            for piece in _news(shown, [each.text for each in completed.choices]):
+                yield piece
+            yield completed
+        finally:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+
+    async def _kept(self, ask: Ask, caller: Caller, render: Render, progress: _Progress) -> Kept:
+        conductor = self._host.active()
+        _ = conductor.engine  # refused before waiting
+        self._check_model(ask, conductor)
+        keeping = Keeping(caller, conductor.request.lease_seconds, render)
+        if not ask.store:
+            return await self._only_sampled(ask, conductor, keeping, progress)
+        if ask.gather is None:
+            return await self._group(ask, ask.n, None, conductor, keeping, progress)
+        size = ask.gather.size or conductor.request.num_completions_per_prompt
+        gathering = _gathering(ask, ask.gather, size, caller, conductor)
+        async with self._turn(gathering):
+            kept = await self._member(ask, gathering, conductor, keeping)
+            if kept is None:
+                kept = await self._group(ask, size, gathering, conductor, keeping, progress)
+            return kept
+
+    def _check_model(self, ask: Ask, conductor: Conductor) -> None:
+        if ask.model not in _names(conductor.now):
+            raise self._unknown(ask.model)
+
+    # --- what is only sampled ---------------------------------------------------------------------
+
+    async def _only_sampled(
+        self, ask: Ask, conductor: Conductor, keeping: Keeping, progress: _Progress
+    ) -> Kept:
+        with self._a_place(len(ask.prompts) * ask.n):
+            orders = [
+                SampleOrder(next(self._draws), prompt, ask.n, _seeded(ask.sampling), trains=False)
+                for prompt in ask.prompts
+            ]
+            found = await self._sampled(ask, orders, ask.n, conductor, progress)
+        rollouts = [rollout for each in found for rollout in each.group.rollouts]
+        first = found[0]
+        completed = Completed(
+            id=progress.id,
+            group=None,
+            run=conductor.now.run,
+            step=first.step,
+            fingerprint=first.fingerprint,
+            created=time.time(),
+            prompt_tokens=sum(len(each.group.rollouts[0].prompt_ids) for each in found),
+            choices=tuple(await self._written(ask, rollouts, conductor)),
+        )
+        if keeping.caller.answer_key is None:
+            return Kept(completed, keeping.render(completed))
+        return await self._ledger.do(storing.keep_answer, keeping, completed)
+
+    @contextmanager
+    def _a_place(self, completions: int) -> Generator[None]:
+        if self._sampling and self._sampling + completions > MOST_SAMPLING:
+            raise Refusal(
+                "rate_limited",
+                f"{self._sampling} completions are being sampled; beside them there is no room for {completions}. Ask again.",
+                retry_after=TRY_AGAIN,
+            )
+        self._sampling += completions
+        try:
+            yield
+        finally:
+            self._sampling -= completions
+
+    # --- what is kept -----------------------------------------------------------------------------
+
+    async def _group(
+        self,
+        ask: Ask,
+        size: int,
+        gathering: Gathering | None,
+        conductor: Conductor,
+        keeping: Keeping,
+        progress: _Progress,
+    ) -> Kept:
+        """A new group; with `gathering` the call gets the first member alone."""
+        group = storing.new_group_id()
+        progress.id = group if gathering is None else f"{group}-0"
+        wait = self._config.completions_wait
+        async with conductor.room.admitted((None,), wait) as (draw,):
+            order = SampleOrder(draw, ask.prompts[0], size, ask.sampling)
+            (sampled,) = await self._sampled(ask, [order], ask.n, conductor, progress)
+            choices = await self._written(ask, sampled.group.rollouts[: ask.n], conductor)
+            kept = await self._ledger.do(
+                storing.keep_group,
+                conductor.now.run,
+                group,
+                sampled,
+                choices,
+                gathering,
+                keeping,
+            )
+            await conductor.recount()
+            return kept
+
+    async def _member(
+        self, ask: Ask, gathering: Gathering, conductor: Conductor, keeping: Keeping
+    ) -> Kept | None:
+        """A member of a group that calls share; None where there is none to be had."""
+        now = conductor.now
+        oldest = now.step if ask.model != LATEST else now.step - conductor.request.staleness
+        waiting = await self._ledger.do(storing.next_member, gathering, oldest)
+        if waiting is None:
+            return None
+        (choice,) = await self._written(ask, [waiting.rollout], conductor)
+        return await self._ledger.do(storing.give_member, waiting, choice, keeping)
+
+    @asynccontextmanager
+    async def _turn(self, gathering: Gathering) -> AsyncGenerator[None]:
+        """One call of those that gather at a time, as long as it takes to sample their group."""
+        lock, calls = self._turns.get(gathering, (asyncio.Lock(), 0))
+        self._turns[gathering] = (lock, calls + 1)
+        try:
+            async with asyncio.timeout(self._config.sampling_time_limit) as limit, lock:
+                limit.reschedule(None)  # what is done in it has limits of its own
+                yield
+        except TimeoutError:
+            raise Refusal("timed_out") from None
+        finally:
+            lock, calls = self._turns[gathering]
+            if calls == 1:
+                del self._turns[gathering]
+            else:
+                self._turns[gathering] = (lock, calls - 1)
+
+    # --- the engine -------------------------------------------------------------------------------
+
+    async def _sampled(
+        self,
+        ask: Ask,
+        orders: Sequence[SampleOrder],
+        shown: int,
+        conductor: Conductor,
+        progress: _Progress,
+    ) -> list[Sampled]:
+        """What the orders gave; meanwhile the first `shown` members of each can be seen."""
+        engine = conductor.engine
+        progress.draws, progress.n = tuple(order.draw for order in orders), shown
+        progress.engine = engine
+        found = await self._host.asked(
+            gather_all(engine.sample(order) for order in orders), conductor
+        )
+        progress.engine = None
+        steps = {each.step for each in found}
+        if ask.model != LATEST and steps != {int(ask.model.rpartition("@")[2])}:
+            raise self._unknown(ask.model)  # it has moved on before the prompts had their turn
+        if len(steps) > 1:
+            raise Refusal(
+                "engine_recovering",
+                "the policy has moved on between two of the prompts. Ask again.",
+                retry_after=TRY_AGAIN,
+            )
+        return list(found)
+
+    async def _written(
+        self, ask: Ask, rollouts: Sequence[Rollout], conductor: Conductor
+    ) -> list[Written]:
+        texts: Sequence[TokenTexts | None] = [None] * len(rollouts)
+        if ask.logprobs:
+            engine = conductor.engine
+            asked = (engine.token_texts(rollout.completion_ids) for rollout in rollouts)
+            texts = await self._host.asked(gather_all(asked), conductor)
+        return [written(each, ask.stops, text) for each, text in zip(rollouts, texts, strict=True)]
+
+
+def _names(now: Standing) -> tuple[str, ...]:
+    """Under which the policy that serves can be asked for."""
+    return f"{now.run}@{now.step}", LATEST
+
+
+def _gathering(
+    ask: Ask, gather: Gather, size: int, caller: Caller, conductor: Conductor
+) -> Gathering:
+    asked = ask.hash_with(size)
+    name = f"same:{asked}" if gather.name is None else f"name:{gather.name}"
+    return Gathering(conductor.now.run, caller.key_id, name, asked)
+
+
+def _seeded(sampling: Sampling) -> Sampling:
+    """Where the client gives no seed, a random one: a server that starts again does not repeat itself."""
+    return sampling if sampling.seed is not None else replace(sampling, seed=secrets.randbits(63))
+
+
+def _news(shown: list[str], texts: Sequence[str]) -> list[Piece]:
+    """What is there beyond what was shown, which it then is."""
+    pieces: list[Piece] = []
+    for choice, text in enumerate(texts):
+        if len(text) > len(shown[choice]) and text.startswith(shown[choice]):
+            pieces.append(Piece(choice, text[len(shown[choice]) :]))
+            shown[choice] = text
+    return pieces
+
+
+def _nothing(_: Completed) -> Answer:
+    """A stream renders its pieces itself."""
+    return Answer(200, b"")

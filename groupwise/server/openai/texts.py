@@ -1,0 +1,29 @@
+"""What of a text may be shown while it is still being written, where some texts end it.
+
+A client that names a stop never sees it, nor any part of it: so the end of what is there is held back as long as it may be the beginning
+of a stop. What is shown is always a beginning of what the whole will be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def cut(text: str, stops: Sequence[str]) -> str:
+    """The text up to the stop that was complete first, at which the sampler has ended."""
+    found = [(place + len(stop), place) for stop in stops if (place := text.find(stop)) >= 0]
+    return text[: min(found)[1]] if found else text
+
+
+def showable(text: str, stops: Sequence[str]) -> str:
+    """What can be shown of a text that may go on."""
+    whole = cut(text, stops)
+    if len(whole) < len(text):
+        return whole
+    return text[: len(text) - max((_begun(text, stop) for stop in stops), default=0)]
+
+
+def _begun(text: str, stop: str) -> int:
+    """Characters at the end of the text that may be the beginning of a stop."""
+    longest = min(len(stop) - 1, len(text))
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

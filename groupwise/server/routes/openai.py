@@ -1,0 +1,237 @@
+"""The OpenAI-compatible routes: models, chats and plain completions, whole or as streams.
+
+`openai_routes` gives the routes over a service, for `make_app(…, also=…)`; `attach` then has everything under /v1 answered with OpenAI's
+errors. A stream begins when there is something to show: what is refused before is an ordinary error, what goes wrong later an error
+within the stream, which then lacks its `[DONE]`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Annotated, Any, cast
+
+from fastapi import Depends, FastAPI, Header, Path
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from groupwise.server.ledger.answers import Answer
+from groupwise.server.openai.answers import Kind, Pieces, event, whole
+from groupwise.server.openai.asking import Ask, Said, ask_of
+from groupwise.server.openai.completed import Completed
+from groupwise.server.openai.errors import OpenAIErrors, as_documented, error_of_refusal
+from groupwise.server.openai.service import Begun, OpenAIService, Piece
+from groupwise.server.routes.declared import Asked, AskedHere, Route, sent_model
+from groupwise.server.routes.training import OF_ENGINE, OF_RUN
+from groupwise.wire.idempotency import HEADER as IDEMPOTENCY_KEY
+from groupwise.wire.keys import Role
+from groupwise.wire.openai import (
+    MAX_VALUE,
+    ChatCompletion,
+    ChatRequest,
+    ModelData,
+    ModelList,
+    TextCompletion,
+    TextRequest,
+)
+from groupwise.wire.problems import FieldError, Refusal
+from groupwise.wire.training import MAX_ADDRESS, MAX_COMPLETIONS
+
+TAG = "openai"
+
+
+def said(
+    x_groupwise_store: Annotated[
+        bool, Header(description="As `store: true` of the body, for clients that cannot add to it.")
+    ] = False,
+    x_groupwise_group: Annotated[
+        str | None,
+        Header(description="As `metadata.group` of the body.", min_length=1, max_length=MAX_VALUE),
+    ] = None,
+    x_groupwise_size: Annotated[
+        int | None,
+        Header(description="As `metadata.size` of the body.", ge=1, le=MAX_COMPLETIONS),
+    ] = None,
+) -> Said:
+    """What headers say of keeping."""
+    return Said(x_groupwise_store, x_groupwise_group, x_groupwise_size)
+
+
+SaidHere = Annotated[Said, Depends(said)]
+ModelName = Annotated[
+    str, Path(description="`run@step`, or `latest`.", min_length=1, max_length=MAX_ADDRESS)
+]
+
+
+@dataclass(frozen=True, slots=True)
+class _Handlers:
+    """Over one service."""
+
+    service: OpenAIService
+
+    async def models(self) -> Response:
+        return sent_model(ModelList(data=await self.service.models()))
+
+    async def model(self, name: str) -> Response:
+        return sent_model(await self.service.model(name))
+
+    async def complete(
+        self, kind: Kind, body: ChatRequest | TextRequest, given: Said, asked: Asked
+    ) -> Response:
+        """Whole, or as a stream."""
+        ask = ask_of(body, given)
+        if body.stream:
+            return await self._streamed(kind, body, ask, asked)
+
+        async def work() -> Answer:
+            return await self.service.answer(
+                ask,
+                asked.caller,
+                lambda done: Answer(200, whole(kind, done).model_dump_json().encode()),
+            )
+
+        return await asked.once(work)
+
+    async def _streamed(
+        self, kind: Kind, body: ChatRequest | TextRequest, ask: Ask, asked: Asked
+    ) -> Response:
+        if asked.caller.answer_key is not None:
+            problem = "names an answer that can be sent again, which a stream cannot; leave it out, or ask without `stream`"
+            raise Refusal(
+                "invalid_request",
+                f"{IDEMPOTENCY_KEY} {problem}.",
+                errors=[FieldError(field=IDEMPOTENCY_KEY, message=problem)],
+            )
+        pieces = Pieces(kind, body.model, int(time.time()), usage=body.includes_usage)
+        choices = len(ask.prompts) * ask.n
+        return StreamedResponse(self.service.stream(ask, asked.caller), pieces, choices)
+
+
+class StreamedResponse(Response):
+    """A stream. It is closed whatever happens, which ends the sampling: sent, refused, or the client gone."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        stream: AsyncGenerator[Begun | Piece | Completed],
+        pieces: Pieces,
+        choices: int,
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]  # nobody knows it before the end
+        self._stream = stream
+        self._pieces = pieces
+        self._choices = choices
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._stream) as stream:
+            first = await anext(stream)  # refused: an ordinary error
+            await send(
+                {
+                    "type": "http.response.start",
+                    "status": self.status_code,
+                    "headers": self.raw_headers,
+                }
+            )
+            await self._send(send, first)
+            try:
+                async for each in stream:
+                    await self._send(send, each)
+            except Refusal as refusal:
+                await _send_body(send, event(error_of_refusal(refusal).model_dump()))
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _send(self, send: Send, each: Begun | Piece | Completed) -> None:
+        match each:
+            case Begun(id):
+                for piece in self._pieces.begin(id, self._choices):
+                    await _send_body(send, piece)
+            case Piece(choice, text):
+                await _send_body(send, self._pieces.more(choice, text))
+            case Completed():
+                for piece in self._pieces.end(each):
+                    await _send_body(send, piece)
+
+
+async def _send_body(send: Send, body: bytes) -> None:
+    await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+def openai_routes(service: OpenAIService) -> tuple[Route, ...]:
+    """Those under /v1."""
+    handlers = _Handlers(service)
+
+    async def list_models(asked: AskedHere) -> Response:
+        """The policies that serve: the newest one, under its address and as `latest`."""
+        return await handlers.models()
+
+    async def retrieve_model(asked: AskedHere, model: ModelName) -> Response:
+        """One of them."""
+        return await handlers.model(model)
+
+    async def chat_completions(body: ChatRequest, asked: AskedHere, given: SaidHere) -> Response:
+        """A chat to be gone on with."""
+        return await handlers.complete("chat", body, given, asked)
+
+    async def text_completions(body: TextRequest, asked: AskedHere, given: SaidHere) -> Response:
+        """A text to be gone on with."""
+        return await handlers.complete("text", body, given, asked)
+
+    chat = {"model": "latest", "messages": [{"role": "user", "content": "Sort: pear, apple"}]}
+    text = {"model": "latest", "prompt": "Sort these words: pear, apple"}
+    return (
+        Route(
+            method="GET",
+            path="/v1/models",
+            handler=list_models,
+            role=Role.READ,
+            tag=TAG,
+            answer=ModelList,
+            codes=("shutting_down", *OF_ENGINE),
+        ),
+        Route(
+            method="GET",
+            path="/v1/models/{model}",
+            handler=retrieve_model,
+            role=Role.READ,
+            tag=TAG,
+            answer=ModelData,
+            codes=("unknown_model", "invalid_request", "shutting_down", *OF_ENGINE),
+        ),
+        _sampling("/v1/chat/completions", chat_completions, ChatCompletion, chat),
+        _sampling("/v1/completions", text_completions, TextCompletion, text),
+    )
+
+
+def _sampling(path: str, handler: Any, answer: Any, example: Any) -> Route:
+    return Route(
+        method="POST",
+        path=path,
+        handler=handler,
+        role=Role.TRAIN,
+        tag=TAG,
+        answer=answer,
+        takes_body=True,
+        works=True,
+        named=True,
+        codes=(
+            "unknown_model",
+            "too_busy",
+            "draw_taken",
+            "settings_conflict",
+            "prompt_too_long",
+            "disk_full",
+            *OF_RUN,
+            *OF_ENGINE,
+        ),
+        example=example,
+    )
+
+
+def attach(app: FastAPI) -> None:
+    """Have what is refused under /v1 look as OpenAI's clients read it; to be called before the first request."""
+    app.add_middleware(cast("Any", OpenAIErrors))
+    as_documented(app.openapi())

@@ -1,0 +1,156 @@
+"""The real Tinker client over the small model, one action at a time, in a process of its own.
+
+Reads one JSON object a line, {"do": the name of a function here, …its arguments}, and writes {"result": …}, or {"error": …}. Clients and
+calls live from line to line, so that a test can do things to the server between two of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import warnings
+from typing import Any
+
+os.environ["TINKER_TELEMETRY"] = "0"
+
+import tinker  # pyright: ignore[reportMissingImports]
+from tinker import types  # pyright: ignore[reportMissingImports]
+
+TEXT = [11, 12, 13, 14, 15, 16, 17, 18]
+PROMPT = [21, 22, 23]
+LETTER = 40
+held: dict[str, Any] = {}
+
+
+def connect(url: str, key: str) -> None:
+    held["client"] = tinker.ServiceClient(base_url=url, api_key=key)
+
+
+def create(rank: int = 4, seed: int = 1, unembed: bool = True, base: str = "tiny") -> str:
+    held["training"] = (
+        held["client"]
+        .create_lora_training_client(base, rank=rank, seed=seed, train_unembed=unembed)
+        .result()
+    )
+    return held["training"].get_info().model_id
+
+
+def forward_backward(shift: int = 0) -> float:
+    return _begun(shift).result().metrics["loss:sum"]
+
+
+def optim_step(rate: float = 0.02) -> float:
+    adam = types.AdamParams(learning_rate=rate)
+    return held["training"].optim_step(adam).result().metrics["grad_norm"]
+
+
+def begin(steps: int, rate: float = 0.02, same: bool = False) -> None:
+    """Have so many steps under way, each with a text of its own, or all with the same."""
+    adam = types.AdamParams(learning_rate=rate)
+    held["calls"] = [
+        (_begun(0 if same else step), held["training"].optim_step(adam)) for step in range(steps)
+    ]
+
+
+def losses() -> list[float]:
+    """Of the steps under way, when they are done."""
+    found = [(call.result(), update.result()) for call, update in held["calls"]]
+    return [computed.metrics["loss:sum"] for computed, _ in found]
+
+
+def logprobs() -> list[float]:
+    """Of the first step, asked for once more."""
+    return held["calls"][0][0].result().loss_fn_outputs[0]["logprobs"].data
+
+
+def grpo(steps: int, rate: float) -> list[float]:
+    """Rewards by step: the share of one letter."""
+    rewards_of_steps = []
+    for step in range(steps):
+        sampling = held["training"].save_weights_and_get_sampling_client().result()
+        params = types.SamplingParams(max_tokens=6, temperature=1.0, seed=step, stop=[])
+        prompt = types.ModelInput.from_ints(PROMPT)
+        drawn = sampling.sample(prompt, num_samples=16, sampling_params=params).result()
+        rewards = [each.tokens.count(LETTER) / len(each.tokens) for each in drawn.sequences]
+        mean = sum(rewards) / len(rewards)
+        rewards_of_steps.append(mean)
+        data = [
+            _rollout(each.tokens, each.logprobs, reward - mean)
+            for each, reward in zip(drawn.sequences, rewards, strict=True)
+        ]
+        learning = held["training"].forward_backward(data, "importance_sampling")
+        held["training"].optim_step(types.AdamParams(learning_rate=rate)).result()
+        learning.result()
+    return rewards_of_steps
+
+
+def sampler() -> None:
+    held["sampler"] = held["training"].save_weights_and_get_sampling_client().result()
+
+
+def sample(seed: int) -> list[list[int]]:
+    params = types.SamplingParams(max_tokens=6, temperature=1.0, seed=seed)
+    drawn = held["sampler"].sample(
+        types.ModelInput.from_ints(PROMPT), num_samples=4, sampling_params=params
+    )
+    return [each.tokens for each in drawn.result().sequences]
+
+
+def prompt_logprobs() -> list[float | None]:
+    return held["sampler"].compute_logprobs(types.ModelInput.from_ints(TEXT)).result()
+
+
+def save(name: str) -> str:
+    return held["training"].save_state(name).result().path
+
+
+def load(path: str, optimiser: bool) -> None:
+    training = held["training"]
+    (training.load_state_with_optimizer if optimiser else training.load_state)(path).result()
+
+
+def create_from(path: str) -> None:
+    client = held["client"]
+    held["training"] = client.create_training_client_from_state_with_optimizer(path).result()
+
+
+def close() -> None:
+    held.pop("client").close("success").result()
+
+
+def _begun(shift: int) -> Any:
+    tokens = [token + shift for token in TEXT]
+    weights = [0.0, 2.0] + [1.0] * (len(TEXT) - 3)
+    return held["training"].forward_backward([_datum(tokens, weights=weights)], "cross_entropy")
+
+
+def _rollout(tokens: list[int], sampled: list[float], advantage: float) -> Any:
+    before = [0.0] * (len(PROMPT) - 1)
+    return _datum(
+        PROMPT + tokens,
+        logprobs=before + sampled,
+        advantages=before + [advantage] * len(tokens),
+    )
+
+
+def _datum(tokens: list[int], **inputs: Any) -> Any:
+    given: Any = {"target_tokens": tokens[1:], **inputs}
+    return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=given)
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what the client prints is no answer
+    for line in sys.stdin:
+        asked = json.loads(line)
+        try:
+            answer = {"result": globals()[asked.pop("do")](**asked)}
+        except Exception as error:  # noqa: BLE001 — told to the test
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    main()

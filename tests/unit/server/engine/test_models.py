@@ -1,0 +1,183 @@
+"""Models over a base, in the engine.
+
+1. What is sampled is what was saved, however its model trains on; the base is as it was.
+2. More sets of weights than samplers are served one after another.
+3. A model is made again from a state that was kept; what was saved is found by another engine.
+4. What cannot be is refused before anything is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from groupwise.errors import UsageError
+from groupwise.server.engine import models as engine_models
+from groupwise.server.engine.models import EngineModels
+from groupwise.server.engine.port import OpenModels
+from groupwise.server.verbs.port import ModelSpec, Stored, VerbSample, VerbSampled
+from groupwise.types import LossSpec, OptimiserParams, Row, SamplingParams
+
+MODEL = "s-1:train:0"
+SPEC = ModelSpec("tiny", 4, 1, train_unembed=False)
+HEAD = ModelSpec("tiny", 2, 1, train_attn=False, train_mlp=False)
+LOSS = LossSpec("given", {"surrogate": "log_probability"})
+STEP = OptimiserParams(0.1, None)
+PROMPT = (11, 12, 13)
+ASKED = VerbSample(PROMPT, (1, 2), SamplingParams(max_tokens=5), prompt_logprobs=True)
+
+
+def row(*tokens: int) -> Row:
+    after = tokens[1:]
+    return Row(
+        tokens[:1],
+        after,
+        (0, *[1] * (len(after) - 1)),
+        (0.0,) * len(after),
+        0.0,
+        1.0,
+        credits=(0.0, *[1.0] * (len(after) - 1)),
+    )
+
+
+ROWS = [row(11, 12, 13, 14, 15), row(20, 21, 22)]
+
+
+async def opened(folder: Path, scope: AsyncExitStack, base: str = "tiny") -> EngineModels:
+    models = EngineModels(lambda: None, scope)
+    await models.open(OpenModels(base, str(folder), 2, 128))
+    return models
+
+
+@pytest.fixture
+async def models(tmp_path: Path) -> AsyncGenerator[EngineModels]:
+    async with AsyncExitStack() as scope:
+        models = await opened(tmp_path, scope)
+        await models.create_model(MODEL, SPEC)
+        yield models
+
+
+async def learn(models: EngineModels, keep_as: int | None = None) -> tuple[float, float]:
+    found = await models.forward_backward(MODEL, ROWS, LOSS)
+    return found.sums["loss/policy"], (await models.optim_step(MODEL, STEP, keep_as)).grad_norm
+
+
+def tokens(sampled: VerbSampled) -> list[tuple[int, ...]]:
+    return [each.token_ids for each in sampled.completions]
+
+
+async def test_a_forward_pass_tells_every_token_and_the_same_sums(models: EngineModels) -> None:
+    without = await models.forward(MODEL, ROWS, LOSS)
+    with_gradient = await models.forward_backward(MODEL, ROWS, LOSS)
+    assert [len(each) for each in without.logprobs] == [4, 2]
+    assert with_gradient.logprobs == without.logprobs
+    assert with_gradient.sums == pytest.approx(without.sums)
+    taught = [value for each in without.logprobs for value in each[1:]]
+    assert without.sums["loss/policy"] == pytest.approx(-sum(taught))
+    norm = (await models.optim_step(MODEL, STEP)).grad_norm
+    await models.forward_backward(MODEL, ROWS, LOSS)
+    assert norm > 0
+
+
+async def test_what_is_sampled_is_what_was_saved(models: EngineModels) -> None:
+    base = await models.sample(None, ASKED)
+    await learn(models)
+    await models.save_for_sampler(MODEL, "one", 3)
+    one = Stored(MODEL, "sampler_weights", "one")
+    first = await models.sample(one, ASKED)
+    assert first.prompt_logprobs != base.prompt_logprobs
+    trained = await models.forward(MODEL, [row(*PROMPT)], LOSS)
+    assert first.prompt_logprobs == trained.logprobs[0]
+    for _ in range(3):
+        await learn(models)
+    assert await models.sample(one, ASKED) == first
+    again = await models.sample(None, ASKED)
+    assert (tokens(again), again.prompt_logprobs) == (tokens(base), base.prompt_logprobs)
+
+
+async def test_more_sets_of_weights_than_samplers(
+    models: EngineModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_models, "SAMPLERS", 2)
+    names = [f"n{number}" for number in range(5)]
+    alone: list[VerbSampled] = []
+    for number, name in enumerate(names):
+        await learn(models)
+        await models.save_for_sampler(MODEL, name, number)
+        alone.append(await models.sample(Stored(MODEL, "sampler_weights", name), ASKED))
+    orders = [Stored(MODEL, "sampler_weights", name) for name in names] * 2
+    together = await asyncio.gather(*(models.sample(stored, ASKED) for stored in orders))
+    assert together == alone * 2
+
+
+async def test_a_sample_that_is_cancelled_frees_its_sampler(
+    models: EngineModels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_models, "SAMPLERS", 1)
+    await models.save_for_sampler(MODEL, "one", 1)
+    long = VerbSample(PROMPT, (1,), SamplingParams(max_tokens=100))
+    under_way = asyncio.create_task(models.sample(None, long))
+    await asyncio.sleep(0.01)
+    under_way.cancel()
+    await asyncio.gather(under_way, return_exceptions=True)
+    assert (
+        len((await models.sample(Stored(MODEL, "sampler_weights", "one"), ASKED)).completions) == 2
+    )
+
+
+async def test_a_model_is_made_again(models: EngineModels, tmp_path: Path) -> None:
+    await learn(models, keep_as=2)
+    await models.save_state(MODEL, "one", False, 3)
+    expected = [await learn(models) for _ in range(2)]
+    async with AsyncExitStack() as scope:
+        other = await opened(tmp_path, scope)
+        await other.create_model(MODEL, SPEC, 2)
+        assert [await learn(other) for _ in range(2)] == expected
+        await other.load_state(MODEL, Stored(MODEL, "weights", "one"), True)
+        assert [await learn(other) for _ in range(2)] == expected
+        await other.load_state(MODEL, Stored(MODEL, "weights", "one"), False)
+        fresh = [await learn(other) for _ in range(2)]
+        assert (fresh[0] == expected[0], fresh[1] == expected[1]) == (True, False)
+
+
+async def test_what_is_loaded_takes_the_place_of_a_gradient(models: EngineModels) -> None:
+    await models.save_state(MODEL, "one", False, 1)
+    await models.forward_backward(MODEL, ROWS, LOSS)
+    await models.load_state(MODEL, Stored(MODEL, "weights", "one"), False)
+    assert (await models.optim_step(MODEL, STEP)).grad_norm == 0
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+async def test_what_cannot_be(models: EngineModels, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"data\[1\] has the token 900"):
+        await models.forward_backward(MODEL, [ROWS[0], row(1, 900, 2)], LOSS)
+    with pytest.raises(UsageError, match=r"data\[0\] has 3000 tokens"):
+        await models.forward(MODEL, [row(*[5] * 3000)], LOSS)
+    assert (await models.optim_step(MODEL, STEP)).grad_norm == 0
+    with pytest.raises(UsageError, match="there is room for 128"):
+        await models.sample(None, VerbSample(PROMPT, (1,), SamplingParams(max_tokens=126)))
+    with pytest.raises(UsageError, match="prompt has the token 900"):
+        await models.sample(None, VerbSample((900,), (1,), SamplingParams(max_tokens=1)))
+    with pytest.raises(UsageError, match="tiny is in memory"):
+        await models.open(OpenModels("smollm2-135m-instruct", str(tmp_path), 2, 128))
+    await models.create_model("other", HEAD)
+    with pytest.raises(UsageError, match="End the session"):
+        await models.create_model("third", SPEC)
+    await models.save_state("other", "head", False, 1)
+    with pytest.raises(UsageError, match="They must be equal"):
+        await models.load_state(MODEL, Stored("other", "weights", "head"), True)
+    await models.save_for_sampler("other", "head", 2)
+    with pytest.raises(UsageError, match="for samplers alone"):
+        await models.load_state("other", Stored("other", "sampler_weights", "head"), True)
+    with pytest.raises(UsageError, match="something saved as head already"):
+        await models.save_state("other", "head", False, 3)
+    await models.save_state("other", "head", True, 3)
+    await models.drop("other")
+    await models.drop("other")
+    with pytest.raises(UsageError, match="no model 'other'"):
+        await models.forward("other", ROWS, LOSS)
+    assert len((await models.sample(Stored("other", "weights", "head"), ASKED)).completions) == 2

@@ -1,0 +1,129 @@
+"""What clients that train by verbs have open.
+
+1. A call is there before it is answered, and what it came to stands, whoever would write it anew.
+2. What is repeated is what changed the model since its state was kept, in order; the content of the rest is forgotten.
+3. A session that ends takes all that was its own with it, but for the record of its models' updates.
+4. Answers that are forgotten leave what must be repeated, and how far each line is.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+
+import pytest
+
+from groupwise.server.ledger import calls
+from groupwise.server.ledger.calls import CallRow, Outcome, StepRow
+from groupwise.server.ledger.transaction import Transaction
+
+SESSION, MODEL = "s-1", "s-1:train:0"
+SPEC = {"base": "tiny", "rank": 4}
+
+
+def call(sequence: int, kind: str = "forward_backward", line: str = MODEL) -> CallRow:
+    return CallRow(
+        f"f-{line}-{sequence}", SESSION, line, sequence, kind, b"digest", b"%d" % sequence
+    )
+
+
+def done(ledger: Transaction, sequence: int, kind: str = "forward_backward", **more) -> str:
+    taken = call(sequence, kind)
+    calls.accept(ledger, taken)
+    outcome = {"changed": True, "media_type": "application/json", "body": b"{}", **more}
+    calls.settle(ledger, taken.id, Outcome("answered", **outcome))
+    return taken.id
+
+
+@pytest.fixture
+def opened(ledger: Transaction) -> Transaction:
+    calls.add_session(ledger, SESSION, "named")
+    calls.add_model(ledger, MODEL, SESSION, SPEC)
+    return ledger
+
+
+def repeated(ledger: Transaction, after: int = -1) -> list[tuple[str, bytes]]:
+    return calls.to_repeat(ledger, MODEL, after)
+
+
+def test_all_that_is_open_is_found_again(opened):
+    calls.add_sampler(
+        opened, "s-1:sample:0", SESSION, "tiny", {"model": MODEL, "kind": "k", "name": "n"}
+    )
+    calls.add_sampler(opened, "s-1:sample:1", SESSION, "tiny", None)
+    done(opened, 0, "CreateModel", changed=False)
+    calls.accept(opened, call(1))
+    found = calls.everything(opened)
+    assert found.sessions == [(SESSION, "named")]
+    (model,) = found.models
+    assert (model.spec, model.kept, model.done) == (SPEC, None, 0)
+    assert [(each.id, each.weights is None) for each in found.samplers] == [
+        ("s-1:sample:0", False),
+        ("s-1:sample:1", True),
+    ]
+    assert [(each.sequence, each.state, each.content) for each in found.calls] == [
+        (0, "answered", None),
+        (1, "waiting", b"1"),
+    ]
+
+
+def test_a_model_whose_making_was_not_answered_has_done_nothing(opened):
+    calls.accept(opened, call(0, "CreateModel"))
+    assert calls.everything(opened).models[0].done == -1
+
+
+def test_what_it_came_to_stands(opened):
+    id = done(opened, 1)
+    with pytest.raises(sqlite3.IntegrityError, match="stands"):
+        calls.settle(opened, id, Outcome("answered", True, "application/json", b"other"))
+    with pytest.raises(sqlite3.IntegrityError):
+        calls.accept(opened, call(1))
+
+
+def test_what_changed_the_model_is_repeated_in_order(opened):
+    for sequence in (2, 1, 3):
+        done(opened, sequence)
+    done(opened, 4, changed=False)
+    calls.accept(opened, call(5))
+    assert [content for _, content in repeated(opened)] == [b"1", b"2", b"3"]
+    assert [content for _, content in repeated(opened, 2)] == [b"3"]
+
+
+def test_calls_before_a_state_that_is_kept_are_forgotten(opened):
+    done(opened, 1)
+    done(opened, 2, "OptimStep", kept=2, step=StepRow(0.1, 2.0, {"loss/policy": 1.0}))
+    done(opened, 3)
+    found = calls.everything(opened)
+    assert found.models[0].kept == 2
+    assert [each.content for each in found.calls] == [None, None, b"3"]
+    assert repeated(opened, 2) == [("forward_backward", b"3")]
+
+
+def test_updates_are_recorded_once_each(opened):
+    for sequence in (1, 2):
+        done(opened, sequence, "OptimStep", step=StepRow(0.1, float(sequence), {"tokens": 3.0}))
+    assert calls.steps_of(opened, MODEL) == [
+        StepRow(0.1, 1.0, {"tokens": 3.0}),
+        StepRow(0.1, 2.0, {"tokens": 3.0}),
+    ]
+
+
+def test_a_session_that_ends_takes_all_with_it_but_the_record(opened):
+    calls.add_sampler(opened, "s-1:sample:0", SESSION, "tiny", None)
+    id = done(opened, 1, step=StepRow(0.1, None, {}))
+    calls.end_session(opened, SESSION)
+    found = calls.everything(opened)
+    assert (found.sessions, found.models, found.samplers, found.calls) == ([], [], [], [])
+    assert len(calls.steps_of(opened, MODEL)) == 1
+    calls.settle(opened, id, Outcome("failed", False, "user", b"late"))
+    calls.accept(opened, call(2))
+    calls.add_model(opened, "s-1:train:1", SESSION, SPEC)
+    calls.add_sampler(opened, "s-1:sample:1", SESSION, "tiny", None)
+    assert not calls.everything(opened).calls
+
+
+def test_answers_that_are_forgotten(opened):
+    ids = [done(opened, 1, changed=False), done(opened, 2), done(opened, 3, changed=False)]
+    calls.forget_answers(opened, ids)
+    found = calls.everything(opened)
+    assert [each.sequence for each in found.calls] == [2, 3]  # to be repeated, and the last
+    assert found.models[0].done == 3

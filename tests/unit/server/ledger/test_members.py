@@ -1,0 +1,181 @@
+"""Members of a group that are given to one call each, and rewarded one by one."""
+
+from __future__ import annotations
+
+import sqlite3
+from dataclasses import replace
+
+import pytest
+
+from groupwise.server.ledger import members
+from groupwise.server.ledger.groups import give_up, opened, read_group
+from groupwise.server.ledger.members import (
+    Gathering,
+    Given,
+    Named,
+    accept,
+    give,
+    next_member,
+    share,
+)
+from groupwise.server.ledger.rewards import Include, Post
+from groupwise.server.ledger.runs import set_run_state
+from groupwise.wire.problems import Refusal
+from tests.unit.server.ledger.making import LEASE, RUN, new
+
+WHERE = Gathering(RUN, "k", "name:a", "hash")
+
+
+def begin(ledger, draw=0, step=0, where=WHERE):
+    opened(ledger, RUN, [new(draw, step)], key_id=where.key_id, lease=LEASE)
+    return share(ledger, where, f"g-{draw}")
+
+
+def following(ledger, oldest=0) -> Given:
+    """The next member, which there is."""
+    found = next_member(ledger, WHERE, oldest)
+    assert found is not None
+    return found
+
+
+def both(ledger, draw=0):
+    """Both members given."""
+    begin(ledger, draw)
+    assert give(ledger, following(ledger))
+
+
+def post(ledger, name, *rewards, include: Include = "next", step=0):
+    answer = {"model_version": [RUN, step], "status": "held" if include == "hold" else "accepted"}
+    return accept(ledger, RUN, Post(name, rewards, answer, include))
+
+
+def refused(code, work, *args, **kwargs):
+    with pytest.raises(Refusal) as raised:
+        work(*args, **kwargs)
+    assert raised.value.code == code
+    return raised.value
+
+
+@pytest.mark.parametrize(
+    ("id", "meant"),
+    [
+        ("g-0a", Named("g-0a")),
+        ("g-0a-12", Named("g-0a", 12)),
+        ("chatcmpl-g-0a-0", Named("g-0a", 0)),
+        ("cmpl-g-0a", Named("g-0a")),
+        ("chatcmpl-0a", Named("chatcmpl-0a")),
+        ("g-0a-x", Named("g-0a-x")),
+        ("g-0a-1-2", Named("g-0a-1-2")),
+    ],
+)
+def test_what_an_id_means(id, meant):
+    assert members.named(id) == meant
+
+
+def test_each_call_gets_a_member_until_all_are_given(run):
+    assert next_member(run, WHERE, 0) is None
+    assert begin(run).member == 0
+    second = following(run)
+    assert (second.row.id, second.member) == ("g-0", 1)
+    assert give(run, second)
+    assert not give(run, second)
+    assert next_member(run, WHERE, 0) is None
+
+
+def test_groups_are_apart_by_run_key_and_name(run):
+    begin(run)
+    for key, value in {"run": "other", "key_id": "other", "name": "name:b"}.items():
+        assert next_member(run, replace(WHERE, **{key: value}), 0) is None
+    refused("settings_conflict", next_member, run, replace(WHERE, asked="other"), 0)
+
+
+def test_a_group_that_is_over_or_too_old_gives_nothing(run):
+    begin(run, 0, step=3)
+    assert next_member(run, WHERE, 3)
+    assert next_member(run, WHERE, 4) is None
+    assert next_member(replace(run, uptime=run.uptime + LEASE), WHERE, 3) is None
+    waiting = following(run, 3)
+    give_up(run, "g-0")
+    assert not give(run, waiting)
+    assert next_member(run, WHERE, 3) is None
+
+
+def test_the_group_is_rewarded_with_its_last_member(run):
+    both(run)
+    first = post(run, "chatcmpl-g-0-1", 0.5, step=1)
+    assert (first.group, first.accepted, first.state) == ("g-0", True, "open")
+    again = post(run, "g-0-1", 0.5, step=2)
+    assert (again.accepted, again.answer) == (False, first.answer)
+    assert post(run, "cmpl-g-0-0", None).state == "rewarded"
+    assert read_group(run, "g-0").rewards == (None, 0.5)
+    assert post(run, "g-0", None, 0.5).accepted is False
+    for member, reward in enumerate((None, 0.5)):
+        assert post(run, f"g-0-{member}", reward).accepted is False
+
+
+def test_other_rewards_of_a_member_are_refused(run):
+    both(run)
+    post(run, "g-0-0", 1.0)
+    for name, rewards in {"g-0-0": [2.0], "chatcmpl-g-0": [None, 0.0]}.items():
+        error = refused("already_rewarded", post, run, name, *rewards)
+        assert "g-0-0" in error.detail
+    assert post(run, "g-0", 1.0, 0.0).state == "rewarded"
+    assert post(run, "g-0-1", 0.0).accepted is False
+    refused("already_rewarded", post, run, "g-0-1", 1.0)
+
+
+def test_what_is_no_given_member(run):
+    begin(run)
+    opened(run, RUN, [new(1)], key_id="k", lease=LEASE)
+    for name in ("g-0-1", "g-0-7", "g-1-0", "g-9-0", "g-9"):
+        refused("unknown_group", post, run, name, 1.0)
+    refused("invalid_request", post, run, "g-0-0", 1.0, 2.0)
+
+
+def test_held_members_hold_the_group(run):
+    both(run)
+    post(run, "g-0-0", 1.0, include="hold")
+    assert post(run, "g-0-1", 0.0).state == "held"
+    assert post(run, "g-0", 1.0, 0.0).state == "rewarded"
+
+
+def test_an_acknowledged_reward_outlives_the_lease(run):
+    both(run, 0)
+    both(run, 1)
+    post(run, "g-0-1", 0.5)
+    assert members.settle_overdue(run) == []
+    later = replace(run, uptime=run.uptime + LEASE)
+    refused("lease_expired", post, later, "g-0-0", 1.0)
+    (settled,) = members.settle_overdue(later)
+    assert (settled.id, settled.state, settled.rewards) == ("g-0", "rewarded", (None, 0.5))
+    assert members.settle_overdue(later) == []
+    assert post(later, "g-0-1", 0.5).accepted is False
+    refused("already_rewarded", post, later, "g-0-0", 1.0)
+    assert read_group(later, "g-1").state == "open"
+
+
+def test_of_a_run_that_has_ended_nothing_is_taken(run):
+    both(run, 0)
+    both(run, 1)
+    post(run, "g-0-0", 1.0)
+    set_run_state(run, RUN, "stopped")
+    for last in ("g-0-1", "g-1-0"):
+        refused("finished", post, run, last, 1.0)
+    assert post(run, "g-0-0", 1.0).accepted is False
+    assert members.settle_overdue(replace(run, uptime=run.uptime + LEASE)) == []
+
+
+def test_given_up_groups_take_nothing(run):
+    both(run)
+    post(run, "g-0-0", 1.0)
+    give_up(run, "g-0")
+    refused("group_given_up", post, run, "g-0-1", 1.0)
+
+
+def test_the_database_keeps_rewards_of_members(run):
+    both(run)
+    post(run, "g-0-0", 1.0)
+    with pytest.raises(sqlite3.IntegrityError, match="accepted rewards stand"):
+        run.execute("UPDATE member_rewards SET reward = 2")
+    with pytest.raises(sqlite3.IntegrityError):
+        run.insert("member_rewards", id="g-0", member=0, include="next", answer="{}")

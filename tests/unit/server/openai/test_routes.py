@@ -1,0 +1,416 @@
+"""The OpenAI-compatible routes over the fake engine:
+
+1. What serves can be listed, looked up and asked by its two names; other names are unknown.
+2. A chat and a text are answered in OpenAI's shapes, with tokens, versions and numbers that are right.
+3. The same seed gives the same answer, streamed or whole, whatever else is under way; stops are never seen.
+4. What cannot be honoured is refused by name, what changes nothing is taken.
+5. Every refusal looks as OpenAI's clients read it, and says whether to come again.
+6. A client that goes away ends the sampling.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx2
+import pytest
+
+from groupwise.server.openai.service import MOST_SAMPLING
+from groupwise.testing.fakes import ALPHABET, END_ID
+from groupwise.wire.keys import Role
+from groupwise.wire.openai import ChatRequest, TextRequest
+from groupwise.wire.problems import KINDS
+from tests.unit.server.asking import HERE, client_of, keyring, listening, until
+from tests.unit.server.openai.opening import CHAT, TEXT, asking, opened
+from tests.unit.server.test_schema_walk import RAW, WRONG
+
+PATHS = {"/v1/chat/completions": CHAT, "/v1/completions": TEXT}
+
+
+def texts_of(pieces: list[Any], choices: int = 1) -> list[str]:
+    """The text of each choice, put together."""
+    found = [""] * choices
+    for piece in pieces:
+        for choice in piece["choices"]:
+            said = choice.get("text", choice.get("delta", {}).get("content", ""))
+            found[choice["index"]] += said
+    return found
+
+
+def shown(answer: Any) -> list[str]:
+    return [
+        each["text"] if "text" in each else each["message"]["content"] for each in answer["choices"]
+    ]
+
+
+# 1
+
+
+async def test_models(tmp_path) -> None:
+    async with opened(tmp_path) as served, client_of(served.app()) as http:
+        assert (await http.get("/v1/models")).json() == {"object": "list", "data": []}
+        run = await served.start()
+        names = [each["id"] for each in (await http.get("/v1/models")).json()["data"]]
+        assert names == [f"{run}@0", "latest"]
+        one = await http.get(f"/v1/models/{run}@0")
+        assert one.json()["owned_by"] == run
+        assert one.json()["fingerprint"] == (await served.ask()).fingerprint
+        for unknown in (f"{run}@1", "gpt-4o"):
+            answer = await http.get(f"/v1/models/{unknown}")
+            assert answer.status_code == 404
+            assert answer.json()["error"]["code"] == "unknown_model"
+            assert f"{run}@0, latest" in answer.json()["error"]["message"]
+
+
+async def test_a_policy_that_has_moved_on_is_unknown(tmp_path) -> None:
+    async with asking(tmp_path) as (served, client):
+        run = (await served.service.status()).run_id
+        old = await client.text(model=f"{run}@0")
+        assert (old["model"], old["policy_version"]) == (f"{run}@0", [run, 0])
+        await served.round(0)
+        await client.refused(404, "/v1/completions", {**TEXT, "model": f"{run}@0"})
+        new = await client.text(model=f"{run}@1")
+        assert new["policy_version"] == [run, 1]
+        assert new["system_fingerprint"] != old["system_fingerprint"]
+
+
+# 2
+
+
+async def test_the_shape_of_a_chat(tmp_path) -> None:
+    async with asking(tmp_path) as (served, client):
+        answer = await client.chat(n=3, logprobs=True, seed=1)
+        assert answer["object"] == "chat.completion"
+        assert answer["id"].startswith("chatcmpl-")
+        assert answer["group_id"] is None
+        assert answer["system_fingerprint"] == (await served.ask()).fingerprint
+        assert [each["index"] for each in answer["choices"]] == [0, 1, 2]
+        assert len({*shown(answer)}) > 1
+        tokens = 0
+        for choice in answer["choices"]:
+            ids = choice["token_ids"]
+            tokens += len(ids)
+            text = "".join(ALPHABET[token] for token in ids if token != END_ID)
+            assert choice["message"] == {"role": "assistant", "content": text, "refusal": None}
+            assert (choice["finish_reason"] == "stop") == (ids[-1] == END_ID)
+            content = choice["logprobs"]["content"]
+            assert [each["token"] for each in content] == [ALPHABET[token] for token in ids]
+            assert all(each["logprob"] < 0 and each["bytes"] for each in content)
+        assert answer["usage"] == {
+            "prompt_tokens": 3,
+            "completion_tokens": tokens,
+            "total_tokens": 3 + tokens,
+        }
+
+
+async def test_the_shape_of_texts(tmp_path) -> None:
+    async with asking(tmp_path) as (_, client):
+        answer = await client.text(prompt=["abc", "ab"], n=2, logprobs=0, seed=4, max_tokens=5)
+        assert answer["object"] == "text_completion"
+        assert answer["id"].startswith("cmpl-")
+        assert answer["usage"]["prompt_tokens"] == 5
+        assert len(answer["choices"]) == 4
+        for choice in answer["choices"]:
+            told = choice["logprobs"]
+            assert (
+                len(told["tokens"]) == len(told["token_logprobs"]) == len(choice["token_ids"]) <= 5
+            )
+            assert told["text_offset"] == [*range(len(told["tokens"]))]
+        (alone,) = shown(await client.text(prompt="abc", seed=4, max_tokens=5))
+        assert alone == shown(answer)[0]
+        assert (await client.text())["choices"][0]["logprobs"] is None
+
+
+# 3
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_stream_becomes_the_whole_answer(tmp_path, path) -> None:
+    async with asking(tmp_path, pace=0.02, settings={"max_completion_length": 12}) as (_, client):
+        body = {**PATHS[path], "n": 2, "seed": 3, "temperature": 1.2}
+        usage = {"stream_options": {"include_usage": True}}
+        pieces, other, whole = await asyncio.gather(
+            client.streamed(path, {**body, **usage}),
+            client.streamed(path, {**body, "seed": 5}),
+            client.ok(path, body),
+        )
+    assert texts_of(pieces, 2) == shown(whole)
+    assert texts_of(other, 2) != shown(whole)
+    assert sum(bool(any(texts_of([piece], 2))) for piece in pieces) > 3  # not all at once
+    *ended, usage = [piece for piece in pieces if "policy_version" in piece]
+    assert usage["choices"] == []
+    assert usage["usage"] == whole["usage"]
+    for piece, choice in zip(ended, whole["choices"], strict=True):
+        (last,) = piece["choices"]
+        for key in ("index", "finish_reason", "token_ids", "logprobs"):
+            assert last[key] == choice[key]
+    assert len({piece["id"] for piece in pieces}) == 1
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_stops_are_never_seen(tmp_path, path) -> None:
+    async with asking(tmp_path, pace=0.02, settings={"max_completion_length": 12}) as (_, client):
+        found = shown(await client.ok(path, {**PATHS[path], "n": 8, "seed": 3}))
+        stop = next(text[2:4] for text in found if len(text) > 6)
+        for given in (stop, [stop, "zzz"]):
+            body = {**PATHS[path], "n": 8, "seed": 3, "stop": given}
+            whole = await client.ok(path, body)
+            assert shown(whole) == [text.partition(stop)[0] for text in found]
+            assert any(stop in text for text in found)
+            assert texts_of(await client.streamed(path, body), 8) == shown(whole)
+
+
+async def test_without_a_seed_no_two_are_the_same(tmp_path) -> None:
+    async with asking(tmp_path, settings={"max_completion_length": 20}) as (_, client):
+        found = [shown(await client.text(n=4)) for _ in range(3)]
+        assert len({*map(tuple, found)}) == 3
+        greedy = [shown(await client.text(temperature=0)) for _ in range(2)]
+        assert greedy[0] == greedy[1]
+
+
+async def test_messages_in_pieces_and_of_answers(tmp_path) -> None:
+    async with asking(tmp_path) as (_, client):
+        message = (await client.chat())["choices"][0]["message"]
+        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "bc"}]
+        messages = [{"role": "developer", "content": parts}, {"role": "user", "content": "d"}]
+        one = await client.chat(messages=messages, seed=1)
+        assert one["usage"]["prompt_tokens"] == 5
+        messages = [*messages[1:], message, {"role": "user", "content": "d"}]
+        assert await client.chat(messages=messages, max_completion_tokens=2)
+
+
+# 4
+
+NEVER = {
+    "frequency_penalty": 0.5,
+    "presence_penalty": -1,
+    "logit_bias": {"5": 1},
+    "temperature": 101,
+    "n": 129,
+    "no_such_field": 1,
+    "stream_options": {"include_usage": True},
+    "max_tokens": 1000,
+    "stop": ["a"] * 17,
+}
+NEVER_CHAT = {
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "functions": [{}],
+    "response_format": {"type": "json_object"},
+    "top_logprobs": 3,
+    "reasoning_effort": "low",
+    "modalities": ["audio"],
+    "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+}
+NEVER_TEXT = {
+    "logprobs": 2,
+    "echo": True,
+    "suffix": "x",
+    "best_of": 2,
+    "prompt": [[1, 2]],
+}
+CASES = [
+    *(("/v1/chat/completions", key, value) for key, value in {**NEVER, **NEVER_CHAT}.items()),
+    *(("/v1/completions", key, value) for key, value in {**NEVER, **NEVER_TEXT}.items()),
+]
+
+
+@pytest.mark.parametrize(("path", "key", "value"), CASES)
+async def test_what_cannot_be_honoured(tmp_path, path, key, value) -> None:
+    async with asking(tmp_path) as (_, client):
+        error = await client.refused(400, path, {**PATHS[path], key: value})
+        assert error["type"] == "invalid_request_error"
+        assert key == "max_tokens" or error["param"].split(".")[0] == key
+        assert key == "max_tokens" or key in error["message"]
+
+
+HARMLESS = {
+    "user": "me",
+    "service_tier": "auto",
+    "metadata": {"a": "b"},
+    "store": False,
+    "frequency_penalty": 0,
+    "presence_penalty": 0,
+    "logit_bias": {},
+    "top_p": 1,
+    "top_k": -1,
+    "min_p": 0,
+    "stream": False,
+    "prompt_cache_key": "k",
+    "safety_identifier": "s",
+}
+HARMLESS_CHAT = {
+    "tools": [],
+    "tool_choice": "none",
+    "parallel_tool_calls": True,
+    "response_format": {"type": "text"},
+    "modalities": ["text"],
+    "top_logprobs": 0,
+}
+HARMLESS_TEXT = {"echo": False, "suffix": "", "best_of": 1}
+
+
+async def test_what_changes_nothing_is_taken(tmp_path) -> None:
+    async with asking(tmp_path) as (_, client):
+        given = {"/v1/chat/completions": HARMLESS_CHAT, "/v1/completions": HARMLESS_TEXT}
+        for path, body in PATHS.items():
+            plain = await client.ok(path, {**body, "seed": 1})
+            answer = await client.ok(path, {**body, **HARMLESS, **given[path], "seed": 1})
+            assert shown(answer) == shown(plain)
+        restricted = {"top_p": 0.5, "top_k": 3, "min_p": 0.1}
+        assert await client.text(**restricted)
+
+
+# 5
+
+
+async def test_every_refusal_has_the_form(tmp_path) -> None:
+    ring, keys = keyring()
+    async with opened(tmp_path, max_body_bytes=2000) as served, client_of(served.app(ring)) as http:
+        json_type = {"Content-Type": "application/json"}
+
+        async def refused(status: int, kind: str, code: str, **given: Any) -> None:
+            headers = {"Authorization": f"Bearer {keys[given.pop('role', Role.TRAIN)]}"}
+            headers |= given.pop("headers", {})
+            method, path = given.pop("method", "POST"), given.pop("path", "/v1/completions")
+            answer = await http.request(method, path, headers=headers, **given)
+            assert answer.status_code == status, answer.text
+            assert answer.headers["content-type"] == "application/json"
+            error = answer.json()["error"]
+            assert (error["type"], error["code"]) == (kind, code), error
+            assert answer.headers["x-should-retry"] == ("true" if KINDS[code].retry else "false")
+            assert answer.headers["x-request-id"]
+
+        bad = "invalid_request_error"
+        await refused(
+            401,
+            "authentication_error",
+            "unauthorised",
+            json=TEXT,
+            headers={"Authorization": "Bearer x"},
+        )
+        await refused(403, "permission_error", "forbidden", json=TEXT, role=Role.READ)
+        await refused(404, bad, "not_found", path="/v1/embeddings", json={})
+        await refused(405, bad, "method_not_allowed", method="GET")
+        await refused(413, bad, "too_large", json={**TEXT, "prompt": "a" * 3000})
+        await refused(
+            415,
+            bad,
+            "unsupported_media_type",
+            content=b"{}",
+            headers={"Content-Type": "text/plain"},
+        )
+        await refused(400, bad, "invalid_request", content=b"{", headers=json_type)
+        await refused(400, bad, "invalid_request", json={"model": "latest"})
+        await refused(409, bad, "not_started", json=TEXT)
+        await served.start()
+        await refused(404, bad, "unknown_model", json={**TEXT, "model": "gpt-4o"})
+        await refused(400, bad, "invalid_request", json={**TEXT, "prompt": "a" * 600})
+        await served.service.stop()
+        await refused(409, bad, "finished", json=TEXT)
+        other = await http.get("/nothing", headers={"api-key": keys[Role.READ]})
+        assert other.headers["content-type"] == "application/problem+json"
+
+
+async def test_only_so_much_is_sampled_at_once(tmp_path) -> None:
+    async with asking(tmp_path) as (served, client):
+        gate = served.engine.hold("sample")
+        waiting = [asyncio.create_task(client.text(n=128)) for _ in range(MOST_SAMPLING // 128)]
+        await until(lambda: served.engine.calls["sample"] == len(waiting))
+        error = await client.refused(429, "/v1/completions", TEXT)
+        assert (error["code"], error["type"]) == ("rate_limited", "rate_limit_error")
+        gate.set()
+        await asyncio.gather(*waiting)
+        await client.text()
+
+
+async def test_what_is_refused_before_a_stream_begins_is_an_error(tmp_path) -> None:
+    async with asking(tmp_path) as (_, client):
+        for wrong in ({"max_tokens": 1000}, {"model": "no"}, {"temperature": -1}):
+            body = {**TEXT, "stream": True, **wrong}
+            await client.refused(404 if "model" in wrong else 400, "/v1/completions", body)
+        key = {"Idempotency-Key": "k"}
+        error = await client.refused(400, "/v1/completions", {**TEXT, "stream": True}, headers=key)
+        assert error["param"] == "Idempotency-Key"
+
+
+async def test_an_engine_that_is_lost_breaks_a_stream_off_with_an_error(tmp_path) -> None:
+    async with asking(tmp_path, pace=0.02) as (served, client):
+        gate = served.engine.hold("sample", "done")
+        task = asyncio.create_task(
+            client.http.post("/v1/completions", json={**TEXT, "stream": True})
+        )
+        await until(lambda: served.engine.calls["partial"] > 5)
+        await served.engine.close()
+        answer = await task
+        assert answer.status_code in (200, 503)
+        assert "engine_recovering" in answer.text
+        assert "[DONE]" not in answer.text
+        gate.set()
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_spoilt_fields_are_the_clients_mistakes(tmp_path, path) -> None:
+    model = ChatRequest if "chat" in path else TextRequest
+    async with asking(tmp_path) as (served, client):
+        document = served.app().openapi()["paths"][path]["post"]["responses"]
+        for field in model.model_fields:
+            for wrong in WRONG:
+                body = {**PATHS[path], field: wrong}
+                answer = await client.http.post(path, json=body)
+                shown = f"{str(body)[:200]} -> {answer.status_code} {answer.text[:300]}"
+                assert str(answer.status_code) in document, shown
+                assert answer.status_code < 500, shown
+                if answer.status_code >= 400:
+                    assert answer.json()["error"]["message"], shown
+        for raw in RAW.values():
+            headers = {"Content-Type": "application/json"}
+            answer = await client.http.post(path, content=raw, headers=headers)
+            assert answer.status_code == 400, raw[:50]
+            assert answer.json()["error"]["code"] == "invalid_request"
+
+
+# 6
+
+
+async def test_a_client_that_goes_away_ends_the_sampling(tmp_path) -> None:
+    body = {**TEXT, "stream": True, "n": 4}
+    never = 600.0  # seconds between two tokens
+    async with (
+        asking(tmp_path, pace=never) as (served, _),
+        listening(served.app()) as port,
+        httpx2.AsyncClient(base_url=f"{HERE}:{port}") as http,
+    ):
+        async with http.stream("POST", "/v1/completions", json=body) as answer:
+            async for line in answer.aiter_lines():
+                if line and '"text": ""' not in line:
+                    break
+            assert (await served.engine.probe()).sampling == 1
+        async with asyncio.timeout(20):
+            while (await served.engine.probe()).sampling:  # noqa: ASYNC110 — it has no event
+                await asyncio.sleep(0.005)
+
+
+async def test_the_same_key_is_answered_once(tmp_path) -> None:
+    async with asking(tmp_path, settings={"max_completion_length": 20}) as (_, client):
+        for body in (TEXT, {**TEXT, "store": True, "n": 2}):
+            key = {"Idempotency-Key": str(len(body))}
+            path = "/v1/completions"
+            first = await client.ok(path, body, headers=key)
+            assert await client.ok(path, body, headers=key) == first
+            error = await client.refused(400, path, {**body, "prompt": "b"}, headers=key)
+            assert error["code"] == "idempotency_key_reused"
+
+
+async def test_the_document_has_the_errors(tmp_path) -> None:
+    async with asking(tmp_path) as (_, client):
+        document = (await client.http.get("/openapi.json")).json()
+    operation = document["paths"]["/v1/completions"]["post"]
+    assert "422" not in operation["responses"]
+    for status in ("400", "404", "429", "503"):
+        content = operation["responses"][status]["content"]
+        assert content == {
+            "application/json": {"schema": {"$ref": "#/components/schemas/ErrorAnswer"}}
+        }
+    assert document["components"]["schemas"]["ErrorAnswer"]["properties"]["error"]
+    assert "422" in document["paths"]["/completions"]["post"]["responses"]

@@ -1,0 +1,237 @@
+"""Completions that are kept: as groups by themselves, or as members of a group that several calls share."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from groupwise.server.ledger import groups
+from groupwise.types import Group, from_json
+from groupwise.wire.problems import Refusal
+from tests.unit.server.asking import client_of, until
+from tests.unit.server.openai.opening import CHAT, TEXT, Client, Open, asking, opened
+from tests.unit.server.openai.test_routes import PATHS, shown, texts_of
+
+KEPT = {**TEXT, "store": True}
+
+
+async def record(served: Open, group: str) -> Group:
+    kept = await served.ledger.do(groups.read_record, group)
+    assert kept is not None
+    return from_json(Group, kept)
+
+
+async def counts(served: Open) -> dict[str, int]:
+    run = (await served.service.status()).run_id
+    assert run is not None
+    return {
+        state: number
+        for state, number in (await served.ledger.do(groups.count_groups, run)).items()
+        if number
+    }
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_several_completions_are_a_group(tmp_path, path) -> None:
+    async with asking(tmp_path) as (served, client):
+        answer = await client.ok(path, {**PATHS[path], "n": 3, "store": True})
+        group = answer["group_id"]
+        prefix = "chatcmpl-" if "chat" in path else "cmpl-"
+        assert answer["id"] == prefix + group
+        kept = await record(served, group)
+        assert [each.completion for each in kept.rollouts] == shown(answer)
+        assert [[*each.completion_ids] for each in kept.rollouts] == [
+            choice["token_ids"] for choice in answer["choices"]
+        ]
+        posted = await client.reward(answer["id"], 1, 0, None)
+        assert (posted["group_id"], posted["status"]) == (group, "accepted")
+        assert (await client.reward(group, 1, 0, None)) == posted
+        assert await counts(served) == {"rewarded": 1}
+
+
+async def test_a_stream_is_kept_before_it_ends(tmp_path) -> None:
+    async with asking(tmp_path, pace=0.01) as (served, client):
+        pieces = await client.streamed("/v1/chat/completions", {**CHAT, "n": 2, "store": True})
+        group = pieces[-1]["group_id"]
+        assert {piece["id"] for piece in pieces} == {f"chatcmpl-{group}"}
+        kept = await record(served, group)
+        assert [each.completion for each in kept.rollouts] == texts_of(pieces, 2)
+
+
+async def test_what_cannot_be_kept_has_no_end(tmp_path, monkeypatch) -> None:
+    def full(*_: object) -> None:
+        raise Refusal("disk_full")
+
+    monkeypatch.setattr("groupwise.server.openai.storing.keep_group", full)
+    async with asking(tmp_path, pace=0.02) as (_, client):
+        for n in (1, 2):
+            body = {**KEPT, "n": n, "stream": True}
+            answer = await client.http.post("/v1/completions", json=body)
+            assert '"code": "disk_full"' in answer.text
+            assert '"finish_reason": "' not in answer.text
+            assert "[DONE]" not in answer.text
+            await client.refused(503, "/v1/completions", {**KEPT, "n": n})
+
+
+@pytest.mark.parametrize("how", ["body", "headers", "unnamed"])
+async def test_calls_share_a_group(tmp_path, how) -> None:
+    size = {"metadata": {"group": "a", "size": "3"}} if how == "body" else {}
+    body = KEPT if how == "unnamed" else {**TEXT, "store": how == "body", **size}
+    headers = {}
+    if how == "headers":
+        named = {"X-Groupwise-Group": "a", "X-Groupwise-Size": "3"}
+        headers = {"X-Groupwise-Store": "true", **named}
+    async with asking(tmp_path) as (served, client):
+        members = 4 if how == "unnamed" else 3  # as many as the run's groups have
+        answers = [
+            await client.ok("/v1/completions", body, headers=headers) for _ in range(members)
+        ]
+        (group,) = {each["group_id"] for each in answers}
+        assert [each["id"] for each in answers] == [f"cmpl-{group}-{n}" for n in range(members)]
+        kept = await record(served, group)
+        assert len(kept.rollouts) == members
+        assert [each.completion for each in kept.rollouts] == [shown(each)[0] for each in answers]
+        assert len({each.segments[0].seed for each in kept.rollouts}) == members
+        for place, each in enumerate(answers[:-1]):
+            posted = await client.reward(each["id"], place)
+            assert (posted["group_id"], posted["status"]) == (group, "accepted")
+        assert await counts(served) == {"open": 1}
+        await client.reward(answers[-1]["id"], None)
+        assert await counts(served) == {"rewarded": 1}
+        following = await client.ok("/v1/completions", body, headers=headers)
+        assert following["group_id"] != group
+        status = await served.service.status()
+        assert status.completion_requests_served == members + 1
+
+
+async def test_a_group_that_the_policy_has_left_behind_is_not_gone_on_with(tmp_path) -> None:
+    async with asking(tmp_path, settings={"steps": "manual"}) as (_, client):
+        first = await client.text(store=True)
+        second = await client.text(store=True)
+        assert second["group_id"] == first["group_id"]
+        other = await client.text(store=True, n=2)
+        await client.reward(other["id"], 1, 0)
+        await client.ok("/step", {"wait": True})
+        third = await client.text(store=True)
+        assert third["group_id"] != first["group_id"]
+        assert third["policy_version"][1] == 1
+
+
+async def test_calls_at_once_share_a_group(tmp_path) -> None:
+    async with asking(tmp_path, pace=0.01) as (served, client):
+        gate = served.engine.hold("sample")
+        calls = [asyncio.create_task(client.ok("/v1/completions", KEPT)) for _ in range(6)]
+        calls.append(asyncio.create_task(client.streamed("/v1/completions", KEPT)))
+        calls.append(asyncio.create_task(client.streamed("/v1/completions", KEPT)))
+        await until(lambda: served.engine.calls["sample"] == 1)
+        gate.set()
+        *whole, one, two = await asyncio.gather(*calls)
+        ids = [each["id"] for each in whole] + [one[-1]["id"], two[-1]["id"]]
+        assert len({*ids}) == 8
+        assert len({each["group_id"] for each in whole} | {one[-1]["group_id"]}) == 2
+        assert served.engine.calls["sample"] == 2
+        assert await counts(served) == {"open": 2}
+
+
+async def test_a_first_call_that_goes_away_leaves_the_turn_to_the_next(tmp_path) -> None:
+    async with asking(tmp_path) as (served, client):
+        gate = served.engine.hold("sample")
+        first, second = (asyncio.create_task(client.text(store=True)) for _ in range(2))
+        await until(lambda: served.engine.calls["sample"] == 1)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        gate.set()
+        assert (await second)["id"].endswith("-0")
+        assert served.openai._turns == {}  # pyright: ignore[reportPrivateUsage]
+
+
+async def test_what_differs_cannot_share(tmp_path) -> None:
+    async with asking(tmp_path, settings={"groups_per_step": 4}) as (_, client):
+        named = {**KEPT, "metadata": {"group": "a"}}
+        await client.ok("/v1/completions", named)
+        for other in (
+            {"prompt": "b"},
+            {"temperature": 0.5},
+            {"metadata": {"group": "a", "size": "2"}},
+        ):
+            error = await client.refused(400, "/v1/completions", {**named, **other})
+            assert error["code"] == "settings_conflict"
+        first = await client.ok("/v1/completions", {**KEPT, "max_tokens": 2})
+        second = await client.ok("/v1/completions", KEPT)
+        assert first["group_id"] != second["group_id"]
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "top_p": {"top_p": 0.9},
+    "top_k": {"top_k": 5},
+    "min_p": {"min_p": 0.1},
+    "temperature": {"temperature": 0},
+    "seed": {"seed": 1},
+    "prompt": {"prompt": ["a", "b"]},
+    "metadata.group": {"metadata": {"group": ""}},
+    "metadata.size": {"metadata": {"size": "many"}},
+}
+
+
+@pytest.mark.parametrize("field", WRONG)
+async def test_what_cannot_be_kept(tmp_path, field) -> None:
+    async with asking(tmp_path) as (served, client):
+        error = await client.refused(400, "/v1/completions", {**KEPT, **WRONG[field]})
+        assert error["param"] == field
+        assert field in error["message"]
+        assert served.engine.calls["sample"] == 0
+
+
+async def test_groups_go_with_calls_of_one_kept_completion(tmp_path) -> None:
+    async with asking(tmp_path) as (_, client):
+        metadata = {"metadata": {"group": "a"}}
+        error = await client.refused(400, "/v1/completions", {**TEXT, **metadata})
+        assert "store" in error["message"]
+        error = await client.refused(400, "/v1/completions", {**KEPT, **metadata, "n": 2})
+        assert "n = 1" in error["message"]
+        headers = {"X-Groupwise-Group": "a"}
+        await client.refused(400, "/v1/completions", TEXT, headers=headers)
+
+
+async def test_room_is_waited_for(tmp_path) -> None:
+    async with asking(tmp_path) as (_, client):
+        for _ in range(2):
+            await client.text(store=True, n=2)
+        answer = await client.http.post("/v1/completions", json={**KEPT, "n": 2})
+        assert answer.status_code == 429
+        assert answer.json()["error"]["code"] == "too_busy"
+        assert (answer.headers["x-should-retry"], answer.headers["retry-after"]) == ("true", "2")
+        await client.text()  # nothing is kept of it
+
+
+async def test_rewards_of_members_survive_the_server(tmp_path) -> None:
+    async with opened(tmp_path) as served:
+        await served.start()
+        async with client_of(served.app()) as http:
+            client = Client(http)
+            answers = [await client.text(store=True, metadata={"size": "3"}) for _ in range(2)]
+            posted = await client.reward(answers[0]["id"], 1)
+        await served.kill()
+        await served.engine.close()
+    async with opened(tmp_path) as served:
+        await served.until(lambda status: status.phase == "running")
+        async with client_of(served.app()) as http:
+            client = Client(http)
+            assert await client.reward(answers[0]["id"], 1) == posted
+            third = await client.text(store=True, metadata={"size": "3"})
+            assert third["group_id"] == answers[0]["group_id"]
+            for answer in (answers[1], third):
+                await client.reward(answer["id"], 0)
+            assert await counts(served) == {"rewarded": 1}
+
+
+async def test_what_a_lease_leaves_is_trained(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("groupwise.server.service.TICK_SECONDS", 0.02)
+    settings = {"groups_per_step": 1, "lease_seconds": 1.0}
+    async with asking(tmp_path, settings=settings) as (served, client):
+        answers = [await client.text(store=True) for _ in range(2)]
+        await client.reward(answers[0]["id"], 1)
+        await served.until(lambda status: status.step == 1)
+        assert await counts(served) == {"trained": 1}

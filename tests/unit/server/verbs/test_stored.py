@@ -1,0 +1,55 @@
+"""What models have saved, as folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from groupwise.errors import UsageError
+from groupwise.server.verbs.port import ModelSpec, Stored
+from groupwise.server.verbs.stored import Saved, SavedFolders
+
+MODEL = "s-1:train:0"
+SPEC = ModelSpec("tiny", 4, 1)
+
+
+def saved(folders: SavedFolders, name: str, call: int = 1) -> Stored:
+    stored = Stored(MODEL, "weights", name)
+    folders.place(stored).mkdir(parents=True)
+    folders.describe(folders.place(stored), Saved(SPEC, "f00d", call))
+    return stored
+
+
+def test_what_was_saved_is_found_and_forgotten(tmp_path: Path) -> None:
+    folders = SavedFolders(tmp_path)
+    stored = saved(folders, "one")
+    assert folders.read(stored) == Saved(SPEC, "f00d", 1)
+    folders.forget(stored)
+    folders.forget(stored)
+    with pytest.raises(UsageError, match="nothing of this kind"):
+        folders.read(stored)
+    saved(folders, "two")
+    with pytest.raises(UsageError, match="It has saved: two"):
+        folders.read(stored)
+
+
+def test_a_name_is_free_for_the_call_that_took_it(tmp_path: Path) -> None:
+    folders = SavedFolders(tmp_path)
+    stored = saved(folders, "one", call=5)
+    folders.check_free(stored, 5)
+    with pytest.raises(UsageError, match="something saved as one already"):
+        folders.check_free(stored, 6)
+
+
+def test_of_the_states_that_are_kept_the_last_two_stay(tmp_path: Path) -> None:
+    folders = SavedFolders(tmp_path)
+    for call in (3, 6, 9, 12):
+        folders.automatic(MODEL, call).mkdir(parents=True)
+    folders.forget_automatic(MODEL, before=12)
+    assert sorted(path.name for path in folders.automatic(MODEL, 12).parent.iterdir()) == [
+        "000000009",
+        "000000012",
+    ]
+    folders.forget_automatic(MODEL)
+    assert not folders.automatic(MODEL, 12).exists()
