@@ -57,9 +57,6 @@ KINDS: Mapping[str, Kind] = {
     "method_not_allowed": Kind(
         405, "No such method here", "The address exists, but not for this HTTP method."
     ),
-    "unsupported": Kind(
-        501, "Not supported", "The call exists in the protocol, but this server does not offer it."
-    ),
     # what is asked for
     "unknown_group": Kind(
         404, "No such group", "No group of this server has this id, or is the one that was echoed."

@@ -66,7 +66,7 @@ GUIDES = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md", ROOT / "CHANGELO
 CONFIGS = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "examples").rglob("*.yaml")])
 SUPERVISED = ("sft.md", "configuration-sft.md")
 """Pages whose configs are of `groupwise sft`."""
-SERVED = ("serve.md", "deploy-server.md")
+SERVED = ("serve.md", "deploy-server.md", "openai-clients.md")
 """Pages that are followed from top to bottom, beside the server that they begin."""
 RUN_ELSEWHERE = ("tinker.md",)
 """Whose programs `tests/integration/server/test_verbs.py` runs, each in a process of its own: their client leaves threads behind."""

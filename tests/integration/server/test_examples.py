@@ -82,3 +82,18 @@ def test_a_training_that_is_under_way_is_left_alone(example: str, server: Server
         assert "Stop it first" in ended.stderr
         assert client.status().run_id == begun.run_id
         client.stop()
+
+
+def test_an_agent_of_the_openai_client_learns(server: Server) -> None:
+    ended = subprocess.run(
+        [sys.executable, str(EXAMPLES / "08_openai_agent" / "agent.py")],
+        env={**os.environ, "GROUPWISE_URL": server.url},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    rewards = [float(line.split()[-1]) for line in ended.stdout.splitlines()]
+    assert rewards[0] < 0.2
+    assert rewards[-1] > 0.8

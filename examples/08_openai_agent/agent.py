@@ -1,0 +1,43 @@
+"""An agent written against the client of OpenAI becomes trainable: its calls say `store=True`, and somebody rewards them by their ids.
+
+    groupwise serve --output-dir served          in one terminal
+    python examples/08_openai_agent/agent.py     in another, with `pip install openai`
+"""
+
+import os
+
+import openai
+
+from groupwise.client import TrainingClient
+
+URL = os.environ.get("GROUPWISE_URL", "http://127.0.0.1:8000")
+STEPS, CALLS = 30, 8
+
+
+def agent(client, question):
+    """The agent as it was, but for `store`: one call, one answer."""
+    answer = client.chat.completions.create(
+        model="latest", messages=[{"role": "user", "content": question}], max_tokens=8, store=True
+    )
+    return answer.id, answer.choices[0].message.content or ""
+
+
+def main():
+    """Let the agent work, and reward what it did; the server compares the answers to the same question with each other."""
+    key = os.environ.get("GROUPWISE_API_KEY", "no key")
+    with TrainingClient(URL) as server, openai.OpenAI(base_url=f"{URL}/v1", api_key=key) as client:
+        server.start(
+            num_completions_per_prompt=CALLS, max_completion_length=8, max_steps=STEPS, staleness=0
+        )
+        for step in range(STEPS):
+            rewards = []
+            for _ in range(CALLS):
+                called, text = agent(client, "Write the letter a.")
+                rewards.append(text.count("a") / 8)
+                server.rewards(called, rewards[-1:])
+            if step % 5 == 4 or step == 0:
+                print(f"step {step + 1:2}  reward {sum(rewards) / CALLS:.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
