@@ -11,7 +11,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 os.environ["TINKER_TELEMETRY"] = "0"
 
@@ -140,7 +140,7 @@ def refusals(client: Any) -> dict[str, Any]:
     params = types.SamplingParams(max_tokens=2)
     soft = types.Datum(
         model_input=prompt,
-        loss_fn_inputs={"target_tokens": [[1, 2]] * 3, "weights": [[0.5] * 2] * 3},
+        loss_fn_inputs=cast("Any", {"target_tokens": [[1, 2]] * 3, "weights": [[0.5] * 2] * 3}),
     )
     found = {
         "loss": refused(lambda: training.forward_backward([teacher()], "dro").result()),
@@ -183,7 +183,9 @@ def rollout(tokens: list[int], logprobs: list[float], advantage: float) -> Any:
 def datum(tokens: list[int], **inputs: list[float]) -> Any:
     return types.Datum(
         model_input=types.ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={"target_tokens": tokens[1:], **inputs},
+        loss_fn_inputs=cast(
+            "Any", {"target_tokens": tokens[1:], **inputs}
+        ),  # lists are made tensors
     )
 
 

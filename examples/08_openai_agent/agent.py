@@ -1,7 +1,7 @@
 """An agent written against the client of OpenAI becomes trainable: its calls say `store=True`, and somebody rewards them by their ids.
 
-    groupwise serve --output-dir served          in one terminal
-    python examples/08_openai_agent/agent.py     in another, with `pip install openai`
+groupwise serve --output-dir served          in one terminal
+python examples/08_openai_agent/agent.py     in another, with `pip install openai`
 """
 
 import os
