@@ -6,16 +6,18 @@ READY := @$(PYTHON) scripts/bootstrap.py
 BIN := .venv/bin
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV
-.PHONY: help setup quickstart test check fix bench soak gpu clean
+.PHONY: help setup quickstart test test-server check fix bench soak gpu clean
 
 help: ## list the verbs
-	@sed -n 's/^\([a-z][a-z]*\): ## /  make \1 \t/p' Makefile | expand -t 20
+	@sed -n 's/^\([a-z][a-z-]*\): ## /  make \1 \t/p' Makefile | expand -t 20
 setup: ## make .venv with all that training, tests and checks need
 	$(READY)
 quickstart: ## train a real model on this machine and watch its reward rise
 	$(READY) --profile train && $(BIN)/python examples/quickstart.py $(QUICKSTART_ARGS)
-test: ## run the tests (ARGS="-k name" selects)
-	$(READY) && $(PYTEST) -n $(WORKERS) --dist loadfile $(ARGS)
+test: ## run the tests (ARGS="-k name" selects), but for those of test-server
+	$(READY) && $(PYTEST) -n $(WORKERS) --dist loadfile --ignore tests/integration/server $(ARGS)
+test-server: ## run the tests of the training server that start it, and kill it
+	$(READY) && $(PYTEST) -n $(WORKERS) --dist loadfile $(ARGS) tests/integration/server
 check: ## lint, format, types, layers, dependencies
 	$(READY) && $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright && $(BIN)/lint-imports && $(BIN)/deptry .
 fix: ## mend what a machine can mend

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -20,6 +21,38 @@ for name, value in {
 
 if "torch" in sys.modules:  # a plugin brought it before the variables above stood
     sys.modules["torch"].set_num_threads(1)
+
+LONGEST = (
+    "acceptance/test_docs.py",
+    "integration/server/test_verbs.py",
+    "acceptance/test_mutations.py",
+    "integration/test_resume.py",
+    "acceptance/test_learning.py",
+    "integration/test_ranks.py",
+    "integration/server/test_kills_of_server.py",
+    "acceptance/test_multi_turn.py",
+    "integration/test_schedules.py",
+    "unit/ranks/test_beside.py",
+    "integration/test_on_device.py",
+    "integration/server/test_examples.py",
+    "integration/test_sft.py",
+    "integration/server/test_through_http.py",
+    "integration/test_replay.py",
+    "integration/test_kills.py",
+)
+"""Files that take more than half a minute. A file is one worker's, so they come first, lest one works alone at the end."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first, all others in their order."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    root = Path(__file__).parent
+
+    def place(item: pytest.Item) -> int:
+        return places.get(item.path.relative_to(root).as_posix(), len(LONGEST))
+
+    items.sort(key=place)
+
 
 hypothesis.settings.register_profile("groupwise", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("groupwise")

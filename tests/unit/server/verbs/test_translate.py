@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -219,5 +220,8 @@ def test_samples(last: int | None, expected: list[float | None]) -> None:
 
 
 def test_the_package_itself_is_not_imported() -> None:
-    messages()
-    assert "tinker" not in sys.modules
+    code = (
+        "import sys; from groupwise.server.verbs.messages import messages; messages(); "
+        "sys.exit('tinker' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
