@@ -1,4 +1,4 @@
-"""The server's log: a line for each request, each step and whatever else happens, for people or as JSON.
+"""The server's log, for people or as JSON: steps, whatever else happens, and requests; people see those alone that were refused.
 
 A line of a request names who asked by the id of the key, and what by the route; never a key, a header or a body. What comes from a client
 is made harmless first.
@@ -42,10 +42,18 @@ class ForPrograms(logging.Formatter):
         return json.dumps(line, ensure_ascii=True, default=str)
 
 
+def worth_reading(record: logging.LogRecord) -> bool:
+    """Whether a person wants to see a line: not those of requests that were answered, of which each group has two."""
+    facts = cast("Mapping[str, Any]", getattr(record, "facts", {}))
+    return record.name != ACCESS.name or facts["status"] >= 400
+
+
 def configure(kind: Literal["text", "json"]) -> logging.Handler:
     """Write what the package and uvicorn have to say on stderr; returns the handler, which whoever called removes."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(ForPrograms() if kind == "json" else ForPeople())
+    if kind == "text":
+        handler.addFilter(worth_reading)
     root = logging.getLogger()
     root.addHandler(handler)
     logging.getLogger("groupwise").setLevel(logging.INFO)

@@ -35,7 +35,7 @@ from groupwise.runs.lock import RunLock, holder
 from groupwise.server.app import make_app
 from groupwise.server.caller import Caller
 from groupwise.server.engine.port import Engine
-from groupwise.server.engine.remote import EngineProcess
+from groupwise.server.engine.remote import EngineProcess, log_here
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.logs import configure
 from groupwise.server.openai.service import OpenAIService
@@ -113,6 +113,7 @@ async def build_service(config: ServerConfig, factory: str = ENGINE) -> Built:
     async def make_engine() -> Engine:
         return await EngineProcess.start(
             factory,
+            log=_warnings,
             silence_limit=config.engine_silence_limit,
             limits={
                 "open": config.start_time_limit,
@@ -130,6 +131,12 @@ async def build_service(config: ServerConfig, factory: str = ENGINE) -> Built:
         OpenAIService(service, ledger, config),
         Verbs(config, ledger, service, make_engine),
     )
+
+
+def _warnings(record: logging.LogRecord) -> None:
+    """What the engine warns of; the rest stands in the run's own log, and steps have lines here."""
+    if record.levelno >= logging.WARNING:
+        log_here(record)
 
 
 def serve(

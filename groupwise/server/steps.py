@@ -24,6 +24,8 @@ from groupwise.wire.training import EventKind
 
 UNDER_WAY: tuple[State, ...] = ("open", "rewarded", "planned")
 """Groups that steps are still to take; a held one waits for its client."""
+LOST: tuple[State, ...] = ("stale", "quarantined")
+"""Groups that no step will take."""
 MOST_LOSSES = 2
 """A plan over which so many engines were lost is put aside."""
 LEARNING_RATE = "learning_rate"
@@ -32,11 +34,11 @@ LEARNING_RATE = "learning_rate"
 
 def traffic(transaction: Transaction, run: str) -> Traffic:
     """How many groups steps are still to take, and will never take."""
-    counts = groups.count_groups(transaction, run)
+    counts = groups.count_groups(transaction, run, (*UNDER_WAY, *LOST))
     return Traffic(
         steps_done=next_step(transaction, run),
         under_way=sum(counts[state] for state in UNDER_WAY),
-        lost=counts["stale"] + counts["quarantined"],
+        lost=sum(counts[state] for state in LOST),
     )
 
 

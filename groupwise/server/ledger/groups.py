@@ -219,8 +219,10 @@ def prune_records(transaction: Transaction, run: str, before_step: int) -> int:
     quarantined is kept, to be looked at. The rows of the groups stay.
     """
     return transaction.execute(
+        # From the records, of which few are left at any time, to their groups.
         f"""DELETE FROM records WHERE id IN (
-            SELECT groups.id FROM groups LEFT JOIN plans ON plans.id = groups.plan
+            SELECT records.id FROM records CROSS JOIN groups ON groups.id = records.id
+            LEFT JOIN plans ON plans.id = groups.plan
             WHERE groups.run = ? AND (
                 groups.state = 'trained' AND plans.step < ? OR groups.state IN ({listed(_NEVER_TRAINED)})
             )

@@ -161,7 +161,10 @@ def plan_of(transaction: Transaction, group: str) -> PlanRow | None:
 def last_trained_step(transaction: Transaction, run: str) -> int | None:
     """The highest step of the run that was trained; None before the first."""
     return transaction.value(
-        "SELECT max(step) FROM plans WHERE run = ? AND state = 'trained'", (run,)
+        # By the index of living plans, from its end.
+        """SELECT step FROM plans WHERE run = ? AND state <> 'quarantined' AND trained_at IS NOT NULL
+        ORDER BY step DESC LIMIT 1""",
+        (run,),
     )
 
 

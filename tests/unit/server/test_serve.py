@@ -191,6 +191,14 @@ def test_lines_of_the_log_are_json_where_it_is_asked_for(tmp_path: Path) -> None
         assert (line["status"], line["key"]) == (200, "local")
 
 
+def test_people_see_the_requests_that_were_refused(tmp_path: Path) -> None:
+    with server(tmp_path) as process:
+        httpx2.get(process.address + "/status")
+        httpx2.get(process.address + "/nowhere")
+        process.said("GET /nowhere 404 not_found")
+        assert not any("GET /status" in line for line in process.lines)
+
+
 def test_two_servers_do_not_share_a_folder(tmp_path: Path) -> None:
     held = RunLock.acquire(tmp_path)
     with pytest.raises(UsageError, match=r"is served already by process \d+"):
