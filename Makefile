@@ -15,9 +15,9 @@ setup: ## make .venv with all that training, tests and checks need
 quickstart: ## train a real model on this machine and watch its reward rise
 	$(READY) --profile train && $(BIN)/python examples/quickstart.py $(QUICKSTART_ARGS)
 test: ## run the tests (ARGS="-k name" selects), but for those of test-server
-	$(READY) && $(PYTEST) -n $(WORKERS) --dist loadfile --ignore tests/integration/server $(ARGS)
+	$(READY) && $(PYTEST) -n $(WORKERS) --dist loadfile -m "not server and not soak and not gpu" $(ARGS)
 test-server: ## run the tests of the training server that start it, and kill it
-	$(READY) && $(PYTEST) -n $(WORKERS) --dist loadfile $(ARGS) tests/integration/server
+	$(READY) && $(PYTEST) -n $(WORKERS) --dist loadfile -m "server and not soak and not gpu" $(ARGS) tests/integration tests/acceptance
 check: ## lint, format, types, layers, dependencies
 	$(READY) && $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright && $(BIN)/lint-imports && $(BIN)/deptry .
 fix: ## mend what a machine can mend

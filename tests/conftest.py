@@ -44,7 +44,7 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first, all others in their order."""
+    """Long files first, all others in their order; those of the training server are marked."""
     places = {name: place for place, name in enumerate(LONGEST)}
     root = Path(__file__).parent
 
@@ -52,6 +52,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return places.get(item.path.relative_to(root).as_posix(), len(LONGEST))
 
     items.sort(key=place)
+    for item in items:
+        if root / "integration" / "server" in item.path.parents:
+            item.add_marker("server")
 
 
 hypothesis.settings.register_profile("groupwise", derandomize=True, deadline=None, database=None)

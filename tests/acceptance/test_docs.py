@@ -369,6 +369,7 @@ def test_yaml_is_a_config_or_part_of_one(page: Path) -> None:
         load({"model": {"name": "tiny"}, **given})
 
 
+@pytest.mark.server
 @pytest.mark.timeout(300)  # engines begin, and models learn
 @pytest.mark.parametrize("page", [p for p in PAGES if p.name in SERVED], ids=name)
 def test_a_page_of_the_server_can_be_followed(
