@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from groupwise.errors import CheckpointError, RunError, StoreError
-from groupwise.server.engine.port import Engine, EngineLost, Opened, OpenRun
+from groupwise.server.engine.port import Engine, Opened, OpenRun
 
 logger = logging.getLogger(__name__)
 
@@ -117,11 +117,6 @@ class Keeper:
         """Wait until something can be written to a disk that was full; any other reason to refuse is not waited for."""
         while _is_still_full(folder):
             await self._clock.sleep(LOOK_AT_DISK)
-
-
-def lost(error: Exception) -> EngineLost:
-    """What failed in the engine, so that it cannot be relied on any more, as its loss."""
-    return error if isinstance(error, EngineLost) else EngineLost(str(error))
 
 
 def is_full(error: BaseException) -> bool:

@@ -226,7 +226,7 @@ class Service:
         if (old := rows.get(request.resume_from)) is not None:
             merged = _merged(old.settings, request)
             order = order_of(merged, self._allowed, self._config.folder)
-            config = {**order.config, "run": {**order.config["run"], "name": old.run}}
+            config = _with_run(order.config, name=old.run)
             return OpenRun(config, merged.max_prompt_length, run=old.run), merged, old
         beginning = self._beginning(request.resume_from, rows)
         merged = _merged(beginning.settings, request)
@@ -256,12 +256,11 @@ class Service:
         while (self._config.folder / RUNS / name).exists():
             number += 1
             name = f"{wanted}-{number}"
-        config = {**order.config, "run": {**order.config["run"], "name": name}}
-        return replace(order, config=config)
+        return replace(order, config=_with_run(order.config, name=name))
 
     def _here(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The config of a run in this output folder, which may have been moved since."""
-        return {**config, "run": {**config["run"], "dir": str(self._config.folder / RUNS)}}
+        return _with_run(config, dir=str(self._config.folder / RUNS))
 
     async def _make_way(self, replacing: bool) -> None:
         conductor = self._conductor
@@ -647,6 +646,11 @@ def refusal_of(error: GroupwiseError, otherwise: str, retry_after: float | None 
         return error
     code = error.code if error.code in KINDS else otherwise
     return Refusal(code, str(error), retry_after=retry_after)
+
+
+def _with_run(config: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+    """The config with another name or folder of its run."""
+    return {**config, "run": {**config["run"], **changes}}
 
 
 def _merged(settings: Mapping[str, Any], request: StartRequest) -> StartRequest:

@@ -134,8 +134,7 @@ def note_trained(transaction: Transaction, plan: PlanRow, done: StepDone) -> boo
     exact = before is None or before.fingerprint_out == done.record.fingerprint_out
     plans.mark_trained(transaction, plan.run, plan.step, _trained(done))
     if before is None:
-        told = {"step": plan.step, "metrics": finite(done.metrics), "data": _groups_told(plan)}
-        events.add_event(transaction, plan.run, EventKind.STEP, told)
+        _tell_step(transaction, plan, done.metrics)
     for message in done.warnings:
         events.add_event(transaction, plan.run, EventKind.WARNING, {"message": message})
     groups.prune_records(transaction, plan.run, done.oldest_checkpoint)
@@ -147,6 +146,11 @@ def _trained(done: StepDone) -> Trained:
     return Trained(
         record.fingerprint_out, record.version_out, done.policy.path, finite(done.metrics)
     )
+
+
+def _tell_step(transaction: Transaction, plan: PlanRow, metrics: Mapping[str, float]) -> None:
+    told = {"step": plan.step, "metrics": finite(metrics), "data": _groups_told(plan)}
+    events.add_event(transaction, plan.run, EventKind.STEP, told)
 
 
 def _groups_told(plan: PlanRow) -> dict[str, Any]:
@@ -167,8 +171,7 @@ def note_committed(
         return False
     trained = Trained(manifest.fingerprint_out, manifest.version_out, "", finite(metrics))
     plans.mark_trained(transaction, run, manifest.step, trained)
-    told = {"step": plan.step, "metrics": finite(metrics), "data": _groups_told(plan)}
-    events.add_event(transaction, run, EventKind.STEP, told)
+    _tell_step(transaction, plan, metrics)
     return True
 
 

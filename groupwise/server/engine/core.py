@@ -26,7 +26,6 @@ from groupwise.awaiting import Interruption
 from groupwise.config import LoadedConfig, RunConfig, load_config
 from groupwise.data.signals import Signals
 from groupwise.errors import ConfigError, UsageError
-from groupwise.learner.schedule import learning_rate
 from groupwise.loops.drawing import check_served
 from groupwise.loops.metrics import Timings
 from groupwise.loops.outcome import end, first_and_last, summarise, write_curve
@@ -337,11 +336,8 @@ class EngineCore:
                 )
             run.timings = Timings()
             drawn = self._drawn(plan)
-            rate = plan.learning_rate
-            if rate is None:
-                rate = learning_rate(run.step, run.max_steps, run.config.training)
             with run.taking_a_step():
-                metrics = await take_step(run, drawn, time.perf_counter(), rate)
+                metrics = await take_step(run, drawn, time.perf_counter(), plan.learning_rate)
             if run.step % run.config.run.save_steps == 0:
                 self._save()
             self._current.progress.phase("ready")
