@@ -144,6 +144,11 @@ class Futures:
         self._waiting_bytes = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
+    @property
+    def waiting(self) -> int:
+        """Calls that wait or are under way."""
+        return self._waiting
+
     def earlier(self, key: Key, digest: bytes) -> str | None:
         """The id of the call with this key. UsageError where its content was another."""
         call = self._by_key.get(key)

@@ -34,13 +34,15 @@ from groupwise.server.verbs.port import (
     VerbSample,
     VerbSampled,
 )
-from groupwise.server.verbs.service import FORWARD_BACKWARD, optimiser_of
 from groupwise.server.verbs.stored import SavedFolders
+from groupwise.server.verbs.training import FORWARD_BACKWARD, optimiser_of
 from groupwise.types import LossSpec, OptimiserParams, Row, UpdateResult
 from groupwise.wire.problems import Refusal
 
 logger = logging.getLogger(__name__)
 
+NAME = "verbs"
+"""Among what is beside runs."""
 LOSSES = 3
 """Engines that may end while one call is under way, or before it could begin."""
 LOOK_AGAIN = 0.2
@@ -55,6 +57,10 @@ class Runs(Protocol):
 
     def conducted(self) -> Conductor | None:
         """The run that has an engine, or is about to have one again."""
+        ...
+
+    async def make_room(self, whom: str) -> None:
+        """Refuse as `run_active` where something else has the machine."""
         ...
 
 
@@ -363,6 +369,10 @@ class Host:
         async with self._runs.turn:
             if self._runs.conducted() is not None:
                 return None
+            try:
+                await self._runs.make_room(NAME)
+            except Refusal as refusal:
+                raise UsageError(refusal.message) from None
             self.admit(base)
             self._standing = None
             engine = cast("Called", await self._keeper.begin())

@@ -22,7 +22,7 @@ from groupwise.server.routes.declared import Serving
 from groupwise.server.service import Service
 from groupwise.server.settings import ServerConfig
 from groupwise.server.verbs.futures import TooManyCalls
-from groupwise.server.verbs.host import Host
+from groupwise.server.verbs.host import NAME, Host
 from groupwise.server.verbs.journal import LedgerJournal
 from groupwise.server.verbs.routes import (
     PREFIX,
@@ -62,7 +62,8 @@ class Verbs:
             longest=config.max_context_length,
         )
         self.service = VerbService(self._host, journal=journal, keep_every=config.keep_models_every)
-        runs.beside = self
+        runs.beside[NAME] = self
+        runs.by_verbs = self.service.told
 
     async def begin(self) -> None:
         """Know what clients have opened before, and go on with their calls."""
@@ -70,8 +71,8 @@ class Verbs:
         await self.service.open()
 
     async def make_way(self) -> None:
-        """See `groupwise.server.service.Beside.make_way`."""
-        await self.service.end_silent_sessions()
+        """See `groupwise.server.start_stop.Beside.make_way`."""
+        await self.service.opened.end_silent_sessions()
         await self._host.make_way()
 
     async def shut_down(self) -> None:

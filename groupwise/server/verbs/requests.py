@@ -208,3 +208,13 @@ class Retrieve(Body):
 
     request_id: ID
     allow_metadata_only: bool = False
+
+
+def content_of(body: Body) -> bytes:
+    """A request as bytes that are the same for the same request."""
+    return body.model_dump_json().encode()
+
+
+def kind_of(body: Body) -> str:
+    """What a call is named in the journal."""
+    return type(body).__name__

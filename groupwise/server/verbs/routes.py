@@ -26,7 +26,8 @@ from groupwise.server.verbs.futures import (
     TooManyCalls,
     UnknownAnswer,
 )
-from groupwise.server.verbs.service import NotThere, VerbService
+from groupwise.server.verbs.opened import NotThere
+from groupwise.server.verbs.service import VerbService
 
 PREFIX = "/api/v1"
 POLL = 40.0
@@ -147,15 +148,15 @@ class _Handlers:
     async def _create_session(self, request: Request) -> Response:
         await _read(request, requests.CreateSession)
         key = request.headers.get("x-idempotency-key") or request.headers.get("idempotency-key")
-        session = await self._service.create_session(key)
+        session = await self._service.opened.create_session(key)
         return JSONResponse({"type": "create_session", "session_id": session})
 
     async def _heartbeat(self, request: Request) -> Response:
-        self._service.heartbeat((await _read(request, requests.Heartbeat)).session_id)
+        self._service.opened.heartbeat((await _read(request, requests.Heartbeat)).session_id)
         return JSONResponse({"type": "session_heartbeat"})
 
     async def _finish(self, request: Request) -> Response:
-        await self._service.finish(request.path_params["session"])
+        await self._service.opened.finish(request.path_params["session"])
         return JSONResponse({})
 
     async def _telemetry(self, request: Request) -> Response:
@@ -165,48 +166,50 @@ class _Handlers:
 
     async def _create_model(self, request: Request) -> Response:
         return await self._promise(
-            *self._service.create_model(await _read(request, requests.CreateModel))
+            *self._service.training.create_model(await _read(request, requests.CreateModel))
         )
 
     async def _get_info(self, request: Request) -> Response:
         model = (await _read(request, requests.GetInfo)).model_id
-        return JSONResponse(await self._service.info(model))
+        return JSONResponse(await self._service.training.info(model))
 
     async def _forward_backward(self, request: Request) -> Response:
-        return await self._promise(*self._service.forward_backward(await _body(request)))
+        return await self._promise(*self._service.training.forward_backward(await _body(request)))
 
     async def _optim_step(self, request: Request) -> Response:
         return await self._promise(
-            *self._service.optim_step(await _read(request, requests.OptimStep))
+            *self._service.training.optim_step(await _read(request, requests.OptimStep))
         )
 
     async def _save_weights(self, request: Request) -> Response:
         return await self._promise(
-            *self._service.save_weights(await _read(request, requests.SaveWeights))
+            *self._service.training.save_weights(await _read(request, requests.SaveWeights))
         )
 
     async def _load_weights(self, request: Request) -> Response:
         return await self._promise(
-            *self._service.load_weights(await _read(request, requests.LoadWeights))
+            *self._service.training.load_weights(await _read(request, requests.LoadWeights))
         )
 
     async def _save_for_sampler(self, request: Request) -> Response:
         body = await _read(request, requests.SaveForSampler)
-        return await self._promise(*self._service.save_for_sampler(body))
+        return await self._promise(*self._service.training.save_for_sampler(body))
 
     async def _create_sampler(self, request: Request) -> Response:
-        sampler = await self._service.create_sampler(await _read(request, requests.CreateSampler))
+        sampler = await self._service.sampling.create_sampler(
+            await _read(request, requests.CreateSampler)
+        )
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler})
 
     async def _sampler(self, request: Request) -> Response:
-        return JSONResponse(self._service.sampler(request.path_params["sampler"]))
+        return JSONResponse(self._service.sampling.sampler(request.path_params["sampler"]))
 
     async def _weights_info(self, request: Request) -> Response:
         path = (await _read(request, requests.WeightsInfo)).tinker_path
-        return JSONResponse(await self._service.weights_info(path))
+        return JSONResponse(await self._service.training.weights_info(path))
 
     async def _sample(self, request: Request) -> Response:
-        id, sequences = await self._service.sample(await _read(request, requests.Sample))
+        id, sequences = await self._service.sampling.sample(await _read(request, requests.Sample))
         await self._service.kept(id)
         return JSONResponse({"request_id": id, "sample_sequence_ids": sequences})
 

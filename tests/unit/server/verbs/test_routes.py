@@ -12,7 +12,9 @@ import pytest
 
 from groupwise.server.verbs import routes
 from groupwise.server.verbs.futures import Limits
-from groupwise.server.verbs.service import EPHEMERAL_KEPT, SESSION_SILENCE, VerbService
+from groupwise.server.verbs.opened import SESSION_SILENCE
+from groupwise.server.verbs.service import VerbService
+from groupwise.server.verbs.training import EPHEMERAL_KEPT
 from groupwise.testing.fake_verbs import FakeVerbs
 from tests.verb_server import KEY, app
 

@@ -1,0 +1,184 @@
+"""What clients ask of the run and post to it: completions, their rewards, and steps by hand.
+
+What is posted is in the ledger before it is answered; the conductor is nudged, and whoever waits for a step looks into the ledger again at
+each beat of the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from groupwise.rollouts.asking import gather_all
+from groupwise.server import keeping
+from groupwise.server.caller import Caller
+from groupwise.server.conductor import Conductor
+from groupwise.server.current import Current
+from groupwise.server.engine.port import SampleOrder, Sampling
+from groupwise.server.engine_refusals import asked
+from groupwise.server.ledger import groups
+from groupwise.server.ledger.writer import Ledger
+from groupwise.types import Prompt
+from groupwise.wire.problems import Refusal
+from groupwise.wire.training import (
+    CompletionsRequest,
+    GroupAnswer,
+    RewardAnswer,
+    RewardsOfOne,
+    RewardsOfSeveral,
+    StepAnswer,
+    StepRequest,
+)
+
+T = TypeVar("T")
+
+
+class AskPost:
+    """Of the run that is."""
+
+    def __init__(self, current: Current, ledger: Ledger) -> None:
+        self._current = current
+        self._config = current.config
+        self._ledger = ledger
+
+    # --- completions -----------------------------------------------------------------------------
+
+    async def completions(self, request: CompletionsRequest, caller: Caller) -> list[GroupAnswer]:
+        """Sample, keep, and only then answer."""
+        conductor = self._current.active()
+        _ = conductor.engine  # refused before waiting
+        self._check_tokenizer(request.tokenizer_hash, conductor)
+        await self._ledger.do(keeping.check_draws, conductor.now.run, request.all_draws)
+        wait = self._config.completions_wait
+        async with conductor.room.admitted(request.all_draws, wait) as draws:
+            orders = [
+                _order_of_sample(request, prompt, draw)
+                for prompt, draw in zip(request.all_prompts, draws, strict=True)
+            ]
+            engine = conductor.engine
+            sampled = await asked(
+                gather_all(engine.sample(order) for order in orders),
+                conductor,
+                self._config.sampling_time_limit,
+            )
+            answers = await self._ledger.do(
+                keeping.keep_groups,
+                conductor.now.run,
+                sampled,
+                conductor.request.lease_seconds,
+                request,
+                caller,
+            )
+            await conductor.recount()
+        return answers
+
+    def _check_tokenizer(self, given: str | None, conductor: Conductor) -> None:
+        own = conductor.now.opened.tokenizer_hash
+        if given not in (None, own):
+            raise Refusal(
+                "tokenizer_mismatch",
+                f"tokenizer_hash is {given!r}, but the server's tokenizer and template have {own!r}. GET /tokenizer has them.",
+            )
+
+    async def give_up(self, group: str) -> None:
+        """End a group that its client no longer wants."""
+        await self._ledger.do(groups.give_up, group)
+        if self._current.conductor is not None:
+            await self._current.conductor.recount()
+
+    # --- rewards and steps -----------------------------------------------------------------------
+
+    async def rewards(
+        self, request: RewardsOfOne | RewardsOfSeveral, caller: Caller
+    ) -> list[RewardAnswer]:
+        """Keep rewards, and only then answer; with `wait` after the step that learns from them."""
+        run = self._current.any_run()
+        if request.wait and self._current.is_manual():
+            raise Refusal("manual_mode")
+        version = self._current.version()
+        answers = await self._ledger.do(keeping.keep_rewards, run.run, version, request, caller)
+        if self._current.conductor is not None:
+            self._current.conductor.nudge()
+        if not request.wait:
+            return answers
+        return await self._trained(answers, request.timeout)
+
+    async def _trained(self, answers: list[RewardAnswer], seconds: float) -> list[RewardAnswer]:
+        """Answers as they are after the step that learnt from them, or after so many seconds."""
+        return await self._awaited(
+            lambda: self._ledger.do(keeping.after_step, answers),
+            lambda found: all(each.status == "trained" for each in found),
+            seconds,
+        )
+
+    async def step(self, request: StepRequest, caller: Caller) -> StepAnswer:
+        """Take a step with the groups that are named, or with those that wait."""
+        conductor = self._current.active()
+        if request.group_ids is None and not self._current.is_manual():
+            raise Refusal("auto_mode")
+        deadline = time.monotonic() + request.timeout
+        while True:
+            beat = self._current.changed.next
+            answer = await self._ledger.do(
+                keeping.keep_plan,
+                conductor.now.run,
+                request,
+                conductor.request.prompts_per_step,
+                conductor.request.staleness,
+                caller,
+            )
+            if answer is not None:
+                break
+            await self._beat_before(beat, deadline)
+        conductor.nudge()
+        if not request.wait:
+            return answer
+        return await self._awaited(
+            lambda: self._ledger.do(keeping.step_after, conductor.now.run, answer),
+            lambda found: found.status == "trained",
+            deadline - time.monotonic(),
+        )
+
+    async def _beat_before(self, beat: asyncio.Event, deadline: float) -> None:
+        """Wait for a change. Refused as `too_busy` when the time is over: another step waits already."""
+        try:
+            async with asyncio.timeout(max(deadline - time.monotonic(), 0)):
+                await beat.wait()
+        except TimeoutError:
+            raise Refusal(
+                "too_busy", "another step is still being taken; ask again.", retry_after=2
+            ) from None
+
+    async def _awaited(
+        self, look: Callable[[], Awaitable[T]], done: Callable[[T], bool], seconds: float
+    ) -> T:
+        """What one sees when it is done, or after so many seconds, or when nobody will do it any more."""
+        deadline = time.monotonic() + seconds
+        while True:
+            beat = self._current.changed.next
+            found = await look()
+            if done(found) or self._current.is_over():
+                return found
+            try:
+                async with asyncio.timeout(max(deadline - time.monotonic(), 0)):
+                    await beat.wait()
+            except TimeoutError:
+                return found
+
+
+def _order_of_sample(request: CompletionsRequest, prompt: Prompt, draw: int) -> SampleOrder:
+    ids = request.prompt_tokens
+    return SampleOrder(
+        draw,
+        prompt,
+        request.num_completions,
+        Sampling(
+            temperature=request.temperature,
+            max_tokens=request.max_completion_length,
+            min_tokens=request.min_completion_length,
+            stop=None if request.stop is None else tuple(request.stop),
+        ),
+        None if ids is None else tuple(ids),
+    )

@@ -1,0 +1,38 @@
+"""How clients are told of what an engine refuses, and of one that ends while it is asked."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from groupwise.errors import GroupwiseError, RunError, UsageError
+from groupwise.server.conductor import Conductor
+from groupwise.server.engine.port import EngineLost
+from groupwise.wire.problems import KINDS, Refusal
+
+T = TypeVar("T")
+
+
+async def asked(work: Awaitable[T], conductor: Conductor, seconds: float) -> T:
+    """What the engine of a run gave within so many seconds; what it refused is the client's, and its loss nobody's fault."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await work
+    except TimeoutError:
+        raise Refusal("timed_out") from None
+    except EngineLost:
+        conductor.nudge()
+        raise Refusal("engine_recovering", retry_after=2) from None
+    except UsageError as error:
+        raise refusal_of(error, otherwise="invalid_request") from None
+    except RunError as error:
+        raise refusal_of(error, otherwise="engine_recovering", retry_after=5) from None
+
+
+def refusal_of(error: GroupwiseError, otherwise: str, retry_after: float | None = None) -> Refusal:
+    """What the package says is wrong, as a problem of the table: under its own code where that is one."""
+    if isinstance(error, Refusal):
+        return error
+    code = error.code if error.code in KINDS else otherwise
+    return Refusal(code, str(error), retry_after=retry_after)
