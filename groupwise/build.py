@@ -4,13 +4,14 @@
 `start_supervised` what a supervised run does, `start_serving` what an evaluation asks. Sampler and learner share one base model in
 memory when an adapter is trained; each has its own copy of the adapter, and the sampler's changes only through published files. They
 are in this process, or in ranks (`groupwise.ranks`), as the layout says: then the zygote makes once, by `make_described`, what is made
-here for one process.
+here for one process. With `run.server` the three `start_…` of a config have a training server make them (`groupwise.remote`).
 
 Over the base of a training, or over one that `start_base` loaded alone, `models_over` adds trained adapters later.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from groupwise.algorithms.registry import make
 from groupwise.config import RunConfig, load_config
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, UsageError
 from groupwise.machine_layout import AnyConfig, Layout, most_processes
 from groupwise.models.memory import memory_explained
 from groupwise.ranks import ahead
@@ -27,8 +28,10 @@ from groupwise.ranks.beside import Here, Host, InRank, Models, NewModel
 from groupwise.ranks.learner import RankLearner
 from groupwise.ranks.sampler import RankSampler
 from groupwise.ranks.tree import Ranks
+from groupwise.remote.parts import RemoteParts, Wanted, start
 from groupwise.runs import publications
 from groupwise.sft_config import SftConfig, load_sft_config
+from groupwise.task_parts import longest_completion
 from groupwise.types import Learner, Sampler
 
 if TYPE_CHECKING:
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
     from groupwise.learner.torch_learner import TorchLearner
     from groupwise.ranks.bench import Bench
     from groupwise.ranks.hosted import Hosted
+    from groupwise.remote.session import Session
+    from groupwise.wire.parts import PartsKind
 
 Kind = Literal["training", "supervised", "serving", "base"]
 """Of what is made together."""
@@ -54,11 +59,15 @@ class Closable:
     ranks: Ranks | None = None
     hosted: Hosted | None = None
     """What is hosted where there are no ranks, and models could be added to it."""
+    session: Session | None = None
+    """With a server that has the parts."""
 
     def close(self) -> None:
         """End them, if there are any."""
         if self.ranks is not None:
             self.ranks.close()
+        if self.session is not None:
+            self.session.close()
 
     def peak_memory(self, device: str) -> int | None:
         """Most bytes that were held so far, as `groupwise.models.probes.peak_memory`; with ranks an estimate of all processes,
@@ -128,7 +137,7 @@ def expected_ranks(config: AnyConfig) -> Generator[None]:
 
 def expect_ranks(config: AnyConfig) -> None:
     """Begin the zygote where the config will probably have ranks, so that its imports take no time later."""
-    if config.model.name == "tiny" or NVIDIA.exists():
+    if config.run.server is not None or config.model.name == "tiny" or NVIDIA.exists():
         return
     if most_processes(config) > 1:
         ahead.begin()
@@ -142,7 +151,11 @@ def training_parts(config: RunConfig, layout: Layout, run: str, publish_folder: 
 async def start_training(
     config: RunConfig, layout: Layout, run: str, publish_folder: Path
 ) -> Parts:
-    """As `training_parts`, for an event loop, which goes on while ranks start; cancelling it ends them."""
+    """As `training_parts`, for an event loop, which goes on while ranks start; cancelling it ends them. By `run.server`, where there is
+    one."""
+    if config.run.server is not None:
+        found = await _by_server("training", config, layout, run, publish_folder)
+        return Parts(found.sampler, found.learner, found.stop_token_ids, session=found.session)
     made = await _made("training", config, layout, run=run, folder=str(publish_folder))
     return _training(made)
 
@@ -156,11 +169,17 @@ async def start_supervised(
     config: SftConfig, layout: Layout, run: str, folder: Path
 ) -> LearningParts:
     """As `supervised_parts`, for an event loop; see `start_training`."""
+    if config.run.server is not None:
+        found = await _by_server("supervised", config, layout, run, folder)
+        return LearningParts(found.learner, session=found.session)
     return _supervised(await _made("supervised", config, layout, run=run, folder=str(folder)))
 
 
 async def start_serving(config: RunConfig, layout: Layout, weights: Path | None) -> ServingParts:
     """A sampler of the adapter or full weights in `weights`; without, `serving_label` says what it serves. See `start_training`."""
+    if config.run.server is not None:
+        found = await _by_server("serving", config, layout, "served", Path(), weights)
+        return ServingParts(found.sampler, found.stop_token_ids, session=found.session)
     folder = None if weights is None else str(weights)
     made = await _made("serving", config, layout, weights=folder)
     if isinstance(made, Ranks):
@@ -214,6 +233,59 @@ def _supervised(made: Ranks | Hosted) -> LearningParts:
 
 def _stop_token_ids(ranks: Ranks) -> tuple[int, ...]:
     return ranks.call_all_now("stop_token_ids")[0]
+
+
+# --- made by a server -----------------------------------------------------------------------------
+
+
+async def _by_server(
+    kind: PartsKind,
+    config: AnyConfig,
+    layout: Layout,
+    run: str,
+    folder: Path,
+    weights: Path | None = None,
+) -> RemoteParts:
+    """The parts on `run.server`, in the layout that it has planned. Weights that are files here are sent."""
+    assert config.run.server is not None
+    wanted = await asyncio.to_thread(_wanted, kind, config, layout, run, folder, weights)
+    found = await start(config.run.server, wanted)
+    if Layout(**found.layout) != layout:
+        found.session.close()
+        raise UsageError(
+            f"{config.run.server} lays the work out otherwise than a moment ago: its machine or its settings have changed. Start again."
+        )
+    return found
+
+
+def _wanted(
+    kind: PartsKind,
+    config: AnyConfig,
+    layout: Layout,
+    run: str,
+    folder: Path,
+    weights: Path | None,
+) -> Wanted:
+    from groupwise.models.adapters import adapter_folder, base_name
+    from groupwise.models.identity import identity
+
+    own = Path(config.model.name)
+    longest, lag = None, 0
+    if isinstance(config, RunConfig):
+        longest, lag = layout.key_length - longest_completion(config), config.training.lag
+    return Wanted(
+        kind=kind,
+        config=config.model_dump(mode="json"),
+        run=run,
+        publish_folder=folder,
+        longest_prompt=longest,
+        base=identity(config.model.model_copy(update={"adapter": None})),
+        called=base_name(config.model),
+        keep_publications=lag + 2,
+        model=own if own.is_dir() else None,
+        adapter=adapter_folder(config.model) if weights is None else None,
+        weights=weights,
+    )
 
 
 # --- made here, or once in the zygote of ranks ----------------------------------------------------

@@ -8,13 +8,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from groupwise.config import RunConfig
 from groupwise.errors import ConfigError
 from groupwise.models.config import Dtype, ModelConfig
 from groupwise.models.cores import available_cores
 from groupwise.ranks import ahead
+from groupwise.remote.parts import planned_layout
 from groupwise.sft_config import SftConfig
 from groupwise.task_parts import longest_completion
 
@@ -79,7 +80,12 @@ def with_processes(recorded: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def choose_layout(config: RunConfig, longest_prompt: int) -> Layout:
-    """What suits this machine, where the config does not say. Raises ConfigError for processes that it cannot have."""
+    """What suits this machine, or that of `run.server`, where the config does not say.
+
+    Raises ConfigError for processes that it cannot have, UsageError for a server that does not answer or refuses.
+    """
+    if config.run.server is not None:
+        return _of_server(config.run.server, "training", config, longest_prompt)
     layout = _layout(config)
     layout = replace(layout, key_length=key_length(config, longest_prompt))
     return replace(layout, slots=config.sampler.slots or _slots(config, layout))
@@ -100,13 +106,21 @@ def _slots(config: RunConfig, layout: Layout) -> int:
 
 def supervised_layout(config: SftConfig) -> Layout:
     """As `choose_layout`, where nothing is sampled."""
+    if config.run.server is not None:
+        return _of_server(config.run.server, "supervised", config, None)
     return _layout(config)
 
 
-def crowding(layout: Layout) -> str | None:
-    """A warning where more threads compute than there are cores for them."""
+def _of_server(
+    url: str, kind: Literal["training", "supervised"], config: AnyConfig, longest_prompt: int | None
+) -> Layout:
+    return Layout(**planned_layout(url, kind, config.model_dump(mode="json"), longest_prompt))
+
+
+def crowding(layout: Layout, *, elsewhere: bool = False) -> str | None:
+    """A warning where more threads of this machine compute than there are cores for them."""
     cores = available_cores()
-    if layout.all_threads <= cores:
+    if elsewhere or layout.all_threads <= cores:
         return None
     return (
         f"{layout.all_threads} threads of {layout.processes} process{'es' * (layout.processes > 1)} compute on {cores} "

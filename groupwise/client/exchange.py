@@ -143,7 +143,7 @@ def exchange(call: Call[T], connection: Connection) -> Exchange[T]:
     if call.method != "GET":
         headers[HEADER] = new_idempotency_key()
     if call.body is not None:
-        headers["Content-Type"] = "application/json"
+        headers.setdefault("Content-Type", "application/json")
     send = Send(
         call.method,
         call.path,

@@ -132,7 +132,8 @@ def plan_of(
     `prompt` is the first one; a chat template that does not suit it is warned of beside `warnings`, and so are too many threads.
     """
     settings = resolved(prepared.config)
-    own = unannounced(prepared.tokenizer, prompt), crowding(prepared.layout)
+    crowded = crowding(prepared.layout, elsewhere=prepared.config.run.server is not None)
+    own = unannounced(prepared.tokenizer, prompt), crowded
     return {
         "config": {**settings, "run": {**settings["run"], "name": prepared.run_name}},
         "plan": {

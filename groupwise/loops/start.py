@@ -198,7 +198,7 @@ def watched(
         logging_steps=prepared.config.run.logging_steps,
     )
     with Interruption() as interruption, progress, _shown_warnings(progress):
-        if warning := crowding(prepared.layout):
+        if warning := crowding(prepared.layout, elsewhere=prepared.config.run.server is not None):
             logger.warning(warning)
         progress.phase("loading")
         yield progress, interruption

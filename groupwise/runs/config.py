@@ -121,6 +121,13 @@ class RunSection(Strict):
         on_resume="warn",
         ge=1,
     )
+    server: str | None = setting(
+        None,
+        "URL of a training server (groupwise serve) whose machine samples and learns; the loop, the rewards, the record and the "
+        "checkpoints stay here. Its key comes from GROUPWISE_API_KEY. null: this machine computes.",
+        on_resume="free",
+        min_length=1,
+    )
     profile: int | tuple[int, ...] | None = setting(
         None,
         "Steps whose work is traced, by index from 0: one or a list. profile/step-N.json shows it in "
@@ -175,8 +182,13 @@ class RunSection(Strict):
     hub: HubSection = HubSection()
 
     def conflicts(self) -> Iterator[Conflict]:
-        """Too few threads for the processes, and keys of sinks that are not reported to."""
+        """Too few threads for the processes, a profile of another machine, and keys of sinks that are not reported to."""
         yield from self._too_few_threads()
+        if self.server is not None and self.profile is not None:
+            yield Conflict(
+                "profile traces what this machine computes, but server has another one compute. Leave one of the two out.",
+                ("profile", "server"),
+            )
         for sink in WITH_KEYS:
             for key in [key for key in type(self).model_fields if key.startswith(f"{sink}_")]:
                 if getattr(self, key) is not None and sink not in self.sinks:

@@ -8,6 +8,7 @@ it can answer with.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Awaitable, Callable, Sequence
 from importlib import metadata
 from typing import Any, NoReturn, cast
@@ -16,6 +17,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from groupwise.server import strict_json
@@ -35,6 +37,7 @@ DESCRIPTION = (
     "The server owns the model; the client owns the loop, the data and the rewards: it asks for completions of its prompts, scores them, "
     "and posts a number for each. Every refusal is a problem (RFC 9457) with a `code` that never changes its meaning."
 )
+BINARY = ("application/zip", "application/octet-stream")
 SECURITY = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
@@ -126,7 +129,7 @@ def _add(app: FastAPI, route: Route) -> None:
 
 
 def _format(media_type: str) -> dict[str, str]:
-    return {"format": "binary"} if media_type == "application/zip" else {}
+    return {"format": "binary"} if media_type in BINARY else {}
 
 
 # Reading strictly
@@ -219,9 +222,16 @@ class _Document:
         components.setdefault("schemas", {}).update(problem_schema())
         components["securitySchemes"] = SECURITY
         for route in self._routes:
-            operation = document["paths"][route.path][route.method.lower()]
-            self._say_more(operation, route)
+            if route.reads is not None:
+                _add_body(document, route, route.reads)
+            elif route.takes_bytes:
+                self._operation(document, route)["requestBody"] = _ANY_BYTES
+        for route in self._routes:
+            self._say_more(self._operation(document, route), route)
         return document
+
+    def _operation(self, document: dict[str, Any], route: Route) -> dict[str, Any]:
+        return document["paths"][_PLAIN.sub("}", route.path)][route.method.lower()]
 
     def _say_more(self, operation: dict[str, Any], route: Route) -> None:
         operation["security"] = [{name: []} for name in SECURITY] if route.role else []
@@ -232,6 +242,22 @@ class _Document:
             content["example"] = route.example
 
 
+def _add_body(document: dict[str, Any], route: Route, model: type[BaseModel]) -> None:
+    """What a handler reads itself."""
+    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+    document["components"]["schemas"].update(schema.pop("$defs", {}))
+    document["components"]["schemas"][model.__name__] = schema
+    content = {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}
+    operation = document["paths"][_PLAIN.sub("}", route.path)][route.method.lower()]
+    operation["requestBody"] = {"required": True, "content": {"application/json": content}}
+
+
+_PLAIN = re.compile(r":\w+\}")
+"""A convertor of a path parameter, which the document does not have."""
+_ANY_BYTES = {
+    "required": True,
+    "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+}
 _IDEMPOTENCY = {
     "name": IDEMPOTENCY_HEADERS[0],
     "in": "header",

@@ -292,7 +292,7 @@ class BodyRead:
         body = b""  # where none is taken, what comes all the same is thrown away as it comes
         if route is not None and route.takes_body:
             body = await self._read(Headers(scope=scope), receive)
-        if body:
+        if body and not (route is not None and route.takes_bytes):
             _check_media_type(Headers(scope=scope).get("content-type", ""))
         await _while_listening(self._app, scope, body, receive, send)
 

@@ -36,11 +36,16 @@ from groupwise.server.app import make_app
 from groupwise.server.caller import Caller
 from groupwise.server.engine.port import Engine
 from groupwise.server.engine.remote import EngineProcess, log_here
+from groupwise.server.keeper import Keeper
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.logs import configure
 from groupwise.server.openai.service import OpenAIService
+from groupwise.server.orders import Allowed
+from groupwise.server.parts.service import NAME as PARTS
+from groupwise.server.parts.service import PartsService
 from groupwise.server.routes.declared import ServiceLike, Serving
 from groupwise.server.routes.openai import attach, openai_routes
+from groupwise.server.routes.parts import parts_routes
 from groupwise.server.service import Service
 from groupwise.server.settings import ServerConfig
 from groupwise.server.verbs.mount import InFront, Verbs
@@ -79,24 +84,30 @@ class Built:
     service: ServiceLike
     openai: OpenAIService | None = None
     verbs: Verbs | None = None
+    parts: PartsService | None = None
 
     async def begin(self) -> None:
         """Open what the last server left."""
         await self.service.begin()
         if self.verbs is not None:
             await self.verbs.begin()
+        if self.parts is not None:
+            await self.parts.begin()
 
     async def shut_down(self, seconds: float) -> None:
         """Save, and end the engines."""
+        if self.parts is not None:
+            await self.parts.shut_down()
         if self.verbs is not None:
             await self.verbs.shut_down()
         await self.service.shut_down(seconds)
 
     def application(self, config: ServerConfig, keys: Keyring | None) -> tuple[Serving, ASGIApp]:
         """All routes."""
-        also = openai_routes(self.openai) if self.openai is not None else ()
-        app = make_app(self.service, config, keys, also=also)
-        if also:
+        of_openai = openai_routes(self.openai) if self.openai is not None else ()
+        of_parts = parts_routes(self.parts) if self.parts is not None else ()
+        app = make_app(self.service, config, keys, also=(*of_openai, *of_parts))
+        if of_openai:
             attach(app)
         serving: Serving = app.state.serving
         if self.verbs is None:
@@ -121,6 +132,8 @@ async def build_service(config: ServerConfig, factory: str = ENGINE) -> Built:
                 "sample": config.sampling_time_limit,
                 "models.open": config.start_time_limit,
                 "models.sample": config.sampling_time_limit,
+                "parts.open": config.start_time_limit,
+                "parts.generate": config.sampling_time_limit,
             },
         )
 
@@ -130,7 +143,23 @@ async def build_service(config: ServerConfig, factory: str = ENGINE) -> Built:
         service,
         OpenAIService(service, ledger, config),
         Verbs(config, ledger, service, make_engine),
+        _parts(config, service, make_engine),
     )
+
+
+def _parts(
+    config: ServerConfig, service: Service, make_engine: Callable[[], Awaitable[Engine]]
+) -> PartsService:
+    parts = PartsService(
+        runs=service,
+        keeper=Keeper(make_engine),
+        allowed=Allowed(Path(config.model_dir).expanduser(), tuple(config.allowed_models)),
+        folder=config.folder / PARTS,
+        silence=config.parts_silence,
+        longest_wait=config.step_time_limit,
+    )
+    service.beside[PARTS] = parts
+    return parts
 
 
 def _warnings(record: logging.LogRecord) -> None:

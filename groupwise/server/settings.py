@@ -101,6 +101,12 @@ class ServerConfig(Strict):
         ge=1,
     )
 
+    parts_silence: float = setting(
+        120.0,
+        "Seconds without a word after which sampler and learner are taken from a loop that runs elsewhere; it sends one every ten.",
+        gt=0,
+    )
+
     max_body_bytes: int = setting(32 * MIB, "Bytes of a request, at most.", ge=1024)
     requests_per_second: float | None = setting(
         None, "Of each key, in the long run; null: as many as it likes.", gt=0

@@ -69,6 +69,24 @@ KINDS: Mapping[str, Kind] = {
     "unknown_model": Kind(
         404, "No such model", "No policy is served under this name; /v1/models lists them."
     ),
+    "unknown_parts": Kind(
+        404,
+        "No such parts",
+        "No sampler and learner are open under this id: they never were, or the server was started anew since.",
+    ),
+    "unknown_call": Kind(
+        404,
+        "No such call",
+        "No call of these parts has this number, or its answer was told some minutes ago and is kept no longer.",
+    ),
+    "unknown_file": Kind(
+        404, "No such file", "The parts have no file or folder of this name, or no longer."
+    ),
+    "parts_gone": Kind(
+        410,
+        "The parts have ended",
+        "Sampler and learner are no more, and `detail` says why. The loop that drove them goes on from its own last checkpoint.",
+    ),
     "version_gone": Kind(
         410,
         "Version no longer kept",
@@ -140,6 +158,11 @@ KINDS: Mapping[str, Kind] = {
         409,
         "The draw is taken",
         "Another group of the run has this position in the order of draws.",
+    ),
+    "call_taken": Kind(
+        409,
+        "The number of the call is taken",
+        "The parts were called under this number before, with other content.",
     ),
     # idempotency
     "in_progress": Kind(

@@ -149,18 +149,61 @@ def _added(processes: int, folder: Path) -> Pair:
     )
 
 
+def _remote(lora: dict[str, int] | None, folder: Path) -> Pair:
+    """Parts of a training server, by its routes and its engine's calls, without a socket between them."""
+    from groupwise import machine_layout
+    from groupwise.config import load_config
+    from groupwise.models.identity import identity
+    from groupwise.models.tiny import tiny_tokenizer
+    from groupwise.remote.parts import Wanted, start
+    from tests.parts_server import HERE, PartsServer
+
+    config = load_config(
+        {
+            "model": {"name": "tiny", "dtype": "float32"},
+            "lora": lora,
+            "algorithm": {"beta": 0.1},
+            "sampler": {"slots": 8, "max_completion_length": 40},
+            "training": {"seed": 1},
+        }
+    ).config
+    layout = machine_layout.choose_layout(config, 24)
+    assert layout.key_length == 64
+    wanted = Wanted(
+        kind="training",
+        config=config.model_dump(mode="json"),
+        run="contract",
+        publish_folder=folder,
+        longest_prompt=24,
+        base=identity(config.model),
+    )
+    server = PartsServer(folder.parent / "server")
+    parts = asyncio.run(start(HERE, wanted, server.transport))
+    tokenizer = tiny_tokenizer()
+    return Pair(
+        parts.sampler,
+        parts.learner,
+        tokenizer,
+        tokenizer.eos_token_id,
+        lambda: _shift_saved(parts.learner, folder.parent / "shifted"),
+        parts.session.close,
+    )
+
+
 def _shift_saved(learner: Learner, folder: Path) -> None:
     """Change the weights of a learner that may be in another process."""
     import torch
     from safetensors.torch import load_file, save_file
 
+    from groupwise.models.files import FULL_WEIGHTS
     from groupwise.models.lora import WEIGHTS
 
     folder.mkdir(parents=True, exist_ok=True)
     learner.save(str(folder))
-    tensors = load_file(folder / WEIGHTS)
+    weights = next(folder / name for name in (WEIGHTS, FULL_WEIGHTS) if (folder / name).exists())
+    tensors = load_file(weights)
     _shift(tensors, torch)
-    save_file(tensors, folder / WEIGHTS)
+    save_file(tensors, weights)
     learner.load(str(folder))
 
 
@@ -171,6 +214,8 @@ MAKERS = {
     "ranks": _ranks,
     "torch-added": partial(_added, 1),
     "ranks-added": partial(_added, 2),
+    "remote": partial(_remote, {"r": 4, "alpha": 8}),
+    "remote-full": partial(_remote, None),
 }
 
 

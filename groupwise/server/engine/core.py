@@ -54,6 +54,7 @@ from groupwise.runs.folder import RECORD, RunFolder
 from groupwise.runs.records import StepRecord
 from groupwise.runs.store import Store
 from groupwise.server.engine.models import EngineModels, Shared
+from groupwise.server.engine.parts import EngineParts
 from groupwise.server.engine.port import (
     EngineLost,
     Opened,
@@ -118,6 +119,8 @@ class EngineCore:
         """Steps of the oldest checkpoint that is kept."""
         self.models = EngineModels(self._shared, self._scope)
         """That are trained beside the run, or without one."""
+        self.parts = EngineParts(self._scope)
+        """For a loop that runs elsewhere, in an engine without a run."""
         self._turn = asyncio.Lock()
         """Held by whatever changes the run: one step, save or end at a time."""
 

@@ -43,6 +43,7 @@ CANCELLED_VERBS = frozenset(
     {
         "sample",
         "models.sample",
+        "parts.generate",
         "partial",
         "token_texts",
         "metrics_of",

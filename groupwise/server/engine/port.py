@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from groupwise.errors import RunError
 from groupwise.runs.records import StepRecord
 from groupwise.types import Group, Policy, Prompt
+from groupwise.wire.parts import PartsKind
 
 
 class EngineLost(RunError):
@@ -162,6 +163,36 @@ class OpenModels:
     """Models in memory at once, a run among them."""
     longest: int
     """Tokens of prompt and completion that can be sampled, where the base is loaded for the models alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenParts:
+    """Sampler and learner for a loop that runs elsewhere; see `groupwise.server.engine.parts`."""
+
+    kind: PartsKind
+    config: Mapping[str, Any]
+    """The sections of a run's config that its parts are made by, for this machine."""
+    run: str
+    """What policies are called."""
+    folder: str
+    """Of the parts: what is published, sent and saved."""
+    longest_prompt: int | None
+    """Tokens; None where nothing is sampled."""
+    weights: str | None = None
+    """Of `serving`: the folder that is served; None: the base, with the adapter of the config where it has one."""
+    base: str | None = None
+    """The fingerprint of the model that the loop means; None: whatever it is here."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartsOpened:
+    """Parts that are ready."""
+
+    stop_token_ids: tuple[int, ...]
+    layout: Mapping[str, Any]
+    """As `groupwise.machine_layout.Layout` has it."""
+    fingerprint: str
+    """Of the weights that the sampler serves; empty where there is none."""
 
 
 class Engine(Protocol):

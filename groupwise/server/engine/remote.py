@@ -67,6 +67,8 @@ LIMITS: Mapping[str, float] = {
     "sample": 600.0,  # a long group on a CPU, behind a full set of slots
     "models.open": 1800.0,  # as open
     "models.sample": 600.0,  # as sample
+    "parts.open": 1800.0,  # as open
+    "parts.generate": 600.0,  # as sample
     "partial": 30.0,  # looks into memory; waits for the loop alone, as the next three do
     "token_texts": 30.0,
     "metrics_of": 30.0,

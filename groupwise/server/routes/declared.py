@@ -158,6 +158,10 @@ class Route:
     codes: tuple[str, ...] = ()
     """What the service may refuse it for."""
     takes_body: bool = False
+    takes_bytes: bool = False
+    """Whether the body may be anything, and not JSON alone."""
+    reads: type[BaseModel] | None = None
+    """The model of a body that the handler reads itself; None: its parameters say it."""
     works: bool = False
     """Whether it begins or changes something: a server that ends refuses it."""
     ends_with_client: bool = True

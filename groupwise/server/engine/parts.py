@@ -1,0 +1,271 @@
+"""Sampler and learner of this engine for a loop that runs elsewhere: made as for a loop in this process, and called one by one.
+
+They are the parts that `groupwise.build` makes for a run, with the same layout, ranks and numbers, so that a loop that drives them over
+a network trains the same policy, bit for bit. Nothing here is durable: the run, its record and its checkpoints are where the loop is.
+Paths that come from there are within the folder of the parts, and stay within it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from groupwise import build, machine_layout
+from groupwise.config import RunConfig, load_config
+from groupwise.errors import ModelError, UsageError
+from groupwise.machine_layout import Layout
+from groupwise.models.identity import identity
+from groupwise.ranks import ahead
+from groupwise.server.engine.port import OpenParts, PartsOpened
+from groupwise.sft_config import SftConfig, load_sft_config
+from groupwise.types import (
+    Completion,
+    GroupRequest,
+    Learner,
+    LossSpec,
+    OptimiserParams,
+    Policy,
+    PolicyRole,
+    Prediction,
+    Row,
+    Sampler,
+    UpdateResult,
+)
+from groupwise.wire.parts import PartsKind
+
+PUBLISHED = "published"
+"""Folder of the parts that holds what the learner published."""
+
+Made = build.Parts | build.LearningParts | build.ServingParts
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    made: Made
+    folder: Path
+    vocabulary: int
+    longest: int
+    """Tokens that the sampler can see; 0 where nothing is sampled."""
+
+    @property
+    def sampler(self) -> Sampler:
+        if isinstance(self.made, build.LearningParts):
+            raise UsageError("These parts were opened as `supervised` and have no sampler.")
+        return self.made.sampler
+
+    @property
+    def learner(self) -> Learner:
+        if isinstance(self.made, build.ServingParts):
+            raise UsageError("These parts were opened as `serving` and have no learner.")
+        return self.made.learner
+
+
+class EngineParts:
+    """See the module."""
+
+    def __init__(self, scope: AsyncExitStack) -> None:
+        """What is opened ends with `scope`."""
+        self._scope = scope
+        self._opened: _Open | None = None
+
+    async def ready(self) -> bool:
+        """Whether the model is loaded."""
+        return self._opened is not None
+
+    async def plan(
+        self, kind: PartsKind, config: Mapping[str, Any], longest_prompt: int | None
+    ) -> dict[str, Any]:
+        """The layout that `open` would have, as a mapping."""
+        return asdict(_layout(_read(kind, config), longest_prompt))
+
+    async def open(self, order: OpenParts) -> PartsOpened:
+        """Load the model and make the parts; once. UsageError where config or model are wrong."""
+        if self._opened is not None:
+            raise UsageError("The model is loaded already; open other parts for another one.")
+        config = _read(order.kind, order.config)
+        _check_base(config, order.base)
+        folder = Path(order.folder)
+        layout = _layout(config, order.longest_prompt)
+        build.expect_ranks(config)
+        self._scope.callback(ahead.give_up)
+        made = await _made(config, layout, order, folder)
+        self._scope.callback(made.close)
+        stops = () if isinstance(made, build.LearningParts) else made.stop_token_ids
+        self._opened = _Open(made, folder, ahead.vocabulary(config.model), layout.key_length)
+        serving = "" if order.kind == "supervised" else self._opened.sampler.fingerprint()
+        return PartsOpened(stops, asdict(layout), serving)
+
+    @property
+    def _here(self) -> _Open:
+        if self._opened is None:
+            raise UsageError("The model is not loaded yet: `open` comes first.")
+        return self._opened
+
+    # --- the sampler -----------------------------------------------------------------------------
+
+    async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
+        """See `groupwise.types.Sampler.generate`."""
+        here = self._here
+        sampler = here.sampler
+        _check_request(request, here)
+        return await sampler.generate(request)
+
+    async def load(self, policy: Policy) -> str:
+        """See `groupwise.types.Sampler.load`; gives what `fingerprint` says afterwards."""
+        sampler = self._here.sampler
+        await sampler.load(replace(policy, path=str(self._there(policy.path))))
+        return sampler.fingerprint()
+
+    async def fingerprint(self) -> str:
+        """See `groupwise.types.Sampler.fingerprint`."""
+        return self._here.sampler.fingerprint()
+
+    # --- the learner -----------------------------------------------------------------------------
+
+    async def forward_backward(
+        self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
+    ) -> dict[str, float]:
+        """See `groupwise.types.Learner.forward_backward`."""
+        learner = self._here.learner
+        self._check_rows(rows)
+        return await learner.forward_backward(rows, loss, denominators)
+
+    async def update(self, params: OptimiserParams) -> UpdateResult:
+        """See `groupwise.types.Learner.update`."""
+        return await self._here.learner.update(params)
+
+    async def discard(self) -> None:
+        """See `groupwise.types.Learner.discard`."""
+        self._here.learner.discard()
+
+    async def publish(self, version: int) -> Policy:
+        """See `groupwise.types.Learner.publish`; the path is within the folder of the parts."""
+        policy = await self._here.learner.publish(version)
+        return replace(policy, path=str(Path(policy.path).relative_to(self._here.folder)))
+
+    async def logprobs(self, rows: Sequence[Row], role: PolicyRole) -> list[tuple[float, ...]]:
+        """See `groupwise.types.Learner.logprobs`."""
+        learner = self._here.learner
+        self._check_rows(rows)
+        return await learner.logprobs(rows, role)
+
+    async def predictions(self, rows: Sequence[Row]) -> list[Prediction]:
+        """See `groupwise.types.Learner.predictions`."""
+        learner = self._here.learner
+        self._check_rows(rows)
+        return await learner.predictions(rows)
+
+    async def save_state(self, folder: str) -> None:
+        """See `groupwise.types.Learner.save`; the folder is made, and must be new."""
+        learner = self._here.learner
+        place = self._here.folder / folder
+        if place.exists():
+            raise UsageError(f"There is a folder {folder} already; choose another name.")
+        place.mkdir(parents=True)
+        try:
+            learner.save(str(place))
+        except BaseException:
+            shutil.rmtree(place, ignore_errors=True)
+            raise
+
+    async def load_state(self, folder: str) -> None:
+        """See `groupwise.types.Learner.load`."""
+        self._here.learner.load(str(self._there(folder)))
+
+    def _there(self, path: str) -> Path:
+        """A folder of the parts. UsageError where there is none."""
+        place = self._here.folder / path
+        if not place.is_dir():
+            raise UsageError(
+                f"There is no folder {path}: it was never sent or published, or is kept no longer."
+            )
+        return place
+
+    def _check_rows(self, rows: Sequence[Row]) -> None:
+        vocabulary = self._here.vocabulary
+        for index, row in enumerate(rows):
+            length = len(row.completion_ids)
+            for name in (
+                "mask",
+                "sampling_logprobs",
+                "reference_logprobs",
+                "proximal_logprobs",
+                "credits",
+            ):
+                values = getattr(row, name)
+                if values is not None and len(values) != length:
+                    raise UsageError(
+                        f"rows.{index}: {name} has {len(values)} entries, but completion_ids has {length}; they go together."
+                    )
+            if not row.prompt_ids:
+                raise UsageError(
+                    f"rows.{index}: prompt_ids is empty; a row begins with at least one token."
+                )
+            _check_tokens((*row.prompt_ids, *row.completion_ids), vocabulary, f"rows.{index}")
+
+
+def _read(kind: PartsKind, config: Mapping[str, Any]) -> RunConfig | SftConfig:
+    read = load_sft_config if kind == "supervised" else load_config
+    return read(config).config
+
+
+def _layout(config: RunConfig | SftConfig, longest_prompt: int | None) -> Layout:
+    if isinstance(config, SftConfig):
+        return machine_layout.supervised_layout(config)
+    if longest_prompt is None:
+        raise UsageError("longest_prompt is missing: what samples has to know it.")
+    room = ahead.prompt_room(config.model, 0)
+    needed = machine_layout.key_length(config, longest_prompt)
+    if longest_prompt > room:
+        raise UsageError(
+            f"longest_prompt is {longest_prompt}, for which {needed} tokens would be kept, but {config.model.name} has positions for "
+            f"{room}."
+        )
+    return machine_layout.choose_layout(config, longest_prompt)
+
+
+async def _made(
+    config: RunConfig | SftConfig, layout: Layout, order: OpenParts, folder: Path
+) -> Made:
+    published = folder / PUBLISHED
+    if isinstance(config, SftConfig):
+        return await build.start_supervised(config, layout, order.run, published)
+    if order.kind == "training":
+        return await build.start_training(config, layout, order.run, published)
+    return await build.start_serving(
+        config, layout, None if order.weights is None else Path(order.weights)
+    )
+
+
+def _check_base(config: RunConfig | SftConfig, meant: str | None) -> None:
+    """ModelError where the client means other weights than those of this name here."""
+    plain = config.model.model_copy(update={"adapter": None})
+    if meant is not None and (own := identity(plain)) != meant:
+        raise ModelError(
+            f"{config.model.name} has other weights on the server ({own}) than where the loop runs ({meant}): numbers of the two would be "
+            "mixed. Put the same files in both places, or name a hub id with a revision."
+        )
+
+
+def _check_request(request: GroupRequest, here: _Open) -> None:
+    needed = len(request.prompt_ids) + request.params.max_tokens
+    if not request.prompt_ids or not request.seeds:
+        raise UsageError("A request needs a prompt of at least one token, and at least one seed.")
+    if needed > here.longest:
+        raise UsageError(
+            f"Prompt and completion would have up to {needed} tokens; the parts were opened for {here.longest} (longest_prompt and "
+            "sampler.max_completion_length)."
+        )
+    _check_tokens(request.prompt_ids, here.vocabulary, "prompt_ids")
+
+
+def _check_tokens(tokens: Sequence[int], vocabulary: int, where: str) -> None:
+    beyond = next((token for token in tokens if not 0 <= token < vocabulary), None)
+    if beyond is not None:
+        raise UsageError(
+            f"{where} has the token {beyond}; those of the model are 0 to {vocabulary - 1}."
+        )

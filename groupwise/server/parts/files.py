@@ -1,0 +1,115 @@
+"""Folders that go to and fro between a loop and its parts: within one folder of the server, by names that cannot lead out of it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import shutil
+from pathlib import Path
+
+from groupwise.wire.parts import MAX_PATH, PATH_PATTERN, PIECE, FileFacts, FolderAnswer
+from groupwise.wire.problems import FieldError, Refusal
+
+_PATH = re.compile(PATH_PATTERN)
+
+
+class Files:
+    """Those of some parts."""
+
+    def __init__(self, root: Path) -> None:
+        root.mkdir(parents=True, exist_ok=True)
+        self.root = root
+
+    @staticmethod
+    def check(path: str) -> None:
+        """Refuse a path that is none; see `PATH_PATTERN`."""
+        if len(path) > MAX_PATH or not _PATH.fullmatch(path):
+            problem = (
+                f"must be up to four names with `/` between them, of letters, digits, `.`, `_` and `-`, none of which begins with a dot; "
+                f"{MAX_PATH} characters at most"
+            )
+            raise Refusal(
+                "invalid_request",
+                f"path: {problem}.",
+                errors=[FieldError(field="path", message=problem)],
+            )
+
+    def place(self, path: str) -> Path:
+        """Where it is, or would be."""
+        self.check(path)
+        return self.root / path
+
+    def folder(self, path: str) -> Path:
+        """A folder that is there."""
+        place = self.place(path)
+        if not place.is_dir():
+            raise _not_there(path)
+        return place
+
+    def file(self, path: str) -> Path:
+        """A file that is there."""
+        place = self.place(path)
+        if not place.is_file():
+            raise _not_there(path)
+        return place
+
+    def list(self, path: str) -> FolderAnswer:
+        """The files of a folder, by name."""
+        folder = self.folder(path)
+        return FolderAnswer(
+            files=[
+                FileFacts(path=str(each.relative_to(folder)), size=each.stat().st_size)
+                for each in sorted(folder.rglob("*"))
+                if each.is_file()
+            ]
+        )
+
+    def read(self, path: str, offset: int) -> bytes:
+        """A piece of a file, of at most `PIECE` bytes; nothing behind its end."""
+        with self.file(path).open("rb") as file:
+            file.seek(offset)
+            return file.read(PIECE)
+
+    def write(self, path: str, offset: int, content: bytes) -> FolderAnswer:
+        """A piece of a file, at `offset`, which must not be beyond what is there; what was behind it is cut off. The file's size."""
+        place = self.place(path)
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with place.open("ab") as file:
+                if (size := file.tell()) < offset:
+                    problem = f"is {offset}, but the file has {size} bytes so far; send the pieces in their order"
+                    raise Refusal(
+                        "invalid_request",
+                        f"offset {problem}.",
+                        errors=[FieldError(field="offset", message=problem)],
+                    )
+                file.truncate(offset)
+                file.write(content)
+        except OSError as error:
+            raise _refused(path, error) from None
+        return FolderAnswer(files=[FileFacts(path=place.name, size=offset + len(content))])
+
+    def delete(self, path: str) -> None:
+        """A folder; one that is not there is no error."""
+        shutil.rmtree(self.place(path), ignore_errors=True)
+
+    def remove(self) -> None:
+        """All of them."""
+        shutil.rmtree(self.root, ignore_errors=True)
+
+
+def _refused(path: str, error: OSError) -> Refusal:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return Refusal("disk_full", retry_after=10.0)
+    problem = f"{path} cannot be written: {os.strerror(error.errno or 0)}"
+    return Refusal(
+        "invalid_request", f"{problem}.", errors=[FieldError(field="path", message=problem)]
+    )
+
+
+def _not_there(path: str) -> Refusal:
+    return Refusal(
+        "unknown_file",
+        f"There is no {path}: it was never sent, saved or published, or is kept no longer.",
+    )

@@ -1,0 +1,270 @@
+"""Sampler and learner for a loop that runs elsewhere: `groupwise rl` with `run.server`, and whoever has a loop of his own.
+
+Everything is named by the client (the id of the parts, the number of a call, the path and offset of a piece of a file), so that what is
+sent again is done once. A call answers 202 while it is under way; then the client asks for it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Path as PathOf
+from fastapi import Query, Request
+from fastapi.responses import Response
+from pydantic import ValidationError
+from pydantic_core import to_json
+
+from groupwise.server.parts.service import PartsService
+from groupwise.server.routes.declared import AskedHere, Route, sent_model
+from groupwise.wire.keys import Role
+from groupwise.wire.parts import (
+    DEFAULT_CALL_WAIT,
+    ID_PATTERN,
+    MAX_CALL_WAIT,
+    MAX_CALLS,
+    MAX_PATH,
+    CallAnswer,
+    CallRequest,
+    EndedAnswer,
+    FolderAnswer,
+    PartsAnswer,
+    PartsRequest,
+    PlanAnswer,
+    PlanRequest,
+)
+from groupwise.wire.problems import Refusal
+
+TAG = "parts"
+MAX_SIZE = 2**53
+
+Id = Annotated[str, PathOf(description="Chosen by the client, at random.", pattern=ID_PATTERN)]
+Number = Annotated[int, PathOf(description="Of the call.", ge=1, lt=MAX_CALLS)]
+Wait = Annotated[
+    float, Query(description="Seconds for which the answer is waited for.", ge=0, le=MAX_CALL_WAIT)
+]
+Place = Annotated[
+    str, PathOf(description="Within the folder of the parts.", min_length=1, max_length=MAX_PATH)
+]
+Offset = Annotated[int, Query(description="Where the piece begins in the file.", ge=0, lt=MAX_SIZE)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Handlers:
+    """Over one service."""
+
+    service: PartsService
+
+    async def plan_parts(self, body: PlanRequest, asked: AskedHere) -> Response:
+        """How the work of a loop would be laid out on this machine: device, number format, processes, slots."""
+        return sent_model(await self.service.plan(body))
+
+    async def open_parts(self, id: Id, body: PartsRequest, asked: AskedHere) -> Response:
+        """Have sampler and learner of this server for a loop; again, to hear that it is so. They are ended by DELETE, or by silence."""
+        return sent_model(await self.service.open(id, body))
+
+    async def look_at_parts(self, id: Id, asked: AskedHere) -> Response:
+        """Say that the loop is there, and hear whether its parts are."""
+        return sent_model(self.service.look(id))
+
+    async def close_parts(self, id: Id, asked: AskedHere) -> Response:
+        """Let go of them, with all of their files. Repeating it is harmless."""
+        await self.service.close(id)
+        return sent_model(EndedAnswer(id=id))
+
+    async def make_call(
+        self,
+        id: Id,
+        number: Number,
+        request: Request,
+        asked: AskedHere,
+        wait: Wait = DEFAULT_CALL_WAIT,
+    ) -> Response:
+        """Have something done. Sent again with the same content, it is done once, and gives the same answer."""
+        content = await request.body()
+        try:
+            call = CallRequest.model_validate_json(content)
+        except ValidationError as error:
+            raise Refusal.of_fields(
+                error.errors(include_url=False, include_input=False)  # type: ignore[arg-type]
+            ) from None
+        return _sent(await self.service.call(id, number, call, content, wait))
+
+    async def look_at_call(
+        self, id: Id, number: Number, asked: AskedHere, wait: Wait = DEFAULT_CALL_WAIT
+    ) -> Response:
+        """What has become of a call."""
+        return _sent(await self.service.answer(id, number, wait))
+
+    async def give_up_call(self, id: Id, number: Number, asked: AskedHere) -> Response:
+        """Wait for a call no longer. Samples end; what changes the learner goes on to its end; what has not come yet is not done."""
+        return _sent(await self.service.give_up(id, number))
+
+    async def look_into_folder(self, id: Id, path: Place, asked: AskedHere) -> Response:
+        """The files of a folder, with their sizes."""
+        return sent_model(self.service.files(id).list(path))
+
+    async def delete_folder(self, id: Id, path: Place, asked: AskedHere) -> Response:
+        """Delete a folder that is needed no longer. Repeating it is harmless."""
+        self.service.files(id).delete(path)
+        return sent_model(EndedAnswer(id=id))
+
+    async def get_file(self, id: Id, path: Place, asked: AskedHere, offset: Offset = 0) -> Response:
+        """A piece of a file, of at most 8 MiB."""
+        return Response(
+            await asyncio.to_thread(self.service.files(id).read, path, offset),
+            media_type="application/octet-stream",
+        )
+
+    async def put_file(
+        self, id: Id, path: Place, request: Request, asked: AskedHere, offset: Offset = 0
+    ) -> Response:
+        """A piece of a file, which is as long afterwards as `offset` and the piece together."""
+        content = await request.body()
+        files = self.service.files(id)
+        return sent_model(await asyncio.to_thread(files.write, path, offset, content))
+
+
+def _sent(answer: CallAnswer) -> Response:
+    """Numbers that are not finite as texts; see `groupwise.wire.parts`."""
+    status = 202 if answer.state == "working" else 200
+    plain = {
+        "number": answer.number,
+        "state": answer.state,
+        "result": answer.result,
+        "error": answer.error,
+    }
+    return Response(to_json(plain, inf_nan_mode="strings"), status, media_type="application/json")
+
+
+OF_PARTS = ("unknown_parts", "parts_gone", "invalid_request")
+OF_CALLS = ("unknown_call", "call_taken", "model_not_allowed", "unknown_file", "engine_failed")
+LATER = "The call is under way; GET the same address for its answer."
+
+
+def parts_routes(service: PartsService) -> tuple[Route, ...]:
+    """All routes of parts."""
+    do = _Handlers(service)
+    return (
+        Route(
+            method="POST",
+            path="/parts/plan",
+            handler=do.plan_parts,
+            role=Role.TRAIN,
+            tag=TAG,
+            answer=PlanAnswer,
+            takes_body=True,
+            works=True,
+            codes=(
+                *("run_active", "settings_conflict", "model_not_allowed", "invalid_request"),
+                *("engine_recovering", "engine_failed"),
+            ),
+            example={"kind": "supervised", "config": {"model": {"name": "tiny"}}},
+        ),
+        Route(
+            method="PUT",
+            path="/parts/{id}",
+            handler=do.open_parts,
+            role=Role.TRAIN,
+            tag=TAG,
+            answer=PartsAnswer,
+            takes_body=True,
+            works=True,
+            ends_with_client=False,
+            codes=("run_active", "parts_gone", "engine_failed", "engine_recovering"),
+            example={"owner": "sorting on laptop"},
+        ),
+        Route(
+            method="GET",
+            path="/parts/{id}",
+            handler=do.look_at_parts,
+            role=Role.TRAIN,
+            tag=TAG,
+            answer=PartsAnswer,
+            codes=OF_PARTS,
+        ),
+        Route(
+            method="DELETE",
+            path="/parts/{id}",
+            handler=do.close_parts,
+            role=Role.TRAIN,
+            tag=TAG,
+            answer=EndedAnswer,
+            ends_with_client=False,
+            codes=OF_PARTS,
+        ),
+        Route(
+            method="PUT",
+            path="/parts/{id}/calls/{number}",
+            handler=do.make_call,
+            role=Role.TRAIN,
+            tag=TAG,
+            answer=CallAnswer,
+            reads=CallRequest,
+            takes_body=True,
+            works=True,
+            codes=(*OF_PARTS, *OF_CALLS, "too_busy"),
+            later=LATER,
+            example={"after": 0, "do": {"verb": "discard"}},
+        ),
+        Route(
+            method="GET",
+            path="/parts/{id}/calls/{number}",
+            handler=do.look_at_call,
+            role=Role.TRAIN,
+            tag=TAG,
+            answer=CallAnswer,
+            codes=(*OF_PARTS, *OF_CALLS),
+            later=LATER,
+        ),
+        Route(
+            method="DELETE",
+            path="/parts/{id}/calls/{number}",
+            handler=do.give_up_call,
+            role=Role.TRAIN,
+            tag=TAG,
+            answer=CallAnswer,
+            codes=(*OF_PARTS, *OF_CALLS),
+            later="The call goes on, because it changes something.",
+        ),
+        Route(
+            method="GET",
+            path="/parts/{id}/folders/{path:path}",
+            handler=do.look_into_folder,
+            role=Role.TRAIN,
+            tag=TAG,
+            answer=FolderAnswer,
+            codes=(*OF_PARTS, "unknown_file"),
+        ),
+        Route(
+            method="DELETE",
+            path="/parts/{id}/folders/{path:path}",
+            handler=do.delete_folder,
+            role=Role.TRAIN,
+            tag=TAG,
+            answer=EndedAnswer,
+            codes=OF_PARTS,
+        ),
+        Route(
+            method="GET",
+            path="/parts/{id}/files/{path:path}",
+            handler=do.get_file,
+            role=Role.TRAIN,
+            tag=TAG,
+            media_type="application/octet-stream",
+            codes=(*OF_PARTS, "unknown_file"),
+        ),
+        Route(
+            method="PUT",
+            path="/parts/{id}/files/{path:path}",
+            handler=do.put_file,
+            role=Role.TRAIN,
+            tag=TAG,
+            answer=FolderAnswer,
+            takes_body=True,
+            takes_bytes=True,
+            works=True,
+            codes=(*OF_PARTS, "disk_full"),
+        ),
+    )

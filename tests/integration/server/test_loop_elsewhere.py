@@ -1,0 +1,238 @@
+"""`groupwise rl`, `sft` and `eval` with `run.server`: the loop here, sampler and learner in the engine of a real server.
+
+1. The run is the one that this machine would have made: record, weights and results are equal to the bit.
+2. Whoever dies (the engine, the server, the loop) costs no more than the steps since the last checkpoint; the run ends as it would have.
+3. One loop at a time has the model; another one, or a run of the server, is refused with what to do.
+4. What cannot be is told before anything is left behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import groupwise
+from groupwise.client import TrainingClient
+from groupwise.client.errors import RunActive
+from groupwise.errors import GroupwiseError, ModelError, RunError, UsageError
+from groupwise.runs.store import Store
+from tests.integration.running import what_must_be_equal
+from tests.integration.server.running import Server, running
+from tests.integration.sft_task import __file__ as LESSONS
+
+TOY = str(Path(__file__).parents[1] / "toy_task.py")
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with running(tmp_path_factory.mktemp("served") / "output", "parts_silence=60") as found:
+        yield found
+
+
+def config_of(folder: Path, server: Server | None = None, **more: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "model": {"name": "tiny"},
+        "lora": {"r": 4, "alpha": 8},
+        "sampler": {"max_completion_length": 6, "slots": 8},
+        "training": {
+            "max_steps": STEPS,
+            "prompts_per_step": 4,
+            "num_generations": 4,
+            "learning_rate": 0.01,
+            "seed": 3,
+        },
+        "rewards": {"in_process": True},
+        "eval": {"max_prompts": 4},
+        "run": {"name": "r", "dir": str(folder), "save_steps": 2},
+    }
+    for section, values in more.items():
+        found[section] = values if values is None else {**(found.get(section) or {}), **values}
+    if server is not None:
+        found["run"]["server"] = server.url
+    return found
+
+
+def rl(folder: Path, server: Server | None = None, *, resume: bool = False, **more: Any) -> Path:
+    return groupwise.rl(config_of(folder, server, **more), TOY, resume=resume).folder
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "two processes, a step ahead": {
+        "run": {"processes": 2},
+        "training": {"lag": 1},
+        "algorithm": {"beta": 0.1},
+    },
+    "all weights": {"lora": None, "algorithm": {"beta": 0.1}},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_run_is_that_of_this_machine(server: Server, tmp_path: Path, way: str) -> None:
+    more = WAYS[way]
+    here = rl(tmp_path / "here", **more)
+    there = rl(tmp_path / "there", server, **more)
+    assert what_must_be_equal(there) == what_must_be_equal(here)
+
+
+@pytest.mark.parametrize("lora", [{}, None], ids=["an adapter", "a model"])
+def test_weights_of_this_machine_are_sent(server: Server, tmp_path: Path, lora: Any) -> None:
+    short: dict[str, Any] = {"training": {"max_steps": 2}, "run": {"save_steps": 1}}
+    first = rl(tmp_path / "first", **short, lora=lora)
+    on = {**short, "run": {"save_steps": 1, "name": "on"}}
+    here, there = (
+        groupwise.rl(config_of(tmp_path / name, at, **on), TOY, init_from=str(first)).folder
+        for name, at in (("here", None), ("there", server))
+    )
+    assert what_must_be_equal(there)["record"] == what_must_be_equal(here)["record"]
+    assert weights_of(there) == weights_of(here)
+    described = json.loads((there / "final" / "adapter_config.json").read_text())
+    assert "parts" not in described["base_model_name_or_path"], "the server's own place for it"
+
+
+def weights_of(run: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(run)): path.read_bytes()
+        for folder in ("checkpoints", "final")
+        for path in (run / folder).rglob("*.safetensors")
+    }
+
+
+def test_supervised_runs_and_evaluations_too(server: Server, tmp_path: Path) -> None:
+    lessons = {
+        "model": {"name": "tiny"},
+        "lora": {"r": 4, "alpha": 8},
+        "training": {"max_steps": 4, "examples_per_step": 4, "learning_rate": 0.01},
+    }
+    found: list[tuple[Any, Any]] = []
+    for name, url in (("here", None), ("there", server.url)):
+        run = {"name": "s", "dir": str(tmp_path / name), "server": url}
+        folder = groupwise.sft({**lessons, "run": run}, LESSONS).folder
+        at = None if url is None else server
+        answered = groupwise.evaluate(
+            config_of(tmp_path / name, at), TOY, policy=str(folder)
+        ).summary
+        del answered["results"]  # its place
+        found.append((what_must_be_equal(folder), answered))
+    assert found[0] == found[1]
+
+
+Killing = Callable[[Server], None]
+
+
+def kill_engine(server: Server) -> None:
+    engine = server.engine()
+    assert engine is not None
+    os.kill(engine, signal.SIGKILL)
+
+
+def kill_server(server: Server) -> None:
+    server.kill()
+    server.begin()
+
+
+@pytest.mark.parametrize(("kill", "committed"), [(kill_engine, 1), (kill_server, 3)])
+def test_what_dies_costs_no_more_than_the_steps_since_the_checkpoint(
+    server: Server, tmp_path: Path, kill: Killing, committed: int
+) -> None:
+    whole = rl(tmp_path / "whole")
+    broken = tmp_path / "broken"
+    killing = threading.Thread(target=lambda: (until_step(broken / "r", committed), kill(server)))
+    killing.start()
+    with pytest.raises(RunError, match="parts"):
+        rl(broken, server)
+    killing.join()
+    assert what_must_be_equal(rl(broken, server, resume=True)) == what_must_be_equal(whole)
+
+
+def test_a_loop_that_is_killed_goes_on_at_once(server: Server, tmp_path: Path) -> None:
+    whole = rl(tmp_path / "whole")
+    broken = tmp_path / "broken"
+    words = [f"run.dir={broken}", "run.name=r", f"run.server={server.url}"]
+    code = (
+        "import sys, groupwise\n"
+        "from tests.integration.server.test_loop_elsewhere import config_of, TOY\n"
+        "from pathlib import Path\n"
+        "groupwise.rl(config_of(Path('.')), TOY, overrides=sys.argv[1:])"
+    )
+    loop = subprocess.Popen([sys.executable, "-c", code, *words])
+    until_step(broken / "r", 3)
+    loop.kill()
+    loop.wait()
+    assert what_must_be_equal(rl(broken, server, resume=True)) == what_must_be_equal(whole)
+
+
+def until_step(run: Path, step: int) -> None:
+    """Wait until so many steps are committed."""
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline:
+        try:
+            with Store.open(run / "run.db", readonly=True) as store:
+                if len(list(store.steps())) >= step:
+                    return
+        except (GroupwiseError, OSError):
+            pass  # it has not begun
+        time.sleep(0.01)
+    raise AssertionError(f"{run} did not come to step {step}")
+
+
+def test_one_loop_at_a_time_has_the_model(server: Server, tmp_path: Path) -> None:
+    with TrainingClient(server.url) as client:
+        client.start(model_id="tiny", replace=True)
+        with pytest.raises(UsageError, match=r"run_active.*POST /stop"):
+            rl(tmp_path / "refused", server)
+        client.stop()
+        refused: list[BaseException] = []
+
+        def meanwhile() -> None:
+            until_step(tmp_path / "first" / "r", 1)
+            for ask in (
+                lambda: client.start(model_id="tiny"),
+                lambda: rl(tmp_path / "second", server),
+            ):
+                try:
+                    ask()
+                except GroupwiseError as error:
+                    refused.append(error)
+
+        other = threading.Thread(target=meanwhile)
+        other.start()
+        rl(tmp_path / "first", server, training={"max_steps": 40})
+        other.join()
+    assert [type(error) for error in refused] == [RunActive, UsageError]
+    assert all("DELETE /parts/" in str(error) for error in refused)
+    assert not (tmp_path / "refused").exists()
+    assert not (tmp_path / "second" / "r").exists()
+
+
+def test_what_cannot_be_is_told_before_anything_is_left(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("groupwise.remote.session.FIRST_PATIENCE", 0.1)
+    monkeypatch.setattr("groupwise.remote.parts.FIRST_PATIENCE", 0.1)
+    for url, said in (("http://127.0.0.1:1", "does not answer"), ("ftp://x", "no URL")):
+        with pytest.raises(UsageError, match=said):
+            rl(tmp_path / "runs", run={"server": url})
+    with pytest.raises(UsageError, match=r"trust_remote_code .* on the server"):
+        rl(tmp_path / "runs", server, model={"trust_remote_code": True})
+    with pytest.raises(UsageError, match="profile traces"):
+        rl(tmp_path / "runs", server, run={"profile": 1})
+    assert not (tmp_path / "runs").exists()
+
+
+def test_other_weights_under_the_same_name_are_refused(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("groupwise.models.identity.identity", lambda config: "0" * 16)
+    with pytest.raises(ModelError, match="other weights on the server"):
+        rl(tmp_path / "runs", server)

@@ -1,0 +1,90 @@
+"""A training server with nothing but parts, in this process: its routes, its service, and an engine whose calls are pickled as across a
+socket. Whoever sends requests by `transport` runs it in his own event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from groupwise.server.app import make_app
+from groupwise.server.engine.core import EngineCore
+from groupwise.server.engine.line import packed, packed_error, unpacked, unpacked_error
+from groupwise.server.engine.port import EngineLost
+from groupwise.server.keeper import Keeper
+from groupwise.server.orders import Allowed
+from groupwise.server.parts.service import PartsService
+from groupwise.server.routes.parts import parts_routes
+from groupwise.server.settings import ServerConfig
+from tests.unit.server.fake_service import FakeService
+
+HERE = "http://127.0.0.1:8000"
+
+
+class EngineHere:
+    """An engine in this process, as the HTTP process sees one in another."""
+
+    def __init__(self, core: Any = None) -> None:
+        self.core = core or EngineCore()
+        self.calls: list[str] = []
+        self.lost: str | None = None
+        """How it ended."""
+
+    async def call(self, verb: str, *arguments: Any) -> Any:
+        self._check()
+        self.calls.append(verb)
+        try:
+            result = await attrgetter(verb)(self.core)(*unpacked(packed(arguments)))
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # noqa: BLE001 — as in the engine's process
+            raise unpacked_error(packed_error(error)) from None
+        self._check()
+        return unpacked(packed(result))
+
+    async def close(self) -> None:
+        await self.core.close()
+
+    def _check(self) -> None:
+        if self.lost is not None:
+            raise EngineLost(self.lost)
+
+
+class NoRuns:
+    """Nothing else has the machine."""
+
+    def __init__(self) -> None:
+        self.turn = asyncio.Lock()
+
+    def conducted(self) -> None:
+        return None
+
+    async def make_room(self, whom: str) -> None:
+        """There is nothing else."""
+
+
+class PartsServer:
+    """See the module."""
+
+    def __init__(self, folder: Path, *, make_core: Any = EngineCore, **more: Any) -> None:
+        """`make_core` makes what an engine holds; `more` goes to the service."""
+        self.engines: list[EngineHere] = []
+        self._make_core = make_core
+        settings = {"silence": 120.0, "longest_wait": 60.0, "runs": NoRuns(), **more}
+        self.service = PartsService(
+            keeper=Keeper(self._engine),  # pyright: ignore[reportArgumentType]
+            allowed=Allowed(folder / "models", ()),
+            folder=folder / "parts",
+            **settings,
+        )
+        config = ServerConfig(output_dir=str(folder))
+        app = make_app(FakeService(), config, None, also=parts_routes(self.service))
+        self.transport = httpx2.ASGITransport(app)  # pyright: ignore[reportArgumentType]
+
+    async def _engine(self) -> EngineHere:
+        self.engines.append(EngineHere(self._make_core()))
+        return self.engines[-1]
