@@ -1753,18 +1753,6 @@ MUTATIONS = (
     ),
     Mutation(
         "32",
-        "what a suite's server started outlives whoever asked for it",
-        (
-            (
-                "suites/tied.py",
-                "    tie_to_parent(int(sys.argv[1]), sys.argv[2])\n",
-                "",
-            ),
-        ),
-        (f"{SUITES}::test_everything_ends_with_who_began_it",),
-    ),
-    Mutation(
-        "32",
         "a key that a service repeats stays in the log of a suite",
         (
             (
@@ -1774,6 +1762,18 @@ MUTATIONS = (
             ),
         ),
         (f"{SUITES}::test_answers_that_do_not_come_are_no_wrong_answers",),
+    ),
+    Mutation(
+        "32",
+        "what a suite's server started outlives whoever asked for it",
+        (
+            (
+                "suites/tied.py",
+                "    tie_to_parent(int(sys.argv[1]), sys.argv[2])\n",
+                "",
+            ),
+        ),
+        (f"{SUITES}::test_everything_ends_with_who_began_it",),
     ),
     Mutation(
         "35",

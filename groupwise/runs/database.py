@@ -1,4 +1,4 @@
-"""One SQLite file with a format, opened and written the safe way.
+"""The record of a run: one SQLite file, opened and written the safe way.
 
 One writer, any number of readers (WAL). Every write is a transaction that takes the write lock at its beginning and is
 flushed to the disk at its end (`synchronous = FULL`), so that a committed step survives a power cut. Whatever SQLite says
@@ -15,14 +15,22 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from groupwise.errors import StoreError
 from groupwise.runs import durable
 from groupwise.runs.schema import APPLICATION_ID, MIGRATIONS, TEXT_INDEX
+from groupwise.runs.sqlite_file import (
+    Format,
+    begin_migration,
+    check_format,
+    closed_on_failure,
+    connect,
+    connect_writer,
+    remedy,
+    version,
+)
 
-BUSY_SECONDS = 30.0
-"""How long to wait for another connection's transaction; a step's transaction takes milliseconds."""
+FORMAT = Format("the record of a Groupwise run", APPLICATION_ID, MIGRATIONS)
 
 Row = tuple[Any, ...]
 
@@ -40,11 +48,10 @@ class Database:
     @classmethod
     def open_for_writing(cls, path: Path) -> Database:
         """Open or make the file, and bring it to the newest format."""
-        with explained(path), _closed_on_failure(connect(path, "rwc")) as connection:
-            _check_format(path, connection)
-            connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("PRAGMA synchronous = FULL")
-            _migrate(connection)
+        with (
+            explained(path),
+            closed_on_failure(connect_writer(path, FORMAT, "migration")) as connection,
+        ):
             _prepare_text_index(connection)
             return cls(path, connection)
 
@@ -55,13 +62,13 @@ class Database:
         One of an older format is read from a copy of its own in the newest format; with `as_it_is` there is no copy, for
         what all formats have.
         """
-        with explained(path), _closed_on_failure(_connect_reader(path)) as connection:
-            _check_format(path, connection)
-            if _version(connection) == 0:
+        with explained(path), closed_on_failure(_connect_reader(path)) as connection:
+            check_format(path, connection, FORMAT)
+            if version(connection) == 0:
                 raise StoreError(f"{path} is empty: nothing was recorded in it.")
-            if _version(connection) == len(MIGRATIONS) or as_it_is:
+            if version(connection) == FORMAT.newest or as_it_is:
                 return cls(path, connection)
-            with _closed_on_failure(_up_to_date_copy(connection)) as copy:
+            with closed_on_failure(_up_to_date_copy(connection)) as copy:
                 database = cls(path, copy)
             connection.close()
             return database
@@ -134,25 +141,6 @@ class Database:
             self.indexed = _has_text_index(self._connection)
 
 
-@contextmanager
-def _closed_on_failure(connection: sqlite3.Connection) -> Generator[sqlite3.Connection, None, None]:
-    try:
-        yield connection
-    except BaseException:
-        connection.close()
-        raise
-
-
-def connect(path: Path, mode: str) -> sqlite3.Connection:
-    """A connection without transactions of its own; `mode` as in SQLite's URIs."""
-    address = f"file:{quote(str(path.absolute()))}?mode={mode}"
-    connection = sqlite3.connect(
-        address, uri=True, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
-    )
-    connection.execute("PRAGMA foreign_keys = ON")
-    return connection
-
-
 def _connect_reader(path: Path) -> sqlite3.Connection:
     """Readers of a folder that they may not write to cannot share the writer's files; they see what was checkpointed."""
     connection = connect(path, "ro")
@@ -164,43 +152,13 @@ def _connect_reader(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def _version(connection: sqlite3.Connection) -> int:
-    return connection.execute("PRAGMA user_version").fetchone()[0]
-
-
-def _check_format(path: Path, connection: sqlite3.Connection) -> None:
-    mark = connection.execute("PRAGMA application_id").fetchone()[0]
-    empty = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
-    if mark != APPLICATION_ID and not empty:
-        raise StoreError(f"{path} is an SQLite database, but not the record of a Groupwise run.")
-    if _version(connection) > len(MIGRATIONS):
-        raise StoreError(
-            f"{path} has format {_version(connection)}; this version of Groupwise knows formats up to {len(MIGRATIONS)}. "
-            "It was written by a newer version: upgrade Groupwise to read it."
-        )
-
-
-def _migrate(connection: sqlite3.Connection) -> None:
-    for version in range(_version(connection), len(MIGRATIONS)):
-        connection.executescript(_migration(version))
-        durable.commit(connection, "migration")
-
-
-def _migration(version: int) -> str:
-    """From a format to the next one, in a transaction that is left open."""
-    return (
-        f"BEGIN IMMEDIATE; PRAGMA application_id = {APPLICATION_ID};"
-        f"{MIGRATIONS[version]} PRAGMA user_version = {version + 1};"
-    )
-
-
 def _up_to_date_copy(connection: sqlite3.Connection) -> sqlite3.Connection:
     """What it holds now, in the newest format, to be read only: SQLite's own temporary file, which ends with the connection."""
     copy = sqlite3.connect("", isolation_level=None, check_same_thread=False)
-    with _closed_on_failure(copy):
+    with closed_on_failure(copy):
         connection.backup(copy)
-        for version in range(_version(copy), len(MIGRATIONS)):
-            copy.executescript(f"{_migration(version)} COMMIT;")
+        begin_migration(copy, FORMAT)
+        copy.execute("COMMIT")
         copy.execute("PRAGMA query_only = ON")
     return copy
 
@@ -240,16 +198,6 @@ def _prepare_text_index(connection: sqlite3.Connection, force: bool = False) -> 
     durable.commit(connection, "text index")
 
 
-_REMEDIES = (
-    ("full", "Free space on that disk"),
-    ("locked", "Another process is writing to it; end that one"),
-    ("readonly", "Give this user the right to write there"),
-    ("unable to open", "See that the folder is there and may be read and written"),
-    ("malformed", "The file is damaged: restore it from a copy"),
-    ("not a database", "The file is damaged: restore it from a copy"),
-)
-
-
 @contextmanager
 def explained(path: Path) -> Generator[None, None, None]:
     """Turn what SQLite says into a StoreError that says what to do."""
@@ -259,11 +207,8 @@ def explained(path: Path) -> Generator[None, None, None]:
         raise StoreError(
             f"{path}: a number does not fit ({error}); token ids have 32 bits, seeds 64 and no sign."
         ) from error
-    except (sqlite3.OperationalError, sqlite3.DatabaseError) as error:
-        remedy = next(
-            (remedy for sign, remedy in _REMEDIES if sign in str(error)), "Mend what it names"
-        )
+    except sqlite3.Error as error:
         raise StoreError(
-            f"cannot use the run's record {path}: {error}. {remedy}, then go on with --resume: "
+            f"cannot use the run's record {path}: {error}. {remedy(path, error)}, then go on with --resume: "
             "every committed step still stands."
         ) from error

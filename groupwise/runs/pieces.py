@@ -27,8 +27,8 @@ from pathlib import Path
 
 from groupwise.errors import StoreError
 from groupwise.runs import durable
-from groupwise.runs.database import connect, explained
-from groupwise.runs.schema import APPLICATION_ID, MIGRATIONS
+from groupwise.runs.database import FORMAT, explained
+from groupwise.runs.sqlite_file import begin_migration, connect
 from groupwise.runs.store import Store
 
 PIECE = "record.db"
@@ -93,10 +93,8 @@ def _new_piece(file: Path) -> Generator[sqlite3.Connection]:
     """An empty one to be filled, which is flushed when it gets its place."""
     with explained(file), closing(connect(file, "rwc")) as connection:
         connection.execute("PRAGMA synchronous = OFF")
-        for migration in MIGRATIONS:
-            connection.executescript(migration)
-        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-        connection.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
+        begin_migration(connection, FORMAT)
+        connection.execute("COMMIT")
         yield connection
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from groupwise.errors import GroupwiseError, StoreError, UsageError
+from groupwise.runs.folder import CHECKPOINTS
 from groupwise.server import steps
 from groupwise.server.admission import Admission, Room
 from groupwise.server.engine.port import Engine, Opened, OpenRun, Plan, StepDone
@@ -249,6 +250,7 @@ class Conductor:
         try:
             engine = self._engine or await self._recovered()
             await self._ready()
+            await self._tell_checkpoint()
             await self._take_steps(engine)
             await self._end(engine)
         except UsageError as error:  # the next engine would be told the same
@@ -292,12 +294,15 @@ class Conductor:
         now = self.now
         if now.step >= now.max_steps:
             await engine.close_run(finished=True)
+            await self._tell_checkpoint()
             self.phase = "finished"
             await self._ledger.do(steps.ended, now.run, "finished", EventKind.FINISHED, now.step)
         elif self._leaving == "shut down":
             await engine.save()
+            await self._tell_checkpoint()
         else:
             await engine.close_run(finished=False)
+            await self._tell_checkpoint()
             self.phase = "stopped"
             assert self._leaving is not None, "it takes steps until then"
             state = _STATES[self._leaving]
@@ -386,6 +391,7 @@ class Conductor:
             raise
         exact = await self._ledger.do(steps.note_trained, plan, done)
         self.now.move_on(done, self.request.staleness)
+        await self._tell_checkpoint()
         self._log_step()
         await self.recount()
         self._changed.beat()
@@ -433,6 +439,13 @@ class Conductor:
     def _close_room(self) -> None:
         if self.admission is not None:
             self.admission.end(self.refusal())
+
+    async def _tell_checkpoint(self) -> None:
+        """Where a checkpoint of the steps done stands, which the engine writes when one is due, clients are told of it."""
+        now = self.now
+        if (now.folder / CHECKPOINTS / f"step-{now.step}").is_dir():
+            await self._ledger.do(steps.note_checkpoint, now.run, now.step)
+            self._changed.beat()
 
     async def _tell(self, kind: EventKind, **data: Any) -> None:
         await self._ledger.do(events.add_event, self._run, kind, data)

@@ -162,6 +162,22 @@ def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 
+def note_checkpoint(transaction: Transaction, run: str, step: int) -> None:
+    """That an automatic checkpoint stands. One of steps that are taken again was told before."""
+    told = _checkpoint_told(step, f"{run}@{step}")
+    events.add_event_once(transaction, run, EventKind.CHECKPOINT, told)
+
+
+def note_named_checkpoint(transaction: Transaction, run: str, step: int, name: str) -> None:
+    """That a checkpoint with a name stands."""
+    events.add_event(transaction, run, EventKind.CHECKPOINT, _checkpoint_told(step, name))
+
+
+def _checkpoint_told(step: int, address: str) -> dict[str, Any]:
+    message = f"resume_from: {address} goes on from here"
+    return {"step": step, "message": message, "data": {"address": address}}
+
+
 def note_committed(
     transaction: Transaction, run: str, manifest: StepRecord, metrics: Mapping[str, float]
 ) -> bool:

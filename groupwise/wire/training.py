@@ -718,6 +718,14 @@ class Quarantined(Answer):
     reason: str = Field(description="How the engine ended.")
 
 
+class ByVerbs(Answer):
+    """What clients train by verbs, beside the run or without one."""
+
+    sessions: int = Field(default=0, description="Clients that have not ended their session.")
+    models: list[str] = Field(default=[], description="Their models, by the ids that they have.")
+    waiting: int = Field(default=0, description="Their calls that wait or are under way.")
+
+
 class StatusAnswer(Answer):
     """Where the server and its run stand."""
 
@@ -756,6 +764,7 @@ class StatusAnswer(Answer):
     )
     quarantined: list[Quarantined] = Field(default=[], description="Steps that were left out.")
     metrics: Metrics | None = Field(default=None, description="Of the last step.")
+    verbs: ByVerbs = Field(default=ByVerbs(), description="What clients train by verbs.")
     last_event_id: int | None = Field(
         default=None,
         description="Of the newest event; as `Last-Event-ID` of GET /events nothing that comes after this answer is missed.",
@@ -770,7 +779,7 @@ class EventKind(StrEnum):
     STEP = "step"
     """A step is done; `metrics` has its numbers."""
     CHECKPOINT = "checkpoint"
-    """A checkpoint was written."""
+    """A checkpoint stands, an automatic one or one with a name; `data` has its `address`, which `resume_from` takes."""
     GROUPS = "groups"
     """Groups have expired or become stale; `data` says which."""
     ENGINE_LOST = "engine_lost"

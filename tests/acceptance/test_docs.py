@@ -82,6 +82,10 @@ SMALL = {
     "algorithm.beta": 0.01,
 }
 """With beta a step computes something even where all rewards are the same, as those of the tiny model mostly are."""
+LONGEST = 8
+"""Tokens of a completion, where a config has more: the tiny model mostly goes on to the end."""
+ROWS = 32
+"""For training, of a task that comes with the package: each is written, asked for and masked before a run begins."""
 SMALL_SFT = {
     "training.max_steps": STEPS,
     "training.examples_per_step": 2,
@@ -156,6 +160,11 @@ def made_small(config: Path, target: Path) -> None:
     for key, value in (SMALL_SFT if is_supervised(config) else SMALL).items():
         section, leaf = key.split(".")
         content.setdefault(section, {})[leaf] = value
+    sampler = content.get("sampler", {})
+    if "max_completion_length" in sampler:
+        sampler["max_completion_length"] = min(LONGEST, sampler["max_completion_length"])
+    if first_line_command(config)[-1].isidentifier():
+        content.setdefault("task", {})["train_size"] = ROWS
     target.parent.mkdir(parents=True, exist_ok=True)
     yaml.dump(content, target)
 
@@ -209,7 +218,7 @@ Run = Callable[[list[str]], None]
 @pytest.fixture
 def run(place: Path, beside: Beside, capfd: pytest.CaptureFixture[str]) -> Run:
     def run_one(words: list[str]) -> None:
-        if words[:2] == ["groupwise", "serve"] and "--new-key" not in words:
+        if serves(words):
             beside.begin(words[2:])
             return
         if words[0] == "python":
@@ -313,7 +322,25 @@ def variables_known(words: list[str]) -> bool:
 ALONE = [page for page in PAGES if page.name not in SERVED]
 
 
-@pytest.mark.parametrize("page", [p for p in ALONE if commands(p)], ids=name)
+def serves(words: list[str]) -> bool:
+    """Whether a command begins the training server."""
+    return words[:2] == ["groupwise", "serve"] and "--new-key" not in words
+
+
+def begins_a_server(page: Path) -> bool:
+    return any(serves(words) for block in commands(page) for words in block)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(
+            page, id=name(page), marks=[pytest.mark.server] if begins_a_server(page) else []
+        )
+        for page in ALONE
+        if commands(page)
+    ],
+)
 def test_commands_run(page: Path, furnished: Path, run: Run) -> None:
     for block in commands(page):
         shutil.rmtree("runs/quickstart")

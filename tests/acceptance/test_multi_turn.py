@@ -1,4 +1,5 @@
-"""Do rollouts of several turns teach? The two examples as shipped, with the model `tiny` and its random weights.
+"""Do rollouts of several turns teach? The two examples with the model `tiny` and its random weights, as shipped but for fewer steps, and
+in one process.
 
 In both the full reward needs a look at what the environment said: the game is won in every case only by following `<` and `>`, and the
 calculator's sum stands nowhere else. With the sign of the advantage turned round, neither is learnt.
@@ -35,7 +36,8 @@ class Progress:
 
 
 def trained(example: Path, folder: Path, *more: str) -> Progress:
-    overrides = [f"run.dir={folder / 'runs'}", "run.threads=1", "run.save_steps=1000", *more]
+    here = ["rewards.in_process=true", "rollout.in_process=true"]  # nobody waits for a line
+    overrides = [f"run.dir={folder / 'runs'}", "run.threads=1", "run.save_steps=1000", *here, *more]
     result = groupwise.rl(example / "config.yaml", example / "task.py", overrides=overrides)
     assert result.after
     with Store.open(result.folder / "run.db", readonly=True) as store:
@@ -48,7 +50,7 @@ def trained(example: Path, folder: Path, *more: str) -> Progress:
 
 @pytest.mark.slow
 def test_it_learns_to_follow_what_the_game_says(tmp_path):
-    found = trained(GAME, tmp_path)
+    found = trained(GAME, tmp_path, "training.max_steps=125")
     assert found.first < 0
     assert found.last > 0.9
     assert found.after["win_rate"] == 1.0
@@ -59,7 +61,7 @@ def test_it_learns_to_follow_what_the_game_says(tmp_path):
 
 @pytest.mark.slow
 def test_it_learns_to_use_a_tool(tmp_path):
-    found = trained(CALCULATOR, tmp_path)
+    found = trained(CALCULATOR, tmp_path, "training.max_steps=90")
     assert found.first < 0.1
     assert found.last > 0.9
     assert found.after["accuracy"] == 1.0
@@ -82,5 +84,5 @@ def test_with_the_sign_of_the_advantage_turned_it_does_not(example, tmp_path, mo
         )
 
     monkeypatch.setattr(DrGrpo, "weights", turned)
-    found = trained(example, tmp_path, "training.max_steps=40")
+    found = trained(example, tmp_path, "training.max_steps=30")
     assert found.last < max(found.first, 0.05)

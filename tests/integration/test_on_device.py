@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -26,8 +27,16 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(NativeModel, "pack", lambda self: None)
 
 
-def held() -> int:
-    """Bytes of all tensors that Python knows of, after what hangs together in circles is gone."""
+@pytest.fixture
+def held() -> Callable[[], int]:
+    """Tells the bytes of all tensors made from now on: what other tests have left is not looked through each time."""
+    gc.collect()
+    gc.freeze()
+    return bytes_held
+
+
+def bytes_held() -> int:
+    """Of all tensors that the garbage collector looks at, after what hangs together in circles is gone."""
     gc.collect()
     found = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
     memory = [each.untyped_storage() for each in found]
@@ -67,7 +76,7 @@ def test_what_is_drawn_does_not_depend_on_the_device():
 
 
 @pytest.mark.parametrize("adapter", [True, False])
-def test_memory_does_not_grow(as_on_a_gpu, tmp_path, adapter):
+def test_memory_does_not_grow(as_on_a_gpu, tmp_path, held, adapter):
     on_device.memory_does_not_grow(CPU, Tape, tmp_path, held, adapter=adapter)
 
 
@@ -83,7 +92,7 @@ def test_the_fused_attention_gives_the_gradients_of_the_other(monkeypatch, tmp_p
     assert any(not torch.equal(fused[key], wanted) for key, wanted in pieces.items()), "two ways"
 
 
-def test_nothing_is_left_of_a_gradient():
+def test_nothing_is_left_of_a_gradient(held):
     on_device.nothing_is_left_of_a_gradient(CPU, held)
 
 

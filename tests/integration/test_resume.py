@@ -340,7 +340,7 @@ def started_from(runs: Path, settings: dict) -> None:
 
 
 def test_a_run_that_starts_from_another_one_survives_crashes(tmp_path):
-    assert not starts_that_crash(tmp_path, every=5)
+    assert not starts_that_crash(tmp_path, every=9)
 
 
 @pytest.mark.soak

@@ -217,7 +217,7 @@ def go_on(settings: dict[str, Any]) -> None:
 
 @pytest.mark.timeout(400)
 def test_a_crash_at_durable_writes(tmp_path):
-    assert not writes_that_crash(tmp_path, every=5)
+    assert not writes_that_crash(tmp_path, every=9)
 
 
 @pytest.mark.soak

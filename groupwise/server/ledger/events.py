@@ -39,6 +39,15 @@ def add_event(transaction: Transaction, run: str | None, kind: str, data: Mappin
     return added
 
 
+def add_event_once(transaction: Transaction, run: str, kind: str, data: Mapping[str, Any]) -> None:
+    """Tell what has happened, unless the same was told of the run before, as far as that is still kept."""
+    told = transaction.first(
+        "SELECT 1 FROM events WHERE run = ? AND kind = ? AND data = ?", (run, kind, pack_json(data))
+    )
+    if told is None:
+        add_event(transaction, run, kind, data)
+
+
 def events_after(transaction: Transaction, event: int, limit: int) -> list[Event]:
     """At most so many of the events after this one, the oldest first; 0 is before all of them."""
     rows = transaction.all(

@@ -364,8 +364,11 @@ class TestCrash:
     def test_a_failed_transaction_leaves_the_record_usable(
         self, store: Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        full = sqlite3.OperationalError("database or disk is full")
+        full.sqlite_errorcode = sqlite3.SQLITE_FULL
+
         def refuse(name: str) -> None:
-            raise sqlite3.OperationalError("database or disk is full")
+            raise full
 
         with monkeypatch.context() as broken:
             broken.setattr(durable, "on_write", refuse)
@@ -741,7 +744,12 @@ class TestFormat:
         with Store.create(path) as store:
             fill(store, 1)
         monkeypatch.setattr(
-            database, "MIGRATIONS", (*schema.MIGRATIONS, "CREATE TABLE later (x INTEGER);")
+            database,
+            "FORMAT",
+            replace(
+                database.FORMAT,
+                migrations=(*schema.MIGRATIONS, "CREATE TABLE later (x INTEGER);"),
+            ),
         )
         before = path.read_bytes()
         with Store.open(path, readonly=True) as store:

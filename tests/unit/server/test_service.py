@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from groupwise.server.ledger.transaction import Transaction
 from groupwise.testing.fake_engine import Fault
 from groupwise.wire.training import RewardsOfOne, RewardsOfSeveral, StepRequest
-from tests.unit.server.serving import ME, letters, refused, served
+from tests.unit.server.serving import ME, Served, letters, refused, served
 
 
 async def test_a_run_from_start_to_finish(tmp_path: Path) -> None:
@@ -29,7 +30,8 @@ async def test_a_run_from_start_to_finish(tmp_path: Path) -> None:
         await refused("finished", server.ask())
         assert (tmp_path / "runs" / "first" / "final").is_dir()
         kinds = [event.kind for event in await server.service.events(0, 100)]
-        assert kinds == ["started", *["step"] * 5, "finished"]
+        saved = ["step", "step", "checkpoint"]
+        assert kinds == ["started", *saved, *saved, "step", "checkpoint", "finished"]
         assert await server.start(run_name="first") == "first-2"
 
 
@@ -277,14 +279,53 @@ async def test_a_run_that_is_about_to_finish_is_in_nobodys_way(tmp_path: Path) -
         assert await begun == "next"
 
 
+async def checkpoints_told(server: Served) -> list[tuple[int | None, str]]:
+    """The steps and the address of each, as the events have them."""
+    events = [e for e in await server.service.events(0, 100) if e.kind == "checkpoint"]
+    assert all(event.message and event.data["address"] in event.message for event in events)
+    return [(event.step, event.data["address"]) for event in events]
+
+
+async def test_a_checkpoint_is_told_as_soon_as_it_stands(tmp_path: Path) -> None:
+    async with served(tmp_path) as server:
+        run = await server.start(save_steps=1, max_steps=2)
+        seen = asyncio.create_task(server.service.next_event(2, 20))  # after `started` and `step`
+        await server.round(0)
+        await seen
+        assert await checkpoints_told(server) == [(1, f"{run}@1")]
+        await server.service.stop()
+        assert await checkpoints_told(server) == [(1, f"{run}@1")]
+
+
+async def test_a_checkpoint_that_nobody_was_told_of_is_told_by_the_next_server(
+    tmp_path: Path,
+) -> None:
+    def untold(transaction: Transaction) -> None:
+        transaction.execute("DELETE FROM events WHERE kind = 'checkpoint'")
+
+    server = Served(tmp_path)
+    await server.service.begin()
+    run = await server.start(save_steps=1)
+    await server.round(0)
+    await server.ledger.do(untold)
+    last = await server.service.last_event()
+    await server.kill()  # as if it had been a moment earlier
+    async with served(tmp_path) as server:
+        await server.service.next_event(last + 1, 20)  # after `recovered`
+        assert await checkpoints_told(server) == [(1, f"{run}@1")]
+
+
 async def test_checkpoints_by_name_outlive_their_run(tmp_path: Path) -> None:
     async with served(tmp_path) as server:
         run = await server.start(save_total_limit=1)
         await server.round(0)
+        assert await checkpoints_told(server) == []
         saved = await server.service.save_checkpoint("kept")
         assert (saved.run_id, saved.step, saved.address) == (run, 1, "kept")
+        assert await checkpoints_told(server) == [(1, f"{run}@1"), (1, "kept")]
         await refused("checkpoint_exists", server.service.save_checkpoint("kept"))
         await server.round(1)
+        assert await checkpoints_told(server) == [(1, f"{run}@1"), (1, "kept"), (2, f"{run}@2")]
         listed = (await server.service.checkpoints()).checkpoints
         assert {each.address for each in listed} >= {"kept", f"{run}@2"}
         await refused("unknown_checkpoint", server.start(resume_from=f"{run}@7", replace=True))

@@ -1,0 +1,145 @@
+"""What all SQLite files of the package have in common: how they are opened, their format, and what to do where SQLite or the disk refuses.
+
+A run's record (`database.py`) is such a file, and so is the ledger of a training server. Each has one writer and any number of readers
+(WAL). Its format is a list of migrations that only ever go forward; `PRAGMA user_version` counts those that it has been through, all that
+it lacks are one transaction, and a file of a newer version of the package is refused. Every commit is flushed to the disk before it
+counts (`synchronous = FULL`).
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import quote
+
+from groupwise.errors import StoreError
+from groupwise.runs import durable
+
+BUSY_SECONDS = 30.0
+"""How long to wait for another connection's transaction; a step's transaction takes milliseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """Of one kind of file."""
+
+    name: str
+    """What such a file is, for people: `the record of a Groupwise run`."""
+    application_id: int
+    """Marks the file as one."""
+    migrations: tuple[str, ...]
+    if_another: str = ""
+    """What to do where something else stands in its place."""
+
+    @property
+    def newest(self) -> int:
+        """The version after all migrations."""
+        return len(self.migrations)
+
+
+def connect(path: Path, mode: str, busy_seconds: float = BUSY_SECONDS) -> sqlite3.Connection:
+    """A connection without transactions of its own; `mode` as in SQLite's URIs."""
+    address = f"file:{quote(str(path.absolute()))}?mode={mode}"
+    connection = sqlite3.connect(
+        address, uri=True, timeout=busy_seconds, isolation_level=None, check_same_thread=False
+    )
+    connection.execute("PRAGMA foreign_keys = ON")
+    return connection
+
+
+def connect_writer(
+    path: Path, kind: Format, action: str, busy_seconds: float = BUSY_SECONDS
+) -> sqlite3.Connection:
+    """Open or make the file, in its newest format; `action` names the migration at its crash points."""
+    with closed_on_failure(connect(path, "rwc", busy_seconds)) as connection:
+        check_format(path, connection, kind)
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")
+        if version(connection) < kind.newest:
+            begin_migration(connection, kind)
+            durable.commit(connection, action)
+        return connection
+
+
+@contextmanager
+def closed_on_failure(connection: sqlite3.Connection) -> Generator[sqlite3.Connection, None, None]:
+    """Close it where something is raised within."""
+    try:
+        yield connection
+    except BaseException:
+        connection.close()
+        raise
+
+
+# --- format ---------------------------------------------------------------------------------------
+
+
+def version(connection: sqlite3.Connection) -> int:
+    """How many migrations the file has been through; 0: it is empty."""
+    return connection.execute("PRAGMA user_version").fetchone()[0]
+
+
+def check_format(path: Path, connection: sqlite3.Connection, kind: Format) -> None:
+    """Refuse a file of another kind, and one of a newer version of the package, with a StoreError."""
+    mark = connection.execute("PRAGMA application_id").fetchone()[0]
+    empty = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
+    if mark != kind.application_id and not empty:
+        refusal = f"{path} is an SQLite database, but not {kind.name}."
+        raise StoreError(" ".join(part for part in (refusal, kind.if_another) if part))
+    if version(connection) > kind.newest:
+        raise StoreError(
+            f"{path} has format {version(connection)}; this version of Groupwise knows formats up to {kind.newest}. "
+            "It was written by a newer version: upgrade Groupwise to use it."
+        )
+
+
+def begin_migration(connection: sqlite3.Connection, kind: Format) -> None:
+    """All that it lacks to the newest format, in one transaction that is left open."""
+    missing = range(version(connection), kind.newest)
+    scripts = (f"{kind.migrations[each]} PRAGMA user_version = {each + 1};" for each in missing)
+    connection.executescript(
+        f"BEGIN IMMEDIATE; PRAGMA application_id = {kind.application_id}; {' '.join(scripts)}"
+    )
+
+
+# --- what is said ---------------------------------------------------------------------------------
+
+FREE_SPACE = "Free space on that disk"
+_REMEDIES: Mapping[int, str] = {
+    sqlite3.SQLITE_BUSY: "Another process is writing to it; end that one",
+    sqlite3.SQLITE_LOCKED: "Another process is writing to it; end that one",
+    sqlite3.SQLITE_READONLY: "Give this user the right to write there",
+    sqlite3.SQLITE_CANTOPEN: "See that the folder is there and may be read and written",
+    sqlite3.SQLITE_CORRUPT: "The file is damaged: restore it from a copy",
+    sqlite3.SQLITE_NOTADB: "The file is damaged: restore it from a copy",
+    sqlite3.SQLITE_IOERR: "The disk fails to read or write; see the system's log",
+}
+"""By SQLite's primary code."""
+
+
+def remedy(path: Path, error: sqlite3.Error) -> str:
+    """What to do about it: a sentence without its end."""
+    if is_full(path, error):
+        return FREE_SPACE
+    return _REMEDIES.get(_primary_code(error), "Mend what it names")
+
+
+def is_full(path: Path, error: sqlite3.Error) -> bool:
+    """SQLite's word for it, or a failed write where the disk has no room: its shared-memory file fails so."""
+    if _primary_code(error) == sqlite3.SQLITE_FULL:
+        return True
+    if _primary_code(error) not in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN):
+        return False
+    try:
+        return os.statvfs(path.parent).f_bavail == 0
+    except OSError:  # the folder is not there
+        return False
+
+
+def _primary_code(error: sqlite3.Error) -> int:
+    """SQLite's extended codes carry the primary one in their lowest byte; what Python itself says has none."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF
