@@ -28,7 +28,6 @@ from groupwise.ranks.beside import Here, Host, InRank, Models, NewModel
 from groupwise.ranks.learner import RankLearner
 from groupwise.ranks.sampler import RankSampler
 from groupwise.ranks.tree import Ranks
-from groupwise.remote.parts import RemoteParts, Wanted, start
 from groupwise.runs import publications
 from groupwise.sft_config import SftConfig, load_sft_config
 from groupwise.task_parts import longest_completion
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from groupwise.learner.torch_learner import TorchLearner
     from groupwise.ranks.bench import Bench
     from groupwise.ranks.hosted import Hosted
+    from groupwise.remote.parts import RemoteParts, Wanted
     from groupwise.remote.session import Session
     from groupwise.wire.parts import PartsKind
 
@@ -247,6 +247,8 @@ async def _by_server(
     weights: Path | None = None,
 ) -> RemoteParts:
     """The parts on `run.server`, in the layout that it has planned. Weights that are files here are sent."""
+    from groupwise.remote.parts import start
+
     assert config.run.server is not None
     wanted = await asyncio.to_thread(_wanted, kind, config, layout, run, folder, weights)
     found = await start(config.run.server, wanted)
@@ -268,6 +270,7 @@ def _wanted(
 ) -> Wanted:
     from groupwise.models.adapters import adapter_folder, base_name
     from groupwise.models.identity import identity
+    from groupwise.remote.parts import Wanted
 
     own = Path(config.model.name)
     longest, lag = None, 0

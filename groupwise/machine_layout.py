@@ -15,7 +15,6 @@ from groupwise.errors import ConfigError
 from groupwise.models.config import Dtype, ModelConfig
 from groupwise.models.cores import available_cores
 from groupwise.ranks import ahead
-from groupwise.remote.parts import planned_layout
 from groupwise.sft_config import SftConfig
 from groupwise.task_parts import longest_completion
 
@@ -114,6 +113,8 @@ def supervised_layout(config: SftConfig) -> Layout:
 def _of_server(
     url: str, kind: Literal["training", "supervised"], config: AnyConfig, longest_prompt: int | None
 ) -> Layout:
+    from groupwise.remote.parts import planned_layout
+
     return Layout(**planned_layout(url, kind, config.model_dump(mode="json"), longest_prompt))
 
 

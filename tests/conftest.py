@@ -51,8 +51,6 @@ LONGEST = (
     "unit/learner/test_torch_learner.py",
     "unit/sampler/native/test_engine.py",
     "contract/test_builtin_tasks.py",
-    "unit/models/test_plan.py",
-    "unit/learner/native/test_body.py",
 )
 """Files that take longest. A file is one worker's, so they come first, lest one works alone at the end."""
 

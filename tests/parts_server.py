@@ -29,7 +29,7 @@ class EngineHere:
     """An engine in this process, as the HTTP process sees one in another."""
 
     def __init__(self, core: Any = None) -> None:
-        self.core = core or EngineCore()
+        self.core: Any = core or EngineCore()
         self.calls: list[str] = []
         self.lost: str | None = None
         """How it ended."""

@@ -19,10 +19,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from groupwise.server.bodies import Bodies
 from groupwise.server.verbs.messages import installed
-from groupwise.server.verbs.routes import Unauthorised, verb_routes
+from groupwise.server.verbs.routes import verb_routes
 from groupwise.server.verbs.service import VerbService
 from groupwise.testing.fake_verbs import FakeVerbs
+from groupwise.wire.problems import Refusal
 
 KEY = "tml-1-secret"
 
@@ -31,7 +33,7 @@ assert installed(), "The Tinker client is not installed: pip install 'groupwise[
 
 def only_this_key(request: Request) -> None:
     if request.headers.get("x-api-key") != KEY:
-        raise Unauthorised("The request has no key that this server knows.")
+        raise Refusal("unauthorised")
 
 
 @dataclass
@@ -49,8 +51,8 @@ class VerbServer:
         return self.asked.count(path)
 
 
-def app(service: VerbService, poll: float = 0.2) -> Starlette:
-    return Starlette(routes=verb_routes(service, only_this_key, poll=poll))
+def app(service: VerbService, poll: float = 0.2, bodies: Bodies | None = None) -> Starlette:
+    return Starlette(routes=verb_routes(service, only_this_key, poll=poll, bodies=bodies))
 
 
 def _lossy(inner: ASGIApp, server: VerbServer) -> ASGIApp:

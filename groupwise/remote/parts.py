@@ -1,4 +1,11 @@
-"""The parts of a run on a training server, as `groupwise.build` makes them in this process.
+"""The parts of a run on a training server (`groupwise rl … run.server=http://gpu-machine:8000`), as `groupwise.build` makes them here.
+
+    session.py    parts of a server under an id: calls by number, files to and fro, a sign of life, in a thread of their own
+    learner.py    a `groupwise.types.Learner` there
+    sampler.py    a `groupwise.types.Sampler` there
+
+Run, record and checkpoints are here. The server keeps nothing that the loop could not do without: when its engine ends, the run is gone
+on with from the last checkpoint, which holds the learner's state to the bit.
 
 The server decides how the work is laid out, for its own machine, and the run records that. Weights that a run starts from are sent, where
 they are files of this machine; a base is loaded by the server from what it has under the same name, and must be the same to the bit.

@@ -6,7 +6,7 @@ is done or a group is gone, and is refused when the wait gets long: before the w
 
 Whoever names a draw waits for the draw's turn instead: draw d belongs to step d // groups_per_step, and to a later one where draws before
 it were lost. So the groups of a step are the same, and sampled by the same policy, whatever the number of clients and the order in which
-they ask.
+they ask. A draw whose turn nothing brings nearer, because nobody asks for those before it, is not waited for long.
 
 With `steps: manual` nobody but the client knows what a step will take; then only the number of groups under way is bounded.
 """
@@ -16,13 +16,15 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
-from groupwise.wire.problems import Refusal
+from groupwise.wire.problems import FieldError, Refusal
 
 RETRY_SECONDS = 2.0
 """When somebody who was refused may ask again: a step of a small model takes about as long."""
+IDLE_SECONDS = 3.0
+"""For so long a draw is waited for whose turn nothing brings nearer: many clients that begin at once come within less."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,10 +42,13 @@ class Room:
         """Groups that may be under way at once."""
         return self.most if self.manual else self.groups_per_step * (self.staleness + 1)
 
+    def first_too_early(self, steps_done: int, lost: int) -> int:
+        """The first draw whose turn it is not, where so many draws will never be trained."""
+        return (steps_done + 1 + self.staleness) * self.groups_per_step + lost
+
     def in_time(self, draw: int, steps_done: int, lost: int) -> bool:
-        """Whether it is the turn of a named draw, where so many draws will never be trained."""
-        due = (steps_done + 1 + self.staleness) * self.groups_per_step + lost
-        return self.manual or draw < due
+        """Whether it is the turn of a named draw."""
+        return self.manual or draw < self.first_too_early(steps_done, lost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +110,8 @@ class Admission:
         """Wait for room for so many groups, at most `limit` seconds; gives the draws, those that were not named chosen.
 
         While it is open they count as being sampled; whoever has kept groups says so by `now` before it is left. Raises Refusal:
-        `too_busy` when the time is over, `invalid_request` for more groups than there can ever be room for.
+        `too_busy` when the time is over, or nothing brings the turn of a named draw nearer; `invalid_request` for more groups than there
+        can ever be room for.
         """
         self._check_possible(len(draws))
         await self._turn(draws, limit)
@@ -123,15 +129,45 @@ class Admission:
         self._queue.append(waiting)
         self._let_in()
         try:
-            async with asyncio.timeout(limit):
-                await waiting.let_in
+            await self._let_in_within(waiting, limit)
         except BaseException as error:
             self._gone(waiting)
             self._let_in()  # it may have been let in already
             if isinstance(error, TimeoutError):
-                raise Refusal("too_busy", retry_after=RETRY_SECONDS) from None
+                raise self._too_busy(waiting) from None
             raise
         self._gone(waiting)
+
+    async def _let_in_within(self, waiting: _Waiting, limit: float) -> None:
+        """TimeoutError where the time is over, or there is nothing to wait for."""
+        first = min(limit, IDLE_SECONDS)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(first):
+                await asyncio.shield(waiting.let_in)
+        if not waiting.let_in.done() and self._is_idle():
+            raise TimeoutError
+        async with asyncio.timeout(limit - first):
+            await waiting.let_in
+
+    def _is_idle(self) -> bool:
+        """Whether nothing goes on that will end, and so bring the turn of a draw nearer."""
+        return self._traffic.under_way + self.sampling + self._expected() == 0
+
+    def _too_busy(self, waiting: _Waiting) -> Refusal:
+        early = [draw for draw in waiting.draws if draw is not None and not self._is_due(draw)]
+        if not early:
+            return Refusal("too_busy", retry_after=RETRY_SECONDS)
+        room, done = self.room, self._traffic.steps_done
+        below = room.first_too_early(done, self._traffic.lost)
+        under_way = self._traffic.under_way + self.sampling
+        return Refusal(
+            "too_busy",
+            f"it is not the turn of draw {min(early)}: {done} steps are done, and with groups_per_step {room.groups_per_step} and "
+            f"staleness {room.staleness} the draws below {below} may be sampled; {under_way or 'none'} of their groups "
+            f"{'is' if under_way == 1 else 'are'} under way. Ask for the draws before it, post their rewards, and ask again; or leave "
+            "`draw` out for the next free one.",
+            retry_after=RETRY_SECONDS,
+        )
 
     def _gone(self, waiting: _Waiting) -> None:
         if waiting in self._queue:
@@ -176,8 +212,9 @@ class Admission:
                 else f"can be under way: groups_per_step × (staleness + 1) = {self.room.groups_per_step} × "
                 f"{self.room.staleness + 1}"
             )
-            raise Refusal(
-                "invalid_request",
+            message = (
                 f"{groups} prompts were sent at once, but only {self.room.capacity} groups {why}. Send fewer at once, or start with "
-                "higher settings.",
+                "higher settings."
             )
+            error = FieldError(field="prompts", message=message)
+            raise Refusal("invalid_request", message, errors=[error])

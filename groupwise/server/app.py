@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib import metadata
 from typing import Any, NoReturn, cast
 
@@ -50,8 +50,10 @@ def make_app(
     config: ServerConfig,
     keys: Keyring | None,
     also: Sequence[Route] = (),
+    before: Mapping[str, Any] | None = None,
 ) -> FastAPI:
-    """The application. `also`: routes of further protocols. Its `state.serving` is what all requests share."""
+    """The application. `also`: routes of further protocols; `before`: what the document says of those that are answered before this
+    application (`tags`, `paths`, `components`). Its `state.serving` is what all requests share."""
     serving = Serving(service, config)
     routes = (*ROUTES, *also)
     app = FastAPI(
@@ -65,7 +67,7 @@ def make_app(
     )
     app.router.route_class = _StrictRoute
     app.state.serving = serving
-    document = _Document(app, routes)
+    document = _Document(app, routes, before or {})
     shown = Route(
         method="GET",
         path="/openapi.json",
@@ -201,9 +203,10 @@ async def _no_such_thing(request: Request, error: HTTPException) -> NoReturn:
 class _Document:
     """OpenAPI, made once."""
 
-    def __init__(self, app: FastAPI, routes: Sequence[Route]) -> None:
+    def __init__(self, app: FastAPI, routes: Sequence[Route], before: Mapping[str, Any]) -> None:
         self._app = app
         self._routes = routes
+        self._before = before
         self._make = app.openapi
         app.openapi = self.document
 
@@ -228,7 +231,19 @@ class _Document:
                 self._operation(document, route)["requestBody"] = _ANY_BYTES
         for route in self._routes:
             self._say_more(self._operation(document, route), route)
+        self._add_what_is_before(document)
         return document
+
+    def _add_what_is_before(self, document: dict[str, Any]) -> None:
+        keys = [{name: []} for name in SECURITY]
+        for path, operations in self._before.get("paths", {}).items():
+            document["paths"][path] = {
+                method: {"security": keys, **operation} for method, operation in operations.items()
+            }
+        schemas = self._before.get("components", {}).get("schemas", {})
+        document["components"]["schemas"].update(schemas)
+        if tags := self._before.get("tags"):
+            document.setdefault("tags", []).extend(tags)
 
     def _operation(self, document: dict[str, Any], route: Route) -> dict[str, Any]:
         return document["paths"][_PLAIN.sub("}", route.path)][route.method.lower()]

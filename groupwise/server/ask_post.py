@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
 from groupwise.rollouts.asking import gather_all
@@ -16,12 +16,12 @@ from groupwise.server import keeping
 from groupwise.server.caller import Caller
 from groupwise.server.conductor import Conductor
 from groupwise.server.current import Current
-from groupwise.server.engine.port import SampleOrder, Sampling
-from groupwise.server.engine_refusals import asked
+from groupwise.server.engine.port import OrderField, SampleOrder, Sampling
+from groupwise.server.engine_refusals import asked, named
 from groupwise.server.ledger import groups
 from groupwise.server.ledger.writer import Ledger
 from groupwise.types import Prompt
-from groupwise.wire.problems import Refusal
+from groupwise.wire.problems import FieldError, Refusal
 from groupwise.wire.training import (
     CompletionsRequest,
     GroupAnswer,
@@ -59,7 +59,10 @@ class AskPost:
             ]
             engine = conductor.engine
             sampled = await asked(
-                gather_all(engine.sample(order) for order in orders),
+                gather_all(
+                    named(engine.sample(order), _fields(request, place))
+                    for place, order in enumerate(orders)
+                ),
                 conductor,
                 self._config.sampling_time_limit,
             )
@@ -77,10 +80,12 @@ class AskPost:
     def _check_tokenizer(self, given: str | None, conductor: Conductor) -> None:
         own = conductor.now.opened.tokenizer_hash
         if given not in (None, own):
-            raise Refusal(
-                "tokenizer_mismatch",
-                f"tokenizer_hash is {given!r}, but the server's tokenizer and template have {own!r}. GET /tokenizer has them.",
+            message = (
+                f"tokenizer_hash is {given!r}, but the server's tokenizer and template have {own!r}. "
+                "GET /tokenizer has them."
             )
+            error = FieldError(field="tokenizer_hash", message=message)
+            raise Refusal("tokenizer_mismatch", message, errors=[error])
 
     async def give_up(self, group: str) -> None:
         """End a group that its client no longer wants."""
@@ -103,9 +108,11 @@ class AskPost:
             self._current.conductor.nudge()
         if not request.wait:
             return answers
-        return await self._trained(answers, request.timeout)
+        return await self.rewards_trained(answers, request.timeout)
 
-    async def _trained(self, answers: list[RewardAnswer], seconds: float) -> list[RewardAnswer]:
+    async def rewards_trained(
+        self, answers: Sequence[RewardAnswer], seconds: float
+    ) -> list[RewardAnswer]:
         """Answers as they are after the step that learnt from them, or after so many seconds."""
         return await self._awaited(
             lambda: self._ledger.do(keeping.after_step, answers),
@@ -135,10 +142,14 @@ class AskPost:
         conductor.nudge()
         if not request.wait:
             return answer
+        return await self.step_taken(answer, deadline - time.monotonic())
+
+    async def step_taken(self, answer: StepAnswer, seconds: float) -> StepAnswer:
+        """The answer as it is after the step that was planned, or after so many seconds."""
         return await self._awaited(
-            lambda: self._ledger.do(keeping.step_after, conductor.now.run, answer),
+            lambda: self._ledger.do(keeping.step_after, answer),
             lambda found: found.status == "trained",
-            deadline - time.monotonic(),
+            seconds,
         )
 
     async def _beat_before(self, beat: asyncio.Event, deadline: float) -> None:
@@ -166,6 +177,17 @@ class AskPost:
                     await beat.wait()
             except TimeoutError:
                 return found
+
+
+def _fields(request: CompletionsRequest, place: int) -> Mapping[OrderField, str]:
+    """What the request calls the fields of an order."""
+    return {
+        "prompt": "prompt" if request.prompts is None else f"prompts.{place}",
+        "prompt_ids": "prompt_tokens",
+        "max_tokens": "max_completion_length",
+        "min_tokens": "min_completion_length",
+        "temperature": "temperature",
+    }
 
 
 def _order_of_sample(request: CompletionsRequest, prompt: Prompt, draw: int) -> SampleOrder:

@@ -75,7 +75,7 @@ class Checkpoints:
         if found is None and run in rows:
             kept = {str(each.step): each for each in self._named.automatic(rows[run])}
             if step in kept:
-                found = Beginning(kept[step].path, rows[run].settings)
+                found = Beginning(kept[step].path, rows[run].settings, run, kept[step].step)
         if found is not None:
             return found
         raise Refusal(

@@ -10,8 +10,10 @@ from pathlib import Path
 from groupwise.runs import find
 from groupwise.server.conductor import Conductor, Standing
 from groupwise.server.ledger.runs import RunRow
+from groupwise.server.named import NamedCheckpoints
 from groupwise.server.pulse import Pulse
 from groupwise.server.settings import ServerConfig
+from groupwise.server.tokenizers import Tokenizer
 from groupwise.server.versions import Versions
 from groupwise.wire.problems import Refusal
 from groupwise.wire.training import ModelVersion
@@ -82,22 +84,15 @@ class Current:
     def versions(self, row: RunRow) -> Versions:
         """Those of a run that can be read."""
         standing = self.standing
+        named = NamedCheckpoints(self.config.folder).of_run(row.run)
         if standing is None or standing.run != row.run:
             folder = self.config.folder / row.folder
-            return Versions(
-                row.run,
-                folder,
-                find.run_info(folder).steps,
-                {},
-                self.config.folder / TOKENIZERS,
-            )
-        return Versions(
-            row.run,
-            standing.folder,
-            standing.step,
-            dict(standing.versions),
-            self.tokenizer_folder(standing.opened.tokenizer_hash),
-        )
+            steps, published, tokenizer = find.run_info(folder).steps, {}, row.tokenizer
+        else:
+            folder, tokenizer = standing.folder, Tokenizer.of(standing.opened)
+            steps, published = standing.step, dict(standing.versions)
+        kept = self.tokenizer_folder(tokenizer.hash if tokenizer else "")
+        return Versions(row.run, folder, steps, published, named, kept)
 
     def tokenizer_folder(self, tokenizer_hash: str) -> Path:
         """Where a tokenizer is kept, for when no engine is there."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from typing import TypeVar
 
 from groupwise.errors import GroupwiseError, RunError, UsageError
 from groupwise.server.conductor import Conductor
-from groupwise.server.engine.port import EngineLost
-from groupwise.wire.problems import KINDS, Refusal
+from groupwise.server.engine.port import EngineLost, OrderField, WrongOrder
+from groupwise.wire.problems import KINDS, FieldError, Refusal
 
 T = TypeVar("T")
 
@@ -36,3 +36,13 @@ def refusal_of(error: GroupwiseError, otherwise: str, retry_after: float | None 
         return error
     code = error.code if error.code in KINDS else otherwise
     return Refusal(code, str(error), retry_after=retry_after)
+
+
+async def named(work: Awaitable[T], fields: Mapping[OrderField, str]) -> T:
+    """What the engine gave; where the order is wrong, the refusal has the field, by the name that the client knows."""
+    try:
+        return await work
+    except WrongOrder as error:
+        refusal = refusal_of(error, otherwise="invalid_request")
+        field = FieldError(field=fields[error.field], message=refusal.detail)
+        raise Refusal(refusal.code, refusal.detail, errors=[field]) from None

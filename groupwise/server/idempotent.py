@@ -2,7 +2,8 @@
 
 The service keeps the answer of whatever it creates in the same transaction as the work, under the request's Idempotency-Key. It needs the
 answer's bytes for that, so that what an answer looks like is decided here (`answer_of` and its like), for the service and the routes
-alike. Refusals are not kept: the same request may be made again when what was in its way is gone.
+alike. Refusals are not kept: the same request may be made again when what was in its way is gone. A request that waits for a step is
+kept as accepted; whoever sends it again waits for the same step.
 
 `UnderWay` is for the time between: the same key while the first request is still being answered waits for that answer. Where the first is
 refused, or its client goes away, the next in line does the work itself.
@@ -55,6 +56,13 @@ def rewards_answer(
         (only,) = answers
         return answer_of(only, status)
     return answer_of(RewardsBatchAnswer(groups=list(answers)), status)
+
+
+def rewards_of(request: RewardsOfOne | RewardsOfSeveral, answer: Answer) -> list[RewardAnswer]:
+    """From an answer that was kept back to what it says of each group."""
+    if isinstance(request, RewardsOfOne):
+        return [RewardAnswer.model_validate_json(answer.body)]
+    return RewardsBatchAnswer.model_validate_json(answer.body).groups
 
 
 def step_answer(request: StepRequest, answer: StepAnswer) -> Answer:

@@ -9,7 +9,7 @@ from typing import Any
 
 from groupwise.server import steps
 from groupwise.server.caller import Caller
-from groupwise.server.engine.port import Sampled
+from groupwise.server.engine.port import Opened, Sampled
 from groupwise.server.idempotent import completions_answer, rewards_answer, step_answer
 from groupwise.server.ledger import counters, events, groups, members, plans, runs, uptime
 from groupwise.server.ledger.answers import Answer, Request, once
@@ -19,6 +19,7 @@ from groupwise.server.ledger.rewards import Post, Posted
 from groupwise.server.ledger.runs import RunRow
 from groupwise.server.ledger.transaction import Transaction
 from groupwise.server.states import State
+from groupwise.server.tokenizers import Tokenizer
 from groupwise.types import Group, from_json
 from groupwise.wire.problems import Refusal
 from groupwise.wire.training import (
@@ -50,18 +51,19 @@ def started(
     settings: Mapping[str, Any],
     config: Mapping[str, Any],
     goes_on: bool,
-    step: int,
+    opened: Opened,
     caller: Caller,
     answer: Answer,
 ) -> RunRow:
     """A run that an engine has opened, as the active one."""
+    tokenizer = Tokenizer.of(opened)
 
     def work(transaction: Transaction) -> Answer:
         if goes_on:
-            runs.go_on(transaction, run, settings, config)
+            runs.go_on(transaction, run, settings, config, tokenizer)
         else:
-            runs.add_run(transaction, run, folder, settings, config)
-        events.add_event(transaction, run, EventKind.STARTED, {"step": step})
+            runs.add_run(transaction, run, folder, settings, config, tokenizer)
+        events.add_event(transaction, run, EventKind.STARTED, {"step": opened.step})
         return answer
 
     once(transaction, named(caller), work)
@@ -135,8 +137,8 @@ def keep_rewards(
 ) -> list[RewardAnswer]:
     """Rewards of groups, all or none, and the answers about them.
 
-    Where the client waits for the step, the answer is not complete yet and is not kept for its key: the post itself is what makes
-    a second one the same.
+    Where the client waits for the step, what is kept for its key says that they are accepted: whoever asks again goes on waiting
+    from there.
     """
     answers: list[RewardAnswer] = []
 
@@ -150,7 +152,7 @@ def keep_rewards(
         answers.extend(_reward_answer(each) for each in posted)
         return rewards_answer(request, answers)
 
-    once(transaction, None if request.wait else named(caller), work)
+    once(transaction, named(caller), work)
     return answers
 
 
@@ -259,7 +261,7 @@ def keep_plan(
         return step_answer(request, made[0])
 
     try:
-        once(transaction, None if request.wait else named(caller), work)
+        once(transaction, named(caller), work)
     except _Busy:
         return None
     return made[0]
@@ -269,7 +271,7 @@ class _Busy(Exception):
     """Another plan waits."""
 
 
-def step_after(transaction: Transaction, run: str, answer: StepAnswer) -> StepAnswer:
+def step_after(transaction: Transaction, answer: StepAnswer) -> StepAnswer:
     """The answer as it is now. Refused as `group_quarantined` where the step was put aside."""
     plan = plans.plan_of(transaction, answer.group_ids[0])
     assert plan is not None, "it was planned"

@@ -15,6 +15,8 @@ from typing import Any, Literal, cast
 from groupwise.display.text import one_line
 
 ACCESS = logging.getLogger("groupwise.server.access")
+NOTHING_YET = 408
+"""What a poll for the answer to a call of the verbs is told every while, until there is one."""
 LONGEST_PATH = 200
 """Characters of an address that a line shows."""
 
@@ -43,9 +45,11 @@ class ForPrograms(logging.Formatter):
 
 
 def worth_reading(record: logging.LogRecord) -> bool:
-    """Whether a person wants to see a line: not those of requests that were answered, of which each group has two."""
-    facts = cast("Mapping[str, Any]", getattr(record, "facts", {}))
-    return record.name != ACCESS.name or facts["status"] >= 400
+    """Whether a person wants to see a line: not those of requests that were answered, of which each group has two, or polled."""
+    if record.name != ACCESS.name:
+        return True
+    status = cast("Mapping[str, Any]", getattr(record, "facts", {}))["status"]
+    return status >= 400 and status != NOTHING_YET
 
 
 def configure(kind: Literal["text", "json"]) -> logging.Handler:

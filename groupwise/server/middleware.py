@@ -23,11 +23,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from groupwise.server.bodies import SHUTTING_DOWN_RETRY, ClientGone
 from groupwise.server.caller import Caller
 from groupwise.server.ledger.file import DiskFull
 from groupwise.server.logs import log_request
 from groupwise.server.refusals import body_of
-from groupwise.server.routes.declared import SCOPE, ClientGone, Facts, Route, Serving, facts_of
+from groupwise.server.routes.declared import SCOPE, Facts, Route, Serving, facts_of
 from groupwise.server.settings import is_loopback
 from groupwise.wire.keys import Keyring, Role, caller_of
 from groupwise.wire.problems import MEDIA_TYPE, FieldError, Refusal
@@ -35,14 +36,10 @@ from groupwise.wire.problems import MEDIA_TYPE, FieldError, Refusal
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = "X-Request-ID"
-BODY_SECONDS = 120.0
-"""In which a body must be here; a connection that sends a byte a minute is left."""
 CLIENT_GONE = 499
 """What the log and the metrics say of a request whose client went away."""
 FULL_SECONDS = 10.0
 """When somebody who was refused for want of disk may ask again."""
-SHUTTING_DOWN_RETRY = 5.0
-"""Seconds after which another server, or the same one again, may answer."""
 
 _SAFE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -64,10 +61,14 @@ class RouteTable:
 class Observed:
     """The outermost."""
 
-    def __init__(self, app: ASGIApp, serving: Serving, table: RouteTable) -> None:
+    def __init__(
+        self, app: ASGIApp, serving: Serving, table: RouteTable, others: str = "other"
+    ) -> None:
+        """`others`: what the metrics call requests that are for no route of the table."""
         self._app = app
         self._serving = serving
         self._table = table
+        self._others = others
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer the request, and tell of it."""
@@ -108,7 +109,7 @@ class Observed:
 
     def _tell(self, scope: Scope, facts: Facts, status: int, seconds: float) -> None:
         metrics = self._serving.metrics
-        metrics.observe(facts.route.name if facts.route else "other", status, seconds)
+        metrics.observe(facts.route.name if facts.route else self._others, status, seconds)
         if facts.code:
             metrics.refusals[facts.code] += 1
         if facts.route is not None and facts.code and facts.code not in facts.route.all_codes:
@@ -281,7 +282,7 @@ class BodyRead:
 
     def __init__(self, app: ASGIApp, serving: Serving) -> None:
         self._app = app
-        self._most = serving.config.max_body_bytes
+        self._bodies = serving.bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the body, then do the work as long as the client is there."""
@@ -291,40 +292,10 @@ class BodyRead:
         route = facts_of(scope).route
         body = b""  # where none is taken, what comes all the same is thrown away as it comes
         if route is not None and route.takes_body:
-            body = await self._read(Headers(scope=scope), receive)
+            body = await self._bodies.read(Headers(scope=scope), receive)
         if body and not (route is not None and route.takes_bytes):
             _check_media_type(Headers(scope=scope).get("content-type", ""))
         await _while_listening(self._app, scope, body, receive, send)
-
-    async def _read(self, headers: Mapping[str, str], receive: Receive) -> bytes:
-        told = headers.get("content-length", "")
-        if told.isdecimal() and len(told) < 20 and int(told) > self._most:
-            raise self._too_large()
-        parts: list[bytes] = []
-        size = 0
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                more = True
-                while more:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise ClientGone
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    if size > self._most:
-                        raise self._too_large()
-                    more = message.get("more_body", False)
-        except TimeoutError:
-            raise Refusal(
-                "timed_out", f"The body was not here within {BODY_SECONDS:g} seconds."
-            ) from None
-        return b"".join(parts)
-
-    def _too_large(self) -> Refusal:
-        return Refusal(
-            "too_large",
-            f"The body has more than {self._most} bytes, which is max_body_bytes of the server. Send less at once.",
-        )
 
 
 def _check_media_type(given: str) -> None:

@@ -29,6 +29,8 @@ class Beginning:
     folder: Path
     settings: Mapping[str, Any]
     """Of the run that it is of, as they were posted."""
+    run: str
+    step: int
 
 
 class NamedCheckpoints:
@@ -78,7 +80,12 @@ class NamedCheckpoints:
         folder = self._root / name
         if folder.parent != self._root or not (folder / SAVED).is_file():
             return None
-        return Beginning(folder, json.loads((folder / SAVED).read_text())["settings"])
+        facts = json.loads((folder / SAVED).read_text())
+        return Beginning(folder, facts["settings"], facts["run"], facts["step"])
+
+    def of_run(self, run: str) -> list[Path]:
+        """The folders of a run's checkpoints that have a name."""
+        return [self._root / each.address for each in self.listed() if each.run_id == run]
 
 
 def answer_of(row: RunRow, checkpoint: Checkpoint) -> CheckpointAnswer:

@@ -10,10 +10,13 @@ from groupwise.server.clockwork import Clockwork
 from groupwise.server.current import Current
 from groupwise.server.downloads import OpenVersion
 from groupwise.server.keeper import Keeper
-from groupwise.server.ledger import events
+from groupwise.server.ledger import events, runs
+from groupwise.server.ledger.runs import RunRow
 from groupwise.server.ledger.writer import Ledger
+from groupwise.server.named import NamedCheckpoints
 from groupwise.server.status import status_of
-from groupwise.server.tokenizers import tokenizer_answer
+from groupwise.server.tokenizers import Tokenizer, tokenizer_answer
+from groupwise.server.versions import LATEST
 from groupwise.wire.problems import Refusal
 from groupwise.wire.training import EventData, StatusAnswer, TokenizerAnswer
 
@@ -34,7 +37,7 @@ class Reading:
         row, conductor = self._current.latest, self._current.conductor
         if row is None:
             return StatusAnswer(phase="idle")
-        versions = await asyncio.to_thread(self._current.versions(row).steps)
+        versions = await asyncio.to_thread(lambda: self._current.versions(row).steps())
         told = await self._ledger.do(keeping.told, row.run)  # last, so that it fits the phase
         return status_of(told, conductor, self._clockwork.probed, versions, self._keeper.restarts)
 
@@ -67,15 +70,30 @@ class Reading:
 
     async def open_version(self, version: str | None) -> OpenVersion:
         """The files of a version, open."""
-        versions = self._current.versions(self._current.any_run())
-        return await asyncio.to_thread(versions.open, version)
+        row, meant = await self._meant(version)
+
+        def opened() -> OpenVersion:
+            return self._current.versions(row).open(meant)
+
+        return await asyncio.to_thread(opened)
+
+    async def _meant(self, version: str | None) -> tuple[RunRow, str | None]:
+        """The run that a version is of, and what it is called there: that of a name, of another run, or of the present one."""
+        latest = self._current.any_run()
+        if version is None or version == LATEST or version.isdecimal():
+            return latest, version
+        rows = {row.run: row for row in await self._ledger.do(runs.list_runs)}
+        saved = await asyncio.to_thread(NamedCheckpoints(self._current.config.folder).find, version)
+        if saved is not None and saved.run in rows:
+            return rows[saved.run], str(saved.step)
+        return rows.get(version.rpartition("@")[0], latest), version
 
     async def tokenizer(self) -> TokenizerAnswer:
         """What a client needs to render and tokenise as the server does."""
-        standing = self._current.standing
-        if standing is None:
+        row, standing = self._current.any_run(), self._current.standing
+        tokenizer = Tokenizer.of(standing.opened) if standing else row.tokenizer
+        if tokenizer is None:  # of a run that an earlier version of the server has begun
             conductor = self._current.conductor
             raise conductor.refusal() if conductor else Refusal("not_started")
-        opened = standing.opened
-        folder = self._current.tokenizer_folder(opened.tokenizer_hash)
-        return await asyncio.to_thread(tokenizer_answer, folder, opened)
+        folder = self._current.tokenizer_folder(tokenizer.hash)
+        return await asyncio.to_thread(tokenizer_answer, folder, tokenizer)

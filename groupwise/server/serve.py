@@ -48,6 +48,7 @@ from groupwise.server.routes.openai import attach, openai_routes
 from groupwise.server.routes.parts import parts_routes
 from groupwise.server.service import Service
 from groupwise.server.settings import ServerConfig
+from groupwise.server.verbs.document import document
 from groupwise.server.verbs.mount import InFront, Verbs
 from groupwise.settings.tree import read_yaml
 from groupwise.wire.keys import LOCAL, Keyring, Role
@@ -106,7 +107,8 @@ class Built:
         """All routes."""
         of_openai = openai_routes(self.openai) if self.openai is not None else ()
         of_parts = parts_routes(self.parts) if self.parts is not None else ()
-        app = make_app(self.service, config, keys, also=(*of_openai, *of_parts))
+        of_verbs = document() if self.verbs is not None else None
+        app = make_app(self.service, config, keys, (*of_openai, *of_parts), of_verbs)
         if of_openai:
             attach(app)
         serving: Serving = app.state.serving
@@ -322,7 +324,7 @@ class _Server:
         began = time.monotonic()
         seconds = self._config.shutdown_seconds
         logger.info("ending; a second signal ends at once")
-        serving.ending.set()
+        serving.end()
         try:
             async with asyncio.timeout(seconds):
                 await built.shut_down(seconds)

@@ -13,7 +13,7 @@ returns when what it tells is on the disk. Here its parts are put together; each
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
@@ -137,9 +137,19 @@ class Service:
         """Keep rewards, and only then answer; with `wait` after the step that learns from them."""
         return await self._ask_post.rewards(request, caller)
 
+    async def rewards_trained(
+        self, answers: Sequence[RewardAnswer], seconds: float
+    ) -> list[RewardAnswer]:
+        """Answers that were given before, after the step that learnt from them, or after so many seconds."""
+        return await self._ask_post.rewards_trained(answers, seconds)
+
     async def step(self, request: StepRequest, caller: Caller) -> StepAnswer:
         """Take a step with the groups that are named, or with those that wait."""
         return await self._ask_post.step(request, caller)
+
+    async def step_taken(self, answer: StepAnswer, seconds: float) -> StepAnswer:
+        """An answer that was given before, after the step that was planned, or after so many seconds."""
+        return await self._ask_post.step_taken(answer, seconds)
 
     async def status(self) -> StatusAnswer:
         """Where server and run stand."""

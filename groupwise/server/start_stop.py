@@ -15,9 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from pydantic import ValidationError
+
 from groupwise.errors import GroupwiseError, UsageError
 from groupwise.runs import durable
-from groupwise.server import keeping
+from groupwise.server import keeping, steps
 from groupwise.server.caller import Caller
 from groupwise.server.checkpoints import Checkpoints
 from groupwise.server.conductor import Conductor, Leaving, Standing
@@ -30,7 +32,7 @@ from groupwise.server.ledger import runs
 from groupwise.server.ledger.runs import RunRow
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.orders import RUNS, Allowed, order_of
-from groupwise.wire.problems import Refusal
+from groupwise.wire.problems import FieldError, Refusal, field_errors, summary_of
 from groupwise.wire.training import StartAnswer, StartRequest, StopAnswer
 
 logger = logging.getLogger(__name__)
@@ -99,7 +101,7 @@ class StartStop:
                 request.model_dump(mode="json", exclude_unset=True),
                 dict(order.config),
                 old is not None,
-                standing.step,
+                standing.opened,
                 caller,
                 answer_of(answer),
             )
@@ -114,6 +116,7 @@ class StartStop:
             return self._named(order), request, None
         rows = {row.run: row for row in await self._ledger.do(runs.list_runs)}
         if (old := rows.get(request.resume_from)) is not None:
+            _refuse_another_name(request, old.run)
             merged = _merged(old.settings, request)
             order = order_of(merged, self._allowed, self._config.folder)
             config = _with_run(order.config, name=old.run)
@@ -201,10 +204,10 @@ class StartStop:
         async with self.turn:
             if self._current.conductor is not None:
                 await self._left(self._current.conductor, "stop")
-            standing, row = self._current.standing, self._current.latest
-            return StopAnswer(
-                run_id=row.run if row else None, step=standing.step if standing else None
-            )
+            row = self._current.latest
+            if row is None:
+                return StopAnswer()
+            return StopAnswer(run_id=row.run, step=await self._ledger.do(steps.next_step, row.run))
 
     async def _left(self, conductor: Conductor, why: Leaving) -> None:
         await conductor.leave(why, self._config.step_time_limit)
@@ -216,13 +219,46 @@ def _with_run(config: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
     return {**config, "run": {**config["run"], **changes}}
 
 
+def _refuse_another_name(request: StartRequest, run: str) -> None:
+    """A run keeps its name for as long as it goes on."""
+    if request.run_name not in (None, run):
+        message = (
+            f"has no effect with resume_from: {run}, because the run goes on under its own name. Leave it out, or begin a new run from "
+            f"a checkpoint of it, such as resume_from: {run}@<step> (GET /checkpoints lists them)"
+        )
+        error = FieldError(field="run_name", message=message)
+        raise Refusal("settings_conflict", f"run_name {message}.", errors=[error])
+
+
+_OURS = ("resume_from", "replace")
+"""What a start says of itself, and not of the run."""
+_REPLACED: Mapping[str, tuple[str, ...]] = {
+    "groups_per_step": ("training_batch_size", "gradient_accumulation_steps"),
+    "training_batch_size": ("groups_per_step",),
+    "gradient_accumulation_steps": ("groups_per_step",),
+}
+"""What says the same in another way: the settings of the earlier run that give way to one that is given anew."""
+
+
 def _merged(settings: Mapping[str, Any], request: StartRequest) -> StartRequest:
-    """The settings of an earlier run, with what is given anew."""
+    """The settings of an earlier run, with what is given anew. Refused as `settings_conflict` where they do not go together."""
     given = request.model_dump(mode="json", exclude_unset=True)
-    ours = ("resume_from", "replace")
-    kept = {key: value for key, value in settings.items() if key not in ours}
-    fresh = {key: value for key, value in given.items() if key not in ours}
-    return StartRequest.model_validate_json(json.dumps({**kept, **fresh}))
+    fresh = {key: value for key, value in given.items() if key not in _OURS}
+    gone = {
+        *_OURS,
+        *(old for key in fresh if fresh[key] is not None for old in _REPLACED.get(key, ())),
+    }
+    kept = {key: value for key, value in settings.items() if key not in gone}
+    try:
+        return StartRequest.model_validate_json(json.dumps({**kept, **fresh}))
+    except ValidationError as error:
+        errors = field_errors(error.errors())
+        raise Refusal(
+            "settings_conflict",
+            f"With the settings of the run that it goes on from: {summary_of(errors)}. What is given anew replaces the earlier setting; "
+            "null takes one back.",
+            errors=errors,
+        ) from None
 
 
 def _start_answer(request: StartRequest, standing: Standing) -> StartAnswer:

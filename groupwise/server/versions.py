@@ -1,13 +1,14 @@
 """Which versions of a policy there are to be read, and where their files stand.
 
-The last few policies stand where the engine publishes them, checkpoints and the final weights in the run's folder. Whatever is read is
-opened at once as a whole: the engine deletes old publications, and a file that is open can be read to its end.
+The last few policies stand where the engine publishes them, checkpoints and the final weights in the run's folder, and those that were
+saved by name beside the runs. Whatever is read is opened at once as a whole: the engine deletes old publications, and a file that is open
+can be read to its end.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from groupwise.types import Policy
 from groupwise.wire.problems import Refusal
 
 LATEST = "latest"
+OTHERS = "GET /checkpoints lists those of earlier runs, and those with a name."
 
 Place = tuple[Path, str]
 """A folder with weights, and their fingerprint."""
@@ -36,6 +38,8 @@ class Versions:
     """Steps done."""
     published: Mapping[int, Policy]
     """By the steps done."""
+    named: Sequence[Path]
+    """The folders of its checkpoints that were saved by name."""
     tokenizer: Path
     """The folder with its tokenizer, which goes with every version."""
 
@@ -58,8 +62,8 @@ class Versions:
                     continue
         raise Refusal(
             "version_gone",
-            f"version {self.run}@{step} is no longer kept. Versions that can be read: {self._listed()}. Save a checkpoint by name to "
-            "keep one.",
+            f"version {self.run}@{step} is no longer kept. Versions that can be read: {self._listed()}. {OTHERS} Save a checkpoint by "
+            "name to keep one.",
         )
 
     def _step_of(self, version: str | None) -> int:
@@ -67,11 +71,11 @@ class Versions:
             return self.step
         run, _, number = version.rpartition("@")
         here = run in ("", self.run) and number.isascii() and number.isdecimal()
-        if not here or int(number) > self.step:
+        if not here or (int(number) > self.step and int(number) not in self._saved()):
             raise Refusal(
                 "unknown_version",
                 f"there is no version {version!r}: the run is {self.run}, and it has done {self.step} steps. Versions that can be read: "
-                f"{self._listed()}.",
+                f"{self._listed()}. {OTHERS}",
             )
         return int(number)
 
@@ -81,9 +85,11 @@ class Versions:
 
     def _saved(self) -> dict[int, Place]:
         """Checkpoints, and the final weights in place of the one after the same steps."""
+        named = [checkpoints.read(path) for path in self.named]
+        automatic = checkpoints.complete(self.folder / CHECKPOINTS)
         saved = {
             each.step: (each.path, str(each.extra["position"]["policy"]["fingerprint"]))
-            for each in checkpoints.complete(self.folder / CHECKPOINTS)
+            for each in (*named, *automatic)
             if "position" in each.extra
         }
         final = self.folder / FINAL
@@ -103,8 +109,9 @@ class Versions:
             raise FileNotFoundError(folder)
         kind: Literal["adapter", "full"] = "adapter" if is_adapter(folder) else "full"
         files = _open_all([*weights, *tokenizer_files(self.tokenizer)])
-        card = model_card(self.folder, folder, step).encode()
-        files.append(OpenFile(CARD, len(card), io.BytesIO(card)))
+        if (self.folder / RECORD).is_file():  # a checkpoint with a name may outlive its run
+            card = model_card(self.folder, folder, step).encode()
+            files.append(OpenFile(CARD, len(card), io.BytesIO(card)))
         return OpenVersion((self.run, step), fingerprint, kind, files)
 
     def _listed(self) -> str:

@@ -52,6 +52,7 @@ from groupwise.server.engine.port import (
     Sampling,
     Saved,
     StepDone,
+    WrongOrder,
 )
 from groupwise.testing.fakes import ALPHABET, END_ID, TABLE, FakeLearner, FakeSampler, FakeTokenizer
 from groupwise.types import (
@@ -542,11 +543,11 @@ class FakeEngine:
     def _ids(self, order: SampleOrder, run: _Run) -> tuple[int, ...]:
         ids = self._tokens(order.prompt)
         if order.prompt_ids not in (None, ids):
-            raise UsageError("The given tokens are not what this engine makes of the prompt.")
+            message = "The given tokens are not what this engine makes of the prompt."
+            raise WrongOrder(message, "prompt_ids", "tokenizer_mismatch")
         if len(ids) > run.longest_prompt:
-            raise UsageError(
-                f"The prompt has {len(ids)} tokens, and this run takes at most {run.longest_prompt}."
-            )
+            message = f"The prompt has {len(ids)} tokens, and this run takes at most {run.longest_prompt}."
+            raise WrongOrder(message, "prompt", "prompt_too_long")
         return ids
 
 
@@ -730,12 +731,14 @@ def _params(order: SampleOrder, settings: _Settings) -> SamplingParams:
     if order.trains:
         _check_learnable(asked)
     if not 1 <= params.max_tokens <= settings.longest_completion:
-        raise UsageError(
-            f"A completion of up to {params.max_tokens} tokens was asked for; from 1 to {settings.longest_completion} there is room for."
+        raise WrongOrder(
+            f"A completion of up to {params.max_tokens} tokens was asked for; from 1 to {settings.longest_completion} there is room for.",
+            "max_tokens",
         )
     if not 0 <= params.min_tokens <= params.max_tokens:
-        raise UsageError(
-            f"A completion was to have at least {params.min_tokens} tokens and at most {params.max_tokens}."
+        raise WrongOrder(
+            f"A completion was to have at least {params.min_tokens} tokens and at most {params.max_tokens}.",
+            "min_tokens",
         )
     return params
 
@@ -745,7 +748,9 @@ def _check_learnable(asked: Sampling) -> None:
     if restricting:
         raise UsageError(f"Nothing could be learnt with {', '.join(restricting)}; leave it out.")
     if asked.temperature == 0:
-        raise UsageError("Nothing could be learnt at temperature 0; give one above it.")
+        raise WrongOrder(
+            "Nothing could be learnt at temperature 0; give one above it.", "temperature"
+        )
 
 
 _FILES: dict[str, bytes] = {"alphabet.json": json.dumps(ALPHABET).encode()}

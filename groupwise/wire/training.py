@@ -823,7 +823,7 @@ class ModelRequest(Body):
 
     version: str | None = Field(
         default=None,
-        description="`run@step`, a number of steps of the present run, or `latest`, which null means too.",
+        description="`run@step`, a number of steps of the present run, the name of a checkpoint, or `latest`, which null means too.",
         min_length=1,
         max_length=MAX_ADDRESS,
     )

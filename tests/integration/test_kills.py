@@ -32,14 +32,8 @@ MOST_KILLS = 5
 LAGS = (0, 1)
 
 
-@dataclass(frozen=True)
-class Way:
-    """How a process that runs a command begins."""
-
-    begin: Callable[[list[str], Path], int]
-    """Its id, given the words of the command and the file that it talks to."""
-    longest: float
-    """Seconds, from its first durable write, within which it is killed."""
+Begin = Callable[[list[str], Path], int]
+"""Begins a process that runs a command: its id, given the words and the file that it talks to."""
 
 
 def spawned(words: list[str], talk: Path) -> int:
@@ -70,10 +64,6 @@ def forked(words: list[str], talk: Path) -> int:
     os._exit(code)
 
 
-SPAWNED = Way(spawned, 3.0)
-FORKED = Way(forked, 1.0)
-
-
 def command(runs: Path, lag: int, resume: bool) -> list[str]:
     settings = runs / "config.yaml"
     runs.mkdir(parents=True, exist_ok=True)
@@ -96,10 +86,10 @@ def finished(runs: Path) -> bool:
     return summary.exists() and json.loads(summary.read_text())["state"] == "finished"
 
 
-def run_and_kill(way: Way, runs: Path, lag: int, after: float | None) -> bool:
+def run_and_kill(begin: Begin, runs: Path, lag: int, after: float | None) -> bool:
     """Run until it ends, or kill it `after` seconds from its first durable write. True if it was killed before it ended."""
     words = command(runs, lag, begun(runs))
-    process = way.begin(words, runs / "talk")
+    process = begin(words, runs / "talk")
     left = None
     if after is not None:
         left = waited(process, 60, until=(runs / "toy").exists)
@@ -122,24 +112,38 @@ def waited(process: int, seconds: float, until: Callable[[], bool] = lambda: Fal
     return None
 
 
-def killed_until_done(way: Way, runs: Path, lag: int, chance: random.Random, most: int) -> int:
+@dataclass(frozen=True)
+class Undisturbed:
+    """A run that nobody killed."""
+
+    left: dict
+    resumed: float
+    """Seconds from its beginning to its end: a run that goes on is killed at an instant of such a time."""
+    begun: float
+    """Seconds from its first durable write: a run that begins, likewise."""
+
+
+def killed_until_done(
+    begin: Begin, runs: Path, lag: int, chance: random.Random, most: int, whole: Undisturbed
+) -> int:
     """Kills one run at most so many times, until it is done; how often it was killed."""
     kills = 0
     while not finished(runs):
-        after = chance.uniform(0.0, way.longest) if kills < most else None
-        kills += run_and_kill(way, runs, lag, after)
+        longest = whole.resumed if begun(runs) else whole.begun
+        after = chance.uniform(0.0, longest) if kills < most else None
+        kills += run_and_kill(begin, runs, lag, after)
     return kills
 
 
 def kill(
-    way: Way, count: int, lag: int, runs: Path, chance: random.Random, whole: Callable[..., dict]
+    begin: Begin, count: int, lag: int, runs: Path, chance: random.Random, whole: Undisturbed
 ) -> None:
     """Run after run, until `count` processes were killed; each run ends equal to the undisturbed one."""
     kills = number = 0
     while kills < count:
-        folder = runs / str(number)
-        kills += killed_until_done(way, folder, lag, chance, min(MOST_KILLS, count - kills))
-        assert what_must_be_equal(folder / "toy") == whole(way, lag), f"run {number}, lag {lag}"
+        folder, most = runs / str(number), min(MOST_KILLS, count - kills)
+        kills += killed_until_done(begin, folder, lag, chance, most, whole)
+        assert what_must_be_equal(folder / "toy") == whole.left, f"run {number} with lag {lag}"
         number += 1
     print(f"lag {lag}: {number} runs, {kills} processes killed, all runs equal")
 
@@ -149,10 +153,16 @@ def whole(tmp_path_factory):
     """The undisturbed run, begun that way and with that lag."""
 
     @cache
-    def with_lag(way: Way, lag: int) -> dict:
+    def with_lag(begin: Begin, lag: int) -> Undisturbed:
         runs = tmp_path_factory.mktemp("uninterrupted")
-        run_and_kill(way, runs, lag, None)
-        return what_must_be_equal(runs / "toy")
+        times = [time.monotonic()]
+        process = begin(command(runs, lag, resume=False), runs / "talk")
+        assert waited(process, 60, until=(runs / "toy").exists) is None
+        times.append(time.monotonic())
+        assert waited(process, 120) == 0, (runs / "talk").read_text()
+        times.append(time.monotonic())
+        left = what_must_be_equal(runs / "toy")
+        return Undisturbed(left, resumed=times[2] - times[0], begun=times[2] - times[1])
 
     return with_lag
 
@@ -161,7 +171,7 @@ def whole(tmp_path_factory):
 @pytest.mark.timeout(400)
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_some_kills_leave_every_run_as_it_would_have_been(whole, tmp_path):
-    kill(FORKED, 6, 1, tmp_path, random.Random(1), whole)
+    kill(forked, 6, 1, tmp_path, random.Random(1), whole(forked, 1))
 
 
 @pytest.mark.soak
@@ -172,4 +182,4 @@ def test_many_kills_leave_every_run_as_it_would_have_been(whole, tmp_path):
     print(f"seed {seed}")
     chance = random.Random(seed)
     for lag in LAGS:
-        kill(SPAWNED, count // len(LAGS), lag, tmp_path / str(lag), chance, whole)
+        kill(spawned, count // len(LAGS), lag, tmp_path / str(lag), chance, whole(spawned, lag))

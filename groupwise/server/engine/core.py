@@ -25,7 +25,7 @@ from groupwise import build, machine_layout, task_parts
 from groupwise.awaiting import Interruption
 from groupwise.config import LoadedConfig, RunConfig, load_config
 from groupwise.data.signals import Signals
-from groupwise.errors import ConfigError, UsageError
+from groupwise.errors import ConfigError, TaskError, UsageError
 from groupwise.loops.drawing import check_served
 from groupwise.loops.metrics import Timings
 from groupwise.loops.outcome import end, first_and_last, summarise, write_curve
@@ -66,6 +66,7 @@ from groupwise.server.engine.port import (
     Sampling,
     Saved,
     StepDone,
+    WrongOrder,
 )
 from groupwise.server.engine.served_run import Phase, ServedRun
 from groupwise.server.scored import PART
@@ -270,17 +271,24 @@ class EngineCore:
             gate.left()
 
     def _ids(self, order: SampleOrder) -> tuple[int, ...]:
-        ids = self._tokens(order.prompt)
+        try:
+            ids = self._tokens(order.prompt)
+        except TaskError as error:  # it has no tokens, or the chat template does not take it
+            raise WrongOrder(str(error), "prompt") from None
         if order.prompt_ids is not None and order.prompt_ids != ids:
-            raise UsageError(
+            raise WrongOrder(
                 f"prompt_tokens are not what this server makes of the prompt: {_first_difference(order.prompt_ids, ids)}. Compare "
-                "tokenizer and chat template with GET /tokenizer, or leave prompt_tokens out."
+                "tokenizer and chat template with GET /tokenizer, or leave prompt_tokens out.",
+                "prompt_ids",
+                "tokenizer_mismatch",
             )
         longest = self._current.longest_prompt
         if len(ids) > longest:
-            raise UsageError(
+            raise WrongOrder(
                 f"The prompt has {len(ids)} tokens, and this run takes at most {longest} (max_prompt_length). Shorten it, or start "
-                "the run with a higher one."
+                "the run with a higher one.",
+                "prompt",
+                "prompt_too_long",
             )
         return ids
 
@@ -529,20 +537,23 @@ def _refuse_unlearnable(asked: Sampling) -> None:
             "computes, so nothing could be learnt from them. Leave it out, or ask for completions that are not kept."
         )
     if asked.temperature == 0:
-        raise UsageError(
-            "temperature 0 draws the same completion each time, from which nothing can be learnt. Give one above 0."
+        raise WrongOrder(
+            "temperature 0 draws the same completion each time, from which nothing can be learnt. Give one above 0.",
+            "temperature",
         )
 
 
 def _refuse_impossible(params: SamplingParams, room: int) -> None:
     if params.max_tokens > room:
-        raise UsageError(
+        raise WrongOrder(
             f"A completion of up to {params.max_tokens} tokens was asked for, but beside this prompt there is room for {room}. Ask for "
-            "fewer, or start the run with a higher max_completion_length."
+            "fewer, or start the run with a higher max_completion_length.",
+            "max_tokens",
         )
     if params.min_tokens > params.max_tokens:
-        raise UsageError(
-            f"A completion was to have at least {params.min_tokens} tokens and at most {params.max_tokens}."
+        raise WrongOrder(
+            f"A completion was to have at least {params.min_tokens} tokens and at most {params.max_tokens}.",
+            "min_tokens",
         )
 
 

@@ -20,6 +20,12 @@ from groupwise.errors import ModelError, UsageError
 from groupwise.machine_layout import Layout
 from groupwise.models.identity import identity
 from groupwise.ranks import ahead
+from groupwise.server.engine.part_checks import (
+    check_loss,
+    check_optimiser,
+    check_request,
+    check_rows,
+)
 from groupwise.server.engine.port import OpenParts, PartsOpened
 from groupwise.sft_config import SftConfig, load_sft_config
 from groupwise.types import (
@@ -111,7 +117,7 @@ class EngineParts:
         """See `groupwise.types.Sampler.generate`."""
         here = self._here
         sampler = here.sampler
-        _check_request(request, here)
+        check_request(request, here.vocabulary, here.longest)
         return await sampler.generate(request)
 
     async def load(self, policy: Policy) -> str:
@@ -131,12 +137,23 @@ class EngineParts:
     ) -> dict[str, float]:
         """See `groupwise.types.Learner.forward_backward`."""
         learner = self._here.learner
-        self._check_rows(rows)
-        return await learner.forward_backward(rows, loss, denominators)
+        check_rows(rows, self._here.vocabulary)
+        check_loss(loss, denominators)
+        try:
+            return await learner.forward_backward(rows, loss, denominators)
+        except KeyError as error:
+            component = error.args[0]
+            if component in denominators:
+                raise
+            raise UsageError(
+                f"denominators has no {component!r}, a component of the loss {loss.name}; each one is divided by its own."
+            ) from None
 
     async def update(self, params: OptimiserParams) -> UpdateResult:
         """See `groupwise.types.Learner.update`."""
-        return await self._here.learner.update(params)
+        learner = self._here.learner
+        check_optimiser(params)
+        return await learner.update(params)
 
     async def discard(self) -> None:
         """See `groupwise.types.Learner.discard`."""
@@ -150,13 +167,13 @@ class EngineParts:
     async def logprobs(self, rows: Sequence[Row], role: PolicyRole) -> list[tuple[float, ...]]:
         """See `groupwise.types.Learner.logprobs`."""
         learner = self._here.learner
-        self._check_rows(rows)
+        check_rows(rows, self._here.vocabulary)
         return await learner.logprobs(rows, role)
 
     async def predictions(self, rows: Sequence[Row]) -> list[Prediction]:
         """See `groupwise.types.Learner.predictions`."""
         learner = self._here.learner
-        self._check_rows(rows)
+        check_rows(rows, self._here.vocabulary)
         return await learner.predictions(rows)
 
     async def save_state(self, folder: str) -> None:
@@ -184,28 +201,6 @@ class EngineParts:
                 f"There is no folder {path}: it was never sent or published, or is kept no longer."
             )
         return place
-
-    def _check_rows(self, rows: Sequence[Row]) -> None:
-        vocabulary = self._here.vocabulary
-        for index, row in enumerate(rows):
-            length = len(row.completion_ids)
-            for name in (
-                "mask",
-                "sampling_logprobs",
-                "reference_logprobs",
-                "proximal_logprobs",
-                "credits",
-            ):
-                values = getattr(row, name)
-                if values is not None and len(values) != length:
-                    raise UsageError(
-                        f"rows.{index}: {name} has {len(values)} entries, but completion_ids has {length}; they go together."
-                    )
-            if not row.prompt_ids:
-                raise UsageError(
-                    f"rows.{index}: prompt_ids is empty; a row begins with at least one token."
-                )
-            _check_tokens((*row.prompt_ids, *row.completion_ids), vocabulary, f"rows.{index}")
 
 
 def _read(kind: PartsKind, config: Mapping[str, Any]) -> RunConfig | SftConfig:
@@ -248,24 +243,4 @@ def _check_base(config: RunConfig | SftConfig, meant: str | None) -> None:
         raise ModelError(
             f"{config.model.name} has other weights on the server ({own}) than where the loop runs ({meant}): numbers of the two would be "
             "mixed. Put the same files in both places, or name a hub id with a revision."
-        )
-
-
-def _check_request(request: GroupRequest, here: _Open) -> None:
-    needed = len(request.prompt_ids) + request.params.max_tokens
-    if not request.prompt_ids or not request.seeds:
-        raise UsageError("A request needs a prompt of at least one token, and at least one seed.")
-    if needed > here.longest:
-        raise UsageError(
-            f"Prompt and completion would have up to {needed} tokens; the parts were opened for {here.longest} (longest_prompt and "
-            "sampler.max_completion_length)."
-        )
-    _check_tokens(request.prompt_ids, here.vocabulary, "prompt_ids")
-
-
-def _check_tokens(tokens: Sequence[int], vocabulary: int, where: str) -> None:
-    beyond = next((token for token in tokens if not 0 <= token < vocabulary), None)
-    if beyond is not None:
-        raise UsageError(
-            f"{where} has the token {beyond}; those of the model are 0 to {vocabulary - 1}."
         )

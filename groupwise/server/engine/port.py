@@ -4,17 +4,17 @@ An engine holds one model and at most one run at a time. It samples groups, take
 writes the run's folder; it decides nothing. Whoever drives it (the HTTP process) has every request on disk before it asks, so that an
 engine may end at any instant: its successor opens the run at its last checkpoint and is asked for the later steps again.
 
-Errors: `UsageError` for what was asked wrongly (nothing was done), `RunError` for what failed on its way, `EngineLost` where the engine
-ended or was ended before it answered.
+Errors: `UsageError` for what was asked wrongly (nothing was done; `WrongOrder` says in which field of a `SampleOrder`), `RunError` for
+what failed on its way, `EngineLost` where the engine ended or was ended before it answered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
-from groupwise.errors import RunError
+from groupwise.errors import RunError, UsageError
 from groupwise.runs.records import StepRecord
 from groupwise.types import Group, Policy, Prompt
 from groupwise.wire.parts import PartsKind
@@ -24,6 +24,23 @@ class EngineLost(RunError):
     """The engine ended before it answered. What was asked may or may not have been done; its successor knows."""
 
     code = "engine_lost"
+
+
+OrderField = Literal["prompt", "prompt_ids", "max_tokens", "min_tokens", "temperature"]
+"""What of a `SampleOrder`, or of its `Sampling`, a client may have given wrongly."""
+
+
+class WrongOrder(UsageError):
+    """A prompt that cannot be completed as it is asked for."""
+
+    def __init__(self, message: str, field: OrderField, code: str = UsageError.code) -> None:
+        """`code`: that of the problem which a client is told, where it has one of its own."""
+        super().__init__(message)
+        self.field: OrderField = field
+        self.code = code
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return WrongOrder, (self.message, self.field, self.code)
 
 
 @dataclass(frozen=True, slots=True)

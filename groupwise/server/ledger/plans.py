@@ -17,7 +17,7 @@ from groupwise.server.ledger.groups import GroupRow, move, read_group
 from groupwise.server.ledger.runs import need_active
 from groupwise.server.ledger.transaction import Row, Transaction
 from groupwise.server.states import MoveError, after, before
-from groupwise.wire.problems import Refusal
+from groupwise.wire.problems import FieldError, Refusal
 
 PlanState = Literal["planned", "trained", "quarantined"]
 
@@ -182,7 +182,10 @@ def _free(transaction: Transaction, run: str, group: str) -> GroupRow:
     if row.state in _OVER:
         raise Refusal(_OVER[row.state], f"group {group} is {row.state}: no step can train it.")
     if row.state == "open":
-        raise Refusal("invalid_request", f"group {group} has no rewards yet; post them first.")
+        wrong = f"group {group} has no rewards yet; post them first."
+        raise Refusal(
+            "invalid_request", wrong, errors=[FieldError(field="group_ids", message=wrong)]
+        )
     raise Refusal("group_in_use", f"group {group} is {row.state}: a step has it already.")
 
 

@@ -7,11 +7,12 @@ rewards stay readable.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from groupwise.runs.encoding import label, pack_json, unpack_json
 from groupwise.server.ledger.transaction import Row, Transaction
+from groupwise.server.tokenizers import Tokenizer
 from groupwise.wire.problems import Refusal
 
 RunState = Literal["active", "stopped", "finished", "failed", "replaced"]
@@ -35,9 +36,13 @@ class RunRow:
     started_at: float
     """Seconds since 1970, as is the next."""
     ended_at: float | None
+    tokenizer: Tokenizer | None = None
+    """None: it was begun by a version of the server that kept none."""
 
 
-_COLUMNS = "run, folder, settings, config, state, reason, incarnation, started_at, ended_at"
+_COLUMNS = (
+    "run, folder, settings, config, state, reason, incarnation, started_at, ended_at, tokenizer"
+)
 
 
 def add_run(
@@ -46,6 +51,7 @@ def add_run(
     folder: str,
     settings: Mapping[str, Any],
     config: Mapping[str, Any],
+    tokenizer: Tokenizer | None = None,
 ) -> RunRow:
     """Add a run, which is the active one from now on. Refused as `run_active` while there is another."""
     if (other := active_run(transaction)) is not None:
@@ -61,6 +67,7 @@ def add_run(
         config=pack_json(config),
         state="active",
         started_at=transaction.now,
+        tokenizer=_packed(tokenizer),
     )
     return read_run(transaction, run)
 
@@ -88,13 +95,17 @@ def list_runs(transaction: Transaction) -> list[RunRow]:
 
 
 def go_on(
-    transaction: Transaction, run: str, settings: Mapping[str, Any], config: Mapping[str, Any]
+    transaction: Transaction,
+    run: str,
+    settings: Mapping[str, Any],
+    config: Mapping[str, Any],
+    tokenizer: Tokenizer | None = None,
 ) -> RunRow:
     """Make a run active again, with these settings from now on. Refused as `run_active` while there is another."""
     set_run_state(transaction, run, "active")
     transaction.execute(
-        "UPDATE runs SET settings = ?, config = ? WHERE run = ?",
-        (pack_json(settings), pack_json(config), run),
+        "UPDATE runs SET settings = ?, config = ?, tokenizer = ? WHERE run = ?",
+        (pack_json(settings), pack_json(config), _packed(tokenizer), run),
     )
     return read_run(transaction, run)
 
@@ -137,5 +148,17 @@ def need_active(transaction: Transaction, run: str) -> None:
 
 
 def _run(row: Row) -> RunRow:
-    run, folder, settings, config, *rest = row
-    return RunRow(run, folder, unpack_json(settings), unpack_json(config), *rest)
+    run, folder, settings, config, *rest, tokenizer = row
+    read = unpack_json(settings), unpack_json(config)
+    return RunRow(run, folder, *read, *rest, tokenizer=_tokenizer(tokenizer))
+
+
+def _packed(tokenizer: Tokenizer | None) -> str | None:
+    return None if tokenizer is None else pack_json(asdict(tokenizer))
+
+
+def _tokenizer(packed: str | None) -> Tokenizer | None:
+    if packed is None:
+        return None
+    facts = unpack_json(packed)
+    return Tokenizer(facts["hash"], tuple(facts["stop_token_ids"]))

@@ -227,4 +227,7 @@ MIGRATIONS: tuple[str, ...] = (
         PRIMARY KEY (model, step)
     ) WITHOUT ROWID;
     """,
+    """
+    ALTER TABLE runs ADD COLUMN tokenizer TEXT;    -- JSON: its hash, and the tokens that end a completion
+    """,
 )

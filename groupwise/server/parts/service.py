@@ -254,10 +254,8 @@ class PartsService:
     async def _look(self) -> None:
         while True:
             await asyncio.sleep(LOOK_EVERY)
-            parts = self._parts
-            if parts is not None:
-                self._forget_told(parts)
-            if self._is_silent(parts) or self._spare is not None:
+            self.forget_told()
+            if self._is_silent(self._parts) or self._spare is not None:
                 async with self._runs.turn:
                     await self._end_if_silent()
                     if self._clock() > self._spare_until:
@@ -469,7 +467,7 @@ class PartsService:
 
     def _refuse_more(self, parts: _Parts) -> None:
         if len(parts.calls) >= MOST_CALLS:
-            self._forget_told(parts)
+            self.forget_told()
         if len(parts.calls) >= MOST_CALLS:
             raise Refusal(
                 "too_busy",
@@ -477,11 +475,14 @@ class PartsService:
                 retry_after=1.0,
             )
 
-    def _forget_told(self, parts: _Parts) -> None:
+    def forget_told(self) -> None:
+        """Let go of answers that were told some time ago."""
         before = self._clock() - TOLD_KEPT
-        old = [n for n, call in parts.calls.items() if call.told is not None and call.told < before]
-        for number in old:
-            del parts.calls[number]
+        calls = {} if self._parts is None else self._parts.calls
+        for number in [
+            n for n, each in calls.items() if each.told is not None and each.told < before
+        ]:
+            del calls[number]
 
 
 def _run_is_active() -> Refusal:

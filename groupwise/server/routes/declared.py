@@ -19,6 +19,7 @@ from fastapi import Depends, Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
+from groupwise.server.bodies import Bodies
 from groupwise.server.caller import AnswerKey, Caller
 from groupwise.server.downloads import OpenVersion
 from groupwise.server.idempotent import UnderWay
@@ -48,7 +49,13 @@ from groupwise.wire.training import (
 REPLAYED = "Idempotency-Replayed"
 """Header of an answer that was given before."""
 OF_ALL = ("unauthorised", "forbidden", "rate_limited", "internal")
-OF_BODIES = ("invalid_request", "too_large", "unsupported_media_type", "timed_out")
+OF_BODIES = (
+    "invalid_request",
+    "too_large",
+    "unsupported_media_type",
+    "timed_out",
+    "shutting_down",
+)
 OF_WORK = ("shutting_down",)
 OF_KEYS = ("idempotency_key_reused", "invalid_request")
 
@@ -95,8 +102,18 @@ class ServiceLike(Protocol):
         """One answer for each group."""
         ...
 
+    async def rewards_trained(
+        self, answers: Sequence[RewardAnswer], seconds: float
+    ) -> Sequence[RewardAnswer]:
+        """The answers to a post that came before, after the step that learns from it, or after so many seconds."""
+        ...
+
     async def step(self, request: StepRequest, caller: Caller) -> StepAnswer:
         """Take a step."""
+        ...
+
+    async def step_taken(self, answer: StepAnswer, seconds: float) -> StepAnswer:
+        """The answer about a step that was planned before, after it, or after so many seconds."""
         ...
 
     async def status(self) -> StatusAnswer:
@@ -199,6 +216,15 @@ class Serving:
     under_way: UnderWay = field(default_factory=UnderWay)
     ending: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the server has been asked to end."""
+    bodies: Bodies = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.bodies = Bodies(self.config.max_body_bytes)
+
+    def end(self) -> None:
+        """Take no new work, and none whose body is not here yet."""
+        self.ending.set()
+        self.bodies.give_up()
 
 
 @dataclass(slots=True)
@@ -228,10 +254,6 @@ def facts_of(scope: Any) -> Facts:
     return cast("Facts", scope[SCOPE])
 
 
-class ClientGone(Exception):
-    """Nobody is there to be answered, or takes what is sent."""
-
-
 @dataclass(frozen=True, slots=True)
 class Asked:
     """What a handler is given."""
@@ -244,14 +266,24 @@ class Asked:
         """That does the work."""
         return self.serving.service
 
-    async def once(self, work: Callable[[], Awaitable[Answer]]) -> Response:
-        """The answer of the work; where the request names itself and was answered before, or is being answered, that answer."""
+    async def once(
+        self,
+        work: Callable[[], Awaitable[Answer]],
+        wait_on: Callable[[Answer], Awaitable[Answer]] | None = None,
+    ) -> Response:
+        """The answer of the work; where the request names itself and was answered before, or is being answered, that answer.
+
+        `wait_on`, of a request that waits for more than its work: from the answer that was kept when the work was done to the one
+        that a client which asks again is given.
+        """
         if (given := await self.serving.under_way.answer(self.caller)) is not None:
             return sent(given, replayed=True)
         async with self.serving.under_way.first(self.caller) as told:
             if self.caller.answer_key is not None:
                 before = await self.service.remembered(self.caller)
                 if before is not None:
+                    if wait_on is not None:
+                        before = await wait_on(before)
                     told.set_result(before)
                     return sent(before, replayed=True)
             answer = await work()

@@ -11,8 +11,9 @@ from fastapi import Query
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from groupwise.server.bodies import ClientGone
 from groupwise.server.downloads import OpenVersion, zipped
-from groupwise.server.routes.declared import AskedHere, ClientGone, Route, sent_model
+from groupwise.server.routes.declared import AskedHere, Route, sent_model
 from groupwise.server.routes.training import OF_ENGINE
 from groupwise.wire.keys import Role
 from groupwise.wire.training import (
@@ -70,7 +71,7 @@ class ZipResponse(Response):
 VersionInQuery = Annotated[
     str | None,
     Query(
-        description="`run@step`, a number of steps of the present run, or `latest`, which is meant without it.",
+        description="`run@step`, a number of steps of the present run, the name of a checkpoint, or `latest`, which is meant without it.",
         min_length=1,
         max_length=MAX_ADDRESS,
     ),

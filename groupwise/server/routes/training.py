@@ -16,8 +16,10 @@ from groupwise.server.idempotent import (
     answer_of,
     completions_answer,
     rewards_answer,
+    rewards_of,
     step_answer,
 )
+from groupwise.server.ledger.answers import Answer
 from groupwise.server.routes.declared import AskedHere, Route, sent_model
 from groupwise.wire.keys import Role
 from groupwise.wire.training import (
@@ -96,7 +98,11 @@ async def rewards(body: RewardsRequest, asked: AskedHere) -> Response:
     async def work() -> Any:
         return rewards_answer(request, await asked.service.rewards(request, asked.caller))
 
-    return await asked.once(work)
+    async def wait_on(before: Answer) -> Any:
+        kept = rewards_of(request, before)
+        return rewards_answer(request, await asked.service.rewards_trained(kept, request.timeout))
+
+    return await asked.once(work, wait_on if request.wait else None)
 
 
 async def step(body: StepRequest, asked: AskedHere) -> Response:
@@ -105,7 +111,11 @@ async def step(body: StepRequest, asked: AskedHere) -> Response:
     async def work() -> Any:
         return step_answer(body, await asked.service.step(body, asked.caller))
 
-    return await asked.once(work)
+    async def wait_on(before: Answer) -> Any:
+        kept = StepAnswer.model_validate_json(before.body)
+        return step_answer(body, await asked.service.step_taken(kept, body.timeout))
+
+    return await asked.once(work, wait_on if body.wait else None)
 
 
 async def status(asked: AskedHere) -> Response:

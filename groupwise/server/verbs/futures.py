@@ -117,7 +117,8 @@ class _Call:
     digest: bytes
     size: int
     """Bytes of the request; then of the answer."""
-    done: asyncio.Event = field(default_factory=asyncio.Event)
+    told: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when there is a result, or will be none in this process."""
     result: Answer | Failure | None = None
     kept: asyncio.Task[None] | None = None
     """Done when it is in the journal."""
@@ -197,13 +198,16 @@ class Futures:
         kind: str = "",
         content: bytes = b"",
     ) -> str:
-        """A new call, not begun. TooManyCalls where too many wait, unless others wait for this one (`wanted_next`).
+        """A new call, not begun. TooManyCalls where too many wait, unless others wait for this one (`wanted_next`); NotKept where this
+        process ends.
 
         `kind` and `content` say how it is begun again by another process.
         """
         if (restored := self._restored.pop(key, None)) is not None:
             self._by_key[key] = self._calls[restored]
             return restored
+        if self._suspended:
+            raise NotKept("The server is shutting down. Send this one again later.")
         full = (
             self._waiting >= self._limits.waiting
             or self._waiting_bytes + size > self._limits.waiting_bytes
@@ -248,16 +252,19 @@ class Futures:
         await self._settled(call, await _outcome(work))
 
     def fail(self, id: str, error: Exception) -> None:
-        """Answer a call that needs no work."""
+        """Answer a call that needs no work. Where another process will do it, it stays without an answer here."""
         call, failure = self._calls[id], _failure(error)
-        if self._journal.durable and not self._suspended:
-            self._task(self._settled(call, failure))
-        else:
+        if not self._journal.durable:
             self._settle(call, failure)
+        elif not self._suspended:
+            self._task(self._settled(call, failure))
 
     def suspend(self) -> None:
-        """This process ends: what has come to nothing by now waits for the next one."""
+        """This process ends: what has come to nothing by now waits for the next one, and whoever waits for it is to ask that one."""
         self._suspended = True
+        if self._journal.durable:
+            for call in self._calls.values():
+                call.told.set()
 
     async def _settled(self, call: _Call, result: Answer | Failure) -> None:
         if self._journal.durable:
@@ -273,11 +280,12 @@ class Futures:
         return task
 
     async def answer(self, id: str, patience: float) -> Answer | Failure | None:
-        """The answer, or None where there is none within `patience` seconds. AnswerGone or UnknownAnswer where there will be none."""
+        """The answer, or None where there is none within `patience` seconds, or before this process ends. AnswerGone or UnknownAnswer
+        where there will be none."""
         call = self._find(id)
         try:
             async with asyncio.timeout(patience):
-                await call.done.wait()
+                await call.told.wait()
         except TimeoutError:
             return None
         if self._unfetched.pop(id, None) is not None:
@@ -310,7 +318,7 @@ class Futures:
         self._waiting_bytes -= call.size
         call.size = len(result.body) if isinstance(result, Answer) else len(result.message)
         call.result = result
-        call.done.set()
+        call.told.set()
         self._unfetched[call.id] = call
         self._answer_bytes += call.size
         self._let_go(but=call)

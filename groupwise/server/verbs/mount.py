@@ -5,33 +5,26 @@ Requests below `/api/v1` go to the verbs with the server's own keys, roles and l
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from groupwise.server.bodies import SHUTTING_DOWN_RETRY
+from groupwise.server.caller import Caller
 from groupwise.server.engine.port import Engine
 from groupwise.server.keeper import Keeper, Limits
 from groupwise.server.ledger.writer import Ledger
-from groupwise.server.middleware import CLIENT_GONE, Buckets, check_local
+from groupwise.server.middleware import Buckets, Observed, RouteTable, check_local
 from groupwise.server.orders import Allowed
-from groupwise.server.routes.declared import Serving
+from groupwise.server.routes.declared import Serving, facts_of
 from groupwise.server.service import Service
 from groupwise.server.settings import ServerConfig
-from groupwise.server.verbs.futures import TooManyCalls
 from groupwise.server.verbs.host import NAME, Host
 from groupwise.server.verbs.journal import LedgerJournal
-from groupwise.server.verbs.routes import (
-    PREFIX,
-    Authorise,
-    Ending,
-    Forbidden,
-    Unauthorised,
-    verb_routes,
-)
+from groupwise.server.verbs.routes import PREFIX, Authorise, verb_routes
 from groupwise.server.verbs.service import VerbService
 from groupwise.wire.keys import Keyring, Role, caller_of
 from groupwise.wire.problems import Refusal
@@ -89,27 +82,14 @@ class InFront:
     ) -> None:
         """`serving` and `keys`: of the application behind."""
         self._behind = app
-        self._metrics = serving.metrics
-        self._verbs = Starlette(routes=verb_routes(service, authorising(serving, keys)))
-        self._verbs.state.most_bytes = serving.config.max_body_bytes
+        routes = verb_routes(service, authorising(serving, keys), bodies=serving.bodies)
+        # In the metrics under one name, because polls that are to come again are most of them.
+        self._verbs = Observed(Starlette(routes=routes), serving, RouteTable(()), PREFIX)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or pass it on."""
-        if scope["type"] != "http" or not scope["path"].startswith(f"{PREFIX}/"):
-            await self._behind(scope, receive, send)
-            return
-        began, status = time.perf_counter(), CLIENT_GONE
-
-        async def noting(message: Message) -> None:
-            nonlocal status
-            status = message.get("status", status)
-            await send(message)
-
-        try:
-            await self._verbs(scope, receive, noting)
-        finally:
-            # Under one name, because polls that are to come again are most of them.
-            self._metrics.observe(PREFIX, status, time.perf_counter() - began)
+        ours = scope["type"] == "http" and scope["path"].startswith(f"{PREFIX}/")
+        await (self._verbs if ours else self._behind)(scope, receive, send)
 
 
 def authorising(serving: Serving, keys: Keyring | None) -> Authorise:
@@ -119,17 +99,14 @@ def authorising(serving: Serving, keys: Keyring | None) -> Authorise:
     buckets = None if rate is None else Buckets(rate, config.burst)
 
     def authorise(request: Request) -> None:
-        try:
-            if keys is None:
-                check_local(request.headers)
-            caller = caller_of(keys, request.headers)
-            caller.require(Role.READ if request.method == "GET" else Role.TRAIN)
-        except Refusal as refusal:
-            kind = Unauthorised if refusal.code == "unauthorised" else Forbidden
-            raise kind(str(refusal)) from None
-        if buckets is not None and buckets.take(caller.id):
-            raise TooManyCalls("The key has asked too often; send this one again later.")
+        if keys is None:
+            check_local(request.headers)
+        known = caller_of(keys, request.headers)
+        facts_of(request.scope).caller = Caller(known.id, known.role)
+        if buckets is not None and (seconds := buckets.take(known.id)):
+            raise Refusal("rate_limited", retry_after=seconds)
+        known.require(Role.READ if request.method in ("GET", "HEAD") else Role.TRAIN)
         if serving.ending.is_set():
-            raise Ending("The server is shutting down; send this one again later.")
+            raise Refusal("shutting_down", retry_after=SHUTTING_DOWN_RETRY)
 
     return authorise

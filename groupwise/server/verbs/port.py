@@ -1,9 +1,10 @@
 """What the verbs ask of an engine: several trained adapters over shared bases, each driven step by step by a client.
 
-The engine holds models, decides nothing about their order, and remembers what was saved. Whoever drives it (`training.py`, `sampling.py`) calls the verbs
-of one model one after another, in the order of the client's sequence; those of different models, and samples, are under way at once. What
-is saved (`Stored`) belongs to the model that saved it, outlives that model, and is found again after a restart of the engine. A call may
-come again where nobody knows whether it was done: `call` is its number, by which what it has saved already is recognised as its own.
+The engine holds models, decides nothing about their order, and remembers what was saved. Whoever drives it (`training.py`, `sampling.py`)
+calls the verbs of one model one after another, in the order of the client's sequence; those of different models, and samples, are under way
+at once. What is saved (`Stored`) belongs to the model that saved it, outlives that model, and is found again after a restart of the engine.
+A call may come again where nobody knows whether it was done: `call` is its number, by which what it has saved already is recognised as its
+own.
 
 Errors: `UsageError` for what was asked wrongly (nothing was done; the client is told that it is its own fault), any other
 `GroupwiseError` for what failed on its way.

@@ -9,7 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-WHOLE = Annotated[int, Field(ge=0, lt=2**53)]
+MOST_CALLS = 2**53
+"""Numbers of calls are smaller: so many are whole in every reader of JSON."""
+WHOLE = Annotated[int, Field(ge=0, lt=MOST_CALLS)]
 FINITE = Annotated[float, Field(allow_inf_nan=False)]
 NAME = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
 """Of what is saved: it names a folder."""

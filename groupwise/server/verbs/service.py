@@ -12,12 +12,12 @@ waits is done.
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from groupwise.errors import UsageError
+from groupwise.server import strict_json
 from groupwise.server.ledger.calls import CallRow
 from groupwise.server.verbs import requests
 from groupwise.server.verbs.futures import (
@@ -126,12 +126,12 @@ class VerbService:
         """A JSON request was refused before it came to its model's line. Where it has a number there, the number is used up: the client
         goes on with the next one, which would wait for it for ever."""
         try:
-            given: Any = json.loads(body)
+            given: Any = strict_json.parse(body)
             model, sequence = given["model_id"], given["seq_id"]
         except (ValueError, TypeError, KeyError):
             return
         found = self.opened.models.get(model) if isinstance(model, str) else None
-        if found is None or not isinstance(sequence, int) or sequence < 1:
+        if found is None or type(sequence) is not int or not 1 <= sequence < requests.MOST_CALLS:
             return
         # The number was used before: then the request was refused for that.
         with contextlib.suppress(UsageError, AnswerGone, TooManyCalls):

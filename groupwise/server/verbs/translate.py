@@ -149,6 +149,9 @@ def text_tokens(chunks: Iterable[Any], where: str) -> tuple[int, ...]:
         if kind != "encoded_text":
             raise UsageError(f"{where} holds a chunk {kind!r}; this server takes text alone.")
         tokens.extend(_unpacked(chunk.encoded_text.tokens, "i", where))
+    for place, token in enumerate(tokens):
+        if token < 0:
+            raise UsageError(f"{where} has the token {token} at {place}; a token is 0 or more.")
     return tuple(tokens)
 
 

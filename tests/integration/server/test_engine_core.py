@@ -151,9 +151,19 @@ async def test_what_cannot_be_asked_is_said_and_changes_nothing(tmp_path: Path) 
         "there is room for": SampleOrder(0, "write a", sampling=Sampling(max_tokens=500)),
         "not what this server makes": SampleOrder(0, "write a", prompt_ids=(1, 2, 3)),
     }
+    codes: dict[str, tuple[str, str | None]] = {}
     for said, order in asked.items():
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=said) as refused:
             await engine.sample(order)
+        codes[said] = (refused.value.code, getattr(refused.value, "field", None))
+    assert codes == {
+        "at most 16": ("prompt_too_long", "prompt"),
+        "no tokens": ("usage", "prompt"),
+        "top_p": ("usage", None),
+        "temperature 0": ("usage", "temperature"),
+        "there is room for": ("usage", "max_tokens"),
+        "not what this server makes": ("tokenizer_mismatch", "prompt_ids"),
+    }
     with pytest.raises(UsageError, match="stands after 0 steps"):
         await engine.step(Plan(3, ()))
     kept_out = SampleOrder(

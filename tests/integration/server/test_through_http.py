@@ -25,7 +25,7 @@ from tests.integration.server.running import FAKE, Server, running
 
 TOY = Path(__file__).parents[1] / "toy_task.py"
 STEPS = 8
-SIZE = 4
+SIZE = 8
 SETTINGS: dict[str, Any] = {
     "model_id": "tiny",
     "adapter": "new",
@@ -102,7 +102,8 @@ async def test_the_policy_is_that_of_the_loop_in_one_process(
 
     async with AsyncTrainingClient(server.url) as one:
         begun = await one.start(**SETTINGS, run_name=f"with-{clients}")
-    await asyncio.gather(*(client(first) for first in reversed(range(min(clients, len(prompts))))))
+    assert len(prompts) >= clients, "each client has a draw of its own"
+    await asyncio.gather(*(client(first) for first in reversed(range(clients))))
     await _finished(server.url)
     assert fingerprints(server.folder / "runs" / begun.run_id) == fingerprints(in_process)
 
@@ -153,6 +154,35 @@ def test_a_version_is_downloaded_whole_and_loads(server: Server, tmp_path: Path)
 
     assert fingerprint(dict(model.named_parameters())) == status.fingerprint
     assert AutoTokenizer.from_pretrained(tmp_path / "model").decode([10, 11])
+
+
+def test_checkpoints_can_be_downloaded_whatever_becomes_of_their_run(tmp_path: Path) -> None:
+    def longer(completions: list[str], **_: object) -> list[float]:
+        return [float(len(text)) for text in completions]
+
+    with running(tmp_path / "output") as server, TrainingClient(server.url) as client:
+        run = client.start(
+            max_steps=4, groups_per_step=1, staleness=0, save_steps=1, save_total_limit=1
+        ).run_id
+        train(client, [{"prompt": "abc"}], longer, steps=1, progress=False)
+        step = client.save_checkpoint("early").step
+        first = client.model(to=tmp_path / "first.zip").read_bytes()
+        train(client, [{"prompt": "abc"}], longer, steps=4, first_draw=1, progress=False)
+        assert {each.address for each in client.checkpoints().checkpoints} >= {"early"}
+        assert (run, step) in client.status().versions
+
+        def downloads() -> set[bytes]:
+            asked = ("early", f"{run}@{step}")
+            return {client.model(name, to=tmp_path / "again.zip").read_bytes() for name in asked}
+
+        assert downloads() == {first}
+        client.start(groups_per_step=1, replace=True, run_name="another")
+        assert downloads() == {first}
+        client.stop()
+        server.end()
+        server.begin()
+        assert downloads() == {first}
+        assert client.tokenizer().hash
 
 
 def test_a_step_costs_the_http_process_little(tmp_path: Path) -> None:

@@ -219,6 +219,12 @@ def test_what_waits_is_done_and_what_was_answered_stays(client: Client, server: 
     server.kill()
     server.begin()
     assert client.end() == expected
+    client.do("create")
+    client.do("begin", steps=60)
+    client.begin("losses")
+    assert server.end() == 0
+    server.begin()
+    assert client.end()[:12] == expected
     again = client.do("logprobs")
     client.do("sampler")
     drawn, known = client.do("sample", seed=3), client.do("prompt_logprobs")

@@ -256,15 +256,14 @@ FAST = {
 }
 
 
-@pytest.mark.parametrize("way", FAST)
-@pytest.mark.parametrize("name", [*ALGORITHMS, "sft"])
-async def test_every_fast_path_equals_the_plain_one_with_every_option(
-    make_learner, make_rows, name, way
-):
-    """The plain one: each row by itself, prompt included, nothing shared and nothing packed."""
-    loss = SFT if name == "sft" else make(name, EVERYTHING).loss_spec()
-    totals = {"policy": 40.0, "kl": 30.0, "entropy": 20.0, "sft": 50.0}
-    rows = make_rows(count=14, prompts=9, reference=True)
+@pytest.fixture(scope="module")
+def plain():
+    """What the plain path computes, by the name of the loss: the rows, sums and gradient, the same for all that are compared."""
+    return {}
+
+
+async def computed_plainly(make_learner, rows, loss, totals):
+    """Each row by itself, prompt included, nothing shared and nothing packed."""
     near = await make_learner().logprobs(rows)
     rows = [
         replace(
@@ -277,7 +276,20 @@ async def test_every_fast_path_equals_the_plain_one_with_every_option(
     plain = make_learner("modules", packing=False, gradient_checkpointing=True, max_tokens=1)
     assert not plain._engine.paths.packing
     assert not plain._engine.paths.sharing
-    sums, wanted = await computed(plain, rows, loss, totals)
+    return rows, *await computed(plain, rows, loss, totals)
+
+
+@pytest.mark.parametrize("way", FAST)
+@pytest.mark.parametrize("name", [*ALGORITHMS, "sft"])
+async def test_every_fast_path_equals_the_plain_one_with_every_option(
+    make_learner, make_rows, plain, name, way
+):
+    loss = SFT if name == "sft" else make(name, EVERYTHING).loss_spec()
+    totals = {"policy": 40.0, "kl": 30.0, "entropy": 20.0, "sft": 50.0}
+    if name not in plain:
+        given = make_rows(count=14, prompts=9, reference=True)
+        plain[name] = await computed_plainly(make_learner, given, loss, totals)
+    rows, sums, wanted = plain[name]
     learner = make_learner(**FAST[way])
     batches = learner._engine.cut(rows, learner._max_tokens, gradient=True)
     assert any(isinstance(batch, PackedBatch) for batch in batches) == ("packed" in way)

@@ -155,6 +155,14 @@ class FakeService:
         await self._called("rewards", request)  # from here on it only waits for the step
         return answers
 
+    async def rewards_trained(
+        self, answers: Sequence[RewardAnswer], seconds: float
+    ) -> Sequence[RewardAnswer]:
+        return answers
+
+    async def step_taken(self, answer: StepAnswer, seconds: float) -> StepAnswer:
+        return answer
+
     async def step(self, request: StepRequest, caller: Caller) -> StepAnswer:
         await self._called("step", request)
         answer = StepAnswer(status="accepted", step=0, group_ids=["g-1"])

@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from groupwise.server import admission as admission_module
 from groupwise.server.admission import Admission, Room, Traffic
 from groupwise.wire.problems import Refusal
 
@@ -100,11 +101,37 @@ async def test_whoever_waits_too_long_is_told_when_to_ask_again() -> None:
     assert room.waiting == 0
 
 
+async def test_a_draw_that_nothing_brings_nearer_is_named_and_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(admission_module, "IDLE_SECONDS", 0.01)
+    room = admission(size=1, staleness=1)
+    said = "not the turn of draw 3: 0 steps are done.* draws below 2 may be sampled; none of their"
+    async with asyncio.timeout(PATIENT / 2):
+        with pytest.raises(Refusal, match=said) as refused:
+            async with room.admitted([3], PATIENT):
+                raise AssertionError("it was not its turn")
+    assert (refused.value.code, refused.value.retry_after) == ("too_busy", 2)
+    assert room.waiting == 0
+    room.now(Traffic(under_way=1))  # somebody is about to post rewards
+    with pytest.raises(Refusal, match="1 of their groups is under way"):
+        async with room.admitted([3], 0.05):
+            raise AssertionError("it was not its turn")
+    waiting = Client(room, [3])
+    await asyncio.sleep(0.05)
+    assert not waiting.task.done()
+    room.now(Traffic(steps_done=2))
+    await settled()
+    assert waiting.draws == (3,)
+    await waiting.leave()
+
+
 async def test_more_than_ever_fits_is_refused_at_once() -> None:
     with pytest.raises(Refusal, match="5 prompts") as refused:
         async with admission().admitted([None] * 5, PATIENT):
             raise AssertionError("there was no room")
     assert refused.value.code == "invalid_request"
+    assert [error.field for error in refused.value.errors] == ["prompts"]
 
 
 async def test_a_request_that_fails_or_is_given_up_leaves_its_room_to_others() -> None:

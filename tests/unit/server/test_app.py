@@ -141,7 +141,7 @@ async def test_every_problem_that_a_route_names_can_be_got(
         if code == "rate_limited":
             await client.get("/status")
         elif code == "shutting_down":
-            serving_of(app).ending.set()
+            serving_of(app).end()
         elif code == "internal":
             _break(route, service, monkeypatch)
         elif code == "idempotency_key_reused":

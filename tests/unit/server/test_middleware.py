@@ -9,7 +9,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from groupwise.server import middleware
+from groupwise.server import bodies
 from groupwise.server.logs import ForPrograms, configure
 from groupwise.server.middleware import Buckets, check_local
 from groupwise.wire.keys import Role
@@ -50,13 +50,28 @@ async def test_a_body_in_pieces_is_refused_as_soon_as_it_is_too_large() -> None:
 
 
 async def test_a_body_that_never_ends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(middleware, "BODY_SECONDS", 0.05)
+    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.05)
     async with listening(app_of(FakeService())) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(
             b"POST /step HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 10\r\n\r\n{"
         )
         assert b" 504 " in await reader.readline()
+        writer.close()
+        await writer.wait_closed()
+
+
+async def test_a_body_that_is_half_here_when_the_server_ends_is_refused() -> None:
+    app = app_of(FakeService())
+    async with listening(app) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(
+            b"POST /step HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: 10\r\n\r\n{"
+        )
+        await until(lambda: serving_of(app).bodies.coming)
+        serving_of(app).end()
+        assert b" 503 " in await reader.readline()
+        assert b"shutting_down" in await reader.read()
         writer.close()
         await writer.wait_closed()
 

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from groupwise.server.ledger.transaction import Transaction
 from groupwise.testing.fake_engine import Fault
-from groupwise.wire.training import RewardsOfOne, RewardsOfSeveral, StepRequest
-from tests.unit.server.serving import ME, Served, letters, refused, served
+from groupwise.wire.training import (
+    CompletionsRequest,
+    RewardsOfOne,
+    RewardsOfSeveral,
+    StartRequest,
+    StepRequest,
+)
+from tests.unit.server.serving import ME, SETTINGS, Served, letters, refused, served
 
 
 async def test_a_run_from_start_to_finish(tmp_path: Path) -> None:
@@ -219,6 +226,54 @@ async def test_only_one_run_at_a_time_and_a_stopped_one_can_be_gone_on_with(
         assert {answer.step for answer in answers} == {1}
 
 
+@pytest.mark.parametrize("source", ["run", "checkpoint", "automatic"])
+@pytest.mark.parametrize(
+    ("old", "new", "size"),
+    [
+        ({"training_batch_size": 2}, {"groups_per_step": 3}, 3),
+        ({"groups_per_step": 2}, {"gradient_accumulation_steps": 3}, 3),
+        ({"training_batch_size": 2}, {"groups_per_step": None}, 2),
+        ({"training_batch_size": 2}, {"gradient_accumulation_steps": 2}, 4),
+    ],
+)
+async def test_a_setting_that_is_given_anew_replaces_what_said_the_same(
+    source: str, old: dict[str, int], new: dict[str, int], size: int, tmp_path: Path
+) -> None:
+    plain = {key: value for key, value in SETTINGS.items() if key != "groups_per_step"}
+    async with served(tmp_path) as server:
+        first = await server.service.start(StartRequest.model_validate({**plain, **old}), ME)
+        await server.service.save_checkpoint("kept")
+        await server.service.stop()
+        names = {"run": first.run_id, "checkpoint": "kept", "automatic": f"{first.run_id}@0"}
+        request = StartRequest.model_validate({"resume_from": names[source], **new})
+        assert (await server.service.start(request, ME)).groups_per_step == size
+
+
+async def test_settings_that_do_not_go_with_the_earlier_ones_are_named(tmp_path: Path) -> None:
+    async with served(tmp_path) as server:
+        run = await server.start(lora={"r": 2})
+        await server.service.stop()
+        request = StartRequest(resume_from=run, adapter="full")
+        refusal = await refused("settings_conflict", server.service.start(request, ME))
+        assert [error.field for error in refusal.errors] == ["lora"]
+        again = StartRequest(resume_from=run, adapter="full", lora=None)
+        assert (await server.service.start(again, ME)).run_id == run
+
+
+async def test_a_run_that_goes_on_keeps_its_name(tmp_path: Path) -> None:
+    async with served(tmp_path) as server:
+        run = await server.start(run_name="old")
+        await server.round(0)
+        await server.service.stop()
+        refusal = await refused(
+            "settings_conflict", server.start(resume_from=run, run_name="another")
+        )
+        assert [error.field for error in refusal.errors] == ["run_name"]
+        assert await server.start(resume_from=run, run_name=run) == "old"
+        await server.service.stop()
+        assert await server.start(resume_from="old@1", run_name="another") == "another"
+
+
 @pytest.mark.parametrize(
     ("settings", "code"),
     [
@@ -237,6 +292,44 @@ async def test_settings_that_cannot_be_are_refused_and_leave_nothing(
         await refused(code, server.start(**settings))
         assert not (tmp_path / "runs").exists()
         assert (await server.service.status()).phase == "idle"
+
+
+TOO_LONG = "a" * 600
+WRONG_ORDERS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "a prompt": ({"prompt": TOO_LONG}, "prompt_too_long", "prompt"),
+    "one of several": ({"prompts": ["a", TOO_LONG]}, "prompt_too_long", "prompts.1"),
+    "tokens": ({"prompt": "a", "prompt_tokens": [1, 2]}, "tokenizer_mismatch", "prompt_tokens"),
+    "the longest": (
+        {"prompt": "a", "max_completion_length": 7},
+        "invalid_request",
+        "max_completion_length",
+    ),
+    "the shortest": (
+        {"prompt": "a", "min_completion_length": 7},
+        "invalid_request",
+        "min_completion_length",
+    ),
+}
+
+
+@pytest.mark.parametrize("why", WRONG_ORDERS)
+async def test_a_prompt_that_cannot_be_completed_is_refused_with_its_field(
+    why: str, tmp_path: Path
+) -> None:
+    body, code, field = WRONG_ORDERS[why]
+    async with served(tmp_path) as server:
+        await server.start()
+        asked = server.service.completions(CompletionsRequest.model_validate(body), ME)
+        refusal = await refused(code, asked)
+        assert [error.field for error in refusal.errors] == [field]
+        assert (await server.ask()).completions
+
+
+async def test_the_hash_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    async with served(tmp_path) as server:
+        await server.start()
+        refusal = await refused("tokenizer_mismatch", server.ask(tokenizer_hash="another"))
+        assert [error.field for error in refusal.errors] == ["tokenizer_hash"]
 
 
 async def test_a_run_whose_engine_cannot_begin_is_told_why(tmp_path: Path) -> None:
@@ -331,6 +424,28 @@ async def test_checkpoints_by_name_outlive_their_run(tmp_path: Path) -> None:
         await refused("unknown_checkpoint", server.start(resume_from=f"{run}@7", replace=True))
         again = await server.start(resume_from="kept", replace=True)
         assert again != run
+
+
+async def test_what_is_known_of_a_run_that_has_ended_outlives_the_server(tmp_path: Path) -> None:
+    async with served(tmp_path) as server:
+        run = await server.start()
+        await server.round(0)
+        tokenizer = await server.service.tokenizer()
+        stopped = await server.service.stop()
+        assert (stopped.run_id, stopped.step) == (run, 1)
+    async with served(tmp_path) as server:
+        assert await server.service.tokenizer() == tokenizer
+        assert await server.service.stop() == stopped
+        assert await server.start(resume_from=run) == run
+        assert await server.service.tokenizer() == tokenizer
+
+
+async def test_before_the_first_run_there_is_nothing_to_be_read(tmp_path: Path) -> None:
+    async with served(tmp_path) as server:
+        await refused("not_started", server.service.tokenizer())
+        await refused("not_started", server.service.open_version(None))
+        stopped = await server.service.stop()
+        assert (stopped.run_id, stopped.step) == (None, None)
 
 
 async def test_an_output_folder_may_be_moved(tmp_path: Path) -> None:

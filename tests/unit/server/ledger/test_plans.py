@@ -76,6 +76,8 @@ def test_what_cannot_be_planned_is_refused_by_what_it_is(rewarded):
             make_plan(rewarded, RUN, 1, names, {})
         rewarded.execute("ROLLBACK TO one")
         assert refused.value.code == code
+        fields = [error.field for error in refused.value.errors]
+        assert fields == (["group_ids"] if code == "invalid_request" else [])
     quarantine(rewarded, RUN, 0, "why")
     go_stale(rewarded, RUN, 9)
     for name, code in {"g-0": "group_quarantined", "g-1": "group_stale"}.items():

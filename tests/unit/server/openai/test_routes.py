@@ -305,7 +305,7 @@ async def test_every_refusal_has_the_form(tmp_path) -> None:
         await refused(409, bad, "not_started", json=TEXT)
         await served.start()
         await refused(404, bad, "unknown_model", json={**TEXT, "model": "gpt-4o"})
-        await refused(400, bad, "invalid_request", json={**TEXT, "prompt": "a" * 600})
+        await refused(400, bad, "prompt_too_long", json={**TEXT, "prompt": "a" * 600})
         await served.service.stop()
         await refused(409, bad, "finished", json=TEXT)
         other = await http.get("/nothing", headers={"api-key": keys[Role.READ]})

@@ -3,13 +3,14 @@
 The engine here is a list for each model of what was done to it, so that anything that is lost, done twice or out of order is seen.
 
 1. Whichever call ends the engine, before or after it was done, the models end as they would have, and the answers are the same.
-2. So it is where the server ends at any call, and another one goes on.
+2. So it is where the server ends at any call, and another one goes on; what waits then has no answer until that one gives it.
 3. A call that fails half done has not been done; one that ends every engine is failed, and the model goes on.
 4. There are as many models as may be, over one base; a run begins when there are none.
 """
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import pytest
 from groupwise.errors import UsageError
 from groupwise.server.ledger import calls
 from groupwise.server.verbs import requests
-from groupwise.server.verbs.futures import Answer, Failure
+from groupwise.server.verbs.futures import Answer, Failure, NotKept
 from groupwise.server.verbs.service import VerbService
 from groupwise.server.verbs.stored import SavedFolders
 from groupwise.wire.problems import Refusal
@@ -114,6 +115,28 @@ async def test_servers_that_end_at_any_call(tmp_path: Path) -> None:
             assert server.engine is None or server.engine.models.get(loop.model, state) == state
             steps = await server.ledger.do(calls.steps_of, loop.model)
             assert [step.grad_norm is None for step in steps] == [False, False, True, False]
+
+
+async def test_a_server_that_ends_leaves_what_waits_to_the_next_one(tmp_path: Path) -> None:
+    answers, _, _ = await undisturbed(tmp_path / "undisturbed")
+    folder = tmp_path / "ended"
+    disk = Disk(SavedFolders(folder))
+    async with serving(folder, disk) as server:
+        loop = Loop(await server.service.opened.create_session(None))
+        await loop.go(server.service, last=3)
+        known = await loop.answers(server.service)
+        disk.goes_on.clear()
+        await loop.go(server.service, first=3)
+        polled = asyncio.create_task(server.service.answer(loop.ids[3], LONG))
+        await asyncio.sleep(0)
+    assert await polled is None
+    assert await server.service.answer(loop.ids[4], LONG) is None
+    assert await loop.answers(server.service) == [*known, *[None] * 12]
+    with pytest.raises(NotKept, match="shutting down"):
+        server.service.training.optim_step(update(loop.model, 15))
+    disk.goes_on.set()
+    async with serving(folder, disk) as server:
+        assert _plain(await loop.answers(server.service), loop.session) == answers
 
 
 async def test_what_fails_half_done_has_not_been_done(tmp_path: Path) -> None:

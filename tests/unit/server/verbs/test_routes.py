@@ -9,13 +9,16 @@ from typing import Any
 
 import httpx2
 import pytest
+from starlette.types import ASGIApp
 
-from groupwise.server.verbs import routes
+from groupwise.server import bodies
+from groupwise.server.bodies import Bodies
 from groupwise.server.verbs.futures import Limits
 from groupwise.server.verbs.opened import SESSION_SILENCE
 from groupwise.server.verbs.service import VerbService
 from groupwise.server.verbs.training import EPHEMERAL_KEPT
 from groupwise.testing.fake_verbs import FakeVerbs
+from tests.unit.server.asking import until
 from tests.verb_server import KEY, app
 
 ADAM = {"learning_rate": 0.5}
@@ -28,11 +31,7 @@ class Asking:
         self.now = 0.0
         self.engine = FakeVerbs(folder, max_models=options.pop("max_models", 4))
         self.service = VerbService(self.engine, clock=lambda: self.now, **options)
-        self.http = httpx2.AsyncClient(
-            transport=httpx2.ASGITransport(app(self.service, poll=0.05)),
-            base_url="http://server/api/v1/",
-            headers={"X-API-Key": KEY},
-        )
+        self.http = client_of(app(self.service, poll=0.05))
 
     async def post(self, path: str, status: int = 200, /, **body: Any) -> Any:
         answer = await self.http.post(path, json=body)
@@ -72,6 +71,14 @@ class Asking:
             if answer.status_code != 408:
                 return answer
         raise AssertionError("no answer")
+
+
+def client_of(answers: ASGIApp) -> httpx2.AsyncClient:
+    return httpx2.AsyncClient(
+        transport=httpx2.ASGITransport(answers),
+        base_url="http://server/api/v1/",
+        headers={"X-API-Key": KEY},
+    )
 
 
 @pytest.fixture
@@ -126,9 +133,53 @@ async def test_bodies_are_strict(asking: Asking) -> None:
     assert (answer.status_code, "not taken" in answer.text) == (400, True)
 
 
-async def test_a_large_body(asking: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "MOST_BYTES", 100)
+async def test_bodies_are_strict_json_and_no_deeper_than_any_request(asking: Asking) -> None:
+    given = (
+        b"[" * 100_000,
+        b'{"a":' * 100 + b"1" + b"}" * 100,
+        b'{"model_id": "a", "model_id": "b"}',
+    )
+    for path in ("create_session", "optim_step", "retrieve_future", "asample"):
+        for content in given:
+            answer = await asking.http.post(path, content=content)
+            assert (answer.status_code, answer.json()["code"]) == (400, "usage"), answer.text
+            assert "no JSON as it is taken here" in answer.json()["message"]
+
+
+async def test_a_mistake_of_the_server_is_told_as_such_and_its_details_are_not(
+    asking: Asking, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise KeyError("secret")
+
+    monkeypatch.setattr(asking.service, "capabilities", broken)
+    answer = await asking.http.get("get_server_capabilities")
+    assert (answer.status_code, answer.json()["code"]) == (500, "internal")
+    assert "secret" not in answer.text
+    assert "secret" in caplog.text
+
+
+async def test_a_large_body(asking: Asking) -> None:
+    asking.http = client_of(app(asking.service, bodies=Bodies(100)))
     assert (await asking.post("telemetry", 413, text="x" * 100))["code"] == "too_large"
+
+
+async def test_a_body_that_does_not_come(asking: Asking, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def half() -> AsyncGenerator[bytes]:
+        yield b"{"
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(bodies, "BODY_SECONDS", 0.05)
+    answer = await asking.http.post("optim_step", content=half())
+    assert (answer.status_code, answer.json()["code"]) == (504, "timed_out")
+    monkeypatch.setattr(bodies, "BODY_SECONDS", 60.0)
+    coming = Bodies(100)
+    asking.http = client_of(app(asking.service, bodies=coming))
+    asked = asyncio.create_task(asking.http.post("optim_step", content=half()))
+    await until(lambda: coming.coming)
+    coming.give_up()
+    answer = await asked
+    assert (answer.status_code, answer.json()["code"]) == (503, "shutting_down")
 
 
 async def test_a_session_is_made_once_for_a_key(asking: Asking) -> None:
@@ -175,6 +226,17 @@ async def test_updates_are_done_once_and_in_order(asking: Asking) -> None:
         assert await asking.result(promise) == {"metrics": {"grad_norm": 0.0}}
     verbs = [verb for verb, _ in asking.engine.calls]
     assert verbs == ["create_model", "save_state", "optim_step", "optim_step"]
+
+
+@pytest.mark.parametrize("number", [2**53, 2**63, 2**64, 10**400, -1, 0, 1.5, "1", None, True, [1]])
+async def test_numbers_that_no_call_can_have(
+    asking: Asking, number: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = await asking.model()
+    await asking.post("optim_step", 400, model_id=model, seq_id=number, adam_params=ADAM)
+    assert asking.service.futures.waiting == 0
+    await asking.post("optim_step", model_id=model, seq_id=1, adam_params=ADAM)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(

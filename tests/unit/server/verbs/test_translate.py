@@ -128,6 +128,9 @@ WRONG: dict[str, Callable[[Any], Any]] = {
     ),
     "bfloat16": lambda request: setattr(_weights(request), "dtype", messages().DTYPE_BFLOAT16),
     "negative target": lambda request: setattr(_targets(request), "dense", struct.pack("<q", -100)),
+    "negative input": lambda request: setattr(
+        request.data[0].model_input[0].encoded_text, "tokens", struct.pack("<i", -5)
+    ),
     "empty": _emptied,
 }
 """One mistake each."""
@@ -160,6 +163,7 @@ def _wrong(change: str) -> Any:
         ("targets as floats", "must be int64"),
         ("bfloat16", "must be float32"),
         ("negative target", "is -100; a token is 0 or more"),
+        ("negative input", "has the token -5 at 0; a token is 0 or more"),
         ("empty", "model_input is empty"),
     ],
 )

@@ -1,0 +1,188 @@
+"""The JSON that the client is answered with. What a call comes to is kept as bytes (`futures.py`); the last classes say its form."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Answered(BaseModel):
+    """What all have in common."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+
+
+class ClientConfig(Answered):
+    """How the client is to go about it."""
+
+    pjwt_auth_enabled: bool = False
+    use_pyqwest_transport: bool = False
+    proto_compress_fwdbwd: bool = False
+    parallel_fwdbwd_chunks: bool = True
+    sample_use_retrieve_futures: bool = False
+    sample_join_sampling_session: bool = False
+    custom_loss_server_side: bool = False
+    fwdbwd_max_chunk_len: int = 1024
+    fwdbwd_max_chunk_bytes_count: int = 5_000_000
+
+
+class DynamicConfig(Answered):
+    """What may change while it runs, and does not here."""
+
+    sample_cancel_enabled: bool = False
+
+
+class SupportedModel(Answered):
+    """A base."""
+
+    model_name: str
+    trainable: bool
+    sampleable: bool
+
+
+class Capabilities(Answered):
+    """The bases that can be had."""
+
+    supported_models: list[SupportedModel]
+
+
+class SessionMade(Answered):
+    """A session."""
+
+    type: Literal["create_session"] = "create_session"
+    session_id: str
+
+
+class Heard(Answered):
+    """The session goes on."""
+
+    type: Literal["session_heartbeat"] = "session_heartbeat"
+
+
+class Finished(Answered):
+    """The session has ended, or there was none."""
+
+
+class Thrown(Answered):
+    """What the client tells of itself is not kept."""
+
+    status: Literal["accepted"] = "accepted"
+
+
+class Healthy(Answered):
+    """The server is there."""
+
+    status: Literal["ok"] = "ok"
+
+
+class Promise(Answered):
+    """The call was written down. Its answer is fetched by `request_id`."""
+
+    request_id: str
+    model_id: str
+
+
+class SamplePromise(Answered):
+    """Likewise; each sequence that will be drawn has an id."""
+
+    request_id: str
+    sample_sequence_ids: list[str]
+
+
+class ModelData(Answered):
+    """The base of a model."""
+
+    arch: str
+    model_name: str
+    tokenizer_id: str
+
+
+class Info(Answered):
+    """A model that has been made."""
+
+    type: Literal["get_info"] = "get_info"
+    model_id: str
+    model_name: str
+    model_data: ModelData
+    is_lora: bool
+    lora_rank: int
+
+
+class SamplerMade(Answered):
+    """A sampler."""
+
+    type: Literal["create_sampling_session"] = "create_sampling_session"
+    sampling_session_id: str
+
+
+class SamplerInfo(Answered):
+    """What a sampler was made of; `model_path` where it has weights that were saved."""
+
+    sampler_id: str
+    base_model: str
+    model_path: str | None = None
+
+
+class AboutWeights(Answered):
+    """What kind of model saved the weights."""
+
+    base_model: str
+    is_lora: bool
+    lora_rank: int
+    train_unembed: bool
+    train_mlp: bool
+    train_attn: bool
+
+
+class TryAgain(Answered):
+    """There is no answer yet; ask again at once."""
+
+    type: Literal["try_again"] = "try_again"
+    request_id: str
+    queue_state: Literal["active"] = "active"
+
+
+class ModelMade(Answered):
+    """A model was made."""
+
+    model_id: str
+    type: Literal["create_model"]
+
+
+class Updated(Answered):
+    """An update was made."""
+
+    metrics: dict[str, float]
+
+
+class Saved(Answered):
+    """Weights were saved, or loaded: where they are."""
+
+    path: str
+    type: Literal["save_weights", "load_weights", "save_weights_for_sampler"]
+
+
+class SamplerSaved(Answered):
+    """Weights were saved for one sampler, which is there now."""
+
+    sampling_session_id: str
+    type: Literal["save_weights_for_sampler"]
+
+
+class Failed(Answered):
+    """The call came to nothing."""
+
+    error: str
+    category: Literal["user", "server"] = Field(description="Whose fault it was.")
+
+
+Result = ModelMade | Updated | Saved | SamplerSaved | Failed
+"""What a call can come to that is answered in JSON."""
+
+
+class Refused(Answered):
+    """Why a request was not done."""
+
+    code: str = Field(description="The name of the problem; never changes its meaning.")
+    message: str = Field(description="What was wrong with this request, and what to do.")

@@ -1,0 +1,89 @@
+"""Files of parts go to and fro in pieces, and never leave their folder."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from groupwise.server.parts.files import Files
+from groupwise.wire.parts import PIECE
+from groupwise.wire.problems import Refusal
+
+BAD = (
+    *("..", "../a", "a/../b", "/etc/passwd", "a//b", "a/", "", ".hidden", "a/.b", "a\\b", "a b"),
+    *("a/b/c/d/e", "x" * 201, "a\n", "ä", "a\0"),
+)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    return Files(tmp_path / "parts")
+
+
+@pytest.mark.parametrize("path", BAD)
+def test_paths_that_lead_elsewhere_are_refused(files: Files, path: str) -> None:
+    for ask in (
+        lambda: files.write(path, 0, b"x"),
+        lambda: files.list(path),
+        lambda: files.read(path, 0),
+        lambda: files.delete(path),
+        lambda: files.folder(path),
+    ):
+        with pytest.raises(Refusal) as refused:
+            ask()
+        assert refused.value.code == "invalid_request"
+    assert not list(files.root.rglob("*"))
+
+
+def test_pieces_make_a_file_and_may_come_again(files: Files) -> None:
+    for offset, piece in ((0, b"abc"), (3, b"def"), (3, b"dEf"), (6, b"")):
+        told = files.write("a/b.bin", offset, piece)
+    assert [(each.path, each.size) for each in told.files] == [("b.bin", 6)]
+    assert files.read("a/b.bin", 0) == b"abcdEf"
+    assert files.read("a/b.bin", 4) == b"Ef"
+    assert files.read("a/b.bin", 60) == b""
+    assert [(each.path, each.size) for each in files.list("a").files] == [("b.bin", 6)]
+    files.write("a/b.bin", 0, b"new")
+    assert files.read("a/b.bin", 0) == b"new", "sent anew from its beginning"
+
+
+def test_a_piece_that_leaves_a_hole_is_refused(files: Files) -> None:
+    files.write("a/b", 0, b"abc")
+    with pytest.raises(Refusal, match="has 3 bytes so far"):
+        files.write("a/b", 4, b"x")
+    assert files.read("a/b", 0) == b"abc"
+
+
+def test_large_files_are_read_by_the_piece(files: Files) -> None:
+    content = bytes(range(256)) * (PIECE // 256) + b"rest"
+    files.write("large", 0, content)
+    assert files.read("large", 0) + files.read("large", PIECE) == content
+
+
+def test_what_is_not_there(files: Files) -> None:
+    files.write("a/b", 0, b"x")
+    for ask in (lambda: files.read("a", 0), lambda: files.list("a/b"), lambda: files.read("c", 0)):
+        with pytest.raises(Refusal) as refused:
+            ask()
+        assert refused.value.code == "unknown_file"
+    files.delete("nothing")
+    files.delete("a")
+    with pytest.raises(Refusal):
+        files.list("a")
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(errno.ENOSPC, "disk_full"), (errno.EISDIR, "invalid_request")]
+)
+def test_a_disk_that_refuses(
+    files: Files, monkeypatch: pytest.MonkeyPatch, number: int, code: str
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, "no")
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(Refusal) as refused:
+        files.write("a", 0, b"x")
+    assert refused.value.code == code

@@ -1,0 +1,404 @@
+"""What parts keep, whatever their client and the network do:
+
+1. A call is done once, however often it comes; its answer stays until it was told.
+2. Calls of the learner are done in their order, whatever arrives first and whatever is given up.
+3. Who falls silent, and whose engine ends, is told so; the next loop has an engine of its own.
+4. The same owner takes over at once; another one is refused, and so is everybody while a run or models have the machine.
+5. The engine hears only what it needs of a config, with models that clients may have loaded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from groupwise.errors import PolicyMismatchError, UsageError
+from groupwise.server.parts.service import MOST_CALLS, TOLD_KEPT
+from groupwise.wire.problems import Refusal
+from tests.fake_parts import LAYOUT, SUMS, FakeCore, FakeParts
+from tests.parts_server import HERE, NoRuns, PartsServer
+from tests.unit.server.asking import until
+
+ID, OTHER = "a" * 16, "b" * 16
+OPEN = {"verb": "open", "kind": "training", "config": {"model": {"name": "tiny"}}, "run": "r"}
+DISCARD = {"verb": "discard"}
+UPDATE = {"verb": "update", "params": {"learning_rate": 0.1}}
+GENERATE = {
+    "verb": "generate",
+    "request": {"draw": 0, "prompt_ids": [1], "seeds": [7, 8], "params": {"max_tokens": 2}},
+}
+LEARN = {
+    "verb": "forward_backward",
+    "rows": [
+        {
+            "prompt_ids": [1],
+            "completion_ids": [2],
+            "mask": [1],
+            "sampling_logprobs": [-0.5],
+            "advantage": "NaN",
+            "scale": 1.0,
+        }
+    ],
+    "loss": {"name": "dr_grpo"},
+    "denominators": {"policy": 1.0},
+}
+
+
+class Asking:
+    """A client of one server."""
+
+    def __init__(self, server: PartsServer) -> None:
+        self.server = server
+        self.http = httpx2.AsyncClient(transport=server.transport, base_url=HERE)
+
+    @property
+    def parts(self) -> FakeParts:
+        return self.server.engines[-1].core.parts
+
+    async def open(self, id: str = ID, owner: str = "me") -> httpx2.Response:
+        return await self.http.put(f"/parts/{id}", json={"owner": owner})
+
+    async def call(
+        self, number: int, do: Mapping[str, Any], after: int | None = None, wait: float = 5.0
+    ) -> httpx2.Response:
+        body = {"after": after, "do": do}
+        return await self.http.put(
+            f"/parts/{ID}/calls/{number}", json=body, params={"wait": str(wait)}
+        )
+
+    async def answer(self, number: int, wait: float = 5.0) -> httpx2.Response:
+        return await self.http.get(f"/parts/{ID}/calls/{number}", params={"wait": str(wait)})
+
+    async def give_up(self, number: int) -> httpx2.Response:
+        return await self.http.delete(f"/parts/{ID}/calls/{number}")
+
+
+class Clock:
+    """Stands still unless it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@asynccontextmanager
+async def asking(folder: Path, *, opened: bool = True, **more: Any) -> AsyncGenerator[Asking]:
+    server = PartsServer(folder, make_core=FakeCore, **more)
+    found = Asking(server)
+    if opened:
+        assert (await found.open()).status_code == 200
+    yield found
+    await found.http.aclose()
+    await server.service.shut_down()
+
+
+def code(response: httpx2.Response) -> str:
+    return response.json()["code"]
+
+
+async def test_a_call_that_comes_again_is_done_once(tmp_path: Path) -> None:
+    async with asking(tmp_path) as ask:
+        first, again = [await ask.call(1, LEARN, after=0) for _ in range(2)]
+        assert first.status_code == again.status_code == 200
+        assert first.content == again.content
+        assert ask.parts.done == ["forward_backward"]
+        assert first.json()["result"] == {**SUMS, "ratio/max": "Infinity"}
+        other = await ask.call(1, DISCARD)
+        assert (other.status_code, code(other)) == (409, "call_taken")
+
+
+async def test_a_call_that_takes_long_is_asked_for_again(tmp_path: Path) -> None:
+    async with asking(tmp_path) as ask:
+        held = ask.parts.held["update"]
+        begun = await ask.call(1, UPDATE, wait=0.0)
+        assert (begun.status_code, begun.json()["state"]) == (202, "working")
+        assert (await ask.call(1, UPDATE, wait=0.0)).status_code == 202
+        waiting = asyncio.create_task(ask.answer(1))
+        held.set()
+        assert (await waiting).json()["result"] == {"grad_norm": "NaN", "applied": False}
+        assert ask.parts.begun == ["update"]
+
+
+async def test_an_answer_is_kept_until_it_was_told_and_a_while_longer(tmp_path: Path) -> None:
+    clock = Clock()
+    async with asking(tmp_path, clock=clock, silence=1e9) as ask:
+        await ask.call(1, DISCARD, wait=0.0)
+        await until(lambda: ask.parts.done)
+        clock.now += 10 * TOLD_KEPT
+        ask.server.service.forget_told()
+        assert (await ask.answer(1)).status_code == 200, "nobody was told yet"
+        clock.now += TOLD_KEPT / 2
+        ask.server.service.forget_told()
+        assert (await ask.answer(1)).status_code == 200
+        clock.now += TOLD_KEPT + 1
+        ask.server.service.forget_told()
+        gone = await ask.answer(1)
+        assert (gone.status_code, code(gone)) == (404, "unknown_call")
+
+
+async def test_calls_that_overtake_each_other_are_done_in_order(tmp_path: Path) -> None:
+    async with asking(tmp_path) as ask:
+        held = ask.parts.held["forward_backward"]
+        await ask.call(3, DISCARD, after=2, wait=0.0)
+        await ask.call(2, UPDATE, after=1, wait=0.0)
+        await ask.call(1, LEARN, after=0, wait=0.0)
+        assert (await ask.call(4, GENERATE)).status_code == 200, "samples wait for nobody"
+        assert ask.parts.done == ["generate"]
+        held.set()
+        assert (await ask.answer(3)).status_code == 200
+        assert ask.parts.done == ["generate", "forward_backward", "update", "discard"]
+
+
+async def test_what_is_given_up_holds_nobody_up(tmp_path: Path) -> None:
+    async with asking(tmp_path) as ask:
+        learning, drawing = ask.parts.held["forward_backward"], ask.parts.held["generate"]
+        await ask.call(1, LEARN, after=0, wait=0.0)
+        await ask.call(2, GENERATE, wait=0.0)
+        await until(lambda: len(ask.parts.begun) == 2)
+        assert (await ask.give_up(2)).json()["state"] == "given_up"
+        assert ask.parts.cancelled == ["generate"], "its slots are free"
+        assert (await ask.give_up(1)).status_code == 202, "half of a gradient is no gradient"
+        assert (await ask.give_up(3)).json()["state"] == "given_up", "it never came"
+        last = asyncio.create_task(ask.call(4, DISCARD, after=3))
+        learning.set()
+        assert (await last).status_code == 200
+        late = await ask.call(3, UPDATE, after=1)
+        assert late.json()["state"] == "given_up"
+        assert ask.parts.done == ["forward_backward", "discard"]
+        assert not drawing.is_set()
+
+
+async def test_a_predecessor_that_never_comes_is_waited_for_only_so_long(tmp_path: Path) -> None:
+    async with asking(tmp_path, longest_wait=0.01) as ask:
+        found = (await ask.call(9, DISCARD, after=8)).json()
+        assert found["state"] == "failed"
+        assert "The call 8" in found["error"]["message"]
+
+
+async def test_errors_keep_their_kind_and_bugs_are_told_to_nobody(tmp_path: Path) -> None:
+    async with asking(tmp_path) as ask:
+        ask.parts.fails = {
+            "discard": PolicyMismatchError("other weights"),
+            "update": UsageError("not so"),
+            "generate": ValueError("secret place"),
+        }
+        found = [
+            (await ask.call(n, do)).json() for n, do in enumerate((DISCARD, UPDATE, GENERATE), 1)
+        ]
+        assert [each["error"]["code"] for each in found] == [
+            "policy_mismatch",
+            "usage",
+            "run_failed",
+        ]
+        assert found[0]["error"]["message"] == "other weights"
+
+
+async def test_so_many_calls_and_no_more(tmp_path: Path) -> None:
+    async with asking(tmp_path) as ask:
+        _ = ask.parts.held["discard"]
+        parts = ask.server.service
+        for number in range(1, MOST_CALLS + 1):
+            await parts.call(ID, number, _request(DISCARD), b"", 0.0)
+        refused = await ask.call(MOST_CALLS + 1, DISCARD, wait=0.0)
+        assert (refused.status_code, code(refused)) == (429, "too_busy")
+
+
+def _request(do: Mapping[str, Any]) -> Any:
+    from groupwise.wire.parts import CallRequest
+
+    return CallRequest.model_validate({"do": do})
+
+
+# 3. and 4.
+
+
+async def test_who_falls_silent_is_ended_and_told(tmp_path: Path) -> None:
+    clock = Clock()
+    async with asking(tmp_path, clock=clock, silence=100.0) as ask:
+        clock.now += 99
+        assert (await ask.http.get(f"/parts/{ID}")).status_code == 200, "a word is enough"
+        clock.now += 99
+        assert code(await ask.open(OTHER, "you")) == "run_active"
+        clock.now += 2
+        assert (await ask.open(OTHER, "you")).status_code == 200
+        gone = await ask.call(1, DISCARD)
+        assert (gone.status_code, code(gone)) == (410, "parts_gone")
+        assert "nothing was heard" in gone.json()["detail"]
+        assert not (tmp_path / "parts" / ID).exists()
+        assert (tmp_path / "parts" / OTHER).exists()
+
+
+async def test_the_same_owner_takes_over_and_calls_under_way_hear_of_it(tmp_path: Path) -> None:
+    async with asking(tmp_path) as ask:
+        _ = ask.parts.held["update"]
+        waiting = asyncio.create_task(ask.call(1, UPDATE))
+        await until(lambda: ask.parts.begun)
+        assert (await ask.open(OTHER, "me")).status_code == 200
+        assert code(await waiting) == "parts_gone"
+        assert len(ask.server.engines) == 2
+        assert code(await ask.open(ID, "me")) == "parts_gone", "what has ended does not come back"
+
+
+async def test_opening_and_closing_may_be_repeated(tmp_path: Path) -> None:
+    async with asking(tmp_path) as ask:
+        assert (await ask.open()).json() == {"id": ID, "ready": False, "silence": 120.0}
+        assert len(ask.server.engines) == 1
+        await ask.call(1, OPEN)
+        assert (await ask.open()).json()["ready"]
+        for _ in range(2):
+            assert (await ask.http.delete(f"/parts/{ID}")).status_code == 200
+        assert code(await ask.http.delete(f"/parts/{OTHER}")) == "unknown_parts"
+        assert (await ask.open(OTHER, "you")).status_code == 200
+
+
+async def test_an_engine_that_ends_takes_the_parts_with_it(tmp_path: Path) -> None:
+    async with asking(tmp_path) as ask:
+        _ = ask.parts.held["update"]
+        waiting = asyncio.create_task(ask.call(1, UPDATE))
+        await until(lambda: ask.parts.begun)
+        ask.server.engines[0].lost = "it was killed"
+        ask.parts.held["update"].set()
+        lost = await waiting
+        assert (lost.status_code, code(lost)) == (410, "parts_gone")
+        assert "it was killed" in lost.json()["detail"]
+        assert (await ask.open(OTHER, "me")).status_code == 200
+        assert len(ask.server.engines) == 2
+
+
+class Busy(NoRuns):
+    """A run, or models, have the machine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.run: object | None = None
+        self.models = False
+
+    def conducted(self) -> Any:
+        return self.run
+
+    async def make_room(self, whom: str) -> None:
+        assert whom == "parts"
+        if self.models:
+            raise Refusal("run_active", "models are in memory")
+
+
+async def test_a_run_and_models_keep_parts_away_and_parts_a_run(tmp_path: Path) -> None:
+    busy = Busy()
+    async with asking(tmp_path, opened=False, runs=busy) as ask:
+        plan = {"kind": "supervised", "config": {"model": {"name": "tiny"}}}
+        for change in ("run", "models"):
+            setattr(busy, change, object())
+            assert code(await ask.open()) == "run_active"
+            assert code(await ask.http.post("/parts/plan", json=plan)) == "run_active"
+            setattr(busy, change, None)
+        assert (await ask.open()).status_code == 200
+        with pytest.raises(Refusal, match=f"DELETE /parts/{ID}"):
+            await ask.server.service.make_way()
+        assert ask.server.service.in_use() == "me"
+        await ask.http.delete(f"/parts/{ID}")
+        await ask.server.service.make_way()
+
+
+async def test_planning_begins_an_engine_that_is_opened_next(tmp_path: Path) -> None:
+    clock = Clock()
+    async with asking(tmp_path, opened=False, clock=clock) as ask:
+        plan = {"kind": "training", "config": {"model": {"name": "tiny"}}, "longest_prompt": 5}
+        found = await ask.http.post("/parts/plan", json=plan)
+        assert found.json() == {"layout": LAYOUT}
+        await ask.http.post("/parts/plan", json=plan)
+        await ask.open()
+        await ask.http.post("/parts/plan", json=plan)
+        assert len(ask.server.engines) == 1
+        await ask.call(1, OPEN)
+        await ask.http.delete(f"/parts/{ID}")
+        await ask.http.post("/parts/plan", json=plan)
+        assert len(ask.server.engines) == 2, "one that had a model in it is not used again"
+        ask.server.engines[1].lost = "killed"
+        await ask.open(OTHER)
+        assert len(ask.server.engines) == 3
+
+
+# 5.
+
+
+async def test_the_engine_hears_what_it_needs_and_no_more(tmp_path: Path) -> None:
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    config = {
+        "model": {
+            "name": "mine",
+            "adapter": "/etc",
+            "chat_template": "/etc/passwd",
+            "dtype": "float32",
+        },
+        "lora": {"r": 2},
+        "data": {"dataset_name": "/etc/passwd"},
+        "task": {"secret": 1},
+        "run": {"dir": "/", "server": "http://elsewhere", "processes": 2, "threads": 2},
+    }
+    async with asking(tmp_path) as ask:
+        await ask.call(1, {**OPEN, "config": config})
+        (order,) = ask.parts.orders
+        mine = str((tmp_path / "models" / "mine").resolve())
+        assert json.loads(json.dumps(order.config)) == {
+            "model": {
+                "name": mine,
+                "adapter": None,
+                "adapter_revision": None,
+                "chat_template": None,
+                "dtype": "float32",
+            },
+            "lora": {"r": 2},
+            "run": {"processes": 2, "threads": 2},
+        }
+        assert order.folder == str(tmp_path / "parts" / ID)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ({"name": "/etc"}, "may not be loaded"),
+        ({"name": "../models"}, "may not be loaded"),
+        ({"name": "tiny", "trust_remote_code": True}, "would run code"),
+    ],
+)
+async def test_models_that_may_not_be_loaded(tmp_path: Path, model: Any, said: str) -> None:
+    async with asking(tmp_path) as ask:
+        found = await ask.call(1, {**OPEN, "config": {"model": model}})
+        assert said in found.text
+        assert not ask.parts.orders
+        plan = {"kind": "training", "config": {"model": model}}
+        assert said in (await ask.http.post("/parts/plan", json=plan)).text
+        assert not ask.parts.planned
+
+
+async def test_what_was_sent_is_used_and_nothing_else(tmp_path: Path) -> None:
+    async with asking(tmp_path) as ask:
+        missing = await ask.call(1, {**OPEN, "adapter": "sent"})
+        assert (missing.status_code, code(missing)) == (404, "unknown_file")
+        await ask.http.put(f"/parts/{ID}/files/sent/adapter_config.json", content=b"{}")
+        await ask.call(2, {**OPEN, "adapter": "sent", "model": "sent"})
+        place = str(tmp_path / "parts" / ID / "sent")
+        model = ask.parts.orders[0].config["model"]
+        assert (model["adapter"], model["name"]) == (place, place)
+        escape = await ask.call(3, {**OPEN, "weights": "../../models"})
+        assert (escape.status_code, code(escape)) == (422, "invalid_request")
+        policy = {"run": "r", "version": 0, "fingerprint": "f", "kind": "adapter", "path": "/etc"}
+        assert code(await ask.call(4, {"verb": "load", "policy": policy})) == "invalid_request"
+
+
+async def test_a_server_forgets_what_an_earlier_one_left(tmp_path: Path) -> None:
+    (tmp_path / "parts" / "old").mkdir(parents=True)
+    server = PartsServer(tmp_path, make_core=FakeCore)
+    await server.service.begin()
+    assert not (tmp_path / "parts" / "old").exists()
+    await server.service.shut_down()
+

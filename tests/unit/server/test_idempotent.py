@@ -1,0 +1,110 @@
+"""Requests that come twice under one Idempotency-Key, to a service with a ledger: what was done is not done again."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from groupwise.server.app import make_app
+from groupwise.server.routes.declared import REPLAYED
+from tests.unit.server.asking import client_of
+from tests.unit.server.serving import Served, letters, served
+
+NAME = {"Idempotency-Key": "once"}
+
+
+@asynccontextmanager
+async def asking(folder: Path) -> AsyncGenerator[tuple[Served, httpx2.AsyncClient]]:
+    """A service, and a client of the routes before it."""
+    async with served(folder) as server:
+        app = make_app(server.service, server.config, None)
+        async with client_of(app) as client:
+            yield server, client
+
+
+async def rewarded(server: Served) -> str:
+    group = await server.ask()
+    await server.reward(group)
+    return group.group_id
+
+
+@pytest.mark.parametrize("wait", [True, False])
+async def test_a_step_that_comes_again_is_not_another_step(wait: bool, tmp_path: Path) -> None:
+    async with asking(tmp_path) as (server, client):
+        await server.start(steps="manual", staleness=1, groups_per_step=1)
+        group = await rewarded(server)
+        first = await client.post("/step", json={"wait": wait}, headers=NAME)
+        assert (first.status_code, first.json()["group_ids"]) == (200, [group])
+        empty = await client.post("/step", json={"wait": wait}, headers=NAME)
+        await rewarded(server)
+        again = await client.post("/step", json={"wait": wait}, headers=NAME)
+        assert first.content == empty.content == again.content
+        assert again.headers[REPLAYED] == "true"
+        await server.until(lambda seen: seen.step == 1)
+        other = await client.post("/step", json={"wait": not wait}, headers=NAME)
+        assert other.json()["code"] == "idempotency_key_reused"
+        assert (await server.service.status()).counters.rewarded == 1
+
+
+@pytest.mark.parametrize("wait", [True, False])
+async def test_other_rewards_under_the_same_key_are_refused(wait: bool, tmp_path: Path) -> None:
+    async with asking(tmp_path) as (server, client):
+        await server.start(groups_per_step=1, staleness=1)
+        one, two = [await server.ask() for _ in range(2)]
+        body = {"group_id": one.group_id, "rewards": letters(one), "wait": wait}
+        first = await client.post("/rewards", json=body, headers=NAME)
+        again = await client.post("/rewards", json=body, headers=NAME)
+        assert (first.status_code, first.content) == (200, again.content)
+        other = {"group_id": two.group_id, "rewards": letters(two), "wait": wait}
+        refused = await client.post("/rewards", json=other, headers=NAME)
+        assert (refused.status_code, refused.json()["code"]) == (422, "idempotency_key_reused")
+        assert (await server.service.status()).counters.open == 1
+
+
+def a_step(group: str) -> tuple[str, dict[str, Any]]:
+    return "/step", {"group_ids": [group]}
+
+
+def some_rewards(group: str) -> tuple[str, dict[str, Any]]:
+    body = {"group_id": group, "rewards": [1.0, 0.0, 0.0, 0.0], "wait": True}
+    return "/rewards", body
+
+
+def rewards_of_several(group: str) -> tuple[str, dict[str, Any]]:
+    body = {"group_id": group, "rewards": [1.0, 0.0, 0.0, 0.0]}
+    return "/rewards", {"groups": [body], "wait": True}
+
+
+@pytest.mark.parametrize("ask", [a_step, some_rewards, rewards_of_several])
+async def test_whoever_asks_again_after_waiting_in_vain_waits_for_the_same_step(
+    ask: Any, tmp_path: Path
+) -> None:
+    async with asking(tmp_path) as (server, client):
+        await server.start(groups_per_step=1)
+        held = server.engines[0].hold("step")
+        group = await server.ask()
+        if ask is a_step:
+            await server.reward(group, include="hold")
+        where, body = ask(group.group_id)
+        body |= {"timeout": 0.05}
+        in_vain = await client.post(where, json=body, headers=NAME)
+        assert (in_vain.status_code, whole(in_vain)["status"]) == (202, "accepted")
+        again = await client.post(where, json=body, headers=NAME)
+        assert again.content == in_vain.content
+        held.set()
+        await server.until(lambda seen: seen.step == 1)
+        done = await client.post(where, json=body, headers=NAME)
+        assert (done.status_code, whole(done)["status"]) == (200, "trained")
+        assert whole(done)["step"] == 0
+        assert whole(done)["metrics"]
+
+
+def whole(answer: httpx2.Response) -> dict[str, Any]:
+    """Of the one group."""
+    body = answer.json()
+    return body["groups"][0] if "groups" in body else body

@@ -1,0 +1,98 @@
+"""Which versions of a run can be read, and what they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from groupwise.runs import checkpoints, durable
+from groupwise.server.versions import Versions
+from groupwise.types import Policy
+from groupwise.wire.problems import Refusal
+
+
+def save(place: Path, step: int) -> Path:
+    """A checkpoint as an engine writes one, as far as it is read here."""
+
+    def write(folder: Path) -> None:
+        (folder / "adapter_model.safetensors").write_bytes(b"weights %d" % step)
+        (folder / "adapter_config.json").write_text("{}")
+
+    extra = {"position": {"policy": {"fingerprint": f"f{step}"}}}
+    checkpoints.save(place, step, write, extra=extra)
+    return place / f"step-{step}"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Versions:
+    """After five steps: 4 and 5 are published, 3 and 5 are saved, 1 has a name, 0 and 2 are gone."""
+    folder = tmp_path / "runs" / "letters"
+    automatic = folder / "checkpoints"
+    named = tmp_path / "checkpoints" / "first"
+    first = save(tmp_path / "before", 1)
+
+    def fill(made: Path) -> None:
+        for file in first.iterdir():
+            durable.keep_file(file, made / file.name)
+
+    durable.make_folder(named, fill, replace=False)
+    save(automatic, 3)
+    save(automatic, 5)
+    published = {step: save(tmp_path / "policies", step) for step in (4, 5)}
+    policies = {
+        step: Policy("letters", step, f"f{step}", "adapter", str(path))
+        for step, path in published.items()
+    }
+    tokenizer = tmp_path / "tokenizers" / "t0"
+    tokenizer.mkdir(parents=True)
+    (tokenizer / "tokenizer.json").write_text("{}")
+    return Versions("letters", folder, 5, policies, [named], tokenizer)
+
+
+def read(run: Versions, version: str | None) -> tuple[str, str, Sequence[str], bytes]:
+    found = run.open(version)
+    try:
+        weights = next(each for each in found.files if each.name.endswith(".safetensors"))
+        names = [each.name for each in found.files]
+        return found.address, found.fingerprint, names, weights.file.read()
+    finally:
+        found.close()
+
+
+@pytest.mark.parametrize("step", [1, 3, 4, 5])
+def test_what_is_published_saved_or_named_can_be_read(run: Versions, step: int) -> None:
+    files = ["adapter_config.json", "adapter_model.safetensors", "tokenizer.json"]
+    whole = (f"letters@{step}", f"f{step}", files, b"weights %d" % step)
+    assert read(run, str(step)) == read(run, f"letters@{step}") == whole
+
+
+def test_without_a_name_the_newest_is_meant(run: Versions) -> None:
+    assert read(run, None) == read(run, "latest") == read(run, "5")
+
+
+def test_all_that_can_be_read_are_listed(run: Versions) -> None:
+    assert run.steps() == [1, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("version", "code"),
+    [
+        ("2", "version_gone"),
+        ("letters@0", "version_gone"),
+        ("6", "unknown_version"),
+        ("letters@6", "unknown_version"),
+        ("others@1", "unknown_version"),
+        ("letters@", "unknown_version"),
+        ("-1", "unknown_version"),
+        ("²", "unknown_version"),
+    ],
+)
+def test_what_cannot_be_read_is_told_from_what_never_was(
+    run: Versions, version: str, code: str
+) -> None:
+    said = "letters@1, letters@3, letters@4, letters@5.* GET /checkpoints"
+    with pytest.raises(Refusal, match=said) as refused:
+        run.open(version)
+    assert refused.value.code == code
