@@ -19,6 +19,7 @@ import importlib.machinery
 import importlib.metadata
 import importlib.util
 import inspect
+import os
 import sys
 import sysconfig
 import traceback
@@ -244,10 +245,11 @@ def _forget_namesakes(folder: str) -> None:
 
     Without it `import helpers` would quietly give the second task the helpers of the first.
     """
-    for name, module in sys.modules.copy().items():
+    others = _user_folders - {folder}
+    for name, module in sys.modules.copy().items() if others else ():
         origin = getattr(module, "__file__", None)
-        owner = str(Path(origin).parent) if isinstance(origin, str) else None
-        if owner in _user_folders - {folder} and Path(folder, f"{name}.py").is_file():
+        owner = os.path.dirname(origin) if isinstance(origin, str) else None
+        if owner in others and Path(folder, f"{name}.py").is_file():
             del sys.modules[name]
 
 

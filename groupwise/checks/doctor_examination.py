@@ -99,6 +99,8 @@ def _patient(loaded: LoadedConfig, task: Task | None) -> Patient:
     """Load all but the model, as a training would."""
     schema = task.config_schema() if task else None
     config = (loaded if schema is None else with_task_schema(loaded, schema)).config
+    # The machine is this one, whoever would train.
+    config = config.model_copy(update={"run": config.run.model_copy(update={"server": None})})
     tokenizer = load_tokenizer(config.model)
     examples = _examples(config, task) if task else _own_examples(tokenizer)
     prompts = tokenise(

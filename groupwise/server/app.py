@@ -235,7 +235,7 @@ class _Document:
         return document
 
     def _add_what_is_before(self, document: dict[str, Any]) -> None:
-        keys = [{name: []} for name in SECURITY]
+        keys: list[dict[str, list[str]]] = [{name: []} for name in SECURITY]
         for path, operations in self._before.get("paths", {}).items():
             document["paths"][path] = {
                 method: {"security": keys, **operation} for method, operation in operations.items()

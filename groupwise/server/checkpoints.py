@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from groupwise.errors import CheckpointError
-from groupwise.server import named, steps
+from groupwise.server import keeping, named, steps
+from groupwise.server.caller import Caller
 from groupwise.server.current import ENDED, Current
 from groupwise.server.engine_refusals import asked
 from groupwise.server.ledger import runs
@@ -38,21 +39,25 @@ class Checkpoints:
 
         return CheckpointsAnswer(checkpoints=await asyncio.to_thread(look))
 
-    async def save(self, name: str) -> CheckpointAnswer:
+    async def save(self, name: str, caller: Caller) -> CheckpointAnswer:
         """Keep the run as it is now under a name: after the step under way, or as it was left."""
         row = self._current.any_run()
-        self._named.refuse_taken(name)
+        kept = self._named.kept_for(name, caller)  # by a server that ended before it could answer
+        if kept is None:
+            self._named.refuse_taken(name)
+            kept = await self._kept(name, row, caller)
+        await self._ledger.do(keeping.keep_checkpoint, kept, caller)
+        self._current.changed.beat()
+        return kept
+
+    async def _kept(self, name: str, row: RunRow, caller: Caller) -> CheckpointAnswer:
         while True:
             path = await self._newest(row)
             try:
-                kept = await asyncio.to_thread(self._named.keep, name, path, row)
+                return await asyncio.to_thread(self._named.keep, name, path, row, caller)
             except (FileNotFoundError, CheckpointError):
                 if path.is_dir():
                     raise  # it was not pruned meanwhile: it is damaged
-                continue
-            await self._ledger.do(steps.note_named_checkpoint, row.run, kept.step, name)
-            self._current.changed.beat()
-            return kept
 
     async def _newest(self, row: RunRow) -> Path:
         """The newest state of the run, on disk."""

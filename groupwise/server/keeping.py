@@ -10,7 +10,12 @@ from typing import Any
 from groupwise.server import steps
 from groupwise.server.caller import Caller
 from groupwise.server.engine.port import Opened, Sampled
-from groupwise.server.idempotent import completions_answer, rewards_answer, step_answer
+from groupwise.server.idempotent import (
+    answer_of,
+    completions_answer,
+    rewards_answer,
+    step_answer,
+)
 from groupwise.server.ledger import counters, events, groups, members, plans, runs, uptime
 from groupwise.server.ledger.answers import Answer, Request, once
 from groupwise.server.ledger.groups import Echo, GroupRow, NewGroup
@@ -23,6 +28,7 @@ from groupwise.server.tokenizers import Tokenizer
 from groupwise.types import Group, from_json
 from groupwise.wire.problems import Refusal
 from groupwise.wire.training import (
+    CheckpointAnswer,
     CompletionsRequest,
     EventKind,
     GroupAnswer,
@@ -290,6 +296,19 @@ def _step_answer(plan: PlanRow) -> StepAnswer:
         model_version=(plan.run, plan.step + 1),
         metrics=dict(plan.trained.metrics),
     )
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def keep_checkpoint(transaction: Transaction, kept: CheckpointAnswer, caller: Caller) -> None:
+    """That a checkpoint stands under a name, and the answer about it."""
+
+    def work(transaction: Transaction) -> Answer:
+        steps.note_named_checkpoint(transaction, kept.run_id, kept.step, kept.address)
+        return answer_of(kept)
+
+    once(transaction, named(caller), work)
 
 
 # --- time and status ------------------------------------------------------------------------------

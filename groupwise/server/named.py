@@ -1,7 +1,7 @@
 """Checkpoints that a client has saved by name: kept until somebody deletes them, whatever becomes of the run.
 
 D/checkpoints/<name>/       the files of the checkpoint, linked where the disk can
-D/checkpoints/<name>/saved.json   the run that it is of, and the settings that a new run from it begins with
+D/checkpoints/<name>/saved.json   the run that it is of, the settings that a new run from it begins with, and by which request it was made
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from groupwise.runs import checkpoints, durable
 from groupwise.runs.checkpoints import Checkpoint
 from groupwise.runs.folder import CHECKPOINTS
+from groupwise.server.caller import Caller
 from groupwise.server.ledger.runs import RunRow
 from groupwise.wire.problems import Refusal
 from groupwise.wire.training import CheckpointAnswer
@@ -48,7 +49,17 @@ class NamedCheckpoints:
                 f"there is a checkpoint {name!r} already; choose another name.",
             )
 
-    def keep(self, name: str, checkpoint: Path, row: RunRow) -> CheckpointAnswer:
+    def kept_for(self, name: str, caller: Caller) -> CheckpointAnswer | None:
+        """The checkpoint of a name where this very request, by its Idempotency-Key, has made it; None where it has not."""
+        file = self._root / name / SAVED
+        if caller.answer_key is None or not file.is_file():
+            return None
+        facts = json.loads(file.read_text())
+        if facts.get("asked") != _asked(caller):
+            return None
+        return CheckpointAnswer(name=name, run_id=facts["run"], step=facts["step"], address=name)
+
+    def keep(self, name: str, checkpoint: Path, row: RunRow, caller: Caller) -> CheckpointAnswer:
         """Keep a checkpoint under a name. FileNotFoundError where it is pruned meanwhile."""
         self.refuse_taken(name)
         found = checkpoints.read(checkpoint)
@@ -60,7 +71,7 @@ class NamedCheckpoints:
                     kept.parent.mkdir(parents=True, exist_ok=True)
                     durable.keep_file(file, kept)
             facts = {"run": row.run, "step": found.step, "settings": row.settings}
-            (folder / SAVED).write_text(json.dumps(facts))
+            (folder / SAVED).write_text(json.dumps({**facts, "asked": _asked(caller)}))
 
         durable.make_folder(self._root / name, fill, replace=False)
         return CheckpointAnswer(name=name, run_id=row.run, step=found.step, address=name)
@@ -86,6 +97,11 @@ class NamedCheckpoints:
     def of_run(self, run: str) -> list[Path]:
         """The folders of a run's checkpoints that have a name."""
         return [self._root / each.address for each in self.listed() if each.run_id == run]
+
+
+def _asked(caller: Caller) -> list[str] | None:
+    """How the request that made a checkpoint names itself."""
+    return None if caller.answer_key is None else [caller.key_id, caller.answer_key.key]
 
 
 def answer_of(row: RunRow, checkpoint: Checkpoint) -> CheckpointAnswer:

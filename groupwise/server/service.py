@@ -179,9 +179,9 @@ class Service:
         """All that can be gone on from: the automatic ones of every run, then those with a name."""
         return await self._checkpoints.listed()
 
-    async def save_checkpoint(self, name: str) -> CheckpointAnswer:
+    async def save_checkpoint(self, name: str, caller: Caller) -> CheckpointAnswer:
         """Keep the run as it is now under a name: after the step under way, or as it was left."""
-        return await self._checkpoints.save(name)
+        return await self._checkpoints.save(name, caller)
 
     async def remembered(self, caller: Caller) -> Answer | None:
         """What the request was answered before; refused where its key came with another body."""

@@ -25,11 +25,11 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 import pytest
 import typer
@@ -45,10 +45,13 @@ from groupwise.runs.folder import RunFolder
 from groupwise.runs.store import Store
 from groupwise.server.app import ROUTES
 from groupwise.server.metrics import Metrics
+from groupwise.server.routes.declared import Route
+from groupwise.server.routes.parts import parts_routes
 from groupwise.server.serve import read_start
 from groupwise.server.settings import ServerConfig, read_settings
 from groupwise.sft_config import load_sft_config
 from groupwise.suites.lighteval import PROGRAM_VARIABLE
+from groupwise.wire.parts import AnyVerb
 from groupwise.wire.problems import KINDS
 from groupwise.wire.training import EventKind, StartRequest, StatusAnswer
 from tests.integration.server.running import Server
@@ -66,7 +69,7 @@ GUIDES = [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "AGENTS.md", ROOT / "CHANGELO
 CONFIGS = sorted([*(ROOT / "configs").glob("*.yaml"), *(ROOT / "examples").rglob("*.yaml")])
 SUPERVISED = ("sft.md", "configuration-sft.md")
 """Pages whose configs are of `groupwise sft`."""
-SERVED = ("serve.md", "deploy-server.md", "openai-clients.md")
+SERVED = ("serve.md", "deploy-server.md", "openai-clients.md", "train-elsewhere.md")
 """Pages that are followed from top to bottom, beside the server that they begin."""
 RUN_ELSEWHERE = ("tinker.md",)
 """Whose programs `tests/integration/server/test_verbs.py` runs, each in a process of its own: their client leaves threads behind."""
@@ -224,6 +227,8 @@ def run(place: Path, beside: Beside, capfd: pytest.CaptureFixture[str]) -> Run:
         if words[0] == "python":
             subprocess.run([sys.executable, *words[1:]], check=True, stdout=subprocess.PIPE)
             return
+        here = os.environ.get("GROUPWISE_URL", SERVER)
+        words = [word.replace(SERVER, here) for word in words]
         if words[0] != "groupwise":
             assert known(words), f"what is `{shlex.join(words)}`? Say it here, if it is meant"
             return
@@ -590,12 +595,28 @@ def table(head: str, rows: list[tuple[str, ...]]) -> str:
     return "\n".join([head, "|" + "---|" * columns, *lines])
 
 
-def routes_table() -> str:
+def routes_table(routes: Sequence[Route] = ROUTES) -> str:
     rows: list[tuple[str, ...]] = []
-    for route in ROUTES:
+    for route in routes:
         does = " ".join(str(route.handler.__doc__).split())
         rows.append((f"`{route.name}`", route.role.word if route.role else "", does))
     return table("| route | role | does |", rows)
+
+
+def calls_table() -> str:
+    """What parts can be called for."""
+    kinds = get_args(get_args(AnyVerb)[0])
+    rows: list[tuple[str, ...]] = []
+    for kind in kinds:
+        verb, *fields = kind.model_fields
+        rows.append(
+            (
+                f"`{kind.model_fields[verb].default}`",
+                ", ".join(f"`{field}`" for field in fields),
+                " ".join(str(kind.__doc__).split()),
+            )
+        )
+    return table("| verb | with | does |", rows)
 
 
 def fields_table(model: Any, head: str) -> str:
@@ -642,9 +663,11 @@ def server_metrics() -> set[str]:
         ("serve.md", routes_table),
         ("serve.md", lambda: fields_table(StartRequest, "| setting | default | meaning |")),
         ("serve.md", problems_table),
+        ("train-elsewhere.md", lambda: routes_table(parts_routes(cast("Any", None)))),
+        ("train-elsewhere.md", calls_table),
         ("deploy-server.md", lambda: fields_table(ServerConfig, "| key | default | meaning |")),
     ],
-    ids=["routes", "start", "problems", "settings"],
+    ids=["routes", "start", "problems", "parts", "calls", "settings"],
 )
 def test_tables_of_the_server_are_up_to_date(page: str, made: Callable[[], str]) -> None:
     assert made() in (ROOT / "docs/how-to" / page).read_text(), f"make it again:\n{made()}"

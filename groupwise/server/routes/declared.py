@@ -140,7 +140,7 @@ class ServiceLike(Protocol):
         """Those there are."""
         ...
 
-    async def save_checkpoint(self, name: str, /) -> CheckpointAnswer:
+    async def save_checkpoint(self, name: str, caller: Caller, /) -> CheckpointAnswer:
         """Write one now."""
         ...
 

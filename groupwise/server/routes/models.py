@@ -13,6 +13,8 @@ from starlette.types import Receive, Scope, Send
 
 from groupwise.server.bodies import ClientGone
 from groupwise.server.downloads import OpenVersion, zipped
+from groupwise.server.idempotent import answer_of
+from groupwise.server.ledger.answers import Answer
 from groupwise.server.routes.declared import AskedHere, Route, sent_model
 from groupwise.server.routes.training import OF_ENGINE
 from groupwise.wire.keys import Role
@@ -103,7 +105,11 @@ async def checkpoints(asked: AskedHere) -> Response:
 
 async def save_checkpoint(body: CheckpointRequest, asked: AskedHere) -> Response:
     """Write a checkpoint now, under a name. It is kept until somebody deletes it, so that it takes an admin."""
-    return sent_model(await asked.service.save_checkpoint(body.name))
+
+    async def work() -> Answer:
+        return answer_of(await asked.service.save_checkpoint(body.name, asked.caller))
+
+    return await asked.once(work)
 
 
 OF_VERSIONS = ("not_started", "unknown_version", "version_gone", "unknown_run", *OF_ENGINE)
@@ -156,6 +162,7 @@ ROUTES = (
         takes_body=True,
         works=True,
         ends_with_client=False,
+        named=True,
         codes=("not_started", "finished", "checkpoint_exists", "disk_full", *OF_ENGINE),
         example={"name": "before-the-change"},
     ),

@@ -119,6 +119,8 @@ class _Call:
     """Bytes of the request; then of the answer."""
     told: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when there is a result, or will be none in this process."""
+    settling: bool = False
+    """Whether the result is known, and about to be written down."""
     result: Answer | Failure | None = None
     kept: asyncio.Task[None] | None = None
     """Done when it is in the journal."""
@@ -254,6 +256,8 @@ class Futures:
     def fail(self, id: str, error: Exception) -> None:
         """Answer a call that needs no work. Where another process will do it, it stays without an answer here."""
         call, failure = self._calls[id], _failure(error)
+        if call.settling:
+            return  # it was done just now
         if not self._journal.durable:
             self._settle(call, failure)
         elif not self._suspended:
@@ -267,6 +271,11 @@ class Futures:
                 call.told.set()
 
     async def _settled(self, call: _Call, result: Answer | Failure) -> None:
+        """Keep what a call came to. Once begun it goes on, whoever is cancelled: it may be in the journal already."""
+        call.settling = True
+        await asyncio.shield(self._task(self._written(call, result)))
+
+    async def _written(self, call: _Call, result: Answer | Failure) -> None:
         if self._journal.durable:
             if call.kept is not None:
                 await asyncio.shield(call.kept)

@@ -2,6 +2,9 @@
 
 The fake engine stands for the model; everything else is real: routes, ledger, steps. Bodies are mostly what the schemas allow, so that they
 come far, and partly spoilt. Whatever was sent, the server answers, its run goes on, and what it knows fits together.
+
+The routes of the verbs are asked likewise, over the fake engine of their own: with ids of what there is, numbers that come in order or do
+not, and protobuf messages whole, cut and of chance. Afterwards a new client trains a model as if nothing had been.
 """
 
 from __future__ import annotations
@@ -12,13 +15,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import hypothesis
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from groupwise.server.app import make_app
+from groupwise.server.verbs import answers, document, requests
+from groupwise.server.verbs.futures import JSON, Answer, Failure
+from groupwise.server.verbs.refusals import CODES
+from groupwise.server.verbs.stored import SavedFolders
 from tests.unit.server.asking import client_of
 from tests.unit.server.serving import SETTINGS, Served, served
-from tests.unit.server.test_schema_walk import OPERATIONS, WRONG, ask, resolved
+from tests.unit.server.test_schema_walk import DOCUMENT, OPERATIONS, WRONG, ask
+from tests.unit.server.verbs.hosting import Disk, Server, created, gradient, serving, update
+from tests.verb_server import KEY, app
 
 FEW = 3
 """Entries of a list, at most."""
@@ -26,6 +37,14 @@ ROUTES = [name for name in OPERATIONS if name not in ("GET /events", "GET /metri
 SOONER = 0.02
 """Seconds for every wait, so that the test does not take its own time."""
 LARGE = 1 << 20
+VERBS: Mapping[str, Any] = document.document()
+SCHEMAS: Mapping[str, Any] = DOCUMENT["components"]["schemas"] | VERBS["components"]["schemas"]
+
+
+def resolved(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    while "$ref" in schema:
+        schema = SCHEMAS[schema["$ref"].removeprefix("#/components/schemas/")]
+    return schema
 
 
 def values_of(schema: Mapping[str, Any]) -> st.SearchStrategy[Any]:
@@ -55,7 +74,8 @@ def _integers(schema: Mapping[str, Any]) -> st.SearchStrategy[int]:
 
 def _numbers(schema: Mapping[str, Any]) -> st.SearchStrategy[float]:
     least = schema.get("minimum", schema.get("exclusiveMinimum", -10))
-    return st.floats(least, schema.get("maximum", 1e6), allow_nan=False)
+    most = schema.get("maximum", schema.get("exclusiveMaximum", 1e6))
+    return st.floats(least, most, allow_nan=False)
 
 
 def _lists(schema: Mapping[str, Any]) -> st.SearchStrategy[list[Any]]:
@@ -88,7 +108,7 @@ _OF_TYPE = {
 
 
 @st.composite
-def requests(draw: st.DrawFn) -> tuple[str, Any, int]:
+def asks(draw: st.DrawFn) -> tuple[str, Any, int]:
     """A route, a body, and which of the groups that there are is meant where a group is."""
     name = draw(st.sampled_from(ROUTES))
     content = OPERATIONS[name][2].get("requestBody", {}).get("content", {})
@@ -142,6 +162,166 @@ async def check(server: Served) -> None:
 
 
 @hypothesis.settings(max_examples=60, suppress_health_check=[hypothesis.HealthCheck.too_slow])
-@hypothesis.given(asked=st.lists(requests(), min_size=1, max_size=12))
+@hypothesis.given(asked=st.lists(asks(), min_size=1, max_size=12))
 def test_no_request_does_harm(asked: list[tuple[str, Any, int]], tmp_path_factory: Any) -> None:
     asyncio.run(course(tmp_path_factory.mktemp("fuzzed"), asked))
+
+
+# The verbs
+
+VERB_ROUTES = {
+    f"{method.upper()} {path}": operation
+    for path, methods in VERBS["paths"].items()
+    for method, operation in methods.items()
+}
+BYTES = "application/x-protobuf"
+RESULT = TypeAdapter[Any](answers.Result)
+SOME = {"model_id": "", "seq_id": 0}
+PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
+GOOD: Mapping[str, Mapping[str, Any]] = {
+    "POST /api/v1/session_heartbeat": {"session_id": ""},
+    "POST /api/v1/get_info": {"model_id": ""},
+    "POST /api/v1/optim_step": {**SOME, "adam_params": {}},
+    "POST /api/v1/save_weights": {**SOME, "path": "one", "overwrite": True},
+    "POST /api/v1/load_weights": {**SOME, "path": "tinker://m/weights/one", "optimizer": True},
+    "POST /api/v1/save_weights_for_sampler": {**SOME, "sampling_session_seq_id": 0},
+    "POST /api/v1/create_sampling_session": {
+        "session_id": "",
+        "sampling_session_seq_id": 1,
+        "base_model": "tiny",
+    },
+    "POST /api/v1/asample": {
+        "sampling_session_id": "",
+        "seq_id": 0,
+        "prompt": PROMPT,
+        "sampling_params": {"max_tokens": 3},
+    },
+    "POST /api/v1/retrieve_future": {"request_id": ""},
+}
+"""Bodies that come far; ids and numbers are filled in."""
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> tuple[str, Any, int]:
+    """A route, a body, and a number by which the ids and numbers in it are chosen."""
+    name = draw(st.sampled_from(sorted(VERB_ROUTES)))
+    content = VERB_ROUTES[name].get("requestBody", {}).get("content", {})
+    number = draw(st.integers(0, 5))
+    if BYTES in content:
+        return name, draw(st.binary(max_size=40) | st.integers(0, 60)), number
+    schema = content.get("application/json", {}).get("schema")
+    return name, draw(values_of(schema)) if schema else None, number
+
+
+class Verbs:
+    """A client of the routes that knows ids, and asks for everything."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        transport = httpx2.ASGITransport(app(server.service, poll=SOONER))
+        self.http = httpx2.AsyncClient(
+            transport=transport, base_url="http://server", headers={"X-API-Key": KEY}
+        )
+        self.ids: list[str] = []
+        self.session = ""
+        self._next = 1
+
+    async def begin(self) -> None:
+        opened = self._server.service.opened
+        self.session = await opened.create_session(None)
+        await self.ask("POST /api/v1/create_model", created(self.session).model_dump(), 0)
+        sampler = {"session_id": self.session, "sampling_session_seq_id": 0, "base_model": "tiny"}
+        await self.ask("POST /api/v1/create_sampling_session", sampler, 0)
+
+    async def ask(self, name: str, body: Any, number: int) -> None:
+        method, path = name.split(" ")
+        path = path.replace("{session}", self._id("session", number // 5))  # rarely its own
+        path = path.replace("{sampler}", self._id("sampling", number))
+        answer = await self.http.request(method, path, content=self._content(name, body, number))
+        shown = f"{name} {body!r:.300} -> {answer.status_code} {answer.text[:300]}"
+        assert str(answer.status_code) in VERB_ROUTES[name]["responses"], shown
+        assert answer.status_code < 500, shown
+        if answer.status_code >= 400 and answer.status_code != 408:
+            assert CODES[answer.json()["code"]].status == answer.status_code, shown
+        elif answer.status_code == 200 and "request_id" in answer.text:
+            self.ids.append(answer.json()["request_id"])
+
+    def _content(self, name: str, body: Any, number: int) -> bytes:
+        if isinstance(body, bytes):
+            return body
+        if isinstance(body, int) and not isinstance(body, bool):  # a message, whole or cut
+            whole = gradient(self._id("model", number), self._number(number), 5)
+            return whole if body > 20 else whole[: 5 * body]
+        if isinstance(body, dict):
+            if number > 2:  # one that is right, but for one field
+                body = {**GOOD.get(name, {}), **dict(list(body.items())[: number % 2])}
+            known = {key: self._known(key, number) for key in ("session_id", "model_id")}
+            known |= {key: self._known(key, number) for key in ("request_id", "seq_id")}
+            known["sampling_session_id"] = self._id("sampling", number)
+            right = {key: known[key] for key in known if key in body and number}
+            body = {**body, **right}
+        return json.dumps(body).encode() if body is not None else b""
+
+    def _known(self, key: str, number: int) -> Any:
+        if key == "request_id":
+            return self.ids[number % len(self.ids)] if self.ids else "f-0-1"
+        if key == "seq_id":
+            return self._number(number)
+        return self._id(key.removesuffix("_id"), number)
+
+    def _number(self, number: int) -> int:
+        """The next one, mostly; others leave a gap, or come again."""
+        if number < 4:
+            self._next += 1
+            return self._next - 1
+        return max(1, self._next + number - 5)
+
+    def _id(self, kind: str, number: int) -> str:
+        ends = {"model": ":train:0", "sampling": ":sample:0"}
+        return self.session + ends.get(kind, "") if number else "abc"
+
+
+async def verbs_course(folder: Path, asked: list[tuple[str, Any, int]]) -> None:
+    async with serving(folder, Disk(SavedFolders(folder))) as server:
+        verbs = Verbs(server)
+        await verbs.begin()
+        for name, body, number in asked:
+            await asyncio.wait_for(verbs.ask(name, body, number), 10)
+        await verbs.http.aclose()
+        for id in verbs.ids:
+            check_answer(await server.service.answer(id, SOONER))
+        for session in [*server.service.opened._sessions]:  # pyright: ignore[reportPrivateUsage]
+            await server.service.opened.finish(session)
+        await check_verbs(server)
+
+
+def check_answer(answer: Answer | Failure | None) -> None:
+    """What the document allows, and never a mistake of the server's own; one that waits for a number before it has none yet."""
+    if isinstance(answer, Failure):
+        assert "The server failed" not in answer.message
+    elif answer is not None and answer.media_type == JSON:
+        RESULT.validate_json(answer.body)
+
+
+async def check_verbs(server: Server) -> None:
+    """A client that comes afterwards trains a model."""
+    service = server.service
+    session = await service.opened.create_session(None)
+    model, first = service.training.create_model(created(session))
+    body = requests.SaveWeights(model_id=model, seq_id=3, path="one")
+    ids = [
+        first,
+        service.training.forward_backward(gradient(model, 1, 5))[1],
+        service.training.optim_step(update(model, 2))[1],
+        service.training.save_weights(body)[1],
+    ]
+    for id in ids:
+        assert isinstance(await service.answer(id, 10), Answer)
+
+
+@hypothesis.settings(max_examples=60, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+@hypothesis.given(asked=st.lists(calls(), min_size=1, max_size=16))
+def test_no_call_of_the_verbs_does_harm(
+    asked: list[tuple[str, Any, int]], tmp_path_factory: Any
+) -> None:
+    asyncio.run(verbs_course(tmp_path_factory.mktemp("verbs"), asked))

@@ -198,9 +198,11 @@ class FakeService:
         await self._called("checkpoints")
         return CheckpointsAnswer(checkpoints=[])
 
-    async def save_checkpoint(self, name: str) -> CheckpointAnswer:
+    async def save_checkpoint(self, name: str, caller: Caller) -> CheckpointAnswer:
         await self._called("save_checkpoint", name)
-        return CheckpointAnswer(name=name, run_id=RUN, step=0, address=name)
+        answer = CheckpointAnswer(name=name, run_id=RUN, step=0, address=name)
+        self._keep(caller, answer_of(answer))
+        return answer
 
     async def tokenizer(self) -> TokenizerAnswer:
         await self._called("tokenizer")

@@ -11,6 +11,7 @@ import httpx2
 import pytest
 
 from groupwise.server.app import make_app
+from groupwise.server.ledger.transaction import Transaction
 from groupwise.server.routes.declared import REPLAYED
 from tests.unit.server.asking import client_of
 from tests.unit.server.serving import Served, letters, served
@@ -64,6 +65,42 @@ async def test_other_rewards_under_the_same_key_are_refused(wait: bool, tmp_path
         refused = await client.post("/rewards", json=other, headers=NAME)
         assert (refused.status_code, refused.json()["code"]) == (422, "idempotency_key_reused")
         assert (await server.service.status()).counters.open == 1
+
+
+async def test_a_checkpoint_that_is_asked_for_again_is_the_same(tmp_path: Path) -> None:
+    async with asking(tmp_path) as (server, client):
+        await server.start()
+        first = await client.post("/checkpoints", json={"name": "kept"}, headers=NAME)
+        await server.round(0)
+        again = await client.post("/checkpoints", json={"name": "kept"}, headers=NAME)
+        assert (first.status_code, first.content) == (200, again.content)
+        other = await client.post("/checkpoints", json={"name": "other"}, headers=NAME)
+        assert other.json()["code"] == "idempotency_key_reused"
+        taken = await client.post("/checkpoints", json={"name": "kept"})
+        assert taken.json()["code"] == "checkpoint_exists"
+        assert len((await server.service.checkpoints()).checkpoints) == 2
+
+
+async def test_a_checkpoint_that_stood_before_the_server_ended_is_answered_by_the_next(
+    tmp_path: Path,
+) -> None:
+    def unsaid(transaction: Transaction) -> None:
+        transaction.execute("DELETE FROM answers")
+        transaction.execute("DELETE FROM events WHERE kind = 'checkpoint'")
+
+    async with asking(tmp_path) as (server, client):
+        await server.start()
+        first = await client.post("/checkpoints", json={"name": "kept"}, headers=NAME)
+        await server.ledger.do(unsaid)  # as if it had been killed before it wrote this
+    async with asking(tmp_path) as (server, client):
+        again = await client.post("/checkpoints", json={"name": "kept"}, headers=NAME)
+        assert (again.status_code, again.content) == (200, first.content)
+        events = await server.service.events(0, 100)
+        told = [e.data["address"] for e in events if e.kind == "checkpoint"]
+        assert told.count("kept") == 1
+        other = {"Idempotency-Key": "another"}
+        taken = await client.post("/checkpoints", json={"name": "kept"}, headers=other)
+        assert taken.json()["code"] == "checkpoint_exists"
 
 
 def a_step(group: str) -> tuple[str, dict[str, Any]]:

@@ -242,7 +242,7 @@ async def test_a_setting_that_is_given_anew_replaces_what_said_the_same(
     plain = {key: value for key, value in SETTINGS.items() if key != "groups_per_step"}
     async with served(tmp_path) as server:
         first = await server.service.start(StartRequest.model_validate({**plain, **old}), ME)
-        await server.service.save_checkpoint("kept")
+        await server.service.save_checkpoint("kept", ME)
         await server.service.stop()
         names = {"run": first.run_id, "checkpoint": "kept", "automatic": f"{first.run_id}@0"}
         request = StartRequest.model_validate({"resume_from": names[source], **new})
@@ -413,10 +413,10 @@ async def test_checkpoints_by_name_outlive_their_run(tmp_path: Path) -> None:
         run = await server.start(save_total_limit=1)
         await server.round(0)
         assert await checkpoints_told(server) == []
-        saved = await server.service.save_checkpoint("kept")
+        saved = await server.service.save_checkpoint("kept", ME)
         assert (saved.run_id, saved.step, saved.address) == (run, 1, "kept")
         assert await checkpoints_told(server) == [(1, f"{run}@1"), (1, "kept")]
-        await refused("checkpoint_exists", server.service.save_checkpoint("kept"))
+        await refused("checkpoint_exists", server.service.save_checkpoint("kept", ME))
         await server.round(1)
         assert await checkpoints_told(server) == [(1, f"{run}@1"), (1, "kept"), (2, f"{run}@2")]
         listed = (await server.service.checkpoints()).checkpoints

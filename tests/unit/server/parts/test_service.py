@@ -401,4 +401,3 @@ async def test_a_server_forgets_what_an_earlier_one_left(tmp_path: Path) -> None
     await server.service.begin()
     assert not (tmp_path / "parts" / "old").exists()
     await server.service.shut_down()
-

@@ -19,10 +19,17 @@ from groupwise.server.verbs import requests
 from groupwise.server.verbs.host import Host
 from groupwise.server.verbs.journal import LedgerJournal
 from groupwise.server.verbs.messages import messages
-from groupwise.server.verbs.port import Base, Computed, ModelSpec, Stored
+from groupwise.server.verbs.port import (
+    Base,
+    Computed,
+    ModelSpec,
+    Stored,
+    VerbSample,
+    VerbSampled,
+)
 from groupwise.server.verbs.service import VerbService
 from groupwise.server.verbs.stored import Saved, SavedFolders
-from groupwise.types import UpdateResult
+from groupwise.types import Completion, UpdateResult
 
 
 @dataclass
@@ -94,6 +101,11 @@ class FakeEngine:
             raise RunError("no memory")
         return Computed(((-1.0,) * len(rows[0].mask),), {"loss/policy": float(len(done))})
 
+    def forward(self, model: str, rows: list[Any], loss: Any) -> Computed:
+        return Computed(
+            ((-1.0,) * len(rows[0].mask),), {"loss/policy": float(len(self.models[model]))}
+        )
+
     def optim_step(self, model: str, params: Any, keep_as: int | None = None) -> UpdateResult:
         done = self.models[model]
         done.append(f"update by {params.learning_rate}")
@@ -101,7 +113,20 @@ class FakeEngine:
         return UpdateResult(float(len(done)), params.learning_rate != 9)
 
     def save_state(self, model: str, name: str, overwrite: bool, call: int) -> None:
-        stored = Stored(model, "weights", name)
+        self._save(Stored(model, "weights", name), overwrite, call)
+
+    def save_for_sampler(self, model: str, name: str, call: int) -> None:
+        self._save(Stored(model, "sampler_weights", name), False, call)
+
+    def sample(self, stored: Stored | None, order: VerbSample) -> VerbSampled:
+        if stored is not None:
+            self._disk.folders.read(stored)
+        drawn = [Completion((7,), (-1.0,), "length", seed, 0, "") for seed in order.seeds]
+        known = (-1.0,) * (len(order.prompt_ids) - 1) if order.prompt_logprobs else None
+        return VerbSampled(tuple(drawn), known)
+
+    def _save(self, stored: Stored, overwrite: bool, call: int) -> None:
+        model = stored.model
         if not overwrite:
             self._disk.folders.check_free(stored, call)
         place = self._disk.folders.place(stored)
@@ -110,6 +135,7 @@ class FakeEngine:
         self._disk.states[place] = [*self.models[model]]
 
     def load_state(self, model: str, stored: Stored, optimiser: bool, keep_as: int) -> None:
+        self._disk.folders.read(stored)
         place = self._disk.folders.place(stored)
         self.models[model][:] = [*self._disk.states[place], "loaded"]
         self._keep(model, keep_as)

@@ -20,6 +20,7 @@ from groupwise.errors import UsageError
 from groupwise.server.ledger import calls
 from groupwise.server.verbs import requests
 from groupwise.server.verbs.futures import Answer, Failure, NotKept
+from groupwise.server.verbs.journal import LedgerJournal
 from groupwise.server.verbs.service import VerbService
 from groupwise.server.verbs.stored import SavedFolders
 from groupwise.wire.problems import Refusal
@@ -137,6 +138,32 @@ async def test_a_server_that_ends_leaves_what_waits_to_the_next_one(tmp_path: Pa
     disk.goes_on.set()
     async with serving(folder, disk) as server:
         assert _plain(await loop.answers(server.service), loop.session) == answers
+
+
+async def test_a_session_that_ends_while_an_answer_is_written_down_keeps_the_answer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path, Disk(SavedFolders(tmp_path))) as server:
+        loop = Loop(await server.service.opened.create_session(None))
+        await loop.go(server.service, last=1)
+        await loop.answers(server.service)
+        writing, goes_on = asyncio.Event(), asyncio.Event()
+        settle = LedgerJournal.settle
+
+        async def slow(journal: LedgerJournal, id: str, outcome: calls.Outcome) -> None:
+            await settle(journal, id, outcome)
+            writing.set()
+            await goes_on.wait()
+
+        monkeypatch.setattr(LedgerJournal, "settle", slow)
+        await loop.go(server.service, first=1, last=2)
+        await writing.wait()
+        ending = asyncio.create_task(server.service.opened.finish(loop.session))
+        await asyncio.sleep(0)
+        goes_on.set()
+        await ending
+        assert isinstance(await server.service.answer(loop.ids[1], LONG), Answer)
+    assert not caplog.records
 
 
 async def test_what_fails_half_done_has_not_been_done(tmp_path: Path) -> None:
