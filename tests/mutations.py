@@ -23,6 +23,7 @@ MLFLOW_SINK = "tests/unit/callbacks/test_mlflow_sink.py"
 NATIVE = "tests/unit/learner/native"
 NATIVE_MODEL = "tests/unit/models/native"
 NATIVE_SAMPLER = "tests/unit/sampler/native/test_engine.py"
+PARTS = "tests/unit/server/parts/test_service.py"
 RANK_LEARNER = "tests/unit/ranks/test_rank_learner.py"
 RANK_SAMPLER = "tests/unit/ranks/test_rank_sampler.py"
 REPORTING = "tests/unit/callbacks/test_reporting.py"
@@ -34,6 +35,7 @@ SAMPLERS = "tests/contract/test_sampler_contract.py"
 SCHEDULES = "tests/integration/test_schedules.py"
 SELECTION = "tests/unit/data/test_selection.py"
 RECOVERY = "tests/unit/server/test_recovery.py"
+SESSION = "tests/unit/remote/test_session.py"
 SERVICE = "tests/unit/server/test_service.py"
 SUITES = "tests/unit/evaluation/test_suites.py"
 
@@ -1919,5 +1921,89 @@ MUTATIONS = (
         "completions get new weights while they are being written",
         (("server/engine/served_run.py", "        await self.gate.close()\n", "        pass\n"),),
         ("tests/integration/server/test_engine_core.py::test_a_group_is_sampled_by_one_policy",),
+    ),
+    Mutation(
+        "36",
+        "a call that comes again is done again",
+        (
+            (
+                "server/parts/service.py",
+                "        known = parts.calls.get(number)\n        if known is None:\n            self._refuse_more",
+                "        known = None\n        if known is None:\n            self._refuse_more",
+            ),
+        ),
+        (f"{PARTS}::test_a_call_that_comes_again_is_done_once",),
+    ),
+    Mutation(
+        "36",
+        "calls of the learner are done as they arrive",
+        (("server/parts/service.py", "while parts.in_order < number:", "while False:"),),
+        (f"{PARTS}::test_calls_that_overtake_each_other_are_done_in_order",),
+    ),
+    Mutation(
+        "36",
+        "a call that never came holds up those after it",
+        (
+            (
+                "server/parts/service.py",
+                '_Call(b"", None)\n            self._is_over(parts, number)\n',
+                '_Call(b"", None)\n',
+            ),
+        ),
+        (f"{PARTS}::test_what_is_given_up_holds_nobody_up",),
+    ),
+    Mutation(
+        "36",
+        "the next call of the learner does not say which one it follows",
+        (
+            (
+                "remote/session.py",
+                "after, self._last = self._last, number",
+                "after, self._last = 0, number",
+            ),
+        ),
+        (f"{SESSION}::test_what_is_cancelled_is_given_up_and_the_next_call_comes_after_it",),
+    ),
+    Mutation(
+        "36",
+        "what is not finite is lost on its way",
+        (("server/routes/parts.py", 'inf_nan_mode="strings"', 'inf_nan_mode="null"'),),
+        (f"{SESSION}::test_over_a_bad_network_every_call_is_done_once",),
+    ),
+    Mutation(
+        "36",
+        "a path may lead out of the folder",
+        (
+            (
+                "server/parts/files.py",
+                "if len(path) > MAX_PATH or not _PATH.fullmatch(path):",
+                "if len(path) > MAX_PATH:",
+            ),
+        ),
+        ("tests/unit/server/parts/test_files.py::test_paths_that_lead_elsewhere_are_refused",),
+    ),
+    Mutation(
+        "36",
+        "files that were changed here are taken for those that the server has",
+        (
+            (
+                "remote/sampler.py",
+                "if known is not None and known.stamp == stamp_of(Path(policy.path)):",
+                "if known is not None:",
+            ),
+        ),
+        (f"{SAMPLERS}::test_weights_swapped_behind_its_back_are_refused[remote]",),
+    ),
+    Mutation(
+        "36",
+        "who falls silent keeps the model",
+        (
+            (
+                "server/parts/service.py",
+                "parts.seen < self._clock() - self._silence",
+                "False",
+            ),
+        ),
+        (f"{PARTS}::test_who_falls_silent_is_ended_and_told",),
     ),
 )

@@ -6,9 +6,10 @@
 The server is the one of GROUPWISE_URL, else http://127.0.0.1:8000; its key, where it has one, stands in GROUPWISE_API_KEY.
 """
 
+import sys
 from itertools import pairwise
 
-from groupwise.client import TrainingClient, train
+from groupwise.client import ClientError, TrainingClient, train
 from groupwise.display.plot import sparkline
 
 LENGTH, STEPS = 16, 60
@@ -24,9 +25,24 @@ def in_order(completions, **_):
     ]
 
 
-if __name__ == "__main__":
+def main():
+    """Train, and show how the reward rose."""
+    examples = [{"prompt": f"{word}:"} for word in WORDS]
     with TrainingClient() as client:
         client.start(max_completion_length=LENGTH, groups_per_step=4, max_steps=STEPS)
-        trained = train(client, [{"prompt": f"{word}:"} for word in WORDS], in_order, steps=STEPS)
+        try:
+            trained = train(client, examples, in_order, steps=STEPS)
+        except KeyboardInterrupt:
+            client.stop()  # so that it can be begun again
+            raise
     rewards = list(trained.rewards.values())
     print(f"reward {rewards[0]:.2f} {sparkline(rewards, 40)} {rewards[-1]:.2f}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ClientError as error:
+        sys.exit(str(error))
+    except KeyboardInterrupt:
+        sys.exit("Stopped; what was learnt until then stays on the server.")

@@ -6,7 +6,9 @@
 The server is the one of GROUPWISE_URL, else http://127.0.0.1:8000; its key, where it has one, stands in GROUPWISE_API_KEY.
 """
 
-from groupwise.client import TrainingClient, rewards_for
+import sys
+
+from groupwise.client import ClientError, TrainingClient, rewards_for
 from groupwise.display.plot import sparkline
 
 LENGTH, STEPS = 16, 60
@@ -18,14 +20,34 @@ def asterisks(completions):
     return [text.count("*") / LENGTH for text in completions]
 
 
-if __name__ == "__main__":
+def one_step(client):
+    """The mean reward of a step, and one of its completions."""
+    groups = client.completions_batch(PROMPTS).groups
+    scored = [rewards_for(one, asterisks(one.completions)) for one in groups]
+    learnt = client.rewards_batch(scored, wait=True).groups[0]
+    return (learnt.metrics or {})["reward"], groups[0].completions[0]
+
+
+def main():
+    """Train, and show how the reward rises."""
     means = []
     with TrainingClient() as client:
         client.start(max_completion_length=LENGTH, groups_per_step=len(PROMPTS), max_steps=STEPS)
-        for step in range(STEPS):
-            groups = client.completions_batch(PROMPTS).groups
-            scored = [rewards_for(one, asterisks(one.completions)) for one in groups]
-            learnt = client.rewards_batch(scored, wait=True).groups[0]
-            means.append((learnt.metrics or {})["reward"])
-            print(f"step {step + 1}/{STEPS}  reward {means[-1]:.2f}  {groups[0].completions[0]!r}")
+        try:
+            for step in range(STEPS):
+                mean, text = one_step(client)
+                means.append(mean)
+                print(f"step {step + 1}/{STEPS}  reward {mean:.2f}  {text!r}")
+        except KeyboardInterrupt:
+            client.stop()  # so that it can be begun again
+            raise
     print(f"reward {means[0]:.2f} {sparkline(means, 40)} {means[-1]:.2f}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ClientError as error:
+        sys.exit(str(error))
+    except KeyboardInterrupt:
+        sys.exit("Stopped; what was learnt until then stays on the server.")

@@ -5,10 +5,11 @@ python examples/08_openai_agent/agent.py     in another, with `pip install opena
 """
 
 import os
+import sys
 
 import openai
 
-from groupwise.client import TrainingClient
+from groupwise.client import ClientError, TrainingClient
 
 URL = os.environ.get("GROUPWISE_URL", "http://127.0.0.1:8000")
 STEPS, CALLS = 30, 8
@@ -22,6 +23,16 @@ def agent(client, question):
     return answer.id, answer.choices[0].message.content or ""
 
 
+def one_step(client, server):
+    """Have the same question answered again and again, and reward each answer; the mean reward."""
+    rewards = []
+    for _ in range(CALLS):
+        called, text = agent(client, "Write the letter a.")
+        rewards.append(text.count("a") / 8)
+        server.rewards(called, rewards[-1:])
+    return sum(rewards) / CALLS
+
+
 def main():
     """Let the agent work, and reward what it did; the server compares the answers to the same question with each other."""
     key = os.environ.get("GROUPWISE_API_KEY", "no key")
@@ -29,15 +40,20 @@ def main():
         server.start(
             num_completions_per_prompt=CALLS, max_completion_length=8, max_steps=STEPS, staleness=0
         )
-        for step in range(STEPS):
-            rewards = []
-            for _ in range(CALLS):
-                called, text = agent(client, "Write the letter a.")
-                rewards.append(text.count("a") / 8)
-                server.rewards(called, rewards[-1:])
-            if step % 5 == 4 or step == 0:
-                print(f"step {step + 1:2}  reward {sum(rewards) / CALLS:.2f}", flush=True)
+        try:
+            for step in range(STEPS):
+                mean = one_step(client, server)
+                if step % 5 == 4 or step == 0:
+                    print(f"step {step + 1:2}  reward {mean:.2f}", flush=True)
+        except KeyboardInterrupt:
+            server.stop()  # so that it can be begun again
+            raise
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (ClientError, openai.OpenAIError) as error:
+        sys.exit(str(error))
+    except KeyboardInterrupt:
+        sys.exit("Stopped; what was learnt until then stays on the server.")

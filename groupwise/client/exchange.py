@@ -4,13 +4,16 @@
 does as it says. Every attempt of a call carries the same idempotency key, so that it does not matter which of them arrived. Sent again
 is what may pass: a lost connection, a time-out, the problems that the table calls so, and the statuses by which proxies say the same.
 The wait is chosen by chance between nothing and a bound that doubles (full jitter); where the server names a time, it begins after that.
+A server that does not answer is told as a warning in the log, once, and once when it answers again: patience lasts for many minutes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import random
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from dataclasses import dataclass, field
@@ -20,13 +23,15 @@ from urllib.parse import urlsplit
 import httpx2
 from pydantic import ValidationError
 
-from groupwise.client.errors import ClientError, NoAnswer, StrangeAnswer, refused
+from groupwise.client.errors import ClientError, NoAnswer, StrangeAnswer, Unavailable, refused
 from groupwise.endpoints.waiting import retry_after
 from groupwise.errors import UsageError
 from groupwise.plugins import printable
 from groupwise.wire.idempotency import HEADER, new_idempotency_key
 from groupwise.wire.keys import VARIABLE
 from groupwise.wire.problems import KINDS, Problem
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -58,6 +63,25 @@ class Timing:
     """Uniform in [0, 1)."""
 
 
+@dataclass(slots=True)
+class Outage:
+    """Whether the server fails to answer, as far as the log was told. One for all calls of a client, as they fail together."""
+
+    told: bool = False
+
+    def begins(self, error: ClientError, seconds: float) -> None:
+        """A call failed, and is tried again for so many seconds."""
+        if not self.told and isinstance(error, NoAnswer | StrangeAnswer | Unavailable):
+            self.told = True
+            log.warning("%s Trying again for up to %.0f seconds.", error, seconds)
+
+    def ends(self, url: str) -> None:
+        """A call was answered."""
+        if self.told:
+            self.told = False
+            log.warning("%s answers again.", url)
+
+
 @dataclass(frozen=True, slots=True)
 class Connection:
     """Where the server is, as whom it is asked, and for how long."""
@@ -67,6 +91,7 @@ class Connection:
     patience: float = PATIENCE
     timeout: float = TIMEOUT
     timing: Timing = field(default_factory=Timing, repr=False)
+    outage: Outage = field(default_factory=Outage, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -156,11 +181,14 @@ def exchange(call: Call[T], connection: Connection) -> Exchange[T]:
         reply = yield send
         assert reply is not None
         if isinstance(reply, httpx2.Response) and reply.is_success:
+            connection.outage.ends(connection.url)
             return _read(call, reply)
         error, may_pass = _failure(reply, connection)
         if not may_pass:
             raise error
-        yield Sleep(patience.wait(error))
+        wait = patience.wait(error)
+        connection.outage.begins(error, patience.left)
+        yield Sleep(wait)
 
 
 class Patience:
@@ -176,23 +204,41 @@ class Patience:
         self._began = self._timing.clock()
         self._failures = 0
 
+    @property
+    def left(self) -> float:
+        """Seconds in which another attempt may begin."""
+        return self._seconds - (self._timing.clock() - self._began)
+
     def wait(self, error: ClientError) -> float:
         """Seconds until the next attempt; raises the error where they would end beyond the patience."""
         bound = min(LONGEST, FIRST * 2.0 ** min(self._failures, 30))
         self._failures += 1
         wait = (error.retry_after or 0.0) + bound * self._timing.chance()
-        if self._timing.clock() + wait - self._began > self._seconds:
+        if wait > self.left:
             raise error
         return wait
 
 
 def lost(error: httpx2.RequestError, connection: Connection) -> NoAnswer:
     """What a failure of the network is for the caller."""
+    if (refused := _not_trusted(error)) is not None:
+        return NoAnswer(
+            f"{connection.url} shows a certificate that is not trusted here ({refused.verify_message}). Where an authority of your own has "
+            "signed it, set SSL_CERT_FILE to the file with that authority's certificate; where it is for another name, use that name in the "
+            "URL."
+        )
     kind = type(error).__name__
     return NoAnswer(
         f"{connection.url} does not answer ({kind}{f': {error}' if str(error) else ''}). Look whether the server runs there; "
         f"`url` or the variable {URL_VARIABLE} says where it is."
     )
+
+
+def _not_trusted(error: BaseException | None) -> ssl.SSLCertVerificationError | None:
+    """Why the server's certificate was refused, if that is what went wrong."""
+    while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def ended(connection: Connection) -> NoAnswer:
@@ -223,7 +269,7 @@ def _failure(
 ) -> tuple[ClientError, bool]:
     """The error, and whether asking again may help."""
     if isinstance(reply, httpx2.RequestError):
-        return lost(reply, connection), True
+        return lost(reply, connection), _not_trusted(reply) is None
     told = retry_after(reply.headers.get("Retry-After"), connection.timing.today())
     try:
         problem = Problem.model_validate_json(reply.content)

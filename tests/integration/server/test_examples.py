@@ -3,6 +3,7 @@
 1. `in_order` and `asterisks` are 1 for what is wanted, and lower for anything else.
 2. The reward that an example prints at its end is near 1, and far above the first one.
 3. Where another run is active, an example stops nobody's training: it ends, and says what to do.
+4. One that is interrupted stops its own run, so that it can be begun again; nobody at the address is told at once.
 """
 
 from __future__ import annotations
@@ -10,9 +11,12 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +82,58 @@ def test_a_training_that_is_under_way_is_left_alone(example: str, server: Server
     with TrainingClient(server.url) as client:
         begun = client.start(replace=True, run_name="somebody-elses")
         ended = run(example, server.url)
-        assert ended.returncode != 0
+        assert ended.returncode == 1
         assert "Stop it first" in ended.stderr
+        assert "Traceback" not in ended.stderr
         assert client.status().run_id == begun.run_id
         client.stop()
+
+
+@pytest.mark.parametrize("program", ["06_alphabetical/client.py", "08_openai_agent/agent.py"])
+def test_one_that_is_interrupted_can_be_begun_again(program: str, server: Server) -> None:
+    command = [sys.executable, str(EXAMPLES / program)]
+    environment = {**os.environ, "GROUPWISE_URL": server.url}
+    with TrainingClient(server.url) as client:
+        for _ in range(2):
+            before = client.status().run_id
+            process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+            until(lambda: _has_begun(client, before))
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=LIMIT)
+            assert process.returncode == 1
+            assert "Stopped; what was learnt" in said
+            assert "Traceback" not in said
+            assert client.status().phase == "stopped"
+
+
+def _has_begun(client: TrainingClient, before: str | None) -> bool:
+    status = client.status()
+    return status.run_id != before and status.phase == "running" and (status.step or 0) > 0
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_nobody_there_is_told_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        nowhere = f"http://127.0.0.1:{bound.getsockname()[1]}"
+    process = subprocess.Popen(
+        [sys.executable, str(EXAMPLES / "06_alphabetical" / "client.py")],
+        env={**os.environ, "GROUPWISE_URL": nowhere},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    told = process.stderr.readline()
+    assert f"{nowhere} does not answer" in told
+    assert "Trying again for up to" in told
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=LIMIT)
+    assert "Traceback" not in said
 
 
 def test_an_agent_of_the_openai_client_learns(server: Server) -> None:

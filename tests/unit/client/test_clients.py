@@ -12,6 +12,7 @@ import asyncio
 import inspect
 import io
 import json
+import ssl
 import subprocess
 import sys
 import zipfile
@@ -190,6 +191,32 @@ def test_what_will_not_pass_is_raised_at_once(ask: Ask, code: str, kind: type[Cl
     with pytest.raises(kind, match="because of this") as caught:
         ask(server, "start")
     assert (caught.value.code, server.slept, len(server.requests)) == (code, [], 1)
+
+
+def test_a_server_that_does_not_answer_is_told_once_and_once_when_it_does(
+    ask: Ask, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = Server(lost(), lost(), refusal("shutting_down"), refusal("too_busy"), GROUP)
+    ask(server, "completions", "p")
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2, told
+    assert "http://server does not answer" in told[0]
+    assert "Trying again for up to 100 seconds" in told[0]
+    assert told[1] == "http://server answers again."
+    caplog.clear()
+    ask(Server(refusal("too_busy"), GROUP), "completions", "p")
+    assert not caplog.records
+
+
+def test_a_certificate_that_is_not_trusted_is_told_at_once(ask: Ask) -> None:
+    refused = ssl.SSLCertVerificationError(1, "certificate verify failed")
+    refused.verify_message = "self-signed certificate"
+    error = httpx2.ConnectError("[SSL: CERTIFICATE_VERIFY_FAILED]")
+    error.__cause__ = refused
+    server = Server(error)
+    with pytest.raises(NoAnswer, match=r"self-signed certificate.*SSL_CERT_FILE"):
+        ask(server, "status")
+    assert (server.slept, len(server.requests)) == ([], 1)
 
 
 def test_garbage_is_no_answer_and_a_gateway_is_asked_again(ask: Ask) -> None:
