@@ -6,6 +6,8 @@
    waits for the step. The figure is the median of the pairs' differences, as a share of the step in one process.
 2. How many posts of rewards a second are acknowledged, each of them flushed to the disk, commits batched: groups are served
    beforehand by a fake engine, and the clients are in another process.
+3. A step of `groupwise rl` with `run.server` beside the same step without it, both in turns: what it costs that sampler and learner are
+   in the engine of a server, the new adapter fetched after each step.
 """
 
 from __future__ import annotations
@@ -46,13 +48,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=12)
     parser.add_argument("--store", action="store_true", help="keep the result")
-    parser.add_argument("--only", choices=("overhead", "posts"))
+    parser.add_argument("--only", choices=("overhead", "posts", "elsewhere"))
     given = parser.parse_args()
     described = machine()
     found: dict[str, Any] = {"machine": described}
-    if given.only != "posts":
+    if given.only in (None, "overhead"):
         found["overhead"] = overhead(given.pairs)
-    if given.only != "overhead":
+    if given.only in (None, "elsewhere"):
+        found["elsewhere"] = elsewhere(given.pairs)
+    if given.only in (None, "posts"):
         found["posts"] = posts()
     if given.store:
         file = RESULTS / f"serving-{slug(described)}.json"
@@ -89,6 +93,32 @@ def overhead(pairs: int) -> dict[str, Any]:
     }
 
 
+def elsewhere(pairs: int) -> dict[str, Any]:
+    """Seconds of steps of two loops, and what it adds that the parts of one are on a server."""
+    steps = pairs + WARM_UP
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        file = folder / "prompts.json"
+        file.write_text(json.dumps(_prompts(steps)))
+        with (
+            _server(folder) as url,
+            _loop(folder, file, steps) as alone,
+            _loop(folder, file, steps, url) as served,
+        ):
+            both = [(alone.step(), served.step()) for _ in range(steps)]
+    here, there = zip(*both[WARM_UP:], strict=True)
+    shares = [(two - one) / one for one, two in zip(here, there, strict=True)]
+    print(f"step of a loop with its own parts     {spread(here)} s")
+    print(f"step of a loop with parts elsewhere   {spread(there)} s")
+    print(f"more for parts elsewhere  {100 * median(shares):.1f} %  (pairs {_percents(shares)})")
+    return {
+        "work": W1.described,
+        "in_process": here,
+        "parts_elsewhere": there,
+        "median_share": median(shares),
+    }
+
+
 def _prompts(steps: int) -> list[tuple[str, ...]]:
     from groupwise.models.config import ModelConfig
     from groupwise.models.tokenizer import load_tokenizer
@@ -121,9 +151,11 @@ class _Loop:
 
 
 @contextmanager
-def _loop(folder: Path, file: Path, steps: int) -> Generator[_Loop]:
+def _loop(folder: Path, file: Path, steps: int, server: str | None = None) -> Generator[_Loop]:
     environment = {**os.environ, PROMPTS: str(file)}
-    command = [sys.executable, "-m", "benchmarks.serving_loop", str(folder / "alone"), str(steps)]
+    runs = str(folder / ("elsewhere" if server else "alone"))
+    words = ["-m", "benchmarks.serving_loop", runs, str(steps), *([server] if server else [])]
+    command = [sys.executable, *words]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     ) as process:

@@ -1,4 +1,7 @@
-"""The side of `benchmarks.serving` without a server: `groupwise rl` on the given prompts, a step for each line on standard input."""
+"""A loop of `benchmarks.serving`: `groupwise rl` on the given prompts, a step for each line on standard input.
+
+With a third word, the URL of a server, its sampler and learner are there.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +70,12 @@ if __name__ == "__main__":
             },
             "data": {"shuffle": False},
             "rewards": {"in_process": True},
-            "run": {"name": "alone", "dir": sys.argv[1], "save_steps": 10_000},
+            "run": {
+                "name": "alone",
+                "dir": sys.argv[1],
+                "save_steps": 10_000,
+                "server": sys.argv[3] if len(sys.argv) > 3 else None,
+            },
         },
         Task(),
     )

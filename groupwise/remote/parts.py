@@ -25,10 +25,9 @@ import httpx2
 
 from groupwise.client.errors import NoAnswer, Refused
 from groupwise.client.exchange import Call
-from groupwise.errors import UsageError
 from groupwise.remote.learner import RemoteLearner
 from groupwise.remote.sampler import Published, RemoteSampler, weight_files
-from groupwise.remote.session import FIRST_PATIENCE, Line, Session, answer_as
+from groupwise.remote.session import FIRST_PATIENCE, Line, Session, answer_as, as_usage
 from groupwise.wire.parts import (
     OF_RUN,
     SECTIONS,
@@ -107,7 +106,7 @@ def planned_layout(
         try:
             return line.now(line.ask(call, FIRST_PATIENCE)).layout
         except (Refused, NoAnswer) as error:
-            raise UsageError(f"run.server: {error.message}") from None
+            raise as_usage(error) from None
 
 
 async def start(
@@ -154,7 +153,7 @@ async def _opened(session: Session, wanted: Wanted) -> Any:
     try:
         return await session.call(order, ordered=True)
     except Refused as error:
-        raise UsageError(f"run.server: {error.message}") from None
+        raise as_usage(error) from None
 
 
 def sections(kind: PartsKind, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,9 +22,10 @@ import httpx2
 from pydantic import BaseModel
 
 from groupwise import errors
-from groupwise.client.errors import ClientError, NoAnswer, Refused
+from groupwise.client.errors import ClientError, NoAnswer, NotAuthorised, Refused
 from groupwise.client.exchange import PATIENCE, TIMEOUT, Call, Connection, Send, Timing, exchange
 from groupwise.errors import GroupwiseError, RunError, UsageError
+from groupwise.wire.keys import VARIABLE
 from groupwise.wire.parts import (
     DEFAULT_CALL_WAIT,
     HEARTBEAT,
@@ -146,6 +147,16 @@ class Line:
             return error
 
 
+def as_usage(error: ClientError) -> UsageError:
+    """What is wrong at the beginning, before anything was started: with the key `run.server`, or with that of the server."""
+    hint = ""
+    if isinstance(error, NotAuthorised):
+        hint = f" The key of the server is read from {VARIABLE}."
+    elif isinstance(error, NoAnswer):
+        hint = " Here the key run.server of the config says where it is."
+    return UsageError(f"run.server: {error.message}{hint}")
+
+
 def answer_as(kind: type[ModelT]) -> Callable[[httpx2.Response], ModelT]:
     """How an answer of this kind is read."""
     return lambda response: kind.model_validate_json(response.content)
@@ -180,7 +191,7 @@ class Session(Line):
         try:
             answer = await self.awaited(self.ask(call, FIRST_PATIENCE))
         except (Refused, NoAnswer) as error:
-            raise UsageError(f"run.server: {error.message}") from None
+            raise as_usage(error) from None
         self._open = True
         self.now(self._begin_beats(min(HEARTBEAT, answer.silence / 4)))
         return answer

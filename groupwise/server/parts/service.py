@@ -294,13 +294,13 @@ class PartsService:
         if id in self._gone:
             return Refusal(
                 "parts_gone",
-                f"The parts {id} are no more: {self._gone[id]}. What the loop has on its own disk stands; it goes on from its last "
-                "checkpoint.",
+                f"The parts {id} are no more: {self._gone[id].rstrip('.')}. What the loop has on its own disk stands; with --resume it "
+                "goes on from its last checkpoint.",
             )
         return Refusal(
             "unknown_parts",
-            f"There are no parts {id}: they were never opened, or the server has been started anew since. The loop goes on from its last "
-            "checkpoint.",
+            f"There are no parts {id}: they were never opened, or the server has been started anew since. With --resume the loop "
+            "goes on from its last checkpoint.",
         )
 
     def _answer(self, parts: _Parts) -> PartsAnswer:
