@@ -56,6 +56,7 @@ from groupwise.loops.start import (
     Ways,
     dry_run_warnings,
     find_start,
+    kept_going,
     left_out_lines,
     loaded,
     opened,
@@ -104,8 +105,12 @@ def rl(
     """
     ways = Ways(resume, resume_from, init_from)
     given = load_config(config, overrides, to_train=True)
-    with nullcontext() if dry_run else build.expected_ranks(given.config):
-        return _rl(find_start(given, ways, KIND), task, dry_run=dry_run)
+
+    def begin(ways: Ways) -> RlResult:
+        with nullcontext() if dry_run else build.expected_ranks(given.config):
+            return _rl(find_start(given, ways, KIND), task, dry_run=dry_run)
+
+    return kept_going(begin, ways, given)
 
 
 def _rl(start: Start[LoadedConfig], task: object, *, dry_run: bool) -> RlResult:

@@ -37,6 +37,7 @@ from groupwise.loops.start import (
     Ways,
     dry_run_warnings,
     find_start,
+    kept_going,
     left_out_lines,
     loaded,
     opened,
@@ -79,8 +80,12 @@ def sft(
     """
     ways = Ways(resume, resume_from, init_from)
     given = load_sft_config(config, overrides, to_train=True)
-    with nullcontext() if dry_run else build.expected_ranks(given.config):
-        return _sft(find_start(given, ways, KIND), task, dry_run=dry_run)
+
+    def begin(ways: Ways) -> SftResult:
+        with nullcontext() if dry_run else build.expected_ranks(given.config):
+            return _sft(find_start(given, ways, KIND), task, dry_run=dry_run)
+
+    return kept_going(begin, ways, given)
 
 
 def _sft(start: Start[LoadedSftConfig], task: object, *, dry_run: bool) -> SftResult:

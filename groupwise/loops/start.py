@@ -1,5 +1,6 @@
 """How a training command starts, whatever the run learns from: what `rl_start` and `sft_start` share.
 
+kept_going       again from the last checkpoint, where a server has lost what the run computes with
 find_start       the config with the weights to begin with, and where an earlier run goes on
 resumption       is it the same run? what changed?
 opened           the run's folder, held by this process; one that could not start leaves none
@@ -9,14 +10,15 @@ watched, loaded  progress for people, warnings beside it, and Ctrl-C for the loo
 from __future__ import annotations
 
 import logging
-from collections.abc import Coroutine, Generator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from groupwise.awaiting import Interrupted, Interruption
-from groupwise.config import Loaded
+from groupwise.client.errors import ClientError
+from groupwise.config import Loaded, LoadedConfig
 from groupwise.display.progress import Progress
 from groupwise.errors import UsageError
 from groupwise.evaluation.policies import FoundPolicy, find_policy
@@ -34,15 +36,20 @@ from groupwise.loops.resume import (
 from groupwise.machine_layout import crowding
 from groupwise.models.card import packages_used
 from groupwise.models.hub_push import Target, check_access
-from groupwise.runs import durable, find
+from groupwise.runs import checkpoints, durable, find
 from groupwise.runs.config import RunSection
-from groupwise.runs.folder import RECORD, RunFolder
+from groupwise.runs.folder import CHECKPOINTS, RECORD, RunFolder
 from groupwise.runs.store import Store
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 AnyPrepared = TypeVar("AnyPrepared", bound=Prepared)
+
+LOST = frozenset({"parts_gone", "unknown_parts"})
+"""Codes of what a server says whose engine has ended, or that was started anew."""
+MOST_IN_VAIN = 3
+"""Losses in a row without a new checkpoint after which a run does not go on by itself."""
 
 WAYS_TO_START = {
     "--resume": "goes on with the newest unfinished run of that name",
@@ -79,6 +86,51 @@ class Ways:
             raise UsageError(
                 f"{' and '.join(given)} exclude each other: {meant}. Give one of them."
             )
+
+
+def kept_going(begin: Callable[[Ways], T], ways: Ways, loaded: LoadedConfig) -> T:
+    """What a run gives that is begun in these ways; where `run.server` loses its parts, it goes on by itself, as by `--resume`.
+
+    An engine that ends, or a server that is started anew, costs the steps since the last checkpoint. Raises what the run raises, and what
+    was lost where that happened a few times in a row without a new checkpoint.
+    """
+    in_vain, reached = 0, -1
+    while True:
+        try:
+            return begin(ways)
+        except ClientError as error:
+            if error.code not in LOST:
+                raise
+            run, step = _stands(loaded, ways)
+            in_vain = 0 if step > reached else in_vain + 1
+            if in_vain == MOST_IN_VAIN:
+                raise
+            reached = step
+            logger.warning("%s", error)
+            logger.warning("the run %s goes on by itself, after step %d", run, step)
+            _await_server(loaded.config.run.server)
+            ways = Ways(resume_from=f"{run}@{step}") if step else Ways(resume=True)
+
+
+def _stands(loaded: LoadedConfig, ways: Ways) -> tuple[str, int]:
+    """The run that has just ended, and the steps that its newest checkpoint stands for."""
+    runs = Path(loaded.config.run.dir)
+    if ways.resume_from is None:
+        path = find.newest_unfinished(loaded.run_name, runs)
+    else:
+        path = find.resolve(ways.resume_from.partition("@")[0], runs).path
+    newest = checkpoints.newest(path / CHECKPOINTS)
+    return path.name, 0 if newest is None else newest.step
+
+
+def _await_server(url: str | None) -> None:
+    """It may be starting anew."""
+    from groupwise.client.exchange import Call
+    from groupwise.remote.session import Line
+
+    assert url is not None, "parts that can be lost are a server's"
+    with Line(url) as line:
+        line.now(line.ask(Call("GET", "/healthz", lambda _: None)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from groupwise.errors import GroupwiseError
 from groupwise.plugins import printable
+from groupwise.wire.wording import worded
 
 MEDIA_TYPE = "application/problem+json"
 TYPE_PREFIX = "urn:groupwise:problem:"
@@ -86,6 +87,11 @@ KINDS: Mapping[str, Kind] = {
         410,
         "The parts have ended",
         "Sampler and learner are no more, and `detail` says why. The loop that drove them goes on from its own last checkpoint.",
+    ),
+    "parts_taken": Kind(
+        410,
+        "The parts were taken away",
+        "Somebody closed them, or the same run has opened others from elsewhere. A loop does not go on by itself then.",
     ),
     "version_gone": Kind(
         410,
@@ -320,9 +326,12 @@ class Refusal(GroupwiseError):
         self.retry_after = retry_after
 
     @classmethod
-    def of_fields(cls, details: Iterable[Mapping[str, Any]]) -> Self:
-        """`invalid_request` from pydantic's details of a ValidationError, or FastAPI's of a RequestValidationError."""
-        errors = field_errors(details)
+    def of_fields(cls, details: Iterable[Mapping[str, Any]], model: Any = None) -> Self:
+        """`invalid_request` from pydantic's details of a ValidationError, or FastAPI's of a RequestValidationError.
+
+        `model`: the type that the body was read as, where it is known; then the words say more.
+        """
+        errors = field_errors(details, model)
         return cls("invalid_request", summary_of(errors), errors=errors)
 
     @property
@@ -365,11 +374,11 @@ def _refusal(
     return Refusal(code, detail, errors=errors, retry_after=retry_after)
 
 
-def field_errors(details: Iterable[Mapping[str, Any]]) -> tuple[FieldError, ...]:
+def field_errors(details: Iterable[Mapping[str, Any]], model: Any = None) -> tuple[FieldError, ...]:
     """Pydantic's details of what is wrong, in the words of this protocol; what was given is never repeated, it may be secret or huge."""
     found: dict[FieldError, None] = {}
     for detail in details:
-        found[_field_error(detail)] = None
+        found[_field_error(detail, model)] = None
         if len(found) == MOST_FIELD_ERRORS:
             break
     return tuple(found)
@@ -385,10 +394,12 @@ def summary_of(errors: Sequence[FieldError]) -> str:
     return f"{where}{first.message}{more}"
 
 
-def _field_error(detail: Mapping[str, Any]) -> FieldError:
+def _field_error(detail: Mapping[str, Any], model: Any) -> FieldError:
     location = list(cast("Sequence[int | str]", detail.get("loc", ())))
     if location and location[0] in ("body", "query", "path", "header"):  # FastAPI says where from
+        model = model if location[0] == "body" else None
         location = location[1:]
+    message = worded(detail, location, model)
     context = cast("Mapping[str, Any]", detail.get("ctx") or {})
     if detail.get("type") == "json_invalid":  # then the place is an offset in the text
         location = []
@@ -396,7 +407,6 @@ def _field_error(detail: Mapping[str, Any]) -> FieldError:
         location.append(field)
     # A part in brackets is a label of a union, not a key: see `groupwise.wire.training`.
     parts = [str(part) for part in location if not str(part).startswith("(")]
-    message = str(detail.get("msg", "is not valid")).removeprefix("Value error, ")
     return FieldError(
         field=printable(".".join(parts))[:LONGEST_MESSAGE],
         message=printable(message)[:LONGEST_MESSAGE],

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, TypeVar, cast
 
 from pydantic import (
     AfterValidator,
@@ -76,6 +76,12 @@ ONE_PLACE: Mapping[str, str] = {
     "training.schedule": "the clients decide which groups a step has; `staleness` says how old they may be",
 }
 """Keys of the nested sections that have a flat name or no meaning here, and what to do instead."""
+ELSEWHERE: Mapping[str, str] = {
+    name.partition(".")[2]: instead
+    for name, instead in ONE_PLACE.items()
+    if name.partition(".")[2] not in ("max_completion_length", "max_steps", "learning_rate")
+}
+"""The same keys as fields of POST /start, where those have other names."""
 
 
 class Body(BaseModel):
@@ -108,6 +114,17 @@ def _no_twice(values: list[Any]) -> list[Any]:
 
 def _form(given: object) -> str:
     return "(text)" if isinstance(given, str) else "(messages)"
+
+
+def _name_or_section(given: object) -> str:
+    return "(name)" if isinstance(given, str) else "(section)"
+
+
+AlgorithmGiven = Annotated[
+    Annotated[str, Tag("(name)")] | Annotated[dict[str, Any], Tag("(section)")],
+    Discriminator(_name_or_section),
+]
+"""The name of an algorithm, or the section of a config with its parameters."""
 
 
 class ChatMessage(Body):
@@ -178,11 +195,31 @@ Timeout = Annotated[
 ]
 
 
+class _Waiting(Protocol):
+    """A body that may wait for a step."""
+
+    @property
+    def wait(self) -> bool: ...
+    @property
+    def model_fields_set(self) -> set[str]: ...
+
+
+_W = TypeVar("_W", bound=_Waiting)
+
+
+def _check_timeout(body: _W) -> _W:
+    if "timeout" in body.model_fields_set and not body.wait:
+        raise wrong("timeout", "has no effect without `wait: true`")
+    return body
+
+
 # Starting and ending a run
 
 
 class StartRequest(Body):
     """The settings of a training. Everything has a default: `{}` trains the model `tiny`."""
+
+    elsewhere: ClassVar[Mapping[str, str]] = ELSEWHERE
 
     model_id: str = Field(
         default=TINY,
@@ -239,7 +276,7 @@ class StartRequest(Body):
         default=None,
         description="The section `lora` of a run's config: r, alpha, dropout, target_modules. Not with `adapter: full`.",
     )
-    algorithm: str | dict[str, Any] | None = Field(
+    algorithm: AlgorithmGiven | None = Field(
         default=None,
         description="The algorithm: its name (`dr_grpo`, `grpo`, …), or the section `algorithm` of a run's config; null: dr_grpo.",
     )
@@ -273,7 +310,8 @@ class StartRequest(Body):
     )
     run_name: str | None = Field(
         default=None,
-        description="Name of the run and of its folder, with `-2`, `-3` … where it is taken; null: after the model.",
+        description="Name of the run and of its folder, with `-2`, `-3` … where it is taken; null: after the model. A run that goes on "
+        "keeps its own.",
         pattern=NAME_PATTERN,
         max_length=MAX_NAME,
     )
@@ -561,6 +599,10 @@ class RewardsOfOne(GroupRewards):
     wait: Wait = False
     timeout: Timeout = DEFAULT_WAIT
 
+    @model_validator(mode="after")
+    def _waits(self) -> Self:
+        return _check_timeout(self)
+
     @property
     def all_groups(self) -> tuple[GroupRewards, ...]:
         """The one."""
@@ -575,6 +617,10 @@ class RewardsOfSeveral(Body):
     )
     wait: Wait = False
     timeout: Timeout = DEFAULT_WAIT
+
+    @model_validator(mode="after")
+    def _waits(self) -> Self:
+        return _check_timeout(self)
 
     @property
     def all_groups(self) -> tuple[GroupRewards, ...]:
@@ -644,6 +690,10 @@ class StepRequest(Body):
     )
     wait: Wait = True
     timeout: Timeout = DEFAULT_WAIT
+
+    @model_validator(mode="after")
+    def _waits(self) -> Self:
+        return _check_timeout(self)
 
 
 class StepAnswer(Answer):

@@ -8,6 +8,7 @@ repeated: it may be secret, or huge.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from types import UnionType
 from typing import Annotated, Any, Union, cast, get_args, get_origin
@@ -16,6 +17,7 @@ from pydantic import BaseModel, Tag
 from pydantic.fields import FieldInfo
 
 from groupwise.settings.wording import describe
+from groupwise.wire.training import GROUP_ID_PATTERN, NAME_PATTERN
 
 Location = Sequence[int | str]
 """As pydantic has it: names, places in lists, and the labels of unions, in brackets."""
@@ -36,14 +38,22 @@ _BY_TYPE: Mapping[str, str] = {
     "model_type": "must be an object, { … }",
     "model_attributes_type": "must be an object, { … }",
 }
-_OF_ONE_VALUE = (
-    *("int_type", "int_from_float", "float_type", "string_type", "bool_type", "literal_error"),
+_OF_TYPE = ("int_type", "int_from_float", "float_type", "string_type", "bool_type", "literal_error")
+_OF_RANGE = (
     *("greater_than", "greater_than_equal", "less_than", "less_than_equal"),
-    *("string_too_short", "string_too_long", "finite_number"),
+    *("string_too_short", "string_too_long"),
 )
-"""Of these the field's own type says what is expected."""
-_FORMS: Mapping[str, str] = {"(messages)": "must be text, or a list of messages"}
+"""Of these, as of those before, the field's own type says what is expected, where it is declared with the range."""
+_FORMS: Mapping[str, str] = {
+    "(messages)": "must be text, or a list of messages",
+    "(section)": "must be a name, or an object, { … }, with parameters",
+}
 """By the label of the form that was tried where a value has none of the forms."""
+_PATTERNS: Mapping[str, str] = {
+    NAME_PATTERN: "must begin with a letter (A to Z) or digit, and have only these, `.`, `_` and `-`",
+    GROUP_ID_PATTERN: "must have only letters (A to Z), digits and `-`",
+}
+_COUNTED = re.compile(r" after validation, not \d+$")
 _PYDANTIC = ("Input should ", "String should ", "List should ", "Tuple should ", "Value should ")
 
 
@@ -58,18 +68,19 @@ def worded(detail: Mapping[str, Any], location: Location, model: Any = None) -> 
             return f"{WHOLE} is empty: send a JSON object, at least {{}}"
         if kind in _BY_TYPE:
             return f"{WHOLE} {_BY_TYPE[kind]}"
-    if location and kind == "list_type" and str(location[-1]) in _FORMS:
+    if location and kind in ("list_type", "dict_type") and str(location[-1]) in _FORMS:
         return _FORMS[str(location[-1])]
     if kind == "string_pattern_mismatch":
         pattern = str(cast("Mapping[str, Any]", detail.get("ctx") or {}).get("pattern"))
-        return PATTERNS.get(pattern, f"must match {pattern}")
-    if kind in _OF_ONE_VALUE and (expected := place.expected()):
+        return _PATTERNS.get(pattern, f"must match {pattern}")
+    expected = place.expected() if kind in (*_OF_TYPE, *_OF_RANGE) else None
+    if expected is not None and (kind in _OF_TYPE or "(" in expected):
         return f"must be {expected}"
     return _BY_TYPE.get(kind) or _plain(str(detail.get("msg", "is not valid")))
 
 
 def _plain(message: str) -> str:
-    message = message.removeprefix("Value error, ")
+    message = _COUNTED.sub("", message.removeprefix("Value error, "))
     for begin in _PYDANTIC:
         if message.startswith(begin):
             return f"must {message.removeprefix(begin)}"
@@ -84,14 +95,11 @@ def _unknown(key: str, owners: Sequence[type[BaseModel]]) -> str:
             return f"is not a field; {elsewhere[key]}"
     if near := difflib.get_close_matches(key, names, n=1):
         return f"is not a field; did you mean {near[0]}?"
-    return f"is not a field; there {'are' if names else 'is none'}{' ' if names else ''}{', '.join(names)}"
-
-
-PATTERNS: Mapping[str, str] = {
-    r"^[A-Za-z0-9][A-Za-z0-9._-]*$": "must begin with a letter (A to Z) or digit, and have only these, `.`, `_` and `-`",
-    r"^[A-Za-z0-9-]+$": "must have only letters (A to Z), digits and `-`",
-}
-"""The patterns of names and ids, in words."""
+    return (
+        f"is not a field; there are {', '.join(names)}"
+        if names
+        else "is not a field: no field is taken here"
+    )
 
 
 def _is_label(part: int | str) -> bool:
@@ -119,7 +127,9 @@ class _Place:
 
 
 def _field(annotation: Any) -> FieldInfo:
-    return annotation if isinstance(annotation, FieldInfo) else FieldInfo.from_annotation(annotation)
+    return (
+        annotation if isinstance(annotation, FieldInfo) else FieldInfo.from_annotation(annotation)
+    )
 
 
 def _members(annotation: Any) -> Iterator[tuple[str | None, Any]]:

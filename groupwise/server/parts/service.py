@@ -22,7 +22,7 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 from groupwise.errors import GroupwiseError, UsageError
 from groupwise.server.engine.port import EngineLost, OpenParts, PartsOpened
@@ -89,6 +89,13 @@ class _Call:
     told: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Gone:
+    why: str
+    code: Literal["parts_gone", "parts_taken"]
+    """Whether they were lost, or somebody wanted it so."""
+
+
 @dataclass(eq=False, slots=True)
 class _Parts:
     id: str
@@ -130,7 +137,7 @@ class PartsService:
         self._spare: Called | None = None
         """An engine in which nothing is open yet."""
         self._spare_until = 0.0
-        self._gone: OrderedDict[str, str] = OrderedDict()
+        self._gone: OrderedDict[str, _Gone] = OrderedDict()
         self._watch: asyncio.Task[None] | None = None
 
     async def begin(self) -> None:
@@ -174,7 +181,7 @@ class PartsService:
             if id in self._gone:
                 raise self._ended(id)
             if known is not None and known.owner == request.owner:
-                await self._end(f"{request.owner} has opened other parts")
+                await self._end(f"{request.owner} has opened other parts", "parts_taken")
             await self._end_if_silent()
             if self._parts is not None:
                 raise _taken(self._parts)
@@ -243,7 +250,7 @@ class PartsService:
         """The loop needs them no longer. Repeating it is harmless."""
         async with self._runs.turn:
             if self._parts is not None and self._parts.id == id:
-                await self._end("they were closed")
+                await self._end("they were closed", "parts_taken")
             elif id not in self._gone:
                 raise self._ended(id)
 
@@ -268,11 +275,13 @@ class PartsService:
         if self._is_silent(self._parts):
             await self._end(f"nothing was heard of their loop for {self._silence:g} seconds")
 
-    async def _end(self, why: str) -> None:
+    async def _end(
+        self, why: str, code: Literal["parts_gone", "parts_taken"] = "parts_gone"
+    ) -> None:
         parts, self._parts = self._parts, None
         if parts is None:
             return
-        self._gone[parts.id] = why
+        self._gone[parts.id] = _Gone(why, code)
         while len(self._gone) > GONE_KEPT:
             self._gone.popitem(last=False)
         logger.info("parts %s of %s are ended: %s", parts.id, parts.owner, why)
@@ -292,9 +301,10 @@ class PartsService:
 
     def _ended(self, id: str) -> Refusal:
         if id in self._gone:
+            gone = self._gone[id]
             return Refusal(
-                "parts_gone",
-                f"The parts {id} are no more: {self._gone[id].rstrip('.')}. What the loop has on its own disk stands; with --resume it "
+                gone.code,
+                f"The parts {id} are no more: {gone.why.rstrip('.')}. What the loop has on its own disk stands; with --resume it "
                 "goes on from its last checkpoint.",
             )
         return Refusal(

@@ -138,7 +138,7 @@ def _sent(answer: CallAnswer) -> Response:
     return Response(to_json(plain, inf_nan_mode="strings"), status, media_type="application/json")
 
 
-OF_PARTS = ("unknown_parts", "parts_gone", "invalid_request")
+OF_PARTS = ("unknown_parts", "parts_gone", "parts_taken", "invalid_request")
 OF_CALLS = ("unknown_call", "call_taken", "model_not_allowed", "unknown_file", "engine_failed")
 LATER = "The call is under way; GET the same address for its answer."
 
@@ -172,7 +172,7 @@ def parts_routes(service: PartsService) -> tuple[Route, ...]:
             takes_body=True,
             works=True,
             ends_with_client=False,
-            codes=("run_active", "parts_gone", "engine_failed", "engine_recovering"),
+            codes=("run_active", "parts_gone", "parts_taken", "engine_failed", "engine_recovering"),
             example={"owner": "sorting on laptop"},
         ),
         Route(

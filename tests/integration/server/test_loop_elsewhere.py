@@ -1,7 +1,8 @@
 """`groupwise rl`, `sft` and `eval` with `run.server`: the loop here, sampler and learner in the engine of a real server.
 
 1. The run is the one that this machine would have made: record, weights and results are equal to the bit.
-2. Whoever dies (the engine, the server, the loop) costs no more than the steps since the last checkpoint; the run ends as it would have.
+2. What dies (engine, server, loop) costs no more than the steps since the last checkpoint, and the run ends as it would have: by itself,
+   but where the loop died.
 3. One loop at a time has the model; another one, or a run of the server, is refused with what to do.
 4. What cannot be is told before anything is left behind.
 """
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 import groupwise
@@ -143,16 +145,33 @@ def kill_server(server: Server) -> None:
 
 @pytest.mark.parametrize(("kill", "committed"), [(kill_engine, 1), (kill_server, 3)])
 def test_what_dies_costs_no_more_than_the_steps_since_the_checkpoint(
-    server: Server, tmp_path: Path, kill: Killing, committed: int
+    server: Server,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    kill: Killing,
+    committed: int,
 ) -> None:
     whole = rl(tmp_path / "whole")
     broken = tmp_path / "broken"
     killing = threading.Thread(target=lambda: (until_step(broken / "r", committed), kill(server)))
     killing.start()
-    with pytest.raises(RunError, match="parts"):
-        rl(broken, server)
+    found = rl(broken, server)
     killing.join()
-    assert what_must_be_equal(rl(broken, server, resume=True)) == what_must_be_equal(whole)
+    assert what_must_be_equal(found) == what_must_be_equal(whole)
+    assert "goes on by itself" in caplog.text
+
+
+def test_who_takes_the_parts_away_ends_the_loop(server: Server, tmp_path: Path) -> None:
+    def take() -> None:
+        until_step(tmp_path / "r", 1)
+        said = server.log.read_text().rpartition("parts ")[2].split()[0]
+        httpx2.delete(f"{server.url}/parts/{said}").raise_for_status()
+
+    taking = threading.Thread(target=take)
+    taking.start()
+    with pytest.raises(RunError, match=r"parts_taken.*they were closed"):
+        rl(tmp_path, server, training={"max_steps": 40})
+    taking.join()
 
 
 def test_a_loop_that_is_killed_goes_on_at_once(server: Server, tmp_path: Path) -> None:
