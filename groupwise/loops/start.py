@@ -40,14 +40,13 @@ from groupwise.runs import checkpoints, durable, find
 from groupwise.runs.config import RunSection
 from groupwise.runs.folder import CHECKPOINTS, RECORD, RunFolder
 from groupwise.runs.store import Store
+from groupwise.wire.parts import LOST
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 AnyPrepared = TypeVar("AnyPrepared", bound=Prepared)
 
-LOST = frozenset({"parts_gone", "unknown_parts"})
-"""Codes of what a server says whose engine has ended, or that was started anew."""
 MOST_IN_VAIN = 3
 """Losses in a row without a new checkpoint after which a run does not go on by itself."""
 

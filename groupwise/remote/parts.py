@@ -29,6 +29,7 @@ from groupwise.remote.learner import RemoteLearner
 from groupwise.remote.sampler import Published, RemoteSampler, weight_files
 from groupwise.remote.session import FIRST_PATIENCE, Line, Session, answer_as, as_usage
 from groupwise.wire.parts import (
+    LOST,
     OF_RUN,
     SECTIONS,
     Open,
@@ -153,6 +154,8 @@ async def _opened(session: Session, wanted: Wanted) -> Any:
     try:
         return await session.call(order, ordered=True)
     except Refused as error:
+        if error.code in LOST:
+            raise
         raise as_usage(error) from None
 
 

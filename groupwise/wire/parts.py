@@ -26,6 +26,8 @@ SECTIONS: Mapping[PartsKind, tuple[str, ...]] = {
 """Of a run's config, what its parts are made by; the rest stays with the loop."""
 OF_RUN = ("threads", "processes")
 """Keys of the section `run` that go with them."""
+LOST = frozenset({"parts_gone", "unknown_parts"})
+"""Codes of problems that say that a server has lost the parts: its engine has ended, it was started anew, or it has heard nothing."""
 MAX_CALLS = 2**53
 ID_PATTERN = r"^[A-Za-z0-9-]{8,64}$"
 PATH_PATTERN = r"^[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*){0,3}$"
