@@ -35,6 +35,7 @@ if "torch" in sys.modules:  # a plugin brought it before the variables above sto
 LONGEST = (
     "acceptance/test_docs.py",
     "integration/server/test_verbs.py",
+    "integration/server/test_loop_elsewhere.py",
     "integration/test_resume.py",
     "acceptance/test_learning.py",
     "acceptance/test_mutations.py",

@@ -161,6 +161,7 @@ def _parts(
         longest_wait=config.step_time_limit,
     )
     service.beside[PARTS] = parts
+    service.loop_elsewhere = parts.in_use
     return parts
 
 
@@ -196,7 +197,7 @@ def read_start(path: Path) -> StartRequest:
         request = StartRequest.model_validate_json(json.dumps(tree.values))
     except ValidationError as error:
         details = cast("list[dict[str, Any]]", error.errors(include_url=False, include_input=False))
-        for wrong in field_errors(details):
+        for wrong in field_errors(details, StartRequest):
             where = tree.origin(tuple(wrong.field.split(".")))
             problems.append(f"{where}: {wrong.field}: {wrong.message}")
         raise ConfigError("\n".join(problems)) from None

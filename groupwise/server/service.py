@@ -82,6 +82,8 @@ class Service:
         """What else may have the machine, by its name: models of clients, parts of a loop elsewhere."""
         self.by_verbs: Callable[[], ByVerbs] = ByVerbs
         """What the status says of models that clients drive; to begin with, that there are none."""
+        self.loop_elsewhere: Callable[[], str | None] = lambda: None
+        """Who drives sampler and learner from elsewhere."""
         self.turn = self._start_stop.turn
         """Held while a run is begun or ended, or an engine for something else is."""
 
@@ -153,7 +155,8 @@ class Service:
 
     async def status(self) -> StatusAnswer:
         """Where server and run stand."""
-        return (await self._reading.status()).model_copy(update={"verbs": self.by_verbs()})
+        beside = {"verbs": self.by_verbs(), "loop_elsewhere": self.loop_elsewhere()}
+        return (await self._reading.status()).model_copy(update=beside)
 
     async def events(self, after: int | None, limit: int) -> list[EventData]:
         """At most so many events after this one, the oldest first; None: those that come from now on."""

@@ -815,6 +815,10 @@ class StatusAnswer(Answer):
     quarantined: list[Quarantined] = Field(default=[], description="Steps that were left out.")
     metrics: Metrics | None = Field(default=None, description="Of the last step.")
     verbs: ByVerbs = Field(default=ByVerbs(), description="What clients train by verbs.")
+    loop_elsewhere: str | None = Field(
+        default=None,
+        description="The run whose loop drives sampler and learner from elsewhere (`run.server`), with a mark of where it is.",
+    )
     last_event_id: int | None = Field(
         default=None,
         description="Of the newest event; as `Last-Event-ID` of GET /events nothing that comes after this answer is missed.",

@@ -212,9 +212,11 @@ def test_one_loop_at_a_time_has_the_model(server: Server, tmp_path: Path) -> Non
             rl(tmp_path / "refused", server)
         client.stop()
         refused: list[BaseException] = []
+        told: list[str] = []
 
         def meanwhile() -> None:
             until_step(tmp_path / "first" / "r", 1)
+            told.append(client.status().loop_elsewhere or "")
             for ask in (
                 lambda: client.start(model_id="tiny"),
                 lambda: rl(tmp_path / "second", server),
@@ -229,6 +231,7 @@ def test_one_loop_at_a_time_has_the_model(server: Server, tmp_path: Path) -> Non
         rl(tmp_path / "first", server, training={"max_steps": 40})
         other.join()
     assert [type(error) for error in refused] == [RunActive, UsageError]
+    assert told[0].startswith("r (")
     assert all("DELETE /parts/" in str(error) for error in refused)
     assert not (tmp_path / "refused").exists()
     assert not (tmp_path / "second" / "r").exists()
