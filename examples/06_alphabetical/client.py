@@ -9,8 +9,9 @@ The server is the one of GROUPWISE_URL, else http://127.0.0.1:8000; its key, whe
 import sys
 from itertools import pairwise
 
-from groupwise.client import ClientError, TrainingClient, train
+from groupwise.client import TrainingClient, train
 from groupwise.display.plot import sparkline
+from groupwise.errors import GroupwiseError
 
 LENGTH, STEPS = 16, 60
 WORDS = ["apple", "river", "stone", "cloud", "tiger", "piano", "lemon", "ocean"]
@@ -42,7 +43,7 @@ def main():
 if __name__ == "__main__":
     try:
         main()
-    except ClientError as error:
+    except GroupwiseError as error:
         sys.exit(str(error))
     except KeyboardInterrupt:
         sys.exit("Stopped; what was learnt until then stays on the server.")

@@ -8,8 +8,9 @@ The server is the one of GROUPWISE_URL, else http://127.0.0.1:8000; its key, whe
 
 import sys
 
-from groupwise.client import ClientError, TrainingClient, rewards_for
+from groupwise.client import TrainingClient, rewards_for
 from groupwise.display.plot import sparkline
+from groupwise.errors import GroupwiseError
 
 LENGTH, STEPS = 16, 60
 PROMPTS = ["apple:", "river:", "stone:", "cloud:"]
@@ -47,7 +48,7 @@ def main():
 if __name__ == "__main__":
     try:
         main()
-    except ClientError as error:
+    except GroupwiseError as error:
         sys.exit(str(error))
     except KeyboardInterrupt:
         sys.exit("Stopped; what was learnt until then stays on the server.")

@@ -9,7 +9,8 @@ import sys
 
 import openai
 
-from groupwise.client import ClientError, TrainingClient
+from groupwise.client import TrainingClient
+from groupwise.errors import GroupwiseError
 
 URL = os.environ.get("GROUPWISE_URL", "http://127.0.0.1:8000")
 STEPS, CALLS = 30, 8
@@ -53,7 +54,7 @@ def main():
 if __name__ == "__main__":
     try:
         main()
-    except (ClientError, openai.OpenAIError) as error:
+    except (GroupwiseError, openai.OpenAIError) as error:
         sys.exit(str(error))
     except KeyboardInterrupt:
         sys.exit("Stopped; what was learnt until then stays on the server.")

@@ -32,6 +32,7 @@ from groupwise.wire.training import (
     Include,
     RewardAnswer,
     RewardsBatchAnswer,
+    RewardsRequest,
     StartAnswer,
     StartRequest,
     StatusAnswer,
@@ -119,7 +120,7 @@ def rewards(
         entry = _entry(rewards_for(group, values, include=include))
     else:
         entry = {"group_id": group, "rewards": values, "include": include}
-    body = _checked(REWARDS_REQUEST, {**entry, "wait": wait, "timeout": timeout})
+    body = _checked(REWARDS_REQUEST, {**entry, **_waiting(wait, timeout)})
     return _post("/rewards", body, RewardAnswer, waits=timeout if wait else 0.0)
 
 
@@ -127,7 +128,7 @@ def rewards_batch(
     groups: Sequence[RewardsEntry], *, wait: bool = False, timeout: float = DEFAULT_WAIT
 ) -> Call[RewardsBatchAnswer]:
     """Of several groups, all or none."""
-    given = {"groups": [_entry(group) for group in groups], "wait": wait, "timeout": timeout}
+    given = {"groups": [_entry(group) for group in groups], **_waiting(wait, timeout)}
     body = _checked(REWARDS_REQUEST, given)
     return _post("/rewards", body, RewardsBatchAnswer, waits=timeout if wait else 0.0)
 
@@ -147,7 +148,7 @@ def step(
 ) -> Call[StepAnswer]:
     """Take a step now."""
     given = _given({"group_ids": group_ids, "learning_rate": learning_rate})
-    body = _checked(StepRequest, {**given, "wait": wait, "timeout": timeout})
+    body = _checked(StepRequest, {**given, **_waiting(wait, timeout)})
     return _post("/step", body, StepAnswer, waits=timeout if wait else 0.0)
 
 
@@ -212,6 +213,12 @@ def _entry(group: RewardsEntry) -> dict[str, Any]:
     return dict(group)
 
 
+def _waiting(wait: bool, timeout: float) -> dict[str, Any]:
+    """A time is given with `wait`, and refused without it."""
+    given: dict[str, Any] = {"wait": wait}
+    return given | ({"timeout": timeout} if wait or timeout != DEFAULT_WAIT else {})
+
+
 def _checked(model: type[BaseModel] | TypeAdapter[Any], given: Mapping[str, Any]) -> bytes:
     """The body, once the model has nothing against it. Raises InvalidRequest."""
     try:
@@ -225,7 +232,8 @@ def _checked(model: type[BaseModel] | TypeAdapter[Any], given: Mapping[str, Any]
             model.model_validate_json(body)
     except ValidationError as error:
         details = error.errors(include_url=False, include_input=False)
-        raise InvalidRequest.about(Refusal.of_fields(details).problem()) from None
+        kind = RewardsRequest if isinstance(model, TypeAdapter) else model
+        raise InvalidRequest.about(Refusal.of_fields(details, kind).problem()) from None
     return body.encode()
 
 

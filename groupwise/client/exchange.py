@@ -16,6 +16,7 @@ import random
 import ssl
 import time
 from collections.abc import Awaitable, Callable, Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 from urllib.parse import urlsplit
@@ -65,21 +66,31 @@ class Timing:
 
 @dataclass(slots=True)
 class Outage:
-    """Whether the server fails to answer, as far as the log was told. One for all calls of a client, as they fail together."""
+    """Whether the server fails to answer, as far as anybody was told. One for all calls of a client, as they fail together."""
 
     told: bool = False
+    tell: Callable[[str], None] = log.warning
+
+    @contextmanager
+    def told_to(self, tell: Callable[[str], None]) -> Generator[None]:
+        """While this is open somebody else is told."""
+        before, self.tell = self.tell, tell
+        try:
+            yield
+        finally:
+            self.tell = before
 
     def begins(self, error: ClientError, seconds: float) -> None:
         """A call failed, and is tried again for so many seconds."""
         if not self.told and isinstance(error, NoAnswer | StrangeAnswer | Unavailable):
             self.told = True
-            log.warning("%s Trying again for up to %.0f seconds.", error, seconds)
+            self.tell(f"{error} Trying again for up to {seconds:.0f} seconds.")
 
     def ends(self, url: str) -> None:
         """A call was answered."""
         if self.told:
             self.told = False
-            log.warning("%s answers again.", url)
+            self.tell(f"{url} answers again.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,8 +235,8 @@ def lost(error: httpx2.RequestError, connection: Connection) -> NoAnswer:
     if (refused := _not_trusted(error)) is not None:
         return NoAnswer(
             f"{connection.url} shows a certificate that is not trusted here ({refused.verify_message}). Where an authority of your own has "
-            "signed it, set SSL_CERT_FILE to the file with that authority's certificate; where it is for another name, use that name in the "
-            "URL."
+            "signed it, set SSL_CERT_FILE to the file with that authority's certificate; where it is for another name, use that name "
+            "in the URL."
         )
     kind = type(error).__name__
     return NoAnswer(

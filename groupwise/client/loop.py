@@ -149,7 +149,8 @@ async def train_async(
             view,
             summary.metrics,
         )
-        with view or nullcontext():
+        told = client.connection.outage.told_to(view.note) if view is not None else nullcontext()
+        with view or nullcontext(), told:
             await loop.run(concurrency)
     return TrainingSummary(run_id, summary.metrics, loop.scoring.failed)
 

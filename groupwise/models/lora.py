@@ -93,6 +93,8 @@ class AdaptedModel:
         self.configs: dict[str, LoraConfig] = {}
         """That of each adapter there is, by its name."""
         self.switch = AdapterSwitch()
+        self._told: set[tuple[str, ...]] = set()
+        """Layers of adapters of which the log knows that they are computed by modules."""
         self.layers: dict[str, ExactLoraLinear] = {}
         """Those that some adapter changes, in the order of the base."""
 
@@ -141,13 +143,13 @@ class AdaptedModel:
             return None
         known = {part.path for linear in model.products for part in linear.parts}
         others = [path for path in self.layers_of(name) if path not in known]
-        if others:
+        if others and tuple(others) not in self._told:
+            self._told.add(tuple(others))
             logger.warning(
                 "a model is sampled and trained by transformers' modules, which is slower, because its adapter changes %s",
                 ", ".join(others[:4]),
             )
-            return None
-        return model
+        return None if others else model
 
     def parameters(self, name: str) -> dict[str, nn.Parameter]:
         """The adapter's factors under the names that peft gives them in files, sorted."""

@@ -7,6 +7,7 @@ it can answer with.
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
+from groupwise.plugins import printable
 from groupwise.server import strict_json
 from groupwise.server.middleware import BodyRead, Guarded, Observed, RouteTable
 from groupwise.server.refusals import documented, problem_schema
@@ -153,9 +155,28 @@ class _StrictRoute(APIRoute):
         handler = super().get_route_handler()
 
         async def strict(request: Request) -> Response:
+            self._check_parameters(request)
             return await handler(_StrictRequest(request.scope, request.receive))
 
         return strict
+
+    def _check_parameters(self, request: Request) -> None:
+        """Refuse those that the route does not have; a probe that anybody may make can have what it wants."""
+        route = facts_of(request.scope).route
+        if route is None or route.role is None:
+            return
+        known = [field.alias for field in self.dependant.query_params]
+        for name in request.query_params:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = (
+                    f"did you mean {near[0]}?"
+                    if near
+                    else f"there are: {', '.join(known) or 'none'}"
+                )
+                message = f"is not a query parameter of {route.name}; {hint}"
+                error = FieldError(field=printable(name)[:100], message=message)
+                raise Refusal("invalid_request", f"{error.field} {message}", errors=[error])
 
 
 # Refusals of the framework
@@ -170,7 +191,7 @@ def _refuse_what_fastapi_refuses(app: FastAPI) -> None:
         app.add_exception_handler(kind, handler)
 
 
-async def _invalid(_: Request, error: RequestValidationError) -> NoReturn:
+async def _invalid(request: Request, error: RequestValidationError) -> NoReturn:
     details = list(error.errors())
     for detail in details:
         if detail.get("type") == "json_invalid":
@@ -179,7 +200,8 @@ async def _invalid(_: Request, error: RequestValidationError) -> NoReturn:
             raise Refusal(
                 "invalid_request", message, errors=(FieldError(field="", message=message),)
             ) from None
-    raise Refusal.of_fields(details) from None
+    body = cast("APIRoute", request.scope["route"]).body_field
+    raise Refusal.of_fields(details, body.field_info if body else None) from None
 
 
 async def _no_such_thing(request: Request, error: HTTPException) -> NoReturn:

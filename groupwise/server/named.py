@@ -79,7 +79,10 @@ class NamedCheckpoints:
     def listed(self) -> Iterator[CheckpointAnswer]:
         """All of them, by name."""
         for file in sorted(self._root.glob(f"*/{SAVED}")):
-            facts, name = json.loads(file.read_text()), file.parent.name
+            try:
+                facts, name = json.loads(file.read_text()), file.parent.name
+            except FileNotFoundError:  # somebody deletes it
+                continue
             yield CheckpointAnswer(name=name, run_id=facts["run"], step=facts["step"], address=name)
 
     def automatic(self, row: RunRow) -> list[Checkpoint]:

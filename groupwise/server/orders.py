@@ -18,7 +18,7 @@ from groupwise.errors import ConfigError, RunNotFoundError
 from groupwise.models.bundled import ALIASES
 from groupwise.runs import find
 from groupwise.server.engine.port import OpenRun
-from groupwise.wire.problems import Refusal
+from groupwise.wire.problems import FieldError, Refusal
 from groupwise.wire.training import TINY, StartRequest
 
 TINY_RATE = 5e-2
@@ -28,6 +28,25 @@ RUNS = "runs"
 """Folder of the server's output that holds the runs."""
 REFUSED_SECTIONS: Mapping[str, tuple[str, ...]] = {"sampler": ("temperature_schedule",)}
 """Keys that a served run cannot have: each request may say its own temperature."""
+
+
+FLAT: Mapping[str, str] = {
+    "model.name": "model_id",
+    "model.adapter": "adapter_path",
+    "sampler.max_completion_length": "max_completion_length",
+    "training.max_steps": "max_steps",
+    "training.prompts_per_step": "groups_per_step",
+    "prompts_per_step": "groups_per_step",
+    "training.num_generations": "num_completions_per_prompt",
+    "num_generations": "num_completions_per_prompt",
+    "training.learning_rate": "learning_rate",
+    "training.lag": "staleness",
+    "run.name": "run_name",
+    "run.save_steps": "save_steps",
+    "run.save_total_limit": "save_total_limit",
+    "run.logging_steps": "logging_steps",
+}
+"""What `StartRequest` calls the keys of a config that have flat names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +59,11 @@ class Allowed:
 
 
 def order_of(request: StartRequest, allowed: Allowed, output_dir: Path) -> OpenRun:
-    """The run that is asked for. Raises Refusal: `model_not_allowed`, or `settings_conflict` with what the config says against it."""
+    """The run that is asked for.
+
+    Raises Refusal: `model_not_allowed`; `invalid_request` for a section with keys or values that there are not, `settings_conflict`
+    where the settings do not go together, both with each of them by the name that the client knows.
+    """
     config = {
         "model": _model(request, allowed, output_dir / RUNS),
         "lora": None if request.trains_all else (request.lora or {}),
@@ -69,8 +92,40 @@ def order_of(request: StartRequest, allowed: Allowed, output_dir: Path) -> OpenR
     try:
         load_config(config)
     except ConfigError as error:
-        raise Refusal("settings_conflict", str(error)) from None
+        raise _refusal(error, request) from None
     return OpenRun(config, request.max_prompt_length)
+
+
+def _refusal(error: ConfigError, request: StartRequest) -> Refusal:
+    """What the config says against it, a line for each problem: `algorithm.foo is not a key; …`, `training: the lag is …`.
+
+    A line whose key is followed by what is wrong with it is about that key alone; one whose key is followed by a colon, about several.
+    """
+    names = dict(FLAT)
+    if isinstance(request.algorithm, str):
+        names["algorithm.type"] = "algorithm"
+    lines = [_without_origin(line) for line in str(error).splitlines()]
+    told = [_in_flat_names(line, names) for line in lines if line]
+    each_alone = all(_ALONE.match(line) for line in told)
+    errors = [
+        FieldError(field=line.split(maxsplit=1)[0].rstrip(":"), message=line) for line in told
+    ]
+    code = "invalid_request" if each_alone else "settings_conflict"
+    return Refusal(code, " ".join(told), errors=errors)
+
+
+_ALONE = re.compile(r"[\w.]+ is (not |required|.*; it must be )")
+_ORIGIN = re.compile(r"^(config: )+")
+"""Where a key was given, and the config as a whole where several keys are meant: to a client they are the body."""
+
+
+def _without_origin(line: str) -> str:
+    return _ORIGIN.sub("", line.strip())
+
+
+def _in_flat_names(line: str, names: Mapping[str, str]) -> str:
+    pattern = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
+    return re.sub(rf"(?<![\w.])({pattern})(?!\w|\.\w)", lambda found: names[found[1]], line)
 
 
 def _model(request: StartRequest, allowed: Allowed, runs: Path) -> dict[str, Any]:
@@ -129,10 +184,9 @@ def _algorithm(given: str | dict[str, Any] | None) -> dict[str, Any]:
 def _checked(section: str, given: Mapping[str, Any] | None) -> dict[str, Any]:
     for key in REFUSED_SECTIONS[section]:
         if given and key in given:
-            raise Refusal(
-                "settings_conflict",
-                f"{section}.{key} has no place in a served run: give `temperature` with each request for completions.",
-            )
+            message = f"{section}.{key} has no place in a served run: give `temperature` with each request for completions."
+            error = FieldError(field=f"{section}.{key}", message=message)
+            raise Refusal("settings_conflict", message, errors=[error])
     return dict(given or {})
 
 

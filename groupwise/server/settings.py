@@ -168,7 +168,7 @@ def read_settings(
 
     `options` are those of the command line that were given, by their key.
     """
-    tree = Tree("groupwise serve") if config is None else read_yaml(config)
+    tree = Tree("settings") if config is None else read_yaml(config)
     _lay_environment_over(tree, environment)
     for key, value in options.items():
         tree.values[key] = value

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from pydantic import ValidationError
 
@@ -43,6 +43,15 @@ class Beside(Protocol):
 
     async def make_way(self) -> None:
         """Something else is to have the machine. Refused as `run_active` where there is no room for it."""
+        ...
+
+
+@runtime_checkable
+class LetsGo(Beside, Protocol):
+    """What has clients of its own, who may be sent away."""
+
+    async def let_go(self) -> None:
+        """Somebody starts a run with `replace: true`: end what would be in its way."""
         ...
 
 
@@ -87,7 +96,9 @@ class StartStop:
             replacing = request.replace
             order, request, old = await self._order(request)
             if replacing or self._current.conducted() is None:
-                for each in beside:
+                for each in sorted(beside, key=lambda each: isinstance(each, LetsGo)):
+                    if replacing and isinstance(each, LetsGo):
+                        await each.let_go()  # when nothing else is in the way any more
                     await each.make_way()
             await self._make_way(replacing)
             conductor = self._conductor_of(request, order)
@@ -123,6 +134,7 @@ class StartStop:
             return OpenRun(config, merged.max_prompt_length, run=old.run), merged, old
         beginning = self._checkpoints.beginning(request.resume_from, rows)
         merged = _merged(beginning.settings, request)
+        _refuse_other_weights(request.resume_from, beginning.settings, merged)
         order = self._named(order_of(merged, self._allowed, self._config.folder))
         return replace(order, start_from=str(beginning.folder)), merged, None
 
@@ -230,6 +242,20 @@ def _refuse_another_name(request: StartRequest, run: str) -> None:
         raise Refusal("settings_conflict", f"run_name {message}.", errors=[error])
 
 
+def _refuse_other_weights(name: str, settings: Mapping[str, Any], request: StartRequest) -> None:
+    """A checkpoint of all weights holds no adapter, and one of an adapter nothing else; told before anything is loaded."""
+    had_all = _merged(settings, StartRequest()).trains_all
+    if had_all != request.trains_all:
+        was, wanted = ("all weights", "an adapter") if had_all else ("an adapter", "all weights")
+        mend = "adapter: full" if had_all else "adapter: new"
+        message = (
+            f"the checkpoint {name} has {was}, and {wanted} would be trained. Give `{mend}`, or leave adapter and lora out, to go on with "
+            "it; without resume_from the training begins anew"
+        )
+        error = FieldError(field="adapter", message=message)
+        raise Refusal("resume_mismatch", f"adapter: {message}.", errors=[error])
+
+
 _OURS = ("resume_from", "replace")
 """What a start says of itself, and not of the run."""
 _REPLACED: Mapping[str, tuple[str, ...]] = {
@@ -252,7 +278,7 @@ def _merged(settings: Mapping[str, Any], request: StartRequest) -> StartRequest:
     try:
         return StartRequest.model_validate_json(json.dumps({**kept, **fresh}))
     except ValidationError as error:
-        errors = field_errors(error.errors())
+        errors = field_errors(error.errors(include_url=False), StartRequest)
         raise Refusal(
             "settings_conflict",
             f"With the settings of the run that it goes on from: {summary_of(errors)}. What is given anew replaces the earlier setting; "

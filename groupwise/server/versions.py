@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from groupwise.errors import CheckpointError
 from groupwise.models.artefact import CARD, is_adapter, tokenizer_files, weight_files
 from groupwise.runs import checkpoints, find
 from groupwise.runs.folder import CHECKPOINTS, FINAL, RECORD
@@ -85,7 +86,7 @@ class Versions:
 
     def _saved(self) -> dict[int, Place]:
         """Checkpoints, and the final weights in place of the one after the same steps."""
-        named = [checkpoints.read(path) for path in self.named]
+        named = [found for path in self.named if (found := _whole(path)) is not None]
         automatic = checkpoints.complete(self.folder / CHECKPOINTS)
         saved = {
             each.step: (each.path, str(each.extra["position"]["policy"]["fingerprint"]))
@@ -116,6 +117,14 @@ class Versions:
 
     def _listed(self) -> str:
         return ", ".join(f"{self.run}@{step}" for step in self.steps()) or "none"
+
+
+def _whole(folder: Path) -> checkpoints.Checkpoint | None:
+    """A checkpoint that was saved by name; None where somebody is deleting it, or it is damaged."""
+    try:
+        return checkpoints.read(folder)
+    except CheckpointError:
+        return None
 
 
 def _open_all(paths: Iterable[Path]) -> list[OpenFile]:

@@ -58,12 +58,15 @@ def validate(
     problems += [line for detail in search.told for line in _explain(model, detail, tree, at)]
     for within, conflict in _conflicts(result) if result is not None else ():
         if not search.doubts((*within, *key.split(".")) for key in conflict.keys):
-            path = at + within
-            dotted = ".".join(path) or tree.source
-            problems.append(f"{tree.origin(path)}: {dotted}: {conflict.message}")
+            problems.append(f"{_where(tree, at + within)}: {conflict.message}")
     if problems or result is None:
         raise ConfigError(_listed(problems, tree.source))
     return result
+
+
+def _where(tree: Tree, path: KeyPath) -> str:
+    """Where a section was given, and which it is; the whole has no name of its own."""
+    return ": ".join([tree.origin(path), *([".".join(path)] if path else [])])
 
 
 def _below(at: KeyPath, paths: Iterable[KeyPath]) -> Iterator[KeyPath]:
@@ -219,8 +222,7 @@ def _explain(
     elif detail["type"].startswith("union_tag"):
         yield f"{tree.origin((*path, 'type'))}: {_explain_type(place, tree, at)}"
     elif isinstance(several := detail.get("ctx", {}).get("error"), Problems):
-        dotted = ".".join(path) or tree.source
-        yield from (f"{tree.origin(path)}: {dotted}: {problem}" for problem in several.problems)
+        yield from (f"{_where(tree, path)}: {problem}" for problem in several.problems)
     else:
         yield f"{tree.origin(path)}: {_explain_value(place, detail, tree, at)}"
 

@@ -297,8 +297,8 @@ def test_keys_that_do_not_go_together_are_told_beside_keys_that_are_wrong(tmp_pa
         load_config(tmp_path / "c.yaml", ["run.dri=x"], to_train=True)
     said = str(caught.value).replace(f"{tmp_path}/", "")
     for told in (
-        "c.yaml: c.yaml: training.num_generations is 1, but",
-        "c.yaml: c.yaml: sampler.max_completion_length has no effect where rollout.type is two_stage",
+        "c.yaml: training.num_generations is 1, but",
+        "c.yaml: sampler.max_completion_length has no effect where rollout.type is two_stage",
         "c.yaml:3: eval: samples_per_prompt is 4, but temperature 0",
         "c.yaml:3: eval: top_p is 0.5, which has no effect while temperature is 0",
         "c.yaml:3: eval: pass_at_k has 8, but samples_per_prompt is 4",

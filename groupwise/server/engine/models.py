@@ -435,8 +435,8 @@ def _refuse_other_shape(stored: Stored, saved: ModelSpec, own: ModelSpec) -> Non
 
 
 def _check_tokens(tokens: Sequence[int], here: _Open, where: str) -> None:
-    beyond = next((token for token in tokens if token >= here.vocabulary), None)
+    beyond = next((token for token in tokens if not 0 <= token < here.vocabulary), None)
     if beyond is not None:
         raise UsageError(
-            f"{where} has the token {beyond}; those of {here.base.name} end at {here.vocabulary - 1}."
+            f"{where} has the token {beyond}; those of {here.base.name} are 0 to {here.vocabulary - 1}."
         )

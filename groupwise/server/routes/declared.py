@@ -48,7 +48,7 @@ from groupwise.wire.training import (
 
 REPLAYED = "Idempotency-Replayed"
 """Header of an answer that was given before."""
-OF_ALL = ("unauthorised", "forbidden", "rate_limited", "internal")
+OF_ALL = ("unauthorised", "forbidden", "rate_limited", "invalid_request", "internal")
 OF_BODIES = (
     "invalid_request",
     "too_large",

@@ -34,9 +34,7 @@ class Method:
     """HTTP method and path, with `*` for a part, of what a refused one asks for."""
 
 
-RUNS = (
-    "the server keeps no list of training runs; `groupwise runs` and the dashboard show what it has"
-)
+RUNS = "the server keeps no list of training runs; `GET /status` tells what is in memory"
 FILES = "what is saved lies in the server's own folder and is managed there"
 ONE_ACCOUNT = "there is one account: keys have roles, not worlds of their own"
 LOCAL = "answered by the client alone"
@@ -263,7 +261,7 @@ train, in another terminal than the server's. The client wants it to begin with 
 keys and looks at none:
 
 ```bash
-pip install 'groupwise[server,tinker]'
+pip install 'groupwise[train,server,tinker]'
 groupwise serve --output-dir served
 export TINKER_BASE_URL=http://127.0.0.1:8000
 export TINKER_API_KEY=tml-…
@@ -271,7 +269,8 @@ export TINKER_API_KEY=tml-…
 
 Base models are those that `/start` may load. One base is in memory at a time, with up to `max_models` adapters; a run of ask/post that is
 active is one of them, and the others are then made over its base. While a client has models, no run can be started; a run that trains all
-weights has its model to itself. Models are let go of when their session is closed or has been silent for ten minutes.
+weights has its model to itself. Models are let go of when their session is closed or has been silent for ten minutes, or when an admin
+starts a run with `replace: true`: what they have saved stays.
 
 The server writes down every call before it is acknowledged, and every answer before it is told. So the engine, or the server, may be
 killed at any time: the client waits a while, and its loop goes on as if nothing had happened. The state of a model is kept every

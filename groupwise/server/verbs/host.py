@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -129,13 +129,15 @@ class Host:
         for row in (await self._journal.everything()).models:
             self._models[row.id] = _Model(ModelSpec(**row.spec), row.kept)
 
-    async def make_way(self) -> None:
-        """A run is to begin, in an engine of its own. Refused as `run_active` while there are models."""
+    async def make_way(self, sessions: Mapping[str, str]) -> None:
+        """A run is to begin, in an engine of its own. Refused as `run_active` while there are models; `sessions` says whose."""
         if self._models:
+            whose = "; ".join(sessions.values()) or ", ".join(self._models)
             raise Refusal(
                 "run_active",
-                f"{len(self._models)} model(s) of clients that train by verbs are in memory ({', '.join(self._models)}). A run begins in "
-                "an engine of its own: end their sessions first. Once it is active, models can be made beside it.",
+                f"Clients that train by verbs have models in memory ({whose}). A run begins in an engine of its "
+                "own: end their sessions first, or start with `replace: true`, which ends them; what they have saved stays. Once it is "
+                "active, models can be made beside it.",
             )
         if self._standing is not None and self._standing.run is None:
             self._standing = None

@@ -5,6 +5,7 @@ Requests below `/api/v1` go to the verbs with the server's own keys, roles and l
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -28,6 +29,8 @@ from groupwise.server.verbs.routes import PREFIX, Authorise, verb_routes
 from groupwise.server.verbs.service import VerbService
 from groupwise.wire.keys import Keyring, Role, caller_of
 from groupwise.wire.problems import Refusal
+
+logger = logging.getLogger(__name__)
 
 FOLDER = "verbs"
 """Of the server's output: what models have saved."""
@@ -66,7 +69,13 @@ class Verbs:
     async def make_way(self) -> None:
         """See `groupwise.server.start_stop.Beside.make_way`."""
         await self.service.opened.end_silent_sessions()
-        await self._host.make_way()
+        await self._host.make_way(self.service.opened.with_models())
+
+    async def let_go(self) -> None:
+        """See `groupwise.server.start_stop.LetsGo.let_go`."""
+        for session in self.service.opened.with_models():
+            logger.warning("the session %s ends for a run that is started with `replace`", session)
+            await self.service.opened.finish(session)
 
     async def shut_down(self) -> None:
         """End the engine; what waits is done by the next server."""

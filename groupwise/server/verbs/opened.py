@@ -135,12 +135,27 @@ class Opened:
         for session in [each.id for each in self._sessions.values() if each.seen < silent]:
             await self.finish(session)
 
+    def with_models(self) -> dict[str, str]:
+        """The sessions that have models, each with what there is to tell of it."""
+        now = self._clock()
+
+        def models_of(session: Session) -> str:
+            made = [id for id in sorted(session.models) if self.models[id].spec is not None]
+            return ", ".join(made) or f"{session.id}, whose model is being made"
+
+        return {
+            each.id: f"{models_of(each)}: heard of {now - each.seen:.0f} seconds ago, let go of in "
+            f"{max(each.seen + SESSION_SILENCE - now, 0):.0f} unless it is heard of again"
+            for each in self._sessions.values()
+            if each.models
+        }
+
     def session(self, id: str) -> Session:
         """One that has just shown that it is there. NotThere where it is none."""
         if id not in self._sessions:
             raise NotThere(
-                f"There is no session {id!r}: it was finished, has been silent for {SESSION_SILENCE:g} seconds, or the server was "
-                "restarted. Make a new ServiceClient; what was saved can be loaded by its path."
+                f"There is no session {id!r}: it was finished, has been silent for {SESSION_SILENCE:g} seconds, or had to make way for "
+                "a run that was started with `replace`. Make a new ServiceClient; what was saved can be loaded by its path."
             )
         self._sessions[id].seen = self._clock()
         return self._sessions[id]

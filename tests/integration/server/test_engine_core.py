@@ -14,7 +14,7 @@ import groupwise
 from groupwise.errors import UsageError
 from groupwise.runs.store import Store
 from groupwise.server.engine.core import EngineCore
-from groupwise.server.engine.port import OpenRun, Plan, SampleOrder, Sampling
+from groupwise.server.engine.port import OpenModels, OpenRun, Plan, SampleOrder, Sampling
 from groupwise.server.scored import scored_group
 from groupwise.types import Group
 
@@ -171,6 +171,22 @@ async def test_what_cannot_be_asked_is_said_and_changes_nothing(tmp_path: Path) 
     )
     assert (await engine.sample(kept_out)).step == 0
     await engine.close()
+
+
+async def test_what_cannot_go_together_has_a_code_of_its_own(tmp_path: Path) -> None:
+    settings = {**config(tmp_path, "served"), "lora": None}
+    order = OpenRun(settings, LONGEST_PROMPT)
+    engine = EngineCore()
+    await engine.open(order)
+    with pytest.raises(UsageError, match="all weights") as alone:
+        await engine.models.open(OpenModels("tiny", str(tmp_path / "models"), 2, 64))
+    assert alone.value.code == "full_fine_tuning"
+    await engine.close_run(finished=False)
+    await engine.close()
+    other = {**settings, "training": {**settings["training"], "seed": 4}}
+    with pytest.raises(UsageError, match="seed") as differs:
+        await EngineCore().open(OpenRun(other, LONGEST_PROMPT, run="served"))
+    assert differs.value.code == "resume_mismatch"
 
 
 @pytest.mark.parametrize(

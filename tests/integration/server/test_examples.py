@@ -16,7 +16,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,23 @@ def run(example: str, url: str) -> subprocess.CompletedProcess[str]:
         timeout=LIMIT,
         check=False,
     )
+
+
+@contextmanager
+def begun(program: str, url: str) -> Iterator[subprocess.Popen[str]]:
+    """A client that is gone afterwards."""
+    process = subprocess.Popen(
+        [sys.executable, str(EXAMPLES / program)],
+        env={**os.environ, "GROUPWISE_URL": url},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def names_of(example: str) -> dict[str, Any]:
@@ -91,29 +109,23 @@ def test_a_training_that_is_under_way_is_left_alone(example: str, server: Server
 
 @pytest.mark.parametrize("program", ["06_alphabetical/client.py", "08_openai_agent/agent.py"])
 def test_one_that_is_interrupted_can_be_begun_again(program: str, server: Server) -> None:
-    command = [sys.executable, str(EXAMPLES / program)]
-    environment = {**os.environ, "GROUPWISE_URL": server.url}
     with TrainingClient(server.url) as client:
         for _ in range(2):
             before = client.status().run_id
-            process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-            until(lambda: _has_begun(client, before))
-            process.send_signal(signal.SIGINT)
-            _, said = process.communicate(timeout=LIMIT)
+            with begun(program, server.url) as process:
+                await_step(client, before)
+                process.send_signal(signal.SIGINT)
+                _, said = process.communicate(timeout=LIMIT)
             assert process.returncode == 1
             assert "Stopped; what was learnt" in said
             assert "Traceback" not in said
             assert client.status().phase == "stopped"
 
 
-def _has_begun(client: TrainingClient, before: str | None) -> bool:
-    status = client.status()
-    return status.run_id != before and status.phase == "running" and (status.step or 0) > 0
-
-
-def until(condition: Callable[[], bool]) -> None:
+def await_step(client: TrainingClient, before: str | None) -> None:
+    """Of a run that comes after this one."""
     deadline = time.monotonic() + LIMIT
-    while not condition():
+    while (status := client.status()).run_id == before or not status.step:
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -121,18 +133,13 @@ def until(condition: Callable[[], bool]) -> None:
 def test_nobody_there_is_told_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as bound:
         nowhere = f"http://127.0.0.1:{bound.getsockname()[1]}"
-    process = subprocess.Popen(
-        [sys.executable, str(EXAMPLES / "06_alphabetical" / "client.py")],
-        env={**os.environ, "GROUPWISE_URL": nowhere},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stderr is not None
-    told = process.stderr.readline()
-    assert f"{nowhere} does not answer" in told
-    assert "Trying again for up to" in told
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=LIMIT)
+    with begun("06_alphabetical/client.py", nowhere) as process:
+        assert process.stderr is not None
+        told = process.stderr.readline()
+        assert f"{nowhere} does not answer" in told
+        assert "Trying again for up to" in told
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=LIMIT)
     assert "Traceback" not in said
 
 

@@ -133,11 +133,10 @@ def _meant(name: str, body: Any, group: str) -> dict[str, Any]:
     if body is None:
         return given
     if isinstance(body, dict):
-        body = {**body, **({"timeout": SOONER} if "timeout" in body or "wait" in body else {})}
+        waits = body.get("wait", name == "POST /step") is True
+        body = {**body, **({"timeout": SOONER} if "timeout" in body or waits else {})}
         if isinstance(body.get("group_id"), str):
             body["group_id"] = group
-        if name == "POST /step" and "timeout" not in body:
-            body["timeout"] = SOONER
         if name == "POST /start" and isinstance(body.get("max_steps"), int):
             body["save_steps"] = 1_000
     content = json.dumps(body).encode()

@@ -260,10 +260,10 @@ def test_models_beside_a_run_and_after_it(process: Client, tmp_path: Path) -> No
         process.connect(server)
         process.do("create")
         expected = process.steps(range(4))
-        with pytest.raises(Refused, match="end their sessions first"):
+        with pytest.raises(Refused, match=r"let go of in \d+ unless.*end their sessions first"):
             asking.start(**start)
-        process.do("close")
-        asking.start(**start)
+        asking.start(**start, replace=True)
+        assert "had to make way" in process.refused("forward_backward")
         process.connect(server)
         process.do("create")
         found = process.steps(range(2))

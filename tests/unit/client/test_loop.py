@@ -12,6 +12,7 @@ import httpx2
 import pytest
 
 from groupwise.client.async_training_client import AsyncTrainingClient
+from groupwise.client.exchange import Timing
 from groupwise.client.loop import TrainingSummary, train, train_async
 from groupwise.client.training_client import TrainingClient
 from groupwise.errors import TaskError, UsageError
@@ -222,6 +223,27 @@ async def test_cancelling_gives_up_what_is_under_way() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert server.given_up == ["g-0"]
+
+
+async def test_a_server_that_does_not_answer_meanwhile_is_told_above_the_steps(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    server, lost = Server(), 2
+
+    async def answer(request: httpx2.Request) -> httpx2.Response:
+        nonlocal lost
+        if request.url.path == "/completions" and lost:
+            lost -= 1
+            raise httpx2.ConnectError("nobody there")
+        return await server.answer(request)
+
+    transport, timing = httpx2.MockTransport(answer), Timing(chance=lambda: 0.0)
+    async with AsyncTrainingClient("http://server", transport=transport, timing=timing) as client:
+        await train_async(client, EXAMPLES, lengths, steps=1, concurrency=2)
+    said = capsys.readouterr().err
+    assert said.count("http://server does not answer") == 1
+    assert said.count("http://server answers again") == 1
+    assert not caplog.records
 
 
 async def test_what_cannot_work_is_said_first() -> None:

@@ -227,6 +227,8 @@ def test_an_adapter_of_the_head_is_computed_by_modules_and_no_other(caplog):
     assert not caplog.records
     assert model.native("head") is None
     assert "its adapter changes lm_head" in caplog.text
+    assert model.native("head") is None
+    assert len(caplog.records) == 1  # told once, however many come
 
 
 @TIED

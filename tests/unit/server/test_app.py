@@ -196,6 +196,7 @@ def _other(route: Route) -> Any:
         "/start": {"max_steps": 7},
         "/rewards": {"group_id": "g-2", "rewards": [0.0]},
         "/step": {"wait": False},
+        "/checkpoints": {"name": "another"},
     }[route.path]
 
 
@@ -206,8 +207,32 @@ def _spoil(ask: dict[str, Any], route: Route) -> None:
         ask["headers"] = {"Last-Event-ID": "-1"}
     elif route.path == "/model":
         ask["url"] = "/model?version="
-    else:
+    elif route.method == "DELETE":
         ask["url"] = "/completions/" + "g" * 65
+    else:
+        ask["url"] += "?no_such_parameter=1"
+
+
+@pytest.mark.parametrize(
+    ("url", "field", "said"),
+    [
+        ("/model?versio=tiny@4", "versio", "did you mean version?"),
+        ("/model?version=4&step=4", "step", "there are: version"),
+        ("/status?verbose", "verbose", "there are: none"),
+    ],
+)
+async def test_a_query_parameter_that_is_not_known_is_refused(
+    url: str, field: str, said: str
+) -> None:
+    service = FakeService()
+    async with client_of(app_of(service)) as client:
+        answer = await client.get(url)
+        probe = await client.get("/healthz?from=somewhere")
+    assert (answer.status_code, code_of(answer)) == (422, "invalid_request")
+    assert [error["field"] for error in answer.json()["errors"]] == [field]
+    assert said in answer.json()["detail"]
+    assert service.calls == []
+    assert probe.status_code == 200
 
 
 async def test_addresses_and_methods_that_are_not_there_are_problems_too() -> None:

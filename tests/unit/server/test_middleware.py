@@ -148,7 +148,7 @@ async def test_a_line_for_each_request_without_bodies_and_keys(
     assert answer.headers["x-request-id"] == "mine-1"
     ours = [record for record in caplog.records if record.name == "groupwise.server.access"]
     first, second = (json.loads(ForPrograms().format(record)) for record in ours)
-    expected = {"request_id": "mine-1", "method": "POST", "path": "/completions", "status": 200}
+    expected = {"request_id": "mine-1", "method": "POST", "path": "/completions", "status": 422}
     assert first.items() >= expected.items()
     assert first["key"] == ring.caller(keys[Role.TRAIN]).id
     assert (second["status"], second["code"]) == (404, "not_found")

@@ -217,8 +217,8 @@ def test_a_port_in_use_is_told(tmp_path: Path) -> None:
 
 def test_settings_to_start_with_are_told_by_their_lines(tmp_path: Path) -> None:
     path = tmp_path / "settings.yaml"
-    path.write_text("model_id: tiny\nmax_steps: 0\nmaxsteps: 3\n")
+    path.write_text("model_id: tiny\nmax_steps: 0\nmax_step: 3\n")
     with pytest.raises(ConfigError) as told:
         read_start(path)
     assert f"{path}:2: max_steps: " in told.value.message
-    assert f"{path}:3: maxsteps: " in told.value.message
+    assert f"{path}:3: max_step: is not a field; did you mean max_steps?" in told.value.message

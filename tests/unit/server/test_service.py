@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -260,6 +260,22 @@ async def test_settings_that_do_not_go_with_the_earlier_ones_are_named(tmp_path:
         assert (await server.service.start(again, ME)).run_id == run
 
 
+@pytest.mark.parametrize(("old", "new"), [("full", "new"), ("new", "full")])
+async def test_a_checkpoint_of_other_weights_is_told_before_anything_is_loaded(
+    old: Literal["full", "new"], new: Literal["full", "new"], tmp_path: Path
+) -> None:
+    async with served(tmp_path) as server:
+        run = await server.start(adapter=old)
+        await server.service.save_checkpoint("kept", ME)
+        await server.service.stop()
+        for name in ("kept", f"{run}@0"):
+            asked = StartRequest(resume_from=name, adapter=new)
+            refusal = await refused("resume_mismatch", server.service.start(asked, ME))
+            assert [error.field for error in refusal.errors] == ["adapter"]
+            assert f"Give `adapter: {old}`" in refusal.message
+        assert await server.start(resume_from="kept", adapter=old) != run
+
+
 async def test_a_run_that_goes_on_keeps_its_name(tmp_path: Path) -> None:
     async with served(tmp_path) as server:
         run = await server.start(run_name="old")
@@ -279,8 +295,8 @@ async def test_a_run_that_goes_on_keeps_its_name(tmp_path: Path) -> None:
     [
         ({"model_id": "/etc"}, "model_not_allowed"),
         ({"model_id": "../secret"}, "model_not_allowed"),
-        ({"training": {"seed": -1}}, "settings_conflict"),
-        ({"algorithm": "no_such"}, "settings_conflict"),
+        ({"training": {"seed": -1}}, "invalid_request"),
+        ({"algorithm": "no_such"}, "invalid_request"),
         ({"num_completions_per_prompt": 1}, "settings_conflict"),
         ({"sampler": {"temperature_schedule": {}}}, "settings_conflict"),
     ],

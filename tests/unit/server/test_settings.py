@@ -95,6 +95,14 @@ def test_what_cannot_be_is_told(
     assert PLAIN not in told.value.message
 
 
+def test_settings_that_do_not_go_together_are_told_under_one_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as told:
+        read(None, {}, {}, ("tls_certificate=c.pem",), tmp_path=tmp_path)
+    assert told.value.message == (
+        "settings: tls_certificate has no effect without tls_key; give both."
+    )
+
+
 def test_all_problems_are_told_at_once_each_with_its_place(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as told:
         read(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -66,6 +67,15 @@ def test_what_is_published_saved_or_named_can_be_read(run: Versions, step: int) 
     files = ["adapter_config.json", "adapter_model.safetensors", "tokenizer.json"]
     whole = (f"letters@{step}", f"f{step}", files, b"weights %d" % step)
     assert read(run, str(step)) == read(run, f"letters@{step}") == whole
+
+
+def test_a_checkpoint_that_somebody_is_deleting_is_passed_over(run: Versions) -> None:
+    (run.named[0] / "adapter_model.safetensors").unlink()
+    assert run.steps() == [3, 4, 5]
+    shutil.rmtree(run.named[0])
+    assert run.steps() == [3, 4, 5]
+    with pytest.raises(Refusal, match="no longer kept"):
+        run.open("1")
 
 
 def test_without_a_name_the_newest_is_meant(run: Versions) -> None:

@@ -155,6 +155,8 @@ async def test_what_is_loaded_takes_the_place_of_a_gradient(models: EngineModels
 async def test_what_cannot_be(models: EngineModels, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"data\[1\] has the token 900"):
         await models.forward_backward(MODEL, [ROWS[0], row(1, 900, 2)], LOSS)
+    with pytest.raises(UsageError, match=r"data\[0\] has the token -5; those of tiny are 0 to"):
+        await models.forward_backward(MODEL, [row(1, -5, 2)], LOSS)
     with pytest.raises(UsageError, match=r"data\[0\] has 3000 tokens"):
         await models.forward(MODEL, [row(*[5] * 3000)], LOSS)
     assert (await models.optim_step(MODEL, STEP)).grad_norm == 0

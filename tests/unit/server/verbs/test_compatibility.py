@@ -11,7 +11,8 @@ import pytest
 
 from groupwise.server.verbs.compatibility import CLIENT_VERSION, METHODS, page, refused_route
 
-PAGE = Path(__file__).parents[4] / "docs" / "how-to" / "tinker.md"
+ROOT = Path(__file__).parents[4]
+PAGE = ROOT / "docs" / "how-to" / "tinker.md"
 
 LIST = """
 import inspect, json, os, sys, warnings
@@ -44,6 +45,16 @@ def test_the_page_is_that_of_the_table() -> None:
     assert PAGE.read_text() == page(), (
         f"run: python -m groupwise.server.verbs.compatibility > {PAGE.relative_to(PAGE.parents[2])}"
     )
+
+
+@pytest.mark.parametrize(
+    "file", ["README.md", "docs/how-to/tinker.md", "docs/how-to/deploy-server.md"]
+)
+def test_a_server_is_installed_with_all_that_the_verbs_need(file: str) -> None:
+    lines = [line for line in (ROOT / file).read_text().splitlines() if "server" in line]
+    installs = [line for line in lines if "pip install" in line]
+    assert installs
+    assert all("[train,server,tinker]" in line for line in installs), installs
 
 
 def test_whatever_is_refused_says_why_and_is_reached_by_a_route() -> None:

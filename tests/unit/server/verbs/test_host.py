@@ -203,8 +203,8 @@ async def test_models_up_to_so_many_and_runs_without_any(tmp_path: Path) -> None
         second = await service.answer(service.training.create_model(created(session, 1))[1], LONG)
         assert isinstance(second, Failure)
         assert "max_models" in second.message
-        with pytest.raises(Refusal, match="end their sessions first"):
-            await host.make_way()
+        with pytest.raises(Refusal, match=f"{model}: heard of 0 seconds ago, let go of in 600"):
+            await host.make_way(service.opened.with_models())
         with pytest.raises(UsageError, match="tiny is in memory"):
             host.admit("smollm2-135m-instruct")
         with pytest.raises(UsageError, match="not served here"):
@@ -212,7 +212,7 @@ async def test_models_up_to_so_many_and_runs_without_any(tmp_path: Path) -> None
         assert service.told().models == [model]
         await service.opened.finish(session)
         assert service.told() == ByVerbs()
-        await host.make_way()
+        await host.make_way({})
         assert host.names() == ("tiny", "smollm2-135m-instruct")
         everything = await server.ledger.do(calls.everything)
         assert not everything.calls

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
+import httpx2
+import pytest
+
 from groupwise.server.engine.port import Engine
+from groupwise.server.logs import ACCESS, configure, log_request
+from groupwise.server.serve import Built
 from groupwise.server.verbs.mount import Verbs
+from groupwise.server.verbs.opened import NotThere
+from groupwise.wire.keys import Role
 from groupwise.wire.training import ByVerbs
+from tests.unit.server.asking import HERE, keyring
 from tests.unit.server.serving import Served, served
 
 
@@ -23,6 +32,71 @@ async def test_the_status_tells_of_them_also_where_no_run_was_begun(tmp_path: Pa
         await verbs.service.opened.finish(session)
         assert (await server.service.status()).verbs == ByVerbs()
         await verbs.shut_down()
+
+
+async def test_a_start_that_replaces_ends_the_sessions_that_have_models(tmp_path: Path) -> None:
+    async with served(tmp_path) as server:
+        verbs = Verbs(server.config, server.ledger, server.service, lambda: no_engine(server))
+        await verbs.begin()
+        opened = verbs.service.opened
+        crashed, watching = [await opened.create_session(None) for _ in range(2)]
+        opened.new_model(crashed, 0)
+        assert [*opened.with_models()] == [crashed]
+        await server.start(replace=True)
+        opened.session(watching)
+        with pytest.raises(NotThere, match="had to make way for a run"):
+            opened.session(crashed)
+        await verbs.shut_down()
+
+
+async def test_requests_have_lines_of_the_log_ids_and_metrics(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, ACCESS.name)
+    ring, keys = keyring()
+    async with served(tmp_path) as server:
+        verbs = Verbs(server.config, server.ledger, server.service, lambda: no_engine(server))
+        await verbs.begin()
+        serving, answers = Built(server.service, None, verbs).application(server.config, ring)
+        transport = httpx2.ASGITransport(answers)
+        async with httpx2.AsyncClient(transport=transport, base_url=f"{HERE}/api/v1/") as client:
+            headers = {"X-API-Key": keys[Role.TRAIN], "X-Request-ID": "mine"}
+            asked = {"request_id": "nonsense"}
+            found = await client.post("retrieve_future", json=asked, headers=headers)
+            assert (found.status_code, found.headers["X-Request-ID"]) == (404, "mine")
+            for role, status in ((Role.READ, 403), (None, 401)):
+                given = {} if role is None else {"X-API-Key": keys[role]}
+                assert (await client.post("telemetry", headers=given)).status_code == status
+            serving.end()
+            ended = await client.post("telemetry", headers=headers)
+            assert (ended.status_code, ended.headers["Retry-After"]) == (503, "5")
+        codes = ("unknown_answer", "forbidden", "unauthorised", "shutting_down")
+        assert [serving.metrics.refusals[code] for code in codes] == [1, 1, 1, 1]
+        lines = [record.getMessage() for record in caplog.records if record.name == ACCESS.name]
+        assert len(lines) == 4
+        assert "POST /api/v1/retrieve_future 404 unknown_answer" in lines[0]
+        assert "request=mine" in lines[0]
+        assert "key=-" not in lines[0]
+        await verbs.shut_down()
+
+
+def test_people_do_not_see_polls_that_are_to_come_again(capsys: pytest.CaptureFixture[str]) -> None:
+    handler = configure("text")
+    try:
+        for status, code in ((200, ""), (408, ""), (404, "unknown_answer")):
+            path = "/api/v1/retrieve_future"
+            log_request(
+                request_id="r",
+                method="POST",
+                path=path,
+                status=status,
+                seconds=0.1,
+                key_id="k",
+                code=code,
+            )
+    finally:
+        logging.getLogger().removeHandler(handler)
+    assert capsys.readouterr().err.count("retrieve_future") == 1
 
 
 async def no_engine(server: Served) -> Engine:

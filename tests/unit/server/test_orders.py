@@ -1,0 +1,77 @@
+"""What is said of settings of a start that a config cannot have, by the names that its client knows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.config import RunConfig
+from groupwise.server.orders import FLAT, Allowed, order_of
+from groupwise.settings.schema import leaves
+from groupwise.wire.problems import Refusal
+from groupwise.wire.training import StartRequest
+
+ALLOWED = Allowed(Path("models"), ())
+CASES: list[tuple[dict[str, Any], str, list[str], str]] = [
+    ({"algorithm": "dr_grp"}, "invalid_request", ["algorithm"], "did you mean dr_grpo?"),
+    ({"algorithm": {"type": "foo"}}, "invalid_request", ["algorithm.type"], "one of grpo, "),
+    (
+        {"sampler": {"num_generations": 3}},
+        "invalid_request",
+        ["sampler.num_generations"],
+        "did you mean num_completions_per_prompt?",
+    ),
+    (
+        {"sampler": {"max_tokens": 3}},
+        "invalid_request",
+        ["sampler.max_tokens"],
+        "here it is max_completion_length.",
+    ),
+    ({"lora": {"rank": 3}}, "invalid_request", ["lora.rank"], "here it is lora.r."),
+    ({"training": {"seed": -1}}, "invalid_request", ["training.seed"], "at least 0"),
+    (
+        {"training": {"sed": 1, "weight_decay": "x"}},
+        "invalid_request",
+        ["training.weight_decay", "training.sed"],
+        "must be a number",
+    ),
+    (
+        {"num_completions_per_prompt": 1},
+        "settings_conflict",
+        ["num_completions_per_prompt"],
+        "num_completions_per_prompt is 1, but dr_grpo",
+    ),
+    (
+        {"training": {"minibatches": 7}},
+        "settings_conflict",
+        ["training"],
+        "only groups_per_step = 1 groups",
+    ),
+    (
+        {"sampler": {"temperature_schedule": {}}},
+        "settings_conflict",
+        ["sampler.temperature_schedule"],
+        "with each request",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "code", "fields", "said"), CASES)
+def test_each_setting_is_named_as_its_client_knows_it(
+    settings: dict[str, Any], code: str, fields: list[str], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(Refusal) as refused:
+        order_of(StartRequest.model_validate(settings), ALLOWED, tmp_path)
+    assert (refused.value.code, [error.field for error in refused.value.errors]) == (code, fields)
+    assert said in refused.value.detail
+    assert "config" not in refused.value.detail
+    advised = refused.value.detail.partition("did you mean ")[2]
+    assert not any(name in advised for name in FLAT if "." in name)
+
+
+def test_what_has_a_flat_name_is_a_key_of_the_config_and_a_field_of_the_start() -> None:
+    keys = {".".join(leaf.path) for leaf in leaves(RunConfig)}
+    assert {name for name in FLAT if "." in name} <= keys
+    assert set(FLAT.values()) <= set(StartRequest.model_fields)
