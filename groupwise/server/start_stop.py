@@ -13,7 +13,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from pydantic import ValidationError
 
@@ -45,13 +45,8 @@ class Beside(Protocol):
         """Something else is to have the machine. Refused as `run_active` where there is no room for it."""
         ...
 
-
-@runtime_checkable
-class LetsGo(Beside, Protocol):
-    """What has clients of its own, who may be sent away."""
-
     async def let_go(self) -> None:
-        """Somebody starts a run with `replace: true`: end what would be in its way."""
+        """Somebody starts a run with `replace: true`: end what would be in its way. Within the turn."""
         ...
 
 
@@ -96,9 +91,9 @@ class StartStop:
             replacing = request.replace
             order, request, old = await self._order(request)
             if replacing or self._current.conducted() is None:
-                for each in sorted(beside, key=lambda each: isinstance(each, LetsGo)):
-                    if replacing and isinstance(each, LetsGo):
-                        await each.let_go()  # when nothing else is in the way any more
+                for each in beside:
+                    if replacing:
+                        await each.let_go()
                     await each.make_way()
             await self._make_way(replacing)
             conductor = self._conductor_of(request, order)

@@ -323,7 +323,8 @@ class StartRequest(Body):
     )
     replace: bool = Field(
         default=False,
-        description="Stop a run that is active cleanly first, instead of being refused.",
+        description="Instead of being refused, stop a run that is active cleanly first; sessions of verbs that have models, and the parts "
+        "of a loop elsewhere, are ended.",
     )
     save_steps: int = Field(
         default=10,

@@ -161,6 +161,10 @@ class PartsService:
             raise _taken(self._parts)
         await self._end_spare()
 
+    async def let_go(self) -> None:
+        """A run is started with `replace: true`; see `groupwise.server.start_stop.Beside`."""
+        await self._end("a run of the server was started in their place", "parts_taken")
+
     async def _end_spare(self) -> None:
         if self._spare is not None:
             self._spare = None
@@ -511,7 +515,7 @@ def _taken(parts: _Parts) -> Refusal:
     return Refusal(
         "run_active",
         f"The loop {parts.owner} drives sampler and learner of this server from elsewhere (parts {parts.id}). It frees them when it ends "
-        f"or falls silent; DELETE /parts/{parts.id} takes them from it.",
+        f"or falls silent; DELETE /parts/{parts.id} takes them from it, and so does POST /start with `replace: true`.",
     )
 
 

@@ -72,7 +72,7 @@ class Verbs:
         await self._host.make_way(self.service.opened.with_models())
 
     async def let_go(self) -> None:
-        """See `groupwise.server.start_stop.LetsGo.let_go`."""
+        """See `groupwise.server.start_stop.Beside.let_go`."""
         for session in self.service.opened.with_models():
             logger.warning("the session %s ends for a run that is started with `replace`", session)
             await self.service.opened.finish(session)

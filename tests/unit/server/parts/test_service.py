@@ -304,8 +304,11 @@ async def test_a_run_and_models_keep_parts_away_and_parts_a_run(tmp_path: Path) 
         with pytest.raises(Refusal, match=f"DELETE /parts/{ID}"):
             await ask.server.service.make_way()
         assert ask.server.service.in_use() == "me"
-        await ask.http.delete(f"/parts/{ID}")
+        await ask.server.service.let_go()
         await ask.server.service.make_way()
+        gone = await ask.call(1, DISCARD)
+        assert code(gone) == "parts_taken"
+        assert "started in their place" in gone.json()["detail"]
 
 
 async def test_planning_begins_an_engine_that_is_opened_next(tmp_path: Path) -> None:
