@@ -102,8 +102,9 @@ class AskPost:
         run = self._current.any_run()
         if request.wait and self._current.is_manual():
             raise Refusal("manual_mode")
-        version = self._current.version()
-        answers = await self._ledger.do(keeping.keep_rewards, run.run, version, request, caller)
+        standing = self._current.standing
+        steps_done = standing.step if standing else None  # no engine has opened it yet
+        answers = await self._ledger.do(keeping.keep_rewards, run.run, steps_done, request, caller)
         if self._current.conductor is not None:
             self._current.conductor.nudge()
         if not request.wait:

@@ -16,7 +16,6 @@ from groupwise.server.settings import ServerConfig
 from groupwise.server.tokenizers import Tokenizer
 from groupwise.server.versions import Versions
 from groupwise.wire.problems import Refusal
-from groupwise.wire.training import ModelVersion
 
 TOKENIZERS = "tokenizers"
 """Folder of the server's output that holds tokenizers by their hash."""
@@ -75,11 +74,6 @@ class Current:
         """Whether nobody takes steps any more."""
         conductor = self.conductor
         return self.shutting_down or conductor is None or conductor.phase in ENDED
-
-    def version(self) -> ModelVersion:
-        """[run, steps done]."""
-        standing = self.standing
-        return standing.version if standing else (self.any_run().run, 0)
 
     def versions(self, row: RunRow) -> Versions:
         """Those of a run that can be read."""

@@ -137,11 +137,11 @@ def group_answer(transaction: Transaction, row: GroupRow, group: Group) -> Group
 def keep_rewards(
     transaction: Transaction,
     run: str,
-    version: tuple[str, int],
+    steps_done: int | None,
     request: RewardsOfOne | RewardsOfSeveral,
     caller: Caller,
 ) -> list[RewardAnswer]:
-    """Rewards of groups, all or none, and the answers about them.
+    """Rewards of groups, all or none, and the answers about them. `steps_done` by the run; None: as many as the ledger knows of.
 
     Where the client waits for the step, what is kept for its key says that they are accepted: whoever asks again goes on waiting
     from there.
@@ -149,6 +149,8 @@ def keep_rewards(
     answers: list[RewardAnswer] = []
 
     def work(transaction: Transaction) -> Answer:
+        done = steps.next_step(transaction, run) if steps_done is None else steps_done
+        version = (run, done)
         posts = [
             _post(transaction, each, version, _place(request, number))
             for number, each in enumerate(request.all_groups)

@@ -456,6 +456,17 @@ async def test_what_is_known_of_a_run_that_has_ended_outlives_the_server(tmp_pat
         assert await server.service.tokenizer() == tokenizer
 
 
+async def test_rewards_name_the_version_before_an_engine_is_back(tmp_path: Path) -> None:
+    server = Served(tmp_path)
+    await server.service.begin()
+    run = await server.start()
+    await server.round(0)
+    group = await server.ask()
+    await server.kill()
+    async with served(tmp_path) as server:  # its engine is about to be begun
+        assert (await server.reward(group)).model_version == (run, 1)
+
+
 async def test_before_the_first_run_there_is_nothing_to_be_read(tmp_path: Path) -> None:
     async with served(tmp_path) as server:
         await refused("not_started", server.service.tokenizer())
