@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from groupwise.algorithms.registry import make
 from groupwise.config import RunConfig, load_config
 from groupwise.errors import ConfigError, UsageError
-from groupwise.machine_layout import AnyConfig, Layout, most_processes
+from groupwise.machine_layout import AnyConfig, Layout, layout_told, most_processes
 from groupwise.models.memory import memory_explained
 from groupwise.ranks import ahead
 from groupwise.ranks.beside import Here, Host, InRank, Models, NewModel
@@ -252,7 +252,7 @@ async def _by_server(
     assert config.run.server is not None
     wanted = await asyncio.to_thread(_wanted, kind, config, layout, run, folder, weights)
     found = await start(config.run.server, wanted)
-    if Layout(**found.layout) != layout:
+    if layout_told(found.layout) != layout:
         found.session.close()
         raise UsageError(
             f"{config.run.server} lays the work out otherwise than a moment ago: its machine or its settings have changed. Start again."

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from groupwise.config import RunConfig
-from groupwise.errors import ConfigError
+from groupwise.errors import ConfigError, UsageError
 from groupwise.models.config import Dtype, ModelConfig
 from groupwise.models.cores import available_cores
 from groupwise.ranks import ahead
@@ -115,7 +115,18 @@ def _of_server(
 ) -> Layout:
     from groupwise.remote.parts import planned_layout
 
-    return Layout(**planned_layout(url, kind, config.model_dump(mode="json"), longest_prompt))
+    return layout_told(planned_layout(url, kind, config.model_dump(mode="json"), longest_prompt))
+
+
+def layout_told(facts: Mapping[str, Any]) -> Layout:
+    """A layout as a server tells it. UsageError where its version has other facts."""
+    try:
+        return Layout(**facts)
+    except TypeError:
+        raise UsageError(
+            "run.server: the server lays work out by other facts than this version knows. Install the same version of groupwise in both "
+            "places."
+        ) from None
 
 
 def crowding(layout: Layout, *, elsewhere: bool = False) -> str | None:

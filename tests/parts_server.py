@@ -15,7 +15,6 @@ from groupwise.server.app import make_app
 from groupwise.server.engine.core import EngineCore
 from groupwise.server.engine.line import packed, packed_error, unpacked, unpacked_error
 from groupwise.server.engine.port import EngineLost
-from groupwise.server.keeper import Keeper
 from groupwise.server.orders import Allowed
 from groupwise.server.parts.service import PartsService
 from groupwise.server.routes.parts import parts_routes
@@ -33,6 +32,7 @@ class EngineHere:
         self.calls: list[str] = []
         self.lost: str | None = None
         """How it ended."""
+        self.closed = False
 
     async def call(self, verb: str, *arguments: Any) -> Any:
         self._check()
@@ -47,6 +47,7 @@ class EngineHere:
         return unpacked(packed(result))
 
     async def close(self) -> None:
+        self.closed = True
         await self.core.close()
 
     def _check(self) -> None:
@@ -74,14 +75,15 @@ class PartsServer:
         """`make_core` makes what an engine holds; `more` goes to the service."""
         self.engines: list[EngineHere] = []
         self._make_core = make_core
-        settings = {"silence": 120.0, "longest_wait": 60.0, "runs": NoRuns(), **more}
+        limits = {"silence": 120.0, "longest_wait": 60.0, "most_bytes": 32 << 20}
+        settings = {**limits, "runs": NoRuns(), **more}
         self.service = PartsService(
-            keeper=Keeper(self._engine),  # pyright: ignore[reportArgumentType]
+            make_engine=self._engine,  # pyright: ignore[reportArgumentType]
             allowed=Allowed(folder / "models", ()),
             folder=folder / "parts",
             **settings,
         )
-        config = ServerConfig(output_dir=str(folder))
+        config = ServerConfig(output_dir=str(folder), max_body_bytes=settings["most_bytes"])
         app = make_app(FakeService(), config, None, also=parts_routes(self.service))
         self.transport = httpx2.ASGITransport(app)  # pyright: ignore[reportArgumentType]
 

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -105,8 +106,13 @@ class Line:
         """The same, for a coroutine; cancelling it cancels the work."""
         return await asyncio.wrap_future(self.begun(work))
 
-    async def ask(self, call: Call[T], patience: float | None = None) -> T:
-        """The answer to a request; within the thread. Raises ClientError."""
+    async def ask(
+        self, call: Call[T], patience: float | None = None, silence: float | None = None
+    ) -> T:
+        """The answer to a request; within the thread. Raises ClientError.
+
+        Seconds in place of the connection's: `patience` for all attempts, `silence` without a byte for each.
+        """
         if self._http is None:
             self._http = httpx2.AsyncClient(
                 base_url=self.connection.url,
@@ -114,11 +120,12 @@ class Line:
                 transport=self._transport,
                 limits=httpx2.Limits(max_connections=None, max_keepalive_connections=32),
             )
-        of = self.connection
-        steps = exchange(
-            call,
-            of if patience is None else Connection(of.url, of.key, patience, of.timeout, of.timing),
+        of = replace(
+            self.connection,
+            patience=self.connection.patience if patience is None else patience,
+            timeout=self.connection.timeout if silence is None else silence,
         )
+        steps = exchange(call, of)
         todo = next(steps)
         while True:
             reply = None
@@ -174,6 +181,7 @@ class Session(Line):
         self._last = 0
         """Number of the last call whose order counts."""
         self._open = False
+        self._piece = PIECE
         self._beats: asyncio.Task[None] | None = None
 
     def close(self) -> None:
@@ -181,18 +189,21 @@ class Session(Line):
         if self._open:
             self._open = False
             with suppress(ClientError):  # then it notices that nobody is there
-                self.now(self.ask(Call("DELETE", self._path(), lambda _: None), LAST_PATIENCE))
+                end = Call("DELETE", self._path(), lambda _: None)
+                self.now(self.ask(end, LAST_PATIENCE, LAST_PATIENCE))
         super().close()
 
     async def open(self, owner: str) -> PartsAnswer:
         """Have the server's engine; those of an earlier session of the same owner are ended. UsageError where it is not to be had."""
         body = PartsRequest(owner=owner).model_dump_json().encode()
         call = Call("PUT", self._path(), answer_as(PartsAnswer), body, waits=60.0)
+        self._open = True  # perhaps, even if nobody waits for the answer
         try:
             answer = await self.awaited(self.ask(call, FIRST_PATIENCE))
         except (Refused, NoAnswer) as error:
+            self._open = False
             raise as_usage(error) from None
-        self._open = True
+        self._piece = answer.piece
         self.now(self._begin_beats(min(HEARTBEAT, answer.silence / 4)))
         return answer
 
@@ -238,7 +249,7 @@ class Session(Line):
         offset = 0
         with file.open("rb") as source:
             while True:
-                piece = await asyncio.to_thread(source.read, PIECE)
+                piece = await asyncio.to_thread(source.read, self._piece)
                 await self.ask(
                     Call(
                         "PUT",
@@ -250,7 +261,7 @@ class Session(Line):
                     )
                 )
                 offset += len(piece)
-                if len(piece) < PIECE:
+                if len(piece) < self._piece:
                     return
 
     async def _fetch(self, path: str, target: Path, size: int) -> None:
@@ -282,6 +293,9 @@ class Session(Line):
         except asyncio.CancelledError:
             self._giving_up = asyncio.ensure_future(self._give_up(path))
             raise
+        except Refused:
+            await self._give_up(path)  # or what comes after it would wait for it
+            raise
         if answer.error is not None:
             raise _error(answer.error.code, answer.error.message)
         if answer.state != "done":
@@ -299,7 +313,7 @@ class Session(Line):
         while True:
             await asyncio.sleep(every)
             with suppress(ClientError):  # whoever calls next hears of it
-                await self.ask(Call("GET", self._path(), answer_as(PartsAnswer)), every)
+                await self.ask(Call("GET", self._path(), answer_as(PartsAnswer)), every, every)
 
     def _path(self, *more: str) -> str:
         return "/".join(("/parts", self.id, *more))

@@ -36,7 +36,7 @@ MAX_PATH = 200
 DEFAULT_CALL_WAIT, MAX_CALL_WAIT = 20.0, 60.0
 """Seconds for which an answer is waited for before the client is told to ask again."""
 PIECE = 8 << 20
-"""Bytes of a file that are sent or asked for at once."""
+"""Bytes of a file that are sent or asked for at once, where the server takes so many."""
 HEARTBEAT = 10.0
 """Seconds between two words of a client that has nothing to ask; see `parts_silence` of the server."""
 
@@ -68,6 +68,7 @@ class PartsAnswer(BaseModel):
     silence: float = Field(
         description="Seconds without a request after which they are ended; any request for them counts."
     )
+    piece: int = Field(default=PIECE, description="Bytes of a file that are sent at once, at most.")
 
 
 class PlanRequest(_Body):

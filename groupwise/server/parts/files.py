@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import shutil
+import threading
 from pathlib import Path
 
 from groupwise.wire.parts import MAX_PATH, PATH_PATTERN, PIECE, FileFacts, FolderAnswer
@@ -20,6 +21,9 @@ class Files:
     def __init__(self, root: Path) -> None:
         root.mkdir(parents=True, exist_ok=True)
         self.root = root
+        self._changing = threading.Lock()
+        """Requests write in threads, also while the parts are ended."""
+        self._removed = False
 
     @staticmethod
     def check(path: str) -> None:
@@ -68,12 +72,18 @@ class Files:
     def read(self, path: str, offset: int) -> bytes:
         """A piece of a file, of at most `PIECE` bytes; nothing behind its end."""
         with self.file(path).open("rb") as file:
-            file.seek(offset)
+            file.seek(min(offset, os.fstat(file.fileno()).st_size))
             return file.read(PIECE)
 
     def write(self, path: str, offset: int, content: bytes) -> FolderAnswer:
         """A piece of a file, at `offset`, which must not be beyond what is there; what was behind it is cut off. The file's size."""
         place = self.place(path)
+        with self._changing:
+            if self._removed:
+                raise _not_there(path)
+            return self._written(place, path, offset, content)
+
+    def _written(self, place: Path, path: str, offset: int, content: bytes) -> FolderAnswer:
         try:
             place.parent.mkdir(parents=True, exist_ok=True)
             with place.open("ab") as file:
@@ -95,8 +105,10 @@ class Files:
         shutil.rmtree(self.place(path), ignore_errors=True)
 
     def remove(self) -> None:
-        """All of them."""
-        shutil.rmtree(self.root, ignore_errors=True)
+        """All of them, for good."""
+        with self._changing:
+            self._removed = True
+            shutil.rmtree(self.root, ignore_errors=True)
 
 
 def _refused(path: str, error: OSError) -> Refusal:

@@ -4,40 +4,39 @@
     call       something is done by the engine; it goes on whether or not the client waits, and its answer is kept until it was told
     end        by the client, by the next loop of the same owner, or after silence; engine and files go
 
-A call that is sent again (its connection was lost) is done once. Calls of the learner name the one before, so that they are done in their
-order whatever becomes of connections. All of it ends with the engine, and with this process: the loop has its run, record and
+What becomes of calls stands in `calls.py`. All of it ends with the engine, and with this process: the loop has its run, record and
 checkpoints on its own disk, and resumes from there.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import shutil
 import tempfile
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
 from groupwise.errors import GroupwiseError, UsageError
-from groupwise.server.engine.port import EngineLost, OpenParts, PartsOpened
+from groupwise.server.engine.port import Engine, EngineLost, OpenParts, PartsOpened
 from groupwise.server.engine_refusals import refusal_of
 from groupwise.server.keeper import Keeper
 from groupwise.server.orders import Allowed, allowed_model
+from groupwise.server.parts.calls import Calls
 from groupwise.server.parts.files import Files
-from groupwise.server.pulse import Pulse
 from groupwise.wire import parts as wire
 from groupwise.wire.parts import (
     OF_RUN,
+    PIECE,
     SECTIONS,
     AnyVerb,
     CallAnswer,
-    CallError,
     CallRequest,
     PartsAnswer,
     PartsKind,
@@ -51,16 +50,13 @@ logger = logging.getLogger(__name__)
 
 NAME = "parts"
 """Among what is beside runs, and of the folder."""
-MOST_CALLS = 4096
-"""Under way at once."""
-TOLD_KEPT = 120.0
-"""Seconds for which an answer is kept after it was told: it may have been lost on its way."""
 GONE_KEPT = 100
 """Parts that have ended whose end can be told."""
-FREED = frozenset({"generate"})
-"""Verbs whose calls end when they are given up; the others have changed something by then, and go on."""
 LOOK_EVERY = 5.0
 """Seconds between two looks for parts whose client is silent."""
+
+
+GoneCode = Literal["parts_gone", "parts_taken"]
 
 
 class Runs(Protocol):
@@ -79,20 +75,10 @@ class Called(Protocol):
     async def call(self, verb: str, *arguments: Any) -> Any: ...
 
 
-@dataclass(eq=False, slots=True)
-class _Call:
-    content: bytes
-    """Hash of what was asked."""
-    task: asyncio.Task[Any] | None
-    """None: it was given up before it came."""
-    verb: str = ""
-    told: float | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class _Gone:
     why: str
-    code: Literal["parts_gone", "parts_taken"]
+    code: GoneCode
     """Whether they were lost, or somebody wanted it so."""
 
 
@@ -104,11 +90,7 @@ class _Parts:
     engine: Called
     seen: float
     ready: bool = False
-    calls: dict[int, _Call] = field(default_factory=dict[int, _Call])
-    in_order: int = 0
-    """The highest number of a call in the learner's order that is over."""
-    over: Pulse = field(default_factory=Pulse)
-    """Beats when one is."""
+    calls: Calls = field(init=False)
 
 
 class PartsService:
@@ -118,27 +100,34 @@ class PartsService:
         self,
         *,
         runs: Runs,
-        keeper: Keeper,
+        make_engine: Callable[[], Awaitable[Engine]],
         allowed: Allowed,
         folder: Path,
         silence: float,
         longest_wait: float,
+        most_bytes: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`keeper`: of the parts' own engine. Seconds: `silence` after which parts are ended, `longest_wait` for a call before."""
+        """`make_engine` begins one in which nothing is open. Seconds: `silence` after which parts are ended, `longest_wait` for the call
+        before. `most_bytes` of a request."""
         self._runs = runs
-        self._keeper = keeper
+        self._make_engine = make_engine
+        self._keeper = Keeper(make_engine)
         self._allowed = allowed
         self._folder = folder
         self._silence = silence
         self._longest_wait = longest_wait
+        self._most_bytes = most_bytes
         self._clock = clock
         self._parts: _Parts | None = None
         self._spare: Called | None = None
         """An engine in which nothing is open yet."""
         self._spare_until = 0.0
+        self._planning = asyncio.Lock()
+        """Held while a plan is made: one at a time."""
         self._gone: OrderedDict[str, _Gone] = OrderedDict()
         self._watch: asyncio.Task[None] | None = None
+        self._cleaning: asyncio.Task[None] | None = None
 
     async def begin(self) -> None:
         """Forget what an earlier process has left."""
@@ -194,26 +183,41 @@ class PartsService:
             await self._runs.make_room(NAME)
             engine, self._spare = await self._fresh_engine(), None
             files = Files(self._folder / id)
-            self._parts = _Parts(id, request.owner, files, engine, self._clock())
+            self._parts = self._new(id, request.owner, files, engine)
             logger.info("parts %s are opened for %s", id, request.owner)
             return self._answer(self._parts)
 
+    def _new(self, id: str, owner: str, files: Files, engine: Called) -> _Parts:
+        parts = _Parts(id, owner, files, engine, self._clock())
+        parts.calls = Calls(
+            partial(self._do, parts), self._longest_wait, self._most_bytes, self._clock
+        )
+        return parts
+
     async def plan(self, request: PlanRequest) -> PlanAnswer:
-        """How the work would be laid out here; any engine can tell, and one that is begun for it is kept for who opens parts next."""
-        async with self._runs.turn:
-            engine = await self._some_engine()
-        self._spare_until = self._clock() + self._silence
-        try:
-            with self._described(request.described) as sent:
-                config = self._config(request.kind, request.config, sent)
-                layout = await engine.call(
-                    "parts.plan", request.kind, config, request.longest_prompt
-                )
-        except EngineLost as error:
-            raise Refusal("engine_recovering", str(error), retry_after=1.0) from None
-        except GroupwiseError as error:
-            raise refusal_of(error, otherwise="settings_conflict") from None
-        return PlanAnswer(layout=layout)
+        """How the work would be laid out here. An engine that is begun for it is kept for who opens parts next."""
+        async with self._planning:
+            async with self._runs.turn:
+                engine = await self._engine_to_plan()
+            self._spare_until = self._clock() + self._silence
+            try:
+                with self._described(request.described) as sent:
+                    config = self._config(request.kind, request.config, sent)
+                    layout = await engine.call(
+                        "parts.plan", request.kind, config, request.longest_prompt
+                    )
+            except EngineLost as error:
+                raise Refusal("engine_recovering", str(error), retry_after=1.0) from None
+            except GroupwiseError as error:
+                raise refusal_of(error, otherwise="settings_conflict") from None
+            finally:
+                if engine is not self._spare and not self._is_of_parts(engine):
+                    await cast("Engine", engine).close()
+            return PlanAnswer(layout=layout)
+
+    def _is_of_parts(self, engine: Called) -> bool:
+        """Whether somebody has opened parts in it meanwhile."""
+        return self._parts is not None and self._parts.engine is engine
 
     @contextmanager
     def _described(self, text: str | None) -> Generator[str | None]:
@@ -225,11 +229,11 @@ class PartsService:
             (Path(folder) / "config.json").write_text(text, encoding="utf-8")
             yield folder
 
-    async def _some_engine(self) -> Called:
-        run = self._runs.conducted()
+    async def _engine_to_plan(self) -> Called:
+        """The one that is opened next; beside other parts one of its own, because a plan may take long, or take an engine with it."""
         if self._parts is not None:
-            return self._parts.engine
-        if run is not None:
+            return cast("Called", await self._make_engine())
+        if self._runs.conducted() is not None:
             raise _run_is_active()
         await self._runs.make_room(NAME)
         return await self._fresh_engine()
@@ -279,22 +283,20 @@ class PartsService:
         if self._is_silent(self._parts):
             await self._end(f"nothing was heard of their loop for {self._silence:g} seconds")
 
-    async def _end(
-        self, why: str, code: Literal["parts_gone", "parts_taken"] = "parts_gone"
-    ) -> None:
+    async def _end(self, why: str, code: GoneCode = "parts_gone") -> None:
         parts, self._parts = self._parts, None
         if parts is None:
             return
+        self._note_gone(parts, why, code)
+        await parts.calls.end()
+        await self._keeper.end()
+        await asyncio.to_thread(parts.files.remove)
+
+    def _note_gone(self, parts: _Parts, why: str, code: GoneCode) -> None:
         self._gone[parts.id] = _Gone(why, code)
         while len(self._gone) > GONE_KEPT:
             self._gone.popitem(last=False)
         logger.info("parts %s of %s are ended: %s", parts.id, parts.owner, why)
-        tasks = [call.task for call in parts.calls.values() if call.task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await self._keeper.end()
-        await asyncio.to_thread(parts.files.remove)
 
     def _of(self, id: str) -> _Parts:
         parts = self._parts
@@ -319,115 +321,61 @@ class PartsService:
 
     def _answer(self, parts: _Parts) -> PartsAnswer:
         parts.seen = self._clock()
-        return PartsAnswer(id=parts.id, ready=parts.ready, silence=self._silence)
+        return PartsAnswer(
+            id=parts.id,
+            ready=parts.ready,
+            silence=self._silence,
+            piece=min(PIECE, self._most_bytes),
+        )
 
     # --- calls -----------------------------------------------------------------------------------
 
     async def call(
         self, id: str, number: int, request: CallRequest, content: bytes, wait: float
     ) -> CallAnswer:
-        """Have something done; its answer, if it is there within `wait` seconds. `content`: the request as it came."""
+        """See `Calls.make`."""
         parts = self._of(id)
-        digest = hashlib.sha256(content).digest()
-        known = parts.calls.get(number)
-        if known is None:
-            self._refuse_more(parts)
-            work = self._done(parts, number, request)
-            task = asyncio.create_task(work, name=f"parts {request.do.verb}")
-            task.add_done_callback(_look_at_it)
-            known = parts.calls[number] = _Call(digest, task, request.do.verb)
-        elif known.task is not None and known.content != digest:
-            raise Refusal(
-                "call_taken",
-                f"The call {number} was made before, with other content. Each call has a number of its own.",
-            )
-        return await self._told(parts, number, known, wait)
+        return await self._waited(parts, parts.calls.make(number, request, content, wait))
 
     async def answer(self, id: str, number: int, wait: float) -> CallAnswer:
-        """What has become of a call."""
+        """See `Calls.answer`."""
         parts = self._of(id)
-        known = parts.calls.get(number)
-        if known is None:
-            raise Refusal(
-                "unknown_call",
-                f"There is no call {number}: it was never made, or its answer was told more than {TOLD_KEPT:g} seconds ago.",
-            )
-        return await self._told(parts, number, known, wait)
+        return await self._waited(parts, parts.calls.answer(number, wait))
 
     async def give_up(self, id: str, number: int) -> CallAnswer:
-        """Nobody waits for a call any more. One that changes something goes on; one that has not come yet will not be done."""
+        """See `Calls.give_up`."""
         parts = self._of(id)
-        known = parts.calls.get(number)
-        if known is None:
-            known = parts.calls[number] = _Call(b"", None)
-            self._is_over(parts, number)
-        elif known.task is not None and known.verb in FREED:
-            known.task.cancel()
-            await asyncio.wait((known.task,))
-        return await self._told(parts, number, known, 0.0)
+        return await self._waited(parts, parts.calls.give_up(number))
 
-    async def _told(self, parts: _Parts, number: int, call: _Call, wait: float) -> CallAnswer:
-        task = call.task
-        if task is None:
-            call.told = self._clock()
-            return CallAnswer(number=number, state="given_up")
-        if not task.done() and wait > 0:
-            await asyncio.wait((task,), timeout=wait)
-            parts.seen = self._clock()
-        if not task.done():
-            return CallAnswer(number=number, state="working")
-        call.told = self._clock()
-        if task.cancelled():
-            if self._parts is not parts:
-                raise self._ended(parts.id)
-            return CallAnswer(number=number, state="given_up")
-        error = task.exception()
-        if error is None:
-            return CallAnswer(number=number, state="done", result=task.result())
-        if isinstance(error, EngineLost) and self._parts is not parts:
+    async def _waited(self, parts: _Parts, work: Awaitable[CallAnswer]) -> CallAnswer:
+        """What it gives; where the parts have ended meanwhile, how."""
+        try:
+            answer = await work
+        except EngineLost:
+            raise self._ended(parts.id) from None
+        if self._parts is not parts:
             raise self._ended(parts.id)
-        if isinstance(error, Refusal):
-            raise error
-        if not isinstance(error, GroupwiseError):
-            raise error
-        told = CallError(code=error.code, message=error.message)
-        return CallAnswer(number=number, state="failed", error=told)
+        parts.seen = self._clock()
+        return answer
 
-    async def _done(self, parts: _Parts, number: int, request: CallRequest) -> Any:
+    def forget_told(self) -> None:
+        """Let go of answers that clients have."""
+        if self._parts is not None:
+            self._parts.calls.forget()
+
+    async def _do(self, parts: _Parts, do: AnyVerb) -> Any:
         try:
-            if request.after is not None:
-                await self._after(parts, request.after)
-            return await self._by_engine(parts, request.do)
+            return await self._by_engine(parts, do)
         except EngineLost as error:
-            asyncio.get_running_loop().call_soon(self._lose, parts, str(error))
+            self._lose(parts, str(error))
             raise
-        finally:
-            if request.after is not None:
-                self._is_over(parts, number)
-
-    async def _after(self, parts: _Parts, number: int) -> None:
-        try:
-            async with asyncio.timeout(self._longest_wait):
-                while parts.in_order < number:
-                    await parts.over.next.wait()
-        except TimeoutError:
-            raise UsageError(
-                f"The call {number}, after which this one was to be done, was not over within {self._longest_wait:g} seconds."
-            ) from None
-
-    def _is_over(self, parts: _Parts, number: int) -> None:
-        parts.in_order = max(parts.in_order, number)
-        parts.over.beat()
 
     def _lose(self, parts: _Parts, why: str) -> None:
-        """The engine has ended, and what it held with it."""
+        """The engine has ended, and what it held with it. Calls that are under way hear of it, too."""
         if self._parts is parts:
-            self._losing = asyncio.create_task(self._lost(parts, why), name="parts lost")
-
-    async def _lost(self, parts: _Parts, why: str) -> None:
-        async with self._runs.turn:
-            if self._parts is parts:
-                await self._end(why)
+            self._parts = None
+            self._note_gone(parts, why, "parts_gone")
+            self._cleaning = asyncio.create_task(asyncio.to_thread(parts.files.remove))
 
     async def _by_engine(self, parts: _Parts, do: AnyVerb) -> Any:
         call = parts.engine.call
@@ -479,25 +427,6 @@ class PartsService:
         run = {key: of_run[key] for key in OF_RUN if key in of_run}
         return {**config, "model": model, "run": run}
 
-    def _refuse_more(self, parts: _Parts) -> None:
-        if len(parts.calls) >= MOST_CALLS:
-            self.forget_told()
-        if len(parts.calls) >= MOST_CALLS:
-            raise Refusal(
-                "too_busy",
-                f"{len(parts.calls)} calls are under way or not fetched, as many as there may be. Wait for some of them.",
-                retry_after=1.0,
-            )
-
-    def forget_told(self) -> None:
-        """Let go of answers that were told some time ago."""
-        before = self._clock() - TOLD_KEPT
-        calls = {} if self._parts is None else self._parts.calls
-        for number in [
-            n for n, each in calls.items() if each.told is not None and each.told < before
-        ]:
-            del calls[number]
-
 
 def _run_is_active() -> Refusal:
     return Refusal(
@@ -517,9 +446,3 @@ def _taken(parts: _Parts) -> Refusal:
         f"The loop {parts.owner} drives sampler and learner of this server from elsewhere (parts {parts.id}). It frees them when it ends "
         f"or falls silent; DELETE /parts/{parts.id} takes them from it, and so does POST /start with `replace: true`.",
     )
-
-
-def _look_at_it(task: asyncio.Task[Any]) -> None:
-    """So that asyncio does not complain of an error that nobody has asked for yet."""
-    if not task.cancelled():
-        task.exception()

@@ -172,6 +172,28 @@ async def test_the_server_hears_of_a_loop_that_computes(pair_of: Callable[..., P
     assert (await pair.session.call(Discard())) is None
 
 
+async def test_a_call_that_is_refused_holds_up_none_after_it(
+    pair_of: Callable[..., Pair],
+) -> None:
+    pair = await asyncio.to_thread(pair_of, most_bytes=1 << 16)
+    learner = RemoteLearner(pair.session, Path("unused"), {})
+    with pytest.raises(Refused, match="max_body_bytes"):
+        await learner.forward_backward([ROW] * 2000, LossSpec("x"), {"policy": 1.0})
+    await asyncio.to_thread(learner.discard)
+    assert pair.parts.done == ["discard"]
+
+
+async def test_files_are_sent_in_pieces_that_the_server_takes(
+    pair_of: Callable[..., Pair], tmp_path: Path
+) -> None:
+    pair = await asyncio.to_thread(pair_of, most_bytes=1 << 16)
+    (tmp_path / "sent").mkdir()
+    (tmp_path / "sent" / "a.safetensors").write_bytes(bytes(300_000))
+    await pair.session.awaited(pair.session.upload(weight_files(tmp_path / "sent"), "there"))
+    found = pair.server.service.files(pair.session.id).list("there")
+    assert [each.size for each in found.files] == [300_000]
+
+
 @pytest.mark.parametrize(
     "error", [PolicyMismatchError("other weights"), UsageError("not so"), RunError("on its way")]
 )

@@ -87,3 +87,16 @@ def test_a_disk_that_refuses(
     with pytest.raises(Refusal) as refused:
         files.write("a", 0, b"x")
     assert refused.value.code == code
+
+
+def test_what_comes_after_the_end_leaves_nothing(files: Files) -> None:
+    files.write("a", 0, b"x")
+    files.remove()
+    with pytest.raises(Refusal):
+        files.write("b/c", 0, b"x")
+    assert not files.root.exists()
+
+
+def test_any_offset_has_an_answer(files: Files) -> None:
+    files.write("a", 0, b"abc")
+    assert files.read("a", 2**52) == b""

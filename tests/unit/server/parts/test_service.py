@@ -20,7 +20,7 @@ import httpx2
 import pytest
 
 from groupwise.errors import PolicyMismatchError, UsageError
-from groupwise.server.parts.service import MOST_CALLS, TOLD_KEPT
+from groupwise.server.parts.calls import MOST_BODIES, MOST_CALLS, TOLD_KEPT
 from groupwise.wire.problems import Refusal
 from tests.fake_parts import LAYOUT, SUMS, FakeCore, FakeParts
 from tests.parts_server import HERE, NoRuns, PartsServer
@@ -212,6 +212,16 @@ async def test_so_many_calls_and_no_more(tmp_path: Path) -> None:
         assert (refused.status_code, code(refused)) == (429, "too_busy")
 
 
+async def test_so_many_bytes_and_no_more(tmp_path: Path) -> None:
+    async with asking(tmp_path, most_bytes=1 << 16) as ask:
+        rows = LEARN["rows"] * 500
+        found = [
+            await ask.call(n, {**LEARN, "rows": rows}, after=99, wait=0.0) for n in range(1, 14)
+        ]
+        assert {each.status_code for each in found} == {202, 429}
+        assert sum(each.status_code == 202 for each in found) >= MOST_BODIES
+
+
 def _request(do: Mapping[str, Any]) -> Any:
     from groupwise.wire.parts import CallRequest
 
@@ -250,7 +260,7 @@ async def test_the_same_owner_takes_over_and_calls_under_way_hear_of_it(tmp_path
 
 async def test_opening_and_closing_may_be_repeated(tmp_path: Path) -> None:
     async with asking(tmp_path) as ask:
-        assert (await ask.open()).json() == {"id": ID, "ready": False, "silence": 120.0}
+        assert (await ask.open()).json()["ready"] is False
         assert len(ask.server.engines) == 1
         await ask.call(1, OPEN)
         assert (await ask.open()).json()["ready"]
@@ -319,15 +329,17 @@ async def test_planning_begins_an_engine_that_is_opened_next(tmp_path: Path) -> 
         assert found.json() == {"layout": LAYOUT}
         await ask.http.post("/parts/plan", json=plan)
         await ask.open()
-        await ask.http.post("/parts/plan", json=plan)
         assert len(ask.server.engines) == 1
         await ask.call(1, OPEN)
+        await ask.http.post("/parts/plan", json=plan)
+        assert [len(each.core.parts.planned) for each in ask.server.engines] == [2, 1]
+        assert ask.server.engines[1].closed, "that of the parts is not disturbed"
         await ask.http.delete(f"/parts/{ID}")
         await ask.http.post("/parts/plan", json=plan)
-        assert len(ask.server.engines) == 2, "one that had a model in it is not used again"
-        ask.server.engines[1].lost = "killed"
+        assert len(ask.server.engines) == 3, "one that had a model in it is not used again"
+        ask.server.engines[2].lost = "killed"
         await ask.open(OTHER)
-        assert len(ask.server.engines) == 3
+        assert len(ask.server.engines) == 4
 
 
 # 5.
@@ -404,3 +416,50 @@ async def test_a_server_forgets_what_an_earlier_one_left(tmp_path: Path) -> None
     await server.service.begin()
     assert not (tmp_path / "parts" / "old").exists()
     await server.service.shut_down()
+
+
+async def test_an_answer_that_was_told_and_lost_is_told_again_however_late(tmp_path: Path) -> None:
+    clock = Clock()
+    async with asking(tmp_path, clock=clock, silence=1e9) as ask:
+        first = await ask.call(1, UPDATE, after=0)
+        clock.now += 100 * TOLD_KEPT
+        ask.server.service.forget_told()
+        assert (await ask.call(1, UPDATE, after=0)).content == first.content
+        assert ask.parts.done == ["update"]
+        await ask.call(2, DISCARD, after=1)  # the client has the answer
+        ask.server.service.forget_told()
+        late = await ask.call(1, UPDATE, after=0)
+        assert (late.status_code, code(late)) == (404, "unknown_call"), "never done twice"
+        assert code(await ask.give_up(1)) == "unknown_call"
+        assert ask.parts.done == ["update", "discard"]
+
+
+async def test_what_never_came_holds_its_place_behind_what_is_under_way(tmp_path: Path) -> None:
+    async with asking(tmp_path) as ask:
+        held = ask.parts.held["forward_backward"]
+        await ask.call(1, LEARN, after=0, wait=0.0)
+        await until(lambda: ask.parts.begun)
+        assert (await ask.give_up(2)).json()["state"] == "given_up"
+        third = asyncio.create_task(ask.call(3, DISCARD, after=2))
+        await until(lambda: not (third.done()) and len(ask.server.engines[0].calls) == 1)
+        await asyncio.sleep(0)
+        assert ask.parts.begun == ["forward_backward"]
+        held.set()
+        assert (await third).status_code == 200
+        assert ask.parts.done == ["forward_backward", "discard"]
+
+
+async def test_all_who_wait_hear_of_an_engine_that_ends_while_others_have_the_turn(
+    tmp_path: Path,
+) -> None:
+    runs = NoRuns()
+    async with asking(tmp_path, runs=runs) as ask:
+        _ = ask.parts.held["update"]
+        waiting = asyncio.create_task(ask.call(1, UPDATE))
+        await until(lambda: ask.parts.begun)
+        async with runs.turn:
+            ask.server.engines[0].lost = "it was killed"
+            ask.parts.held["update"].set()
+            assert code(await waiting) == "parts_gone"
+            assert code(await ask.call(2, DISCARD)) == "parts_gone"
+        await until(lambda: not (tmp_path / "parts" / ID).exists())

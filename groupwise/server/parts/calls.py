@@ -1,0 +1,211 @@
+"""The calls of some parts: each is done once, however often it comes, and those of the learner in their order.
+
+A call goes on whether or not its client waits. Its answer is kept until the client has it: of a call in the order, until a later one
+names it or one behind it in `after`; of any other, which may be done twice without harm, until some time after it was told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+from groupwise.errors import GroupwiseError, UsageError
+from groupwise.server.pulse import Pulse
+from groupwise.wire.parts import AnyVerb, CallAnswer, CallError, CallRequest
+from groupwise.wire.problems import Refusal
+
+MOST_CALLS = 4096
+"""Under way, or not fetched yet."""
+MOST_BODIES = 8
+"""Largest bodies that may be in memory at once, of calls that are not over."""
+TOLD_KEPT = 900.0
+"""Seconds for which the answer of a call without order is kept after it was told: for as long as clients ask again."""
+FREED = frozenset({"generate"})
+"""Verbs whose calls end when they are given up; the others have changed something by then, and go on."""
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    content: bytes
+    """Hash of what was asked."""
+    task: asyncio.Task[Any] | None
+    """None: it was given up before it came."""
+    ordered: bool
+    verb: str = ""
+    size: int = 0
+    """Bytes of what was asked."""
+    told: float | None = None
+    """When its answer was."""
+
+    @property
+    def over(self) -> bool:
+        return self.task is None or self.task.done()
+
+
+class Calls:
+    """See the module. What a client can get wrong is a `Refusal`."""
+
+    def __init__(
+        self,
+        do: Callable[[AnyVerb], Awaitable[Any]],
+        longest_wait: float,
+        most_bytes: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`do` does one. `longest_wait`: seconds for which a call waits for the one before. `most_bytes` of a body."""
+        self._do = do
+        self._longest_wait = longest_wait
+        self._most_bytes = MOST_BODIES * most_bytes
+        self._clock = clock
+        self._calls: dict[int, _Call] = {}
+        self._reached = 0
+        """The highest number in the order that is over, or will not come."""
+        self._named = 0
+        """The highest number that a call has named in `after`: the client knows what became of it."""
+        self._forgotten = 0
+        """The highest number in the order that is over and whose answer is kept no longer."""
+        self._over = Pulse()
+        """Beats when one in the order is."""
+
+    async def make(
+        self, number: int, request: CallRequest, content: bytes, wait: float
+    ) -> CallAnswer:
+        """Have it done; its answer, if it is there within `wait` seconds. `content`: the request as it came."""
+        digest = hashlib.sha256(content).digest()
+        call = self._calls.get(number)
+        if call is None:
+            call = self._begun(number, request, digest, len(content))
+        elif call.task is not None and call.content != digest:
+            raise Refusal(
+                "call_taken",
+                f"The call {number} was made before, with other content. Each call has a number of its own.",
+            )
+        return await self._told(number, call, wait)
+
+    async def answer(self, number: int, wait: float) -> CallAnswer:
+        """What has become of a call."""
+        if number not in self._calls:
+            raise _unknown(number)
+        return await self._told(number, self._calls[number], wait)
+
+    async def give_up(self, number: int) -> CallAnswer:
+        """Nobody waits for it any more. One that changes something goes on; one that has not come yet will not be done."""
+        call = self._calls.get(number)
+        if call is None:
+            if number <= self._forgotten:
+                raise _unknown(number)
+            call = self._calls[number] = _Call(b"", None, ordered=True)
+            self._note_over(number)
+        elif call.task is not None and call.verb in FREED:
+            call.task.cancel()
+            await asyncio.wait((call.task,))
+        return await self._told(number, call, 0.0)
+
+    async def end(self) -> None:
+        """Cancel those that are under way."""
+        tasks = [call.task for call in self._calls.values() if call.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def forget(self) -> None:
+        """Let go of answers that the client has."""
+        before = self._clock() - TOLD_KEPT
+        for number, call in [*self._calls.items()]:
+            if not call.over:
+                continue
+            if call.ordered and number <= self._named:
+                self._forgotten = max(self._forgotten, number)
+            elif call.ordered or call.told is None or call.told >= before:
+                continue
+            del self._calls[number]
+
+    def _begun(self, number: int, request: CallRequest, digest: bytes, size: int) -> _Call:
+        ordered = request.after is not None
+        if ordered and number <= self._forgotten:
+            raise _unknown(number)
+        self._refuse_more(size)
+        self._named = max(self._named, request.after or 0)
+        task = asyncio.create_task(self._done(number, request), name=f"parts {request.do.verb}")
+        task.add_done_callback(_look_at_it)
+        call = self._calls[number] = _Call(digest, task, ordered, request.do.verb, size)
+        return call
+
+    def _refuse_more(self, size: int) -> None:
+        if len(self._calls) >= MOST_CALLS:
+            self.forget()
+        waiting = sum(call.size for call in self._calls.values() if not call.over)
+        if len(self._calls) >= MOST_CALLS or waiting + size > self._most_bytes:
+            raise Refusal(
+                "too_busy",
+                f"{len(self._calls)} calls with {waiting} bytes are under way or not fetched; there may be {MOST_CALLS}, with "
+                f"{self._most_bytes} bytes. Wait for some of them.",
+                retry_after=1.0,
+            )
+
+    async def _done(self, number: int, request: CallRequest) -> Any:
+        try:
+            if request.after is not None:
+                await self._after(request.after)
+            return await self._do(request.do)
+        finally:
+            if request.after is not None:
+                asyncio.get_running_loop().call_soon(self._note_over, number)  # when it is done
+
+    async def _after(self, number: int) -> None:
+        try:
+            async with asyncio.timeout(self._longest_wait):
+                while not self._is_over(number):
+                    await self._over.next.wait()
+        except TimeoutError:
+            raise UsageError(
+                f"The call {number}, after which this one was to be done, was not over within {self._longest_wait:g} seconds."
+            ) from None
+
+    def _is_over(self, number: int) -> bool:
+        """Whether it is, with all in the order before it."""
+        if self._reached < number:
+            return False
+        return all(
+            call.over for before, call in self._calls.items() if call.ordered and before <= number
+        )
+
+    def _note_over(self, number: int) -> None:
+        self._reached = max(self._reached, number)
+        self._over.beat()
+
+    async def _told(self, number: int, call: _Call, wait: float) -> CallAnswer:
+        task = call.task
+        if task is None:
+            return CallAnswer(number=number, state="given_up")
+        if not task.done() and wait > 0:
+            await asyncio.wait((task,), timeout=wait)
+        if not task.done():
+            return CallAnswer(number=number, state="working")
+        call.told = self._clock()
+        if task.cancelled():
+            return CallAnswer(number=number, state="given_up")
+        error = task.exception()
+        if error is None:
+            return CallAnswer(number=number, state="done", result=task.result())
+        if isinstance(error, Refusal) or not isinstance(error, GroupwiseError):
+            raise error
+        told = CallError(code=error.code, message=error.message)
+        return CallAnswer(number=number, state="failed", error=told)
+
+
+def _unknown(number: int) -> Refusal:
+    return Refusal(
+        "unknown_call",
+        f"There is no call {number}: it was never made, or it is over and its answer is kept no longer.",
+    )
+
+
+def _look_at_it(task: asyncio.Task[Any]) -> None:
+    """So that asyncio does not complain of an error that nobody has asked for yet."""
+    if not task.cancelled():
+        task.exception()
