@@ -272,7 +272,7 @@ def _wanted(
     from groupwise.models.identity import identity
     from groupwise.remote.parts import Wanted
 
-    own = Path(config.model.name)
+    own = Path(config.model.name).expanduser()
     longest, lag = None, 0
     if isinstance(config, RunConfig):
         longest, lag = layout.key_length - longest_completion(config), config.training.lag

@@ -1927,9 +1927,9 @@ MUTATIONS = (
         "a call that comes again is done again",
         (
             (
-                "server/parts/service.py",
-                "        known = parts.calls.get(number)\n        if known is None:\n            self._refuse_more",
-                "        known = None\n        if known is None:\n            self._refuse_more",
+                "server/parts/calls.py",
+                "        call = self._calls.get(number)\n        if call is None:\n            call = self._begun",
+                "        call = None\n        if call is None:\n            call = self._begun",
             ),
         ),
         (f"{PARTS}::test_a_call_that_comes_again_is_done_once",),
@@ -1937,7 +1937,7 @@ MUTATIONS = (
     Mutation(
         "36",
         "calls of the learner are done as they arrive",
-        (("server/parts/service.py", "while parts.in_order < number:", "while False:"),),
+        (("server/parts/calls.py", "while not self._is_over(number):", "while False:"),),
         (f"{PARTS}::test_calls_that_overtake_each_other_are_done_in_order",),
     ),
     Mutation(
@@ -1945,12 +1945,37 @@ MUTATIONS = (
         "a call that never came holds up those after it",
         (
             (
-                "server/parts/service.py",
-                '_Call(b"", None)\n            self._is_over(parts, number)\n',
-                '_Call(b"", None)\n',
+                "server/parts/calls.py",
+                "None, ordered=True)\n            self._note_over(number)\n",
+                "None, ordered=True)\n",
             ),
         ),
         (f"{PARTS}::test_what_is_given_up_holds_nobody_up",),
+    ),
+    Mutation(
+        "36",
+        "an answer that was told is forgotten after a while, and its call done again",
+        (
+            (
+                "server/parts/calls.py",
+                "if call.ordered and number <= self._named:",
+                "if call.ordered and call.told is not None and call.told < before:",
+            ),
+            ("server/parts/calls.py", "if ordered and number <= self._forgotten:", "if False:"),
+        ),
+        (f"{PARTS}::test_an_answer_that_was_told_and_lost_is_told_again_however_late",),
+    ),
+    Mutation(
+        "36",
+        "what never came lets those after it overtake what is under way",
+        (
+            (
+                "server/parts/calls.py",
+                "if self._reached < number:\n            return False\n        return all(",
+                "if self._reached < number:\n            return False\n        return True or all(",
+            ),
+        ),
+        (f"{PARTS}::test_what_never_came_holds_its_place_behind_what_is_under_way",),
     ),
     Mutation(
         "36",

@@ -92,7 +92,7 @@ def planned_layout(
     transport: httpx2.AsyncBaseTransport | None = None,
 ) -> dict[str, Any]:
     """How the work would be laid out on the server's machine, as `groupwise.machine_layout.Layout` has it. Raises UsageError."""
-    own = Path(config["model"]["name"]) / "config.json"
+    own = Path(config["model"]["name"]).expanduser() / "config.json"
     body = PlanRequest(
         kind=kind,
         config=sections(kind, config),

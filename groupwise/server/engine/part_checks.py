@@ -43,11 +43,7 @@ def _check_params(params: SamplingParams) -> None:
         "temperature",
         f"is {params.temperature}; 0 or a number above it is needed",
     )
-    _require(
-        0 <= params.min_tokens <= params.max_tokens,
-        "min_tokens",
-        f"is {params.min_tokens}; 0 to max_tokens ({params.max_tokens}) is needed",
-    )
+    _require(params.min_tokens >= 0, "min_tokens", f"is {params.min_tokens}; 0 or more is needed")
     _require(all(params.stop), "stop", "has an empty text")
     _require(params.top_k is None or params.top_k >= 1, "top_k", "is below 1")
     for name in ("top_p", "min_p"):

@@ -18,6 +18,7 @@ from groupwise import build, machine_layout
 from groupwise.config import RunConfig, load_config
 from groupwise.errors import ModelError, UsageError
 from groupwise.machine_layout import Layout
+from groupwise.models.cores import available_cores
 from groupwise.models.identity import identity
 from groupwise.ranks import ahead
 from groupwise.server.engine.part_checks import (
@@ -209,6 +210,11 @@ def _read(kind: PartsKind, config: Mapping[str, Any]) -> RunConfig | SftConfig:
 
 
 def _layout(config: RunConfig | SftConfig, longest_prompt: int | None) -> Layout:
+    most = max(machine_layout.MAX_PROCESSES, 2 * available_cores())
+    if (config.run.processes or 1) > most:
+        raise UsageError(
+            f"run.processes is {config.run.processes}, but the server's machine has {available_cores()} cores and begins at most {most}."
+        )
     if isinstance(config, SftConfig):
         return machine_layout.supervised_layout(config)
     if longest_prompt is None:

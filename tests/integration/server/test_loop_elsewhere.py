@@ -247,6 +247,8 @@ def test_what_cannot_be_is_told_before_anything_is_left(
             rl(tmp_path / "runs", run={"server": url})
     with pytest.raises(UsageError, match=r"trust_remote_code .* on the server"):
         rl(tmp_path / "runs", server, model={"trust_remote_code": True})
+    with pytest.raises(UsageError, match=r"run\.processes is 999, but the server's machine"):
+        rl(tmp_path / "runs", server, run={"processes": 999})
     with pytest.raises(UsageError, match="profile traces"):
         rl(tmp_path / "runs", server, run={"profile": 1})
     assert not (tmp_path / "runs").exists()

@@ -440,12 +440,11 @@ async def test_what_never_came_holds_its_place_behind_what_is_under_way(tmp_path
         await ask.call(1, LEARN, after=0, wait=0.0)
         await until(lambda: ask.parts.begun)
         assert (await ask.give_up(2)).json()["state"] == "given_up"
-        third = asyncio.create_task(ask.call(3, DISCARD, after=2))
-        await until(lambda: not (third.done()) and len(ask.server.engines[0].calls) == 1)
-        await asyncio.sleep(0)
+        await ask.call(3, DISCARD, after=2, wait=0.0)
+        assert (await ask.answer(3, wait=0.05)).status_code == 202
         assert ask.parts.begun == ["forward_backward"]
         held.set()
-        assert (await third).status_code == 200
+        assert (await ask.answer(3)).status_code == 200
         assert ask.parts.done == ["forward_backward", "discard"]
 
 
