@@ -140,7 +140,15 @@ async def start(
 
 async def _sent(session: Session, wanted: Wanted) -> None:
     for name, folder in wanted.sent.items():
-        await session.upload(weight_files(folder), f"{SENT}-{name}")
+        files = model_files(folder) if name == "model" else weight_files(folder)
+        await session.upload(files, f"{SENT}-{name}")
+
+
+def model_files(folder: Path) -> list[Path]:
+    """All of a model, its tokenizer among them, in whatever files that is."""
+    return sorted(
+        path for path in folder.iterdir() if path.is_file() and not path.name.startswith(".")
+    )
 
 
 async def _opened(session: Session, wanted: Wanted) -> Any:

@@ -7,6 +7,7 @@ Paths that come from there are within the folder of the parts, and stay within i
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -78,6 +79,7 @@ class EngineParts:
         """What is opened ends with `scope`."""
         self._scope = scope
         self._opened: _Open | None = None
+        self._opening = asyncio.Lock()
 
     async def ready(self) -> bool:
         """Whether the model is loaded."""
@@ -91,6 +93,10 @@ class EngineParts:
 
     async def open(self, order: OpenParts) -> PartsOpened:
         """Load the model and make the parts; once. UsageError where config or model are wrong."""
+        async with self._opening:
+            return await self._open(order)
+
+    async def _open(self, order: OpenParts) -> PartsOpened:
         if self._opened is not None:
             raise UsageError("The model is loaded already; open other parts for another one.")
         config = _read(order.kind, order.config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -157,3 +158,14 @@ async def test_every_spoilt_call_has_its_answer(tmp_path: Path, verb: str) -> No
         assert await result(GENERATE) == drawn
     await server.service.shut_down()
     await http.aclose()
+
+
+async def test_of_two_that_open_at_once_one_does(tmp_path: Path) -> None:
+    server = PartsServer(tmp_path)
+    async with httpx2.AsyncClient(transport=server.transport, base_url=HERE) as http:
+        await http.put(f"/parts/{ID}", json={"owner": "me"})
+        order = {"do": {**CALLS["open"], "kind": "training"}}
+        paths = [f"/parts/{ID}/calls/{number}" for number in (1, 2)]
+        found = await asyncio.gather(*(http.put(path, json=order) for path in paths))
+        assert sorted(each.json()["state"] for each in found) == ["done", "failed"]
+    await server.service.shut_down()

@@ -24,7 +24,7 @@ from groupwise.client.exchange import Timing
 from groupwise.errors import GroupwiseError, PolicyMismatchError, RunError, UsageError
 from groupwise.remote import session as module
 from groupwise.remote.learner import RemoteLearner
-from groupwise.remote.parts import Wanted, owner_of, sections
+from groupwise.remote.parts import Wanted, model_files, owner_of, sections
 from groupwise.remote.sampler import RemoteSampler, weight_files
 from groupwise.remote.session import Session
 from groupwise.types import GroupRequest, LossSpec, OptimiserParams, Row, SamplingParams
@@ -121,6 +121,7 @@ async def test_files_go_to_and_fro_whole(
     for name, value in {**content, "run.db": b"private", "d.txt": b"private"}.items():
         (sent / name).write_bytes(value)
     files = weight_files(sent)
+    assert {path.name for path in model_files(sent)} == {*content, "run.db", "d.txt"}
     await pair.session.awaited(pair.session.upload(files, "there"))
     await pair.session.awaited(pair.session.download("there", got))
     assert {path.name: path.read_bytes() for path in got.iterdir()} == content
