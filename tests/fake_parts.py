@@ -36,9 +36,6 @@ class FakeParts:
         self.planned: list[Any] = []
         self.cancelled: list[str] = []
 
-    async def ready(self) -> bool:
-        return bool(self.orders)
-
     async def plan(self, kind: str, config: Any, longest_prompt: int | None) -> dict[str, Any]:
         self.planned.append((kind, config, longest_prompt))
         await self._at("plan")

@@ -34,6 +34,10 @@ class EngineHere:
         """How it ended."""
         self.closed = False
 
+    @property
+    def reason(self) -> str | None:
+        return self.lost
+
     async def call(self, verb: str, *arguments: Any) -> Any:
         self._check()
         self.calls.append(verb)

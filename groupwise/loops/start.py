@@ -20,7 +20,7 @@ from groupwise.awaiting import Interrupted, Interruption
 from groupwise.client.errors import ClientError
 from groupwise.config import Loaded, LoadedConfig
 from groupwise.display.progress import Progress
-from groupwise.errors import UsageError
+from groupwise.errors import RunError, UsageError
 from groupwise.evaluation.policies import FoundPolicy, find_policy
 from groupwise.loops.prepare import ROWS_READ, Prepared, rows_told, starting_from
 from groupwise.loops.resume import (
@@ -93,10 +93,16 @@ def kept_going(begin: Callable[[Ways], T], ways: Ways, loaded: LoadedConfig) -> 
     An engine that ends, or a server that is started anew, costs the steps since the last checkpoint. Raises what the run raises, and what
     was lost where that happened a few times in a row without a new checkpoint.
     """
-    in_vain, reached = 0, -1
+    in_vain, reached, run = 0, 0, ""
     while True:
         try:
             return begin(ways)
+        except UsageError as error:
+            if not run:
+                raise
+            raise RunError(
+                f"{error.message} The run {run} stands at step {reached}; --resume goes on with it."
+            ) from None
         except ClientError as error:
             if error.code not in LOST:
                 raise

@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import socket
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,6 +120,11 @@ async def start(
         await session.open(owner_of(wanted))
         await session.awaited(_sent(session, wanted))
         opened = PartsOpenedAnswer.model_validate(await _opened(session, wanted))
+    except Refused as error:
+        session.close()
+        if error.code in LOST:
+            raise
+        raise as_usage(error) from None
     except BaseException:
         session.close()
         raise
@@ -159,12 +165,7 @@ async def _opened(session: Session, wanted: Wanted) -> Any:
         longest_prompt=wanted.longest_prompt,
         base=wanted.base,
     ).model_copy(update={name: f"{SENT}-{name}" for name in wanted.sent})
-    try:
-        return await session.call(order, ordered=True)
-    except Refused as error:
-        if error.code in LOST:
-            raise
-        raise as_usage(error) from None
+    return await session.call(order, ordered=True)
 
 
 def sections(kind: PartsKind, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,5 +178,5 @@ def owner_of(wanted: Wanted) -> str:
     """The same for a run that is gone on with: whoever has its folder is its only loop, so that an earlier one is no more."""
     if wanted.kind == "serving":
         return f"evaluation ({secrets.token_hex(6)})"
-    place = f"{socket.getfqdn()}:{Path(wanted.config['run']['dir']).resolve()}:{wanted.run}"
+    place = f"{uuid.getnode()}:{socket.gethostname()}:{Path(wanted.config['run']['dir']).resolve()}:{wanted.run}"
     return f"{wanted.run[:80]} ({hashlib.sha256(place.encode()).hexdigest()[:12]})"

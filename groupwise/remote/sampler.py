@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from groupwise.errors import UsageError
+from groupwise.errors import PolicyMismatchError, UsageError
 from groupwise.remote.session import Session
 from groupwise.types import Completion, GroupRequest, Policy
 from groupwise.wire.parts import Fingerprint, Generate, Load
@@ -66,9 +66,7 @@ class RemoteSampler:
     async def _load(self, policy: Policy, there: str) -> None:
         try:
             self._fingerprint = await self._session.called(Load(policy=replace(policy, path=there)))
-        except UsageError:
-            raise
-        except BaseException:  # what is served now is nobody's policy, but has a fingerprint
+        except PolicyMismatchError:  # what is served now is nobody's policy, but has a fingerprint
             self._fingerprint = await self._session.called(Fingerprint())
             raise
 

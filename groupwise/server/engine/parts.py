@@ -81,10 +81,6 @@ class EngineParts:
         self._opened: _Open | None = None
         self._opening = asyncio.Lock()
 
-    async def ready(self) -> bool:
-        """Whether the model is loaded."""
-        return self._opened is not None
-
     async def plan(
         self, kind: PartsKind, config: Mapping[str, Any], longest_prompt: int | None
     ) -> dict[str, Any]:

@@ -70,7 +70,6 @@ LIMITS: Mapping[str, float] = {
     "parts.open": 1800.0,  # as open
     "parts.generate": 600.0,  # as sample
     "parts.plan": 120.0,  # reads descriptions of a model, perhaps from a slow disk
-    "parts.ready": 30.0,  # looks into memory
     "partial": 30.0,  # looks into memory; waits for the loop alone, as the next three do
     "token_texts": 30.0,
     "metrics_of": 30.0,

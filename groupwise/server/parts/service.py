@@ -72,6 +72,11 @@ class Runs(Protocol):
 class Called(Protocol):
     """An engine whose parts can be called by name."""
 
+    @property
+    def reason(self) -> str | None:
+        """How it ended; None: it has not."""
+        ...
+
     async def call(self, verb: str, *arguments: Any) -> Any: ...
 
 
@@ -181,6 +186,8 @@ class PartsService:
             if self._runs.conducted() is not None:
                 raise _run_is_active()
             await self._runs.make_room(NAME)
+            if self._planning.locked():
+                self._spare = None  # what it plans for somebody may take long
             engine, self._spare = await self._fresh_engine(), None
             files = Files(self._folder / id)
             self._parts = self._new(id, request.owner, files, engine)
@@ -240,14 +247,8 @@ class PartsService:
 
     async def _fresh_engine(self) -> Called:
         """An engine in which nothing is open."""
-        if self._spare is not None:
-            try:
-                if not await self._spare.call("parts.ready"):
-                    return self._spare
-            except EngineLost:
-                pass
-        self._spare = None
-        self._spare = cast("Called", await self._keeper.begin())
+        if self._spare is None or self._spare.reason is not None:
+            self._spare = cast("Called", await self._keeper.begin())
         return self._spare
 
     def look(self, id: str) -> PartsAnswer:
@@ -270,6 +271,7 @@ class PartsService:
         while True:
             await asyncio.sleep(LOOK_EVERY)
             self.forget_told()
+            self.notice_loss()
             if self._is_silent(self._parts) or self._spare is not None:
                 async with self._runs.turn:
                     await self._end_if_silent()
@@ -310,13 +312,13 @@ class PartsService:
             gone = self._gone[id]
             return Refusal(
                 gone.code,
-                f"The parts {id} are no more: {gone.why.rstrip('.')}. What the loop has on its own disk stands; with --resume it "
-                "goes on from its last checkpoint.",
+                f"The parts {id} are no more: {gone.why.rstrip('.')}. What their loop has on its own disk stands; with "
+                "--resume a training goes on from its last checkpoint.",
             )
         return Refusal(
             "unknown_parts",
-            f"There are no parts {id}: they were never opened, or the server has been started anew since. With --resume the loop "
-            "goes on from its last checkpoint.",
+            f"There are no parts {id}: they were never opened, or the server has been started anew since. With --resume a "
+            "training goes on from its last checkpoint.",
         )
 
     def _answer(self, parts: _Parts) -> PartsAnswer:
@@ -369,6 +371,11 @@ class PartsService:
         except EngineLost as error:
             self._lose(parts, str(error))
             raise
+
+    def notice_loss(self) -> None:
+        """Let go of parts whose engine has ended while nobody asked it anything."""
+        if self._parts is not None and (why := self._parts.engine.reason) is not None:
+            self._lose(self._parts, why)
 
     def _lose(self, parts: _Parts, why: str) -> None:
         """The engine has ended, and what it held with it. Calls that are under way hear of it, too."""

@@ -462,3 +462,13 @@ async def test_all_who_wait_hear_of_an_engine_that_ends_while_others_have_the_tu
             assert code(await waiting) == "parts_gone"
             assert code(await ask.call(2, DISCARD)) == "parts_gone"
         await until(lambda: not (tmp_path / "parts" / ID).exists())
+
+
+async def test_an_engine_that_ends_while_nobody_asks_is_noticed(tmp_path: Path) -> None:
+    async with asking(tmp_path) as ask:
+        ask.server.engines[0].lost = "it was killed"
+        ask.server.service.notice_loss()
+        gone = await ask.http.get(f"/parts/{ID}")
+        assert code(gone) == "parts_gone"
+        assert "it was killed" in gone.json()["detail"]
+        assert (await ask.open(OTHER, "you")).status_code == 200
