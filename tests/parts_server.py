@@ -78,6 +78,8 @@ class PartsServer:
     def __init__(self, folder: Path, *, make_core: Any = EngineCore, **more: Any) -> None:
         """`make_core` makes what an engine holds; `more` goes to the service."""
         self.engines: list[EngineHere] = []
+        self.fails: list[BaseException] = []
+        """What the next engines come to."""
         self._make_core = make_core
         limits = {"silence": 120.0, "longest_wait": 60.0, "most_bytes": 32 << 20}
         settings = {**limits, "runs": NoRuns(), **more}
@@ -92,5 +94,7 @@ class PartsServer:
         self.transport = httpx2.ASGITransport(app)  # pyright: ignore[reportArgumentType]
 
     async def _engine(self) -> EngineHere:
+        if self.fails:
+            raise self.fails.pop()
         self.engines.append(EngineHere(self._make_core()))
         return self.engines[-1]

@@ -239,7 +239,7 @@ class PartsService:
     async def _engine_to_plan(self) -> Called:
         """The one that is opened next; beside other parts one of its own, because a plan may take long, or take an engine with it."""
         if self._parts is not None:
-            return cast("Called", await self._make_engine())
+            return await _begun(self._make_engine())
         if self._runs.conducted() is not None:
             raise _run_is_active()
         await self._runs.make_room(NAME)
@@ -248,7 +248,8 @@ class PartsService:
     async def _fresh_engine(self) -> Called:
         """An engine in which nothing is open."""
         if self._spare is None or self._spare.reason is not None:
-            self._spare = cast("Called", await self._keeper.begin())
+            self._spare = None
+            self._spare = await _begun(self._keeper.begin())
         return self._spare
 
     def look(self, id: str) -> PartsAnswer:
@@ -433,6 +434,13 @@ class PartsService:
         model |= {"adapter": adapter, "adapter_revision": None, "chat_template": None}
         run = {key: of_run[key] for key in OF_RUN if key in of_run}
         return {**config, "model": model, "run": run}
+
+
+async def _begun(engine: Awaitable[Engine]) -> Called:
+    try:
+        return cast("Called", await engine)
+    except GroupwiseError as error:  # there may be memory for it in a moment
+        raise refusal_of(error, otherwise="engine_recovering", retry_after=5.0) from None
 
 
 def _run_is_active() -> Refusal:

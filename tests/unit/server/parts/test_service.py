@@ -19,7 +19,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from groupwise.errors import PolicyMismatchError, UsageError
+from groupwise.errors import PolicyMismatchError, RunError, UsageError
 from groupwise.server.parts.calls import MOST_BODIES, MOST_CALLS, TOLD_KEPT
 from groupwise.wire.problems import Refusal
 from tests.fake_parts import LAYOUT, SUMS, FakeCore, FakeParts
@@ -472,3 +472,13 @@ async def test_an_engine_that_ends_while_nobody_asks_is_noticed(tmp_path: Path) 
         assert code(gone) == "parts_gone"
         assert "it was killed" in gone.json()["detail"]
         assert (await ask.open(OTHER, "you")).status_code == 200
+
+
+async def test_an_engine_that_cannot_be_begun_is_told_and_tried_again(tmp_path: Path) -> None:
+    async with asking(tmp_path, opened=False) as ask:
+        ask.server.fails = [RunError("no memory for a process")] * 2
+        plan = {"kind": "supervised", "config": {"model": {"name": "tiny"}}}
+        for refused in (await ask.open(), await ask.http.post("/parts/plan", json=plan)):
+            assert (refused.status_code, code(refused)) == (503, "engine_recovering")
+            assert "no memory" in refused.json()["detail"]
+        assert (await ask.open()).status_code == 200
