@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import re
 import secrets
 import threading
 from collections.abc import Callable, Coroutine, Iterable
@@ -30,6 +31,7 @@ from groupwise.wire.keys import VARIABLE
 from groupwise.wire.parts import (
     DEFAULT_CALL_WAIT,
     HEARTBEAT,
+    PATH_PATTERN,
     PIECE,
     AnyVerb,
     CallAnswer,
@@ -212,11 +214,11 @@ class Session(Line):
 
         Cancelling it gives the call up. Raises what it raised there, and ClientError.
         """
-        return await self.awaited(self._called(do, ordered))
+        return await self.awaited(self.called(do, ordered=ordered))
 
     def call_now(self, do: AnyVerb, *, ordered: bool = False) -> Any:
         """The same, for code that is not async."""
-        return self.now(self._called(do, ordered))
+        return self.now(self.called(do, ordered=ordered))
 
     def new_folder(self, kind: str) -> str:
         """A name of a folder of the parts that was not used yet."""
@@ -226,7 +228,30 @@ class Session(Line):
 
     async def called(self, do: AnyVerb, *, ordered: bool = False) -> Any:
         """As `call`, for what goes on in the thread already."""
-        return await self._called(do, ordered)
+        number, after = next(self._numbers), None
+        if ordered:
+            after, self._last = self._last, number
+        path = self._path("calls", str(number))
+        body = CallRequest(after=after, do=do).model_dump_json().encode()
+        wait = {"wait": str(DEFAULT_CALL_WAIT)}
+        read = answer_as(CallAnswer)
+        try:
+            answer = await self.ask(Call("PUT", path, read, body, wait, waits=DEFAULT_CALL_WAIT))
+            while answer.state == "working":
+                answer = await self.ask(
+                    Call("GET", path, read, query=wait, waits=DEFAULT_CALL_WAIT)
+                )
+        except asyncio.CancelledError:
+            self._giving_up = asyncio.ensure_future(self._give_up(path))
+            raise
+        except Refused:
+            await self._give_up(path)  # or what comes after it would wait for it
+            raise
+        if answer.error is not None:
+            raise _error(answer.error.code, answer.error.message)
+        if answer.state != "done":
+            raise RunError(f"The call {do.verb} to {self.connection.url} was given up.")
+        return answer.result
 
     async def upload(self, files: Iterable[Path], folder: str) -> None:
         """Send files into a folder of the parts."""
@@ -237,6 +262,10 @@ class Session(Line):
         """Fetch the files of a folder of the parts into a folder that is there."""
         found = await self.ask(Call("GET", self._path("folders", folder), answer_as(FolderAnswer)))
         for facts in found.files:
+            if not re.fullmatch(PATH_PATTERN, facts.path):
+                raise RunError(
+                    f"The server names a file {facts.path!r:.200}, which is none of a folder."
+                )
             target = into / facts.path
             target.parent.mkdir(parents=True, exist_ok=True)
             await self._fetch(f"{folder}/{facts.path}", target, facts.size)
@@ -275,32 +304,6 @@ class Session(Line):
                         f"{path} of the server ended after {file.tell()} of {size} bytes; it was changed on its way."
                     )
                 await asyncio.to_thread(file.write, piece)
-
-    async def _called(self, do: AnyVerb, ordered: bool) -> Any:
-        number, after = next(self._numbers), None
-        if ordered:
-            after, self._last = self._last, number
-        path = self._path("calls", str(number))
-        body = CallRequest(after=after, do=do).model_dump_json().encode()
-        wait = {"wait": str(DEFAULT_CALL_WAIT)}
-        read = answer_as(CallAnswer)
-        try:
-            answer = await self.ask(Call("PUT", path, read, body, wait, waits=DEFAULT_CALL_WAIT))
-            while answer.state == "working":
-                answer = await self.ask(
-                    Call("GET", path, read, query=wait, waits=DEFAULT_CALL_WAIT)
-                )
-        except asyncio.CancelledError:
-            self._giving_up = asyncio.ensure_future(self._give_up(path))
-            raise
-        except Refused:
-            await self._give_up(path)  # or what comes after it would wait for it
-            raise
-        if answer.error is not None:
-            raise _error(answer.error.code, answer.error.message)
-        if answer.state != "done":
-            raise RunError(f"The call {do.verb} to {self.connection.url} was given up.")
-        return answer.result
 
     async def _give_up(self, path: str) -> None:
         with suppress(ClientError):

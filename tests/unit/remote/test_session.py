@@ -27,8 +27,9 @@ from groupwise.remote.learner import RemoteLearner
 from groupwise.remote.parts import Wanted, model_files, owner_of, sections
 from groupwise.remote.sampler import RemoteSampler, weight_files
 from groupwise.remote.session import Session
+from groupwise.server.parts.files import Files
 from groupwise.types import GroupRequest, LossSpec, OptimiserParams, Row, SamplingParams
-from groupwise.wire.parts import Discard, Update
+from groupwise.wire.parts import Discard, FileFacts, FolderAnswer, Update
 from tests.fake_parts import SUMS, FakeCore, FakeParts
 from tests.parts_server import HERE, PartsServer
 
@@ -128,6 +129,16 @@ async def test_files_go_to_and_fro_whole(
     await pair.session.awaited(pair.session.forget("there"))
     with pytest.raises(Refused, match="unknown_file"):
         await pair.session.awaited(pair.session.download("there", got))
+
+
+async def test_a_server_cannot_write_elsewhere(
+    pair_of: Callable[..., Pair], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = await asyncio.to_thread(pair_of)
+    told = FolderAnswer(files=[FileFacts(path="../../x", size=1)])
+    monkeypatch.setattr(Files, "list", lambda *_: told)
+    with pytest.raises(RunError, match="none of a folder"):
+        await pair.session.awaited(pair.session.download("there", tmp_path))
 
 
 async def test_what_is_cancelled_is_given_up_and_the_next_call_comes_after_it(
