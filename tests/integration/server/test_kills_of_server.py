@@ -25,6 +25,10 @@ from groupwise.client import AsyncTrainingClient
 from tests.integration.server.running import FAKE, Server
 
 SIZE = 4
+WITHIN = 0.25
+"""Seconds after a step within which something is killed: a few steps take as long."""
+STEPS_PER_KILL = 6
+"""More than come about from one to the next."""
 CLIENTS = 6
 PATIENCE = 300.0
 SETTINGS: dict[str, Any] = {
@@ -74,7 +78,7 @@ async def killing(server: Server, chance: random.Random, kills: int) -> int:
     done = 0
     while done < kills:
         step = await _trained(server)
-        await asyncio.sleep(chance.uniform(0.0, 0.5))
+        await asyncio.sleep(chance.uniform(0.0, WITHIN))
         if chance.random() < 0.5:
             server.kill()
             await asyncio.sleep(chance.uniform(0.0, 0.2))
@@ -145,7 +149,7 @@ async def _killed(folder: Path, steps: int, real: bool, kills: int, seed: int) -
 
 
 async def _holds(tmp_path: Path, real: bool, kills: int, seed: int) -> None:
-    steps = 2 * kills + 4
+    steps = STEPS_PER_KILL * kills
     calm = await _undisturbed(tmp_path / "calm", steps, real)
     done, found = await _killed(tmp_path / "killed", steps, real, kills, seed)
     assert done == kills

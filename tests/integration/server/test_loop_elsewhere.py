@@ -205,6 +205,19 @@ def until_step(run: Path, step: int) -> None:
     raise AssertionError(f"{run} did not come to step {step}")
 
 
+class Task:
+    """The toy task with other rewards."""
+
+    def __init__(self, reward: Callable[..., list[float]]) -> None:
+        self._reward = reward
+
+    def get_rl_dataset(self, config: Any) -> Any:
+        return [{"prompt": f"write {letter}:"} for letter in "abcdefgh"]
+
+    def get_reward_funcs(self, config: Any, tokenizer: Any) -> Any:
+        return [self._reward]
+
+
 def test_one_loop_at_a_time_has_the_model(server: Server, tmp_path: Path) -> None:
     with TrainingClient(server.url) as client:
         client.start(model_id="tiny", replace=True)
@@ -212,25 +225,25 @@ def test_one_loop_at_a_time_has_the_model(server: Server, tmp_path: Path) -> Non
             rl(tmp_path / "refused", server)
         client.stop()
         refused: list[BaseException] = []
-        told: list[str] = []
+        told: list[str | None] = []
 
-        def meanwhile() -> None:
-            until_step(tmp_path / "first" / "r", 1)
-            told.append(client.status().loop_elsewhere or "")
-            for ask in (
-                lambda: client.start(model_id="tiny"),
-                lambda: rl(tmp_path / "second", server),
-            ):
-                try:
-                    ask()
-                except GroupwiseError as error:
-                    refused.append(error)
+        def meanwhile(completions: list[str], **_: Any) -> list[float]:
+            """While the first loop looks at its first rewards."""
+            if not refused:
+                told.append(client.status().loop_elsewhere)
+                for ask in (
+                    lambda: client.start(model_id="tiny"),
+                    lambda: rl(tmp_path / "second", server),
+                ):
+                    with pytest.raises(GroupwiseError) as raised:
+                        ask()
+                    refused.append(raised.value)
+            return [0.0] * len(completions)
 
-        other = threading.Thread(target=meanwhile)
-        other.start()
-        rl(tmp_path / "first", server, training={"max_steps": 40})
-        other.join()
+        settings = config_of(tmp_path / "first", server, eval={"before_and_after": False})
+        groupwise.rl(settings, Task(meanwhile))
     assert [type(error) for error in refused] == [RunActive, UsageError]
+    assert told[0] is not None
     assert told[0].startswith("r (")
     assert all("DELETE /parts/" in str(error) for error in refused)
     assert not (tmp_path / "refused").exists()
