@@ -380,7 +380,7 @@ class _Loop:
                     return
                 elif event.kind == EventKind.FAILED:
                     raise ClientError(f"The server's engine has failed: {event.message}")
-                elif event.message:
+                elif event.message and event.kind != EventKind.CHECKPOINT:
                     self._warn(event.message)
                 if event.kind in CHANGES_COUNTS:
                     await self._count_lost()

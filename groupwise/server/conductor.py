@@ -402,14 +402,15 @@ class Conductor:
         now, metrics = self.now, self.now.metrics
         if now.step % self.request.logging_steps and now.step != now.max_steps:
             return
+        loss = metrics.get("loss", math.nan)  # where nothing was learnt there is none
         logger.info(
-            "%s: step %d/%d  reward %.3f ±%.3f  loss %.4f  %.1f s",
+            "%s: step %d/%d  reward %.3f ±%.3f  %s%.1f s",
             now.run,
             now.step,
             now.max_steps,
             metrics.get("reward", math.nan),
             metrics.get("reward_std", math.nan),
-            metrics.get("loss", math.nan),
+            f"loss {loss:.4f}  " if math.isfinite(loss) else "",
             now.seconds_per_step or metrics.get("time/step", math.nan),
         )
 

@@ -209,6 +209,20 @@ async def test_groups_that_the_server_lost_are_made_up_for() -> None:
     assert len(server.rewards) == 5
 
 
+async def test_what_the_server_warns_of_is_told_and_checkpoints_are_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    server = Server()
+    server.events += [
+        {"kind": "checkpoint", "message": "resume_from: r@10"},
+        {"kind": "warning", "message": "completions repeat themselves"},
+    ]
+    await trained(server, steps=1, concurrency=1, progress=True)
+    said = capsys.readouterr().err
+    assert "completions repeat themselves" in said
+    assert "r@10" not in said
+
+
 async def test_cancelling_gives_up_what_is_under_way() -> None:
     server, asked = Server(), asyncio.Event()
 
