@@ -14,6 +14,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, Unpack
@@ -31,6 +32,7 @@ from groupwise.client.exchange import (
     Patience,
     Send,
     Timing,
+    driven,
     ended,
     exchange,
     lost,
@@ -231,18 +233,8 @@ class AsyncTrainingClient:
 
     async def _drive(self, call: Call[T], *, stream: bool) -> T:
         """Do what the exchange says, until it has the answer."""
-        steps = exchange(call, self.connection)
-        todo = next(steps)
-        while True:
-            reply = None
-            if isinstance(todo, Send):
-                reply = await self._attempt(todo, stream=stream)
-            else:
-                await self._sleep(todo.seconds)
-            try:
-                todo = steps.send(reply)
-            except StopIteration as end:
-                return end.value
+        attempt = partial(self._attempt, stream=stream)
+        return await driven(exchange(call, self.connection), attempt, self._sleep)
 
     async def _attempt(self, send: Send, *, stream: bool) -> httpx2.Response | httpx2.RequestError:
         request = self._http.build_request(

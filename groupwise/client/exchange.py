@@ -202,6 +202,25 @@ def exchange(call: Call[T], connection: Connection) -> Exchange[T]:
         yield Sleep(wait)
 
 
+async def driven(
+    steps: Exchange[T],
+    attempt: Callable[[Send], Awaitable[httpx2.Response | httpx2.RequestError]],
+    sleep: Callable[[float], Awaitable[None]],
+) -> T:
+    """Do what an exchange says, until it has the answer; for whoever sends from coroutines."""
+    todo = next(steps)
+    while True:
+        reply = None
+        if isinstance(todo, Send):
+            reply = await attempt(todo)
+        else:
+            await sleep(todo.seconds)
+        try:
+            todo = steps.send(reply)
+        except StopIteration as end:
+            return end.value
+
+
 class Patience:
     """For how long something is tried again, and the waits in between."""
 

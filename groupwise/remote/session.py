@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -25,7 +26,16 @@ from pydantic import BaseModel
 
 from groupwise import errors
 from groupwise.client.errors import ClientError, NoAnswer, NotAuthorised, Refused
-from groupwise.client.exchange import PATIENCE, TIMEOUT, Call, Connection, Send, Timing, exchange
+from groupwise.client.exchange import (
+    PATIENCE,
+    TIMEOUT,
+    Call,
+    Connection,
+    Send,
+    Timing,
+    driven,
+    exchange,
+)
 from groupwise.errors import GroupwiseError, RunError, UsageError
 from groupwise.wire.keys import VARIABLE
 from groupwise.wire.parts import (
@@ -60,12 +70,11 @@ class Line:
         self,
         url: str,
         *,
-        patience: float = PATIENCE,
         timing: Timing | None = None,
         transport: httpx2.AsyncBaseTransport | None = None,
     ) -> None:
         """The key comes from GROUPWISE_API_KEY. `transport` answers in the network's place. Raises UsageError for what is no URL."""
-        self.connection = Connection.of(url, None, patience, TIMEOUT, timing)
+        self.connection = Connection.of(url, None, PATIENCE, TIMEOUT, timing)
         self._transport = transport
         self._http: httpx2.AsyncClient | None = None
         self._loop = asyncio.new_event_loop()
@@ -127,18 +136,8 @@ class Line:
             patience=self.connection.patience if patience is None else patience,
             timeout=self.connection.timeout if silence is None else silence,
         )
-        steps = exchange(call, of)
-        todo = next(steps)
-        while True:
-            reply = None
-            if isinstance(todo, Send):
-                reply = await self._attempt(self._http, todo)
-            else:
-                await of.timing.sleep_async(todo.seconds)
-            try:
-                todo = steps.send(reply)
-            except StopIteration as end:
-                return end.value
+        attempt = partial(self._attempt, self._http)
+        return await driven(exchange(call, of), attempt, of.timing.sleep_async)
 
     async def _attempt(
         self, http: httpx2.AsyncClient, send: Send

@@ -250,9 +250,9 @@ class _Document:
             if route.reads is not None:
                 _add_body(document, route, route.reads)
             elif route.takes_bytes:
-                self._operation(document, route)["requestBody"] = _ANY_BYTES
+                _operation(document, route)["requestBody"] = _ANY_BYTES
         for route in self._routes:
-            self._say_more(self._operation(document, route), route)
+            self._say_more(_operation(document, route), route)
         self._add_what_is_before(document)
         return document
 
@@ -266,9 +266,6 @@ class _Document:
         document["components"]["schemas"].update(schemas)
         if tags := self._before.get("tags"):
             document.setdefault("tags", []).extend(tags)
-
-    def _operation(self, document: dict[str, Any], route: Route) -> dict[str, Any]:
-        return document["paths"][_PLAIN.sub("}", route.path)][route.method.lower()]
 
     def _say_more(self, operation: dict[str, Any], route: Route) -> None:
         operation["security"] = [{name: []} for name in SECURITY] if route.role else []
@@ -285,8 +282,12 @@ def _add_body(document: dict[str, Any], route: Route, model: type[BaseModel]) ->
     document["components"]["schemas"].update(schema.pop("$defs", {}))
     document["components"]["schemas"][model.__name__] = schema
     content = {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}
-    operation = document["paths"][_PLAIN.sub("}", route.path)][route.method.lower()]
-    operation["requestBody"] = {"required": True, "content": {"application/json": content}}
+    body = {"required": True, "content": {"application/json": content}}
+    _operation(document, route)["requestBody"] = body
+
+
+def _operation(document: dict[str, Any], route: Route) -> dict[str, Any]:
+    return document["paths"][_PLAIN.sub("}", route.path)][route.method.lower()]
 
 
 _PLAIN = re.compile(r":\w+\}")
