@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from groupwise.server.bodies import Bodies
+from groupwise.http.bodies import Bodies
 from groupwise.server.verbs.messages import installed
 from groupwise.server.verbs.routes import verb_routes
 from groupwise.server.verbs.service import VerbService

@@ -1,36 +1,19 @@
-"""The HTTP side of the server: the routes, what goes before them, and the OpenAPI document that is made of both.
-
-Routes raise a `Refusal`, FastAPI its own errors for addresses that do not exist and requests that are not valid; all of them become
-refusals here, and are rendered in one place (`middleware.Observed`). The document names for each route who may ask and every problem that
-it can answer with.
-"""
+"""The training server's application: the routes of ask/post, and of further protocols beside them."""
 
 from __future__ import annotations
 
-import difflib
-import json
-import re
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from importlib import metadata
-from typing import Any, NoReturn, cast
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import Response
-from fastapi.routing import APIRoute
-from pydantic import BaseModel
-from starlette.exceptions import HTTPException
+from fastapi import FastAPI
 
-from groupwise.plugins import printable
-from groupwise.server import strict_json
-from groupwise.server.middleware import BodyRead, Guarded, Observed, RouteTable
-from groupwise.server.refusals import documented, problem_schema
+from groupwise.http.app import About, assemble
+from groupwise.http.declared import Route
 from groupwise.server.routes import events, health, models, training
-from groupwise.server.routes.declared import Route, ServiceLike, Serving, facts_of
+from groupwise.server.routes.declared import ServiceLike, Serving
 from groupwise.server.settings import ServerConfig
-from groupwise.wire.idempotency import HEADERS as IDEMPOTENCY_HEADERS
-from groupwise.wire.keys import Keyring, Role
-from groupwise.wire.problems import FieldError, Refusal
+from groupwise.wire.keys import Keyring, caller_of
 
 ROUTES: tuple[Route, ...] = (*training.ROUTES, *models.ROUTES, *events.ROUTES, *health.ROUTES)
 """Of ask/post."""
@@ -39,12 +22,6 @@ DESCRIPTION = (
     "The server owns the model; the client owns the loop, the data and the rewards: it asks for completions of its prompts, scores them, "
     "and posts a number for each. Every refusal is a problem (RFC 9457) with a `code` that never changes its meaning."
 )
-BINARY = ("application/zip", "application/octet-stream")
-SECURITY = {
-    "bearer": {"type": "http", "scheme": "bearer"},
-    "x-api-key": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
-    "api-key": {"type": "apiKey", "in": "header", "name": "api-key"},
-}
 
 
 def make_app(
@@ -55,251 +32,12 @@ def make_app(
     before: Mapping[str, Any] | None = None,
 ) -> FastAPI:
     """The application. `also`: routes of further protocols; `before`: what the document says of those that are answered before this
-    application (`tags`, `paths`, `components`). Its `state.serving` is what all requests share."""
-    serving = Serving(service, config)
-    routes = (*ROUTES, *also)
-    app = FastAPI(
-        title="Groupwise training server",
-        version=_version(),
-        description=DESCRIPTION + _roles(routes),
-        docs_url=None,  # pages that would load scripts from elsewhere
-        redoc_url=None,
-        openapi_url=None,  # ours is a route like any other
-        redirect_slashes=False,
+    application (`tags`, `paths`, `components`). Its `state.shared` is a `Serving`."""
+    return assemble(
+        About("Groupwise training server", DESCRIPTION),
+        (*ROUTES, *also),
+        Serving(service, config),
+        partial(caller_of, keys),
+        local_only=keys is None,
+        before=before,
     )
-    app.router.route_class = _StrictRoute
-    app.state.serving = serving
-    document = _Document(app, routes, before or {})
-    shown = Route(
-        method="GET",
-        path="/openapi.json",
-        handler=document.answer,
-        role=None,
-        tag="health",
-        answer=dict[str, Any],
-    )
-    for route in (*routes, shown):
-        _add(app, route)
-    _refuse_what_fastapi_refuses(app)
-    # The last one that is added is the outermost.
-    app.add_middleware(cast("Any", BodyRead), serving=serving)
-    app.add_middleware(cast("Any", Guarded), serving=serving, keys=keys)
-    table = RouteTable((*routes, shown))
-    app.add_middleware(cast("Any", Observed), serving=serving, table=table)
-    return app
-
-
-def _roles(routes: Sequence[Route]) -> str:
-    """Who may ask what, as a table."""
-    rows = [
-        "\n\nEach role may do what the ones above it may.\n",
-        "| role of the key | routes |",
-        "|---|---|",
-    ]
-    for role in (None, *Role):
-        names = [f"`{route.name}`" for route in routes if route.role == role]
-        rows.append(f"| {role.word if role else 'no key'} | {', '.join(names)} |")
-    return "\n".join(rows)
-
-
-def _version() -> str:
-    try:
-        return metadata.version("groupwise")
-    except metadata.PackageNotFoundError:  # run from a folder, without being installed
-        return "0"
-
-
-def _add(app: FastAPI, route: Route) -> None:
-    responses = documented(route.all_codes)
-    if route.later:
-        responses[202] = {"description": route.later, "model": route.answer}
-    if route.path == "/readyz":
-        responses[503] = {"description": "Not ready, and why.", "model": route.answer}
-    if route.answer is None:
-        schema = {"type": "string", **_format(route.media_type)}
-        responses[200] = {"content": {route.media_type: {"schema": schema}}}
-    app.add_api_route(
-        route.path,
-        route.handler,
-        methods=[route.method],
-        tags=[route.tag],
-        name=route.handler.__name__,
-        operation_id=route.handler.__name__,
-        response_model=route.answer,
-        response_class=route.response_class,
-        responses=cast("Any", responses),
-        openapi_extra={"x-role": route.role.word if route.role else None},
-    )
-
-
-def _format(media_type: str) -> dict[str, str]:
-    return {"format": "binary"} if media_type in BINARY else {}
-
-
-# Reading strictly
-
-
-class _StrictRequest(Request):
-    """Whose JSON is read by `strict_json`."""
-
-    async def json(self) -> Any:
-        if not hasattr(self, "_json"):
-            self._json = strict_json.parse(await self.body())
-        return self._json
-
-
-class _StrictRoute(APIRoute):
-    """As FastAPI recommends for another class of requests."""
-
-    def get_route_handler(self) -> Callable[[Request], Any]:
-        handler = super().get_route_handler()
-
-        async def strict(request: Request) -> Response:
-            self._check_parameters(request)
-            return await handler(_StrictRequest(request.scope, request.receive))
-
-        return strict
-
-    def _check_parameters(self, request: Request) -> None:
-        """Refuse those that the route does not have; a probe that anybody may make can have what it wants."""
-        route = facts_of(request.scope).route
-        if route is None or route.role is None:
-            return
-        known = [field.alias for field in self.dependant.query_params]
-        for name in request.query_params:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                hint = (
-                    f"did you mean {near[0]}?"
-                    if near
-                    else f"there are: {', '.join(known) or 'none'}"
-                )
-                message = f"is not a query parameter of {route.name}; {hint}"
-                error = FieldError(field=printable(name)[:100], message=message)
-                raise Refusal("invalid_request", f"{error.field} {message}", errors=[error])
-
-
-# Refusals of the framework
-
-
-def _refuse_what_fastapi_refuses(app: FastAPI) -> None:
-    handlers: dict[Any, Callable[[Request, Any], Awaitable[Response]]] = {
-        RequestValidationError: _invalid,
-        HTTPException: _no_such_thing,
-    }
-    for kind, handler in handlers.items():
-        app.add_exception_handler(kind, handler)
-
-
-async def _invalid(request: Request, error: RequestValidationError) -> NoReturn:
-    details = list(error.errors())
-    for detail in details:
-        if detail.get("type") == "json_invalid":
-            reason = detail.get("ctx", {}).get("error", "it cannot be read")
-            message = f"the body is no JSON as it is taken here: {reason}"
-            raise Refusal(
-                "invalid_request", message, errors=(FieldError(field="", message=message),)
-            ) from None
-    body = cast("APIRoute", request.scope["route"]).body_field
-    raise Refusal.of_fields(details, body.field_info if body else None) from None
-
-
-async def _no_such_thing(request: Request, error: HTTPException) -> NoReturn:
-    where = f"{request.method} {request.url.path[:200]}"
-    if error.status_code == 404:
-        raise Refusal(
-            "not_found", f"There is no route {where}; GET /openapi.json has those there are."
-        )
-    if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
-        facts_of(request.scope).headers["Allow"] = allowed
-        raise Refusal(
-            "method_not_allowed", f"There is no route {where}; this address takes {allowed}."
-        )
-    raise Refusal("invalid_request", f"{where} cannot be answered: {error.detail}")
-
-
-# The document
-
-
-class _Document:
-    """OpenAPI, made once."""
-
-    def __init__(self, app: FastAPI, routes: Sequence[Route], before: Mapping[str, Any]) -> None:
-        self._app = app
-        self._routes = routes
-        self._before = before
-        self._make = app.openapi
-        app.openapi = self.document
-
-    async def answer(self) -> Response:
-        """This document."""
-        return Response(json.dumps(self.document()), media_type="application/json")
-
-    def document(self) -> dict[str, Any]:
-        """The whole."""
-        if self._app.openapi_schema is None:
-            self._app.openapi_schema = self._complete(self._make())
-        return self._app.openapi_schema
-
-    def _complete(self, document: dict[str, Any]) -> dict[str, Any]:
-        components = document.setdefault("components", {})
-        components.setdefault("schemas", {}).update(problem_schema())
-        components["securitySchemes"] = SECURITY
-        for route in self._routes:
-            if route.reads is not None:
-                _add_body(document, route, route.reads)
-            elif route.takes_bytes:
-                _operation(document, route)["requestBody"] = _ANY_BYTES
-        for route in self._routes:
-            self._say_more(_operation(document, route), route)
-        self._add_what_is_before(document)
-        return document
-
-    def _add_what_is_before(self, document: dict[str, Any]) -> None:
-        keys: list[dict[str, list[str]]] = [{name: []} for name in SECURITY]
-        for path, operations in self._before.get("paths", {}).items():
-            document["paths"][path] = {
-                method: {"security": keys, **operation} for method, operation in operations.items()
-            }
-        schemas = self._before.get("components", {}).get("schemas", {})
-        document["components"]["schemas"].update(schemas)
-        if tags := self._before.get("tags"):
-            document.setdefault("tags", []).extend(tags)
-
-    def _say_more(self, operation: dict[str, Any], route: Route) -> None:
-        operation["security"] = [{name: []} for name in SECURITY] if route.role else []
-        if route.named:
-            operation.setdefault("parameters", []).append(_IDEMPOTENCY)
-        if route.example is not None:
-            content = operation["requestBody"]["content"]["application/json"]
-            content["example"] = route.example
-
-
-def _add_body(document: dict[str, Any], route: Route, model: type[BaseModel]) -> None:
-    """What a handler reads itself."""
-    schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-    document["components"]["schemas"].update(schema.pop("$defs", {}))
-    document["components"]["schemas"][model.__name__] = schema
-    content = {"schema": {"$ref": f"#/components/schemas/{model.__name__}"}}
-    body = {"required": True, "content": {"application/json": content}}
-    _operation(document, route)["requestBody"] = body
-
-
-def _operation(document: dict[str, Any], route: Route) -> dict[str, Any]:
-    return document["paths"][_PLAIN.sub("}", route.path)][route.method.lower()]
-
-
-_PLAIN = re.compile(r":\w+\}")
-"""A convertor of a path parameter, which the document does not have."""
-_ANY_BYTES = {
-    "required": True,
-    "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
-}
-_IDEMPOTENCY = {
-    "name": IDEMPOTENCY_HEADERS[0],
-    "in": "header",
-    "required": False,
-    "description": f"Names the request: sent again within a day it gets the same answer. Also {IDEMPOTENCY_HEADERS[1]}.",
-    "schema": {"type": "string", "minLength": 1, "maxLength": 255},
-}

@@ -11,9 +11,9 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
+from groupwise.http.caller import Caller
 from groupwise.rollouts.asking import gather_all
 from groupwise.server import keeping
-from groupwise.server.caller import Caller
 from groupwise.server.conductor import Conductor
 from groupwise.server.current import Current
 from groupwise.server.engine.port import OrderField, SampleOrder, Sampling

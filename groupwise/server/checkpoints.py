@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from groupwise.errors import CheckpointError
+from groupwise.http.caller import Caller
 from groupwise.server import keeping, named, steps
-from groupwise.server.caller import Caller
 from groupwise.server.current import ENDED, Current
 from groupwise.server.engine_refusals import asked
 from groupwise.server.ledger import runs

@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 
 from pydantic import BaseModel
 
-from groupwise.server.caller import AnswerKey, Caller
+from groupwise.http.caller import AnswerKey, Caller
 from groupwise.server.ledger.answers import Answer
 from groupwise.wire.problems import Refusal
 from groupwise.wire.training import (

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from groupwise.http.caller import Caller
 from groupwise.server import steps
-from groupwise.server.caller import Caller
 from groupwise.server.engine.port import Opened, Sampled
 from groupwise.server.idempotent import (
     answer_of,

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from groupwise.http.caller import Caller
 from groupwise.runs import checkpoints, durable
 from groupwise.runs.checkpoints import Checkpoint
 from groupwise.runs.folder import CHECKPOINTS
-from groupwise.server.caller import Caller
 from groupwise.server.ledger.runs import RunRow
 from groupwise.wire.problems import Refusal
 from groupwise.wire.training import CheckpointAnswer

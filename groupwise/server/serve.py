@@ -12,32 +12,30 @@ costs work but no truth.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
 import signal
 import socket
-import ssl
 import sys
 import time
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import uvicorn
 from pydantic import ValidationError
 from starlette.types import ASGIApp
 
 from groupwise.errors import ConfigError, GroupwiseError, RunInUseError, UsageError
+from groupwise.http.caller import Caller
+from groupwise.http.listening import Uvicorn, bound, check_tls, uvicorn_config
+from groupwise.http.logs import configure
 from groupwise.runs.lock import RunLock, holder
 from groupwise.server.app import make_app
-from groupwise.server.caller import Caller
 from groupwise.server.engine.port import Engine
 from groupwise.server.engine.remote import EngineProcess, log_here
 from groupwise.server.ledger.writer import Ledger
-from groupwise.server.logs import configure
 from groupwise.server.openai.service import OpenAIService
 from groupwise.server.orders import Allowed
 from groupwise.server.parts.service import NAME as PARTS
@@ -59,9 +57,6 @@ logger = logging.getLogger(__name__)
 ENGINE = "groupwise.server.engine.core:EngineCore"
 LEDGER = "server.db"
 """File of the output folder."""
-KEEP_ALIVE = 75
-"""Seconds for which an idle connection is kept: longer than clients and proxies keep theirs, so that none is closed in their hands."""
-HEADER_SIZE = 64 * 1024
 LEAST_FOR_CONNECTIONS = 1.0
 """Seconds for connections to be closed, however long the service has taken."""
 EVENTS_AT_ONCE = 100
@@ -110,7 +105,7 @@ class Built:
         app = make_app(self.service, config, keys, (*of_openai, *of_parts), of_verbs)
         if of_openai:
             attach(app)
-        serving: Serving = app.state.serving
+        serving: Serving = app.state.shared
         if self.verbs is None:
             return serving, app
         return serving, InFront(app, self.verbs.service, serving, keys)
@@ -178,11 +173,11 @@ def serve(
     build: Build = build_service,
 ) -> int:
     """Serve until a signal comes; returns the exit code. Raises UsageError where it cannot begin, or `start_with` is refused."""
-    _check_tls(config)
+    check_tls(config.tls_certificate, config.tls_key)
     lock = _take(config.folder)
     handler = configure(config.log_format)
     try:
-        with _bound(config) as listening:
+        with bound(config.host, config.port) as listening:
             return asyncio.run(_Server(config, keys, start_with, build, listening).run())
     finally:
         logging.getLogger().removeHandler(handler)
@@ -206,20 +201,6 @@ def read_start(path: Path) -> StartRequest:
     return request
 
 
-def _check_tls(config: ServerConfig) -> None:
-    if config.tls_certificate is None or config.tls_key is None:
-        return
-    try:
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(
-            config.tls_certificate, config.tls_key
-        )
-    except OSError as error:  # that of the library, too
-        raise UsageError(
-            f"tls_certificate {config.tls_certificate} and tls_key {config.tls_key} cannot be used: {error.strerror or error}. "
-            "Both are PEM files, and the key is that of the first certificate."
-        ) from None
-
-
 def _take(folder: Path) -> RunLock:
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -231,42 +212,6 @@ def _take(folder: Path) -> RunLock:
         raise RunInUseError(
             f"{folder} is served already by {holder(folder) or 'another process'}. Stop that one, or give another --output-dir."
         ) from None
-
-
-@contextlib.contextmanager
-def _bound(config: ServerConfig) -> Generator[socket.socket]:
-    host = config.host.strip("[]")
-    try:
-        found = socket.getaddrinfo(host, config.port, type=socket.SOCK_STREAM)
-        family, _, _, _, address = found[0]
-        bound = socket.create_server(address[:2], family=family, backlog=2048)
-        # Connections inherit it; asyncio sets it only where the socket names its protocol. Without it the body of an answer waits 40 ms.
-        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    except OSError as error:
-        raise UsageError(
-            f"The server cannot listen at {host}:{config.port}: {error.strerror or error}. Give another --host or --port; port 0 takes any "
-            "that is free."
-        ) from None
-    with bound:
-        yield bound
-
-
-class Uvicorn(uvicorn.Server):
-    """Which leaves signals to us, and says when it listens."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listening = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen."""
-        await super().startup(sockets)
-        self.listening.set()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Generator[None]:
-        """Do not."""
-        yield
 
 
 class _Server:
@@ -294,7 +239,14 @@ class _Server:
         await built.begin()
         serving, answers = built.application(self._config, self._keys)
         self._listen_for_signals(serving.ending)
-        http = Uvicorn(self._uvicorn_config(answers))
+        http = Uvicorn(
+            uvicorn_config(
+                answers,
+                certificate=self._config.tls_certificate,
+                key=self._config.tls_key,
+                proxy=self._config.proxy_headers,
+            )
+        )
         answering = asyncio.create_task(http.serve(sockets=[self._listening]))
         try:
             listening = asyncio.create_task(http.listening.wait())
@@ -336,24 +288,6 @@ class _Server:
         left = max(seconds - (time.monotonic() - began), LEAST_FOR_CONNECTIONS)
         http.config.timeout_graceful_shutdown = max(round(left), 1)
         http.should_exit = True
-
-    def _uvicorn_config(self, app: ASGIApp) -> uvicorn.Config:
-        config = self._config
-        return uvicorn.Config(
-            app,
-            loop="asyncio",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            timeout_keep_alive=KEEP_ALIVE,
-            h11_max_incomplete_event_size=HEADER_SIZE,
-            proxy_headers=config.proxy_headers is not None,
-            forwarded_allow_ips=config.proxy_headers or "",
-            ssl_certfile=config.tls_certificate,
-            ssl_keyfile=config.tls_key,
-        )
 
     def _listen_for_signals(self, ending: asyncio.Event) -> None:
         loop = asyncio.get_running_loop()

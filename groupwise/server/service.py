@@ -18,9 +18,9 @@ from contextlib import suppress
 from typing import TypeVar
 
 from groupwise.errors import GroupwiseError
+from groupwise.http.caller import Caller
 from groupwise.server import keeping
 from groupwise.server.ask_post import AskPost
-from groupwise.server.caller import Caller
 from groupwise.server.checkpoints import Checkpoints
 from groupwise.server.clockwork import Clockwork
 from groupwise.server.conductor import Conductor

@@ -8,12 +8,12 @@ in the key file, and none of them on a command line, where every user of the mac
 from __future__ import annotations
 
 import difflib
-import ipaddress
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from groupwise.errors import ConfigError, UsageError
+from groupwise.http.addresses import is_loopback
 from groupwise.settings.credentials import secrets_in
 from groupwise.settings.overrides import override, parse_override
 from groupwise.settings.schema import Conflict, Strict, keys_of, setting
@@ -146,16 +146,6 @@ class ServerConfig(Strict):
     def scheme(self) -> str:
         """Of its address."""
         return "https" if self.tls_certificate else "http"
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a name or address is always this machine."""
-    if host.lower().rstrip(".") == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def read_settings(

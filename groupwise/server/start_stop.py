@@ -18,9 +18,9 @@ from typing import Any, Protocol
 from pydantic import ValidationError
 
 from groupwise.errors import GroupwiseError, UsageError
+from groupwise.http.caller import Caller
 from groupwise.runs import durable
 from groupwise.server import keeping, steps
-from groupwise.server.caller import Caller
 from groupwise.server.checkpoints import Checkpoints
 from groupwise.server.conductor import Conductor, Leaving, Standing
 from groupwise.server.current import ENDED, Current

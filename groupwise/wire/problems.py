@@ -263,6 +263,34 @@ KINDS: Mapping[str, Kind] = {
         "The work was ended at the server's limit. Ask for less at once, or again later.",
         retry=True,
     ),
+    # the fleet
+    "unknown_job": Kind(404, "No such job", "No job of the projects that you may see has this id."),
+    "unknown_vm": Kind(404, "No such machine", "The fleet has no machine of this name."),
+    "unknown_gpu": Kind(404, "No such GPU", "The machine has no GPU of this index or UUID."),
+    "unknown_project": Kind(404, "No such project", "The fleet has no project of this name."),
+    "job_state": Kind(
+        409,
+        "Not in this state of the job",
+        "What was asked cannot be done with a job in its present state; `detail` names the state and what can be done.",
+    ),
+    "vm_exists": Kind(
+        409, "The name is taken", "The fleet has a machine of this name; choose another name."
+    ),
+    "vm_in_use": Kind(
+        409,
+        "The machine is in use",
+        "Attempts still run there or hold its GPUs. Drain it and wait, or declare it lost if it never comes back.",
+    ),
+    "vm_state": Kind(
+        409,
+        "Not in this state of the machine",
+        "What was asked cannot be done with a machine in its present state; `detail` says what can.",
+    ),
+    "host_key_mismatch": Kind(
+        409,
+        "Another host key",
+        "The machine shows another host key than the one that was to be trusted, or has shown none yet.",
+    ),
     "internal": Kind(
         500,
         "An error of the server",

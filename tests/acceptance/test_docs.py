@@ -39,13 +39,14 @@ from groupwise import sft_config
 from groupwise.cli.main import app, main
 from groupwise.cli.runs import app as runs_app
 from groupwise.config import documentation, load_config
+from groupwise.http.declared import Route
+from groupwise.http.prometheus import Requests
 from groupwise.loops.metrics import TOKEN_MEANS
 from groupwise.models.bundled import ALIASES
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.store import Store
 from groupwise.server.app import ROUTES
-from groupwise.server.metrics import Metrics
-from groupwise.server.routes.declared import Route
+from groupwise.server.metrics import render
 from groupwise.server.routes.parts import parts_routes
 from groupwise.server.serve import read_start
 from groupwise.server.settings import ServerConfig, read_settings
@@ -654,7 +655,7 @@ def server_metrics() -> set[str]:
             "memory": {"engine_bytes": 1},
         }
     )
-    return set(re.findall(r"^# TYPE (\w+)", Metrics().render(full), re.MULTILINE))
+    return set(re.findall(r"^# TYPE (\w+)", render(Requests(), full), re.MULTILINE))
 
 
 @pytest.mark.parametrize(

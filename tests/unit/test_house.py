@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 VERBS = {
-    *("help", "setup", "quickstart", "test", "test-server", "check", "fix", "bench"),
+    *("help", "setup", "quickstart", "test", "test-server", "test-fleet", "check", "fix", "bench"),
     *("soak", "gpu", "clean"),
 }
 TENSOR_ROOMS = {"models", "learner", "sampler"}

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 from groupwise.errors import GroupwiseError
+from groupwise.http.caller import Caller
 from groupwise.rollouts.asking import gather_all
-from groupwise.server.caller import Caller
 from groupwise.server.conductor import Conductor, Standing
 from groupwise.server.engine.port import Engine, Sampled, SampleOrder, Sampling
 from groupwise.server.ledger import runs

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from groupwise.server.caller import Caller
+from groupwise.http.caller import Caller
 from groupwise.server.engine.port import Sampled
 from groupwise.server.keeping import named
 from groupwise.server.ledger import counters, groups, members

@@ -1,8 +1,6 @@
-"""How a route is declared, and what its handler is given.
+"""What the handlers of the routes are given, and what they ask of the service.
 
-Each module of this folder has a tuple `ROUTES`. A `Route` says everything of it in one place: who may ask, what it can be refused,
-whether it begins work (which a server that ends refuses), and whether the work ends with the client that asked. The middleware enforces
-it, the OpenAPI document shows it, and the tests walk it: there is no second list.
+Each module of this folder has a tuple `ROUTES`.
 
 A handler takes `Asked`: the service, and who asks. It returns bytes that the service may have kept before, so that a request that comes
 twice gets the same answer to the byte.
@@ -10,24 +8,23 @@ twice gets the same answer to the byte.
 
 from __future__ import annotations
 
-import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Protocol, cast
+from dataclasses import dataclass
+from typing import Annotated, Protocol
 
 from fastapi import Depends, Request
 from fastapi.responses import Response
-from pydantic import BaseModel
 
-from groupwise.server.bodies import Bodies
-from groupwise.server.caller import AnswerKey, Caller
+from groupwise.http.caller import AnswerKey, Caller
+from groupwise.http.declared import Facts, Limits, Shared, facts_of
 from groupwise.server.downloads import OpenVersion
 from groupwise.server.idempotent import UnderWay
 from groupwise.server.ledger.answers import Answer
-from groupwise.server.metrics import Metrics
+from groupwise.server.ledger.file import DiskFull
 from groupwise.server.settings import ServerConfig
 from groupwise.wire.idempotency import body_hash, idempotency_key
-from groupwise.wire.keys import Role
+from groupwise.wire.problems import Refusal
 from groupwise.wire.training import (
     CheckpointAnswer,
     CheckpointsAnswer,
@@ -46,18 +43,12 @@ from groupwise.wire.training import (
     TokenizerAnswer,
 )
 
+logger = logging.getLogger(__name__)
+
 REPLAYED = "Idempotency-Replayed"
 """Header of an answer that was given before."""
-OF_ALL = ("unauthorised", "forbidden", "rate_limited", "invalid_request", "internal")
-OF_BODIES = (
-    "invalid_request",
-    "too_large",
-    "unsupported_media_type",
-    "timed_out",
-    "shutting_down",
-)
-OF_WORK = ("shutting_down",)
-OF_KEYS = ("idempotency_key_reused", "invalid_request")
+FULL_SECONDS = 10.0
+"""When somebody who was refused for want of disk may ask again."""
 
 
 class ServiceLike(Protocol):
@@ -157,101 +148,28 @@ class ServiceLike(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Route:
-    """One method of one address."""
-
-    method: str
-    path: str
-    handler: Callable[..., Any]
-    role: Role | None
-    """The lowest that may ask; None: everybody, also without a key."""
-    tag: str
-    """The part of the document where it stands."""
-    answer: Any = None
-    """The model of its answer; None: no JSON."""
-    media_type: str = "application/json"
-    """Of its answer."""
-    codes: tuple[str, ...] = ()
-    """What the service may refuse it for."""
-    takes_body: bool = False
-    takes_bytes: bool = False
-    """Whether the body may be anything, and not JSON alone."""
-    reads: type[BaseModel] | None = None
-    """The model of a body that the handler reads itself; None: its parameters say it."""
-    works: bool = False
-    """Whether it begins or changes something: a server that ends refuses it."""
-    ends_with_client: bool = True
-    """Whether what is done for it is cancelled when the client goes away."""
-    named: bool = False
-    """Whether it takes an Idempotency-Key."""
-    later: str = ""
-    """What it means when it answers 202; empty: it does not."""
-    example: Any = None
-    """A body."""
-    response_class: type[Response] = Response
-
-    @property
-    def all_codes(self) -> frozenset[str]:
-        """Every problem that it can be answered with."""
-        codes = {*self.codes, *OF_ALL} if self.role else {*self.codes, "internal"}
-        codes |= {*OF_BODIES} if self.takes_body else set()
-        codes |= {*OF_WORK} if self.works else set()
-        codes |= {*OF_KEYS} if self.named else set()
-        return frozenset(codes)
-
-    @property
-    def name(self) -> str:
-        """`POST /start`: in the log, and for idempotency keys."""
-        return f"{self.method} {self.path}"
-
-
-@dataclass(slots=True)
-class Serving:
+class Serving(Shared):
     """What all requests to one server share."""
 
-    service: ServiceLike
-    config: ServerConfig
-    metrics: Metrics = field(default_factory=Metrics)
-    under_way: UnderWay = field(default_factory=UnderWay)
-    ending: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the server has been asked to end."""
-    bodies: Bodies = field(init=False)
+    def __init__(self, service: ServiceLike, config: ServerConfig) -> None:
+        limits = Limits(config.max_body_bytes, config.requests_per_second, config.burst)
+        super().__init__(limits)
+        self.service = service
+        self.config = config
+        self.under_way = UnderWay()
 
-    def __post_init__(self) -> None:
-        self.bodies = Bodies(self.config.max_body_bytes)
+    def refusal_of(self, error: Exception) -> Refusal | None:
+        """A full disk is no mistake."""
+        if not isinstance(error, DiskFull):
+            return None
+        logger.error("%s", error)
+        return Refusal("disk_full", retry_after=FULL_SECONDS)
 
-    def end(self) -> None:
-        """Take no new work, and none whose body is not here yet."""
-        self.ending.set()
-        self.bodies.give_up()
-
-
-@dataclass(slots=True)
-class Facts:
-    """What is known of a request, filled in on its way through the middleware."""
-
-    request_id: str
-    route: Route | None = None
-    caller: Caller | None = None
-    code: str = ""
-    """Of the problem that it is answered with."""
-    headers: dict[str, str] = field(default_factory=dict[str, str])
-    """Of a refusal, beside those that every refusal has."""
-
-    @property
-    def instance(self) -> str:
-        """What problem and log call it."""
-        return f"urn:groupwise:request:{self.request_id}"
-
-
-SCOPE = "groupwise.facts"
-"""Where the facts lie in the scope of a request."""
-
-
-def facts_of(scope: Any) -> Facts:
-    """Those that the middleware has put there."""
-    return cast("Facts", scope[SCOPE])
+    async def refused(self, facts: Facts) -> None:
+        """Count it with the run: only of work, and only where the caller may ask; it is a write to the disk."""
+        known = facts.caller is not None and facts.route is not None and facts.route.works
+        if known and facts.code not in ("", "forbidden", "rate_limited", "internal"):
+            await self.service.count_refusal(facts.code)
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +218,7 @@ async def asked(request: Request) -> Asked:
         name = f"{request.method} {request.url.path}"
         named = AnswerKey(name, key, body_hash(await request.body()))
         caller = Caller(caller.key_id, caller.role, named)
-    return Asked(request.app.state.serving, caller)
+    return Asked(request.app.state.shared, caller)
 
 
 AskedHere = Annotated[Asked, Depends(asked)]
@@ -310,8 +228,3 @@ def sent(answer: Answer, *, replayed: bool = False) -> Response:
     """An answer as a response."""
     headers = {REPLAYED: "true"} if replayed else None
     return Response(answer.body, answer.status, headers, "application/json")
-
-
-def sent_model(model: BaseModel, status: int = 200) -> Response:
-    """A model as a response."""
-    return Response(model.model_dump_json(), status, media_type="application/json")

@@ -13,7 +13,8 @@ from typing import Annotated, Any
 from fastapi import Depends, Header
 from fastapi.sse import EventSourceResponse, ServerSentEvent
 
-from groupwise.server.routes.declared import AskedHere, Route, Serving
+from groupwise.http.declared import Route
+from groupwise.server.routes.declared import AskedHere, Serving
 from groupwise.wire.keys import Role
 from groupwise.wire.problems import Refusal
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from fastapi import Request
 from fastapi.responses import Response
 
-from groupwise.server.metrics import MEDIA_TYPE
-from groupwise.server.routes.declared import AskedHere, Route, Serving, sent_model
+from groupwise.http.declared import Route, sent_model
+from groupwise.http.prometheus import MEDIA_TYPE
+from groupwise.server.metrics import render
+from groupwise.server.routes.declared import AskedHere, Serving
 from groupwise.wire.keys import Role
 from groupwise.wire.training import HealthAnswer
 
@@ -20,7 +22,7 @@ async def healthz() -> Response:
 
 async def readyz(request: Request) -> Response:
     """Whether requests are answered; 503 with the reason where they are not."""
-    serving: Serving = request.app.state.serving
+    serving: Serving = request.app.state.shared
     ending = "the server is shutting down" if serving.ending.is_set() else None
     why = ending or serving.service.ready()
     if why is None:
@@ -30,7 +32,7 @@ async def readyz(request: Request) -> Response:
 
 async def metrics(asked: AskedHere) -> Response:
     """Numbers of server and run, in the text format of Prometheus."""
-    text = asked.serving.metrics.render(await asked.service.status())
+    text = render(asked.serving.metrics, await asked.service.status())
     return Response(text, media_type=MEDIA_TYPE)
 
 

@@ -11,11 +11,12 @@ from fastapi import Query
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from groupwise.server.bodies import ClientGone
+from groupwise.http.bodies import ClientGone
+from groupwise.http.declared import Route, sent_model
 from groupwise.server.downloads import OpenVersion, zipped
 from groupwise.server.idempotent import answer_of
 from groupwise.server.ledger.answers import Answer
-from groupwise.server.routes.declared import AskedHere, Route, sent_model
+from groupwise.server.routes.declared import AskedHere
 from groupwise.server.routes.training import OF_ENGINE
 from groupwise.wire.keys import Role
 from groupwise.wire.training import (

@@ -17,13 +17,14 @@ from fastapi import Depends, FastAPI, Header, Path
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from groupwise.http.declared import Route, sent_model
 from groupwise.server.ledger.answers import Answer
 from groupwise.server.openai.answers import Kind, Pieces, event, whole
 from groupwise.server.openai.asking import Ask, Said, ask_of
 from groupwise.server.openai.completed import Completed
 from groupwise.server.openai.errors import OpenAIErrors, as_documented, error_of_refusal
 from groupwise.server.openai.service import Begun, OpenAIService, Piece
-from groupwise.server.routes.declared import Asked, AskedHere, Route, sent_model
+from groupwise.server.routes.declared import Asked, AskedHere
 from groupwise.server.routes.training import OF_ENGINE, OF_RUN
 from groupwise.wire.idempotency import HEADER as IDEMPOTENCY_KEY
 from groupwise.wire.keys import Role

@@ -16,8 +16,9 @@ from fastapi.responses import Response
 from pydantic import ValidationError
 from pydantic_core import to_json
 
+from groupwise.http.declared import Route, sent_model
 from groupwise.server.parts.service import PartsService
-from groupwise.server.routes.declared import AskedHere, Route, sent_model
+from groupwise.server.routes.declared import AskedHere
 from groupwise.wire.keys import Role
 from groupwise.wire.parts import (
     DEFAULT_CALL_WAIT,

@@ -12,6 +12,7 @@ from fastapi import Body as BodyOf
 from fastapi import Path
 from fastapi.responses import Response
 
+from groupwise.http.declared import Route, sent_model
 from groupwise.server.idempotent import (
     answer_of,
     completions_answer,
@@ -20,7 +21,7 @@ from groupwise.server.idempotent import (
     step_answer,
 )
 from groupwise.server.ledger.answers import Answer
-from groupwise.server.routes.declared import AskedHere, Route, sent_model
+from groupwise.server.routes.declared import AskedHere
 from groupwise.wire.keys import Role
 from groupwise.wire.training import (
     GROUP_ID_PATTERN,

@@ -13,14 +13,15 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from groupwise.server.bodies import SHUTTING_DOWN_RETRY
-from groupwise.server.caller import Caller
+from groupwise.http.bodies import SHUTTING_DOWN_RETRY
+from groupwise.http.caller import Caller
+from groupwise.http.declared import facts_of
+from groupwise.http.middleware import Buckets, Observed, RouteTable, check_local
 from groupwise.server.engine.port import Engine
 from groupwise.server.keeper import Keeper, Limits
 from groupwise.server.ledger.writer import Ledger
-from groupwise.server.middleware import Buckets, Observed, RouteTable, check_local
 from groupwise.server.orders import Allowed
-from groupwise.server.routes.declared import Serving, facts_of
+from groupwise.server.routes.declared import Serving
 from groupwise.server.service import Service
 from groupwise.server.settings import ServerConfig
 from groupwise.server.verbs.host import NAME, Host

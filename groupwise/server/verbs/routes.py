@@ -19,10 +19,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from groupwise.errors import UsageError
-from groupwise.server import strict_json
-from groupwise.server.bodies import Bodies, ClientGone
-from groupwise.server.routes.declared import SCOPE, Facts
-from groupwise.server.strict_json import NotStrict
+from groupwise.http import strict_json
+from groupwise.http.bodies import Bodies, ClientGone
+from groupwise.http.declared import SCOPE, Facts
+from groupwise.http.strict_json import NotStrict
 from groupwise.server.verbs import answers, requests
 from groupwise.server.verbs.compatibility import refused_route
 from groupwise.server.verbs.futures import Failure

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from groupwise.errors import UsageError
-from groupwise.server import strict_json
+from groupwise.http import strict_json
 from groupwise.server.ledger.calls import CallRow
 from groupwise.server.verbs import requests
 from groupwise.server.verbs.futures import (

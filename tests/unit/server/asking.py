@@ -25,7 +25,7 @@ def app_of(service: FakeService, keys: Keyring | None = None, **settings: Any) -
 
 
 def serving_of(app: FastAPI) -> Serving:
-    return app.state.serving
+    return app.state.shared
 
 
 def client_of(app: FastAPI, **headers: str) -> httpx2.AsyncClient:

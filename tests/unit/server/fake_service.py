@@ -5,7 +5,7 @@ import io
 from collections.abc import Sequence
 from typing import Any, BinaryIO
 
-from groupwise.server.caller import Caller
+from groupwise.http.caller import Caller
 from groupwise.server.downloads import OpenFile, OpenVersion
 from groupwise.server.idempotent import (
     answer_of,

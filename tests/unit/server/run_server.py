@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from groupwise.errors import GroupwiseError
-from groupwise.server.caller import Caller
+from groupwise.http.caller import Caller
 from groupwise.server.serve import Built, read_start, serve
 from groupwise.server.settings import ServerConfig, read_settings
 from groupwise.wire.problems import Refusal

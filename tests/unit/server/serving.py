@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.server.caller import Caller
+from groupwise.http.caller import Caller
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.service import Service
 from groupwise.server.settings import ServerConfig

@@ -15,9 +15,10 @@ import httpx2
 import pytest
 from fastapi.routing import APIRoute
 
+from groupwise.http.declared import Route
 from groupwise.server.app import ROUTES
 from groupwise.server.routes import health
-from groupwise.server.routes.declared import REPLAYED, Route
+from groupwise.server.routes.declared import REPLAYED
 from groupwise.wire.keys import Role
 from groupwise.wire.problems import KINDS, MEDIA_TYPE, Refusal
 from tests.unit.server.asking import app_of, client_of, keyring, serving_of, until

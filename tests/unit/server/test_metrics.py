@@ -1,13 +1,14 @@
 import re
 
-from groupwise.server.metrics import LATENCIES, Metrics
+from groupwise.http.prometheus import LATENCIES, Requests
+from groupwise.server.metrics import render
 from groupwise.wire.training import Counters, Memory, StatusAnswer, Throughput
 
 LINE = re.compile(r'[a-z_]+(\{[a-z_]+="(?:[^"\\\n]|\\.)*"(,[a-z_]+="(?:[^"\\\n]|\\.)*")*\})? \S+')
 
 
 def test_every_line_is_of_the_format_and_every_name_is_declared_once() -> None:
-    metrics = Metrics()
+    metrics = Requests()
     metrics.observe("POST /completions", 200, 0.3)
     metrics.refusals['odd "code"\\\n'] += 1
     status = StatusAnswer(
@@ -21,7 +22,7 @@ def test_every_line_is_of_the_format_and_every_name_is_declared_once() -> None:
         throughput=Throughput(sampled_tokens=7, seconds_per_step=1.5),
         memory=Memory(engine_bytes=1000),
     )
-    text = metrics.render(status)
+    text = render(metrics, status)
     assert text.endswith("\n")
     declared = re.findall(r"^# TYPE (\S+) (?:counter|gauge|histogram)$", text, re.MULTILINE)
     assert len(declared) == len(set(declared))
@@ -37,10 +38,10 @@ def test_every_line_is_of_the_format_and_every_name_is_declared_once() -> None:
 
 
 def test_buckets_count_everything_below_them() -> None:
-    metrics = Metrics()
+    metrics = Requests()
     for seconds in (0.001, 0.002, 0.3, 1000.0):
         metrics.observe("GET /status", 200, seconds)
-    text = metrics.render(StatusAnswer(phase="idle"))
+    text = render(metrics, StatusAnswer(phase="idle"))
     counts = re.findall(r'http_request_seconds_bucket\{[^}]*le="([^"]+)"\} (\d+)', text)
     assert len(counts) == len(LATENCIES) + 1
     found = dict(counts)
@@ -48,6 +49,6 @@ def test_buckets_count_everything_below_them() -> None:
 
 
 def test_what_is_not_known_is_left_out() -> None:
-    text = Metrics().render(StatusAnswer(phase="idle"))
+    text = render(Requests(), StatusAnswer(phase="idle"))
     assert "run_step" not in text
     assert "step_seconds" not in text

@@ -20,7 +20,7 @@ import pytest
 
 from groupwise.errors import ConfigError, UsageError
 from groupwise.runs.lock import RunLock
-from groupwise.server.serve import _bound, _told, read_start, serve
+from groupwise.server.serve import _told, read_start, serve
 from groupwise.server.settings import ServerConfig
 from tests.unit.server.fake_service import FakeService
 
@@ -222,11 +222,3 @@ def test_settings_to_start_with_are_told_by_their_lines(tmp_path: Path) -> None:
         read_start(path)
     assert f"{path}:2: max_steps: " in told.value.message
     assert f"{path}:3: max_step: is not a field; did you mean max_steps?" in told.value.message
-
-
-def test_small_answers_are_not_held_back_on_their_connections(tmp_path: Path) -> None:
-    config = ServerConfig(output_dir=str(tmp_path), port=0)
-    with _bound(config) as listening, socket.create_connection(listening.getsockname()):
-        accepted, _ = listening.accept()
-        with accepted:
-            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)

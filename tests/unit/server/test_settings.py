@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from groupwise.errors import ConfigError, UsageError
-from groupwise.server.settings import ServerConfig, is_loopback, read_keys, read_settings
+from groupwise.http.addresses import is_loopback
+from groupwise.server.settings import ServerConfig, read_keys, read_settings
 from groupwise.settings.schema import keys_of
 from groupwise.wire.keys import Role, new_key
 

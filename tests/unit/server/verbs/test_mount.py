@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from groupwise.http.logs import ACCESS, configure, log_request
 from groupwise.server.engine.port import Engine
-from groupwise.server.logs import ACCESS, configure, log_request
 from groupwise.server.serve import Built
 from groupwise.server.verbs.mount import Verbs
 from groupwise.server.verbs.opened import NotThere

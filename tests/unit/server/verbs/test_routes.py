@@ -11,8 +11,8 @@ import httpx2
 import pytest
 from starlette.types import ASGIApp
 
-from groupwise.server import bodies
-from groupwise.server.bodies import Bodies
+from groupwise.http import bodies
+from groupwise.http.bodies import Bodies
 from groupwise.server.verbs.futures import Limits
 from groupwise.server.verbs.opened import SESSION_SILENCE
 from groupwise.server.verbs.service import VerbService

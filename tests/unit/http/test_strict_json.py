@@ -1,6 +1,6 @@
 import pytest
 
-from groupwise.server.strict_json import DEEPEST, NotStrict, parse
+from groupwise.http.strict_json import DEEPEST, NotStrict, parse
 
 
 @pytest.mark.parametrize(

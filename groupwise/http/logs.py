@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 
 from groupwise.display.text import one_line
 
-ACCESS = logging.getLogger("groupwise.server.access")
+ACCESS = logging.getLogger("groupwise.http.access")
 NOTHING_YET = 408
 """What a poll for the answer to a call of the verbs is told every while, until there is one."""
 LONGEST_PATH = 200

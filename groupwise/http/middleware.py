@@ -23,14 +23,14 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from groupwise.server.bodies import SHUTTING_DOWN_RETRY, ClientGone
-from groupwise.server.caller import Caller
-from groupwise.server.ledger.file import DiskFull
-from groupwise.server.logs import log_request
-from groupwise.server.refusals import body_of
-from groupwise.server.routes.declared import SCOPE, Facts, Route, Serving, facts_of
-from groupwise.server.settings import is_loopback
-from groupwise.wire.keys import Keyring, Role, caller_of
+from groupwise.http.addresses import is_loopback
+from groupwise.http.bodies import SHUTTING_DOWN_RETRY, ClientGone
+from groupwise.http.caller import Caller
+from groupwise.http.declared import SCOPE, Facts, Route, Shared, facts_of
+from groupwise.http.logs import log_request
+from groupwise.http.refusals import body_of
+from groupwise.wire import keys
+from groupwise.wire.keys import Role
 from groupwise.wire.problems import MEDIA_TYPE, FieldError, Refusal
 
 logger = logging.getLogger(__name__)
@@ -38,8 +38,9 @@ logger = logging.getLogger(__name__)
 REQUEST_ID = "X-Request-ID"
 CLIENT_GONE = 499
 """What the log and the metrics say of a request whose client went away."""
-FULL_SECONDS = 10.0
-"""When somebody who was refused for want of disk may ask again."""
+
+CallerOf = Callable[[Mapping[str, str]], keys.Caller]
+"""Who sends a request with these headers. Raises `unauthorised`."""
 
 _SAFE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
@@ -62,11 +63,11 @@ class Observed:
     """The outermost."""
 
     def __init__(
-        self, app: ASGIApp, serving: Serving, table: RouteTable, others: str = "other"
+        self, app: ASGIApp, shared: Shared, table: RouteTable, others: str = "other"
     ) -> None:
         """`others`: what the metrics call requests that are for no route of the table."""
         self._app = app
-        self._serving = serving
+        self._shared = shared
         self._table = table
         self._others = others
 
@@ -83,8 +84,8 @@ class Observed:
             await self._answer(scope, receive, answer)
         finally:
             self._tell(scope, facts, answer.status or CLIENT_GONE, time.perf_counter() - began)
-        if _is_of_the_run(facts):
-            await self._serving.service.count_refusal(facts.code)
+        if facts.code:
+            await self._shared.refused(facts)
 
     async def _answer(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
         try:
@@ -93,12 +94,10 @@ class Observed:
             await answer.refuse(refusal)
         except ClientGone:
             answer.status = CLIENT_GONE
-        except DiskFull as full:
-            logger.error("%s", full)
-            await answer.refuse(Refusal("disk_full", retry_after=FULL_SECONDS))
-        except (
-            Exception
-        ):  # the boundary: a mistake in one request stops no other, and its details stay here
+        except Exception as error:  # the boundary: a mistake in one request stops no other, and its details stay here
+            if (known := self._shared.refusal_of(error)) is not None:
+                await answer.refuse(known)
+                return
             facts = facts_of(scope)
             logger.exception(
                 "request %s failed",
@@ -108,7 +107,7 @@ class Observed:
             await answer.refuse(Refusal("internal"))
 
     def _tell(self, scope: Scope, facts: Facts, status: int, seconds: float) -> None:
-        metrics = self._serving.metrics
+        metrics = self._shared.metrics
         metrics.observe(facts.route.name if facts.route else self._others, status, seconds)
         if facts.code:
             metrics.refusals[facts.code] += 1
@@ -166,12 +165,6 @@ class BrokenOff(Exception):
     """An answer that cannot be finished; the connection is closed, so that nobody takes what there is for the whole."""
 
 
-def _is_of_the_run(facts: Facts) -> bool:
-    """Whether a refusal is counted with the run: only of work, and only where the caller may ask; it is a write to the disk."""
-    known = facts.caller is not None and facts.route is not None and facts.route.works
-    return known and facts.code not in ("", "forbidden", "rate_limited", "internal")
-
-
 def _request_id(scope: Scope) -> str:
     given = Headers(scope=scope).get(REQUEST_ID, "")
     return given if _SAFE_ID.fullmatch(given) else secrets.token_hex(8)
@@ -202,14 +195,15 @@ class Buckets:
 class Guarded:
     """Lets through whoever may."""
 
-    def __init__(self, app: ASGIApp, serving: Serving, keys: Keyring | None) -> None:
-        config = serving.config
+    def __init__(self, app: ASGIApp, shared: Shared, who: CallerOf, *, local_only: bool) -> None:
+        limits = shared.limits
         self._app = app
-        self._serving = serving
-        self._keys = keys
+        self._shared = shared
+        self._who = who
+        self._local_only = local_only
         self._buckets = (
-            Buckets(config.requests_per_second, config.burst)
-            if config.requests_per_second is not None
+            Buckets(limits.requests_per_second, limits.burst)
+            if limits.requests_per_second is not None
             else None
         )
 
@@ -223,14 +217,14 @@ class Guarded:
         route = facts.route
         if route is not None and route.role is None:
             return
-        if self._keys is None:
+        if self._local_only:
             check_local(headers)
-        known = caller_of(self._keys, headers)
+        known = self._who(headers)
         facts.caller = Caller(known.id, known.role)
         if self._buckets is not None and (seconds := self._buckets.take(known.id)):
             raise Refusal("rate_limited", retry_after=seconds)
         known.require((route.role if route else None) or Role.READ)
-        if route is not None and route.works and self._serving.ending.is_set():
+        if route is not None and route.works and self._shared.ending.is_set():
             raise Refusal("shutting_down", retry_after=SHUTTING_DOWN_RETRY)
 
 
@@ -280,9 +274,9 @@ class _Inbox:
 class BodyRead:
     """The innermost."""
 
-    def __init__(self, app: ASGIApp, serving: Serving) -> None:
+    def __init__(self, app: ASGIApp, shared: Shared) -> None:
         self._app = app
-        self._bodies = serving.bodies
+        self._bodies = shared.bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the body, then do the work as long as the client is there."""

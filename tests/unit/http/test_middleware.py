@@ -9,9 +9,9 @@ from typing import Any
 import httpx2
 import pytest
 
-from groupwise.server import bodies
-from groupwise.server.logs import ForPrograms, configure
-from groupwise.server.middleware import Buckets, check_local
+from groupwise.http import bodies
+from groupwise.http.logs import ForPrograms, configure
+from groupwise.http.middleware import Buckets, check_local
 from groupwise.wire.keys import Role
 from groupwise.wire.problems import Refusal
 from tests.unit.server.asking import app_of, client_of, keyring, listening, serving_of, until
@@ -141,12 +141,12 @@ async def test_a_line_for_each_request_without_bodies_and_keys(
 ) -> None:
     ring, keys = keyring()
     headers = {"api-key": keys[Role.TRAIN], "X-Request-ID": "mine-1"}
-    with caplog.at_level(logging.INFO, "groupwise.server.access"):
+    with caplog.at_level(logging.INFO, "groupwise.http.access"):
         async with client_of(app_of(FakeService(), ring), **headers) as client:
             answer = await client.post("/completions?q=hidden", json={"prompt": "secret-prompt"})
             await client.get("/no%0Awhere")
     assert answer.headers["x-request-id"] == "mine-1"
-    ours = [record for record in caplog.records if record.name == "groupwise.server.access"]
+    ours = [record for record in caplog.records if record.name == "groupwise.http.access"]
     first, second = (json.loads(ForPrograms().format(record)) for record in ours)
     expected = {"request_id": "mine-1", "method": "POST", "path": "/completions", "status": 422}
     assert first.items() >= expected.items()

@@ -1,0 +1,119 @@
+"""The states of jobs and attempts, and which may follow which: the one table that code and database obey.
+
+A job waits (queued, pending, held), runs, and ends (completed, failed, cancelled). While it runs it has exactly one live attempt; an
+attempt is one execution, known by its epoch, and no epoch is used twice. `database.py` makes triggers of these tables, so that no
+program, and no person at a prompt, can move a row along a way that is not here.
+
+    job       queued → pending → queued → running → completed | failed | cancelled | queued (again)
+              queued | pending ⇄ held
+    attempt   reserved → launching → running → collecting → ended
+
+Beside the state of an attempt stand things that are no states: whether its machine answers (`contact`), whether someone wants it
+cancelled, and whether what it held has been found free again (`cleanup`). An attempt that has ended keeps its reservations until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+
+class JobStatus(StrEnum):
+    """Where a job is. The words are those of the column `jobs.status`."""
+
+    QUEUED = "queued"
+    """May be claimed, once its `not_before` has come."""
+    PENDING = "pending"
+    """Nothing that it could run on is free; `blocked_reasons` says why. A change of capacity wakes it."""
+    HELD = "held"
+    """An operator, or whoever submitted it, wants it to wait."""
+    RUNNING = "running"
+    """Has one live attempt."""
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class AttemptState(StrEnum):
+    """Where an attempt is. The words are those of the column `attempts.state`."""
+
+    RESERVED = "reserved"
+    """Claimed in the database; no machine has been spoken to."""
+    LAUNCHING = "launching"
+    """A machine may have been told; only its runner knows."""
+    RUNNING = "running"
+    """The runners of all members said so."""
+    COLLECTING = "collecting"
+    """The command has ended; log and artefacts are being fetched."""
+    ENDED = "ended"
+
+
+class Outcome(StrEnum):
+    """How an attempt ended: the column `attempts.outcome`."""
+
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    """With a failure class."""
+    CANCELLED = "cancelled"
+    VOID = "void"
+    """It never ran, and never will: the runner acknowledged `void`, or nothing was ever sent."""
+
+
+class Cleanup(StrEnum):
+    """Whether what an attempt held is free: the column `attempts.cleanup`."""
+
+    PENDING = "pending"
+    CLEAN = "clean"
+    LEAKING = "leaking"
+    """Something of it still holds a GPU; the GPU is not used again, and the machine's operator is told."""
+
+
+class Contact(StrEnum):
+    """Whether a machine answers."""
+
+    NEW = "new"
+    OK = "ok"
+    UNREACHABLE = "unreachable"
+    UNTRUSTED = "untrusted"
+    """Its host key is not pinned, or differs from the pinned one."""
+
+
+JOB_BEGINS = frozenset({JobStatus.QUEUED, JobStatus.HELD, JobStatus.FAILED})
+"""What a new row may say; failed is for one that is not valid, with its reason."""
+
+JOB_MOVES: Mapping[JobStatus, frozenset[JobStatus]] = {
+    JobStatus.QUEUED: frozenset(
+        {
+            JobStatus.PENDING,
+            JobStatus.RUNNING,
+            JobStatus.HELD,
+            JobStatus.CANCELLED,
+            JobStatus.FAILED,
+        }
+    ),
+    JobStatus.PENDING: frozenset({JobStatus.QUEUED, JobStatus.HELD, JobStatus.CANCELLED}),
+    JobStatus.HELD: frozenset({JobStatus.QUEUED, JobStatus.CANCELLED}),
+    JobStatus.RUNNING: frozenset(
+        {JobStatus.COMPLETED, JobStatus.FAILED, JobStatus.CANCELLED, JobStatus.QUEUED}
+    ),
+    JobStatus.COMPLETED: frozenset(),
+    JobStatus.FAILED: frozenset({JobStatus.QUEUED}),
+    JobStatus.CANCELLED: frozenset({JobStatus.QUEUED}),
+}
+"""From failed and cancelled only `retry` leads back, with a new generation: the trigger wants `generation` to rise by one."""
+
+RETRIED_FROM = frozenset({JobStatus.FAILED, JobStatus.CANCELLED})
+FINAL = frozenset({JobStatus.COMPLETED, JobStatus.FAILED, JobStatus.CANCELLED})
+"""Within one generation nothing follows these."""
+
+ATTEMPT_BEGINS = frozenset({AttemptState.RESERVED})
+
+ATTEMPT_MOVES: Mapping[AttemptState, frozenset[AttemptState]] = {
+    AttemptState.RESERVED: frozenset({AttemptState.LAUNCHING, AttemptState.ENDED}),
+    AttemptState.LAUNCHING: frozenset({AttemptState.RUNNING, AttemptState.ENDED}),
+    AttemptState.RUNNING: frozenset({AttemptState.COLLECTING, AttemptState.ENDED}),
+    AttemptState.COLLECTING: frozenset({AttemptState.ENDED}),
+    AttemptState.ENDED: frozenset(),
+}
+
+LIVE = frozenset(AttemptState) - {AttemptState.ENDED}

@@ -1,0 +1,176 @@
+"""What is to be run on a machine: `JobSpec`, plain data that travels to the runner and into the database.
+
+Whoever makes one (admission of a fleet, a cloud backend) has it checked once, here; the runner checks the same again, since it trusts
+nobody. Nothing of it is ever put into a shell's words: the command is an argument list, and all of it travels on standard input.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+ATTEMPT_VARIABLE = "GROUPWISE_ATTEMPT"
+"""`<job>.<epoch>`, in the environment of every process of an attempt."""
+JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}")
+"""It names folders and control groups on every machine, so that nothing else is taken."""
+ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
+SHA256 = re.compile(r"[0-9a-f]{64}")
+RESERVED_NAMES = frozenset(
+    "PATH HOME SHELL USER LOGNAME IFS ENV BASH_ENV CDPATH GLOBIGNORE SHELLOPTS BASHOPTS PS4 PROMPT_COMMAND "
+    "PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTHONINSPECT PYTHONEXECUTABLE PYTHONUSERBASE PYTHONWARNINGS PYTHONBREAKPOINT "
+    "PERL5LIB PERL5OPT RUBYLIB RUBYOPT NODE_OPTIONS NODE_PATH JAVA_TOOL_OPTIONS GCONV_PATH LOCPATH HOSTALIASES "
+    "CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER NVIDIA_VISIBLE_DEVICES "
+    "RESUME_FROM ATTEMPT PREVIOUS_FAILURE MASTER_ADDR MASTER_PORT NNODES NODE_RANK".split()
+)
+RESERVED_PREFIXES = (
+    "LD_",
+    "DYLD_",
+    "BASH_FUNC_",
+    "GIT_",
+    "SSH_",
+    "GROUPWISE_ATTEMPT",
+    "GROUPWISE_RUNNER",
+)
+"""What decides which program runs, or what the runner itself sets: not for users."""
+MOST_ARGUMENTS = 4096
+LONGEST_ARGUMENT = 128 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class FileEntry:
+    """One file of a manifest."""
+
+    sha256: str
+    mode: int
+    """Permission bits, as 0o644."""
+    size: int
+    """Bytes."""
+
+
+Manifest = Mapping[str, FileEntry]
+"""Path, relative and with `/`, → what lies there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What an attempt may use. None: no limit."""
+
+    time_seconds: float | None = None
+    """From the start of the command; then TERM, `grace_seconds`, KILL."""
+    grace_seconds: float = 30.0
+    """Between TERM and KILL, whoever ends it."""
+    ram_mb: int | None = None
+    disk_mb: int | None = None
+    """Free on the machine's disk before it starts."""
+    artefact_mb: int = 20_000
+    artefact_files: int = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """A command with its environment and files. The working folder is empty but for `files`."""
+
+    arguments: tuple[str, ...]
+    """The argument list; the first is looked up on PATH, where the folder of the machine's `python` stands first."""
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    files: Manifest = field(default_factory=dict[str, FileEntry])
+    secrets: tuple[str, ...] = ()
+    """Names of environment variables whose values travel beside the spec and are kept nowhere."""
+    artefacts: tuple[str, ...] = ("outputs",)
+    """Paths relative to the working folder, of files and folders to fetch when it has ended."""
+    checkpoints: tuple[str, ...] = ("outputs",)
+    """Folders, relative likewise, below which folders with a `manifest.json` are checkpoints."""
+    limits: Limits = field(default_factory=Limits)
+
+
+def problems(spec: JobSpec) -> list[str]:
+    """What is wrong with it, in words for whoever wrote it; empty: nothing."""
+    return [
+        *_argument_problems(spec.arguments),
+        *_environment_problems((*spec.environment, *spec.secrets)),
+        *(
+            f"environment variable {name} has a NUL character in its value"
+            for name, value in spec.environment.items()
+            if "\0" in value
+        ),
+        *(
+            f"{name} is given as a secret and as a plain variable; give one of the two"
+            for name in spec.secrets
+            if name in spec.environment
+        ),
+        *(p for path in spec.files for p in path_problems("file", path)),
+        *(p for path in spec.artefacts for p in path_problems("artefact", path)),
+        *(p for path in spec.checkpoints for p in path_problems("checkpoint folder", path)),
+    ]
+
+
+def _argument_problems(arguments: tuple[str, ...]) -> list[str]:
+    if not arguments or not arguments[0]:
+        return ["there is no command: the first argument is the program"]
+    found = [
+        f"argument {n} has a NUL character in it" for n, a in enumerate(arguments) if "\0" in a
+    ]
+    if len(arguments) > MOST_ARGUMENTS:
+        found.append(f"{len(arguments)} arguments; at most {MOST_ARGUMENTS} are passed on")
+    if any(len(a.encode("utf-8", "replace")) > LONGEST_ARGUMENT for a in arguments):
+        found.append(f"an argument is longer than {LONGEST_ARGUMENT} bytes; put it into a file")
+    return found
+
+
+def _environment_problems(names: tuple[str, ...]) -> list[str]:
+    found: list[str] = []
+    for name in names:
+        if not ENVIRONMENT_NAME.fullmatch(name):
+            found.append(
+                f"{name!r} is no name of an environment variable: letters, digits and _, no digit first"
+            )
+        elif name in RESERVED_NAMES or name.startswith(RESERVED_PREFIXES):
+            found.append(
+                f"the environment variable {name} is not for jobs to set: it decides which program runs, or the runner sets it"
+            )
+    return found
+
+
+def path_problems(what: str, path: str) -> list[str]:
+    """Why a path is not one inside the working folder."""
+    parts = path.split("/")
+    if not path or path.startswith("/") or "\0" in path or any(p in ("", ".", "..") for p in parts):
+        return [f"{what} {path!r}: a path relative to the working folder is wanted, without `..`"]
+    return []
+
+
+def as_json(spec: JobSpec) -> dict[str, Any]:
+    """The form that travels and is stored."""
+    limits = spec.limits
+    return {
+        "arguments": list(spec.arguments),
+        "environment": dict(spec.environment),
+        "files": {path: [f.sha256, f.mode, f.size] for path, f in spec.files.items()},
+        "secrets": list(spec.secrets),
+        "artefacts": list(spec.artefacts),
+        "checkpoints": list(spec.checkpoints),
+        "limits": {name: getattr(limits, name) for name in Limits.__slots__},
+    }
+
+
+def from_json(document: Mapping[str, Any]) -> JobSpec:
+    """The spec that `as_json` made; what it was made of had been checked."""
+    return JobSpec(
+        arguments=tuple(document["arguments"]),
+        environment=dict(document["environment"]),
+        files={path: FileEntry(*entry) for path, entry in document["files"].items()},
+        secrets=tuple(document["secrets"]),
+        artefacts=tuple(document["artefacts"]),
+        checkpoints=tuple(document["checkpoints"]),
+        limits=Limits(**document["limits"]),
+    )
+
+
+def spec_hash(spec: JobSpec) -> str:
+    """The same for specs that say the same."""
+    canonical = json.dumps(as_json(spec), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode("utf-8", "surrogatepass")).hexdigest()

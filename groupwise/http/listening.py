@@ -1,0 +1,89 @@
+"""How a server listens: its socket, bound before anything else is begun; TLS; and uvicorn, which leaves signals to us."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import Generator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from groupwise.errors import UsageError
+
+KEEP_ALIVE = 75
+"""Seconds for which an idle connection is kept: longer than clients and proxies keep theirs, so that none is closed in their hands."""
+HEADER_SIZE = 64 * 1024
+
+
+def check_tls(certificate: str | None, key: str | None) -> None:
+    """Raise UsageError where they cannot be used."""
+    if certificate is None or key is None:
+        return
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key)
+    except OSError as error:  # that of the library, too
+        raise UsageError(
+            f"tls_certificate {certificate} and tls_key {key} cannot be used: {error.strerror or error}. "
+            "Both are PEM files, and the key is that of the first certificate."
+        ) from None
+
+
+@contextlib.contextmanager
+def bound(host: str, port: int) -> Generator[socket.socket]:
+    """A socket that listens there; port 0 takes any that is free. Raises UsageError."""
+    host = host.strip("[]")
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, _, _, _, address = found[0]
+        bound = socket.create_server(address[:2], family=family, backlog=2048)
+        # Connections inherit it; asyncio sets it only where the socket names its protocol. Without it the body of an answer waits 40 ms.
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    except OSError as error:
+        raise UsageError(
+            f"The server cannot listen at {host}:{port}: {error.strerror or error}. Give another --host or --port; port 0 takes any "
+            "that is free."
+        ) from None
+    with bound:
+        yield bound
+
+
+class Uvicorn(uvicorn.Server):
+    """Which leaves signals to us, and says when it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        await super().startup(sockets)
+        self.listening.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """Do not."""
+        yield
+
+
+def uvicorn_config(
+    app: ASGIApp, *, certificate: str | None, key: str | None, proxy: str | None
+) -> uvicorn.Config:
+    """`proxy`: address of a proxy in front, whose forwarded headers are believed."""
+    return uvicorn.Config(
+        app,
+        loop="asyncio",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE,
+        h11_max_incomplete_event_size=HEADER_SIZE,
+        proxy_headers=proxy is not None,
+        forwarded_allow_ips=proxy or "",
+        ssl_certfile=certificate,
+        ssl_keyfile=key,
+    )

@@ -1,0 +1,163 @@
+"""What a server counts of its requests and its process, in the text format of Prometheus, and how that format is written.
+
+Rendered by hand: the format is a page long, and the client library keeps its numbers in globals of the process, where those of two servers
+(in tests, in a notebook) would run together. Each server adds the families that are its own.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+LATENCIES = (
+    0.002,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    300.0,
+)
+"""Upper bounds of the buckets in seconds: an answer from the ledger takes milliseconds, a wait for a step minutes."""
+PREFIX = "groupwise_"
+
+Sample = tuple[Mapping[str, object], float]
+
+
+@dataclass(slots=True)
+class Histogram:
+    """How long requests of one route took."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(LATENCIES) + 1))
+    total: float = 0.0
+    """Seconds."""
+
+    def observe(self, seconds: float) -> None:
+        """One more."""
+        self.counts[bisect.bisect_left(LATENCIES, seconds)] += 1
+        self.total += seconds
+
+
+@dataclass(slots=True)
+class Requests:
+    """Counted by one process since it began."""
+
+    requests: Counter[tuple[str, int]] = field(default_factory=Counter[tuple[str, int]])
+    """By route and status."""
+    seconds: dict[str, Histogram] = field(default_factory=dict[str, Histogram])
+    """By route."""
+    refusals: Counter[str] = field(default_factory=Counter[str])
+    """By code."""
+    event_streams: int = 0
+    """Open now."""
+    began: float = field(default_factory=time.time)
+
+    def observe(self, route: str, status: int, seconds: float) -> None:
+        """A request was answered, or its client has gone."""
+        self.requests[route, status] += 1
+        self.seconds.setdefault(route, Histogram()).observe(seconds)
+
+    def lines(self) -> Iterator[str]:
+        """All of it."""
+        yield from self._of_requests()
+        yield from self._of_process()
+
+    def _of_requests(self) -> Iterator[str]:
+        counted = [
+            ({"route": route, "status": status}, count)
+            for (route, status), count in sorted(self.requests.items())
+        ]
+        yield from family("http_requests_total", "counter", "By route and status.", counted)
+        refused = [({"code": code}, count) for code, count in sorted(self.refusals.items())]
+        yield from family("refusals_total", "counter", "By the code of the problem.", refused)
+        name = f"{PREFIX}http_request_seconds"
+        yield from _head(name, "histogram", "Until the last byte of the answer.")
+        for route, histogram in sorted(self.seconds.items()):
+            yield from _histogram(name, route, histogram)
+        yield from one("event_streams", "gauge", "Open now.", self.event_streams)
+
+    def _of_process(self) -> Iterator[str]:
+        used = os.times()
+        yield from plain(
+            "process_cpu_seconds_total", "counter", "Of the HTTP process.", used.user + used.system
+        )
+        yield from plain(
+            "process_resident_memory_bytes", "gauge", "Of the HTTP process.", resident_bytes()
+        )
+        yield from plain("process_start_time_seconds", "gauge", "Since 1970.", self.began)
+
+
+def resident_bytes() -> int:
+    """Memory of this process now; where the system does not tell, the most that it has had."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        unit = 1 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def one(name: str, kind: str, meaning: str, value: float | None) -> Iterator[str]:
+    """A family of one sample, or none where the value is not known."""
+    if value is not None:
+        yield from family(name, kind, meaning, [({}, value)])
+
+
+def plain(name: str, kind: str, meaning: str, value: float) -> Iterator[str]:
+    """Under a name that all programs use, without ours before it."""
+    yield from _head(name, kind, meaning)
+    yield f"{name} {_number(value)}"
+
+
+def family(name: str, kind: str, meaning: str, samples: Iterable[Sample]) -> Iterator[str]:
+    """A family with its samples: labels, and a number."""
+    full = PREFIX + name
+    yield from _head(full, kind, meaning)
+    for labels, value in samples:
+        yield f"{full}{_labels(labels)} {_number(value)}"
+
+
+def _head(name: str, kind: str, meaning: str) -> Iterator[str]:
+    yield f"# HELP {name} {meaning}"
+    yield f"# TYPE {name} {kind}"
+
+
+def _histogram(name: str, route: str, histogram: Histogram) -> Iterator[str]:
+    below = 0
+    for bound, count in zip((*LATENCIES, float("inf")), histogram.counts, strict=True):
+        below += count
+        yield f"{name}_bucket{_labels({'route': route, 'le': _number(bound)})} {below}"
+    yield f"{name}_sum{_labels({'route': route})} {_number(histogram.total)}"
+    yield f"{name}_count{_labels({'route': route})} {below}"
+
+
+def _labels(labels: Mapping[str, object]) -> str:
+    if not labels:
+        return ""
+    pairs = (f'{name}="{_escaped(str(value))}"' for name, value in labels.items())
+    return "{" + ",".join(pairs) + "}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+def _number(value: float) -> str:
+    if value == float("inf"):
+        return "+Inf"
+    return str(int(value)) if float(value).is_integer() else repr(float(value))

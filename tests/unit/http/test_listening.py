@@ -1,0 +1,22 @@
+"""Where a server listens."""
+
+import socket
+
+import pytest
+
+from groupwise.errors import UsageError
+from groupwise.http.listening import bound
+
+
+def test_small_answers_are_not_held_back_on_their_connections() -> None:
+    with bound("127.0.0.1", 0) as listening, socket.create_connection(listening.getsockname()):
+        accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_an_address_in_use_is_told() -> None:
+    with bound("127.0.0.1", 0) as listening:
+        port = listening.getsockname()[1]
+        with pytest.raises(UsageError, match="port 0 takes any"), bound("127.0.0.1", port):
+            pass
