@@ -147,15 +147,23 @@ def evaluate(
         _evaluate_suites(tuple(suite), policy, given, dry_run=dry_run, as_json=as_json)
         return
     _refuse({**given, "dry_run": dry_run or None}, "without")
-    if config is None:
+    if config is None and not overrides:
         raise typer.BadParameter(
-            "say what is evaluated: --config C.yaml, or --suite NAME with an --endpoint."
+            "say what is evaluated: --config C.yaml, its keys as key=value, or --suite NAME with an --endpoint."
         )
-    _evaluate_task(config, task_module, overrides, policy, samples_per_prompt, output, as_json)
+    _evaluate_task(
+        {} if config is None else config,
+        task_module,
+        overrides,
+        policy,
+        samples_per_prompt,
+        output,
+        as_json,
+    )
 
 
 def _evaluate_task(
-    config: Path,
+    config: Path | dict[str, Any],
     task_module: str | None,
     overrides: list[str] | None,
     policy: list[str] | None,

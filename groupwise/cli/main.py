@@ -6,7 +6,6 @@ raise and never print them.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -20,12 +19,12 @@ from groupwise.cli.evaluate import evaluate
 from groupwise.cli.fetch_model import fetch_model
 from groupwise.cli.generate import generate
 from groupwise.cli.init import init
-from groupwise.cli.output import PROGRAM, Stopped, report_error, report_stop
+from groupwise.cli.output import PROGRAM, Stopped, run_command
 from groupwise.cli.rl import rl
 from groupwise.cli.serve import serve
 from groupwise.cli.sft import sft
 
-LATER = frozenset({"fleet", "launch", "web"})
+LATER = frozenset({"launch", "web"})
 """Commands of parts that are not in this version."""
 
 
@@ -44,8 +43,11 @@ class Verbs(TyperGroup):
             raise Stopped(interrupt) from interrupt
 
 
-class RunsGroup(TyperGroup):
-    """The commands of `groupwise runs`, imported when one of them is asked for."""
+class LazyGroup(TyperGroup):
+    """The commands of a group, imported when one of them is asked for."""
+
+    module = ""
+    """Whose `app` has them."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         self._load()
@@ -58,11 +60,23 @@ class RunsGroup(TyperGroup):
     def _load(self) -> None:
         if self.commands:
             return
-        from groupwise.cli.runs import app as runs_app
+        from importlib import import_module
 
-        group = typer.main.get_command(runs_app)
-        assert isinstance(group, TyperGroup), "groupwise.cli.runs has several commands"
+        group = typer.main.get_command(import_module(self.module).app)
+        assert isinstance(group, TyperGroup), f"{self.module} has several commands"
         self.commands.update(group.commands)
+
+
+class RunsGroup(LazyGroup):
+    """`groupwise runs`."""
+
+    module = "groupwise.cli.runs"
+
+
+class FleetGroup(LazyGroup):
+    """`groupwise fleet`."""
+
+    module = "groupwise.cli.fleet"
 
 
 app = typer.Typer(
@@ -116,23 +130,13 @@ app.add_typer(
     name="runs",
     help="Runs: list, show, plot, compare, rescore, replay, export.",
 )
+app.add_typer(
+    typer.Typer(cls=FleetGroup, no_args_is_help=True, rich_markup_mode=None),
+    name="fleet",
+    help="Jobs on many machines: up, submit, jobs, show, logs, cancel, vm.",
+)
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code and raises nothing."""
-    given = list(sys.argv[1:] if args is None else args)
-    as_json = "--json" in given
-    try:
-        code = typer.main.get_command(app).main(
-            args=given, prog_name=PROGRAM, standalone_mode=False
-        )
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # The reader of a pipe (`| head`) has left. Nothing more can be said to it, also not by Python as it ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except Stopped as stopped:
-        return report_stop(stopped, as_json=as_json)
-    except Exception as error:  # noqa: BLE001 - the boundary: each failure gets a message and a code
-        return report_error(error, as_json=as_json)
-    return code if isinstance(code, int) else 0
+    return run_command(app, PROGRAM, list(sys.argv[1:] if args is None else args))

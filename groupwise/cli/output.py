@@ -7,7 +7,9 @@ Exit codes: 0 done; 1 the run failed; 2 what was given cannot work; 130 and 143 
 from __future__ import annotations
 
 import json
+import os
 import signal
+import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
@@ -62,6 +64,23 @@ def _text(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(_text(entry) for entry in cast("list[Any]", value)) + "]"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def run_command(app: typer.Typer, program: str, args: list[str]) -> int:
+    """Run a command line; returns the exit code and raises nothing."""
+    as_json = "--json" in args
+    try:
+        code = typer.main.get_command(app).main(args=args, prog_name=program, standalone_mode=False)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of a pipe (`| head`) has left. Nothing more can be said to it, also not by Python as it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Stopped as stopped:
+        return report_stop(stopped, as_json=as_json)
+    except Exception as error:  # noqa: BLE001 - the boundary: each failure gets a message and a code
+        return report_error(error, as_json=as_json)
+    return code if isinstance(code, int) else 0
 
 
 def report_error(error: Exception, *, as_json: bool) -> int:

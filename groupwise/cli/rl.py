@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+RESUME_VARIABLE = "RESUME_FROM"
+"""The environment variable by which a fleet says from which checkpoint an attempt goes on."""
+
 ConfigOption = Annotated[
-    Path, typer.Option("--config", "-c", metavar="C.yaml", help="The YAML file that configures it.")
+    Path | None,
+    typer.Option(
+        "--config",
+        "-c",
+        metavar="C.yaml",
+        help="The YAML file that configures it. Without one, every key is given as key=value.",
+    ),
 ]
 TaskOption = Annotated[
     str | None,
@@ -32,7 +42,12 @@ ResumeOption = Annotated[
     bool, typer.Option("--resume", help="Go on with the newest unfinished run of this name.")
 ]
 ResumeFromOption = Annotated[
-    str | None, typer.Option(metavar="RUN@STEP", help="Go on from this checkpoint.")
+    str | None,
+    typer.Option(
+        metavar="RUN@STEP|PATH",
+        help="Go on from this checkpoint; the environment's RESUME_FROM, where it is set, says which one in place of "
+        "what is given here.",
+    ),
 ]
 InitFromOption = Annotated[
     str | None, typer.Option(metavar="RUN@STEP", help="Start a new run from these weights.")
@@ -40,8 +55,33 @@ InitFromOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Write the result as one JSON object.")]
 
 
+def config_of(config: Path | None, overrides: list[str] | None) -> Path | dict[str, Any]:
+    """The file, or nothing but the defaults, to which the overrides add."""
+    if config is None and not overrides:
+        from groupwise.errors import UsageError
+
+        raise UsageError(
+            "Missing option '--config'. Give a YAML file, or every key that you need as key=value: model.name=tiny …"
+        )
+    return {} if config is None else config
+
+
+def ways_to_start(
+    resume: bool, resume_from: str | None, init_from: str | None = None
+) -> dict[str, Any]:
+    """As given, unless the environment names a checkpoint.
+
+    A job is the same command at each of its attempts; where an earlier one got to a checkpoint, that is what counts.
+    """
+    checkpoint = os.environ.get(RESUME_VARIABLE)
+    if not checkpoint:
+        return {"resume": resume, "resume_from": resume_from, "init_from": init_from}
+    typer.echo(f"going on from {checkpoint}, as {RESUME_VARIABLE} says", err=True)
+    return {"resume": False, "resume_from": checkpoint, "init_from": None}
+
+
 def rl(
-    config: ConfigOption,
+    config: ConfigOption = None,
     task_module: TaskOption = None,
     overrides: Overrides = None,
     resume: ResumeOption = False,
@@ -58,13 +98,11 @@ def rl(
     from groupwise.loops.rl_start import rl as train
 
     result = train(
-        config,
+        config_of(config, overrides),
         task_module,
         overrides=tuple(overrides or ()),
-        resume=resume,
-        resume_from=resume_from,
-        init_from=init_from,
         dry_run=dry_run,
+        **ways_to_start(resume, resume_from, init_from),
     )
     if dry_run:
         write_json(result.summary)

@@ -14,11 +14,13 @@ from groupwise.cli.rl import (
     ResumeFromOption,
     ResumeOption,
     TaskOption,
+    config_of,
+    ways_to_start,
 )
 
 
 def sft(
-    config: ConfigOption,
+    config: ConfigOption = None,
     task_module: TaskOption = None,
     overrides: Overrides = None,
     resume: ResumeOption = False,
@@ -38,13 +40,11 @@ def sft(
     from groupwise.loops.sft_start import sft as train
 
     result = train(
-        config,
+        config_of(config, overrides),
         task_module,
         overrides=tuple(overrides or ()),
-        resume=resume,
-        resume_from=resume_from,
-        init_from=init_from,
         dry_run=dry_run,
+        **ways_to_start(resume, resume_from, init_from),
     )
     if dry_run:
         write_json(result.summary)

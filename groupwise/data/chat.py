@@ -101,6 +101,15 @@ def with_prompts(
     return _made(rows, made, ("prompt",), way, where, strict=strict)
 
 
+def prepared(rows: Sequence[Row], step: Callable[[Row], Row], where: str, *, strict: bool) -> Rows:
+    """The rows as a step makes them, which raises Unusable for those to be left out. Raises TaskError as `with_prompts` does."""
+
+    def made(row: Row, changes: list[str]) -> Row:
+        return step(row)
+
+    return _made(rows, made, (), PromptWay(), where, strict=strict)
+
+
 def with_teacher(rows: Sequence[Row], way: PromptWay, where: str, *, strict: bool) -> Rows:
     """The rows of a teacher with their chats made whole: `messages`, or `prompt` with `completion`; others stay as they are."""
 

@@ -157,6 +157,12 @@ class DatasetConfig(Strict):
         "The column that holds the answer: for rl and eval it becomes `answer`, for sft `completion`.",
         min_length=1,
     )
+    preprocessing_pipeline: str | None = setting(
+        None,
+        "What each row goes through before its prompt is made: generic (text, its answer as `reference`), deepseek (a chat), "
+        "`module:function` or `file.py:function` (row → row or None, which leaves it out), or the name of an installed one.",
+        min_length=1,
+    )
     prompt_format: PromptFormat = setting(
         "chat", "What a prompt that is text becomes: the user's message, or the text as it stands."
     )

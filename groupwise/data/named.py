@@ -15,11 +15,13 @@ from groupwise.data.chat import (
     Row,
     Rows,
     key_of,
+    prepared,
     with_prompts,
     with_teacher,
 )
 from groupwise.data.config import DatasetConfig, MixtureEntry
 from groupwise.data.mixture import Part, joined, split
+from groupwise.data.pipelines import Pipeline, find_pipeline
 from groupwise.data.sources import no_column, read_source
 from groupwise.errors import TaskError
 from groupwise.types import DATASET_COLUMN, TASK_COLUMN
@@ -75,7 +77,21 @@ def as_prompts(
     data: DatasetConfig, rows: Sequence[Row], where: str, unscorable: Unscorable = scorable
 ) -> Rows:
     """Rows from beside the named data, their prompts made ready in the same way."""
-    return with_prompts(rows, _way(data), where, strict=data.strict, unscorable=unscorable)
+    given = _through(_pipeline(data, teacher=False), rows, where, data)
+    made = with_prompts(given, _way(data), where, strict=data.strict, unscorable=unscorable)
+    return Rows(made, given.account + made.account)
+
+
+def _pipeline(data: DatasetConfig, *, teacher: bool) -> Pipeline | None:
+    name = data.preprocessing_pipeline
+    return None if name is None else find_pipeline(name, teacher=teacher)
+
+
+def _through(step: Pipeline | None, rows: Sequence[Row], where: str, data: DatasetConfig) -> Rows:
+    """As the pipeline makes them, where there is one."""
+    return (
+        Rows(rows, Account()) if step is None else prepared(rows, step, where, strict=data.strict)
+    )
 
 
 def _split_for_training(data: DatasetConfig, entry: MixtureEntry) -> str:
@@ -96,18 +112,20 @@ def _read(
     """The rows of the sources that have such a split."""
     parts: list[Part] = []
     account = Account()
+    step = _pipeline(data, teacher=teacher)  # before anything is read, which may take long
     for number, entry in enumerate(data.mixture):
         wanted = split_of(entry)
         if entry.source is None or wanted is None:
             continue
         where = place_of(data, number)
-        given = _rows(data, entry, wanted, where, teacher=teacher)
+        given = _rows(data, entry, wanted, where, step, teacher=teacher)
         if teacher:
             rows = with_teacher(given, _way(data), where, strict=data.strict)
         else:
             why = partial(_why_not, unscorable, entry)
             rows = with_prompts(given, _way(data), where, strict=data.strict, unscorable=why)
-        account += rows.account if data.dataset_mixture is None else rows.account.under(where)
+        told = given.account + rows.account
+        account += told if data.dataset_mixture is None else told.under(where)
         own = [labelled(row, entry, entry.label) for row in rows]
         parts.append(Part(where, own, entry.weight))
     return parts, account
@@ -118,9 +136,15 @@ def _why_not(unscorable: Unscorable, entry: MixtureEntry, row: Row) -> str | Non
 
 
 def _rows(
-    data: DatasetConfig, entry: MixtureEntry, split: str, where: str, *, teacher: bool
-) -> list[Row]:
-    """The rows as they are, with the columns that prompts need."""
+    data: DatasetConfig,
+    entry: MixtureEntry,
+    split: str,
+    where: str,
+    step: Pipeline | None,
+    *,
+    teacher: bool,
+) -> Rows:
+    """The rows as they are, or as the pipeline makes them, with the columns that prompts need."""
     assert entry.source is not None
     assert not isinstance(entry.config, dict)
     rows = read_source(
@@ -130,16 +154,26 @@ def _rows(
         {**data.renamed("completion" if teacher else "answer"), **entry.columns},
         revision=entry.revision,
     )
-    there = list(dict.fromkeys(name for row in rows for name in row))
+    if not teacher and not (step and step.may_make_prompts):
+        _need_prompts(rows, where)
+    made = _through(step, rows, where, data)
+    there = _columns(made)
     for name in data.prompt_lines:
         if name not in there:
             raise TaskError(no_column(where, name, there, " in data.prompt_lines"))
-    if not teacher and "prompt" not in there:
+    return made
+
+
+def _columns(rows: Sequence[Row]) -> list[str]:
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def _need_prompts(rows: Sequence[Row], where: str) -> None:
+    if "prompt" not in (there := _columns(rows)):
         raise TaskError(
             f"{where} has no column 'prompt'. It has: {', '.join(there)}. Say in data.prompt_column which of them holds the prompt, or "
             "in `columns` of the set."
         )
-    return rows
 
 
 def _way(data: DatasetConfig) -> PromptWay:

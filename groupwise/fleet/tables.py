@@ -12,7 +12,7 @@ How many GPUs are free is nowhere a number that somebody keeps up to date: the v
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 from sqlalchemy import (
@@ -27,19 +27,61 @@ from sqlalchemy import (
     LargeBinary,
     MetaData,
     Text,
+    TypeDecorator,
     UniqueConstraint,
     false,
-    func,
     text,
     true,
 )
 from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.engine import Dialect
+from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.sql.functions import FunctionElement
 
-Document = JSON().with_variant(JSONB(), "postgresql")
-"""A JSON value; binary in PostgreSQL."""
+Document = JSON(none_as_null=True).with_variant(JSONB(none_as_null=True), "postgresql")
+"""A JSON value; binary in PostgreSQL. None is NULL, never JSON's own null."""
 Serial = BigInteger().with_variant(Integer(), "sqlite")
 """A number that the database gives; SQLite counts only in a column that is plainly an integer."""
+
+
+class Moment(TypeDecorator[datetime]):
+    """A timestamp with its zone, for people. SQLite keeps no zone, so what it keeps is UTC."""
+
+    impl = DateTime(timezone=True)
+    cache_ok = True
+
+    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        """Into the database: a time without a zone would be anybody's guess, so it is refused."""
+        if value is None:
+            return None
+        assert value.tzinfo is not None, f"{value} has no time zone: datetime.now(UTC) has one"
+        moment = value.astimezone(UTC)
+        return moment.replace(tzinfo=None) if dialect.name == "sqlite" else moment
+
+    def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+        """Out of it."""
+        if value is None or value.tzinfo is not None:
+            return value
+        return value.replace(tzinfo=UTC)
+
+
+class this_moment(FunctionElement[datetime]):
+    """Of the database's clock; SQLite's own word for it stops at whole seconds."""
+
+    type = Moment()
+    inherit_cache = True
+
+
+@compiles(this_moment, "postgresql")
+def _postgresql_moment(*_: Any, **__: Any) -> str:
+    return "now()"
+
+
+@compiles(this_moment, "sqlite")
+def _sqlite_moment(*_: Any, **__: Any) -> str:
+    return "(strftime('%Y-%m-%d %H:%M:%f', 'now') || '000')"
+
 
 _NAMES = {
     "ix": "ix_%(column_0_N_label)s",
@@ -48,6 +90,12 @@ _NAMES = {
     "fk": "fk_%(table_name)s_%(column_0_name)s",
     "pk": "pk_%(table_name)s",
 }
+
+
+def _partial(name: str, *columns: str, where: str, unique: bool = False) -> Index:
+    """An index of the few rows that are looked for often; both databases have such."""
+    condition = text(where)
+    return Index(name, *columns, unique=unique, postgresql_where=condition, sqlite_where=condition)
 
 
 class Base(DeclarativeBase):
@@ -110,8 +158,8 @@ class VM(Base):
     """When the observation that stands here was asked for; an older one is dropped."""
     launch_failures: Mapped[int] = mapped_column(Integer, server_default="0")
     """In a row; at a limit the machine is cordoned."""
-    created_at: Mapped[datetime] = mapped_column(DateTime(True), server_default=func.now())
-    last_polled: Mapped[datetime | None] = mapped_column(DateTime(True))
+    created_at: Mapped[datetime] = mapped_column(Moment, server_default=this_moment())
+    last_polled: Mapped[datetime | None] = mapped_column(Moment)
 
 
 class GPU(Base):
@@ -172,10 +220,20 @@ class Job(Base):
     __tablename__ = "jobs"
     __table_args__ = (
         UniqueConstraint("project", "idempotency_key"),
-        Index("ix_jobs_queue", "rank", "job_id", postgresql_where=text("status = 'queued'")),
-        Index("ix_jobs_waiting", "shape", "rank", postgresql_where=text("status = 'pending'")),
-        Index("ix_jobs_status", "status", "created_at"),
-        Index("ix_jobs_new", "created_at", postgresql_where=text("admitted_at IS NULL")),
+        _partial("ix_jobs_queue", "rank", "job_id", where="status = 'queued'"),
+        _partial("ix_jobs_shapes", "shape", "rank", where="status = 'queued'"),
+        _partial(
+            "ix_jobs_waiting", "shape", "rank", where="status = 'pending' AND blocked_on IS NULL"
+        ),
+        _partial(
+            "ix_jobs_blocked_on",
+            "blocked_on",
+            where="status = 'pending' AND blocked_on IS NOT NULL",
+        ),
+        _partial("ix_jobs_of_project", "project", where="status IN ('queued', 'pending', 'held')"),
+        _partial("ix_jobs_patient", "waiting_since", where="status = 'queued'"),
+        Index("ix_jobs_created", "created_at", "job_id", "status"),
+        _partial("ix_jobs_new", "created_at", where="admitted_at IS NULL"),
     )
 
     job_id: Mapped[str] = mapped_column(Text, primary_key=True)
@@ -204,9 +262,9 @@ class Job(Base):
     """Of rank 0 of the newest attempt."""
     gpu_index: Mapped[int | None] = mapped_column(Integer)
     """The first GPU of rank 0 of the newest attempt."""
-    created_at: Mapped[datetime] = mapped_column(DateTime(True), server_default=func.now())
-    start_time: Mapped[datetime | None] = mapped_column(DateTime(True))
-    end_time: Mapped[datetime | None] = mapped_column(DateTime(True))
+    created_at: Mapped[datetime] = mapped_column(Moment, server_default=this_moment())
+    start_time: Mapped[datetime | None] = mapped_column(Moment)
+    end_time: Mapped[datetime | None] = mapped_column(Moment)
     log_path: Mapped[str | None] = mapped_column(Text)
 
     project: Mapped[str] = mapped_column(Text, server_default="default")
@@ -232,6 +290,8 @@ class Job(Base):
     spent: Mapped[dict[str, Any]] = mapped_column(Document, server_default=text("'{}'"))
     """Failures of this generation by class, and `charged`: what budgets are counted with."""
     blocked_reasons: Mapped[list[str] | None] = mapped_column(Document)
+    blocked_on: Mapped[str | None] = mapped_column(Text)
+    """The job that it waits for; NULL where it waits for room."""
     cancel_requested_at: Mapped[float | None] = mapped_column(Float)
     exit_code: Mapped[int | None] = mapped_column(Integer)
     idempotency_key: Mapped[str | None] = mapped_column(Text)
@@ -244,19 +304,8 @@ class Attempt(Base):
 
     __tablename__ = "attempts"
     __table_args__ = (
-        Index(
-            "uq_attempts_live",
-            "job_id",
-            unique=True,
-            postgresql_where=text("state <> 'ended'"),
-            sqlite_where=text("state <> 'ended'"),
-        ),
-        Index(
-            "ix_attempts_open",
-            "lease_until",
-            postgresql_where=text("state <> 'ended' OR cleanup <> 'clean'"),
-            sqlite_where=text("state <> 'ended' OR cleanup <> 'clean'"),
-        ),
+        _partial("uq_attempts_live", "job_id", where="state <> 'ended'", unique=True),
+        _partial("ix_attempts_open", "lease_until", where="state <> 'ended' OR cleanup <> 'clean'"),
         {"sqlite_autoincrement": True},
     )
 
@@ -309,27 +358,20 @@ class Reservation(Base):
 
     __tablename__ = "reservations"
     __table_args__ = (
-        Index(
+        _partial(
             "uq_reservations_gpu",
             "gpu_id",
+            where="released_at IS NULL AND share_mb IS NULL",
             unique=True,
-            postgresql_where=text("released_at IS NULL AND share_mb IS NULL"),
-            sqlite_where=text("released_at IS NULL AND share_mb IS NULL"),
         ),
-        Index(
+        _partial(
             "uq_reservations_slot",
             "vm_id",
             "slot",
+            where="released_at IS NULL AND gpu_id IS NULL",
             unique=True,
-            postgresql_where=text("released_at IS NULL AND gpu_id IS NULL"),
-            sqlite_where=text("released_at IS NULL AND gpu_id IS NULL"),
         ),
-        Index(
-            "ix_reservations_open",
-            "vm_id",
-            postgresql_where=text("released_at IS NULL"),
-            sqlite_where=text("released_at IS NULL"),
-        ),
+        _partial("ix_reservations_open", "vm_id", where="released_at IS NULL"),
     )
 
     reservation_id: Mapped[int] = mapped_column(Serial, primary_key=True)

@@ -24,5 +24,7 @@ class Caller:
     key_id: str
     """Of the API key; `local` where the server has none."""
     role: Role
+    projects: frozenset[str] | None = None
+    """Whose jobs the key is for; None: everybody's."""
     answer_key: AnswerKey | None = None
     """None: the request does not name itself, so that it is done whenever it comes."""

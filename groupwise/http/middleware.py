@@ -15,7 +15,7 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -39,7 +39,7 @@ REQUEST_ID = "X-Request-ID"
 CLIENT_GONE = 499
 """What the log and the metrics say of a request whose client went away."""
 
-CallerOf = Callable[[Mapping[str, str]], keys.Caller]
+CallerOf = Callable[[Mapping[str, str]], Awaitable[keys.Caller]]
 """Who sends a request with these headers. Raises `unauthorised`."""
 
 _SAFE_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -210,17 +210,17 @@ class Guarded:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass it on, or raise why not."""
         if scope["type"] == "http":
-            self._check(facts_of(scope), Headers(scope=scope))
+            await self._check(facts_of(scope), Headers(scope=scope))
         await self._app(scope, receive, send)
 
-    def _check(self, facts: Facts, headers: Mapping[str, str]) -> None:
+    async def _check(self, facts: Facts, headers: Mapping[str, str]) -> None:
         route = facts.route
         if route is not None and route.role is None:
             return
         if self._local_only:
             check_local(headers)
-        known = self._who(headers)
-        facts.caller = Caller(known.id, known.role)
+        known = await self._who(headers)
+        facts.caller = Caller(known.id, known.role, known.projects)
         if self._buckets is not None and (seconds := self._buckets.take(known.id)):
             raise Refusal("rate_limited", retry_after=seconds)
         known.require((route.role if route else None) or Role.READ)

@@ -19,8 +19,9 @@ from groupwise.loops.training import Training
 from groupwise.machine_layout import with_processes
 from groupwise.models.card import packages_used
 from groupwise.runs import checkpoints, durable, find, recovery
+from groupwise.runs.carried import CARRIED
 from groupwise.runs.checkpoints import Checkpoint, Skipped
-from groupwise.runs.folder import CHECKPOINTS, CONFIG, RECORD, RunFolder, read_config
+from groupwise.runs.folder import CHECKPOINTS, CONFIG, RECORD, START, RunFolder, read_config
 from groupwise.runs.lock import holder, is_held
 from groupwise.runs.pieces import PIECE, MadeAnew
 from groupwise.runs.records import ResumeRecord
@@ -29,11 +30,9 @@ from groupwise.settings.comparison import Change
 
 logger = logging.getLogger(__name__)
 
-START = "start"
-"""Folder of a run that holds the weights it was started from by `--init-from`."""
 NOT_WEIGHTS = (
     *("optimiser.safetensors", "learner.json", "manifest.json"),
-    *(PIECE, POLICIES, SELECTION),
+    *(PIECE, CARRIED, POLICIES, SELECTION),
 )
 FIXED_FACTS = {
     "--task-module": "task",

@@ -22,6 +22,7 @@ from groupwise.errors import NonFiniteError
 from groupwise.learner.config import OptimisationConfig
 from groupwise.loops.metrics import Timings
 from groupwise.runs import checkpoints, durable
+from groupwise.runs.carried import carry
 from groupwise.runs.config import RunSection
 from groupwise.runs.folder import RunFolder
 from groupwise.runs.pieces import write_piece
@@ -198,6 +199,7 @@ def write_checkpoint(training: Training) -> None:
         training.learner.save(str(folder))
         training.save_more(folder)
         write_piece(training.folder.path, training.folder.store.path, folder, training.step)
+        carry(training.folder.path, folder, training.step)
         if training.policy.kind == "full":  # so that another run can start from it
             training.tokenizer.save_pretrained(folder)
 

@@ -45,9 +45,14 @@ class Written:
 
 
 def write_merged(
-    model: ModelConfig, adapter: Path, into: Path, dtype: ExportDtype = "auto"
+    model: ModelConfig,
+    adapter: Path,
+    into: Path,
+    dtype: ExportDtype = "auto",
+    *,
+    keeping: float = 0.0,
 ) -> Written:
-    """Write the merged model into a folder.
+    """Write the merged model into a folder; in float32, where its number format would keep less than a share of the adapter's change.
 
     Raises `ModelError` if the adapter is none of this base, or of a kind that is not plain LoRA; OSError if the disk refuses.
     """
@@ -58,6 +63,8 @@ def write_merged(
     base = load_model(model, "float32")
     format = _format(read_model_config(model), dtype)
     kept = _add(base, adapter, format)
+    if kept < keeping:
+        format, kept = torch.float32, 1.0
     return replace(_write(base, format, into), kept=kept)
 
 

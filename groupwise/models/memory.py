@@ -38,7 +38,9 @@ def lacks_memory(error: BaseException) -> bool:
 def out_of_memory(error: BaseException, doing: str | None = None) -> OutOfMemoryError:
     """The error in words for people; `doing` is what needed the memory, as in `while learning`."""
     during = f" while {doing}" if doing else ""
-    return OutOfMemoryError(f"There was no memory left{during}{_asked(error)}. {REMEDY}")
+    return OutOfMemoryError(
+        f"There was no memory left{during} ({_whose(error)}{_asked(error)}). {REMEDY}"
+    )
 
 
 @contextmanager
@@ -52,6 +54,14 @@ def memory_explained(doing: str) -> Generator[None]:
         raise out_of_memory(error, doing) from error
 
 
+def _whose(error: BaseException) -> str:
+    """In the words by which programs that read logs know it: that of a GPU, or the machine's own."""
+    text = str(error)
+    if any(sign in text for sign in ("CUDA", "CUBLAS", "HIP")):
+        return "HIP out of memory" if "HIP out" in text else "CUDA out of memory"
+    return "Cannot allocate memory"
+
+
 def _asked(error: BaseException) -> str:
     """How much was wanted at once, if the error says it."""
     found = _ASKED.search(str(error))
@@ -60,4 +70,4 @@ def _asked(error: BaseException) -> str:
     amount, unit = found.groups()
     if unit.lower() == "bytes":
         amount, unit = f"{float(amount) / 2**20:,.1f}", "MiB"
-    return f" ({amount} {unit} at once could not be had)"
+    return f": {amount} {unit} at once could not be had"

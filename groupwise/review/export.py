@@ -73,8 +73,12 @@ def export(
     dtype: ExportDtype = "auto",
     converter: Path | None = None,
     force: bool = False,
+    keep_change: bool = False,
 ) -> Exported:
-    """Write a run (`RUN`, `RUN@STEP`) to a folder in a format. Raises UsageError for what was given wrongly, before any work."""
+    """Write a run (`RUN`, `RUN@STEP`) to a folder in a format. Raises UsageError for what was given wrongly, before any work.
+
+    `keep_change`: a merged model is in float32 where rounding would lose what the adapter has learnt, instead of a warning.
+    """
     if dtype != "auto" and to not in ("merged", "gguf"):
         raise UsageError(f"--dtype has no effect on {to}; it is that of a merged model.")
     if converter is not None and to != "gguf":
@@ -90,9 +94,12 @@ def export(
     weights = _weights(run, runs_dir)
     _check_kind(weights, to)
     program = _converter(converter) if to == "gguf" else None
-    made = _made(
-        output, force, lambda folder: _write_weights(weights, to, dtype, program, folder, output)
-    )
+    keeping = ENOUGH if keep_change else 0.0
+
+    def fill(folder: Path) -> None:
+        _write_weights(weights, to, dtype, program, folder, output, keeping)
+
+    made = _made(output, force, fill)
     return Exported(weights.run.name, weights.step, to, output, made)
 
 
@@ -169,12 +176,13 @@ def _write_weights(
     program: Path | None,
     folder: Path,
     output: Path,
+    keeping: float,
 ) -> None:
     card = _card(weights, to, output.name)
     if to == "adapter":
         write_artefact(folder, weights.folder, card, _tokenizer(weights))
     elif to == "merged":
-        _write_model(weights, dtype, folder)
+        _write_model(weights, dtype, folder, keeping)
         (folder / CARD).write_text(card, encoding="utf-8")
     else:
         assert program is not None, "it was looked for"
@@ -184,11 +192,11 @@ def _write_weights(
         (folder / CARD).write_text(card, encoding="utf-8")
 
 
-def _write_model(weights: _Weights, dtype: ExportDtype, folder: Path) -> None:
+def _write_model(weights: _Weights, dtype: ExportDtype, folder: Path, keeping: float = 0.0) -> None:
     from groupwise.models.export import write_merged, write_whole
 
     if is_adapter(weights.folder):
-        written = write_merged(_model(weights), weights.folder, folder, dtype)
+        written = write_merged(_model(weights), weights.folder, folder, dtype, keeping=keeping)
         if written.kept < ENOUGH:
             logger.warning(
                 "in %s, %.0f %% of the adapter's change is lost in rounding; --dtype float32 keeps all of it",

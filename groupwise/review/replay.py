@@ -32,7 +32,6 @@ from groupwise.errors import (
 )
 from groupwise.loops.learning import learn
 from groupwise.loops.prepare import starting_from
-from groupwise.loops.resume import START
 from groupwise.loops.run import Learning
 from groupwise.machine_layout import Layout
 from groupwise.models.identity import identity
@@ -40,7 +39,7 @@ from groupwise.models.machine import choose_device, describe_processor, torch_ve
 from groupwise.rollouts.rows import Weights
 from groupwise.runs import checkpoints, find
 from groupwise.runs.checkpoints import Checkpoint
-from groupwise.runs.folder import CHECKPOINTS, RECORD, RunFolder, read_config
+from groupwise.runs.folder import CHECKPOINTS, RECORD, START, RunFolder, read_config
 from groupwise.runs.records import ResumeRecord, StepRecord
 from groupwise.runs.store import Store
 from groupwise.types import Group, Learner, Policy

@@ -28,6 +28,8 @@ FORMAT = 1
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d+)")
+_Identity = tuple[int, int, int, int]
+"""Device, inode, size and time of change: whatever has the same ones is the same file."""
 
 
 class _Damaged(Exception):
@@ -106,7 +108,8 @@ def save(
     try:
         building.mkdir(parents=True)
         fill(building)
-        durable.write_json(building / MANIFEST, _manifest(building, step, extra or {}))
+        hashes = _hashes_of_linked_files(folder)
+        durable.write_json(building / MANIFEST, _manifest(building, step, extra or {}, hashes))
         if final.exists():
             durable.remove_folder(final)
         durable.publish_folder(building, final)
@@ -195,7 +198,26 @@ def _step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def _manifest(building: Path, step: int, extra: Mapping[str, Any]) -> dict[str, Any]:
+def _hashes_of_linked_files(folder: Path) -> dict[_Identity, str]:
+    """Of the files that earlier checkpoints have in common with others, which need not be read again."""
+    return {
+        identity: entry.sha256
+        for checkpoint in complete(folder)
+        for name, entry in checkpoint.files.items()
+        if (identity := _identity(checkpoint.path / name)) is not None
+    }
+
+
+def _identity(file: Path) -> _Identity | None:
+    """Equal for names of one and the same file; None for a file with one name only."""
+    found = file.stat()
+    several = found.st_nlink > 1
+    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns) if several else None
+
+
+def _manifest(
+    building: Path, step: int, extra: Mapping[str, Any], hashes: Mapping[_Identity, str]
+) -> dict[str, Any]:
     files = sorted(path for path in building.rglob("*") if path.is_file())
     return {
         "format": FORMAT,
@@ -205,12 +227,17 @@ def _manifest(building: Path, step: int, extra: Mapping[str, Any]) -> dict[str, 
         "files": {
             path.relative_to(building).as_posix(): {
                 "size": path.stat().st_size,
-                "sha256": _sha256(path),
+                "sha256": _known_hash(path, hashes) or _sha256(path),
             }
             for path in files
         },
         "extra": dict(extra),
     }
+
+
+def _known_hash(file: Path, hashes: Mapping[_Identity, str]) -> str | None:
+    identity = _identity(file)
+    return None if identity is None else hashes.get(identity)
 
 
 def _read(path: Path, verify: bool) -> Checkpoint:

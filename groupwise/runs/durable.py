@@ -139,11 +139,16 @@ def keep_file(finished: Path, path: Path) -> None:
     with explained(path):
         path.parent.mkdir(exist_ok=True)
         building.unlink(missing_ok=True)
-        try:
-            os.link(finished, building)
-        except OSError:
-            shutil.copyfile(finished, building)
+        link(finished, building)
         publish_file(building, path)
+
+
+def link(finished: Path, path: Path) -> None:
+    """Give a file that never changes again a second name, within a folder under construction; a copy where the disk knows none."""
+    try:
+        os.link(finished, path)
+    except OSError:
+        shutil.copyfile(finished, path)
 
 
 def without_nan(value: Any) -> Any:

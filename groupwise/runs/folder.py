@@ -46,6 +46,8 @@ SUMMARY = "summary.json"
 RESULTS = "results"
 CHECKPOINTS = "checkpoints"
 FINAL = "final"
+START = "start"
+"""Holds the weights that the run was started from by `--init-from`."""
 FINAL_STEP = "final_step"
 """The fact about a run that says after which step the weights in `final/` are."""
 

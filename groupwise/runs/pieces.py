@@ -185,6 +185,18 @@ def _pieces(run: Path) -> list[tuple[int, Path]]:
     return sorted(kept + own, key=lambda piece: piece[0])
 
 
+def earlier(run: Path, step: int) -> dict[str, Path]:
+    """The pieces before that of the checkpoint after `step` steps, by the names that they have in `records/`.
+
+    One that was kept for a checkpoint that then was not deleted is there twice, and either will do.
+    """
+    return {
+        (f"{path.parent.name}.db" if path.name == PIECE else path.name): path
+        for last, path in _pieces(run)
+        if last < step
+    }
+
+
 def _checkpoints(run: Path) -> list[tuple[int, Path]]:
     """The folders of checkpoints with their steps, whatever state they are in."""
     found = [(re.fullmatch(r"step-(\d+)", path.name), path) for path in run.glob("checkpoints/*")]

@@ -1,7 +1,8 @@
 """Runs that lost their record, found and mended before they are resumed.
 
 A run is found by its record; so one whose `run.db` is missing or damaged is looked for by the name of its folder. If it has a
-checkpoint, its record is put together again from the pieces that came with the checkpoints (`groupwise.runs.pieces`).
+checkpoint, its record is put together again from the pieces that came with the checkpoints (`groupwise.runs.pieces`). Where nothing came
+but checkpoints, the rest of its folder is made of what they carry (`groupwise.runs.carried`).
 """
 
 from __future__ import annotations
@@ -11,14 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from groupwise.errors import StoreError
-from groupwise.runs import checkpoints
+from groupwise.runs import carried, checkpoints
 from groupwise.runs.folder import CHECKPOINTS, CONFIG, RECORD
 from groupwise.runs.lock import RunLock
 from groupwise.runs.pieces import MadeAnew, make_anew, trouble_with
 
 
 def recover_by_name(reference: str, runs_dir: Path) -> dict[Path, MadeAnew]:
-    """Mend the records of all runs that a reference may mean, as far as opening them shows that they are broken."""
+    """Mend the records of all runs that a reference may mean, as far as opening them shows that they are broken.
+
+    RunNotFoundError if one of them is nothing but checkpoints of which no run can be made.
+    """
     found = {path.resolve(): recover(path, thorough=False) for path in _meant(reference, runs_dir)}
     return {path: made for path, made in found.items() if made is not None}
 
@@ -53,5 +57,6 @@ def _meant(reference: str, runs_dir: Path) -> Iterator[Path]:
     if runs_dir.is_dir():
         places += [path for path in runs_dir.iterdir() if numbered.fullmatch(path.name)]
     for path in dict.fromkeys(place.resolve() for place in places):
+        carried.unpack(path)
         if (path / CONFIG).is_file() and (path / CHECKPOINTS).is_dir():
             yield path

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
@@ -13,7 +12,7 @@ from groupwise.http.declared import Route
 from groupwise.server.routes import events, health, models, training
 from groupwise.server.routes.declared import ServiceLike, Serving
 from groupwise.server.settings import ServerConfig
-from groupwise.wire.keys import Keyring, caller_of
+from groupwise.wire.keys import Caller, Keyring, caller_of
 
 ROUTES: tuple[Route, ...] = (*training.ROUTES, *models.ROUTES, *events.ROUTES, *health.ROUTES)
 """Of ask/post."""
@@ -33,11 +32,15 @@ def make_app(
 ) -> FastAPI:
     """The application. `also`: routes of further protocols; `before`: what the document says of those that are answered before this
     application (`tags`, `paths`, `components`). Its `state.shared` is a `Serving`."""
+
+    async def who(headers: Mapping[str, str]) -> Caller:
+        return caller_of(keys, headers)
+
     return assemble(
         About("Groupwise training server", DESCRIPTION),
         (*ROUTES, *also),
         Serving(service, config),
-        partial(caller_of, keys),
+        who,
         local_only=keys is None,
         before=before,
     )

@@ -33,6 +33,7 @@ from groupwise.data.named import (
     place_of,
     scorable,
 )
+from groupwise.data.pipelines import find_pipeline
 from groupwise.data.sft_functions import format_rows
 from groupwise.errors import TaskError
 from groupwise.rewards.registry import configured_rubric, registered
@@ -84,6 +85,7 @@ class ConfiguredTask(Task):
             _refuse_rewards_of_nothing(config, data)
         hooks = _Hooks(data, self._tasks)
         super().__init__(hooks, _name(data), SPEC, None)
+        self._pipeline = data.preprocessing_pipeline
         self._possible = hooks.possible(config)
 
     def has(self, hook: str) -> bool:
@@ -101,8 +103,9 @@ class ConfiguredTask(Task):
 
     @property
     def files(self) -> tuple[str, ...]:
-        """See `Task.files`: those of the tasks that are mixed."""
-        return tuple(file for one in self._tasks for file in one.task.files)
+        """See `Task.files`: those of the tasks that are mixed, and of the pipeline that rows go through."""
+        own = find_pipeline(self._pipeline).file if self._pipeline else None
+        return (*(file for one in self._tasks for file in one.task.files), *((own,) if own else ()))
 
     def rubric(self, config: Any, tokenizer: Any, weights: Sequence[float] | None = None) -> Rubric:
         """See `Task.rubric`; in a mixture with tasks, weights are those of the config's own rewards."""

@@ -50,13 +50,15 @@ class Role(IntEnum):
     """Look: status, events, models."""
     TRAIN = 2
     """Ask for completions, post rewards, take steps."""
+    ACT = 2
+    """The same in a fleet: submit jobs, cancel and retry them."""
     ADMIN = 3
     """Start and stop runs."""
 
     @classmethod
     def named(cls, word: str) -> Role | None:
         """The role that a key file calls so."""
-        return next((role for role in cls if role.word == word), None)
+        return cls.__members__.get(word.upper()) if word == word.lower() else None
 
     @property
     def word(self) -> str:
@@ -71,6 +73,8 @@ class Caller:
     id: str
     """Of the key; names the caller in logs and separates idempotency keys."""
     role: Role
+    projects: frozenset[str] | None = None
+    """Whose jobs the key is for; None: everybody's. A training server knows no projects."""
 
     def require(self, role: Role) -> None:
         """Raise `forbidden` unless the caller's role is at least this one."""
@@ -94,12 +98,16 @@ class StoredKey:
     id: str
     role: Role
     digest: bytes = field(repr=False)
+    projects: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class NewKey:
     """A key that was just made: to be told once, to the one who will use it."""
 
+    id: str
+    digest: bytes = field(repr=False)
+    """What is kept of it."""
     key: str = field(repr=False)
     line: str = field(repr=False)
     """For the key file."""
@@ -132,7 +140,7 @@ class Keyring:
         whole = hashlib.sha256(presented.encode("utf-8", "surrogatepass")).digest()
         plain = hmac.compare_digest(whole, self._plain)
         if known and stored is not None:
-            return Caller(stored.id, stored.role)
+            return Caller(stored.id, stored.role, stored.projects)
         return Caller(PLAIN_ID, Role.ADMIN) if plain and self._has_plain else None
 
 
@@ -166,8 +174,14 @@ def presented_key(headers: Mapping[str, str]) -> str | None:
 def new_key(role: Role, prefix: str = PREFIX) -> NewKey:
     """A key that nobody has, and its line for the key file."""
     name, secret = secrets.token_hex(ID_BYTES), secrets.token_hex(SECRET_BYTES)
-    digest = hashlib.sha256(_identity(name, secret)).hexdigest()
-    return NewKey(f"{prefix}-{name}-{secret}", f"{name} {role.word} {digest}")
+    digest = hashlib.sha256(_identity(name, secret)).digest()
+    return NewKey(name, digest, f"{prefix}-{name}-{secret}", f"{name} {role.word} {digest.hex()}")
+
+
+def id_in(presented: str) -> str | None:
+    """The id that a key names, for whoever keeps keys where they are looked up by it; None: it has not the form of a key."""
+    match = _KEY.fullmatch(presented) if len(presented) <= LONGEST else None
+    return match["id"] if match else None
 
 
 def read_key_file(text: str, source: str) -> tuple[StoredKey, ...]:

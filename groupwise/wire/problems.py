@@ -81,7 +81,7 @@ KINDS: Mapping[str, Kind] = {
         "No call of these parts has this number, or its answer was told some minutes ago and is kept no longer.",
     ),
     "unknown_file": Kind(
-        404, "No such file", "The parts have no file or folder of this name, or no longer."
+        404, "No such file", "There is no file or folder of this name, or no longer."
     ),
     "parts_gone": Kind(
         410,
@@ -264,9 +264,16 @@ KINDS: Mapping[str, Kind] = {
         retry=True,
     ),
     # the fleet
+    "database_away": Kind(
+        503,
+        "The database does not answer",
+        "Nothing was changed. Jobs go on where they run; ask again after `Retry-After` seconds.",
+        retry=True,
+    ),
     "unknown_job": Kind(404, "No such job", "No job of the projects that you may see has this id."),
     "unknown_vm": Kind(404, "No such machine", "The fleet has no machine of this name."),
     "unknown_gpu": Kind(404, "No such GPU", "The machine has no GPU of this index or UUID."),
+    "unknown_key": Kind(404, "No such key", "The fleet has no key with this id."),
     "unknown_project": Kind(404, "No such project", "The fleet has no project of this name."),
     "job_state": Kind(
         409,

@@ -38,6 +38,8 @@ from ruamel.yaml import YAML
 from groupwise import sft_config
 from groupwise.cli.main import app, main
 from groupwise.cli.runs import app as runs_app
+from groupwise.cli.train_grpo import app as train_grpo_app
+from groupwise.cli.train_grpo import main as train_grpo
 from groupwise.config import documentation, load_config
 from groupwise.http.declared import Route
 from groupwise.http.prometheus import Requests
@@ -228,6 +230,10 @@ def run(place: Path, beside: Beside, capfd: pytest.CaptureFixture[str]) -> Run:
         if words[0] == "python":
             subprocess.run([sys.executable, *words[1:]], check=True, stdout=subprocess.PIPE)
             return
+        if words[0] == "groupwise-train-grpo":
+            adapted = with_the_tiny_model([*words[1:], f"--max_steps={STEPS}"])
+            assert train_grpo(adapted) == 0, shlex.join(words)
+            return
         here = os.environ.get("GROUPWISE_URL", SERVER)
         words = [word.replace(SERVER, here) for word in words]
         if words[0] != "groupwise":
@@ -251,8 +257,7 @@ def within_seconds(words: list[str]) -> list[str]:
         assert words[1] in ALIASES
         return ["fetch-model", "tiny"]
     if words[0] == "init":
-        place = words.index("--model") + 1
-        return [*words[:place], "tiny", *words[place + 1 :]]
+        return with_the_tiny_model(words)
     if "--resume" in words:
         leave_unfinished(Path("runs/quickstart"))
     begun = words[words.index("--resume-from") + 1] if "--resume-from" in words else "quickstart@0"
@@ -263,6 +268,11 @@ def within_seconds(words: list[str]) -> list[str]:
         if not word.startswith("training.max_steps=")
     ]
     return [*replaced, f"training.max_steps={steps}"] if words[0] in ("rl", "sft") else replaced
+
+
+def with_the_tiny_model(words: list[str]) -> list[str]:
+    place = words.index("--model") + 1
+    return [*words[:place], "tiny", *words[place + 1 :]]
 
 
 def main_beside_a_service(words: list[str]) -> int:
@@ -513,9 +523,10 @@ def test_files_exist(page: Path) -> None:
 def options() -> frozenset[str]:
     """Every option of every command."""
     found = {"--help", "--version"}
-    for typed in (app, runs_app):
-        group: Any = typer.main.get_command(typed)
-        for command in group.commands.values():
+    programs: list[Any] = [typer.main.get_command(typed) for typed in (app, runs_app)]
+    alone: Any = typer.main.get_command(train_grpo_app)
+    for commands in (*(group.commands.values() for group in programs), [alone]):
+        for command in commands:
             for parameter in command.params:
                 found.update((*parameter.opts, *parameter.secondary_opts))
     return frozenset(found)
@@ -523,7 +534,7 @@ def options() -> frozenset[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_options_exist(page: Path) -> None:
-    used = {option for span in spans(page) for option in re.findall(r"(?<!\S)--[a-z-]+", span)}
+    used = {option for span in spans(page) for option in re.findall(r"(?<!\S)--[a-z_-]+", span)}
     assert used <= options()
 
 

@@ -43,7 +43,7 @@ def config(runs: Path, **training: Any) -> dict[str, Any]:
 def what_must_be_equal(folder: Path) -> dict[str, Any]:
     """Record, checkpoints and final weights, without timings (which the pieces of the record in checkpoints have, too) and model card.
 
-    The card shows the config, of which equal runs may have different ones.
+    The card shows the config, of which equal runs may have different ones; so do checkpoints, which carry it.
     """
     with Store.open(folder / "run.db", readonly=True) as store:
         record = store.deterministic_dump().decode()
@@ -51,7 +51,9 @@ def what_must_be_equal(folder: Path) -> dict[str, Any]:
     files = {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in kept
-        if path.is_file() and path.name not in ("manifest.json", "record.db", "README.md")
+        if path.is_file()
+        and path.name not in ("manifest.json", "record.db", "README.md")
+        and "/run/" not in path.relative_to(folder).as_posix()
     }
     return {"record": record, "files": files}
 

@@ -52,7 +52,7 @@ def trained(folder: Path) -> dict[str, Any]:
     files = {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in kept
-        if path.name != "manifest.json"
+        if path.is_file() and path.name != "manifest.json"
     }
     return {"record": record, "files": files}
 

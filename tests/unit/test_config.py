@@ -56,7 +56,8 @@ training.weight_decay training.adam_beta1 training.adam_beta2 training.adam_epsi
 training.seed training.max_tokens_per_microbatch training.packing training.gradient_checkpointing
 training.max_non_finite_steps training.num_iterations training.minibatches training.schedule training.lag
 data.dataset_name data.dataset_config data.dataset_split data.dataset_test_split data.dataset_revision data.dataset_mixture
-data.mixture_columns data.test_split_size data.seed data.columns data.prompt_column data.answer_column data.prompt_format
+data.mixture_columns data.test_split_size data.seed data.columns data.prompt_column data.answer_column
+data.preprocessing_pipeline data.prompt_format
 data.system_prompt data.prompt_lines data.strip_tags data.drop_duplicates data.strict
 data.max_prompt_length data.shuffle
 data.easy_pool data.easy_pool.dataset_name data.easy_pool.dataset_config data.easy_pool.dataset_split data.easy_pool.columns

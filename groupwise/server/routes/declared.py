@@ -217,7 +217,7 @@ async def asked(request: Request) -> Asked:
     if route is not None and route.named and (key := idempotency_key(request.headers)):
         name = f"{request.method} {request.url.path}"
         named = AnswerKey(name, key, body_hash(await request.body()))
-        caller = Caller(caller.key_id, caller.role, named)
+        caller = Caller(caller.key_id, caller.role, caller.projects, named)
     return Asked(request.app.state.shared, caller)
 
 

@@ -149,3 +149,18 @@ def test_it_says_how_much_of_the_change_survived_the_rounding(tmp_path, size, le
             assert least < written.kept < most
         else:
             assert written.kept == pytest.approx(1.0, abs=1e-3)
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(0.3, "bfloat16"), (3e-4, "float32")])
+def test_what_rounding_would_lose_is_written_in_float32(tmp_path, size, dtype):
+    base = tmp_path / "base"
+    write_whole(tiny_folder(), base, "bfloat16")
+    adapter(tmp_path / "adapter", r=4, size=size)
+    (tmp_path / "into").mkdir()
+    given = ModelConfig(name=str(base))
+    written = write_merged(given, tmp_path / "adapter", tmp_path / "into", keeping=0.95)
+    assert written.dtype == dtype
+    assert written.kept > 0.95
+    assert {str(t.dtype) for t in read_model_tensors(tmp_path / "into").values()} == {
+        f"torch.{dtype}"
+    }

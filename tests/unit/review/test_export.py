@@ -82,7 +82,7 @@ def test_a_change_that_is_lost_in_rounding_is_warned_of(runs, tmp_path, monkeypa
     import groupwise.models.export as merging
 
     monkeypatch.setattr(
-        merging, "write_merged", lambda *given: merging.Written("bfloat16", kept=0.25)
+        merging, "write_merged", lambda *_, **__: merging.Written("bfloat16", kept=0.25)
     )
     export("toy", "merged", tmp_path / "out", runs_dir=runs)
     assert "in bfloat16, 75 % of the adapter's change is lost in rounding" in caplog.text

@@ -1,0 +1,244 @@
+"""`groupwise fleet jobs` and what is done with single ones: show, logs, cancel, retry, hold, release, prune."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from groupwise.cli.fleet_access import Access, AsJson, FleetOption, JobArgument, fleet
+from groupwise.cli.printing import print_json
+from groupwise.errors import UsageError
+
+if TYPE_CHECKING:
+    from groupwise.fleet.states import JobStatus
+
+JobsArgument = Annotated[list[str], typer.Argument(metavar="JOB...", help="Ids of jobs.")]
+
+
+def jobs(
+    told: FleetOption = None,
+    status: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="S", help="Only of this status, as running; several times for several."
+        ),
+    ] = None,
+    project: Annotated[str | None, typer.Option(metavar="P", help="Only of this project.")] = None,
+    name: Annotated[str | None, typer.Option(metavar="N", help="Only with this name.")] = None,
+    kind: Annotated[
+        str | None, typer.Option(metavar="K", help="Only of this kind: GRPO, SFT, EVAL, COMMAND …")
+    ] = None,
+    vm: Annotated[str | None, typer.Option(metavar="VM", help="Only on this machine.")] = None,
+    label: Annotated[
+        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Only with this label.")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="At most so many.")] = 50,
+    older_than: Annotated[
+        str | None,
+        typer.Option(metavar="JOB", help="Those before this one: the next page of a long list."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List jobs, the newest first."""
+    from groupwise.cli.fleet_words import pairs, statuses
+
+    with fleet(told) as access:
+        from groupwise.fleet.verbs import jobs as verbs
+
+        wanted = verbs.JobFilter(
+            status=statuses(status),
+            project=project,
+            name=name,
+            job_type=kind,
+            vm_id=vm,
+            labels=pairs("--label", label or ()),
+            older_than=older_than,
+            limit=limit,
+        )
+        found = access.read(verbs.listing, wanted)
+    if as_json:
+        print_json(found)
+        return
+    if not found:
+        typer.echo("no jobs like that", err=True)
+        return
+    from groupwise.cli.fleet_printing import print_jobs
+
+    print_jobs(found, time.time())
+    if len(found) == limit:
+        typer.echo(f"there may be more: --older-than {found[-1]['job_id']}", err=True)
+
+
+def show(job: JobArgument, told: FleetOption = None, as_json: AsJson = False) -> None:
+    """Show one job: status and why, attempts with their evidence, what happened to it."""
+    with fleet(told) as access:
+        from groupwise.fleet.verbs import jobs as verbs
+
+        found = access.read(verbs.show, job)
+    if as_json:
+        print_json(found)
+        return
+    from groupwise.cli.fleet_printing import print_job
+
+    print_job(found, time.time())
+
+
+def cancel(
+    job: JobsArgument,
+    told: FleetOption = None,
+    reason: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Why, for whoever wonders later.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """End jobs, whatever they are doing.
+
+    One that runs is told to end (TERM, then KILL); it is `cancelled` once nothing of it is left.
+    """
+    with fleet(told) as access:
+        from groupwise.fleet.verbs import jobs as verbs
+
+        found = [access.change(verbs.cancel, each, reason) for each in job]
+        access.ring(*job)
+    _tell(found, as_json, _cancelled)
+
+
+def _cancelled(job: dict[str, Any]) -> str:
+    if job["status"] == "running":
+        return f"{job['job_id']} is being ended on {job['assigned_vm']}"
+    return f"{job['job_id']} is {job['status']}"
+
+
+def retry(job: JobsArgument, told: FleetOption = None, as_json: AsJson = False) -> None:
+    """Begin failed or cancelled jobs anew, from their last checkpoint where they have one."""
+    with fleet(told) as access:
+        from groupwise.fleet.verbs import jobs as verbs
+
+        found = [access.change(verbs.retry, each) for each in job]
+        access.ring(*job)
+    _tell(found, as_json, lambda job: f"{job['job_id']} is {job['status']} again")
+
+
+def hold(job: JobsArgument, told: FleetOption = None, as_json: AsJson = False) -> None:
+    """Have jobs wait until they are released."""
+    with fleet(told) as access:
+        from groupwise.fleet.verbs import jobs as verbs
+
+        found = [access.change(verbs.hold, each) for each in job]
+    _tell(found, as_json, lambda job: f"{job['job_id']} is {job['status']}")
+
+
+def release(job: JobsArgument, told: FleetOption = None, as_json: AsJson = False) -> None:
+    """Let held jobs go on."""
+    with fleet(told) as access:
+        from groupwise.fleet.verbs import jobs as verbs
+
+        found = [access.change(verbs.release, each) for each in job]
+        access.ring(*job)
+    _tell(found, as_json, lambda job: f"{job['job_id']} is {job['status']}")
+
+
+def _tell(
+    found: Sequence[dict[str, Any]], as_json: bool, line: Callable[[dict[str, Any]], str]
+) -> None:
+    if as_json:
+        print_json(found[0] if len(found) == 1 else list(found))
+        return
+    for each in found:
+        typer.echo(line(each), err=True)
+
+
+def logs(
+    job: JobArgument,
+    told: FleetOption = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on as it grows, until the job has ended.")
+    ] = False,
+    epoch: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Of this attempt (`fleet show`), not of the newest one."),
+    ] = None,
+    tail: Annotated[
+        int | None, typer.Option(metavar="N", min=0, help="Only the last so many lines.")
+    ] = None,
+) -> None:
+    """Print what a job wrote to its standard output and error.
+
+    The log is mirrored to the control machine while the job runs; of several attempts the newest one's is shown.
+    """
+    from groupwise.cli.fleet_follow import follow_log, print_log
+
+    with fleet(told) as access:
+        if follow:
+            follow_log(access, job, tail=tail, epoch=epoch)
+        else:
+            print_log(access, job, tail=tail, epoch=epoch)
+
+
+def prune(
+    older_than: Annotated[
+        str, typer.Option(metavar="AGE", help="That ended so long ago: 30d, 12h, 0s for all.")
+    ],
+    told: FleetOption = None,
+    project: Annotated[str | None, typer.Option(metavar="P", help="Only of this project.")] = None,
+    status: Annotated[
+        list[str] | None,
+        typer.Option(metavar="S", help="Only completed, failed or cancelled ones."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove old finished jobs: their rows, logs and artefacts.
+
+    What happened to them stays in the events. Jobs of which something may still run, and those that others wait for, are kept.
+    """
+    from groupwise.cli.fleet_words import seconds_of, statuses
+
+    age = seconds_of("--older-than", older_than)
+    wanted = _only_final(statuses(status))
+    with fleet(told) as access:
+        result = _prune(access, age, project, wanted, dry_run)
+    if as_json:
+        print_json(result)
+        return
+    from groupwise.cli.fleet_printing import megabytes
+
+    would = "would remove" if dry_run else "removed"
+    freed = megabytes(result["bytes"] / 1e6)
+    typer.echo(f"{would} {len(result['jobs'])} jobs, {freed} of logs and artefacts", err=True)
+
+
+def _prune(
+    access: Access,
+    age: float,
+    project: str | None,
+    status: frozenset[JobStatus] | None,
+    dry_run: bool,
+) -> dict[str, Any]:
+    from groupwise.fleet.verbs import prune as verbs
+
+    folders: tuple[Path, Path] = (access.place.logs, access.place.artefacts)
+    jobs = access.read(verbs.old_jobs, age, project=project, status=status)
+    size = sum(verbs.size_of_files(folders, job) for job in jobs)
+    if not dry_run:
+        jobs = [job for job in jobs if access.change(verbs.remove, job)]
+        for job in jobs:
+            verbs.remove_files(folders, job)
+    return {"jobs": jobs, "bytes": size, "dry_run": dry_run}
+
+
+def _only_final(status: frozenset[JobStatus] | None) -> frozenset[JobStatus] | None:
+    from groupwise.fleet.states import FINAL
+
+    if status is not None and not status <= FINAL:
+        wrong = ", ".join(sorted(status - FINAL))
+        raise UsageError(
+            f"--status {wrong}: only jobs that have ended are removed: completed, failed, cancelled."
+        )
+    return status

@@ -1,0 +1,390 @@
+"""`groupwise fleet vm`: the machines of a fleet. And `groupwise fleet project`: who jobs are counted for."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from groupwise.cli.fleet_access import AsJson, FleetOption, MachineArgument, fleet
+from groupwise.cli.printing import print_json
+from groupwise.errors import UsageError
+
+machines = typer.Typer(
+    name="vm",
+    help="Machines: add, list, show, prepare, drain, cordon, lost, remove, trust.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+projects = typer.Typer(
+    name="project",
+    help="Projects: list them, set their weights and quotas.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@machines.command("add")
+def add(
+    vm: MachineArgument,
+    told: FleetOption = None,
+    host: Annotated[str | None, typer.Option(metavar="H", help="Address or name.")] = None,
+    port: Annotated[int | None, typer.Option(metavar="N", help="Without it: 22.")] = None,
+    user: Annotated[str | None, typer.Option(metavar="U", help="As whom to log in.")] = None,
+    key: Annotated[
+        str | None, typer.Option(metavar="FILE", help="The private key, on this machine.")
+    ] = None,
+    from_ssh_config: Annotated[
+        str | None,
+        typer.Option(
+            "--from-ssh-config",
+            metavar="NAME",
+            help="Host, user, port, key and jump host as `ssh NAME` has them now.",
+        ),
+    ] = None,
+    trust: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FINGERPRINT", help="Its host key, as SHA256:…; another one is refused."
+        ),
+    ] = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Trust the host key that it shows now, unasked.")
+    ] = False,
+    workdir: Annotated[
+        str | None, typer.Option(metavar="D", help="Without it: groupwise-fleet in the home there.")
+    ] = None,
+    python: Annotated[
+        str | None,
+        typer.Option(metavar="P", help="Interpreter of the environment that jobs run in."),
+    ] = None,
+    label: Annotated[list[str] | None, typer.Option(metavar="K=V", help="For --vm-label.")] = None,
+    cpu_slots: Annotated[
+        int | None,
+        typer.Option(
+            "--cpu-slots",
+            metavar="N",
+            help="Jobs without GPUs at once; without it: 1 where there is no GPU, else none.",
+        ),
+    ] = None,
+    deadman: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME", help="Silence of the fleet after which its jobs end, as 10min; off."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Take a machine into the fleet.
+
+    Its host key is read and shown; it is used once the key is trusted: by --trust, by --yes, or by your answer here.
+    """
+    from groupwise.cli.fleet_words import pairs, seconds_of
+
+    _check_trust(trust, yes)
+    with fleet(told, make=True) as access:
+        from groupwise.cli.fleet_reach import described, host_key_of
+        from groupwise.fleet.verbs import machines as verbs
+
+        where = described(host, port, user, key, from_ssh_config)
+        seen = host_key_of(where, trust=trust, yes=yes, ask=_asks())
+        new = verbs.NewMachine(
+            vm_id=vm,
+            ip_address=where.host,
+            port=where.port,
+            user=where.user,
+            ssh_key_path=where.key,
+            jump=where.jump,
+            host_key=seen.pinned,
+            seen_host_key=seen.shown,
+            workdir=workdir,
+            python=python,
+            labels=pairs("--label", label or ()),
+            cpu_slots=cpu_slots,
+            deadman=None if deadman is None else seconds_of("--deadman", deadman),
+        )
+        found = access.change(verbs.add, new)
+    if as_json:
+        print_json(found)
+        return
+    told_more = (
+        "the poller looks at it in its next round"
+        if seen.pinned
+        else f"it is not used before `groupwise fleet vm trust {vm}`"
+    )
+    typer.echo(f"{vm} is in the fleet; {told_more}", err=True)
+
+
+def _check_trust(trust: str | None, yes: bool) -> None:
+    if trust is not None and yes:
+        raise UsageError(
+            "--trust and --yes contradict each other: one names the key, one takes any."
+        )
+    if trust is not None and not trust.startswith("SHA256:"):
+        raise UsageError(
+            f"--trust {trust}: a fingerprint begins with SHA256:, as `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` prints it there."
+        )
+
+
+def _asks() -> Callable[[str], bool] | None:
+    """How a person is asked; None where there is none."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return None
+    return lambda question: typer.confirm(question, default=False, err=True)
+
+
+@machines.command("list")
+def list_command(
+    told: FleetOption = None,
+    removed: Annotated[
+        bool, typer.Option("--removed", help="Also those that were removed.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List the machines, what is free there, and what is wrong with them."""
+    with fleet(told) as access:
+        from groupwise.fleet.verbs import machines as verbs
+
+        found = access.read(verbs.listing, removed=removed)
+    if as_json:
+        print_json(found)
+    elif not found:
+        typer.echo("no machines yet: `groupwise fleet vm add`", err=True)
+    else:
+        from groupwise.cli.fleet_printing import print_machines
+
+        print_machines(found)
+
+
+@machines.command("show")
+def show(vm: MachineArgument, told: FleetOption = None, as_json: AsJson = False) -> None:
+    """Show one machine: its GPUs, who holds them, what was done with it."""
+    with fleet(told) as access:
+        from groupwise.fleet.verbs import machines as verbs
+
+        found = access.read(verbs.show, vm)
+    if as_json:
+        print_json(found)
+        return
+    from groupwise.cli.fleet_printing import print_machine
+
+    print_machine(found, time.time())
+
+
+@machines.command("drain")
+def drain(vm: MachineArgument, told: FleetOption = None, as_json: AsJson = False) -> None:
+    """Place nothing new there; what runs goes on."""
+    _change("drain", vm, told, as_json)
+
+
+@machines.command("undrain")
+def undrain(vm: MachineArgument, told: FleetOption = None, as_json: AsJson = False) -> None:
+    """Place work there again."""
+    _change("undrain", vm, told, as_json)
+
+
+@machines.command("cordon")
+def cordon(
+    vm: MachineArgument,
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="Why, for whoever wonders later.")],
+    told: FleetOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Place nothing new there, and say why."""
+    _change("cordon", vm, told, as_json, reason)
+
+
+@machines.command("uncordon")
+def uncordon(vm: MachineArgument, told: FleetOption = None, as_json: AsJson = False) -> None:
+    """Place work there again; its failed launches are forgotten."""
+    _change("uncordon", vm, told, as_json)
+
+
+@machines.command("lost")
+def lost(
+    vm: MachineArgument,
+    told: FleetOption = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say that a machine will never come back: its attempts end, and its jobs are run elsewhere.
+
+    Only for a machine that is gone. One that is merely silent may still be running them.
+    """
+    if not yes:
+        asks = _asks()
+        if asks is None:
+            raise UsageError(
+                f"`vm lost {vm}` gives up all that runs there; say --yes where nobody can be asked."
+            )
+        if not asks(f"Is {vm} gone for good? Its jobs begin anew elsewhere."):
+            raise typer.Exit(1)
+    _change("lost", vm, told, as_json)
+
+
+@machines.command("remove")
+def remove(vm: MachineArgument, told: FleetOption = None, as_json: AsJson = False) -> None:
+    """Take a machine out of the fleet, once nothing runs there."""
+    _change("remove", vm, told, as_json)
+
+
+@machines.command("trust")
+def trust(
+    vm: MachineArgument,
+    fingerprint: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[FINGERPRINT]", help="Of the key that it is to have.", show_default=False
+        ),
+    ] = None,
+    told: FleetOption = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Trust the key that it shows, unasked.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Trust the host key that a machine shows."""
+    _check_trust(fingerprint, yes)
+    if fingerprint is None and not yes:
+        fingerprint = _confirmed(vm, told)
+    _change("trust", vm, told, as_json, fingerprint)
+
+
+def _confirmed(vm: str, told: str | None) -> str | None:
+    """The fingerprint that a person has said yes to."""
+    with fleet(told) as access:
+        from groupwise.fleet.verbs import machines as verbs
+
+        found = access.read(verbs.show, vm)
+    seen = found["seen_fingerprint"]
+    if seen is None:  # the verb says what there is to be said
+        return None
+    asks = _asks()
+    if asks is None:
+        raise UsageError(
+            f"{vm} shows the host key {seen}. Compare it with the machine's own (`ssh-keygen -lf "
+            f"/etc/ssh/ssh_host_ed25519_key.pub` there), then `groupwise fleet vm trust {vm} {seen}`."
+        )
+    if found["fingerprint"] is not None:
+        typer.echo(f"{vm} had the host key {found['fingerprint']} before.", err=True)
+    if not asks(f"{vm} shows the host key {seen}. Is that the machine's own?"):
+        raise typer.Exit(1)
+    return seen
+
+
+@machines.command("clear-quarantine")
+def clear_quarantine(
+    vm: MachineArgument,
+    gpu: Annotated[str, typer.Argument(metavar="GPU", help="Its index or UUID.")],
+    told: FleetOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let jobs have a GPU again that was put in quarantine after faults."""
+    _change("clear_quarantine", vm, told, as_json, gpu)
+
+
+def _change(verb: str, vm: str, told: str | None, as_json: bool, *more: Any) -> None:
+    with fleet(told) as access:
+        from groupwise.fleet.verbs import machines as verbs
+
+        found: dict[str, Any] = access.change(getattr(verbs, verb), vm, *more)
+        access.ring()
+    if as_json:
+        print_json(found)
+        return
+    state = found.get("state") or ("removed" if not found["active"] else "in the fleet")
+    typer.echo(f"{vm} is {state}", err=True)
+    for attempt in found.get("attempts", ()):
+        typer.echo(f"  given up: {attempt['job_id']} (epoch {attempt['epoch']})", err=True)
+
+
+@machines.command("prepare")
+def prepare(
+    vm: MachineArgument,
+    told: FleetOption = None,
+    wheels: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER", help="Install from these wheels, not from the package index."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Build an environment with groupwise on a machine, and have its jobs use it."""
+    with fleet(told) as access:
+        from groupwise.cli.fleet_reach import prepare as run
+
+        found = run(access, vm, wheels)
+    if as_json:
+        print_json(found)
+    else:
+        typer.echo(f"jobs on {vm} use {found['python']}", err=True)
+
+
+# Projects
+
+
+@projects.command("list")
+def list_projects(told: FleetOption = None, as_json: AsJson = False) -> None:
+    """List projects with their weights, quotas, and what of them waits and runs."""
+    with fleet(told) as access:
+        from groupwise.fleet.verbs import projects as verbs
+
+        found = access.read(verbs.listing)
+    if as_json:
+        print_json(found)
+    elif not found:
+        typer.echo("no projects yet: `groupwise fleet submit --project NAME` makes one", err=True)
+    else:
+        from groupwise.cli.fleet_printing import print_projects
+
+        print_projects(found)
+
+
+@projects.command("set")
+def set_project(
+    name: Annotated[str, typer.Argument(metavar="PROJECT", help="Made if it is not there yet.")],
+    told: FleetOption = None,
+    weight: Annotated[
+        float | None, typer.Option(metavar="X", help="2 gets twice as much of a busy fleet as 1.")
+    ] = None,
+    max_gpus: Annotated[
+        str | None,
+        typer.Option("--max-gpus", metavar="N", help="Of its running jobs together; none: any."),
+    ] = None,
+    max_waiting: Annotated[
+        str | None,
+        typer.Option("--max-waiting", metavar="N", help="Jobs that have not begun; none: any."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Set weight and quotas of a project."""
+    with fleet(told, make=True) as access:
+        from groupwise.fleet.verbs import projects as verbs
+
+        found = access.change(
+            verbs.change,
+            name,
+            weight=verbs.UNCHANGED if weight is None else weight,
+            max_gpus=verbs.UNCHANGED if max_gpus is None else _quota("--max-gpus", max_gpus),
+            max_waiting=(
+                verbs.UNCHANGED if max_waiting is None else _quota("--max-waiting", max_waiting)
+            ),
+        )
+        access.ring()
+    if as_json:
+        print_json(found)
+    else:
+        limits = ", ".join(f"{k} {v}" for k, v in found.items() if k != "name" and v is not None)
+        typer.echo(f"project {name}: {limits}", err=True)
+
+
+def _quota(option: str, word: str) -> int | None:
+    if word == "none":
+        return None
+    if not word.isdecimal():
+        raise UsageError(f"{option} {word}: a whole number is wanted, or none for no limit.")
+    return int(word)

@@ -1,0 +1,403 @@
+"""How jobs, machines and the state of a fleet look in a terminal: tables and pairs made of the documents that verbs give."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from groupwise.cli.printing import print_pairs, print_section, print_table, print_text
+from groupwise.display.text import one_line, shorten
+
+Document = Mapping[str, Any]
+
+LONGEST_REASON = 60
+LONGEST_COMMAND = 400
+TAIL_LINES = 5
+NOT_SHOWN = frozenset({"spec_hash", "seats", "tail", "state"})
+"""Parts of events that stand elsewhere on the page, or say nothing to people; `--json` has them."""
+FINAL = frozenset({"completed", "failed", "cancelled"})
+
+
+def duration(seconds: float | None) -> str:
+    """A time span in the two units that people would say: `3 min 20 s`."""
+    if seconds is None:
+        return ""
+    left = max(0, round(seconds))
+    parts = [
+        (left // 86400, "d"),
+        (left // 3600 % 24, "h"),
+        (left // 60 % 60, "min"),
+        (left % 60, "s"),
+    ]
+    said = [f"{count} {unit}" for count, unit in parts if count][:2]
+    return " ".join(said) or "0 s"
+
+
+def clock_time(seconds: float | None) -> str:
+    """Seconds since 1970 as local time, with seconds."""
+    return "" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def stamp(text: str | None) -> float | None:
+    """A timestamp of a document as seconds since 1970."""
+    return None if text is None else datetime.fromisoformat(text).timestamp()
+
+
+def megabytes(size: float | None) -> str:
+    """`24 GB`."""
+    if size is None:
+        return ""
+    return f"{size / 1000:.3g} GB" if size >= 1000 else f"{size:.0f} MB"
+
+
+# Jobs
+
+
+def print_jobs(jobs: Sequence[Document], now: float) -> None:
+    """A list of jobs, a line each."""
+    several = len({job["project"] for job in jobs}) > 1
+    head = ("job", "status", "kind", *(("project",) if several else ()), "where", "age", "time", "")
+    print_table([head, *(_job_row(job, now, several) for job in jobs)])
+
+
+def _job_row(job: Document, now: float, with_project: bool) -> tuple[str, ...]:
+    created = stamp(job["created_at"]) or now
+    return (
+        job["job_id"],
+        _status(job),
+        job["job_type"],
+        *((job["project"],) if with_project else ()),
+        _where(job),
+        duration(now - created),
+        duration(_ran(job, now)),
+        shorten(one_line(_remark(job)), LONGEST_REASON),
+    )
+
+
+def _status(job: Document) -> str:
+    if job["status"] == "running" and job["cancel_requested_at"] is not None:
+        return "cancelling"
+    code = job["exit_code"]
+    shown = f" ({code})" if code not in (None, 0) and job["status"] == "failed" else ""
+    return f"{job['status']}{shown}"
+
+
+def _where(job: Document) -> str:
+    if job["assigned_vm"] is None:
+        return ""
+    return job["assigned_vm"] + ("" if job["gpu_index"] is None else f":{job['gpu_index']}")
+
+
+def _ran(job: Document, now: float) -> float | None:
+    start = stamp(job["start_time"])
+    if start is None:
+        return None
+    return (stamp(job["end_time"]) or now) - start
+
+
+def _remark(job: Document) -> str:
+    said = [job["name"] or ""]
+    if job["status"] == "pending":
+        said.append("; ".join(job["blocked_reasons"] or ()))
+    elif job["status"] == "failed":
+        said.append(job["failure_reason"] or "")
+    if job["retry_count"] and job["status"] not in FINAL:
+        said.append(f"retry {job['retry_count']}")
+    return " · ".join(text for text in said if text)
+
+
+def print_job(job: Document, now: float) -> None:
+    """All about one job."""
+    arguments = job["arguments"]
+    print_pairs(
+        [
+            ("job", job["job_id"]),
+            ("name", job["name"]),
+            ("status", _status(job)),
+            ("reason", job["failure_reason"]),
+            *(("waits" if n == 0 else "", reason) for n, reason in enumerate(job["waiting"])),
+            ("exit code", job["exit_code"]),
+            ("kind", job["job_type"]),
+            ("command", arguments and shorten(shlex.join(arguments), LONGEST_COMMAND)),
+            ("project", job["project"]),
+            ("priority", job["priority"] or None),
+            ("needs", _needs(job["resources"])),
+            ("on", _where(job)),
+            (
+                "submitted",
+                f"{clock_time(stamp(job['created_at']))} by {job['submitted_by'] or 'SQL'}",
+            ),
+            ("started", clock_time(stamp(job["start_time"]))),
+            ("ended", clock_time(stamp(job["end_time"]))),
+            ("took", duration(_ran(job, now)) if job["end_time"] else None),
+            ("retries", job["retry_count"] or None),
+            ("generation", job["generation"] or None),
+            ("log", job["log_path"]),
+        ]
+    )
+    for attempt in job["attempts"]:
+        _print_attempt(attempt, now)
+    print_section("events", [event_line(event) for event in job["events"]])
+
+
+def _needs(resources: Document | None) -> str | None:
+    if resources is None:
+        return None
+    shown = {name: value for name, value in resources.items() if value not in (None, [], {}, "")}
+    return ", ".join(f"{name} {_plain(value)}" for name, value in shown.items())
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return " ".join(f"{k}={v}" for k, v in value.items())  # type: ignore[reportUnknownVariableType]
+    if isinstance(value, list):
+        return ",".join(str(each) for each in value)  # type: ignore[reportUnknownVariableType]
+    return str(value)
+
+
+def _print_attempt(attempt: Document, now: float) -> None:
+    ended = attempt["ended_at"]
+    began = attempt["running_at"]
+    verdict = attempt["outcome"] or attempt["state"]
+    if attempt["failure_class"]:
+        verdict += f" ({attempt['failure_class']}{'' if attempt['charged'] else ', not charged'})"
+    print_section(
+        f"attempt {attempt['number']} of generation {attempt['generation']}, epoch {attempt['epoch']}",
+        [
+            ("state", verdict),
+            *((f"rank {m['rank']}", _member(m)) for m in attempt["members"]),
+            ("reserved", clock_time(attempt["created_at"])),
+            ("running", clock_time(began)),
+            ("ended", clock_time(ended)),
+            ("took", duration((ended or now) - began) if began is not None else None),
+            ("from step", attempt["resumed_from_step"]),
+            ("machine", "does not answer" if attempt["contact"] != "ok" and not ended else None),
+            ("cleanup", attempt["cleanup"] if ended and attempt["cleanup"] != "clean" else None),
+            *_evidence(attempt["evidence"]),
+        ],
+    )
+
+
+def _member(member: Document) -> str:
+    gpus = ", ".join(str(gpu["index"]) for gpu in member["gpus"])
+    return (
+        f"{member['vm_id']}{f' GPU {gpus}' if gpus else ''} ({member['state'] or 'not spoken to'})"
+    )
+
+
+def _evidence(evidence: Document) -> list[tuple[str, str]]:
+    """Why it is believed to have ended so: what each member's exit record says, and its last lines."""
+    found = [("because", str(evidence["because"]))] if evidence.get("because") else []
+    members: list[Document] = evidence.get("members") or []
+    for member in members:
+        record: Document | None = member.get("exit")
+        if record is None:
+            continue
+        where = f"rank {member['rank']} " if len(members) > 1 else ""
+        found.append((f"{where}exit", _exit(record)))
+        found += [
+            ("" if n else f"{where}said", line) for n, line in enumerate(_last(record["tail"]))
+        ]
+    others = {k: v for k, v in evidence.items() if k not in ("because", "members", "rank")}
+    return [
+        *found,
+        *((name, shorten(_plain(value), LONGEST_COMMAND)) for name, value in others.items()),
+    ]
+
+
+def _exit(record: Document) -> str:
+    how = f"signal {record['signal']}" if record["signal"] is not None else f"code {record['code']}"
+    why = "" if record["reason"] == "exited" else f", {record['reason'].replace('_', ' ')}"
+    memory = ", ended by the kernel for want of memory" if record.get("oom_kill") else ""
+    return how + why + memory
+
+
+def _last(tail: str) -> list[str]:
+    """The last lines of a log."""
+    return [shorten(one_line(line), 160) for line in tail.splitlines()[-TAIL_LINES:]]
+
+
+def event_line(event: Document) -> tuple[str, str]:
+    """When, and who did what."""
+    told: dict[str, Any] = {**(event["after"] or {}), **(event["detail"] or {})}
+    detail = {name: value for name, value in told.items() if name not in NOT_SHOWN}
+    status = detail.pop("status", None)
+    what = (
+        event["kind"]
+        if status is None or str(event["kind"]).endswith(str(status))
+        else f"{event['kind']} → {status}"
+    )
+    more = ", ".join(f"{k} {_plain(v)}" for k, v in detail.items() if v not in (None, "", [], {}))
+    text = f"{what} by {event['actor']}"
+    return clock_time(event["at"]), shorten(one_line(f"{text}: {more}" if more else text), 160)
+
+
+# Machines
+
+
+def print_machines(machines: Sequence[Document]) -> None:
+    """A list of machines, a line each."""
+    head = ("machine", "state", "address", "GPUs free", "model", "CPUs", "RAM", "jobs", "")
+    print_table([head, *(_machine_row(vm) for vm in machines)])
+
+
+def _machine_row(vm: Document) -> tuple[str, ...]:
+    facts = vm["facts"]
+    return (
+        vm["vm_id"],
+        vm["state"],
+        _address(vm),
+        f"{vm['available_gpus']}/{vm['total_gpus']}" if vm["total_gpus"] else "-",
+        ", ".join(sorted({gpu["model"] for gpu in vm["gpus"] if gpu["model"]})),
+        str(facts.get("cpus") or ""),
+        megabytes(facts.get("ram_mb")),
+        str(len(_jobs_on(vm)) or ""),
+        shorten(one_line(_machine_remark(vm)), LONGEST_REASON),
+    )
+
+
+def _address(vm: Document) -> str:
+    if vm["transport"] == "local":
+        return "this machine"
+    port = "" if vm["port"] == 22 else f":{vm['port']}"
+    return f"{vm['user']}@{vm['ip_address']}{port}"
+
+
+def _jobs_on(vm: Document) -> list[str]:
+    holders = [holder for gpu in vm["gpus"] for holder in gpu["held_by"]] + vm["cpu_slots_held_by"]
+    return sorted({holder["job_id"] or "a job of another project" for holder in holders})
+
+
+def _machine_remark(vm: Document) -> str:
+    if vm["state"] == "untrusted":
+        seen = vm["seen_fingerprint"]
+        return f"shows {seen}; `fleet vm trust {vm['vm_id']}`" if seen else vm["problem"] or ""
+    if vm["state"] == "cordoned":
+        return vm["cordoned"]
+    return vm["problem"] or ""
+
+
+def print_machine(vm: Document, now: float) -> None:
+    """All about one machine."""
+    facts = vm["facts"]
+    unreachable = vm["unreachable_since"]
+    print_pairs(
+        [
+            ("machine", vm["vm_id"]),
+            ("state", vm["state"]),
+            ("problem", vm["problem"]),
+            ("cordoned", vm["cordoned"]),
+            ("silent for", duration(now - unreachable) if unreachable else None),
+            ("address", _address(vm)),
+            ("through", vm["jump"] and vm["jump"].get("host")),
+            ("SSH key", vm["ssh_key_path"]),
+            ("host key", vm["fingerprint"]),
+            ("shows", vm["seen_fingerprint"]),
+            ("work folder", vm["workdir"]),
+            ("python", vm["python"]),
+            ("labels", _plain(vm["labels"])),
+            ("CPU slots", vm["cpu_slots"]),
+            ("deadman", duration(vm["deadman"]) if vm["deadman"] else None),
+            ("last polled", clock_time(stamp(vm["last_polled"]))),
+            *(
+                (f"  {name}", _plain(value))
+                for name, value in sorted(facts.items())
+                if value not in (None, "", [], {})
+            ),
+            ("jobs", ", ".join(_jobs_on(vm))),
+        ]
+    )
+    if vm["gpus"]:
+        print_text("")
+        head = ("GPU", "model", "memory", "used", "busy", "°C", "state", "held by")
+        print_table([head, *(_gpu_row(gpu) for gpu in vm["gpus"])])
+    print_section("events", [event_line(event) for event in vm.get("events", ())])
+
+
+def _gpu_row(gpu: Document) -> tuple[str, ...]:
+    state = f"quarantined: {gpu['quarantined']}" if gpu["quarantined"] else gpu["observed"]
+    if gpu["detail"] and not gpu["quarantined"]:
+        state += f" ({gpu['detail']})"
+    return (
+        f"{gpu['index']} {gpu['uuid']}",
+        gpu["model"] or "?",
+        megabytes(gpu["memory_mb"]),
+        megabytes(gpu["memory_used_mb"]),
+        "" if gpu["utilisation"] is None else f"{gpu['utilisation']} %",
+        "" if gpu["temperature"] is None else str(gpu["temperature"]),
+        state,
+        ", ".join(_held_by(holder) for holder in gpu["held_by"]),
+    )
+
+
+def _held_by(holder: Document) -> str:
+    job = holder["job_id"] or "a job of another project"
+    share = f" {megabytes(holder['share_mb'])}" if holder["share_mb"] else ""
+    return job + share + (f" (ended, {holder['cleanup']})" if holder["cleanup"] else "")
+
+
+# The fleet as a whole
+
+
+def print_status(found: Document) -> None:
+    """How a fleet is doing, in a few lines."""
+    counts = {status: count for status, count in found["jobs"].items() if count}
+    machines = found["machines"]
+    gpus = (
+        f", {machines['gpus_available']} of {machines['gpus']} GPUs free"
+        if machines["gpus"]
+        else ""
+    )
+    print_pairs(
+        [
+            (
+                "jobs",
+                ", ".join(f"{count} {status}" for status, count in counts.items()) or "none yet",
+            ),
+            ("machines", f"{machines['ready']} of {machines['total']} ready{gpus}"),
+            *(
+                ("running" if n == 0 else "", text)
+                for n, text in enumerate(
+                    _process(each) for each in found["processes"] if each["alive"]
+                )
+            ),
+        ]
+    )
+    if found["alarms"]:
+        print_text("")
+    for alarm in found["alarms"]:
+        print_text(f"! {one_line(alarm['message'])}")
+        print_text(f"  → {one_line(alarm['remedy'])}")
+
+
+def _process(process: Document) -> str:
+    return f"{process['role']} on {process['host']}, process {process['pid']}"
+
+
+def print_projects(projects: Sequence[Document]) -> None:
+    """A list of projects, a line each."""
+    head = ("project", "weight", "waiting", "running", "GPUs", "GPUs at most", "waiting at most")
+    print_table(
+        [
+            head,
+            *(
+                (
+                    each["name"],
+                    f"{each['weight']:g}",
+                    str(each["waiting"]),
+                    str(each["running"]),
+                    str(each["gpus_in_use"]),
+                    _limit(each["max_gpus"]),
+                    _limit(each["max_waiting"]),
+                )
+                for each in projects
+            ),
+        ]
+    )
+
+
+def _limit(value: int | None) -> str:
+    return "-" if value is None else str(value)

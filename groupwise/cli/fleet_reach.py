@@ -1,0 +1,159 @@
+"""What the command line itself asks of machines: the host key before one is in the fleet, the environment that `vm prepare` builds.
+
+Where a machine is, is said by options or asked of the user's ssh config, once. Its host key is shown to a person before anything else
+is said to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from groupwise.errors import UsageError
+
+if TYPE_CHECKING:
+    from groupwise.cli.fleet_access import Access
+    from groupwise.hosts.keys import Alias, HostKey
+
+KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
+"""What ssh itself tries, in the folder .ssh."""
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Where a machine is, and as whom it is reached."""
+
+    host: str
+    port: int
+    user: str
+    key: str | None
+    jump: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SeenKey:
+    """The host key of a machine: trusted, or only seen."""
+
+    pinned: str | None
+    shown: str | None
+
+
+def described(
+    host: str | None,
+    port: int | None,
+    user: str | None,
+    key: str | None,
+    alias: str | None,
+) -> Where:
+    """Where a machine is, by options or by a name of the ssh config with options laid over it. Raises UsageError."""
+    if host is None and alias is None:
+        raise UsageError(
+            "where is the machine? --host ADDRESS with --user, or --from-ssh-config NAME."
+        )
+    if host is not None and alias is not None:
+        raise UsageError(
+            "--host and --from-ssh-config contradict each other: both say where it is."
+        )
+    if alias is not None:
+        return _of_alias(alias, port, user, key)
+    if user is None:
+        raise UsageError(f"as whom is {host} reached? Say it with --user.")
+    return Where(str(host), port or 22, user, _private_key(key))
+
+
+def _of_alias(name: str, port: int | None, user: str | None, key: str | None) -> Where:
+    from groupwise.hosts.keys import resolve_alias
+
+    found = resolve_alias(name)
+    jump = None if found.jump is None else _jump(found.jump)
+    return Where(
+        found.host,
+        port or found.port,
+        user or found.user,
+        _private_key(key or found.identity_file),
+        jump,
+    )
+
+
+def _jump(alias: Alias) -> dict[str, Any]:
+    seen = _scanned(alias.host, alias.port)
+    typer.echo(f"the jump host {alias.host} shows {seen.fingerprint}", err=True)
+    return {
+        "host": alias.host,
+        "port": alias.port,
+        "user": alias.user,
+        "ssh_key_path": alias.identity_file,
+        "host_key": str(seen),
+    }
+
+
+def _private_key(given: str | None) -> str | None:
+    """The path of the key, absolute, because whoever uses it runs elsewhere."""
+    if given is None:
+        folder = Path("~/.ssh").expanduser()
+        found = next((folder / name for name in KEYS if (folder / name).is_file()), None)
+        return None if found is None else str(found)
+    path = Path(given).expanduser().absolute()
+    if not path.is_file():
+        raise UsageError(
+            f"--key {given}: there is no such file; the private key is wanted, not the .pub."
+        )
+    if path.suffix == ".pub":
+        raise UsageError(
+            f"--key {given} is the public half; the private key is {path.with_suffix('')}."
+        )
+    return str(path)
+
+
+def host_key_of(
+    where: Where, *, trust: str | None, yes: bool, ask: Callable[[str], bool] | None
+) -> SeenKey:
+    """The key that the machine shows now, and whether it is trusted. Raises UsageError where it is not the one of --trust."""
+    if where.jump is not None:
+        typer.echo(
+            "its host key is read through the jump host by the poller; `groupwise fleet vm trust` then shows it",
+            err=True,
+        )
+        return SeenKey(None, None)
+    seen = _scanned(where.host, where.port)
+    typer.echo(f"{where.host} shows the host key {seen.fingerprint} ({seen.type})", err=True)
+    if trust is not None and trust != seen.fingerprint:
+        raise UsageError(
+            f"{where.host} shows the host key {seen.fingerprint}, not {trust}. Either the fingerprint is of another key of "
+            "that machine, or this is not the machine that it should be. Nothing was added."
+        )
+    if trust is not None or yes:
+        return SeenKey(str(seen), None)
+    if ask is not None and ask("Is that the machine's own key?"):
+        return SeenKey(str(seen), None)
+    return SeenKey(None, str(seen))
+
+
+def _scanned(host: str, port: int) -> HostKey:
+    from groupwise.hosts.keys import scan
+    from groupwise.hosts.port import HostUnreachable
+
+    try:
+        return asyncio.run(scan(host, port))
+    except HostUnreachable as error:
+        raise UsageError(f"{error}. Is it up, and is {port} its port?") from None
+
+
+def prepare(access: Access, vm_id: str, wheels: str | None) -> dict[str, Any]:
+    """Build the environment there, and have the machine's row name it."""
+    from groupwise.fleet.prepare import prepare as build
+    from groupwise.fleet.verbs import machines
+
+    folder = None if wheels is None else Path(wheels)
+    if folder is not None and not folder.is_dir():
+        raise UsageError(f"--wheels {wheels}: there is no such folder.")
+    vm = access.read(machines.show, vm_id)
+    python = asyncio.run(
+        build(access.database, vm["vm_id"], folder, say=lambda text: typer.echo(text, err=True))
+    )
+    return access.change(machines.set_python, vm_id, python)

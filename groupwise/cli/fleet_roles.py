@@ -1,0 +1,215 @@
+"""`groupwise fleet up` and the roles of the control plane one by one; how they are doing; commands on a machine (`exec`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from groupwise.cli.fleet_access import AsJson, FleetOption, fleet, place_of, require_server
+from groupwise.cli.printing import print_json
+from groupwise.errors import UsageError
+
+if TYPE_CHECKING:
+    from groupwise.fleet.api.serve import Address
+
+NatsOption = Annotated[
+    str | None,
+    typer.Option("--nats-url", metavar="URL", help="NATS, which wakes dispatchers; without: none."),
+]
+DatabaseOption = Annotated[
+    str | None,
+    typer.Option(metavar="URL", help="PostgreSQL; without it: SQLite in the fleet's folder."),
+]
+PollOption = Annotated[
+    float | None,
+    typer.Option("--poll-seconds", metavar="S", help="Between two looks at a machine; 15."),
+]
+ConcurrencyOption = Annotated[
+    int | None, typer.Option(metavar="N", help="Machines that are spoken to at once; 64.")
+]
+
+
+def up(
+    told: FleetOption = None,
+    database: DatabaseOption = None,
+    nats_url: NatsOption = None,
+    poll_seconds: PollOption = None,
+    port: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Answer the HTTP API here as well; 0: any free port."),
+    ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(metavar="ADDRESS", help="Where the API listens; without it: 127.0.0.1."),
+    ] = None,
+    tls_certificate: Annotated[
+        str | None, typer.Option("--tls-certificate", metavar="FILE", help="PEM, for the API.")
+    ] = None,
+    tls_key: Annotated[
+        str | None, typer.Option("--tls-key", metavar="FILE", help="Its private key, PEM.")
+    ] = None,
+) -> None:
+    """Start a fleet: everything in this process, with this machine as its first one.
+
+    Ctrl-C ends it; jobs that run go on, and are picked up by the next `up`.
+    """
+    address = _address(port, host, tls_certificate, tls_key)
+    _run(
+        told,
+        None,
+        address,
+        database=database,
+        nats_url=nats_url,
+        poll_seconds=poll_seconds,
+    )
+
+
+def poller(
+    told: FleetOption = None,
+    database: DatabaseOption = None,
+    poll_seconds: PollOption = None,
+    concurrency: ConcurrencyOption = None,
+) -> None:
+    """Look at all machines and their GPUs, for ever."""
+    _run(told, "poller", database=database, poll_seconds=poll_seconds, concurrency=concurrency)
+
+
+def dispatcher(
+    told: FleetOption = None,
+    database: DatabaseOption = None,
+    nats_url: NatsOption = None,
+    concurrency: ConcurrencyOption = None,
+) -> None:
+    """Start jobs on machines and see them to their end. With PostgreSQL there may be several."""
+    _run(told, "dispatcher", database=database, nats_url=nats_url, concurrency=concurrency)
+
+
+def requeue(
+    told: FleetOption = None, database: DatabaseOption = None, nats_url: NatsOption = None
+) -> None:
+    """Wake jobs whose time has come, and compare attempts with their machines."""
+    _run(told, "requeue", database=database, nats_url=nats_url)
+
+
+def tracker(
+    told: FleetOption = None, database: DatabaseOption = None, nats_url: NatsOption = None
+) -> None:
+    """Tell of jobs that have ended, on NATS and to webhooks; mirror checkpoints."""
+    _run(told, "tracker", database=database, nats_url=nats_url)
+
+
+def _address(
+    port: int | None, host: str | None, certificate: str | None, key: str | None
+) -> Address | None:
+    """Where the API listens; None: there is to be none."""
+    beside = {"--host": host, "--tls-certificate": certificate, "--tls-key": key}
+    given = [name for name, value in beside.items() if value is not None]
+    if port is None:
+        if given:
+            raise UsageError(f"{given[0]} is of the API, which answers only with --port.")
+        return None
+    if not 0 <= port <= 65535:
+        raise UsageError(f"--port {port}: ports are 1 to 65535, or 0 for any that is free.")
+    require_server()
+    from groupwise.fleet.api.serve import Address
+
+    return Address(host or "127.0.0.1", port, certificate, key)
+
+
+def _run(
+    told: str | None, role: str | None, address: Address | None = None, **options: Any
+) -> None:
+    given = {name: value for name, value in options.items() if value is not None}
+    place = place_of(told, given)
+    from groupwise.fleet.up import ROLES, run
+
+    raise typer.Exit(run(place, ROLES if role is None else (role,), say=_say, address=address))
+
+
+def _say(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def migrate(told: FleetOption = None, database: DatabaseOption = None) -> None:
+    """Bring the tables of the database up to date, or make them."""
+    place = place_of(told, {} if database is None else {"database": database})
+    from groupwise.fleet import database as databases
+
+    opened = databases.connect(place.database_url)
+    try:
+        databases.migrate(opened)
+        _say(f"{opened.name} is up to date")
+    finally:
+        opened.close()
+
+
+def status(told: FleetOption = None, as_json: AsJson = False) -> None:
+    """Say how the fleet is doing, and what somebody should look at."""
+    with fleet(told) as access:
+        from groupwise.fleet.verbs import status as verbs
+
+        found = access.read(verbs.overview)
+    if as_json:
+        print_json(found)
+        return
+    from groupwise.cli.fleet_printing import print_status
+
+    print_status(found)
+
+
+def doctor(
+    told: FleetOption = None,
+    vm: Annotated[
+        list[str] | None, typer.Option(metavar="VM", help="Only this machine; several times.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Examine database, doorbell, control plane and machines, and say what to do."""
+    from groupwise.checks.findings import Finding, Findings, Report
+    from groupwise.cli import findings as shown
+
+    place = place_of(told)
+    from groupwise.fleet.doctor import examine
+
+    findings = Findings(None if as_json else shown.show_finding)
+    examine(
+        place,
+        vm,
+        tell=lambda seen: findings.add(
+            Finding(
+                seen.name, seen.level, seen.measured, seen.meaning, seen.remedy, dict(seen.data)
+            )
+        ),
+    )
+    report = Report(f"the fleet in {place.folder}", tuple(findings.found), "doctor_failed")
+    if as_json:
+        print_json(report.summary)
+    else:
+        shown.show_verdict(report)
+    raise typer.Exit(report.exit_code)
+
+
+def exec_command(
+    target: Annotated[str, typer.Argument(metavar="JOB|VM", help="Where: a machine, or a job's.")],
+    arguments: Annotated[
+        list[str],
+        typer.Argument(metavar="[--] ARGUMENTS...", help="A program and its arguments."),
+    ],
+    told: FleetOption = None,
+    gpus: Annotated[str, typer.Option(metavar="N", help="GPUs that it needs.")] = "0",
+    time_limit: Annotated[
+        str, typer.Option("--time-limit", metavar="TIME", help="After which it is ended.")
+    ] = "10min",
+    project: Annotated[str | None, typer.Option(metavar="P", help="Who it counts for.")] = None,
+) -> None:
+    """Run a command on a machine, print what it writes, exit with its exit code.
+
+    It is a short job that is pinned to the machine and stands first in the queue: it waits for a free CPU slot there (`vm add
+    --cpu-slots`), or for GPUs with --gpus, and has an empty working folder of its own.
+    """
+    from groupwise.cli.fleet_submit import run_on
+
+    with fleet(told) as access:
+        code = run_on(access, target, arguments, gpus=gpus, time_limit=time_limit, project=project)
+    raise typer.Exit(code)

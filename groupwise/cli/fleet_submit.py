@@ -1,0 +1,518 @@
+"""`groupwise fleet submit`: a job from words, its id alone on standard output.
+
+What is a file here travels with the job: `--file`, and `--dataset` and `--reward_function` where they name one. Everything else is words
+that the fleet checks at admission, the same way as for the API and for a row written by hand.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from groupwise.cli.fleet_access import Access, AsJson, FleetOption, fleet
+from groupwise.errors import UsageError
+
+if TYPE_CHECKING:
+    from groupwise.fleet.request import JobRequest
+
+KIND = "The kind of job"
+NEEDS = "What it needs"
+POLICY = "How it is treated"
+
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[--] ARGUMENTS...",
+        help="The command: a program and its arguments, never a line for a shell.",
+        show_default=False,
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """What is to be submitted, once it has been read."""
+
+    documents: list[dict[str, Any]]
+    """Of one job each: a `JobRequest`."""
+    project: str | None
+    idempotency_key: str | None
+
+
+def submit(
+    arguments: Arguments = None,
+    told: FleetOption = None,
+    # the kind of job
+    kind: Annotated[
+        str | None,
+        typer.Option(metavar="K", help="GRPO, SFT, EVAL …; without it, ARGUMENTS are the job."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="M", help="Hub id, or path on the machine.")
+    ] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(metavar="D", help="A local file, which travels; a hub id; a path there."),
+    ] = None,
+    reward_function: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--reward_function", metavar="R", help="Name, module:function or file.py:function."
+        ),
+    ] = None,
+    preprocessing_pipeline: Annotated[
+        str | None,
+        typer.Option("--preprocessing_pipeline", metavar="P", help="generic, deepseek …"),
+    ] = None,
+    max_steps: Annotated[
+        int | None, typer.Option("--max_steps", metavar="N", help="Without it: 500.")
+    ] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option("--learning_rate", metavar="X", help="Without it: 5e-6.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option("--batch_size", metavar="N", help="Prompts; without it: 1.")
+    ] = None,
+    num_generations: Annotated[
+        int | None, typer.Option("--num_generations", metavar="N", help="Without it: 4.")
+    ] = None,
+    output_dir: Annotated[
+        str | None, typer.Option("--output_dir", metavar="D", help="Without it: outputs.")
+    ] = None,
+    use_unsloth: Annotated[bool, typer.Option("--use_unsloth", help="Load with Unsloth.")] = False,
+    hyperparams: Annotated[
+        list[str] | None,
+        typer.Option("--hyperparams", metavar="K=V", help="Further settings; or a JSON object."),
+    ] = None,
+    # what it needs
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            "--gpus", "--gpu", metavar="N", help="How many, or which: 2, VM:0,1 or GPU-uuid."
+        ),
+    ] = None,
+    gpu_model: Annotated[
+        str | None, typer.Option("--gpu-model", metavar="TEXT", help="Part of its name: A100.")
+    ] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option("--gpu-memory", metavar="SIZE", help="At least: 40GB.")
+    ] = None,
+    share_mb: Annotated[
+        str | None,
+        typer.Option(
+            "--share-mb", metavar="MB", help="So much memory of a GPU that others use too."
+        ),
+    ] = None,
+    machines: Annotated[
+        int, typer.Option("--machines", metavar="N", help="A gang: so many at once, or none.")
+    ] = 1,
+    vm: Annotated[str | None, typer.Option("--vm", metavar="VM", help="This machine only.")] = None,
+    vm_label: Annotated[
+        list[str] | None, typer.Option("--vm-label", metavar="K=V", help="That its machine has.")
+    ] = None,
+    cpu: Annotated[int | None, typer.Option("--cpu", metavar="N", help="CPU cores.")] = None,
+    ram: Annotated[str | None, typer.Option("--ram", metavar="SIZE", help="64GB.")] = None,
+    disk: Annotated[
+        str | None, typer.Option("--disk", metavar="SIZE", help="Free at start.")
+    ] = None,
+    time_limit: Annotated[
+        str | None, typer.Option("--time-limit", metavar="TIME", help="2h, 90min.")
+    ] = None,
+    # how it is treated
+    priority: Annotated[
+        int | None, typer.Option("--priority", metavar="N", help="Each step: an hour of waiting.")
+    ] = None,
+    project: Annotated[
+        str | None, typer.Option("--project", metavar="P", help="Who it counts for.")
+    ] = None,
+    name: Annotated[str | None, typer.Option("--name", metavar="N", help="For people.")] = None,
+    label: Annotated[
+        list[str] | None, typer.Option("--label", metavar="K=V", help="To find it by.")
+    ] = None,
+    retries: Annotated[
+        int | None,
+        typer.Option("--retries", metavar="N", help="After failures that may be its own fault."),
+    ] = None,
+    after: Annotated[
+        list[str] | None,
+        typer.Option("--after", metavar="JOB[:ok]", help="Not before this one has ended."),
+    ] = None,
+    array: Annotated[
+        Path | None,
+        typer.Option(
+            "--array", metavar="FILE", help="A job for each line: words to add, or a JSON object."
+        ),
+    ] = None,
+    hold: Annotated[bool, typer.Option("--hold", help="Wait until it is released.")] = False,
+    env: Annotated[
+        list[str] | None, typer.Option("--env", metavar="K=V", help="Set a variable for it.")
+    ] = None,
+    secret: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--secret",
+            metavar="NAME[=env:X|file:P]",
+            help="A variable whose value the dispatcher has, and nobody writes down.",
+        ),
+    ] = None,
+    file: Annotated[
+        list[str] | None,
+        typer.Option("--file", metavar="LOCAL[:REMOTE]", help="A file or folder to take along."),
+    ] = None,
+    artefact: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--artefact", metavar="PATH", help="To fetch at the end; without it: outputs."
+        ),
+    ] = None,
+    webhook: Annotated[
+        str | None, typer.Option("--webhook", metavar="URL", help="Told when it has ended.")
+    ] = None,
+    idempotency_key: Annotated[
+        str | None,
+        typer.Option("--idempotency-key", metavar="TEXT", help="Submitted twice, it is one job."),
+    ] = None,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Until it has ended; exits with its exit code.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what it would be, and where it could run.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Submit a job; prints its id.
+
+        groupwise fleet submit --gpus 2 -- python train.py --lr 1e-5
+
+        groupwise fleet submit --kind GRPO --model M --dataset sums.jsonl --reward_function correctness
+
+    The working folder of a job is empty but for the files that it takes along. What it leaves in `outputs` is fetched.
+    """
+    from groupwise.cli import fleet_words as words
+
+    columns: dict[str, Any] = {
+        "job_type": kind,
+        "model": model,
+        "dataset": dataset,
+        "reward_function": ",".join(reward_function) if reward_function else None,
+        "preprocessing_pipeline": preprocessing_pipeline,
+        "max_steps": max_steps,
+        "learning_rate": learning_rate,
+        "batch_size": batch_size,
+        "num_generations": num_generations,
+        "output_dir": output_dir,
+        "use_unsloth": use_unsloth or None,
+        "hyperparams": words.hyperparams(hyperparams or ()) or None,
+    }
+    _expect_one_kind(columns, arguments or [])
+    policy: dict[str, Any] = {
+        "priority": priority,
+        "name": name,
+        "labels": words.pairs("--label", label or ()),
+        "retry": None if retries is None else {"charged": retries},
+        "after": list(after or ()),
+        "hold": hold,
+        "environment": words.pairs("--env", env or ()),
+        "secrets": dict(words.secret(word) for word in secret or ()),
+        "artefacts": artefact,
+        "webhook": webhook,
+        "limits": _limits(time_limit),
+    }
+    if wait and (hold or dry_run):
+        raise UsageError(f"--wait and {'--hold' if hold else '--dry-run'} contradict each other.")
+    with fleet(told, make=not dry_run) as access:
+        from groupwise.fleet import resources
+
+        needs = resources.parse(
+            gpus=gpus,
+            vm=vm,
+            gpu_model=gpu_model,
+            gpu_memory=gpu_memory,
+            share=share_mb,
+            machines=machines,
+            cpus=cpu,
+            ram=ram,
+            disk=disk,
+            labels=vm_label or (),
+        )
+        whole = {**columns, **policy, "resources": needs.as_json(), "arguments": arguments or []}
+        base = {key: value for key, value in whole.items() if value not in (None, [], {}, False)}
+        manifest = _files_of(access, base, file or (), dry_run)
+        if manifest:
+            base["files"] = manifest
+        documents = [base] if array is None else list(_array(array, base))
+        _submit(access, Submission(documents, project, idempotency_key), wait, dry_run, as_json)
+
+
+def _expect_one_kind(columns: Mapping[str, Any], arguments: Sequence[str]) -> None:
+    given = [name for name, value in columns.items() if value is not None]
+    training = [name for name in given if name not in ("job_type", "output_dir")]
+    kind = columns["job_type"]
+    if not given and not arguments:
+        raise UsageError(
+            "there is nothing to run: give a command, `groupwise fleet submit -- python train.py`, or a kind of job, "
+            "`groupwise fleet submit --kind GRPO --model M --dataset D --reward_function R`."
+        )
+    if arguments and training:
+        raise UsageError(
+            f"--{training[0]} is for jobs of a kind (--kind GRPO), but a command is given too: `{shlex.join(arguments)[:80]}`. "
+            "Leave one of the two out. Options of the command itself stand behind it."
+        )
+    if training and kind is None:
+        raise UsageError(
+            f"--{training[0]} says something of a kind of job, but not which: add --kind GRPO."
+        )
+
+
+def _limits(time_limit: str | None) -> dict[str, Any] | None:
+    from groupwise.cli.fleet_words import seconds_of
+
+    return None if time_limit is None else {"time_seconds": seconds_of("--time-limit", time_limit)}
+
+
+# Files
+
+
+def _files_of(
+    access: Access, base: dict[str, Any], words: Sequence[str], dry_run: bool
+) -> dict[str, list[Any]]:
+    """The manifest of what travels; data set and reward function are renamed to where they will lie."""
+    found: dict[str, Path] = {}
+    for word in words:
+        _add(found, *_local_and_remote(word))
+    if (data := _local_file(base.get("dataset"))) is not None:
+        _add(found, data, data.name)
+        base["dataset"] = data.name
+    if "reward_function" in base:
+        base["reward_function"] = ",".join(
+            _reward(found, each) for each in base["reward_function"].split(",")
+        )
+    return _kept(access, found, dry_run)
+
+
+def _kept(access: Access, found: Mapping[str, Path], dry_run: bool) -> dict[str, list[Any]]:
+    """In the fleet's store, where dispatchers take them from; `--dry-run` only looks at them."""
+    from groupwise.hosts.files import BlobStore, hash_of
+
+    if dry_run:
+        return {
+            path: [hash_of(each), each.stat().st_mode & 0o777, each.stat().st_size]
+            for path, each in found.items()
+        }
+    if not found:
+        return {}
+    entries = BlobStore(access.place.blobs).put_files(found)
+    return {path: [entry.sha256, entry.mode, entry.size] for path, entry in entries.items()}
+
+
+def _local_and_remote(word: str) -> tuple[Path, str]:
+    """`LOCAL`, `LOCAL:REMOTE`; a name with a colon in it is taken whole where there is such a file."""
+    local, colon, remote = word.rpartition(":")
+    if not colon or Path(word).expanduser().exists():
+        local, remote = word, ""
+    path = Path(local).expanduser()
+    if not path.exists():
+        raise UsageError(f"--file {word}: there is no file or folder {path}.")
+    return path, remote or path.absolute().name
+
+
+def _add(found: dict[str, Path], local: Path, remote: str) -> None:
+    from groupwise.hosts.files import files_below
+
+    if local.is_dir():
+        below = {f"{remote}/{name}": path for name, path in files_below(local).items()}
+    else:
+        below = {remote: local}
+    for name, path in below.items():
+        if name in found and found[name].resolve() != path.resolve():
+            raise UsageError(
+                f"{path} and {found[name]} would both be {name} in the job's working folder: give one of them another "
+                f"name, --file {path}:OTHER."
+            )
+        found[name] = path
+
+
+def _local_file(word: str | None) -> Path | None:
+    """The file that a word names here, if it names one."""
+    if word is None:
+        return None
+    path = Path(word).expanduser()
+    if path.is_file():
+        return path
+    if word.startswith(("./", "../", "~")):
+        raise UsageError(f"--dataset {word}: there is no such file here.")
+    return None
+
+
+def _reward(found: dict[str, Path], word: str) -> str:
+    """`rewards.py:score` takes the file along; anything else stays what it is."""
+    name, colon, attribute = word.partition(":")
+    path = Path(name).expanduser()
+    if path.suffix != ".py" or not path.is_file():
+        return word
+    _add(found, path, path.name)
+    return f"{path.name}{colon}{attribute}"
+
+
+# Arrays
+
+
+def _array(file: Path, base: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A job for each line of a file: what the line says is laid over what the options say."""
+    from groupwise.cli.fleet_words import json_object
+
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--array {file} cannot be read: {error}") from None
+    found: list[dict[str, Any]] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        where = f"--array {file}:{number}"
+        if line.lstrip().startswith("{"):
+            found.append(_laid_over(base, json_object(where, line)))
+        else:
+            found.append({**base, "arguments": [*base.get("arguments", ()), *_words(where, line)]})
+    if not found:
+        raise UsageError(f"--array {file} has no line: each makes a job.")
+    return found
+
+
+def _laid_over(base: Mapping[str, Any], line: Mapping[str, Any]) -> dict[str, Any]:
+    """Objects (environment, hyperparams, labels …) key by key, everything else whole."""
+    result = dict(base)
+    for key, value in line.items():
+        before: Any = result.get(key)
+        both = isinstance(before, dict) and isinstance(value, dict)
+        result[key] = before | value if both else value
+    return result
+
+
+def _words(where: str, line: str) -> list[str]:
+    try:
+        return shlex.split(line)
+    except ValueError as error:
+        raise UsageError(f"{where}: {error}: quotes are closed on the same line.") from None
+
+
+# Submitting
+
+
+def _submit(
+    access: Access, submission: Submission, wait: bool, dry_run: bool, as_json: bool
+) -> None:
+    from groupwise.cli.fleet_follow import exit_code_of, until_ended
+    from groupwise.cli.printing import print_json
+    from groupwise.fleet.request import from_document
+    from groupwise.fleet.verbs import submission as verbs
+
+    requests: list[JobRequest] = [from_document(each) for each in submission.documents]
+    if dry_run:
+        planned = [access.change(verbs.plan, each, project=submission.project) for each in requests]
+        _print_plans(planned, as_json)
+        return
+    accepted = access.change(
+        verbs.submit_all, requests, project=submission.project, key=submission.idempotency_key
+    )
+    ids = [each["job_id"] for each in accepted]
+    access.ring(*ids)
+    for note in dict.fromkeys(note for each in accepted for note in each["notes"]):
+        typer.echo(note, err=True)
+    if as_json and not wait:
+        print_json(accepted[0] if len(accepted) == 1 else accepted)
+    elif not as_json:
+        for job_id in ids:
+            typer.echo(job_id)
+    if wait:
+        ended = until_ended(access, ids)
+        if as_json:
+            print_json(ended[0] if len(ended) == 1 else ended)
+        raise typer.Exit(exit_code_of(ended))
+
+
+def _print_plans(planned: Sequence[Mapping[str, Any]], as_json: bool) -> None:
+    from groupwise.cli.printing import print_json, print_pairs
+
+    if as_json:
+        print_json(planned[0] if len(planned) == 1 else list(planned))
+        return
+    for each in planned:
+        for note in each["notes"]:
+            typer.echo(note, err=True)
+        print_pairs(
+            [
+                ("command", shlex.join(each["arguments"])),
+                ("needs", ", ".join(f"{k} {v}" for k, v in each["resources"].items())),
+                ("files", len(each["files"]) or None),
+                ("could run now on", ", ".join(each["where"])),
+                *(("would wait" if n == 0 else "", text) for n, text in enumerate(each["waits"])),
+            ]
+        )
+
+
+# On one machine
+
+EXEC_PRIORITY = 1000
+"""Before everything that waits."""
+
+
+def run_on(
+    access: Access,
+    target: str,
+    arguments: Sequence[str],
+    *,
+    gpus: str,
+    time_limit: str,
+    project: str | None,
+) -> int:
+    """A command as a job that is pinned to a machine; its output, and its exit code."""
+    from groupwise.cli.fleet_follow import exit_code_of, follow_log
+    from groupwise.cli.fleet_words import seconds_of
+    from groupwise.fleet import resources
+    from groupwise.fleet.request import from_document
+    from groupwise.fleet.verbs import submission as verbs
+
+    vm = _machine_of(access, target)
+    request = from_document(
+        {
+            "arguments": list(arguments),
+            "name": f"exec {shlex.join(arguments)}"[:256],
+            "resources": resources.parse(gpus=gpus, vm=vm).as_json(),
+            "limits": {"time_seconds": seconds_of("--time-limit", time_limit)},
+            "retry": {"charged": 0},
+            "priority": EXEC_PRIORITY,
+            "artefacts": [],
+            "checkpoints": [],
+        }
+    )
+    (job,) = access.change(verbs.submit_all, [request], project=project)
+    access.ring(job["job_id"])
+    if job["status"] == "failed":
+        raise UsageError(str(job["failure_reason"]))
+    ended = follow_log(access, job["job_id"])
+    if ended["failure_reason"]:
+        typer.echo(ended["failure_reason"], err=True)
+    return exit_code_of([ended])
+
+
+def _machine_of(access: Access, target: str) -> str:
+    """A machine by its name, or the one that a job was given last."""
+    from groupwise.fleet.verbs import jobs, machines
+    from groupwise.wire.problems import Refusal
+
+    try:
+        return access.read(machines.show, target)["vm_id"]
+    except Refusal as no_machine:
+        try:
+            job = access.read(jobs.show, target)
+        except Refusal:
+            raise no_machine from None
+    if job["assigned_vm"] is None:
+        raise UsageError(f"{target} is {job['status']} and has no machine yet; name one instead.")
+    return job["assigned_vm"]

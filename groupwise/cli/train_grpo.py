@@ -1,0 +1,175 @@
+"""`groupwise-train-grpo`: GRPO from flags alone, the model at the top of the output folder. A program of its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from groupwise.cli.output import Stopped, run_command
+from groupwise.cli.rl import JsonOption, Overrides, ways_to_start
+from groupwise.launch.train_grpo import DEFAULTS, PROGRAM
+
+
+class _Command(TyperCommand):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as interrupt:  # typer would forget which signal it was
+            raise Stopped(interrupt) from interrupt
+
+
+def train_grpo(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model",
+            metavar="MODEL",
+            help="A hub id, a folder, a .gguf file, or an alias (smollm2-135m-instruct, tiny).",
+        ),
+    ] = None,
+    dataset: Annotated[
+        str | None,
+        typer.Option(
+            "--dataset", metavar="DATA", help="A JSON or JSON lines file, or a hub id OWNER/NAME."
+        ),
+    ] = None,
+    reward_function: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--reward_function",
+            metavar="NAME",
+            help="A reward by its name, or module:function, file.py:function. May be given several times.",
+        ),
+    ] = None,
+    preprocessing_pipeline: Annotated[
+        str,
+        typer.Option(
+            "--preprocessing_pipeline",
+            metavar="NAME",
+            help="generic: the prompt is text, and its answer becomes `reference`. deepseek: the prompt is a chat. Or "
+            "module:function, row to row or None.",
+        ),
+    ] = DEFAULTS["preprocessing_pipeline"],
+    max_steps: Annotated[
+        int, typer.Option("--max_steps", metavar="N", help="Steps to train.")
+    ] = DEFAULTS["max_steps"],
+    learning_rate: Annotated[
+        float, typer.Option("--learning_rate", metavar="X", help="Peak step size of AdamW.")
+    ] = DEFAULTS["learning_rate"],
+    batch_size: Annotated[
+        int, typer.Option("--batch_size", metavar="N", help="Prompts of a step.")
+    ] = DEFAULTS["batch_size"],
+    num_generations: Annotated[
+        int, typer.Option("--num_generations", metavar="N", help="Completions of each prompt.")
+    ] = DEFAULTS["num_generations"],
+    max_prompt_length: Annotated[
+        int,
+        typer.Option(
+            "--max_prompt_length",
+            metavar="N",
+            help="Tokens; longer prompts are left out and counted.",
+        ),
+    ] = DEFAULTS["max_prompt_length"],
+    max_completion_length: Annotated[
+        int,
+        typer.Option(
+            "--max_completion_length", metavar="N", help="Tokens; longer ones are cut off."
+        ),
+    ] = DEFAULTS["max_completion_length"],
+    output_dir: Annotated[
+        str,
+        typer.Option(
+            "--output_dir",
+            metavar="DIR",
+            help="The whole model stands at its top, the run below it.",
+        ),
+    ] = DEFAULTS["output_dir"],
+    use_unsloth: Annotated[
+        bool, typer.Option("--use_unsloth", help="Not in this version.")
+    ] = False,
+    overrides: Overrides = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the unfinished run in --output_dir.")
+    ] = False,
+    resume_from: Annotated[
+        str | None,
+        typer.Option(
+            "--resume_from",
+            metavar="PATH",
+            help="Go on from the checkpoint in this folder; the environment's RESUME_FROM, where it is set, says which one "
+            "in place of what is given here.",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry_run", help="Show the resolved config and the plan; train nothing."),
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a model with GRPO: an ordinary `groupwise rl`, whose config is made of these flags."""
+    from groupwise.cli.output import write_json, write_result
+    from groupwise.launch.train_grpo import Flags
+    from groupwise.launch.train_grpo import train_grpo as train
+
+    _need(model=model, dataset=dataset, reward_function=reward_function)
+    flags = Flags(
+        model=model or "",
+        dataset=dataset or "",
+        reward_function=tuple(reward_function or ()),
+        preprocessing_pipeline=preprocessing_pipeline,
+        max_steps=max_steps,
+        learning_rate=learning_rate,
+        batch_size=batch_size,
+        num_generations=num_generations,
+        max_prompt_length=max_prompt_length,
+        max_completion_length=max_completion_length,
+        output_dir=output_dir,
+        use_unsloth=use_unsloth,
+    )
+    ways = ways_to_start(resume, resume_from)
+    result = train(
+        flags,
+        tuple(overrides or ()),
+        resume=ways["resume"],
+        resume_from=ways["resume_from"],
+        dry_run=dry_run,
+    )
+    if dry_run:
+        write_json(result.summary)
+    else:
+        write_result(result.summary, as_json=as_json)
+    raise typer.Exit(result.exit_code)
+
+
+EXAMPLES = {
+    "model": "a hub id, a folder or an alias such as smollm2-135m-instruct",
+    "dataset": "a JSON or JSON lines file, or a hub id",
+    "reward_function": "a reward by its name, such as correctness, or module:function",
+}
+
+
+def _need(**given: object) -> None:
+    """All that is missing at once."""
+    missing = [f"  --{name}: {EXAMPLES[name]}" for name, value in given.items() if value is None]
+    if missing:
+        from groupwise.errors import UsageError
+
+        raise UsageError("\n".join(["These are needed:", *missing]))
+
+
+app = typer.Typer(
+    name=PROGRAM,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.command(cls=_Command)(train_grpo)
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Run the command; returns the exit code and raises nothing."""
+    return run_command(app, PROGRAM, list(sys.argv[1:] if args is None else args))

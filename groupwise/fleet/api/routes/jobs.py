@@ -1,0 +1,191 @@
+"""Jobs: submit, look, cancel, hold, release, try again. A submission that names itself is made once, however often it is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+from fastapi import Query, Request
+from fastapi.responses import Response
+from sqlalchemy.orm import Session
+
+from groupwise.errors import UsageError
+from groupwise.fleet.api.serving import Asked, AskedHere, document
+from groupwise.fleet.request import JobRequest
+from groupwise.fleet.states import JobStatus
+from groupwise.fleet.verbs import jobs, submission
+from groupwise.fleet.verbs.jobs import JobFilter
+from groupwise.http.declared import Route
+from groupwise.wire.idempotency import idempotency_key
+from groupwise.wire.keys import Role
+from groupwise.wire.problems import Refusal
+
+T = TypeVar("T")
+TAG = "jobs"
+
+Project = Annotated[
+    str | None,
+    Query(max_length=80, description="Whom it counts for; without it the key's own, or `default`."),
+]
+
+
+async def submit_job(
+    asked: AskedHere, request: Request, body: JobRequest, project: Project = None
+) -> Response:
+    """Accept a job; once this is answered it is on disk. The same Idempotency-Key again answers with the same job."""
+    key = idempotency_key(request.headers)
+    accepted = await _as_asked(
+        asked,
+        lambda session: submission.submit_all(
+            session, asked.actor, [body], project=project, key=key
+        ),
+    )
+    asked.serving.doorbell.ring([accepted[0]["job_id"]])
+    return document(accepted[0], 201)
+
+
+async def plan_job(asked: AskedHere, body: JobRequest, project: Project = None) -> Response:
+    """What it would be, where it could run now, and why it would wait; nothing is submitted."""
+    return document(
+        await _as_asked(
+            asked,
+            lambda session: submission.plan(session, asked.actor, body, project=project),
+        )
+    )
+
+
+async def _as_asked(asked: Asked, fn: Callable[[Session], T]) -> T:
+    """What admission finds wrong is the caller's mistake."""
+    try:
+        return await asked.run(fn)
+    except UsageError as error:
+        raise Refusal("invalid_request", error.message) from error
+
+
+async def list_jobs(
+    asked: AskedHere,
+    status: Annotated[list[JobStatus] | None, Query(description="One or several.")] = None,
+    project: Annotated[str | None, Query(max_length=80)] = None,
+    name: Annotated[str | None, Query(max_length=256)] = None,
+    kind: Annotated[str | None, Query(max_length=80, description="GRPO, COMMAND …")] = None,
+    vm: Annotated[str | None, Query(max_length=80, description="Where it runs, or ran.")] = None,
+    label: Annotated[
+        list[str] | None, Query(description="`key=value`; with several all must be so.")
+    ] = None,
+    older_than: Annotated[
+        str | None,
+        Query(max_length=80, description="Those made before this job: the last of a list."),
+    ] = None,
+    limit: Annotated[int, Query(ge=1, le=jobs.MOST_LISTED)] = 50,
+) -> Response:
+    """Jobs, the newest first."""
+    wanted = JobFilter(
+        status=None if status is None else frozenset(status),
+        project=project,
+        name=name,
+        job_type=kind,
+        vm_id=vm,
+        labels=dict(_pair(word) for word in label or ()),
+        older_than=older_than,
+        limit=limit,
+    )
+    return document(await asked.read(lambda session: jobs.listing(session, asked.actor, wanted)))
+
+
+def _pair(word: str) -> tuple[str, str]:
+    key, equals, value = word.partition("=")
+    if not equals:
+        raise Refusal("invalid_request", f"label {word!r}: key=value is wanted.")
+    return key, value
+
+
+async def show_job(asked: AskedHere, job_id: str) -> Response:
+    """All about one job: its attempts with their evidence, why it waits, what happened to it."""
+    return document(await asked.read(lambda session: jobs.show(session, asked.actor, job_id)))
+
+
+async def cancel_job(asked: AskedHere, job_id: str) -> Response:
+    """Have it end. 202: it is running, and `cancelled` once nothing of it is left; asked twice, it is the same."""
+    found = await asked.run(lambda session: jobs.cancel(session, asked.actor, job_id))
+    asked.serving.doorbell.ring([job_id])
+    return document(found, 200 if found["status"] == JobStatus.CANCELLED else 202)
+
+
+async def hold_job(asked: AskedHere, job_id: str) -> Response:
+    """Have a waiting job wait until it is released."""
+    return document(await asked.run(lambda session: jobs.hold(session, asked.actor, job_id)))
+
+
+async def release_job(asked: AskedHere, job_id: str) -> Response:
+    """Let a held job go on."""
+    found = await asked.run(lambda session: jobs.release(session, asked.actor, job_id))
+    asked.serving.doorbell.ring([job_id])
+    return document(found)
+
+
+async def retry_job(asked: AskedHere, job_id: str) -> Response:
+    """Begin a failed or cancelled job anew, from its last checkpoint where it has one."""
+    found = await asked.run(lambda session: jobs.retry(session, asked.actor, job_id))
+    asked.serving.doorbell.ring([job_id])
+    return document(found)
+
+
+def _changing(path: str, handler: Any, later: str = "") -> Route:
+    return Route(
+        method="POST",
+        path=path,
+        handler=handler,
+        role=Role.ACT,
+        tag=TAG,
+        answer=dict[str, Any],
+        codes=("unknown_job", "job_state"),
+        works=True,
+        later=later,
+    )
+
+
+ROUTES = (
+    Route(
+        method="POST",
+        path="/jobs",
+        handler=submit_job,
+        role=Role.ACT,
+        tag=TAG,
+        answer=dict[str, Any],
+        codes=("idempotency_key_reused",),
+        takes_body=True,
+        works=True,
+        named=True,
+    ),
+    Route(
+        method="POST",
+        path="/jobs/plan",
+        handler=plan_job,
+        role=Role.READ,
+        tag=TAG,
+        answer=dict[str, Any],
+        takes_body=True,
+    ),
+    Route(
+        method="GET",
+        path="/jobs",
+        handler=list_jobs,
+        role=Role.READ,
+        tag=TAG,
+        answer=list[dict[str, Any]],
+        codes=("unknown_job",),
+    ),
+    Route(
+        method="GET",
+        path="/jobs/{job_id}",
+        handler=show_job,
+        role=Role.READ,
+        tag=TAG,
+        answer=dict[str, Any],
+        codes=("unknown_job",),
+    ),
+    _changing("/jobs/{job_id}/cancel", cancel_job, "It is asked to end, and has not yet."),
+    _changing("/jobs/{job_id}/hold", hold_job),
+    _changing("/jobs/{job_id}/release", release_job),
+    _changing("/jobs/{job_id}/retry", retry_job),
+)

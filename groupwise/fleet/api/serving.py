@@ -1,0 +1,93 @@
+"""What the routes of the fleet's API are given: the database, the folders, and who asks.
+
+A route is a verb of `groupwise.fleet.verbs` behind an address: it reads its body, runs the verb as one transaction with the caller as its
+actor, and answers with the document that the verb gives. So whatever a person may do at the command line means the same here, and a key
+that is bound to projects sees no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from fastapi import Depends, Request
+from fastapi.responses import JSONResponse, Response
+from sqlalchemy.orm import Session
+
+from groupwise.fleet.database import Database, DatabaseFailure
+from groupwise.fleet.doorbells.port import Doorbell
+from groupwise.fleet.verbs.actor import Actor
+from groupwise.hosts.files import BlobStore
+from groupwise.http.caller import Caller
+from groupwise.http.declared import Limits, Shared, facts_of
+from groupwise.wire.problems import Refusal
+
+T = TypeVar("T")
+MIB = 1 << 20
+MOST_BODY = 64 * MIB
+"""Bytes of a request; a file that a job takes along comes in pieces of at most so much."""
+RETRY_SECONDS = 5.0
+"""After which a database that did not answer may do so again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Folders:
+    """Of the control machine."""
+
+    logs: Path
+    artefacts: Path
+    blobs: BlobStore
+
+
+class Serving(Shared):
+    """What all requests to one API share."""
+
+    def __init__(self, database: Database, folders: Folders, doorbell: Doorbell) -> None:
+        super().__init__(Limits(MOST_BODY))
+        self.database = database
+        self.folders = folders
+        self.doorbell = doorbell
+
+    def refusal_of(self, error: Exception) -> Refusal | None:
+        """A database that does not answer is no mistake of ours."""
+        if isinstance(error, DatabaseFailure):
+            return Refusal("database_away", retry_after=RETRY_SECONDS)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a handler is given."""
+
+    serving: Serving
+    caller: Caller
+
+    @property
+    def actor(self) -> Actor:
+        """As verbs know the caller."""
+        return Actor(f"key:{self.caller.key_id}", self.caller.projects)
+
+    async def run(self, fn: Callable[[Session], T]) -> T:
+        """One transaction."""
+        return await self.serving.database.in_thread(fn)
+
+    async def read(self, fn: Callable[[Session], T]) -> T:
+        """A look that changes nothing, and waits for no writer."""
+        return await self.serving.database.read_in_thread(fn)
+
+
+async def asked(request: Request) -> Asked:
+    """For handlers: who asks."""
+    caller = facts_of(request.scope).caller
+    assert caller is not None, "the middleware let it through"
+    return Asked(request.app.state.shared, caller)
+
+
+AskedHere = Annotated[Asked, Depends(asked)]
+
+
+def document(value: Any, status: int = 200) -> Response:
+    """A document as a response."""
+    return JSONResponse(value, status)

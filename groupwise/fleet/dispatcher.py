@@ -1,0 +1,404 @@
+"""The dispatcher: takes jobs from the queue, and drives what it has taken until nothing is left to do about it.
+
+`GlobalJobDispatcher` is one of any number that share a database. What each does by itself, in tasks side by side:
+
+    renewing     every 10 s, one statement that keeps the lease of everything it owns. Its answer is the list of what it owns, and whatever
+                 of that is not being driven is driven from then on
+    claiming     at every ring of the doorbell, and every 2 s without: admit new rows, claim what there is room for
+    adopting     every 10 s: attempts whose owner has not renewed; the same function serves the start, where it finds what was left over
+    wishes       every 2 s: cancellations and lost machines wake the drives that they concern
+    reconciling  every minute: what machines run that nobody drives. A lower epoch is killed, an unknown job is written down and left
+                 alone; a machine that was declared lost and answers is emptied, and then used again
+
+A dispatcher that cannot renew stops all its drives before its lease runs out, by its own clock and from before the request: from then on
+the attempts are somebody else's. It ends no job by stopping, whether it is asked to or killed: machines go on without it.
+
+Whatever goes wrong in one task is logged and begun anew after a pause; it stops no other one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import secrets as randomness
+import socket
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from groupwise.errors import RunError
+from groupwise.fleet import admission, attempts, claim
+from groupwise.fleet.attempts import LEASE, LeftBehind, Machine
+from groupwise.fleet.database import Database
+from groupwise.fleet.decide import Reading, Stray, stray
+from groupwise.fleet.drive import CheckpointMirror, Collector, Desk, Drive, LogMirror, Pauses
+from groupwise.fleet.effects import Gateway
+from groupwise.fleet.launching import Secrets, read_secrets
+from groupwise.fleet.watching import Pauses as WatchPauses
+from groupwise.fleet.watching import Watch, Watches
+from groupwise.hosts.answers import MemberState, RunnerState
+from groupwise.hosts.driver import Runner
+from groupwise.hosts.files import BlobStore
+from groupwise.hosts.port import Host, HostError
+
+log = logging.getLogger(__name__)
+
+CLAIMED_AT_ONCE = 50
+ADMITTED_AT_ONCE = 200
+NO_PROBE = ("true",)
+"""Reconciling asks for attempts only; what the GPUs do is the poller's question."""
+
+
+class Bell(Protocol):
+    """As much of a doorbell as is listened to."""
+
+    async def wait(self, timeout: float) -> frozenset[str]:
+        """Ids of jobs that somebody rang for; empty at the timeout."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rhythm:
+    """Seconds. Tests have shorter ones."""
+
+    lease: float = LEASE
+    renew: float = 10.0
+    adopt: float = 10.0
+    sweep: float = 2.0
+    reconcile: float = 60.0
+    after_crash: float = 5.0
+    """Before a task that crashed is begun anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a dispatcher works with."""
+
+    database: Database
+    host: Callable[[Machine], Host]
+    """The way to a machine. Asked again for the same row it may give the same one; it keeps and closes them."""
+    bell: Bell
+    logs: LogMirror
+    checkpoints: CheckpointMirror
+    collector: Collector
+    store: BlobStore
+    secrets: Secrets = read_secrets
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How it does it."""
+
+    rhythm: Rhythm = field(default_factory=Rhythm)
+    pauses: Pauses = field(default_factory=Pauses)
+    watch_pauses: WatchPauses = field(default_factory=WatchPauses)
+    chance: random.Random = field(default_factory=random.Random)
+    concurrency: int = 64
+    """Machines that are reconciled at once."""
+
+
+def new_owner() -> str:
+    """A name that no dispatcher has had before."""
+    return f"{socket.gethostname()}-{os.getpid()}-{randomness.token_hex(4)}"
+
+
+class GlobalJobDispatcher:
+    """One dispatcher. `run` goes on until `stop`."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        tuning: Tuning | None = None,
+        *,
+        owner: str | None = None,
+        gateway: Gateway | None = None,
+    ) -> None:
+        self.owner = owner or new_owner()
+        self._parts = parts
+        self._tuning = tuning or Tuning()
+        self._gateway = gateway or Gateway(parts.database)
+        self._stopping = asyncio.Event()
+        self._group: asyncio.TaskGroup | None = None
+        self._drives: dict[int, tuple[Drive, asyncio.Task[None]]] = {}
+        self._watching: set[asyncio.Task[None]] = set()
+        self._wishes: dict[int, Any] = {}
+        self._mine_until = 0.0
+        self._watches = Watches(self._watch, self._tuning.watch_pauses)
+        self._desk = Desk(
+            owner=self.owner,
+            gateway=self._gateway,
+            runner=self._runner,
+            watches=self._watches,
+            logs=parts.logs,
+            checkpoints=parts.checkpoints,
+            collector=parts.collector,
+            store=parts.store,
+            secrets=parts.secrets,
+            spawn=self._beside,
+            chance=self._tuning.chance,
+            pauses=self._tuning.pauses,
+        )
+
+    @property
+    def driven(self) -> frozenset[int]:
+        """Epochs of the attempts that it drives now."""
+        return frozenset(self._drives)
+
+    def stop(self) -> None:
+        """Let go of everything; what runs, runs on."""
+        self._stopping.set()
+
+    async def run(self) -> None:
+        """Until `stop`. What it owned is free for others at once."""
+        rhythm = self._tuning.rhythm
+        async with asyncio.TaskGroup() as group:
+            self._group = group
+            loops = [
+                group.create_task(self._for_ever(*each), name=each[0])
+                for each in (
+                    ("renewing", self.renew, rhythm.renew),
+                    ("adopting", self.adopt, rhythm.adopt),
+                    ("wishes", self.hear_wishes, rhythm.sweep),
+                    ("reconciling", self.reconcile, rhythm.reconcile),
+                    ("claiming", self._claim_when_rung, 0.0),
+                    ("guarding the lease", self._guard_lease, 0.0),
+                )
+            ]
+            await self._stopping.wait()
+            for task in loops:
+                task.cancel()
+            await self._drop_everything()
+        try:
+            await self._gateway.commit("lease.let_go", lambda s: attempts.let_go(s, self.owner))
+        except RunError as error:
+            log.warning("its attempts are free for others when their lease runs out: %s", error)
+
+    # The loops
+
+    async def _for_ever(
+        self, name: str, work: Callable[[], Awaitable[object]], interval: float
+    ) -> None:
+        """Again and again; no failure of one turn ends it."""
+        while True:
+            try:
+                await work()
+                await asyncio.sleep(interval)
+            except RunError as error:
+                log.warning("%s: %s", name, error)
+                await asyncio.sleep(max(interval, 0.1))
+            except Exception:  # a bug in one part must not leave every running job without a driver
+                log.exception("%s crashed and is begun anew", name)
+                await asyncio.sleep(self._tuning.rhythm.after_crash)
+
+    async def renew(self) -> None:
+        """Keep what it owns, and see that it is driven."""
+        rhythm = self._tuning.rhythm
+        asked = time.monotonic()
+        owned = await self._gateway.commit(
+            "lease.renew", lambda s: attempts.renew(s, self.owner, rhythm.lease)
+        )
+        self._mine_until = asked + rhythm.lease
+        for epoch in owned:
+            self.drive(epoch)
+
+    async def _guard_lease(self) -> None:
+        """Nobody who might have been replaced goes on speaking to machines."""
+        left = self._mine_until - time.monotonic()
+        if left <= 0 and self._drives:
+            log.warning("the lease of %d attempts could not be renewed", len(self._drives))
+            await self._drop_everything()
+        await asyncio.sleep(min(max(left, 0.05), 1.0))
+
+    async def adopt(self) -> Sequence[int]:
+        """Take over what nobody has renewed."""
+        asked = time.monotonic()
+        lease = self._tuning.rhythm.lease
+        adopted = await self._gateway.commit(
+            "lease.adopt", lambda s: attempts.adopt(s, self.owner, lease)
+        )
+        if adopted:
+            log.info("adopted %s", adopted)
+        self._own(adopted, asked + lease)
+        return adopted
+
+    async def _claim_when_rung(self) -> None:
+        """At once when it begins, at a ring, and whenever the sweep is due."""
+        await self._parts.bell.wait(self._tuning.rhythm.sweep)
+        await self.claim()
+
+    async def claim(self) -> int:
+        """Admit what is new, claim while there is something to claim; how many attempts that made."""
+        await self._admit()
+        total, lease = 0, self._tuning.rhythm.lease
+        while True:
+            asked = time.monotonic()
+            made = await self._gateway.commit(
+                "job.claim",
+                lambda s: claim.claim(
+                    s, owner=self.owner, lease_seconds=lease, limit=CLAIMED_AT_ONCE
+                ),
+            )
+            self._own([each.epoch for each in made], asked + lease)
+            total += len(made)
+            if not made:
+                return total
+
+    async def _admit(self) -> None:
+        """Rows that people wrote by hand; the queue gets them a batch at a time."""
+        admitted = ADMITTED_AT_ONCE
+        while admitted >= ADMITTED_AT_ONCE:
+            admitted = await self._gateway.commit(
+                "job.admit", lambda s: admission.admit_new(s, ADMITTED_AT_ONCE)
+            )
+
+    async def hear_wishes(self) -> None:
+        """Wake the drives whose attempts somebody wants ended."""
+        found = await self._gateway.look(lambda s: attempts.wishes(s, self.owner))
+        for epoch, wish in found.items():
+            if epoch in self._drives and self._wishes.get(epoch) != wish:
+                self._drives[epoch][0].poke()
+        self._wishes = found
+
+    # Driving
+
+    def _own(self, epochs: Sequence[int], until: float) -> None:
+        """What was just claimed or adopted; its lease may end before the others' were to."""
+        if not epochs:
+            return
+        self._mine_until = min(self._mine_until, until) if self._drives else until
+        for epoch in epochs:
+            self.drive(epoch)
+
+    def drive(self, epoch: int) -> None:
+        """Begin to drive an attempt, unless that is being done."""
+        if epoch in self._drives or self._group is None or self._stopping.is_set():
+            return
+        drive = Drive(epoch, self._desk)
+        task = self._group.create_task(self._contained(drive), name=f"drive {epoch}")
+        self._drives[epoch] = drive, task
+
+    async def _contained(self, drive: Drive) -> None:
+        try:
+            await drive.run()
+        except Exception:  # one attempt that cannot be driven must not stop the others; it is tried again at the next renewal
+            log.exception("driving epoch %d failed", drive.epoch)
+        finally:
+            self._drives.pop(drive.epoch, None)
+
+    def _beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """What drives do beside their loop."""
+        assert self._group is not None
+        return self._group.create_task(_logged(work))
+
+    def _watch(self, vm_id: str, watch: Watch) -> None:
+        if self._group is None:
+            return
+        task = self._group.create_task(self._watched(vm_id, watch), name=f"watch {vm_id}")
+        self._watching.add(task)
+        task.add_done_callback(self._watching.discard)
+
+    async def _watched(self, vm_id: str, watch: Watch) -> None:
+        try:
+            await watch.run()
+        except Exception:  # as for a drive
+            log.exception("watching %s failed", vm_id)
+            await asyncio.sleep(self._tuning.rhythm.after_crash)
+        self._watches.ended(vm_id, watch)
+
+    async def _drop_everything(self) -> None:
+        tasks = [task for _, task in self._drives.values()] + list(self._watching)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._drives.clear()
+        self._watches.clear()
+
+    def _runner(self, machine: Machine) -> Runner:
+        host = self._gateway.host(self._parts.host(machine))
+        return Runner(host, root=machine.workdir, python=machine.python)
+
+    # Reconciling
+
+    async def reconcile(self) -> None:
+        """Look at all machines for what nobody drives."""
+        machines = await self._gateway.look(attempts.machines)
+        limit = asyncio.Semaphore(self._tuning.concurrency)
+
+        async def one(machine: Machine) -> None:
+            async with limit:
+                await self._reconcile_one(machine)
+
+        await asyncio.gather(*(one(machine) for machine in machines))
+
+    async def _reconcile_one(self, machine: Machine) -> None:
+        runner = self._runner(machine)
+        try:
+            found = (await runner.observe(probe=NO_PROBE)).attempts
+            await self._deal_with_strays(machine, runner, found)
+            if machine.lost:
+                await self._welcome_back(machine, runner)
+        except HostError as error:
+            log.debug("%s is not reconciled: %s", machine.vm_id, error)
+        except RunError as error:
+            log.warning("%s is not reconciled: %s", machine.vm_id, error)
+
+    async def _deal_with_strays(
+        self, machine: Machine, runner: Runner, found: Sequence[MemberState]
+    ) -> None:
+        alive = [s for s in found if s.state in {RunnerState.CLAIMED, RunnerState.RUNNING}]
+        if not alive:
+            return
+        jobs = {state.job for state in alive}
+        known = await self._gateway.look(lambda s: attempts.known(s, machine.vm_id, jobs))
+        for state in alive:
+            match stray(state.epoch, Reading(state.state), known.get(state.job)):
+                case Stray.KILL:
+                    log.warning("%s runs %s.%d, which is over: it is killed", machine.vm_id, state.job, state.epoch)  # fmt: skip
+                    await runner.kill(state.job, state.epoch, grace=0.0)
+                case Stray.QUARANTINE:
+                    await self._quarantine(machine, state)
+                case Stray.LEAVE:
+                    pass
+
+    async def _quarantine(self, machine: Machine, state: MemberState) -> None:
+        vm_id, job, epoch = machine.vm_id, state.job, state.epoch
+        news = await self._gateway.commit(
+            "stray.quarantine", lambda s: attempts.quarantine(s, self.owner, vm_id, job, epoch)
+        )
+        if news:
+            log.error("%s runs %s.%d, which no table knows: it is left alone", vm_id, job, epoch)
+
+    async def _welcome_back(self, machine: Machine, runner: Runner) -> None:
+        """A machine that was declared lost answers. Nothing of the attempts that were given up may run there, ever, before it is used."""
+        vm_id = machine.vm_id
+        left = await self._gateway.look(lambda s: attempts.left_behind(s, vm_id))
+        for member in left:
+            await self._empty(machine, runner, member)
+        if await self._gateway.commit(
+            "vm.returned", lambda s: attempts.welcome_back(s, self.owner, vm_id)
+        ):
+            log.info("%s was declared lost and is back; nothing is left there", vm_id)
+
+    async def _empty(self, machine: Machine, runner: Runner, member: LeftBehind) -> None:
+        state = await runner.void(member.job_id, member.epoch)
+        if state.state in {RunnerState.CLAIMED, RunnerState.RUNNING, RunnerState.LOST}:
+            await runner.kill(member.job_id, member.epoch, grace=0.0)
+        found = await runner.release(
+            member.job_id, member.epoch, gpus=member.gpus, share_mb=member.share_mb,
+            idle_memory_mb=machine.idle_memory_mb, probe=machine.probe,
+        )  # fmt: skip
+        if found.clean:
+            epoch, rank = member.epoch, member.rank
+            await self._gateway.commit(
+                "stray.left_nothing", lambda s: attempts.left_nothing(s, epoch, rank)
+            )
+
+
+async def _logged(work: Coroutine[Any, Any, None]) -> None:
+    try:
+        await work
+    except Exception:  # what is done beside a drive is tried again by it
+        log.exception("fetching failed")

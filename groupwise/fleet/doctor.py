@@ -1,0 +1,492 @@
+"""The command `groupwise fleet doctor`: whether database, doorbell, control plane and machines do what a fleet needs of them.
+
+    database     reachable, its tables those of this version, its clock near ours
+    NATS         where one is used: reachable, and no release with known holes
+    roles        alive, and not crashing again and again
+    machines     each: trusted, reachable, Python, disk, GPUs as the fleet knows them, and one tiny command from launch to exit,
+                 run with the interpreter that its jobs get, which has to have groupwise
+    alarms       what `fleet status` would tell of: leaking GPUs, quarantines, cordons
+
+It writes nothing to the database. On each machine it leaves nothing but the runner's file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from groupwise.errors import GroupwiseError
+from groupwise.fleet import attempts, schema
+from groupwise.fleet.attempts import Machine
+from groupwise.fleet.database import Database, connect, seconds
+from groupwise.fleet.doorbells.nats import access_from
+from groupwise.fleet.reaching import LOCAL, host_of
+from groupwise.fleet.settings import DATABASE_FILE, FleetPlace
+from groupwise.fleet.tables import GPU
+from groupwise.fleet.verbs import status
+from groupwise.fleet.verbs.actor import Actor
+from groupwise.hosts.answers import Hello, MemberState, Observation, ProbeStatus, RunnerState
+from groupwise.hosts.driver import Known, Launch, Runner
+from groupwise.hosts.port import HostError, HostKeyError
+from groupwise.hosts.spec import JobSpec, Limits
+
+Level = Literal["ok", "warning", "problem", "skipped"]
+
+CLOCK_SECONDS = 5.0
+"""Between the database's clock and ours; only the former decides anything, but logs and pages show both."""
+LEAST_NATS = (2, 9, 23)
+"""Older ones let strangers in where accounts and `authorization` are mixed (CVE-2023-47090)."""
+LEAST_PYTHON = (3, 8)
+LEAST_DISK_MB = 5_000
+CRASHES = 3
+MACHINES_AT_ONCE = 16
+PATIENCE = 60.0
+"""Seconds for the tiny command to begin and end; importing groupwise from a slow disk takes a while."""
+NATS_SECONDS = 3.0
+HAS_GROUPWISE = (
+    "import importlib.util as u, platform;"
+    "print('groupwise' if u.find_spec('groupwise') else 'nothing', platform.python_version())"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One thing that was looked at."""
+
+    name: str
+    level: Level
+    measured: str
+    """What was seen."""
+    meaning: str = ""
+    """What follows from it, where it is not well."""
+    remedy: str = ""
+    data: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+Tell = Callable[[Seen], None]
+
+
+def examine(place: FleetPlace, only: Sequence[str] | None, *, tell: Tell) -> None:
+    """Look at all of it, telling each thing as it is seen; `only`: these machines and nothing else of their kind."""
+    _examine(
+        place, only, lambda seen: tell(replace(seen, meaning="") if seen.level == "ok" else seen)
+    )
+
+
+def _examine(place: FleetPlace, only: Sequence[str] | None, tell: Tell) -> None:
+    if place.is_embedded and place.settings.database is None:
+        file = place.folder / DATABASE_FILE
+        if not file.exists():
+            tell(_no_fleet(place))
+            return
+    database = connect(place.database_url)
+    try:
+        if not _database(database, tell):
+            return
+        _nats(place, tell)
+        if only is None:
+            _roles(database, tell)
+        _machines(database, only, tell)
+        _alarms(database, tell)
+    finally:
+        database.close()
+
+
+def _no_fleet(place: FleetPlace) -> Seen:
+    return Seen(
+        "database",
+        "problem",
+        f"there is no fleet in {place.folder}",
+        remedy="`groupwise fleet up` makes and starts one; --fleet names another folder",
+    )
+
+
+# --- database -------------------------------------------------------------------------------------
+
+
+def _database(database: Database, tell: Tell) -> bool:
+    """Whether the rest can be looked at."""
+    try:
+        current = database.at_rest(schema.is_current)
+    except GroupwiseError as error:
+        tell(Seen("database", "problem", str(error)))
+        return False
+    if not current:
+        tell(
+            Seen(
+                "database",
+                "problem",
+                f"{database.name} does not have the tables of this version",
+                remedy="`groupwise fleet migrate`",
+            )
+        )
+        return False
+    began = time.monotonic()
+    theirs = database.read(seconds)
+    took = time.monotonic() - began
+    off = theirs - time.time()
+    tell(Seen("database", "ok", f"{database.name}, {took * 1000:.0f} ms", data={"seconds": took}))
+    tell(
+        Seen(
+            "clocks",
+            "ok" if abs(off) <= CLOCK_SECONDS else "warning",
+            f"the database's clock is {abs(off):.1f} s {'ahead of' if off > 0 else 'behind'} this machine's",
+            "times in logs and lists do not fit together; leases and retries go by the database's alone",
+            "set the clocks by NTP",
+            {"seconds": off},
+        )
+    )
+    return True
+
+
+# --- NATS -----------------------------------------------------------------------------------------
+
+
+def _nats(place: FleetPlace, tell: Tell) -> None:
+    url = place.nats_url
+    if url is None:
+        tell(
+            Seen(
+                "NATS", "skipped", "none is used; dispatchers look into the database by themselves"
+            )
+        )
+        return
+    shown = access_from(url, os.environ).shown
+    try:
+        version = asyncio.run(_nats_version(url))
+    except Exception as error:  # noqa: BLE001 — whatever its library raises, it is not reachable
+        tell(
+            Seen(
+                "NATS",
+                "warning",
+                f"{shown} does not answer: {error or type(error).__name__}",
+                "no job is lost by it: dispatchers look into the database every few seconds. Nobody hears of finished jobs there",
+                "start it, or set nats_url to another address, or to off",
+            )
+        )
+        return
+    numbers = tuple(int(each) for each in re.findall(r"\d+", version)[:3])
+    old = numbers < LEAST_NATS
+    tell(
+        Seen(
+            "NATS",
+            "warning" if old else "ok",
+            f"{shown}, version {version}",
+            "this release has known holes" if old else "",
+            f"use {'.'.join(map(str, LEAST_NATS))} or newer",
+            {"version": version},
+        )
+    )
+
+
+async def _nats_version(url: str) -> str:
+    from nats.aio.client import Client
+
+    access = access_from(url, os.environ)
+    client = Client()
+
+    async def quiet(_: Exception) -> None:
+        """The error that ends it is raised below."""
+
+    async with asyncio.timeout(NATS_SECONDS):
+        await client.connect(
+            servers=[one.strip() for one in url.split(",")],
+            allow_reconnect=False,
+            connect_timeout=int(NATS_SECONDS),
+            error_cb=quiet,
+            token=access.token,
+            user=access.user,
+            password=access.password,
+        )
+    try:
+        return str(client.connected_server_version)
+    finally:
+        await client.close()
+
+
+# --- roles ----------------------------------------------------------------------------------------
+
+
+def _roles(database: Database, tell: Tell) -> None:
+    processes = database.read(status.processes)
+    missing = database.read(status.missing_roles)
+    for each in processes:
+        name = each["role"]
+        where = f"process {each['pid']} on {each['host']}"
+        crashes = each["facts"].get("crashes", 0)
+        if not each["alive"]:
+            tell(
+                Seen(
+                    name,
+                    "warning" if name not in missing else "problem",
+                    f"{where} has been silent for {each['silent_seconds']:.0f} s",
+                    "it was killed, it hangs, or it cannot reach the database",
+                    f"look whether it is there; `groupwise fleet {name}` starts another",
+                )
+            )
+        elif crashes >= CRASHES:
+            tell(
+                Seen(
+                    name,
+                    "problem",
+                    f"{where} crashed {crashes} times: {each['facts'].get('last_error')}",
+                    "it is begun anew each time, and does its work badly or not at all",
+                    "its log has the whole story",
+                )
+            )
+        else:
+            tell(Seen(name, "ok", where))
+    for role in missing:
+        if role not in {each["role"] for each in processes}:
+            tell(
+                Seen(
+                    role,
+                    "problem",
+                    "nobody plays this role",
+                    remedy=f"`groupwise fleet up` starts all roles, `groupwise fleet {role}` this one",
+                )
+            )
+
+
+def _alarms(database: Database, tell: Tell) -> None:
+    told = {"role_missing", "untrusted", "unreachable", "degraded"}
+    for alarm in database.read(lambda s: list(status.alarms(s, Actor("doctor")))):
+        if alarm["kind"] not in told:
+            tell(Seen(alarm["kind"], "warning", alarm["message"], remedy=alarm["remedy"]))
+
+
+# --- machines -------------------------------------------------------------------------------------
+
+
+def _machines(database: Database, only: Sequence[str] | None, tell: Tell) -> None:
+    machines, gpus = database.read(lambda s: (attempts.machines(s), _known_gpus(s)))
+    names = {machine.vm_id for machine in machines}
+    for name in only or ():
+        if name not in names:
+            there = ", ".join(sorted(names)) or "none"
+            tell(Seen(name, "problem", f"there is no such machine; there are: {there}"))
+    wanted = [each for each in machines if only is None or each.vm_id in only]
+    if not machines:
+        tell(Seen("machines", "problem", "there are none", remedy="`groupwise fleet vm add`"))
+    asyncio.run(_look_at_all(wanted, gpus, tell))
+
+
+def _known_gpus(session: Session) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for vm_id in session.scalars(select(GPU.vm_id)):
+        found[vm_id] = found.get(vm_id, 0) + 1
+    return found
+
+
+async def _look_at_all(machines: Sequence[Machine], gpus: Mapping[str, int], tell: Tell) -> None:
+    """Several at once; each is told as a whole, in the order of their names."""
+    places = asyncio.Semaphore(MACHINES_AT_ONCE)
+
+    async def one(machine: Machine) -> list[Seen]:
+        async with places:
+            return await _look_at(machine, gpus.get(machine.vm_id, 0))
+
+    for task in [asyncio.create_task(one(machine)) for machine in machines]:
+        for seen in await task:
+            tell(seen)
+
+
+async def _look_at(machine: Machine, known_gpus: int) -> list[Seen]:
+    name = machine.vm_id
+    if machine.lost:
+        return [Seen(name, "skipped", "it was declared lost; it is taken back when it answers")]
+    if machine.transport != LOCAL and machine.host_key is None:
+        return [
+            Seen(
+                name,
+                "problem",
+                "its host key is not trusted",
+                "nothing but the key itself is asked of it",
+                f"`groupwise fleet vm trust {name}`",
+            )
+        ]
+    host = host_of(machine)
+    try:
+        return await _of_machine(
+            machine, Runner(host, root=machine.workdir, python=machine.python), known_gpus
+        )
+    except HostKeyError as error:
+        return [
+            Seen(
+                name,
+                "problem",
+                str(error),
+                "it was installed anew, or this is another machine: nothing is said to it",
+                f"compare the key with the machine's own, then `groupwise fleet vm trust {name}`",
+            )
+        ]
+    except HostError as error:
+        return [
+            Seen(
+                name,
+                "problem",
+                f"it cannot be asked: {error}",
+                remedy="see that it is up, and that address, port, user and key are right (`groupwise fleet vm show`)",
+            )
+        ]
+    finally:
+        await host.close()
+
+
+async def _of_machine(machine: Machine, runner: Runner, known_gpus: int) -> list[Seen]:
+    name = machine.vm_id
+    began = time.monotonic()
+    hello = await runner.hello()
+    took = time.monotonic() - began
+    found = [
+        Seen(
+            name, "ok", f"{hello.hostname}: answers in {took * 1000:.0f} ms", data={"seconds": took}
+        )
+    ]
+    found += [_python(name, hello), _disk(name, hello)]
+    if hello.filesystem is not None and hello.filesystem.startswith(("nfs", "cifs", "smb")):
+        found.append(
+            Seen(
+                f"{name} work folder",
+                "problem",
+                f"{hello.root} lies on {hello.filesystem}, where locks do not hold",
+                "two jobs may get one GPU",
+                "give the machine a --workdir on a local disk",
+            )
+        )
+    observed = await runner.observe(probe=machine.probe)
+    found.append(_gpus(name, observed, known_gpus))
+    found.append(await _tiny_command(name, runner))
+    return found
+
+
+def _python(name: str, hello: Hello) -> Seen:
+    numbers = tuple(int(each) for each in re.findall(r"\d+", hello.python)[:2])
+    return Seen(
+        f"{name} python",
+        "ok" if numbers >= LEAST_PYTHON else "problem",
+        f"python3 there is {hello.python}",
+        "the runner needs 3.8 or newer",
+        "install a newer python3 there",
+    )
+
+
+def _disk(name: str, hello: Hello) -> Seen:
+    free = hello.disk_free_mb
+    if free is None:
+        return Seen(f"{name} disk", "skipped", "nobody knows how much is free")
+    return Seen(
+        f"{name} disk",
+        "ok" if free >= LEAST_DISK_MB else "warning",
+        f"{free / 1000:.0f} GB free in {hello.root}",
+        "checkpoints will not fit, and a job whose disk is full fails",
+        "make room there",
+        {"free_mb": free},
+    )
+
+
+def _gpus(name: str, observed: Observation, known: int) -> Seen:
+    about = f"{name} GPUs"
+    probe = observed.probe
+    if probe.status == ProbeStatus.ABSENT:
+        level: Level = "problem" if known else "ok"
+        return Seen(
+            about,
+            level,
+            "there is no nvidia-smi"
+            + (f", but the fleet knows {known} GPUs of it" if known else ": no GPUs"),
+            remedy="see that the driver is installed" if known else "",
+        )
+    if probe.status != ProbeStatus.OK:
+        return Seen(
+            about,
+            "problem",
+            f"nvidia-smi {probe.status}",
+            "nothing new is placed there",
+            "run nvidia-smi there",
+        )
+    ill = [f"{gpu.index}: {', '.join(gpu.problems)}" for gpu in observed.gpus if gpu.problems]
+    if ill:
+        return Seen(
+            about,
+            "warning",
+            "; ".join(ill),
+            "these GPUs get no job",
+            "look at them with nvidia-smi",
+        )
+    models = sorted({gpu.model or "?" for gpu in observed.gpus})
+    return Seen(about, "ok", f"{len(observed.gpus)}: {', '.join(models)}")
+
+
+async def _tiny_command(name: str, runner: Runner) -> Seen:
+    """From launch to exit, as a job would be run; the folder of it is removed."""
+    about = f"{name} jobs"
+    job = f"doctor-{secrets.token_hex(5)}"
+    spec = JobSpec(
+        (runner.python, "-c", HAS_GROUPWISE),
+        artefacts=(),
+        checkpoints=(),
+        limits=Limits(time_seconds=PATIENCE, grace_seconds=1.0),
+    )
+    began = time.monotonic()
+    try:
+        state = await runner.launch(Launch(job, 1, spec))
+        state = await _until_exited(runner, state, began)
+        text = (await runner.log(job, 1, 0)).data.decode("utf-8", "replace").strip()
+    finally:
+        await _forget(runner, job)
+    return _judged(about, name, runner.python, state, text, time.monotonic() - began)
+
+
+async def _until_exited(runner: Runner, state: MemberState, began: float) -> MemberState:
+    alive = {RunnerState.CLAIMED, RunnerState.RUNNING}
+    while state.state in alive and time.monotonic() - began < PATIENCE:
+        known = Known(state.state, state.log_size, state.checkpoints, state.clock)
+        for each in await runner.wait({(state.job, state.epoch): known}, seconds=5.0):
+            state = each
+    return state
+
+
+async def _forget(runner: Runner, job: str) -> None:
+    try:
+        await runner.kill(job, 1, grace=0.0)
+        await runner.forget(job, 1)
+    except HostError:
+        pass  # the finding tells that the machine does not answer; a folder of some kilobytes is left there
+
+
+def _judged(about: str, name: str, python: str, state: MemberState, text: str, took: float) -> Seen:
+    if state.refused is not None:
+        return Seen(about, "problem", f"the runner refused a tiny job: {state.refused.message}")
+    if state.exit is None:
+        return Seen(
+            about, "problem", f"a tiny job did not end within {PATIENCE:.0f} s: it is {state.state}"
+        )
+    if state.exit.code != 0:
+        why = state.exit.message or text or f"exit code {state.exit.code}"
+        return Seen(
+            about,
+            "problem",
+            f"{python} cannot be run there: {why.splitlines()[-1]}",
+            "jobs of this machine would all fail",
+            f"`groupwise fleet vm prepare {name}` builds an environment",
+        )
+    has, _, version = text.partition(" ")
+    if has != "groupwise":
+        return Seen(
+            about,
+            "warning",
+            f"a tiny job ran in {took:.1f} s, but {python} has no groupwise",
+            "commands run there, training kinds (GRPO, SFT, EVAL) do not",
+            f"`groupwise fleet vm prepare {name}` builds an environment with it",
+        )
+    return Seen(about, "ok", f"a tiny job ran in {took:.1f} s with Python {version} and groupwise")

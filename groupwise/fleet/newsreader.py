@@ -1,0 +1,213 @@
+"""What `groupwise fleet up` says while it runs: a line for whatever happens to jobs and machines, read from the events.
+
+It begins with those of now; what happened before stands in `groupwise fleet jobs`. Nothing depends on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from groupwise.display.text import one_line, shorten
+from groupwise.errors import RunError
+from groupwise.fleet import events
+from groupwise.fleet.database import Database
+from groupwise.fleet.settings import FleetPlace
+from groupwise.fleet.states import Contact
+from groupwise.fleet.tables import VM, Event, Job
+from groupwise.fleet.verbs import status
+from groupwise.fleet.verbs.actor import Actor
+
+LOOK_SECONDS = 1.0
+READ = 200
+"""Events at once."""
+LONGEST = 120
+
+Say = Callable[[str], None]
+log = logging.getLogger(__name__)
+
+
+class Newsreader:
+    """Says what happens, until it is cancelled."""
+
+    def __init__(
+        self, place: FleetPlace, database: Database, say: Say, url: str | None = None
+    ) -> None:
+        """`url`: of the fleet's API, where there is one."""
+        self._place = place
+        self._database = database
+        self._say = say
+        self._url = url
+        self._position = 0
+
+    async def run(self) -> None:
+        """A greeting, then the news."""
+        self._say(f"Fleet in {self._place.folder} ({self._database.name.partition(':')[0]}).")
+        await self._greet()
+        self._position = await self._database.read_in_thread(_newest)
+        while True:
+            try:
+                lines, self._position = await self._database.in_thread(self._next)
+            except RunError as error:
+                log.debug("no news: %s", error)
+            else:
+                for line in lines:
+                    self._say(line)
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def _next(self, session: Session) -> tuple[list[str], int]:
+        """What has happened since the last time, and up to where that was."""
+        lines: list[str] = []
+        position = self._position
+        for event in events.after(session, position, READ):
+            position = event.event_id
+            text = _text(session, event)
+            if text is not None:
+                at = time.strftime("%H:%M:%S", time.localtime(event.at))
+                lines.append(f"{at}  {shorten(one_line(text), LONGEST)}")
+        return lines, position
+
+    async def _greet(self) -> None:
+        """As soon as the machines of the fleet have been looked at, or cannot be."""
+        for _ in range(int(15 / LOOK_SECONDS)):
+            new = await self._database.read_in_thread(_not_looked_at)
+            if not new:
+                break
+            await asyncio.sleep(LOOK_SECONDS)
+        for line in await self._database.read_in_thread(_greeting):
+            self._say(line)
+        if self._url is not None:
+            self._say(f"From elsewhere: GROUPWISE_FLEET={self._url}")
+
+
+def _newest(session: Session) -> int:
+    return session.scalar(select(func.max(Event.event_id))) or 0
+
+
+def _not_looked_at(session: Session) -> int:
+    return (
+        session.scalar(
+            select(func.count())
+            .select_from(VM)
+            .where(VM.active, VM.contact == Contact.NEW, VM.lost_at.is_(None))
+        )
+        or 0
+    )
+
+
+def _greeting(session: Session) -> list[str]:
+    found = status.overview(session, Actor("up"))
+    counted, waiting = found["machines"], found["jobs"]
+    lines = [_machines(session, counted)]
+    under_way = [
+        f"{waiting[name]} {name}" for name in ("running", "queued", "pending") if waiting[name]
+    ]
+    if under_way:
+        lines.append(f"Jobs: {', '.join(under_way)}.")
+    lines += [
+        f"! {alarm['message']}: {alarm['remedy']}"
+        for alarm in found["alarms"]
+        if alarm["kind"] != "role_missing"
+    ]
+    lines.append("Ready. In another terminal:")
+    lines.append("  groupwise fleet submit -- python -c \"print('hello')\"")
+    lines.append("  groupwise fleet jobs")
+    lines.append("Ctrl-C ends the fleet; jobs that run go on without it.")
+    return lines
+
+
+def _machines(session: Session, counted: Mapping[str, Any]) -> str:
+    if counted["total"] != 1:
+        gpus = f", {counted['gpus']} GPUs" if counted["gpus"] else ""
+        return f"{counted['ready']} of {counted['total']} machines are ready{gpus}."
+    vm = session.scalars(select(VM).where(VM.active)).one()
+    facts = vm.facts
+    ram = facts.get("ram_mb")
+    has = [f"{facts.get('cpus') or '?'} CPUs"]
+    if ram:
+        has.append(f"{ram / 1000:.0f} GB")
+    has.append(f"{counted['gpus']} GPUs" if counted["gpus"] else "no GPU: one job at a time")
+    return f"One machine, {vm.vm_id}: {', '.join(has)}."
+
+
+def _text(session: Session, event: Event) -> str | None:
+    """What an event says to somebody who watches; None: nothing that matters to them."""
+    writer = _WRITERS.get(event.kind)
+    return None if writer is None else writer(session, event)
+
+
+def _submitted(session: Session, event: Event) -> str:
+    job = session.get(Job, event.job_id)
+    name = "" if job is None or job.name is None else f" ({job.name})"
+    return f"{event.job_id}{name} submitted by {event.actor.removeprefix('user:')}"
+
+
+def _pending(session: Session, event: Event) -> str:
+    job = session.get(Job, event.job_id)
+    reasons = [] if job is None else job.blocked_reasons or []
+    return f"{event.job_id} waits" + (f": {reasons[0]}" if reasons else "")
+
+
+def _running(session: Session, event: Event) -> str:
+    job = session.get(Job, event.job_id)
+    where = "" if job is None or job.assigned_vm is None else f" on {job.assigned_vm}"
+    gpu = "" if job is None or job.gpu_index is None else f", GPU {job.gpu_index}"
+    return f"{event.job_id} runs{where}{gpu}"
+
+
+def _ended(session: Session, event: Event) -> str:
+    what = event.kind.removeprefix("job.")
+    reason = (event.detail or {}).get("reason")
+    return f"{event.job_id} {what}" + (f": {reason}" if reason and what != "completed" else "")
+
+
+def _again(session: Session, event: Event) -> str | None:
+    if (event.before or {}).get("status") != "running":
+        return None
+    detail = event.detail or {}
+    why = detail.get("failure_class") or "failed"
+    return f"{event.job_id} is tried again in {detail.get('delay', 0):.0f} s ({why})"
+
+
+def _reachable(session: Session, event: Event) -> str | None:
+    """Again: that a new machine answers is what everybody expects."""
+    was = (event.before or {}).get("contact")
+    return f"{event.vm_id} answers again" if was == Contact.UNREACHABLE else None
+
+
+def _plain(session: Session, event: Event) -> str:
+    who = event.vm_id or event.job_id or ""
+    word = event.kind.partition(".")[2].replace("_", " ")
+    return f"{who} {word}"
+
+
+_WRITERS: Mapping[str, Callable[[Session, Event], str | None]] = {
+    events.JOB_SUBMITTED: _submitted,
+    events.JOB_PENDING: _pending,
+    events.JOB_COMPLETED: _ended,
+    events.JOB_FAILED: _ended,
+    events.JOB_CANCELLED: _ended,
+    events.JOB_QUEUED: _again,
+    events.JOB_RETRIED: _plain,
+    events.JOB_HELD: _plain,
+    events.JOB_CANCEL_REQUESTED: _plain,
+    events.ATTEMPT_RUNNING: _running,
+    events.ATTEMPT_ADOPTED: _plain,
+    events.ATTEMPT_LEAKING: _plain,
+    events.ATTEMPT_UNREACHABLE: _plain,
+    events.ATTEMPT_REACHABLE: _plain,
+    events.VM_ADDED: _plain,
+    events.VM_LOST: _plain,
+    events.VM_UNREACHABLE: _plain,
+    events.VM_REACHABLE: _reachable,
+    events.VM_UNTRUSTED: _plain,
+    events.VM_TRUSTED: _plain,
+    events.VM_CORDONED: _plain,
+    events.GPU_QUARANTINED: _plain,
+}

@@ -1,0 +1,266 @@
+"""The requeue manager: once a minute it looks for what should not be, and puts it right.
+
+Everything that moves a job does so in one transaction together with what made it move, so in a fleet that works there is nothing to find.
+What this finds was left by a mistake: a row that somebody changed by hand, a capacity that nobody told of, a program that had a fault. It is
+level-triggered, remembers nothing between two sweeps, and each repair looks again under the row's lock before it writes: whoever is at work
+on a row is not disturbed, and several managers do each repair once.
+
+    running without a live attempt    goes where the end of its newest attempt says; back into the queue where there is none
+    pending, and could begin          into the queue
+    never admitted                    is admitted, or fails with its reason
+    reserved for an attempt that is   closed: that its machine holds nothing of it has been seen
+      over and clean
+    silent beyond its deadman         told to the operator: whoever drives the attempt should have ended it
+
+It never asks a machine anything, and never touches a job that has a live attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from typing import Any
+
+from sqlalchemy import exists, func, select, update
+from sqlalchemy.orm import Session
+
+from groupwise.errors import RunError
+from groupwise.fleet import admission, capacity, events
+from groupwise.fleet.database import Database, clock, seconds
+from groupwise.fleet.decide import DEADMAN_MARGIN
+from groupwise.fleet.failures import FailureClass, JobFacts, Verdict, after_end
+from groupwise.fleet.request import Beyond
+from groupwise.fleet.states import FINAL, AttemptState, Cleanup, Contact, JobStatus, Outcome
+from groupwise.fleet.tables import Attempt, Event, Job, Member, Reservation
+
+INTERVAL = 60.0
+"""Seconds between two sweeps."""
+AT_ONCE = 100
+"""Rows of one kind that are repaired in one transaction; the rest follows at once."""
+DRIVEN_LATE = 120.0
+"""Seconds beyond a deadman's end in which whoever drives the attempt should have noticed."""
+RESERVATION_CLOSED = "reservation.closed"
+ATTEMPT_OVERDUE = "attempt.overdue"
+ACTOR = "requeue"
+
+logger = logging.getLogger(__name__)
+
+
+class RequeueManager:
+    """Sweeps until it is cancelled."""
+
+    def __init__(
+        self,
+        database: Database,
+        *,
+        interval: float = INTERVAL,
+        chance: random.Random | None = None,
+    ) -> None:
+        self._database = database
+        self._interval = interval
+        self._chance = chance or random.Random()
+
+    async def run(self) -> None:
+        """Sweep, for ever."""
+        while True:
+            await self.sweep()
+            await asyncio.sleep(self._interval * self._chance.uniform(0.9, 1.1))
+
+    async def sweep(self) -> dict[str, int]:
+        """Repair what there is to repair; how many of each kind. A kind that fails does not keep the others from being looked at."""
+        repairs: dict[str, Callable[[Session], int]] = {
+            "running without a live attempt": lambda s: move_strays(s, self._chance),
+            "reserved for what is over": close_leaked,
+            "never admitted": admit_late,
+            "waiting although they could begin": wake_waiting,
+            "silent beyond its deadman": tell_overdue,
+        }
+        found: dict[str, int] = {}
+        for what, repair in repairs.items():
+            try:
+                found[what] = await self._until_done(repair)
+            except RunError as error:
+                logger.warning("not looked for jobs %s: %s", what, error)
+        if any(found.values()):
+            logger.info("repaired: %s", ", ".join(f"{n} {what}" for what, n in found.items() if n))
+        return found
+
+    async def _until_done(self, repair: Callable[[Session], int]) -> int:
+        total = 0
+        while True:
+            count = await self._database.in_thread(repair)
+            total += count
+            if count < AT_ONCE:
+                return total
+
+
+# --- running without a live attempt ---------------------------------------------------------------
+
+
+def move_strays(session: Session, chance: random.Random) -> int:
+    """Jobs that run and have no live attempt go where they belong."""
+    live = exists().where(Attempt.job_id == Job.job_id, Attempt.state != AttemptState.ENDED)
+    found = session.scalars(
+        select(Job)
+        .where(Job.status == JobStatus.RUNNING, ~live)
+        .order_by(Job.job_id)
+        .limit(AT_ONCE)
+        .with_for_update(skip_locked=True, key_share=True)
+    ).all()
+    # Between the look and the lock somebody may have moved on; a second look, under the lock, sees it.
+    held = [job.job_id for job in found]
+    busy = set(
+        session.scalars(
+            select(Attempt.job_id).where(
+                Attempt.job_id.in_(held), Attempt.state != AttemptState.ENDED
+            )
+        )
+    )
+    strays = [job for job in found if job.job_id not in busy]
+    for job in strays:
+        _move(session, job, chance)
+    session.flush()
+    if any(job.status in FINAL for job in strays):
+        capacity.wake(session, actor=ACTOR)  # others may wait for them
+    return len(strays)
+
+
+def _move(session: Session, job: Job, chance: random.Random) -> None:
+    attempt = session.scalars(
+        select(Attempt)
+        .where(Attempt.job_id == job.job_id, Attempt.generation == job.generation)
+        .order_by(Attempt.epoch.desc())
+        .limit(1)
+    ).first()
+    verdict, now = _verdict(job, attempt, chance), seconds(session)
+    before, job.status = job.status, verdict.status
+    job.spent = dict(verdict.spent)
+    if verdict.status is JobStatus.QUEUED:
+        job.not_before, job.waiting_since, job.blocked_reasons = now + verdict.delay, now, None
+        job.retry_count += int(verdict.counts_as_retry)
+    if verdict.status is JobStatus.FAILED:
+        job.failure_reason = verdict.reason
+    if verdict.status in FINAL:
+        job.end_time = func.now()  # pyright: ignore[reportAttributeAccessIssue] — the database's clock
+    events.append(
+        session,
+        actor=ACTOR,
+        kind=f"job.{verdict.status}",
+        job_id=job.job_id,
+        epoch=None if attempt is None else attempt.epoch,
+        before={"status": before},
+        after={"status": verdict.status},
+        detail=_detail(job, attempt, verdict),
+    )
+
+
+def _verdict(job: Job, attempt: Attempt | None, chance: random.Random) -> Verdict:
+    if attempt is None or attempt.outcome is None:
+        outcome, failure, because = Outcome.VOID, None, "it was running without an attempt"
+    else:
+        outcome = Outcome(attempt.outcome)
+        failure = FailureClass(attempt.failure_class) if attempt.failure_class else None
+        because = str(attempt.evidence.get("because") or "its attempt has ended")
+    policy = Beyond.model_validate(job.request).retry_policy()
+    facts = JobFacts(job.cancel_requested_at is not None, job.spent, policy)
+    return after_end(facts, outcome, failure, because, chance)
+
+
+def _detail(job: Job, attempt: Attempt | None, verdict: Verdict) -> dict[str, Any]:
+    return {
+        "why": "it was running without a live attempt",
+        "exit_code": job.exit_code,
+        "outcome": None if attempt is None else attempt.outcome,
+        "failure_class": None if attempt is None else attempt.failure_class,
+        "reason": verdict.reason,
+        "delay": round(verdict.delay, 3),
+    }
+
+
+# --- the others -----------------------------------------------------------------------------------
+
+
+def close_leaked(session: Session) -> int:
+    """Reservations of attempts that are over, and of which nothing was left on any machine."""
+    over = (
+        select(Reservation.reservation_id, Reservation.epoch, Reservation.vm_id, Attempt.job_id)
+        .join(Attempt, Attempt.epoch == Reservation.epoch)
+        .where(
+            Reservation.released_at.is_(None),
+            Attempt.state == AttemptState.ENDED,
+            Attempt.cleanup == Cleanup.CLEAN,
+        )
+        .order_by(Reservation.reservation_id)
+        .limit(AT_ONCE)
+        .with_for_update(skip_locked=True, key_share=True, of=Reservation)
+    )
+    found = session.execute(over).all()
+    if not found:
+        return 0
+    numbers = [row.reservation_id for row in found]
+    session.execute(
+        update(Reservation)
+        .where(Reservation.reservation_id.in_(numbers), Reservation.released_at.is_(None))
+        .values(released_at=clock())
+    )
+    for row in found:
+        events.append(
+            session,
+            actor=ACTOR,
+            kind=RESERVATION_CLOSED,
+            job_id=row.job_id,
+            epoch=row.epoch,
+            vm_id=row.vm_id,
+            detail={"why": "its attempt is over, and its machine holds nothing of it"},
+        )
+    capacity.wake(session, vm_ids={row.vm_id for row in found}, actor=ACTOR)
+    return len(found)
+
+
+def admit_late(session: Session) -> int:
+    """What dispatchers do as well, if there is one; a batch in each sweep."""
+    return min(admission.admit_new(session, AT_ONCE), AT_ONCE - 1)
+
+
+def wake_waiting(session: Session) -> int:
+    """Jobs that could begin now, and of which nobody was told; a batch in each sweep."""
+    return min(capacity.wake(session, actor=ACTOR), AT_ONCE - 1)
+
+
+def tell_overdue(session: Session) -> int:
+    """Attempts whose deadman has ended them for certain, and that are live all the same: once each."""
+    told = exists().where(Event.epoch == Attempt.epoch, Event.kind == ATTEMPT_OVERDUE)
+    rows = session.execute(
+        select(Attempt.job_id, Attempt.epoch, Member.vm_id, Member.handle)
+        .join(Member, Member.epoch == Attempt.epoch)
+        .where(Attempt.state != AttemptState.ENDED, Attempt.contact == Contact.UNREACHABLE, ~told)
+        .order_by(Attempt.epoch, Member.rank)
+    ).all()
+    now = seconds(session)
+    found = {row.epoch: row for row in reversed(rows) if _overdue(row.handle, now)}
+    for row in found.values():
+        logger.error(
+            "attempt %s.%d on %s is silent beyond its deadman, and nobody ends it; is a dispatcher running?",
+            row.job_id,
+            row.epoch,
+            row.vm_id,
+        )
+        events.append(
+            session,
+            actor=ACTOR,
+            kind=ATTEMPT_OVERDUE,
+            job_id=row.job_id,
+            epoch=row.epoch,
+            vm_id=row.vm_id,
+            detail={"why": "silent beyond its deadman, and nobody has ended it"},
+        )
+    return min(len(found), AT_ONCE - 1)
+
+
+def _overdue(handle: dict[str, Any], now: float) -> bool:
+    deadman, since = handle.get("deadman"), handle.get("silent_since")
+    if deadman is None or since is None:
+        return False
+    return now > since + deadman + DEADMAN_MARGIN + DRIVEN_LATE

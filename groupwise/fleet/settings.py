@@ -1,0 +1,199 @@
+"""What can be said about a fleet: where it is kept, and how often its roles look around.
+
+A fleet is known by one folder: with it come the database (SQLite in the folder, unless a URL of PostgreSQL is told), logs, artefacts and
+the store of files. `GROUPWISE_FLEET` names the folder, and so does `--fleet`; without either it is `~/.groupwise/fleet`. The same two may
+name the address of a fleet's HTTP API instead: then there is nothing else to set here, because whoever serves the API has done it.
+
+Defaults come first; `fleet.yaml` in the folder is laid over them, then variables of the environment (`GROUPWISE_FLEET_POLL_SECONDS=5`),
+then options of the command line. No password has to stand in any of them: `database` may leave it to PGPASSWORD or a `.pgpass` file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from groupwise.errors import ConfigError
+from groupwise.settings.overrides import parse_override
+from groupwise.settings.schema import Strict, keys_of, setting
+from groupwise.settings.tree import Tree, read_yaml
+from groupwise.settings.validation import validate
+
+VARIABLE = "GROUPWISE_FLEET"
+"""Names the folder of the fleet, or the address of its API."""
+ENVIRONMENT = "GROUPWISE_FLEET_"
+"""Beginning of the variables that are settings."""
+FILE = "fleet.yaml"
+"""In the folder: the settings that stay."""
+DEFAULT_FOLDER = "~/.groupwise/fleet"
+DEFAULT_NATS = "nats://localhost:4222"
+"""Where NATS is looked for by a fleet with several processes, if nobody says otherwise."""
+OFF = "off"
+DATABASE_FILE = "fleet.db"
+
+_ADDRESS = re.compile(r"https?://", re.IGNORECASE)
+
+
+class FleetSettings(Strict):
+    """Each key stands in `fleet.yaml`, or in the environment as GROUPWISE_FLEET_<KEY>."""
+
+    refused: ClassVar[Mapping[str, str]] = {
+        "folder": f"the folder is where {FILE} lies; {VARIABLE} or --fleet names it",
+        "api_key": "keys stand in no settings; GROUPWISE_API_KEY holds the one that a client sends",
+    }
+
+    database: str | None = setting(
+        None,
+        f"URL of the database, as postgresql://user@host/groupwise; null: SQLite, {DATABASE_FILE} in the folder.",
+        min_length=1,
+    )
+    nats_url: str | None = setting(
+        None,
+        "URL of NATS, which wakes dispatchers and hears of finished jobs; `off`: without; null: without for an embedded fleet, "
+        f"{DEFAULT_NATS} otherwise. No job is ever lost with it or by it.",
+        min_length=1,
+    )
+    poll_seconds: float = setting(15.0, "Between two looks at a machine.", gt=0)
+    sweep_seconds: float = setting(
+        2.0, "Between two looks at the queue, for what no doorbell told of.", gt=0
+    )
+    requeue_seconds: float = setting(
+        60.0, "Between two comparisons of all attempts with their machines.", gt=0
+    )
+    lease_seconds: float = setting(
+        30.0, "Silence of a dispatcher after which another one takes over its attempts.", ge=1
+    )
+    trust_on_first_use: bool = setting(
+        False,
+        "Whether the first host key that a machine shows is pinned without anybody having looked at it.",
+    )
+    ship_logs: str | None = setting(
+        None,
+        "Where lines of logs go besides their files, as JSON lines: `stdout`, the path of a file, or an http(s) URL; null: nowhere.",
+        min_length=1,
+    )
+    concurrency: int = setting(
+        64, "Machines that one process speaks to at once, at most.", ge=1, le=10_000
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FleetPlace:
+    """A fleet that this machine can reach directly: its folder and its settings."""
+
+    folder: Path
+    """Absolute."""
+    settings: FleetSettings
+
+    @property
+    def database_url(self) -> str:
+        """The URL of the database, as SQLAlchemy takes it."""
+        return self.settings.database or f"sqlite:///{self.folder / DATABASE_FILE}"
+
+    @property
+    def is_embedded(self) -> bool:
+        """Whether the database is a file of this machine: then there is one dispatcher, and nothing to migrate by hand."""
+        return self.database_url.startswith("sqlite")
+
+    @property
+    def nats_url(self) -> str | None:
+        """Where NATS is; None: without."""
+        told = self.settings.nats_url
+        if told is None and not self.is_embedded:
+            return DEFAULT_NATS
+        return None if told == OFF else told
+
+    @property
+    def logs(self) -> Path:
+        """`<job>.log` is the newest log of a job, `<job>/<epoch>.log` that of one attempt."""
+        return self.folder / "logs"
+
+    @property
+    def artefacts(self) -> Path:
+        """`<job>/<epoch>/…`: what attempts left."""
+        return self.folder / "artefacts"
+
+    @property
+    def blobs(self) -> Path:
+        """Files that jobs take along, and mirrored checkpoints, by their hash."""
+        return self.folder / "blobs"
+
+
+@dataclass(frozen=True, slots=True)
+class FleetAddress:
+    """A fleet that is reached by its HTTP API."""
+
+    url: str
+
+
+def find(
+    told: str | None,
+    environment: Mapping[str, str],
+    options: Mapping[str, Any] | None = None,
+) -> FleetPlace | FleetAddress:
+    """The fleet that is meant: `told` by --fleet, else the environment's, else the one of this user.
+
+    `options` are those of the command line that were given, by their key. Raises ConfigError with everything that is wrong.
+    """
+    name = told or environment.get(VARIABLE) or DEFAULT_FOLDER
+    if _ADDRESS.match(name):
+        return FleetAddress(name.rstrip("/"))
+    folder = Path(name).expanduser().absolute()
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(
+            f"{name} is a file. {VARIABLE} and --fleet name the folder of a fleet, or the http(s) address of its API."
+        )
+    return FleetPlace(folder, read_settings(folder / FILE, environment, options or {}))
+
+
+def read_settings(
+    file: Path, environment: Mapping[str, str], options: Mapping[str, Any]
+) -> FleetSettings:
+    """Settings of a file that need not be there, with environment and options laid over it. Raises ConfigError."""
+    tree = read_yaml(file) if file.exists() else Tree("settings")
+    _lay_environment_over(tree, environment)
+    for key, value in options.items():
+        tree.values[key] = value
+        tree.origins[(key,)] = f"--{key.replace('_', '-')}"
+    return validate(FleetSettings, tree)
+
+
+def _lay_environment_over(tree: Tree, environment: Mapping[str, str]) -> None:
+    known = keys_of(FleetSettings)
+    for variable in sorted(environment):
+        if not variable.startswith(ENVIRONMENT):
+            continue
+        key = variable.removeprefix(ENVIRONMENT).lower()
+        if key not in known or variable != variable.upper():
+            tree.problems.append(_unknown_variable(variable, key))
+            continue
+        value = environment[variable]
+        if (
+            known[key].annotation == str | None and value != "null"
+        ):  # a URL may hold what YAML reads otherwise
+            tree.values[key] = value
+        else:
+            _lay_value_over(tree, variable, key, value)
+        tree.origins[(key,)] = variable
+
+
+def _lay_value_over(tree: Tree, variable: str, key: str, text: str) -> None:
+    try:
+        _, tree.values[key] = parse_override(f"{key}={text}")
+    except ConfigError as error:
+        reason = error.message.partition(": ")[2] or error.message
+        tree.problems.append(f"{variable}: {reason}")
+        tree.unread.add((key,))
+
+
+def _unknown_variable(variable: str, key: str) -> str:
+    if key in FleetSettings.refused:
+        return f"{variable} is no setting; {FleetSettings.refused[key]}."
+    names = {name: ENVIRONMENT + name.upper() for name in keys_of(FleetSettings)}
+    near = difflib.get_close_matches(key, names, n=1)
+    hint = f"did you mean {names[near[0]]}?" if near else f"there are {', '.join(names.values())}."
+    return f"{variable} is no setting; {hint}"

@@ -1,0 +1,233 @@
+"""The tracker: tells the world that a job has ended, on `jobs.completed` and `jobs.errored` of NATS and to the job's own webhook.
+
+It follows the events of the fleet; the dispatcher that ended the job wrote one in the same transaction. Each outlet keeps a position of
+its own in `cursors`, and moves it only over what was acknowledged: told at least once, so that a restart of the tracker or of NATS may
+double an announcement (its `event_id` says so) and never loses one. Several trackers at once tell more than once, and do no other harm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from sqlalchemy import select, update
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.orm import Session
+
+from groupwise.errors import RunError
+from groupwise.fleet import events
+from groupwise.fleet.database import Database
+from groupwise.fleet.doorbells.nats import NatsAway, NatsLink
+from groupwise.fleet.doorbells.port import LARGEST
+from groupwise.fleet.states import JobStatus
+from groupwise.fleet.tables import Attempt, Cursor, Event, Job
+
+COMPLETED, ERRORED = "jobs.completed", "jobs.errored"
+"""Subjects of NATS. A cancelled job has not completed: it is told on `jobs.errored`, with the status `cancelled`."""
+ENDS: Mapping[str, JobStatus] = {
+    events.JOB_COMPLETED: JobStatus.COMPLETED,
+    events.JOB_FAILED: JobStatus.FAILED,
+    events.JOB_CANCELLED: JobStatus.CANCELLED,
+}
+"""Kinds of events that are the end of a job."""
+LAST_LINES = 20
+INTERVAL = 1.0
+"""Seconds between two looks at the events."""
+READ = 1000
+"""Events that are read at once."""
+MOST_UNTOLD = 10_000
+"""Announcements that wait for somebody to take them; the rest waits in the database."""
+TOLD_AT_ONCE = 100
+"""Announcements between two acknowledgements."""
+ACKNOWLEDGED = 5.0
+"""Seconds that NATS may take for one."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The end of a job, as it is told."""
+
+    event_id: int
+    """The same whenever it is told again."""
+    job_id: str
+    status: str
+    """completed, failed or cancelled."""
+    at: float
+    """Seconds since 1970."""
+    project: str = "default"
+    name: str | None = None
+    generation: int = 0
+    epoch: int | None = None
+    """Of the attempt that ended it; None: none was begun."""
+    exit_code: int | None = None
+    failure_class: str | None = None
+    failure_reason: str | None = None
+    log_tail: tuple[str, ...] = ()
+    """Last lines, oldest first."""
+    webhook: str | None = None
+
+    @property
+    def subject(self) -> str:
+        """Of NATS."""
+        return COMPLETED if self.status == JobStatus.COMPLETED else ERRORED
+
+    def message(self, largest: int = LARGEST) -> bytes:
+        """JSON of at most `largest` bytes: older lines of the log are left out first, then the reason is cut."""
+        document: dict[str, Any] = {
+            "event_id": self.event_id,
+            "job_id": self.job_id,
+            "status": self.status,
+            "at": self.at,
+            "project": self.project,
+            "name": self.name,
+            "generation": self.generation,
+            "epoch": self.epoch,
+            "exit_code": self.exit_code,
+            "failure_class": self.failure_class,
+            "failure_reason": self.failure_reason,
+            "log_tail": list(self.log_tail),
+        }
+        text = json.dumps(document).encode()
+        if len(text) <= largest:
+            return text
+        if self.log_tail:
+            return replace(self, log_tail=self.log_tail[1:]).message(largest)
+        if self.failure_reason:
+            reason = self.failure_reason[: len(self.failure_reason) // 2]
+            return replace(self, failure_reason=reason).message(largest)
+        return text
+
+
+class Outlet(Protocol):
+    """Somebody who is told. `name` names its position."""
+
+    name: str
+
+    async def tell(self, ended: Sequence[Ended]) -> frozenset[int]:
+        """The events about which nothing more is to be done; the others are given again. Raises nothing for want of a listener."""
+        ...
+
+
+class NatsOutlet:
+    """On the subjects of NATS; told is what its server has acknowledged."""
+
+    name = "tracker.nats"
+
+    def __init__(self, link: NatsLink) -> None:
+        self._link = link
+
+    async def tell(self, ended: Sequence[Ended]) -> frozenset[int]:
+        """See `Outlet`."""
+        told: set[int] = set()
+        for begin in range(0, len(ended), TOLD_AT_ONCE):
+            some = ended[begin : begin + TOLD_AT_ONCE]
+            largest = min(self._link.largest, LARGEST)
+            try:
+                await self._link.publish(
+                    [(e.subject, e.message(largest)) for e in some], ACKNOWLEDGED
+                )
+            except NatsAway as error:
+                logger.debug("%s", error)  # the link says once that it has gone
+                break
+            told.update(e.event_id for e in some)
+        return frozenset(told)
+
+
+class Tracker:
+    """One outlet's reader of the events; `run` goes on until it is cancelled."""
+
+    def __init__(self, database: Database, outlet: Outlet, interval: float = INTERVAL) -> None:
+        self._database = database
+        self._outlet = outlet
+        self._interval = interval
+        self._read: int | None = None
+        """The last event that was read in this life."""
+        self._kept = 0
+        self._untold: dict[int, Ended] = {}
+
+    async def run(self) -> None:
+        """Tell what ends, for ever."""
+        failing = False
+        while True:
+            try:
+                more = await self.round()
+                failing = False
+            except RunError as error:
+                if not failing:
+                    logger.warning("%s: the events cannot be read: %s", self._outlet.name, error)
+                failing, more = True, False
+            if not more:
+                await asyncio.sleep(self._interval)
+
+    async def round(self) -> bool:
+        """Read what has come, tell it and what could not be told before; whether there is more to read at once."""
+        name = self._outlet.name
+        if self._read is None:
+            self._read = self._kept = await self._database.read_in_thread(
+                lambda s: position_of(s, name)
+            )
+        full = len(self._untold) < MOST_UNTOLD and await self._read_on(self._read)
+        if self._untold:
+            for event_id in await self._outlet.tell(list(self._untold.values())):
+                self._untold.pop(event_id, None)
+        position = min(self._untold) - 1 if self._untold else self._read
+        if position > self._kept:
+            await self._database.in_thread(lambda s: keep_position(s, name, position))
+            self._kept = position
+        return full
+
+    async def _read_on(self, position: int) -> bool:
+        last, count, ends = await self._database.in_thread(lambda s: _next_ends(s, position))
+        self._read = last
+        self._untold.update((e.event_id, e) for e in ends)
+        return count == READ
+
+
+def position_of(session: Session, name: str) -> int:
+    """Where the reader of this name is; 0 before it has read anything."""
+    return session.execute(select(Cursor.position).where(Cursor.name == name)).scalar() or 0
+
+
+def keep_position(session: Session, name: str, position: int) -> None:
+    """Never backwards: another reader of the same name may be further."""
+    insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
+    session.execute(insert(Cursor).values(name=name, position=0).on_conflict_do_nothing())
+    session.execute(
+        update(Cursor)
+        .where(Cursor.name == name, Cursor.position < position)
+        .values(position=position)
+    )
+
+
+def _next_ends(session: Session, position: int) -> tuple[int, int, list[Ended]]:
+    """The last event that was read, how many were, and those that are the end of a job."""
+    read = events.after(session, position, READ)
+    ends = [_ended(session, event) for event in read if event.kind in ENDS]
+    return (read[-1].event_id if read else position), len(read), ends
+
+
+def _ended(session: Session, event: Event) -> Ended:
+    job = session.get_one(Job, event.job_id)
+    attempt = session.get(Attempt, event.epoch) if event.epoch is not None else None
+    detail = event.detail or {}
+    return Ended(
+        event_id=event.event_id,
+        job_id=job.job_id,
+        status=ENDS[event.kind],
+        at=event.at,
+        project=job.project,
+        name=job.name,
+        generation=job.generation if attempt is None else attempt.generation,
+        epoch=event.epoch,
+        exit_code=detail.get("exit_code"),
+        failure_class=detail.get("failure_class"),
+        failure_reason=detail.get("reason"),
+        log_tail=tuple(str(detail.get("tail") or "").splitlines()[-LAST_LINES:]),
+        webhook=job.request.get("webhook"),
+    )

@@ -1,0 +1,425 @@
+"""`groupwise fleet up`: the control plane in one process. And each of its roles alone, for a fleet that has grown.
+
+    dispatcher   takes jobs from the queue and sees their attempts to the end
+    poller       looks at the machines
+    requeue      wakes what waits for time to pass, and compares what should be with what is
+    tracker      tells the world of jobs that have ended
+
+Every role is a loop that is meant to run for ever. Whatever ends one is logged with its reason, and it is begun anew after a pause; the
+others go on. Each writes a line into `control_processes` every ten seconds: so `fleet status` and `doctor` know who is alive.
+
+A signal ends all of it cleanly: the dispatcher lets go of its attempts, and jobs run on, because runners do not need us. The second signal
+does not wait. An embedded fleet has one process for each role, held by a lock on a file of its folder that ends with the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
+
+from groupwise.errors import GroupwiseError, RunError, UsageError
+from groupwise.fleet.artefacts import Collector
+from groupwise.fleet.attempts import Machine
+from groupwise.fleet.database import Database, check_schema, connect, seconds
+from groupwise.fleet.dispatcher import GlobalJobDispatcher, Parts, Rhythm, Tuning, new_owner
+from groupwise.fleet.doorbells.local import LocalDoorbell
+from groupwise.fleet.doorbells.nats import NatsDoorbell, NatsLink, access_from
+from groupwise.fleet.doorbells.port import Doorbell
+from groupwise.fleet.doorbells.postgres import PostgresDoorbell
+from groupwise.fleet.doorbells.several import SeveralDoorbells
+from groupwise.fleet.effects import Gateway
+from groupwise.fleet.logs import LogMirror
+from groupwise.fleet.mirror import CheckpointMirror
+from groupwise.fleet.newsreader import Newsreader
+from groupwise.fleet.poller import Pace, Poller
+from groupwise.fleet.reaching import LOCAL, host_of, same_way
+from groupwise.fleet.requeue import RequeueManager
+from groupwise.fleet.settings import FleetPlace
+from groupwise.fleet.states import JobStatus
+from groupwise.fleet.tables import VM, ControlProcess, Job
+from groupwise.fleet.tracker import NatsOutlet, Outlet, Tracker
+from groupwise.fleet.verbs import machines
+from groupwise.fleet.verbs.actor import Actor
+from groupwise.fleet.webhooks import WebhookOutlet
+from groupwise.hosts.files import BlobStore
+from groupwise.hosts.port import Host
+
+if TYPE_CHECKING:
+    from groupwise.fleet.api.serve import Address
+
+ROLES = ("dispatcher", "poller", "requeue", "tracker")
+HEARTBEAT_SECONDS = 10.0
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
+"""Seconds before a role that crashed is begun anew; doubled each time it crashes again soon."""
+LOCAL_MACHINE = "local"
+UP = Actor("up")
+
+log = logging.getLogger(__name__)
+Say = Callable[[str], None]
+
+
+def run(
+    place: FleetPlace, roles: Sequence[str], *, say: Say, address: Address | None = None
+) -> int:
+    """Play these roles until a signal comes; the exit code. Raises UsageError where that cannot begin.
+
+    `address`: where the API of the fleet answers meanwhile; None: nowhere.
+    """
+    _set_up_logging(alone=len(roles) == 1)
+    place.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with contextlib.ExitStack() as held:
+        if place.is_embedded:
+            for role in roles:
+                held.enter_context(_alone(place.folder, role))
+        database = connect(place.database_url)
+        held.callback(database.close)
+        check_schema(database)
+        if set(roles) == set(ROLES):
+            database.run(_add_this_machine(place.folder))
+        return asyncio.run(_ControlPlane(place, database, roles, say).run(address))
+
+
+# --- before it begins -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _alone(folder: Path, role: str) -> Generator[None, None, None]:
+    """No other process of this machine plays the role for this folder meanwhile."""
+    path = folder / f"{role}.lock"
+    with path.open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(_taken(folder, role, file)) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
+
+
+def _taken(folder: Path, role: str, file: IO[str]) -> str:
+    file.seek(0)
+    pid = file.read(32).strip()
+    who = f"process {pid}" if pid.isdecimal() else "another process"
+    return (
+        f"the fleet in {folder} has its {role} already: {who}. An embedded fleet has one of each. `groupwise fleet status` looks at it, "
+        f"{f'`kill {pid}` ends it, ' if pid.isdecimal() else ''}and --fleet names another folder for another fleet."
+    )
+
+
+def _add_this_machine(folder: Path) -> Callable[[Session], None]:
+    """The machine that the fleet runs on, as its first one; one that somebody has removed stays so."""
+
+    def add(session: Session) -> None:
+        vm = session.get(VM, LOCAL_MACHINE)
+        if vm is None:
+            new = machines.NewMachine(
+                LOCAL_MACHINE,
+                transport=LOCAL,
+                workdir=str(folder / "work"),
+                python=sys.executable,
+            )
+            machines.add(session, UP, new)
+        elif vm.transport == LOCAL and vm.active and not Path(vm.python).exists():
+            machines.set_python(session, UP, LOCAL_MACHINE, sys.executable)
+
+    return add
+
+
+def _set_up_logging(*, alone: bool) -> None:
+    """One role alone tells what it does; of all together only what is wrong is told, since the news say the rest."""
+    logging.basicConfig(
+        level=logging.INFO if alone else logging.WARNING,
+        format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+        stream=sys.stderr,
+    )
+    logging.getLogger("asyncssh").setLevel(logging.WARNING)
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+
+
+# --- the process ----------------------------------------------------------------------------------
+
+
+class Hosts:
+    """Ways to machines, made when one is wanted and kept until the machine is somewhere else."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, tuple[Machine, Host]] = {}
+        self._replaced: list[Host] = []
+
+    def __call__(self, machine: Machine) -> Host:
+        known = self._kept.get(machine.vm_id)
+        if known is not None and same_way(known[0], machine):
+            return known[1]
+        if known is not None:
+            self._replaced.append(known[1])
+        made = host_of(machine)
+        self._kept[machine.vm_id] = machine, made
+        return made
+
+    async def close(self) -> None:
+        """All of them."""
+        every = [*self._replaced, *(host for _, host in self._kept.values())]
+        await asyncio.gather(*(host.close() for host in every), return_exceptions=True)
+
+
+@dataclass(slots=True)
+class _Role:
+    """A role that is being played."""
+
+    name: str
+    owner: str = field(default_factory=new_owner)
+    crashes: int = 0
+    last_error: str | None = None
+
+
+class _ControlPlane:
+    """One process with some roles."""
+
+    def __init__(
+        self, place: FleetPlace, database: Database, roles: Sequence[str], say: Say
+    ) -> None:
+        self._place = place
+        self._settings = place.settings
+        self._database = database
+        self._roles = [_Role(name) for name in roles]
+        self._say = say
+        self._stopping = asyncio.Event()
+        self._hosts = Hosts()
+        self._bell = self._doorbell()
+        self._players: Mapping[str, Callable[[_Role], Awaitable[None]]] = {
+            "dispatcher": self._dispatch,
+            "poller": self._poll,
+            "requeue": self._requeue,
+            "tracker": self._track,
+        }
+
+    async def run(self, address: Address | None) -> int:
+        """Until a signal comes."""
+        self._listen_for_signals()
+        self._bell.open()
+        try:
+            async with self._answering(address) as url:
+                await self._play_all(url)
+        finally:
+            await self._bell.close()
+            await self._hosts.close()
+        await self._sign_off()
+        return 0
+
+    async def _play_all(self, url: str | None) -> None:
+        async with asyncio.TaskGroup() as group:
+            playing = [group.create_task(self._play(role)) for role in self._roles]
+            beside = [group.create_task(self._heartbeats())]
+            if len(self._roles) == len(ROLES):
+                news = Newsreader(self._place, self._database, self._say, url)
+                beside.append(group.create_task(news.run()))
+            await self._stopping.wait()
+            await asyncio.wait(playing)
+            for task in beside:
+                task.cancel()
+
+    @contextlib.asynccontextmanager
+    async def _answering(self, address: Address | None) -> AsyncGenerator[str | None]:
+        """The API, where one is wanted; gives its address."""
+        if address is None:
+            yield None
+            return
+        from groupwise.fleet.api.serve import serving  # whoever wants no API need not load FastAPI
+
+        async with serving(self._place, self._database, self._bell, address) as url:
+            yield url
+
+    def _listen_for_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._asked_to_stop, number)
+
+    def _asked_to_stop(self, number: int) -> None:
+        if self._stopping.is_set():  # the second time: whoever runs it does not want to wait
+            os._exit(128 + number)
+        self._stopping.set()
+
+    # --- roles ------------------------------------------------------------------------------------
+
+    async def _play(self, role: _Role) -> None:
+        """Again and again until it is asked to stop; a crash is told and costs a pause."""
+        pause = FIRST_PAUSE
+        loop = asyncio.get_running_loop()
+        while not self._stopping.is_set():
+            began = loop.time()
+            try:
+                await self._players[role.name](role)
+            except RunError as error:
+                self._crashed(role, str(error))
+            except Exception as error:  # one role's mistake must not end the others
+                log.exception("the %s crashed", role.name)
+                self._crashed(role, f"{type(error).__name__}: {error}")
+            if loop.time() - began > 2 * LONGEST_PAUSE:
+                pause = FIRST_PAUSE
+            if not self._stopping.is_set():
+                await _at_most(self._stopping.wait(), pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _crashed(self, role: _Role, reason: str) -> None:
+        role.crashes += 1
+        role.last_error = reason
+        log.error("the %s ended: %s; it is begun anew", role.name, reason)
+
+    async def _until_stopped(self, work: Awaitable[None]) -> None:
+        """A loop that knows no end of its own."""
+        task = asyncio.ensure_future(work)
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        await asyncio.wait((task, stopping), return_when=asyncio.FIRST_COMPLETED)
+        for each in (task, stopping):
+            each.cancel()
+        await asyncio.gather(stopping, return_exceptions=True)
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+    async def _poll(self, role: _Role) -> None:
+        settings = self._settings
+        pace = Pace(interval=settings.poll_seconds, at_once=settings.concurrency)
+        poller = Poller(self._database, pace=pace, trust_on_first_use=settings.trust_on_first_use)
+        await self._until_stopped(poller.run())
+
+    async def _dispatch(self, role: _Role) -> None:
+        settings = self._settings
+        rhythm = Rhythm(
+            lease=settings.lease_seconds,
+            renew=settings.lease_seconds / 3,
+            adopt=settings.lease_seconds / 3,
+            sweep=settings.sweep_seconds,
+            reconcile=settings.requeue_seconds,
+        )
+        gateway = Gateway(self._database)
+        dispatcher = GlobalJobDispatcher(
+            self._parts(gateway),
+            Tuning(rhythm=rhythm, concurrency=settings.concurrency),
+            owner=role.owner,
+            gateway=gateway,
+        )
+        running = asyncio.ensure_future(dispatcher.run())
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        dispatcher.stop()
+        await running
+
+    def _parts(self, gateway: Gateway) -> Parts:
+        place = self._place
+        store = BlobStore(place.blobs)
+        return Parts(
+            database=self._database,
+            host=self._hosts,
+            bell=self._bell,
+            logs=LogMirror(place.logs, gateway),
+            checkpoints=CheckpointMirror(store, gateway),
+            collector=Collector(place.artefacts, store, gateway),
+            store=store,
+        )
+
+    async def _requeue(self, role: _Role) -> None:
+        manager = RequeueManager(
+            self._database, self._bell, interval=self._settings.requeue_seconds
+        )
+        await self._until_stopped(manager.run())
+
+    async def _track(self, role: _Role) -> None:
+        outlets: list[Outlet] = [WebhookOutlet(self._database)]
+        link = None
+        if (url := self._nats_url()) is not None:
+            link = NatsLink(access_from(url, os.environ))
+            link.open()
+            outlets.append(NatsOutlet(link))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for outlet in outlets:
+                    group.create_task(self._until_stopped(Tracker(self._database, outlet).run()))
+        finally:
+            if link is not None:
+                await link.close()
+
+    # --- what roles share -------------------------------------------------------------------------
+
+    def _doorbell(self) -> Doorbell:
+        bells: list[Doorbell] = [LocalDoorbell(self._place.folder)]
+        if self._database.dialect == "postgresql":
+            bells.append(PostgresDoorbell(self._database.connection_arguments()))
+        if (url := self._nats_url()) is not None:
+            bells.append(NatsDoorbell(access_from(url, os.environ)))
+        return SeveralDoorbells(bells)
+
+    def _nats_url(self) -> str | None:
+        return self._place.nats_url
+
+    async def _heartbeats(self) -> None:
+        while True:
+            with contextlib.suppress(
+                RunError
+            ):  # the roles themselves tell of a database that is away
+                await self._database.in_thread(self._beat)
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+
+    def _beat(self, session: Session) -> None:
+        now = seconds(session)
+        for role in self._roles:
+            row = session.get(ControlProcess, role.owner)
+            if row is None:
+                row = ControlProcess(
+                    owner=role.owner,
+                    role=role.name,
+                    host=socket.gethostname(),
+                    pid=os.getpid(),
+                    started_at=now,
+                )
+                session.add(row)
+            row.seen_at = now
+            row.facts = {"crashes": role.crashes, "last_error": role.last_error}
+
+    async def _sign_off(self) -> None:
+        """Nobody is to wonder where they are; and how many jobs run on."""
+        owners = [role.owner for role in self._roles]
+
+        def leave(session: Session) -> list[str]:
+            session.execute(delete(ControlProcess).where(ControlProcess.owner.in_(owners)))
+            query = select(Job.job_id).where(Job.status == JobStatus.RUNNING)
+            return list(session.scalars(query.order_by(Job.created_at)))
+
+        try:
+            running = await self._database.in_thread(leave)
+        except GroupwiseError as error:
+            log.warning("the end could not be written down: %s", error)
+            return
+        if len(self._roles) == len(ROLES):
+            self._say(_farewell(running))
+
+
+def _farewell(running: Sequence[str]) -> str:
+    if not running:
+        return "The fleet has ended. Jobs that wait begin when `groupwise fleet up` runs again."
+    named = ", ".join(running[:3]) + (f" and {len(running) - 3} more" if len(running) > 3 else "")
+    runs = "runs" if len(running) == 1 else "run"
+    return (
+        f"The fleet has ended; {named} {runs} on. `groupwise fleet up` picks up where it is then."
+    )
+
+
+async def _at_most(work: Awaitable[object], limit: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(limit):
+            await work

@@ -1,0 +1,267 @@
+"""What people do with jobs once they are submitted: look, cancel, hold and release, try again, and clear away old ones.
+
+Whatever changes a job says so in `events`, in the same transaction. Nothing here speaks to a machine: to cancel a running job means to
+ask for it in its row, and the dispatcher that owns its attempt ends it and says when that is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from sqlalchemy import ColumnElement, Select, and_, func, or_, select
+from sqlalchemy.orm import Session, aliased
+
+from groupwise.fleet import admission, capacity, events
+from groupwise.fleet.database import seconds
+from groupwise.fleet.states import FINAL, RETRIED_FROM, JobStatus
+from groupwise.fleet.tables import GPU, Attempt, Job, Member, Reservation
+from groupwise.fleet.verbs import find, status
+from groupwise.fleet.verbs.actor import Actor
+from groupwise.fleet.verbs.documents import Document, attempt_document, job_document, job_summary
+from groupwise.wire.problems import Refusal
+
+MOST_LISTED = 1000
+MOST_EVENTS = 200
+"""Of one job, the newest."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobFilter:
+    """Which jobs a list is of; what is left out does not matter."""
+
+    status: frozenset[JobStatus] | None = None
+    project: str | None = None
+    name: str | None = None
+    job_type: str | None = None
+    vm_id: str | None = None
+    submitted_by: str | None = None
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
+    older_than: str | None = None
+    """A job id: those that were made before it; the last of a list leads to the next."""
+    limit: int = 50
+
+
+# Looking
+
+
+def listing(session: Session, actor: Actor, wanted: JobFilter) -> list[Document]:
+    """Jobs, the newest first, as short documents."""
+    if not 1 <= wanted.limit <= MOST_LISTED:
+        raise Refusal("invalid_request", f"limit {wanted.limit}: 1 to {MOST_LISTED} jobs at once.")
+    query = _filtered(select(Job), actor, wanted)
+    if wanted.older_than is not None:
+        query = query.where(_made_before(find.job(session, actor, wanted.older_than)))
+    newest_first = query.order_by(Job.created_at.desc(), Job.job_id.desc()).limit(wanted.limit)
+    return [job_summary(job) for job in session.scalars(newest_first)]
+
+
+def _filtered(query: Select[Job], actor: Actor, wanted: JobFilter) -> Select[Job]:
+    if actor.projects is not None:
+        query = query.where(Job.project.in_(actor.projects))
+    if wanted.status is not None:
+        query = query.where(Job.status.in_(wanted.status))
+    for column, value in (
+        (Job.project, wanted.project),
+        (Job.name, wanted.name),
+        (Job.job_type, wanted.job_type),
+        (Job.assigned_vm, wanted.vm_id),
+        (Job.submitted_by, wanted.submitted_by),
+    ):
+        if value is not None:
+            query = query.where(column == value)
+    for key, value in wanted.labels.items():
+        query = query.where(Job.request["labels"][key].as_string() == value)
+    return query
+
+
+def _made_before(last: Job) -> ColumnElement[bool]:
+    """In the order of a list. The database compares what it has stored: SQLite's timestamps are texts of several forms."""
+    row = aliased(Job)
+    created = select(row.created_at).where(row.job_id == last.job_id).scalar_subquery()
+    return or_(Job.created_at < created, and_(Job.created_at == created, Job.job_id < last.job_id))
+
+
+def show(session: Session, actor: Actor, job_id: str) -> Document:
+    """All about one job: its row, its attempts with members and evidence, why it waits, and what happened to it."""
+    job = find.job(session, actor, job_id)
+    return job_document(job) | {
+        "waiting": why_waiting(session, job),
+        "attempts": attempts(session, job_id),
+        "events": events.recent(session, job_id=job_id, limit=MOST_EVENTS),
+    }
+
+
+def attempts(session: Session, job_id: str) -> list[Document]:
+    """The attempts of a job, the first one first."""
+    found = session.scalars(
+        select(Attempt).where(Attempt.job_id == job_id).order_by(Attempt.epoch)
+    ).all()
+    epochs = [attempt.epoch for attempt in found]
+    members = session.scalars(
+        select(Member).where(Member.epoch.in_(epochs)).order_by(Member.epoch, Member.rank)
+    ).all()
+    held = session.execute(
+        select(Reservation, GPU)
+        .outerjoin(GPU, GPU.gpu_id == Reservation.gpu_id)
+        .where(Reservation.epoch.in_(epochs))
+        .order_by(Reservation.reservation_id)
+    ).all()
+    return [
+        attempt_document(
+            attempt,
+            [member for member in members if member.epoch == attempt.epoch],
+            [(row, gpu) for row, gpu in held if row.epoch == attempt.epoch],
+        )
+        for attempt in found
+    ]
+
+
+def why_waiting(session: Session, job: Job) -> list[str]:
+    """Why a job does not run, in words; empty where it runs or has ended."""
+    reasons = capacity.explain(session, job)
+    if reasons and job.status != JobStatus.HELD and "dispatcher" in status.missing_roles(session):
+        reasons.insert(0, "no dispatcher is running; `groupwise fleet up` starts one")
+    return reasons
+
+
+def log_paths(session: Session, actor: Actor, job_id: str) -> Document:
+    """What who follows the log of a job needs to know: its status, and the epochs that may have logs."""
+    job = find.job(session, actor, job_id)
+    epochs = session.scalars(
+        select(Attempt.epoch).where(Attempt.job_id == job_id).order_by(Attempt.epoch)
+    ).all()
+    return {
+        "job_id": job_id,
+        "status": job.status,
+        "exit_code": job.exit_code,
+        "failure_reason": job.failure_reason,
+        "epochs": list(epochs),
+    }
+
+
+# Ending, holding, trying again
+
+
+def cancel(session: Session, actor: Actor, job_id: str, reason: str | None = None) -> Document:
+    """Have a job end. One that waits is cancelled at once; one that runs is asked for, and `cancelled` once nothing of it is left.
+
+    Asked twice, it is the same. Raises `job_state` for a job that has ended otherwise.
+    """
+    job = find.job(session, actor, job_id, lock=True)
+    if job.status == JobStatus.CANCELLED:
+        return job_document(job)
+    if job.status in FINAL:
+        raise Refusal(
+            "job_state", f"{job_id} has {job.status} already; there is nothing to cancel."
+        )
+    detail = None if reason is None else {"reason": reason}
+    if job.status == JobStatus.RUNNING:
+        if job.cancel_requested_at is None:
+            job.cancel_requested_at = seconds(session)
+            after = {"cancel_requested_at": job.cancel_requested_at}
+            events.append(
+                session,
+                actor=actor.name,
+                kind=events.JOB_CANCEL_REQUESTED,
+                job_id=job_id,
+                after=after,
+                detail=detail,
+            )
+        return job_document(job)
+    _move(session, actor, job, JobStatus.CANCELLED, detail)
+    session.refresh(job)
+    capacity.wake(session, actor=actor.name)
+    return job_document(job)
+
+
+def hold(session: Session, actor: Actor, job_id: str) -> Document:
+    """Have a job wait until it is released. Raises `job_state` for one that runs or has ended."""
+    job = find.job(session, actor, job_id, lock=True)
+    if job.status == JobStatus.HELD:
+        return job_document(job)
+    if job.status == JobStatus.RUNNING:
+        raise Refusal(
+            "job_state",
+            f"{job_id} is running, and only a job that waits can be held. `groupwise fleet cancel {job_id}` ends it; "
+            f"`groupwise fleet retry {job_id}` then begins it anew, from its last checkpoint where it has one.",
+        )
+    if job.status in FINAL:
+        raise Refusal("job_state", f"{job_id} has {job.status} already; there is nothing to hold.")
+    _move(session, actor, job, JobStatus.HELD)
+    return job_document(job)
+
+
+def release(session: Session, actor: Actor, job_id: str) -> Document:
+    """Let a held job go on. Raises `job_state` for one that is not held."""
+    job = find.job(session, actor, job_id, lock=True)
+    if job.status in (JobStatus.QUEUED, JobStatus.PENDING):
+        return job_document(job)
+    if job.status != JobStatus.HELD:
+        raise Refusal(
+            "job_state", f"{job_id} is {job.status}, not held; there is nothing to release."
+        )
+    _move(session, actor, job, JobStatus.QUEUED)
+    return job_document(job)
+
+
+def retry(session: Session, actor: Actor, job_id: str) -> Document:
+    """Begin a failed or cancelled job anew, with its budgets of failures whole again. Raises `job_state` for any other.
+
+    It is read and expanded anew, and goes on from its last checkpoint where it has left one. It has failed again at once, with the
+    reason, where admission finds that it cannot be run.
+    """
+    job = find.job(session, actor, job_id, lock=True)
+    if job.status not in RETRIED_FROM:
+        raise Refusal("job_state", _not_retried(job))
+    before = {"status": job.status, "generation": job.generation}
+    job.generation += 1
+    job.status = JobStatus.QUEUED
+    job.retry_count, job.spent = 0, {}
+    job.failure_reason = job.exit_code = job.blocked_reasons = job.blocked_on = None
+    job.start_time = job.end_time = job.cancel_requested_at = None
+    job.not_before = 0.0
+    job.admitted_at = job.spec = job.spec_hash = None
+    after = {"status": job.status, "generation": job.generation}
+    events.append(
+        session,
+        actor=actor.name,
+        kind=events.JOB_RETRIED,
+        job_id=job_id,
+        before=before,
+        after=after,
+    )
+    admission.admit(session, job)
+    return job_document(job)
+
+
+def _not_retried(job: Job) -> str:
+    if job.status == JobStatus.COMPLETED:
+        return f"{job.job_id} has completed; submit it again to have it run once more."
+    if job.status == JobStatus.HELD:
+        return f"{job.job_id} is held; `groupwise fleet release {job.job_id}` lets it go on."
+    if job.status == JobStatus.RUNNING:
+        return f"{job.job_id} is running; cancel it first."
+    return f"{job.job_id} is {job.status}: it is going to run anyway."
+
+
+def _move(
+    session: Session, actor: Actor, job: Job, to: JobStatus, detail: Document | None = None
+) -> None:
+    """A change of status of a job that does not run, with its event."""
+    before = {"status": job.status}
+    job.status = to
+    job.blocked_reasons = job.blocked_on = None
+    job.waiting_since = seconds(session) if to == JobStatus.QUEUED else None
+    if to in FINAL:
+        job.end_time = func.now()  # pyright: ignore[reportAttributeAccessIssue] — the database's clock
+    events.append(
+        session,
+        actor=actor.name,
+        kind=f"job.{to}",
+        job_id=job.job_id,
+        before=before,
+        after={"status": to},
+        detail=detail,
+    )
+    session.flush()

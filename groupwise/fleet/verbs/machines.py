@@ -1,0 +1,445 @@
+"""What people do with the machines of a fleet: take one in, look, keep new work away, give one up.
+
+    drain      nothing new is placed there; what runs goes on
+    cordon     the same, with a reason; the fleet itself cordons a machine that fails every launch
+    lost       an operator's word that it will not come back: its attempts end as `host_lost`, what they held is free again
+    remove     it leaves the fleet, once nothing runs there; its row stays for the history
+    trust      the host key that it shows is the right one
+
+Nothing here speaks to a machine. The poller looks at a new one because there is a row, and the dispatchers see every flag before they
+place or launch anything.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from groupwise.errors import UsageError
+from groupwise.fleet import capacity, events
+from groupwise.fleet.database import seconds
+from groupwise.fleet.states import AttemptState, Cleanup, Contact
+from groupwise.fleet.tables import GPU, VM, Attempt, Event, Job, Member, Reservation
+from groupwise.fleet.verbs import find
+from groupwise.fleet.verbs.actor import Actor
+from groupwise.fleet.verbs.documents import (
+    Document,
+    event_document,
+    gpu_document,
+    machine_document,
+    machine_state,
+)
+from groupwise.wire.problems import Refusal
+
+VM_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+MOST_EVENTS = 20
+"""Of one machine, the newest."""
+LOCAL = "local"
+"""The transport of the machine that the control plane runs on."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewMachine:
+    """What is said of a machine when it is added; None: as the database's defaults have it."""
+
+    vm_id: str
+    ip_address: str = "127.0.0.1"
+    port: int = 22
+    user: str | None = None
+    ssh_key_path: str | None = None
+    transport: str = "ssh"
+    jump: Mapping[str, Any] | None = None
+    host_key: str | None = None
+    """The pinned one, `type base64`."""
+    seen_host_key: str | None = None
+    """One that it has shown and that nobody has trusted yet."""
+    workdir: str | None = None
+    python: str | None = None
+    labels: Mapping[str, str] = field(default_factory=dict[str, str])
+    cpu_slots: int | None = None
+    deadman: float | None = None
+    probe: Sequence[str] | None = None
+
+    def problems(self) -> Iterable[str]:
+        """What is wrong with it, in words for whoever said it."""
+        if not VM_ID.fullmatch(self.vm_id):
+            yield f"{self.vm_id!r} is no name for a machine: letters, digits, `.`, `_` and `-`, at most 63, a letter or digit first"
+        if not 1 <= self.port <= 65535:
+            yield f"port {self.port}: ports are 1 to 65535"
+        if self.transport == "ssh" and not self.user:
+            yield "no user: say as whom to log in there (--user)"
+        if self.cpu_slots is not None and self.cpu_slots < 0:
+            yield f"cpu_slots {self.cpu_slots}: 0 or more jobs without GPUs at once"
+        if self.deadman is not None and self.deadman < 30:
+            yield f"deadman {self.deadman:g}: at least 30 seconds, or a short silence ends healthy jobs"
+
+
+def add(session: Session, actor: Actor, new: NewMachine) -> Document:
+    """Take a machine into the fleet, or back into it. Raises `invalid_request` or `vm_exists`."""
+    actor.require_all_projects("add a machine")
+    if wrong := list(new.problems()):
+        raise Refusal("invalid_request", "; ".join(wrong) + ".")
+    vm = session.get(VM, new.vm_id, with_for_update=True)
+    if vm is not None and vm.active:
+        raise Refusal(
+            "vm_exists",
+            f"there is a machine {new.vm_id} already, {vm.user or ''}@{vm.ip_address}:{vm.port}. Choose another name, or "
+            f"`groupwise fleet vm remove {new.vm_id}` first.",
+        )
+    before = None if vm is None else {"active": False}
+    if vm is None:
+        vm = VM(vm_id=new.vm_id)
+        session.add(vm)
+    _describe(vm, new)
+    session.flush()
+    session.refresh(vm)
+    after = {
+        "ip_address": vm.ip_address,
+        "port": vm.port,
+        "user": vm.user,
+        "trusted": bool(vm.host_key),
+    }
+    _tell(session, actor, events.VM_ADDED, vm, before=before, after=after)
+    return machine_document(vm)
+
+
+def _describe(vm: VM, new: NewMachine) -> None:
+    """All columns that say what it is; what was known of an earlier time under this name is forgotten."""
+    for name in (
+        "ip_address",
+        "port",
+        "user",
+        "ssh_key_path",
+        "transport",
+        "host_key",
+        "seen_host_key",
+        "cpu_slots",
+        "deadman",
+    ):
+        setattr(vm, name, getattr(new, name))
+    vm.jump = None if new.jump is None else dict(new.jump)
+    vm.labels = dict(new.labels)
+    vm.probe = None if new.probe is None else list(new.probe)
+    if new.workdir is not None:
+        vm.workdir = new.workdir
+    if new.python is not None:
+        vm.python = new.python
+    vm.active, vm.draining, vm.cordoned, vm.lost_at = True, False, None, None
+    vm.contact, vm.unreachable_since, vm.misses = Contact.NEW, None, 0
+    vm.problem, vm.launch_failures = None, 0
+
+
+# Looking
+
+
+def listing(session: Session, actor: Actor, *, removed: bool = False) -> list[Document]:
+    """All machines with what is free there, by name; with `removed` also those that were."""
+    query = select(VM).order_by(VM.vm_id)
+    rows = session.scalars(query if removed else query.where(VM.active)).all()
+    return [_with_gpus(session, actor, vm) for vm in rows]
+
+
+def show(session: Session, actor: Actor, vm_id: str) -> Document:
+    """One machine with its GPUs, what runs there, and what was done with it. Raises `unknown_vm`."""
+    vm = find.machine(session, vm_id)
+    return _with_gpus(session, actor, vm) | {"events": _history(session, vm_id)}
+
+
+def _history(session: Session, vm_id: str) -> list[Document]:
+    """What happened to the machine itself; what its jobs did stands with them."""
+    of_itself = select(Event).where(Event.vm_id == vm_id, Event.job_id.is_(None))
+    newest = of_itself.order_by(Event.event_id.desc()).limit(MOST_EVENTS)
+    return [event_document(event) for event in reversed(session.scalars(newest).all())]
+
+
+def _with_gpus(session: Session, actor: Actor, vm: VM) -> Document:
+    gpus = session.scalars(select(GPU).where(GPU.vm_id == vm.vm_id).order_by(GPU.index)).all()
+    held: dict[int, list[Document]] = {}
+    slots: list[Document] = []
+    for reservation, attempt, job in session.execute(
+        select(Reservation, Attempt, Job)
+        .join(Attempt, Attempt.epoch == Reservation.epoch)
+        .join(Job, Job.job_id == Attempt.job_id)
+        .where(Reservation.vm_id == vm.vm_id, Reservation.released_at.is_(None))
+    ):
+        holder = _holder(actor, reservation, attempt, job)
+        if reservation.gpu_id is None:
+            slots.append(holder)
+        else:
+            held.setdefault(reservation.gpu_id, []).append(holder)
+    documents = [gpu_document(gpu, held.get(gpu.gpu_id, [])) for gpu in gpus]
+    usable = [
+        each for each in documents if each["observed"] == "ok" and each["quarantined"] is None
+    ]
+    return machine_document(vm) | {
+        "state": machine_state(vm),
+        "total_gpus": len(documents),
+        "available_gpus": sum(not each["held_by"] for each in usable) if _takes_work(vm) else 0,
+        "gpus": documents,
+        "cpu_slots_held_by": slots,
+        "fingerprint": fingerprint(vm.host_key),
+        "seen_fingerprint": fingerprint(vm.seen_host_key),
+    }
+
+
+def _holder(actor: Actor, reservation: Reservation, attempt: Attempt, job: Job) -> Document:
+    """Who holds it; that somebody of another project does is all that others learn."""
+    if not actor.may_see(job.project):
+        return {"job_id": None, "epoch": None, "share_mb": reservation.share_mb, "cleanup": None}
+    return {
+        "job_id": job.job_id,
+        "epoch": attempt.epoch,
+        "share_mb": reservation.share_mb,
+        "cleanup": attempt.cleanup if attempt.state == AttemptState.ENDED else None,
+    }
+
+
+def _takes_work(vm: VM) -> bool:
+    return machine_state(vm) == "ok"
+
+
+def fingerprint(key: str | None) -> str | None:
+    """Of a host key, as ssh shows it."""
+    if key is None:
+        return None
+    from groupwise.hosts import keys  # asyncssh takes a moment to load, and most answers need none
+
+    try:
+        return keys.parse(key).fingerprint
+    except UsageError:  # a row that was written by hand; it must not hide the others
+        return "unreadable"
+
+
+# New work
+
+
+def drain(session: Session, actor: Actor, vm_id: str) -> Document:
+    """Place nothing new there; what runs goes on. Done once or twice, it is the same."""
+    return _set_draining(session, actor, vm_id, True)
+
+
+def undrain(session: Session, actor: Actor, vm_id: str) -> Document:
+    """Place work there again."""
+    return _set_draining(session, actor, vm_id, False)
+
+
+def _set_draining(session: Session, actor: Actor, vm_id: str, draining: bool) -> Document:
+    actor.require_all_projects("drain a machine")
+    vm = find.active_machine(session, vm_id, lock=True)
+    if vm.draining != draining:
+        vm.draining = draining
+        kind = events.VM_DRAINING if draining else events.VM_UNDRAINED
+        _tell(
+            session,
+            actor,
+            kind,
+            vm,
+            before={"draining": not draining},
+            after={"draining": draining},
+        )
+        capacity.wake(session, vm_ids=[vm_id], actor=actor.name)
+    return _with_gpus(session, actor, vm)
+
+
+def cordon(session: Session, actor: Actor, vm_id: str, reason: str) -> Document:
+    """Place nothing new there, and say why."""
+    actor.require_all_projects("cordon a machine")
+    if not reason.strip():
+        raise Refusal("invalid_request", "a cordon needs a reason, for whoever wonders later.")
+    vm = find.active_machine(session, vm_id, lock=True)
+    if vm.cordoned != reason:
+        before, vm.cordoned = vm.cordoned, reason
+        _tell(
+            session,
+            actor,
+            events.VM_CORDONED,
+            vm,
+            before={"cordoned": before},
+            after={"cordoned": reason},
+        )
+    return _with_gpus(session, actor, vm)
+
+
+def uncordon(session: Session, actor: Actor, vm_id: str) -> Document:
+    """Place work there again; its failed launches are forgotten."""
+    actor.require_all_projects("uncordon a machine")
+    vm = find.active_machine(session, vm_id, lock=True)
+    if vm.cordoned is not None:
+        before, vm.cordoned, vm.launch_failures = vm.cordoned, None, 0
+        _tell(
+            session,
+            actor,
+            events.VM_UNCORDONED,
+            vm,
+            before={"cordoned": before},
+            after={"cordoned": None},
+        )
+        capacity.wake(session, vm_ids=[vm_id], actor=actor.name)
+    return _with_gpus(session, actor, vm)
+
+
+# Giving one up
+
+
+def lost(session: Session, actor: Actor, vm_id: str) -> Document:
+    """An operator's word that it will not come back. Its attempts end without being charged; returns them under `attempts`."""
+    actor.require_all_projects("declare a machine lost")
+    vm = find.active_machine(session, vm_id, lock=True)
+    if vm.transport == LOCAL:
+        raise Refusal(
+            "vm_state", f"{vm_id} is the machine that the fleet itself runs on; it is not lost."
+        )
+    attempts = _open_attempts(session, vm_id)
+    if vm.lost_at is None:
+        vm.lost_at = seconds(session)
+        detail = {"attempts": [attempt.epoch for attempt in attempts]}
+        _tell(session, actor, events.VM_LOST, vm, after={"lost_at": vm.lost_at}, detail=detail)
+    return _with_gpus(session, actor, vm) | {"attempts": [_named(attempt) for attempt in attempts]}
+
+
+def remove(session: Session, actor: Actor, vm_id: str) -> Document:
+    """Take a machine out of the fleet. Raises `vm_in_use` as long as anything runs there or holds something of it."""
+    actor.require_all_projects("remove a machine")
+    vm = find.machine(session, vm_id, lock=True)
+    if not vm.active:
+        return machine_document(vm)
+    if attempts := _open_attempts(session, vm_id):
+        named = ", ".join(
+            f"{each.job_id} (attempt {each.epoch}, {_condition(each)})" for each in attempts[:5]
+        )
+        more = f" and {len(attempts) - 5} more" if len(attempts) > 5 else ""
+        raise Refusal(
+            "vm_in_use",
+            f"{vm_id} is still used by {named}{more}. `groupwise fleet vm drain {vm_id}` lets them finish; "
+            f"if the machine never comes back, `groupwise fleet vm lost {vm_id}`.",
+        )
+    vm.active = False
+    _tell(session, actor, events.VM_REMOVED, vm, before={"active": True}, after={"active": False})
+    return machine_document(vm)
+
+
+def _open_attempts(session: Session, vm_id: str) -> list[Attempt]:
+    """Those that live there, or of which something may still be there."""
+    query = (
+        select(Attempt)
+        .join(Member, Member.epoch == Attempt.epoch)
+        .where(
+            Member.vm_id == vm_id,
+            (Attempt.state != AttemptState.ENDED) | (Attempt.cleanup != Cleanup.CLEAN),
+        )
+        .order_by(Attempt.epoch)
+    )
+    return list(session.scalars(query).all())
+
+
+def _named(attempt: Attempt) -> Document:
+    return {"job_id": attempt.job_id, "epoch": attempt.epoch, "state": attempt.state}
+
+
+def _condition(attempt: Attempt) -> str:
+    return attempt.state if attempt.state != AttemptState.ENDED else f"cleanup {attempt.cleanup}"
+
+
+# Trust
+
+
+def trust(session: Session, actor: Actor, vm_id: str, shown: str | None = None) -> Document:
+    """Pin the host key that the machine showed last. `shown`: its fingerprint, which has to be that of this key.
+
+    Without `shown` whoever asks has seen the fingerprint and said yes. Raises `host_key_mismatch`.
+    """
+    actor.require_all_projects("trust a machine")
+    vm = find.active_machine(session, vm_id, lock=True)
+    if vm.seen_host_key is None:
+        if vm.host_key is not None and shown in (None, fingerprint(vm.host_key)):
+            return _with_gpus(session, actor, vm)
+        raise Refusal("host_key_mismatch", _nothing_shown(vm))
+    seen = fingerprint(vm.seen_host_key)
+    if shown is not None and shown != seen:
+        raise Refusal(
+            "host_key_mismatch",
+            f"{vm_id} shows the host key {seen}, not {shown}. Whoever runs the machine can tell which is right: "
+            "`ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` there.",
+        )
+    before = fingerprint(vm.host_key)
+    vm.host_key, vm.seen_host_key = vm.seen_host_key, None
+    if vm.contact == Contact.UNTRUSTED:
+        vm.contact, vm.problem = Contact.NEW, None
+    _tell(
+        session,
+        actor,
+        events.VM_TRUSTED,
+        vm,
+        before={"fingerprint": before},
+        after={"fingerprint": seen},
+    )
+    return _with_gpus(session, actor, vm)
+
+
+def _nothing_shown(vm: VM) -> str:
+    if vm.transport == LOCAL:
+        return f"{vm.vm_id} is this machine: it is not reached by SSH and has no host key."
+    if vm.host_key is not None:
+        return f"{vm.vm_id} is trusted by the host key {fingerprint(vm.host_key)} and has shown no other one."
+    return (
+        f"{vm.vm_id} has not shown its host key yet: no poller has reached it. "
+        f"{vm.problem or 'Wait for the next round, or look at `groupwise fleet doctor`.'}"
+    )
+
+
+def set_python(session: Session, actor: Actor, vm_id: str, python: str) -> Document:
+    """The interpreter that jobs there are run with from now on."""
+    actor.require_all_projects("change a machine")
+    vm = find.active_machine(session, vm_id, lock=True)
+    if vm.python != python:
+        before, vm.python = vm.python, python
+        _tell(
+            session, actor, "vm.prepared", vm, before={"python": before}, after={"python": python}
+        )
+    return _with_gpus(session, actor, vm)
+
+
+def clear_quarantine(session: Session, actor: Actor, vm_id: str, gpu: str) -> Document:
+    """Let jobs have a GPU again. `gpu`: its index or UUID. Raises `unknown_gpu`."""
+    actor.require_all_projects("clear the quarantine of a GPU")
+    row = find.gpu(session, vm_id, gpu, lock=True)
+    vm = find.machine(session, vm_id)
+    if row.quarantined is not None:
+        before, row.quarantined = row.quarantined, None
+        _tell(
+            session,
+            actor,
+            events.GPU_CLEARED,
+            vm,
+            before={"quarantined": before},
+            after={"quarantined": None},
+            detail={"index": row.index, "uuid": row.uuid},
+        )
+        capacity.wake(session, vm_ids=[vm_id], actor=actor.name)
+    return _with_gpus(session, actor, vm)
+
+
+def _tell(
+    session: Session,
+    actor: Actor,
+    kind: str,
+    vm: VM,
+    *,
+    before: Document | None = None,
+    after: Document | None = None,
+    detail: Document | None = None,
+) -> None:
+    events.append(
+        session,
+        actor=actor.name,
+        kind=kind,
+        vm_id=vm.vm_id,
+        before=before,
+        after=after,
+        detail=detail,
+    )

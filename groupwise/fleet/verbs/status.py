@@ -1,0 +1,212 @@
+"""How a fleet is doing, in one document: jobs by status, machines and GPUs, the control plane, and what somebody should look at.
+
+An alarm is something that the fleet cannot mend by itself, or that nobody would notice otherwise: each says what is wrong and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from sqlalchemy import func, select
+from sqlalchemy.orm import Session
+
+from groupwise.fleet.database import seconds
+from groupwise.fleet.states import AttemptState, Cleanup, Contact, JobStatus
+from groupwise.fleet.tables import GPU, VM, Attempt, ControlProcess, Job, Member
+from groupwise.fleet.verbs import machines
+from groupwise.fleet.verbs.actor import Actor
+from groupwise.fleet.verbs.documents import Document, process_document
+
+SILENT_SECONDS = 30.0
+"""Without a word from a process of the control plane for so long, it counts as dead; each writes every ten."""
+NEEDED_ROLES = ("dispatcher", "poller", "requeue", "tracker")
+FORGOTTEN_SECONDS = 24 * 3600.0
+"""A process that ended so long ago is no news."""
+
+
+def overview(session: Session, actor: Actor) -> Document:
+    """All of it. What it counts are the jobs that the actor may see."""
+    now = seconds(session)
+    found = machines.listing(session, actor)
+    running = processes(session)
+    return {
+        "jobs": _jobs(session, actor),
+        "oldest_waiting_seconds": _longest_wait(session, actor, now),
+        "machines": {
+            "total": len(found),
+            "ready": sum(each["state"] == "ok" for each in found),
+            "gpus": sum(each["total_gpus"] for each in found),
+            "gpus_available": sum(each["available_gpus"] for each in found),
+        },
+        "processes": running,
+        "alarms": list(alarms(session, actor)),
+        "time": now,
+    }
+
+
+def processes(session: Session) -> list[Document]:
+    """The processes of the control plane, those that are alive first; long dead ones are left out."""
+    now = seconds(session)
+    rows = session.scalars(
+        select(ControlProcess)
+        .where(ControlProcess.seen_at > now - FORGOTTEN_SECONDS)
+        .order_by(ControlProcess.role, ControlProcess.started_at)
+    ).all()
+    documents = [process_document(row, now) for row in rows]
+    for each in documents:
+        each["alive"] = each["silent_seconds"] <= SILENT_SECONDS
+    return sorted(documents, key=lambda each: not each["alive"])
+
+
+def missing_roles(session: Session) -> list[str]:
+    """The roles that no living process plays."""
+    alive = {each["role"] for each in processes(session) if each["alive"]}
+    return [role for role in NEEDED_ROLES if role not in alive]
+
+
+def alarms(session: Session, actor: Actor) -> Iterator[Document]:
+    """What somebody should look at, the worst first."""
+    yield from _roles(session)
+    if actor.projects is None:
+        yield from _machines(session)
+        yield from _gpus(session)
+    yield from _attempts(session, actor)
+
+
+def _jobs(session: Session, actor: Actor) -> dict[str, int]:
+    query = select(Job.status, func.count()).group_by(Job.status)
+    if actor.projects is not None:
+        query = query.where(Job.project.in_(actor.projects))
+    counted = dict(session.execute(query).all())
+    return {status.value: counted.get(status, 0) for status in JobStatus}
+
+
+def _longest_wait(session: Session, actor: Actor, now: float) -> float | None:
+    """Of the jobs that could begin if there were room; None: none waits."""
+    query = select(func.min(Job.waiting_since)).where(
+        Job.status.in_((JobStatus.QUEUED, JobStatus.PENDING))
+    )
+    if actor.projects is not None:
+        query = query.where(Job.project.in_(actor.projects))
+    since = session.scalar(query)
+    return None if since is None else max(0.0, now - since)
+
+
+def _alarm(kind: str, message: str, remedy: str, **about: object) -> Document:
+    return {"kind": kind, "message": message, "remedy": remedy, **about}
+
+
+def _roles(session: Session) -> Iterator[Document]:
+    missing = missing_roles(session)
+    if missing:
+        nothing = len(missing) == len(NEEDED_ROLES)
+        yield _alarm(
+            "role_missing",
+            "no part of the control plane is running"
+            if nothing
+            else f"nobody plays the role of {' and '.join(missing)}",
+            "`groupwise fleet up` starts all of them, "
+            f"`groupwise fleet {missing[0]}` {'the first' if nothing else 'it'} alone",
+            roles=missing,
+        )
+
+
+def _machines(session: Session) -> Iterator[Document]:
+    now = seconds(session)
+    for vm in session.scalars(select(VM).where(VM.active).order_by(VM.vm_id)):
+        about = {"vm_id": vm.vm_id}
+        if vm.lost_at is not None:
+            continue
+        if vm.contact == Contact.UNTRUSTED:
+            seen = (
+                ""
+                if vm.seen_host_key is None
+                else f", which shows {machines.fingerprint(vm.seen_host_key)}"
+            )
+            was = "its host key has CHANGED" if vm.host_key else "its host key is not trusted yet"
+            yield _alarm(
+                "untrusted",
+                f"{vm.vm_id}: {was}{seen}",
+                f"compare it with the machine's own, then `groupwise fleet vm trust {vm.vm_id} FINGERPRINT`",
+                **about,
+            )
+        elif vm.contact == Contact.UNREACHABLE:
+            since = (
+                "" if vm.unreachable_since is None else f" for {_span(now - vm.unreachable_since)}"
+            )
+            yield _alarm(
+                "unreachable",
+                f"{vm.vm_id} does not answer{since}: {vm.problem or 'no connection'}",
+                f"its jobs are left as they are; `groupwise fleet vm lost {vm.vm_id}` if it never comes back",
+                **about,
+            )
+        if vm.degraded:
+            yield _alarm(
+                "degraded",
+                f"{vm.vm_id}: {vm.problem or 'its GPUs cannot be read'}",
+                "run nvidia-smi there; nothing new is placed on it until it can be read",
+                **about,
+            )
+        if vm.cordoned is not None:
+            yield _alarm(
+                "cordoned",
+                f"{vm.vm_id} is cordoned: {vm.cordoned}",
+                f"`groupwise fleet vm uncordon {vm.vm_id}` once it is mended",
+                **about,
+            )
+
+
+def _gpus(session: Session) -> Iterator[Document]:
+    rows = session.scalars(
+        select(GPU)
+        .join(VM, VM.vm_id == GPU.vm_id)
+        .where(VM.active, GPU.quarantined.is_not(None))
+        .order_by(GPU.vm_id, GPU.index)
+    )
+    for gpu in rows:
+        yield _alarm(
+            "quarantined",
+            f"GPU {gpu.index} of {gpu.vm_id} is in quarantine: {gpu.quarantined}",
+            f"`groupwise fleet vm clear-quarantine {gpu.vm_id} {gpu.index}` once it is sound",
+            vm_id=gpu.vm_id,
+            gpu=gpu.index,
+        )
+
+
+def _attempts(session: Session, actor: Actor) -> Iterator[Document]:
+    query = (
+        select(Attempt, Member.vm_id)
+        .join(Member, Member.epoch == Attempt.epoch)
+        .join(Job, Job.job_id == Attempt.job_id)
+        .where(
+            (Attempt.cleanup == Cleanup.LEAKING)
+            | ((Attempt.contact == Contact.UNREACHABLE) & (Attempt.state != AttemptState.ENDED))
+        )
+        .order_by(Attempt.epoch)
+    )
+    if actor.projects is not None:
+        query = query.where(Job.project.in_(actor.projects))
+    for attempt, vm_id in session.execute(query):
+        about = {"job_id": attempt.job_id, "epoch": attempt.epoch, "vm_id": vm_id}
+        if attempt.cleanup == Cleanup.LEAKING:
+            yield _alarm(
+                "leaking",
+                f"{attempt.job_id} has ended, but something of its attempt {attempt.epoch} still holds what it had on {vm_id}",
+                f"`groupwise fleet show {attempt.job_id}` says what; end it there, the fleet looks again by itself",
+                **about,
+            )
+        else:
+            yield _alarm(
+                "attempt_unreachable",
+                f"{attempt.job_id} may be running on {vm_id}, which does not answer",
+                "nothing is done to it until the machine answers, or is declared lost",
+                **about,
+            )
+
+
+def _span(length: float) -> str:
+    """Seconds in the unit that people would say."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if length >= size:
+            return f"{length / size:.0f} {unit}"
+    return f"{max(length, 0):.0f} s"

@@ -1,0 +1,102 @@
+"""Submitting: requests become jobs, all of them or none; and what would become of one, without making it.
+
+Whoever submits may only do so for projects that it may see. What admission settled without being told stands in `notes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sqlalchemy.orm import Session
+
+from groupwise.fleet import admission, capacity
+from groupwise.fleet.placement import Placement
+from groupwise.fleet.request import JobRequest
+from groupwise.fleet.states import JobStatus
+from groupwise.fleet.tables import Job
+from groupwise.fleet.verbs.actor import Actor
+from groupwise.fleet.verbs.documents import Document, job_document
+from groupwise.wire.problems import Refusal
+
+DEFAULT_PROJECT = "default"
+
+
+def submit_all(
+    session: Session,
+    actor: Actor,
+    requests: Sequence[JobRequest],
+    *,
+    project: str | None = None,
+    key: str | None = None,
+) -> list[Document]:
+    """A job for each request, in one transaction. `key`: submitted again with it, they are the same jobs.
+
+    Raises `invalid_request` where one could never run. A row that somebody writes by hand cannot be refused: it fails, with its reason.
+    """
+    name = project_for(actor, project)
+    keys = [key] if len(requests) == 1 else [key and f"{key}:{n}" for n in range(len(requests))]
+    return [
+        _submitted(session, actor, request, name, each)
+        for request, each in zip(requests, keys, strict=True)
+    ]
+
+
+def plan(
+    session: Session, actor: Actor, request: JobRequest, *, project: str | None = None
+) -> Document:
+    """What the job would be, and where it could begin now or why it would wait; nothing is kept of it."""
+    name = project_for(actor, project)
+    trial = session.begin_nested()
+    try:
+        job = admission.submit(session, request, actor=actor.name, project=name)
+        return job_document(job) | {
+            "job_id": None,
+            "files": sorted(request.files),
+            "notes": _notes(request, job),
+            **_prospects(session, job),
+        }
+    finally:
+        trial.rollback()
+
+
+def project_for(actor: Actor, project: str | None) -> str:
+    """The project that is named; else the only one that the actor may see, else the default. Raises `forbidden`."""
+    if project is None and actor.projects is not None and len(actor.projects) == 1:
+        return next(iter(actor.projects))
+    name = DEFAULT_PROJECT if project is None else project
+    if not actor.may_see(name):
+        bound = ", ".join(sorted(actor.projects or ()))
+        raise Refusal("forbidden", f"{actor.name} may submit for {bound}, not for {name}.")
+    return name
+
+
+def _submitted(
+    session: Session, actor: Actor, request: JobRequest, project: str, key: str | None
+) -> Document:
+    job = admission.submit(session, request, actor=actor.name, project=project, idempotency_key=key)
+    if job.status == JobStatus.FAILED and job.generation == 0 and job.start_time is None:
+        raise Refusal("invalid_request", job.failure_reason)
+    return job_document(job) | {"notes": _notes(request, job)}
+
+
+def _notes(request: JobRequest, job: Job) -> list[str]:
+    """What was settled though nobody had said it."""
+    asked, settled = request.resources, job.resources
+    if asked.gpus is not None or asked.settled(0) == asked.settled(1) or settled is None:
+        return []
+    if settled.get("gpus"):
+        return ["--gpus was not given: the job gets 1 GPU"]
+    return ["--gpus was not given: the job gets no GPU, as the fleet has none"]
+
+
+def _prospects(session: Session, job: Job) -> Document:
+    if job.status == JobStatus.FAILED or job.admitted_at is None:
+        return {"where": [], "waits": capacity.explain(session, job)}
+    found = capacity.outlook(session, job)
+    if not isinstance(found, Placement):
+        return {"where": [], "waits": capacity.explain(session, job)}
+    where = [
+        seat.vm_id + (f" GPU {','.join(str(gpu.index) for gpu in seat.gpus)}" if seat.gpus else "")
+        for seat in found.seats
+    ]
+    return {"where": where, "waits": []}

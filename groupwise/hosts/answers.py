@@ -1,0 +1,542 @@
+"""What a runner says, as values: `MemberState`, `Observation` and the like, read from the JSON of its answers.
+
+Fields that are not known here are skipped, since a newer runner may say more; a field that is missing or of another type than agreed
+is no answer (BadAnswer), except where an older runner did not say it yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, TypeVar, cast
+
+from groupwise.hosts.framing import BadAnswer
+from groupwise.hosts.spec import SHA256, FileEntry, Manifest, path_problems
+
+Word = TypeVar("Word", bound=StrEnum)
+
+
+class RunnerState(StrEnum):
+    """What a machine knows of an attempt."""
+
+    ABSENT = "absent"
+    """Nothing. No proof that it never ran there: only `void` is."""
+    CLAIMED = "claimed"
+    """Its supervisor lives, its command has not begun."""
+    RUNNING = "running"
+    EXITED = "exited"
+    """With an exit record."""
+    LOST = "lost"
+    """Begun, its supervisor gone without an exit record, the machine not restarted."""
+    REBOOTED = "rebooted"
+    """Begun before the machine's last start, without an exit record."""
+    VOIDED = "voided"
+    """It never ran here and never will."""
+    REFUSED = "refused"
+    """The runner would not start it; final for this epoch."""
+
+
+class ExitReason(StrEnum):
+    """Why a command ended."""
+
+    EXITED = "exited"
+    """By itself, or somebody else's signal."""
+    CANCELLED = "cancelled"
+    TIME_LIMIT = "time_limit"
+    DEADMAN = "deadman"
+    """No word from the control plane for too long."""
+    SPAWN_FAILED = "spawn_failed"
+    """It could not be started."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExitRecord:
+    """How a command ended."""
+
+    code: int | None
+    signal: int | None
+    reason: ExitReason
+    message: str
+    oom_kill: int
+    """How often the kernel ended something of it for want of memory."""
+    seconds: float | None
+    cpu_seconds: float | None
+    max_rss_mb: float | None
+    finished_at: float | None
+    """By the clock of the machine."""
+    tail: str
+    """The last of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why the runner would not start it."""
+
+    code: str
+    """lower_epoch, voided, gpu_busy, gpu_missing, foreign_busy, disk_full, ram, bad_spec, unknown_program …"""
+    message: str
+    holder: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MemberState:
+    """What one machine knows of one attempt."""
+
+    job: str
+    epoch: int
+    state: RunnerState
+    rank: int = 0
+    boot_id: str | None = None
+    """Of the machine when it began."""
+    same_boot: bool = True
+    pid: int | None = None
+    start_ticks: int | None = None
+    method: str | None = None
+    started_at: float | None = None
+    log_size: int = 0
+    heartbeat_age: float | None = None
+    checkpoints: int = 0
+    """Complete ones."""
+    step: int | None = None
+    """Of the newest complete checkpoint."""
+    exit: ExitRecord | None = None
+    refused: Refusal | None = None
+    survivors: int | None = None
+    """Processes of it that live although its supervisor is gone."""
+    clock: float | None = None
+    """Of the machine, as it answered; given back with `wait` and `touch`, it says from when on silence counts."""
+
+    @property
+    def handle(self) -> dict[str, Any]:
+        """What tells its processes from others on that machine."""
+        return {
+            "pid": self.pid,
+            "start_ticks": self.start_ticks,
+            "boot_id": self.boot_id,
+            "method": self.method,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """What a machine is."""
+
+    protocols: tuple[int, ...]
+    python: str
+    hostname: str
+    boot_id: str
+    home: str
+    root: str
+    cpus: int | None
+    ram_mb: int | None
+    disk_free_mb: int | None
+    cgroup: bool
+    """Attempts get a control group of their own."""
+    memory_limits: bool
+    """And one that enforces their limit of memory."""
+    filesystem: str | None
+    """Of the root; locks do not hold on nfs and its kin."""
+    methods: tuple[str, ...]
+    """Ways to start an attempt that are there."""
+    time: float | None
+
+
+class ProbeStatus(StrEnum):
+    """Whether the question for GPUs was answered."""
+
+    OK = "ok"
+    ABSENT = "absent"
+    """There is no such program: a machine without GPUs."""
+    FAILED = "failed"
+    HUNG = "hung"
+    GARBAGE = "garbage"
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """How the question for GPUs went."""
+
+    status: ProbeStatus
+    """Of the question for GPUs."""
+    apps: ProbeStatus
+    """Of the question who is on them."""
+    lines_not_read: tuple[str, ...] = ()
+    exit: int | None = None
+    said: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SeenGPU:
+    """A GPU, as the probe showed it; None: it did not say."""
+
+    index: int
+    uuid: str
+    model: str | None = None
+    memory_mb: int | None = None
+    memory_used_mb: int | None = None
+    utilisation: int | None = None
+    """Percent."""
+    temperature: int | None = None
+    """Degrees Celsius."""
+    mig: bool = False
+    mig_devices: tuple[Mapping[str, Any], ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SeenApp:
+    """A process on a GPU."""
+
+    uuid: str
+    pid: int | None
+    memory_mb: int | None
+    attempt: str | None
+    """`<job>.<epoch>` where it is one of ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stray:
+    """Something that looks like an attempt and that the runner does not know. It is never touched."""
+
+    what: str
+    """folder or process."""
+    detail: str
+    pid: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What a machine looked like."""
+
+    boot_id: str
+    time: float | None
+    load: tuple[float, ...]
+    cpus: int | None
+    ram_mb: int | None
+    ram_free_mb: int | None
+    disk_free_mb: int | None
+    probe: Probe
+    gpus: tuple[SeenGPU, ...]
+    apps: tuple[SeenApp, ...]
+    attempts: tuple[MemberState, ...]
+    quarantined: tuple[Stray, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LogPart:
+    """A piece of a log, and how long the log was."""
+
+    size: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointTree:
+    """A complete checkpoint on a machine: a folder whose manifest.json was written last."""
+
+    path: str
+    """Relative to the work folder, as those of `files`."""
+    step: int
+    files: Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class WorkTree:
+    """What lies in the work folder of an attempt."""
+
+    files: Manifest
+    refused: tuple[tuple[str, str], ...]
+    """Path and why: links, devices, what cannot be read."""
+    checkpoints: tuple[CheckpointTree, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """What still holds something that an attempt had."""
+
+    what: str
+    """lock, process, cgroup or memory."""
+    detail: str
+    pid: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Whether a machine is free of an attempt."""
+
+    clean: bool
+    holders: tuple[Holder, ...]
+
+
+class Fields:
+    """The fields of one JSON object of an answer; each is asked for with the type that it must have."""
+
+    def __init__(self, document: object, where: str) -> None:
+        if not isinstance(document, dict):
+            raise BadAnswer(f"{where} is {type(document).__name__}; an object is expected")
+        self._document = cast("dict[str, Any]", document)
+        self._where = where
+
+    def text(self, name: str) -> str:
+        """Must be there."""
+        return cast("str", self._typed(name, str, required=True))
+
+    def number(self, name: str) -> int:
+        """A whole number that must be there."""
+        return cast("int", self._typed(name, int, required=True))
+
+    def flag(self, name: str, default: bool | None = None) -> bool:
+        """Must be there where there is no default."""
+        found = self._typed(name, bool, required=default is None)
+        return bool(default) if found is None else cast("bool", found)
+
+    def text_or_none(self, name: str) -> str | None:
+        """None: it is null or not there."""
+        return cast("str | None", self._typed(name, str))
+
+    def number_or_none(self, name: str) -> int | None:
+        """A whole number; one that came as 3.0 is taken."""
+        found = self._typed(name, int, float)
+        return None if found is None else int(cast("float", found))
+
+    def real_or_none(self, name: str) -> float | None:
+        """Any number."""
+        found = self._typed(name, int, float)
+        return None if found is None else float(cast("float", found))
+
+    def object_or_none(self, name: str) -> Fields | None:
+        """None: it is null or not there."""
+        found = self._typed(name, dict)
+        return None if found is None else Fields(found, f"{self._where}.{name}")
+
+    def objects(self, name: str) -> list[Fields]:
+        """A list of objects; missing is empty."""
+        return [
+            Fields(entry, f"{self._where}.{name}[{n}]") for n, entry in enumerate(self.listed(name))
+        ]
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """A list; what is no text in it is shown as text."""
+        return tuple(str(entry) for entry in self.listed(name))
+
+    def listed(self, name: str) -> Sequence[object]:
+        """A list; missing is empty."""
+        return cast("list[object]", self._typed(name, list) or [])
+
+    def mapping(self, name: str) -> Mapping[str, object]:
+        """An object with names that are not known before; missing is empty."""
+        return cast("dict[str, object]", self._typed(name, dict) or {})
+
+    def plain(self) -> Mapping[str, Any]:
+        """All of it, as it came."""
+        return self._document
+
+    def wrong(self, name: str, wanted: str) -> BadAnswer:
+        """The error to raise for a field that says something impossible."""
+        return BadAnswer(
+            f"{self._where}.{name} is {self._document.get(name)!r}; {wanted} is expected"
+        )
+
+    def _typed(self, name: str, *types: type, required: bool = False) -> object:
+        found: object = self._document.get(name)
+        if found is None and not required:
+            return None
+        if not isinstance(found, types) or (isinstance(found, bool) and bool not in types):
+            raise self.wrong(name, " or ".join(t.__name__ for t in types))
+        return found
+
+
+def member_state(document: object) -> MemberState:
+    """Raises BadAnswer, as all of the following."""
+    f = Fields(document, "the state of an attempt")
+    exit_record, refused = f.object_or_none("exit"), f.object_or_none("refused")
+    state = _one_of(RunnerState, f, "state")
+    if state is RunnerState.EXITED and exit_record is None:
+        raise f.wrong("exit", "an exit record")
+    return MemberState(
+        job=f.text("job"),
+        epoch=f.number("epoch"),
+        state=state,
+        rank=f.number_or_none("rank") or 0,
+        boot_id=f.text_or_none("boot_id"),
+        same_boot=f.flag("same_boot", default=True),
+        pid=f.number_or_none("pid"),
+        start_ticks=f.number_or_none("start_ticks"),
+        method=f.text_or_none("method"),
+        started_at=f.real_or_none("started_at"),
+        log_size=f.number_or_none("log_size") or 0,
+        heartbeat_age=f.real_or_none("heartbeat_age"),
+        checkpoints=f.number_or_none("checkpoints") or 0,
+        step=f.number_or_none("step"),
+        exit=None if exit_record is None else _exit_record(exit_record),
+        refused=None if refused is None else _refusal(refused),
+        survivors=f.number_or_none("survivors"),
+        clock=f.real_or_none("clock"),
+    )
+
+
+def _exit_record(f: Fields) -> ExitRecord:
+    return ExitRecord(
+        code=f.number_or_none("code"),
+        signal=f.number_or_none("signal"),
+        reason=_one_of(ExitReason, f, "reason"),
+        message=f.text_or_none("message") or "",
+        oom_kill=f.number_or_none("oom_kill") or 0,
+        seconds=f.real_or_none("seconds"),
+        cpu_seconds=f.real_or_none("cpu_seconds"),
+        max_rss_mb=f.real_or_none("max_rss_mb"),
+        finished_at=f.real_or_none("finished_at"),
+        tail=f.text_or_none("tail") or "",
+    )
+
+
+def _refusal(f: Fields) -> Refusal:
+    holder = f.plain().get("holder")
+    return Refusal(
+        f.text("code"), f.text_or_none("message") or "", None if holder is None else str(holder)
+    )
+
+
+def hello(document: object) -> Hello:
+    """The answer to `hello`."""
+    f = Fields(document, "the answer to hello")
+    protocols = tuple(n for n in f.listed("protocols") if isinstance(n, int))
+    groups = f.object_or_none("cgroup")
+    return Hello(
+        protocols=protocols or (f.number("protocol"),),
+        python=f.text("python"),
+        hostname=f.text("hostname"),
+        boot_id=f.text("boot_id"),
+        home=f.text("home"),
+        root=f.text("root"),
+        cpus=f.number_or_none("cpus"),
+        ram_mb=f.number_or_none("ram_mb"),
+        disk_free_mb=f.number_or_none("disk_free_mb"),
+        cgroup=groups is not None and groups.flag("v2", default=False),
+        memory_limits=groups is not None and groups.flag("memory", default=False),
+        filesystem=f.text_or_none("filesystem"),
+        methods=f.texts("methods"),
+        time=f.real_or_none("time"),
+    )
+
+
+def observation(document: object) -> Observation:
+    """The answer to `observe`."""
+    f = Fields(document, "the observation")
+    probe = f.object_or_none("probe")
+    if probe is None:
+        raise f.wrong("probe", "an object")
+    return Observation(
+        boot_id=f.text("boot_id"),
+        time=f.real_or_none("time"),
+        load=tuple(n for n in f.listed("load") if isinstance(n, float | int)),
+        cpus=f.number_or_none("cpus"),
+        ram_mb=f.number_or_none("ram_mb"),
+        ram_free_mb=f.number_or_none("ram_free_mb"),
+        disk_free_mb=f.number_or_none("disk_free_mb"),
+        probe=Probe(
+            status=_one_of(ProbeStatus, probe, "status"),
+            apps=_one_of(ProbeStatus, probe, "apps"),
+            lines_not_read=probe.texts("lines_not_read"),
+            exit=probe.number_or_none("exit"),
+            said=probe.text_or_none("said") or "",
+        ),
+        gpus=tuple(_gpu(g) for g in f.objects("gpus")),
+        apps=tuple(_app(a) for a in f.objects("apps")),
+        attempts=tuple(member_state(a) for a in f.listed("attempts")),
+        quarantined=tuple(
+            Stray(q.text("what"), q.text_or_none("detail") or "", q.number_or_none("pid"))
+            for q in f.objects("quarantined")
+        ),
+    )
+
+
+def _gpu(f: Fields) -> SeenGPU:
+    return SeenGPU(
+        index=f.number("index"),
+        uuid=f.text("uuid"),
+        model=f.text_or_none("model"),
+        memory_mb=f.number_or_none("memory_mb"),
+        memory_used_mb=f.number_or_none("memory_used_mb"),
+        utilisation=f.number_or_none("utilisation"),
+        temperature=f.number_or_none("temperature"),
+        mig=f.flag("mig", default=False),
+        mig_devices=tuple(d.plain() for d in f.objects("mig_devices")),
+        problems=f.texts("problems"),
+    )
+
+
+def _app(f: Fields) -> SeenApp:
+    return SeenApp(
+        uuid=f.text("uuid"),
+        pid=f.number_or_none("pid"),
+        memory_mb=f.number_or_none("memory_mb"),
+        attempt=f.text_or_none("attempt"),
+    )
+
+
+def work_tree(document: object) -> WorkTree:
+    """The answer to `manifest`. Paths that lead out of the work folder are moved to `refused`: the machine is not trusted with our disk."""
+    f = Fields(document, "the manifest")
+    refused = [_pair(entry) for entry in f.listed("refused")]
+    return WorkTree(
+        files=_manifest(f, "files", refused),
+        refused=tuple(refused),
+        checkpoints=tuple(_checkpoint(c) for c in f.objects("checkpoints")),
+    )
+
+
+def _checkpoint(f: Fields) -> CheckpointTree:
+    refused: list[tuple[str, str]] = []
+    files = _manifest(f, "files", refused)
+    path = f.text("path")
+    if refused or path_problems("checkpoint", path):
+        raise f.wrong("files", "paths inside the work folder")
+    return CheckpointTree(path, f.number("step"), files)
+
+
+def _manifest(f: Fields, name: str, refused: list[tuple[str, str]]) -> Manifest:
+    files: dict[str, FileEntry] = {}
+    for path, entry in f.mapping(name).items():
+        problems = path_problems("file", path)
+        if problems:
+            refused.append((path, problems[0]))
+        else:
+            files[path] = _entry(f, name, entry)
+    return files
+
+
+def _entry(f: Fields, name: str, entry: object) -> FileEntry:
+    match entry:
+        case [str(sha256), int(mode), int(size)] if SHA256.fullmatch(sha256) and size >= 0:
+            return FileEntry(sha256, mode & 0o777, size)
+        case _:
+            raise f.wrong(name, "[sha256, mode, size] for each path")
+
+
+def _pair(entry: object) -> tuple[str, str]:
+    if not isinstance(entry, list) or len(cast("list[object]", entry)) != 2:
+        raise BadAnswer(
+            f"{entry!r} in the manifest's list of refused paths; [path, why] is expected"
+        )
+    path, why = cast("list[object]", entry)
+    return str(path), str(why)
+
+
+def release(document: object) -> Release:
+    """The answer to `release`."""
+    f = Fields(document, "the answer to release")
+    holders = tuple(
+        Holder(h.text("what"), h.text_or_none("detail") or "", h.number_or_none("pid"))
+        for h in f.objects("holders")
+    )
+    return Release(f.flag("clean"), holders)
+
+
+def _one_of(words: type[Word], f: Fields, name: str) -> Word:
+    word = f.text(name)
+    try:
+        return words(word)
+    except ValueError:
+        raise f.wrong(name, f"one of {', '.join(words)}") from None

@@ -1,0 +1,3104 @@
+"""The runner: the one file that works on a machine. It is copied there by its hash, needs Python 3.8 and nothing else, and is started
+anew for every request by `bootstrap.py`. What it leaves behind is files below `root`, and one supervisor process for each attempt.
+
+Who does what
+    control plane   asks (`driver.py`), may be cut off or die at any moment, and may ask again: every verb may be repeated
+    runner          this file, answering one request; may be killed between any two instructions
+    supervisor      this file too, detached: starts the command of one attempt, ends it when it must, writes down how it ended
+    command         what the job is; a child of the supervisor in a session of its own, in a control group where one can be made
+
+An attempt is a folder `attempts/<job>.<epoch>`. It is prepared under another name and renamed into place, so it exists whole or not at
+all, and of any number of `launch` and `void` that race for it exactly one makes it: that one decides. The supervisor holds a lock on
+`supervisor.lock` in it from before the folder has its name until it ends. So files and lock together always tell the state:
+
+    absent     no folder. No proof of anything: a launch may be on its way. Only `void` makes sure
+    claimed    lock held, the command has not been started (its files may be being laid out)
+    running    lock held, and pid, start ticks and boot id were on disk before the command began
+    exited     there is an exit record
+    lost       lock free, no exit record, same boot: the supervisor was killed. If `pid` is null the command never ran, and `launch`
+               or `void` of that epoch take the folder over. Else the command was killed with its supervisor (the kernel does that),
+               but what it had started may live: `survivors` counts it, `kill` ends it. Do that before the job runs anywhere else
+    rebooted   lock free, no exit record, begun in another boot: nothing of it is left
+    voided     `void` came first: this epoch never ran and never will
+    refused    `launch` would not: nothing ran, this epoch never will; `refused` says why
+
+Requests and answers
+    A request is the line `GROUPWISE <protocol> <length> <sha256>`, a JSON body, and raw bytes where the verb takes them. An answer is
+    the line `GROUPWISE-ANSWER <protocol> <length> <sha256> <payload length>`, a JSON body with "ok": true or "error": {code, message},
+    and raw bytes. An error means that nothing was changed; its codes: truncated, protocol, no_python, bad_runner, bad_request,
+    unknown_verb, missing_blobs (`missing` lists them), bad_blob, busy, disk_full, not_found, changed, refused_path, still_running,
+    os_error, internal. Every body has: protocol, root ("~" and relative paths: below HOME), verb, runner. A field that is not listed
+    here is ignored.
+
+    hello     → protocols, python, hostname, user, boot_id, home, root, filesystem, cpus, ram_mb, disk_free_mb, cgroup {v2, memory},
+                methods, time. On a network file system locks do not hold: `filesystem` says "nfs4" or the like then: choose another root
+    observe   probe? (argument list, default ["nvidia-smi"]), probe_timeout? → boot_id, time, load, cpus, ram_mb, ram_free_mb,
+                disk_free_mb, gpus [{index, uuid, model, memory_mb, memory_used_mb, utilisation, temperature, mig, mig_devices, problems}],
+                apps [{uuid, pid, memory_mb, attempt}], probe {status, apps, lines_not_read, exit, said}, attempts [member], quarantined.
+                What could not be read is null, never 0. status and apps ∈ ok, absent, failed, hung, garbage: of the GPUs and of who is on
+                them. An app with `attempt` null is not of this root. quarantined [{what: "folder"|"process", detail, pid?}]: not known
+                here; never touched
+    missing   sha256 [...] → missing [...]
+    put       blobs [[sha256, size], ...], payload; the bytes of all, in order → stored
+    join      blob [sha256, size], parts [[sha256, size], ...] → stored. For a blob that is too large for one put; its parts go then
+    launch    job, epoch, rank, members, spec, gpus [uuid], share_mb?, slot?, environment, secrets, resume? {manifest, step, path?},
+                deadman?, python?, method?, probe?, probe_timeout? → member. Answers when the command runs, or after LAUNCH_PATIENCE as
+                `claimed`: look again. Repeated, it answers with the state, whatever the body says
+    void      job, epoch → member (voided; or what it is, if it had begun)
+    status    job, epoch → member
+    wait      known {"<job>.<epoch>": {state?, log_size?, checkpoints?, clock?}}, timeout, quiet? → attempts [member], when one differs
+                from what is known, or at the timeout. A log that grew is told after `quiet` seconds (1) at the earliest
+    touch     attempts ["<job>.<epoch>", ...] or {"<job>.<epoch>": clock} → touched [...]
+    kill      job, epoch, grace → member, at once. The supervisor does the rest; look until it is `exited`. Without a supervisor the
+                runner kills what is left by itself, before it answers
+    log       job, epoch, offset, limit → size, offset, payload
+    manifest  job, epoch, what ("artefacts", "checkpoints", "all") → files {path: [sha256, mode, size]}, refused [[path, why]],
+                checkpoints [{path, step, files}], complete ones only, oldest first; all paths relative to the working folder
+    read      job, epoch, path, offset, limit, sha256? → size, payload; with sha256, `changed` if the file is another one by now
+    release   job, epoch, gpus, share_mb?, idle_memory_mb?, probe?, probe_timeout? → clean, holders [{what, detail, pid?}]; `what` ∈
+                lock, process, cgroup, memory. A whole GPU with more than idle_memory_mb in use, or that cannot be read, is not clean
+    forget    job, epoch → forgotten. The folder goes, and no launch of this or a lower epoch is ever taken again
+    sweep     keep [sha256, ...], older_than? (seconds, 3600) → removed. Blobs, and what killed runners left behind
+
+    member    job, epoch, rank, state, boot_id, same_boot, pid, start_ticks, method, started_at, log_size, heartbeat_age, checkpoints,
+                step, exit, refused, survivors, clock
+    exit      code, signal, reason ("exited", "cancelled", "time_limit", "deadman", "spawn_failed"), message, oom_kill (null: no control
+                group that counts), seconds, cpu_seconds, max_rss_mb, finished_at, tail, checkpoints, step
+    refused   code (lower_epoch, gpu_busy, gpu_missing, foreign_busy, disk_full, ram, bad_spec, unknown_program), message, holder?
+
+What is promised
+    - At most one command per epoch; none for an epoch lower than the highest that this machine has seen of the job, nor for a forgotten
+      one. The child waits for its supervisor's word, and that comes after its pid is on disk; a supervisor that dies first never gives it.
+    - GPUs are locked by files (`locks/gpu-…`), exclusively or by shares whose sum fits; the command's processes inherit the lock, so a
+      leaked one shows. A process that is not ours on a GPU makes `launch` refuse.
+    - When the command ends, or is ended, everything that it started goes too: TERM, then KILL. Known by its control group, by
+      descent (the supervisor adopts orphans), by GROUPWISE_ATTEMPT in its environment, by a file that it inherited open. The exit record
+      comes after that; a pid is signalled only while its start ticks and boot are those that were seen.
+    - Clocks: the wall clock decides nothing. `deadman` counts the seconds of the boot clock since the last contact: `launch`, `wait` and
+      `touch` that name the attempt. With `clock` (from the last member that came back) they count from then: so answers that do not
+      arrive cannot keep an attempt alive whose control plane believes it dead. After the deadman at most DEADMAN_GRACE passes until KILL.
+    - A full disk: verbs answer `disk_full`; a command never starts without its record; the exit record has room set aside for it.
+    - Secrets are in the memory of launch, supervisor and command (and in the command's /proc/…/environ), and in no file.
+    - `limits.ram_mb` is compared with what is free before a launch. It is enforced only where a memory control group can be
+      made (v1 or v2: mostly as root); elsewhere a command may outgrow it.
+
+What is not: a process that leaves the tree of its supervisor after that was killed, without our environment, without inherited files and
+outside of any control group, is seen by the memory it holds on a GPU, or not at all. Attempts of one Unix user are not shielded
+from each other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import select
+import signal
+import stat
+import sys
+import time
+
+TYPE_CHECKING = False  # typing.TYPE_CHECKING without its 5 ms
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from typing import Any, BinaryIO, NoReturn, Protocol
+
+    class Readable(Protocol):
+        """What blobs are read from."""
+
+        def read(self, most: int, /) -> bytes:
+            """At most that many bytes; none at the end."""
+            ...
+
+    Answered = tuple[dict[str, Any], bytes]
+
+PROTOCOL = 1
+SPOKEN = (1,)
+"""Protocols whose requests are answered and whose folders are understood."""
+
+ATTEMPT_VARIABLE = "GROUPWISE_ATTEMPT"
+FOLDER_VARIABLE = "GROUPWISE_RUNNER_FOLDER"
+"""Beside the attempt's name: two roots on one machine may hold members of the same attempt."""
+
+JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}")
+ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
+SHA256 = re.compile(r"[0-9a-f]{64}")
+GPU_UUID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./:-]{0,127}")
+ATTEMPT_NAME = re.compile(r"([A-Za-z0-9][A-Za-z0-9_-]{0,79})\.(0|[1-9][0-9]{0,18})")
+RESERVED_NAMES = frozenset(
+    "PATH HOME SHELL USER LOGNAME IFS ENV BASH_ENV CDPATH GLOBIGNORE SHELLOPTS BASHOPTS PS4 PROMPT_COMMAND "
+    "PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTHONINSPECT PYTHONEXECUTABLE PYTHONUSERBASE PYTHONWARNINGS PYTHONBREAKPOINT "
+    "PERL5LIB PERL5OPT RUBYLIB RUBYOPT NODE_OPTIONS NODE_PATH JAVA_TOOL_OPTIONS GCONV_PATH LOCPATH HOSTALIASES "
+    "CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER NVIDIA_VISIBLE_DEVICES "
+    "RESUME_FROM ATTEMPT PREVIOUS_FAILURE MASTER_ADDR MASTER_PORT NNODES NODE_RANK".split()
+)
+RESERVED_PREFIXES = (
+    "LD_",
+    "DYLD_",
+    "BASH_FUNC_",
+    "GIT_",
+    "SSH_",
+    "GROUPWISE_ATTEMPT",
+    "GROUPWISE_RUNNER",
+)
+"""As in `spec.py`, which a test compares: the runner trusts nobody."""
+
+LAUNCH_PATIENCE = 20.0
+"""Seconds that `launch` waits for its supervisor's first word."""
+PROBE_TIMEOUT = 10.0
+"""Seconds."""
+PROBES = 4
+SCOPE_PATIENCE = 5.0
+LOCK_PATIENCE = 10.0
+"""Seconds for locks that are held only while a request is answered."""
+GPU_LOCK_PATIENCE = 1.0
+"""A release check touches a GPU's lock for an instant."""
+HEARTBEAT = 5.0
+TICK = 1.0
+"""Seconds between looks of the supervisor, where nothing wakes it."""
+LEFTOVER_GRACE = 5.0
+"""Seconds between TERM and KILL for what outlived the command."""
+KILL_PATIENCE = 10.0
+"""Seconds for killed processes to go; one in uninterruptible sleep does not."""
+DEADMAN_GRACE = 30.0
+"""The controller adds a minute to the deadman before it runs the job elsewhere; TERM and KILL fit into it."""
+KILL_VERB_PATIENCE = 2.0
+TAIL = 4000
+"""Bytes of the log in the exit record."""
+RESERVE = 48 * 1024
+"""Bytes set aside for the exit record: the tail, each byte as `\\u0000` at worst, and the rest."""
+CELL = 64
+"""Bytes of a file that is overwritten in place, which needs no room on a full disk."""
+LARGEST_READ = 64 << 20
+COPIED_BELOW = 1 << 20
+"""Bytes; smaller files are copied with their exact mode, larger ones linked to the blob and not writable."""
+BLOB_TIME = 1_000_000_000
+"""Modification time of a blob, in seconds: one that was written to since has another."""
+SETTLED = 2.0
+"""Seconds after which another change of a file shows in its times."""
+MOST_ENTRIES = 200_000
+"""Files looked at below a working folder."""
+
+
+# --- refusals, clocks ---------------------------------------------------------------------------
+
+
+class Refusal(Exception):
+    """The request is not carried out, and nothing was changed."""
+
+    def __init__(self, code: str, message: str, **more: Any) -> None:
+        super().__init__(message)
+        self.body: dict[str, Any] = {"code": code, "message": message, **more}
+
+
+class Refused(Exception):
+    """A launch that is not possible; it becomes the record of its epoch."""
+
+    def __init__(self, code: str, message: str, holder: str | None = None) -> None:
+        super().__init__(message)
+        self.record: dict[str, Any] = {"code": code, "message": message}
+        if holder:
+            self.record["holder"] = holder
+
+
+def boot_clock() -> float:
+    """Seconds since the machine started, those asleep included; nobody can set it."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+def boot_id() -> str:
+    """Differs after each start of the machine."""
+    return read_text("/proc/sys/kernel/random/boot_id").strip()
+
+
+def is_full(error: OSError) -> bool:
+    """No room, or none for this user."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+# --- files that are whole or absent -------------------------------------------------------------
+
+
+def read_text(path: str) -> str:
+    """Empty if it cannot be read."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def read_json(path: str) -> dict[str, Any] | None:
+    """None if there is none, or what there is was damaged."""
+    try:
+        with open(path, "rb") as file:
+            found = json.loads(file.read())
+    except (OSError, ValueError):
+        return None
+    return as_object(found)
+
+
+def as_object(value: Any) -> dict[str, Any] | None:
+    """A JSON object; None for all else."""
+    return value if isinstance(value, dict) else None  # pyright: ignore[reportUnknownVariableType]
+
+
+def sync_folder(path: str) -> None:
+    """Names in it are on disk from here on."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_file(path: str, data: bytes) -> None:
+    """A new file, on disk; its name is not yet."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+    with open(fd, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_json(path: str, document: dict[str, Any]) -> None:
+    """Replaces what is there, at once and for good; on an error the old one stands."""
+    new = f"{path}.{os.getpid()}.new"
+    try:
+        write_file(new, as_bytes(document))
+        os.rename(new, path)
+    except OSError:
+        remove_file(new)
+        raise
+    sync_folder(os.path.dirname(path))
+
+
+def as_bytes(document: dict[str, Any]) -> bytes:
+    """JSON in ASCII: any text fits, half a character too."""
+    return json.dumps(document, separators=(",", ":")).encode("ascii")
+
+
+def remove_file(path: str) -> None:
+    """Whether it is there or not."""
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
+def remove_tree(path: str) -> None:
+    """As far as possible."""
+    import shutil
+
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def make_folder(path: str) -> str:
+    """It and those above it, for this user alone."""
+    os.makedirs(path, mode=0o700, exist_ok=True)
+    return path
+
+
+def set_cell(path: str, text: str) -> bool:
+    """Overwrite a small file in place: one write, no new room. False if there is no such file."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        os.pwrite(fd, text.ljust(CELL)[:CELL].encode("ascii"), 0)
+    finally:
+        os.close(fd)
+    return True
+
+
+def cell_words(path: str) -> list[str]:
+    """What stands in it."""
+    return read_text(path).split()
+
+
+def number_in(words: Sequence[str]) -> float | None:
+    """The first word, if it is a number."""
+    try:
+        return float(words[0])
+    except (IndexError, ValueError):
+        return None
+
+
+# --- locks: they end with the last process that has them open -----------------------------------
+
+
+def take_lock(path: str, how: int = fcntl.LOCK_EX, patience: float = 0.0) -> int | None:
+    """The open file that holds it; None if somebody else does for that long."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    until = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.flock(fd, how | fcntl.LOCK_NB)
+            return fd
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                os.close(fd)
+                return None
+        except BaseException:
+            os.close(fd)
+            raise
+        time.sleep(0.01)
+
+
+def is_locked(path: str) -> bool:
+    """Somebody holds it exclusively."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+class Held:
+    """A lock for the length of a `with`, given back at once even if a child was forked meanwhile."""
+
+    def __init__(self, path: str, how: int = fcntl.LOCK_EX) -> None:
+        self.path, self.how = path, how
+
+    def __enter__(self) -> None:
+        fd = take_lock(self.path, self.how, LOCK_PATIENCE)
+        if fd is None:
+            raise Refusal("busy", f"another request holds {os.path.basename(self.path)}; ask again")
+        self.fd = fd
+
+    def __exit__(self, *_: object) -> None:
+        fcntl.flock(self.fd, fcntl.LOCK_UN)
+        os.close(self.fd)
+
+
+# --- where things are ---------------------------------------------------------------------------
+
+
+class Root:
+    """The folder of a machine in which everything lies."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def at(self, *parts: str) -> str:
+        """A path in it."""
+        return os.path.join(self.path, *parts)
+
+    def lock(self, name: str) -> str:
+        """The path of a lock file."""
+        return os.path.join(make_folder(self.at("locks")), name)
+
+    def job_lock(self, job: str) -> Held:
+        """Held while it is decided who makes an attempt of this job; several jobs share one."""
+        return Held(self.lock(f"jobs-{hashlib.sha256(job.encode()).hexdigest()[:2]}"))
+
+    def gpu_lock(self, uuid: str) -> str:
+        """Of a whole GPU, or shared."""
+        return self.lock(f"gpu-{as_file_name(uuid)}.lock")
+
+    def shares(self, uuid: str) -> str:
+        """The folder with one locked file for each share of a GPU."""
+        return make_folder(self.at("locks", f"shares-{as_file_name(uuid)}"))
+
+    def blob(self, sha: str) -> str:
+        """Content by its hash."""
+        return self.at("blobs", sha[:2], sha)
+
+    def highest(self, job: str) -> dict[str, Any]:
+        """{"highest": epoch, "forgotten": epoch}, -1 where there was none."""
+        return {"highest": -1, "forgotten": -1, **(read_json(self.at("epochs", job)) or {})}
+
+    def note_epoch(self, job: str, **seen: int) -> None:
+        """Raise what `highest` says."""
+        known = self.highest(job)
+        raised = {name: max(known[name], seen.get(name, -1)) for name in ("highest", "forgotten")}
+        if raised != known:
+            make_folder(self.at("epochs"))
+            write_json(self.at("epochs", job), raised)
+
+
+def as_file_name(uuid: str) -> str:
+    """MIG names have slashes."""
+    return re.sub(r"[^A-Za-z0-9-]", "_", uuid)
+
+
+def root_of(body: dict[str, Any]) -> Root:
+    """Relative paths and "~" are below HOME."""
+    return Root(os.path.join(os.path.expanduser("~"), os.path.expanduser(text_of(body, "root"))))
+
+
+class Attempt:
+    """One folder `attempts/<job>.<epoch>`."""
+
+    def __init__(self, root: Root, job: str, epoch: int) -> None:
+        self.root, self.job, self.epoch = root, job, epoch
+        self.name = f"{job}.{epoch}"
+        self.path = root.at("attempts", self.name)
+
+    def at(self, *parts: str) -> str:
+        """A path in it."""
+        return os.path.join(self.path, *parts)
+
+    @property
+    def work(self) -> str:
+        """The working folder of the command."""
+        return self.at("work")
+
+
+def attempt_of(root: Root, body: dict[str, Any]) -> Attempt:
+    """The one that a request names."""
+    job, epoch = text_of(body, "job"), body["epoch"]
+    if not JOB_ID.fullmatch(job):
+        raise Refusal("bad_request", "job: 1 to 80 letters, digits, _ and - are expected")
+    if type(epoch) is not int or not 0 <= epoch < 1 << 62:
+        raise Refusal("bad_request", "epoch: a whole number from 0 is expected")
+    return Attempt(root, job, epoch)
+
+
+def attempt_by_name(root: Root, name: str) -> Attempt:
+    """Of `<job>.<epoch>`."""
+    found = ATTEMPT_NAME.fullmatch(name)
+    if not found:
+        raise Refusal("bad_request", "an attempt is named <job>.<epoch>")
+    return Attempt(root, found.group(1), int(found.group(2)))
+
+
+def text_of(body: dict[str, Any], name: str) -> str:
+    """A field that must be text."""
+    value = body[name]
+    if not isinstance(value, str):
+        raise Refusal("bad_request", f"{name}: text is expected")
+    return value
+
+
+def count_of(body: dict[str, Any], name: str, default: int | None = None) -> int:
+    """A field that must be a whole number, not negative."""
+    value = body.get(name, default)
+    if type(value) is not int or value < 0:
+        raise Refusal("bad_request", f"{name}: a whole number from 0 is expected")
+    return value
+
+
+def seconds_of(body: dict[str, Any], name: str, default: float) -> float:
+    """A field that must be seconds."""
+    value = body.get(name)
+    if value is None:
+        return default
+    if not is_amount(value):
+        raise Refusal("bad_request", f"{name}: seconds are expected")
+    return float(value)
+
+
+def is_amount(value: Any) -> bool:
+    """A number that is not negative, nor beyond all reason."""
+    return type(value) in (int, float) and 0 <= value < 1e12
+
+
+# --- processes ----------------------------------------------------------------------------------
+
+
+class Process:
+    """What /proc/<pid>/stat says."""
+
+    def __init__(self, pid: int, fields: list[str]) -> None:
+        self.pid = pid
+        self.zombie = fields[0] in "ZX"
+        self.parent = int(fields[1])
+        self.session = int(fields[3])
+        self.ticks = int(fields[19])
+        """Clock ticks from the start of the machine to its own: with the boot id, what a reused pid does not share."""
+
+
+def process(pid: int) -> Process | None:
+    """None if there is none."""
+    text = read_text(f"/proc/{pid}/stat")
+    try:
+        return Process(pid, text[text.rindex(")") + 2 :].split())
+    except (ValueError, IndexError):
+        return None
+
+
+def processes() -> Iterator[Process]:
+    """All but this one, zombies too."""
+    me = os.getpid()
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != me:
+            found = process(int(name))
+            if found:
+                yield found
+
+
+def environment_of(pid: int) -> dict[bytes, bytes]:
+    """As it was when its program began; empty if it is another user's."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            entries = file.read().split(b"\0")
+    except OSError:
+        return {}
+    return dict(e.split(b"=", 1) for e in entries if b"=" in e)
+
+
+def marker_of(pid: int, root: Root) -> str | None:
+    """The attempt whose environment the process has, if that is one of this root."""
+    environment = environment_of(pid)
+    name = environment.get(ATTEMPT_VARIABLE.encode())
+    if name is None:
+        return None
+    folder = environment.get(FOLDER_VARIABLE.encode())
+    text = name.decode("utf-8", "replace")
+    here = folder is None or os.fsdecode(folder) == root.at("attempts", text)
+    return text if here else None
+
+
+def has_open(pid: int, path: str) -> bool:
+    """A process that wrote over its environment, as those that set their title do, still has what it inherited open."""
+    try:
+        names = os.listdir(f"/proc/{pid}/fd")
+    except OSError:
+        return False
+    for name in names:
+        try:
+            if os.readlink(f"/proc/{pid}/fd/{name}") == path:
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def send(pid: int, ticks: int, signum: int) -> None:
+    """Signal that process and no other: a pid that was reused has other start ticks."""
+    opener = getattr(os, "pidfd_open", None)  # from Python 3.9
+    try:
+        fd = opener(pid) if opener else None
+    except ProcessLookupError:
+        return
+    except OSError:  # a kernel before 5.3, or a filter that refuses
+        fd = None
+    try:
+        found = process(pid)
+        if found is None or found.ticks != ticks or found.zombie:
+            return
+        if fd is None:
+            os.kill(pid, signum)
+        else:
+            signal.pidfd_send_signal(fd, signum)
+    except (ProcessLookupError, PermissionError):
+        pass
+    finally:
+        if fd is not None:
+            os.close(fd)
+
+
+class Belonging:
+    """What belongs to an attempt, found anew each time it is asked."""
+
+    def __init__(
+        self, attempt: Attempt, state: dict[str, Any], supervisor: int | None = None
+    ) -> None:
+        self.attempt = attempt
+        self.group = Group.from_record(state.get("cgroup"))
+        self.supervisor = supervisor
+        self.child = (state.get("pid"), state.get("start_ticks"))
+        self.same_boot = state.get("boot_id") == boot_id()
+
+    def alive(self) -> dict[int, Process]:
+        """By pid; no zombies. Looked for twice: between two names in /proc a process may move to another pid."""
+        return self._look() or self._look()
+
+    def _look(self) -> dict[int, Process]:
+        everyone = {p.pid: p for p in processes() if not p.zombie}
+        below = self._descendants(everyone) if self.supervisor else ()
+        grouped = self.group.pids()
+        return {
+            pid: p
+            for pid, p in everyone.items()
+            if pid in below or pid in grouped or self._is_child(p) or self._is_marked(pid)
+        }
+
+    def _is_child(self, p: Process) -> bool:
+        return self.same_boot and (p.pid, p.ticks) == self.child
+
+    def _is_marked(self, pid: int) -> bool:
+        marked = marker_of(pid, self.attempt.root) == self.attempt.name
+        return marked or has_open(pid, self.attempt.at("tether"))
+
+    def _descendants(self, everyone: dict[int, Process]) -> frozenset[int]:
+        children: dict[int, list[int]] = {}
+        for p in everyone.values():
+            children.setdefault(p.parent, []).append(p.pid)
+        found: set[int] = set()
+        todo = [self.supervisor or 0]
+        while todo:
+            new = [pid for pid in children.get(todo.pop(), []) if pid not in found]
+            found.update(new)
+            todo.extend(new)
+        return frozenset(found)
+
+    def terminate(self, but_session: int) -> None:
+        """TERM to those outside a session that has had it: two of them mean more than one to some programs."""
+        for p in self.alive().values():
+            if p.session != but_session:
+                send(p.pid, p.ticks, signal.SIGTERM)
+
+    def kill(self, patience: float) -> dict[int, Process]:
+        """KILL until nothing is left; what is left after that."""
+        until = time.monotonic() + patience
+        while True:
+            self.group.kill()
+            found = self.alive()
+            for p in found.values():
+                send(p.pid, p.ticks, signal.SIGKILL)
+            if not found or time.monotonic() > until:
+                return found
+            time.sleep(0.02)
+
+
+def reap_adopted(but: int | None = None) -> None:
+    """Take note of the end of orphans that were handed to this process. `but`: the child whose end is not taken note of here."""
+    while True:
+        try:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        if ended is None or ended.si_pid == but:
+            return
+        os.waitpid(ended.si_pid, os.WNOHANG)
+
+
+# --- control groups -----------------------------------------------------------------------------
+
+
+class Group:
+    """The control groups of one attempt: one of v2, to find and kill its processes, one with the memory controller. Either may lack."""
+
+    def __init__(self, v2: str | None = None, memory: str | None = None) -> None:
+        self.v2, self.memory = v2, memory
+
+    @staticmethod
+    def from_record(record: dict[str, Any] | None) -> Group:
+        """As the state file has it."""
+        return Group((record or {}).get("v2"), (record or {}).get("memory"))
+
+    def record(self) -> dict[str, Any]:
+        """For the state file."""
+        return {"v2": self.v2, "memory": self.memory}
+
+    def folders(self) -> list[str]:
+        """Each once."""
+        return [f for f in dict.fromkeys((self.v2, self.memory)) if f]
+
+    def take_in(self, pid: int) -> None:
+        """A process that is in none of the groups of this attempt yet. What refuses is given up."""
+        for name in ("v2", "memory"):
+            folder = getattr(self, name)
+            if folder and not write_control(os.path.join(folder, "cgroup.procs"), str(pid)):
+                remove_group(folder)
+                setattr(self, name, None)
+
+    def limit(self, ram_mb: int | None) -> None:
+        """Of memory, where it can be."""
+        if not self.memory or ram_mb is None:
+            return
+        size = str(ram_mb << 20)
+        for name, value in (
+            ("memory.limit_in_bytes", size),
+            ("memory.max", size),
+            ("memory.swap.max", "0"),
+        ):
+            if os.path.exists(os.path.join(self.memory, name)):
+                write_control(os.path.join(self.memory, name), value)
+
+    def oom_kills(self) -> int | None:
+        """How many processes of it the kernel has killed for memory."""
+        if not self.memory:
+            return None
+        for name in ("memory.events", "memory.oom_control"):
+            found = re.search(
+                r"^oom_kill (\d+)$", read_text(os.path.join(self.memory, name)), re.MULTILINE
+            )
+            if found:
+                return int(found.group(1))
+        return None
+
+    def pids(self) -> frozenset[int]:
+        """In it, or in groups that the command made below it."""
+        found: set[int] = set()
+        for folder in self.folders():
+            for below, _, _ in os.walk(folder):
+                listed = read_text(os.path.join(below, "cgroup.procs")).split()
+                found.update(int(pid) for pid in listed)
+        return frozenset(found)
+
+    def kill(self) -> None:
+        """All at once, those that fork too; a kernel before 5.14 cannot, and leaves it to signals."""
+        if self.v2:
+            write_control(os.path.join(self.v2, "cgroup.kill"), "1")
+
+    def remove(self) -> None:
+        """If it is empty."""
+        for folder in self.folders():
+            remove_group(folder)
+
+
+def write_control(path: str, value: str) -> bool:
+    """False if the kernel will not."""
+    try:
+        fd = os.open(path, os.O_WRONLY)
+    except OSError:
+        return False
+    try:
+        os.write(fd, value.encode("ascii"))
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def remove_group(folder: str) -> None:
+    """With what was made below it; the kernel refuses while somebody is in."""
+    for below, _, _ in os.walk(folder, topdown=False):
+        try:
+            os.rmdir(below)
+        except OSError:
+            return
+
+
+def own_groups() -> dict[str, str]:
+    """Folder of this process's control group: "v2", and "memory" where that controller is of v1."""
+    inside: dict[str, str] = {}
+    for line in read_text("/proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        inside.update((name, path) for name in controllers.split(",") or [""])
+    found: dict[str, str] = {}
+    for line in read_text("/proc/self/mounts").splitlines():
+        _, mount, kind, options = line.split(" ")[:4]
+        mount = mount.replace("\\040", " ")
+        if kind == "cgroup2" and "" in inside:
+            found.setdefault("v2", mount + inside[""].rstrip("/"))
+        elif kind == "cgroup" and "memory" in options.split(",") and "memory" in inside:
+            found.setdefault("memory", mount + inside["memory"].rstrip("/"))
+    return {name: folder for name, folder in found.items() if os.path.isdir(folder)}
+
+
+def make_group(name: str, scope: str | None = None) -> Group:
+    """New control groups below the one of this process, or below `scope`, as far as that is permitted."""
+    own = {**own_groups(), **({"v2": scope} if scope else {})}
+    v2 = make_leaf(own["v2"], name) if "v2" in own else None
+    if "memory" in own:
+        return Group(v2, make_leaf(own["memory"], name))
+    if v2 and not os.path.exists(os.path.join(v2, "memory.max")):
+        write_control(os.path.join(own["v2"], "cgroup.subtree_control"), "+memory")
+    return Group(v2, v2 if v2 and os.path.exists(os.path.join(v2, "memory.max")) else None)
+
+
+def make_leaf(parent: str, name: str) -> str | None:
+    """None where it is not permitted. A group is no file: its folder may be there from a launch that died."""
+    folder = os.path.join(parent, name)
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError:
+        return None
+    if os.access(os.path.join(folder, "cgroup.procs"), os.W_OK):
+        return folder
+    remove_group(folder)
+    return None
+
+
+# --- nvidia-smi ---------------------------------------------------------------------------------
+
+GPU_FIELDS = (
+    "index",
+    "uuid",
+    "name",
+    "memory.total",
+    "memory.used",
+    "utilization.gpu",
+    "temperature.gpu",
+    "mig.mode.current",
+)
+OLD_GPU_FIELDS = GPU_FIELDS[:-1]
+"""Drivers before MIG refuse the whole question for the sake of one field."""
+APP_FIELDS = ("gpu_uuid", "pid", "used_memory")
+NOTHING = frozenset(
+    "|n/a|not supported|not available|insufficient permissions|requested functionality has been deprecated".split(
+        "|"
+    )
+)
+"""What a cell says that has no value, and is no fault."""
+NUMBER = re.compile(r"(\d{1,9})(?:\.\d*)?\s*(?:MiB|MB|%|C|W)?", re.IGNORECASE)
+MIG_LINE = re.compile(r"\s*MIG\s+(\S+)\s+Device\s+(\d+):\s+\(UUID:\s*(MIG-[A-Za-z0-9/-]+)\)\s*")
+GPU_LINE = re.compile(r"GPU\s+\d+:.*\(UUID:\s*(GPU-[A-Za-z0-9-]+)\)\s*")
+
+
+def plain(cell: str) -> str:
+    """Without blanks and brackets, in small letters."""
+    return cell.strip().strip("[]").strip().lower()
+
+
+def number(cell: str) -> int | None:
+    """A whole number that is not negative, with or without its unit; else None."""
+    found = NUMBER.fullmatch(cell.strip().strip("[]").strip())
+    return int(found.group(1)) if found else None
+
+
+def rows(text: str, fields: Sequence[str]) -> tuple[list[dict[str, str]], list[str]]:
+    """Lines with one cell for each field that was asked for, and the others. A last line without its end was cut off."""
+    found: list[dict[str, str]] = []
+    not_read: list[str] = []
+    lines = text.split("\n")
+    for at, line in enumerate(lines):
+        cells = [cell.strip() for cell in line.split(",")]
+        if not line.strip():
+            continue
+        if len(cells) == len(fields) and at < len(lines) - 1:
+            found.append({name: cells[n] for n, name in enumerate(fields)})
+        else:
+            not_read.append(line.strip()[:200])
+    return found, not_read
+
+
+def parse_gpus(
+    text: str, fields: Sequence[str] = GPU_FIELDS
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """GPUs, and lines that say of none what it is."""
+    found, not_read = rows(text, fields)
+    gpus: dict[str, dict[str, Any]] = {}
+    for row in found:
+        uuid, index = row["uuid"].strip("[] "), number(row["index"])
+        if (
+            index is None
+            or not uuid.startswith("GPU-")
+            or not GPU_UUID.fullmatch(uuid)
+            or uuid in gpus
+        ):
+            not_read.append(", ".join(row.values())[:200])
+            continue
+        gpus[uuid] = gpu_of(row, uuid, index)
+    return list(gpus.values()), not_read
+
+
+def gpu_of(row: dict[str, str], uuid: str, index: int) -> dict[str, Any]:
+    """One GPU; what it does not tell is None, and named where that is a fault."""
+    total, used = number(row["memory.total"]), number(row["memory.used"])
+    mig = plain(row.get("mig.mode.current", "")) == "enabled"
+    problems = [
+        f"{name}: {cell[:100]}"
+        for name, cell in row.items()
+        if name not in ("index", "uuid") and is_fault(name, cell, mig)
+    ]
+    if total is not None and used is not None and used > total:
+        problems.append(f"memory.used: {used} of {total} MiB")
+        used = None
+    return {
+        "index": index,
+        "uuid": uuid,
+        "model": None if plain(row["name"]) in NOTHING else row["name"],
+        "memory_mb": total,
+        "memory_used_mb": used,
+        "utilisation": number(row["utilization.gpu"]),
+        "temperature": number(row["temperature.gpu"]),
+        "mig": mig,
+        "mig_devices": [],
+        "problems": problems,
+    }
+
+
+def is_fault(name: str, cell: str, mig: bool) -> bool:
+    """The GPU does not say how much memory it has, or what stands there is an error. One with MIG may keep it to itself."""
+    if name == "name":
+        said = plain(cell)
+        return said in ("err!", "gpu is lost") or "unknown error" in said
+    if name == "mig.mode.current":
+        return plain(cell) not in NOTHING | {"enabled", "disabled"}
+    if plain(cell) in NOTHING:
+        return name.startswith("memory.") and not mig
+    return number(cell) is None
+
+
+def parse_apps(text: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """Who computes on which GPU, and lines that do not say so."""
+    found, not_read = rows(text, APP_FIELDS)
+    apps: list[dict[str, Any]] = []
+    for row in found:
+        uuid, pid = row["gpu_uuid"].strip("[] "), number(row["pid"])
+        if pid is None or not GPU_UUID.fullmatch(uuid):
+            not_read.append(", ".join(row.values())[:200])
+            continue
+        apps.append({"uuid": uuid, "pid": pid, "memory_mb": number(row["used_memory"])})
+    return apps, not_read
+
+
+def parse_mig(listing: str, xml: str) -> dict[str, list[dict[str, Any]]]:
+    """MIG devices by the UUID of their GPU: from `-L`, and their memory from `-q -x`."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    gpu = ""
+    for line in listing.splitlines():
+        whole, part = GPU_LINE.fullmatch(line), MIG_LINE.fullmatch(line)
+        if whole:
+            gpu = whole.group(1)
+        elif part and gpu:
+            profile, index, uuid = part.groups()
+            memory = mig_memory(xml).get((gpu, int(index)))
+            device = {"index": int(index), "uuid": uuid, "profile": profile, "memory_mb": memory}
+            found.setdefault(gpu, []).append(device)
+    return found
+
+
+def mig_memory(xml: str) -> dict[tuple[str, int], int | None]:
+    """MiB by GPU and index of the device; empty if it cannot be read."""
+    from xml.etree import ElementTree
+
+    try:
+        log = ElementTree.fromstring(xml)
+    except (ElementTree.ParseError, ValueError):
+        return {}
+    found: dict[tuple[str, int], int | None] = {}
+    for gpu in log.iter("gpu"):
+        for device in gpu.iter("mig_device"):
+            index = number(device.findtext("index") or "")
+            if index is not None:
+                total = number(device.findtext("fb_memory_usage/total") or "")
+                found[(gpu.findtext("uuid") or "").strip(), index] = total
+    return found
+
+
+class Said:
+    """What came of one command of the probe."""
+
+    def __init__(
+        self, status: str, text: str = "", complaint: str = "", exit: int | None = None
+    ) -> None:
+        self.status, self.text, self.complaint, self.exit = status, text, complaint, exit
+        """status ∈ ok, absent, failed, hung."""
+
+
+class Probe:
+    """Asks nvidia-smi. A tool that hangs in the kernel cannot be killed, so of its rounds there are never more than PROBES at once."""
+
+    def __init__(self, root: Root, body: dict[str, Any]) -> None:
+        self.root = root
+        self.command = arguments_of(body.get("probe") or ["nvidia-smi"])
+        self.timeout = seconds_of(body, "probe_timeout", PROBE_TIMEOUT)
+        self.until = 0.0
+
+    def ask(self, *questions: Sequence[str]) -> list[Said]:
+        """All at once, within the time limit."""
+        lock = self._lock()
+        if lock is None:
+            return [Said("hung", complaint="earlier calls of it still hang") for _ in questions]
+        self.until = time.monotonic() + self.timeout
+        try:
+            return self._ask(questions, lock)
+        finally:
+            os.close(lock)
+
+    def _lock(self) -> int | None:
+        until = time.monotonic() + self.timeout
+        while True:
+            for n in range(PROBES):
+                fd = take_lock(self.root.lock(f"probe-{n}.lock"))
+                if fd is not None:
+                    return fd
+            if time.monotonic() > until:
+                return None
+            time.sleep(0.02)
+
+    def _left(self) -> float:
+        return max(0.0, self.until - time.monotonic())
+
+    def _ask(self, questions: Sequence[Sequence[str]], lock: int) -> list[Said]:
+        import subprocess
+
+        running: list[subprocess.Popen[bytes]] = []
+        try:
+            for question in questions:
+                running.append(  # noqa: PERF401  (one that cannot be started must not hide those before it)
+                    subprocess.Popen(
+                        [*self.command, *question],
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.PIPE,
+                        env={**os.environ, "LC_ALL": "C"},
+                        start_new_session=True,
+                        pass_fds=(lock,),  # held for as long as one of them lives
+                    )
+                )
+        except OSError as error:
+            for begun in running:
+                end_probe(begun)
+            status = "absent" if isinstance(error, FileNotFoundError) else "failed"
+            return [Said(status, complaint=str(error)) for _ in questions]
+        outputs = self._collect(running)
+        return [self._said(begun, outputs) for begun in running]
+
+    def _collect(self, running: Sequence[Any]) -> dict[int, bytes]:
+        streams = [s for begun in running for s in (begun.stdout, begun.stderr)]
+        outputs = {s.fileno(): b"" for s in streams}
+        poller = select.poll()
+        waiting = set(outputs)
+        for fd in waiting:
+            poller.register(fd, select.POLLIN)
+        while waiting and self._left():
+            for fd, _ in poller.poll(self._left() * 1000):
+                data = os.read(fd, 65536)
+                outputs[fd] += data
+                if not data or len(outputs[fd]) > 1 << 22:
+                    poller.unregister(fd)
+                    waiting.discard(fd)
+        return outputs
+
+    def _said(self, begun: Any, outputs: dict[int, bytes]) -> Said:
+        """Its text; a process that did not end in time is killed, and not waited for: in the kernel it may never die."""
+        text, complaint = (
+            outputs[stream.fileno()].decode("utf-8", "replace")
+            for stream in (begun.stdout, begun.stderr)
+        )
+        while begun.poll() is None and self._left():
+            time.sleep(0.005)
+        code = begun.poll()
+        end_probe(begun)
+        if code is None:
+            return Said("hung", text, complaint)
+        return Said("failed" if code else "ok", text, complaint, code)
+
+
+def end_probe(begun: Any) -> None:
+    """Kill what is left of it."""
+    if begun.poll() is None:
+        with contextlib.suppress(OSError):
+            os.killpg(begun.pid, signal.SIGKILL)
+        until = time.monotonic() + 0.2
+        while begun.poll() is None and time.monotonic() < until:
+            time.sleep(0.005)
+    begun.stdout.close()
+    begun.stderr.close()
+    begun.returncode = (
+        begun.returncode if begun.returncode is not None else -9
+    )  # no complaint at its end
+
+
+class Seen:
+    """GPUs and who is on them, as far as the tool told."""
+
+    def __init__(self) -> None:
+        self.gpus: list[dict[str, Any]] = []
+        self.apps: list[dict[str, Any]] = []
+        self.status = self.apps_status = "absent"
+        self.not_read: list[str] = []
+        self.exit: int | None = None
+        self.said = ""
+
+    def gpu(self, uuid: str) -> dict[str, Any] | None:
+        """None: it is not there, or cannot be read."""
+        return next((g for g in self.gpus if g["uuid"] == uuid), None)
+
+    def summary(self) -> dict[str, Any]:
+        """For an answer."""
+        return {
+            "status": self.status,
+            "apps": self.apps_status,
+            "lines_not_read": self.not_read[:20],
+            "exit": self.exit,
+            "said": self.said,
+        }
+
+
+def look_at_gpus(root: Root, body: dict[str, Any]) -> Seen:
+    """One round of questions."""
+    probe, seen = Probe(root, body), Seen()
+    about_gpus, about_apps = probe.ask(
+        question("gpu", GPU_FIELDS), question("compute-apps", APP_FIELDS)
+    )
+    fields = GPU_FIELDS
+    if (
+        about_gpus.status == "failed"
+        and "mig.mode.current" in about_gpus.text + about_gpus.complaint
+    ):
+        fields = OLD_GPU_FIELDS
+        (about_gpus,) = probe.ask(question("gpu", fields))
+    seen.gpus, not_read = parse_gpus(about_gpus.text, fields)
+    seen.apps, apps_not_read = parse_apps(about_apps.text)
+    seen.status = judged(about_gpus, not_read, seen.gpus)
+    seen.apps_status = judged(about_apps, apps_not_read, seen.apps)
+    seen.not_read = not_read + apps_not_read
+    seen.exit = about_gpus.exit
+    seen.said = (about_gpus.complaint or about_apps.complaint).strip()[:500]
+    for app in seen.apps:
+        app["attempt"] = marker_of(app["pid"], root)
+    if any(gpu["mig"] for gpu in seen.gpus):
+        listing, xml = probe.ask(("-L",), ("-q", "-x"))
+        devices = parse_mig(listing.text, xml.text)
+        for gpu in seen.gpus:
+            gpu["mig_devices"] = devices.get(gpu["uuid"], [])
+    return seen
+
+
+def question(what: str, fields: Sequence[str]) -> tuple[str, ...]:
+    """The arguments that ask for those fields, in that order."""
+    return (f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits")
+
+
+def judged(said: Said, not_read: list[str], found: list[Any]) -> str:
+    """ok with a line that was not read is still ok, for the others: whoever asks sees the line too."""
+    return "garbage" if said.status == "ok" and not_read and not found else said.status
+
+
+def arguments_of(value: object) -> list[str]:
+    """An argument list."""
+    found: list[str] = []
+    for item in value if isinstance(value, list) else []:  # pyright: ignore[reportUnknownVariableType]
+        if not isinstance(item, str) or "\0" in item:
+            raise Refusal("bad_request", "an argument list holds texts without NUL")
+        found.append(item)
+    if not found or not found[0]:
+        raise Refusal("bad_request", "an argument list with at least a program is expected")
+    return found
+
+
+# --- blobs: content by its hash -----------------------------------------------------------------
+
+
+def has_blob(root: Root, sha: str) -> bool:
+    """It is there, and nobody wrote to it; what somebody wrote to is read through, and goes if it is another content by now."""
+    path = root.blob(sha)
+    try:
+        found = os.lstat(path)
+    except OSError:
+        return False
+    if not stat.S_ISREG(found.st_mode):
+        return False
+    if found.st_mtime_ns == BLOB_TIME * 10**9:
+        return True
+    with open(path, "rb") as file:
+        if hash_of(file) == sha:
+            os.utime(path, (BLOB_TIME, BLOB_TIME))
+            return True
+    remove_file(path)
+    return False
+
+
+def hash_of(file: BinaryIO) -> str:
+    """SHA-256 of the rest of it."""
+    digest = hashlib.sha256()
+    while True:
+        data = file.read(1 << 20)
+        if not data:
+            return digest.hexdigest()
+        digest.update(data)
+
+
+def store_blob(root: Root, sha: str, size: int, source: Readable) -> None:
+    """Take that many bytes; they are kept if they are what they should be. The caller holds the lock of blobs, shared."""
+    folder = make_folder(os.path.dirname(root.blob(sha)))
+    new = os.path.join(folder, f"{sha}.{os.getpid()}.new")
+    digest, left = hashlib.sha256(), size
+    try:
+        with open(
+            os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb"
+        ) as file:
+            while left:
+                data = source.read(min(left, 1 << 20))
+                if not data:
+                    raise Refusal("truncated", f"the payload ended {left} bytes before its end")
+                digest.update(data)
+                file.write(data)
+                left -= len(data)
+            if digest.hexdigest() != sha:
+                raise Refusal("bad_blob", f"{sha}: the bytes sent have another hash")
+            file.flush()
+            os.fchmod(file.fileno(), 0o444)
+            os.utime(file.fileno(), (BLOB_TIME, BLOB_TIME))
+            os.fsync(file.fileno())
+        os.rename(new, root.blob(sha))
+    except BaseException:
+        remove_file(new)
+        raise
+    sync_folder(folder)
+
+
+def lay_out(root: Root, work: str, manifest: dict[str, list[Any]], copies: bool) -> None:
+    """Put the files of a manifest into the working folder. `copies`: the command may change them."""
+    for path, (sha, mode, size) in manifest.items():
+        target = os.path.join(work, path)
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        if copies or size < COPIED_BELOW or mode & 0o111:
+            copy_blob(root.blob(sha), target, sha, mode & 0o777)
+        else:
+            link_blob(root.blob(sha), target, sha)
+
+
+def link_blob(blob: str, target: str, sha: str) -> None:
+    """One content, two names; copied where the file system will not link."""
+    remove_file(target)
+    try:
+        os.link(blob, target, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in (errno.EMLINK, errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP):
+            raise
+        copy_blob(blob, target, sha, 0o444)
+
+
+def copy_blob(blob: str, target: str, sha: str, mode: int) -> None:
+    """A file of its own, checked on the way."""
+    digest = hashlib.sha256()
+    remove_file(target)
+    fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with open(blob, "rb") as source, open(fd, "wb") as file:
+        while True:
+            data = source.read(1 << 20)
+            if not data:
+                break
+            digest.update(data)
+            file.write(data)
+        os.fchmod(file.fileno(), mode)
+    if digest.hexdigest() != sha:
+        remove_file(blob)
+        raise Refused(
+            "bad_spec",
+            f"blob {sha} was damaged on this machine's disk; it has been removed, send it again",
+        )
+
+
+# --- the working folder, read without following any link ----------------------------------------
+
+
+KINDS = {
+    stat.S_IFLNK: "link",
+    stat.S_IFBLK: "device",
+    stat.S_IFCHR: "device",
+    stat.S_IFIFO: "pipe",
+    stat.S_IFSOCK: "socket",
+}
+
+
+def parts_of(path: object) -> list[str]:
+    """Of a path inside the working folder."""
+    parts = path.split("/") if isinstance(path, str) else [""]
+    if "\0" in "".join(parts) or any(p in ("", ".", "..") for p in parts):
+        raise Refusal(
+            "refused_path", "a path relative to the working folder is expected, without .."
+        )
+    return parts
+
+
+def open_inside(work: str, path: str) -> int:
+    """A file or folder below the working folder. Each part is opened from the one before, so that no link is followed at any moment."""
+    parts = parts_of(path)
+    try:
+        fd = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        raise Refusal("not_found", "the attempt has no working folder on this machine") from None
+    for part in parts:
+        try:
+            kind = stat.S_IFMT(os.stat(part, dir_fd=fd, follow_symlinks=False).st_mode)
+            if kind in KINDS:  # to open a device may do something
+                raise Refusal(
+                    "refused_path", f"{path}: a {KINDS[kind]} stands there", kind=KINDS[kind]
+                )
+            below = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=fd)
+        except FileNotFoundError:
+            raise Refusal("not_found", f"{path} is not in the working folder") from None
+        except OSError as error:
+            if error.errno in (
+                errno.ELOOP,
+                errno.ENOTDIR,
+            ):  # it was replaced a moment ago, or is below a file
+                raise Refusal(
+                    "refused_path", f"{path}: not all above it are folders", kind="link"
+                ) from None
+            raise
+        finally:
+            os.close(fd)
+        fd = below
+    return fd
+
+
+def read_inside(work: str, path: str, most: int) -> bytes:
+    """A whole file."""
+    with open(open_regular(work, path), "rb") as file:
+        return file.read(most)
+
+
+def open_regular(work: str, path: str) -> int:
+    """A file, and nothing else."""
+    fd = open_inside(work, path)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise Refusal("refused_path", f"{path} is no plain file", kind="folder")
+    return fd
+
+
+DEEPEST = 60
+
+
+class Walk:
+    """All plain files below some folders of the working folder; `refused` says what else there is, and why it is not taken."""
+
+    def __init__(self, work: str) -> None:
+        self.work = work
+        self.files: dict[str, os.stat_result] = {}
+        self.refused: dict[str, str] = {}
+        self.seen = 0
+
+    def enter(self, path: str) -> None:
+        """A file or folder; nothing if it is not there."""
+        try:
+            fd = open_inside(self.work, path)
+        except (Refusal, OSError) as error:
+            if not isinstance(error, Refusal):
+                self.refused[path] = "unreadable"
+            elif error.body["code"] != "not_found":
+                self.refused[path] = error.body["kind"]
+            return
+        try:
+            found = os.fstat(fd)
+            if stat.S_ISDIR(found.st_mode):
+                self._folder(fd, path, 0)
+            else:
+                self._entry(path, found)
+        finally:
+            os.close(fd)
+
+    def _folder(self, fd: int, path: str, depth: int) -> None:
+        with os.scandir(fd) as entries:
+            names = sorted(entry.name for entry in entries)
+        for name in names:
+            self.seen += 1
+            below = f"{path}/{name}"
+            if self.seen > MOST_ENTRIES:
+                self.refused[path] = "too_many"
+                return
+            try:
+                name.encode("utf-8")
+                found = os.stat(name, dir_fd=fd, follow_symlinks=False)
+            except UnicodeEncodeError:
+                self.refused[below.encode("utf-8", "replace").decode()] = "not_utf8"
+            except OSError:
+                continue  # gone meanwhile
+            else:
+                self._one(fd, name, below, found, depth)
+
+    def _one(self, fd: int, name: str, below: str, found: os.stat_result, depth: int) -> None:
+        if not stat.S_ISDIR(found.st_mode):
+            self._entry(below, found)
+        elif depth >= DEEPEST:
+            self.refused[below] = "too_deep"
+        else:
+            try:
+                inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=fd)
+            except OSError:
+                self.refused[below] = "unreadable"
+                return
+            try:
+                self._folder(inner, below, depth + 1)
+            finally:
+                os.close(inner)
+
+    def _entry(self, path: str, found: os.stat_result) -> None:
+        if stat.S_ISREG(found.st_mode):
+            self.files[path] = found
+        else:
+            self.refused[path] = KINDS.get(stat.S_IFMT(found.st_mode), "special")
+
+
+class Hashes:
+    """SHA-256 of files, remembered for as long as size, inode and times stay: of gigabytes that are asked for again and again."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self.path, self.work = attempt.at("hashes.json"), attempt.work
+        self.known = read_json(self.path) or {}
+        self.new = False
+
+    def of(self, path: str) -> str | None:
+        """None if it cannot be read, or changed while it was."""
+        try:
+            with open(open_regular(self.work, path), "rb") as file:
+                before = identity(os.fstat(file.fileno()))
+                entry = self.known.get(path)
+                if entry and entry[0] == before:
+                    return str(entry[1])
+                sha = hash_of(file)
+                if identity(os.fstat(file.fileno())) != before:
+                    return None
+        except (OSError, Refusal):
+            return None
+        if time.time() - before[2] / 1e9 > SETTLED:
+            self.known[path] = [before, sha]
+            self.new = True
+        return sha
+
+    def keep(self) -> None:
+        """For the next request; it is no loss if the disk will not."""
+        if self.new:
+            with contextlib.suppress(OSError):
+                write_json(self.path, self.known)
+
+
+def identity(found: os.stat_result) -> list[int]:
+    """Differs when a file was written to or replaced."""
+    return [found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+
+
+class Checkpoint:
+    """A folder whose `manifest.json`, which is written last, says a step and files that are all there."""
+
+    def __init__(self, path: str, step: int, files: dict[str, dict[str, Any]]) -> None:
+        self.path, self.step, self.files = path, step, files
+
+
+def checkpoints_of(attempt: Attempt, folders: Iterable[str]) -> list[Checkpoint]:
+    """The complete ones, by their steps."""
+    walk = Walk(attempt.work)
+    for folder in folders:
+        walk.enter(folder)
+    found: list[Checkpoint] = []
+    for path in walk.files:
+        folder, _, name = path.rpartition("/")
+        hidden = any(part.startswith(".") for part in folder.split("/"))  # under construction
+        if name == "manifest.json" and not hidden:
+            checkpoint = complete_checkpoint(walk, folder)
+            if checkpoint:
+                found.append(checkpoint)
+    return sorted(found, key=lambda c: (c.step, c.path))
+
+
+def complete_checkpoint(walk: Walk, folder: str) -> Checkpoint | None:
+    """None if it is no checkpoint, or not all of it is there."""
+    try:
+        manifest = json.loads(read_inside(walk.work, folder + "/manifest.json", 64 << 20))
+        step, files = manifest["step"], manifest["files"]
+        whole = type(step) is int and all(
+            walk.files[folder + "/" + path].st_size == entry["size"]
+            and SHA256.fullmatch(entry["sha256"])
+            for path, entry in files.items()
+        )
+    except (Refusal, OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # anything may stand in a file of that name
+    return Checkpoint(folder, step, files) if whole else None
+
+
+# --- the state of an attempt --------------------------------------------------------------------
+
+
+def member(attempt: Attempt, progress: tuple[int, int | None] | None = None) -> dict[str, Any]:
+    """What is known of it. `progress`: how many checkpoints and of which step, if that was counted a moment ago."""
+    # The order matters: what is read after the lock was seen free is final, since only its holder writes.
+    held = is_locked(attempt.at("supervisor.lock"))
+    ended = read_json(attempt.at("exit.json"))
+    if ended is None and not held:
+        ended = read_json(attempt.at("outcome.json"))
+    state = read_json(attempt.at("state.json"))
+    if state is None and not os.path.isdir(attempt.path):
+        return blank(attempt)
+    state = state or {}
+    word = state_word(state, held, ended)
+    same_boot = state.get("boot_id") == boot_id()
+    count, step = progress_of(attempt, state, word, ended, progress)
+    found = blank(attempt)
+    found.update(
+        {
+            name: state.get(name)
+            for name in ("rank", "boot_id", "pid", "start_ticks", "method", "started_at")
+        }
+    )
+    found.update(
+        state=word,
+        same_boot=same_boot,
+        log_size=size_of(attempt.at("log")),
+        heartbeat_age=heartbeat_age(attempt) if same_boot else None,
+        checkpoints=count,
+        step=step,
+        exit=ended if word == "exited" else None,
+        refused=state.get("refused"),
+        survivors=survivors(attempt, state) if word == "lost" else None,
+    )
+    return found
+
+
+def blank(attempt: Attempt) -> dict[str, Any]:
+    """Of an attempt that is not here."""
+    return {
+        "job": attempt.job,
+        "epoch": attempt.epoch,
+        "rank": None,
+        "state": "absent",
+        "boot_id": None,
+        "same_boot": None,
+        "pid": None,
+        "start_ticks": None,
+        "method": None,
+        "started_at": None,
+        "log_size": 0,
+        "heartbeat_age": None,
+        "checkpoints": 0,
+        "step": None,
+        "exit": None,
+        "refused": None,
+        "survivors": None,
+        "clock": boot_clock(),
+    }
+
+
+def state_word(state: dict[str, Any], held: bool, ended: dict[str, Any] | None) -> str:
+    """The table at the top of this file."""
+    phase = state.get("phase")
+    if phase in ("voided", "refused"):
+        return phase
+    if ended is not None:
+        return "exited"
+    if held:
+        return "running" if phase == "running" else "claimed"
+    return "lost" if state.get("boot_id") in (None, boot_id()) else "rebooted"
+
+
+def progress_of(
+    attempt: Attempt,
+    state: dict[str, Any],
+    word: str,
+    ended: dict[str, Any] | None,
+    progress: tuple[int, int | None] | None,
+) -> tuple[int, int | None]:
+    """Complete checkpoints, and the step of the newest."""
+    if ended is not None and "checkpoints" in ended:
+        return ended["checkpoints"], ended["step"]
+    if progress is not None:
+        return progress
+    if word in ("voided", "refused", "claimed"):
+        return 0, None
+    return count_checkpoints(attempt, state)
+
+
+def count_checkpoints(attempt: Attempt, state: dict[str, Any]) -> tuple[int, int | None]:
+    """By looking."""
+    found = checkpoints_of(attempt, state.get("checkpoints") or ())
+    return len(found), found[-1].step if found else None
+
+
+def size_of(path: str) -> int:
+    """0 if it is not there."""
+    try:
+        return os.stat(path).st_size
+    except OSError:
+        return 0
+
+
+def heartbeat_age(attempt: Attempt) -> float | None:
+    """Seconds since the supervisor last wrote that it lives."""
+    beat = number_in(cell_words(attempt.at("heartbeat")))
+    return None if beat is None else max(0.0, boot_clock() - beat)
+
+
+def survivors(attempt: Attempt, state: dict[str, Any]) -> int:
+    """Processes of an attempt whose supervisor is gone."""
+    return len(Belonging(attempt, state).alive())
+
+
+def contact(attempt: Attempt, clock: float | None = None) -> bool:
+    """Note that the control plane knows of it, as of now or as of that time of the boot clock. Never moves back."""
+    now, path = boot_clock(), attempt.at("contact")
+    stamp = now if clock is None else min(now, clock)
+    before = number_in(cell_words(path))
+    if before is not None and before >= stamp:
+        return True
+    return set_cell(path, f"{stamp:.3f}")
+
+
+def attempts_here(root: Root) -> tuple[list[Attempt], list[str]]:
+    """All attempts, and names below `attempts` that are none; those that begin with a dot are being prepared."""
+    try:
+        names = sorted(os.listdir(root.at("attempts")))
+    except OSError:
+        return [], []
+    found = [attempt_by_name(root, name) for name in names if ATTEMPT_NAME.fullmatch(name)]
+    strange = [n for n in names if not ATTEMPT_NAME.fullmatch(n) and not n.startswith(".")]
+    return found, strange
+
+
+# --- verbs --------------------------------------------------------------------------------------
+
+
+def verb_hello(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+    """What this machine is."""
+    make_folder(root.path)
+    own = own_groups()
+    answer = {
+        "protocols": list(SPOKEN),
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "hostname": os.uname().nodename,
+        "user": user_name(),
+        "boot_id": boot_id(),
+        "home": os.path.expanduser("~"),
+        "root": root.path,
+        "filesystem": filesystem_of(root.path),
+        "cgroup": {name: may_make_groups(own.get(name)) for name in ("v2", "memory")},
+        "methods": methods(),
+        **load_of(root),
+    }
+    return answer, b""
+
+
+def user_name() -> str:
+    """Whoever this is."""
+    import pwd
+
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
+
+
+def load_of(root: Root) -> dict[str, Any]:
+    """Processor, memory and disk, now."""
+    memory = dict(re.findall(r"^(\w+):\s+(\d+) kB$", read_text("/proc/meminfo"), re.MULTILINE))
+    disk = os.statvfs(make_folder(root.path))
+    return {
+        "time": time.time(),
+        "load": list(os.getloadavg()),
+        "cpus": len(os.sched_getaffinity(0)),
+        "ram_mb": int(memory.get("MemTotal", 0)) >> 10,
+        "ram_free_mb": int(memory.get("MemAvailable", memory.get("MemFree", 0))) >> 10,
+        "disk_free_mb": disk.f_bavail * disk.f_frsize >> 20,
+    }
+
+
+def filesystem_of(path: str) -> str | None:
+    """Its type, by the longest mount point above it."""
+    path = os.path.realpath(path) + "/"
+    best, kind = "", None
+    for line in read_text("/proc/self/mounts").splitlines():
+        _, mount, found = line.split(" ")[:3]
+        mount = mount.replace("\\040", " ").rstrip("/") + "/"
+        if path.startswith(mount) and len(mount) >= len(best):
+            best, kind = mount, found
+    return kind
+
+
+def may_make_groups(folder: str | None) -> bool:
+    """Below that control group."""
+    return folder is not None and os.access(folder, os.W_OK)
+
+
+def methods() -> list[str]:
+    """How a supervisor can be placed here, the best first."""
+    found = ["session"]
+    if may_make_groups(own_groups().get("v2")):
+        found.insert(0, "cgroup")
+    if os.path.isdir("/run/systemd/system") and os.geteuid() == 0:
+        found.insert(0, "systemd")
+    return found
+
+
+def verb_observe(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+    """All that a poller wants to know, in one answer."""
+    seen = look_at_gpus(root, body)
+    here, strange = attempts_here(root)
+    known = {attempt.name for attempt in here}
+    quarantined: list[dict[str, Any]] = [{"what": "folder", "detail": name} for name in strange]
+    for p in processes():
+        marked = None if p.zombie else marker_of(p.pid, root)
+        if marked and marked not in known:
+            quarantined.append({"what": "process", "detail": marked, "pid": p.pid})
+    answer = {
+        "boot_id": boot_id(),
+        **load_of(root),
+        "gpus": seen.gpus,
+        "apps": seen.apps,
+        "probe": seen.summary(),
+        "attempts": [member(attempt) for attempt in here],
+        "quarantined": quarantined,
+    }
+    return answer, b""
+
+
+def shas_of(body: dict[str, Any], name: str) -> list[str]:
+    """A list of hashes."""
+    found = [str(sha) for sha in body[name]]
+    if not all(SHA256.fullmatch(sha) for sha in found):
+        raise Refusal("bad_request", f"{name}: sha256 in hex are expected")
+    return found
+
+
+def verb_missing(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+    """Which blobs would have to be sent."""
+    return {"missing": [sha for sha in shas_of(body, "sha256") if not has_blob(root, sha)]}, b""
+
+
+def verb_put(root: Root, body: dict[str, Any], payload: BinaryIO) -> Answered:
+    """Keep blobs; those that came whole are kept even if a later one did not."""
+    shas = shas_of({"blobs": [entry[0] for entry in body["blobs"]]}, "blobs")
+    sizes = [count_of({"size": entry[1]}, "size") for entry in body["blobs"]]
+    if sum(sizes) != body.get("payload", 0):
+        raise Refusal(
+            "bad_request", "payload: as many bytes as the blobs have together are expected"
+        )
+    with Held(root.lock("blobs.lock"), fcntl.LOCK_SH):
+        for n, sha in enumerate(shas):
+            store_blob(root, sha, sizes[n], payload)
+    return {"stored": shas}, b""
+
+
+def verb_join(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+    """Make one blob of several that were sent before, which then go."""
+    (sha,) = shas_of({"blob": [body["blob"][0]]}, "blob")
+    size = count_of({"size": body["blob"][1]}, "size")
+    parts = shas_of({"parts": [entry[0] for entry in body["parts"]]}, "parts")
+    with Held(root.lock("blobs.lock"), fcntl.LOCK_SH):
+        if not has_blob(root, sha):
+            missing = [part for part in parts if not has_blob(root, part)]
+            if missing:
+                raise Refusal(
+                    "missing_blobs", f"{len(missing)} parts are not here", missing=missing
+                )
+            store_blob(root, sha, size, Joined([root.blob(part) for part in parts]))
+        for part in parts:
+            if part != sha:
+                remove_file(root.blob(part))
+    return {"stored": [sha]}, b""
+
+
+class Joined:
+    """Files one after the other, as one that is read."""
+
+    def __init__(self, paths: list[str]) -> None:
+        self.paths = paths[::-1]
+        self.file: BinaryIO | None = None
+
+    def read(self, most: int) -> bytes:
+        """Empty at the end of the last."""
+        while True:
+            if self.file is None:
+                if not self.paths:
+                    return b""
+                self.file = open(self.paths.pop(), "rb")  # noqa: SIM115  (closed below, or with the process)
+            data = self.file.read(most)
+            if data:
+                return data
+            self.file.close()
+            self.file = None
+
+
+def verb_void(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+    """Make sure that this epoch never begins, unless it has."""
+    attempt = attempt_of(root, body)
+    with root.job_lock(attempt.job):
+        take_over_unbegun(attempt)
+        if not os.path.isdir(attempt.path):
+            root.note_epoch(attempt.job, highest=attempt.epoch)
+            claim(attempt, {"phase": "voided"})
+    return member(attempt), b""
+
+
+def verb_status(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+    """The state of one attempt."""
+    return member(attempt_of(root, body)), b""
+
+
+def verb_touch(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+    """Contact with attempts."""
+    clocks = as_object(body["attempts"]) or dict.fromkeys(body["attempts"])
+    touched = [n for n, clock in clocks.items() if contact(attempt_by_name(root, n), clock)]
+    return {"touched": touched}, b""
+
+
+class Watched:
+    """One attempt that somebody waits for."""
+
+    def __init__(self, attempt: Attempt, known: dict[str, Any]) -> None:
+        self.attempt, self.known = attempt, known
+        self.next_count = 0.0
+        self.progress: tuple[int, int | None] | None = None
+        contact(attempt, known.get("clock"))
+
+    def look(self) -> dict[str, Any]:
+        """Its state. Checkpoints are looked for more rarely: that reads folders."""
+        begun = time.monotonic()
+        if begun >= self.next_count:
+            self.progress = None
+        found = member(self.attempt, self.progress)
+        if self.progress is None:
+            self.progress = found["checkpoints"], found["step"]
+            self.next_count = time.monotonic() + max(1.0, 20 * (time.monotonic() - begun))
+        return found
+
+    def differs(self, found: dict[str, Any], log_too: bool) -> bool:
+        """From what whoever waits knows."""
+        names = ("state", "checkpoints", "log_size") if log_too else ("state", "checkpoints")
+        return any(name in self.known and self.known[name] != found[name] for name in names)
+
+
+def verb_wait(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+    """Answer when something is different."""
+    begun = time.monotonic()
+    until = begun + seconds_of(body, "timeout", 0.0)
+    loud = begun + seconds_of(body, "quiet", 1.0)
+    watched = [Watched(attempt_by_name(root, n), known) for n, known in body["known"].items()]
+    listener = select.poll()
+    listener.register(1, 0)
+    while True:
+        now = time.monotonic()
+        found = [w.look() for w in watched]
+        if now >= until or any(w.differs(found[n], now >= loud) for n, w in enumerate(watched)):
+            return {"attempts": found}, b""
+        if listener.poll(max(1, int(min(0.1, until - now) * 1000))):
+            os._exit(0)  # nobody listens any more
+
+
+def verb_kill(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+    """End the command, by its supervisor if there is one."""
+    attempt = attempt_of(root, body)
+    grace = seconds_of(body, "grace", 30.0)
+    if is_locked(attempt.at("supervisor.lock")):
+        before = number_in(cell_words(attempt.at("cancel")))
+        set_cell(attempt.at("cancel"), "%.3f" % (grace if before is None else min(before, grace)))
+        ring(attempt)
+    else:
+        kill_leftovers(attempt)
+    return member(attempt), b""
+
+
+def kill_leftovers(attempt: Attempt) -> None:
+    """Of an attempt without a supervisor: nobody can say any more how it ended, so nothing is gained by waiting."""
+    state = read_json(attempt.at("state.json"))
+    if state and state.get("boot_id") == boot_id() and state.get("pid"):
+        belonging = Belonging(attempt, state)
+        if not belonging.kill(KILL_VERB_PATIENCE):
+            belonging.group.remove()
+
+
+def ring(attempt: Attempt) -> None:
+    """Wake the supervisor; without a bell it looks every TICK."""
+    try:
+        fd = os.open(attempt.at("bell"), os.O_WRONLY | os.O_NONBLOCK)
+    except OSError:
+        return
+    try:
+        os.write(fd, b"!")
+    except OSError:
+        pass
+    finally:
+        os.close(fd)
+
+
+def slice_of(body: dict[str, Any]) -> tuple[int, int]:
+    """Offset and limit."""
+    return count_of(body, "offset", 0), min(count_of(body, "limit", LARGEST_READ), LARGEST_READ)
+
+
+def verb_log(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+    """What the command wrote, from a byte on."""
+    attempt = attempt_of(root, body)
+    offset, limit = slice_of(body)
+    try:
+        fd = os.open(attempt.at("log"), os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return {"size": 0, "offset": offset}, b""
+    try:
+        data = os.pread(fd, limit, offset)
+        return {"size": os.fstat(fd).st_size, "offset": offset}, data
+    finally:
+        os.close(fd)
+
+
+def verb_read(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+    """Part of a file of the working folder."""
+    attempt, path = attempt_of(root, body), text_of(body, "path")
+    offset, limit = slice_of(body)
+    expected = body.get("sha256")
+    if expected is not None:
+        hashes = Hashes(attempt)
+        if hashes.of(path) != expected:
+            os.close(open_regular(attempt.work, path))  # says so if it is not there at all
+            raise Refusal("changed", f"{path} is not what it was: its hash is another")
+        hashes.keep()
+    fd = open_regular(attempt.work, path)
+    try:
+        data = os.pread(fd, limit, offset)
+        return {"size": os.fstat(fd).st_size, "offset": offset}, data
+    finally:
+        os.close(fd)
+
+
+def verb_manifest(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+    """What there is to fetch."""
+    attempt, what = attempt_of(root, body), text_of(body, "what")
+    if what not in ("artefacts", "checkpoints", "all"):
+        raise Refusal("bad_request", "what: artefacts, checkpoints or all")
+    state = read_json(attempt.at("state.json")) or {}
+    answer: dict[str, Any] = {"files": {}, "refused": [], "checkpoints": []}
+    hashes = Hashes(attempt)
+    if what != "checkpoints":
+        list_artefacts(attempt, state, hashes, answer)
+    if what != "artefacts":
+        found = checkpoints_of(attempt, state.get("checkpoints") or ())
+        answer["checkpoints"] = [described(attempt, c, hashes) for c in found]
+    hashes.keep()
+    return answer, b""
+
+
+def list_artefacts(
+    attempt: Attempt, state: dict[str, Any], hashes: Hashes, answer: dict[str, Any]
+) -> None:
+    """Files in order of their names, up to the limits of the job."""
+    limits: dict[str, Any] = state.get("limits") or {}
+    bytes_left = int(limits.get("artefact_mb") or 20_000) << 20
+    files_left = int(limits.get("artefact_files") or 100_000)
+    walk = Walk(attempt.work)
+    for path in state.get("artefacts") or ():
+        walk.enter(path)
+    answer["refused"] = [list(entry) for entry in walk.refused.items()]
+    for path in sorted(walk.files):
+        found = walk.files[path]
+        if not files_left or found.st_size > bytes_left:
+            answer["refused"].append([path, "too_large" if files_left else "too_many"])
+            continue
+        sha = hashes.of(path)
+        if sha is None:
+            answer["refused"].append([path, "changing"])
+            continue
+        answer["files"][path] = [sha, stat.S_IMODE(found.st_mode), found.st_size]
+        files_left -= 1
+        bytes_left -= found.st_size
+
+
+def described(attempt: Attempt, checkpoint: Checkpoint, hashes: Hashes) -> dict[str, Any]:
+    """One checkpoint, its manifest among its files. Hashes are those that its manifest says: who fetches compares."""
+    files: dict[str, Any] = {}
+    for path, entry in checkpoint.files.items():
+        full = checkpoint.path + "/" + path
+        files[full] = [entry["sha256"], mode_of(attempt, full), entry["size"]]
+    last = checkpoint.path + "/manifest.json"
+    size = size_of(os.path.join(attempt.work, last))
+    files[last] = [hashes.of(last), mode_of(attempt, last), size]
+    return {"path": checkpoint.path, "step": checkpoint.step, "files": files}
+
+
+def mode_of(attempt: Attempt, path: str) -> int:
+    """Permission bits."""
+    try:
+        return stat.S_IMODE(os.lstat(os.path.join(attempt.work, path)).st_mode)
+    except OSError:
+        return 0o644
+
+
+def verb_release(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+    """Is all that an attempt held free again? All that says no."""
+    attempt = attempt_of(root, body)
+    uuids, share = gpus_of(body), body.get("share_mb")
+    state = read_json(attempt.at("state.json")) or {}
+    holders = held_locks(attempt, uuids, share)
+    belonging = Belonging(attempt, state)
+    grouped = belonging.group.pids()
+    for pid in sorted(belonging.alive()):
+        what = "cgroup" if pid in grouped else "process"
+        holders.append({"what": what, "detail": command_of(pid), "pid": pid})
+    if uuids and share is None:
+        holders.extend(memory_holders(root, body, uuids))
+    if not holders:
+        belonging.group.remove()
+        for uuid in uuids:
+            remove_share(root, uuid, attempt.name)
+    return {"clean": not holders, "holders": holders}, b""
+
+
+def gpus_of(body: dict[str, Any]) -> list[str]:
+    """UUIDs, by which locks are named."""
+    found = [str(uuid) for uuid in body.get("gpus") or ()]
+    if not all(GPU_UUID.fullmatch(uuid) for uuid in found):
+        raise Refusal("bad_request", "gpus: UUIDs as nvidia-smi shows them are expected")
+    return found
+
+
+def held_locks(attempt: Attempt, uuids: Sequence[str], share: object) -> list[dict[str, Any]]:
+    """Locks of this attempt that somebody still has."""
+    found: list[dict[str, Any]] = []
+    if is_locked(attempt.at("supervisor.lock")):
+        found.append({"what": "lock", "detail": "the supervisor has not ended"})
+    for uuid in uuids:
+        if share is None:
+            path = attempt.root.gpu_lock(uuid)
+            ours = read_text(path).strip() in ("", attempt.name)  # else it is another's by now
+        else:
+            path, ours = os.path.join(attempt.root.shares(uuid), attempt.name), True
+        if ours and is_locked(path):
+            found.append({"what": "lock", "detail": f"the lock of {uuid} is held"})
+    return found
+
+
+def command_of(pid: int) -> str:
+    """Its program's name, not its arguments."""
+    return read_text(f"/proc/{pid}/comm").strip()
+
+
+def memory_holders(root: Root, body: dict[str, Any], uuids: Sequence[str]) -> list[dict[str, Any]]:
+    """Whole GPUs that are not idle, or cannot be shown to be."""
+    seen = look_at_gpus(root, body)
+    found: list[dict[str, Any]] = []
+    idle = body.get("idle_memory_mb")
+    for uuid in uuids:
+        gpu = seen.gpu(uuid)
+        used = gpu["memory_used_mb"] if gpu else None
+        if used is None and not uuid.startswith("MIG-"):
+            detail = f"{uuid} cannot be read ({seen.status})"
+            found.append({"what": "memory", "detail": detail})
+        elif idle is not None and used is not None and used > idle:
+            detail = f"{uuid} has {used} MiB in use; idle is {idle}"
+            found.append({"what": "memory", "detail": detail})
+        for app in seen.apps:
+            if app["uuid"] == uuid:
+                detail = "{} is used by {}".format(uuid, command_of(app["pid"]) or "a process")
+                found.append({"what": "memory", "detail": detail, "pid": app["pid"]})
+    return found
+
+
+def verb_forget(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+    """Remove all of an attempt but the knowledge that it was."""
+    attempt = attempt_of(root, body)
+    with root.job_lock(attempt.job):
+        state = read_json(attempt.at("state.json")) or {}
+        if is_locked(attempt.at("supervisor.lock")) or Belonging(attempt, state).alive():
+            raise Refusal("still_running", f"{attempt.name} has processes; end it first")
+        root.note_epoch(attempt.job, highest=attempt.epoch, forgotten=attempt.epoch)
+        clear_away(attempt)
+    return {"forgotten": True}, b""
+
+
+def clear_away(attempt: Attempt) -> None:
+    """The folder goes at once; what is in it, as far as it can. `sweep` takes the rest."""
+    away = attempt.root.at("attempts", f".gone-{attempt.name}-{os.urandom(4).hex()}")
+    try:
+        os.rename(attempt.path, away)
+    except FileNotFoundError:
+        return
+    sync_folder(os.path.dirname(away))
+    remove_tree(away)
+
+
+def verb_sweep(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+    """Remove blobs that nobody wants, and what killed runners left. `older_than` spares what a launch under way has just sent."""
+    keep = set(shas_of(body, "keep"))
+    before = time.time() - seconds_of(body, "older_than", 3600.0)
+    removed = 0
+    with Held(root.lock("blobs.lock")):
+        for folder, _folders, names in os.walk(root.at("blobs")):
+            for name in names:
+                path = os.path.join(folder, name)
+                if name not in keep and changed_before(path, before):
+                    remove_file(path)
+                    removed += 1
+    for folder in (root.at("attempts"), root.at("epochs"), root.at("runners")):
+        for name in os.listdir(folder) if os.path.isdir(folder) else ():
+            path = os.path.join(folder, name)
+            if (name.startswith(".") or name.endswith(".new")) and changed_before(path, before):
+                remove_tree(path) if os.path.isdir(path) else remove_file(path)
+    return {"removed": removed}, b""
+
+
+def changed_before(path: str, moment: float) -> bool:
+    """By the time that nobody can set."""
+    try:
+        return os.lstat(path).st_ctime <= moment
+    except OSError:
+        return False
+
+
+# --- launch: from a request to a claimed folder -------------------------------------------------
+
+
+class Order:
+    """What `launch` asks for, looked through. ill-formed: Refusal; well-formed and not possible: Refused, the end of that epoch."""
+
+    def __init__(self, root: Root, body: dict[str, Any]) -> None:
+        self.root, self.body = root, body
+        self.attempt = attempt_of(root, body)
+        self.rank, self.members = count_of(body, "rank", 0), count_of(body, "members", 1)
+        self.gpus = gpus_of(body)
+        self.share_mb = None if body.get("share_mb") is None else count_of(body, "share_mb")
+        self.slot = None if body.get("slot") is None else count_of(body, "slot")
+        self.deadman: float | None = seconds_of(body, "deadman", 0.0) or None
+        self.method: str | None = body.get("method")
+        self.spec: dict[str, Any] = body["spec"]
+        self.limits: dict[str, Any] = self.spec.get("limits") or {}
+        self.files: dict[str, list[Any]] = dict(self.spec.get("files") or {})
+        resume: dict[str, Any] = body.get("resume") or {}
+        self.resume_files: dict[str, list[Any]] = dict(resume.get("manifest") or {})
+        self.resume_path: str | None = resume.get("path") or top_of(self.resume_files)
+        self.environment: dict[str, str] = dict(body.get("environment") or {})
+        self.secrets: dict[str, str] = dict(body.pop("secrets", None) or {})
+        self.path = path_of(body.get("python"))
+        self.memory_mb: dict[str, int | None] = {}
+        """Of the GPUs, once they have been looked at."""
+
+    def check(self) -> None:
+        """Raises Refused with everything that is wrong with the spec."""
+        found = list(self._problems())
+        if found:
+            raise Refused("bad_spec", "; ".join(found))
+
+    def _problems(self) -> Iterator[str]:
+        try:
+            arguments_of(self.spec.get("arguments"))
+        except Refusal as refusal:
+            yield str(refusal)
+        for name, value in self.limits.items():
+            if not (value is None or is_amount(value)):
+                yield f"limits.{name}: a number from 0 is expected"
+        own: dict[str, Any] = self.spec.get("environment") or {}
+        for name in (*own, *self.secrets):
+            if name in RESERVED_NAMES or name.startswith(RESERVED_PREFIXES):
+                yield f"the environment variable {name} is not for jobs to set"
+        values: list[tuple[str, Any]] = [
+            *own.items(),
+            *self.environment.items(),
+            *self.secrets.items(),
+        ]
+        for name, value in values:
+            if not ENVIRONMENT_NAME.fullmatch(name) or not isinstance(value, str) or "\0" in value:
+                yield f"{name!r:.80} is no environment variable, or its value is no text"
+        for name in self.spec.get("secrets") or ():
+            if name not in self.secrets:
+                yield f"the secret {name} has no value"
+        yield from self._path_problems()
+
+    def _path_problems(self) -> Iterator[str]:
+        manifest = {**self.files, **self.resume_files}
+        named = [self.resume_path] if self.resume_path else []
+        for path in (*manifest, *self.artefacts, *self.checkpoints, *named):
+            try:
+                parts_of(path)
+            except Refusal:
+                yield f"{path!r:.200} is no path inside the working folder"
+        for path, entry in manifest.items():
+            if (
+                len(entry) != 3
+                or not SHA256.fullmatch(str(entry[0]))
+                or any(type(n) is not int for n in entry[1:])
+            ):
+                yield f"{path!r:.200}: [sha256, mode, size] is expected"
+
+    @property
+    def artefacts(self) -> list[str]:
+        """Paths in the working folder."""
+        return list(self.spec.get("artefacts") or ())
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """Folders likewise."""
+        return list(self.spec.get("checkpoints") or ())
+
+    @property
+    def grace(self) -> float:
+        """Seconds between TERM and KILL."""
+        grace = self.limits.get("grace_seconds")
+        return 30.0 if grace is None else float(grace)
+
+    def missing(self) -> list[str]:
+        """Blobs that are not here."""
+        wanted = {str(e[0]) for e in (*self.files.values(), *self.resume_files.values())}
+        return sorted(sha for sha in wanted if not has_blob(self.root, sha))
+
+    def first_state(self) -> dict[str, Any]:
+        """What its state file says in any case."""
+        return {
+            "rank": self.rank,
+            "gpus": self.gpus,
+            "share_mb": self.share_mb,
+            "slot": self.slot,
+            "deadman": self.deadman,
+            "artefacts": self.artefacts,
+            "checkpoints": self.checkpoints,
+            "limits": self.limits,
+        }
+
+
+def top_of(manifest: Iterable[str]) -> str | None:
+    """The folder of a checkpoint's files: that with the uppermost manifest.json."""
+    found = [path.rpartition("/")[0] for path in manifest if path.split("/")[-1] == "manifest.json"]
+    return min(found, key=len) if found else None
+
+
+def path_of(python: object) -> str:
+    """PATH of the command: the machine's python first, then what a login has."""
+    path = os.environ.get("PATH") or "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    if isinstance(python, str) and "/" in python:
+        return (
+            os.path.dirname(os.path.join(os.path.expanduser("~"), os.path.expanduser(python)))
+            + ":"
+            + path
+        )
+    return path
+
+
+def verb_launch(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+    """Start the command of an attempt, once."""
+    order = Order(root, body)
+    attempt = order.attempt
+    if os.path.isdir(attempt.path) and not was_unbegun(attempt):
+        contact(attempt)
+        return member(attempt), b""
+    visible: str | None = None
+    refused: dict[str, Any] | None = None
+    try:
+        order.check()
+        missing = order.missing()
+        if missing:
+            raise Refusal(
+                "missing_blobs", f"{len(missing)} blobs have to be sent first", missing=missing
+            )
+        check_room(order)
+        check_program(order)
+        visible = resolve_gpus(order)
+    except Refused as refusal:
+        refused = refusal.record
+    with root.job_lock(attempt.job):
+        take_over_unbegun(attempt)
+        if os.path.isdir(attempt.path):
+            return member(attempt), b""
+        known = root.highest(attempt.job)
+        if attempt.epoch < known["highest"] or attempt.epoch <= known["forgotten"]:
+            return too_late(attempt, known), b""
+        root.note_epoch(attempt.job, highest=attempt.epoch)
+        if refused:
+            claim(attempt, {"phase": "refused", "refused": refused, **order.first_state()})
+            return member(attempt), b""
+        report = begin(order, visible)
+    if report is not None:
+        select.select([report], [], [], LAUNCH_PATIENCE)  # readable: it spoke, or it ended
+        os.close(report)
+    return member(attempt), b""
+
+
+def too_late(attempt: Attempt, known: dict[str, Any]) -> dict[str, Any]:
+    """The answer to an epoch that has been overtaken; no folder is made for it, and none ever will be."""
+    what = "forgotten" if attempt.epoch <= known["forgotten"] else "overtaken"
+    message = f"epoch {attempt.epoch} was {what}: this machine has seen {known['highest']}"
+    return {
+        **blank(attempt),
+        "state": "refused",
+        "refused": {"code": "lower_epoch", "message": message},
+    }
+
+
+def was_unbegun(attempt: Attempt) -> bool:
+    """Claimed by a launch that was killed before its command began."""
+    state = read_json(attempt.at("state.json")) or {}
+    return (
+        state.get("phase") == "claimed"
+        and not is_locked(attempt.at("supervisor.lock"))
+        and not os.path.exists(attempt.at("exit.json"))
+    )
+
+
+def take_over_unbegun(attempt: Attempt) -> None:
+    """Clear such a folder away. The child of a supervisor begins only after the state says `running`, so nothing of it runs."""
+    if not was_unbegun(attempt):
+        return
+    lock = take_lock(attempt.at("supervisor.lock"))
+    if lock is not None:
+        try:
+            if was_unbegun_file(attempt):
+                clear_away(attempt)
+        finally:
+            os.close(lock)
+
+
+def was_unbegun_file(attempt: Attempt) -> bool:
+    """Looked at again under its lock: the supervisor may have gone on and ended meanwhile."""
+    state = read_json(attempt.at("state.json")) or {}
+    return state.get("phase") == "claimed" and not os.path.exists(attempt.at("exit.json"))
+
+
+def claim(attempt: Attempt, state: dict[str, Any]) -> int | None:
+    """Make the folder of an attempt, whole and at once; OSError if the disk is full. The lock of its supervisor, held."""
+    above = make_folder(attempt.root.at("attempts"))
+    new = os.path.join(above, f".new-{attempt.name}-{os.urandom(4).hex()}")
+    os.mkdir(new, 0o700)
+    lock = None
+    try:
+        if state["phase"] == "claimed":
+            lock = take_lock(os.path.join(new, "supervisor.lock"))
+            furnish(new)
+        document = {
+            "protocol": PROTOCOL,
+            "job": attempt.job,
+            "epoch": attempt.epoch,
+            "boot_id": boot_id(),
+            "claimed_at": time.time(),
+            **state,
+        }
+        write_json(os.path.join(new, "state.json"), document)
+        os.rename(new, attempt.path)
+        sync_folder(above)
+    except BaseException:
+        remove_tree(new)
+        if lock is not None:
+            os.close(lock)
+        raise
+    return lock
+
+
+def furnish(folder: str) -> None:
+    """All files that are written later, so that a full disk does not keep them from being written."""
+    now = f"{boot_clock():.3f}"
+    for name, text in (("contact", now), ("heartbeat", now), ("cancel", "")):
+        write_file(os.path.join(folder, name), text.ljust(CELL).encode("ascii"))
+    write_file(os.path.join(folder, "reserve"), b" " * RESERVE)
+    for name in ("log", "tether"):
+        write_file(os.path.join(folder, name), b"")
+    os.mkdir(os.path.join(folder, "work"), 0o700)
+    with contextlib.suppress(
+        OSError
+    ):  # some file systems have none: the supervisor then looks every TICK
+        os.mkfifo(os.path.join(folder, "bell"), 0o600)
+
+
+def check_room(order: Order) -> None:
+    """Disk and memory."""
+    load = load_of(order.root)
+    disk, ram = order.limits.get("disk_mb"), order.limits.get("ram_mb")
+    if disk is not None and load["disk_free_mb"] < disk:
+        raise Refused("disk_full", f"{load['disk_free_mb']} MB are free, {disk} are asked for")
+    if ram is not None and load["ram_free_mb"] < ram:
+        raise Refused("ram", f"{load['ram_free_mb']} MB of memory are free, {ram} are asked for")
+
+
+def check_program(order: Order) -> None:
+    """The command's program is there; one that is among the job's files is not looked for."""
+    program = order.spec["arguments"][0]
+    if "/" in program and not os.path.isabs(program):
+        return
+    if not find_program(program, order.path):
+        where = "" if "/" in program else f"on PATH, which is {order.path}"
+        raise Refused("unknown_program", f"there is no program {program:.200} {where}")
+
+
+def find_program(program: str, path: str) -> str | None:
+    """As a shell would."""
+    places = [""] if "/" in program else path.split(":")
+    for place in places:
+        if not place.startswith("/") and "/" not in program:
+            continue  # a name is never looked for in the working folder
+        full = os.path.join(place, program)
+        if os.path.isfile(full) and os.access(full, os.X_OK):
+            return full
+    return None
+
+
+def resolve_gpus(order: Order) -> str:
+    """CUDA_VISIBLE_DEVICES: indices as of now, in the order of buses; MIG devices by name."""
+    if not order.gpus:
+        return ""
+    seen = look_at_gpus(order.root, order.body)
+    return ",".join(resolve_gpu(order, seen, uuid) for uuid in order.gpus)
+
+
+def resolve_gpu(order: Order, seen: Seen, uuid: str) -> str:
+    """One of them; Refused if it is not there, is ill, or is used by somebody else."""
+    device = next((d for g in seen.gpus for d in g["mig_devices"] if d["uuid"] == uuid), None)
+    gpu = seen.gpu(uuid)
+    if gpu is None and device is None:
+        message = f"no GPU {uuid} here: nvidia-smi {seen.status}"
+        raise Refused("gpu_missing", message + (f" ({seen.said})" if seen.said else ""))
+    if gpu is not None and gpu["problems"]:
+        raise Refused("gpu_missing", "{} is ill: {}".format(uuid, "; ".join(gpu["problems"])))
+    if gpu is not None and gpu["mig"]:
+        raise Refused("gpu_missing", f"{uuid} is divided by MIG; name one of its devices")
+    if seen.apps_status != "ok":
+        raise Refused("gpu_missing", f"who uses {uuid} cannot be read: {seen.apps_status}")
+    for app in seen.apps:
+        if app["uuid"] == uuid:
+            refuse_company(order, app)
+    order.memory_mb[uuid] = (gpu or device or {})["memory_mb"]
+    return uuid if gpu is None else str(gpu["index"])
+
+
+def refuse_company(order: Order, app: dict[str, Any]) -> None:
+    """Only other shares of the same GPU are welcome on it."""
+    attempt, pid = app["attempt"], app["pid"]
+    holder = attempt or f"{command_of(pid) or 'a process'} (pid {pid})"
+    if attempt is None:
+        raise Refused("foreign_busy", "{} is used by {}".format(app["uuid"], holder), holder)
+    if order.share_mb is None:
+        raise Refused("gpu_busy", "{} is still used by {}".format(app["uuid"], holder), holder)
+
+
+def take_gpus(order: Order) -> list[int]:
+    """Locks of all GPUs and of the slot, none of which is taken if one cannot be."""
+    taken: list[int] = []
+    try:
+        for uuid in sorted(order.gpus):
+            taken.extend(take_gpu(order, uuid))
+        if order.slot is not None:
+            path = order.root.lock(f"slot-{order.slot}.lock")
+            taken.append(take_named(path, order.attempt.name, f"slot {order.slot}"))
+    except BaseException:
+        for fd in taken:
+            os.close(fd)
+        raise
+    return taken
+
+
+def take_named(path: str, name: str, what: str) -> int:
+    """An exclusive lock, whose file then says who has it."""
+    fd = take_lock(path, fcntl.LOCK_EX, GPU_LOCK_PATIENCE)
+    if fd is None:
+        holder = read_text(path).strip() or "somebody"
+        raise Refused("gpu_busy", f"{what} is held by {holder}", holder)
+    os.ftruncate(fd, 0)
+    with contextlib.suppress(OSError):  # the disk is full; it is for people
+        os.pwrite(fd, name.encode("ascii"), 0)
+    return fd
+
+
+def take_gpu(order: Order, uuid: str) -> list[int]:
+    """Whole: its lock. A share: its lock together with others, and a file of the share's own that says how much."""
+    path = order.root.gpu_lock(uuid)
+    if order.share_mb is None:
+        return [take_named(path, order.attempt.name, uuid)]
+    fd = take_lock(path, fcntl.LOCK_SH, GPU_LOCK_PATIENCE)
+    if fd is None:
+        holder = read_text(path).strip() or "somebody"
+        raise Refused("gpu_busy", f"{uuid} is held by {holder}", holder)
+    try:
+        return [fd, take_share(order, uuid, order.share_mb)]
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def take_share(order: Order, uuid: str, share_mb: int) -> int:
+    """If it fits beside those that are held. A share is held while somebody has its file locked, so nothing has to be counted down."""
+    folder = order.root.shares(uuid)
+    total = order.memory_mb.get(uuid) or 0
+    with Held(order.root.lock("shares.lock")):
+        others = {name: share_held(os.path.join(folder, name)) for name in os.listdir(folder)}
+        used = sum(others.values())
+        if used + share_mb > total:
+            holder = ", ".join(sorted(name for name, held in others.items() if held))
+            message = f"{uuid} has {total} MiB, {used} are shared out to others ({holder})"
+            raise Refused("gpu_busy", message, holder)
+        fd = take_lock(os.path.join(folder, order.attempt.name))
+        assert fd is not None, "a share is taken under the lock of its job"
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, b"%d" % share_mb, 0)
+        return fd
+
+
+def share_held(path: str) -> int:
+    """MiB of a share that somebody holds; the file of one that nobody holds goes."""
+    if is_locked(path):
+        return int(number_in(cell_words(path)) or 0)
+    remove_file(path)
+    return 0
+
+
+def remove_share(root: Root, uuid: str, name: str) -> None:
+    """The file of a share that has ended."""
+    with Held(root.lock("shares.lock")):
+        path = os.path.join(root.shares(uuid), name)
+        if not is_locked(path):
+            remove_file(path)
+
+
+def begin(order: Order, visible: str | None) -> int | None:
+    """Take locks, claim the folder, fork the supervisor. The end of a pipe on which it says that there is something to be seen."""
+    attempt = order.attempt
+    try:
+        locks = take_gpus(order)
+    except Refused as refusal:
+        claim(attempt, {"phase": "refused", "refused": refusal.record, **order.first_state()})
+        return None
+    blobs = take_lock(order.root.lock("blobs.lock"), fcntl.LOCK_SH, LOCK_PATIENCE)
+    if blobs is None or order.missing():
+        raise Refusal("busy", "blobs are being swept; ask again")
+    state = {"phase": "claimed", **order.first_state()}
+    lock = claim(attempt, state)
+    assert lock is not None, "a claimed folder has a lock"
+    hear, speak = os.pipe()
+    between = os.fork()
+    if between == 0:
+        detach(order, visible or "", [lock, *locks], blobs, speak)
+    for fd in (lock, *locks, blobs, speak):
+        os.close(fd)
+    os.waitpid(between, 0)
+    return hear
+
+
+def detach(order: Order, visible: str, locks: list[int], blobs: int, speak: int) -> NoReturn:
+    """A grandchild in a session of its own, handed to whoever adopts orphans, becomes the supervisor."""
+    try:
+        os.setsid()
+        if os.fork() == 0:
+            Supervisor(order, visible, locks, blobs, speak).run()
+    except BaseException:  # noqa: BLE001
+        # This process is a copy of one that has an answer to give: whatever happened, it must not go on as that.
+        import traceback
+
+        os.write(2, traceback.format_exc().encode("utf-8", "replace"))
+    finally:
+        os._exit(0)
+
+
+# --- the supervisor -----------------------------------------------------------------------------
+
+
+def prctl(option: int, value: object) -> None:
+    """Of the kernel; without ctypes the rest has to do."""
+    try:
+        import ctypes
+
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+    except (ImportError, OSError, AttributeError):
+        pass
+
+
+SET_DEATH_SIGNAL, SET_NAME, SET_SUBREAPER = 1, 15, 36
+
+
+class Supervisor:
+    """Lives as long as the command and what that has started. The only writer of its folder, but for the cells."""
+
+    def __init__(
+        self, order: Order, visible: str, locks: list[int], blobs: int, speak: int
+    ) -> None:
+        self.order, self.visible = order, visible
+        self.attempt = order.attempt
+        self.lock, self.inherited = locks[0], locks[1:]
+        self.blobs, self.speak = blobs, speak
+        self.state: dict[str, Any] = read_json(self.attempt.at("state.json")) or {}
+        self.child = 0
+        self.begun = time.monotonic()
+        self.next_beat = self.ended_at = 0.0
+        self.last_contact = boot_clock()
+        self.ending: Ending | None = None
+        self.waker = self.bell = -1
+
+    def run(self) -> None:
+        """The whole life."""
+        self.settle()
+        try:
+            self.lay_out()
+        except Refused as refusal:
+            return self.refuse(refusal.record)
+        except OSError as error:
+            code = "disk_full" if is_full(error) else "bad_spec"
+            return self.refuse({"code": code, "message": f"its files cannot be laid out: {error}"})
+        os.close(self.blobs)
+        if self.cancelled():
+            return self.finish(Ending("cancelled", "before it began", 0.0), None)
+        failure = self.start()
+        if failure:
+            return self.finish(failure, None)
+        self.say()
+        ended = self.watch()
+        self.ended_at = time.monotonic()
+        left = self.end_leftovers(ended)
+        ending = self.ending or Ending("exited", "", 0.0)
+        if left:
+            names = ", ".join(f"{command_of(pid)} (pid {pid})" for pid in sorted(left))
+            ending.message += f" still alive: {names}"
+        return self.finish(ending, ended)
+
+    # - before the command
+
+    def settle(self) -> None:
+        """Let go of whoever started it: streams, signals, folder, control group; adopt what the command will leave behind."""
+        for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            signal.signal(signum, signal.SIG_IGN)
+        os.chdir("/")
+        self.leave_streams()
+        self.make_alarms()
+        prctl(SET_SUBREAPER, 1)
+        prctl(SET_NAME, b"groupwise-super")
+        unit = f"groupwise-{self.attempt.name}-{hashlib.sha256(os.fsencode(self.attempt.path)).hexdigest()[:8]}"
+        chosen = methods()
+        if self.order.method in chosen:
+            chosen = chosen[chosen.index(self.order.method) :]
+        scope = enter_scope(unit) if chosen[0] == "systemd" else None
+        if chosen[0] == "systemd" and scope is None:
+            chosen = chosen[1:]
+        self.group = Group() if chosen[0] == "session" else make_group(unit, scope)
+        self.group.limit(self.order.limits.get("ram_mb"))
+        self.state["method"] = chosen[0]
+
+    def leave_streams(self) -> None:
+        """The channel of the request closes when nobody has it open any more. Complaints of this process go to a file."""
+        keep = {self.lock, self.blobs, self.speak, *self.inherited}
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) > 2 and int(name) not in keep:
+                with contextlib.suppress(OSError):  # that of the listing itself
+                    os.close(int(name))
+        nothing = os.open(os.devnull, os.O_RDWR)
+        try:
+            path = self.attempt.at("supervisor.err")
+            complaints = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        except OSError:
+            complaints = nothing
+        for target, source in ((0, nothing), (1, nothing), (2, complaints)):
+            os.dup2(source, target)
+
+    def make_alarms(self) -> None:
+        """What wakes it early: the end of a child, the bell."""
+        self.waker, wake = os.pipe()
+        for fd in (self.waker, wake):
+            os.set_blocking(fd, False)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, woken)
+        with contextlib.suppress(OSError):
+            # Open for writing too, so that it has no end when nobody rings.
+            self.bell = os.open(self.attempt.at("bell"), os.O_RDWR | os.O_NONBLOCK)
+
+    def lay_out(self) -> None:
+        """Files into the working folder."""
+        lay_out(self.order.root, self.attempt.work, self.order.files, copies=False)
+        lay_out(self.order.root, self.attempt.work, self.order.resume_files, copies=True)
+        for path in self.order.artefacts[:1]:
+            make_folder(os.path.dirname(os.path.join(self.attempt.work, path)))
+
+    def refuse(self, record: dict[str, Any]) -> None:
+        """Nothing ran, and nothing will."""
+        remove_tree(self.attempt.work)
+        self.state.update(phase="refused", refused=record)
+        try:
+            write_json(self.attempt.at("state.json"), self.state)
+        except OSError:
+            self.finish(Ending("spawn_failed", record["message"], 0.0, code=126), None)
+        self.group.remove()
+        self.say()
+
+    def say(self) -> None:
+        """There is something to be seen."""
+        os.close(self.speak)
+
+    def start(self) -> Ending | None:
+        """Fork the child, write down who it is, let it go on. What became of it instead, if it could not."""
+        go_on, go = os.pipe()
+        failed, failure = os.pipe()
+        environment = command_environment(self.order, self.visible)
+        tether = os.open(self.attempt.at("tether"), os.O_RDONLY)
+        try:
+            self.child = os.fork()
+        except OSError as error:
+            return Ending(
+                "spawn_failed", f"no process can be made: {error.strerror}", 0.0, code=126
+            )
+        if self.child == 0:
+            for fd in (go, failed, self.lock, self.speak):
+                os.close(fd)
+            become(self.order, environment, go_on, failure, [tether, *self.inherited])
+        self.order.secrets.clear()
+        environment.clear()
+        for fd in (go_on, failure, tether):
+            os.close(fd)
+        try:
+            self.record_child()
+            os.write(go, b"!")
+        except OSError as error:
+            os.close(go)
+            os.waitpid(self.child, 0)
+            return Ending(
+                "spawn_failed", f"its record cannot be written: {error.strerror}", 0.0, code=126
+            )
+        os.close(go)
+        return self.spawn_failure(failed)
+
+    def record_child(self) -> None:
+        """On disk before the command begins."""
+        self.group.take_in(self.child)
+        if self.state["method"] == "cgroup" and not self.group.v2:
+            self.state["method"] = "session"
+        found = process(self.child)
+        self.begun = time.monotonic()
+        self.state.update(
+            phase="running",
+            pid=self.child,
+            start_ticks=found.ticks if found else None,
+            supervisor=os.getpid(),
+            cgroup=self.group.record(),
+            started_at=time.time(),
+        )
+        write_json(self.attempt.at("state.json"), self.state)
+
+    def spawn_failure(self, failed: int) -> Ending | None:
+        """The pipe closes without a word when the program has begun."""
+        with open(failed, "rb") as pipe:
+            words = pipe.read(16).split()
+        if not words:
+            return None
+        os.waitpid(self.child, 0)
+        number = int(words[0])
+        code = 127 if number in (errno.ENOENT, errno.ENOTDIR) else 126
+        program = self.order.spec["arguments"][0]
+        return Ending("spawn_failed", f"{program:.200}: {os.strerror(number)}", 0.0, code=code)
+
+    # - while it runs
+
+    def watch(self) -> Any:
+        """Until the child has ended; how it did. It stays a zombie until all is over, so that its pid means nobody else."""
+        while True:
+            ended = os.waitid(os.P_PID, self.child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is not None:
+                return ended
+            reap_adopted(but=self.child)
+            self.beat()
+            self.perhaps_end()
+            self.sleep()
+
+    def sleep(self) -> None:
+        """Until something wakes it, or the next look is due."""
+        due = TICK
+        if self.ending:
+            due = min(due, max(0.02, self.ending.kill_at - time.monotonic()))
+        alarms = [fd for fd in (self.waker, self.bell) if fd >= 0]
+        for fd in select.select(alarms, [], [], due)[0]:
+            with contextlib.suppress(OSError):
+                os.read(fd, 4096)
+
+    def beat(self) -> None:
+        """A sign of life."""
+        if time.monotonic() >= self.next_beat:
+            set_cell(self.attempt.at("heartbeat"), f"{boot_clock():.3f}")
+            self.next_beat = time.monotonic() + HEARTBEAT
+
+    def cancelled(self) -> bool:
+        """Somebody asked for its end."""
+        return number_in(cell_words(self.attempt.at("cancel"))) is not None
+
+    def perhaps_end(self) -> None:
+        """TERM when there is a reason, KILL when its time is up; KILL again until it works."""
+        reason = self.reason()
+        if reason and not self.ending:
+            self.ending = reason
+            self.terminate()
+        elif reason and self.ending:
+            self.ending.kill_at = min(self.ending.kill_at, reason.kill_at)
+        if self.ending and time.monotonic() >= self.ending.kill_at:
+            self.belonging().kill(patience=0.0)
+
+    def reason(self) -> Ending | None:
+        """Why the command is to end."""
+        now = time.monotonic()
+        grace = number_in(cell_words(self.attempt.at("cancel")))
+        if grace is not None:
+            since = self.ending.since if self.ending else now
+            return Ending("cancelled", "", since + grace)
+        if self.ending:
+            return None
+        limit = self.order.limits.get("time_seconds")
+        if limit is not None and now - self.begun >= limit:
+            message = f"its time limit of {limit:g} s was reached"
+            return Ending("time_limit", message, now + self.order.grace)
+        if self.order.deadman is not None and self.silence() >= self.order.deadman:
+            message = f"no contact with the control plane for {self.order.deadman:g} s"
+            return Ending("deadman", message, now + min(self.order.grace, DEADMAN_GRACE))
+        return None
+
+    def silence(self) -> float:
+        """Seconds of the boot clock since the last contact."""
+        told = number_in(cell_words(self.attempt.at("contact")))
+        self.last_contact = max(self.last_contact, told or 0.0)
+        return boot_clock() - self.last_contact
+
+    def terminate(self) -> None:
+        """Ask the command's session; one that was stopped has to go on to hear it."""
+        for signum in (signal.SIGTERM, signal.SIGCONT):
+            with contextlib.suppress(OSError):  # it may have become another user's
+                os.killpg(self.child, signum)
+
+    def belonging(self) -> Belonging:
+        """Everything of the attempt."""
+        return Belonging(self.attempt, self.state, supervisor=os.getpid())
+
+    # - after it
+
+    def end_leftovers(self, ended: Any) -> dict[int, Process]:
+        """What outlived the command goes too; what would not."""
+        belonging = self.belonging()
+        if not belonging.alive():
+            return {}
+        # How the command ended is known from here on, whatever becomes of this process.
+        with contextlib.suppress(OSError):
+            ending = self.ending or Ending("exited", "", 0.0)
+            write_json(self.attempt.at("outcome.json"), self.exit_record(ending, ended))
+        if self.ending:
+            belonging.terminate(but_session=self.child)
+        else:
+            belonging.terminate(but_session=0)
+        while time.monotonic() < self.leftovers_until() and belonging.alive():
+            reap_adopted(but=self.child)
+            self.beat()
+            time.sleep(0.05)
+        return belonging.kill(KILL_PATIENCE)
+
+    def leftovers_until(self) -> float:
+        """The grace of whoever wanted the end, or a little after an end that nobody wanted."""
+        reason = self.reason()
+        if self.ending:
+            return min(self.ending.kill_at, reason.kill_at if reason else self.ending.kill_at)
+        own = self.ended_at + min(self.order.grace, LEFTOVER_GRACE)
+        return min(own, reason.kill_at) if reason else own
+
+    def finish(self, ending: Ending, ended: Any) -> None:
+        """Take note of the child's end, write the record, go."""
+        if ended is not None:
+            reap_adopted()
+        record = self.exit_record(ending, ended)
+        while not save_exit(self.attempt, record):
+            self.beat()
+            time.sleep(TICK)
+        self.group.remove()
+        self.say_at_last()
+
+    def say_at_last(self) -> None:
+        """To whoever still waits for the first word."""
+        with contextlib.suppress(OSError):  # it has been said
+            self.say()
+
+    def exit_record(self, ending: Ending, ended: Any) -> dict[str, Any]:
+        """How it ended."""
+        import resource
+
+        used = resource.getrusage(resource.RUSAGE_CHILDREN)
+        code, signum = ending.code, None
+        if ended is not None and ended.si_code == os.CLD_EXITED:
+            code = ended.si_status
+        elif ended is not None:
+            signum = ended.si_status
+        count, step = count_checkpoints(self.attempt, self.state)
+        return {
+            "code": code,
+            "signal": signum,
+            "reason": ending.reason,
+            "message": ending.message.strip(),
+            "oom_kill": self.group.oom_kills(),
+            "seconds": round(time.monotonic() - self.begun, 3) if self.child else 0.0,
+            "cpu_seconds": round(used.ru_utime + used.ru_stime, 3),
+            "max_rss_mb": used.ru_maxrss >> 10,
+            "finished_at": time.time(),
+            "tail": tail_of(self.attempt.at("log")),
+            "checkpoints": count,
+            "step": step,
+        }
+
+
+class Ending:
+    """Why and until when."""
+
+    def __init__(self, reason: str, message: str, kill_at: float, code: int | None = None) -> None:
+        self.reason, self.message, self.kill_at, self.code = reason, message, kill_at, code
+        self.since = time.monotonic()
+
+
+def woken(_signum: int, _frame: object) -> None:
+    """The pipe that wakes the supervisor has been written to by then."""
+
+
+def tail_of(path: str) -> str:
+    """The end of a log, as text."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+            return file.read(TAIL).decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def save_exit(attempt: Attempt, record: dict[str, Any]) -> bool:
+    """At once and for good. On a full disk, in the room that was set aside: overwritten in place, blanks after it, then renamed."""
+    try:
+        write_json(attempt.at("exit.json"), record)
+        return True
+    except OSError:
+        pass
+    try:
+        fd = os.open(attempt.at("reserve"), os.O_WRONLY | os.O_NOFOLLOW)
+        with open(fd, "wb") as file:
+            file.write(as_bytes(record).ljust(RESERVE))
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(attempt.at("reserve"), attempt.at("exit.json"))
+        sync_folder(attempt.path)
+        return True
+    except OSError:
+        return False
+
+
+def command_environment(order: Order, visible: str) -> dict[str, str]:
+    """Little of the machine's, then the job's, its secrets, and what the runner alone knows."""
+    attempt = order.attempt
+    environment = {
+        "HOME": os.path.expanduser("~"),
+        "USER": user_name(),
+        "LOGNAME": user_name(),
+        "LANG": os.environ.get("LANG") or "C.UTF-8",
+        **order.spec.get("environment", {}),
+        **order.environment,
+        **order.secrets,
+        "PATH": order.path,
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": visible,
+        ATTEMPT_VARIABLE: attempt.name,
+        FOLDER_VARIABLE: attempt.path,
+    }
+    if order.artefacts:
+        environment["GROUPWISE_OUTPUT"] = os.path.join(attempt.work, order.artefacts[0])
+    if order.resume_path:
+        environment["RESUME_FROM"] = os.path.join(attempt.work, order.resume_path)
+    if order.members > 1:
+        environment["NODE_RANK"], environment["NNODES"] = str(order.rank), str(order.members)
+        environment["GROUPWISE_RENDEZVOUS"] = attempt.name
+    return environment
+
+
+def become(
+    order: Order, environment: dict[str, str], go_on: int, failure: int, inherited: list[int]
+) -> NoReturn:
+    """In the child: wait for the supervisor's word, then be the command. Dies with its supervisor."""
+    try:
+        os.setsid()
+        prctl(SET_DEATH_SIGNAL, int(signal.SIGKILL))
+        if os.read(go_on, 1):
+            exec_command(order, environment, inherited)
+    except OSError as error:
+        os.write(failure, b"%d" % (error.errno or errno.EIO))
+    except BaseException:  # noqa: BLE001  (it must not go on as a second supervisor, whatever exec would not take)
+        os.write(failure, b"%d" % errno.EINVAL)
+    finally:
+        os._exit(127)
+
+
+def exec_command(order: Order, environment: dict[str, str], inherited: list[int]) -> NoReturn:
+    """Streams, folder and signals as a program expects them."""
+    log = os.open(order.attempt.at("log"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for target, source in ((0, nothing), (1, log), (2, log)):
+        os.dup2(source, target)
+    for fd in inherited:
+        os.set_inheritable(fd, True)
+    os.chdir(order.attempt.work)
+    os.umask(0o022)
+    for signum in (
+        signal.SIGTERM,
+        signal.SIGHUP,
+        signal.SIGINT,
+        signal.SIGPIPE,
+        signal.SIGCHLD,
+        signal.SIGXFSZ,
+    ):
+        signal.signal(signum, signal.SIG_DFL)
+    arguments = order.spec["arguments"]
+    program = find_program(arguments[0], order.path) or arguments[0]
+    os.execve(program, arguments, environment)
+
+
+def enter_scope(unit: str) -> str | None:
+    """Have the system's service manager put this process into a transient scope, out of the login session that may be ended as a whole.
+
+    The scope's control group. This process moves into a part of it: what is empty itself may hand its controllers on.
+    """
+    import subprocess
+
+    names = ("org.freedesktop.systemd1", "/org/freedesktop/systemd1")
+    method = ("org.freedesktop.systemd1.Manager", "StartTransientUnit", "ssa(sv)a(sa(sv))")
+    settings = ("2", "PIDs", "au", "1", str(os.getpid()), "Delegate", "b", "true", "0")
+    call = ("busctl", "call", *names, *method, unit + ".scope", "fail", *settings)
+    quiet = subprocess.DEVNULL
+    try:
+        subprocess.run(call, stdin=quiet, stdout=quiet, timeout=SCOPE_PATIENCE, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    until = time.monotonic() + SCOPE_PATIENCE
+    while unit not in own_groups().get("v2", ""):
+        if time.monotonic() > until:
+            return None
+        time.sleep(0.02)
+    scope = own_groups()["v2"]
+    inner = make_leaf(scope, "supervisor")
+    if inner:
+        write_control(os.path.join(inner, "cgroup.procs"), str(os.getpid()))
+    return scope
+
+
+# --- one request --------------------------------------------------------------------------------
+
+VERBS: dict[str, Callable[[Root, dict[str, Any], BinaryIO], Answered]] = {
+    "hello": verb_hello,
+    "observe": verb_observe,
+    "missing": verb_missing,
+    "put": verb_put,
+    "join": verb_join,
+    "launch": verb_launch,
+    "void": verb_void,
+    "status": verb_status,
+    "wait": verb_wait,
+    "touch": verb_touch,
+    "kill": verb_kill,
+    "log": verb_log,
+    "manifest": verb_manifest,
+    "read": verb_read,
+    "release": verb_release,
+    "forget": verb_forget,
+    "sweep": verb_sweep,
+}
+
+
+def answer_request(body: dict[str, Any], payload: BinaryIO) -> NoReturn:
+    """Called by the bootstrap with a body whose length and hash agreed."""
+    os.umask(0o077)
+    try:
+        answer, data = carry_out(body, payload)
+        answer = {"ok": True, **answer}
+    except Refusal as refusal:
+        answer, data = {"error": refusal.body}, b""
+    except OSError as error:
+        code = "disk_full" if is_full(error) else "os_error"
+        answer, data = {"error": {"code": code, "message": str(error)}}, b""
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        # Bodies come from outside, and anything may be in them. Not the message: it may hold a value.
+        where = lines_of(error)
+        message = f"a field is missing or of another kind than expected ({type(error).__name__} at {where})"
+        answer, data = {"error": {"code": "bad_request", "message": message}}, b""
+    send_answer(answer, data)
+
+
+def carry_out(body: dict[str, Any], payload: BinaryIO) -> Answered:
+    """Find the verb, do it."""
+    if body.get("protocol") not in SPOKEN:
+        raise Refusal("protocol", "this runner speaks {}".format(", ".join(map(str, SPOKEN))))
+    verb = VERBS.get(text_of(body, "verb"))
+    if verb is None:
+        raise Refusal("unknown_verb", "there are: {}".format(", ".join(VERBS)))
+    return verb(root_of(body), body, payload)
+
+
+def lines_of(error: BaseException) -> str:
+    """Lines of this file that an error came through."""
+    found: list[str] = []
+    trace = error.__traceback__
+    while trace is not None:
+        found.append(str(trace.tb_lineno))
+        trace = trace.tb_next
+    return ", ".join(found[1:])
+
+
+def send_answer(answer: dict[str, Any], data: bytes) -> NoReturn:
+    """Write it out and end, without what Python does at its end."""
+    text = as_bytes(answer)
+    sha = hashlib.sha256(text).hexdigest()
+    head = f"GROUPWISE-ANSWER {PROTOCOL} {len(text)} {sha} {len(data)}\n"
+    whole = memoryview(head.encode("ascii") + text + data)
+    try:
+        while whole:
+            whole = whole[os.write(1, whole) :]
+    except OSError:
+        pass  # whoever asked has gone
+    os._exit(0)

@@ -1,0 +1,202 @@
+"""What every way to a machine keeps, as whoever calls it relies on it:
+
+1. An answer is the machine's, whole, whatever its shell prints before it, and however long request and answer are.
+2. A refusal is RunnerRefused. A request of which nothing was sent is HostUnreachable. What may have arrived is OutcomeUnknown.
+3. A call ends when the answer is there or its time is over, whatever the machine's processes do after that.
+4. Any number of calls may be under way at once, and none waits for another's answer.
+5. Closed means closed: calls under way end as OutcomeUnknown, later ones as HostUnreachable.
+6. Secrets arrive, and are neither in the request's text for people nor in the arguments or the environment of a process.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.hosts.local import LocalHost
+from groupwise.hosts.port import (
+    Answer,
+    Host,
+    HostUnreachable,
+    OutcomeUnknown,
+    Request,
+    RunnerRefused,
+)
+from groupwise.hosts.ssh import Address, SshHost
+from tests import ssh_hosts
+
+STAND_IN = Path(ssh_hosts.__file__).with_name("stand_in_runner.py").read_text()
+PLENTY = 30.0
+
+
+def request(verb: str, payload: bytes = b"", **fields: Any) -> Request:
+    digest = hashlib.sha256(STAND_IN.encode()).hexdigest()
+    body = {"root": "fleet", "runner": digest, "source": STAND_IN, **fields}
+    return Request(verb, body, payload)
+
+
+@dataclass
+class Machine:
+    """A machine, and a new way to it with each `reach`."""
+
+    folder: Path
+    """Where the stand-in may write."""
+    login: Address | None = None
+    home: Path | None = None
+
+    def reach(self) -> Host:
+        if self.login is not None:
+            return SshHost(self.login)
+        return LocalHost(environment={"HOME": str(self.home), "PATH": "/usr/bin:/bin"})
+
+    def marker(self, name: str) -> Path:
+        """A file that the stand-in writes to when a request has arrived."""
+        marker = self.folder / name
+        marker.touch()
+        marker.chmod(0o666)
+        return marker
+
+
+def address(host: ssh_hosts.Host) -> Address:
+    row = host.vm_row()
+    return Address(
+        row["ip_address"], row["user"], row["port"], row["ssh_key_path"], row["host_key"]
+    )
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "local",
+        pytest.param("ssh", marks=pytest.mark.fleet),
+        pytest.param("ssh in namespaces", marks=pytest.mark.fleet),
+    ],
+)
+def machine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Machine]:
+    if request.param == "local":
+        home = tmp_path_factory.mktemp("home")
+        yield Machine(home, home=home)
+    elif request.param == "ssh":
+        with ssh_hosts.loopback_hosts() as [host]:
+            yield Machine(host.home, address(host))
+    else:
+        with ssh_hosts.own_network(), ssh_hosts.full_hosts() as [host]:
+            yield Machine(host.home, address(host))
+
+
+@pytest.fixture
+async def host(machine: Machine) -> AsyncIterator[Host]:
+    host = machine.reach()
+    yield host
+    await host.close()
+
+
+async def ask(host: Host, verb: str, payload: bytes = b"", **fields: Any) -> Answer:
+    return await host.call(request(verb, payload, **fields), timeout=PLENTY)
+
+
+async def arrived(marker: Path) -> None:
+    while not marker.stat().st_size:  # noqa: ASYNC110, ASYNC240  # another process writes it
+        await asyncio.sleep(0.005)
+
+
+async def test_what_was_asked_arrives_and_what_was_answered_comes_back(host: Host) -> None:
+    answer = await ask(
+        host, "echo", some="words; $(touch x) 'and' \"quotes\"\n", more=[1, None, "é\0"]
+    )
+    told = answer.body["told"]
+    assert told["verb"] == "echo"
+    assert told["some"] == "words; $(touch x) 'and' \"quotes\"\n"
+    assert told["more"] == [1, None, "é\0"]
+    assert answer.payload == b""
+
+
+async def test_the_runner_is_kept_on_the_machine(host: Host) -> None:
+    await ask(host, "echo")
+    kept = request("echo")
+    body = {name: value for name, value in kept.body.items() if name != "source"}
+    assert (await host.call(Request("echo", body), timeout=PLENTY)).body["ok"] is True
+    body["runner"] = "0" * 64
+    assert (await host.call(Request("echo", body), timeout=PLENTY)).body == {"need": "runner"}
+
+
+async def test_big_payloads_go_both_ways(host: Host) -> None:
+    data = bytes(range(256)) * (48 << 12)  # 48 MiB
+    answer = await ask(host, "echo", data, back=16 << 20)
+    assert answer.body["came"] == hashlib.sha256(data).hexdigest()
+    assert answer.payload == b"\xff\n" * (16 << 20)
+
+
+async def test_a_refusal_says_why(host: Host) -> None:
+    with pytest.raises(RunnerRefused, match="no room") as refused:
+        await ask(host, "refuse")
+    assert refused.value.code == "disk_full"
+
+
+async def test_a_runner_that_ends_without_an_answer_leaves_it_open_what_happened(
+    host: Host,
+) -> None:
+    with pytest.raises(OutcomeUnknown, match=r"status 3.*it is dying"):
+        await ask(host, "die")
+
+
+async def test_no_answer_in_time_leaves_it_open_what_happened(host: Host, machine: Machine) -> None:
+    with pytest.raises(OutcomeUnknown, match=r"within 0\.\d s"):
+        await host.call(request("sleep", seconds=20), timeout=0.5)
+    assert (await ask(host, "echo")).body["ok"] is True
+
+
+async def test_an_answer_does_not_wait_for_what_was_left_behind(host: Host) -> None:
+    async with asyncio.timeout(10):
+        await ask(host, "linger", seconds=20)
+
+
+async def test_more_calls_at_once_than_a_connection_takes(host: Host) -> None:
+    answers = await asyncio.gather(*(ask(host, "echo", n=n) for n in range(25)))
+    assert [answer.body["told"]["n"] for answer in answers] == list(range(25))
+
+
+async def test_a_call_that_takes_long_holds_up_no_other(host: Host) -> None:
+    waiting = [asyncio.create_task(ask(host, "sleep", seconds=3)) for _ in range(12)]
+    await asyncio.gather(*(ask(host, "echo") for _ in range(12)))
+    assert not any(task.done() for task in waiting)
+    await asyncio.gather(*waiting)
+
+
+async def test_a_call_that_is_given_up_holds_up_no_other(host: Host, machine: Machine) -> None:
+    for n in range(12):
+        marker = machine.marker(f"given-up-{n}")
+        call = asyncio.create_task(ask(host, "sleep", seconds=20, mark=str(marker)))
+        await arrived(marker)
+        call.cancel()
+        await asyncio.wait({call})
+        assert call.cancelled()
+    assert (await ask(host, "echo")).body["ok"] is True
+
+
+async def test_closing_ends_what_is_under_way(machine: Machine) -> None:
+    host = machine.reach()
+    await ask(host, "echo")
+    marker = machine.marker("closing")
+    call = asyncio.create_task(ask(host, "sleep", seconds=20, mark=str(marker)))
+    await arrived(marker)
+    await host.close()
+    with pytest.raises(OutcomeUnknown, match="closed"):
+        await call
+    with pytest.raises(HostUnreachable, match="closed"):
+        await ask(host, "echo")
+    await host.close()
+
+
+async def test_secrets_arrive_and_are_not_shown(host: Host) -> None:
+    asked = request("echo")
+    hidden = Request("echo", asked.body, secrets={"TOKEN": "canary-7f31"})
+    assert "canary-7f31" not in repr(hidden)
+    answer = await host.call(hidden, timeout=PLENTY)
+    assert answer.body["secrets"] == {"TOKEN": hashlib.sha256(b"canary-7f31").hexdigest()}

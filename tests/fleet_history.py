@@ -1,0 +1,354 @@
+"""Judges what a fleet did, from a history of what happened, knowing nothing of how the fleet works.
+
+Whoever runs a test writes the history: fake trainers write when they start, step and stop, the test writes what it asked for, what it did
+to machines and what it was told, and at the end what it finds. A record is a flat JSON object; `at` orders them (seconds or numbers, of
+one clock), `what` says what happened:
+
+    accepted            job                                 somebody was told that the job is taken
+    start               job epoch rank vm gpus [share_mb members]   its command begins, as one of so many
+    step                job epoch rank vm                   it is alive
+    stop                job epoch rank vm code [why]        it has ended; a negative code is a signal. `why` cancelled: the runner ended it
+    gone                job epoch rank vm                   the test killed it, so that it could write no stop
+    refused             job epoch rank vm                   its runner would not begin it
+    supervisor_killed   job epoch rank vm                   the test killed what watches over it
+    power_off           vm                                  everything that ran there is gone
+    cancel_requested    job
+    lost                vm                                  an operator says that it does not come back
+    status              job status generation [exit_code]   what somebody was told, or found
+    wrote               job epoch rank data                 what the command printed, in pieces
+    mirrored            job epoch rank data [whole]         what the fleet has of that; `whole` when the attempt is over
+    reserved            job epoch vm gpu                    a reservation that is open at the end
+
+`violations` returns every promise that the history breaks, in words. A start without an end runs until the history ends: what nobody saw
+ending is taken to have gone on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+Record = Mapping[str, Any]
+
+FINAL = {"completed", "failed", "cancelled"}
+RETRIED_FROM = {"failed", "cancelled"}
+EXCUSES = {"refused", "supervisor_killed"}
+"""After one of these the rest of an attempt is rightly ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Execution:
+    """One member of one attempt, from its start to its end."""
+
+    job: str
+    epoch: int
+    rank: int
+    vm: str
+    gpus: tuple[str, ...]
+    share_mb: int | None
+    members: int
+    begin: float
+    end: float
+    code: int | None
+    """None: nobody saw it stop."""
+    why: str | None
+
+    def __str__(self) -> str:
+        return f"{self.job}.{self.epoch} rank {self.rank} on {self.vm}"
+
+    def overlaps(self, other: Execution) -> bool:
+        """They were alive at the same time."""
+        return self.begin < other.end and other.begin < self.end
+
+    def alive(self, at: float) -> bool:
+        """It ran at that moment."""
+        return self.begin <= at < self.end
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """A history from a file of JSON lines. A last line that is torn was never written."""
+    lines = path.read_bytes().split(b"\n")
+    return [json.loads(line) for line in lines[:-1] if line]
+
+
+def violations(
+    history: Iterable[Record],
+    *,
+    settled: bool = True,
+    patience: float = math.inf,
+    gpu_memory_mb: int | None = None,
+) -> list[str]:
+    """What is broken. `settled`: at the end everything had time to finish. `patience`: how long a job may wait for its first start."""
+    ordered = sorted(history, key=lambda r: r["at"])
+    runs = _executions(ordered)
+    return [
+        *_twice(runs),
+        *_overlapping(runs),
+        *_shared_gpus(runs, gpu_memory_mb),
+        *_not_final(ordered),
+        *_wrong_outcomes(ordered, runs),
+        *_ran_again(ordered, runs),
+        *_alive_after_cancel(ordered, runs),
+        *_touched(ordered, runs),
+        *_wrong_logs(ordered),
+        *(_lost(ordered) if settled else ()),
+        *(_leaked(ordered) if settled else ()),
+        *_starved(ordered, runs, patience),
+    ]
+
+
+def assert_kept(history: Iterable[Record], **how: Any) -> None:
+    """Fails with everything that is broken, and the history that broke it."""
+    kept = list(history)
+    found = violations(kept, **how)
+    told = "\n".join(json.dumps(record, default=str) for record in kept)
+    assert not found, "\n".join(found) + "\n\n" + told
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# Who ran when
+# ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+def _executions(ordered: Sequence[Record]) -> list[Execution]:
+    runs: list[Execution] = []
+    for index, record in enumerate(ordered):
+        if record["what"] == "start":
+            end, code, why = _end_of(record, ordered[index + 1 :])
+            runs.append(_execution(record, end, code, why))
+    return runs
+
+
+def _execution(start: Record, end: float, code: int | None, why: str | None) -> Execution:
+    return Execution(
+        job=start["job"],
+        epoch=start["epoch"],
+        rank=start["rank"],
+        vm=start["vm"],
+        gpus=tuple(start["gpus"]),
+        share_mb=start.get("share_mb"),
+        members=start.get("members", 1),
+        begin=start["at"],
+        end=end,
+        code=code,
+        why=why,
+    )
+
+
+def _end_of(start: Record, later: Sequence[Record]) -> tuple[float, int | None, str | None]:
+    who = ("job", "epoch", "rank", "vm")
+    for record in later:
+        what = record["what"]
+        if what == "power_off" and record["vm"] == start["vm"]:
+            return record["at"], None, "power_off"
+        if what in ("stop", "gone") and all(record[k] == start[k] for k in who):
+            return record["at"], record.get("code"), record.get("why", what)
+    return math.inf, None, None
+
+
+def _by_job(runs: Sequence[Execution]) -> dict[str, list[Execution]]:
+    found: dict[str, list[Execution]] = defaultdict(list)
+    for run in runs:
+        found[run.job].append(run)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# What was promised
+# ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+def _twice(runs: Sequence[Execution]) -> list[str]:
+    seen: set[tuple[str, int, int]] = set()
+    found: list[str] = []
+    for run in runs:
+        name = (run.job, run.epoch, run.rank)
+        if name in seen:
+            found.append(f"{run}: the same member of the same attempt began twice")
+        seen.add(name)
+    return found
+
+
+def _overlapping(runs: Sequence[Execution]) -> list[str]:
+    return [
+        f"{one} and {other}: two executions of one job at the same time"
+        for mine in _by_job(runs).values()
+        for index, one in enumerate(mine)
+        for other in mine[index + 1 :]
+        if one.epoch != other.epoch and one.overlaps(other)
+    ]
+
+
+def _shared_gpus(runs: Sequence[Execution], memory_mb: int | None) -> list[str]:
+    users: dict[tuple[str, str], list[Execution]] = defaultdict(list)
+    for run in runs:
+        for gpu in run.gpus:
+            users[run.vm, gpu].append(run)
+    found: list[str] = []
+    for (vm, gpu), mine in users.items():
+        for index, one in enumerate(mine):
+            beside = [o for o in mine[:index] if o.alive(one.begin)]
+            whole = [o for o in beside if o.share_mb is None or one.share_mb is None]
+            found += [f"{one} and {o}: both have GPU {gpu} of {vm}" for o in whole]
+            used = sum(o.share_mb or 0 for o in (*beside, one))
+            if memory_mb is not None and not whole and used > memory_mb:
+                found.append(f"{one}: shares of GPU {gpu} of {vm} come to {used} of {memory_mb} MB")
+    return found
+
+
+def _statuses(ordered: Sequence[Record]) -> dict[str, list[Record]]:
+    found: dict[str, list[Record]] = defaultdict(list)
+    for record in ordered:
+        if record["what"] == "status":
+            found[record["job"]].append(record)
+    return found
+
+
+def _not_final(ordered: Sequence[Record]) -> list[str]:
+    found: list[str] = []
+    for job, told in _statuses(ordered).items():
+        for before, after in pairwise(told):
+            same = before["generation"] == after["generation"]
+            if same and before["status"] in FINAL and after["status"] != before["status"]:
+                found.append(f"{job} was {before['status']} and became {after['status']}")
+            if after["generation"] < before["generation"]:
+                found.append(f"{job} went back to generation {after['generation']}")
+            if not same and before["status"] == "completed":
+                found.append(f"{job} was completed and was begun again")
+    return found
+
+
+def _attempts(runs: Sequence[Execution]) -> dict[int, list[Execution]]:
+    found: dict[int, list[Execution]] = defaultdict(list)
+    for run in sorted(runs, key=lambda r: (r.epoch, r.rank)):
+        found[run.epoch].append(run)
+    return found
+
+
+def _succeeded(attempt: Sequence[Execution]) -> bool:
+    """All members were there and ended well by themselves."""
+    whole = len(attempt) == attempt[0].members
+    return whole and all(run.code == 0 and run.why != "cancelled" for run in attempt)
+
+
+def _wrong_outcomes(ordered: Sequence[Record], runs: Sequence[Execution]) -> list[str]:
+    found: list[str] = []
+    by_job = _by_job(runs)
+    for job, told in _statuses(ordered).items():
+        last = told[-1]
+        attempts = _attempts([r for r in by_job.get(job, ()) if r.begin < last["at"]])
+        if last["status"] == "completed" and not any(map(_succeeded, attempts.values())):
+            found.append(f"{job} is completed, and no attempt of it succeeded")
+        thrown_away = last["status"] in RETRIED_FROM and any(map(_succeeded, attempts.values()))
+        if thrown_away and last["generation"] == 0:
+            found.append(f"{job} is {last['status']}, and an attempt of it succeeded")
+        if (code := last.get("exit_code")) is not None and last["status"] in FINAL and attempts:
+            codes = {_as_shell(run.code) for run in attempts[max(attempts)]}
+            if code not in codes:
+                found.append(f"{job} is said to have exited with {code}; it did with {codes}")
+    return found
+
+
+def _as_shell(code: int | None) -> int | None:
+    return 128 - code if code is not None and code < 0 else code
+
+
+def _ran_again(ordered: Sequence[Record], runs: Sequence[Execution]) -> list[str]:
+    """What had succeeded on a machine that was lost with its artefacts has to be run again; nothing else has."""
+    lost = {(r["vm"], r["at"]) for r in ordered if r["what"] == "lost"}
+    found: list[str] = []
+    for job, mine in _by_job(runs).items():
+        attempts = _attempts(mine)
+        done = [
+            epoch
+            for epoch, attempt in attempts.items()
+            if _succeeded(attempt)
+            and not any(vm == run.vm and at > run.end for run in attempt for vm, at in lost)
+        ]
+        if done and max(attempts) > min(done):
+            found.append(f"{job} was run again after {job}.{min(done)} had succeeded")
+    return found
+
+
+def _alive_after_cancel(ordered: Sequence[Record], runs: Sequence[Execution]) -> list[str]:
+    found: list[str] = []
+    for job, told in _statuses(ordered).items():
+        for record in told:
+            if record["status"] == "cancelled":
+                alive = [r for r in runs if r.job == job and r.alive(record["at"])]
+                found += [f"{run} was alive when {job} was said to be cancelled" for run in alive]
+    return found
+
+
+def _touched(ordered: Sequence[Record], runs: Sequence[Execution]) -> list[str]:
+    """Ended by the fleet though nobody wanted it to, and nothing of its gang had failed."""
+    found: list[str] = []
+    for run in runs:
+        if run.why != "cancelled":
+            continue
+        before = [r for r in ordered if r["at"] < run.end]
+        wanted = any(r["what"] == "cancel_requested" and r["job"] == run.job for r in before)
+        gang = [r for r in runs if (r.job, r.epoch) == (run.job, run.epoch) and r is not run]
+        failed = any(r.end < run.end and r.code != 0 for r in gang)
+        given_up = any(
+            r["what"] == "lost" and r["vm"] in {run.vm, *(g.vm for g in gang)} for r in before
+        )
+        excused = any(
+            r["what"] in EXCUSES and (r["job"], r["epoch"]) == (run.job, run.epoch) for r in before
+        )
+        if not (wanted or failed or given_up or excused):
+            found.append(f"{run} was healthy and was ended")
+    return found
+
+
+def _wrong_logs(ordered: Sequence[Record]) -> list[str]:
+    written: dict[tuple[str, int, int], str] = defaultdict(str)
+    found: list[str] = []
+    for record in ordered:
+        name = (record.get("job", ""), record.get("epoch", 0), record.get("rank", 0))
+        if record["what"] == "wrote":
+            written[name] += record["data"]
+        if record["what"] == "mirrored":
+            text, whole = record["data"], record.get("whole", False)
+            if not written[name].startswith(text) or (whole and text != written[name]):
+                found.append(f"{name[0]}.{name[1]}: its mirrored log is not what it wrote")
+    return found
+
+
+def _lost(ordered: Sequence[Record]) -> list[str]:
+    told = _statuses(ordered)
+    found: list[str] = []
+    for record in ordered:
+        if record["what"] == "accepted":
+            job = record["job"]
+            last = told[job][-1]["status"] if told.get(job) else "nowhere"
+            if last not in FINAL:
+                found.append(f"{job} was accepted and is {last} in the end")
+    return found
+
+
+def _leaked(ordered: Sequence[Record]) -> list[str]:
+    last = {job: told[-1] for job, told in _statuses(ordered).items()}
+    return [
+        f"{r['job']}.{r['epoch']} still holds {r['gpu']} of {r['vm']}"
+        for r in ordered
+        if r["what"] == "reserved" and last.get(r["job"], {}).get("status") in FINAL
+    ]
+
+
+def _starved(ordered: Sequence[Record], runs: Sequence[Execution], patience: float) -> list[str]:
+    first: dict[str, float] = {}
+    for run in runs:
+        first[run.job] = min(run.begin, first.get(run.job, math.inf))
+    end = ordered[-1]["at"] if ordered else 0.0
+    return [
+        f"{r['job']} waited for more than {patience:g}"
+        for r in ordered
+        if r["what"] == "accepted" and min(first.get(r["job"], end), end) - r["at"] > patience
+    ]

@@ -1,0 +1,226 @@
+"""A fleet for tests: a real database, machines that exist only in this process, and dispatchers that are in a hurry.
+
+Nothing here waits for time to pass: `until` lets the machines work until a condition holds. Leases run out when a test says so. What
+happens is one history, that of the machines, into which everything that the database says of jobs is written as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sqlalchemy import Select, select, update
+from sqlalchemy.orm import Session
+
+from groupwise.fleet import admission
+from groupwise.fleet.attempts import Machine
+from groupwise.fleet.database import Database, seconds
+from groupwise.fleet.dispatcher import GlobalJobDispatcher, Parts, Rhythm, Tuning
+from groupwise.fleet.drive import Part, Pauses
+from groupwise.fleet.effects import Gateway, Hook, Side
+from groupwise.fleet.request import JobRequest
+from groupwise.fleet.states import Cleanup, Contact
+from groupwise.fleet.tables import GPU, VM, Attempt, Job, Reservation
+from groupwise.fleet.watching import Pauses as WatchPauses
+from groupwise.hosts.files import BlobStore
+from groupwise.hosts.port import Host
+from groupwise.testing.fake_hosts import FakeHosts
+from tests.fleet_history import assert_kept
+
+Row = TypeVar("Row")
+
+LONGEST = 10.0
+"""Seconds after which a test that waits has failed."""
+
+
+class NoChance(random.Random):
+    """Always the least: no pause before a job is tried again."""
+
+    def uniform(self, a: float, b: float) -> float:
+        return a
+
+
+class SilentBell:
+    """A doorbell that nobody rings."""
+
+    async def wait(self, timeout: float) -> frozenset[str]:
+        await asyncio.sleep(timeout)
+        return frozenset()
+
+
+class Fetched:
+    """Logs, checkpoints and artefacts, kept in memory."""
+
+    def __init__(self) -> None:
+        self.logs: dict[tuple[str, int], bytes] = {}
+        self.problem: str | None = None
+        self.collections = 0
+
+    async def catch_up(self, part: Part, size: int) -> None:
+        found = await part.runner.log(part.job_id, part.epoch, 0)
+        self.logs[part.job_id, part.epoch] = found.data[:size]
+
+    async def mirror(self, part: Part) -> None:
+        """These machines have no checkpoints."""
+
+    async def collect(self, part: Part) -> str | None:
+        self.collections += 1
+        await part.runner.manifest(part.job_id, part.epoch)
+        return self.problem
+
+
+def quick() -> Tuning:
+    return Tuning(
+        rhythm=Rhythm(renew=0.05, adopt=0.02, sweep=0.01, reconcile=0.03, after_crash=0.01),
+        pauses=Pauses(first=0.004, longest=0.02, idle=0.05),
+        watch_pauses=WatchPauses(poll=0.5, first=0.004, longest=0.02),
+        chance=NoChance(),
+    )
+
+
+def nothing(name: str, side: Side) -> None:
+    """A hook that lets live."""
+
+
+class Rig:
+    """A database, machines and dispatchers."""
+
+    def __init__(
+        self, database: Database, folder: Path, machines: Mapping[str, Sequence[str]]
+    ) -> None:
+        self.database = database
+        self.rack = FakeHosts(machines)
+        self.fetched = Fetched()
+        self.store = BlobStore(folder / "blobs")
+        self._told: dict[str, tuple[str, int]] = {}
+        database.run(lambda s: _add_machines(s, machines))
+
+    # what people do
+
+    def submit(self, job_id: str, **request: Any) -> None:
+        wanted = JobRequest.model_validate(
+            {"arguments": ["train", "--quickly"], "resources": {"gpus": 1}} | request
+        )
+        self.database.run(
+            lambda s: admission.submit(
+                s, wanted, actor="user:test", project="default", job_id=job_id
+            )
+        )
+        self.rack.record("accepted", job=job_id)
+
+    def cancel(self, job_id: str) -> None:
+        self.rack.record("cancel_requested", job=job_id)
+        self.database.run(
+            lambda s: s.execute(
+                update(Job).where(Job.job_id == job_id).values(cancel_requested_at=seconds(s))
+            )
+        )
+
+    def lose(self, vm_id: str) -> None:
+        self.rack.record("lost", vm=vm_id)
+        self.database.run(
+            lambda s: s.execute(update(VM).where(VM.vm_id == vm_id).values(lost_at=seconds(s)))
+        )
+
+    # dispatchers
+
+    def dispatcher(self, owner: str = "one", hook: Hook = nothing) -> GlobalJobDispatcher:
+        parts = Parts(
+            database=self.database,
+            host=self.host,
+            bell=SilentBell(),
+            logs=self.fetched,
+            checkpoints=self.fetched,
+            collector=self.fetched,
+            store=self.store,
+        )
+        return GlobalJobDispatcher(
+            parts, quick(), owner=owner, gateway=Gateway(self.database, hook)
+        )
+
+    def host(self, machine: Machine) -> Host:
+        return self.rack[machine.vm_id]
+
+    def expire_leases(self) -> None:
+        """Half a minute passes in which nobody renews."""
+        self.database.run(lambda s: s.execute(update(Attempt).values(lease_until=0.0)))
+
+    # looking
+
+    def job(self, job_id: str) -> Job:
+        return self._rows(select(Job).where(Job.job_id == job_id))[0]
+
+    def attempts(self, job_id: str) -> list[Attempt]:
+        return self._rows(select(Attempt).where(Attempt.job_id == job_id).order_by(Attempt.epoch))
+
+    def open_reservations(self) -> list[Reservation]:
+        return self._rows(select(Reservation).where(Reservation.released_at.is_(None)))
+
+    def _rows(self, query: Select[tuple[Row]]) -> list[Row]:
+        def look(session: Session) -> list[Row]:
+            found = list(session.scalars(query))
+            session.expunge_all()
+            return found
+
+        return self.database.read(look)
+
+    def is_clean(self) -> bool:
+        """Nothing is left to do about any attempt."""
+        query = select(Attempt.epoch).where(Attempt.cleanup != Cleanup.CLEAN).limit(1)
+        return self.database.read(lambda s: s.scalar(query)) is None
+
+    def has(self, job_id: str, *statuses: str) -> Callable[[], bool]:
+        return lambda: self.job(job_id).status in statuses
+
+    def note(self) -> None:
+        """What the database says of each job, into the history."""
+        rows = self.database.read(
+            lambda s: s.execute(select(Job.job_id, Job.status, Job.generation, Job.exit_code)).all()
+        )
+        for job_id, status, generation, exit_code in rows:
+            if self._told.get(job_id) != (status, generation):
+                self._told[job_id] = (status, generation)
+                self.rack.record(
+                    "status", job=job_id, status=status, generation=generation, exit_code=exit_code
+                )
+
+    async def until(self, condition: Callable[[], bool], *, ticks: bool = True) -> None:
+        """Let machines work and dispatchers run until it holds."""
+        try:
+            async with asyncio.timeout(LONGEST):
+                while True:
+                    self.note()
+                    if condition():
+                        return
+                    if ticks:
+                        self.rack.tick()
+                    await asyncio.sleep(0.002)
+        except TimeoutError:
+            states = {a.epoch: (a.state, a.cleanup, a.evidence) for a in self._all_attempts()}
+            raise AssertionError(f"it never came to that: {states}\n{self.rack.history}") from None
+
+    def _all_attempts(self) -> list[Attempt]:
+        return self._rows(select(Attempt))
+
+    def judge(self, *, settled: bool = True) -> None:
+        """Every promise was kept."""
+        self.note()
+        history = list(self.rack.history)
+        for held in self.open_reservations():
+            record = {"what": "reserved", "vm": held.vm_id, "gpu": held.gpu_id, "epoch": held.epoch}
+            job = next(a.job_id for a in self._all_attempts() if a.epoch == held.epoch)
+            history.append({"at": len(history), "job": job, **record})
+        assert_kept(history, settled=settled)
+
+
+def _add_machines(session: Session, machines: Mapping[str, Sequence[str]]) -> None:
+    for vm_id, gpus in machines.items():
+        session.add(VM(vm_id=vm_id, contact=Contact.OK, observed_round=seconds(session)))
+        session.flush()
+        for index, uuid in enumerate(gpus):
+            session.add(
+                GPU(vm_id=vm_id, index=index, uuid=uuid, model="Fake 80GB", memory_mb=81_920)
+            )

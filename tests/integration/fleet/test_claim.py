@@ -1,0 +1,14 @@
+"""The suite of `tests/unit/fleet/test_claim.py` on a real PostgreSQL."""
+
+import pytest
+
+from tests.postgres import Postgres
+from tests.unit.fleet.test_claim import *  # noqa: F403
+
+pytestmark = pytest.mark.fleet
+
+
+@pytest.fixture
+def empty_url(postgres: Postgres) -> str:
+    """Not on SQLite once more."""
+    return postgres.new_database()

@@ -1,0 +1,392 @@
+"""Transactions against a real PostgreSQL that is killed, cut off and contended for.
+
+1. What was acknowledged is there after `kill -9`; what was said not to be committed is not; what is unknown is said to be.
+2. A connection that is lost before COMMIT is no matter: the transaction is begun anew, and happens once.
+3. A connection that is lost during COMMIT raises `CommitUnknown`, whether it happened or not, and is never repeated.
+4. Deadlocks and lost races are begun anew; mistakes in statements, and wrong addresses, are told at once.
+5. Time limits and flushing hold for every connection, whatever the server's defaults are.
+6. The head of the queue is found by its index among 100,000 jobs.
+"""
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.exc import IntegrityError, ProgrammingError
+from sqlalchemy.orm import Session
+
+from groupwise.fleet.database import (
+    CommitUnknown,
+    Database,
+    DatabaseFailure,
+    check_schema,
+    connect,
+    migrate,
+)
+from groupwise.fleet.engine import parse
+from groupwise.fleet.tables import Cursor
+from tests.postgres import Postgres
+from tests.unit.fleet.test_database import *  # noqa: F403
+from tests.unit.fleet.test_database import names, put
+
+pytestmark = pytest.mark.fleet
+
+
+@pytest.fixture
+def url(postgres: Postgres) -> str:
+    return postgres.new_database()
+
+
+@pytest.fixture
+def on_server(url: str) -> Iterator[Database]:
+    """PostgreSQL alone."""
+    database = connect(url)
+    migrate(database)
+    yield database
+    database.close()
+
+
+# --- killed ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Writer:
+    """Writes names until it is told to stop, and remembers what it was told of each."""
+
+    database: Database
+    prefix: str
+    acknowledged: list[str] = field(default_factory=list[str])
+    unknown: list[str] = field(default_factory=list[str])
+    refused: list[str] = field(default_factory=list[str])
+
+    def write_until(self, stop: threading.Event) -> None:
+        """A name that is taken already would mean that a transaction was repeated which had happened: it would raise."""
+        for number in range(10**9):
+            if stop.is_set():
+                return
+            name = f"{self.prefix}{number}"
+            try:
+                self.database.run(put(name))
+                self.acknowledged.append(name)
+            except CommitUnknown:
+                self.unknown.append(name)
+            except DatabaseFailure:
+                self.refused.append(name)
+
+
+def test_kill_9_under_writers(on_server: Database, postgres: Postgres) -> None:
+    writers = [Writer(on_server, f"{letter}-") for letter in "abcd"]
+    stop = threading.Event()
+
+    def more_is_written() -> None:
+        before = [len(writer.acknowledged) for writer in writers]
+        while any(len(w.acknowledged) < n + 5 for w, n in zip(writers, before, strict=True)):
+            assert not any(work.done() for work in works), "a writer gave up"
+
+    with ThreadPoolExecutor(len(writers)) as threads:
+        works = [threads.submit(writer.write_until, stop) for writer in writers]
+        try:
+            for _ in range(4):
+                more_is_written()
+                postgres.kill()
+                postgres.start()
+            more_is_written()
+        finally:
+            stop.set()
+        for work in works:
+            work.result()
+    there = set(on_server.read(names))
+    for writer in writers:
+        assert set(writer.acknowledged) <= there
+        assert not set(writer.refused) & there
+        assert not {n for n in there if n.startswith(writer.prefix)} - {
+            *writer.acknowledged,
+            *writer.unknown,
+        }
+
+
+# --- cut off --------------------------------------------------------------------------------------
+
+
+class Wire:
+    """Carries bytes between clients and the server, and cuts the first connection that says `word`: before the server hears it, or
+    when it has answered."""
+
+    def __init__(self, port: int) -> None:
+        self._server_port = port
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        self.word: bytes | None = None
+        self.server_hears = False
+        self.cuts = 0
+        self._sockets: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def cut_at(self, word: bytes, server_hears: bool = False) -> None:
+        self.word, self.server_hears = word, server_hears
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for each in self._sockets:
+            _end(each)
+        for thread in self._threads:
+            thread.join()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client = self._listener.accept()[0]
+            except OSError:
+                return
+            server = socket.create_connection(("127.0.0.1", self._server_port))
+            self._sockets += [client, server]
+            doomed = threading.Event()
+            for way in (self._to_server, self._to_client):
+                self._threads.append(threading.Thread(target=way, args=(client, server, doomed)))
+                self._threads[-1].start()
+
+    def _to_server(
+        self, client: socket.socket, server: socket.socket, doomed: threading.Event
+    ) -> None:
+        for data in _received(client):
+            if self.word and self.word in data:
+                self.word = None
+                self.cuts += 1
+                doomed.set()
+                if not self.server_hears:
+                    break
+            server.sendall(data)
+        if not doomed.is_set() or not self.server_hears:
+            _end(client, server)
+
+    def _to_client(
+        self, client: socket.socket, server: socket.socket, doomed: threading.Event
+    ) -> None:
+        for data in _received(server):
+            if doomed.is_set():
+                break
+            client.sendall(data)
+        _end(client, server)
+
+
+def _received(source: socket.socket) -> Iterator[bytes]:
+    while True:
+        try:
+            data = source.recv(65536)
+        except OSError:
+            return
+        if not data:
+            return
+        yield data
+
+
+def _end(*sockets: socket.socket) -> None:
+    for each in sockets:
+        with suppress(OSError):  # the other side was faster
+            each.shutdown(socket.SHUT_RDWR)
+        each.close()
+
+
+@pytest.fixture
+def wire(postgres: Postgres) -> Iterator[Wire]:
+    carrier = Wire(postgres.port)
+    yield carrier
+    carrier.close()
+
+
+@pytest.fixture
+def by_wire(wire: Wire, on_server: Database, url: str, postgres: Postgres) -> Iterator[Database]:
+    """The database of `on_server`, by the wire."""
+    database = connect(url.replace(f":{postgres.port}/", f":{wire.port}/"))
+    database.run(names)
+    yield database
+    database.close()
+
+
+@pytest.mark.parametrize("server_hears", [False, True])
+def test_lost_during_commit(
+    wire: Wire, by_wire: Database, on_server: Database, server_hears: bool
+) -> None:
+    calls: list[Session] = []
+
+    def write(session: Session) -> None:
+        calls.append(session)
+        put("a")(session)
+
+    wire.cut_at(b"COMMIT\0", server_hears)
+    with pytest.raises(CommitUnknown, match="Read it before doing it again"):
+        by_wire.run(write)
+    assert wire.cuts == len(calls) == 1
+    assert on_server.read(names) == (["a"] if server_hears else [])
+    by_wire.run(put("b"))
+
+
+@pytest.mark.parametrize("server_hears", [False, True])
+@pytest.mark.parametrize("word", [b"BEGIN", b"INSERT INTO"])
+def test_lost_before_commit(
+    wire: Wire, by_wire: Database, on_server: Database, word: bytes, server_hears: bool
+) -> None:
+    wire.cut_at(word, server_hears)
+    by_wire.run(put("a"))
+    assert wire.cuts == 1
+    assert on_server.read(names) == ["a"]
+
+
+def test_lost_while_looking(wire: Wire, by_wire: Database) -> None:
+    wire.cut_at(b"SELECT")
+    assert by_wire.read(names) == []
+    assert wire.cuts == 1
+
+
+def test_what_fails_by_itself_on_a_lost_connection(wire: Wire, by_wire: Database) -> None:
+    """The function's own error is told, not that nobody was there to be told of the rollback."""
+
+    def fails(session: Session) -> None:
+        names(session)
+        wire.cut_at(b"ROLLBACK")
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        by_wire.run(fails)
+    assert by_wire.run(names) == []
+
+
+@pytest.mark.parametrize("ask", [check_schema, migrate, lambda database: database.read(names)])
+def test_a_server_that_never_was_is_told_at_once(ask: Callable[[Database], object]) -> None:
+    naps: list[float] = []
+    with socket.create_server(("127.0.0.1", 0)) as once:
+        port = once.getsockname()[1]
+    database = Database(parse(f"postgresql://ada:s3cr3t@127.0.0.1:{port}/fleet"), naps.append)
+    try:
+        with pytest.raises(
+            DatabaseFailure, match=r"postgresql://ada@127.*See that the server runs"
+        ) as raised:
+            ask(database)
+    finally:
+        database.close()
+    assert naps == []
+    assert "s3cr3t" not in str(raised.value)
+
+
+# --- contended for --------------------------------------------------------------------------------
+
+
+def test_deadlocks_are_begun_anew(on_server: Database) -> None:
+    on_server.run(lambda s: s.add_all([Cursor(name="a"), Cursor(name="b")]))
+    both_hold_one = threading.Barrier(2)
+    calls: list[str] = []
+
+    def swap(first: str, second: str) -> Callable[[Session], None]:
+        begun = False
+
+        def write(session: Session) -> None:
+            nonlocal begun
+            calls.append(first)
+            session.execute(ADD, {"name": first})
+            if not begun:
+                begun = True
+                both_hold_one.wait(10)
+            session.execute(ADD, {"name": second})
+
+        return write
+
+    on_server.run(lambda s: s.execute(text("SELECT 1")))
+    with ThreadPoolExecutor(2) as threads:
+        works = [threads.submit(on_server.run, swap(*pair)) for pair in (("a", "b"), ("b", "a"))]
+        for work in works:
+            work.result()
+    positions = on_server.read(lambda s: list(s.scalars(text("SELECT position FROM cursors"))))
+    assert positions == [2, 2]
+    assert len(calls) == 3
+
+
+ADD = text("UPDATE cursors SET position = position + 1 WHERE name = :name")
+
+
+def test_a_swallowed_error_is_no_commit(on_server: Database) -> None:
+    on_server.run(put("a"))
+
+    def swallow(session: Session) -> None:
+        session.execute(text("INSERT INTO cursors (name) VALUES ('b')"))
+        with pytest.raises(IntegrityError):
+            session.execute(text("INSERT INTO cursors (name) VALUES ('a')"))
+
+    with pytest.raises(AssertionError, match=r"session\.begin_nested"):
+        on_server.run(swallow)
+    assert on_server.read(names) == ["a"]
+
+
+def test_mistakes_are_told_at_once(on_server: Database) -> None:
+    calls: list[Session] = []
+
+    def mistaken(session: Session) -> None:
+        calls.append(session)
+        session.execute(text("SELECT nothing"))
+
+    with pytest.raises(ProgrammingError):
+        on_server.run(mistaken)
+    assert len(calls) == 1
+
+
+def test_a_statement_that_takes_too_long(on_server: Database) -> None:
+    def slow(session: Session) -> None:
+        session.execute(text("SET LOCAL statement_timeout = 5"))
+        session.execute(text("SELECT pg_sleep(10)"))
+
+    with pytest.raises(DatabaseFailure, match="A statement took too long"):
+        on_server.run(slow)
+
+
+def test_settings_of_every_connection(postgres: Postgres, url: str) -> None:
+    name = url.rpartition("/")[2]
+    postgres.execute(f"ALTER DATABASE {name} SET synchronous_commit = off")
+    postgres.execute(f"ALTER DATABASE {name} SET default_transaction_isolation = 'serializable'")
+    wanted = {
+        "synchronous_commit": "on",
+        "transaction_isolation": "read committed",
+        "statement_timeout": "30s",
+        "lock_timeout": "10s",
+        "idle_in_transaction_session_timeout": "15s",
+        "TimeZone": "UTC",
+        "application_name": "groupwise",
+    }
+    database = connect(url)
+    try:
+        found = database.run(
+            lambda s: {name: s.execute(text(f"SHOW {name}")).scalar_one() for name in wanted}
+        )
+    finally:
+        database.close()
+    assert found == wanted
+
+
+# --- the queue ------------------------------------------------------------------------------------
+
+JOBS = 100_000
+FILL = {
+    "postgresql": f"INSERT INTO jobs (job_id, rank, project) SELECT 'job-' || n, n * 7919 % {JOBS}, 'p' FROM generate_series(1, {JOBS}) n",
+    "sqlite": f"WITH RECURSIVE numbers (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM numbers WHERE n < {JOBS}) "
+    f"INSERT INTO jobs (job_id, rank, project) SELECT 'job-' || n, n * 7919 % {JOBS}, 'p' FROM numbers",
+}
+HEAD = "SELECT job_id FROM jobs WHERE status = 'queued' AND rank IS NOT NULL AND not_before <= 5 ORDER BY rank, job_id LIMIT 10"
+
+
+def test_the_head_of_the_queue_is_found_by_its_index(database: Database) -> None:
+    database.run(lambda s: s.execute(text(FILL[database.dialect])))
+    if database.dialect == "postgresql":
+        plan = "EXPLAIN " + HEAD + " FOR NO KEY UPDATE SKIP LOCKED"
+        database.run(lambda s: s.execute(text("ANALYZE jobs")))
+    else:
+        plan = "EXPLAIN QUERY PLAN " + HEAD
+    lines = database.run(lambda s: [str(tuple(row)) for row in s.execute(text(plan))])
+    told = "\n".join(lines)
+    assert "ix_jobs_queue" in told
+    for costly in ("Sort", "Seq Scan", "TEMP B-TREE"):
+        assert costly not in told

@@ -1,0 +1,333 @@
+"""Doorbells over a real NATS and a real PostgreSQL, which are killed, frozen, emptied and lied to."""
+
+import asyncio
+import logging
+import os
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from groupwise.fleet.doorbells.local import LocalDoorbell
+from groupwise.fleet.doorbells.nats import NatsAccess, NatsAway, NatsDoorbell, NatsLink, access_from
+from groupwise.fleet.doorbells.postgres import CHANNEL, PostgresDoorbell
+from groupwise.fleet.doorbells.several import SeveralDoorbells
+from tests import nats, postgres
+
+pytestmark = pytest.mark.fleet
+
+SECONDS = 30.0
+
+
+def access(server: nats.Nats) -> NatsAccess:
+    return NatsAccess(server.url, token=server.token)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[nats.Nats]:
+    with nats.server(tmp_path) as running:
+        yield running
+
+
+@pytest.fixture
+def absent(tmp_path: Path) -> Iterator[nats.Nats]:
+    with nats.server(tmp_path, started=False) as running:
+        yield running
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("groupwise.fleet.doorbells.nats.CHECKED", 0.2)
+    monkeypatch.setattr("groupwise.fleet.doorbells.nats.ANSWERING", 1)
+
+
+@pytest.fixture
+async def doorbell(impatient: None, server: nats.Nats) -> AsyncIterator[NatsDoorbell]:
+    bell = NatsDoorbell(access(server))
+    await hears(bell, lambda: server.publish("jobs.new", b"at-first"), "at-first")
+    yield bell
+    await bell.close()
+
+
+async def hears(bell: NatsDoorbell | PostgresDoorbell, ring, name: str) -> None:
+    """Ring, by `ring`, until `name` is heard: what is rung before somebody listens is heard by nobody."""
+    async with asyncio.timeout(SECONDS):
+        while True:
+            await asyncio.to_thread(ring)
+            if name in await bell.wait(0.1):
+                return
+
+
+async def until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+def lines(caplog: pytest.LogCaptureFixture, word: str) -> list[str]:
+    return [r.getMessage() for r in caplog.records if word in r.getMessage()]
+
+
+class TestNats:
+    async def test_a_plain_publication_is_heard_in_each_form(self, server, doorbell):
+        for message in (b"job-1", b'{"job_id": "job-1"}', b'["job-1"]', b'"job-1"'):
+            server.publish("jobs.new", message)
+            assert await doorbell.wait(SECONDS) == {"job-1"}
+
+    async def test_ours_is_a_plain_publication_to_others(self, server, doorbell):
+        with server.subscribed("jobs.new") as heard:
+            doorbell.ring(["job-1"])
+            assert await asyncio.to_thread(next, heard) == b"job-1"
+            doorbell.ring(["job-2", "job-3"])
+            assert await asyncio.to_thread(next, heard) == b'["job-2","job-3"]'
+
+    async def test_garbage_duplicates_and_disorder_a_hundred_times(self, server, doorbell):
+        chance = random.Random(5)
+        known = [f"job-{n}".encode() for n in range(20)]
+        texts = [
+            *(chance.randbytes(chance.randrange(300)) for _ in range(100)),
+            *(b"[" * 60_000, b"{" * 60_000, b"x" * 65_000, b'{"job_id": null}', b"\xff" * 1000)
+            * 20,
+            *known * 100,
+        ]
+        chance.shuffle(texts)
+        server.publish("jobs.new", *texts)
+        heard: set[str] = set()
+        async with asyncio.timeout(SECONDS):
+            while not heard >= {name.decode() for name in known}:
+                heard |= await doorbell.wait(1)
+        server.publish("jobs.new", b"the-last")
+        async with asyncio.timeout(SECONDS):
+            while "the-last" not in await doorbell.wait(1):
+                pass
+
+    async def test_headers_that_kill_the_reader_of_the_library_do_not_make_it_deaf(
+        self, server, doorbell
+    ):
+        logging.getLogger("nats.aio.client").disabled = True
+        try:
+            server.publish("jobs.new", b"", headers=b"NATS/1.0 \xff\xff\xff\r\n\r\n")
+            await hears(doorbell, lambda: server.publish("jobs.new", b"after"), "after")
+        finally:
+            logging.getLogger("nats.aio.client").disabled = False
+
+    async def test_killed_emptied_and_back_with_one_line_each(self, server, doorbell, caplog):
+        caplog.set_level(logging.INFO)
+        for turn in range(3):
+            server.kill()
+            await until(lambda n=turn: len(lines(caplog, "has gone")) > n)
+            assert await doorbell.wait(0.3) == frozenset()
+            server.drop_store()
+            server.start()
+            await hears(
+                doorbell,
+                lambda n=turn: server.publish("jobs.new", b"after-%d" % n),
+                f"after-{turn}",
+            )
+        assert len(lines(caplog, "has gone")) == len(lines(caplog, "is there")) == 3
+        assert len(caplog.records) == 6
+        assert nats.TOKEN not in caplog.text
+
+    async def test_a_frozen_server_is_noticed(self, server, doorbell, caplog):
+        server.freeze()
+        try:
+            await until(lambda: lines(caplog, "has gone"))
+        finally:
+            server.thaw()
+        await hears(doorbell, lambda: server.publish("jobs.new", b"after"), "after")
+
+    async def test_absent_from_start_to_end(self, absent, caplog):
+        caplog.set_level(logging.INFO)
+        bell, begun = NatsDoorbell(access(absent)), time.monotonic()
+        bell.ring(["a"])
+        assert await bell.wait(SECONDS) == {"a"}
+        assert time.monotonic() - begun < 1
+        assert await bell.wait(1.5) == frozenset()
+        bell.ring(["b"])
+        begun = time.monotonic()
+        await bell.close()
+        assert time.monotonic() - begun < 3
+        assert len(caplog.records) == 1
+        assert "is not there" in caplog.text
+
+    async def test_what_was_rung_before_it_came_is_told_then(self, absent):
+        bell = NatsDoorbell(access(absent))
+        bell.open()
+        bell.ring(["a"])
+        await asyncio.sleep(0.2)
+        absent.start()
+        listener = NatsDoorbell(access(absent))
+        await hears(listener, lambda: bell.ring(["b"]), "b")
+        await bell.close()
+        await listener.close()
+
+    async def test_a_short_life_still_rings(self, server, doorbell):
+        brief = NatsDoorbell(access(server))
+        brief.ring(["from-a-command"])
+        await brief.close()
+        assert await doorbell.wait(SECONDS) == {"from-a-command"}
+
+    async def test_a_wrong_token_is_told_without_the_token(self, server, caplog):
+        caplog.set_level(logging.INFO)
+        bell = NatsDoorbell(NatsAccess(server.url, token="wrong-canary"))
+        assert await bell.wait(1) == frozenset()
+        await bell.close()
+        assert len(caplog.records) == 1
+        assert "Authorization" in caplog.text
+        assert "wrong-canary" not in caplog.text
+
+    async def test_the_token_in_the_url_is_never_shown(self, server, caplog):
+        caplog.set_level(logging.INFO)
+        given = NatsAccess(server.url.replace("nats://", f"nats://{nats.TOKEN}@"))
+        assert nats.TOKEN not in repr(given)
+        bell = NatsDoorbell(given)
+        await hears(bell, lambda: server.publish("jobs.new", b"a"), "a")
+        await bell.close()
+        assert "is there" in caplog.text
+        assert nats.TOKEN not in caplog.text
+
+    async def test_access_comes_from_the_variables_of_the_nats_command(self, server):
+        bell = NatsDoorbell(access_from(server.url, {"NATS_TOKEN": nats.TOKEN, "NATS_CREDS": ""}))
+        await hears(bell, lambda: server.publish("jobs.new", b"a"), "a")
+        await bell.close()
+
+    async def test_a_publication_returns_when_the_server_has_it_or_says_that_it_has_not(
+        self, server, monkeypatch
+    ):
+        link = NatsLink(access(server))
+        with pytest.raises(NatsAway):
+            await link.publish([("jobs.completed", b"x")], 1)
+        link.open()
+        await link.until_there()
+        with server.subscribed("jobs.>") as heard:
+            await link.publish([("jobs.completed", b"1"), ("jobs.errored", b"2")], SECONDS)
+            assert [await asyncio.to_thread(next, heard) for _ in range(2)] == [b"1", b"2"]
+        server.freeze()
+        try:
+            with pytest.raises(NatsAway):
+                await link.publish([("jobs.completed", b"x")], 0.2)
+        finally:
+            server.thaw()
+        await link.close()
+
+
+@pytest.fixture(scope="module")
+def database() -> Iterator[postgres.Postgres]:
+    with postgres.server() as running:
+        yield running
+
+
+def arguments(database: postgres.Postgres) -> dict[str, object]:
+    return {
+        "host": "127.0.0.1",
+        "port": database.port,
+        "user": "fleet",
+        "dbname": "postgres",
+        "connect_timeout": 2,
+    }
+
+
+class TestPostgres:
+    async def test_one_rings_and_all_hear(self, database):
+        ringer, first, second = (PostgresDoorbell(arguments(database)) for _ in range(3))
+        for bell in (first, second):
+            await listening(bell)
+        ringer.open()
+        ringer.ring(["a", "b"])
+        assert [await first.wait(SECONDS), await second.wait(SECONDS)] == [{"a", "b"}] * 2
+        for bell in (ringer, first, second):
+            await bell.close()
+
+    async def test_a_notification_of_anybody_is_heard_and_garbage_is_not(self, database):
+        bell = PostgresDoorbell(arguments(database))
+        await listening(bell)
+        for text in ("", "no id", "{", "[" * 7000, "job-1"):
+            database.execute(f"SELECT pg_notify('{CHANNEL}', '{text}')")
+        assert await bell.wait(SECONDS) == {"job-1"}
+        await bell.close()
+
+    async def test_many_rings_become_few_notifications(self, database):
+        bell, plain = PostgresDoorbell(arguments(database)), PostgresDoorbell(arguments(database))
+        await listening(plain)
+        counted: list[frozenset[str]] = []
+        plain._heard.put = lambda ids: counted.append(frozenset(ids))  # type: ignore[method-assign]
+        bell.open()
+        for number in range(5000):
+            bell.ring([f"a-rather-long-name-of-a-job-{number}"])
+        bell.ring(["x"])
+        await bell.close()
+        last = PostgresDoorbell(arguments(database))
+        last.ring(["the-last"])
+        await last.close()
+        await until(lambda: counted and "the-last" in counted[-1])
+        assert len(counted) <= 4
+        await plain.close()
+
+    async def test_killed_and_back_with_one_line_each(self, database, caplog):
+        caplog.set_level(logging.INFO)
+        bell, other = PostgresDoorbell(arguments(database)), PostgresDoorbell(arguments(database))
+        await listening(bell)
+        other.open()
+        other.ring(["before"])
+        assert await bell.wait(SECONDS) == {"before"}
+        database.kill()
+        await until(lambda: not bell.is_listening)
+        other.ring(["meanwhile"])
+        assert await bell.wait(0.5) == frozenset()
+        database.start()
+        await hears(bell, lambda: other.ring(["after"]), "after")
+        await bell.close()
+        await other.close()
+        assert len(lines(caplog, "are not heard")) <= 2  # each of the two may say it
+        assert len(lines(caplog, "are heard again")) == 1
+
+    async def test_one_that_is_absent_holds_nobody_up(self, caplog):
+        bell, begun = (
+            PostgresDoorbell({"host": "127.0.0.1", "port": 1, "dbname": "x"}),
+            time.monotonic(),
+        )
+        bell.ring(["a"])
+        assert await bell.wait(SECONDS) == {"a"}
+        await bell.close()
+        assert time.monotonic() - begun < 3
+
+    async def test_a_connection_ended_by_the_server_comes_back(self, database):
+        bell = PostgresDoorbell(arguments(database))
+        await listening(bell)
+        database.execute(
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'groupwise-doorbell'"
+        )
+        ringer = PostgresDoorbell(arguments(database))
+        ringer.open()
+        await hears(bell, lambda: ringer.ring(["after"]), "after")
+        await bell.close()
+        await ringer.close()
+
+
+async def listening(bell: PostgresDoorbell) -> None:
+    async with asyncio.timeout(SECONDS):
+        while not bell.is_listening:
+            await bell.wait(0.01)
+
+
+async def test_any_one_alive_is_enough(
+    server: nats.Nats, database: postgres.Postgres, tmp_path: Path
+):
+    heard_by = [
+        LocalDoorbell(tmp_path),
+        NatsDoorbell(access(server)),
+        PostgresDoorbell(arguments(database)),
+    ]
+    listener = SeveralDoorbells(heard_by)
+    await hears(listener, lambda: server.publish("jobs.new", b"by-nats"), "by-nats")  # type: ignore[arg-type]
+    notify = f"SELECT pg_notify('{CHANNEL}', 'by-postgres')"
+    await hears(listener, lambda: database.execute(notify), "by-postgres")  # type: ignore[arg-type]
+    server.kill()
+    LocalDoorbell(tmp_path).ring(["by-socket"])
+    assert await listener.wait(SECONDS) == {"by-socket"}
+    begun = os.times().elapsed
+    await listener.close()
+    assert os.times().elapsed - begun < 5

@@ -1,0 +1,162 @@
+"""Readers of events and those who write them at once.
+
+1. What was committed after a higher number is neither skipped nor handed out twice.
+2. What was rolled back holds nobody up; neither does a transaction that writes no events, nor another fleet on the same server.
+3. Under many writers a reader sees every event that was committed, once, in order, while they write.
+"""
+
+import random
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.orm import Session
+
+from groupwise.fleet import events
+from groupwise.fleet.database import Database, connect, migrate
+from tests.postgres import Postgres
+from tests.unit.fleet.test_events import *  # noqa: F403
+from tests.unit.fleet.test_events import happens, read
+
+pytestmark = pytest.mark.fleet
+
+
+class Late:
+    """A transaction that does its work and commits, or is undone, when it is told to."""
+
+    def __init__(self, database: Database, savepoint: bool = False) -> None:
+        self.event_id = 0
+        self._written, self._end = threading.Event(), threading.Event()
+        self._undo = False
+        self._thread = threading.Thread(target=self._run, args=(database, savepoint))
+        self._thread.start()
+        assert self._written.wait(10)
+
+    def _run(self, database: Database, savepoint: bool) -> None:
+        def write(session: Session) -> None:
+            if savepoint:
+                with session.begin_nested() as nested:
+                    happens()(session)
+                    nested.rollback()
+            self.event_id = happens()(session)
+            self._written.set()
+            assert self._end.wait(10)
+            if self._undo:
+                raise InterruptedError
+
+        try:
+            database.run(write)
+        except InterruptedError:
+            assert self._undo
+
+    def end(self, undo: bool = False) -> None:
+        """A second time does nothing."""
+        self._undo = undo
+        self._end.set()
+        self._thread.join()
+
+    def __enter__(self) -> "Late":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+
+@pytest.fixture
+def on_server(postgres: Postgres) -> Iterator[Database]:
+    """PostgreSQL alone: SQLite has no second writer."""
+    database = connect(postgres.new_database())
+    migrate(database)
+    yield database
+    database.close()
+
+
+@pytest.mark.parametrize("savepoint", [False, True])
+def test_who_commits_late_is_not_skipped(on_server: Database, savepoint: bool) -> None:
+    first = on_server.run(happens())
+    with Late(on_server, savepoint) as late:
+        early = on_server.run(happens())
+        assert early > late.event_id
+        assert read(on_server) == [first]
+        late.end()
+        assert read(on_server) == [first, late.event_id, early]
+
+
+def test_what_was_undone_holds_nobody_up(on_server: Database) -> None:
+    with Late(on_server) as late:
+        early = on_server.run(happens())
+        assert read(on_server) == []
+        late.end(undo=True)
+        assert read(on_server) == [early]
+
+
+def test_the_very_first_may_be_late(on_server: Database) -> None:
+    with Late(on_server) as late:
+        assert read(on_server) == []
+        late.end()
+        assert read(on_server) == [late.event_id]
+
+
+def test_strangers_hold_nobody_up(on_server: Database, postgres: Postgres) -> None:
+    neighbour = connect(postgres.new_database())
+    migrate(neighbour)
+    with Late(neighbour), on_server.engine.begin() as unrelated:
+        unrelated.execute(text("INSERT INTO cursors (name) VALUES ('a')"))
+        unrelated.execute(
+            text("SELECT pg_advisory_xact_lock(1), pg_advisory_xact_lock_shared(0, 0)")
+        )
+        event = on_server.run(happens())
+        assert read(on_server) == [event]
+    neighbour.close()
+
+
+def test_a_look_at_one_moment_is_refused(on_server: Database) -> None:
+    with pytest.raises(AssertionError, match=r"read in Database\.run"):
+        on_server.read(lambda session: events.after(session, 0, 10))
+
+
+def write_many(database: Database, number: int, times: int) -> None:
+    """Transactions of several events that take their time; every fifth is undone."""
+    chance = random.Random(number)
+
+    def transaction(session: Session, undo: bool) -> None:
+        for _ in range(chance.randint(1, 3)):
+            happens(job_id=f"j{number}")(session)
+            session.execute(text(f"SELECT pg_sleep({chance.random() * 0.005})"))
+        if undo:
+            raise InterruptedError
+
+    for _ in range(times):
+        with suppress(InterruptedError):
+            database.run(partial(transaction, undo=chance.random() < 0.2))
+
+
+def follow(database: Database, until: threading.Event) -> list[int]:
+    """What a reader sees who keeps his place, until nobody writes any more."""
+    seen: list[int] = []
+    last_look = False
+    while True:
+        found = read(database, seen[-1] if seen else 0, limit=7)
+        seen.extend(found)
+        if not found and last_look:
+            return seen
+        last_look = until.is_set()
+
+
+def test_a_reader_beside_many_writers(on_server: Database) -> None:
+    writers, times = 6, 40
+    written = threading.Event()
+    with ThreadPoolExecutor(writers + 1) as threads:
+        reader = threads.submit(follow, on_server, written)
+        for work in [threads.submit(write_many, on_server, n, times) for n in range(writers)]:
+            work.result()
+        written.set()
+    there = on_server.read(
+        lambda s: list(s.scalars(text("SELECT event_id FROM events ORDER BY event_id")))
+    )
+    assert len(there) > writers * times
+    assert reader.result() == there

@@ -1,0 +1,192 @@
+"""A real NATS server for tests: a child of this process, with a token and a port of its own, and ways to be cruel to it.
+
+`publish` speaks the protocol over a plain socket, as any other client would, and may send what no client of the library can. Where there is
+no nats-server the tests are skipped, with the reason; where `GROUPWISE_REAL_SERVERS=1` says that there must be one they fail.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+TOKEN = "canary-of-nats-6e5b"
+SECONDS = 20.0
+"""For a start, on a machine with other work."""
+
+
+def needed() -> str:
+    """The program, where a test cannot go on without: it is skipped, or fails where a real server was promised."""
+    found = shutil.which(
+        "nats-server", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/bin"
+    )
+    if found is not None:
+        return found
+    reason = "there is no nats-server: install it (Debian: apt install nats-server)"
+    if os.environ.get("GROUPWISE_REAL_SERVERS") == "1":
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+class Nats:
+    """A server whose port stays the same over its deaths."""
+
+    def __init__(
+        self, program: str, folder: Path, *, token: str | None = TOKEN, tls: str = ""
+    ) -> None:
+        self.program = program
+        self.folder = folder
+        self.token = token
+        self.port = _free_port()
+        self._process: subprocess.Popen[bytes] | None = None
+        authorization = f'authorization {{ token: "{token}" }}' if token else ""
+        (folder / "nats.conf").write_text(
+            f"""
+            listen: "127.0.0.1:{self.port}"
+            server_name: test
+            max_payload: 65536
+            jetstream {{ store_dir: "{folder / "store"}", max_memory_store: 64MB, max_file_store: 256MB }}
+            {authorization}
+            {tls}
+            """
+        )
+
+    @property
+    def url(self) -> str:
+        """Without the token."""
+        return f"nats://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        """Returns when it takes connections."""
+        assert self._process is None
+        with (self.folder / "log").open("ab") as output:
+            self._process = subprocess.Popen(
+                [self.program, "-c", self.folder / "nats.conf"],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + SECONDS
+        while True:
+            assert self._process.poll() is None, self.log()
+            assert time.monotonic() < deadline, self.log()
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection(("127.0.0.1", self.port), 1) as probe,
+            ):
+                if probe.recv(4) == b"INFO":
+                    return
+            time.sleep(0.01)
+
+    def kill(self) -> None:
+        """`kill -9`."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait(SECONDS)
+        self._process = None
+
+    def freeze(self) -> None:
+        """It keeps its connections and answers nothing."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+        stat = Path(f"/proc/{self._process.pid}/stat")
+        while stat.read_text().rpartition(") ")[2][0] != "T":
+            time.sleep(0.001)
+
+    def thaw(self) -> None:
+        """The end of `freeze`."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def drop_store(self) -> None:
+        """Everything that it was to keep is gone, as after a lost disk."""
+        assert self._process is None, "kill it first"
+        shutil.rmtree(self.folder / "store", ignore_errors=True)
+
+    def log(self) -> str:
+        """What the server has said."""
+        return (self.folder / "log").read_text(errors="replace")
+
+    def publish(self, subject: str, *payloads: bytes, headers: bytes | None = None) -> None:
+        """As a plain client; returns when the server has taken all of it."""
+        with self._connected() as (connection, lines):
+            for payload in payloads:
+                if headers is None:
+                    start = f"PUB {subject} {len(payload)}\r\n".encode()
+                    connection.sendall(start + payload + b"\r\n")
+                else:
+                    size = len(headers) + len(payload)
+                    start = f"HPUB {subject} {len(headers)} {size}\r\n".encode()
+                    connection.sendall(start + headers + payload + b"\r\n")
+            connection.sendall(b"PING\r\n")
+            _until_pong(lines)
+
+    @contextlib.contextmanager
+    def subscribed(self, subject: str) -> Iterator[Iterator[bytes]]:
+        """The payloads published on a subject, as a plain client hears them."""
+        with self._connected() as (connection, lines):
+            connection.sendall(f"SUB {subject} 1\r\nPING\r\n".encode())
+            _until_pong(lines)
+
+            def payloads() -> Iterator[bytes]:
+                for line in lines:
+                    if line.startswith(b"MSG "):
+                        size = int(line.split()[-1])
+                        yield lines.read(size)
+                        lines.read(2)
+                    elif line.startswith(b"PING"):
+                        connection.sendall(b"PONG\r\n")
+
+            yield payloads()
+
+    @contextlib.contextmanager
+    def _connected(self):
+        with (
+            socket.create_connection(("127.0.0.1", self.port), SECONDS) as connection,
+            connection.makefile("rb") as lines,
+        ):
+            assert lines.readline().startswith(b"INFO ")
+            options = {"verbose": False, "headers": True, "lang": "test", "version": "1"}
+            if self.token:
+                options["auth_token"] = self.token
+            connection.sendall(b"CONNECT " + json.dumps(options).encode() + b"\r\n")
+            yield connection, lines
+
+    def end(self) -> None:
+        """Whatever state it is in."""
+        if self._process is not None:
+            self.kill()
+
+
+def _until_pong(lines) -> None:
+    for line in lines:
+        if line.startswith(b"PONG"):
+            return
+        assert not line.startswith(b"-ERR"), line
+    raise AssertionError("the server ended the connection")
+
+
+@contextlib.contextmanager
+def server(folder: Path, *, started: bool = True, token: str | None = TOKEN) -> Iterator[Nats]:
+    """A server below `folder`; ended at the end."""
+    running = Nats(needed(), folder, token=token)
+    try:
+        if started:
+            running.start()
+        yield running
+    finally:
+        running.end()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

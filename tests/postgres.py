@@ -1,0 +1,204 @@
+"""A real PostgreSQL for tests: the server as a child of this process, a database for each test, and ways to be cruel to it.
+
+One server serves all tests of a worker; `create database` takes 40 ms, a server a second. It flushes what it acknowledges, so that what
+it was told before `kill -9` must be there after `start`. Where there is no PostgreSQL the tests are skipped, with the reason; where
+`GROUPWISE_REAL_SERVERS=1` says that there must be one they fail.
+"""
+
+import contextlib
+import itertools
+import os
+import pwd
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+
+PLACES = (
+    *sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True),
+    Path("/usr/local/pgsql/bin"),
+)
+SECONDS = 30.0
+"""For a start, on a machine with other work."""
+SETTINGS = """
+listen_addresses = '127.0.0.1'
+fsync = on
+synchronous_commit = on
+full_page_writes = on
+recovery_init_sync_method = syncfs
+shared_buffers = 32MB
+max_connections = 100
+max_wal_size = 256MB
+unix_socket_directories = ''
+"""
+
+
+def programs() -> Path | None:
+    """The folder with `postgres` and `initdb`."""
+    found = shutil.which("initdb")
+    places = (Path(found).resolve().parent, *PLACES) if found else PLACES
+    return next((each for each in places if (each / "postgres").exists()), None)
+
+
+def needed() -> Path:
+    """The same, where a test cannot go on without: it is skipped, or fails where a real server was promised."""
+    place = programs()
+    if place is not None:
+        return place
+    reason = "there is no PostgreSQL: install postgresql (Debian: apt install postgresql)"
+    if os.environ.get("GROUPWISE_REAL_SERVERS") == "1":
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+class Postgres:
+    """A server with a data folder of its own. PostgreSQL does not run as root: then `postgres` runs it, or nobody."""
+
+    def __init__(self, place: Path, folder: Path) -> None:
+        self.place = place
+        self.folder = folder
+        self.port = _free_port()
+        self._user = _unprivileged() if os.geteuid() == 0 else None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._numbers = itertools.count()
+        self._make()
+
+    def _make(self) -> None:
+        if self._user:
+            os.chown(self.folder, self._user.pw_uid, self._user.pw_gid)
+        command = "-U fleet -A trust --no-locale -E UTF8 --no-sync".split()
+        made = self._popen([self.place / "initdb", "-D", self.folder / "data", *command])
+        assert made.wait(SECONDS) == 0, self.log()
+        with (self.folder / "data" / "postgresql.conf").open("a") as settings:
+            settings.write(f"{SETTINGS}port = {self.port}\n")
+
+    def _popen(self, command: list[str | Path]) -> subprocess.Popen[bytes]:
+        with (self.folder / "log").open("ab") as output:
+            return subprocess.Popen(
+                command,
+                cwd=self.folder,
+                env={"PATH": f"{self.place}:/usr/bin:/bin", "LANG": "C.UTF-8"},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                user=self._user.pw_uid if self._user else None,
+                group=self._user.pw_gid if self._user else None,
+                extra_groups=[] if self._user else None,
+            )
+
+    def log(self) -> str:
+        """What the server has said."""
+        return (self.folder / "log").read_text(errors="replace")
+
+    def start(self) -> None:
+        """Returns when it takes connections."""
+        assert self._process is None
+        self._process = self._popen([self.place / "postgres", "-D", self.folder / "data"])
+        deadline = time.monotonic() + SECONDS
+        while True:
+            try:
+                psycopg.connect(self.url("postgres"), connect_timeout=2).close()
+                return
+            except psycopg.OperationalError:
+                assert self._process.poll() is None, self.log()
+                assert time.monotonic() < deadline, self.log()
+                time.sleep(0.02)
+
+    def kill(self) -> None:
+        """`kill -9`, its children after it; returns when all are gone, so that `start` finds nobody."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """At once, without a checkpoint: nobody needs its data any more."""
+        if self._process is not None:
+            self._end(signal.SIGQUIT)
+
+    def _end(self, how: signal.Signals) -> None:
+        assert self._process is not None
+        children = _children(self._process.pid)
+        self._process.send_signal(how)
+        self._process.wait(SECONDS)
+        self._process = None
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        deadline = time.monotonic() + SECONDS
+        while any(_alive(child) for child in children):
+            assert time.monotonic() < deadline, "children of PostgreSQL live on"
+            time.sleep(0.005)
+
+    def url(self, database: str) -> str:
+        """As it is given to `connect`."""
+        return f"postgresql://fleet@127.0.0.1:{self.port}/{database}"
+
+    def new_database(self) -> str:
+        """The URL of an empty one."""
+        name = f"test_{next(self._numbers)}"
+        self.execute(f"CREATE DATABASE {name}")
+        return self.url(name)
+
+    def execute(self, statement: str) -> None:
+        """Outside of any transaction, by the owner of everything."""
+        with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
+            connection.execute(statement.encode())
+
+
+@contextlib.contextmanager
+def server() -> Iterator[Postgres]:
+    """A started one; its folder is removed at the end."""
+    place = needed()
+    # Not below pytest's folder: that one is closed to the user `postgres`.
+    root = os.environ.get("PYTEST_DEBUG_TEMPROOT")
+    folder = Path(tempfile.mkdtemp(prefix="groupwise-postgres-", dir=root))
+    try:
+        running = Postgres(place, folder)
+        try:
+            running.start()
+            yield running
+        finally:
+            running.stop()
+    finally:
+        shutil.rmtree(folder)
+
+
+def _unprivileged() -> pwd.struct_passwd:
+    try:
+        return pwd.getpwnam("postgres")
+    except KeyError:
+        return pwd.getpwnam("nobody")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _children(pid: int) -> list[int]:
+    return [each for each in _processes() if (_stat(each) or [""] * 2)[1] == str(pid)]
+
+
+def _processes() -> list[int]:
+    return [int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()]
+
+
+def _alive(pid: int) -> bool:
+    """Zombies wait for whoever adopted them, and hold nothing."""
+    stat = _stat(pid)
+    return stat is not None and stat[0] not in "ZX"
+
+
+def _stat(pid: int) -> list[str] | None:
+    """State, parent and what follows in `/proc/<pid>/stat`; None: it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None

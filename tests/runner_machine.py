@@ -1,0 +1,272 @@
+"""One machine for tests of the runner: this one, with a root of its own, asked exactly as the control plane asks, bootstrap and all."""
+
+import atexit
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from groupwise.hosts.bootstrap import BOOTSTRAP, FLAGS
+from groupwise.hosts.framing import AnswerReader
+
+SOURCE = Path(__file__).parents[1] / "groupwise" / "hosts" / "runner.py"
+FAKE_NVIDIA_SMI = Path(__file__).with_name("fake_nvidia_smi.py")
+PATIENCE = 20.0
+"""Seconds after which what should come will not."""
+
+
+def oldest_python() -> str | None:
+    """A Python 3.8, where there is one."""
+    places = [shutil.which("python3.8"), *Path.home().glob(".pyenv/versions/3.8.*/bin/python3.8")]
+    for place in places:
+        if place and runs_38(str(place)):
+            return str(place)
+    return None
+
+
+def runs_38(python: str) -> bool:
+    said = subprocess.run([python, "--version"], capture_output=True, text=True, check=False)
+    return said.returncode == 0 and said.stdout.startswith("Python 3.8.")
+
+
+class Refused(Exception):
+    """The runner answered with an error."""
+
+    def __init__(self, error: Mapping[str, Any]) -> None:
+        super().__init__(str(error))
+        self.code: str = error["code"]
+        self.error = error
+
+
+def until(condition: Callable[[], Any], what: str = "it") -> Any:
+    """Its first true value."""
+    end = time.monotonic() + PATIENCE
+    while True:
+        found = condition()
+        if found:
+            return found
+        assert time.monotonic() < end, f"waited {PATIENCE} s in vain for {what}"
+        time.sleep(0.01)
+
+
+def request(body: Mapping[str, Any], payload: bytes = b"") -> bytes:
+    text = json.dumps(body).encode()
+    digest = hashlib.sha256(text).hexdigest()
+    return b"GROUPWISE 1 %d %s\n" % (len(text), digest.encode()) + text + payload
+
+
+def alive(pid: int) -> bool:
+    """And no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+class Machine:
+    """A root on this machine. `python` is what its `python3` would be."""
+
+    def __init__(self, folder: Path, python: str = sys.executable) -> None:
+        self.root = folder / "root"
+        self.home = folder / "home"
+        self.home.mkdir(parents=True, exist_ok=True)
+        self.python = python
+        self.source = SOURCE.read_text("utf-8")
+        self.environment = {"HOME": str(self.home), "PATH": "/usr/local/bin:/usr/bin:/bin"}
+        self.payload = b""
+        self.nvidia = folder / "nvidia.json"
+
+    @property
+    def sha(self) -> str:
+        return hashlib.sha256(self.source.encode()).hexdigest()
+
+    def with_gpus(self, *gpus: Mapping[str, Any], mode: str = "normal", **more: Any) -> None:
+        """nvidia-smi is on PATH from now on and shows these."""
+        binaries = self.home / "bin"
+        binaries.mkdir(exist_ok=True)
+        link = binaries / "nvidia-smi"
+        if not link.exists():
+            link.write_text(f'#!/bin/sh\nexec {sys.executable} -IS {FAKE_NVIDIA_SMI} "$@"\n')
+            link.chmod(0o755)
+        self.environment["FAKE_NVIDIA_SMI_STATE"] = str(self.nvidia)
+        self.environment["PATH"] = f"{binaries}:/usr/local/bin:/usr/bin:/bin"
+        self.nvidia.write_text(json.dumps({"mode": mode, "gpus": gpus, **more}))
+
+    def body(self, verb: str, **fields: Any) -> dict[str, Any]:
+        common = {"protocol": 1, "root": str(self.root), "verb": verb, "runner": self.sha}
+        return {**common, **fields}
+
+    def begin(self, data: bytes, before: Sequence[str] = ()) -> "subprocess.Popen[bytes]":
+        """A call under way, with this on its standard input."""
+        process = subprocess.Popen(
+            [*before, self.python, *FLAGS, "-c", BOOTSTRAP],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=self.environment,
+            cwd="/",
+        )
+        assert process.stdin is not None
+        with suppress(BrokenPipeError):
+            process.stdin.write(data)
+            process.stdin.close()
+        return process
+
+    def finish(self, process: "subprocess.Popen[bytes]") -> dict[str, Any]:
+        """Its answer. Read to the end of its streams: nothing it left behind may hold them open."""
+        assert process.stdout is not None
+        assert process.stderr is not None
+        with process.stdout, process.stderr:
+            out, complaints = process.stdout.read(), process.stderr.read()
+        process.wait(PATIENCE)
+        assert not complaints, complaints.decode()
+        reader = AnswerReader()
+        assert reader.feed(out), out
+        assert reader.answer is not None
+        self.payload = reader.answer.payload
+        body = dict(reader.answer.body)
+        if "error" in body:
+            raise Refused(body["error"])
+        return body
+
+    def ask(self, verb: str, payload: bytes = b"", **fields: Any) -> dict[str, Any]:
+        if payload:
+            fields["payload"] = len(payload)
+        answer = self.finish(self.begin(request(self.body(verb, **fields), payload)))
+        if "need" in answer:
+            body = self.body(verb, **fields, source=self.source)
+            return self.finish(self.begin(request(body, payload)))
+        return answer
+
+    def order(
+        self,
+        *arguments: str,
+        job: str = "job",
+        epoch: int = 1,
+        limits: Mapping[str, Any] | None = None,
+        **fields: Any,
+    ) -> dict[str, Any]:
+        """The fields of a launch."""
+        names = ("environment", "files", "secrets", "artefacts", "checkpoints")
+        spec: dict[str, Any] = {"environment": {}, "files": {}, "secrets": []}
+        spec.update({"artefacts": ["outputs"], "checkpoints": ["outputs"]})
+        spec.update(
+            {name: fields.pop(f"spec_{name}") for name in names if f"spec_{name}" in fields}
+        )
+        spec.update({"arguments": list(arguments), "limits": dict(limits or {})})
+        common: dict[str, Any] = {"rank": 0, "members": 1, "gpus": [], "share_mb": None}
+        common.update({"slot": None, "environment": {}, "secrets": {}, "resume": None})
+        return {"job": job, "epoch": epoch, "spec": spec, **common, **fields}
+
+    def launch(self, *arguments: str, **fields: Any) -> dict[str, Any]:
+        return self.ask("launch", **self.order(*arguments, **fields))
+
+    def sh(self, script: str, **fields: Any) -> dict[str, Any]:
+        """A job that is a shell script."""
+        return self.launch("sh", "-c", script, **fields)
+
+    def status(self, job: str = "job", epoch: int = 1) -> dict[str, Any]:
+        return self.ask("status", job=job, epoch=epoch)
+
+    def comes_to(self, state: str, job: str = "job", epoch: int = 1) -> dict[str, Any]:
+        """Wait until it is in that state."""
+        found = self.status(job, epoch)
+        end = time.monotonic() + PATIENCE
+        while found["state"] != state:
+            assert time.monotonic() < end, f"{found} is not {state}: {self.complaints(job, epoch)}"
+            known = {f"{job}.{epoch}": {"state": found["state"]}}
+            (found,) = self.ask("wait", known=known, timeout=PATIENCE)["attempts"]
+        return found
+
+    def comes_to_without_contact(self, state: str) -> dict[str, Any]:
+        """Likewise, and no deadman hears of it."""
+        return until(lambda: (found := self.status())["state"] == state and found, state)
+
+    def folder(self, job: str = "job", epoch: int = 1) -> Path:
+        return self.root / "attempts" / f"{job}.{epoch}"
+
+    def work(self, job: str = "job", epoch: int = 1) -> Path:
+        return self.folder(job, epoch) / "work"
+
+    def complaints(self, job: str = "job", epoch: int = 1) -> str:
+        """What its supervisor said of itself."""
+        with suppress(OSError):
+            return (self.folder(job, epoch) / "supervisor.err").read_text()
+        return ""
+
+    def state(self, job: str = "job", epoch: int = 1) -> dict[str, Any]:
+        """Its state file."""
+        return json.loads((self.folder(job, epoch) / "state.json").read_text())
+
+    def kill_supervisor(self, job: str = "job", epoch: int = 1) -> None:
+        """As an out-of-memory killer would."""
+        pid = self.state(job, epoch)["supervisor"]
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: not alive(pid), "the end of the supervisor")
+
+    def written(self, name: str, job: str = "job", epoch: int = 1) -> str:
+        """A file of the working folder, as soon as it has a whole line."""
+        path = self.work(job, epoch) / name
+
+        def line() -> str:
+            with suppress(OSError):
+                text = path.read_text()
+                return text if text.endswith("\n") else ""
+            return ""
+
+        return until(line, name)
+
+    def put(self, *blobs: bytes) -> list[str]:
+        shas = [hashlib.sha256(blob).hexdigest() for blob in blobs]
+        entries = [[sha, len(blobs[n])] for n, sha in enumerate(shas)]
+        self.ask("put", b"".join(blobs), blobs=entries)
+        return shas
+
+    def end(self) -> None:
+        """Nothing of it lives on, whatever became of the test."""
+        here = self.root / "attempts"
+        marks = [f"GROUPWISE_RUNNER_FOLDER={here}/".encode()]
+        for folder in here.iterdir() if here.is_dir() else ():
+            with suppress(OSError, ValueError, KeyError):
+                pid = json.loads((folder / "state.json").read_text())["supervisor"]
+                if "groupwise-super" in Path(f"/proc/{pid}/comm").read_text():
+                    os.kill(pid, signal.SIGKILL)
+        for name in os.listdir("/proc"):
+            with suppress(OSError):
+                if name.isdigit() and marks[0] in Path(f"/proc/{name}/environ").read_bytes():
+                    os.kill(int(name), signal.SIGKILL)
+
+
+_prepared: dict[str, Path] = {}
+"""By Python: folders `runners` with the runner and what was compiled of it, which takes longer than most tests."""
+
+
+def prepared(python: str) -> Path:
+    if python not in _prepared:
+        folder = Path(tempfile.mkdtemp(prefix="groupwise-runner-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        first = Machine(folder, python)
+        first.ask("hello", source=first.source)
+        _prepared[python] = first.root / "runners"
+    return _prepared[python]
+
+
+@contextmanager
+def machine(folder: Path, python: str = sys.executable, *, new: bool = False) -> Iterator[Machine]:
+    """A machine that has the runner already, or a `new` one. All that was started on it ends with it."""
+    made = Machine(folder, python)
+    if not new:
+        shutil.copytree(prepared(python), made.root / "runners")
+    try:
+        yield made
+    finally:
+        made.end()

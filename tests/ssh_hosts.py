@@ -1,0 +1,581 @@
+"""Real machines for tests: an sshd each, in two forms, with ways to be cruel to them.
+
+`loopback_hosts`: sshd on an address of 127/8, as the user that runs the tests. Each has its own home, host key, PATH and work folder, but
+shares process ids, boot id and network with everybody. It stands below a keeper, a process that adopts whatever is left of it, and ends
+all of it when the test ends in whatever way.
+
+`full_hosts`: machines in network, process and mount namespaces of their own, joined by a bridge (root, Linux). They can lose power, be cut
+off, be rebooted, swallow answers, reset connections and become slow. They lie in a network that only this test process, and what it
+starts, is in (`own_network`); all of it goes when they go.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SECONDS = 20.0
+"""For a start, on a machine with other work."""
+SUBNET = "10.77.0"
+FAKE_NVIDIA_SMI = Path(__file__).with_name("fake_nvidia_smi.py")
+PLACES = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin:/usr/local/sbin"
+
+
+def needed(*programs: str) -> None:
+    """Skips the test where one is not there, or fails it where real servers were promised."""
+    absent = [each for each in programs if shutil.which(each, path=PLACES) is None]
+    if not absent:
+        return
+    reason = f"there is no {', '.join(absent)}: install openssh-server, iproute2, nftables (Debian names)"
+    if os.environ.get("GROUPWISE_REAL_SERVERS") == "1":
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+def _program(name: str) -> str:
+    found = shutil.which(name, path=PLACES)
+    assert found is not None
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# What both forms share
+# ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Host:
+    """A machine with an sshd."""
+
+    name: str
+    address: str
+    port: int
+    user: str
+    folder: Path
+    """Everything of it: home, keys, sshd's log."""
+    key_path: Path
+    """Of the user, for logging in."""
+    home: Path
+
+    @property
+    def host_key(self) -> str:
+        """As it is pinned."""
+        return " ".join((self.folder / "hostkey.pub").read_text().split()[:2])
+
+    @property
+    def workdir(self) -> Path:
+        """Where its runner keeps its files, unless told otherwise."""
+        return self.home / "groupwise-fleet"
+
+    def vm_row(self, vm_id: str | None = None, *, pinned: bool = True) -> dict[str, Any]:
+        """The columns of `vms` that make it known to a fleet."""
+        return {
+            "vm_id": vm_id or self.name,
+            "ip_address": self.address,
+            "port": self.port,
+            "user": self.user,
+            "ssh_key_path": str(self.key_path),
+            "host_key": self.host_key if pinned else None,
+        }
+
+    def gpus(self, count: int = 2, *, mode: str = "normal", **state: Any) -> list[str]:
+        """Give it GPUs, or change what its nvidia-smi says of them (`fake_nvidia_smi.py` tells what there is). Their UUIDs."""
+        uuids = [f"GPU-{self.name}-{n}" for n in range(count)]
+        cards = [
+            {
+                "uuid": name,
+                "model": "NVIDIA H100 80GB HBM3",
+                "memory_mb": 81559,
+                "used_mb": 4,
+                "utilisation": 0,
+                "temperature": 31,
+                "mig": None,
+                "cells": {},
+            }
+            for name in uuids
+        ]
+        said = {"mode": mode, "gpus": cards, "apps": [], "marker_apps": {}, **state}
+        program = self.folder / "bin" / "nvidia-smi"
+        answers = program.with_suffix(".json")
+        temporary = answers.with_suffix(".new")
+        temporary.write_text(json.dumps(said))
+        temporary.replace(answers)
+        if not program.exists():
+            shutil.copy(FAKE_NVIDIA_SMI, program)
+            program.chmod(0o755)
+        return uuids
+
+    def new_host_key(self) -> None:
+        """As after a reinstallation. Its sshd reads keys when it starts: `restart` it."""
+        for name in ("hostkey", "hostkey.pub"):
+            (self.folder / name).unlink(missing_ok=True)
+        _keygen(self.folder / "hostkey")
+
+    def noise(self, text: str) -> None:
+        """What a start-up file of its shell prints before every command."""
+        (self.home / ".bashrc").write_text(f"cat <<'NOISE'\n{text}\nNOISE\n")
+
+    def log(self) -> str:
+        """What its sshd has said."""
+        return (self.folder / "sshd.log").read_text(errors="replace")
+
+    def _prepare(self, owner: int | None = None) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        binaries = self.folder / "bin"
+        for place in (binaries, self.home / ".ssh"):
+            place.mkdir(parents=True, exist_ok=True)
+        self.home.chmod(0o755)
+        (self.home / ".ssh").chmod(0o700)
+        _keygen(self.folder / "hostkey")
+        shutil.copy(self.key_path.with_suffix(".pub"), self.home / ".ssh" / "authorized_keys")
+        if owner is not None:
+            for place in (self.home, self.home / ".ssh", self.home / ".ssh" / "authorized_keys"):
+                os.chown(place, owner, owner)
+
+
+def _keygen(path: Path, kind: str = "ed25519") -> None:
+    if not path.exists():
+        command = [_program("ssh-keygen"), "-q", "-t", kind, "-N", "", "-f", str(path)]
+        subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
+
+
+def _until_it_answers(address: str, port: int, alive: Any, log: Any) -> None:
+    deadline = time.monotonic() + SECONDS
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection((address, port), 0.2) as probe:
+            probe.settimeout(1)
+            if probe.recv(4) == b"SSH-":
+                return
+        assert alive(), log()
+        assert time.monotonic() < deadline, log()
+        time.sleep(0.01)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# Plain ones, on loopback
+# ---------------------------------------------------------------------------------------------------------------------------------------
+
+KEEPER = textwrap.dedent(
+    """
+    import ctypes, os, signal, subprocess, sys, time
+
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: what detaches itself becomes a child of this process
+
+    def below(me):
+        parents = {}
+        for name in os.listdir("/proc"):
+            if name.isdigit():
+                try:
+                    with open("/proc/%s/stat" % name) as file:
+                        parents[int(name)] = int(file.read().rpartition(") ")[2].split()[1])
+                except OSError:
+                    pass
+        found = {me}
+        while True:
+            more = {pid for pid, parent in parents.items() if parent in found} - found
+            if not more:
+                return found - {me}
+            found |= more
+
+    def end_all():
+        while below(os.getpid()):
+            for pid in below(os.getpid()):
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass
+            reap()
+            time.sleep(0.005)
+
+    def reap():
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            pass
+
+    signal.signal(signal.SIGCHLD, lambda *_: reap())
+    log = open(sys.argv[1], "ab")
+    for order in iter(sys.stdin.readline, ""):
+        if order == "start\\n":
+            subprocess.Popen(sys.argv[2:], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        elif order == "end\\n":
+            end_all()
+        print("done", flush=True)
+    end_all()
+    """
+)
+"""Does what its standard input says, and ends everything below it when that ends: when whoever started it is gone."""
+
+
+class LoopbackHost(Host):
+    """An sshd of this user on an address of its own."""
+
+    _keeper: "subprocess.Popen[str] | None" = None
+
+    def start(self) -> None:
+        """Returns when it takes connections."""
+        if self._keeper is None:
+            command = [sys.executable, "-S", "-c", KEEPER, str(self.folder / "sshd.log")]
+            self._keeper = subprocess.Popen(
+                [*command, *_sshd(), "-D", "-e", "-f", str(self.folder / "sshd_config")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        self._order("start")
+        _until_it_answers(self.address, self.port, lambda: True, self.log)
+
+    def power_loss(self) -> None:
+        """All its processes end at once. Unlike a real one it says goodbye on open connections, and the boot id stays."""
+        self._order("end")
+
+    def restart(self) -> None:
+        """sshd and everything else anew."""
+        self.power_loss()
+        self.start()
+
+    def close(self) -> None:
+        """Nothing of it is left."""
+        if self._keeper is not None:
+            self._keeper.communicate(timeout=SECONDS)
+            self._keeper = None
+
+    def _order(self, what: str) -> None:
+        assert self._keeper is not None
+        self._keeper.stdin.write(what + "\n")
+        self._keeper.stdin.flush()
+        assert self._keeper.stdout.readline() == "done\n"
+
+
+def _sshd() -> list[str]:
+    """Started by root it wants a folder in /run, which the machine that runs the tests need not have."""
+    if os.geteuid() != 0 or Path("/run/sshd").is_dir():
+        return [_program("sshd")]
+    needed("unshare")
+    script = 'mount -t tmpfs -o mode=755 none /run && mkdir -m 755 /run/sshd && exec "$@"'
+    return [_program("unshare"), "--mount", "--", "/bin/sh", "-c", script, "sh", _program("sshd")]
+
+
+@contextlib.contextmanager
+def loopback_hosts(count: int = 1, *, settings: str = "") -> Iterator[list[LoopbackHost]]:
+    """Started ones, at 127.0.0.11 and on. `settings`: further lines of sshd_config."""
+    needed("sshd", "ssh-keygen")
+    with _folder() as folder:
+        key = folder / "id_ed25519"
+        _keygen(key)
+        hosts = [_loopback(folder, n, key, settings) for n in range(count)]
+        try:
+            for host in hosts:
+                host.start()
+            yield hosts
+        finally:
+            for host in hosts:
+                host.close()
+
+
+def _loopback(folder: Path, number: int, key: Path, settings: str) -> LoopbackHost:
+    name = f"host{number + 1}"
+    place = folder / name
+    address = f"127.0.0.{11 + number}" if sys.platform == "linux" else "127.0.0.1"
+    host = LoopbackHost(name, address, _free_port(address), _user(), place, key, place / "home")
+    host._prepare()
+    enter = place / "enter"
+    enter.write_text(
+        f"#!/bin/sh\nexport HOME={host.home} PATH={place}/bin:/usr/local/bin:/usr/bin:/bin\n"
+        'cd "$HOME" && exec /bin/sh -c "$SSH_ORIGINAL_COMMAND"\n'
+    )
+    enter.chmod(0o755)
+    lines = f"""
+        Port {host.port}
+        ListenAddress {address}
+        HostKey {place}/hostkey
+        PidFile none
+        UsePAM no
+        StrictModes no
+        PasswordAuthentication no
+        KbdInteractiveAuthentication no
+        AuthorizedKeysFile {host.home}/.ssh/authorized_keys
+        UseDNS no
+        PrintMotd no
+        PrintLastLog no
+        MaxStartups 100:30:200
+        SetEnv HOME={host.home} PATH={place}/bin:/usr/local/bin:/usr/bin:/bin
+        ForceCommand {enter}
+        {settings}
+    """
+    (place / "sshd_config").write_text(textwrap.dedent(lines))
+    return host
+
+
+def _user() -> str:
+    import pwd
+
+    return pwd.getpwuid(os.geteuid()).pw_name
+
+
+def _free_port(address: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    """Not below pytest's: other users must be able to pass through it."""
+    folder = Path(
+        tempfile.mkdtemp(prefix="groupwise-hosts-", dir=os.environ.get("PYTEST_DEBUG_TEMPROOT"))
+    )
+    folder.chmod(0o755)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# Whole ones, in namespaces
+# ---------------------------------------------------------------------------------------------------------------------------------------
+
+CLONE_NEWNET = 0x40000000
+SPACES = ("--net", "--pid", "--uts", "--mount", "--ipc")
+UID = 2001
+INIT = """\
+set -e; D=$1 N=$2 A=$3
+mount --make-rprivate /; mount -t proc proc /proc
+mount --bind $D/boot_id /proc/sys/kernel/random/boot_id
+mount -t tmpfs -o mode=755 none /run; mkdir -m 755 /run/sshd
+mount -t tmpfs -o mode=755 none /home; mkdir /home/gpu; mount --bind $D/home /home/gpu
+mount --bind $D/passwd /etc/passwd; mount --bind $D/group /etc/group
+hostname $N; ip link set lo up
+for i in $(seq 500); do ip link show e0 >/dev/null 2>&1 && break; sleep .01; done
+ip addr add $A/24 dev e0; ip link set e0 up
+/usr/sbin/sshd -D -e -f $D/sshd_config 2>>$D/sshd.log </dev/null &
+while :; do wait -n || true; sleep .2; done
+"""
+"""The first process of a machine. A read-only file stands in place of the boot id, so that a reboot can be seen."""
+
+
+@contextlib.contextmanager
+def own_network() -> Iterator[None]:
+    """This process, and what it starts meanwhile, in a network of its own, where nothing is but loopback. For root; skips else.
+
+    Servers that were started before cannot be reached from within: enter first.
+    """
+    needed("ip", "unshare", "setpriv")
+    if os.geteuid() != 0:
+        pytest.skip("machines in namespaces need root")
+    libc = ctypes.CDLL(None, use_errno=True)
+    before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    try:
+        if libc.unshare(CLONE_NEWNET) != 0:
+            pytest.skip(f"no network namespace can be made: {os.strerror(ctypes.get_errno())}")
+        try:
+            _run("ip link set lo up")
+            yield
+        finally:
+            assert libc.setns(before, CLONE_NEWNET) == 0
+    finally:
+        os.close(before)
+
+
+def _run(command: str) -> None:
+    words = command.split()
+    done = subprocess.run(
+        [_program(words[0]), *words[1:]],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{command}: {done.stderr}"
+
+
+class FullHost(Host):
+    """A machine with its own processes, network, mounts, users and boot id."""
+
+    number: int
+    _holder: "subprocess.Popen[bytes] | None" = None
+    _init: int = 0
+
+    def start(self) -> None:
+        """Power on, with a new boot id; returns when its sshd takes connections."""
+        (self.folder / "boot_id").write_text(f"{uuid.uuid4()}\n")
+        link = f"v{self.number}"
+        with (self.folder / "console.log").open("ab") as console:
+            self._holder = subprocess.Popen(
+                # Dies with this process, and everything of the machine with it.
+                [
+                    *(_program("setpriv"), "--pdeathsig", "KILL"),
+                    *(_program("unshare"), *SPACES, "--fork", "--kill-child", "--"),
+                    *("/bin/bash", "-c", INIT, "init"),
+                    *(str(self.folder), self.name, self.address),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=console,
+                start_new_session=True,
+            )
+        self._init = self._first_process()
+        # A fixed address of the card: else the others would look for the old one for half a minute.
+        card = f"02:00:00:00:00:{self.number:02x}"
+        _run(f"ip link add {link} type veth peer name e0 address {card} netns {self._init}")
+        _run(f"ip link set {link} master br0 up")
+        _until_it_answers(self.address, self.port, self.is_on, self.log)
+
+    def is_on(self) -> bool:
+        """Whether it has power."""
+        return self._holder is not None and self._holder.poll() is None
+
+    def power_loss(self) -> None:
+        """Every process is gone at once, and nobody is told."""
+        self.partition()
+        self._end()
+
+    def reboot(self) -> None:
+        """Power loss, and a new start with another boot id."""
+        self.power_loss()
+        self.start()
+
+    def partition(self) -> None:
+        """No packet goes in or out."""
+        _run(f"ip link set v{self.number} down")
+
+    def half_open(self) -> None:
+        """It hears everything, and none of its answers arrive."""
+        self._filter("o { type filter hook output priority 0; }", "o tcp sport 22 drop")
+
+    def reset(self) -> None:
+        """Connections are reset, and new ones refused."""
+        self._filter(
+            "i { type filter hook input priority 0; }", "i tcp dport 22 reject with tcp reset"
+        )
+
+    def slow(self, rate: str = "4mbit") -> None:
+        """As far as bytes a second go."""
+        shape = f"root tbf rate {rate} burst 32k latency 50ms"
+        _run(f"tc qdisc replace dev v{self.number} {shape}")
+        self.inside(f"tc qdisc replace dev e0 {shape}")
+
+    def heal(self) -> None:
+        """The network is as it was in the beginning."""
+        _run(f"ip link set v{self.number} up")
+        self.inside("nft flush ruleset")
+        for command in (f"tc qdisc del dev v{self.number} root", "tc qdisc del dev e0 root"):
+            with contextlib.suppress(
+                AssertionError
+            ):  # where nothing was slow there is nothing to remove
+                self.inside(command) if "e0" in command else _run(command)
+
+    def inside(self, command: str) -> None:
+        """Run something in its network."""
+        _run(f"nsenter -t {self._init} -n {command}")
+
+    def processes(self) -> list[int]:
+        """Of the machine, as numbered outside; its first process is not among them."""
+        space = os.readlink(f"/proc/{self._init}/ns/pid")
+        found: list[int] = []
+        for each in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if each.name.isdigit() and os.readlink(each / "ns" / "pid") == space:
+                    found.append(int(each.name))
+        return [pid for pid in found if pid != self._init]
+
+    def close(self) -> None:
+        """Nothing of it is left."""
+        if self.is_on():
+            self._end()
+
+    def _filter(self, chain: str, rule: str) -> None:
+        self.inside("nft add table ip f")
+        self.inside(f"nft add chain ip f {chain}")
+        self.inside(f"nft add rule ip f {rule}")
+
+    def _end(self) -> None:
+        os.kill(self._init, signal.SIGKILL)
+        self._holder.wait(SECONDS)
+        self._holder = None
+        with contextlib.suppress(AssertionError):  # it goes with the machine, a little later
+            _run(f"ip link del v{self.number}")
+
+    def _first_process(self) -> int:
+        pid = self._holder.pid
+        deadline = time.monotonic() + SECONDS
+        while True:
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            if children:
+                return int(children[0])
+            assert self.is_on(), (self.folder / "console.log").read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+
+
+@contextlib.contextmanager
+def full_hosts(count: int = 1, *, settings: str = "") -> Iterator[list[FullHost]]:
+    """Started ones, at 10.77.0.11 and on, in a network of their own: to be used inside of `own_network`."""
+    needed("sshd", "ssh-keygen", "ip", "nft", "tc", "nsenter", "unshare", "setpriv")
+    _run("ip link add br0 type bridge forward_delay 0 stp_state 0")
+    _run(f"ip addr add {SUBNET}.1/24 dev br0")
+    _run("ip link set br0 up")
+    with _folder() as folder:
+        key = folder / "id_ed25519"
+        _keygen(key)
+        hosts = [_full(folder, n, key, settings) for n in range(count)]
+        try:
+            for host in hosts:
+                host.start()
+            yield hosts
+        finally:
+            for host in hosts:
+                host.close()
+            _run("ip link del br0")
+
+
+def _full(folder: Path, number: int, key: Path, settings: str) -> FullHost:
+    name = f"h{number + 1}"
+    place = folder / name
+    address = f"{SUBNET}.{11 + number}"
+    host = FullHost(name, address, 22, "gpu", place, key, place / "home")
+    host.number = number + 1
+    host._prepare(UID)
+    (place / "passwd").write_text(
+        "root:x:0:0:root:/root:/bin/bash\n"
+        "sshd:x:105:65534::/run/sshd:/usr/sbin/nologin\n"
+        f"gpu:*:{UID}:{UID}::/home/gpu:/bin/bash\n"
+    )
+    (place / "group").write_text(f"root:x:0:\nnogroup:x:65534:\ngpu:x:{UID}:\n")
+    lines = f"""
+        Port 22
+        ListenAddress {address}
+        HostKey {place}/hostkey
+        PidFile none
+        UsePAM no
+        PasswordAuthentication no
+        KbdInteractiveAuthentication no
+        AuthorizedKeysFile .ssh/authorized_keys
+        AllowUsers gpu
+        UseDNS no
+        PrintMotd no
+        PrintLastLog no
+        MaxStartups 100:30:200
+        SetEnv PATH={place}/bin:/usr/local/bin:/usr/bin:/bin
+        {settings}
+    """
+    (place / "sshd_config").write_text(textwrap.dedent(lines))
+    return host

@@ -1,0 +1,57 @@
+"""Stands in for `runner.py` where only the way to a machine and back is tested: says what it was asked, late, long, or not at all."""
+
+import hashlib
+import json
+import os
+import sys
+import time
+from typing import Any, BinaryIO
+
+
+def answer_request(body: "dict[str, Any]", payload: BinaryIO) -> None:
+    came = payload.read(body.get("payload", 0))
+    mark = body.get("mark")
+    if mark:
+        with open(mark, "a") as file:
+            file.write(body["verb"] + "\n")
+    verb = body["verb"]
+    if verb == "sleep":
+        time.sleep(body["seconds"])
+    if verb == "die":
+        sys.stderr.write("it is dying\n")
+        os._exit(body.get("status", 3))
+    if verb == "refuse":
+        say({"error": {"code": "disk_full", "message": "no room"}})
+    elif verb == "linger":
+        linger(body["seconds"])
+    else:
+        told = {name: body[name] for name in body if name not in ("source", "secrets")}
+        secrets = {
+            name: hashlib.sha256(value.encode()).hexdigest()
+            for name, value in body.get("secrets", {}).items()
+        }
+        digest = hashlib.sha256(came).hexdigest()
+        say(
+            {"ok": True, "told": told, "secrets": secrets, "came": digest},
+            b"\xff\n" * body.get("back", 0),
+        )
+
+
+def say(document: "dict[str, Any]", payload: bytes = b"") -> None:
+    text = json.dumps(document).encode()
+    head = "GROUPWISE-ANSWER 1 %d %s %d\n" % (
+        len(text),
+        hashlib.sha256(text).hexdigest(),
+        len(payload),
+    )
+    out = sys.stdout.buffer
+    out.write(head.encode() + text + payload)
+    out.flush()
+
+
+def linger(seconds: float) -> None:
+    """Leaves a process behind that holds the output open."""
+    if os.fork() == 0:
+        time.sleep(seconds)
+        os._exit(0)
+    say({"ok": True})

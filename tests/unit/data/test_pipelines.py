@@ -1,0 +1,144 @@
+"""What rows go through before prompts are made of them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.data.chat import Unusable
+from groupwise.data.config import DatasetConfig
+from groupwise.data.named import as_prompts, for_training
+from groupwise.data.pipelines import ENTRY_POINTS, find_pipeline
+from groupwise.errors import TaskError
+
+CHAT = [{"role": "user", "content": "1+1?"}]
+OWN = """
+def short(row):
+    return None if len(row["q"]) > 4 else {"prompt": row["q"].upper(), "kept": row["id"]}
+
+def wrong(row):
+    return [row]
+
+def broken(row):
+    return row["missing"]
+
+NUMBER = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(OWN)
+    rows = [{"q": "one?", "id": 1}, {"q": "three?", "id": 2}]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def data(**keys: Any) -> DatasetConfig:
+    return DatasetConfig(dataset_name="rows.jsonl", **keys)
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "made"),
+    [
+        (
+            "generic",
+            {"prompt": "a", "answer": "b", "x": 1},
+            {"prompt": "a", "x": 1, "reference": "b"},
+        ),
+        (
+            "generic",
+            {"prompt": "a", "answer": "b", "reference": "c"},
+            {"prompt": "a", "answer": "b", "reference": "c"},
+        ),
+        (
+            "generic",
+            {"prompt": "a", "answer": "b", "reference": None},
+            {"prompt": "a", "reference": "b"},
+        ),
+        ("generic", {"prompt": "a"}, {"prompt": "a"}),
+        ("deepseek", {"prompt": CHAT, "answer": "2"}, {"prompt": CHAT, "reference": "2"}),
+        ("deepseek", {"prompt": "1+1?"}, {"prompt": CHAT}),
+    ],
+)
+def test_built_in_ones(name: str, row: dict[str, Any], made: dict[str, Any]) -> None:
+    given = json.dumps(row)
+    assert find_pipeline(name)(row) == made
+    assert json.dumps(row) == given, "the row that was given stays as it is"
+
+
+def test_generic_takes_text_alone() -> None:
+    with pytest.raises(Unusable, match="the prompt is no text"):
+        find_pipeline("generic")({"prompt": CHAT})
+
+
+def test_a_teachers_answer_is_the_completion() -> None:
+    step = find_pipeline("generic", teacher=True)
+    assert step({"prompt": "a", "answer": "b"}) == {"prompt": "a", "completion": "b"}
+    assert step({"messages": CHAT}) == {"messages": CHAT}, "rows of another kind stay"
+
+
+def test_own_ones_make_prompts_of_other_columns_and_leave_rows_out() -> None:
+    parts, account = for_training(
+        data(preprocessing_pipeline="own.py:short", prompt_format="text"), teacher=False
+    )
+    (part,) = parts
+    assert [{k: row[k] for k in ("prompt", "kept")} for row in part.rows] == [
+        {"prompt": "ONE?", "kept": 1}
+    ]
+    assert account.left_out == {"the pipeline own.py:short gives None": 1}
+
+
+def test_rows_from_beside_go_through_it_too() -> None:
+    given = data(preprocessing_pipeline="own.py:short", prompt_format="text")
+    rows = as_prompts(given, [{"q": "easy", "id": 0}, {"q": "too long", "id": 1}], "easy.jsonl")
+    assert [row["prompt"] for row in rows] == ["EASY"]
+    assert sum(rows.account.left_out.values()) == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        (
+            {"preprocessing_pipeline": "generc"},
+            r"No preprocessing pipeline `generc`(.|\n)*`generic`",
+        ),
+        ({"preprocessing_pipeline": "own.py"}, "own.py is no function"),
+        ({"preprocessing_pipeline": "own.py:NUMBER"}, "own.py:NUMBER is no function"),
+        ({"preprocessing_pipeline": "own.py:shor"}, "has no `shor`"),
+        ({"preprocessing_pipeline": "own.py:wrong"}, "Expected a row, a dict of columns; or None"),
+        (
+            {"preprocessing_pipeline": "own.py:broken"},
+            r"failed on the row \{'q': 'one\?'(.|\n)*KeyError",
+        ),
+        ({"preprocessing_pipeline": "own.py:short", "strict": True}, r"gives None \(row 1\)"),
+        (
+            {"preprocessing_pipeline": "generic"},
+            "has no column 'prompt'. It has: q, id. Say in data.prompt",
+        ),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_what_is_wrong_is_told(keys: dict[str, Any], told: str) -> None:
+    with pytest.raises(TaskError, match=told):
+        for_training(data(**keys), teacher=False)
+
+
+def test_a_missing_one_is_told_before_the_data_are_read() -> None:
+    given = DatasetConfig(dataset_name="gone.jsonl", preprocessing_pipeline="generc")
+    with pytest.raises(TaskError, match="generc"):
+        for_training(given, teacher=False)
+
+
+def test_installed_ones_go_by_their_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = importlib.metadata.EntryPoint("shorter", "own:short", ENTRY_POINTS)
+    monkeypatch.setattr(
+        importlib.metadata,
+        "entry_points",
+        lambda *, group: [point] if group == ENTRY_POINTS else [],
+    )
+    assert find_pipeline("shorter")({"q": "a", "id": 1}) == {"prompt": "A", "kept": 1}

@@ -1,0 +1,125 @@
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from groupwise.fleet.doorbells.local import FOLDER, LocalDoorbell
+from groupwise.fleet.doorbells.port import LARGEST
+
+RINGS = """
+import sys
+from pathlib import Path
+from groupwise.fleet.doorbells.local import LocalDoorbell
+LocalDoorbell(Path(sys.argv[1])).ring(sys.argv[2:])
+"""
+
+
+@pytest.fixture(params=["fleet", "a folder whose name is long " * 4 + "x" * 100])
+def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    return tmp_path / request.param
+
+
+async def listening(folder: Path) -> LocalDoorbell:
+    doorbell = LocalDoorbell(folder)
+    assert await doorbell.wait(0) == frozenset()
+    return doorbell
+
+
+def sockets(folder: Path) -> list[Path]:
+    return sorted((folder / FOLDER).iterdir())
+
+
+async def test_within_the_process():
+    doorbell = LocalDoorbell()
+    doorbell.ring(["a", "b"])
+    assert await doorbell.wait(60) == {"a", "b"}
+    await doorbell.close()
+
+
+async def test_another_process_rings(folder: Path):
+    doorbell = await listening(folder)
+    waiting = asyncio.create_task(doorbell.wait(60))
+    ran = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-c", RINGS, folder, "job-1", "job-2"],
+        check=True,
+        capture_output=True,
+    )
+    assert await waiting == {"job-1", "job-2"}
+    assert not ran.stderr
+    await doorbell.close()
+    assert sockets(folder) == []
+
+
+async def test_all_who_listen_hear_it_and_only_they_have_a_socket(folder: Path):
+    one, other, ringer = await listening(folder), await listening(folder), LocalDoorbell(folder)
+    assert len(sockets(folder)) == 2
+    ringer.ring(["a"])
+    assert [await one.wait(60), await other.wait(60)] == [{"a"}, {"a"}]
+    for doorbell in (one, other, ringer):
+        await doorbell.close()
+
+
+async def test_the_dead_are_cleared_away_and_change_nothing(folder: Path):
+    alive = await listening(folder)
+    for name in ("0-dead.sock", "999-dead.sock"):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as dead:
+            descriptor = os.open(folder / FOLDER, os.O_RDONLY)
+            dead.bind(f"/proc/self/fd/{descriptor}/{name}")
+            os.close(descriptor)
+    assert len(sockets(folder)) == 3
+    LocalDoorbell(folder).ring(["a"])
+    assert await alive.wait(60) == {"a"}
+    assert len(sockets(folder)) == 1
+    await alive.close()
+
+
+async def test_nobody_has_ever_listened(tmp_path: Path):
+    LocalDoorbell(tmp_path / "nowhere").ring(["a"])
+    assert not (tmp_path / "nowhere").exists()
+
+
+async def test_garbage_is_harmless(tmp_path: Path):
+    doorbell = await listening(tmp_path)
+    (ear,) = sockets(tmp_path)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as out:
+        for text in (b"", b"\xff", b"no id", b"[" * LARGEST, b"a" * (LARGEST + 100), b"a"):
+            out.sendto(text, str(ear))
+    assert await doorbell.wait(60) == {"a"}
+    await doorbell.close()
+
+
+async def test_a_listener_that_does_not_read_holds_nobody_up(tmp_path: Path):
+    doorbell, ringer = await listening(tmp_path), LocalDoorbell(tmp_path)
+    for number in range(2000):
+        ringer.ring([f"job-{number}"])
+    assert "job-0" in await doorbell.wait(60)
+    await doorbell.close()
+
+
+async def test_many_ids_go_in_several_messages(tmp_path: Path):
+    doorbell, ids = await listening(tmp_path), {f"{'x' * 70}-{n}" for n in range(2000)}
+    LocalDoorbell(tmp_path).ring(ids)
+    heard: set[str] = set()
+    while len(heard) < len(ids):
+        heard |= await doorbell.wait(60)
+    assert heard == ids
+    await doorbell.close()
+
+
+async def test_a_folder_that_takes_no_socket_is_told_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    (tmp_path / FOLDER).write_text("a file")
+    doorbell = LocalDoorbell(tmp_path)
+    for _ in range(3):
+        assert await doorbell.wait(0) == frozenset()
+    assert "wait for the next sweep" in caplog.text
+    assert len(caplog.records) == 1
+    doorbell.ring(["a"])
+    assert await doorbell.wait(60) == {"a"}
+    await doorbell.close()

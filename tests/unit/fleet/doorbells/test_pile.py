@@ -1,0 +1,63 @@
+import asyncio
+import threading
+
+from groupwise.fleet.doorbells.pile import MOST, Pile
+
+
+async def test_one_who_waits_gets_everything_once():
+    pile = Pile()
+    waiting = asyncio.create_task(pile.wait(60))
+    await asyncio.sleep(0)
+    pile.put(["a", "b", "a"])
+    assert await waiting == {"a", "b"}
+    assert await pile.wait(0) == frozenset()
+
+
+async def test_what_came_before_the_wait_is_not_lost():
+    pile = Pile()
+    pile.put(["a"])
+    assert await pile.wait(60) == {"a"}
+
+
+async def test_other_threads_wake_the_waiter():
+    pile = Pile()
+    waiting = asyncio.create_task(pile.wait(60))
+    await asyncio.sleep(0)
+    thread = threading.Thread(target=pile.put, args=(["a"],))
+    thread.start()
+    assert await waiting == {"a"}
+    thread.join()
+
+
+async def test_ids_taken_before_the_wake_arrives_do_not_end_the_next_wait():
+    pile = Pile()
+    assert await pile.wait(0) == frozenset()
+    thread = threading.Thread(target=pile.put, args=(["a"],))
+    thread.start()
+    thread.join()  # its call to wake us is queued in this loop, and has not run
+    assert pile.take() == {"a"}
+    waiting = asyncio.create_task(pile.wait(60))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    pile.put(["b"])
+    assert await waiting == {"b"}
+
+
+async def test_nothing_rung_wakes_nobody():
+    pile = Pile()
+    pile.put([])
+    assert await pile.wait(0) == frozenset()
+
+
+async def test_a_flood_is_forgotten_and_the_waiter_still_wakes():
+    pile = Pile()
+    pile.put(map(str, range(3 * MOST)))
+    assert len(await pile.wait(60)) == MOST
+
+
+def test_a_ring_after_the_loop_has_ended_is_harmless():
+    pile = Pile()
+    asyncio.run(pile.wait(0))
+    pile.put(["a"])
+    assert pile.take() == {"a"}

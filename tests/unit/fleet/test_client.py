@@ -1,0 +1,304 @@
+"""The API and its Python client, through a real socket: every verb, every refusal, bytes both ways."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from groupwise.fleet import keys
+from groupwise.fleet.client import FleetAway, FleetClient
+from groupwise.fleet.database import Database
+from groupwise.fleet.logs import append, make
+from groupwise.fleet.settings import FleetPlace
+from groupwise.fleet.states import JobStatus
+from groupwise.fleet.tables import Job
+from groupwise.wire.keys import Role
+from groupwise.wire.problems import Refusal
+from tests.fleet_api import api, place_in
+
+PLAIN = "environment-key-0123456789"
+COMMAND = {"arguments": ["true"], "resources": {"gpus": 0}}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> FleetPlace:
+    return place_in(tmp_path / "fleet")
+
+
+@pytest.fixture
+def url(database: Database, place: FleetPlace) -> Iterator[str]:
+    with api(database, place, {"GROUPWISE_API_KEY": PLAIN}) as address:
+        yield address
+
+
+@pytest.fixture
+def fleet(url: str) -> Iterator[FleetClient]:
+    with FleetClient(url, PLAIN, sleep=lambda _: None) as client:
+        yield client
+
+
+def refused(code: str) -> Any:
+    return pytest.raises(Refusal, check=lambda refusal: refusal.code == code)
+
+
+# Jobs
+
+
+def test_a_job_is_submitted_found_and_cancelled(fleet: FleetClient) -> None:
+    job = fleet.submit({**COMMAND, "name": "one", "labels": {"team": "red"}})
+    assert job["status"] == "queued"
+    assert fleet.show(job["job_id"])["arguments"] == ["true"]
+    fleet.submit({**COMMAND, "name": "two"})
+    assert [each["name"] for each in fleet.jobs()] == ["two", "one"]
+    assert [each["name"] for each in fleet.jobs(label="team=red", status=["queued"])] == ["one"]
+    assert fleet.cancel(job["job_id"])["status"] == "cancelled"
+    assert fleet.cancel(job["job_id"])["status"] == "cancelled"
+    assert fleet.retry(job["job_id"])["generation"] == 1
+
+
+def test_hold_and_release(fleet: FleetClient) -> None:
+    job = fleet.submit({**COMMAND, "hold": True})["job_id"]
+    assert fleet.show(job)["status"] == "held"
+    assert fleet.release(job)["status"] == "queued"
+    assert fleet.hold(job)["status"] == "held"
+
+
+def test_the_same_key_makes_one_job_and_other_words_with_it_are_refused(fleet: FleetClient) -> None:
+    first = fleet.submit(COMMAND, idempotency_key="k")
+    assert fleet.submit(COMMAND, idempotency_key="k")["job_id"] == first["job_id"]
+    with refused("idempotency_key_reused"):
+        fleet.submit({**COMMAND, "name": "other"}, idempotency_key="k")
+    assert len(fleet.jobs()) == 1
+
+
+def test_a_request_that_is_wrong_says_what_is(fleet: FleetClient) -> None:
+    with refused("invalid_request") as caught:
+        fleet.submit({"argments": ["true"]})
+    assert "arguments" in caught.value.detail
+    with refused("invalid_request") as caught:
+        fleet.submit({"arguments": ["true"], "environment": {"LD_PRELOAD": "x"}})
+    assert "LD_PRELOAD" in caught.value.detail
+    assert fleet.jobs() == []
+
+
+def test_a_plan_submits_nothing(fleet: FleetClient) -> None:
+    planned = fleet.plan(COMMAND)
+    assert planned["waits"]
+    assert fleet.jobs() == []
+
+
+def test_what_is_not_there_is_told_with_what_is(fleet: FleetClient) -> None:
+    job = fleet.submit(COMMAND)["job_id"]
+    with refused("unknown_job") as caught:
+        fleet.show(job[:-1] + "x")
+    assert job in caught.value.detail
+    with refused("unknown_vm"):
+        fleet.machine("nowhere")
+
+
+# Bytes
+
+
+def test_files_travel_once_and_only_what_is_missing(
+    fleet: FleetClient, place: FleetPlace, tmp_path: Path
+) -> None:
+    folder = tmp_path / "code"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "sub" / "a.py").write_text("print(1)\n")
+    (folder / "b.bin").write_bytes(bytes(range(256)) * 300)
+    job = fleet.submit(COMMAND, files=[folder])
+    sent = fleet.show(job["job_id"])["request"]["files"]
+    assert sorted(sent) == ["code/b.bin", "code/sub/a.py"]
+    stored = place.blobs / sent["code/b.bin"][0][:2] / sent["code/b.bin"][0]
+    assert stored.read_bytes() == (folder / "b.bin").read_bytes()
+    assert fleet.upload({"again": folder / "b.bin"})["again"][0] == sent["code/b.bin"][0]
+
+
+def test_an_upload_that_was_cut_off_goes_on(url: str, fleet: FleetClient) -> None:
+    data = b"x" * 5000
+    sha256 = hashlib.sha256(data).hexdigest()
+    headers = {"Authorization": f"Bearer {PLAIN}"}
+    with httpx2.Client(base_url=url, headers=headers) as http:
+        first = http.put(f"/blobs/{sha256}?size=5000", content=data[:2000]).json()
+        assert first == {"received": 2000, "stored": False}
+        wrong = http.put(f"/blobs/{sha256}?size=5000&offset=0", content=data[:10]).json()
+        assert wrong == {"received": 2000, "stored": False}
+        last = http.put(f"/blobs/{sha256}?size=5000&offset=2000", content=data[2000:]).json()
+        assert last == {"received": 5000, "stored": True}
+        torn = http.put(f"/blobs/{'0' * 64}?size=3", content=b"abc")
+    assert torn.status_code == 422
+    assert torn.json()["code"] == "invalid_request"
+
+
+def test_a_log_is_followed_across_attempts_to_its_end(
+    fleet: FleetClient, place: FleetPlace, database: Database
+) -> None:
+    job = fleet.submit(COMMAND)["job_id"]
+    for epoch, text in ((3, b"first\n"), (7, b"second\n")):
+        append(make(place.logs, job, epoch), 0, text)
+    fleet.cancel(job)
+    assert b"".join(fleet.follow(job, epoch=3)) == b"first\nsecond\n"
+    assert b"".join(fleet.follow(job)) == b"second\n"
+    assert b"".join(fleet.follow(job, epoch=7, offset=3)) == b"ond\n"
+
+
+def test_artefacts_are_listed_and_fetched_whole(
+    fleet: FleetClient, place: FleetPlace, tmp_path: Path
+) -> None:
+    job = fleet.submit(COMMAND)["job_id"]
+    with refused("unknown_file"):
+        fleet.artefacts(job)
+    data = b"weights" * 1000
+    _leave(place, job, {"outputs/model bin ü.dat": data})
+    (place.artefacts / "secret").write_text("no")
+    assert list(fleet.artefacts(job)["files"]) == ["outputs/model bin ü.dat"]
+    (found,) = fleet.fetch(job, tmp_path / "here")
+    assert found.read_bytes() == data
+    for path in ("../secret", "../../secret", "outputs", "/etc/passwd", "9.json"):
+        with refused("unknown_file"):
+            fleet._json("GET", f"/jobs/{job}/artefacts/{path.replace('/', '%2F')}")
+
+
+def _leave(place: FleetPlace, job: str, files: dict[str, bytes]) -> None:
+    folder = place.artefacts / job / "9"
+    named: dict[str, Any] = {}
+    for path, data in files.items():
+        (folder / path).parent.mkdir(parents=True)
+        (folder / path).write_bytes(data)
+        named[path] = [hashlib.sha256(data).hexdigest(), 0o644, len(data)]
+    (place.artefacts / job / "9.json").write_text(json.dumps({"files": named, "refused": []}))
+    (place.artefacts / job / "current").symlink_to("9")
+
+
+# Machines
+
+
+def test_machines_are_added_looked_at_and_changed(fleet: FleetClient) -> None:
+    made = fleet.add_machine(
+        {"vm_id": "gpu-1", "ip_address": "10.0.0.1", "user": "ml", "ssh_key_path": "/k"}
+    )
+    assert made["contact"] == "new"
+    assert [each["vm_id"] for each in fleet.machines()] == ["gpu-1"]
+    assert fleet.drain("gpu-1")["draining"] is True
+    assert fleet.undrain("gpu-1")["draining"] is False
+    assert fleet.cordon("gpu-1", "fan is loud")["cordoned"] == "fan is loud"
+    assert fleet.uncordon("gpu-1")["cordoned"] is None
+    with refused("host_key_mismatch"):
+        fleet.trust("gpu-1", "SHA256:" + "A" * 43)
+    with refused("unknown_gpu"):
+        fleet.clear_quarantine("gpu-1", "0")
+    assert fleet.lost("gpu-1")["lost_at"] is not None
+    fleet.remove("gpu-1")
+    assert fleet.machines() == []
+    assert len(fleet.machines(removed=True)) == 1
+    kinds = [event["kind"] for event in fleet.events()]
+    assert kinds[0] == "vm.added"
+    assert kinds[-1] == "vm.removed"
+
+
+def test_projects_have_quotas(fleet: FleetClient) -> None:
+    fleet.change_project("red", weight=2.0, max_gpus=4)
+    fleet.change_project("red", max_gpus=None)
+    (red,) = [each for each in fleet.projects() if each["name"] == "red"]
+    assert (red["weight"], red["max_gpus"]) == (2.0, None)
+
+
+# Who may
+
+
+def test_each_role_may_what_it_may_and_nobody_without_a_key(url: str, fleet: FleetClient) -> None:
+    read, act = (fleet.make_key(role)["key"] for role in ("read", "act"))
+    with FleetClient(url, read) as reader, FleetClient(url, act) as actor:
+        job = actor.submit(COMMAND)["job_id"]
+        assert reader.show(job)["submitted_by"].startswith("key:")
+        for forbidden in (lambda: reader.cancel(job), lambda: actor.drain("x"), actor.keys):
+            with refused("forbidden"):
+                forbidden()
+    for wrong in ("gw-nobody-xxxx", PLAIN + "x"):
+        with FleetClient(url, wrong) as nobody, refused("unauthorised"):
+            nobody.jobs()
+
+
+def test_a_key_of_a_project_sees_no_other(url: str, fleet: FleetClient) -> None:
+    foreign = fleet.submit(COMMAND, project="blue")["job_id"]
+    key = fleet.make_key("admin", projects=["red"])["key"]
+    with FleetClient(url, key) as red:
+        own = red.submit(COMMAND)
+        assert own["project"] == "red"
+        assert [each["job_id"] for each in red.jobs()] == [own["job_id"]]
+        with refused("forbidden"):
+            red.submit(COMMAND, project="blue")
+        for verb in (red.show, red.cancel, red.hold, red.retry, red.release, red.artefacts):
+            with refused("unknown_job"):
+                verb(foreign)
+        with refused("unknown_job"):
+            list(red.follow(foreign))
+        for all_projects in (
+            red.keys,
+            red.events,
+            lambda: red.make_key("read"),
+            lambda: red.drain("x"),
+            lambda: red.change_project("red", weight=9.0),
+        ):
+            with refused("forbidden"):
+                all_projects()
+        assert red.status()["jobs"]["queued"] == 1
+
+
+def test_a_key_that_is_revoked_or_too_old_is_none(
+    url: str, fleet: FleetClient, database: Database
+) -> None:
+    made = fleet.make_key("read", note="for a test")
+    with FleetClient(url, made["key"]) as client:
+        client.jobs()
+        fleet.revoke_key(made["key_id"])
+        with refused("unauthorised"):
+            client.jobs()
+    old = database.run(lambda s: keys.make(s, Role.ADMIN, actor="test", lasts=-1.0))
+    with FleetClient(url, old.key) as client, refused("unauthorised"):
+        client.jobs()
+    with refused("unknown_key"):
+        fleet.revoke_key("nobody")
+    told = json.dumps(fleet.keys())
+    assert made["key_id"] in told
+    assert made["key"] not in told
+
+
+# State
+
+
+def test_numbers_health_and_document(url: str, fleet: FleetClient) -> None:
+    fleet.submit(COMMAND)
+    headers = {"Authorization": f"Bearer {PLAIN}"}
+    with httpx2.Client(base_url=url) as http:
+        assert http.get("/healthz").json() == {"status": "ok"}
+        assert http.get("/readyz").json() == {"status": "ok"}
+        text = http.get("/metrics", headers=headers).text
+        document = http.get("/openapi.json").json()
+    assert 'groupwise_fleet_jobs{status="queued"} 1' in text
+    assert "groupwise_fleet_oldest_waiting_seconds" in text
+    assert "/jobs/{job_id}/cancel" in document["paths"]
+
+
+def test_a_fleet_that_is_not_there_is_told_after_some_tries() -> None:
+    pauses: list[float] = []
+    with (
+        FleetClient("http://127.0.0.1:9", "k", sleep=pauses.append) as client,
+        pytest.raises(FleetAway, match="groupwise fleet up"),
+    ):
+        client.jobs()
+    assert len(pauses) == 5
+
+
+def test_a_job_that_has_ended_is_waited_for(fleet: FleetClient, database: Database) -> None:
+    job = fleet.submit(COMMAND)["job_id"]
+
+    def fail(session: Any) -> None:
+        session.get(Job, job).status = JobStatus.FAILED
+
+    database.run(fail)
+    assert fleet.wait(job)["status"] == "failed"

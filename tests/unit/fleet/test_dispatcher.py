@@ -1,0 +1,761 @@
+"""A dispatcher on a real database and machines of this process: whatever goes wrong, the history keeps every promise.
+
+Each test ends with the judgement of `tests/fleet_history.py`, which knows nothing of dispatchers.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import select, update
+
+from groupwise.fleet import attempts
+from groupwise.fleet.database import Database, seconds
+from groupwise.fleet.dispatcher import GlobalJobDispatcher
+from groupwise.fleet.effects import Side
+from groupwise.fleet.tables import GPU, VM, Attempt, Event, Member
+from groupwise.hosts.port import Answer, Host, Request
+from groupwise.testing.fake_hosts import FakeHost, Fault, Script
+from tests.fleet_rig import Rig
+
+
+@pytest.fixture
+def rig(database: Database, tmp_path: Path) -> Rig:
+    return Rig(database, tmp_path, {"a": ["GPU-a0"], "b": ["GPU-b0"]})
+
+
+@asynccontextmanager
+async def running(dispatcher: GlobalJobDispatcher) -> AsyncIterator[asyncio.Task[None]]:
+    task = asyncio.create_task(dispatcher.run())
+    try:
+        yield task
+    finally:
+        dispatcher.stop()
+        await task
+
+
+def epoch_of(rig: Rig, job_id: str) -> int:
+    return rig.attempts(job_id)[-1].epoch
+
+
+def host_of(rig: Rig, job_id: str) -> FakeHost:
+    return rig.rack[str(rig.job(job_id).assigned_vm)]
+
+
+def begun(rig: Rig, job_id: str) -> Callable[[], bool]:
+    return lambda: any(a.state == "running" for a in rig.attempts(job_id))
+
+
+def said(rig: Rig, kind: str) -> list[Any]:
+    """Details of the events of this kind."""
+    query = select(Event.detail).where(Event.kind == kind).order_by(Event.event_id)
+    return rig.database.read(lambda s: list(s.scalars(query)))
+
+
+def value(rig: Rig, column: Any, *where: Any) -> Any:
+    return rig.database.read(lambda s: s.scalar(select(column).where(*where)))
+
+
+LONG = Script(ticks=10**6)
+
+
+# the plain way
+
+
+async def test_jobs_run_to_their_ends(rig: Rig) -> None:
+    rig.rack.scripts["bad"] = [Script(code=3, tail="Traceback\nKeyError: 'x'\n")]
+    rig.rack.scripts["wrong"] = [Script(code=2)]
+    async with running(rig.dispatcher()):
+        for job in ("good", "bad", "wrong"):
+            rig.submit(job)
+        await rig.until(rig.has("good", "completed"))
+        await rig.until(rig.has("bad", "failed"))
+        await rig.until(rig.has("wrong", "failed"))
+        await rig.until(rig.is_clean)
+    rig.judge()
+    assert rig.job("good").exit_code == 0
+    assert (rig.job("bad").exit_code, rig.job("bad").retry_count) == (3, 2)
+    assert rig.job("bad").failure_reason == "crashed: exit code 3 (retries: all 2 used)"
+    assert (rig.job("wrong").exit_code, rig.job("wrong").retry_count) == (2, 0)
+    assert rig.fetched.logs["bad", epoch_of(rig, "bad")] == b"Traceback\nKeyError: 'x'\n"
+    assert said(rig, "job.failed")[0]["tail"].startswith("Traceback")
+
+
+async def test_more_jobs_than_gpus_take_turns(rig: Rig) -> None:
+    async with running(rig.dispatcher()):
+        for number in range(6):
+            rig.submit(f"job-{number}")
+        await rig.until(lambda: all(rig.job(f"job-{n}").status == "completed" for n in range(6)))
+        await rig.until(rig.is_clean)
+    rig.judge()
+
+
+async def test_a_dispatcher_that_stops_leaves_jobs_running_and_the_next_one_goes_on_at_once(
+    rig: Rig,
+) -> None:
+    rig.rack.scripts["job"] = [LONG]
+    async with running(rig.dispatcher("one")):
+        rig.submit("job")
+        await rig.until(begun(rig, "job"))
+    epoch = epoch_of(rig, "job")
+    assert rig.rack.running() == [("job", epoch)]
+    async with running(rig.dispatcher("two")):
+        await rig.until(lambda: rig.attempts("job")[-1].owner == "two")
+        rig.cancel("job")
+        await rig.until(rig.has("job", "cancelled"))
+        await rig.until(rig.is_clean)
+    rig.judge()
+    assert len(rig.attempts("job")) == 1
+
+
+async def test_two_dispatchers_share_the_work(rig: Rig) -> None:
+    async with running(rig.dispatcher("one")), running(rig.dispatcher("two")):
+        for number in range(8):
+            rig.submit(f"job-{number}")
+        await rig.until(lambda: all(rig.job(f"job-{n}").status == "completed" for n in range(8)))
+        await rig.until(rig.is_clean)
+    rig.judge()
+
+
+async def test_a_part_that_crashes_stops_nothing_else(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three looks at wishes, three adoptions and the first drive of the job fail by a bug."""
+    left = {"wishes": 3, "adopt": 3, "snapshot": 1}
+
+    def buggy(name: str) -> Callable[..., Any]:
+        real = getattr(attempts, name)
+
+        def call(*args: Any) -> Any:
+            if left[name]:
+                left[name] -= 1
+                raise ZeroDivisionError(name)
+            return real(*args)
+
+        return call
+
+    for name in left:
+        monkeypatch.setattr(attempts, name, buggy(name))
+    async with running(rig.dispatcher()):
+        rig.submit("job")
+        await rig.until(rig.has("job", "completed"))
+        await rig.until(lambda: not any(left.values()))
+        await rig.until(rig.is_clean)
+    rig.judge()
+
+
+# launches that go wrong
+
+
+@pytest.mark.parametrize("fault", [Fault.REQUEST_LOST, Fault.ANSWER_LOST, Fault.UNREACHABLE])
+@pytest.mark.parametrize("verb", ["status", "launch", "wait", "log", "manifest", "release"])
+async def test_a_call_that_fails_is_a_call_that_is_repeated(
+    rig: Rig, fault: Fault, verb: str
+) -> None:
+    for host in rig.rack:
+        host.fail(verb, fault, times=2)
+    async with running(rig.dispatcher()):
+        rig.submit("job")
+        await rig.until(rig.has("job", "completed"))
+        await rig.until(rig.is_clean)
+    rig.judge()
+    assert len(rig.attempts("job")) == 1
+
+
+async def test_a_launch_that_is_refused_goes_to_another_machine_and_costs_nothing(rig: Rig) -> None:
+    for name in ("GPU-a0", "GPU-b0"):
+        host = rig.rack["a" if "a0" in name else "b"]
+        host.foreign.add(name)
+    rig.rack["b"].foreign.clear()
+    async with running(rig.dispatcher()):
+        rig.submit("job", resources={"gpus": 1, "vm": None})
+        await rig.until(rig.has("job", "completed"))
+        await rig.until(rig.is_clean)
+    rig.judge()
+    for attempt in rig.attempts("job")[:-1]:
+        assert (attempt.outcome, attempt.failure_class) == ("void", "launch_failure")
+        assert not attempt.charged
+    assert rig.job("job").assigned_vm == "b"
+
+
+async def test_a_machine_that_launches_nothing_is_cordoned_and_the_queue_is_not_drained_into_it(
+    rig: Rig,
+) -> None:
+    rig.rack["a"].foreign.add("GPU-a0")
+    async with running(rig.dispatcher()):
+        for number in range(6):
+            rig.submit(f"job-{number}")
+        await rig.until(lambda: all(rig.job(f"job-{n}").status == "completed" for n in range(6)))
+        await rig.until(rig.is_clean)
+    rig.judge()
+    assert value(rig, VM.cordoned, VM.vm_id == "a").startswith("3 launches in a row failed")
+    assert value(rig, VM.cordoned, VM.vm_id == "b") is None
+
+
+async def test_one_job_that_nobody_can_launch_cordons_no_machine_and_comes_to_an_end(
+    rig: Rig,
+) -> None:
+    rig.rack.scripts["job"] = [Script(refusal="gpu_busy")]
+    async with running(rig.dispatcher()):
+        rig.submit("job")
+        await rig.until(rig.has("job", "failed"))
+        await rig.until(rig.is_clean)
+    rig.judge()
+    assert len(rig.attempts("job")) == 11
+    for vm_id in ("a", "b"):
+        assert value(rig, VM.cordoned, VM.vm_id == vm_id) is None
+        assert value(rig, VM.launch_failures, VM.vm_id == vm_id) == 1
+
+
+async def test_a_runner_that_says_no_before_it_claims_anything_is_made_sure_of(rig: Rig) -> None:
+    for host in rig.rack:
+        host.fail("launch", Fault.REFUSED)
+    async with running(rig.dispatcher()):
+        rig.submit("job")
+        await rig.until(rig.has("job", "completed"))
+        await rig.until(rig.is_clean)
+    rig.judge()
+    first = rig.attempts("job")[0]
+    assert (first.outcome, first.failure_class) == ("void", "launch_failure")
+    assert "disk_full" in first.evidence["because"]
+    assert any(f.state == "voided" for host in rig.rack for f in host.folders.values())
+
+
+async def test_files_are_brought_before_the_launch(rig: Rig) -> None:
+    sha256 = rig.store.put(b"print(1)")
+    async with running(rig.dispatcher()):
+        rig.submit("job", files={"train.py": (sha256, 0o644, 8)})
+        await rig.until(rig.has("job", "completed"))
+        await rig.until(rig.is_clean)
+    rig.judge()
+    assert host_of(rig, "job").blobs == {sha256: b"print(1)"}
+
+
+async def test_a_file_that_the_control_side_has_lost_is_no_fault_of_machines(rig: Rig) -> None:
+    sha256 = rig.store.put(b"print(1)")
+    rig.submit("job", files={"train.py": (sha256, 0o644, 8)})
+    rig.store.path(sha256).unlink()
+    async with running(rig.dispatcher()):
+        await rig.until(rig.has("job", "failed"))
+        await rig.until(rig.is_clean)
+    rig.judge()
+    assert "does not have all files" in str(rig.job("job").failure_reason)
+    assert value(rig, VM.launch_failures, VM.vm_id == "a") == 0
+
+
+async def test_secrets_travel_beside_the_launch_and_are_nowhere_in_the_database(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLEET_TEST_TOKEN", "canary-4711")
+    async with running(rig.dispatcher()):
+        rig.submit("job", secrets={"TOKEN": "env:FLEET_TEST_TOKEN"})
+        await rig.until(rig.has("job", "completed"))
+        rig.submit("none", secrets={"TOKEN": "env:FLEET_TEST_NOTHING"})
+        await rig.until(rig.has("none", "failed"))
+        await rig.until(rig.is_clean)
+    sent = [c for host in rig.rack for c in host.calls if c.verb == "launch"]
+    assert {"TOKEN": "canary-4711"} in [c.secrets for c in sent]
+    assert "canary-4711" not in repr(sent)
+    assert "FLEET_TEST_NOTHING" in str(rig.job("none").failure_reason)
+    assert rig.database.engine.url.database is not None
+    assert b"canary-4711" not in Path(rig.database.engine.url.database).read_bytes()
+
+
+# silence
+
+
+async def test_a_machine_that_cannot_be_reached_is_waited_for(rig: Rig) -> None:
+    rig.rack.scripts["job"] = [Script(ticks=40)]
+    async with running(rig.dispatcher()):
+        rig.submit("job")
+        await rig.until(begun(rig, "job"), ticks=False)
+        host = host_of(rig, "job")
+        host.cut()
+        await rig.until(lambda: rig.attempts("job")[0].contact == "unreachable", ticks=False)
+        await rig.until(lambda: not rig.rack.running())  # it ends while nobody sees it
+        assert rig.job("job").status == "running"
+        assert len(rig.open_reservations()) == 1
+        host.heal()
+        await rig.until(rig.has("job", "completed"))
+        await rig.until(rig.is_clean)
+    rig.judge()
+    assert len(rig.attempts("job")) == 1
+    assert rig.attempts("job")[0].contact == "ok"
+    assert rig.attempts("job")[0].unreachable_since is None
+    assert (len(said(rig, "attempt.unreachable")), len(said(rig, "attempt.reachable"))) == (1, 1)
+
+
+async def test_a_launch_that_arrives_late_is_the_same_launch(rig: Rig) -> None:
+    for host in rig.rack:
+        host.fail("launch", Fault.LATE)
+    async with running(rig.dispatcher()):
+        rig.submit("job")
+        await rig.until(begun(rig, "job"))
+        assert sum([await host.deliver() for host in rig.rack]) == 1
+        await rig.until(rig.has("job", "completed"))
+        await rig.until(rig.is_clean)
+    rig.judge()
+
+
+async def test_a_launch_that_arrives_after_its_attempt_was_cancelled_begins_nothing(
+    rig: Rig,
+) -> None:
+    for host in rig.rack:
+        host.fail("launch", Fault.LATE)
+        host.fail("status", Fault.UNREACHABLE, times=1)
+    async with running(rig.dispatcher()):
+        rig.submit("job")
+        await rig.until(lambda: any(h._late for h in rig.rack))  # pyright: ignore[reportPrivateUsage]
+        rig.cancel("job")
+        await rig.until(rig.has("job", "cancelled"))
+        for host in rig.rack:
+            await host.deliver()
+        await rig.until(rig.is_clean)
+    rig.judge()
+
+
+async def test_a_machine_that_never_returns_holds_its_job_until_an_operator_says_so(
+    rig: Rig,
+) -> None:
+    rig.rack.scripts["job"] = [LONG, Script()]
+    async with running(rig.dispatcher()):
+        rig.submit("job")
+        await rig.until(begun(rig, "job"))
+        gone = host_of(rig, "job")
+        gone.power_off()
+        await rig.until(lambda: rig.attempts("job")[0].contact == "unreachable")
+        for _ in range(20):
+            await asyncio.sleep(0.005)
+        assert rig.job("job").status == "running"
+        rig.lose(gone.name)
+        await rig.until(rig.has("job", "completed"))
+        await rig.until(rig.is_clean)
+    rig.judge()
+    first = rig.attempts("job")[0]
+    assert (first.outcome, first.failure_class, first.charged) == ("failed", "host_lost", False)
+    assert rig.job("job").assigned_vm != gone.name
+
+
+async def test_a_lost_machine_that_comes_back_is_emptied_before_it_is_used(rig: Rig) -> None:
+    """The operator was wrong: it was cut off, and the job ran on there."""
+    rig.rack.scripts["job"] = [LONG, Script()]
+    async with running(rig.dispatcher()):
+        rig.submit("job")
+        await rig.until(begun(rig, "job"))
+        gone = host_of(rig, "job")
+        gone.cut()
+        await rig.until(lambda: rig.attempts("job")[0].contact == "unreachable")
+        rig.lose(gone.name)
+        await rig.until(rig.has("job", "completed"))
+        epoch = rig.attempts("job")[0].epoch
+        assert ("job", epoch) in rig.rack.running()
+        assert value(rig, VM.lost_at, VM.vm_id == gone.name) is not None
+        gone.heal()
+        await rig.until(lambda: value(rig, VM.lost_at, VM.vm_id == gone.name) is None)
+        assert rig.rack.running() == []
+    assert value(rig, Member.released, Member.epoch == epoch) is True
+    assert said(rig, "vm.returned") == [None]
+
+
+async def test_a_launch_that_was_under_way_to_a_lost_machine_finds_itself_void(rig: Rig) -> None:
+    for host in rig.rack:
+        host.fail("launch", Fault.LATE)
+    async with running(rig.dispatcher()):
+        rig.submit("job")
+        await rig.until(lambda: any(h._late for h in rig.rack), ticks=False)  # pyright: ignore[reportPrivateUsage]
+        gone = host_of(rig, "job")
+        gone.cut()
+        rig.lose(gone.name)
+        await rig.until(rig.has("job", "completed"))
+        gone.heal()
+        await rig.until(lambda: value(rig, VM.lost_at, VM.vm_id == gone.name) is None)
+        await gone.deliver()
+        await rig.until(rig.is_clean)
+    rig.judge()
+
+
+async def test_a_deadman_ends_a_job_before_it_is_begun_elsewhere(rig: Rig) -> None:
+    rig.database.run(lambda s: s.execute(update(VM).values(deadman=100.0)))
+    rig.rack.scripts["job"] = [LONG, Script()]
+    async with running(rig.dispatcher()):
+        rig.submit("job")
+        await rig.until(begun(rig, "job"))
+        gone = host_of(rig, "job")
+        gone.cut()
+        await rig.until(lambda: rig.attempts("job")[0].contact == "unreachable")
+        rig.rack.advance(101.0)
+        assert rig.rack.running() == []
+        silent_for(rig, 155.0)
+        await asyncio.sleep(0.1)
+        assert rig.job("job").status == "running"
+        silent_for(rig, 165.0)
+        await rig.until(rig.has("job", "completed"))
+        gone.heal()
+        await rig.until(rig.is_clean)
+    rig.judge()
+    assert rig.attempts("job")[0].failure_class == "host_lost"
+
+
+def silent_for(rig: Rig, age: float) -> None:
+    """The machines that are silent have been so for this long."""
+
+    def write(session: Any) -> None:
+        for member in session.scalars(select(Member)):
+            if "silent_since" in member.handle:
+                since = seconds(session) - age
+                member.handle = {**member.handle, "silent_since": since}
+
+    rig.database.run(write)
+
+
+# what happens to running jobs
+
+
+async def test_a_reboot_is_charged_and_the_job_begins_again(rig: Rig) -> None:
+    rig.rack.scripts["job"] = [LONG, Script()]
+    async with running(rig.dispatcher()):
+        rig.submit("job")
+        await rig.until(begun(rig, "job"))
+        host = host_of(rig, "job")
+        host.power_off()
+        host.boot()
+        await rig.until(rig.has("job", "completed"))
+        await rig.until(rig.is_clean)
+    rig.judge()
+    assert (rig.attempts("job")[0].failure_class, rig.attempts("job")[0].charged) == (
+        "reboot",
+        True,
+    )
+
+
+async def test_a_job_whose_supervisor_was_killed_is_ended_before_it_begins_again(rig: Rig) -> None:
+    rig.rack.scripts["job"] = [LONG, Script()]
+    async with running(rig.dispatcher()):
+        rig.submit("job")
+        await rig.until(begun(rig, "job"))
+        host_of(rig, "job").kill_supervisor("job", epoch_of(rig, "job"))
+        await rig.until(rig.has("job", "completed"))
+        await rig.until(rig.is_clean)
+    rig.judge()
+    assert rig.attempts("job")[0].failure_class == "supervisor_lost"
+
+
+async def test_a_job_that_kills_its_supervisor_each_time_comes_to_an_end(rig: Rig) -> None:
+    rig.rack.scripts["job"] = [LONG]
+    async with running(rig.dispatcher()):
+        rig.submit("job")
+        for count in (1, 2, 3):
+            await rig.until(
+                lambda n=count: len(rig.attempts("job")) == n and rig.rack.running() != []
+            )
+            host_of(rig, "job").kill_supervisor("job", epoch_of(rig, "job"), child_too=True)
+        await rig.until(rig.has("job", "failed"))
+        await rig.until(rig.is_clean)
+    rig.judge()
+
+
+async def test_what_a_job_leaves_behind_keeps_its_gpu_until_it_is_gone(rig: Rig) -> None:
+    rig.rack.scripts["job"] = [Script(leaks=True)]
+    async with running(rig.dispatcher()):
+        rig.submit("job")
+        await rig.until(rig.has("job", "completed"))
+        await rig.until(lambda: rig.attempts("job")[0].cleanup == "leaking")
+        assert len(rig.open_reservations()) == 1
+        rig.submit("next")
+        await rig.until(rig.has("next", "completed"))
+        assert rig.job("next").assigned_vm != rig.job("job").assigned_vm
+        host_of(rig, "job").clean_up()
+        await rig.until(rig.is_clean)
+    rig.judge()
+    assert len(said(rig, "attempt.leaking")) == 1
+
+
+async def test_a_broken_gpu_gets_no_job_any_more(rig: Rig) -> None:
+    rig.rack.scripts["job"] = [
+        Script(code=1, tail="RuntimeError: uncorrectable ECC error\n"),
+        Script(),
+    ]
+    async with running(rig.dispatcher()):
+        rig.submit("job")
+        await rig.until(rig.has("job", "completed"))
+        await rig.until(rig.is_clean)
+    rig.judge()
+    first = rig.attempts("job")[0]
+    assert (first.failure_class, first.charged) == ("gpu_fault", False)
+    broken = value(rig, Member.vm_id, Member.epoch == first.epoch)
+    assert "uncorrectable ECC" in value(rig, GPU.quarantined, GPU.vm_id == broken)
+    assert rig.job("job").assigned_vm != broken
+
+
+async def test_artefacts_that_cannot_be_fetched_whole_are_a_failure_with_a_reason(rig: Rig) -> None:
+    rig.fetched.problem = "outputs/link leads out of the folder"
+    async with running(rig.dispatcher()):
+        rig.submit("job")
+        await rig.until(rig.has("job", "failed"))
+        await rig.until(rig.is_clean)
+    assert rig.attempts("job")[0].failure_class == "artefacts"
+    assert "leads out" in str(rig.job("job").failure_reason)
+
+
+async def test_a_machine_that_is_cut_off_while_artefacts_are_fetched(rig: Rig) -> None:
+    for host in rig.rack:
+        host.fail("manifest", Fault.ANSWER_LOST, times=3)
+    async with running(rig.dispatcher()):
+        rig.submit("job")
+        await rig.until(rig.has("job", "completed"))
+        await rig.until(rig.is_clean)
+    rig.judge()
+    assert rig.fetched.collections == 4
+
+
+# cancelling
+
+
+async def test_cancelling_before_anything_is_sent(rig: Rig) -> None:
+    held = asyncio.Event()
+
+    def hook(name: str, side: Side) -> None:
+        if name == "job.claim" and side is Side.AFTER and rig.job("job").status == "running":
+            if not held.is_set():
+                held.set()
+                rig.cancel("job")
+
+    rig.submit("job")
+    async with running(rig.dispatcher(hook=hook)):
+        await rig.until(rig.has("job", "cancelled"))
+        await rig.until(rig.is_clean)
+    rig.judge()
+    assert rig.attempts("job")[0].outcome == "void"
+    assert not any(host.launches for host in rig.rack)
+
+
+async def test_cancelling_what_is_being_launched_waits_for_the_machine(rig: Rig) -> None:
+    for host in rig.rack:
+        host.fail("launch", Fault.REQUEST_LOST)
+        host.fail("status", Fault.UNREACHABLE, times=0)
+    lost = asyncio.Event()
+
+    def hook(name: str, side: Side) -> None:
+        if name == "host.launch" and side is Side.BEFORE and not lost.is_set():
+            lost.set()
+            rig.cancel("job")
+            host_of(rig, "job").connected = False
+
+    rig.submit("job")
+    async with running(rig.dispatcher(hook=hook)):
+        await rig.until(lambda: any(a.contact == "unreachable" for a in rig.attempts("job")))
+        assert rig.job("job").status == "running"
+        for host in rig.rack:
+            host.heal()
+        await rig.until(rig.has("job", "cancelled"))
+        await rig.until(rig.is_clean)
+    rig.judge()
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+async def test_cancelling_what_runs(rig: Rig, stubborn: bool) -> None:
+    rig.rack.scripts["job"] = [Script(ticks=10**6, ignores_term=stubborn)]
+    async with running(rig.dispatcher()):
+        rig.submit("job")
+        await rig.until(begun(rig, "job"))
+        rig.cancel("job")
+        rig.cancel("job")
+        await rig.until(rig.has("job", "cancelled"))
+        assert rig.rack.running() == []
+        await rig.until(rig.is_clean)
+    rig.judge()
+    assert rig.attempts("job")[0].outcome == "cancelled"
+
+
+async def test_cancelling_what_cannot_be_reached(rig: Rig) -> None:
+    rig.rack.scripts["job"] = [LONG]
+    async with running(rig.dispatcher()):
+        rig.submit("job")
+        await rig.until(begun(rig, "job"))
+        host = host_of(rig, "job")
+        host.cut()
+        rig.cancel("job")
+        await rig.until(lambda: rig.attempts("job")[0].contact == "unreachable")
+        assert rig.job("job").status == "running"
+        host.heal()
+        await rig.until(rig.has("job", "cancelled"))
+        await rig.until(rig.is_clean)
+    rig.judge()
+
+
+async def test_a_cancellation_that_comes_when_the_job_is_done_is_too_late(rig: Rig) -> None:
+    def hook(name: str, side: Side) -> None:
+        if name == "attempt.collecting" and side is Side.AFTER:
+            rig.cancel("job")
+
+    rig.submit("job")
+    async with running(rig.dispatcher(hook=hook)):
+        await rig.until(rig.has("job", "completed"))
+        await rig.until(rig.is_clean)
+    rig.judge()
+
+
+# gangs
+
+
+GANG = {"gpus": 1, "machines": 2}
+
+
+async def test_a_gang_runs_on_all_its_machines(rig: Rig) -> None:
+    async with running(rig.dispatcher()):
+        rig.submit("job", resources=GANG)
+        await rig.until(rig.has("job", "completed"))
+        await rig.until(rig.is_clean)
+    rig.judge()
+    told = [launch["environment"] for host in rig.rack for launch in host.launches]
+    assert sorted(t["NODE_RANK"] for t in told) == ["0", "1"]
+    assert {t["NNODES"] for t in told} == {"2"}
+    assert len({(t["MASTER_ADDR"], t["MASTER_PORT"], t["GROUPWISE_RENDEZVOUS"]) for t in told}) == 1
+
+
+async def test_a_gang_of_which_one_launch_fails_is_released_whole(rig: Rig) -> None:
+    rig.rack["b"].foreign.add("GPU-b0")
+    rig.rack.scripts["job"] = [LONG]
+    async with running(rig.dispatcher()):
+        rig.submit("job", resources=GANG)
+        await rig.until(lambda: rig.attempts("job") and rig.attempts("job")[0].cleanup == "clean")
+        rig.cancel("job")
+        rig.rack["b"].foreign.clear()
+        await rig.until(rig.has("job", "cancelled"))
+        await rig.until(rig.is_clean)
+    rig.judge()
+    assert rig.attempts("job")[0].failure_class == "launch_failure"
+    assert rig.rack.running() == []
+
+
+async def test_a_gang_of_which_one_member_dies_is_ended_and_begun_again_whole(rig: Rig) -> None:
+    rig.rack.scripts["job"] = [LONG, Script()]
+    async with running(rig.dispatcher()):
+        rig.submit("job", resources=GANG)
+        await rig.until(begun(rig, "job"))
+        rig.rack["b"].power_off()
+        rig.rack["b"].boot()
+        await rig.until(rig.has("job", "completed"))
+        await rig.until(rig.is_clean)
+    rig.judge()
+    first, second = rig.attempts("job")
+    assert (first.failure_class, second.outcome) == ("reboot", "succeeded")
+    meetings = {
+        launch["environment"]["GROUPWISE_RENDEZVOUS"] for h in rig.rack for launch in h.launches
+    }
+    assert meetings == {f"job.{first.epoch}", f"job.{second.epoch}"}
+
+
+# what nobody drives
+
+
+async def test_what_a_machine_runs_of_a_lower_epoch_is_killed_and_foreign_work_is_left_alone(
+    rig: Rig,
+) -> None:
+    rig.rack.scripts["job"] = [LONG, Script()]
+    rig.rack.scripts["stranger"] = [LONG]
+    rig.rack["a"].perform(Request("launch", _launch("stranger", 5)))
+    async with running(rig.dispatcher()):
+        await rig.until(lambda: bool(said(rig, "attempt.quarantined")))
+        rig.database.run(
+            lambda s: s.execute(update(VM).where(VM.vm_id == "a").values(draining=True))
+        )
+        rig.submit("job")
+        await rig.until(begun(rig, "job"))
+        epoch = epoch_of(rig, "job")
+        rig.rack["a"].perform(Request("launch", _launch("job", 0)))
+        assert ("job", 0) in rig.rack.running()
+        await rig.until(lambda: ("job", 0) not in rig.rack.running())
+        assert ("job", epoch) in rig.rack.running()
+        assert ("stranger", 5) in rig.rack.running()
+        assert len(said(rig, "attempt.quarantined")) == 1
+
+
+def _launch(job: str, epoch: int) -> dict[str, Any]:
+    return {
+        "job": job,
+        "epoch": epoch,
+        "rank": 0,
+        "members": 1,
+        "spec": {"files": {}},
+        "gpus": [],
+    }
+
+
+# dispatchers that come back from the dead
+
+
+class Gate:
+    """A machine to which one dispatcher's launches come through only when it is opened."""
+
+    def __init__(self, host: Host, opened: asyncio.Event, waiting: asyncio.Event) -> None:
+        self._host = host
+        self._opened = opened
+        self._waiting = waiting
+
+    async def call(self, request: Request, *, timeout: float) -> Answer:
+        if request.verb == "launch":
+            self._waiting.set()
+            await self._opened.wait()
+        return await self._host.call(request, timeout=timeout)
+
+    async def close(self) -> None:
+        await self._host.close()
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_a_dispatcher_that_was_stopped_past_its_lease_launches_late(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, cancelled: bool
+) -> None:
+    opened, waiting = asyncio.Event(), asyncio.Event()
+    rig.submit("job")
+    with monkeypatch.context() as patched:
+        patched.setattr(rig, "host", lambda m: Gate(rig.rack[m.vm_id], opened, waiting))
+        asleep = rig.dispatcher("asleep")
+    async with running(asleep):
+        await rig.until(waiting.is_set)
+        async with running(rig.dispatcher("awake")):
+            rig.database.run(
+                lambda s: s.execute(update(Attempt).values(lease_until=0.0, owner="nobody"))
+            )
+            await rig.until(lambda: rig.attempts("job")[0].owner == "awake")
+            if cancelled:
+                rig.cancel("job")
+            await rig.until(rig.has("job", "cancelled" if cancelled else "completed"))
+            await rig.until(rig.is_clean)
+            opened.set()
+            await rig.until(lambda: not asleep.driven)
+    rig.judge()
+    assert [a.owner for a in rig.attempts("job")] == ["awake"]
+
+
+async def test_a_dispatcher_that_cannot_renew_stops_before_others_take_over(rig: Rig) -> None:
+    """Its database is gone for longer than its lease; machines hear nothing of it any more."""
+    rig.rack.scripts["job"] = [LONG]
+    away = False
+
+    def hook(name: str, side: Side) -> None:
+        if away and name.startswith(("lease.", "job.", "attempt.")):
+            raise DatabaseIsAway
+
+    dispatcher = rig.dispatcher(hook=hook)
+    async with running(dispatcher):
+        rig.submit("job")
+        await rig.until(begun(rig, "job"))
+        away = True
+        dispatcher._mine_until = 0.0  # pyright: ignore[reportPrivateUsage]
+        await rig.until(lambda: not dispatcher.driven, ticks=False)
+        assert rig.rack.running() != []
+        away = False
+        await rig.until(lambda: bool(dispatcher.driven))
+        rig.cancel("job")
+        await rig.until(rig.has("job", "cancelled"))
+        await rig.until(rig.is_clean)
+    rig.judge()
+
+
+class DatabaseIsAway(Exception):
+    pass

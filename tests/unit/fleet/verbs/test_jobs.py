@@ -1,0 +1,203 @@
+"""What people do with jobs.
+
+1. A change and its event are one; a change that is refused leaves neither.
+2. Whatever is asked twice is the same as once.
+3. A job of a project that one may not see does not exist.
+4. A refusal names the state of the job and what can be done.
+"""
+
+from typing import Any
+
+import pytest
+from sqlalchemy import update
+from sqlalchemy.orm import Session
+
+from groupwise.fleet.states import JobStatus
+from groupwise.fleet.tables import ControlProcess, Job
+from groupwise.fleet.verbs import jobs
+from groupwise.fleet.verbs.jobs import JobFilter
+from groupwise.wire.problems import Refusal
+
+WAITING = ["queued", "pending", "held"]
+FINAL = ["completed", "failed", "cancelled"]
+
+
+# --- looking
+
+
+def test_the_newest_come_first_and_a_page_leads_to_the_next(small: Any) -> None:
+    ids = [small.job() for _ in range(5)]  # most of them within one second
+    first = small.do(jobs.listing, JobFilter(limit=2))
+    second = small.do(jobs.listing, JobFilter(limit=2, older_than=first[-1]["job_id"]))
+    third = small.do(jobs.listing, JobFilter(limit=2, older_than=second[-1]["job_id"]))
+    assert [each["job_id"] for each in (*first, *second, *third)] == ids[::-1]
+
+
+def test_filters_are_laid_over_each_other(small: Any) -> None:
+    one = small.job("running", project="a", name="n", request={"labels": {"team": "x"}})
+    small.job("running", project="b", name="n", request={"labels": {"team": "x"}})
+    small.job("held", project="a", name="n", request={"labels": {"team": "x"}})
+    small.job("running", project="a", name="n", request={"labels": {"team": "y"}})
+    small.job("running", project="a", name="n")
+    wanted = JobFilter(
+        status=frozenset({JobStatus.RUNNING}), project="a", name="n", labels={"team": "x"}
+    )
+    assert [each["job_id"] for each in small.do(jobs.listing, wanted)] == [one]
+
+
+def test_a_list_has_no_job_of_another_project(small: Any) -> None:
+    small.job(project="theirs")
+    own = small.job(project="ours")
+    assert [each["job_id"] for each in small.as_("ours").do(jobs.listing, JobFilter())] == [own]
+
+
+@pytest.mark.parametrize("verb", [jobs.show, jobs.cancel, jobs.hold, jobs.release, jobs.retry])
+def test_a_job_of_another_project_does_not_exist(small: Any, verb: Any) -> None:
+    job = small.job(project="theirs")
+    with pytest.raises(Refusal, match="there is no job") as refused:
+        small.as_("ours").do(verb, job)
+    assert refused.value.code == "unknown_job"
+    assert small.row(job).status == "queued"
+
+
+def test_a_misspelt_id_is_told_the_nearest(small: Any) -> None:
+    job = small.job(job_id="job-abcdefgh")
+    with pytest.raises(Refusal, match=f"did you mean {job}"):
+        small.do(jobs.show, "job-abcdefgg")
+
+
+def test_all_about_a_job(small: Any) -> None:
+    small.machine("vm-1", gpus=1)
+    job = small.job("running", name="mine")
+    epoch = small.attempt(job, "vm-1", gpu=0)
+    found = small.do(jobs.show, job)
+    assert (found["name"], found["arguments"], found["waiting"]) == ("mine", ["true"], [])
+    (attempt,) = found["attempts"]
+    assert (attempt["epoch"], attempt["state"]) == (epoch, "running")
+    assert attempt["members"][0]["gpus"] == [
+        {"index": 0, "uuid": "GPU-vm-1-0", "share_mb": None}
+    ]
+
+
+def test_a_job_that_waits_says_why(small: Any) -> None:
+    job = small.job("held")
+    assert "fleet release" in small.do(jobs.show, job)["waiting"][0]
+    job = small.job()
+    assert "no dispatcher is running" in small.do(jobs.show, job)["waiting"][0]
+
+    def alive(session: Session) -> None:
+        from groupwise.fleet.database import seconds
+
+        now = seconds(session)
+        process = {"owner": "o", "role": "dispatcher", "host": "h", "pid": 1}
+        session.add(ControlProcess(**process, started_at=now, seen_at=now))
+
+    small.database.run(alive)
+    waiting = small.do(jobs.show, job)["waiting"]
+    assert waiting
+    assert not any("dispatcher" in reason for reason in waiting)
+
+
+# --- cancelling
+
+
+@pytest.mark.parametrize("status", WAITING)
+def test_a_job_that_waits_is_cancelled_at_once(small: Any, status: str) -> None:
+    job = small.job(status)
+    assert small.do(jobs.cancel, job, "no need")["status"] == "cancelled"
+    row = small.row(job)
+    assert row.status == "cancelled"
+    assert row.end_time is not None
+    assert small.events()[-1] == ("user:ada", "job.cancelled")
+
+
+def test_a_running_job_is_asked_to_end(small: Any) -> None:
+    job = small.job("running")
+    first = small.do(jobs.cancel, job)
+    assert first["status"] == "running"
+    assert first["cancel_requested_at"] is not None
+    assert small.do(jobs.cancel, job)["cancel_requested_at"] == first["cancel_requested_at"]
+    assert small.events() == [("user:ada", "job.cancel_requested")]
+
+
+def test_a_cancelled_job_stays_so(small: Any) -> None:
+    job = small.job("cancelled")
+    assert small.do(jobs.cancel, job)["status"] == "cancelled"
+    assert small.events() == []
+
+
+@pytest.mark.parametrize("status", ["completed", "failed"])
+def test_a_job_that_has_ended_is_not_cancelled(small: Any, status: str) -> None:
+    job = small.job(status)
+    with pytest.raises(Refusal, match=f"has {status} already") as refused:
+        small.do(jobs.cancel, job)
+    assert refused.value.code == "job_state"
+    assert small.events() == []
+
+
+def test_what_waits_for_a_cancelled_job_is_woken(small: Any) -> None:
+    first = small.job()
+    second = small.job("pending", request={"after": [first]})
+
+    def block(session: Session) -> None:
+        session.execute(update(Job).where(Job.job_id == second).values(blocked_on=first))
+
+    small.database.run(block)
+    small.do(jobs.cancel, first)
+    assert small.row(second).status == "queued"
+
+
+# --- holding
+
+
+@pytest.mark.parametrize("status", ["queued", "pending"])
+def test_hold_and_release(small: Any, status: str) -> None:
+    job = small.job(status)
+    assert small.do(jobs.hold, job)["status"] == "held"
+    assert small.do(jobs.hold, job)["status"] == "held"
+    assert small.row(job).waiting_since is None
+    assert small.do(jobs.release, job)["status"] == "queued"
+    assert small.do(jobs.release, job)["status"] == "queued"
+    assert small.row(job).waiting_since is not None
+    assert small.events() == [("user:ada", "job.held"), ("user:ada", "job.queued")]
+
+
+@pytest.mark.parametrize("status", ["running", *FINAL])
+def test_only_a_job_that_waits_is_held(small: Any, status: str) -> None:
+    job = small.job(status)
+    with pytest.raises(Refusal, match="only a job that waits|nothing to hold"):
+        small.do(jobs.hold, job)
+    with pytest.raises(Refusal, match="not held"):
+        small.do(jobs.release, job)
+
+
+# --- again
+
+
+@pytest.mark.parametrize("status", ["failed", "cancelled"])
+def test_retry_begins_a_new_generation(small: Any, status: str) -> None:
+    job = small.job(status, spent={"charged": 2}, retry_count=2, failure_reason="boom")
+    found = small.do(jobs.retry, job)
+    row = small.row(job)
+    assert (row.status, row.generation, row.spent, row.retry_count) == ("queued", 1, {}, 0)
+    assert row.failure_reason is row.end_time is row.cancel_requested_at is None
+    assert found["generation"] == 1
+    assert small.events() == [("user:ada", "job.retried")]
+
+
+@pytest.mark.parametrize(
+    ("status", "told"),
+    [
+        ("completed", "submit it again"),
+        ("held", "fleet release"),
+        ("running", "cancel it first"),
+        ("queued", "going to run anyway"),
+        ("pending", "going to run anyway"),
+    ],
+)
+def test_nothing_else_is_retried(small: Any, status: str, told: str) -> None:
+    job = small.job(status)
+    with pytest.raises(Refusal, match=told) as refused:
+        small.do(jobs.retry, job)
+    assert refused.value.code == "job_state"
+    assert small.row(job).generation == 0

@@ -1,0 +1,217 @@
+from typing import Any
+
+import pytest
+
+from groupwise.hosts import answers
+from groupwise.hosts.answers import ExitReason, MemberState, ProbeStatus, RunnerState
+from groupwise.hosts.framing import BadAnswer
+from groupwise.hosts.spec import FileEntry
+
+SHA = "ab" * 32
+EXIT = {
+    "code": 0,
+    "signal": None,
+    "reason": "exited",
+    "message": "",
+    "oom_kill": None,
+    "seconds": 1.5,
+    "cpu_seconds": 1,
+    "max_rss_mb": 9.0,
+    "finished_at": 1795289316.8,
+    "tail": "done\n",
+}
+STATE: dict[str, Any] = {
+    "job": "job-1",
+    "epoch": 7,
+    "rank": 1,
+    "state": "exited",
+    "boot_id": "b",
+    "same_boot": True,
+    "pid": 42,
+    "start_ticks": 4711,
+    "method": "cgroup",
+    "started_at": 1795289315,
+    "log_size": 5,
+    "heartbeat_age": 0.5,
+    "checkpoints": 2,
+    "step": 20,
+    "exit": EXIT,
+    "refused": None,
+    "survivors": None,
+    "clock": 99.5,
+}
+
+
+def test_a_state_is_read_and_what_is_not_known_is_skipped() -> None:
+    state = answers.member_state({**STATE, "something_newer": {"a": 1}})
+    assert (state.job, state.epoch, state.rank, state.state) == ("job-1", 7, 1, RunnerState.EXITED)
+    assert state.handle == {"pid": 42, "start_ticks": 4711, "boot_id": "b", "method": "cgroup"}
+    assert (state.log_size, state.checkpoints, state.step, state.clock) == (5, 2, 20, 99.5)
+    assert state.exit is not None
+    assert (state.exit.code, state.exit.reason, state.exit.oom_kill, state.exit.tail) == (
+        0,
+        ExitReason.EXITED,
+        0,
+        "done\n",
+    )
+
+
+def test_an_older_runner_may_say_less() -> None:
+    assert answers.member_state({"job": "j", "epoch": 1, "state": "absent"}) == MemberState(
+        "j", 1, RunnerState.ABSENT
+    )
+
+
+def test_a_refusal_names_who_holds_what_was_asked_for() -> None:
+    refused = {"code": "gpu_busy", "message": "taken", "holder": "job-0.3"}
+    state = answers.member_state({**STATE, "state": "refused", "exit": None, "refused": refused})
+    assert state.refused is not None
+    assert (state.refused.code, state.refused.holder) == ("gpu_busy", "job-0.3")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("job", 3),
+        ("job", None),
+        ("epoch", "7"),
+        ("epoch", True),
+        ("state", "dancing"),
+        ("state", None),
+        ("log_size", "many"),
+        ("pid", [1]),
+        ("same_boot", 1),
+        ("exit", None),
+        ("exit", "0"),
+        ("exit", {**EXIT, "reason": "boredom"}),
+        ("exit", {**EXIT, "code": "0"}),
+        ("refused", {"message": "no code"}),
+    ],
+)
+def test_what_is_of_another_type_than_agreed_is_no_answer(field: str, value: object) -> None:
+    with pytest.raises(BadAnswer, match="expected"):
+        answers.member_state({**STATE, field: value})
+
+
+def test_no_object_at_all_is_no_answer() -> None:
+    with pytest.raises(BadAnswer, match="an object is expected"):
+        answers.member_state([])
+
+
+OBSERVATION: dict[str, Any] = {
+    "boot_id": "b",
+    "time": 1.0,
+    "load": [0.5, 0.25, 0],
+    "cpus": 2,
+    "ram_mb": 100,
+    "ram_free_mb": 50,
+    "disk_free_mb": None,
+    "probe": {"status": "ok", "apps": "failed", "lines_not_read": ["?"], "exit": 15, "said": "x"},
+    "gpus": [
+        {"index": 0, "uuid": "GPU-1", "model": "H100", "memory_mb": 81559, "memory_used_mb": None},
+        {
+            "index": 1,
+            "uuid": "GPU-2",
+            "mig": True,
+            "mig_devices": [{"uuid": "MIG-1"}],
+            "problems": ["ERR!"],
+        },
+    ],
+    "apps": [{"uuid": "GPU-1", "pid": 1, "memory_mb": None, "attempt": "job-1.7"}],
+    "attempts": [STATE],
+    "quarantined": [{"what": "folder", "detail": "attempts/x"}],
+}
+
+
+def test_an_observation_is_read_and_what_was_not_seen_is_none() -> None:
+    seen = answers.observation(OBSERVATION)
+    assert (seen.probe.status, seen.probe.apps) == (ProbeStatus.OK, ProbeStatus.FAILED)
+    assert seen.gpus[0].memory_used_mb is None
+    assert (seen.gpus[1].mig, seen.gpus[1].mig_devices, seen.gpus[1].problems) == (
+        True,
+        ({"uuid": "MIG-1"},),
+        ("ERR!",),
+    )
+    assert seen.apps[0].attempt == "job-1.7"
+    assert [a.epoch for a in seen.attempts] == [7]
+    assert seen.quarantined[0].what == "folder"
+    assert seen.load == (0.5, 0.25, 0)
+
+
+@pytest.mark.parametrize("lacking", ["boot_id", "probe"])
+def test_an_observation_without_its_core_is_none(lacking: str) -> None:
+    with pytest.raises(BadAnswer):
+        answers.observation({k: v for k, v in OBSERVATION.items() if k != lacking})
+
+
+def test_a_gpu_without_an_identity_is_no_answer() -> None:
+    with pytest.raises(BadAnswer, match="uuid"):
+        answers.observation({**OBSERVATION, "gpus": [{"index": 0}]})
+
+
+def test_paths_that_leave_the_folder_are_refused_whatever_the_machine_says() -> None:
+    entry = [SHA, 0o644, 3]
+    bad = ["../x", "/etc/passwd", "a//b", "a/../b", "", "a\0"]
+    tree = answers.work_tree(
+        {"files": {"good/x": entry, **dict.fromkeys(bad, entry)}, "refused": [["l", "link"]]}
+    )
+    assert tree.files == {"good/x": FileEntry(SHA, 0o644, 3)}
+    assert [path for path, _ in tree.refused] == ["l", *bad]
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [[SHA, 0o644], ["xx", 0o644, 3], [SHA, 0o644, -1], "x", [SHA, "0644", 3], [[SHA], 1, 3]],
+)
+def test_a_file_without_hash_mode_and_size_is_no_answer(entry: object) -> None:
+    with pytest.raises(BadAnswer, match="sha256, mode, size"):
+        answers.work_tree({"files": {"x": entry}})
+
+
+def test_a_setuid_bit_does_not_travel() -> None:
+    assert answers.work_tree({"files": {"x": [SHA, 0o4755, 3]}}).files["x"].mode == 0o755
+
+
+@pytest.mark.parametrize("path", ["../c", "/c"])
+def test_a_checkpoint_outside_of_the_folder_is_no_answer(path: str) -> None:
+    with pytest.raises(BadAnswer):
+        answers.work_tree({"files": {}, "checkpoints": [{"path": path, "step": 1, "files": {}}]})
+    with pytest.raises(BadAnswer):
+        answers.work_tree(
+            {
+                "files": {},
+                "checkpoints": [{"path": "c", "step": 1, "files": {f"{path}/x": [SHA, 0o644, 1]}}],
+            }
+        )
+
+
+def test_release_and_hello() -> None:
+    told = answers.release(
+        {"clean": False, "holders": [{"what": "process", "detail": "x", "pid": 3}]}
+    )
+    assert (told.clean, told.holders[0].pid) == (False, 3)
+    with pytest.raises(BadAnswer):
+        answers.release({"holders": []})
+    hello = {
+        "protocol": 1,
+        "python": "3.8.18",
+        "hostname": "h",
+        "boot_id": "b",
+        "home": "/",
+        "root": "/r",
+    }
+    assert answers.hello(hello).protocols == (1,)
+    full = answers.hello(
+        {
+            **hello,
+            "protocols": [1, 2],
+            "cgroup": {"v2": True, "memory": False},
+            "filesystem": "nfs4",
+        }
+    )
+    assert (full.protocols, full.cgroup, full.memory_limits, full.filesystem) == (
+        (1, 2),
+        True,
+        False,
+        "nfs4",
+    )

@@ -1,0 +1,231 @@
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.hosts import driver
+from groupwise.hosts.answers import RunnerState
+from groupwise.hosts.driver import Known, Launch, Resume, Runner, runner_text
+from groupwise.hosts.files import BlobStore
+from groupwise.hosts.framing import BadAnswer
+from groupwise.hosts.port import Answer, Request, RunnerRefused
+from groupwise.hosts.spec import FileEntry, JobSpec, Manifest
+
+Reply = Callable[[Request], Answer]
+
+
+class Scripted:
+    """A host that answers each verb by a function, and remembers what it was asked."""
+
+    def __init__(self, **replies: Reply | dict[str, Any]) -> None:
+        self.replies = replies
+        self.asked: list[Request] = []
+
+    async def call(self, request: Request, *, timeout: float) -> Answer:
+        assert timeout > 0
+        self.asked.append(request)
+        reply = self.replies[request.verb]
+        return Answer(reply) if isinstance(reply, dict) else reply(request)
+
+    async def close(self) -> None: ...
+
+    @property
+    def verbs(self) -> list[str]:
+        return [request.verb for request in self.asked]
+
+
+def state(**changes: Any) -> dict[str, Any]:
+    return {"job": "j", "epoch": 3, "state": "running", **changes}
+
+
+async def test_every_call_names_root_and_runner_and_no_source() -> None:
+    host = Scripted(status=state())
+    told = await Runner(host, root="/srv/fleet").status("j", 3)
+    assert told.state is RunnerState.RUNNING
+    source = Path(driver.__file__).with_name("runner.py").read_bytes()
+    assert host.asked[0].body == {
+        "root": "/srv/fleet",
+        "runner": hashlib.sha256(source).hexdigest(),
+        "job": "j",
+        "epoch": 3,
+    }
+
+
+async def test_a_machine_without_the_runner_is_asked_again_with_it() -> None:
+    def reply(request: Request) -> Answer:
+        return Answer(state() if "source" in request.body else {"need": "runner"})
+
+    host = Scripted(launch=reply)
+    await Runner(host).launch(Launch("j", 3, JobSpec(("true",)), secrets={"TOKEN": "hidden"}))
+    first, second = host.asked
+    assert "source" not in first.body
+    assert second.body["source"] == runner_text().source
+    assert first.secrets == second.secrets == {"TOKEN": "hidden"}
+    assert "hidden" not in repr(host.asked)
+
+
+async def test_a_machine_that_wants_the_runner_for_ever_is_given_up() -> None:
+    with pytest.raises(RunnerRefused, match="again and again"):
+        await Runner(Scripted(void={"need": "runner"})).void("j", 3)
+
+
+async def test_a_launch_says_all_that_it_was_given() -> None:
+    host = Scripted(launch=state())
+    resume = Resume({"outputs/c/x": FileEntry("ab" * 32, 0o644, 3)}, 20, "outputs/c")
+    launch = Launch(
+        "j",
+        3,
+        JobSpec(("python", "x.py")),
+        rank=1,
+        members=2,
+        gpus=("GPU-1",),
+        share_mb=1000,
+        environment={"ATTEMPT": "0"},
+        resume=resume,
+        deadman=60.0,
+    )
+    await Runner(host, python="/opt/env/bin/python").launch(launch)
+    body = host.asked[0].body
+    assert (body["rank"], body["members"], body["gpus"], body["share_mb"]) == (
+        1,
+        2,
+        ["GPU-1"],
+        1000,
+    )
+    assert body["resume"] == {
+        "manifest": {"outputs/c/x": ["ab" * 32, 0o644, 3]},
+        "step": 20,
+        "path": "outputs/c",
+    }
+    assert (body["python"], body["deadman"], body["environment"]) == (
+        "/opt/env/bin/python",
+        60.0,
+        {"ATTEMPT": "0"},
+    )
+    assert body["spec"]["arguments"] == ["python", "x.py"]
+    assert "method" not in body
+
+
+def shelf(tmp_path: Path, *contents: bytes) -> tuple[BlobStore, Manifest]:
+    store = BlobStore(tmp_path)
+    manifest = {
+        f"f{n}": FileEntry(store.put(data), 0o644, len(data)) for n, data in enumerate(contents)
+    }
+    return store, manifest
+
+
+class Machine(Scripted):
+    """Keeps blobs as a runner does."""
+
+    def __init__(self) -> None:
+        super().__init__(missing=self.missing, put=self.put, join=self.join)
+        self.blobs: dict[str, bytes] = {}
+
+    def missing(self, request: Request) -> Answer:
+        return Answer({"missing": [sha for sha in request.body["sha256"] if sha not in self.blobs]})
+
+    def put(self, request: Request) -> Answer:
+        at = 0
+        for sha, size in request.body["blobs"]:
+            self.keep(sha, request.payload[at : at + size])
+            at += size
+        assert at == len(request.payload)
+        return Answer({"stored": []})
+
+    def join(self, request: Request) -> Answer:
+        sha, size = request.body["blob"]
+        data = b"".join(self.blobs.pop(part) for part, _ in request.body["parts"])
+        assert len(data) == size
+        self.keep(sha, data)
+        return Answer({"stored": [sha]})
+
+    def keep(self, sha: str, data: bytes) -> None:
+        assert hashlib.sha256(data).hexdigest() == sha
+        self.blobs[sha] = data
+
+
+async def test_only_missing_blobs_travel_each_once_and_small_ones_together(tmp_path: Path) -> None:
+    store, manifest = shelf(tmp_path, b"one", b"two", b"one", b"")
+    machine = Machine()
+    machine.keep(manifest["f1"].sha256, b"two")
+    assert await Runner(machine).provide(store, manifest) == 3
+    assert machine.verbs == ["missing", "put"]
+    assert set(machine.blobs.values()) == {b"one", b"two", b""}
+    assert await Runner(machine).provide(store, manifest) == 0
+    assert machine.verbs == ["missing", "put", "missing"]
+
+
+async def test_nothing_is_asked_for_nothing(tmp_path: Path) -> None:
+    machine = Machine()
+    assert await Runner(machine).provide(BlobStore(tmp_path), {}) == 0
+    await Runner(machine).touch({})
+    assert machine.asked == []
+
+
+async def test_no_call_is_larger_than_a_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "BATCH", 10)
+    contents = [b"a" * 4, b"b" * 4, b"c" * 4, b"d" * 10, b"e" * 25]
+    store, manifest = shelf(tmp_path, *contents)
+    machine = Machine()
+    await Runner(machine).provide(store, manifest)
+    assert set(machine.blobs.values()) == set(contents)
+    assert max(len(request.payload) for request in machine.asked) == 10
+
+
+async def test_a_large_blob_that_was_cut_off_goes_on_with_the_parts_that_are_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "BATCH", 10)
+    data = bytes(range(95))
+    store, manifest = shelf(tmp_path, data)
+    machine = Machine()
+    for part in (data[0:10], data[30:40], data[90:95]):
+        machine.keep(hashlib.sha256(part).hexdigest(), part)
+    await Runner(machine).provide(store, manifest)
+    assert sum(len(request.payload) for request in machine.asked) == 95 - 25
+    assert machine.blobs == {manifest["f0"].sha256: data}
+
+
+async def test_wait_tells_what_is_known_and_gives_the_machine_its_time() -> None:
+    seen: list[float] = []
+
+    class Patient(Scripted):
+        async def call(self, request: Request, *, timeout: float) -> Answer:
+            seen.append(timeout)
+            return await super().call(request, timeout=timeout)
+
+    host = Patient(wait={"attempts": [state(log_size=9)]})
+    known = {("j", 3): Known(RunnerState.CLAIMED, 5, 1, 77.5)}
+    [told] = await Runner(host).wait(known, seconds=20, margin=5)
+    assert told.log_size == 9
+    assert host.asked[0].body["known"] == {
+        "j.3": {"state": "claimed", "log_size": 5, "checkpoints": 1, "clock": 77.5}
+    }
+    assert (host.asked[0].body["timeout"], seen) == (20, [25])
+
+
+async def test_more_than_was_asked_for_is_no_answer() -> None:
+    runner = Runner(
+        Scripted(
+            log=lambda _: Answer({"size": 100}, b"x" * 11),
+            read=lambda _: Answer({}, b"x" * 11),
+        )
+    )
+    with pytest.raises(BadAnswer):
+        await runner.log("j", 3, 0, limit=10)
+    with pytest.raises(BadAnswer):
+        await runner.read("j", 3, "x", limit=10)
+
+
+async def test_a_runner_of_another_age_is_refused_when_it_says_hello() -> None:
+    hello = {"python": "3", "hostname": "h", "boot_id": "b", "home": "/", "root": "/r"}
+    assert (await Runner(Scripted(hello={**hello, "protocols": [1, 7]})).hello()).protocols == (
+        1,
+        7,
+    )
+    with pytest.raises(RunnerRefused, match="speaks protocol 7"):
+        await Runner(Scripted(hello={**hello, "protocols": [7]})).hello()

@@ -1,0 +1,223 @@
+import hashlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from groupwise.errors import UsageError
+from groupwise.hosts import files
+from groupwise.hosts.files import SPARED, BlobError, BlobStore, files_below
+from groupwise.hosts.spec import FileEntry
+from tests.disks import small_disk
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> BlobStore:
+    return BlobStore(tmp_path / "blobs")
+
+
+def sha(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def everything(store: BlobStore) -> set[str]:
+    return {p.relative_to(store.root).as_posix() for p in store.root.rglob("*") if p.is_file()} - {
+        ".lock"
+    }
+
+
+def test_files_of_folders_and_files_by_name(tmp_path: Path) -> None:
+    (tmp_path / "a/b").mkdir(parents=True)
+    for name in ("a/b/one", "a/two", "three", "not-asked-for"):
+        (tmp_path / name).write_text(name)
+    found = files_below(tmp_path, ["a", "three"])
+    assert found == {name: tmp_path / name for name in ("a/b/one", "a/two", "three")}
+    assert set(files_below(tmp_path)) == {*found, "not-asked-for"}
+
+
+def test_everything_that_is_no_plain_file_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("/etc/passwd")
+    os.mkfifo(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(os.path.relpath(tmp_path / "socket"))
+        with pytest.raises(UsageError) as refused:
+            files_below(tmp_path, [".", "absent", "../outside", "/etc/passwd"])
+    told = str(refused.value)
+    for expected in (
+        "link is a link",
+        "pipe is a pipe",
+        "socket is a socket",
+        "absent: No such file",
+        "'../outside'",
+        "'/etc/passwd'",
+    ):
+        assert expected in told
+
+
+def test_too_many_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MOST_FILES", 2)
+    for n in range(3):
+        (tmp_path / str(n)).touch()
+    with pytest.raises(UsageError, match="at most 2 are sent"):
+        files_below(tmp_path)
+
+
+def test_what_is_put_is_there_under_its_hash_once(store: BlobStore) -> None:
+    first, second = store.put(b"content"), store.put(b"content")
+    assert first == second == sha(b"content")
+    assert everything(store) == {f"{first[:2]}/{first}"}
+    assert store.read(first) == b"content"
+    assert store.size(first) == 7
+    assert store.part(first, 3, 2) == b"te"
+    assert first in store
+    assert store.missing([first, sha(b"other")]) == [sha(b"other")]
+
+
+def test_a_folder_becomes_a_manifest_and_a_folder_again(store: BlobStore, tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text("#!/bin/sh\n")
+    (tmp_path / "run.sh").chmod(0o750)
+    manifest = store.put_files(files_below(tmp_path, ["run.sh"]))
+    assert manifest == {"run.sh": FileEntry(sha(b"#!/bin/sh\n"), 0o750, 10)}
+    target = tmp_path / "there"
+    target.write_text("what was there before")
+    store.copy(manifest["run.sh"], target)
+    assert target.read_text() == "#!/bin/sh\n"
+    assert target.stat().st_mode & 0o777 == 0o750
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["blobs", "run.sh", "there"]
+
+
+def test_a_damaged_blob_is_never_given_out_and_makes_room_for_the_right_one(
+    store: BlobStore, tmp_path: Path
+) -> None:
+    name = store.put(b"content")
+    store.path(name).chmod(0o644)
+    store.path(name).write_bytes(b"contemt")
+    target = tmp_path / "there"
+    with pytest.raises(BlobError, match="damaged on the disk"):
+        store.copy(FileEntry(name, 0o644, 7), target)
+    assert not target.exists()
+    assert name not in store
+    store.put(b"content")
+    assert store.read(name) == b"content"
+
+
+def test_what_is_not_there_or_no_name_is_told(store: BlobStore) -> None:
+    with pytest.raises(BlobError, match="not in the store"):
+        store.read(sha(b"x"))
+    with pytest.raises(BlobError, match="names no blob"):
+        store.read("../../etc/passwd")
+
+
+def test_too_large_a_blob_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    store = BlobStore(tmp_path / "blobs", largest=100)
+    large = tmp_path / "large"
+    large.write_bytes(bytes(101))
+    with pytest.raises(BlobError, match="at most 100"):
+        store.put(bytes(101))
+    with pytest.raises(BlobError, match="at most 100"):
+        store.put_file(large)
+    with pytest.raises(BlobError, match="at most 100"), store.incoming(sha(b""), 101):
+        pass
+    assert everything(store) == set()
+
+
+def test_a_blob_that_comes_in_pieces_goes_on_after_a_crash(store: BlobStore) -> None:
+    data = b"0123456789"
+    with store.incoming(sha(data), 10) as incoming:
+        incoming.add(data[:4])
+    with store.incoming(sha(data), 10) as incoming:
+        assert incoming.received == 4
+        assert sha(data) not in store
+        incoming.add(data[4:])
+        incoming.finish()
+    assert store.read(sha(data)) == data
+
+
+def test_pieces_that_make_something_else_are_forgotten(store: BlobStore) -> None:
+    with store.incoming(sha(b"right"), 5) as incoming:
+        incoming.add(b"wrong")
+        with pytest.raises(BlobError, match="has the sha256"):
+            incoming.finish()
+        with pytest.raises(BlobError, match="announced 5 bytes"):
+            incoming.add(b"longer")
+        assert incoming.received == 0
+    assert sha(b"right") not in store
+
+
+def test_one_at_a_time_receives_a_blob(store: BlobStore) -> None:
+    with (
+        store.incoming(sha(b"x"), 1) as incoming,
+        pytest.raises(BlobError, match="another process"),
+        store.incoming(sha(b"x"), 1),
+    ):
+        pass
+    incoming_path = next(p for p in everything(store))
+    assert incoming_path == f"incoming/{sha(b'x')}"
+
+
+def test_what_nobody_names_is_collected_and_what_somebody_just_asked_for_is_not(
+    store: BlobStore,
+) -> None:
+    kept, asked, old = (store.put(data) for data in (b"kept", b"asked", b"old!"))
+    long_ago = time.time() - 2 * SPARED
+    for name in (kept, asked, old):
+        os.utime(store.path(name), (long_ago, long_ago))
+    with store.incoming(sha(b"half"), 4) as incoming:
+        incoming.add(b"ha")
+    assert store.missing([asked]) == []
+    assert store.collect({kept}) == 4
+    assert (kept in store, asked in store, old in store) == (True, True, False)
+    assert store.collect({kept}, now=time.time() + 2 * SPARED) == len("asked") + len("ha")
+    assert everything(store) == {f"{kept[:2]}/{kept}"}
+
+
+HAMMER = """
+import sys
+from pathlib import Path
+from groupwise.hosts.files import BlobStore
+
+seed, store = int(sys.argv[1]), BlobStore(Path(sys.argv[2]))
+print("ready", flush=True)
+sys.stdin.readline()
+for n in range(80):
+    data = str((n * 7 + seed) % 40).encode() * 2000
+    assert store.read(store.put(data)) == data
+    if n % 20 == seed:
+        store.collect(set())
+"""
+
+
+def test_several_processes_write_the_same_blobs_while_others_collect(store: BlobStore) -> None:
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", HAMMER, str(n), str(store.root)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for n in range(4)
+    ]
+    for worker in workers:
+        assert worker.stdout.readline() == "ready\n"
+    for worker in workers:
+        worker.stdin.write("go\n")
+        worker.stdin.flush()
+    assert [worker.communicate(timeout=60)[0] for worker in workers] == [""] * 4
+    assert [worker.returncode for worker in workers] == [0] * 4
+    names = everything(store)
+    assert len(names) == 40
+    for name in names:
+        assert sha(store.root.joinpath(name).read_bytes()) == name.split("/")[1]
+
+
+def test_a_full_disk_leaves_no_half_blob(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        store = BlobStore(disk)
+        with pytest.raises(OSError, match="No space left"):
+            store.put(bytes(2 << 20))
+        assert everything(store) == set()
+        store.put(b"small")

@@ -1,0 +1,458 @@
+"""The protocol, spoken to the real runner on this machine, with this Python and with the oldest that is promised.
+
+1. A request that was cut or changed on its way does nothing.
+2. A launch that is repeated starts nothing; the state is told.
+3. Of launch and void for one epoch, the first decides; a lower epoch is refused, and a forgotten one.
+4. pid, start ticks and boot id are on disk before the command begins.
+5. Whatever the end was, there is an exit record that says so, with the end of the log.
+6. The channel of a launch closes while the command runs.
+7. The command sees the promised environment, and nothing of the spec is ever read by a shell.
+8. Secrets reach the command and no file.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from groupwise.hosts import runner, spec
+from groupwise.hosts.bootstrap import BOOTSTRAP, COMMAND, FLAGS
+from tests.runner_machine import Machine, Refused, alive, machine, oldest_python, request, until
+
+OLDEST = oldest_python()
+RECENT = sys.executable
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(RECENT, id="recent"),
+        pytest.param(
+            OLDEST,
+            id="3.8",
+            marks=pytest.mark.skipif(OLDEST is None, reason="no Python 3.8 is here"),
+        ),
+    ]
+)
+def here(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Machine]:
+    with machine(tmp_path, request.param) as made:
+        yield made
+
+
+@pytest.fixture
+def new(tmp_path: Path) -> Iterator[Machine]:
+    """One that has never been asked."""
+    with machine(tmp_path, new=True) as made:
+        yield made
+
+
+@pytest.fixture
+def one(tmp_path: Path) -> Iterator[Machine]:
+    """For what does not depend on the Python."""
+    with machine(tmp_path) as made:
+        yield made
+
+
+def test_what_jobs_may_not_set_is_the_same_on_both_sides() -> None:
+    assert runner.RESERVED_NAMES == spec.RESERVED_NAMES
+    assert runner.RESERVED_PREFIXES == spec.RESERVED_PREFIXES
+    assert runner.JOB_ID.pattern == spec.JOB_ID.pattern
+    assert runner.ENVIRONMENT_NAME.pattern == spec.ENVIRONMENT_NAME.pattern
+    assert runner.SHA256.pattern == spec.SHA256.pattern
+    assert runner.ATTEMPT_VARIABLE == spec.ATTEMPT_VARIABLE
+
+
+def test_the_command_is_one_that_a_shell_takes_as_it_stands(new: Machine) -> None:
+    body = new.body("hello", source=new.source)
+    said = subprocess.run(
+        ["sh", "-c", COMMAND],
+        input=request(body),
+        capture_output=True,
+        check=True,
+        env=new.environment,
+    )
+    assert said.stdout.startswith(b"GROUPWISE-ANSWER 1 ")
+
+
+def test_hello(here: Machine) -> None:
+    told = here.ask("hello")
+    assert told["protocols"] == [1]
+    assert told["root"] == str(here.root)
+    assert told["methods"][-1] == "session"
+    assert told["cpus"] > 0
+    assert told["ram_mb"] > 100
+    assert told["boot_id"] == Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def test_a_relative_root_is_below_home(one: Machine) -> None:
+    assert one.ask("hello", root="fleet")["root"] == str(one.home / "fleet")
+    assert one.ask("hello", root="~/other")["root"] == str(one.home / "other")
+
+
+def test_the_runner_is_asked_for_once(new: Machine) -> None:
+    without = new.body("hello")
+    assert new.finish(new.begin(request(without))) == {"need": "runner"}
+    new.ask("hello")
+    assert new.finish(new.begin(request(without)))["ok"]
+
+
+def test_a_damaged_runner_is_replaced_not_run(new: Machine) -> None:
+    new.ask("hello")
+    stored = new.root / "runners" / f"{new.sha}.py"
+    stored.write_text("raise SystemExit('not this new')\n")
+    for cache in stored.parent.glob("*.bin"):
+        cache.write_bytes(b"\0" * 500)
+    assert new.ask("hello")["ok"]
+    assert stored.read_text() == new.source
+
+
+def test_another_runner_than_the_named_one_is_refused(new: Machine) -> None:
+    with pytest.raises(Refused, match="bad_runner"):
+        new.ask("hello", source="def answer_request(body, payload): raise SystemExit\n")
+    assert not (new.root / "runners").exists()
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.3, 0.99])
+def test_a_request_that_was_cut_does_nothing(here: Machine, kept: float) -> None:
+    whole = request(here.body("void", job="job", epoch=1))
+    with pytest.raises(Refused, match="truncated"):
+        here.finish(here.begin(whole[: int(len(whole) * kept)]))
+    assert not (here.root / "attempts").exists()
+
+
+def test_a_request_that_was_changed_does_nothing(one: Machine) -> None:
+    whole = request(one.body("void", job="job", epoch=1))
+    with pytest.raises(Refused, match="truncated"):
+        one.finish(one.begin(whole.replace(b'"job": "job"', b'"job": "jab"')))
+    assert not (one.root / "attempts").exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"verb": "explode"}, "unknown_verb"),
+        ({"verb": None}, "bad_request"),
+        ({"protocol": 2}, "protocol"),
+        ({"job": "../up"}, "bad_request"),
+        ({"job": ".hidden"}, "bad_request"),
+        ({"job": "a/b"}, "bad_request"),
+        ({"job": "a" * 81}, "bad_request"),
+        ({"job": 7}, "bad_request"),
+        ({"epoch": -1}, "bad_request"),
+        ({"epoch": "1"}, "bad_request"),
+        ({"epoch": True}, "bad_request"),
+    ],
+)
+def test_ill_formed_requests_are_refused_and_do_nothing(
+    one: Machine, fields: dict[str, object], code: str
+) -> None:
+    with pytest.raises(Refused) as refused:
+        one.ask(**{"verb": "void", "job": "job", "epoch": 1, **fields})  # pyright: ignore[reportArgumentType]
+    assert refused.value.code == code
+    assert not (one.root / "attempts").exists()
+
+
+def test_a_command_runs_and_its_end_is_on_record(here: Machine) -> None:
+    begun = here.sh("echo out; echo err >&2; until [ -e go ]; do sleep 0.02; done; exit 3", rank=2)
+    assert begun["state"] == "running"
+    assert begun["rank"] == 2
+    assert begun["same_boot"]
+    assert begun["heartbeat_age"] < 5
+    stat = Path(f"/proc/{begun['pid']}/stat").read_text().rpartition(")")[2].split()
+    assert begun["start_ticks"] == int(stat[19])
+    (here.work() / "go").touch()
+    ended = here.comes_to("exited")
+    record = ended["exit"]
+    assert (record["code"], record["signal"], record["reason"]) == (3, None, "exited")
+    assert record["tail"] == "out\nerr\n"
+    assert record["seconds"] > 0
+    assert record["max_rss_mb"] > 0
+    assert ended["log_size"] == len("out\nerr\n")
+    assert ended["pid"] == begun["pid"]
+
+
+def test_the_log_is_read_by_offset(here: Machine) -> None:
+    here.sh("printf 'one\\377two'")
+    here.comes_to("exited")
+    assert here.ask("log", job="job", epoch=1, offset=2, limit=4)["size"] == 7
+    assert here.payload == b"e\xfftw"
+    here.ask("log", job="job", epoch=1, offset=7, limit=4)
+    assert here.payload == b""
+    assert here.ask("log", job="none", epoch=1, offset=0, limit=4)["size"] == 0
+
+
+def test_a_signal_is_told(one: Machine) -> None:
+    one.sh("kill -SEGV $$")
+    record = one.comes_to("exited")["exit"]
+    assert (record["code"], record["signal"]) == (None, signal.SIGSEGV)
+
+
+def test_launch_again_tells_the_state_and_starts_nothing(here: Machine) -> None:
+    script = "echo started >> starts; until [ -e go ]; do sleep 0.02; done"
+    first = here.sh(script)
+    again = here.sh("echo another >> starts")
+    assert again["pid"] == first["pid"]
+    (here.work() / "go").touch()
+    here.comes_to("exited")
+    assert here.sh(script)["state"] == "exited"
+    assert (here.work() / "starts").read_text() == "started\n"
+
+
+def test_what_was_voided_never_runs(here: Machine) -> None:
+    assert here.status()["state"] == "absent"
+    assert here.ask("void", job="job", epoch=1)["state"] == "voided"
+    assert here.sh("touch /tmp/never")["state"] == "voided"
+    assert here.ask("void", job="job", epoch=1)["state"] == "voided"
+    assert not here.work().exists()
+
+
+def test_what_runs_is_not_voided(here: Machine) -> None:
+    here.sh("until [ -e go ]; do sleep 0.02; done")
+    assert here.ask("void", job="job", epoch=1)["state"] == "running"
+    (here.work() / "go").touch()
+    assert here.comes_to("exited")["exit"]["code"] == 0
+    assert here.ask("void", job="job", epoch=1)["state"] == "exited"
+
+
+def test_a_lower_epoch_is_refused(here: Machine) -> None:
+    here.ask("void", job="job", epoch=5)
+    late = here.sh("true", epoch=4)
+    assert (late["state"], late["refused"]["code"]) == ("refused", "lower_epoch")
+    assert not here.folder(epoch=4).exists()
+    assert here.sh("true", epoch=6)["state"] in ("running", "exited")
+    assert here.sh("true", job="other", epoch=1)["state"] in ("running", "exited")
+
+
+def test_a_forgotten_epoch_stays_refused(one: Machine) -> None:
+    one.sh("true", epoch=3)
+    one.comes_to("exited", epoch=3)
+    one.ask("forget", job="job", epoch=3)
+    assert one.ask("forget", job="job", epoch=3)["ok"]
+    assert not one.folder(epoch=3).exists()
+    late = one.sh("touch /tmp/never", epoch=3)
+    assert (late["state"], late["refused"]["code"]) == ("refused", "lower_epoch")
+    assert os.listdir(one.root / "attempts") == []
+
+
+def test_what_runs_is_not_forgotten(one: Machine) -> None:
+    one.sh("until [ -e go ]; do sleep 0.02; done")
+    with pytest.raises(Refused, match="still_running"):
+        one.ask("forget", job="job", epoch=1)
+    (one.work() / "go").touch()
+    assert one.comes_to("exited")["exit"]["code"] == 0
+
+
+def test_the_environment_of_a_command(here: Machine) -> None:
+    here.environment.update(
+        {"TERM": "xterm", "SECRET_OF_THE_LOGIN": "x", "CUDA_VISIBLE_DEVICES": "7"}
+    )
+    program = here.home / "venv" / "bin" / "python"
+    program.parent.mkdir(parents=True)
+    program.write_text("#!/bin/sh\nexec env -0\n")
+    program.chmod(0o755)
+    here.launch(
+        "python",
+        python=str(program),
+        rank=1,
+        members=2,
+        spec_environment={"MINE": "a b\n$(id)"},
+        environment={
+            "ATTEMPT": "0",
+            "PREVIOUS_FAILURE": "",
+            "MASTER_ADDR": "10.0.0.1",
+            "MASTER_PORT": "29500",
+        },
+        spec_artefacts=["results/last", "outputs"],
+    )
+    here.comes_to("exited")
+    seen = dict(
+        entry.split("=", 1) for entry in (here.folder() / "log").read_text().split("\0") if entry
+    )
+    assert seen.pop("PATH").split(":")[0] == str(program.parent)
+    seen.pop("USER"), seen.pop("LOGNAME"), seen.pop("PWD", None)
+    assert seen == {
+        "HOME": str(here.home),
+        "LANG": "C.UTF-8",
+        "MINE": "a b\n$(id)",
+        "ATTEMPT": "0",
+        "PREVIOUS_FAILURE": "",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29500",
+        "NODE_RANK": "1",
+        "NNODES": "2",
+        "GROUPWISE_RENDEZVOUS": "job.1",
+        "GROUPWISE_ATTEMPT": "job.1",
+        "GROUPWISE_RUNNER_FOLDER": str(here.folder()),
+        "GROUPWISE_OUTPUT": str(here.work() / "results" / "last"),
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    assert (here.work() / "results").is_dir()
+
+
+def test_nothing_of_a_job_is_read_by_a_shell(here: Machine, tmp_path: Path) -> None:
+    trap = tmp_path / "trap"
+    evil = [
+        f"$(touch {trap})",
+        f"`touch {trap}`",
+        f"'; touch {trap}; '",
+        "-rf",
+        "a\nb",
+        "\\",
+        "é\u2028",
+    ]
+    here.launch("printf", "%s\\0", *evil, spec_environment={"E": f"$(touch {trap})"})
+    here.comes_to("exited")
+    assert (here.folder() / "log").read_bytes() == b"".join(e.encode() + b"\0" for e in evil)
+    assert not trap.exists()
+
+
+def test_the_channel_closes_while_the_command_runs(here: Machine) -> None:
+    begun = here.sh(
+        "until [ -e go ]; do sleep 0.02; done"
+    )  # the harness reads to the end of the streams
+    assert alive(begun["pid"])
+    supervisor = here.state()["supervisor"]
+    for pid in (supervisor, begun["pid"]):
+        targets = {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in (0, 1, 2)}
+        assert not any(target.startswith("pipe:") for target in targets)
+    assert os.getsid(supervisor) != os.getsid(0)
+    assert os.getsid(begun["pid"]) == begun["pid"]
+
+
+def test_secrets_are_in_no_file_and_no_argument(here: Machine) -> None:
+    canary = "canary-7d1f"
+    here.sh(
+        'echo "${#TOKEN}"; until [ -e go ]; do sleep 0.02; done',
+        spec_secrets=["TOKEN"],
+        secrets={"TOKEN": canary},
+    )
+    supervisor = here.state()["supervisor"]
+    for pid in (supervisor, here.status()["pid"]):
+        assert canary.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    assert canary.encode() not in Path(f"/proc/{supervisor}/environ").read_bytes()
+    (here.work() / "go").touch()
+    ended = here.comes_to("exited")
+    assert ended["exit"]["tail"] == f"{len(canary)}\n"
+    assert canary not in json.dumps([ended, here.ask("observe"), here.state()])
+    files = [path for path in here.root.rglob("*") if path.is_file()]
+    assert len(files) > 10
+    assert [path for path in files if canary.encode() in path.read_bytes()] == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "words"),
+    [
+        ({"spec_environment": {"LD_PRELOAD": "x"}}, "bad_spec", "LD_PRELOAD"),
+        ({"spec_environment": {"PATH": "x"}}, "bad_spec", "PATH"),
+        ({"spec_environment": {"GROUPWISE_ATTEMPT": "other.1"}}, "bad_spec", "GROUPWISE_ATTEMPT"),
+        ({"spec_environment": {"A=B": "x"}}, "bad_spec", "A=B"),
+        ({"secrets": {"BASH_ENV": "x"}}, "bad_spec", "BASH_ENV"),
+        ({"spec_secrets": ["TOKEN"]}, "bad_spec", "TOKEN"),
+        ({"spec_artefacts": ["../../secret"]}, "bad_spec", "secret"),
+        ({"spec_checkpoints": ["/etc"]}, "bad_spec", "/etc"),
+        ({"spec_files": {"../x": ["0" * 64, 0o644, 1]}}, "bad_spec", "../x"),
+        ({"limits": {"ram_mb": 10**9}}, "ram", "memory"),
+        ({"limits": {"disk_mb": 10**11}}, "disk_full", "free"),
+        ({"limits": {"time_seconds": "long"}}, "bad_spec", "time_seconds"),
+        ({"gpus": ["GPU-none"]}, "gpu_missing", "GPU-none"),
+    ],
+)
+def test_what_cannot_run_is_refused_for_good(
+    one: Machine, fields: dict[str, object], code: str, words: str
+) -> None:
+    told = one.launch("true", **fields)
+    assert (told["state"], told["refused"]["code"]) == ("refused", code)
+    assert words in told["refused"]["message"]
+    assert one.launch("true")["refused"] == told["refused"]
+    assert one.ask("void", job="job", epoch=1)["state"] == "refused"
+    assert not one.work().exists()
+
+
+def test_a_program_that_is_not_there(here: Machine) -> None:
+    assert here.launch("no-such-program")["refused"]["code"] == "unknown_program"
+    assert here.launch("/no/such/program", epoch=2)["refused"]["code"] == "unknown_program"
+    # One below the working folder may come with the files of the job: it is found out at the start.
+    here.launch("./mine", epoch=3)
+    record = here.comes_to("exited", epoch=3)["exit"]
+    assert (record["reason"], record["code"]) == ("spawn_failed", 127)
+    assert "No such file" in record["message"]
+
+
+def test_a_program_that_cannot_be_executed(here: Machine) -> None:
+    (sha,) = here.put(b"no program\n")
+    here.launch("./mine", spec_files={"mine": [sha, 0o755, 11]})
+    record = here.comes_to("exited")["exit"]
+    assert (record["reason"], record["code"]) == ("spawn_failed", 126)
+
+
+def test_wait_answers_when_something_changes(here: Machine) -> None:
+    here.sh("until [ -e go ]; do sleep 0.02; done; echo word; until [ -e on ]; do sleep 0.02; done")
+    known = {"job.1": {"state": "running", "log_size": 0, "checkpoints": 0}}
+    (same,) = here.ask("wait", known=known, timeout=0.2)["attempts"]
+    assert same["state"] == "running"
+    waiting = here.begin(request(here.body("wait", known=known, timeout=60, quiet=0)))
+    (here.work() / "go").touch()
+    (found,) = here.finish(waiting)["attempts"]
+    assert found["log_size"] == 5
+    known["job.1"]["log_size"] = 5
+    waiting = here.begin(request(here.body("wait", known=known, timeout=60)))
+    (here.work() / "on").touch()
+    assert here.finish(waiting)["attempts"][0]["state"] == "exited"
+
+
+def test_wait_ends_when_nobody_listens(one: Machine) -> None:
+    one.sh("until [ -e go ]; do sleep 0.02; done")
+    waiting = one.begin(
+        request(one.body("wait", known={"job.1": {"state": "running"}}, timeout=600))
+    )
+    assert waiting.stdout is not None
+    assert waiting.stderr is not None
+    waiting.stdout.close()
+    waiting.stderr.close()
+    assert waiting.wait(20) == 0
+
+
+def test_observe_tells_of_attempts_and_of_strangers(here: Machine) -> None:
+    here.sh("until [ -e go ]; do sleep 0.02; done")
+    here.ask("void", job="other", epoch=2)
+    (here.root / "attempts" / "strange").mkdir()
+    stray = subprocess.Popen(
+        ["sleep", "60"],
+        env={
+            "GROUPWISE_ATTEMPT": "gone.7",
+            "GROUPWISE_RUNNER_FOLDER": str(here.root / "attempts/gone.7"),
+        },
+    )
+    elsewhere = subprocess.Popen(
+        ["sleep", "60"],
+        env={"GROUPWISE_ATTEMPT": "gone.8", "GROUPWISE_RUNNER_FOLDER": "/other/attempts/gone.8"},
+    )
+    try:
+        seen = until(
+            lambda: found if len((found := here.ask("observe"))["quarantined"]) > 1 else None
+        )
+    finally:
+        for process in (stray, elsewhere):
+            process.kill()
+            process.wait()
+    assert [(a["job"], a["state"]) for a in seen["attempts"]] == [
+        ("job", "running"),
+        ("other", "voided"),
+    ]
+    assert seen["probe"]["status"] == "absent"
+    assert seen["gpus"] == []
+    assert seen["quarantined"] == [
+        {"what": "folder", "detail": "strange"},
+        {"what": "process", "detail": "gone.7", "pid": stray.pid},
+    ]
+    assert seen["ram_free_mb"] > 0
+
+
+def test_the_bootstrap_stays_what_the_transports_expect() -> None:
+    assert "'" not in BOOTSTRAP  # quoting it changes nothing in it
+    assert FLAGS[0] == "-I"

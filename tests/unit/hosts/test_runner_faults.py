@@ -1,0 +1,504 @@
+"""The runner where things go wrong: every process killed, races, full disks, commands that do not want to end.
+
+1. A supervisor that is killed leaves `lost`, never an exit record that nobody saw happen; its command dies with it.
+2. A folder whose launch died before the command began is taken over; one whose command may have begun never is.
+3. Of many launches and voids at once exactly one decides.
+4. The end of an attempt is the end of everything that it started, however well hidden, and of nothing else.
+5. A pid that means another process by now is never signalled.
+6. A full disk costs an answer, never the truth: no torn file, no command without a record, no lost exit record.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.hosts import runner
+from tests.disks import fill, small_disk
+from tests.runner_machine import Machine, Refused, alive, machine, request, until
+
+FOR_EVER = "while :; do sleep 0.05; done"
+DAEMON = """
+import os, signal, sys, time
+for n in (signal.SIGTERM, signal.SIGHUP):
+    signal.signal(n, signal.SIG_IGN)
+if os.fork():
+    os._exit(0)
+os.setsid()
+if os.fork():
+    os._exit(0)
+os.closerange(0, 256)
+with open(sys.argv[1] + ".new", "w") as file:
+    file.write("%d\\n" % os.getpid())
+os.rename(sys.argv[1] + ".new", sys.argv[1])
+while True:
+    time.sleep(1)
+"""
+"""A process that does all it can to be forgotten: twice orphaned, session of its own, no file open, deaf to TERM."""
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[Machine]:
+    with machine(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture(params=["cgroup", "session"])
+def method(request: pytest.FixtureRequest) -> str:
+    if request.param == "cgroup" and "cgroup" not in runner.methods():
+        pytest.skip("control groups of version 2 cannot be made here")
+    return request.param
+
+
+def daemon(here: Machine, name: str = "daemon", prefix: str = "") -> str:
+    """Shell words that start one."""
+    script = here.home / "daemon.py"
+    script.write_text(DAEMON)
+    return f"{prefix} {sys.executable} -IS {script} {name}"
+
+
+# --- the supervisor is killed -------------------------------------------------------------------
+
+
+def test_a_killed_supervisor_leaves_no_end_and_no_command(here: Machine, method: str) -> None:
+    begun = here.sh(FOR_EVER, method=method)
+    assert begun["method"] == method
+    here.kill_supervisor()
+    until(lambda: not alive(begun["pid"]), "the end of the command")
+    told = here.status()
+    assert (told["state"], told["exit"]) == ("lost", None)
+    assert told["pid"] == begun["pid"]
+    assert here.sh("true")["state"] == "lost"
+    assert here.ask("void", job="job", epoch=1)["state"] == "lost"
+
+
+def test_what_a_killed_supervisor_left_is_counted_and_killed(here: Machine, method: str) -> None:
+    here.sh(f"{daemon(here)}; {FOR_EVER}", method=method)
+    pid = int(here.written("daemon"))
+    here.kill_supervisor()
+    told = until(lambda: (s := here.status())["survivors"] == 1 and s, "one survivor")
+    assert told["state"] == "lost"
+    released = here.ask("release", job="job", epoch=1, gpus=[])
+    assert not released["clean"]
+    assert [h["pid"] for h in released["holders"]] == [pid]
+    assert here.ask("kill", job="job", epoch=1, grace=5)["survivors"] == 0
+    assert not alive(pid)
+    assert here.ask("release", job="job", epoch=1, gpus=[])["clean"]
+
+
+def test_a_survivor_without_our_environment_is_found_by_its_control_group(here: Machine) -> None:
+    if "cgroup" not in runner.methods():
+        pytest.skip("control groups of version 2 cannot be made here")
+    here.sh(f"{daemon(here, prefix='env -i')}; {FOR_EVER}")
+    pid = int(here.written("daemon"))
+    here.kill_supervisor()
+    released = here.ask("release", job="job", epoch=1, gpus=[])
+    assert {(h["what"], h["pid"]) for h in released["holders"] if h["pid"] == pid} == {
+        ("cgroup", pid)
+    }
+    here.ask("kill", job="job", epoch=1, grace=5)
+    assert not alive(pid)
+
+
+def test_a_survivor_that_overwrote_its_environment_is_found_by_what_it_inherited(
+    here: Machine,
+) -> None:
+    here.sh(f"env -i sh -c 'echo $$ > child; {FOR_EVER}' & {FOR_EVER}", method="session")
+    pid = int(here.written("child"))
+    here.kill_supervisor()
+    assert pid in [h["pid"] for h in here.ask("release", job="job", epoch=1, gpus=[])["holders"]]
+    here.ask("kill", job="job", epoch=1, grace=5)
+    assert not alive(pid)
+
+
+def test_how_a_command_ended_survives_a_supervisor_that_is_killed_while_it_clears_up(
+    here: Machine,
+) -> None:
+    here.sh(
+        f"{daemon(here)}; until [ -e daemon ]; do sleep 0.02; done; exit 5",
+        limits={"grace_seconds": 60},
+    )
+    pid = int(here.written("daemon"))
+    until((here.folder() / "outcome.json").exists, "the outcome")
+    assert here.status()["state"] == "running"
+    here.kill_supervisor()
+    told = here.status()
+    assert (told["state"], told["exit"]["code"]) == ("exited", 5)
+    assert not here.ask("release", job="job", epoch=1, gpus=[])["clean"]
+    here.ask("kill", job="job", epoch=1, grace=5)
+    assert not alive(pid)
+    assert here.ask("release", job="job", epoch=1, gpus=[])["clean"]
+
+
+def test_another_boot_is_seen(here: Machine) -> None:
+    here.sh(FOR_EVER)
+    here.kill_supervisor()
+    state = {**here.state(), "boot_id": "another"}
+    (here.folder() / "state.json").write_text(json.dumps(state))
+    told = here.status()
+    assert (told["state"], told["same_boot"], told["heartbeat_age"]) == ("rebooted", False, None)
+
+
+# --- a launch that dies -------------------------------------------------------------------------
+
+
+def unbegun(here: Machine) -> None:
+    """As a launch leaves it that was killed between its claim and its supervisor."""
+    attempt = runner.Attempt(runner.Root(str(here.root)), "job", 1)
+    lock = runner.claim(attempt, {"phase": "claimed"})
+    assert lock is not None
+    os.close(lock)
+
+
+def test_a_launch_takes_over_what_never_began(here: Machine) -> None:
+    unbegun(here)
+    told = here.status()
+    assert (told["state"], told["pid"]) == ("lost", None)
+    here.sh("exit 4")
+    assert here.comes_to("exited")["exit"]["code"] == 4
+
+
+def test_void_takes_over_what_never_began(here: Machine) -> None:
+    unbegun(here)
+    assert here.ask("void", job="job", epoch=1)["state"] == "voided"
+    assert here.sh("true")["state"] == "voided"
+
+
+def test_what_is_being_claimed_is_left_alone(here: Machine) -> None:
+    attempt = runner.Attempt(runner.Root(str(here.root)), "job", 1)
+    lock = runner.claim(attempt, {"phase": "claimed"})
+    assert lock is not None
+    try:
+        assert here.status()["state"] == "claimed"
+        assert here.ask("void", job="job", epoch=1)["state"] == "claimed"
+        assert here.sh("true")["state"] == "claimed"
+    finally:
+        os.close(lock)
+
+
+@pytest.mark.parametrize("after", [0.0, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.06])
+def test_a_launch_may_be_killed_at_any_moment(here: Machine, after: float) -> None:
+    """Whatever state that leaves, asking again runs the command exactly once, or says that it ran."""
+    order = here.order("sh", "-c", "echo started >> ../starts; exit 3")
+    begun = here.begin(request(here.body("launch", **order)))
+    time.sleep(after)  # which moment that is does not matter
+    begun.kill()
+    with begun:
+        begun.wait()
+    here.ask("launch", **order)
+    assert here.comes_to("exited")["exit"]["code"] == 3
+    assert (here.folder() / "starts").read_text() == "started\n"
+
+
+def test_of_many_launches_and_voids_exactly_one_decides(here: Machine) -> None:
+    for epoch in range(1, 4):
+        order = here.order("sh", "-c", "echo started >> ../starts", epoch=epoch)
+        bodies = [here.body("launch", **order), here.body("void", job="job", epoch=epoch)] * 4
+        answers = [here.finish(p) for p in [here.begin(request(body)) for body in bodies]]
+        ran = {a["state"] for a in answers} & {"claimed", "running", "exited"}
+        voided = {a["state"] for a in answers} & {"voided"}
+        assert bool(ran) != bool(voided), answers
+        if ran:
+            here.comes_to("exited", epoch=epoch)
+            assert (here.folder(epoch=epoch) / "starts").read_text() == "started\n"
+        assert [p.name for p in (here.root / "attempts").iterdir() if p.name.startswith(".")] == []
+
+
+def test_of_many_epochs_at_once_the_highest_stands(here: Machine) -> None:
+    orders = [here.order("sleep", "0.1", epoch=epoch) for epoch in (3, 9, 1, 7, 2)]
+    calls = [here.begin(request(here.body("launch", **order))) for order in orders]
+    for call in calls:
+        here.finish(call)
+    assert here.ask("launch", **here.order("true", epoch=8))["refused"]["code"] == "lower_epoch"
+    assert json.loads((here.root / "epochs" / "job").read_text())["highest"] == 9
+
+
+# --- ends ---------------------------------------------------------------------------------------
+
+
+def test_cancel_asks_first(here: Machine, method: str) -> None:
+    here.sh(f"trap 'echo asked; exit 7' TERM; touch ready; {FOR_EVER}", method=method)
+    until((here.work() / "ready").exists)
+    here.ask("kill", job="job", epoch=1, grace=60)
+    record = here.comes_to("exited")["exit"]
+    assert (record["code"], record["reason"]) == (7, "cancelled")
+    assert record["tail"].endswith("asked\n")
+
+
+def test_cancel_kills_what_does_not_listen(here: Machine, method: str) -> None:
+    here.sh(f"trap '' TERM; echo $$ > pid; {FOR_EVER}", method=method)
+    here.written("pid")
+    here.ask("kill", job="job", epoch=1, grace=0.1)
+    record = here.comes_to("exited")["exit"]
+    assert (record["code"], record["signal"], record["reason"]) == (
+        None,
+        signal.SIGKILL,
+        "cancelled",
+    )
+
+
+def test_an_impatient_second_cancel_counts(here: Machine) -> None:
+    here.sh(f"trap '' TERM; echo $$ > pid; {FOR_EVER}")
+    here.written("pid")
+    here.ask("kill", job="job", epoch=1, grace=600)
+    assert here.status()["state"] == "running"
+    here.ask("kill", job="job", epoch=1, grace=0)
+    assert here.comes_to("exited")["exit"]["reason"] == "cancelled"
+
+
+def test_cancel_reaches_a_command_that_was_stopped(here: Machine) -> None:
+    begun = here.sh("kill -STOP $$")
+    stat = Path(f"/proc/{begun['pid']}/stat")
+    until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
+    here.ask("kill", job="job", epoch=1, grace=60)
+    assert here.comes_to("exited")["exit"]["signal"] == signal.SIGTERM
+
+
+def test_the_grace_is_everybody_s(here: Machine) -> None:
+    """The shell dies of TERM at once; what it started is still writing its last checkpoint."""
+    saving = "trap 'sleep 0.3; echo saved > saved; exit 0' TERM; echo > ready; while :; do sleep 0.02; done"
+    here.sh(f'sh -c "{saving}" & {FOR_EVER}')
+    here.written("ready")
+    here.ask("kill", job="job", epoch=1, grace=60)
+    assert here.comes_to("exited")["exit"]["signal"] == signal.SIGTERM
+    assert (here.work() / "saved").read_text() == "saved\n"
+
+
+@pytest.mark.parametrize("prefix", ["", "env -i"])
+def test_nothing_outlives_a_cancel(here: Machine, method: str, prefix: str) -> None:
+    here.sh(f"{daemon(here, prefix=prefix)}; {FOR_EVER}", method=method)
+    pid = int(here.written("daemon"))
+    here.ask("kill", job="job", epoch=1, grace=0.1)
+    record = here.comes_to("exited")["exit"]
+    assert not alive(pid)
+    assert record["message"] == ""
+    assert here.ask("release", job="job", epoch=1, gpus=[]) == {
+        "ok": True,
+        "clean": True,
+        "holders": [],
+    }
+
+
+@pytest.mark.parametrize("prefix", ["", "env -i"])
+def test_nothing_outlives_an_end(here: Machine, method: str, prefix: str) -> None:
+    words = daemon(here, prefix=prefix)
+    limits = {"grace_seconds": 0.1}
+    here.sh(
+        f"{words}; until [ -e daemon ]; do sleep 0.02; done; exit 6", method=method, limits=limits
+    )
+    record = here.comes_to("exited")["exit"]
+    assert (record["code"], record["reason"]) == (6, "exited")
+    assert not alive(int(here.written("daemon")))
+
+
+def test_what_is_not_ours_is_not_touched(here: Machine) -> None:
+    others = [
+        {"GROUPWISE_ATTEMPT": "job.2"},
+        {"GROUPWISE_ATTEMPT": "job.1", "GROUPWISE_RUNNER_FOLDER": "/other/attempts/job.1"},
+        {"GROUPWISE_ATTEMPT": "job.11"},
+        {"XGROUPWISE_ATTEMPT": "job.1"},
+    ]
+    strangers = [subprocess.Popen(["sleep", "60"], env=environment) for environment in others]
+    try:
+        here.sh(FOR_EVER)
+        here.ask("kill", job="job", epoch=1, grace=0)
+        here.comes_to("exited")
+        assert here.ask("release", job="job", epoch=1, gpus=[])["clean"]
+        assert [p.poll() for p in strangers] == [None] * len(strangers)
+    finally:
+        for stranger in strangers:
+            stranger.kill()
+            stranger.wait()
+
+
+@pytest.mark.parametrize("what", ["start_ticks", "boot_id"])
+def test_a_pid_that_was_reused_is_not_killed(here: Machine, what: str) -> None:
+    here.sh(FOR_EVER)
+    here.kill_supervisor()
+    with subprocess.Popen(["sleep", "60"]) as stranger:
+        try:
+            found = runner.process(stranger.pid)
+            assert found is not None
+            state = {**here.state(), "pid": stranger.pid, "start_ticks": found.ticks}
+            state[what] = {"start_ticks": found.ticks - 1, "boot_id": "another"}[what]
+            (here.folder() / "state.json").write_text(json.dumps(state))
+            here.ask("kill", job="job", epoch=1, grace=0)
+            assert stranger.poll() is None
+            assert here.ask("release", job="job", epoch=1, gpus=[])["clean"]
+        finally:
+            stranger.kill()
+
+
+def test_send_compares_before_it_signals() -> None:
+    with subprocess.Popen(["sleep", "60"]) as stranger:
+        found = runner.process(stranger.pid)
+        assert found is not None
+        runner.send(stranger.pid, found.ticks + 1, signal.SIGKILL)
+        assert stranger.poll() is None
+        runner.send(stranger.pid, found.ticks, signal.SIGKILL)
+        assert stranger.wait() == -signal.SIGKILL
+    runner.send(stranger.pid, found.ticks, signal.SIGKILL)
+
+
+def test_the_time_limit(here: Machine) -> None:
+    limits = {"time_seconds": 0.2, "grace_seconds": 0.1}
+    here.sh(f"trap '' TERM; {FOR_EVER}", limits=limits)
+    record = here.comes_to("exited")["exit"]
+    assert (record["reason"], record["signal"]) == ("time_limit", signal.SIGKILL)
+    assert "0.2 s" in record["message"]
+
+
+def test_the_deadman_counts_from_the_last_contact(here: Machine) -> None:
+    here.sh(FOR_EVER, deadman=3600)
+    contact = here.folder() / "contact"
+    first = float(contact.read_text())
+    here.ask("touch", attempts=["job.1"])
+    second = float(contact.read_text())
+    assert second > first
+    here.ask(
+        "touch", attempts={"job.1": first}
+    )  # an answer that never arrived: nothing was heard since
+    assert float(contact.read_text()) == second
+    here.status()
+    assert float(contact.read_text()) == second
+    here.ask("wait", known={"job.1": {"clock": second + 0.001}}, timeout=0)
+    assert float(contact.read_text()) == round(second + 0.001, 3)
+    here.ask("touch", attempts={"job.1": 1e11})  # beyond now is now
+    assert float(contact.read_text()) <= runner.boot_clock()
+    assert here.ask("touch", attempts=["none.1"])["touched"] == []
+
+
+def test_the_deadman_ends_its_job(here: Machine) -> None:
+    here.sh(FOR_EVER, deadman=0.3, limits={"grace_seconds": 0.1})
+    record = here.comes_to_without_contact("exited")["exit"]
+    assert record["reason"] == "deadman"
+
+
+def test_the_wall_clock_does_not_matter() -> None:
+    """Deadman, limits and heartbeats read the boot clock and the monotonic one: time.time() stands only in what people read."""
+    text = Path(runner.__file__).read_text("utf-8")
+    lines = [line.strip() for line in text.splitlines() if "time.time()" in line]
+    assert all(
+        any(word in line for word in ("_at", '"time"', "SETTLED", "older_than")) for line in lines
+    ), lines
+
+
+def test_memory_beyond_the_limit_is_told(here: Machine) -> None:
+    if not here.ask("hello")["cgroup"]["memory"]:
+        pytest.skip("memory cannot be limited here")
+    program = "x = bytearray(200 << 20)\nfor n in range(0, len(x), 4096): x[n] = 1"
+    here.launch(sys.executable, "-ISc", program, limits={"ram_mb": 60})
+    record = here.comes_to("exited")["exit"]
+    assert (record["signal"], record["oom_kill"]) == (signal.SIGKILL, 1)
+    here.launch(sys.executable, "-ISc", "x = bytearray(1)", limits={"ram_mb": 60}, epoch=2)
+    assert here.comes_to("exited", epoch=2)["exit"]["oom_kill"] == 0
+
+
+def test_control_groups_go_with_the_attempt(here: Machine) -> None:
+    here.sh("until [ -e go ]; do sleep 0.02; done")
+    folders = runner.Group.from_record(here.state()["cgroup"]).folders()
+    assert all(os.path.isdir(folder) for folder in folders)
+    (here.work() / "go").touch()
+    here.comes_to("exited")
+    until(lambda: not any(os.path.isdir(folder) for folder in folders), "their end")
+
+
+# --- a full disk --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Machine]:
+    with small_disk(tmp_path / "disk", "2m") as disk, machine(disk) as made:
+        yield made
+
+
+def test_a_full_disk_claims_nothing(small: Machine) -> None:
+    fill(small.home)
+    for verb, fields in (("launch", small.order("true")), ("void", {"job": "job", "epoch": 1})):
+        with pytest.raises(Refused, match="disk_full"):
+            small.ask(verb, **fields)
+        assert small.status()["state"] == "absent"
+
+
+def test_the_exit_record_has_room_on_a_full_disk(small: Machine) -> None:
+    small.sh("until [ -e go ]; do sleep 0.02; done; printf 'last words\\n'; exit 9")
+    (small.work() / "go.new").touch()
+    fill(small.home)
+    (small.work() / "go.new").rename(small.work() / "go")
+    told = small.comes_to("exited")
+    assert told["exit"]["code"] == 9
+    assert small.ask("observe")["attempts"][0]["exit"]["code"] == 9
+
+
+def test_a_cancel_works_on_a_full_disk(small: Machine) -> None:
+    small.sh(FOR_EVER)
+    fill(small.home)
+    small.ask("kill", job="job", epoch=1, grace=0)
+    assert small.comes_to("exited")["exit"]["reason"] == "cancelled"
+
+
+def test_files_that_do_not_fit_refuse_the_launch(small: Machine) -> None:
+    blob = os.urandom(900_000)
+    (sha,) = small.put(blob)
+    order = small.order(
+        "true", spec_files={"a": [sha, 0o644, len(blob)], "b": [sha, 0o644, len(blob)]}
+    )
+    small.ask("launch", **order)
+    told = small.comes_to("refused")
+    assert told["refused"]["code"] == "disk_full"
+    assert not small.work().exists()
+
+
+def test_no_write_may_be_torn(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every write of a JSON fails once at each of its steps: what is read is the old one or the new one."""
+    path = here.home / "a.json"
+    for step in ("fsync", "rename", "open"):
+        runner.write_json(str(path), {"old": "x" * 100})
+        real = getattr(os, step)
+
+        def fails(*arguments: Any, real: Any = real, **options: Any) -> Any:
+            if arguments[0] == str(
+                here.home
+            ):  # that is the last step, after which the new one stands
+                return real(*arguments, **options)
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, step, fails)
+            with pytest.raises(OSError, match="No space"):
+                runner.write_json(str(path), {"new": 1})
+        assert runner.read_json(str(path)) == {"old": "x" * 100}
+        assert os.listdir(here.home) == ["a.json"]
+
+
+def test_an_exit_record_waits_for_room(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempt = runner.Attempt(runner.Root(str(here.root)), "job", 1)
+    lock = runner.claim(attempt, {"phase": "claimed"})
+    assert lock is not None
+    (here.folder() / "reserve").unlink()
+
+    def full(path: str, document: dict[str, Any]) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(runner, "write_json", full)
+        assert not runner.save_exit(attempt, {"code": 0})
+    assert runner.save_exit(attempt, {"code": 0})
+    os.close(lock)
+
+
+def test_the_reserve_holds_the_worst_record(here: Machine) -> None:
+    """A log of control characters, each of which is six in JSON."""
+    script = textwrap.dedent("head -c 5000 /dev/zero; exit 1")
+    here.sh(script)
+    record = here.comes_to("exited")["exit"]
+    assert len(record["tail"]) == runner.TAIL
+    assert len(runner.as_bytes(record)) + 10_000 < runner.RESERVE

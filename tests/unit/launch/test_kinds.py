@@ -1,0 +1,264 @@
+"""Rows of jobs become commands that mean the same, or every problem with them is told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import metadata
+from typing import Any, ClassVar
+
+import pytest
+
+from groupwise.cli import train_grpo as command
+from groupwise.config import load_config
+from groupwise.errors import UsageError
+from groupwise.hosts.spec import JobSpec, problems
+from groupwise.launch import train_grpo
+from groupwise.launch.kinds import EVAL, GRPO, MICROBATCH, SFT, SLOTS, TrainingKind, as_word
+from groupwise.launch.train_grpo import Flags
+from groupwise.settings.overrides import parse_override
+from groupwise.sft_config import load_sft_config
+from tests.integration.fleet import tiny_grpo
+
+ODD = "-x=\n\t'a' \"b\" $(c) é \u2028 \ufeff 😀 # d: e"
+
+
+def row(**columns: Any) -> dict[str, Any]:
+    """A row with the database's defaults."""
+    return {
+        "job_id": "job-1",
+        "job_type": "GRPO",
+        "model": "tiny",
+        "dataset": "/data/sums.jsonl",
+        "reward_function": "correctness",
+        "preprocessing_pipeline": "generic",
+        "hyperparams": {},
+        "use_unsloth": False,
+        "output_dir": "outputs",
+        "max_steps": 500,
+        "learning_rate": 5e-6,
+        "batch_size": 1,
+        "num_generations": 4,
+        "request": {},
+        **columns,
+    }
+
+
+def told(kind: TrainingKind, **columns: Any) -> str:
+    with pytest.raises(UsageError) as caught:
+        kind.expand(row(**columns))
+    return str(caught.value)
+
+
+def given_to_train(spec: JobSpec, monkeypatch: pytest.MonkeyPatch) -> tuple[Flags, tuple[str, ...]]:
+    """What the command makes of its words."""
+    calls: list[Any] = []
+
+    class Result:
+        summary: ClassVar[dict[str, Any]] = {}
+        exit_code = 0
+
+    def train(flags: Flags, overrides: tuple[str, ...], **_: Any) -> Result:
+        calls.append((flags, overrides))
+        return Result()
+
+    monkeypatch.setattr(train_grpo, "train_grpo", train)
+    assert command.main(spec.arguments[1:]) == 0
+    return calls[0]
+
+
+# GRPO
+
+
+def test_the_tiny_job_is_the_command_that_it_says() -> None:
+    spec = GRPO.expand(row(**tiny_grpo.row()))
+    assert spec.arguments == tiny_grpo.ARGUMENTS
+    assert (spec.artefacts, spec.checkpoints) == (("outputs",), ("outputs",))
+
+
+def test_whatever_a_row_holds_arrives_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = row(
+        model=ODD,
+        dataset="/" + ODD,
+        reward_function=f"{'-a.py:f'}, --model=evil , m:g",
+        preprocessing_pipeline="--use_unsloth",
+        hyperparams={"run.license": ODD, "sampler": {"stop": [ODD, "--x"]}, "algorithm.beta": 1e-7},
+        output_dir="-out put/a",
+        max_steps=3,
+    )
+    spec = GRPO.expand(odd)
+    assert problems(spec) == []
+    flags, overrides = given_to_train(spec, monkeypatch)
+    assert (flags.model, flags.dataset, flags.max_steps) == (ODD, "/" + ODD, 3)
+    assert flags.reward_function == ("-a.py:f", "--model=evil", "m:g")
+    assert (flags.preprocessing_pipeline, flags.use_unsloth) == ("--use_unsloth", False)
+    assert flags.output_dir == "-out put/a"
+    config = load_config(train_grpo.config_of(flags), overrides).config
+    assert config.run.license == ODD
+    assert config.sampler.stop == (ODD, "--x")
+    assert config.algorithm.knobs["beta"] == 1e-7
+    assert (spec.artefacts, spec.checkpoints) == (("-out put/a",), ("-out put/a",))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        ODD,
+        "",
+        "null",
+        "1e5",
+        "1_000",
+        0,
+        -1,
+        5e-06,
+        1e300,
+        True,
+        None,
+        [1, "a"],
+        {"k": [ODD]},
+        "\x7f",
+    ],
+)
+def test_values_are_read_as_they_were_given(value: Any) -> None:
+    word = as_word(value)
+    assert word.isascii()
+    assert word.isprintable()
+    assert parse_override(f"a.b={word}") == (("a", "b"), value)
+    assert type(parse_override(f"a.b={word}")[1]) is type(value)
+
+
+def test_lengths_have_no_column_and_are_hyperparams(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = {"max_prompt_length": 9, "sampler": {"max_completion_length": 8}}
+    flags, overrides = given_to_train(GRPO.expand(row(hyperparams=lengths)), monkeypatch)
+    assert (flags.max_prompt_length, flags.max_completion_length, overrides) == (9, 8, ())
+
+
+@pytest.mark.parametrize(
+    ("columns", "texts"),
+    [
+        (
+            {"model": None, "dataset": None, "reward_function": None},
+            ["model is missing", "dataset is missing", "reward_function is missing"],
+        ),
+        ({"dataset": "sums.jsonl", "output_dir": "/x"}, ["neither an absolute path", "'/x'"]),
+        ({"dataset": "file:../x"}, ["dataset '../x'"]),
+        ({"model": "./mine"}, ["absolute path"]),
+        ({"reward_function": "a,,b"}, ["--reward_function is empty"]),
+        ({"output_dir": "../up"}, ["output_dir '../up'"]),
+        ({"use_unsloth": True, "model": ""}, ["no backend for Unsloth", "model is missing"]),
+        ({"max_steps": 0, "learning_rate": -1.0}, ["--max_steps is 0", "--learning_rate is -1"]),
+        ({"num_generations": 1}, ["compares the completions"]),
+        ({"hyperparams": {"training.max_steps": 3}}, ["training.max_steps is --max_steps here"]),
+        ({"hyperparams": {"run": {"dir": "x"}}}, ["run.dir is --output_dir here"]),
+        ({"hyperparams": {"beta": 0.1, "algorithm.epsilonn": 1}}, ["algorithm.beta", "epsilon"]),
+        ({"hyperparams": {"a=b": 1, "--x": 2}}, ["'a=b' is no key", "'--x' is no key"]),
+        ({"hyperparams": {"algorithm.beta": float("nan")}}, ["algorithm.beta is no finite number"]),
+        ({"hyperparams": {"max_prompt_length": "long"}}, ["max_prompt_length is 'long'"]),
+    ],
+    ids=str,
+)
+def test_all_that_is_wrong_is_told(columns: dict[str, Any], texts: list[str]) -> None:
+    said = told(GRPO, **columns)
+    assert [text for text in texts if text not in said] == [], said
+
+
+def test_a_dataset_is_on_the_machine_in_the_hub_or_sent_along() -> None:
+    for given, word in (
+        ("/data/x.jsonl", "--dataset=/data/x.jsonl"),
+        ("openai/gsm8k", "--dataset=openai/gsm8k"),
+        ("file:data/x.jsonl", "--dataset=./data/x.jsonl"),
+    ):
+        assert word in GRPO.expand(row(dataset=given)).arguments
+
+
+# SFT, EVAL
+
+
+def test_sft_is_a_command_whose_keys_are_valid() -> None:
+    columns = {"reward_function": None, "batch_size": 2, "hyperparams": {"lora.r": 4}}
+    spec = SFT.expand(row(**columns))
+    assert spec.arguments[:2] == ("groupwise", "sft")
+    config = load_sft_config({}, spec.arguments[2:]).config
+    assert (config.training.max_steps, config.training.examples_per_step) == (500, 2)
+    assert (config.training.learning_rate, config.run.dir) == (5e-6, "outputs")
+    assert config.data.preprocessing_pipeline == "generic"
+
+
+def test_eval_is_a_command_whose_keys_are_valid() -> None:
+    spec = EVAL.expand(row(hyperparams={"eval": {"max_prompts": 3}}, output_dir="found"))
+    assert spec.arguments[:3] == ("groupwise", "eval", "--output=found/evaluation.json")
+    config = load_config({}, spec.arguments[3:]).config
+    assert (config.eval.max_prompts, config.data.dataset_test_split) == (3, "train")
+    of_hub = EVAL.expand(row(dataset="openai/gsm8k"))
+    assert 'data.dataset_test_split="test"' in of_hub.arguments
+
+
+def test_columns_without_effect_are_refused() -> None:
+    assert "reward_function has no effect on SFT" in told(SFT)
+    assert "num_generations is 8, which has no effect on SFT" in told(SFT, num_generations=8)
+    assert "max_steps is 3, which has no effect on EVAL" in told(EVAL, max_steps=3)
+    twice = told(SFT, reward_function=None, hyperparams={"training.learning_rate": 1})
+    assert "training.learning_rate is the column learning_rate" in twice
+    assert "num_train_epochs" in told(
+        SFT, reward_function=None, hyperparams={"training.num_train_epochs": 1}
+    )
+
+
+# smaller
+
+
+def test_smaller_computes_less_at_once_and_learns_from_the_same_batch() -> None:
+    given = row()
+    before = load_config(
+        train_grpo.config_of(Flags(model="m", dataset="d", reward_function=("r",)))
+    )
+    less = GRPO.smaller(given)
+    assert less is not None
+    assert {k: v for k, v in less.items() if k != "hyperparams"} == {
+        k: v for k, v in given.items() if k != "hyperparams"
+    }
+    assert given["hyperparams"] == {}, "the row stays as it is"
+    words = [word for word in GRPO.expand(less).arguments if not word.startswith("--")][1:]
+    after = load_config({"model": {"name": "m"}}, words).config
+    assert after.training.max_tokens_per_microbatch == 2048
+    assert (
+        after.training.prompts_per_step
+        == load_config({"model": {"name": "m"}}).config.training.prompts_per_step
+    )
+    free = {"warn", "free"}
+    for key in (MICROBATCH, SLOTS, "training.gradient_checkpointing"):
+        section, name = key.split(".")
+        field = type(getattr(before.config, section)).model_fields[name]
+        assert field.json_schema_extra["on_resume"] in free, "a resume has to take it"  # type: ignore[index,call-overload]
+
+
+@pytest.mark.parametrize("kind", [GRPO, SFT, EVAL])
+def test_smaller_comes_to_an_end(kind: TrainingKind) -> None:
+    small: Any = row()
+    steps = 0
+    while (less := kind.smaller(small)) is not None:
+        small, steps = less, steps + 1
+        assert steps < 20
+    assert steps >= 1
+
+
+# plugs
+
+
+def test_the_kinds_are_announced() -> None:
+    found = {
+        point.name: point.load() for point in metadata.entry_points(group="groupwise.fleet_kinds")
+    }
+    assert found == {"GRPO": GRPO, "SFT": SFT, "EVAL": EVAL}
+
+
+def test_expanding_loads_no_training_library_and_no_user_code() -> None:
+    script = (
+        "import sys; from groupwise.launch.kinds import GRPO;"
+        f"GRPO.expand({row(reward_function='antigravity:fly', preprocessing_pipeline='this:that')!r});"
+        "sys.exit(str({'torch', 'transformers', 'peft', 'antigravity', 'this'} & sys.modules.keys() or ''))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.stderr.strip() == ""

@@ -1,0 +1,133 @@
+"""From flags to the config of an ordinary run, and from there to a command line and back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import typer
+
+from groupwise.cli import train_grpo as command
+from groupwise.config import load_config
+from groupwise.launch import train_grpo
+from groupwise.launch.train_grpo import KEYS, Flags, arguments_of, config_of, problems
+
+FLAGS = Flags(model="tiny", dataset="a.jsonl", reward_function=("correctness",))
+ODD = Flags(
+    model="--model",
+    dataset="-d\n'x' \"y\" $(z) 😀",
+    reward_function=("a.py:f", "-b=c"),
+    preprocessing_pipeline="m:f",
+    max_steps=7,
+    learning_rate=1.25e-7,
+    batch_size=3,
+    num_generations=2,
+    max_prompt_length=9,
+    max_completion_length=11,
+    output_dir="an output",
+)
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What the command was understood to be given."""
+    calls: list[tuple[Any, ...]] = []
+
+    class Result:
+        summary: ClassVar[dict[str, Any]] = {}
+        exit_code = 0
+
+    def train(flags: Flags, overrides: tuple[str, ...], **how: Any) -> Result:
+        calls.append((flags, overrides, how))
+        return Result()
+
+    monkeypatch.setattr(train_grpo, "train_grpo", train)
+    monkeypatch.delenv("RESUME_FROM", raising=False)
+    return calls
+
+
+@pytest.mark.parametrize("flags", [FLAGS, ODD], ids=["plain", "odd"])
+def test_a_command_line_means_what_it_was_made_of(
+    flags: Flags, taken: list[tuple[Any, ...]]
+) -> None:
+    overrides = ("algorithm.beta=0.1", 'run.license="-x\\ny"')
+    words = arguments_of(flags, overrides)
+    assert words[0] == "groupwise-train-grpo"
+    assert command.main(words[1:]) == 0
+    ways = {"resume": False, "resume_from": None, "dry_run": False}
+    assert taken == [(flags, overrides, ways)]
+
+
+def test_the_defaults_are_those_that_are_published(taken: list[tuple[Any, ...]]) -> None:
+    assert command.main(["--model=m", "--dataset=d", "--reward_function=r"]) == 0
+    assert taken[0][0] == Flags(model="m", dataset="d", reward_function=("r",))
+    flags = taken[0][0]
+    assert (flags.preprocessing_pipeline, flags.max_steps, flags.learning_rate) == (
+        "generic",
+        500,
+        5e-6,
+    )
+    assert (flags.batch_size, flags.num_generations) == (1, 4)
+    assert (flags.max_prompt_length, flags.max_completion_length) == (256, 128)
+    assert (flags.output_dir, flags.use_unsloth) == ("outputs", False)
+
+
+def test_every_flag_is_a_key_of_the_config_and_has_its_name() -> None:
+    app: Any = typer.main.get_command(command.app)
+    offered = {option for parameter in app.params for option in parameter.opts}
+    names = [field.name for field in fields(Flags)]
+    assert list(KEYS) == names
+    assert {f"--{name}" for name in names} <= offered
+    assert not any("-" in option.removeprefix("--") for option in offered)
+
+
+def test_the_config_is_one_of_groupwise_rl() -> None:
+    config = load_config(config_of(ODD)).config
+    assert config.model.name == ODD.model
+    assert config.data.dataset_name == ODD.dataset
+    assert config.data.preprocessing_pipeline == "m:f"
+    assert config.data.max_prompt_length == 9
+    assert config.rewards.reward_funcs == ODD.reward_function
+    assert (config.training.max_steps, config.training.learning_rate) == (7, 1.25e-7)
+    assert (config.training.prompts_per_step, config.training.num_generations) == (3, 2)
+    assert config.sampler.max_completion_length == 11
+    assert (config.run.dir, config.run.name) == ("an output", "grpo")
+    assert config.algorithm.type == "grpo"
+
+
+def test_all_problems_are_told_at_once() -> None:
+    flags = Flags(model="", dataset="", reward_function=(), max_steps=0, learning_rate=float("inf"))
+    told = problems(flags, ["run.dir=x", "sampler={}"])
+    assert [text.split()[0] for text in told] == [
+        *("--model", "--dataset", "--reward_function", "--max_steps", "--learning_rate"),
+        *("run.dir", "sampler"),
+    ]
+
+
+def test_the_checkpoint_of_the_environment_counts(
+    taken: list[tuple[Any, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("RESUME_FROM", "/job/outputs/grpo/checkpoints/step-4")
+    assert command.main([*arguments_of(FLAGS)[1:], "--resume"]) == 0
+    assert taken[0][2]["resume_from"] == "/job/outputs/grpo/checkpoints/step-4"
+    assert taken[0][2]["resume"] is False
+    assert "as RESUME_FROM says" in capsys.readouterr().err
+
+
+def test_help_loads_nothing_heavy(tmp_path: Path) -> None:
+    script = (
+        "import sys; from groupwise.cli.train_grpo import main; code = main(['--help']);"
+        "heavy = {'torch', 'transformers', 'peft', 'datasets', 'pydantic'} & sys.modules.keys();"
+        "sys.exit(f'{code} {heavy}' if code or heavy else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--num_generations" in done.stdout

@@ -1,0 +1,178 @@
+"""The judge of histories objects to every violation that is planted, and to nothing else."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fleet_history import assert_kept, read, violations
+
+History = list[dict[str, Any]]
+
+
+class Written:
+    """Builds a history; each record comes after the one before."""
+
+    def __init__(self) -> None:
+        self.records: History = []
+
+    def add(self, what: str, **facts: Any) -> "Written":
+        self.records.append({"at": float(len(self.records)), "what": what, **facts})
+        return self
+
+    def start(self, job: str, epoch: int, **facts: Any) -> "Written":
+        return self.add("start", **self._who(job, epoch, facts))
+
+    def stop(self, job: str, epoch: int, code: int | None = 0, **facts: Any) -> "Written":
+        return self.add("stop", code=code, **self._who(job, epoch, facts))
+
+    def status(self, job: str, status: str, generation: int = 0, **facts: Any) -> "Written":
+        return self.add("status", job=job, status=status, generation=generation, **facts)
+
+    def _who(self, job: str, epoch: int, facts: dict[str, Any]) -> dict[str, Any]:
+        return {"job": job, "epoch": epoch, "rank": 0, "vm": "vm-1", "gpus": ["G0"], **facts}
+
+
+def good() -> Written:
+    """A job that fails once and then succeeds, one that is cancelled, one whose machine loses its power."""
+    h = Written()
+    h.add("accepted", job="a").add("accepted", job="b").add("accepted", job="c")
+    h.start("a", 1).add("wrote", job="a", epoch=1, rank=0, data="one\n").stop("a", 1, 1)
+    h.start("a", 2).stop("a", 2).status("a", "completed", exit_code=0)
+    h.add("mirrored", job="a", epoch=1, rank=0, data="one\n", whole=True)
+    h.start("b", 3).add("cancel_requested", job="b").stop("b", 3, -15, why="cancelled")
+    h.status("b", "running").status("b", "cancelled", exit_code=143)
+    h.start("c", 4, vm="vm-2").add("power_off", vm="vm-2").start("c", 5).stop("c", 5)
+    return h.status("c", "completed")
+
+
+def test_a_history_in_which_every_promise_was_kept_is_not_objected_to() -> None:
+    assert_kept(good().records)
+
+
+PLANTED: dict[str, tuple[Callable[[], Written], str]] = {
+    "lost": (lambda: good().add("accepted", job="d"), "d was accepted and is nowhere"),
+    "stuck": (
+        lambda: good().add("accepted", job="d").status("d", "queued"),
+        "d was accepted and is queued",
+    ),
+    "twice at once": (
+        lambda: good().start("d", 6, gpus=[]).start("d", 7, gpus=[], vm="vm-2"),
+        "two executions of one job",
+    ),
+    "late second start of one attempt": (
+        lambda: good().start("d", 6).stop("d", 6, 1).start("d", 6).stop("d", 6, 1),
+        "began twice",
+    ),
+    "unseen end": (
+        lambda: good().start("d", 6).start("d", 7, vm="vm-2").stop("d", 7, 1).stop("d", 6, 1),
+        "two executions of one job",
+    ),
+    "one GPU for two": (lambda: good().start("d", 6).start("e", 7), "both have GPU G0"),
+    "a share beside a whole": (
+        lambda: good().start("d", 6).start("e", 7, share_mb=100),
+        "both have GPU G0",
+    ),
+    "leak": (
+        lambda: good().add("reserved", job="a", epoch=2, vm="vm-1", gpu="G0"),
+        "a.2 still holds G0",
+    ),
+    "final state left": (lambda: good().status("a", "failed"), "was completed and became failed"),
+    "completed again": (lambda: good().status("a", "queued", 1), "was begun again"),
+    "generation back": (
+        lambda: good().status("b", "queued", 1).status("b", "cancelled", 0),
+        "went back",
+    ),
+    "said to be done": (
+        lambda: good().start("d", 6).stop("d", 6, 1).status("d", "completed"),
+        "no attempt of it succeeded",
+    ),
+    "success thrown away": (
+        lambda: good().start("d", 6).stop("d", 6, 0).status("d", "failed"),
+        "an attempt of it succeeded",
+    ),
+    "wrong code": (
+        lambda: good().start("d", 6).stop("d", 6, 3).status("d", "failed", exit_code=4),
+        "is said to have exited with 4",
+    ),
+    "run again": (
+        lambda: good().start("d", 6).stop("d", 6, 0).start("d", 7).stop("d", 7, 0),
+        "was run again",
+    ),
+    "cancelled and alive": (
+        lambda: good().start("d", 6).add("cancel_requested", job="d").status("d", "cancelled"),
+        "was alive when d was said to be cancelled",
+    ),
+    "healthy job ended": (
+        lambda: good().start("d", 6).stop("d", 6, -15, why="cancelled"),
+        "was healthy and was ended",
+    ),
+    "log with a gap": (
+        lambda: (
+            good()
+            .add("wrote", job="d", epoch=6, rank=0, data="abc")
+            .add("mirrored", job="d", epoch=6, rank=0, data="ac")
+        ),
+        "not what it wrote",
+    ),
+    "log without its end": (
+        lambda: (
+            good()
+            .add("wrote", job="d", epoch=6, rank=0, data="abc")
+            .add("mirrored", job="d", epoch=6, rank=0, data="ab", whole=True)
+        ),
+        "not what it wrote",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_violation_is_objected_to(name: str) -> None:
+    history, words = PLANTED[name]
+    found = violations(history().records)
+    assert any(words in each for each in found), found
+
+
+def test_only_a_settled_history_has_to_have_ended() -> None:
+    history = good().add("accepted", job="d").records
+    assert violations(history, settled=False) == []
+
+
+def test_shares_of_a_gpu_may_stand_beside_each_other_up_to_its_memory() -> None:
+    history = good().start("d", 6, share_mb=600).start("e", 7, share_mb=400).records
+    assert violations(history, gpu_memory_mb=1000) == []
+    assert any("come to 1000 of 900 MB" in v for v in violations(history, gpu_memory_mb=900))
+
+
+def test_a_job_that_is_passed_over_has_starved() -> None:
+    history = good().add("accepted", job="d").add("accepted", job="e")
+    for _ in range(20):
+        history.add("step")
+    assert violations(history.records, settled=False, patience=15) == [
+        "d waited for more than 15",
+        "e waited for more than 15",
+    ]
+
+
+def test_a_gang_is_ended_when_one_of_it_fails() -> None:
+    gang = good().start("d", 6, gpus=[]).start("d", 6, rank=1, vm="vm-2")
+    gang.stop("d", 6, 1, gpus=[]).stop("d", 6, -15, rank=1, vm="vm-2", why="cancelled")
+    assert violations(gang.records) == []
+
+
+def test_what_succeeded_on_a_machine_that_was_lost_may_be_run_again() -> None:
+    history = good().start("d", 6).stop("d", 6).add("lost", vm="vm-1")
+    history.start("d", 7, vm="vm-2").stop("d", 7, vm="vm-2").status("d", "completed")
+    assert violations(history.records) == []
+
+
+def test_a_gang_has_succeeded_only_when_all_of_it_has() -> None:
+    half = good().start("d", 6, members=2).stop("d", 6).status("d", "completed")
+    assert any("no attempt of it succeeded" in v for v in violations(half.records))
+
+
+def test_a_last_line_that_is_torn_was_never_written(tmp_path: Path) -> None:
+    path = tmp_path / "history"
+    path.write_text('{"at": 1, "what": "boot"}\n{"at": 2, "wh')
+    assert read(path) == [{"at": 1, "what": "boot"}]
