@@ -62,15 +62,13 @@ def query_gpu(known, fields):
         print('Field "mig.mode.current" is not a valid field to query.')
         return 2
     gpus = list(enumerate(known.get("gpus", [])))
-    lost = mode in ("lost", "lost_exit")
-    if lost:
-        index, _ = gpus.pop()
+    lost = [gpus.pop()[0]] if mode in ("lost", "lost_exit") else []
     lines = [", ".join(cell(gpu, n, field, mode) for field in fields) for n, gpu in gpus]
-    if lost:
-        lines.append(
-            f"Unable to determine the device handle for GPU0000:0{index}:00.0: GPU is lost. "
-            " Reboot the system to recover this GPU"
-        )
+    lines += [
+        f"Unable to determine the device handle for GPU0000:0{index}:00.0: GPU is lost. "
+        " Reboot the system to recover this GPU"
+        for index in lost
+    ]
     text = "".join(line + "\n" for line in lines)
     if mode == "truncated":
         text = text[: -len(text.splitlines()[-1]) // 2]

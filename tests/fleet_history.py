@@ -4,9 +4,13 @@ Whoever runs a test writes the history: fake trainers write when they start, ste
 to machines and what it was told, and at the end what it finds. A record is a flat JSON object; `at` orders them (seconds or numbers, of
 one clock), `what` says what happened:
 
-    accepted            job                                 somebody was told that the job is taken
-    start               job epoch rank vm gpus [share_mb members]   its command begins, as one of so many
+    accepted            job [time_limit]                    somebody was told that the job is taken
+    start               job epoch rank vm gpus [share_mb members resumed]   its command begins, as one of so many, from that step
     step                job epoch rank vm                   it is alive
+    child               job epoch rank vm                   something that it left behind is alive
+    clash               job epoch over holder               somebody else had the same GPU, or ran the same, at that very moment
+    saved               job epoch step                      a checkpoint is complete
+    made                job epoch rank path data            it has written that, to be fetched
     stop                job epoch rank vm code [why]        it has ended; a negative code is a signal. `why` cancelled: the runner ended it
     gone                job epoch rank vm                   the test killed it, so that it could write no stop
     refused             job epoch rank vm                   its runner would not begin it
@@ -17,7 +21,10 @@ one clock), `what` says what happened:
     status              job status generation [exit_code]   what somebody was told, or found
     wrote               job epoch rank data                 what the command printed, in pieces
     mirrored            job epoch rank data [whole]         what the fleet has of that; `whole` when the attempt is over
+    kept                job epoch rank path data            what the fleet has of that
     reserved            job epoch vm gpu                    a reservation that is open at the end
+    left                job epoch vm                        a process that is there at the end
+    attempt             job epoch generation vms outcome failure charged   what the fleet says of an attempt in the end
 
 `violations` returns every promise that the history breaks, in words. A start without an end runs until the history ends: what nobody saw
 ending is taken to have gone on.
@@ -40,6 +47,13 @@ FINAL = {"completed", "failed", "cancelled"}
 RETRIED_FROM = {"failed", "cancelled"}
 EXCUSES = {"refused", "supervisor_killed"}
 """After one of these the rest of an attempt is rightly ended."""
+AT_ONCE = 1.0
+"""Seconds between a wish and the last that was seen of what it ended."""
+WRITING = 5.0
+"""Seconds after its end in which a machine may lose its power, and with it what it knew of that."""
+CHARGED = 3
+"""Attempts of one generation that may end by the job's own fault: the first and two more."""
+USER_ERRORS = {2, *range(64, 79)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +72,24 @@ class Execution:
     code: int | None
     """None: nobody saw it stop."""
     why: str | None
+    seen: float
+    """When something of it was seen alive last, after its end too."""
 
     def __str__(self) -> str:
         return f"{self.job}.{self.epoch} rank {self.rank} on {self.vm}"
 
     def overlaps(self, other: Execution) -> bool:
         """They were alive at the same time."""
-        return self.begin < other.end and other.begin < self.end
+        return self.begin < other.until and other.begin < self.until
+
+    @property
+    def until(self) -> float:
+        """Something of it lived until then, for certain."""
+        return max(self.end, self.seen)
 
     def alive(self, at: float) -> bool:
-        """It ran at that moment."""
-        return self.begin <= at < self.end
+        """Something of it lived at that moment."""
+        return self.begin <= at < self.until
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -89,7 +110,8 @@ def violations(
     runs = _executions(ordered)
     return [
         *_twice(runs),
-        *_overlapping(runs),
+        *_overlapping(ordered, runs),
+        *_clashes(ordered),
         *_shared_gpus(runs, gpu_memory_mb),
         *_not_final(ordered),
         *_wrong_outcomes(ordered, runs),
@@ -97,8 +119,13 @@ def violations(
         *_alive_after_cancel(ordered, runs),
         *_touched(ordered, runs),
         *_wrong_logs(ordered),
+        *_wrong_artefacts(ordered),
+        *_wrong_resumes(ordered),
+        *_wrong_ends(ordered, runs),
+        *_charged_too_often(ordered),
         *(_lost(ordered) if settled else ()),
         *(_leaked(ordered) if settled else ()),
+        *(_left(ordered) if settled else ()),
         *_starved(ordered, runs, patience),
     ]
 
@@ -118,14 +145,24 @@ def assert_kept(history: Iterable[Record], **how: Any) -> None:
 
 def _executions(ordered: Sequence[Record]) -> list[Execution]:
     runs: list[Execution] = []
+    seen: dict[tuple[Any, ...], float] = {}
+    for record in ordered:
+        if record["what"] == "child":
+            seen[_member(record)] = record["at"]
     for index, record in enumerate(ordered):
         if record["what"] == "start":
             end, code, why = _end_of(record, ordered[index + 1 :])
-            runs.append(_execution(record, end, code, why))
+            runs.append(_execution(record, end, code, why, seen.get(_member(record), 0.0)))
     return runs
 
 
-def _execution(start: Record, end: float, code: int | None, why: str | None) -> Execution:
+def _member(record: Record) -> tuple[Any, ...]:
+    return record["job"], record["epoch"], record["rank"], record["vm"]
+
+
+def _execution(
+    start: Record, end: float, code: int | None, why: str | None, seen: float
+) -> Execution:
     return Execution(
         job=start["job"],
         epoch=start["epoch"],
@@ -138,16 +175,16 @@ def _execution(start: Record, end: float, code: int | None, why: str | None) -> 
         end=end,
         code=code,
         why=why,
+        seen=seen,
     )
 
 
 def _end_of(start: Record, later: Sequence[Record]) -> tuple[float, int | None, str | None]:
-    who = ("job", "epoch", "rank", "vm")
     for record in later:
         what = record["what"]
         if what == "power_off" and record["vm"] == start["vm"]:
             return record["at"], None, "power_off"
-        if what in ("stop", "gone") and all(record[k] == start[k] for k in who):
+        if what in ("stop", "gone") and _member(record) == _member(start):
             return record["at"], record.get("code"), record.get("why", what)
     return math.inf, None, None
 
@@ -175,13 +212,40 @@ def _twice(runs: Sequence[Execution]) -> list[str]:
     return found
 
 
-def _overlapping(runs: Sequence[Execution]) -> list[str]:
+def _overlapping(ordered: Sequence[Record], runs: Sequence[Execution]) -> list[str]:
+    """Of one of which an operator has said before that it will not come back nothing is known."""
+    lost = [(r["vm"], r["at"]) for r in ordered if r["what"] == "lost"]
+
+    def given_up(one: Execution, other: Execution) -> bool:
+        return any(vm == one.vm and one.begin < at <= other.begin for vm, at in lost)
+
     return [
         f"{one} and {other}: two executions of one job at the same time"
         for mine in _by_job(runs).values()
         for index, one in enumerate(mine)
         for other in mine[index + 1 :]
-        if one.epoch != other.epoch and one.overlaps(other)
+        if one.epoch != other.epoch
+        and one.overlaps(other)
+        and not given_up(one, other)
+        and not given_up(other, one)
+    ]
+
+
+def _clashes(ordered: Sequence[Record]) -> list[str]:
+    lost = [(r["vm"], r["at"]) for r in ordered if r["what"] == "lost"]
+    where = {(r["job"], r["epoch"]): r["vm"] for r in ordered if r["what"] == "start"}
+
+    def given_up(record: Record) -> bool:
+        """The other one of its job is on a machine that an operator had given up."""
+        job, epoch, *_ = record["holder"].rsplit(".", 2)
+        vm = where.get((job, int(epoch)))
+        same = job == record["job"] and not record["over"].startswith("gpu")
+        return same and any(v == vm and at <= record["at"] for v, at in lost)
+
+    return [
+        f"{r['job']}.{r['epoch']} found {r['over']} in the hands of {r['holder']}"
+        for r in ordered
+        if r["what"] == "clash" and not given_up(r)
     ]
 
 
@@ -237,6 +301,28 @@ def _succeeded(attempt: Sequence[Execution]) -> bool:
     return whole and all(run.code == 0 and run.why != "cancelled" for run in attempt)
 
 
+def _contested(ordered: Sequence[Record], attempt: Sequence[Execution]) -> bool:
+    """Something was done to an attempt that may have kept its success from being known, or from being believed."""
+    run = attempt[0]
+    for r in ordered:
+        mine = r.get("job") == run.job
+        if r["what"] == "supervisor_killed" and mine and r["epoch"] == run.epoch:
+            return True
+        if r["what"] == "cancel_requested" and mine:
+            if any(each.begin <= r["at"] <= each.end for each in attempt):
+                return True
+        if r["what"] == "accepted" and mine and "time_limit" in r:
+            if any(each.end - each.begin > r["time_limit"] - AT_ONCE for each in attempt):
+                return True
+        if r["what"] == "power_off":
+            if any(r["vm"] == o.vm and o.end <= r["at"] <= o.end + WRITING for o in attempt):
+                return True
+        if r["what"] == "lost" and any(r["vm"] == each.vm for each in attempt):
+            if r["at"] > run.begin:
+                return True
+    return False
+
+
 def _wrong_outcomes(ordered: Sequence[Record], runs: Sequence[Execution]) -> list[str]:
     found: list[str] = []
     by_job = _by_job(runs)
@@ -245,7 +331,10 @@ def _wrong_outcomes(ordered: Sequence[Record], runs: Sequence[Execution]) -> lis
         attempts = _attempts([r for r in by_job.get(job, ()) if r.begin < last["at"]])
         if last["status"] == "completed" and not any(map(_succeeded, attempts.values())):
             found.append(f"{job} is completed, and no attempt of it succeeded")
-        thrown_away = last["status"] in RETRIED_FROM and any(map(_succeeded, attempts.values()))
+        thrown_away = last["status"] in RETRIED_FROM and any(
+            _succeeded(attempt) and not _contested(ordered, attempt)
+            for attempt in attempts.values()
+        )
         if thrown_away and last["generation"] == 0:
             found.append(f"{job} is {last['status']}, and an attempt of it succeeded")
         if (code := last.get("exit_code")) is not None and last["status"] in FINAL and attempts:
@@ -261,15 +350,13 @@ def _as_shell(code: int | None) -> int | None:
 
 def _ran_again(ordered: Sequence[Record], runs: Sequence[Execution]) -> list[str]:
     """What had succeeded on a machine that was lost with its artefacts has to be run again; nothing else has."""
-    lost = {(r["vm"], r["at"]) for r in ordered if r["what"] == "lost"}
     found: list[str] = []
     for job, mine in _by_job(runs).items():
         attempts = _attempts(mine)
         done = [
             epoch
             for epoch, attempt in attempts.items()
-            if _succeeded(attempt)
-            and not any(vm == run.vm and at > run.end for run in attempt for vm, at in lost)
+            if _succeeded(attempt) and not _contested(ordered, attempt)
         ]
         if done and max(attempts) > min(done):
             found.append(f"{job} was run again after {job}.{min(done)} had succeeded")
@@ -292,17 +379,19 @@ def _touched(ordered: Sequence[Record], runs: Sequence[Execution]) -> list[str]:
     for run in runs:
         if run.why != "cancelled":
             continue
-        before = [r for r in ordered if r["at"] < run.end]
+        before = [r for r in ordered if r["at"] < run.end + AT_ONCE]
         wanted = any(r["what"] == "cancel_requested" and r["job"] == run.job for r in before)
         gang = [r for r in runs if (r.job, r.epoch) == (run.job, run.epoch) and r is not run]
-        failed = any(r.end < run.end and r.code != 0 for r in gang)
+        failed = any(r.end < run.end + AT_ONCE and r.code != 0 for r in gang)
+        limits = [r["time_limit"] for r in before if r.get("job") == run.job and "time_limit" in r]
+        over = any(run.end - run.begin > limit - AT_ONCE for limit in limits)
         given_up = any(
             r["what"] == "lost" and r["vm"] in {run.vm, *(g.vm for g in gang)} for r in before
         )
         excused = any(
             r["what"] in EXCUSES and (r["job"], r["epoch"]) == (run.job, run.epoch) for r in before
         )
-        if not (wanted or failed or given_up or excused):
+        if not (wanted or failed or given_up or excused or over):
             found.append(f"{run} was healthy and was ended")
     return found
 
@@ -319,6 +408,127 @@ def _wrong_logs(ordered: Sequence[Record]) -> list[str]:
             if not written[name].startswith(text) or (whole and text != written[name]):
                 found.append(f"{name[0]}.{name[1]}: its mirrored log is not what it wrote")
     return found
+
+
+def _wrong_artefacts(ordered: Sequence[Record]) -> list[str]:
+    """What a job had made when it succeeded is there, and as it was made."""
+    succeeded = {
+        (r["job"], r["epoch"])
+        for r in ordered
+        if r["what"] == "attempt" and r["outcome"] == "succeeded"
+    }
+    kept = {
+        (r["job"], r["epoch"], r["rank"], r["path"]): r["data"]
+        for r in ordered
+        if r["what"] == "kept"
+    }
+    return [
+        f"{r['job']}.{r['epoch']} has succeeded, and its {r['path']} is not there as it was made"
+        for r in ordered
+        if r["what"] == "made"
+        and (r["job"], r["epoch"]) in succeeded
+        and kept.get((r["job"], r["epoch"], r["rank"], r["path"])) != r["data"]
+    ]
+
+
+def _wrong_resumes(ordered: Sequence[Record]) -> list[str]:
+    saved: dict[str, set[int]] = defaultdict(set)
+    found: list[str] = []
+    for record in ordered:
+        if record["what"] == "saved":
+            saved[record["job"]].add(record["step"])
+        if record["what"] == "start" and (step := record.get("resumed")) is not None:
+            if step not in saved[record["job"]]:
+                found.append(
+                    f"{record['job']}.{record['epoch']} went on from step {step}, where there is no whole checkpoint"
+                )
+    return found
+
+
+def _wrong_ends(ordered: Sequence[Record], runs: Sequence[Execution]) -> list[str]:
+    """What the fleet says of an attempt is what happened to it."""
+    attempts: dict[tuple[str, int], list[Execution]] = defaultdict(list)
+    for run in runs:
+        attempts[run.job, run.epoch].append(run)
+    found: list[str] = []
+    for record in ordered:
+        if record["what"] == "attempt":
+            mine = attempts.get((record["job"], record["epoch"]), [])
+            why = _wrong_end(ordered, record, mine)
+            if why:
+                found.append(
+                    f"{record['job']}.{record['epoch']} is said to have ended {record['outcome']} "
+                    f"({record['failure']}), and {why}"
+                )
+    return found
+
+
+def _wrong_end(ordered: Sequence[Record], said: Record, mine: Sequence[Execution]) -> str | None:
+    outcome, failure = said["outcome"], said["failure"]
+    good = bool(mine) and _succeeded(mine)
+    if outcome == "void" and mine:
+        return "it ran"
+    if outcome == "succeeded" and not good:
+        return "it did not succeed"
+    if outcome != "succeeded" and good and not _contested(ordered, mine):
+        return "it succeeded"
+    done = {r["what"] for r in ordered if r.get("job") == said["job"]}
+    if outcome == "cancelled" and "cancel_requested" not in done:
+        return "nobody wanted it cancelled"
+    if outcome == "failed" and not _explained(ordered, said, mine, failure):
+        return f"that is not what happened to it: {[(r.code, r.why) for r in mine]}"
+    return None
+
+
+def _explained(
+    ordered: Sequence[Record], said: Record, mine: Sequence[Execution], failure: str
+) -> bool:
+    codes = {run.code for run in mine}
+    named = {
+        r["what"] for r in ordered if (r.get("job"), r.get("epoch")) == (said["job"], said["epoch"])
+    }
+    happened = {r["what"] for r in ordered if r.get("vm") in said["vms"]}
+    match failure:
+        case "user_error":
+            return bool(codes & USER_ERRORS)
+        case "crashed":
+            return any(code not in {0, None, -9} for code in codes)
+        case "killed":
+            return -9 in codes
+        case "supervisor_lost":
+            return "supervisor_killed" in named
+        case "reboot":
+            return "power_off" in happened
+        case "host_lost":
+            return "lost" in happened
+        case "launch_failure":
+            return "refused" in named
+        case "time_limit":
+            return any("time_limit" in r for r in ordered if r.get("job") == said["job"])
+        case "gpu_fault":
+            return any(code != 0 for code in codes)
+        case _:
+            return False
+
+
+def _charged_too_often(ordered: Sequence[Record]) -> list[str]:
+    count: dict[tuple[str, int], int] = defaultdict(int)
+    for record in ordered:
+        if record["what"] == "attempt" and record["charged"]:
+            count[record["job"], record["generation"]] += 1
+    return [
+        f"{job} was tried {tries} times in generation {generation} although it was at fault"
+        for (job, generation), tries in count.items()
+        if tries > CHARGED
+    ]
+
+
+def _left(ordered: Sequence[Record]) -> list[str]:
+    return [
+        f"something of {r['job']}.{r['epoch']} is alive on {r['vm']} in the end"
+        for r in ordered
+        if r["what"] == "left"
+    ]
 
 
 def _lost(ordered: Sequence[Record]) -> list[str]:

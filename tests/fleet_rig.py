@@ -24,6 +24,8 @@ from groupwise.fleet.effects import Gateway, Hook, Side
 from groupwise.fleet.request import JobRequest
 from groupwise.fleet.states import Cleanup, Contact
 from groupwise.fleet.tables import GPU, VM, Attempt, Job, Reservation
+from groupwise.fleet.verbs import jobs, machines
+from groupwise.fleet.verbs.actor import Actor
 from groupwise.fleet.watching import Pauses as WatchPauses
 from groupwise.hosts.files import BlobStore
 from groupwise.hosts.port import Host
@@ -32,7 +34,8 @@ from tests.fleet_history import assert_kept
 
 Row = TypeVar("Row")
 
-LONGEST = 10.0
+SOMEBODY = Actor("user:test")
+LONGEST = 20.0
 """Seconds after which a test that waits has failed."""
 
 
@@ -74,7 +77,7 @@ class Fetched:
 
 def quick() -> Tuning:
     return Tuning(
-        rhythm=Rhythm(renew=0.05, adopt=0.02, sweep=0.01, reconcile=0.03, after_crash=0.01),
+        rhythm=Rhythm(renew=0.2, adopt=0.1, sweep=0.02, reconcile=0.2, after_crash=0.01),
         pauses=Pauses(first=0.004, longest=0.02, idle=0.05),
         watch_pauses=WatchPauses(poll=0.5, first=0.004, longest=0.02),
         chance=NoChance(),
@@ -88,15 +91,13 @@ def nothing(name: str, side: Side) -> None:
 class Rig:
     """A database, machines and dispatchers."""
 
-    def __init__(
-        self, database: Database, folder: Path, machines: Mapping[str, Sequence[str]]
-    ) -> None:
+    def __init__(self, database: Database, folder: Path, vms: Mapping[str, Sequence[str]]) -> None:
         self.database = database
-        self.rack = FakeHosts(machines)
+        self.rack = FakeHosts(vms)
         self.fetched = Fetched()
         self.store = BlobStore(folder / "blobs")
         self._told: dict[str, tuple[str, int]] = {}
-        database.run(lambda s: _add_machines(s, machines))
+        database.run(lambda s: _add_machines(s, vms))
 
     # what people do
 
@@ -113,17 +114,11 @@ class Rig:
 
     def cancel(self, job_id: str) -> None:
         self.rack.record("cancel_requested", job=job_id)
-        self.database.run(
-            lambda s: s.execute(
-                update(Job).where(Job.job_id == job_id).values(cancel_requested_at=seconds(s))
-            )
-        )
+        self.database.run(lambda s: jobs.cancel(s, SOMEBODY, job_id))
 
     def lose(self, vm_id: str) -> None:
         self.rack.record("lost", vm=vm_id)
-        self.database.run(
-            lambda s: s.execute(update(VM).where(VM.vm_id == vm_id).values(lost_at=seconds(s)))
-        )
+        self.database.run(lambda s: machines.lost(s, SOMEBODY, vm_id))
 
     # dispatchers
 
@@ -159,7 +154,7 @@ class Rig:
     def open_reservations(self) -> list[Reservation]:
         return self._rows(select(Reservation).where(Reservation.released_at.is_(None)))
 
-    def _rows(self, query: Select[tuple[Row]]) -> list[Row]:
+    def _rows(self, query: Select[Row]) -> list[Row]:
         def look(session: Session) -> list[Row]:
             found = list(session.scalars(query))
             session.expunge_all()
@@ -197,7 +192,7 @@ class Rig:
                         return
                     if ticks:
                         self.rack.tick()
-                    await asyncio.sleep(0.002)
+                    await asyncio.sleep(0.004)
         except TimeoutError:
             states = {a.epoch: (a.state, a.cleanup, a.evidence) for a in self._all_attempts()}
             raise AssertionError(f"it never came to that: {states}\n{self.rack.history}") from None
@@ -216,8 +211,8 @@ class Rig:
         assert_kept(history, settled=settled)
 
 
-def _add_machines(session: Session, machines: Mapping[str, Sequence[str]]) -> None:
-    for vm_id, gpus in machines.items():
+def _add_machines(session: Session, vms: Mapping[str, Sequence[str]]) -> None:
+    for vm_id, gpus in vms.items():
         session.add(VM(vm_id=vm_id, contact=Contact.OK, observed_round=seconds(session)))
         session.flush()
         for index, uuid in enumerate(gpus):

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from groupwise.hosts import runner
 from groupwise.hosts.bootstrap import BOOTSTRAP, FLAGS
 from groupwise.hosts.framing import AnswerReader
 
@@ -70,6 +71,12 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+def remains(group: runner.Group) -> bool:
+    """One with processes that are about to end cannot be removed yet."""
+    group.remove()
+    return any(os.path.isdir(folder) for folder in group.folders())
 
 
 class Machine:
@@ -244,6 +251,18 @@ class Machine:
             with suppress(OSError):
                 if name.isdigit() and marks[0] in Path(f"/proc/{name}/environ").read_bytes():
                     os.kill(int(name), signal.SIGKILL)
+        self.end_groups()
+
+    def end_groups(self) -> None:
+        """Control groups, with whatever hid in them."""
+        root = runner.Root(str(self.root))
+        for attempt in runner.attempts_here(root)[0]:
+            group = runner.Group.from_record(
+                (runner.read_json(attempt.at("state.json")) or {}).get("cgroup")
+            )
+            group.kill()
+            until(lambda group=group: not remains(group), "the end of its control groups")
+        runner.remove_stray_groups(root)
 
 
 _prepared: dict[str, Path] = {}

@@ -376,7 +376,7 @@ while :; do wait -n || true; sleep .2; done
 def own_network() -> Iterator[None]:
     """This process, and what it starts meanwhile, in a network of its own, where nothing is but loopback. For root; skips else.
 
-    Servers that were started before cannot be reached from within: enter first.
+    Servers that were started before cannot be reached from within, nor later those that were started within: enter first, stay long.
     """
     needed("ip", "unshare", "setpriv")
     if os.geteuid() != 0:
@@ -388,6 +388,8 @@ def own_network() -> Iterator[None]:
             pytest.skip(f"no network namespace can be made: {os.strerror(ctypes.get_errno())}")
         try:
             _run("ip link set lo up")
+            # Where nothing but 127.0.0.1 is, some programs cannot even resolve that.
+            _run(f"ip addr add {SUBNET}.254/32 dev lo")
             yield
         finally:
             assert libc.setns(before, CLONE_NEWNET) == 0
@@ -579,3 +581,37 @@ def _full(folder: Path, number: int, key: Path, settings: str) -> FullHost:
     """
     (place / "sshd_config").write_text(textwrap.dedent(lines))
     return host
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# Fixtures: a conftest imports those that its tests use
+# ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session", autouse=True)
+def network_of_the_fleet() -> Iterator[None]:
+    """All tests of a worker, and the servers that they share, in one network of their own, so that `full_machines` can be reached.
+
+    Where none can be made the tests go on without, and those that need `full_machines` are skipped.
+    """
+    if os.geteuid() == 0 and shutil.which("ip", path=PLACES) is not None:
+        with own_network():
+            yield
+    else:
+        yield
+
+
+@pytest.fixture(scope="module")
+def plain_machines() -> Iterator[list[LoopbackHost]]:
+    """Two. Who changes one puts it back: the tests of a file share them."""
+    with loopback_hosts(2) as hosts:
+        yield hosts
+
+
+@pytest.fixture(scope="module")
+def full_machines(network_of_the_fleet: None) -> Iterator[list[FullHost]]:
+    """Two. Who cuts one off heals it, who takes its power starts it: the tests of a file share them."""
+    if os.geteuid() != 0:
+        pytest.skip("machines in namespaces need root")
+    with full_hosts(2) as hosts:
+        yield hosts

@@ -39,11 +39,8 @@ def answer_request(body: "dict[str, Any]", payload: BinaryIO) -> None:
 
 def say(document: "dict[str, Any]", payload: bytes = b"") -> None:
     text = json.dumps(document).encode()
-    head = "GROUPWISE-ANSWER 1 %d %s %d\n" % (
-        len(text),
-        hashlib.sha256(text).hexdigest(),
-        len(payload),
-    )
+    digest = hashlib.sha256(text).hexdigest()
+    head = f"GROUPWISE-ANSWER 1 {len(text)} {digest} {len(payload)}\n"
     out = sys.stdout.buffer
     out.write(head.encode() + text + payload)
     out.flush()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import typer
 
-from groupwise.cli import fleet_jobs, fleet_machines, fleet_roles
+from groupwise.cli import fleet_jobs, fleet_keys, fleet_machines, fleet_roles
 from groupwise.cli.fleet_submit import submit
 
 app = typer.Typer(
     name="fleet",
-    help="Jobs on many machines: start a fleet, submit, look, cancel.",
+    help="Jobs on many machines: up, submit, jobs, logs, vm.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -38,3 +38,4 @@ app.command("requeue")(fleet_roles.requeue)
 app.command("tracker")(fleet_roles.tracker)
 app.add_typer(fleet_machines.machines, name="vm")
 app.add_typer(fleet_machines.projects, name="project")
+app.add_typer(fleet_keys.keys, name="key")

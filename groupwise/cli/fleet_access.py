@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import getpass
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVar
 
@@ -60,22 +60,10 @@ class Access:
 
     def ring(self, *job_ids: str) -> None:
         """Wake a dispatcher for these jobs. Nothing depends on it: it looks every few seconds anyway."""
-        from groupwise.fleet.doorbells.local import LocalDoorbell
+        from groupwise.fleet.doorbells.chosen import doorbell_of, ring_and_leave
 
-        LocalDoorbell(self.place.folder).ring(job_ids)
-        if self.database.dialect == "postgresql":
-            self.database.run(lambda session: _notify(session, job_ids))
-
-
-def _notify(session: Session, job_ids: Sequence[str]) -> None:
-    from sqlalchemy import text
-
-    from groupwise.fleet.doorbells.port import messages
-    from groupwise.fleet.doorbells.postgres import CHANNEL, SENT
-
-    for message in messages(job_ids, SENT):
-        payload = {"channel": CHANNEL, "payload": message.decode()}
-        session.execute(text("SELECT pg_notify(:channel, :payload)"), payload)
+        # NATS is for programs: to connect to it would take longer than what is told by the others.
+        ring_and_leave(doorbell_of(self.place.folder, self.database, None, os.environ), job_ids)
 
 
 def place_of(told: str | None, options: dict[str, Any] | None = None) -> FleetPlace:

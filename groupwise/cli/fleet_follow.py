@@ -7,6 +7,7 @@ a job is seen to have ended, all that it wrote is read, because its log is whole
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,7 @@ LOOK_SECONDS = 0.3
 ASK_SECONDS = 0.5
 """Between two looks at the database for the end of a job."""
 PIECE = 1 << 20
+_NUMBERS = re.compile(r"\d+")
 _SAID = {
     "running": "runs",
     "completed": "has completed",
@@ -133,9 +135,10 @@ def _say_what_it_waits_for(access: Access, found: dict[str, Any], before: str) -
     text = f"{found['job_id']} is {found['status']}" + (
         f": {'; '.join(reasons)}" if reasons else ""
     )
-    if text != before:
+    without_numbers = _NUMBERS.sub("", text)  # a time that runs down is no news
+    if without_numbers != before:
         typer.echo(text, err=True)
-    return text
+    return without_numbers
 
 
 def _say_why_empty(access: Access, found: dict[str, Any]) -> None:

@@ -74,7 +74,7 @@ def jobs(
 
 
 def show(job: JobArgument, told: FleetOption = None, as_json: AsJson = False) -> None:
-    """Show one job: status and why, attempts with their evidence, what happened to it."""
+    """Show one job: status and why, attempts, evidence, events."""
     with fleet(told) as access:
         from groupwise.fleet.verbs import jobs as verbs
 
@@ -114,11 +114,14 @@ def _cancelled(job: dict[str, Any]) -> str:
 
 
 def retry(job: JobsArgument, told: FleetOption = None, as_json: AsJson = False) -> None:
-    """Begin failed or cancelled jobs anew, from their last checkpoint where they have one."""
+    """Begin failed or cancelled jobs anew.
+
+    They go on from their last checkpoint, where they have one.
+    """
     with fleet(told) as access:
         from groupwise.fleet.verbs import jobs as verbs
 
-        found = [access.change(verbs.retry, each) for each in job]
+        found = [access.change(verbs.retry, each, allowed=access.place.secrets) for each in job]
         access.ring(*job)
     _tell(found, as_json, lambda job: f"{job['job_id']} is {job['status']} again")
 
@@ -166,7 +169,7 @@ def logs(
         int | None, typer.Option(metavar="N", min=0, help="Only the last so many lines.")
     ] = None,
 ) -> None:
-    """Print what a job wrote to its standard output and error.
+    """Print what a job wrote.
 
     The log is mirrored to the control machine while the job runs; of several attempts the newest one's is shown.
     """
@@ -194,7 +197,7 @@ def prune(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove old finished jobs: their rows, logs and artefacts.
+    """Remove old jobs with their logs and artefacts.
 
     What happened to them stays in the events. Jobs of which something may still run, and those that others wait for, are kept.
     """

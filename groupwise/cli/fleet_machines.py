@@ -15,7 +15,7 @@ from groupwise.errors import UsageError
 
 machines = typer.Typer(
     name="vm",
-    help="Machines: add, list, show, prepare, drain, cordon, lost, remove, trust.",
+    help="Machines: add, list, show, drain, lost, remove, trust.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -301,27 +301,30 @@ def _change(verb: str, vm: str, told: str | None, as_json: bool, *more: Any) -> 
         typer.echo(f"  given up: {attempt['job_id']} (epoch {attempt['epoch']})", err=True)
 
 
-@machines.command("prepare")
-def prepare(
+@machines.command("set")
+def set_machine(
     vm: MachineArgument,
     told: FleetOption = None,
-    wheels: Annotated[
+    python: Annotated[
         str | None,
-        typer.Option(
-            metavar="FOLDER", help="Install from these wheels, not from the package index."
-        ),
+        typer.Option(metavar="P", help="Interpreter of the environment that jobs run in."),
+    ] = None,
+    cpu_slots: Annotated[
+        int | None, typer.Option("--cpu-slots", metavar="N", help="Jobs without GPUs at once.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Build an environment with groupwise on a machine, and have its jobs use it."""
+    """Say what jobs on a machine are run with."""
     with fleet(told) as access:
-        from groupwise.cli.fleet_reach import prepare as run
+        from groupwise.fleet.verbs import machines as verbs
 
-        found = run(access, vm, wheels)
+        found = access.change(verbs.change, vm, python=python, cpu_slots=cpu_slots)
+        access.ring()
     if as_json:
         print_json(found)
-    else:
-        typer.echo(f"jobs on {vm} use {found['python']}", err=True)
+        return
+    slots = "1 without GPUs" if found["cpu_slots"] is None else found["cpu_slots"]
+    typer.echo(f"{vm}: python {found['python']}, CPU slots {slots}", err=True)
 
 
 # Projects

@@ -1,4 +1,4 @@
-"""What the command line itself asks of machines: the host key before one is in the fleet, the environment that `vm prepare` builds.
+"""What `groupwise fleet vm add` finds out itself: where a machine is, and which host key it shows.
 
 Where a machine is, is said by options or asked of the user's ssh config, once. Its host key is shown to a person before anything else
 is said to it.
@@ -17,7 +17,6 @@ import typer
 from groupwise.errors import UsageError
 
 if TYPE_CHECKING:
-    from groupwise.cli.fleet_access import Access
     from groupwise.hosts.keys import Alias, HostKey
 
 KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
@@ -142,18 +141,3 @@ def _scanned(host: str, port: int) -> HostKey:
         return asyncio.run(scan(host, port))
     except HostUnreachable as error:
         raise UsageError(f"{error}. Is it up, and is {port} its port?") from None
-
-
-def prepare(access: Access, vm_id: str, wheels: str | None) -> dict[str, Any]:
-    """Build the environment there, and have the machine's row name it."""
-    from groupwise.fleet.prepare import prepare as build
-    from groupwise.fleet.verbs import machines
-
-    folder = None if wheels is None else Path(wheels)
-    if folder is not None and not folder.is_dir():
-        raise UsageError(f"--wheels {wheels}: there is no such folder.")
-    vm = access.read(machines.show, vm_id)
-    python = asyncio.run(
-        build(access.database, vm["vm_id"], folder, say=lambda text: typer.echo(text, err=True))
-    )
-    return access.change(machines.set_python, vm_id, python)

@@ -50,9 +50,9 @@ def up(
         str | None, typer.Option("--tls-key", metavar="FILE", help="Its private key, PEM.")
     ] = None,
 ) -> None:
-    """Start a fleet: everything in this process, with this machine as its first one.
+    """Start a fleet in this process.
 
-    Ctrl-C ends it; jobs that run go on, and are picked up by the next `up`.
+    This machine is its first one; `vm add` takes in others. Ctrl-C ends it; jobs that run go on, and are picked up by the next `up`.
     """
     address = _address(port, host, tls_certificate, tls_key)
     _run(
@@ -81,21 +81,24 @@ def dispatcher(
     nats_url: NatsOption = None,
     concurrency: ConcurrencyOption = None,
 ) -> None:
-    """Start jobs on machines and see them to their end. With PostgreSQL there may be several."""
+    """Start jobs on machines and see them to their end.
+
+    With PostgreSQL there may be several at once.
+    """
     _run(told, "dispatcher", database=database, nats_url=nats_url, concurrency=concurrency)
 
 
 def requeue(
     told: FleetOption = None, database: DatabaseOption = None, nats_url: NatsOption = None
 ) -> None:
-    """Wake jobs whose time has come, and compare attempts with their machines."""
+    """Look once a minute for what should not be, and mend it."""
     _run(told, "requeue", database=database, nats_url=nats_url)
 
 
 def tracker(
     told: FleetOption = None, database: DatabaseOption = None, nats_url: NatsOption = None
 ) -> None:
-    """Tell of jobs that have ended, on NATS and to webhooks; mirror checkpoints."""
+    """Tell NATS and webhooks of jobs that have ended."""
     _run(told, "tracker", database=database, nats_url=nats_url)
 
 
@@ -132,7 +135,7 @@ def _say(text: str) -> None:
 
 
 def migrate(told: FleetOption = None, database: DatabaseOption = None) -> None:
-    """Bring the tables of the database up to date, or make them."""
+    """Make the tables of the database, or update them."""
     place = place_of(told, {} if database is None else {"database": database})
     from groupwise.fleet import database as databases
 
@@ -145,7 +148,7 @@ def migrate(told: FleetOption = None, database: DatabaseOption = None) -> None:
 
 
 def status(told: FleetOption = None, as_json: AsJson = False) -> None:
-    """Say how the fleet is doing, and what somebody should look at."""
+    """Say how the fleet is doing, and what needs a look."""
     with fleet(told) as access:
         from groupwise.fleet.verbs import status as verbs
 
@@ -165,7 +168,7 @@ def doctor(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Examine database, doorbell, control plane and machines, and say what to do."""
+    """Examine database, control plane and machines."""
     from groupwise.checks.findings import Finding, Findings, Report
     from groupwise.cli import findings as shown
 
@@ -203,13 +206,14 @@ def exec_command(
     ] = "10min",
     project: Annotated[str | None, typer.Option(metavar="P", help="Who it counts for.")] = None,
 ) -> None:
-    """Run a command on a machine, print what it writes, exit with its exit code.
+    """Run a command on a machine, and print its output.
 
-    It is a short job that is pinned to the machine and stands first in the queue: it waits for a free CPU slot there (`vm add
-    --cpu-slots`), or for GPUs with --gpus, and has an empty working folder of its own.
+    Exits with its exit code. It is a short job that is pinned to the machine and stands first in the queue: it waits for a free CPU
+    slot there (`vm add --cpu-slots`), or for GPUs with --gpus, and has an empty working folder of its own.
     """
     from groupwise.cli.fleet_submit import run_on
 
     with fleet(told) as access:
-        code = run_on(access, target, arguments, gpus=gpus, time_limit=time_limit, project=project)
+        command = arguments[1:] if arguments[0] == "--" else arguments
+        code = run_on(access, target, command, gpus=gpus, time_limit=time_limit, project=project)
     raise typer.Exit(code)

@@ -414,11 +414,20 @@ def _submit(
 
     requests: list[JobRequest] = [from_document(each) for each in submission.documents]
     if dry_run:
-        planned = [access.change(verbs.plan, each, project=submission.project) for each in requests]
+        planned = [
+            access.change(
+                verbs.plan, each, project=submission.project, allowed=access.place.secrets
+            )
+            for each in requests
+        ]
         _print_plans(planned, as_json)
         return
     accepted = access.change(
-        verbs.submit_all, requests, project=submission.project, key=submission.idempotency_key
+        verbs.submit_all,
+        requests,
+        project=submission.project,
+        key=submission.idempotency_key,
+        allowed=access.place.secrets,
     )
     ids = [each["job_id"] for each in accepted]
     access.ring(*ids)
@@ -429,11 +438,21 @@ def _submit(
     elif not as_json:
         for job_id in ids:
             typer.echo(job_id)
+    _refuse_invalid(accepted)
     if wait:
         ended = until_ended(access, ids)
         if as_json:
             print_json(ended[0] if len(ended) == 1 else ended)
         raise typer.Exit(exit_code_of(ended))
+
+
+def _refuse_invalid(accepted: Sequence[Mapping[str, Any]]) -> None:
+    """Jobs that admission found wrong are there, and have failed; whoever typed the command is told so at once."""
+    wrong = [each for each in accepted if each["status"] == "failed"]
+    if wrong:
+        raise UsageError(
+            "\n".join(f"{each['job_id']} cannot be run: {each['failure_reason']}" for each in wrong)
+        )
 
 
 def _print_plans(planned: Sequence[Mapping[str, Any]], as_json: bool) -> None:
@@ -491,7 +510,9 @@ def run_on(
             "checkpoints": [],
         }
     )
-    (job,) = access.change(verbs.submit_all, [request], project=project)
+    (job,) = access.change(
+        verbs.submit_all, [request], project=project, allowed=access.place.secrets
+    )
     access.ring(job["job_id"])
     if job["status"] == "failed":
         raise UsageError(str(job["failure_reason"]))

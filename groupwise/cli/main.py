@@ -133,7 +133,7 @@ app.add_typer(
 app.add_typer(
     typer.Typer(cls=FleetGroup, no_args_is_help=True, rich_markup_mode=None),
     name="fleet",
-    help="Jobs on many machines: up, submit, jobs, show, logs, cancel, vm.",
+    help="Jobs on many machines: up, submit, jobs, logs, vm.",
 )
 
 

@@ -50,6 +50,7 @@ from groupwise.fleet.request import (
     problems,
 )
 from groupwise.fleet.resources import Resources
+from groupwise.fleet.secrets import UNLESS_TOLD, AllowedSecrets
 from groupwise.fleet.states import JobStatus
 from groupwise.fleet.tables import GPU, VM, Job, Moment, Project, this_moment
 from groupwise.hosts.spec import JOB_ID, JobSpec, as_json, path_problems, spec_hash
@@ -79,6 +80,7 @@ def submit(
     project: str,
     job_id: str | None = None,
     idempotency_key: str | None = None,
+    allowed: AllowedSecrets = UNLESS_TOLD,
 ) -> Job:
     """A job of this request, admitted; where something is wrong with it, it has failed and says why.
 
@@ -115,7 +117,7 @@ def submit(
         job_id=job.job_id,
         detail={"project": project},
     )
-    admit(session, job)
+    admit(session, job, allowed)
     return job
 
 
@@ -156,17 +158,17 @@ def _bad_id(job_id: str) -> str:
 # --- admitting ------------------------------------------------------------------------------------
 
 
-def admit(session: Session, job: Job) -> None:
+def admit(session: Session, job: Job, allowed: AllowedSecrets = UNLESS_TOLD) -> None:
     """Check, expand and rank one job that is new; `job` then says what became of it.
 
     A job that does not say how many GPUs it wants stays as it is until some machine was observed: nobody can say before.
     """
     session.flush()
-    _admit(session, [job.job_id])
+    _admit(session, [job.job_id], allowed)
     session.refresh(job)
 
 
-def admit_new(session: Session, limit: int) -> int:
+def admit_new(session: Session, limit: int, allowed: AllowedSecrets = UNLESS_TOLD) -> int:
     """The same for rows that nobody has admitted yet, the oldest first; how many were dealt with."""
     query = (
         select(Job.job_id)
@@ -175,14 +177,14 @@ def admit_new(session: Session, limit: int) -> int:
         .limit(limit)
         .with_for_update(skip_locked=True, key_share=True)
     )
-    return _admit(session, session.scalars(query).all())
+    return _admit(session, session.scalars(query).all(), allowed)
 
 
-def _admit(session: Session, ids: Sequence[str]) -> int:
+def _admit(session: Session, ids: Sequence[str], allowed: AllowedSecrets) -> int:
     rows = _rows(session, ids)
     if not rows:
         return 0
-    fleet = _Fleet(session, rows)
+    fleet = _Fleet(session, rows, allowed)
     admitted: list[_Admitted] = []
     refused = 0
     for row in rows:
@@ -233,7 +235,10 @@ class _Admitted:
 class _Fleet:
     """What admission must know beside the rows; read once for many."""
 
-    def __init__(self, session: Session, rows: Iterable[_Row]) -> None:
+    def __init__(
+        self, session: Session, rows: Iterable[_Row], allowed: AllowedSecrets
+    ) -> None:
+        self.allowed = allowed
         self.now = seconds(session)
         self.gpus_by_default = _gpus_by_default(session)
         self.projects = _lock_projects(
@@ -251,6 +256,7 @@ def _answer(row: _Row, fleet: _Fleet) -> _Admitted | list[str]:
     if columns is None or beyond is None:
         return found
     found += [*_column_problems(columns), *problems(beyond), *_follows(row, columns, beyond, fleet)]
+    found += [] if found else fleet.allowed.problems(beyond.secrets)
     if found:
         return found
     values = columns.model_dump()

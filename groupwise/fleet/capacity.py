@@ -4,8 +4,8 @@
 waited for long and how much each project uses of its quota. `claim.py` places jobs on it and marks those that find no room as pending.
 
 A pending job is looked at again only when something has changed for it: whoever closes reservations, takes a machine back or ends a job
-calls `wake` in the same transaction. It asks for each shape that waits, not for each job, whether one more would fit now, and puts as many
-of the best-ranked jobs of that shape back into the queue as there is room for.
+calls `wake` in the same transaction. It asks for each shape that waits, not for each job, whether one more would fit now, and puts the
+best-ranked jobs back into the queue, as many as there is room for.
 
 Marking and waking must not pass each other: a claim that has seen a GPU taken, and marks a job as pending after the GPU was released and
 the waiting jobs were asked, would leave it waiting beside a free GPU. So both take one lock until they commit (`lock_marking` shared,
@@ -17,7 +17,8 @@ A job that was woken may leave the queue without using what woke it (cancelled, 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import heapq
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,9 +30,10 @@ from sqlalchemy import (
     literal_column,
     or_,
     select,
+    tuple_,
     update,
 )
-from sqlalchemy.orm import InstrumentedAttribute, Session, aliased
+from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from groupwise.fleet import events
 from groupwise.fleet.database import seconds
@@ -44,6 +46,7 @@ from groupwise.fleet.placement import (
     MachineGPU,
     Placement,
     apply,
+    has_room,
     place,
     withhold,
 )
@@ -57,7 +60,8 @@ STALE_SECONDS = 120.0
 MOST_PATIENT = 64
 """Jobs for which something is withheld at once."""
 MOST_WOKEN = 64
-"""Of one shape at once; when they are placed, claims that find the queue empty wake the next."""
+"""At once; when they are placed, claims that find the queue empty wake the next."""
+_READ_AT_ONCE = 16
 _LOCK = 0x67726F75
 """For advisory locks: the marking and waking of pending jobs."""
 
@@ -112,6 +116,10 @@ class View:
         if quota := self.quotas.get(project):
             self.quotas[project] = replace(quota, used=quota.used + _gpus_of(resources))
 
+    def is_full(self) -> bool:
+        """Nothing whatever is free, so that no job need be looked at."""
+        return not any(map(has_room, self.machines.values()))
+
     def over_quota(self, resources: Resources, project: str) -> Blocked | None:
         """Why the project may not have that much more."""
         quota, wanted = self.quotas.get(project), _gpus_of(resources)
@@ -163,13 +171,11 @@ def machines(
     rows = session.execute(select(*_VM_COLUMNS).where(of_these)).all()
     taken = _taken(session, vm_ids)
     gpus = _gpus(session, vm_ids, taken)
-    promised = _promised(session, vm_ids)
     found: dict[str, Machine] = {}
     for row in rows:
         own = tuple(gpus.get(row.vm_id, ()))
         facts: Mapping[str, Any] = row.facts or {}
         labels: Mapping[str, Any] = row.labels or {}
-        cpus, ram_mb = promised.get(row.vm_id, (0, 0))
         found[row.vm_id] = Machine(
             vm_id=row.vm_id,
             gpus=own,
@@ -180,8 +186,8 @@ def machines(
             cpus=_whole(facts.get("cpus")),
             ram_mb=_whole(facts.get("ram_mb")),
             disk_free_mb=_whole(facts.get("disk_free_mb")),
-            promised_cpus=cpus,
-            promised_ram_mb=ram_mb,
+            promised_cpus=taken.cpus.get(row.vm_id, 0),
+            promised_ram_mb=taken.ram_mb.get(row.vm_id, 0),
         )
     return found
 
@@ -228,22 +234,41 @@ class _Taken:
     whole: set[int] = field(default_factory=set[int])
     shares: dict[int, int] = field(default_factory=dict[int, int])
     slots: dict[str, set[int]] = field(default_factory=dict[str, set[int]])
+    cpus: dict[str, int] = field(default_factory=dict[str, int])
+    ram_mb: dict[str, int] = field(default_factory=dict[str, int])
+    """By machine, of the jobs that asked for some."""
 
 
 def _taken(session: Session, vm_ids: Collection[str] | None) -> _Taken:
-    query = select(
-        Reservation.vm_id, Reservation.gpu_id, Reservation.slot, Reservation.share_mb
-    ).where(Reservation.released_at.is_(None))
+    # Outer joins keep PostgreSQL from beginning with all jobs, of which there are many more than reservations.
+    query = (
+        select(
+            Reservation.vm_id,
+            Reservation.gpu_id,
+            Reservation.slot,
+            Reservation.share_mb,
+            Reservation.epoch,
+            Job.resources["cpus"].as_integer().label("cpus"),
+            Job.resources["ram_mb"].as_integer().label("ram_mb"),
+        )
+        .outerjoin(Attempt, Attempt.epoch == Reservation.epoch)
+        .outerjoin(Job, Job.job_id == Attempt.job_id)
+        .where(Reservation.released_at.is_(None))
+    )
     if vm_ids is not None:
         query = query.where(Reservation.vm_id.in_(vm_ids))
-    found = _Taken()
-    for vm_id, gpu_id, slot, share_mb in session.execute(query):
-        if gpu_id is None:
-            found.slots.setdefault(vm_id, set()).add(slot if slot is not None else 0)
-        elif share_mb is None:
-            found.whole.add(gpu_id)
+    found, members = _Taken(), set[tuple[str, int]]()
+    for row in session.execute(query):
+        if row.gpu_id is None:
+            found.slots.setdefault(row.vm_id, set()).add(row.slot)
+        elif row.share_mb is None:
+            found.whole.add(row.gpu_id)
         else:
-            found.shares[gpu_id] = found.shares.get(gpu_id, 0) + share_mb
+            found.shares[row.gpu_id] = found.shares.get(row.gpu_id, 0) + row.share_mb
+        if (row.vm_id, row.epoch) not in members:
+            members.add((row.vm_id, row.epoch))
+            found.cpus[row.vm_id] = found.cpus.get(row.vm_id, 0) + (row.cpus or 0)
+            found.ram_mb[row.vm_id] = found.ram_mb.get(row.vm_id, 0) + (row.ram_mb or 0)
     return found
 
 
@@ -296,26 +321,6 @@ def _gpu_trouble(observed: str, detail: str | None, quarantined: str | None) -> 
         return None
     words = _OBSERVED.get(observed, f"is {observed}")
     return f"{words} ({detail})" if detail else words
-
-
-def _promised(session: Session, vm_ids: Collection[str] | None) -> dict[str, tuple[int, int]]:
-    """CPUs and MB of RAM that jobs asked for which hold something of a machine."""
-    cpus = Job.resources["cpus"].as_integer()
-    ram_mb = Job.resources["ram_mb"].as_integer()
-    query = (
-        select(Reservation.vm_id, Reservation.epoch, cpus, ram_mb)
-        .join(Attempt, Attempt.epoch == Reservation.epoch)
-        .join(Job, Job.job_id == Attempt.job_id)
-        .where(Reservation.released_at.is_(None), or_(cpus.is_not(None), ram_mb.is_not(None)))
-        .distinct()
-    )
-    if vm_ids is not None:
-        query = query.where(Reservation.vm_id.in_(vm_ids))
-    found: dict[str, tuple[int, int]] = {}
-    for vm_id, _, some_cpus, some_ram in session.execute(query):
-        had_cpus, had_ram = found.get(vm_id, (0, 0))
-        found[vm_id] = (had_cpus + (some_cpus or 0), had_ram + (some_ram or 0))
-    return found
 
 
 def _whole(value: Any) -> int | None:
@@ -405,15 +410,21 @@ def best_of_shapes(session: Session) -> list[Waiting]:
         .correlate(shapes)
         .scalar_subquery()
     )
+    ids = [job_id for job_id in session.scalars(select(best).select_from(shapes)) if job_id]
+    if not ids:
+        return []
     query = select(
         Job.job_id, Job.shape, Job.rank, Job.resources, Job.project, Job.waiting_since
-    ).where(Job.job_id.in_(select(best).select_from(shapes)), *waiting)
+    ).where(Job.job_id.in_(ids))
     found = [
         Waiting(
-            shape, (rank, job_id), Resources.model_validate(document or {}), project, waiting_since
+            row.shape,
+            (row.rank, row.job_id),
+            Resources.model_validate(row.resources or {}),
+            row.project,
+            row.waiting_since,
         )
-        for job_id, shape, rank, document, project, waiting_since in session.execute(query)
-        if shape is not None and rank is not None
+        for row in session.execute(query)
     ]
     return sorted(found, key=lambda each: each.key)
 
@@ -455,6 +466,8 @@ def wake(
 def wake_unnoticed(session: Session, found: View | None) -> int:
     """The same for capacity of which nobody told, by who has a view already or needs none."""
     woken = _wake_dependents(session, _ended(session), "capacity")
+    if found is not None and found.is_full():
+        return woken
     waiting = best_of_shapes(session)
     if not waiting:
         return woken
@@ -463,32 +476,27 @@ def wake_unnoticed(session: Session, found: View | None) -> int:
         found = view(session, projects)
     else:
         found = replace(found, quotas=quotas(session, projects))
-    return woken + sum(_wake_shape(session, found, each, "capacity") for each in waiting)
+    return woken + _wake_in_order(session, found, waiting, "capacity")
 
 
-def _ended(session: Session) -> Sequence[str]:
+def _ended(session: Session) -> list[str]:
     """Jobs that have ended, or are not there any more, and that others still wait for."""
     waited_for = _distinct(Job.blocked_on, PENDING, Job.blocked_on.is_not(None))
-    other = aliased(Job)
+    status = select(Job.status).where(Job.job_id == waited_for.c.value).correlate(waited_for)
+    query = select(waited_for.c.value, status.scalar_subquery().label("status"))
     return [
-        job_id
-        for job_id in session.scalars(
-            select(waited_for.c.value)
-            .outerjoin(other, other.job_id == waited_for.c.value)
-            .where(
-                waited_for.c.value.is_not(None),
-                or_(other.job_id.is_(None), other.status.in_(FINAL)),
-            )
-        )
-        if job_id is not None
+        row.value
+        for row in session.execute(query)
+        if row.value is not None and row.status in (None, *FINAL)
     ]
 
 
 def _distinct(column: InstrumentedAttribute[str | None], *where: ColumnElement[bool]) -> CTE:
     """The values of an indexed column, as `value`, by as many steps in its index as there are; the last one is NULL."""
-    first = select(func.min(column).label("value")).where(*where)
-    values = first.cte(recursive=True)
-    following = select(func.min(column)).where(*where, column > values.c.value)
+    # By ORDER BY and LIMIT, not by min(): for that PostgreSQL reads all that is greater.
+    first = select(column.label("value")).where(*where).order_by(column).limit(1)
+    values = select(first.subquery().c.value).cte(recursive=True)
+    following = select(column).where(*where, column > values.c.value).order_by(column).limit(1)
     return values.union_all(
         select(following.correlate(values).scalar_subquery()).where(values.c.value.is_not(None))
     )
@@ -512,7 +520,7 @@ def _wake_shapes(session: Session, vm_ids: Collection[str] | None, actor: str) -
         found = View(now, machines(session, now, vm_ids))
     else:
         found = view(session, {each.project for each in waiting})
-    return sum(_wake_shape(session, found, each, actor) for each in waiting)
+    return _wake_in_order(session, found, waiting, actor)
 
 
 def _is_local(waiting: Waiting, now: float) -> bool:
@@ -521,29 +529,48 @@ def _is_local(waiting: Waiting, now: float) -> bool:
     return waiting.resources.machines == 1 and (since is None or now - since < PATIENCE_SECONDS)
 
 
-def _wake_shape(session: Session, found: View, waiting: Waiting, actor: str) -> int:
-    """Each shape is asked as if it were alone: who is woken in vain waits again, who is not woken might wait for ever."""
-    room = _how_many(found, waiting)
-    if not room:
-        return 0
-    query = (
-        select(Job.job_id)
-        .where(PENDING, Job.blocked_on.is_(None), Job.shape == waiting.shape)
-        .order_by(Job.rank, Job.job_id)
-        .limit(room)
-    )
-    ids = session.scalars(query.with_for_update(skip_locked=True, key_share=True)).all()
-    return _to_queue(session, ids, actor)
-
-
-def _how_many(found: View, waiting: Waiting) -> int:
+def _wake_in_order(session: Session, found: View, waiting: Sequence[Waiting], actor: str) -> int:
+    """The best-ranked of all shapes together, each placed on what those before it leave; a shape that finds no room is done with."""
     trial = replace(found, machines=dict(found.machines), quotas=dict(found.quotas))
-    for count in range(MOST_WOKEN):
-        placement = trial.look(waiting.resources, waiting.project, waiting.key)
+    best = [(each.key, each) for each in waiting]
+    behind = {each.shape: _behind(session, each) for each in waiting}
+    heapq.heapify(best)
+    woken: list[str] = []
+    while best and len(woken) < MOST_WOKEN:
+        key, each = heapq.heappop(best)
+        placement = trial.look(each.resources, each.project, key)
         if isinstance(placement, Blocked):
-            return count
-        trial.take(placement, waiting.resources, waiting.project)
-    return MOST_WOKEN
+            continue
+        trial.take(placement, each.resources, each.project)
+        woken.append(key[1])
+        if (following := next(behind[each.shape], None)) is not None:
+            heapq.heappush(best, (following, each))
+    query = select(Job.job_id).where(PENDING, Job.job_id.in_(woken)).order_by(Job.job_id)
+    if woken:
+        woken = list(session.scalars(query.with_for_update(skip_locked=True, key_share=True)))
+    return _to_queue(session, woken, actor)
+
+
+def _behind(session: Session, waiting: Waiting) -> Iterator[RankKey]:
+    """The pending jobs of the same shape that stand behind it, as far as somebody asks."""
+    key = waiting.key
+    while True:
+        rows = session.execute(
+            select(Job.rank, Job.job_id)
+            .where(
+                PENDING,
+                Job.blocked_on.is_(None),
+                Job.shape == waiting.shape,
+                tuple_(Job.rank, Job.job_id) > key,
+            )
+            .order_by(Job.rank, Job.job_id)
+            .limit(_READ_AT_ONCE)
+        ).all()
+        for row in rows:
+            key = (row.rank, row.job_id)
+            yield key
+        if len(rows) < _READ_AT_ONCE:
+            return
 
 
 def _to_queue(session: Session, ids: Sequence[str], actor: str) -> int:
@@ -658,7 +685,8 @@ def explain(session: Session, job: Job) -> list[str]:
 
 def _place_in_queue(session: Session, job: Job) -> str:
     before = or_(Job.rank < job.rank, and_(Job.rank == job.rank, Job.job_id < job.job_id))
-    ahead = select(Job.job_id).where(QUEUED, before).limit(_MOST_COUNTED).subquery()
+    may_begin = (QUEUED, Job.not_before <= seconds(session))
+    ahead = select(Job.job_id).where(*may_begin, before).limit(_MOST_COUNTED).subquery()
     count = session.scalar(select(func.count()).select_from(ahead)) or 0
     if not count:
         return "there is room for it, and it is the next in the queue"

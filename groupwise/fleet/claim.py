@@ -33,8 +33,8 @@ from groupwise.fleet.states import AttemptState, JobStatus
 from groupwise.fleet.tables import VM, Attempt, Checkpoint, Job, Member, Reservation, this_moment
 from groupwise.hosts.spec import as_json
 
-MOST_MARKED = 500
-"""Jobs of one shape that become pending in one transaction; the rest follows in the next."""
+MOST_MARKED = 100
+"""Jobs that become pending in one transaction; the rest follows in the next."""
 MOST_LOOKS = 8
 """At the queue in one transaction, further behind each time."""
 ELSEWHERE = frozenset(
@@ -234,7 +234,7 @@ def _plan_all(
         if len(jobs) < wanted:
             return True
         wanted = limit - len(plan.placed)
-        if not wanted:
+        if not wanted or found.is_full():
             return False
         jobs = _candidates(session, found.now, wanted, plan.blocked, jobs[-1].key)
         projects = {job.project for job in jobs} - set(found.quotas)
@@ -284,8 +284,8 @@ def _book(session: Session, found: View, plan: _Plan, lease: Lease) -> list[Clai
         .order_by(VM.vm_id)
         .with_for_update(key_share=True)
     ).all()
-    now = seconds(session)
-    fresh = View(now, capacity.machines(session, now, names), found.held)
+    fresh = View(found.now, capacity.machines(session, found.now, names), found.held)
+    now = seconds(session)  # read last: nothing begins before what it was seen to follow had ended
     resume = _checkpoints(session, [job for job, _ in plan.placed])
     claimed: list[Claimed] = []
     for job, planned in plan.placed:
@@ -443,11 +443,11 @@ def _settle(session: Session, plan: _Plan, actor: str) -> View | None:
     if not plan.blocked:
         return None
     found = capacity.view(session, {job.project for job in plan.blocked.values()})
+    left = MOST_MARKED
     for job in sorted(plan.blocked.values(), key=lambda each: each.key):
         answer = found.look(job.resources, job.project, job.key)
-        if isinstance(answer, Blocked):
-            over = found.over_quota(job.resources, job.project) is not None
-            _wait_for_room(session, job, answer, found.now, actor, patiently=not over)
+        if isinstance(answer, Blocked) and left:
+            left -= _wait_for_room(session, job, answer, found, actor, left)
     return found
 
 
@@ -476,18 +476,21 @@ def _wait_for_job(session: Session, job: _Candidate, unmet: Unmet, actor: str) -
 
 
 def _wait_for_room(
-    session: Session, job: _Candidate, why: Blocked, now: float, actor: str, *, patiently: bool
-) -> None:
-    """The job and all that stand behind it with the same shape. `patiently`: for a place, so that one may be kept for it."""
-    ids: Collection[str] = session.scalars(
+    session: Session, job: _Candidate, why: Blocked, found: View, actor: str, most: int
+) -> int:
+    """The job and those that stand behind it with the same shape, `most` of them; how many there were."""
+    query = (
         select(Job.job_id)
         .where(
             QUEUED, Job.shape == job.shape, Job.rank >= job.rank, Job.cancel_requested_at.is_(None)
         )
         .order_by(Job.rank, Job.job_id)
-        .limit(MOST_MARKED)
+        .limit(most)
         .with_for_update(skip_locked=True, key_share=True)
-    ).all()
+    )
+    ids = session.scalars(query).all()
+    # Who waits for the project's quota does not wait for a place, so that none is kept for it.
+    waits_for_a_place = found.over_quota(job.resources, job.project) is None
     session.execute(
         update(Job)
         .where(Job.job_id.in_(ids))
@@ -495,8 +498,11 @@ def _wait_for_room(
             status=JobStatus.PENDING,
             blocked_reasons=list(why.reasons),
             blocked_on=None,
-            waiting_since=func.coalesce(Job.waiting_since, now) if patiently else None,
+            waiting_since=func.coalesce(Job.waiting_since, found.now)
+            if waits_for_a_place
+            else None,
         )
         .execution_options(synchronize_session=False)
     )
     capacity.tell_of_jobs(session, ids, JobStatus.QUEUED, JobStatus.PENDING, actor)
+    return len(ids)

@@ -36,7 +36,7 @@ from groupwise.fleet.database import Database
 from groupwise.fleet.decide import Reading, Stray, stray
 from groupwise.fleet.drive import CheckpointMirror, Collector, Desk, Drive, LogMirror, Pauses
 from groupwise.fleet.effects import Gateway
-from groupwise.fleet.launching import Secrets, read_secrets
+from groupwise.fleet.secrets import UNLESS_TOLD, AllowedSecrets
 from groupwise.fleet.watching import Pauses as WatchPauses
 from groupwise.fleet.watching import Watch, Watches
 from groupwise.hosts.answers import MemberState, RunnerState
@@ -85,7 +85,7 @@ class Parts:
     checkpoints: CheckpointMirror
     collector: Collector
     store: BlobStore
-    secrets: Secrets = read_secrets
+    secrets: AllowedSecrets = UNLESS_TOLD
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class GlobalJobDispatcher:
             checkpoints=parts.checkpoints,
             collector=parts.collector,
             store=parts.store,
-            secrets=parts.secrets,
+            secrets=parts.secrets.read,
             spawn=self._beside,
             chance=self._tuning.chance,
             pauses=self._tuning.pauses,
@@ -251,7 +251,7 @@ class GlobalJobDispatcher:
         admitted = ADMITTED_AT_ONCE
         while admitted >= ADMITTED_AT_ONCE:
             admitted = await self._gateway.commit(
-                "job.admit", lambda s: admission.admit_new(s, ADMITTED_AT_ONCE)
+                "job.admit", lambda s: admission.admit_new(s, ADMITTED_AT_ONCE, self._parts.secrets)
             )
 
     async def hear_wishes(self) -> None:

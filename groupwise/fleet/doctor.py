@@ -478,7 +478,7 @@ def _judged(about: str, name: str, python: str, state: MemberState, text: str, t
             "problem",
             f"{python} cannot be run there: {why.splitlines()[-1]}",
             "jobs of this machine would all fail",
-            f"`groupwise fleet vm prepare {name}` builds an environment",
+            f"`groupwise fleet vm set {name} --python PATH` names one that is there",
         )
     has, _, version = text.partition(" ")
     if has != "groupwise":
@@ -487,6 +487,6 @@ def _judged(about: str, name: str, python: str, state: MemberState, text: str, t
             "warning",
             f"a tiny job ran in {took:.1f} s, but {python} has no groupwise",
             "commands run there, training kinds (GRPO, SFT, EVAL) do not",
-            f"`groupwise fleet vm prepare {name}` builds an environment with it",
+            f"install groupwise there, and `groupwise fleet vm set {name} --python PATH` names its interpreter",
         )
     return Seen(about, "ok", f"a tiny job ran in {took:.1f} s with Python {version} and groupwise")

@@ -38,16 +38,19 @@ from groupwise.fleet.decide import (
     over,
 )
 from groupwise.fleet.effects import Gateway
-from groupwise.fleet.launching import SecretMissing, Secrets, deadman_of, files_of, launch_of
+from groupwise.fleet.launching import deadman_of, files_of, launch_of
+from groupwise.fleet.secrets import SecretMissing, Secrets
 from groupwise.fleet.states import AttemptState
 from groupwise.fleet.watching import CHANGEABLE, Watch, Watches
 from groupwise.hosts.answers import MemberState, RunnerState
 from groupwise.hosts.driver import Runner
-from groupwise.hosts.files import BlobStore
+from groupwise.hosts.files import BlobError, BlobStore
 from groupwise.hosts.port import HostError, HostUnreachable, RunnerRefused
 
 log = logging.getLogger(__name__)
 
+OWN_DISK = (OSError, BlobError)
+"""What goes wrong on the control side's disk."""
 MOST_TRIES = 5
 """To write artefacts on the control side's disk, before the attempt ends without them."""
 
@@ -86,7 +89,7 @@ class Collector(Protocol):
     """Brings artefacts to the control machine's disk."""
 
     async def collect(self, part: Part) -> str | None:
-        """Fetch them all and verify them; why they are not whole and never will be, or None. Raises HostError, OSError."""
+        """Fetch them all and verify them; why they are not whole and never will be, or None. Raises HostError, OSError, BlobError."""
         ...
 
 
@@ -472,7 +475,7 @@ class Drive:
             ear.refusal = str(error)
         except HostError as error:
             self._silent(ear, error)
-        except OSError as error:
+        except OWN_DISK as error:
             ear.refusal = f"blob: the control machine does not have all files of the job: {error}"
 
     async def _check_release(self, row: Snapshot, member: MemberRow) -> None:
@@ -535,7 +538,7 @@ class Drive:
             if there[1] > ear.fetched[1]:
                 await self._desk.checkpoints.mirror(part)
             ear.fetched = there
-        except (HostError, OSError) as error:
+        except (HostError, *OWN_DISK) as error:
             log.info("%s.%s: %s", part.job_id, part.epoch, error)
 
     async def _collect(self, row: Snapshot, member: MemberRow) -> None:
@@ -552,7 +555,7 @@ class Drive:
             ear.problem, ear.collected = f"{member.machine.vm_id} refused: {error}", True
         except HostError as error:
             self._silent(ear, error)
-        except OSError as error:
+        except OWN_DISK as error:
             ear.tries += 1
             log.warning("%s: its artefacts cannot be written: %s", row.key, error)
             if ear.tries >= MOST_TRIES:
@@ -566,7 +569,7 @@ class Drive:
                 continue
             try:
                 await self._desk.logs.catch_up(self._part(row, member), ear.last.log_size)
-            except (HostError, OSError) as error:
+            except (HostError, *OWN_DISK) as error:
                 log.info("%s: the end of its log is lost: %s", row.key, error)
 
     def _stop_listening(self) -> None:

@@ -76,7 +76,11 @@ class Gateway:
 
     async def _through(self, name: str, effect: Callable[[], Awaitable[T]]) -> T:
         self._pass(name, Side.BEFORE)
-        result = await effect()
+        try:
+            result = await effect()
+        except Exception:  # what went wrong may have had its effect all the same
+            self._pass(name, Side.AFTER)
+            raise
         self._pass(name, Side.AFTER)
         return result
 

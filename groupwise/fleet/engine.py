@@ -216,6 +216,7 @@ _SESSION_SETTINGS = f"""
 SELECT set_config('statement_timeout', '{STATEMENT_SECONDS}s', false),
        set_config('lock_timeout', '{LOCK_SECONDS}s', false),
        set_config('idle_in_transaction_session_timeout', '{IDLE_SECONDS}s', false),
+       set_config('jit', 'off', false),
        set_config('timezone', 'UTC', false),
        set_config('synchronous_commit',
                   CASE current_setting('synchronous_commit') WHEN 'off' THEN 'on' ELSE current_setting('synchronous_commit') END,

@@ -7,23 +7,15 @@ named after the attempt and its port follows from the epoch, so that what is lef
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 
 from groupwise.fleet.attempts import MemberRow, Snapshot
+from groupwise.fleet.secrets import Secrets
 from groupwise.hosts.driver import Launch, Resume
 from groupwise.hosts.spec import FileEntry, Manifest, from_json
 
 FIRST_PORT, PORTS = 20_000, 12_000
 """Below the ports that Linux gives to outgoing connections."""
-
-Secrets = Callable[[Mapping[str, str]], Mapping[str, str]]
-"""Variable → reference, to variable → value."""
-
-
-class SecretMissing(Exception):
-    """A reference leads nowhere; the message names it, and never a value."""
 
 
 def launch_of(row: Snapshot, member: MemberRow, secrets: Secrets) -> Launch:
@@ -73,18 +65,3 @@ def _resume(row: Snapshot) -> Resume | None:
         return None
     manifest = {path: FileEntry(*entry) for path, entry in row.resume_from["manifest"].items()}
     return Resume(manifest, row.resume_from["step"], row.resume_from["path"])
-
-
-def read_secrets(references: Mapping[str, str]) -> dict[str, str]:
-    """Values from `env:NAME` or `file:/path` of the control machine; a last end of line is no part of one."""
-    return {name: _value(name, reference) for name, reference in references.items()}
-
-
-def _value(name: str, reference: str) -> str:
-    kind, _, where = reference.partition(":")
-    try:
-        return os.environ[where] if kind == "env" else Path(where).read_text().removesuffix("\n")
-    except (KeyError, OSError, UnicodeDecodeError):
-        raise SecretMissing(
-            f"secret {name} is to be read from {reference}, and there is nothing that can be read on the control machine"
-        ) from None

@@ -291,14 +291,14 @@ def _write_gpus(session: Session, vm: VM, asked_at: float, now: float, seen: Obs
     rows = {gpu.uuid: gpu for gpu in session.scalars(select(GPU).where(GPU.vm_id == vm.vm_id))}
     twice = _named_twice(seen.gpus)
     apps_known = seen.probe.apps is ProbeStatus.OK
-    more = False
+    more, new = False, set[str]()
     for shown in {gpu.uuid: gpu for gpu in seen.gpus}.values():
-        gpu = rows.get(shown.uuid)
-        if gpu is None:
-            gpu = rows[shown.uuid] = GPU(
-                vm_id=vm.vm_id, uuid=shown.uuid, index=shown.index, observed=Observed.MISSING
+        if shown.uuid not in rows:
+            new.add(shown.uuid)
+            rows[shown.uuid] = GPU(
+                vm_id=vm.vm_id, uuid=shown.uuid, index=shown.index, observed=Observed.OK
             )
-            session.add(gpu)
+            session.add(rows[shown.uuid])
     session.flush()
     held = _held(session, vm.vm_id, asked_at)
     for shown in {gpu.uuid: gpu for gpu in seen.gpus}.values():
@@ -311,6 +311,7 @@ def _write_gpus(session: Session, vm: VM, asked_at: float, now: float, seen: Obs
         if judged[0] is Observed.OK and gpu.observed == Observed.FOREIGN_BUSY and not apps_known:
             judged = Observed.FOREIGN_BUSY, gpu.detail
         more |= _set_observed(session, gpu, *judged)
+        more |= shown.uuid in new and judged[0] is Observed.OK
     if _is_whole(seen):
         for uuid in rows.keys() - {gpu.uuid for gpu in seen.gpus}:
             _set_observed(session, rows[uuid], Observed.MISSING, "the machine shows it no more")

@@ -155,6 +155,16 @@ def _booked(gpu: MachineGPU, resources: Resources) -> MachineGPU:
     return replace(gpu, shares_mb=gpu.shares_mb + resources.share_mb)
 
 
+def has_room(machine: Machine) -> bool:
+    """Whether any job at all could find room there; a quick look, on the safe side."""
+    if machine.trouble:
+        return False
+    return len(machine.taken_slots) < machine.slots or any(
+        gpu.trouble is None and not gpu.whole and (gpu.idle or gpu.shares_mb < (gpu.memory_mb or 0))
+        for gpu in machine.gpus
+    )
+
+
 def withhold(
     resources: Resources,
     machines: Iterable[Machine],

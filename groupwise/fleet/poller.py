@@ -232,7 +232,8 @@ class Poller:
         while self._queue and self._queue[0][0] <= now:
             due, vm_id = heapq.heappop(self._queue)
             watched = self._watched.get(vm_id)
-            if watched is not None and watched.due == due and watched.look is None:
+            if watched is not None and watched.due == due:
+                assert watched.look is None, "the next look is due only after the last has ended"
                 watched.look = asyncio.create_task(self._look(watched))
 
     async def _look(self, watched: _Watched) -> None:

@@ -1,9 +1,9 @@
 """The requeue manager: once a minute it looks for what should not be, and puts it right.
 
-Everything that moves a job does so in one transaction together with what made it move, so in a fleet that works there is nothing to find.
-What this finds was left by a mistake: a row that somebody changed by hand, a capacity that nobody told of, a program that had a fault. It is
-level-triggered, remembers nothing between two sweeps, and each repair looks again under the row's lock before it writes: whoever is at work
-on a row is not disturbed, and several managers do each repair once.
+Everything that moves a job does so in one transaction together with what made it move, so in a fleet that works there is nothing to
+find. What this finds was left by a mistake: a row that somebody changed by hand, a capacity that nobody told of, a program that had a
+fault. It is level-triggered and remembers nothing between two sweeps. Each repair looks again under the row's lock before it writes:
+whoever is at work on a row is not disturbed, and several managers do each repair once.
 
     running without a live attempt    goes where the end of its newest attempt says; back into the queue where there is none
     pending, and could begin          into the queue
@@ -32,6 +32,7 @@ from groupwise.fleet.database import Database, clock, seconds
 from groupwise.fleet.decide import DEADMAN_MARGIN
 from groupwise.fleet.failures import FailureClass, JobFacts, Verdict, after_end
 from groupwise.fleet.request import Beyond
+from groupwise.fleet.secrets import UNLESS_TOLD, AllowedSecrets
 from groupwise.fleet.states import FINAL, AttemptState, Cleanup, Contact, JobStatus, Outcome
 from groupwise.fleet.tables import Attempt, Event, Job, Member, Reservation
 
@@ -57,8 +58,10 @@ class RequeueManager:
         *,
         interval: float = INTERVAL,
         chance: random.Random | None = None,
+        secrets: AllowedSecrets = UNLESS_TOLD,
     ) -> None:
         self._database = database
+        self._secrets = secrets
         self._interval = interval
         self._chance = chance or random.Random()
 
@@ -73,7 +76,7 @@ class RequeueManager:
         repairs: dict[str, Callable[[Session], int]] = {
             "running without a live attempt": lambda s: move_strays(s, self._chance),
             "reserved for what is over": close_leaked,
-            "never admitted": admit_late,
+            "never admitted": lambda s: admit_late(s, self._secrets),
             "waiting although they could begin": wake_waiting,
             "silent beyond its deadman": tell_overdue,
         }
@@ -82,7 +85,9 @@ class RequeueManager:
             try:
                 found[what] = await self._until_done(repair)
             except RunError as error:
-                logger.warning("not looked for jobs %s: %s", what, error)
+                logger.warning("not repaired, %s: %s", what, error)
+            except Exception:  # a fault in one kind of repair must not end the others
+                logger.exception("not repaired, %s", what)
         if any(found.values()):
             logger.info("repaired: %s", ", ".join(f"{n} {what}" for what, n in found.items() if n))
         return found
@@ -219,9 +224,9 @@ def close_leaked(session: Session) -> int:
     return len(found)
 
 
-def admit_late(session: Session) -> int:
+def admit_late(session: Session, secrets: AllowedSecrets) -> int:
     """What dispatchers do as well, if there is one; a batch in each sweep."""
-    return min(admission.admit_new(session, AT_ONCE), AT_ONCE - 1)
+    return min(admission.admit_new(session, AT_ONCE, secrets), AT_ONCE - 1)
 
 
 def wake_waiting(session: Session) -> int:

@@ -15,9 +15,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
+
+from pydantic import AfterValidator
 
 from groupwise.errors import ConfigError
+from groupwise.fleet import secrets
+from groupwise.fleet.secrets import AllowedSecrets
 from groupwise.settings.overrides import parse_override
 from groupwise.settings.schema import Strict, keys_of, setting
 from groupwise.settings.tree import Tree, read_yaml
@@ -36,6 +40,13 @@ OFF = "off"
 DATABASE_FILE = "fleet.db"
 
 _ADDRESS = re.compile(r"https?://", re.IGNORECASE)
+
+
+def _checked(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    problems = [problem for each in patterns for problem in secrets.pattern_problems(each)]
+    if problems:
+        raise ValueError("; ".join(problems))
+    return patterns
 
 
 class FleetSettings(Strict):
@@ -76,6 +87,11 @@ class FleetSettings(Strict):
         "Where lines of logs go besides their files, as JSON lines: `stdout`, the path of a file, or an http(s) URL; null: nowhere.",
         min_length=1,
     )
+    allowed_secrets: Annotated[tuple[str, ...], AfterValidator(_checked)] = setting(
+        secrets.BY_DEFAULT,
+        "Which variables and files of the control machine jobs may name as secrets: env:NAME and file:PATH, `*` for any name; files "
+        "from the fleet's folder on, unless absolute. No link is followed out of the folder that is named.",
+    )
     concurrency: int = setting(
         64, "Machines that one process speaks to at once, at most.", ge=1, le=10_000
     )
@@ -106,6 +122,11 @@ class FleetPlace:
         if told is None and not self.is_embedded:
             return DEFAULT_NATS
         return None if told == OFF else told
+
+    @property
+    def secrets(self) -> AllowedSecrets:
+        """What its jobs may be given of this machine."""
+        return AllowedSecrets(self.settings.allowed_secrets, self.folder)
 
     @property
     def logs(self) -> Path:

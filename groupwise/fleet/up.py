@@ -35,11 +35,8 @@ from groupwise.fleet.artefacts import Collector
 from groupwise.fleet.attempts import Machine
 from groupwise.fleet.database import Database, check_schema, connect, seconds
 from groupwise.fleet.dispatcher import GlobalJobDispatcher, Parts, Rhythm, Tuning, new_owner
-from groupwise.fleet.doorbells.local import LocalDoorbell
-from groupwise.fleet.doorbells.nats import NatsDoorbell, NatsLink, access_from
-from groupwise.fleet.doorbells.port import Doorbell
-from groupwise.fleet.doorbells.postgres import PostgresDoorbell
-from groupwise.fleet.doorbells.several import SeveralDoorbells
+from groupwise.fleet.doorbells.chosen import doorbell_of
+from groupwise.fleet.doorbells.nats import NatsLink, access_from
 from groupwise.fleet.effects import Gateway
 from groupwise.fleet.logs import LogMirror
 from groupwise.fleet.mirror import CheckpointMirror
@@ -134,7 +131,7 @@ def _add_this_machine(folder: Path) -> Callable[[Session], None]:
             )
             machines.add(session, UP, new)
         elif vm.transport == LOCAL and vm.active and not Path(vm.python).exists():
-            machines.set_python(session, UP, LOCAL_MACHINE, sys.executable)
+            machines.change(session, UP, LOCAL_MACHINE, python=sys.executable)
 
     return add
 
@@ -200,7 +197,7 @@ class _ControlPlane:
         self._say = say
         self._stopping = asyncio.Event()
         self._hosts = Hosts()
-        self._bell = self._doorbell()
+        self._bell = doorbell_of(place.folder, database, place.nats_url, os.environ)
         self._players: Mapping[str, Callable[[_Role], Awaitable[None]]] = {
             "dispatcher": self._dispatch,
             "poller": self._poll,
@@ -331,18 +328,21 @@ class _ControlPlane:
             checkpoints=CheckpointMirror(store, gateway),
             collector=Collector(place.artefacts, store, gateway),
             store=store,
+            secrets=place.secrets,
         )
 
     async def _requeue(self, role: _Role) -> None:
         manager = RequeueManager(
-            self._database, self._bell, interval=self._settings.requeue_seconds
+            self._database,
+            interval=self._settings.requeue_seconds,
+            secrets=self._place.secrets,
         )
         await self._until_stopped(manager.run())
 
     async def _track(self, role: _Role) -> None:
         outlets: list[Outlet] = [WebhookOutlet(self._database)]
         link = None
-        if (url := self._nats_url()) is not None:
+        if (url := self._place.nats_url) is not None:
             link = NatsLink(access_from(url, os.environ))
             link.open()
             outlets.append(NatsOutlet(link))
@@ -355,17 +355,6 @@ class _ControlPlane:
                 await link.close()
 
     # --- what roles share -------------------------------------------------------------------------
-
-    def _doorbell(self) -> Doorbell:
-        bells: list[Doorbell] = [LocalDoorbell(self._place.folder)]
-        if self._database.dialect == "postgresql":
-            bells.append(PostgresDoorbell(self._database.connection_arguments()))
-        if (url := self._nats_url()) is not None:
-            bells.append(NatsDoorbell(access_from(url, os.environ)))
-        return SeveralDoorbells(bells)
-
-    def _nats_url(self) -> str | None:
-        return self._place.nats_url
 
     async def _heartbeats(self) -> None:
         while True:

@@ -196,20 +196,14 @@ def _checked(addresses: list[str], host: str, allow_private: bool) -> str:
 
 
 def is_public(address: str) -> bool:
-    """Whether an address is of the public internet, also one that stands within another."""
+    """Whether an address is of the public internet, also where one of IPv4 stands within it."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
-        inner = ip.ipv4_mapped or ip.sixtofour or (ip.teredo and ip.teredo[1]) or _translated(ip)
-        if inner is not None:
+        inner = ip.sixtofour or (ip.teredo and ip.teredo[1])
+        if inner:
             return is_public(str(inner))
+    # Reserved are also the addresses that stand for others in one network alone: ::ffff:127.0.0.1, 64:ff9b::7f00:1.
     return ip.is_global and not ip.is_multicast and not ip.is_reserved
-
-
-def _translated(ip: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
-    """The IPv4 address within one of NAT64, or an IPv4-compatible one."""
-    if ip in ipaddress.ip_network("64:ff9b::/96") or int(ip) < 1 << 32:
-        return ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
-    return None
 
 
 async def addresses_of(host: str, port: int) -> list[str]:

@@ -163,6 +163,7 @@ class Runner:
         lacking = set(await self.missing(part.sha256 for part in parts))
         for part in parts:
             if part.sha256 in lacking:
+                lacking.remove(part.sha256)  # several may have the same content
                 data = await asyncio.to_thread(store.part, sha256, part.offset, part.size)
                 blobs = [[part.sha256, part.size]]
                 await self._ask("put", {"blobs": blobs}, data, timeout=SLOW)
@@ -309,8 +310,8 @@ class Runner:
         full: dict[str, Any] = {"root": self.root, "runner": text.sha256, **(body or {})}
         answer = await self._call(verb, full, payload, secrets, timeout)
         if answer.body.get("need") == "runner":
-            full["source"] = text.source
-            answer = await self._call(verb, full, payload, secrets, timeout)
+            with_text = {**full, "source": text.source}
+            answer = await self._call(verb, with_text, payload, secrets, timeout)
             if "need" in answer.body:
                 raise RunnerRefused("runner", "the machine asks for its runner again and again")
         return answer

@@ -140,7 +140,18 @@ def _object(document: bytes) -> Mapping[str, Any]:
         raise BadAnswer(f"the answer is no JSON: {error}") from None
     if not isinstance(body, dict):
         raise BadAnswer(f"the answer is a {type(body).__name__}; an object is expected")
-    return cast("dict[str, Any]", body)
+    return cast("dict[str, Any]", _storable(body) if b"\\u" in document else body)
+
+
+def _storable(value: Any) -> Any:
+    """The same without characters that no database takes: a job may print anything, and the end of its log is told as text."""
+    if isinstance(value, str):
+        return value.replace("\0", "\N{REPLACEMENT CHARACTER}").encode(errors="replace").decode()
+    if isinstance(value, list):
+        return [_storable(each) for each in cast("list[Any]", value)]
+    if isinstance(value, dict):
+        return {_storable(k): _storable(v) for k, v in cast("dict[Any, Any]", value).items()}
+    return value
 
 
 def accepted(answer: Answer) -> Answer:

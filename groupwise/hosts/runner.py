@@ -129,6 +129,7 @@ ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 GPU_UUID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./:-]{0,127}")
 ATTEMPT_NAME = re.compile(r"([A-Za-z0-9][A-Za-z0-9_-]{0,79})\.(0|[1-9][0-9]{0,18})")
+UNIT = re.compile(r"groupwise-(.+\.[0-9]+)-[0-9a-f]{8}")
 RESERVED_NAMES = frozenset(
     "PATH HOME SHELL USER LOGNAME IFS ENV BASH_ENV CDPATH GLOBIGNORE SHELLOPTS BASHOPTS PS4 PROMPT_COMMAND "
     "PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTHONINSPECT PYTHONEXECUTABLE PYTHONUSERBASE PYTHONWARNINGS PYTHONBREAKPOINT "
@@ -152,6 +153,7 @@ LAUNCH_PATIENCE = 20.0
 PROBE_TIMEOUT = 10.0
 """Seconds."""
 PROBES = 4
+GHOST_LOOKS = 3
 SCOPE_PATIENCE = 5.0
 LOCK_PATIENCE = 10.0
 """Seconds for locks that are held only while a request is answered."""
@@ -511,7 +513,8 @@ class Process:
 
     def __init__(self, pid: int, fields: list[str]) -> None:
         self.pid = pid
-        self.zombie = fields[0] in "ZX"
+        # One whose first thread has ended looks like a zombie while its others go on.
+        self.zombie = fields[0] in "ZX" and int(fields[17]) <= 1
         self.parent = int(fields[1])
         self.session = int(fields[3])
         self.ticks = int(fields[19])
@@ -612,9 +615,10 @@ class Belonging:
 
     def alive(self) -> dict[int, Process]:
         """By pid; no zombies. Looked for twice: between two names in /proc a process may move to another pid."""
-        return self._look() or self._look()
+        return self.look() or self.look()
 
-    def _look(self) -> dict[int, Process]:
+    def look(self) -> dict[int, Process]:
+        """Once."""
         everyone = {p.pid: p for p in processes() if not p.zombie}
         below = self._descendants(everyone) if self.supervisor else ()
         grouped = self.group.pids()
@@ -788,6 +792,22 @@ def own_groups() -> dict[str, str]:
         elif kind == "cgroup" and "memory" in options.split(",") and "memory" in inside:
             found.setdefault("memory", mount + inside["memory"].rstrip("/"))
     return {name: folder for name, folder in found.items() if os.path.isdir(folder)}
+
+
+def unit_of(attempt: Attempt) -> str:
+    """The name of its control groups: two roots on one machine may hold members of the same attempt."""
+    return f"groupwise-{attempt.name}-{hashlib.sha256(os.fsencode(attempt.path)).hexdigest()[:8]}"
+
+
+def remove_stray_groups(root: Root) -> None:
+    """Empty ones of this root's attempts that no supervisor looks after: it was killed before it could write where they are."""
+    for parent in own_groups().values():
+        for name in os.listdir(parent):
+            found = UNIT.fullmatch(name)
+            attempt = attempt_by_name(root, found.group(1)) if found else None
+            ours = attempt is not None and unit_of(attempt) == name
+            if attempt and ours and not is_locked(attempt.at("supervisor.lock")):
+                remove_group(os.path.join(parent, name))
 
 
 def make_group(name: str, scope: str | None = None) -> Group:
@@ -1019,6 +1039,8 @@ class Probe:
     def _ask(self, questions: Sequence[Sequence[str]], lock: int) -> list[Said]:
         import subprocess
 
+        if not find_program(self.command[0], os.environ.get("PATH", os.defpath)):
+            return [Said("absent", complaint=f"there is no {self.command[0]}") for _ in questions]
         running: list[subprocess.Popen[bytes]] = []
         try:
             for question in questions:
@@ -1036,8 +1058,7 @@ class Probe:
         except OSError as error:
             for begun in running:
                 end_probe(begun)
-            status = "absent" if isinstance(error, FileNotFoundError) else "failed"
-            return [Said(status, complaint=str(error)) for _ in questions]
+            return [Said("failed", complaint=str(error)) for _ in questions]
         outputs = self._collect(running)
         return [self._said(begun, outputs) for begun in running]
 
@@ -1600,7 +1621,7 @@ def heartbeat_age(attempt: Attempt) -> float | None:
 
 def survivors(attempt: Attempt, state: dict[str, Any]) -> int:
     """Processes of an attempt whose supervisor is gone."""
-    return len(Belonging(attempt, state).alive())
+    return len(Belonging(attempt, state).look())
 
 
 def contact(attempt: Attempt, clock: float | None = None) -> bool:
@@ -2095,6 +2116,7 @@ def verb_sweep(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
                 if name not in keep and changed_before(path, before):
                     remove_file(path)
                     removed += 1
+    remove_stray_groups(root)
     for folder in (root.at("attempts"), root.at("epochs"), root.at("runners")):
         for name in os.listdir(folder) if os.path.isdir(folder) else ():
             path = os.path.join(folder, name)
@@ -2398,6 +2420,11 @@ def resolve_gpus(order: Order) -> str:
     if not order.gpus:
         return ""
     seen = look_at_gpus(order.root, order.body)
+    for _ in range(GHOST_LOOKS):
+        if not any(app["uuid"] in order.gpus and process(app["pid"]) is None for app in seen.apps):
+            break
+        # It ended between the tool's look and ours; or its pid means nothing in this container, and stays.
+        seen = look_at_gpus(order.root, order.body)
     return ",".join(resolve_gpu(order, seen, uuid) for uuid in order.gpus)
 
 
@@ -2580,6 +2607,7 @@ class Supervisor:
         self.next_beat = self.ended_at = 0.0
         self.last_contact = boot_clock()
         self.ending: Ending | None = None
+        self.killed = False
         self.waker = self.bell = -1
 
     def run(self) -> None:
@@ -2593,9 +2621,8 @@ class Supervisor:
             code = "disk_full" if is_full(error) else "bad_spec"
             return self.refuse({"code": code, "message": f"its files cannot be laid out: {error}"})
         os.close(self.blobs)
-        if self.cancelled():
-            return self.finish(Ending("cancelled", "before it began", 0.0), None)
-        failure = self.start()
+        # To lay files out may have taken longer than the deadman; or it was cancelled meanwhile.
+        failure = self.reason() or self.start()
         if failure:
             return self.finish(failure, None)
         self.say()
@@ -2619,7 +2646,7 @@ class Supervisor:
         self.make_alarms()
         prctl(SET_SUBREAPER, 1)
         prctl(SET_NAME, b"groupwise-super")
-        unit = f"groupwise-{self.attempt.name}-{hashlib.sha256(os.fsencode(self.attempt.path)).hexdigest()[:8]}"
+        unit = unit_of(self.attempt)
         chosen = methods()
         if self.order.method in chosen:
             chosen = chosen[chosen.index(self.order.method) :]
@@ -2701,7 +2728,10 @@ class Supervisor:
             os.close(fd)
         try:
             self.record_child()
-            os.write(go, b"!")
+            with contextlib.suppress(
+                BrokenPipeError
+            ):  # somebody killed it; its end is seen like any other
+                os.write(go, b"!")
         except OSError as error:
             os.close(go)
             os.waitpid(self.child, 0)
@@ -2756,7 +2786,7 @@ class Supervisor:
     def sleep(self) -> None:
         """Until something wakes it, or the next look is due."""
         due = TICK
-        if self.ending:
+        if self.ending and not self.killed:
             due = min(due, max(0.02, self.ending.kill_at - time.monotonic()))
         alarms = [fd for fd in (self.waker, self.bell) if fd >= 0]
         for fd in select.select(alarms, [], [], due)[0]:
@@ -2769,10 +2799,6 @@ class Supervisor:
             set_cell(self.attempt.at("heartbeat"), f"{boot_clock():.3f}")
             self.next_beat = time.monotonic() + HEARTBEAT
 
-    def cancelled(self) -> bool:
-        """Somebody asked for its end."""
-        return number_in(cell_words(self.attempt.at("cancel"))) is not None
-
     def perhaps_end(self) -> None:
         """TERM when there is a reason, KILL when its time is up; KILL again until it works."""
         reason = self.reason()
@@ -2783,6 +2809,7 @@ class Supervisor:
             self.ending.kill_at = min(self.ending.kill_at, reason.kill_at)
         if self.ending and time.monotonic() >= self.ending.kill_at:
             self.belonging().kill(patience=0.0)
+            self.killed = True
 
     def reason(self) -> Ending | None:
         """Why the command is to end."""
@@ -2794,12 +2821,15 @@ class Supervisor:
         if self.ending:
             return None
         limit = self.order.limits.get("time_seconds")
-        if limit is not None and now - self.begun >= limit:
+        if limit is not None and self.child and now - self.begun >= limit:
             message = f"its time limit of {limit:g} s was reached"
             return Ending("time_limit", message, now + self.order.grace)
         if self.order.deadman is not None and self.silence() >= self.order.deadman:
             message = f"no contact with the control plane for {self.order.deadman:g} s"
-            return Ending("deadman", message, now + min(self.order.grace, DEADMAN_GRACE))
+            # Counted from the contact: a machine that slept through all of it kills at once.
+            grace = min(self.order.grace, DEADMAN_GRACE)
+            left = self.order.deadman + grace - self.silence()
+            return Ending("deadman", message, now + left)
         return None
 
     def silence(self) -> float:

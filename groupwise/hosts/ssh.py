@@ -360,6 +360,10 @@ async def connect(
                 keepalive_interval=patience.keepalive,
                 keepalive_count_max=3,
             )
+    except (asyncssh.KeyImportError, asyncssh.KeyEncryptionError) as error:
+        raise HostUnreachable(
+            f"the private key {address.key_path} cannot be used: {error}. A key without a passphrase, in a format of OpenSSH, is wanted"
+        ) from error
     except (OSError, asyncssh.Error) as error:
         raise _why_not(address, pinned, witness, error) from error
     return connection, witness.lost

@@ -448,7 +448,7 @@ class FakeHost:
                 {"uuid": uuid, "pid": 1, "memory_mb": 40_000, "attempt": None}
                 for uuid in sorted(self.foreign)
             ],
-            "probe": {"status": "ok", "lines_not_read": [], "exit": 0},
+            "probe": {"status": "ok", "apps": "ok", "lines_not_read": [], "exit": 0},
             "attempts": [self._state(folder) for folder in self.folders.values()],
             "quarantined": [],
         }

@@ -356,6 +356,7 @@ class Refusal(GroupwiseError):
         assert code in KINDS, f"{code!r} is no row of groupwise.wire.problems.KINDS"
         super().__init__(printable(detail) if detail is not None else KINDS[code].meaning)
         self.code = code
+        self.exit_code = 2 if KINDS[code].status < 500 else 1
         self.detail = self.message
         self.errors = tuple(errors)
         self.retry_after = retry_after

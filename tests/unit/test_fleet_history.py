@@ -30,6 +30,21 @@ class Written:
     def status(self, job: str, status: str, generation: int = 0, **facts: Any) -> "Written":
         return self.add("status", job=job, status=status, generation=generation, **facts)
 
+    def child(self, job: str, epoch: int) -> "Written":
+        return self.add("child", **self._who(job, epoch, {}))
+
+    def made(self, job: str, epoch: int, data: str, what: str = "made") -> "Written":
+        return self.add(what, job=job, epoch=epoch, rank=0, path="result", data=data)
+
+    def kept(self, job: str, epoch: int, data: str) -> "Written":
+        return self.made(job, epoch, data, "kept")
+
+    def attempt(
+        self, job: str, epoch: int, outcome: str, failure: str | None = None, **facts: Any
+    ) -> "Written":
+        said = {"outcome": outcome, "failure": failure, "charged": False, "generation": 0, **facts}
+        return self.add("attempt", job=job, epoch=epoch, vms=["vm-1"], **said)
+
     def _who(self, job: str, epoch: int, facts: dict[str, Any]) -> dict[str, Any]:
         return {"job": job, "epoch": epoch, "rank": 0, "vm": "vm-1", "gpus": ["G0"], **facts}
 
@@ -116,6 +131,71 @@ PLANTED: dict[str, tuple[Callable[[], Written], str]] = {
         ),
         "not what it wrote",
     ),
+    "something left behind uses its GPU": (
+        lambda: good().start("d", 6).stop("d", 6, 1).start("e", 7).child("d", 6).stop("e", 7, 1),
+        "both have GPU G0",
+    ),
+    "something left behind after a cancellation": (
+        lambda: (
+            good()
+            .start("d", 6)
+            .add("cancel_requested", job="d")
+            .stop("d", 6, -15, why="cancelled")
+            .status("d", "cancelled")
+            .child("d", 6)
+        ),
+        "was alive when d was said to be cancelled",
+    ),
+    "the same lock twice": (
+        lambda: good().add("clash", job="d", epoch=6, over="gpu G0", holder="a.2.0"),
+        "found gpu G0 in the hands of a.2.0",
+    ),
+    "artefact lost": (
+        lambda: good().made("a", 2, "x").attempt("a", 2, "succeeded"),
+        "is not there as it was made",
+    ),
+    "artefact torn": (
+        lambda: good().made("a", 2, "x").kept("a", 2, "y").attempt("a", 2, "succeeded"),
+        "is not there as it was made",
+    ),
+    "resumed from nothing": (
+        lambda: good().add("saved", job="d", epoch=6, step=4).start("d", 7, resumed=6),
+        "went on from step 6",
+    ),
+    "void and ran": (
+        lambda: good().start("d", 6).stop("d", 6, 1).attempt("d", 6, "void"),
+        "and it ran",
+    ),
+    "wrong class": (
+        lambda: good().start("d", 6).stop("d", 6, 1).attempt("d", 6, "failed", "user_error"),
+        "that is not what happened to it",
+    ),
+    "supervisor lost by itself": (
+        lambda: good().start("d", 6).stop("d", 6, 1).attempt("d", 6, "failed", "supervisor_lost"),
+        "that is not what happened to it",
+    ),
+    "success not seen": (
+        lambda: good().start("d", 6).stop("d", 6).attempt("d", 6, "failed", "crashed"),
+        "and it succeeded",
+    ),
+    "cancelled by nobody": (
+        lambda: good().start("d", 6).stop("d", 6, 1).attempt("d", 6, "cancelled"),
+        "nobody wanted it cancelled",
+    ),
+    "tried too often": (
+        lambda: (
+            good()
+            .attempt("a", 1, "failed", "crashed", charged=True)
+            .attempt("a", 6, "failed", "crashed", charged=True)
+            .attempt("a", 7, "failed", "crashed", charged=True)
+            .attempt("a", 8, "failed", "crashed", charged=True)
+        ),
+        "was tried 4 times",
+    ),
+    "process left": (
+        lambda: good().add("left", job="a", epoch=2, vm="vm-1"),
+        "is alive on vm-1 in the end",
+    ),
     "log without its end": (
         lambda: (
             good()
@@ -176,3 +256,36 @@ def test_a_last_line_that_is_torn_was_never_written(tmp_path: Path) -> None:
     path = tmp_path / "history"
     path.write_text('{"at": 1, "what": "boot"}\n{"at": 2, "wh')
     assert read(path) == [{"at": 1, "what": "boot"}]
+
+
+def test_of_a_machine_that_was_given_up_nobody_knows_what_runs_there() -> None:
+    history = good().start("d", 6).add("lost", vm="vm-1").start("d", 7, vm="vm-2")
+    history.add("clash", job="d", epoch=7, over="job d.0", holder="d.6.0")
+    history.stop("d", 6, -9, why="cancelled").stop("d", 7, vm="vm-2").status("d", "completed")
+    assert violations(history.records) == []
+
+
+def test_but_its_gpus_are_used_by_one_at_a_time_all_the_same() -> None:
+    history = good().start("d", 6).add("lost", vm="vm-1").start("e", 7)
+    history.stop("d", 6, -9, why="cancelled").stop("e", 7, 1)
+    assert any("both have GPU G0" in v for v in violations(history.records))
+
+
+@pytest.mark.parametrize(
+    "excuse",
+    [
+        lambda h: h.add("supervisor_killed", job="d", epoch=6, rank=0, vm="vm-1"),
+        lambda h: h.add("power_off", vm="vm-1"),
+    ],
+)
+def test_a_success_of_which_no_record_was_written_may_be_repeated(excuse: Any) -> None:
+    history = good().start("d", 6).stop("d", 6)
+    excuse(history)
+    history.start("d", 7).stop("d", 7).status("d", "completed")
+    assert violations(history.records) == []
+
+
+def test_a_time_limit_is_a_reason_to_end() -> None:
+    history = good().add("accepted", job="d", time_limit=1.0).start("d", 6)
+    history.add("boot").stop("d", 6, -15, why="cancelled").status("d", "failed")
+    assert violations(history.records) == []

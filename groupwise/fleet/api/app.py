@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from fastapi import FastAPI
 
-from groupwise.fleet import keys
+from groupwise.fleet.api.callers import caller_of
 from groupwise.fleet.api.routes import files, jobs, machines, people, state
 from groupwise.fleet.api.serving import Serving
 from groupwise.http.app import About, assemble
@@ -38,7 +38,7 @@ def make_app(serving: Serving, plain: str | None, *, open_to_this_machine: bool)
         if open_to_this_machine:
             return LOCAL
         return await serving.database.read_in_thread(
-            lambda session: keys.caller_of(session, headers, plain)
+            lambda session: caller_of(session, headers, plain)
         )
 
     return assemble(

@@ -85,9 +85,8 @@ async def serving(
 ) -> AsyncGenerator[str]:
     """Answer requests meanwhile; gives the address. Raises UsageError where it cannot listen."""
     check(address, database, environment)
-    shared = Serving(
-        database, Folders(place.logs, place.artefacts, BlobStore(place.blobs)), doorbell
-    )
+    folders = Folders(place.logs, place.artefacts, BlobStore(place.blobs))
+    shared = Serving(database, folders, doorbell, place.secrets)
     app = make_app(
         shared,
         environment.get(VARIABLE),

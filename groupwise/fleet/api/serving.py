@@ -18,6 +18,7 @@ from sqlalchemy.orm import Session
 
 from groupwise.fleet.database import Database, DatabaseFailure
 from groupwise.fleet.doorbells.port import Doorbell
+from groupwise.fleet.secrets import UNLESS_TOLD, AllowedSecrets
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts.files import BlobStore
 from groupwise.http.caller import Caller
@@ -44,11 +45,18 @@ class Folders:
 class Serving(Shared):
     """What all requests to one API share."""
 
-    def __init__(self, database: Database, folders: Folders, doorbell: Doorbell) -> None:
+    def __init__(
+        self,
+        database: Database,
+        folders: Folders,
+        doorbell: Doorbell,
+        allowed: AllowedSecrets = UNLESS_TOLD,
+    ) -> None:
         super().__init__(Limits(MOST_BODY))
         self.database = database
         self.folders = folders
         self.doorbell = doorbell
+        self.allowed = allowed
 
     def refusal_of(self, error: Exception) -> Refusal | None:
         """A database that does not answer is no mistake of ours."""

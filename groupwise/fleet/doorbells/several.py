@@ -27,20 +27,20 @@ class SeveralDoorbells:
     def __init__(
         self, doorbells: Sequence[Doorbell], after_an_error: float = AFTER_AN_ERROR
     ) -> None:
-        self._doorbells = tuple(doorbells)
+        self.doorbells = tuple(doorbells)
         self._after_an_error = after_an_error
         self._heard = Pile()
         self._listeners: list[asyncio.Task[None]] = []
 
     def open(self) -> None:
         """See `Doorbell`."""
-        for doorbell in self._doorbells:
+        for doorbell in self.doorbells:
             doorbell.open()
 
     def ring(self, job_ids: Iterable[str]) -> None:
         """See `Doorbell`."""
         rung = frozenset(job_ids)
-        for doorbell in self._doorbells:
+        for doorbell in self.doorbells:
             try:
                 doorbell.ring(rung)
             except Exception as error:  # noqa: BLE001 — a ring is a hint; a broken doorbell must not fail what was submitted
@@ -49,13 +49,13 @@ class SeveralDoorbells:
     async def wait(self, timeout: float) -> frozenset[str]:
         """See `Doorbell`."""
         if not self._listeners:
-            self._listeners = [asyncio.create_task(self._listen(d)) for d in self._doorbells]
+            self._listeners = [asyncio.create_task(self._listen(d)) for d in self.doorbells]
         return await self._heard.wait(timeout)
 
     async def close(self) -> None:
         """See `Doorbell`."""
         await ended(*self._listeners)
-        await asyncio.gather(*(d.close() for d in self._doorbells), return_exceptions=True)
+        await asyncio.gather(*(d.close() for d in self.doorbells), return_exceptions=True)
 
     async def _listen(self, doorbell: Doorbell) -> None:
         said = False

@@ -12,6 +12,7 @@ from typing import Any
 from groupwise.fleet.tables import (
     GPU,
     VM,
+    ApiKey,
     Attempt,
     ControlProcess,
     Event,
@@ -212,4 +213,17 @@ def project_document(project: Project) -> Document:
         "weight": project.weight,
         "max_gpus": project.max_gpus,
         "max_waiting": project.max_waiting,
+    }
+
+
+def key_document(key: ApiKey) -> Document:
+    """What is known of a key; nobody can use it by that."""
+    return {
+        "key_id": key.key_id,
+        "role": key.role,
+        "projects": key.projects,
+        "note": key.note,
+        "created_at": key.created_at,
+        "expires_at": key.expires_at,
+        "revoked_at": key.revoked_at,
     }

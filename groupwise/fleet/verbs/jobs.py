@@ -14,6 +14,7 @@ from sqlalchemy.orm import Session, aliased
 
 from groupwise.fleet import admission, capacity, events
 from groupwise.fleet.database import seconds
+from groupwise.fleet.secrets import UNLESS_TOLD, AllowedSecrets
 from groupwise.fleet.states import FINAL, RETRIED_FROM, JobStatus
 from groupwise.fleet.tables import GPU, Attempt, Job, Member, Reservation
 from groupwise.fleet.verbs import find, status
@@ -205,7 +206,9 @@ def release(session: Session, actor: Actor, job_id: str) -> Document:
     return job_document(job)
 
 
-def retry(session: Session, actor: Actor, job_id: str) -> Document:
+def retry(
+    session: Session, actor: Actor, job_id: str, *, allowed: AllowedSecrets = UNLESS_TOLD
+) -> Document:
     """Begin a failed or cancelled job anew, with its budgets of failures whole again. Raises `job_state` for any other.
 
     It is read and expanded anew, and goes on from its last checkpoint where it has left one. It has failed again at once, with the
@@ -231,7 +234,7 @@ def retry(session: Session, actor: Actor, job_id: str) -> Document:
         before=before,
         after=after,
     )
-    admission.admit(session, job)
+    admission.admit(session, job, allowed)
     return job_document(job)
 
 

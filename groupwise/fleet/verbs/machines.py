@@ -392,15 +392,31 @@ def _nothing_shown(vm: VM) -> str:
     )
 
 
-def set_python(session: Session, actor: Actor, vm_id: str, python: str) -> Document:
-    """The interpreter that jobs there are run with from now on."""
+def change(
+    session: Session,
+    actor: Actor,
+    vm_id: str,
+    *,
+    python: str | None = None,
+    cpu_slots: int | None = None,
+) -> Document:
+    """What jobs there are run with, and how many without GPUs at once; None: as it was. Attempts that run keep what they have."""
     actor.require_all_projects("change a machine")
-    vm = find.active_machine(session, vm_id, lock=True)
-    if vm.python != python:
-        before, vm.python = vm.python, python
-        _tell(
-            session, actor, "vm.prepared", vm, before={"python": before}, after={"python": python}
+    wanted = {"python": python, "cpu_slots": cpu_slots}
+    after = {name: value for name, value in wanted.items() if value is not None}
+    if not after:
+        raise Refusal("invalid_request", "nothing to change: give python or cpu_slots.")
+    if cpu_slots is not None and cpu_slots < 0:
+        raise Refusal(
+            "invalid_request", f"cpu_slots {cpu_slots}: 0 or more jobs without GPUs at once."
         )
+    vm = find.active_machine(session, vm_id, lock=True)
+    before = {name: getattr(vm, name) for name in after}
+    if before != after:
+        for name, value in after.items():
+            setattr(vm, name, value)
+        _tell(session, actor, "vm.changed", vm, before=before, after=after)
+        capacity.wake(session, vm_ids=[vm_id], actor=actor.name)
     return _with_gpus(session, actor, vm)
 
 

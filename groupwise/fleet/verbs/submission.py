@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 from groupwise.fleet import admission, capacity
 from groupwise.fleet.placement import Placement
 from groupwise.fleet.request import JobRequest
+from groupwise.fleet.secrets import UNLESS_TOLD, AllowedSecrets
 from groupwise.fleet.states import JobStatus
 from groupwise.fleet.tables import Job
 from groupwise.fleet.verbs.actor import Actor
@@ -28,6 +29,7 @@ def submit_all(
     *,
     project: str | None = None,
     key: str | None = None,
+    allowed: AllowedSecrets = UNLESS_TOLD,
 ) -> list[Document]:
     """A job for each request, in one transaction. `key`: submitted again with it, they are the same jobs.
 
@@ -36,19 +38,24 @@ def submit_all(
     name = project_for(actor, project)
     keys = [key] if len(requests) == 1 else [key and f"{key}:{n}" for n in range(len(requests))]
     return [
-        _submitted(session, actor, request, name, each)
+        _submitted(session, actor, request, name, each, allowed)
         for request, each in zip(requests, keys, strict=True)
     ]
 
 
 def plan(
-    session: Session, actor: Actor, request: JobRequest, *, project: str | None = None
+    session: Session,
+    actor: Actor,
+    request: JobRequest,
+    *,
+    project: str | None = None,
+    allowed: AllowedSecrets = UNLESS_TOLD,
 ) -> Document:
     """What the job would be, and where it could begin now or why it would wait; nothing is kept of it."""
     name = project_for(actor, project)
     trial = session.begin_nested()
     try:
-        job = admission.submit(session, request, actor=actor.name, project=name)
+        job = admission.submit(session, request, actor=actor.name, project=name, allowed=allowed)
         return job_document(job) | {
             "job_id": None,
             "files": sorted(request.files),
@@ -71,9 +78,21 @@ def project_for(actor: Actor, project: str | None) -> str:
 
 
 def _submitted(
-    session: Session, actor: Actor, request: JobRequest, project: str, key: str | None
+    session: Session,
+    actor: Actor,
+    request: JobRequest,
+    project: str,
+    key: str | None,
+    allowed: AllowedSecrets,
 ) -> Document:
-    job = admission.submit(session, request, actor=actor.name, project=project, idempotency_key=key)
+    job = admission.submit(
+        session,
+        request,
+        actor=actor.name,
+        project=project,
+        idempotency_key=key,
+        allowed=allowed,
+    )
     if job.status == JobStatus.FAILED and job.generation == 0 and job.start_time is None:
         raise Refusal("invalid_request", job.failure_reason)
     return job_document(job) | {"notes": _notes(request, job)}

@@ -7,6 +7,9 @@ import pytest
 
 from groupwise.fleet.database import Database, connect, migrate
 from tests.postgres import Postgres, server
+from tests.ssh_hosts import full_machines, network_of_the_fleet, plain_machines
+
+__all__ = ["full_machines", "network_of_the_fleet", "plain_machines"]
 
 
 @pytest.fixture(scope="session")

@@ -133,11 +133,12 @@ class Wire:
 
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for each in self._sockets:
-            _end(each)
+        self._threads[0].join()
+        _hang_up(*self._sockets)
         for thread in self._threads:
             thread.join()
+        for each in (self._listener, *self._sockets):
+            each.close()
 
     def _accept(self) -> None:
         while True:
@@ -155,43 +156,31 @@ class Wire:
     def _to_server(
         self, client: socket.socket, server: socket.socket, doomed: threading.Event
     ) -> None:
-        for data in _received(client):
-            if self.word and self.word in data:
-                self.word = None
-                self.cuts += 1
-                doomed.set()
-                if not self.server_hears:
-                    break
-            server.sendall(data)
+        with suppress(OSError):  # the other side was faster
+            while data := client.recv(65536):
+                if self.word and self.word in data:
+                    self.word = None
+                    self.cuts += 1
+                    doomed.set()
+                    if not self.server_hears:
+                        break
+                server.sendall(data)
         if not doomed.is_set() or not self.server_hears:
-            _end(client, server)
+            _hang_up(client, server)
 
     def _to_client(
         self, client: socket.socket, server: socket.socket, doomed: threading.Event
     ) -> None:
-        for data in _received(server):
-            if doomed.is_set():
-                break
-            client.sendall(data)
-        _end(client, server)
+        with suppress(OSError):
+            while (data := server.recv(65536)) and not doomed.is_set():
+                client.sendall(data)
+        _hang_up(client, server)
 
 
-def _received(source: socket.socket) -> Iterator[bytes]:
-    while True:
-        try:
-            data = source.recv(65536)
-        except OSError:
-            return
-        if not data:
-            return
-        yield data
-
-
-def _end(*sockets: socket.socket) -> None:
+def _hang_up(*sockets: socket.socket) -> None:
     for each in sockets:
-        with suppress(OSError):  # the other side was faster
+        with suppress(OSError):
             each.shutdown(socket.SHUT_RDWR)
-        each.close()
 
 
 @pytest.fixture

@@ -266,6 +266,23 @@ class TestPostgres:
         assert len(counted) <= 4
         await plain.close()
 
+    async def test_rings_of_one_moment_are_gathered(self, database, monkeypatch):
+        monkeypatch.setattr("groupwise.fleet.doorbells.postgres.GATHERED", 1.0)
+        bell, listener = (
+            PostgresDoorbell(arguments(database)),
+            PostgresDoorbell(arguments(database)),
+        )
+        await listening(listener)
+        bell.open()
+        bell.ring(["first"])
+        assert await listener.wait(SECONDS) == {"first"}
+        for name in "abc":
+            bell.ring([name])
+            assert await listener.wait(0.05) == frozenset()
+        assert await listener.wait(SECONDS) == {"a", "b", "c"}
+        await bell.close()
+        await listener.close()
+
     async def test_killed_and_back_with_one_line_each(self, database, caplog):
         caplog.set_level(logging.INFO)
         bell, other = PostgresDoorbell(arguments(database)), PostgresDoorbell(arguments(database))

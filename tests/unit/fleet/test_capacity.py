@@ -187,22 +187,28 @@ def test_a_job_that_ended_unnoticed_is_found_by_the_next_claim(database: Databas
 
 
 def test_it_is_asked_by_shape_and_not_by_job(database: Database) -> None:
-    full_fleet(database, waiting=40)
-    counts: list[int] = []
-
-    def rows_read(*_: object) -> None:
-        counts[-1] += 1
-
-    event.listen(database.engine, "before_cursor_execute", rows_read)
-    for more in (0, 60):
-        for n in range(more):
-            submit(database, f"x{n}", gpus=1)
-        claim_some(database)
-        counts.append(0)
-        assert wake(database) == 0
-    assert counts[0] == counts[1]  # as many statements for 100 jobs as for 40
+    full_fleet(database, waiting=20)
+    few = statements_of_wake(database)
+    for n in range(30):
+        submit(database, f"x{n}", gpus=1)
+    claim_some(database)
+    assert len(waiting(database)) == 50
+    assert statements_of_wake(database) == few
     found = database.run(capacity.best_of_shapes)
     assert [each.key[1] for each in found] == ["w0"]
+
+
+def statements_of_wake(database: Database) -> int:
+    count = 0
+
+    def one_more(*_: object) -> None:
+        nonlocal count
+        count += 1
+
+    event.listen(database.engine, "before_cursor_execute", one_more)
+    assert wake(database) == 0
+    event.remove(database.engine, "before_cursor_execute", one_more)
+    return count
 
 
 def test_shapes_are_told_apart(database: Database) -> None:
@@ -213,7 +219,23 @@ def test_shapes_are_told_apart(database: Database) -> None:
     found = database.run(capacity.best_of_shapes)
     assert sorted(each.key[1] for each in found) == ["v0", "v1", "w0"]
     assert wake(database) == 0
-    assert finish(database, "r0") == 3  # each shape is asked as if it were alone
+    execute(database, "UPDATE jobs SET \"rank\" = 5 WHERE job_id = 'v1'")
+    assert finish(database, "r0") == 1  # the best-ranked of all shapes
+    assert claimed_ids(database) == ["v1"]
+    database.run(lambda s: [end(s, name) for name in ("r1", "v1")])
+    assert wake(database) == 2
+    assert sorted(claimed_ids(database)) == ["w0", "w1"]
+
+
+def test_many_are_woken_in_the_order_of_their_ranks(database: Database) -> None:
+    full_fleet(database, waiting=0, gpus=4)
+    for n in range(40):
+        submit(database, f"a{n:02}", project="a", gpus=1)
+        submit(database, f"b{n:02}", project="b", gpus=1)
+    claim_some(database)
+    database.run(lambda s: [end(s, f"r{n}") for n in range(4)])
+    assert wake(database) == 4
+    assert claimed_ids(database) == ["a00", "b00", "a01", "b01"]
 
 
 def test_room_is_kept_from_jobs_that_stand_behind(database: Database) -> None:

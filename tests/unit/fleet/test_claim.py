@@ -219,6 +219,18 @@ def test_a_head_of_the_queue_without_room_hides_nobody(database: Database) -> No
     assert claimed_ids(database, limit=4) == ["small"]
 
 
+def test_many_of_one_shape_hide_nobody_either(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claim, "MOST_MARKED", 1)
+    monkeypatch.setattr(claim, "MOST_LOOKS", 2)
+    add_machine(database, "vm-1", 1)
+    for n in range(8):
+        submit(database, f"big-{n}", gpus=2)
+    submit(database, "small", gpus=1)
+    assert claimed_ids(database, limit=2) == ["small"]
+
+
 def test_jobs_of_one_shape_wait_together(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,14 +9,12 @@ from typing import Any
 import httpx2
 import pytest
 
-from groupwise.fleet import keys
 from groupwise.fleet.client import FleetAway, FleetClient
 from groupwise.fleet.database import Database
 from groupwise.fleet.logs import append, make
 from groupwise.fleet.settings import FleetPlace
 from groupwise.fleet.states import JobStatus
-from groupwise.fleet.tables import Job
-from groupwise.wire.keys import Role
+from groupwise.fleet.tables import ApiKey, Job
 from groupwise.wire.problems import Refusal
 from tests.fleet_api import api, place_in
 
@@ -258,8 +256,13 @@ def test_a_key_that_is_revoked_or_too_old_is_none(
         fleet.revoke_key(made["key_id"])
         with refused("unauthorised"):
             client.jobs()
-    old = database.run(lambda s: keys.make(s, Role.ADMIN, actor="test", lasts=-1.0))
-    with FleetClient(url, old.key) as client, refused("unauthorised"):
+    old = fleet.make_key("admin", seconds=3600.0)
+
+    def age(session: Any) -> None:
+        session.get(ApiKey, old["key_id"]).expires_at = 1.0
+
+    database.run(age)
+    with FleetClient(url, old["key"]) as client, refused("unauthorised"):
         client.jobs()
     with refused("unknown_key"):
         fleet.revoke_key("nobody")

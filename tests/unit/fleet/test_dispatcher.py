@@ -81,7 +81,7 @@ async def test_jobs_run_to_their_ends(rig: Rig) -> None:
     assert rig.job("bad").failure_reason == "crashed: exit code 3 (retries: all 2 used)"
     assert (rig.job("wrong").exit_code, rig.job("wrong").retry_count) == (2, 0)
     assert rig.fetched.logs["bad", epoch_of(rig, "bad")] == b"Traceback\nKeyError: 'x'\n"
-    assert said(rig, "job.failed")[0]["tail"].startswith("Traceback")
+    assert "Traceback" in {detail["tail"].partition("\n")[0] for detail in said(rig, "job.failed")}
 
 
 async def test_more_jobs_than_gpus_take_turns(rig: Rig) -> None:
@@ -249,19 +249,24 @@ async def test_a_file_that_the_control_side_has_lost_is_no_fault_of_machines(rig
 async def test_secrets_travel_beside_the_launch_and_are_nowhere_in_the_database(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FLEET_TEST_TOKEN", "canary-4711")
+    monkeypatch.setenv("HF_TOKEN", "canary-4711")
     async with running(rig.dispatcher()):
-        rig.submit("job", secrets={"TOKEN": "env:FLEET_TEST_TOKEN"})
+        rig.submit("job", secrets={"TOKEN": "env:HF_TOKEN"})
         await rig.until(rig.has("job", "completed"))
-        rig.submit("none", secrets={"TOKEN": "env:FLEET_TEST_NOTHING"})
+        rig.submit("none", secrets={"TOKEN": "env:WANDB_API_KEY"})
         await rig.until(rig.has("none", "failed"))
         await rig.until(rig.is_clean)
     sent = [c for host in rig.rack for c in host.calls if c.verb == "launch"]
     assert {"TOKEN": "canary-4711"} in [c.secrets for c in sent]
     assert "canary-4711" not in repr(sent)
-    assert "FLEET_TEST_NOTHING" in str(rig.job("none").failure_reason)
-    assert rig.database.engine.url.database is not None
-    assert b"canary-4711" not in Path(rig.database.engine.url.database).read_bytes()
+    assert "WANDB_API_KEY" in str(rig.job("none").failure_reason)
+    assert b"canary-4711" not in b"".join(f.read_bytes() for f in files_of(rig))
+
+
+def files_of(rig: Rig) -> list[Path]:
+    """Of the database, with what SQLite keeps beside it."""
+    path = Path(str(rig.database.engine.url.database))
+    return list(path.parent.glob(f"{path.name}*"))
 
 
 # silence
@@ -304,17 +309,16 @@ async def test_a_launch_that_arrives_after_its_attempt_was_cancelled_begins_noth
     rig: Rig,
 ) -> None:
     for host in rig.rack:
-        host.fail("launch", Fault.LATE)
-        host.fail("status", Fault.UNREACHABLE, times=1)
+        host.fail("launch", Fault.LATE, times=1000)
     async with running(rig.dispatcher()):
         rig.submit("job")
         await rig.until(lambda: any(h._late for h in rig.rack))  # pyright: ignore[reportPrivateUsage]
         rig.cancel("job")
         await rig.until(rig.has("job", "cancelled"))
-        for host in rig.rack:
-            await host.deliver()
+        assert sum([await host.deliver() for host in rig.rack]) >= 1
         await rig.until(rig.is_clean)
     rig.judge()
+    assert rig.rack.running() == []
 
 
 async def test_a_machine_that_never_returns_holds_its_job_until_an_operator_says_so(
@@ -518,10 +522,10 @@ async def test_cancelling_before_anything_is_sent(rig: Rig) -> None:
     held = asyncio.Event()
 
     def hook(name: str, side: Side) -> None:
-        if name == "job.claim" and side is Side.AFTER and rig.job("job").status == "running":
-            if not held.is_set():
-                held.set()
-                rig.cancel("job")
+        claimed = name == "job.claim" and side is Side.AFTER and rig.has("job", "running")()
+        if claimed and not held.is_set():
+            held.set()
+            rig.cancel("job")
 
     rig.submit("job")
     async with running(rig.dispatcher(hook=hook)):
@@ -621,7 +625,7 @@ async def test_a_gang_of_which_one_launch_fails_is_released_whole(rig: Rig) -> N
     rig.rack.scripts["job"] = [LONG]
     async with running(rig.dispatcher()):
         rig.submit("job", resources=GANG)
-        await rig.until(lambda: rig.attempts("job") and rig.attempts("job")[0].cleanup == "clean")
+        await rig.until(lambda: [a.cleanup for a in rig.attempts("job")][:1] == ["clean"])
         rig.cancel("job")
         rig.rack["b"].foreign.clear()
         await rig.until(rig.has("job", "cancelled"))

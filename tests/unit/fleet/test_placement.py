@@ -26,6 +26,7 @@ from groupwise.fleet.placement import (
     MachineGPU,
     Placement,
     apply,
+    has_room,
     place,
     withhold,
 )
@@ -321,6 +322,8 @@ def test_a_place_is_found_whenever_there_is_one(
     assert isinstance(answer, Placement) == possible
     shuffled = [replace(m, gpus=_mixed(m.gpus, chance)) for m in _mixed(fleet, chance)]
     assert place(asked, shuffled, held_for_others=held) == answer
+    if isinstance(answer, Placement):
+        assert all(has_room(m) for m in fleet if any(m.vm_id == s.vm_id for s in answer.seats))
     if isinstance(answer, Blocked):
         assert answer.reasons
         assert all(answer.reasons)
@@ -381,6 +384,15 @@ def test_nothing_is_kept_for_what_can_never_run() -> None:
     fleet = [machine("a", 2), machine("b", 2, trouble="draining")]
     assert withhold(Resources(gpus=2, machines=2), fleet, job_id="big") == NOTHING_HELD
     assert withhold(Resources(gpus=3), fleet, job_id="big") == NOTHING_HELD
+
+
+def test_kept_is_where_least_is_missing() -> None:
+    fleet = [machine("a", 2), machine("b", 2, first=10), machine("c", 2, first=20)]
+    fleet[0] = with_gpu(with_gpu(fleet[0], 0, whole=True), 1, whole=True)
+    fleet[1] = with_gpu(fleet[1], 0, whole=True)
+    fleet[2] = with_gpu(with_gpu(fleet[2], 0, whole=True), 1, shares_mb=5)
+    assert set(withhold(Resources(gpus=2), fleet, job_id="big").gpus) == {10, 11}
+    assert set(withhold(Resources(gpus=1), fleet, job_id="one").gpus) == {11}
 
 
 def test_two_that_wait_keep_different_things() -> None:

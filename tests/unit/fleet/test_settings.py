@@ -41,7 +41,9 @@ def test_an_address_is_an_api() -> None:
 
 def test_a_file_is_no_folder_of_a_fleet(tmp_path: Path) -> None:
     (tmp_path / "f").touch()
-    with pytest.raises(ConfigError, match="is a file. GROUPWISE_FLEET and --fleet name the folder"):
+    with pytest.raises(
+        ConfigError, match=r"is a file\. GROUPWISE_FLEET and --fleet name the folder"
+    ):
         place(str(tmp_path / "f"))
 
 
@@ -61,7 +63,11 @@ def test_later_places_go_before_earlier_ones(tmp_path: Path) -> None:
     found = find(str(tmp_path), environment, {"requeue_seconds": 3.5})
     assert isinstance(found, FleetPlace)
     settings = found.settings
-    assert (settings.poll_seconds, settings.sweep_seconds, settings.requeue_seconds) == (1, 2.5, 3.5)
+    assert (settings.poll_seconds, settings.sweep_seconds, settings.requeue_seconds) == (
+        1,
+        2.5,
+        3.5,
+    )
 
 
 def test_a_url_in_the_environment_may_hold_a_password(tmp_path: Path) -> None:

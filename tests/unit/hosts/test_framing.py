@@ -20,6 +20,8 @@ from groupwise.hosts.framing import (
 )
 from groupwise.hosts.port import Answer, OutcomeUnknown, Request, RunnerRefused
 
+WORDS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
+
 
 def read(data: bytes) -> Answer:
     reader = AnswerReader()
@@ -51,9 +53,13 @@ def test_a_request_without_secrets_and_payload_says_nothing_of_them() -> None:
     assert body == {"protocol": PROTOCOL, "verb": "hello"}
 
 
+def words(size: int) -> st.SearchStrategy[str]:
+    return st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=size)
+
+
 @given(
     st.binary(max_size=60),
-    st.dictionaries(st.text(max_size=5), st.text(max_size=20), max_size=3),
+    st.dictionaries(words(5), words(20), max_size=3),
     st.binary(max_size=200),
     st.lists(st.integers(1, 40), max_size=20),
 )
@@ -109,6 +115,14 @@ def test_an_answer_that_is_no_object_is_none(document: bytes) -> None:
         read(f"GROUPWISE-ANSWER 1 {len(document)} {digest} 0\n".encode() + document)
 
 
+def test_what_no_database_takes_is_replaced() -> None:
+    said = {"tail": "a\0b\ud800c é", "more": [{"x\0": "\0"}, 1, None]}
+    assert read(answer_bytes(said)).body == {
+        "tail": "a\ufffdb?c é",
+        "more": [{"x\ufffd": "\ufffd"}, 1, None],
+    }
+
+
 def test_endless_noise_is_given_up() -> None:
     reader = AnswerReader()
     pieces = [struct.pack(">I", n) * 250 for n in range(MOST_NOISE // 1000 + 100)]
@@ -125,6 +139,14 @@ def test_a_refusal_is_raised_with_its_code() -> None:
     with pytest.raises(RunnerRefused, match="no room") as refused:
         accepted(Answer({"error": {"code": "disk_full", "message": "no room"}}))
     assert refused.value.code == "disk_full"
+
+
+def test_what_no_database_takes_does_not_come_through() -> None:
+    told = {"tail": "loss\0\0 \ud800 and \U0001f600", "of": [{"a\0": "plain \\\\u0000"}]}
+    assert read(answer_bytes(told)).body == {
+        "tail": "loss\ufffd\ufffd ? and \U0001f600",
+        "of": [{"a\ufffd": "plain \\\\u0000"}],
+    }
 
 
 def test_a_machine_without_python_has_done_nothing() -> None:

@@ -8,6 +8,7 @@
 6. A full disk costs an answer, never the truth: no torn file, no command without a record, no lost exit record.
 """
 
+import io
 import json
 import os
 import signal
@@ -212,6 +213,18 @@ def test_of_many_launches_and_voids_exactly_one_decides(here: Machine) -> None:
         assert [p.name for p in (here.root / "attempts").iterdir() if p.name.startswith(".")] == []
 
 
+@pytest.mark.parametrize("verb", ["launch", "void", "forget"])
+def test_who_decides_is_decided_by_one_at_a_time(
+    here: Machine, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    body = here.body(verb, **here.order("true"))
+    root = runner.Root(str(here.root))
+    monkeypatch.setattr(runner, "LOCK_PATIENCE", 0.05)
+    with root.job_lock("job"), pytest.raises(runner.Refusal, match="another request"):
+        runner.VERBS[verb](root, body, io.BytesIO())
+    assert here.status()["state"] == "absent"
+
+
 def test_of_many_epochs_at_once_the_highest_stands(here: Machine) -> None:
     orders = [here.order("sleep", "0.1", epoch=epoch) for epoch in (3, 9, 1, 7, 2)]
     calls = [here.begin(request(here.body("launch", **order))) for order in orders]
@@ -337,15 +350,26 @@ def test_a_pid_that_was_reused_is_not_killed(here: Machine, what: str) -> None:
             stranger.kill()
 
 
-def test_send_compares_before_it_signals() -> None:
-    with subprocess.Popen(["sleep", "60"]) as stranger:
-        found = runner.process(stranger.pid)
-        assert found is not None
-        runner.send(stranger.pid, found.ticks + 1, signal.SIGKILL)
-        assert stranger.poll() is None
-        runner.send(stranger.pid, found.ticks, signal.SIGKILL)
-        assert stranger.wait() == -signal.SIGKILL
-    runner.send(stranger.pid, found.ticks, signal.SIGKILL)
+@pytest.mark.parametrize("with_pidfd", [True, False])
+def test_send_compares_before_it_signals(monkeypatch: pytest.MonkeyPatch, with_pidfd: bool) -> None:
+    sent: list[int] = []
+    if with_pidfd:
+        monkeypatch.setattr(signal, "pidfd_send_signal", lambda _fd, signum: sent.append(signum))
+    else:
+        monkeypatch.delattr(os, "pidfd_open")  # as before Python 3.9
+        monkeypatch.setattr(os, "kill", lambda _pid, signum: sent.append(signum))
+    me = runner.process(os.getpid())
+    assert me is not None
+    runner.send(me.pid, me.ticks + 1, signal.SIGTERM)
+    assert sent == []
+    runner.send(me.pid, me.ticks, signal.SIGTERM)
+    assert sent == [signal.SIGTERM]
+
+
+def test_send_to_nobody() -> None:
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    runner.send(ended.pid, 1, signal.SIGKILL)
 
 
 def test_the_time_limit(here: Machine) -> None:
@@ -382,6 +406,84 @@ def test_the_deadman_ends_its_job(here: Machine) -> None:
     assert record["reason"] == "deadman"
 
 
+def test_a_command_whose_deadman_has_passed_never_begins(here: Machine) -> None:
+    """As when its files took longer to lay out: the job may be running elsewhere by then."""
+    here.sh("touch ../started", deadman=1e-6)
+    told = here.comes_to_without_contact("exited")
+    assert (told["pid"], told["exit"]["reason"], told["exit"]["code"]) == (None, "deadman", None)
+    assert not (here.folder() / "started").exists()
+
+
+def test_a_machine_that_slept_through_its_deadman_kills_at_once(here: Machine) -> None:
+    here.sh(f"trap '' TERM; echo > ready; {FOR_EVER}", deadman=3600, limits={"grace_seconds": 600})
+    here.written("ready")
+    runner.set_cell(str(here.folder() / "contact"), f"{runner.boot_clock() - 7200:.3f}")
+    supervisor = here.state()["supervisor"]
+    assert alive(supervisor)
+    # What it heard before is in its memory; a supervisor that was asleep itself has heard nothing else.
+    record = runner.Supervisor.reason(slept(here))
+    assert record is not None
+    assert record.reason == "deadman"
+    assert record.kill_at < time.monotonic()
+
+
+def slept(here: Machine) -> runner.Supervisor:
+    """One like that of the attempt, which knows only what the folder says."""
+    body = here.body("launch", **here.order("true", deadman=3600, limits={"grace_seconds": 600}))
+    order = runner.Order(runner.Root(str(here.root)), body)
+    made = runner.Supervisor(order, "", [0], 0, 0)
+    made.last_contact = 0.0
+    return made
+
+
+def test_a_service_manager_is_asked_for_a_scope(here: Machine) -> None:
+    if "cgroup" not in runner.methods():
+        pytest.skip("control groups of version 2 cannot be made here")
+    tool = here.home / "busctl"
+    v2 = runner.own_groups()["v2"]
+    told = here.home / "told"
+    tool.write_text(f"""#!{sys.executable}
+import os, sys
+words = sys.argv[1:]
+open({str(told)!r}, "w").write("\\n".join(words))
+folder = os.path.join({v2!r}, words[words.index("fail") - 1])
+os.makedirs(folder)
+pid = words[words.index("au") + 2]
+open(os.path.join(folder, "cgroup.procs"), "w").write(pid)
+""")
+    tool.chmod(0o755)
+    unit = f"groupwise-test-{os.getpid()}"
+    program = (
+        "import json, sys; sys.path[:0] = [sys.argv[1]]; import runner\n"
+        "scope = runner.enter_scope(sys.argv[2]); group = runner.make_group('inner', scope)\n"
+        "print(json.dumps([scope, runner.own_groups()['v2'], group.v2])); group.remove()\n"
+    )
+    folder = str(Path(runner.__file__).parent)
+    said = subprocess.run(
+        [sys.executable, "-Sc", program, folder, unit],
+        env={"PATH": f"{here.home}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    scope, own, inner = json.loads(said.stdout)
+    try:
+        assert scope == f"{v2}/{unit}.scope"
+        assert own == f"{scope}/supervisor"
+        assert inner == f"{scope}/inner"
+        words = told.read_text().splitlines()
+        assert words[:3] == ["call", "org.freedesktop.systemd1", "/org/freedesktop/systemd1"]
+        assert words[-9:-5] == ["2", "PIDs", "au", "1"]
+        assert words[-4:] == ["Delegate", "b", "true", "0"]
+    finally:
+        runner.remove_group(scope)
+
+
+def test_without_a_service_manager_there_is_no_scope(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert runner.enter_scope("groupwise-test") is None
+
+
 def test_the_wall_clock_does_not_matter() -> None:
     """Deadman, limits and heartbeats read the boot clock and the monotonic one: time.time() stands only in what people read."""
     text = Path(runner.__file__).read_text("utf-8")
@@ -409,6 +511,20 @@ def test_control_groups_go_with_the_attempt(here: Machine) -> None:
     (here.work() / "go").touch()
     here.comes_to("exited")
     until(lambda: not any(os.path.isdir(folder) for folder in folders), "their end")
+
+
+def test_a_control_group_of_a_supervisor_that_died_early_is_swept(here: Machine) -> None:
+    if "cgroup" not in runner.methods():
+        pytest.skip("control groups of version 2 cannot be made here")
+    root = runner.Root(str(here.root))
+    ours = runner.make_group(runner.unit_of(runner.Attempt(root, "job", 1)))
+    other = runner.make_group(runner.unit_of(runner.Attempt(runner.Root("/other"), "job", 1)))
+    try:
+        here.ask("sweep", keep=[])
+        assert [os.path.isdir(f) for f in ours.folders()] == [False] * len(ours.folders())
+        assert all(os.path.isdir(folder) for folder in other.folders())
+    finally:
+        other.remove()
 
 
 # --- a full disk --------------------------------------------------------------------------------

@@ -37,7 +37,12 @@ async def submit_job(
     accepted = await _as_asked(
         asked,
         lambda session: submission.submit_all(
-            session, asked.actor, [body], project=project, key=key
+            session,
+            asked.actor,
+            [body],
+            project=project,
+            key=key,
+            allowed=asked.serving.allowed,
         ),
     )
     asked.serving.doorbell.ring([accepted[0]["job_id"]])
@@ -49,7 +54,9 @@ async def plan_job(asked: AskedHere, body: JobRequest, project: Project = None) 
     return document(
         await _as_asked(
             asked,
-            lambda session: submission.plan(session, asked.actor, body, project=project),
+            lambda session: submission.plan(
+                session, asked.actor, body, project=project, allowed=asked.serving.allowed
+            ),
         )
     )
 
@@ -125,7 +132,9 @@ async def release_job(asked: AskedHere, job_id: str) -> Response:
 
 async def retry_job(asked: AskedHere, job_id: str) -> Response:
     """Begin a failed or cancelled job anew, from its last checkpoint where it has one."""
-    found = await asked.run(lambda session: jobs.retry(session, asked.actor, job_id))
+    found = await asked.run(
+        lambda session: jobs.retry(session, asked.actor, job_id, allowed=asked.serving.allowed)
+    )
     asked.serving.doorbell.ring([job_id])
     return document(found)
 

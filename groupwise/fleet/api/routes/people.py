@@ -6,9 +6,8 @@ from typing import Any
 
 from fastapi.responses import Response
 
-from groupwise.fleet import keys
 from groupwise.fleet.api.serving import AskedHere, document
-from groupwise.fleet.verbs import projects
+from groupwise.fleet.verbs import keys, projects
 from groupwise.fleet.verbs.projects import UNCHANGED
 from groupwise.http.declared import Route
 from groupwise.wire.fleet import KeyBody, ProjectBody
@@ -41,33 +40,27 @@ async def change_project(asked: AskedHere, name: str, body: ProjectBody) -> Resp
 
 async def list_keys(asked: AskedHere) -> Response:
     """All keys, by what is known of them; none can be used by it."""
-    asked.actor.require_all_projects("list keys")
-    return document(
-        await asked.read(lambda session: [keys.document(key) for key in keys.listed(session)])
-    )
+    return document(await asked.read(lambda session: keys.listing(session, asked.actor)))
 
 
 async def make_key(asked: AskedHere, body: KeyBody) -> Response:
     """Make one. Its text stands in this answer and nowhere else."""
-    asked.actor.require_all_projects("make a key")
     made = await asked.run(
         lambda session: keys.make(
             session,
-            keys.role_of(body.role),
-            actor=asked.actor.name,
-            projects=None if body.projects is None else frozenset(body.projects),
+            asked.actor,
+            body.role,
+            projects=body.projects,
             lasts=body.seconds,
             note=body.note,
         )
     )
-    return document({"key_id": made.id, "key": made.key}, 201)
+    return document(made, 201)
 
 
 async def revoke_key(asked: AskedHere, key_id: str) -> Response:
     """From the next request on nobody is known by it."""
-    asked.actor.require_all_projects("revoke a key")
-    await asked.run(lambda session: keys.revoke(session, key_id, actor=asked.actor.name))
-    return document({"key_id": key_id, "revoked": True})
+    return document(await asked.run(lambda session: keys.revoke(session, asked.actor, key_id)))
 
 
 ROUTES = (

@@ -69,7 +69,7 @@ async def list_events(
     def read(session: Session) -> list[dict[str, Any]]:
         return [event_document(event) for event in events.after(session, after, limit)]
 
-    return document(await asked.read(read))
+    return document(await asked.run(read))
 
 
 async def metrics(asked: AskedHere) -> Response:

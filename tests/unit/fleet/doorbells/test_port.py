@@ -33,6 +33,7 @@ IDS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}", fullmatch=True)
         (b"a" * 81, set()),
         (b"a" * (LARGEST + 1), set()),
         (b'["' + b"a" * LARGEST + b'"]', set()),
+        (b" " * LARGEST + b"a", set()),
         (b"NaN", {"NaN"}),
         (b"[1e999, NaN]", set()),
         ("jöb".encode(), set()),

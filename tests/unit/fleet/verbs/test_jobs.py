@@ -74,9 +74,7 @@ def test_all_about_a_job(small: Any) -> None:
     assert (found["name"], found["arguments"], found["waiting"]) == ("mine", ["true"], [])
     (attempt,) = found["attempts"]
     assert (attempt["epoch"], attempt["state"]) == (epoch, "running")
-    assert attempt["members"][0]["gpus"] == [
-        {"index": 0, "uuid": "GPU-vm-1-0", "share_mb": None}
-    ]
+    assert attempt["members"][0]["gpus"] == [{"index": 0, "uuid": "GPU-vm-1-0", "share_mb": None}]
 
 
 def test_a_job_that_waits_says_why(small: Any) -> None:
@@ -165,7 +163,7 @@ def test_hold_and_release(small: Any, status: str) -> None:
 @pytest.mark.parametrize("status", ["running", *FINAL])
 def test_only_a_job_that_waits_is_held(small: Any, status: str) -> None:
     job = small.job(status)
-    with pytest.raises(Refusal, match="only a job that waits|nothing to hold"):
+    with pytest.raises(Refusal, match=r"only a job that waits|nothing to hold"):
         small.do(jobs.hold, job)
     with pytest.raises(Refusal, match="not held"):
         small.do(jobs.release, job)

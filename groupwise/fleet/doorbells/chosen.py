@@ -1,0 +1,36 @@
+"""Which doorbells a fleet has: the one of its folder always, PostgreSQL's where it has that, NATS where its settings name it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from groupwise.fleet.database import Database
+from groupwise.fleet.doorbells.local import LocalDoorbell
+from groupwise.fleet.doorbells.nats import NatsDoorbell, access_from
+from groupwise.fleet.doorbells.port import Doorbell
+from groupwise.fleet.doorbells.postgres import PostgresDoorbell
+from groupwise.fleet.doorbells.several import SeveralDoorbells
+
+
+def doorbell_of(
+    folder: Path, database: Database, nats_url: str | None, environment: Mapping[str, str]
+) -> SeveralDoorbells:
+    """All of them as one. The secrets of NATS come from the environment, see `access_from`."""
+    doorbells: list[Doorbell] = [LocalDoorbell(folder)]
+    if database.dialect == "postgresql":
+        doorbells.append(PostgresDoorbell(database.connection_arguments()))
+    if nats_url is not None:
+        doorbells.append(NatsDoorbell(access_from(nats_url, environment)))
+    return SeveralDoorbells(doorbells)
+
+
+def ring_and_leave(doorbell: Doorbell, job_ids: Iterable[str]) -> None:
+    """For a command that ends right after: ring, and give what is sent a moment to go out."""
+
+    async def ring() -> None:
+        doorbell.ring(job_ids)
+        await doorbell.close()
+
+    asyncio.run(ring())

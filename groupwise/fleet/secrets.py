@@ -1,0 +1,160 @@
+"""Secrets of jobs: which variables and files of the control machine a job may be given, and their values.
+
+A job names its secrets (`env:HF_TOKEN`, `file:/etc/groupwise/secrets/token`) and the dispatcher reads them where it runs, with its own
+rights. So whoever runs the fleet says which there are to be had, by patterns (`allowed_secrets` of the settings); a submitter only
+chooses among them. That is looked at twice: when a job is admitted, for an answer at once, and when a value is read, since a row may
+have changed since, and a link may lead elsewhere than its name says. No message of either ever holds a value.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+SETTING = "allowed_secrets"
+VARIABLES = ("env:HF_TOKEN", "env:WANDB_API_KEY", "env:OPENAI_API_KEY")
+FOLDER = "file:secrets/*"
+"""Files directly in `secrets` of the fleet's folder."""
+BY_DEFAULT = (*VARIABLES, FOLDER)
+MOST_BYTES = 64 * 1024
+"""Of a value: it becomes a variable of an environment."""
+
+_VARIABLE = re.compile(r"[A-Za-z_*?][A-Za-z0-9_*?]*")
+_WILD = re.compile(r"[*?\[]")
+
+Secrets = Callable[[Mapping[str, str]], Mapping[str, str]]
+"""Variable → reference, to variable → value."""
+
+
+class SecretMissing(Exception):
+    """A reference leads nowhere, or where no job may look; the message names it, and never a value."""
+
+
+def pattern_problems(pattern: str) -> list[str]:
+    """What is wrong with one of the operator's patterns, in words."""
+    kind, _, what = pattern.partition(":")
+    if kind == "env" and _VARIABLE.fullmatch(what):
+        return []
+    if kind == "file" and what and _is_plain(what.removeprefix("/")):
+        return []
+    return [
+        f"{pattern!r} is no pattern of secrets: write env:NAME or file:PATH, with `*` for any letters of a name or of one part of a path"
+    ]
+
+
+def _is_plain(path: str) -> bool:
+    """No part of it leads elsewhere than it says."""
+    return "\0" not in path and all(part not in ("", ".", "..") for part in path.split("/"))
+
+
+@dataclass(frozen=True, slots=True)
+class AllowedSecrets:
+    """What jobs of one fleet may name."""
+
+    patterns: Sequence[str] = VARIABLES
+    folder: Path | None = None
+    """Of the fleet: patterns of files that are not absolute are meant to begin there."""
+
+    def problems(self, references: Mapping[str, str]) -> list[str]:
+        """Which of these secrets a job may not have, by the words of the references alone."""
+        return [
+            f"secret {name}: {refusal}"
+            for name, reference in references.items()
+            if (refusal := self._refusal(reference)) is not None
+        ]
+
+    def read(self, references: Mapping[str, str]) -> dict[str, str]:
+        """The values; a last end of line of a file is no part of one. Raises SecretMissing."""
+        return {name: self._value(name, reference) for name, reference in references.items()}
+
+    def _refusal(self, reference: str) -> str | None:
+        kind, _, what = reference.partition(":")
+        if kind == "env" and any(fnmatchcase(what, each) for each in self._of_kind("env")):
+            return None
+        if kind == "file" and what.startswith("/") and _is_plain(what[1:]) and self._named(what):
+            return None
+        return self._not_allowed(reference)
+
+    def _not_allowed(self, reference: str) -> str:
+        there = ", ".join(self.patterns) or "nothing"
+        where = "" if self.folder is None else f" in {self.folder}/fleet.yaml"
+        return (
+            f"{reference[:200]!r} is not among what jobs of this fleet may be given: {there}. Whoever runs the fleet adds it to "
+            f"{SETTING}{where}, and starts its processes anew."
+        )
+
+    def _of_kind(self, kind: str) -> Iterator[str]:
+        return (what for each in self.patterns for k, _, what in (each.partition(":"),) if k == kind)
+
+    def _files(self) -> Iterator[str]:
+        """Patterns of absolute paths."""
+        for each in self._of_kind("file"):
+            if each.startswith("/"):
+                yield each
+            elif self.folder is not None:
+                yield f"{self.folder}/{each}"
+
+    def _named(self, path: str) -> list[str]:
+        """The patterns that a path is meant by."""
+        return [each for each in self._files() if _matches(path, each)]
+
+    def _value(self, name: str, reference: str) -> str:
+        if (refusal := self._refusal(reference)) is not None:
+            raise SecretMissing(f"secret {name}: {refusal}")
+        kind, _, where = reference.partition(":")
+        value = os.environ.get(where) if kind == "env" else self._content(name, where)
+        if value is None or "\0" in value:
+            raise SecretMissing(
+                f"secret {name} is to be read from {reference}, and there is no text that can be read on the control machine"
+            )
+        return value
+
+    def _content(self, name: str, path: str) -> str | None:
+        """Of a file that lies where its name says: links are followed only within the folder that a pattern names."""
+        try:
+            real = os.path.realpath(path, strict=True)
+            if not any(_is_below(real, _root(each)) for each in self._named(path)):
+                raise SecretMissing(
+                    f"secret {name}: {path} is a link that leads out of the folder that {SETTING} names; put the file itself there"
+                )
+            return _text(real)
+        except (OSError, ValueError):  # ValueError: no text, or a path that cannot be one
+            return None
+
+
+UNLESS_TOLD = AllowedSecrets()
+"""For whoever does not know the fleet's settings; no file is among it."""
+
+
+def _matches(path: str, pattern: str) -> bool:
+    """Part by part, so that `*` is one name and never a path."""
+    parts, patterns = path.split("/"), pattern.split("/")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+
+
+def _root(pattern: str) -> str:
+    """The folder above the first part that is not written out; it is the operator's own, and may be a link."""
+    parts = pattern.split("/")[:-1]
+    fixed = next((n for n, part in enumerate(parts) if _WILD.search(part)), len(parts))
+    return os.path.realpath("/".join(parts[:fixed]) or "/")
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return os.path.commonpath((path, folder)) == folder
+
+
+def _text(path: str) -> str:
+    """ValueError where it is not text; OSError where it is no file that can be read as a whole."""
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(file, "rb") as opened:
+        if not stat.S_ISREG(os.fstat(file).st_mode):
+            raise OSError("it is no file")
+        data = opened.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise OSError("it is too long for a variable")
+    return data.decode().removesuffix("\n")

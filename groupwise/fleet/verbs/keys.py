@@ -1,0 +1,77 @@
+"""Keys of the fleet's HTTP interface: made, listed and revoked by who is bound to no project; only their hashes are kept.
+
+The form of a key is that of `groupwise.wire.keys`. What is added here is for which projects it is, and until when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from groupwise.fleet import events
+from groupwise.fleet.database import seconds
+from groupwise.fleet.tables import ApiKey
+from groupwise.fleet.verbs.actor import Actor
+from groupwise.fleet.verbs.documents import Document, key_document
+from groupwise.wire.keys import Role, new_key
+from groupwise.wire.problems import Refusal
+
+ROLES: Mapping[str, Role] = {"read": Role.READ, "act": Role.ACT, "admin": Role.ADMIN}
+"""As a fleet calls them."""
+
+
+def make(
+    session: Session,
+    actor: Actor,
+    role: str,
+    *,
+    projects: Sequence[str] | None = None,
+    lasts: float | None = None,
+    note: str | None = None,
+) -> Document:
+    """A key that nobody has; its text stands under `key` in this document and nowhere else. `lasts`: seconds; None: until revoked."""
+    actor.require_all_projects("make a key")
+    if role not in ROLES:
+        raise Refusal("invalid_request", f"{role!r} is no role; there are {', '.join(ROLES)}.")
+    if lasts is not None and lasts <= 0:
+        raise Refusal("invalid_request", f"a key that lasts {lasts:g} seconds is none.")
+    made, now = new_key(ROLES[role]), seconds(session)
+    bound = None if projects is None else sorted(set(projects))
+    row = ApiKey(
+        key_id=made.id,
+        role=role,
+        digest=made.digest,
+        projects=bound,
+        note=note,
+        created_at=now,
+        expires_at=None if lasts is None else now + lasts,
+    )
+    session.add(row)
+    _tell(session, actor, events.KEY_MADE, {"key_id": made.id, "role": role, "projects": bound})
+    return key_document(row) | {"key": made.key}
+
+
+def revoke(session: Session, actor: Actor, key_id: str) -> Document:
+    """From the next request on nobody is known by it. Raises `unknown_key`."""
+    actor.require_all_projects("revoke a key")
+    key = session.get(ApiKey, key_id, with_for_update=True)
+    if key is None:
+        known = ", ".join(session.scalars(select(ApiKey.key_id).order_by(ApiKey.key_id))) or "none"
+        raise Refusal("unknown_key", f"there is no key {key_id!r}; there are: {known}.")
+    if key.revoked_at is None:
+        key.revoked_at = seconds(session)
+        _tell(session, actor, events.KEY_REVOKED, {"key_id": key_id})
+    return key_document(key)
+
+
+def listing(session: Session, actor: Actor) -> list[Document]:
+    """What is known of all of them, the newest first; none can be used by it."""
+    actor.require_all_projects("list keys")
+    rows = session.scalars(select(ApiKey).order_by(ApiKey.created_at.desc(), ApiKey.key_id))
+    return [key_document(key) for key in rows]
+
+
+def _tell(session: Session, actor: Actor, kind: str, detail: Document) -> None:
+    events.append(session, actor=actor.name, kind=kind, detail=detail)

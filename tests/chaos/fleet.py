@@ -1,0 +1,506 @@
+"""A whole fleet of real parts, for tests that are cruel to it: PostgreSQL, NATS, machines with sshd, and every role a process of its own.
+
+The test process is the operator, the clients and fate. It writes down what it does, trainers (`trainer.py`) write down what they do, and
+`history.py` puts both together with what the fleet says, to be judged. Everything that is started ends with the test process, however that
+ends: each child has asked the kernel for it, and the machines are namespaces below one.
+
+    with real_fleet(machines=3, gpus=2) as fleet:
+        fleet.start()
+        job = fleet.submit([{"steps": 5}])
+        fleet.until(lambda: fleet.status(job) == "completed", 30, "the job")
+
+All of it lies in a network that only the thread which came here is in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sqlalchemy import func, select, update
+from sqlalchemy.orm import Session
+
+from groupwise.fleet import admission, database as databases
+from groupwise.fleet.database import Database
+from groupwise.fleet.request import from_document
+from groupwise.fleet.states import FINAL, AttemptState, Cleanup
+from groupwise.fleet.tables import GPU, VM, Attempt, Job, Reservation
+from groupwise.fleet.verbs import jobs as job_verbs
+from groupwise.fleet.verbs import machines as machine_verbs
+from groupwise.fleet.verbs.actor import Actor
+from groupwise.hosts.files import BlobStore
+from tests import nats, postgres, ssh_hosts
+from tests.nats import Nats
+from tests.postgres import Postgres
+from tests.ssh_hosts import FullHost
+
+T = TypeVar("T")
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+TRAINER = HERE / "trainer.py"
+CONTROL = HERE / "control.py"
+ROLES = {
+    "dispatcher-1": "dispatcher",
+    "dispatcher-2": "dispatcher",
+    "poller": "poller",
+    "requeue": "requeue",
+    "tracker": "tracker",
+}
+QUICK = {
+    "POLL_SECONDS": "1",
+    "SWEEP_SECONDS": "0.5",
+    "REQUEUE_SECONDS": "3",
+    "LEASE_SECONDS": "4",
+}
+BEGINS = "--- begins"
+LEASE = float(QUICK["LEASE_SECONDS"])
+OPERATOR = Actor("user:test")
+SECONDS = 60.0
+"""For a process to begin or to end, on a machine with other work."""
+
+
+def dies_with_us() -> list[str]:
+    """Before a command: the kernel ends it when this process ends."""
+    program = shutil.which("setpriv", path=ssh_hosts.PLACES)
+    assert program is not None
+    return [program, "--pdeathsig", "KILL", "--"]
+
+
+class _MortalPostgres(Postgres):
+    """One that ends with the test."""
+
+    def _popen(self, command: list[str | Path]) -> subprocess.Popen[bytes]:
+        return super()._popen([*dies_with_us(), *command])
+
+
+class Control:
+    """One process of the control plane."""
+
+    def __init__(self, name: str, role: str, folder: Path, environment: Mapping[str, str]) -> None:
+        self.name = name
+        self.role = role
+        self.environment = dict(environment)
+        self.path = folder / f"{name}.log"
+        self.frozen = False
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, **further: str) -> None:
+        """`further`: variables of its environment for this life."""
+        assert not self.is_there(), self.name
+        script = [str(CONTROL)] if further else ["-m", "groupwise"]
+        with self.path.open("ab") as output:
+            output.write(f"{BEGINS}\n".encode())
+            output.flush()
+            self._process = subprocess.Popen(
+                [*dies_with_us(), sys.executable, *script, "fleet", self.role],
+                env={**self.environment, **further},
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self.frozen = False
+
+    def is_there(self) -> bool:
+        """Whether it runs, frozen or not."""
+        return self._process is not None and self._process.poll() is None
+
+    def kill(self) -> None:
+        """`kill -9`."""
+        self._send(signal.SIGKILL)
+        self._wait()
+
+    def stop(self) -> int:
+        """As an operator would; its exit code."""
+        if self.frozen:
+            self.thaw()
+        self._send(signal.SIGTERM)
+        return self._wait()
+
+    def freeze(self) -> None:
+        """It does nothing and knows nothing of it, as when its machine is suspended."""
+        self._send(signal.SIGSTOP)
+        self.frozen = True
+
+    def thaw(self) -> None:
+        """The end of `freeze`."""
+        self._send(signal.SIGCONT)
+        self.frozen = False
+
+    def died(self) -> int | None:
+        """Its exit code, where it has ended."""
+        return None if self._process is None else self._process.poll()
+
+    def log(self) -> str:
+        """What it has said, in all its lives."""
+        return self.path.read_text(errors="replace")
+
+    def said(self) -> list[str]:
+        """Lines of its last life."""
+        return self.log().rpartition(f"{BEGINS}\n")[2].splitlines()
+
+    def _send(self, signum: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(signum)
+
+    def _wait(self) -> int:
+        assert self._process is not None
+        return self._process.wait(SECONDS)
+
+
+class RealFleet:
+    """All parts, what is done to them, and what was done."""
+
+    def __init__(
+        self,
+        folder: Path,
+        server: Postgres,
+        messages: Nats,
+        hosts: Sequence[FullHost],
+        gpus: int,
+    ) -> None:
+        self.folder = folder
+        self.postgres = server
+        self.nats = messages
+        self.hosts = {host.name: host for host in hosts}
+        self.gpus = gpus
+        self.records: list[dict[str, Any]] = []
+        """What this process did, and was told."""
+        self.clock_offset = time.time() - time.monotonic()
+        self.history = folder / "history"
+        self.history.mkdir()
+        self.history.chmod(0o1777)
+        self.place = folder / "fleet"
+        self.place.mkdir()
+        self.database_url = server.new_database()
+        self.database: Database = databases.connect(self.database_url)
+        databases.migrate(self.database)
+        self.blobs = BlobStore(self.place / "blobs")
+        self.trainer = self.blobs.put_file(TRAINER)
+        self.controls = {
+            name: Control(name, role, folder, self._environment()) for name, role in ROLES.items()
+        }
+        self._numbers = 0
+
+    def _environment(self) -> dict[str, str]:
+        settings = {f"GROUPWISE_FLEET_{name}": value for name, value in QUICK.items()}
+        return {
+            "PATH": os.environ["PATH"],
+            "HOME": str(self.folder),
+            "LANG": "C.UTF-8",
+            "PYTHONPATH": str(ROOT),
+            "GROUPWISE_FLEET": str(self.place),
+            "GROUPWISE_FLEET_DATABASE": self.database_url,
+            "GROUPWISE_FLEET_NATS_URL": self.nats.url,
+            "NATS_TOKEN": nats.TOKEN,
+            **settings,
+        }
+
+    # what is done
+
+    def record(self, what: str, **facts: Any) -> None:
+        """Into the history, as having happened now."""
+        self.records.append({"at": time.monotonic(), "what": what, **facts})
+
+    def add_machines(self) -> None:
+        """A row for each; the poller does the rest."""
+        for host in self.hosts.values():
+            host.gpus(self.gpus)
+        rows = [host.vm_row() for host in self.hosts.values()]
+        self.database.run(lambda s: s.add_all(VM(**row) for row in rows))
+
+    def start(self, *names: str) -> None:
+        """These processes, or all that are not there."""
+        for name in names or self.controls:
+            if not self.controls[name].is_there():
+                self.controls[name].start()
+
+    def until_polled(self) -> None:
+        """All machines with their GPUs are known."""
+        wanted = len(self.hosts) * self.gpus
+        counted = select(func.count()).select_from(GPU).where(GPU.observed == "ok")
+        self.until(lambda: self.look(lambda s: s.scalar(counted)) == wanted, SECONDS, "all GPUs")
+
+    def submit(
+        self, plays: Sequence[Mapping[str, Any]], *, job_id: str | None = None, **request: Any
+    ) -> str:
+        """A job whose attempts do these one after the other. It is accepted when this returns."""
+        job = job_id or self.new_id()
+        document = self.document(plays, **request)
+        self.database.run(lambda s: self.admit(s, job, document))
+        self.record("accepted", job=job, **_facts(document))
+        return job
+
+    def new_id(self) -> str:
+        """One that no job has."""
+        self._numbers += 1
+        return f"j{self._numbers}"
+
+    def document(self, plays: Sequence[Mapping[str, Any]], **request: Any) -> dict[str, Any]:
+        """What a submitter says."""
+        share = request.get("resources", {}).get("share_mb")
+        told = [{**play, "share_mb": share} for play in plays]
+        argument = json.dumps({"history": str(self.history), "plays": told})
+        entry = [self.trainer.sha256, 0o644, self.trainer.size]
+        return {
+            "arguments": ["python3", "-S", "trainer.py", argument],
+            "files": {"trainer.py": entry},
+            "resources": {"gpus": 1},
+            "limits": {"grace_seconds": 1.0},
+            **request,
+        }
+
+    def admit(self, session: Session, job: str, document: Mapping[str, Any]) -> None:
+        """Within a transaction; the same once more is the same job."""
+        wanted = from_document(document)
+        admission.submit(
+            session,
+            wanted,
+            actor=OPERATOR.name,
+            project="default",
+            job_id=job,
+            idempotency_key=f"key-{job}",
+        )
+
+    def verb(self, name: str, job: str) -> None:
+        """cancel, hold, release or retry; refusals come through."""
+        if name == "cancel":
+            self.record("cancel_requested", job=job)
+        verb = getattr(job_verbs, name)
+        self.database.run(lambda s: verb(s, OPERATOR, job) and None)
+
+    def lose(self, vm: str) -> None:
+        """`fleet vm lost`."""
+        self.record("lost", vm=vm)
+        self.database.run(lambda s: machine_verbs.lost(s, OPERATOR, vm) and None)
+
+    def power_off(self, vm: str) -> None:
+        """All that runs there is gone, and nobody is told."""
+        self.hosts[vm].power_loss()
+        self.record("power_off", vm=vm)
+
+    def no_pauses(self) -> None:
+        """Jobs that wait before they are tried again need not wait any longer: minutes of a real fleet are seconds here."""
+        self.database.run(
+            lambda s: s.execute(
+                update(Job).where(Job.status == "queued", Job.not_before > 0).values(not_before=0.0)
+            )
+        )
+
+    # what is seen
+
+    def look(self, fn: Callable[[Session], T]) -> T:
+        """At the database."""
+        return self.database.read(fn)
+
+    def status(self, job: str) -> str:
+        """Of a job."""
+        return str(self.look(lambda s: s.get_one(Job, job).status))
+
+    def epochs(self, job: str) -> list[int]:
+        """Of its attempts."""
+        query = select(Attempt.epoch).where(Attempt.job_id == job).order_by(Attempt.epoch)
+        return self.look(lambda s: list(s.scalars(query)))
+
+    def unfinished(self) -> list[str]:
+        """Whatever of jobs, attempts and reservations is still open, in words."""
+
+        def find(session: Session) -> list[str]:
+            jobs = session.execute(
+                select(Job.job_id, Job.status, Job.blocked_reasons)
+                .where(Job.status.not_in(FINAL))
+                .order_by(Job.job_id)
+            )
+            attempts = session.execute(
+                select(
+                    Attempt.job_id,
+                    Attempt.epoch,
+                    Attempt.state,
+                    Attempt.cleanup,
+                    Attempt.contact,
+                    Attempt.owner,
+                )
+                .where(
+                    (Attempt.state != AttemptState.ENDED) | (Attempt.cleanup != Cleanup.CLEAN)
+                )
+                .order_by(Attempt.epoch)
+            )
+            held = session.scalar(
+                select(func.count())
+                .select_from(Reservation)
+                .where(Reservation.released_at.is_(None))
+            )
+            return [
+                *(f"{job} is {status} {reasons or ''}" for job, status, reasons in jobs),
+                *(" ".join(map(str, row)) for row in attempts),
+                *([f"{held} reservations"] if held else []),
+            ]
+
+        return self.look(find)
+
+    def until(self, condition: Callable[[], Any], seconds: float, what: str) -> Any:
+        """Its first true value."""
+        end = time.monotonic() + seconds
+        while True:
+            found = condition()
+            if found:
+                return found
+            if time.monotonic() > end:
+                raise AssertionError(
+                    f"waited {seconds:g} s in vain for {what}: {self.unfinished()}\n{self.logs()}"
+                )
+            time.sleep(0.05)
+
+    def told(self, job: str | None = None) -> list[dict[str, Any]]:
+        """What trainers wrote down, of one job or of all, in the order of time."""
+        found: list[dict[str, Any]] = []
+        for path in self.history.glob("*.jsonl" if job is None else f"{job}.*.jsonl"):
+            for line in path.read_bytes().split(b"\n")[:-1]:
+                found.append(json.loads(line))
+        return sorted(found, key=lambda r: r["at"])
+
+    def happened(self, job: str, what: str) -> list[dict[str, Any]]:
+        """Such records of its trainers."""
+        return [record for record in self.told(job) if record["what"] == what]
+
+    def trainers(self) -> dict[int, dict[str, Any]]:
+        """Commands that are alive now: process id out here → their `start`."""
+        begun = {(r["vm"], r["pid"]): r for r in self.told() if r["what"] == "start"}
+        found: dict[int, dict[str, Any]] = {}
+        for vm, host in self.hosts.items():
+            for pid in host.processes() if host.is_on() else ():
+                record = begun.get((vm, inner_pid(pid)))
+                name = record and f"{record['job']}.{record['epoch']}"
+                if record and name == attempt_of(pid):
+                    found[pid] = record
+        return found
+
+    def marked(self) -> list[str]:
+        """Every process of any attempt that is alive now."""
+        return [
+            f"{attempt} has process {pid} on {vm}"
+            for vm, host in self.hosts.items()
+            if host.is_on()
+            for pid in host.processes()
+            if (attempt := attempt_of(pid))
+        ]
+
+    def logs(self) -> str:
+        """The last words of all control processes."""
+        return "\n".join(
+            f"--- {name}\n" + "\n".join(control.log().splitlines()[-40:])
+            for name, control in self.controls.items()
+            if control.path.exists()
+        )
+
+    def end(self) -> None:
+        """All control processes."""
+        for control in self.controls.values():
+            if control.is_there():
+                control.kill()
+        self.database.close()
+
+
+def _facts(document: Mapping[str, Any]) -> dict[str, Any]:
+    limit = document.get("limits", {}).get("time_seconds")
+    return {} if limit is None else {"time_limit": limit}
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# Processes, as they are seen from out here
+# ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+def inner_pid(pid: int) -> int | None:
+    """As the process itself knows its number; None where it has gone."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("NSpid:"):
+                return int(line.split()[-1])
+    return None
+
+
+def attempt_of(pid: int) -> str | None:
+    """Which attempt a process belongs to; None: it is dead, or of none."""
+    with contextlib.suppress(OSError):
+        for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            name, _, value = variable.partition(b"=")
+            if name == b"GROUPWISE_ATTEMPT":
+                return value.decode()
+    return None
+
+
+def state_and_parent(pid: int) -> tuple[str, int]:
+    """`X` for one that is gone."""
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+        return words[0], int(words[1])
+    return "X", 0
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# All of it
+# ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def real_fleet(*, machines: int = 2, gpus: int = 2) -> Iterator[RealFleet]:
+    """A fleet of which no control process runs yet, with its machines on and known. Nothing is left of it afterwards."""
+    ssh_hosts.needed("setpriv")
+    root = os.environ.get("PYTEST_DEBUG_TEMPROOT")
+    folder = Path(tempfile.mkdtemp(prefix="groupwise-chaos-", dir=root))
+    folder.chmod(0o755)
+    try:
+        with (
+            ssh_hosts.own_network(),
+            _postgres(folder) as server,
+            _nats(folder) as messages,
+            ssh_hosts.full_hosts(machines) as hosts,
+        ):
+            fleet = RealFleet(folder, server, messages, hosts, gpus)
+            try:
+                fleet.add_machines()
+                yield fleet
+            finally:
+                fleet.end()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _postgres(folder: Path) -> Iterator[Postgres]:
+    place = folder / "postgres"
+    place.mkdir()
+    server = _MortalPostgres(postgres.needed(), place)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
+
+
+@contextlib.contextmanager
+def _nats(folder: Path) -> Iterator[Nats]:
+    place = folder / "nats"
+    place.mkdir()
+    program = place / "nats-server"
+    program.write_text(f'#!/bin/sh\nexec {" ".join(dies_with_us())} {nats.needed()} "$@"\n')
+    program.chmod(0o755)
+    server = Nats(str(program), place)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.end()

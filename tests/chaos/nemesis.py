@@ -1,0 +1,461 @@
+"""Fate and clients of a fleet, drawn from one seed: `Nemesis.run` is a time of trouble, and then everything is healed and must come to rest.
+
+    with real_fleet(machines=3, gpus=2) as fleet:
+        assert Nemesis(fleet, seed).run(seconds=60) == []
+
+Trouble is one blow at a time, each with an end of its own that comes a few seconds later: a process that is killed is started again, a
+machine that lost its power boots. Clients submit, cancel, hold, release, try again, send the same twice, and garbage. What the seed
+cannot draw is when things happen among many processes: the same seed deals the same blows, not the same run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import insert, select
+
+from groupwise.errors import RunError
+from groupwise.fleet.states import FINAL
+from groupwise.fleet.tables import GPU, VM, Job
+from groupwise.fleet.verbs import machines as machine_verbs
+from groupwise.wire.problems import Refusal
+from tests.chaos import history
+from tests.chaos.fleet import LEASE, OPERATOR, RealFleet, state_and_parent
+from tests.fleet_history import violations
+
+MOST_WAITING = 14
+"""Jobs that are not over; beyond that clients wait."""
+REST = 150.0
+"""Seconds in which a healed fleet has to finish everything."""
+MODES = (
+    *("n/a", "err", "lost", "lost_exit", "slow", "garbage", "truncated", "non_utf8"),
+    *("exit9", "exit15", "exit127", "no_mig_field", "empty", "apps_fail", "hang"),
+)
+
+
+class Nemesis:
+    """One run."""
+
+    def __init__(self, fleet: RealFleet, seed: int) -> None:
+        self.fleet = fleet
+        self.chance = random.Random(seed)
+        self.blows: Counter[str] = Counter()
+        self._ends: list[tuple[float, Callable[[], None]]] = []
+        self._down: set[str] = set()
+        """What is not as it should be: names of machines, processes and servers."""
+        self._jobs: list[str] = []
+        self._unsure: dict[str, dict[str, Any]] = {}
+        """Submitted, and nobody knows whether that was heard."""
+        self._submitted: dict[str, dict[str, Any]] = {}
+        self._by_hand: set[str] = set()
+        """Submitted by an INSERT."""
+
+    def run(self, seconds: float) -> list[str]:
+        """Trouble for so long, then rest; every promise that was broken."""
+        fleet = self.fleet
+        fleet.start()
+        fleet.until_polled()
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self._heal_what_is_due(time.monotonic())
+            self._client()
+            if self.chance.random() < 0.5:
+                self._blow()
+            time.sleep(self.chance.uniform(0.1, 0.6))
+        self._heal_what_is_due(float("inf"))
+        self._until_rest()
+        return self.judge()
+
+    def judge(self) -> list[str]:
+        """What is broken, once all is over."""
+        told = history.whole_history(self.fleet)
+        history.write(told, self.fleet.folder / "history.jsonl")
+        return [*violations(told, gpu_memory_mb=81_559), *self._complaints()]
+
+    def _complaints(self) -> list[str]:
+        """A control process may say that something cannot be reached, but never that it crashed."""
+        found: list[str] = []
+        for name, control in self.fleet.controls.items():
+            lines = control.log().splitlines()
+            for number, line in enumerate(lines):
+                if line.startswith("Traceback") or " crashed" in line:
+                    found.append(f"{name} said: {' | '.join(lines[max(0, number - 1) : number + 60])}")
+                    break
+        return found
+
+    def summary(self) -> str:
+        """What happened, in a few words."""
+        told = self.fleet.told()
+        starts = sum(r["what"] == "start" for r in told)
+        blows = ", ".join(f"{n} {name}" for name, n in self.blows.most_common())
+        return f"{len(self._jobs)} jobs, {starts} executions; {blows}"
+
+    # clients
+
+    def _client(self) -> None:
+        try:
+            self._settle_unsure()
+            waiting = [job for job in self._jobs if self.fleet.status(job) not in FINAL]
+            if len(waiting) < MOST_WAITING:
+                self._submit()
+            if self.chance.random() < 0.3 and self._jobs:
+                self._verb(self.chance.choice(waiting or self._jobs))
+            if self.chance.random() < 0.2:
+                self._message()
+            if self.chance.random() < 0.5:
+                self.fleet.no_pauses()
+        except RunError:
+            pass  # the database is away; whoever asks tries again
+
+    def _submit(self) -> None:
+        fleet, job = self.fleet, self.fleet.new_id()
+        document = fleet.document(self._plays(), **self._request())
+        self._submitted[job] = document
+        self._try_to_submit(job, document)
+
+    def _try_to_submit(self, job: str, document: dict[str, Any]) -> None:
+        fleet = self.fleet
+        self._unsure[job] = document
+        if self.chance.random() < 0.2:
+            self._by_hand.add(job)
+            row = {"job_id": job, "job_type": "COMMAND", "request": document}
+            fleet.database.run(lambda s: s.get(Job, job) or s.execute(insert(Job).values(**row)))
+        else:
+            fleet.database.run(lambda s: fleet.admit(s, job, document))
+        self._accepted(job, document)
+
+    def _accepted(self, job: str, document: dict[str, Any]) -> None:
+        del self._unsure[job]
+        limit = document["limits"].get("time_seconds")
+        told = {} if limit is None else {"time_limit": limit}
+        self.fleet.record("accepted", job=job, **told)
+        self._jobs.append(job)
+
+    def _settle_unsure(self) -> None:
+        """Once more what got no answer: it is the same job."""
+        for job, document in list(self._unsure.items()):
+            there = self.fleet.look(lambda s, job=job: s.get(Job, job) is not None)
+            if there:
+                self._accepted(job, document)
+            else:
+                self._try_to_submit(job, document)
+
+    def _plays(self) -> list[dict[str, Any]]:
+        chance = self.chance
+        plays: list[dict[str, Any]] = []
+        for _ in range(chance.choice([0, 0, 1, 2])):
+            plays.append({**self._play(), "code": chance.choice([1, 137, 64, 3])})
+        return [*plays, self._play()]
+
+    def _play(self) -> dict[str, Any]:
+        chance = self.chance
+        chunk = chance.choice([0, 80, 80, 5_000, 300_000])
+        return {
+            "steps": chance.choice([0, 1, 5, 20, 60]),
+            "pause": chance.choice([0.05, 0.1]),
+            "term": chance.choice(["exit", "exit", "graceful", "ignore"]),
+            "save": chance.choice([0, 0, 3]),
+            "child": chance.choice([None, None, None, None, "dies", "stays"]),
+            "log": chance.choice(["text", "binary"]),
+            "chunk": chunk,
+        }
+
+    def _request(self) -> dict[str, Any]:
+        chance = self.chance
+        resources = chance.choice(
+            [
+                {"gpus": 1},
+                {"gpus": 1},
+                {"gpus": 1},
+                {"gpus": 2},
+                {"gpus": 1, "machines": 2},
+                {"gpus": 1, "share_mb": 30_000},
+            ]
+        )
+        limits: dict[str, Any] = {"grace_seconds": chance.choice([0.5, 1.0])}
+        if chance.random() < 0.1:
+            limits["time_seconds"] = 2.0
+        request: dict[str, Any] = {"resources": resources, "limits": limits}
+        if chance.random() < 0.1:
+            request["hold"] = True
+        return request
+
+    def _verb(self, job: str) -> None:
+        name = self.chance.choice(["cancel", "cancel", "hold", "release", "retry", "again"])
+        try:
+            if name == "again":
+                if job not in self._by_hand:
+                    document = self._submitted[job]
+                    self.fleet.database.run(lambda s: self.fleet.admit(s, job, document))
+            else:
+                self.fleet.verb(name, job)
+        except Refusal:
+            pass  # it is not in the state for that
+        self.blows[name] += 1
+
+    def _message(self) -> None:
+        if "nats" in self._down:
+            return
+        known = self.chance.choice(self._jobs or ["none"]).encode()
+        payloads = [known, known, b"no-such-job", b"\xff\xfe\0", b"[]", b"", os.urandom(200)]
+        self.fleet.nats.publish("jobs.new", self.chance.choice(payloads))
+
+    # blows
+
+    def _blow(self) -> None:
+        blows = [
+            *[self._kill_control] * 3,
+            *[self._freeze_control] * 2,
+            self._kill_postgres,
+            self._kill_nats,
+            *[self._cut_off] * 2,
+            self._half_open,
+            self._reset,
+            *[self._power_loss] * 2,
+            self._lose,
+            *[self._kill_trainer] * 2,
+            self._kill_supervisor,
+            self._foreign_process,
+            *[self._strange_probe] * 2,
+        ]
+        blow = self.chance.choice(blows)
+        if blow():
+            self.blows[blow.__name__.lstrip("_")] += 1
+
+    def _later(self, name: str, seconds: float, heal: Callable[[], None]) -> None:
+        self._down.add(name)
+
+        def up() -> None:
+            heal()
+            self._down.discard(name)
+
+        self._ends.append((time.monotonic() + seconds, up))
+
+    def _heal_what_is_due(self, now: float) -> None:
+        due = [heal for at, heal in self._ends if at <= now]
+        self._ends = [(at, heal) for at, heal in self._ends if at > now]
+        for heal in due:
+            heal()
+
+    def _some(self, names: Any) -> str | None:
+        whole = [name for name in names if name not in self._down]
+        return self.chance.choice(whole) if whole else None
+
+    def _kill_control(self) -> bool:
+        name = self._some(self.fleet.controls)
+        if name is None:
+            return False
+        control = self.fleet.controls[name]
+        control.kill()
+        self.fleet.record("control_killed", name=name)
+        self._later(name, self.chance.uniform(0, 2 * LEASE), control.start)
+        return True
+
+    def _freeze_control(self) -> bool:
+        name = self._some(self.fleet.controls)
+        if name is None:
+            return False
+        control = self.fleet.controls[name]
+        control.freeze()
+        self.fleet.record("control_frozen", name=name)
+        self._later(name, self.chance.uniform(0.5, 2.5 * LEASE), control.thaw)
+        return True
+
+    def _kill_postgres(self) -> bool:
+        if "postgres" in self._down:
+            return False
+        self.fleet.postgres.kill()
+        self.fleet.record("postgres_killed")
+        time.sleep(self.chance.choice([0, 0.5, 2.0]))
+        self.fleet.postgres.start()
+        return True
+
+    def _kill_nats(self) -> bool:
+        if "nats" in self._down:
+            return False
+        self.fleet.nats.kill()
+        self.fleet.record("nats_killed")
+        self._later("nats", self.chance.uniform(0, 8), self.fleet.nats.start)
+        return True
+
+    def _cut_off(self) -> bool:
+        return self._network("partition", self.chance.choice([0.5, 3, 2 * LEASE]))
+
+    def _half_open(self) -> bool:
+        return self._network("half_open", self.chance.choice([0.5, 3, 2 * LEASE]))
+
+    def _reset(self) -> bool:
+        return self._network("reset", self.chance.choice([0.5, 3]))
+
+    def _network(self, how: str, seconds: float) -> bool:
+        name = self._some(self.fleet.hosts)
+        if name is None:
+            return False
+        host = self.fleet.hosts[name]
+        getattr(host, how)()
+        self.fleet.record("network", vm=name, how=how)
+
+        def heal() -> None:
+            host.heal()
+            self.fleet.record("network", vm=name, how="healed")
+
+        self._later(name, seconds, heal)
+        return True
+
+    def _power_loss(self) -> bool:
+        name = self._some(self.fleet.hosts)
+        if name is None:
+            return False
+        self.fleet.power_off(name)
+        self._later(name, self.chance.uniform(0, 2 * LEASE), lambda: self._boot(name))
+        return True
+
+    def _boot(self, name: str) -> None:
+        self.fleet.hosts[name].start()
+        self.fleet.record("boot", vm=name)
+
+    def _lose(self) -> bool:
+        """An operator gives a machine up that is only cut off, or has no power; it comes back all the same."""
+        name = self._some(self.fleet.hosts)
+        if name is None:
+            return False
+        host = self.fleet.hosts[name]
+        dead = self.chance.random() < 0.5
+        if dead:
+            self.fleet.power_off(name)
+        else:
+            host.partition()
+            self.fleet.record("network", vm=name, how="partition")
+        heal = (lambda: self._boot(name)) if dead else host.heal
+        self._later(name, self.chance.uniform(2, 2.5 * LEASE), heal)
+        try:
+            self.fleet.lose(name)
+        except RunError:
+            return False  # the database is away; whether it was heard does not matter, the record stands
+        return True
+
+    def _kill_trainer(self) -> bool:
+        """Unless it has just said that it stops: it is held still for a look at that."""
+        pid, record = self._some_trainer()
+        if pid is None:
+            return False
+        try:
+            os.kill(pid, signal.SIGSTOP)
+            while state_and_parent(pid)[0] not in "TX":
+                time.sleep(0.001)
+            name = f"{record['job']}.{record['epoch']}.{record['rank']}.jsonl"
+            if b'"stop"' in (self.fleet.history / name).read_bytes():
+                os.kill(pid, signal.SIGCONT)
+                return False
+            facts = {k: record[k] for k in ("job", "epoch", "rank", "vm")}
+            self.fleet.record("killed", **facts)
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def _kill_supervisor(self) -> bool:
+        pid, record = self._some_trainer()
+        if pid is None:
+            return False
+        parent = state_and_parent(pid)[1]
+        if "groupwise-super" not in _name_of(parent):
+            return False
+        facts = {k: record[k] for k in ("job", "epoch", "rank", "vm")}
+        self.fleet.record("supervisor_killed", **facts)
+        os.kill(parent, signal.SIGKILL)
+        return True
+
+    def _some_trainer(self) -> tuple[int | None, dict[str, Any]]:
+        alive = sorted(self.fleet.trainers().items())
+        return self.chance.choice(alive) if alive else (None, {})
+
+    def _foreign_process(self) -> bool:
+        name = self._some(self.fleet.hosts)
+        if name is None:
+            return False
+        host = self.fleet.hosts[name]
+        uuid = f"GPU-{name}-{self.chance.randrange(self.fleet.gpus)}"
+        host.gpus(self.fleet.gpus, apps=[{"uuid": uuid, "pid": 1, "used_mb": 900}])
+        self._later(name, self.chance.uniform(1, 6), lambda: self._sound(name))
+        return True
+
+    def _strange_probe(self) -> bool:
+        name = self._some(self.fleet.hosts)
+        if name is None:
+            return False
+        self.fleet.hosts[name].gpus(self.fleet.gpus, mode=self.chance.choice(MODES))
+        self._later(name, self.chance.uniform(1, 6), lambda: self._sound(name))
+        return True
+
+    def _sound(self, name: str) -> None:
+        self.fleet.hosts[name].gpus(self.fleet.gpus)
+
+    # rest
+
+    def _until_rest(self) -> None:
+        fleet = self.fleet
+        fleet.start()
+        fleet.record("healed")
+
+        def rested() -> bool:
+            try:
+                self._settle_unsure()
+                self._repair()
+                fleet.no_pauses()
+                return not fleet.unfinished()
+            except RunError:
+                return False
+
+        fleet.until(rested, REST, "rest")
+
+    def _repair(self) -> None:
+        """What an operator does: let go what was held, look at machines and GPUs that the fleet would not use any more."""
+
+        def find(session: Any) -> tuple[list[str], list[str], list[tuple[str, str]]]:
+            held = session.scalars(select(Job.job_id).where(Job.status == "held")).all()
+            cordoned = session.scalars(select(VM.vm_id).where(VM.cordoned.is_not(None))).all()
+            broken = session.execute(
+                select(GPU.vm_id, GPU.uuid).where(GPU.quarantined.is_not(None))
+            ).all()
+            return list(held), list(cordoned), [(vm, gpu) for vm, gpu in broken]
+
+        held, cordoned, broken = self.fleet.look(find)
+        for job in held:
+            self.fleet.verb("release", job)
+        run = self.fleet.database.run
+        for vm in cordoned:
+            run(lambda s, vm=vm: machine_verbs.uncordon(s, OPERATOR, vm) and None)
+        for vm, gpu in broken:
+            run(lambda s, vm=vm, g=gpu: machine_verbs.clear_quarantine(s, OPERATOR, vm, g) and None)
+
+
+def _name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text()
+    except OSError:
+        return ""
+
+
+def report(seed: int, seconds: float, nemesis: Nemesis, broken: list[str]) -> dict[str, Any]:
+    """As it is stored."""
+    return {
+        "seed": seed,
+        "seconds": seconds,
+        "blows": dict(nemesis.blows),
+        "summary": nemesis.summary(),
+        "broken": broken,
+    }
+
+
+def as_json(document: dict[str, Any]) -> str:
+    """For a file."""
+    return json.dumps(document, indent=1) + "\n"

@@ -1,0 +1,435 @@
+"""Several dispatchers on one queue, on a real PostgreSQL.
+
+1. Eight processes, killed at random: no job is lost, none runs twice at a time, no GPU is booked twice.
+2. A job that is marked as pending while the GPU that it needs is released is not forgotten, whichever of the two commits first.
+3. A project's quota holds for claims that do not see each other.
+4. Two submissions under one key are one job.
+5. Ten thousand jobs at once.
+"""
+
+import itertools
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import func, select, text
+from sqlalchemy.orm import Session
+
+from groupwise.fleet import admission, capacity, claim
+from groupwise.fleet.database import Database, connect, migrate
+from groupwise.fleet.request import from_document
+from groupwise.fleet.tables import Attempt, Event, Job, Project, Reservation
+from tests.integration.fleet import dispatchers
+from tests.postgres import Postgres
+from tests.unit.fleet.small_fleet import (
+    add_machine,
+    claim_some,
+    claimed_ids,
+    end,
+    execute,
+    finish,
+    job_of,
+    statuses,
+    submit,
+)
+
+pytestmark = pytest.mark.fleet
+
+SECONDS = 60.0
+
+
+@pytest.fixture
+def database(postgres: Postgres) -> Iterator[Database]:
+    made = connect(postgres.new_database())
+    try:
+        migrate(made)
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def second(database: Database) -> Iterator[Database]:
+    """The same database, as another process has it."""
+    made = connect(database._url.render_as_string(hide_password=False))
+    yield made
+    made.close()
+
+
+# --- 1. eight processes ---------------------------------------------------------------------------
+
+
+def dispatcher(database: Database, owner: str, seed: int) -> "subprocess.Popen[bytes]":
+    url = database._url.render_as_string(hide_password=False)
+    return subprocess.Popen([sys.executable, dispatchers.__file__, url, owner, str(seed)])
+
+
+def test_eight_dispatchers_that_are_killed(database: Database) -> None:
+    chance = random.Random(5)
+    for n in range(3):
+        add_machine(database, f"vm-{n}", 2)
+    add_machine(database, "cpu", cpu_slots=2)
+    names = [f"j{n:03}" for n in range(90)]
+    for name in names:
+        submit(database, name, project=chance.choice("pq"), **chance.choice(MIX))
+    numbers = itertools.count()
+    running = {
+        owner: dispatcher(database, owner, n) for n in range(8) for owner in [f"d{next(numbers)}"]
+    }
+    try:
+        kill_some(database, running, numbers, chance)
+        deadline = time.monotonic() + SECONDS
+        while any(process.poll() is None for process in running.values()):
+            assert time.monotonic() < deadline, statuses(database)
+            time.sleep(0.05)
+    finally:
+        for process in running.values():
+            process.kill()
+            process.wait()
+    assert [p.returncode for p in running.values()] == [0] * 8
+    assert statuses(database) == dict.fromkeys(names, "completed")
+    check_history(database)
+
+
+MIX: list[dict[str, Any]] = [
+    {"gpus": 1},
+    {"gpus": 1},
+    {"gpus": 2},
+    {"gpus": 1, "machines": 2},
+    {"share_mb": 30_000},
+    {"gpus": 0},
+]
+
+
+def kill_some(
+    database: Database,
+    running: "dict[str, subprocess.Popen[bytes]]",
+    numbers: Iterator[int],
+    chance: random.Random,
+) -> None:
+    """Four of them, in the middle of what they do; each is replaced, and what it held given back."""
+    for kill in range(1, 5):
+        wait_for(lambda: ended(database) >= 12 * kill, "no jobs end")  # noqa: B023 — called at once
+        owner = chance.choice(sorted(running))
+        killed = running.pop(owner)
+        killed.kill()
+        killed.wait()
+        wait_for(lambda: not connections_of_dead(database, len(running)), "a connection stays")
+        dispatchers.give_back(database, owner)
+        fresh = f"d{next(numbers)}"
+        running[fresh] = dispatcher(database, fresh, kill + 100)
+
+
+def ended(database: Database) -> int:
+    query = select(func.count()).select_from(Attempt).where(Attempt.state == "ended")
+    return database.read(lambda s: s.scalar(query)) or 0
+
+
+def connections_of_dead(database: Database, alive: int) -> bool:
+    """Whether the server still runs a transaction of a client that is gone; each dispatcher has one connection, and so has this process."""
+    query = text("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()")
+    return (database.read(lambda s: s.execute(query).scalar_one()) or 0) > alive + 1
+
+
+def wait_for(condition: Callable[[], bool], otherwise: str) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.02)
+
+
+def check_history(database: Database) -> None:
+    """From the rows alone: who held what, from when until when."""
+    held = database.run(lambda s: s.scalars(select(Reservation)).all())
+    assert all(r.released_at is not None for r in held)
+    for one, other in itertools.combinations(held, 2):
+        if one.epoch == other.epoch or not overlap(one, other):
+            continue
+        if one.gpu_id is not None and one.gpu_id == other.gpu_id:
+            assert one.share_mb is not None
+            assert other.share_mb is not None
+        assert one.gpu_id is not None or (one.vm_id, one.slot) != (other.vm_id, other.slot)
+    for gpu_id in {r.gpu_id for r in held if r.share_mb}:
+        shares = [r for r in held if r.gpu_id == gpu_id and r.share_mb]
+        for each in shares:
+            together = sum(
+                o.share_mb or 0
+                for o in shares
+                if o.reserved_at <= each.reserved_at < (o.released_at or 0)
+            )
+            assert together <= 80_000
+    attempts = database.run(lambda s: s.scalars(select(Attempt)).all())
+    for _, of_job in itertools.groupby(
+        sorted(attempts, key=lambda a: (a.job_id, a.epoch)), lambda a: a.job_id
+    ):
+        in_order = list(of_job)
+        assert [a.number for a in in_order] == list(range(len(in_order)))
+        assert [a.outcome for a in in_order[:-1]] == ["void"] * (len(in_order) - 1)
+        assert in_order[-1].outcome == "succeeded"
+        for before, after in itertools.pairwise(in_order):
+            assert before.ended_at is not None
+            assert before.ended_at <= after.created_at
+
+
+def overlap(one: Reservation, other: Reservation) -> bool:
+    assert one.released_at is not None
+    assert other.released_at is not None
+    return one.reserved_at < other.released_at and other.reserved_at < one.released_at
+
+
+# --- 2. marking and waking ------------------------------------------------------------------------
+
+
+class Step:
+    """A point at which one side stops until the other lets it go on."""
+
+    def __init__(self) -> None:
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def stop(self) -> None:
+        self.reached.set()
+        assert self.go_on.wait(SECONDS)
+
+
+def in_background(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+@pytest.fixture
+def nothing_is_found_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Claims that find the queue empty would mend what was missed."""
+    monkeypatch.setattr(capacity, "wake_unnoticed", lambda *_: 0)
+
+
+def one_taken_gpu_and_one_that_waits(database: Database) -> None:
+    add_machine(database, "vm-1", 1)
+    submit(database, "r", gpus=1)
+    assert claimed_ids(database) == ["r"]
+    submit(database, "w", gpus=1)
+
+
+@pytest.mark.usefixtures("nothing_is_found_later")
+def test_released_between_the_look_and_the_mark(
+    database: Database, second: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The claim has seen the GPU taken; then it is released, and nobody is pending yet who could be woken."""
+    one_taken_gpu_and_one_that_waits(database)
+    step, real = Step(), capacity.lock_marking
+
+    def stopped(session: Session) -> None:
+        step.stop()
+        real(session)
+
+    monkeypatch.setattr(capacity, "lock_marking", stopped)
+    claiming = in_background(lambda: claim_some(second, limit=1))
+    assert step.reached.wait(SECONDS)
+    assert finish(database, "r") == 0
+    step.go_on.set()
+    claiming.join(SECONDS)
+    assert statuses(database)["w"] == "queued"
+    assert claimed_ids(database, limit=1) == ["w"]
+
+
+@pytest.mark.usefixtures("nothing_is_found_later")
+def test_released_between_the_mark_and_its_commit(
+    database: Database, second: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The claim has marked the job, which nobody sees yet; whoever releases the GPU has to wait for it."""
+    one_taken_gpu_and_one_that_waits(database)
+    step, real = Step(), capacity.tell_of_jobs
+
+    def stopped(*given: Any) -> None:
+        real(*given)
+        if threading.current_thread() is not threading.main_thread() and not step.go_on.is_set():
+            step.stop()
+
+    monkeypatch.setattr(capacity, "tell_of_jobs", stopped)
+    claiming = in_background(lambda: claim_some(second, limit=1))
+    assert step.reached.wait(SECONDS)
+    releasing = in_background(lambda: finish(database, "r"))
+    wait_for(lambda: waits_for_a_lock(second), "the release does not wait for the claim")
+    assert releasing.is_alive()
+    step.go_on.set()
+    claiming.join(SECONDS)
+    releasing.join(SECONDS)
+    assert statuses(database)["w"] == "queued"
+
+
+def waits_for_a_lock(database: Database) -> bool:
+    query = text("SELECT count(*) FROM pg_locks WHERE locktype = 'advisory' AND NOT granted")
+    return database.read(lambda s: s.execute(query).scalar_one()) > 0
+
+
+@pytest.mark.usefixtures("nothing_is_found_later")
+def test_a_job_that_ends_while_another_is_marked_as_waiting_for_it(
+    database: Database, second: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_machine(database, "vm-1", 4)
+    submit(database, "a", gpus=1)
+    submit(database, "b", gpus=1, after=["a"], priority=-1)
+    assert claimed_ids(database, limit=1) == ["a"]
+    step, real = Step(), capacity.lock_marking
+
+    def stopped(session: Session) -> None:
+        step.stop()
+        real(session)
+
+    monkeypatch.setattr(capacity, "lock_marking", stopped)
+    claiming = in_background(lambda: claim_some(second, limit=1))
+    assert step.reached.wait(SECONDS)
+    finish(database, "a")
+    step.go_on.set()
+    claiming.join(SECONDS)
+    assert statuses(database)["b"] == "queued"
+
+
+# --- claims that do not see each other ------------------------------------------------------------
+
+
+def test_a_gpu_that_somebody_took_between_plan_and_booking(
+    database: Database, second: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_machine(database, "vm-1", 1)
+    submit(database, "one", gpus=1)
+    submit(database, "two", gpus=1)
+    step, real = Step(), claim._book
+
+    def stopped(*given: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            step.stop()
+        return real(*given)
+
+    monkeypatch.setattr(claim, "_book", stopped)
+    slow: list[Any] = []
+    claiming = in_background(lambda: slow.extend(claim_some(second, limit=1)))
+    assert step.reached.wait(SECONDS)
+    assert claimed_ids(database, limit=1) == ["two"]  # `one` is locked by the other
+    step.go_on.set()
+    claiming.join(SECONDS)
+    assert slow == []
+    assert statuses(database) == {"one": "queued", "two": "running"}
+
+
+def test_a_quota_holds_for_claims_at_once(
+    database: Database, second: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_machine(database, "vm-1", 1)
+    add_machine(database, "vm-2", 1)
+    database.run(lambda s: s.add(Project(name="p", max_gpus=1)))
+    submit(database, "one", project="p", gpus=1, vm="vm-1")
+    submit(database, "two", project="p", gpus=1, vm="vm-2")
+    step, real = Step(), claim._settle
+
+    def stopped(*given: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread() and not step.go_on.is_set():
+            step.stop()
+        return real(*given)
+
+    monkeypatch.setattr(claim, "_settle", stopped)
+    first: list[Any] = []
+    claiming = in_background(lambda: first.extend(claim_some(second, limit=1)))
+    assert step.reached.wait(SECONDS)
+    other: list[Any] = []
+    waiting = in_background(lambda: other.extend(claim_some(database, limit=1)))
+    wait_for(lambda: waits_for_a_row(second), "the second claim does not wait for the first")
+    step.go_on.set()
+    claiming.join(SECONDS)
+    waiting.join(SECONDS)
+    assert [each.job_id for each in first + other] == ["one"]
+    assert "uses 1 of its 1 GPUs" in (job_of(database, "two").blocked_reasons or [""])[0]
+
+
+def waits_for_a_row(database: Database) -> bool:
+    query = text("SELECT count(*) FROM pg_locks WHERE locktype = 'transactionid' AND NOT granted")
+    return database.read(lambda s: s.execute(query).scalar_one()) > 0
+
+
+def test_dispatchers_do_not_wait_for_each_others_jobs(database: Database, second: Database) -> None:
+    for n in range(2):
+        add_machine(database, f"vm-{n}", 1)
+        submit(database, f"j{n}", gpus=1, vm=f"vm-{n}")
+
+    def nested(session: Session) -> list[str]:
+        outer = claim.claim(session, owner="one", lease_seconds=30, limit=1)
+        return [each.job_id for each in outer] + claimed_ids(second, limit=1)
+
+    # the second transaction runs within the first one, on a connection of its own
+    assert database.run(nested) == ["j0", "j1"]
+
+
+# --- submissions and bursts -----------------------------------------------------------------------
+
+
+def test_one_key_at_once_is_one_job(database: Database, second: Database) -> None:
+    request = from_document({"arguments": ["true"], "resources": {"gpus": 1}})
+    barrier = threading.Barrier(2)
+    ids: list[str] = []
+
+    def submit_here(here: Database) -> None:
+        barrier.wait(SECONDS)
+        job = here.run(
+            lambda s: admission.submit(s, request, actor="user:x", project="p", idempotency_key="k")
+        )
+        ids.append(job.job_id)
+
+    threads = [in_background(lambda d=d: submit_here(d)) for d in (database, second)]
+    for thread in threads:
+        thread.join(SECONDS)
+    assert len(ids) == 2
+    assert len(set(ids)) == 1
+    submitted = select(func.count()).select_from(Event).where(Event.kind == "job.submitted")
+    assert database.run(lambda s: s.scalar(submitted)) == 1
+
+
+def test_ten_thousand_at_once(database: Database, second: Database) -> None:
+    for n in range(10):
+        add_machine(database, f"vm-{n}", 8)
+    request = '{"arguments": ["true"], "resources": {"gpus": 1}}'
+    execute(
+        database,
+        "INSERT INTO jobs (job_id, job_type, request) "
+        f"SELECT 'j' || lpad(n::text, 5, '0'), 'COMMAND', '{request}'::jsonb FROM generate_series(0, 9999) AS n",
+    )
+    admitted = [in_background(lambda d=d: admit_all(d)) for d in (database, second)]
+    for thread in admitted:
+        thread.join(SECONDS)
+    unadmitted = select(func.count()).select_from(Job).where(Job.admitted_at.is_(None))
+    assert database.run(lambda s: s.scalar(unadmitted)) == 0
+    claimed: list[list[str]] = [[], []]
+    claiming = [
+        in_background(lambda d=d, mine=mine: claim_all(d, mine))
+        for d, mine in zip((database, second), claimed, strict=True)
+    ]
+    for thread in claiming:
+        thread.join(SECONDS)
+    begun = claimed[0] + claimed[1]
+    assert len(begun) == len(set(begun)) == 80
+    counts = database.run(
+        lambda s: dict(s.execute(select(Job.status, func.count()).group_by(Job.status)).all())
+    )
+    assert counts == {"running": 80, "pending": 9920}
+    for job_id in begun[:3]:
+        database.run(lambda s, job_id=job_id: end(s, job_id))
+    best = select(Job.job_id).where(Job.status == "pending").order_by(Job.rank, Job.job_id).limit(3)
+    next_ones = database.run(lambda s: list(s.scalars(best)))
+    assert database.run(capacity.wake) == 3
+    assert claimed_ids(database) == next_ones
+
+
+def admit_all(database: Database) -> None:
+    while database.run(lambda s: admission.admit_new(s, 500)):
+        pass
+
+
+def claim_all(database: Database, mine: list[str]) -> None:
+    """Until nothing is queued any more."""
+    queued = select(func.count()).select_from(Job).where(Job.status == "queued")
+    while database.run(lambda s: s.scalar(queued)):
+        mine += claimed_ids(database, limit=32)

@@ -1,0 +1,579 @@
+"""Text that would be something else to a shell, a terminal, a path or a format, in every field that people fill in.
+
+1. Whatever field it stands in and whoever wrote it there, it is refused with a reason that names the field, or kept exactly as it is.
+2. What arrives in a process (arguments, variables, files) is what was given, byte for byte.
+3. Nothing of it is ever run: a file that any evaluation by a shell would make appears neither here nor on a machine.
+4. No command of the fleet prints a control character.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sqlalchemy import select
+
+from groupwise.cli.main import main
+from groupwise.fleet.artefacts import artefact_folder
+from groupwise.fleet.client import FleetClient
+from groupwise.fleet.tables import VM, Job
+from groupwise.hosts.driver import Launch, Runner
+from groupwise.hosts.spec import JobSpec
+from groupwise.hosts.ssh import Address, SshHost
+from groupwise.wire.problems import Refusal
+from tests.integration.fleet.whole_fleet import WholeFleet, whole_fleet
+from tests.postgres import Postgres
+
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(600)]
+
+DUMP = """\
+import hashlib, json, os, sys
+files = {}
+for folder, _, names in os.walk(b"."):
+    for name in names:
+        path = os.path.join(folder, name)
+        with open(path, "rb") as file:
+            files[path[2:].hex()] = hashlib.sha256(file.read()).hexdigest()
+os.makedirs("outputs", exist_ok=True)
+with open("outputs/seen.json", "w") as file:
+    json.dump({
+        "argv": [os.fsencode(word).hex() for word in sys.argv[1:]],
+        "environment": {name.hex(): value.hex() for name, value in os.environb.items()},
+        "files": files,
+    }, file)
+"""
+CANARY = "canary-of-a-shell"
+
+
+def nasty(canary: Path) -> dict[str, str]:
+    """Name → text. Evaluated, most would make the file."""
+    touch = f"touch {canary}"
+    return {
+        "semicolon": f"; {touch}",
+        "substitution": f"$({touch})",
+        "backticks": f"`{touch}`",
+        "quotes": f"'; {touch}; '",
+        "double quotes": f'"; {touch}; "',
+        "both quotes": "it's \"quoted\" '\\''",
+        "pipe": f"x | {touch}",
+        "and": f"x && {touch} #",
+        "newline": f"x\n{touch}\n",
+        "carriage return": f"x\r\n{touch}\r",
+        "brackets": "${IFS}${PATH}$HOME",
+        "glob": "* ? [a-z] ~ {a,b}",
+        "dash": "-rf",
+        "option": f"--output={canary}",
+        "proxy": f"-oProxyCommand={touch}",
+        "equals": "=a=b=",
+        "parents": f"../../../../../..{canary}",
+        "format": "%s%n%x {} {{7*7}} {0.__class__} {self}",
+        "escapes": "\x1b[31mred\x1b]0;title\x07\x1b[2J\x9b1m",
+        "other controls": "\x01\x08\x7f\x85",
+        "bidi": "abc\u202edef\u2066",
+        "letters": "Grüße 漢字 🙂 e\u0301 \ufeff",
+        "spaces": "  \t ",
+        "backslashes": "\\ \\n \\\\ \\0 \\",
+        "JSON": '{"a": ["b\\u0000"]}',
+        "SQL": "'); DROP TABLE jobs; --",
+        "YAML": "!!python/object/apply:os.system ['touch x']",
+        "long": "x" * 100_000,
+        "empty": "",
+    }
+
+
+NUL = "a\0b"
+
+
+@pytest.fixture(scope="module")
+def fleet(network_of_the_fleet: None, postgres: Postgres) -> Iterator[WholeFleet]:
+    if os.geteuid() != 0:
+        pytest.skip("machines in namespaces need root")
+    with whole_fleet(postgres, machines=1) as made:
+        binaries = made.shared / "bin"
+        binaries.mkdir()
+        python = shutil.which("python3", path="/usr/bin:/bin") or sys.executable
+        for program in ("groupwise", "groupwise-train-grpo"):
+            (binaries / program).write_text(f"#!{python}\n{DUMP}")
+            (binaries / program).chmod(0o755)
+        (binaries / "python3").symlink_to(python)
+        made.add_machines(cpu_slots=8, python=str(binaries / "python3"))
+        made.start("poller", "dispatcher", "requeue", "tracker")
+        made.until_polled()
+        yield made
+
+
+@pytest.fixture(scope="module")
+def canary(fleet: WholeFleet) -> Path:
+    """Where everybody may write: here and there it is the same path."""
+    place = fleet.shared / "open"
+    place.mkdir()
+    place.chmod(0o1777)
+    return place / CANARY
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_run(fleet: WholeFleet, canary: Path) -> Iterator[None]:
+    yield
+    assert not canary.exists()
+    strays = list(fleet.folder.parent.rglob(f"{CANARY}*"))
+    strays += list(fleet.hosts["h1"].folder.rglob(f"{CANARY}*"))
+    assert strays == []
+    for name, control in fleet.controls.items():
+        assert control.is_there(), f"{name} has ended\n{control.log()[-3000:]}"
+
+
+@pytest.fixture
+def client(fleet: WholeFleet) -> Iterator[FleetClient]:
+    with fleet.api() as address, FleetClient(address, sleep=lambda _: None) as made:
+        yield made
+
+
+def seen(fleet: WholeFleet, job_id: str) -> dict[str, Any]:
+    """What its process was given."""
+    fleet.ended(job_id)
+    [attempt] = fleet.attempts(job_id)
+    folder = artefact_folder(fleet.place.artefacts, job_id, attempt.epoch)
+    return json.loads((folder / "outputs/seen.json").read_text())
+
+
+def words(found: dict[str, Any]) -> list[str]:
+    return [os.fsdecode(bytes.fromhex(word)) for word in found["argv"]]
+
+
+def variables(found: dict[str, Any]) -> dict[str, str]:
+    decoded = (
+        (bytes.fromhex(name).decode(), bytes.fromhex(value).decode())
+        for name, value in found["environment"].items()
+    )
+    return dict(decoded)
+
+
+# --- what arrives ---------------------------------------------------------------------------------
+
+
+def test_arguments_variables_and_files_arrive_as_they_are(
+    fleet: WholeFleet, client: FleetClient, canary: Path, tmp_path: Path
+) -> None:
+    texts = nasty(canary)
+    dump = tmp_path / "dump.py"
+    dump.write_text(DUMP)
+    files: dict[str, Path] = {"dump.py": dump}
+    for number, (name, text) in enumerate(texts.items()):
+        content = tmp_path / f"file-{number}"
+        content.write_bytes(text.encode() + b"\0\xff")
+        files[f"as {name}/{number}"] = content
+        path = text.strip("/").replace("/", "∕")[:60]
+        if path:
+            files[f"{path}/{path}"] = content
+    job = client.submit(
+        {
+            "arguments": ["python3", "dump.py", *texts.values()],
+            "environment": {f"V{n}": text for n, text in enumerate(texts.values())},
+            "labels": {f"l{n}": text for n, text in enumerate(texts.values())},
+            "name": texts["escapes"],
+        },
+        files=files,
+    )
+    found = seen(fleet, job["job_id"])
+    assert words(found) == list(texts.values())
+    there = variables(found)
+    assert [there[f"V{n}"] for n in range(len(texts))] == list(texts.values())
+    assert set(there) - {f"V{n}" for n in range(len(texts))} <= {
+        *(
+            "HOME",
+            "USER",
+            "LOGNAME",
+            "LANG",
+            "PATH",
+            "PWD",
+            "LC_CTYPE",
+            "ATTEMPT",
+            "PREVIOUS_FAILURE",
+        ),
+        *("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES", "GROUPWISE_ATTEMPT", "GROUPWISE_OUTPUT"),
+        *(name for name in there if name.startswith("GROUPWISE_")),
+    }
+    wanted = {
+        os.fsencode(path).hex(): hashlib.sha256(place.read_bytes()).hexdigest()
+        for path, place in files.items()
+    }
+    assert found["files"] == wanted
+    shown = client.show(job["job_id"])
+    assert shown["arguments"][2:] == list(texts.values())
+    assert shown["name"] == texts["escapes"]
+
+
+def test_by_the_command_line_as_well(
+    fleet: WholeFleet,
+    canary: Path,
+    tmp_path: Path,
+) -> None:
+    texts = {name: text for name, text in nasty(canary).items() if len(text) < 10_000}
+    (tmp_path / "dump.py").write_text(DUMP)
+    odd = tmp_path / "it's; $(touch x) \n \x1b[31m"
+    odd.write_text("content")
+    variables_given = [
+        word for n, text in enumerate(texts.values()) for word in ("--env", f"V{n}={text}")
+    ]
+    job_id = fleet.submit(
+        *("--file", str(tmp_path / "dump.py"), "--file", str(odd)),
+        *variables_given,
+        *("--name", texts["newline"], "--label", f"l={texts['escapes']}"),
+        *("--artefact", "outputs", "--artefact", texts["semicolon"].replace("/", "_")),
+        *("--", "python3", "dump.py", *texts.values()),
+    )
+    found = seen(fleet, job_id)
+    assert words(found) == list(texts.values())
+    there = variables(found)
+    assert [there[f"V{n}"] for n in range(len(texts))] == list(texts.values())
+    assert os.fsencode(odd.name).hex() in found["files"]
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    arguments=st.lists(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")))
+)
+def test_any_list_of_strings_arrives(fleet: WholeFleet, arguments: list[str]) -> None:
+    global launched
+    launched += 1
+    number = launched
+    program = "import os, sys; os.write(1, b'\\0'.join(os.fsencode(word) for word in sys.argv[1:]))"
+
+    async def once() -> bytes:
+        row = fleet.hosts["h1"].vm_row()
+        host = SshHost(
+            Address(
+                row["ip_address"], row["user"], row["port"], row["ssh_key_path"], row["host_key"]
+            )
+        )
+        runner = Runner(host, root="any-list")
+        try:
+            spec = JobSpec(("python3", "-c", program, *arguments))
+            await runner.launch(Launch("any-list", number, spec, slot=0))
+            state = await runner.status("any-list", number)
+            while state.exit is None:
+                [state] = await runner.wait([state], timeout=10)
+            assert state.exit.code == 0
+            return (await runner.log("any-list", number, 0)).data
+        finally:
+            await host.close()
+
+    import asyncio
+
+    said = asyncio.run(once())
+    assert said == b"\0".join(word.encode() for word in arguments)
+
+
+launched = 0
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+PLACES: dict[str, Any] = {
+    "arguments": lambda text: {"arguments": ["true", text]},
+    "environment value": lambda text: {"environment": {"A": text}},
+    "environment": lambda text: {"environment": {text: "a"}},
+    "files": lambda text: {"files": {text: ["0" * 64, 0o644, 0]}},
+    "files hash": lambda text: {"files": {"a": [text, 0o644, 0]}},
+    "secrets": lambda text: {"secrets": {text: "env:HF_TOKEN"}},
+    "secret": lambda text: {"secrets": {"A": text}},
+    "secret file": lambda text: {"secrets": {"A": f"file:/{text}"}},
+    "labels": lambda text: {"labels": {"a": text}},
+    "labels key": lambda text: {"labels": {text: "a"}},
+    "artefact": lambda text: {"artefacts": [text]},
+    "checkpoint": lambda text: {"checkpoints": [text]},
+    "output_dir": lambda text: {"output_dir": text},
+    "name": lambda text: {"name": text},
+    "after": lambda text: {"after": [text]},
+    "webhook": lambda text: {"webhook": text},
+    "webhook path": lambda text: {"webhook": f"http://127.0.0.1:1/{text}"},
+    "job_type": lambda text: {"job_type": text},
+    "resources vm": lambda text: {"resources": {"gpus": 0, "vm": text}},
+    "resources labels": lambda text: {"resources": {"gpus": 0, "labels": {"a": text}}},
+    "resources gpu_model": lambda text: {"resources": {"gpus": 1, "gpu_model": text}},
+    "resources gpu": lambda text: {"resources": {"gpu_uuids": [text]}},
+}
+"""Fields of a job beside those of its kind, by words that its refusal names."""
+GRPO = {"model": "tiny", "dataset": "/data", "reward_function": "correctness"}
+OF_KINDS = ("model", "dataset", "reward_function", "preprocessing_pipeline", "output_dir")
+
+
+def check_answer(answer: httpx2.Response, field: str, text: str) -> bool:
+    """Whether it was accepted; where not, it says what is wrong."""
+    if answer.status_code == 201:
+        return True
+    assert 400 <= answer.status_code < 500, (field, text[:100], answer.status_code, answer.text)
+    said = answer.text.lower()
+    assert field.split()[0].rstrip("s") in said or field.split()[-1] in said, (field, said[:500])
+    assert "\x1b" not in answer.text
+    return False
+
+
+def test_every_field_of_a_job_over_http(fleet: WholeFleet, canary: Path) -> None:
+    texts = nasty(canary) | {"NUL": NUL}
+    accepted: dict[str, dict[str, Any]] = {}
+    with fleet.api() as address, httpx2.Client(base_url=address, timeout=60) as http:
+        for field, body in PLACES.items():
+            for text in texts.values():
+                asked = {"arguments": ["true"], "hold": True} | body(text)
+                answer = http.post("/jobs", json=asked)
+                if check_answer(answer, field, text):
+                    accepted[answer.json()["job_id"]] = asked
+        for text in texts.values():
+            answer = http.post(
+                "/jobs", json={"arguments": ["true"], "hold": True}, params={"project": text}
+            )
+            check_answer(answer, "project", text)
+            for query in ("name", "kind", "vm", "project", "older_than"):
+                assert http.get("/jobs", params={query: text}).status_code in (200, 404, 422), query
+        kept = {job.job_id: job for job in fleet.rows(select(Job))}
+    assert len(accepted) > 100
+    for job_id, asked in accepted.items():
+        job = kept[job_id]
+        assert job.status == "held", (asked, job.failure_reason)
+        assert job.spec is not None
+        assert job.spec["arguments"] == asked["arguments"]
+        assert job.request.get("environment", {}) == asked.get("environment", {})
+        assert job.request.get("labels", {}) == asked.get("labels", {})
+
+
+def test_idempotency_keys_over_http(fleet: WholeFleet, canary: Path) -> None:
+    with fleet.api() as address, httpx2.Client(base_url=address, timeout=60) as http:
+        for text in nasty(canary).values():
+            try:
+                answer = http.post(
+                    "/jobs",
+                    json={"arguments": ["true"], "hold": True},
+                    headers={"Idempotency-Key": text.encode()},
+                )
+            except httpx2.TransportError:
+                continue  # the client, or the server's reading of HTTP, would not have it as a header
+            assert answer.status_code in (201, 400, 422), (
+                text[:50],
+                answer.status_code,
+                answer.text,
+            )
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "SFT", "EVAL"])
+def test_every_column_of_a_kind(fleet: WholeFleet, canary: Path, kind: str) -> None:
+    """What is accepted becomes one word of the command, and arrives as it is."""
+    texts = nasty(canary) | {"NUL": NUL}
+    without = {"reward_function"} if kind == "SFT" else set()
+    base = {name: value for name, value in GRPO.items() if name not in without}
+    run: list[tuple[str, str, str]] = []
+    with fleet.api() as address, httpx2.Client(base_url=address, timeout=60) as http:
+        for field in OF_KINDS:
+            if field in without:
+                continue
+            for name, text in texts.items():
+                asked = {"job_type": kind, **base, field: text}
+                if name not in ("semicolon", "newline", "option", "escapes"):
+                    asked["hold"] = True
+                answer = http.post("/jobs", json=asked)
+                if check_answer(answer, field, text) and "hold" not in asked:
+                    run.append((answer.json()["job_id"], field, text))
+        for name, text in texts.items():
+            for hyperparams in ({text: 1}, {"run.notes": text}, {"algorithm": {text: 1}}):
+                asked = {"job_type": kind, **base, "hyperparams": hyperparams, "hold": True}
+                check_answer(http.post("/jobs", json=asked), "hyperparams", name)
+    assert run
+    for job_id, field, text in run:
+        job = fleet.ended(job_id) if field != "output_dir" else None
+        if job is None:
+            continue
+        spec = job.spec
+        assert spec is not None
+        found = seen(fleet, job_id)
+        assert words(found) == spec["arguments"][1:]
+        if kind == "GRPO" and field != "reward_function":
+            assert f"--{field}={text}" in words(found)
+
+
+COLUMNS = (
+    *("job_id", "job_type", "model", "dataset", "reward_function", "preprocessing_pipeline"),
+    *("output_dir", "project", "name", "submitted_by", "idempotency_key", "log_path"),
+)
+
+
+def test_every_column_of_a_row(fleet: WholeFleet, canary: Path) -> None:
+    """Written by hand: nothing refuses it but admission, which says why."""
+    number = 0
+    given: dict[str, tuple[str, str]] = {}
+    for column in COLUMNS:
+        for text in nasty(canary).values():
+            number += 1
+            row = {"job_id": f"row-{number}", **GRPO, "status": "held", column: text}
+            names, marks = ", ".join(row), ", ".join(["%s"] * len(row))
+            fleet.sql(f"INSERT INTO jobs ({names}) VALUES ({marks})", *row.values())
+            given[str(row["job_id"])] = column, text
+    for name, text in nasty(canary).items():
+        number += 1
+        document = json.dumps({"labels": {text: text}, "environment": {"A": text}})
+        fleet.sql(
+            "INSERT INTO jobs (job_id, status, model, dataset, reward_function, request)"
+            " VALUES (%s, 'held', 'tiny', '/d', 'correctness', %s)",
+            f"row-{number}",
+            document,
+        )
+        given[f"row-{number}"] = "request", name
+    waiting = select(Job.job_id).where(Job.status == "held", Job.admitted_at.is_(None))
+    fleet.until(lambda: not fleet.rows(waiting), "admission of all rows")
+    jobs = {job.job_id: job for job in fleet.rows(select(Job).where(Job.job_id.in_(given)))}
+    assert set(jobs) == set(given)
+    for job_id, (column, text) in given.items():
+        job = jobs[job_id]
+        if job.status == "failed":
+            assert column in str(job.failure_reason), (column, text[:80], job.failure_reason)
+            continue
+        assert job.status == "held"
+        if column != "request":
+            assert getattr(job, column) == text
+    assert {job.status for job in jobs.values()} == {"held", "failed"}
+
+
+MACHINE_COLUMNS = ("vm_id", "ip_address", "user", "ssh_key_path", "workdir", "python", "host_key")
+
+
+def test_every_column_of_a_machine(fleet: WholeFleet, canary: Path) -> None:
+    """By rows: a machine that is not reached says why; one that is runs jobs, under whatever name its folder has."""
+    base = fleet.hosts["h1"].vm_row() | {"python": "python3"}
+    rows: list[dict[str, Any]] = []
+    for column in MACHINE_COLUMNS:
+        for text in nasty(canary).values():
+            if column == "vm_id" and not text:
+                continue
+            rows.append(base | {"vm_id": f"odd-{len(rows)}", column: text})
+    for text in nasty(canary).values():
+        rows.append(base | {"vm_id": f"odd-{len(rows)}", "probe": json.dumps([text, text])})
+        rows.append(base | {"vm_id": f"odd-{len(rows)}", "labels": json.dumps({text: text})})
+        jump = {"host": text, "user": text, "ssh_key_path": text, "host_key": text, "port": 22}
+        rows.append(base | {"vm_id": f"odd-{len(rows)}", "jump": json.dumps(jump)})
+    for row in rows:
+        names, marks = ", ".join(f'"{n}"' for n in row), ", ".join(["%s"] * len(row))
+        fleet.sql(f"INSERT INTO vms ({names}) VALUES ({marks})", *row.values())
+    ids = [row["vm_id"] for row in rows]
+    new = select(VM.vm_id).where(VM.vm_id.in_(ids), VM.contact == "new", VM.misses == 0)
+    fleet.until(lambda: not fleet.rows(new), "a look at all machines")
+    vms = {vm.vm_id: vm for vm in fleet.rows(select(VM).where(VM.vm_id.in_(ids)))}
+    reached = [row for row in rows if vms[row["vm_id"]].contact == "ok"]
+    assert reached
+    for row in rows:
+        vm = vms[row["vm_id"]]
+        if vm.contact != "ok":
+            assert vm.problem, row
+    jobs: list[str] = []
+    with fleet.api() as address, FleetClient(address) as client:
+        for row in reached:
+            if row["workdir" if "workdir" in row else "vm_id"] in nasty(canary).values():
+                request = {
+                    "arguments": ["python3", "-c", "print('it ran')"],
+                    "resources": {"gpus": 0, "vm": row["vm_id"]},
+                    "retry": {"charged": 0},
+                }
+                jobs.append(client.submit(request)["job_id"])
+        for job_id in jobs:
+            fleet.ended(job_id)
+    fleet.sql("UPDATE vms SET active = false WHERE vm_id <> 'h1'")
+
+
+# --- what is shown --------------------------------------------------------------------------------
+
+
+def shown(fleet: WholeFleet, capfdbinary: pytest.CaptureFixture[bytes], *asked: str) -> bytes:
+    """What a command prints, on either stream."""
+    capfdbinary.readouterr()
+    main(["fleet", *asked, "--fleet", str(fleet.folder)])
+    said = capfdbinary.readouterr()
+    return said.out + said.err
+
+
+def raw(said: bytes) -> set[str]:
+    """Characters that a terminal obeys, or that reorder a line."""
+    text = said.decode("utf-8")
+    return {
+        each
+        for each in text
+        if each != "\n" and not each.isprintable() and each not in "\u200c\u200d"
+    }
+
+
+def test_no_command_prints_a_control_character(
+    fleet: WholeFleet,
+    client: FleetClient,
+    canary: Path,
+    capfdbinary: pytest.CaptureFixture[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in fleet.environment.items():
+        monkeypatch.setenv(name, value)
+    text = "".join(
+        value
+        for name, value in nasty(canary).items()
+        if name in ("escapes", "other controls", "bidi", "newline")
+    )
+    failing = client.submit(
+        {
+            "arguments": ["python3", "-c", "import sys; sys.exit(sys.argv[1])", text],
+            "name": text,
+            "labels": {text: text},
+            "retry": {"charged": 0},
+        }
+    )["job_id"]
+    fleet.ended(failing, status="failed")
+    fleet.sql(
+        'INSERT INTO vms (vm_id, ip_address, "user", workdir, python, problem, cordoned, labels)'
+        " VALUES ('painted', %s, %s, %s, %s, %s, %s, %s)",
+        *[text] * 6,
+        json.dumps({text: text}),
+    )
+    fleet.sql(
+        "INSERT INTO jobs (job_id, model, dataset, reward_function, job_type) VALUES ('painted', %s, %s, %s, %s)",
+        *[text] * 4,
+    )
+    fleet.until(lambda: fleet.job("painted").status == "failed", "the end of a row")
+    for asked in (
+        ("jobs",),
+        ("jobs", "--json"),
+        ("show", failing),
+        ("show", failing, "--json"),
+        ("show", "painted"),
+        ("vm", "list"),
+        ("vm", "show", "painted"),
+        ("status",),
+        ("project", "list"),
+        ("key", "list"),
+        ("show", text),
+        ("vm", "show", text),
+        ("cancel", text),
+        ("jobs", "--status", text),
+        ("submit", "--kind", text, "--model", text),
+        ("submit", "--env", text, "--", "true"),
+        ("submit", "--label", text, "--", "true"),
+        ("submit", "--after", text, "--", "true"),
+        ("submit", "--project", text, "--dry-run", "--", text),
+        ("submit", "--file", text, "--", "true"),
+        ("submit", "--time-limit", text, "--", "true"),
+        ("submit", "--secret", f"A=env:{text}", "--", "true"),
+        ("submit", "--webhook", text, "--", "true"),
+    ):
+        said = shown(fleet, capfdbinary, *asked)
+        assert raw(said) == set(), (asked, said)
+    fleet.sql("UPDATE vms SET active = false WHERE vm_id = 'painted'")
+
+
+def test_a_file_of_another_program_is_not_reached_by_names_of_jobs(client: FleetClient) -> None:
+    for name in ("..%2f..%2fetc%2fpasswd", "..", ".", "a/../../b", "%00", "-h"):
+        for verb in (client.show, client.artefacts, client.cancel):
+            with pytest.raises(Refusal):
+                verb(name)

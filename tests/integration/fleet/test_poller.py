@@ -1,0 +1,20 @@
+"""Five hundred machines, of which a fifth is dead and a twentieth hangs, looked at more often than they ever are."""
+
+import pytest
+
+from benchmarks.fleet_polling import Shape, measure
+from groupwise.fleet.poller import Pace
+from tests.postgres import Postgres
+
+pytestmark = pytest.mark.fleet
+
+
+async def test_machines_that_do_not_answer_make_no_look_at_the_others_late(postgres: Postgres):
+    # Three times as often as by default, and time limits that are shorter by as much.
+    pace = Pace(interval=5, longest=20, probe=3, answer=5, connect=1, unsure_at_once=128)
+    found = await measure(postgres.new_database(), Shape(hosts=500), pace, seconds=8)
+    assert found.contacts["ok"] == 375
+    assert found.looks > 400
+    assert found.cpu_per_second < 1.0
+    assert found.lag_p99 < 5.0
+    assert found.oldest < 15.0

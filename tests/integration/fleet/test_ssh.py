@@ -1,0 +1,414 @@
+"""What SSH adds to `tests/contract/test_host_contract.py`: whom one speaks to, and what is known when it breaks."""
+
+import asyncio
+import dataclasses
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import asyncssh
+import pytest
+
+from groupwise.hosts.driver import Launch, Runner
+from groupwise.hosts.keys import parse, resolve_alias
+from groupwise.hosts.port import HostKeyError, HostUnreachable, OutcomeUnknown
+from groupwise.hosts.spec import JobSpec
+from groupwise.hosts.ssh import Address, Patience, SshHost, read_host_key
+from tests import ssh_hosts
+from tests.contract.test_host_contract import arrived, ask, request
+from tests.ssh_hosts import FullHost, LoopbackHost
+
+pytestmark = pytest.mark.fleet
+QUICK = Patience(connect=2.0, keepalive=0.3)
+
+
+def address(host: ssh_hosts.Host) -> Address:
+    row = host.vm_row()
+    return Address(
+        row["ip_address"], row["user"], row["port"], row["ssh_key_path"], row["host_key"]
+    )
+
+
+def marker(host: ssh_hosts.Host) -> Path:
+    path = host.home / f"marker-{uuid.uuid4().hex}"
+    path.touch()
+    path.chmod(0o666)
+    return path
+
+
+def logins(host: ssh_hosts.Host) -> int:
+    return host.log().count("Accepted publickey")
+
+
+# Whom one speaks to
+
+
+@pytest.fixture
+def machines(plain_machines: list[LoopbackHost]) -> list[LoopbackHost]:
+    return plain_machines
+
+
+@pytest.fixture
+def machine(machines: list[LoopbackHost]) -> LoopbackHost:
+    return machines[0]
+
+
+async def test_without_a_pinned_key_nothing_is_sent(machine: LoopbackHost) -> None:
+    before = machine.log()
+    host = SshHost(dataclasses.replace(address(machine), host_key=None))
+    with pytest.raises(HostKeyError, match="no host key is pinned") as refused:
+        await ask(host, "echo")
+    assert refused.value.seen is None
+    assert machine.log() == before
+
+
+async def test_a_broken_pinned_key_is_no_key(machine: LoopbackHost) -> None:
+    host = SshHost(dataclasses.replace(address(machine), host_key="ssh-ed25519 AAAA"))
+    with pytest.raises(HostKeyError, match="the key pinned for"):
+        await ask(host, "echo")
+
+
+async def test_another_key_than_the_pinned_one_stops_everything(
+    machines: list[LoopbackHost],
+) -> None:
+    one, other = machines
+    mark, before = marker(one), logins(one)
+    host = SshHost(dataclasses.replace(address(one), host_key=other.host_key))
+    with pytest.raises(
+        HostKeyError, match=r"shows the key SHA256:.*the pinned one is SHA256:"
+    ) as refused:
+        await ask(host, "echo", mark=str(mark))
+    assert refused.value.seen == one.host_key
+    assert logins(one) == before
+    assert not mark.read_text()
+
+
+async def test_a_key_of_another_kind_is_shown_too(machine: LoopbackHost) -> None:
+    rsa = asyncssh.generate_private_key("ssh-rsa").export_public_key().decode()
+    host = SshHost(dataclasses.replace(address(machine), host_key=rsa))
+    with pytest.raises(HostKeyError) as refused:
+        await ask(host, "echo")
+    assert refused.value.seen == machine.host_key
+
+
+async def test_a_key_that_changed_is_found_at_the_next_connection(machine: LoopbackHost) -> None:
+    host = SshHost(address(machine))
+    await ask(host, "echo")
+    before = machine.host_key
+    machine.new_host_key()
+    machine.restart()
+    with pytest.raises(HostKeyError) as refused:
+        await ask(host, "echo")
+    assert refused.value.seen == machine.host_key != before
+    await host.close()
+
+
+async def test_the_key_is_read_without_a_login(machine: LoopbackHost) -> None:
+    before = logins(machine)
+    found = await read_host_key(machine.address, machine.port)
+    assert str(found) == machine.host_key
+    assert logins(machine) == before
+
+
+async def test_the_key_of_nobody_cannot_be_read(machine: LoopbackHost) -> None:
+    with pytest.raises(HostUnreachable, match="cannot be read"):
+        await read_host_key("127.0.0.99", 1)
+
+
+async def test_nothing_of_the_users_is_read(
+    machine: LoopbackHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trap = tmp_path / "trapped"
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh" / "config").write_text(
+        f"Host *\n  UserKnownHostsFile none\n  ProxyCommand touch {trap}\n  User nobody\n"
+    )
+    (tmp_path / ".ssh" / "known_hosts").write_text(
+        f"[{machine.address}]:{machine.port} {machine.host_key}\n"
+    )
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SSH_AUTH_SOCK", str(tmp_path / "no-agent"))
+    host = SshHost(address(machine))
+    await ask(host, "echo")
+    await host.close()
+    with pytest.raises(HostKeyError):
+        await ask(SshHost(dataclasses.replace(address(machine), host_key=None)), "echo")
+    assert not trap.exists()
+
+
+async def test_a_login_that_is_not_accepted_says_so(machine: LoopbackHost, tmp_path: Path) -> None:
+    key = tmp_path / "other"
+    asyncssh.generate_private_key("ssh-ed25519").write_private_key(key)
+    key.chmod(0o600)
+    with pytest.raises(HostUnreachable, match="authorized_keys"):
+        await ask(SshHost(dataclasses.replace(address(machine), key_path=str(key))), "echo")
+
+
+@pytest.mark.parametrize(
+    ("mode", "contents", "why"),
+    [
+        (0o644, "", "chmod 600"),
+        (None, "", "No such file"),
+        (0o600, "no key", "cannot be used"),
+    ],
+)
+async def test_a_private_key_that_cannot_be_used_says_why(
+    machine: LoopbackHost, tmp_path: Path, mode: int | None, contents: str, why: str
+) -> None:
+    key = tmp_path / "key"
+    if mode is not None:
+        key.write_text(contents)
+        key.chmod(mode)
+    with pytest.raises(HostUnreachable, match=why):
+        await ask(SshHost(dataclasses.replace(address(machine), key_path=str(key))), "echo")
+
+
+async def test_without_a_key_or_an_agent_there_is_no_login(machine: LoopbackHost) -> None:
+    with pytest.raises(HostUnreachable, match="no key to log in"):
+        await ask(SshHost(dataclasses.replace(address(machine), key_path=None)), "echo")
+
+
+async def test_an_agent_that_is_named_is_asked(machine: LoopbackHost, tmp_path: Path) -> None:
+    ssh_hosts.needed("ssh-agent", "ssh-add")
+    socket = tmp_path / "agent"
+    agent = await asyncio.create_subprocess_exec("ssh-agent", "-D", "-a", str(socket))
+    try:
+        while not socket.exists():  # noqa: ASYNC110  # another process makes it
+            await asyncio.sleep(0.01)
+        host = SshHost(dataclasses.replace(address(machine), key_path=None), agent_path=str(socket))
+        with pytest.raises(HostUnreachable, match="holds no key"):
+            await ask(host, "echo")
+        adding = await asyncio.create_subprocess_exec(
+            "ssh-add", "-q", str(machine.key_path), env={"SSH_AUTH_SOCK": str(socket)}
+        )
+        assert await adding.wait() == 0
+        await ask(host, "echo")
+        await host.close()
+    finally:
+        agent.terminate()
+        await agent.wait()
+
+
+async def test_through_a_jump_host_that_shows_its_own_key(machines: list[LoopbackHost]) -> None:
+    gate, inner = machines
+    host = SshHost(address(inner), jump=address(gate))
+    assert (await ask(host, "echo")).body["ok"] is True
+    assert f"from {gate.address}" in inner.log() or "from 127.0.0.1" in inner.log()
+    await host.close()
+    assert str(await read_host_key(inner.address, inner.port, jump=address(gate))) == inner.host_key
+
+
+@pytest.mark.parametrize("wrong", [None, "inner"])
+async def test_a_jump_host_with_another_key_is_not_used(
+    machines: list[LoopbackHost], wrong: str | None
+) -> None:
+    gate, inner = machines
+    key = inner.host_key if wrong else None
+    host = SshHost(address(inner), jump=dataclasses.replace(address(gate), host_key=key))
+    with pytest.raises(HostKeyError):
+        await ask(host, "echo")
+
+
+async def test_behind_a_jump_host_the_key_is_looked_at_too(machines: list[LoopbackHost]) -> None:
+    gate, inner = machines
+    host = SshHost(dataclasses.replace(address(inner), host_key=gate.host_key), jump=address(gate))
+    with pytest.raises(HostKeyError) as refused:
+        await ask(host, "echo")
+    assert refused.value.seen == inner.host_key
+
+
+async def test_noise_of_a_start_up_file_is_skipped(machine: LoopbackHost) -> None:
+    machine.noise("Welcome!\nGROUPWISE-ANSWER 1 2 3\n" + "x" * 5000)
+    host = SshHost(address(machine))
+    assert (await ask(host, "echo", n=1)).body["told"]["n"] == 1
+    await host.close()
+    machine.noise("")
+
+
+async def test_a_machine_that_takes_few_sessions_is_asked_through_several_connections() -> None:
+    with ssh_hosts.loopback_hosts(settings="MaxSessions 2") as [narrow]:
+        host = SshHost(address(narrow))
+        answers = await asyncio.gather(*(ask(host, "echo", n=n) for n in range(20)))
+        assert [a.body["told"]["n"] for a in answers] == list(range(20))
+        await host.close()
+
+
+async def test_a_machine_that_takes_no_session_says_so() -> None:
+    with ssh_hosts.loopback_hosts(settings="MaxSessions 0") as [closed]:
+        host = SshHost(address(closed))
+        with pytest.raises(HostUnreachable, match="opens no session"):
+            await ask(host, "echo")
+        await host.close()
+
+
+async def test_one_connection_is_kept(machine: LoopbackHost) -> None:
+    host = SshHost(address(machine))
+    before = logins(machine)
+    for _ in range(5):
+        await ask(host, "echo")
+    assert logins(machine) == before + 1
+    await host.close()
+
+
+async def test_a_machine_that_went_and_came_back_is_found_again(machine: LoopbackHost) -> None:
+    host = SshHost(address(machine))
+    await ask(host, "echo")
+    machine.power_loss()
+    with pytest.raises(HostUnreachable):
+        await ask(host, "echo")
+    machine.start()
+    assert (await ask(host, "echo")).body["ok"] is True
+    await host.close()
+
+
+# What is known when it breaks
+
+
+@pytest.fixture
+def full(full_machines: list[FullHost]) -> FullHost:
+    return full_machines[0]
+
+
+@pytest.fixture
+async def way(full: FullHost) -> AsyncIterator[SshHost]:
+    if not full.is_on():
+        full.start()
+    full.heal()
+    host = SshHost(address(full), patience=QUICK)
+    yield host
+    await host.close()
+
+
+async def quick(host: SshHost, verb: str, timeout: float = 1.0, **fields: Any) -> Any:
+    return await host.call(request(verb, **fields), timeout=timeout)
+
+
+@pytest.mark.parametrize("how", ["partition", "half_open", "reset", "power_loss"])
+async def test_cut_off_before_anything_was_sent(full: FullHost, way: SshHost, how: str) -> None:
+    getattr(full, how)()
+    with pytest.raises(HostUnreachable):
+        await quick(way, "echo")
+
+
+@pytest.mark.parametrize("how", ["partition", "half_open", "reset", "power_loss"])
+async def test_a_kept_connection_that_is_cut_has_sent_nothing(
+    full: FullHost, way: SshHost, how: str
+) -> None:
+    await ask(way, "echo")
+    mark = marker(full)
+    getattr(full, how)()
+    with pytest.raises(HostUnreachable):
+        await quick(way, "echo", mark=str(mark))
+    assert not mark.read_text()
+
+
+@pytest.mark.parametrize("how", ["partition", "half_open", "reset", "power_loss"])
+async def test_cut_off_after_it_was_sent_leaves_it_open(
+    full: FullHost, way: SshHost, how: str
+) -> None:
+    mark = marker(full)
+    call = asyncio.create_task(quick(way, "sleep", timeout=10, seconds=8, mark=str(mark)))
+    await arrived(mark)
+    getattr(full, how)()
+    with pytest.raises(OutcomeUnknown):
+        await call
+
+
+async def test_cut_off_while_it_was_sent_leaves_it_open_and_did_nothing(
+    full: FullHost, way: SshHost
+) -> None:
+    await ask(way, "echo")
+    full.slow("1mbit")
+    mark = marker(full)
+    asked = request("echo", bytes(4 << 20), mark=str(mark))
+    call = asyncio.create_task(way.call(asked, timeout=10))
+    sent_before = sent_by(full)
+    while sent_by(full) - sent_before < 100_000:  # noqa: ASYNC110  # the kernel counts
+        await asyncio.sleep(0.01)
+    full.reset()
+    with pytest.raises(OutcomeUnknown):
+        await call
+    full.heal()
+    await ask(way, "echo")
+    assert not mark.read_text()
+
+
+def sent_by(full: FullHost) -> int:
+    """Bytes that went to it."""
+    return int(Path("/proc/self/net/dev").read_text().partition(f"v{full.number}:")[2].split()[8])
+
+
+async def test_after_a_call_without_an_answer_a_new_connection_is_made(
+    full: FullHost, way: SshHost
+) -> None:
+    host = SshHost(address(full), patience=Patience(connect=2.0, keepalive=1000.0))
+    await ask(host, "echo")
+    full.half_open()
+    with pytest.raises(HostUnreachable):
+        await quick(host, "echo", timeout=0.5)
+    full.heal()
+    before = logins(full)
+    assert (await ask(host, "echo")).body["ok"] is True
+    assert logins(full) == before + 1
+    await host.close()
+
+
+async def test_a_short_partition_is_no_error(full: FullHost, way: SshHost) -> None:
+    patient = SshHost(address(full))
+    mark = marker(full)
+    call = asyncio.create_task(ask(patient, "sleep", seconds=1.0, mark=str(mark)))
+    await arrived(mark)
+    full.partition()
+    await asyncio.sleep(0.5)
+    full.heal()
+    assert (await call).body["ok"] is True
+    await patient.close()
+
+
+async def test_a_dead_connection_is_found_without_a_call(full: FullHost) -> None:
+    host = SshHost(address(full), patience=QUICK)
+    mark = marker(full)
+    if not full.is_on():
+        full.start()
+    call = asyncio.create_task(quick(host, "sleep", timeout=60, seconds=50, mark=str(mark)))
+    await arrived(mark)
+    full.partition()
+    async with asyncio.timeout(15):
+        with pytest.raises(OutcomeUnknown, match="ended before its answer"):
+            await call
+    full.heal()
+    await host.close()
+
+
+async def test_an_attempt_lives_on_without_its_connection_and_its_machine_is_known_after_a_reboot(
+    full: FullHost, way: SshHost
+) -> None:
+    runner = Runner(way)
+    began = await runner.hello()
+    state = await runner.launch(Launch("job-1", 1, JobSpec(("sleep", "1000")), slot=0))
+    assert state.state == "running"
+    await way.close()
+    again = Runner(SshHost(address(full), patience=QUICK))
+    assert (await again.status("job-1", 1)).pid == state.pid
+    full.reboot()
+    after = await again.status("job-1", 1)
+    assert (after.state, after.same_boot) == ("rebooted", False)
+    assert (await again.hello()).boot_id != began.boot_id
+    await again.host.close()
+
+
+async def test_an_alias_of_the_ssh_config_leads_to_the_machine(
+    full: FullHost, way: SshHost, tmp_path: Path
+) -> None:
+    ssh_hosts.needed("ssh")
+    config = tmp_path / "config"
+    config.write_text(
+        f"Host trainer\n HostName {full.address}\n User gpu\n IdentityFile {full.key_path}\n"
+    )
+    found = resolve_alias("trainer", config=config)
+    key = await read_host_key(found.host, found.port)
+    assert key == parse(full.host_key)
+    host = SshHost(Address(found.host, found.user, found.port, found.identity_file, str(key)))
+    assert (await ask(host, "echo")).body["ok"] is True
+    await host.close()

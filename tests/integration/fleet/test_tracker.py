@@ -1,0 +1,137 @@
+"""Ends of jobs over a real NATS that is absent, frozen, killed and emptied; events of a real PostgreSQL."""
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.fleet import events
+from groupwise.fleet.database import Database
+from groupwise.fleet.doorbells.nats import NatsAccess, NatsLink
+from groupwise.fleet.tables import Job
+from groupwise.fleet.tasks import ended
+from groupwise.fleet.tracker import NatsOutlet, Tracker, position_of
+from tests import nats
+
+pytestmark = pytest.mark.fleet
+
+SECONDS = 30.0
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[nats.Nats]:
+    with nats.server(tmp_path) as running:
+        yield running
+
+
+@asynccontextmanager
+async def tracking(server: nats.Nats, database: Database):
+    link = NatsLink(NatsAccess(server.url, token=server.token))
+    link.open()
+    running = asyncio.create_task(Tracker(database, NatsOutlet(link), interval=0.02).run())
+    try:
+        yield
+    finally:
+        await ended(running)
+        await link.close()
+
+
+def end(database: Database, name: str, status: str = "completed") -> None:
+    def write(session: Any) -> None:
+        session.add(Job(job_id=name))
+        session.flush()
+        detail = {"exit_code": 0 if status == "completed" else 1, "tail": f"last line of {name}"}
+        events.append(session, actor="d", kind=f"job.{status}", job_id=name, detail=detail)
+
+    database.run(write)
+
+
+async def until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+async def heard(payloads: Iterator[bytes]) -> dict[str, Any]:
+    async with asyncio.timeout(SECONDS):
+        return json.loads(await asyncio.to_thread(next, payloads))
+
+
+def kept(database: Database) -> int:
+    return database.read(lambda s: position_of(s, NatsOutlet.name))
+
+
+async def test_a_plain_subscriber_hears_how_jobs_ended(server: nats.Nats, database: Database):
+    with server.subscribed("jobs.completed") as good, server.subscribed("jobs.errored") as bad:
+        async with tracking(server, database):
+            end(database, "a")
+            end(database, "b", "failed")
+            first, second = await heard(good), await heard(bad)
+    assert (first["job_id"], first["exit_code"], first["log_tail"]) == ("a", 0, ["last line of a"])
+    assert (second["job_id"], second["status"], second["exit_code"]) == ("b", "failed", 1)
+
+
+async def test_a_restart_of_the_tracker_loses_nothing(server: nats.Nats, database: Database):
+    with server.subscribed("jobs.*") as payloads:
+        async with tracking(server, database):
+            end(database, "a")
+            assert (await heard(payloads))["job_id"] == "a"
+            await until(lambda: kept(database) == 1)
+        end(database, "meanwhile")
+        async with tracking(server, database):
+            assert (await heard(payloads))["job_id"] == "meanwhile"
+            await until(lambda: kept(database) == 2)
+
+
+async def test_a_restart_of_the_server_loses_nothing(server: nats.Nats, database: Database):
+    async with tracking(server, database):
+        end(database, "a")
+        await until(lambda: kept(database) == 1)
+        server.kill()
+        end(database, "meanwhile")
+        await asyncio.sleep(0.3)
+        assert kept(database) == 1, "not past what no server has taken"
+        server.drop_store()
+        server.start()
+        await until(lambda: kept(database) == 2)
+        with server.subscribed("jobs.*") as payloads:
+            end(database, "after")
+            assert (await heard(payloads))["job_id"] == "after"
+
+
+async def test_a_server_that_takes_and_never_acknowledges_is_told_again(
+    server: nats.Nats, database: Database, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("groupwise.fleet.tracker.ACKNOWLEDGED", 0.3)
+    monkeypatch.setattr("groupwise.fleet.doorbells.nats.CHECKED", 0.2)
+    monkeypatch.setattr("groupwise.fleet.doorbells.nats.ANSWERING", 1)
+    with server.subscribed("jobs.*") as payloads:
+        async with tracking(server, database):
+            end(database, "first")
+            assert (await heard(payloads))["job_id"] == "first"
+            await until(lambda: kept(database) == 1)
+            server.freeze()
+            end(database, "second")
+            await asyncio.sleep(1)
+            assert kept(database) == 1
+            server.thaw()
+            again = await heard(payloads)
+            await until(lambda: kept(database) == 2)
+    assert (again["job_id"], again["event_id"]) == ("second", 2)
+
+
+async def test_two_trackers_tell_at_least_once(server: nats.Nats, database: Database):
+    with server.subscribed("jobs.*") as payloads:
+        async with tracking(server, database), tracking(server, database):
+            for number in range(20):
+                end(database, f"job-{number}")
+            told: set[str] = set()
+            while len(told) < 20:
+                told.add((await heard(payloads))["job_id"])
+            await until(lambda: kept(database) == 20)

@@ -1,0 +1,260 @@
+"""`groupwise fleet up` as a person has it: a folder, two terminals, and kill -9.
+
+1. A submission prints its job's id alone, and a fleet that runs takes it at once.
+2. `--wait` ends with the job's exit code; `logs -f` shows all of a log and ends with the job.
+3. Cancel leaves no process; retry begins a new generation.
+4. When the fleet is killed its jobs run on, and the next `up` finishes them: once.
+5. One folder, one fleet.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.fleet
+
+SECONDS = 60.0
+"""For anything, on a machine with other work."""
+
+
+def until(condition: Callable[[], Any], what: str) -> Any:
+    end = time.monotonic() + SECONDS
+    while not (found := condition()):
+        assert time.monotonic() < end, f"{what} within {SECONDS} s"
+        time.sleep(0.05)
+    return found
+
+
+class Fleet:
+    """A fleet in a folder, driven by its commands."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.log = folder.with_suffix(".log")
+        self.process: subprocess.Popen[bytes] | None = None
+        kept = ("PATH", "HOME", "LANG", "VIRTUAL_ENV", "TMPDIR")
+        self._environment = {name: os.environ[name] for name in kept if name in os.environ} | {
+            "GROUPWISE_FLEET": str(folder),
+            "GROUPWISE_FLEET_LEASE_SECONDS": "2.0",
+            "GROUPWISE_FLEET_SWEEP_SECONDS": "0.5",
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def call(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "groupwise", "fleet", *words],
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            check=False,
+        )
+
+    def begin(self, *words: str) -> subprocess.Popen[str]:
+        """A command that takes its time."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "groupwise", "fleet", *words],
+            env=self._environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def up(self) -> None:
+        with self.log.open("ab") as log:
+            begin = log.tell()
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "groupwise", "fleet", "up"],
+                env=self._environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        until(lambda: b"Ready." in self.log.read_bytes()[begin:] or self._has_ended(), "ready")
+
+    def _has_ended(self) -> bool:
+        assert self.process is not None
+        assert self.process.poll() is None, self.log.read_text()
+        return False
+
+    def end(self, how: int = signal.SIGINT) -> int:
+        assert self.process is not None
+        self.process.send_signal(how)
+        return self.process.wait(SECONDS)
+
+    def submit(self, *words: str) -> str:
+        done = self.call("submit", *words)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def job(self, job_id: str) -> dict[str, Any]:
+        done = self.call("show", job_id, "--json")
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def until(self, job_id: str, *statuses: str) -> dict[str, Any]:
+        def there() -> dict[str, Any] | None:
+            found = self.job(job_id)
+            return found if found["status"] in statuses else None
+
+        return until(there, f"{job_id} is {' or '.join(statuses)}")
+
+
+@contextlib.contextmanager
+def fleet_in(folder: Path) -> Generator[Fleet]:
+    fleet = Fleet(folder)
+    try:
+        yield fleet
+    finally:
+        if fleet.process is not None and fleet.process.poll() is None:
+            fleet.process.kill()
+            fleet.process.wait(SECONDS)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """One that is up all the time."""
+    with fleet_in(tmp_path_factory.mktemp("up") / "fleet") as fleet:
+        fleet.up()
+        yield fleet
+
+
+def python(text: str) -> tuple[str, ...]:
+    return ("--", "python", "-uc", text)
+
+
+def test_a_submission_prints_its_id_alone(running: Fleet) -> None:
+    done = running.call("submit", "--name", "greeting", *python("print('hello')"))
+    assert done.returncode == 0
+    job_id = done.stdout.strip()
+    assert done.stdout == f"{job_id}\n"
+    assert "the job gets no GPU, as the fleet has none" in done.stderr
+    found = running.until(job_id, "completed")
+    assert (found["name"], found["exit_code"], found["assigned_vm"]) == ("greeting", 0, "local")
+    assert running.call("logs", job_id).stdout == "hello\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [("pass", 0), ("raise SystemExit(64)", 64), ("import os; os.kill(os.getpid(), 6)", 134)],
+)
+def test_wait_ends_with_the_exit_code_of_the_job(running: Fleet, text: str, code: int) -> None:
+    done = running.call("submit", "--retries", "0", "--wait", *python(text))
+    assert done.returncode == code, done.stderr
+
+
+def test_a_log_is_followed_to_its_end(running: Fleet) -> None:
+    text = "import time\nfor n in range(20): print(n); time.sleep(0.05)"
+    job_id = running.submit(*python(text))
+    done = running.call("logs", "-f", job_id)
+    assert done.stdout.splitlines() == [str(n) for n in range(20)]
+    assert running.job(job_id)["status"] == "completed"
+    assert running.call("logs", job_id, "--tail", "2").stdout == "18\n19\n"
+
+
+def test_files_travel_and_what_is_left_is_fetched(running: Fleet, tmp_path: Path) -> None:
+    source = tmp_path / "in.txt"
+    source.write_text("apples")
+    text = (
+        "import pathlib; pathlib.Path('outputs').mkdir();"
+        "pathlib.Path('outputs/out.txt').write_text(open('in.txt').read() + ' and pears')"
+    )
+    job_id = running.submit("--file", str(source), *python(text))
+    running.until(job_id, "completed")
+    left = running.folder / "artefacts" / job_id / "current" / "outputs" / "out.txt"
+    assert left.read_text() == "apples and pears"
+
+
+def test_cancel_leaves_no_process(running: Fleet, tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    text = f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    job_id = running.submit(*python(text))
+    pid = int(until(lambda: note.exists() and note.read_text(), "the job has begun"))
+    assert running.call("cancel", job_id, "--reason", "enough").returncode == 0
+    found = running.until(job_id, "cancelled")
+    assert not Path(f"/proc/{pid}").exists()
+    assert found["attempts"][-1]["outcome"] == "cancelled"
+
+
+def test_retry_begins_a_new_generation(running: Fleet, tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    text = f"import os; raise SystemExit(0 if os.path.exists({str(flag)!r}) else 64)"
+    job_id = running.submit(*python(text))
+    assert running.until(job_id, "failed")["exit_code"] == 64
+    flag.touch()
+    assert running.call("retry", job_id).returncode == 0
+    found = running.until(job_id, "completed")
+    assert [each["generation"] for each in found["attempts"]] == [0, 1]
+
+
+def test_a_command_on_a_machine(running: Fleet) -> None:
+    done = running.call("exec", "local", "--", "python", "-c", "print('here'); raise SystemExit(5)")
+    assert (done.stdout, done.returncode) == ("here\n", 5)
+
+
+def test_a_folder_has_one_fleet(running: Fleet) -> None:
+    assert running.process is not None
+    done = running.call("up")
+    assert done.returncode == 2
+    assert f"process {running.process.pid}" in done.stderr
+    assert "fleet status" in done.stderr
+
+
+def test_everything_is_well(running: Fleet) -> None:
+    done = running.call("doctor", "--json")
+    report = json.loads(done.stdout)
+    assert done.returncode == 0, report
+    assert {each["name"]: each["level"] for each in report["findings"]}["local jobs"] == "ok"
+
+
+def test_a_job_survives_the_fleet_and_is_finished_once(tmp_path: Path) -> None:
+    begun, flag = tmp_path / "begun", tmp_path / "flag"
+    text = (
+        f"import os, time; open({str(begun)!r}, 'a').write('x')\n"
+        f"while not os.path.exists({str(flag)!r}): time.sleep(0.05)\n"
+        "print('done')"
+    )
+    with fleet_in(tmp_path / "fleet") as fleet:
+        fleet.up()
+        job_id = fleet.submit(*python(text))
+        until(lambda: begun.exists() and begun.read_text(), "the job has begun")
+        fleet.end(signal.SIGKILL)
+        assert fleet.job(job_id)["status"] == "running"
+        fleet.up()
+        flag.touch()
+        found = fleet.until(job_id, "completed")
+        assert begun.read_text() == "x"
+        assert len(found["attempts"]) == 1
+        assert fleet.call("logs", job_id).stdout == "done\n"
+        assert fleet.end(signal.SIGTERM) == 0
+    assert "The fleet has ended." in fleet.log.read_text()
+
+
+def test_what_ends_while_the_fleet_is_down_is_found(tmp_path: Path) -> None:
+    flag, ended = tmp_path / "flag", tmp_path / "ended"
+    text = (
+        "import os, time\n"
+        f"while not os.path.exists({str(flag)!r}): time.sleep(0.05)\n"
+        f"open({str(ended)!r}, 'w').close()\n"
+        "raise SystemExit(65)"
+    )
+    with fleet_in(tmp_path / "fleet") as fleet:
+        fleet.up()
+        job_id = fleet.submit(*python(text))
+        fleet.until(job_id, "running")
+        assert fleet.end() == 0
+        assert f"{job_id} runs on" in fleet.log.read_text()
+        flag.touch()
+        until(ended.exists, "the job has ended")
+        fleet.up()
+        assert fleet.until(job_id, "failed")["exit_code"] == 65
+        assert fleet.end() == 0

@@ -1,0 +1,332 @@
+"""`groupwise fleet` as commands: what they print, and what they say to every mistake. The fleet is a folder; nothing runs in it."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.cli import fleet_follow
+from groupwise.cli.fleet_words import hyperparams, pairs, seconds_of, secret, statuses
+from groupwise.cli.main import main
+from groupwise.errors import UsageError
+from groupwise.fleet.database import connect
+from groupwise.fleet.logs import append, make
+from groupwise.fleet.verbs import machines
+from groupwise.fleet.verbs.actor import Actor
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    place = tmp_path / "fleet"
+    monkeypatch.setenv("GROUPWISE_FLEET", str(place))
+    monkeypatch.setenv("USER", "ada")
+    monkeypatch.setenv("LOGNAME", "ada")
+    return place
+
+
+@pytest.fixture
+def fleet(folder: Path, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Exit code, standard output and standard error of `groupwise fleet …`."""
+
+    def call(*words: str) -> tuple[int, str, str]:
+        code = main(["fleet", *words])
+        told = capsys.readouterr()
+        return code, told.out, told.err
+
+    return call
+
+
+@pytest.fixture
+def seen(fleet: Command, folder: Path) -> Command:
+    """A fleet with a machine without GPUs that has been looked at."""
+    assert fleet("project", "set", "default", "--weight", "1")[0] == 0
+    database = connect(f"sqlite:///{folder / 'fleet.db'}")
+
+    def write(session: Any) -> None:
+        from groupwise.fleet.database import seconds
+        from groupwise.fleet.tables import VM
+
+        machines.add(session, Actor("test"), machines.NewMachine("vm-1", user="u"))
+        vm = session.get_one(VM, "vm-1")
+        vm.contact, vm.observed_round = "ok", seconds(session)
+
+    database.run(write)
+    database.close()
+    return fleet
+
+
+def submitted(fleet: Command, *words: str) -> str:
+    code, out, err = fleet("submit", "--gpus", "0", *words)
+    assert code == 0, err
+    return out.strip()
+
+
+# --- which fleet
+
+
+def test_looking_makes_no_fleet(fleet: Command, folder: Path) -> None:
+    code, _, err = fleet("jobs")
+    assert code == 2
+    assert f"there is no fleet in {folder}. `groupwise fleet up` makes one" in err
+    assert not folder.exists()
+
+
+def test_help_loads_nothing_heavy() -> None:
+    import subprocess
+
+    code = (
+        "import sys; from groupwise.cli.main import main; main(['fleet', 'submit', '--help']);"
+        "print([n for n in ('torch', 'sqlalchemy', 'asyncssh', 'alembic', 'fastapi') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+# --- submitting
+
+
+def test_the_id_stands_alone_on_standard_output(seen: Command) -> None:
+    code, out, err = seen("submit", "--", "python", "x.py", "--lr", "1")
+    assert code == 0
+    assert out.startswith("job-")
+    assert len(out.split()) == 1
+    assert "--gpus was not given: the job gets no GPU" in err
+    code, shown, _ = seen("show", out.strip(), "--json")
+    found = json.loads(shown)
+    assert found["arguments"] == ["python", "x.py", "--lr", "1"]
+    assert found["submitted_by"].startswith("user:")
+
+
+def test_without_dashes_the_options_of_the_command_are_its_own(seen: Command) -> None:
+    job_id = submitted(seen, "python", "x.py", "--priority", "9")
+    found = json.loads(seen("show", job_id, "--json")[1])
+    assert (found["arguments"][-1], found["priority"]) == ("9", 0)
+
+
+def test_everything_is_handed_on(seen: Command, tmp_path: Path) -> None:
+    file = tmp_path / "data.jsonl"
+    file.write_text("{}\n")
+    first = submitted(seen, "--hold", "--", "true")
+    job_id = submitted(
+        seen,
+        *("--time-limit", "2h", "--priority", "3", "--name", "n", "--label", "team=x"),
+        *("--retries", "1", "--after", f"{first}:ok", "--env", "A=b=c", "--secret", "HF_TOKEN"),
+        *("--file", f"{file}:in/data.jsonl", "--artefact", "out", "--ram", "2GB"),
+        *("--webhook", "https://example.org/x", "--", "true"),
+    )
+    found = json.loads(seen("show", job_id, "--json")[1])
+    asked = found["request"]
+    assert (found["priority"], found["name"]) == (3, "n")
+    assert asked["limits"] == {"time_seconds": 7200.0}
+    assert asked["environment"] == {"A": "b=c"}
+    assert asked["secrets"] == {"HF_TOKEN": "env:HF_TOKEN"}
+    assert asked["after"] == [f"{first}:ok"]
+    assert asked["retry"] == {"charged": 1}
+    assert list(asked["files"]) == ["in/data.jsonl"]
+    assert found["resources"]["ram_mb"] == 2000
+
+
+def test_an_array_has_a_job_for_each_line(seen: Command, tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text('--seed 1\n\n{"name": "second", "environment": {"B": "2"}}\n')
+    options = ("--gpus", "0", "--env", "A=1", "--array", str(file))
+    code, out, _ = seen("submit", *options, "--", "python", "x.py")
+    assert code == 0
+    one, two = (json.loads(seen("show", job_id, "--json")[1]) for job_id in out.split())
+    assert one["arguments"] == ["python", "x.py", "--seed", "1"]
+    assert two["name"] == "second"
+    assert two["request"]["environment"] == {"A": "1", "B": "2"}
+
+
+def test_one_key_is_one_job(seen: Command) -> None:
+    first = submitted(seen, "--idempotency-key", "k", "--", "true")
+    assert submitted(seen, "--idempotency-key", "k", "--", "true") == first
+    code, _, err = seen("submit", "--gpus", "0", "--idempotency-key", "k", "--", "false")
+    assert code == 2
+    assert "key" in err
+
+
+def test_a_dry_run_keeps_nothing(seen: Command) -> None:
+    code, out, _ = seen("submit", "--dry-run", "--gpus", "0", "--", "true")
+    assert code == 0
+    assert "vm-1" in out
+    assert "no jobs" in seen("jobs")[2]
+    out = seen("submit", "--dry-run", "--gpus", "4", "--", "true")[1]
+    assert "would wait" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ((), "there is nothing to run"),
+        (("--model", "m"), "add --kind GRPO"),
+        (("--model", "m", "--", "true"), "Leave one of the two out"),
+        (("--max-steps", "3"), "--max_steps"),
+        (("--gpu-memori", "3GB", "true"), "--gpu-memory"),
+        (("--gpus", "many", "true"), "a count (2)"),
+        (("--ram", "much", "true"), "a size such as 40GB"),
+        (("--time-limit", "soon", "true"), "2h, 1h30m"),
+        (("--env", "A", "true"), "KEY=VALUE"),
+        (("--label", "a=1", "--label", "a=2", "true"), "given twice"),
+        (("--secret", "T=hunter2", "true"), "a secret is named, never given"),
+        (("--file", "not-there.txt", "true"), "there is no file or folder"),
+        (("--dataset", "./not-there.jsonl", "--kind", "GRPO"), "there is no such file here"),
+        (("--array", "not-there", "true"), "cannot be read"),
+        (("--hyperparams", "beta", "--kind", "GRPO"), "key=value, or a JSON object"),
+        (("--wait", "--hold", "true"), "contradict each other"),
+        (("--webhook", "ftp://x", "true"), "http:// or https://"),
+        (("--after", "no such", "true"), "a job's id is wanted"),
+    ],
+)
+def test_a_submission_that_cannot_be(seen: Command, words: tuple[str, ...], told: str) -> None:
+    code, out, err = seen("submit", *words)
+    assert code == 2
+    assert told in err
+    assert "hunter2" not in err
+    assert not out.startswith("job-") or "failed" in seen("jobs")[1]
+
+
+# --- jobs
+
+
+def test_jobs_are_listed_shown_and_changed(seen: Command) -> None:
+    job_id = submitted(seen, "--name", "mine", "--", "true")
+    assert seen("hold", job_id)[2] == f"{job_id} is held\n"
+    out = seen("jobs", "--status", "held,queued")[1]
+    assert job_id in out
+    assert "mine" in out
+    assert "fleet release" in seen("show", job_id)[1]
+    assert seen("release", job_id)[0] == 0
+    assert "no dispatcher is running" in seen("show", job_id)[1]
+    assert seen("cancel", job_id)[2] == f"{job_id} is cancelled\n"
+    code, _, err = seen("hold", job_id)
+    assert code == 2
+    assert "nothing to hold" in err
+    assert json.loads(seen("retry", job_id, "--json")[1])["generation"] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("show", "job-none"), "there is no job 'job-none'"),
+        (("jobs", "--status", "runing"), "did you mean running?"),
+        (("jobs", "--label", "x"), "KEY=VALUE"),
+        (("prune", "--older-than", "long"), "a time is wanted"),
+        (("prune", "--older-than", "1d", "--status", "running"), "only jobs that have ended"),
+        (("logs", "job-none"), "there is no job"),
+        (("vm", "show", "vm-2"), "did you mean vm-1?"),
+        (("vm", "add", "x"), "--host ADDRESS"),
+        (("vm", "add", "x", "--host", "h"), "--user"),
+        (("vm", "add", "x", "--host", "h", "--from-ssh-config", "y"), "contradict"),
+        (("vm", "add", "x", "--host", "h", "--trust", "MD5:1"), "begins with SHA256:"),
+        (("vm", "lost", "vm-1"), "say --yes"),
+        (("vm", "trust", "vm-1"), "has not shown its host key"),
+        (("project", "set", "p", "--max-gpus", "few"), "a whole number"),
+        (("up", "--host", "0.0.0.0"), "only with --port"),
+        (("exec", "nowhere", "true"), "there is no machine"),
+        (("sumbit",), "submit"),
+    ],
+)
+def test_mistakes_are_told(seen: Command, words: tuple[str, ...], told: str) -> None:
+    code, out, err = seen(*words)
+    assert code == 2
+    assert told in err
+    assert out == ""
+
+
+def test_a_refusal_is_json_where_json_was_wanted(seen: Command) -> None:
+    code, out, _ = seen("show", "job-none", "--json")
+    assert code == 2
+    assert json.loads(out)["error"]["code"] == "unknown_job"
+
+
+def test_old_jobs_are_pruned_with_their_logs(seen: Command, folder: Path) -> None:
+    job_id = submitted(seen, "--", "true")
+    seen("cancel", job_id)
+    log = make(folder / "logs", job_id, 1)
+    append(log, 0, b"x" * 10_000)
+    assert "would remove 1 jobs" in seen("prune", "--older-than", "0s", "--dry-run")[2]
+    assert log.exists()
+    assert "removed 1 jobs" in seen("prune", "--older-than", "0s")[2]
+    assert not log.exists()
+    assert "there is no job" in seen("show", job_id)[2]
+    assert "removed 0 jobs" in seen("prune", "--older-than", "0s")[2]
+
+
+def test_the_state_of_a_fleet(seen: Command) -> None:
+    submitted(seen, "--", "true")
+    code, out, _ = seen("status")
+    assert code == 0
+    assert "1 queued" in out
+    assert "no part of the control plane is running" in out
+    assert json.loads(seen("status", "--json")[1])["machines"]["total"] == 1
+
+
+def test_machines_are_listed(seen: Command) -> None:
+    assert "vm-1" in seen("vm", "list")[1]
+    assert seen("vm", "cordon", "vm-1", "--reason", "noisy")[2] == "vm-1 is cordoned\n"
+    assert "noisy" in seen("vm", "show", "vm-1")[1]
+
+
+# --- words
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90", 90), ("90s", 90), ("1h30m", 5400), ("2h", 7200), ("1.5d", 129600)]
+)
+def test_times(text: str, seconds: float) -> None:
+    assert seconds_of("--x", text) == seconds
+
+
+def test_settings_of_a_kind() -> None:
+    assert hyperparams(['{"a": 1, "b": 2}', "b=1e-5", "c=text", "d.e=true"]) == {
+        "a": 1,
+        "b": 1e-5,
+        "c": "text",
+        "d.e": True,
+    }
+    with pytest.raises(UsageError, match="this is no JSON"):
+        hyperparams(["{nonsense"])
+
+
+def test_pairs_statuses_and_secrets() -> None:
+    assert pairs("--x", ["a=b=c"]) == {"a": "b=c"}
+    assert statuses(["queued,held", "running"]) == {"queued", "held", "running"}
+    assert secret("TOKEN=file:/run/token") == ("TOKEN", "file:/run/token")
+
+
+# --- following
+
+
+def test_waiting_is_told_once_and_ends_with_the_job(
+    seen: Command, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job_id = submitted(seen, "--", "true")
+    looks: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 3:
+            seen("cancel", job_id)
+
+    from groupwise.cli.fleet_access import fleet as opened
+
+    told: list[str] = []
+    with opened(None) as access:
+        ended = fleet_follow.until_ended(access, [job_id], sleep)
+        told.append(capsys.readouterr().err)
+    assert fleet_follow.exit_code_of(ended) == fleet_follow.CANCELLED_CODE
+    assert told[0] == f"{job_id} was cancelled\n"  # what came before was taken by `cancel`'s call
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "shell"),
+    [("completed", 0, 0), ("failed", 64, 64), ("failed", None, 1), ("cancelled", None, 130)],
+)
+def test_exit_codes(status: str, code: int | None, shell: int) -> None:
+    assert fleet_follow.exit_code_of([{"status": status, "exit_code": code}]) == shell

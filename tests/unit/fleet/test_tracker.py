@@ -1,0 +1,187 @@
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+
+from groupwise.fleet import events, tracker
+from groupwise.fleet.database import Database
+from groupwise.fleet.tables import Attempt, Cursor, Job
+from groupwise.fleet.tracker import Ended, Tracker, keep_position, position_of
+
+
+class Outlet:
+    """Takes what it is told, unless it is away or refuses single ones."""
+
+    name = "outlet"
+
+    def __init__(self) -> None:
+        self.told: list[Ended] = []
+        self.away = False
+        self.refused: set[str] = set()
+
+    async def tell(self, ended: Sequence[Ended]) -> frozenset[int]:
+        if self.away:
+            return frozenset()
+        taken = [e for e in ended if e.job_id not in self.refused]
+        self.told += taken
+        return frozenset(e.event_id for e in taken)
+
+    @property
+    def names(self) -> list[str]:
+        return [e.job_id for e in self.told]
+
+
+def end(database: Database, job_id: str, status: str = "completed", **detail: Any) -> None:
+    def write(session: Any) -> None:
+        if session.get(Job, job_id) is None:
+            session.add(Job(job_id=job_id, request={"webhook": "https://example.org/hook"}))
+            session.flush()
+            session.add(Attempt(job_id=job_id, generation=0, number=0, created_at=0.0))
+            session.flush()
+        epoch = session.scalars(select(Attempt.epoch).where(Attempt.job_id == job_id)).one()
+        events.append(
+            session, actor="d", kind=f"job.{status}", job_id=job_id, epoch=epoch, detail=detail
+        )
+
+    database.run(write)
+
+
+def position(database: Database) -> int:
+    return database.read(lambda s: position_of(s, "outlet"))
+
+
+async def test_each_end_is_told_once_with_what_is_known_of_it(database: Database):
+    outlet = Outlet()
+    tracking = Tracker(database, outlet)
+    lines = "\n".join(f"line {n}" for n in range(50))
+    end(
+        database,
+        "a",
+        "failed",
+        exit_code=3,
+        failure_class="crashed",
+        reason="crashed: exit code 3",
+        tail=lines,
+    )
+    for _ in range(3):
+        await tracking.round()
+    (told,) = outlet.told
+    assert (told.job_id, told.status, told.exit_code, told.failure_class, told.epoch) == (
+        "a",
+        "failed",
+        3,
+        "crashed",
+        1,
+    )
+    assert told.log_tail == tuple(f"line {n}" for n in range(30, 50))
+    assert told.subject == "jobs.errored"
+    assert told.webhook == "https://example.org/hook"
+    document = json.loads(told.message())
+    assert document["job_id"] == "a"
+    assert "webhook" not in document, "an address may hold a key"
+
+
+async def test_only_ends_are_told(database: Database):
+    outlet = Outlet()
+    for status in ("queued", "running", "completed", "cancelled"):
+        end(database, "a", status)
+    await Tracker(database, outlet).round()
+    assert [(e.status, e.subject) for e in outlet.told] == [
+        ("completed", "jobs.completed"),
+        ("cancelled", "jobs.errored"),
+    ]
+    assert position(database) == 4
+
+
+async def test_nothing_is_lost_while_nobody_listens(database: Database):
+    outlet = Outlet()
+    tracking = Tracker(database, outlet)
+    outlet.away = True
+    end(database, "a")
+    await tracking.round()
+    end(database, "b")
+    await tracking.round()
+    assert position(database) == 0
+    outlet.away = False
+    await tracking.round()
+    assert outlet.names == ["a", "b"]
+    assert position(database) == 2
+
+
+async def test_after_a_restart_it_goes_on_where_it_was_acknowledged(database: Database):
+    outlet = Outlet()
+    outlet.refused = {"b"}
+    for name in "abc":
+        end(database, name)
+    await Tracker(database, outlet).round()
+    assert outlet.names == ["a", "c"]
+    assert position(database) == 1, "not past what nobody has taken"
+    outlet.refused = set()
+    await Tracker(database, outlet).round()
+    assert outlet.names == ["a", "c", "b", "c"], "told at least once; the event's number says twice"
+    assert outlet.told[1] == outlet.told[3]
+
+
+async def test_one_that_nobody_takes_holds_up_no_other(database: Database):
+    outlet = Outlet()
+    outlet.refused = {"a"}
+    tracking = Tracker(database, outlet)
+    end(database, "a")
+    await tracking.round()
+    end(database, "b")
+    await tracking.round()
+    assert outlet.names == ["b"]
+    outlet.refused = set()
+    await tracking.round()
+    assert outlet.names == ["b", "a"]
+    assert position(database) == 2
+
+
+async def test_many_are_read_in_parts(database: Database, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tracker, "READ", 2)
+    outlet = Outlet()
+    tracking = Tracker(database, outlet)
+    for name in "abcde":
+        end(database, name)
+    assert [await tracking.round() for _ in range(3)] == [True, True, False]
+    assert outlet.names == list("abcde")
+
+
+async def test_what_waits_for_a_listener_is_bounded(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(tracker, "READ", 1)
+    monkeypatch.setattr(tracker, "MOST_UNTOLD", 2)
+    outlet = Outlet()
+    outlet.away = True
+    tracking = Tracker(database, outlet)
+    for name in "abcde":
+        end(database, name)
+    for _ in range(5):
+        await tracking.round()
+    outlet.away = False
+    await tracking.round()
+    assert outlet.names == ["a", "b"]
+    for _ in range(3):
+        await tracking.round()
+    assert outlet.names == list("abcde")
+
+
+def test_a_position_never_goes_back(database: Database):
+    for given in (3, 7, 5):
+        database.run(lambda s, p=given: keep_position(s, "outlet", p))
+    assert position(database) == 7
+    assert database.read(lambda s: len(s.scalars(select(Cursor.name)).all())) == 1
+
+
+def test_a_message_fits_whatever_stands_in_it():
+    told = Ended(1, "a", "failed", 0.0, failure_reason="\x00" * 5000, log_tail=("ü" * 300,) * 20)
+    whole = told.message(100_000)
+    assert len(json.loads(whole)["log_tail"]) == 20
+    for largest in (30_000, 4000, 600):
+        short = told.message(largest)
+        assert len(short) <= largest
+        assert json.loads(short)["job_id"] == "a"
+    assert json.loads(told.message(4000))["log_tail"] == []

@@ -1,0 +1,200 @@
+import json
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx2
+import pytest
+from sqlalchemy import select
+
+from groupwise.fleet import events, webhooks
+from groupwise.fleet.database import Database
+from groupwise.fleet.tables import Event, Job
+from groupwise.fleet.tracker import Ended, Tracker
+from groupwise.fleet.webhooks import PAUSES, WebhookOutlet, is_public
+
+HOOK = "https://hooks.example.org/path?key=1"
+
+
+class World:
+    """The internet: what names are, what servers answer, and what they were asked."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, list[str]] = {"hooks.example.org": ["93.184.215.14"]}
+        self.answers: list[int | Exception] = []
+        self.asked: list[httpx2.Request] = []
+        self.now = 0.0
+
+    async def resolve(self, host: str, port: int) -> list[str]:
+        if host not in self.names:
+            raise OSError(f"{host} is not known")
+        return self.names[host]
+
+    def answer(self, request: httpx2.Request) -> httpx2.Response:
+        self.asked.append(request)
+        given = self.answers.pop(0) if self.answers else 200
+        if isinstance(given, Exception):
+            raise given
+        return httpx2.Response(given, headers={"Location": "http://127.0.0.1/"})
+
+    def outlet(self, database: Database, **more: Any) -> WebhookOutlet:
+        return WebhookOutlet(
+            database,
+            transport=httpx2.MockTransport(self.answer),
+            resolve=self.resolve,
+            clock=lambda: self.now,
+            **more,
+        )
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+@pytest.fixture
+async def outlet(database: Database, world: World) -> AsyncIterator[WebhookOutlet]:
+    database.run(lambda s: s.add(Job(job_id="a")))
+    made = world.outlet(database)
+    yield made
+    await made.close()
+
+
+def ended(webhook: str | None = HOOK, event_id: int = 5) -> Ended:
+    return Ended(event_id, "a", "completed", 1.0, epoch=3, exit_code=0, webhook=webhook)
+
+
+def told(database: Database) -> list[tuple[str, Any]]:
+    rows = database.read(
+        lambda s: s.execute(select(Event.kind, Event.detail).order_by(Event.event_id)).all()
+    )
+    return [(kind, detail) for kind, detail in rows]
+
+
+async def test_it_posts_what_nats_is_told_with_a_number_to_know_it_by(
+    database: Database, world: World, outlet: WebhookOutlet
+):
+    assert await outlet.tell([ended()]) == {5}
+    (request,) = world.asked
+    assert (request.method, str(request.url)) == ("POST", "https://93.184.215.14/path?key=1")
+    assert request.headers["Host"] == "hooks.example.org"
+    assert request.headers["Groupwise-Event"] == "5"
+    assert request.headers["Idempotency-Key"] == "groupwise-5"
+    assert request.extensions["sni_hostname"] == "hooks.example.org"
+    assert json.loads(request.content) == json.loads(ended().message())
+    assert told(database) == [
+        ("webhook.delivered", {"event_id": 5, "attempts": 1, "because": "HTTP 200"})
+    ]
+
+
+async def test_a_job_without_a_webhook_is_settled(world: World, outlet: WebhookOutlet):
+    assert await outlet.tell([ended(None)]) == {5}
+    assert world.asked == []
+
+
+@pytest.mark.parametrize("failure", [500, 404, 302, httpx2.ConnectError("refused")])
+async def test_what_fails_is_tried_again_with_growing_pauses_and_given_up(
+    database: Database, world: World, outlet: WebhookOutlet, failure: int | Exception
+):
+    world.answers = [failure] * 100
+    tries, settled = 0, frozenset[int]()
+    for pause in (*PAUSES, 0.0):
+        settled = await outlet.tell([ended()])
+        tries += 1
+        assert len(world.asked) == tries
+        if not settled:
+            assert await outlet.tell([ended()]) == frozenset(), "not before its time has come"
+            assert len(world.asked) == tries
+        world.now += pause
+    assert settled == {5}
+    assert tries == len(PAUSES) + 1
+    assert told(database)[0][0] == "webhook.given_up"
+
+
+async def test_one_that_answers_late_is_told_in_the_end(
+    database: Database, world: World, outlet: WebhookOutlet
+):
+    world.answers = [503, 200]
+    assert await outlet.tell([ended()]) == frozenset()
+    world.now += PAUSES[0]
+    assert await outlet.tell([ended()]) == {5}
+    assert told(database)[0][1]["attempts"] == 2
+
+
+async def test_one_that_never_answers_holds_up_nobody_for_long(
+    database: Database, world: World, outlet: WebhookOutlet, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(webhooks, "ANSWERED", 0.01)
+
+    async def never(*_: Any, **__: Any) -> Any:
+        await webhooks.asyncio.Event().wait()
+
+    monkeypatch.setattr(outlet._http, "send", never)
+    assert await outlet.tell([ended()]) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("address", "names"),
+    [
+        ("http://hooks.example.org/", ["127.0.0.1"]),
+        ("http://hooks.example.org/", ["93.184.215.14", "10.0.0.1"]),
+        ("http://hooks.example.org/", ["169.254.169.254"]),
+        ("http://hooks.example.org/", ["::1"]),
+        ("http://hooks.example.org/", ["fd00::1"]),
+        ("http://hooks.example.org/", ["fe80::1%eth0"]),
+        ("http://hooks.example.org/", ["::ffff:127.0.0.1"]),
+        ("http://hooks.example.org/", ["64:ff9b::7f00:1"]),
+        ("http://hooks.example.org/", ["2002:7f00:1::"]),
+        ("http://hooks.example.org/", ["0.0.0.0"]),
+        ("http://hooks.example.org/", ["224.0.0.1"]),
+        ("ftp://hooks.example.org/", ["93.184.215.14"]),
+        ("file:///etc/passwd", []),
+        ("http://", []),
+        ("http://hooks.example.org:99999/", []),
+        ("http://user:word@hooks.example.org/", ["93.184.215.14"]),
+    ],
+)
+async def test_nothing_is_sent_to_addresses_that_are_not_public(
+    database: Database, world: World, outlet: WebhookOutlet, address: str, names: list[str]
+):
+    world.names["hooks.example.org"] = names
+    assert await outlet.tell([ended(address)]) == {5}
+    assert world.asked == []
+    assert told(database)[0][0] == "webhook.given_up"
+
+
+async def test_settings_may_allow_private_addresses(database: Database, world: World):
+    database.run(lambda s: s.add(Job(job_id="a")))
+    world.names["inner"] = ["::1"]
+    outlet = world.outlet(database, allow_private=True)
+    assert await outlet.tell([ended("http://inner:8080/x")]) == {5}
+    assert str(world.asked[0].url) == "http://[::1]:8080/x"
+    assert "sni_hostname" not in world.asked[0].extensions
+    await outlet.close()
+
+
+async def test_a_name_that_is_not_known_is_tried_again(world: World, outlet: WebhookOutlet):
+    assert await outlet.tell([ended("https://nowhere.example.org/")]) == frozenset()
+
+
+async def test_a_tracker_that_is_restarted_does_not_begin_anew_with_those_that_are_told(
+    database: Database, world: World
+):
+    def end(name: str, webhook: str | None) -> Callable[[Any], None]:
+        def write(session: Any) -> None:
+            session.add(Job(job_id=name, request={} if webhook is None else {"webhook": webhook}))
+            session.flush()
+            events.append(session, actor="d", kind="job.completed", job_id=name)
+
+        return write
+
+    database.run(end("slow", "https://nowhere.example.org/"))
+    database.run(end("fine", HOOK))
+    for _ in range(2):
+        outlet = world.outlet(database)
+        await Tracker(database, outlet).round()
+        await outlet.close()
+    assert len(world.asked) == 1
+
+
+def test_public_addresses_are_public():
+    assert all(map(is_public, ["93.184.215.14", "2606:2800:21f:cb07:6820:80da:af6b:8b2c"]))

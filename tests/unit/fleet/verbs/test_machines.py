@@ -1,0 +1,167 @@
+"""What people do with machines: every change is told of, done twice it is the same, and an impossible one says what to do instead."""
+
+from typing import Any
+
+import asyncssh
+import pytest
+from sqlalchemy import update
+from sqlalchemy.orm import Session
+
+from groupwise.fleet.tables import GPU, VM
+from groupwise.fleet.verbs import machines
+from groupwise.fleet.verbs.machines import NewMachine
+from groupwise.wire.problems import Refusal
+
+
+def host_key() -> str:
+    public = asyncssh.generate_private_key("ssh-ed25519").export_public_key().decode()
+    return " ".join(public.split()[:2])
+
+
+def set_columns(small: Any, vm_id: str, **columns: Any) -> None:
+    def write(session: Session) -> None:
+        session.execute(update(VM).where(VM.vm_id == vm_id).values(**columns))
+
+    small.database.run(write)
+
+
+def test_a_new_machine_has_what_was_said_and_defaults(small: Any) -> None:
+    found = small.do(machines.add, NewMachine("gpu-1", "10.0.0.1", user="ada", labels={"a": "b"}))
+    assert (found["workdir"], found["python"], found["port"]) == ("groupwise-fleet", "python3", 22)
+    assert (found["contact"], found["labels"]) == ("new", {"a": "b"})
+    assert small.events() == [("user:ada", "vm.added")]
+    with pytest.raises(Refusal, match=r"there is a machine gpu-1 already, ada@10\.0\.0\.1:22"):
+        small.do(machines.add, NewMachine("gpu-1", "10.0.0.2", user="ada"))
+
+
+def test_all_that_is_wrong_with_a_machine_is_told_at_once(small: Any) -> None:
+    with pytest.raises(Refusal) as refused:
+        small.do(machines.add, NewMachine("a b", "h", port=0, cpu_slots=-1, deadman=3))
+    for word in ("'a b' is no name", "port 0", "--user", "cpu_slots -1", "deadman 3"):
+        assert word in refused.value.message
+
+
+def test_a_removed_machine_may_come_back(small: Any) -> None:
+    small.do(machines.add, NewMachine("gpu-1", "10.0.0.1", user="ada", host_key=host_key()))
+    small.do(machines.cordon, "gpu-1", "noisy")
+    assert small.do(machines.remove, "gpu-1")["active"] is False
+    assert small.do(machines.listing) == []
+    with pytest.raises(Refusal, match="was removed from the fleet"):
+        small.do(machines.drain, "gpu-1")
+    small.do(machines.add, NewMachine("gpu-1", "10.0.0.9", user="ada"))
+    (found,) = small.do(machines.listing)
+    assert (found["ip_address"], found["cordoned"], found["host_key"]) == ("10.0.0.9", None, None)
+
+
+def test_drain_and_cordon_keep_new_work_away(small: Any) -> None:
+    small.machine("vm-1", gpus=2)
+    assert small.do(machines.show, "vm-1")["available_gpus"] == 2
+    assert small.do(machines.drain, "vm-1")["state"] == "draining"
+    assert small.do(machines.drain, "vm-1")["available_gpus"] == 0
+    assert small.do(machines.undrain, "vm-1")["state"] == "ok"
+    assert small.do(machines.cordon, "vm-1", "fan is loud")["state"] == "cordoned"
+    assert small.do(machines.uncordon, "vm-1")["available_gpus"] == 2
+    told = [kind for _, kind in small.events()]
+    assert told == ["vm.draining", "vm.undrained", "vm.cordoned", "vm.uncordoned"]
+
+
+def test_a_pending_job_is_woken_when_a_machine_takes_work_again(small: Any) -> None:
+    small.machine("vm-1", draining=True)
+    job = small.job("pending")
+    small.do(machines.undrain, "vm-1")
+    assert small.row(job).status == "queued"
+
+
+def test_a_machine_in_use_is_not_removed(small: Any) -> None:
+    small.machine("vm-1")
+    job = small.job("running")
+    small.attempt(job, "vm-1", state="ended", cleanup="leaking")
+    with pytest.raises(Refusal, match=f"{job} .*cleanup leaking.*vm drain vm-1.*vm lost vm-1"):
+        small.do(machines.remove, "vm-1")
+    assert small.vm("vm-1").active
+
+
+def test_lost_names_what_is_given_up(small: Any) -> None:
+    small.machine("vm-1")
+    job = small.job("running")
+    epoch = small.attempt(job, "vm-1")
+    found = small.do(machines.lost, "vm-1")
+    assert found["state"] == "lost"
+    assert found["attempts"] == [{"job_id": job, "epoch": epoch, "state": "running"}]
+    small.do(machines.lost, "vm-1")
+    assert [kind for _, kind in small.events()] == ["vm.lost"]
+
+
+def test_this_machine_is_never_lost(small: Any) -> None:
+    small.machine("local", transport="local")
+    with pytest.raises(Refusal, match="is not lost"):
+        small.do(machines.lost, "local")
+
+
+def test_trust_pins_the_key_that_was_shown(small: Any) -> None:
+    small.machine("vm-1", contact="new")
+    with pytest.raises(Refusal, match="has not shown its host key yet"):
+        small.do(machines.trust, "vm-1")
+    key, other = host_key(), machines.fingerprint(host_key())
+    set_columns(small, "vm-1", seen_host_key=key, contact="untrusted")
+    with pytest.raises(Refusal, match="ssh-keygen -lf") as refused:
+        small.do(machines.trust, "vm-1", other)
+    assert refused.value.code == "host_key_mismatch"
+    assert small.vm("vm-1").host_key is None
+    found = small.do(machines.trust, "vm-1", machines.fingerprint(key))
+    assert (found["host_key"], found["seen_host_key"], found["contact"]) == (key, None, "new")
+    assert small.do(machines.trust, "vm-1")["host_key"] == key
+    assert small.events() == [("user:ada", "vm.trusted")]
+
+
+def test_a_host_key_that_nobody_can_read_hides_no_machine(small: Any) -> None:
+    small.machine("vm-1", host_key="rubbish")
+    assert small.do(machines.listing)[0]["fingerprint"] == "unreadable"
+
+
+def test_a_quarantine_is_cleared_by_index_or_uuid(small: Any) -> None:
+    small.machine("vm-1", gpus=2)
+
+    def quarantine(session: Session) -> None:
+        session.execute(update(GPU).values(quarantined="Xid 79"))
+
+    small.database.run(quarantine)
+    small.do(machines.clear_quarantine, "vm-1", "0")
+    found = small.do(machines.clear_quarantine, "vm-1", "GPU-vm-1-1")
+    assert [gpu["quarantined"] for gpu in found["gpus"]] == [None, None]
+    with pytest.raises(Refusal, match=r"it has 0 \(GPU-vm-1-0\), 1"):
+        small.do(machines.clear_quarantine, "vm-1", "7")
+
+
+def test_a_misspelt_name_is_told_the_nearest(small: Any) -> None:
+    small.machine("gpu-box-1")
+    with pytest.raises(Refusal, match="did you mean gpu-box-1"):
+        small.do(machines.show, "gpu-bx-1")
+
+
+@pytest.mark.parametrize("verb", [machines.drain, machines.lost, machines.remove, machines.trust])
+def test_who_is_bound_to_projects_changes_no_machine(small: Any, verb: Any) -> None:
+    small.machine("vm-1")
+    with pytest.raises(Refusal, match="is bound to: ours") as refused:
+        small.as_("ours").do(verb, "vm-1")
+    assert refused.value.code == "forbidden"
+
+
+def test_holders_of_other_projects_have_no_name(small: Any) -> None:
+    small.machine("vm-1", gpus=1)
+    job = small.job("running", project="theirs")
+    small.attempt(job, "vm-1", gpu=0)
+    (gpu,) = small.as_("ours").do(machines.show, "vm-1")["gpus"]
+    assert gpu["held_by"][0]["job_id"] is None
+    (gpu,) = small.do(machines.show, "vm-1")["gpus"]
+    assert gpu["held_by"][0]["job_id"] == job
+
+
+def test_what_jobs_are_run_with_is_changed(small: Any) -> None:
+    small.machine("vm-1")
+    found = small.do(machines.change, "vm-1", python="/opt/env/bin/python", cpu_slots=4)
+    assert (found["python"], found["cpu_slots"]) == ("/opt/env/bin/python", 4)
+    small.do(machines.change, "vm-1", cpu_slots=4)
+    assert [kind for _, kind in small.events()] == ["vm.changed"]
+    with pytest.raises(Refusal, match="nothing to change"):
+        small.do(machines.change, "vm-1")

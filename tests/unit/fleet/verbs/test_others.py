@@ -1,0 +1,175 @@
+"""Projects, the state of the fleet, submissions and what is cleared away."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import func, select, update
+from sqlalchemy.orm import Session
+
+from groupwise.fleet.database import seconds
+from groupwise.fleet.request import JobRequest
+from groupwise.fleet.tables import Attempt, ControlProcess, Job, Member, Reservation
+from groupwise.fleet.verbs import jobs, projects, prune, status, submission
+from groupwise.wire.problems import Refusal
+
+# --- projects
+
+
+def test_a_project_is_made_and_changed(small: Any) -> None:
+    assert small.do(projects.change, "p", weight=2.0, max_gpus=4)["max_gpus"] == 4
+    assert small.do(projects.change, "p", max_gpus=None)["max_gpus"] is None
+    (found,) = small.do(projects.listing)
+    assert (found["name"], found["weight"], found["waiting"]) == ("p", 2.0, 0)
+    assert [kind for _, kind in small.events()] == ["project.changed", "project.changed"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "told"),
+    [
+        ({}, "nothing to change"),
+        ({"weight": 0.0}, "a number above 0"),
+        ({"weight": float("nan")}, "a number above 0"),
+        ({"max_gpus": -1}, "max_gpus -1"),
+    ],
+)
+def test_a_project_that_cannot_be(small: Any, wanted: dict[str, Any], told: str) -> None:
+    with pytest.raises(Refusal, match=told):
+        small.do(projects.change, "p", **wanted)
+
+
+# --- the fleet as a whole
+
+
+def process(small: Any, role: str, silent: float, owner: str) -> None:
+    def write(session: Session) -> None:
+        seen = seconds(session) - silent
+        row = {"owner": owner, "role": role, "host": "h", "pid": 1}
+        session.add(ControlProcess(**row, started_at=seen, seen_at=seen))
+
+    small.database.run(write)
+
+
+def test_the_dead_are_told_from_the_living(small: Any) -> None:
+    process(small, "dispatcher", 0.0, "a")
+    process(small, "poller", status.SILENT_SECONDS + 5, "b")
+    found = small.do(status.overview)
+    assert [each["alive"] for each in found["processes"]] == [True, False]
+    (alarm,) = found["alarms"]
+    assert alarm["kind"] == "role_missing"
+    assert alarm["roles"] == ["poller", "requeue", "tracker"]
+
+
+def test_alarms_say_what_to_do(small: Any) -> None:
+    small.machine("silent", contact="unreachable", problem="timed out")
+    small.machine("strange", contact="untrusted")
+    small.machine("noisy", cordoned="three launches failed")
+    job = small.job("completed")
+    small.attempt(job, "noisy", state="ended", cleanup="leaking")
+    found = {each["kind"]: each for each in small.do(status.overview)["alarms"]}
+    assert "vm lost silent" in found["unreachable"]["remedy"]
+    assert "vm trust strange" in found["untrusted"]["remedy"]
+    assert "vm uncordon noisy" in found["cordoned"]["remedy"]
+    assert found["leaking"]["job_id"] == job
+    seen = {each["kind"] for each in small.as_("ours").do(status.overview)["alarms"]}
+    assert seen == {"role_missing"}
+
+
+def test_only_jobs_that_one_may_see_are_counted(small: Any) -> None:
+    small.job("running", project="theirs")
+    small.job(project="ours")
+    assert small.as_("ours").do(status.overview)["jobs"]["running"] == 0
+    assert small.as_("ours").do(status.overview)["jobs"]["queued"] == 1
+
+
+# --- submitting
+
+
+def request(**more: Any) -> JobRequest:
+    return JobRequest.model_validate({"arguments": ["true"], **more})
+
+
+def test_what_was_settled_unasked_is_noted(small: Any) -> None:
+    small.machine("vm-1")
+    (job,) = small.do(submission.submit_all, [request()])
+    assert job["notes"] == ["--gpus was not given: the job gets no GPU, as the fleet has none"]
+    small.machine("vm-2", gpus=1)
+    (job,) = small.do(submission.submit_all, [request()])
+    assert job["notes"] == ["--gpus was not given: the job gets 1 GPU"]
+    (job,) = small.do(submission.submit_all, [request(resources={"gpus": 0})])
+    assert job["notes"] == []
+
+
+def test_a_plan_leaves_nothing(small: Any) -> None:
+    small.machine("vm-1")
+    found = small.do(submission.plan, request())
+    assert (found["job_id"], found["where"], found["waits"]) == (None, ["vm-1"], [])
+    assert small.do(jobs.listing, jobs.JobFilter()) == []
+    assert small.events() == []
+    found = small.do(submission.plan, request(resources={"gpus": 3}))
+    assert found["where"] == []
+    assert found["waits"]
+
+
+def test_an_array_is_one_transaction_and_one_key(small: Any) -> None:
+    small.machine("vm-1")
+    both = [request(name="a"), request(name="b")]
+    first = small.do(submission.submit_all, both, key="k")
+    again = small.do(submission.submit_all, both, key="k")
+    assert [each["job_id"] for each in again] == [each["job_id"] for each in first]
+    assert len({each["job_id"] for each in first}) == 2
+
+
+def test_one_submits_for_the_projects_that_one_may_see(small: Any) -> None:
+    small.machine("vm-1")
+    ours = small.as_("ours")
+    (job,) = ours.do(submission.submit_all, [request()])
+    assert job["project"] == "ours"
+    with pytest.raises(Refusal, match="may submit for ours, not for theirs"):
+        ours.do(submission.submit_all, [request()], project="theirs")
+
+
+# --- clearing away
+
+
+def old(small: Any, *job_ids: str) -> None:
+    """As if they had ended long ago; the database lets nobody change that, so its rule is put aside."""
+
+    def write(session: Session) -> None:
+        session.connection().exec_driver_sql("DROP TRIGGER IF EXISTS fleet_job_final")
+        past = func.datetime("now", "-2 days")
+        session.execute(update(Job).where(Job.job_id.in_(job_ids)).values(end_time=past))
+
+    small.database.run(write)
+
+
+def test_only_what_nothing_needs_is_removed(small: Any) -> None:
+    small.machine("vm-1")
+    gone, leaking, needed, young = (small.job("completed") for _ in range(4))
+    running = small.job("running")
+    small.attempt(gone, "vm-1", state="ended", cleanup="clean")
+    small.attempt(leaking, "vm-1", state="ended", cleanup="leaking")
+    small.job("pending", blocked_on=needed)
+    old(small, gone, leaking, needed, running)
+    assert small.do(prune.old_jobs, 86400.0) == [gone]
+    assert small.do(prune.remove, gone) is True
+    assert small.do(prune.remove, leaking) is False
+    assert small.do(prune.remove, running) is False
+    assert small.events() == [("user:ada", "job.pruned")]
+
+    def left(session: Session) -> list[int]:
+        tables = (Attempt, Member, Reservation)
+        return [session.scalar(select(func.count()).select_from(t)) or 0 for t in tables]
+
+    assert small.database.read(left) == [1, 1, 1]
+    assert small.row(young).status == "completed"
+
+
+def test_the_files_of_a_job_and_no_others_go(tmp_path: Path) -> None:
+    for name in ("job-1", "job-10"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "3.log").write_text("x" * 5000)
+        (tmp_path / f"{name}.log").symlink_to(f"{name}/3.log")
+    assert prune.size_of_files([tmp_path], "job-1") >= 5000
+    prune.remove_files([tmp_path], "job-1")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["job-10", "job-10.log"]

@@ -1,0 +1,374 @@
+"""Files that go to a machine and come back from it.
+
+1. A blob is what its hash says, or it is not there; one that a job wrote to is noticed.
+2. A job finds its files with their modes; what it does to them harms no other job.
+3. Only plain files inside the working folder are listed and read: no link, device, pipe or way out, whatever happens meanwhile.
+4. A checkpoint counts when its manifest and all that this names are there.
+5. The sweep takes what nobody wants, and nothing from a launch under way.
+"""
+
+import hashlib
+import io
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.hosts import runner
+from tests.runner_machine import Machine, Refused, machine, oldest_python, request
+
+OLDEST = oldest_python()
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[Machine]:
+    with machine(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(sys.executable, id="recent"),
+        pytest.param(
+            OLDEST,
+            id="3.8",
+            marks=pytest.mark.skipif(OLDEST is None, reason="no Python 3.8 is here"),
+        ),
+    ]
+)
+def either(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Machine]:
+    with machine(tmp_path, request.param) as made:
+        yield made
+
+
+def sha(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def done(here: Machine, script: str = "true", **fields: Any) -> Path:
+    """The working folder of a job that has ended."""
+    here.sh(script, **fields)
+    assert here.comes_to("exited")["exit"]["code"] == 0
+    return here.work()
+
+
+def manifest(here: Machine, what: str = "artefacts") -> dict[str, Any]:
+    return here.ask("manifest", job="job", epoch=1, what=what)
+
+
+def read(here: Machine, path: str, **fields: Any) -> bytes:
+    here.ask(
+        "read", **{"job": "job", "epoch": 1, "path": path, "offset": 0, "limit": 1 << 20, **fields}
+    )
+    return here.payload
+
+
+# --- blobs --------------------------------------------------------------------------------------
+
+
+def test_blobs_are_kept_and_asked_for(either: Machine) -> None:
+    one, two = b"one" * 1000, b""
+    wanted = [sha(one), sha(two), sha(b"three")]
+    assert either.ask("missing", sha256=wanted)["missing"] == wanted
+    either.put(one, two)
+    assert either.ask("missing", sha256=wanted)["missing"] == [sha(b"three")]
+    either.put(one)
+    assert (either.root / "blobs" / sha(one)[:2] / sha(one)).read_bytes() == one
+
+
+def test_bytes_of_another_hash_are_not_kept(here: Machine) -> None:
+    with pytest.raises(Refused, match="bad_blob"):
+        here.ask("put", b"other", blobs=[[sha(b"right"), 5]])
+    assert here.ask("missing", sha256=[sha(b"right")])["missing"]
+    assert [p for p in (here.root / "blobs").rglob("*") if p.is_file()] == []
+
+
+def test_a_payload_that_was_cut_is_not_kept(here: Machine) -> None:
+    data = b"x" * 1000
+    with pytest.raises(Refused, match="bad_request"):
+        here.ask("put", data[:500], blobs=[[sha(data), 1000]])
+    body = here.body("put", blobs=[[sha(data), 1000]], payload=1000)
+    with pytest.raises(Refused, match="truncated"):
+        here.finish(here.begin(request(body, data[:500])))
+    assert [p for p in (here.root / "blobs").rglob("*") if p.is_file()] == []
+
+
+def test_a_name_that_is_no_hash(here: Machine) -> None:
+    with pytest.raises(Refused, match="bad_request"):
+        here.ask("missing", sha256=["../../etc/passwd"])
+    with pytest.raises(Refused, match="bad_request"):
+        here.ask("put", b"x", blobs=[["../" * 20 + "a", 1]])
+
+
+def test_parts_are_joined(either: Machine) -> None:
+    parts = [b"first", b"second", b"third"]
+    whole = b"".join(parts)
+    either.put(*parts[:2])
+    entries = [[sha(part), len(part)] for part in parts]
+    with pytest.raises(Refused, match="missing_blobs") as refused:
+        either.ask("join", blob=[sha(whole), len(whole)], parts=entries)
+    assert refused.value.error["missing"] == [sha(b"third")]
+    either.put(parts[2])
+    for _ in range(2):
+        either.ask("join", blob=[sha(whole), len(whole)], parts=entries)
+        missing = either.ask("missing", sha256=[sha(whole), *map(sha, parts)])["missing"]
+        assert missing == [sha(part) for part in parts]
+
+
+def test_a_job_finds_its_files(either: Machine) -> None:
+    program, large = b"#!/bin/sh\ncat data/in.txt; ls -l\n", os.urandom(runner.COPIED_BELOW)
+    files = {
+        "run": [sha(program), 0o755, len(program)],
+        "data/in.txt": [sha(b"hello\n"), 0o640, 6],
+        "data/deep/large": [sha(large), 0o644, len(large)],
+    }
+    order = either.order("./run", spec_files=files)
+    with pytest.raises(Refused, match="missing_blobs") as refused:
+        either.ask("launch", **order)
+    assert sorted(refused.value.error["missing"]) == sorted(entry[0] for entry in files.values())
+    assert either.status()["state"] == "absent"
+    either.put(program, b"hello\n", large)
+    either.ask("launch", **order)
+    assert either.comes_to("exited")["exit"]["tail"].startswith("hello\n")
+    assert (either.work() / "run").stat().st_mode & 0o777 == 0o755
+    assert (either.work() / "data" / "in.txt").stat().st_mode & 0o777 == 0o640
+    assert (either.work() / "data" / "deep" / "large").stat().st_nlink == 2
+
+
+def test_what_a_job_does_to_its_files_harms_no_other(here: Machine) -> None:
+    small, large = b"small", os.urandom(runner.COPIED_BELOW)
+    files = {"small": [sha(small), 0o644, 5], "large": [sha(large), 0o644, len(large)]}
+    here.put(small, large)
+    done(here, "chmod u+w large; echo bad >> small; echo bad >> large", spec_files=files)
+    assert here.ask("missing", sha256=[sha(small), sha(large)])["missing"] == [sha(large)]
+    with pytest.raises(Refused, match="missing_blobs"):
+        here.sh("true", spec_files=files, epoch=2)
+    here.put(large)
+    here.sh("sha256sum large", spec_files=files, epoch=2)
+    assert here.comes_to("exited", epoch=2)["exit"]["tail"].startswith(sha(large))
+
+
+def test_the_sweep_keeps_what_is_wanted(here: Machine) -> None:
+    keep, gone = here.put(b"keep", b"gone")
+    left = here.root / "attempts" / ".new-job.1-0123"
+    left.mkdir(parents=True)
+    assert (
+        here.ask("sweep", keep=[keep])["removed"] == 0
+    )  # a launch under way may just have sent them
+    assert here.ask("sweep", keep=[keep], older_than=0)["removed"] == 1
+    assert here.ask("missing", sha256=[keep, gone])["missing"] == [gone]
+    assert not left.exists()
+
+
+def test_the_sweep_waits_for_a_launch(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    (blob,) = here.put(b"needed")
+    root = runner.Root(str(here.root))
+    held = runner.take_lock(root.lock("blobs.lock"), runner.fcntl.LOCK_SH)
+    assert held is not None
+    monkeypatch.setattr(runner, "LOCK_PATIENCE", 0.05)
+    with pytest.raises(runner.Refusal, match="blobs"):
+        runner.verb_sweep(root, {"keep": [], "older_than": 0}, io.BytesIO())
+    os.close(held)
+    assert here.ask("missing", sha256=[blob])["missing"] == []
+
+
+# --- coming back --------------------------------------------------------------------------------
+
+
+def test_artefacts_are_listed_and_read(either: Machine) -> None:
+    done(
+        either,
+        "mkdir -p outputs/a; printf one > outputs/a/x; printf '' > outputs/y; chmod 600 outputs/y; echo no > other",
+    )
+    told = manifest(either)
+    assert told["files"] == {
+        "outputs/a/x": [sha(b"one"), 0o644, 3],
+        "outputs/y": [sha(b""), 0o600, 0],
+    }
+    assert told["refused"] == []
+    assert read(either, "outputs/a/x", offset=1) == b"ne"
+    assert read(either, "outputs/a/x", limit=1, sha256=sha(b"one")) == b"o"
+    assert read(either, "outputs/a/x", offset=3) == b""
+    with pytest.raises(Refused, match="changed"):
+        read(either, "outputs/a/x", sha256=sha(b"two"))
+
+
+def test_what_is_no_plain_file_inside_is_refused(here: Machine, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / "key").write_text("canary")
+    work = done(here, "mkdir -p outputs/real; echo > outputs/real/file")
+    outputs = work / "outputs"
+    (outputs / "link").symlink_to(secret / "key")
+    (outputs / "folder").symlink_to(secret)
+    (outputs / "inner").symlink_to("real/file")
+    os.mkfifo(outputs / "pipe")
+    os.mkdir(os.fsencode(outputs) + b"/\xff")
+    expected = {"folder": "link", "inner": "link", "link": "link", "pipe": "pipe"}
+    if os.geteuid() == 0:
+        os.mknod(outputs / "device", 0o600 | 0o020000, os.makedev(1, 5))
+        expected["device"] = "device"
+    told = manifest(here)
+    assert list(told["files"]) == ["outputs/real/file"]
+    refused = dict(map(tuple, told["refused"]))
+    assert [why for path, why in refused.items() if "not_utf8" in why] == ["not_utf8"]
+    assert {p: w for p, w in refused.items() if w != "not_utf8"} == {
+        f"outputs/{name}": why for name, why in expected.items()
+    }
+    for path in (
+        "link",
+        "folder/key",
+        "folder",
+        "pipe",
+        "inner",
+        *(n for n in expected if n == "device"),
+    ):
+        with pytest.raises(Refused, match="refused_path"):
+            read(here, f"outputs/{path}")
+    with pytest.raises(Refused, match="refused_path"):
+        read(here, "outputs/real")
+
+
+@pytest.mark.parametrize(
+    "path", ["../state.json", "/etc/passwd", "outputs/../../log", "", ".", "a//b", "a\0b"]
+)
+def test_no_path_leads_out(here: Machine, path: str) -> None:
+    done(here, "mkdir outputs")
+    with pytest.raises(Refused, match="refused_path"):
+        read(here, path)
+
+
+def test_what_becomes_a_link_a_moment_before_it_is_opened(
+    here: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "key").write_text("canary")
+    work = done(here, "mkdir outputs; echo > outputs/file")
+    plain = os.stat(work / "outputs" / "file")
+    (work / "outputs" / "file").unlink()
+    (work / "outputs" / "file").symlink_to(tmp_path / "key")
+    monkeypatch.setattr(runner.os, "stat", lambda *_a, **_k: plain)
+    with pytest.raises(runner.Refusal, match="outputs/file"):
+        runner.open_inside(str(work), "outputs/file")
+
+
+def test_an_artefact_that_is_a_link_itself(here: Machine, tmp_path: Path) -> None:
+    done(here, f"ln -s {tmp_path} outputs")
+    told = manifest(here)
+    assert (told["files"], told["refused"]) == ({}, [["outputs", "link"]])
+    with pytest.raises(Refused, match="refused_path"):
+        read(here, "outputs/anything")
+
+
+def test_what_is_not_there(here: Machine) -> None:
+    assert manifest(here) == {"ok": True, "files": {}, "refused": [], "checkpoints": []}
+    with pytest.raises(Refused, match="not_found"):
+        read(here, "outputs/x")
+    done(here)
+    assert manifest(here)["refused"] == []
+    with pytest.raises(Refused, match="not_found"):
+        read(here, "outputs/x")
+
+
+def test_limits_of_artefacts(here: Machine) -> None:
+    script = (
+        "mkdir outputs; cd outputs; printf 1 > a; printf 2 > b; head -c 1100000 /dev/zero > big"
+    )
+    done(here, script, limits={"artefact_files": 1, "artefact_mb": 1})
+    told = manifest(here)
+    assert list(told["files"]) == ["outputs/a"]
+    assert told["refused"] == [["outputs/b", "too_many"], ["outputs/big", "too_many"]]
+
+
+def test_a_file_too_large_to_take(here: Machine) -> None:
+    script = "mkdir outputs; cd outputs; printf 1 > a; head -c 1100000 /dev/zero > big"
+    done(here, script, limits={"artefact_mb": 1})
+    told = manifest(here)
+    assert list(told["files"]) == ["outputs/a"]
+    assert told["refused"] == [["outputs/big", "too_large"]]
+
+
+def test_a_hash_is_remembered_only_while_the_file_is_the_same(here: Machine) -> None:
+    work = done(here, "mkdir outputs; printf one > outputs/x")
+    path = work / "outputs" / "x"
+    os.utime(path, (1, 1))
+    assert manifest(here)["files"]["outputs/x"][0] == sha(b"one")
+    assert json.loads((here.folder() / "hashes.json").read_text())["outputs/x"][1] == sha(b"one")
+    path.write_bytes(b"two")
+    os.utime(path, (1, 1))  # its time of change shows it all the same
+    assert manifest(here)["files"]["outputs/x"][0] == sha(b"two")
+
+
+# --- checkpoints --------------------------------------------------------------------------------
+
+
+def checkpoint(folder: Path, step: int, files: dict[str, bytes], **more: Any) -> None:
+    folder.mkdir(parents=True)
+    for path, data in files.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_bytes(data)
+    entries = {path: {"size": len(data), "sha256": sha(data)} for path, data in files.items()}
+    (folder / "manifest.json").write_text(json.dumps({"step": step, "files": entries, **more}))
+
+
+def test_checkpoints_count_when_they_are_complete(either: Machine) -> None:
+    work = done(either, "mkdir outputs")
+    saved = work / "outputs" / "checkpoints"
+    checkpoint(saved / "step-20", 20, {"w": b"22", "deep/o": b"2"})
+    checkpoint(saved / "step-9", 9, {"w": b"9"})
+    checkpoint(saved / "step-30", 30, {"w": b"30", "o": b"3"})
+    (saved / "step-30" / "o").unlink()
+    checkpoint(saved / "step-40", 40, {"w": b"40"})
+    (saved / "step-40" / "w").write_bytes(b"4")
+    checkpoint(saved / ".building-step-50", 50, {"w": b"50"})
+    checkpoint(saved / "step-60", 60, {})
+    (saved / "step-60" / "manifest.json").write_text(
+        '{"step": 60, "files": {"../step-9/w": {"size": 1'
+    )
+    (work / "outputs" / "manifest.json").write_text('{"name": "an app"}')
+    found = manifest(either, "checkpoints")["checkpoints"]
+    assert [(c["path"].rpartition("/")[2], c["step"]) for c in found] == [
+        ("step-9", 9),
+        ("step-20", 20),
+    ]
+    last = (saved / "step-20" / "manifest.json").read_bytes()
+    assert found[1]["files"] == {
+        "outputs/checkpoints/step-20/w": [sha(b"22"), 0o644, 2],
+        "outputs/checkpoints/step-20/deep/o": [sha(b"2"), 0o644, 1],
+        "outputs/checkpoints/step-20/manifest.json": [sha(last), 0o644, len(last)],
+    }
+    assert manifest(either, "all")["checkpoints"] == found
+    assert manifest(either, "artefacts")["checkpoints"] == []
+
+
+def test_checkpoints_show_while_the_job_runs_and_in_its_record(here: Machine) -> None:
+    here.sh("until [ -e go ]; do sleep 0.02; done")
+    assert (here.status()["checkpoints"], here.status()["step"]) == (0, None)
+    checkpoint(here.work() / "outputs" / "step-7", 7, {"w": b"7"})
+    known = {"job.1": {"state": "running", "checkpoints": 0}}
+    (told,) = here.ask("wait", known=known, timeout=20)["attempts"]
+    assert (told["state"], told["checkpoints"], told["step"]) == ("running", 1, 7)
+    (here.work() / "go").touch()
+    record = here.comes_to("exited")["exit"]
+    assert (record["checkpoints"], record["step"]) == (1, 7)
+
+
+def test_a_job_resumes_from_a_copy(here: Machine) -> None:
+    weights = os.urandom(runner.COPIED_BELOW)
+    entries = {"w": {"size": len(weights), "sha256": sha(weights)}}
+    written = json.dumps({"step": 7, "files": entries}).encode()
+    here.put(weights, written)
+    top = "outputs/checkpoints/step-7"
+    files = {
+        f"{top}/w": [sha(weights), 0o644, len(weights)],
+        f"{top}/manifest.json": [sha(written), 0o644, len(written)],
+    }
+    script = "echo $RESUME_FROM; sha256sum $RESUME_FROM/w; echo changed > $RESUME_FROM/w"
+    here.sh(script, resume={"manifest": files, "step": 7})
+    lines = here.comes_to("exited")["exit"]["tail"].splitlines()
+    assert lines[0] == str(here.work() / top)
+    assert lines[1].startswith(sha(weights))
+    assert here.ask("missing", sha256=[sha(weights)])["missing"] == []

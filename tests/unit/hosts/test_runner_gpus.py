@@ -1,0 +1,423 @@
+"""What the runner makes of nvidia-smi, and how it gives GPUs to attempts.
+
+1. What could not be read is None or named as unread; nothing is ever taken for free, or for zero, because it was not understood.
+2. A tool that hangs costs its time limit and no more, and cannot pile up.
+3. A GPU is one attempt's, or that of shares whose sum fits; whoever holds it is told.
+4. A process on a GPU that is not ours makes a launch refuse; ours that leaked keeps the GPU from being released.
+5. CUDA sees indices as they are at the launch, in the order of buses; MIG devices by their names.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from groupwise.hosts import runner
+from tests.runner_machine import Machine, alive, machine, until
+
+A, B, C = "GPU-aaaaaaaa-0000", "GPU-bbbbbbbb-1111", "GPU-cccccccc-2222"
+NEW_MIG, OLD_MIG = "MIG-11111111-2222-3333-4444-555555555555", f"MIG-{A}/7/0"
+FOR_EVER = "exec sleep 600"
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[Machine]:
+    with machine(tmp_path) as made:
+        made.with_gpus(
+            {"uuid": A}, {"uuid": B, "used_mb": 812, "utilisation": 97, "temperature": 71}
+        )
+        yield made
+
+
+def show(here: Machine, mode: str = "normal", *gpus: dict[str, Any], **more: Any) -> None:
+    here.with_gpus(*(gpus or ({"uuid": A}, {"uuid": B})), mode=mode, **more)
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+def test_a_machine_in_good_health(here: Machine) -> None:
+    seen = here.ask("observe")
+    assert seen["probe"] == {
+        "status": "ok",
+        "apps": "ok",
+        "lines_not_read": [],
+        "exit": 0,
+        "said": "",
+    }
+    assert seen["gpus"][1] == {
+        "index": 1,
+        "uuid": B,
+        "model": "NVIDIA H100 80GB HBM3",
+        "memory_mb": 81559,
+        "memory_used_mb": 812,
+        "utilisation": 97,
+        "temperature": 71,
+        "mig": False,
+        "mig_devices": [],
+        "problems": [],
+    }
+
+
+@pytest.mark.parametrize(
+    ("mode", "status", "uuids", "unread"),
+    [
+        ("n/a", "ok", [A, B], 0),
+        ("err", "ok", [A, B], 0),
+        ("lost", "ok", [A], 1),
+        ("lost_exit", "failed", [A], 1),
+        ("garbage", "garbage", [], 3),
+        ("truncated", "ok", [A], 1),
+        ("non_utf8", "ok", [B], 2),
+        ("exit9", "failed", [], 1),
+        ("exit15", "failed", [], 0),
+        ("exit127", "failed", [], 0),
+        ("no_mig_field", "ok", [A, B], 0),
+        ("empty", "ok", [], 0),
+        ("slow", "ok", [A, B], 0),
+    ],
+)
+def test_a_machine_in_bad_health(
+    here: Machine, mode: str, status: str, uuids: list[str], unread: int
+) -> None:
+    show(here, mode)
+    seen = here.ask("observe")
+    probe = seen["probe"]
+    assert (probe["status"], [g["uuid"] for g in seen["gpus"]]) == (status, uuids)
+    from_gpus = [line for line in probe["lines_not_read"] if "compute" not in line]
+    assert len(from_gpus) >= unread
+    if unread == 0:
+        assert probe["lines_not_read"] == []
+
+
+def test_cells_without_a_value(here: Machine) -> None:
+    show(here, "n/a")
+    gpu = here.ask("observe")["gpus"][0]
+    assert gpu["memory_mb"] == 81559
+    assert [gpu[name] for name in ("memory_used_mb", "utilisation", "temperature")] == [None] * 3
+    assert gpu["problems"] == ["memory.used: [N/A]"]
+    show(here, "err")
+    problems = here.ask("observe")["gpus"][0]["problems"]
+    assert "temperature.gpu: ERR!" in problems
+    assert "memory.used: ERR!" in problems
+
+
+def test_a_tool_that_hangs(here: Machine) -> None:
+    show(here, "hang")
+    begun = time.monotonic()
+    seen = here.ask("observe", probe_timeout=0.3)
+    assert time.monotonic() - begun < 10
+    assert (seen["probe"]["status"], seen["gpus"]) == ("hung", [])
+    marked = here.environment["FAKE_NVIDIA_SMI_STATE"].encode()
+    until(lambda: not [p for p in pids() if marked in environ(p)], "the end of the hung tool")
+
+
+def pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def environ(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
+
+
+def test_hung_tools_do_not_pile_up(here: Machine) -> None:
+    """As if each earlier one sat in the kernel and could not be killed: it has its lock open."""
+    root = runner.Root(str(here.root))
+    held = [runner.take_lock(root.lock(f"probe-{n}.lock")) for n in range(runner.PROBES)]
+    seen = here.ask("observe", probe_timeout=0.1)
+    assert seen["probe"]["status"] == "hung"
+    assert "still hang" in seen["probe"]["said"]
+    for fd in held:
+        assert fd is not None
+        os.close(fd)
+    assert here.ask("observe")["probe"]["status"] == "ok"
+
+
+def test_another_program_to_ask(here: Machine, tmp_path: Path) -> None:
+    other = tmp_path / "a tool; touch x"
+    other.write_text('#!/bin/sh\nshift\nexec nvidia-smi "$@"\n')
+    other.chmod(0o755)
+    assert len(here.ask("observe", probe=[str(other), "first"])["gpus"]) == 2
+    assert here.ask("observe", probe=["no-such-tool"])["probe"]["status"] == "absent"
+    assert here.ask("observe", probe=["/"])["probe"]["status"] == "absent"
+    broken = tmp_path / "broken"
+    broken.write_bytes(b"\0no program")
+    broken.chmod(0o755)
+    assert here.ask("observe", probe=[str(broken)])["probe"]["status"] == "failed"
+
+
+def test_who_computes_cannot_be_told(here: Machine) -> None:
+    show(here, "apps_fail")
+    probe = here.ask("observe")["probe"]
+    assert (probe["status"], probe["apps"]) == ("ok", "failed")
+    assert here.sh("true", gpus=[A])["refused"]["code"] == "gpu_missing"
+
+
+def test_mig_is_understood(here: Machine) -> None:
+    devices = [
+        {"uuid": NEW_MIG, "profile": "3g.40gb", "memory_mb": 40192},
+        {"uuid": OLD_MIG, "profile": "1g.10gb", "memory_mb": 9728},
+    ]
+    show(here, "normal", {"uuid": A, "mig": devices}, {"uuid": B, "mig": []})
+    first, second = here.ask("observe")["gpus"]
+    assert (first["mig"], second["mig"]) == (True, False)
+    assert [(d["uuid"], d["memory_mb"]) for d in first["mig_devices"]] == [
+        (NEW_MIG, 40192),
+        (OLD_MIG, 9728),
+    ]
+    assert first["problems"] == []
+    assert "MIG" in here.sh("true", gpus=[A])["refused"]["message"]
+    here.sh("echo $CUDA_VISIBLE_DEVICES", gpus=[NEW_MIG], epoch=2)
+    assert here.comes_to("exited", epoch=2)["exit"]["tail"] == f"{NEW_MIG}\n"
+
+
+GOLDEN = {
+    "[N/A]": None,
+    "N/A": None,
+    "[Not Supported]": None,
+    "[Unknown Error]": None,
+    "[Insufficient Permissions]": None,
+    "[GPU is lost]": None,
+    "ERR!": None,
+    "": None,
+    "-1": None,
+    "1e3": None,
+    "12 34": None,
+    "99999999999999": None,
+    "0": 0,
+    " 81559 ": 81559,
+    "81559 MiB": 81559,
+    "97 %": 97,
+    "412.50": 412,
+}
+
+
+@pytest.mark.parametrize("cell", GOLDEN)
+def test_a_cell(cell: str) -> None:
+    assert runner.number(cell) == GOLDEN[cell]
+
+
+@given(st.text(max_size=400))
+def test_any_text_at_all(text: str) -> None:
+    gpus, unread = runner.parse_gpus(text)
+    apps, apps_unread = runner.parse_apps(text)
+    lines = [line for line in text.split("\n") if line.strip()]
+    assert len(gpus) + len(unread) == len(lines)
+    assert len(apps) + len(apps_unread) == len(lines)
+    runner.parse_mig(text, text)
+
+
+CELLS = st.sampled_from([*GOLDEN, "GPU-1", "GPU-2", "Enabled", "Disabled", "0", "1", "a,b"])
+
+
+@given(st.lists(st.lists(CELLS, min_size=7, max_size=9), max_size=5))
+def test_any_table_of_such_cells(table: list[list[str]]) -> None:
+    text = "".join(", ".join(row) + "\n" for row in table)
+    gpus, unread = runner.parse_gpus(text)
+    assert len(gpus) + len(unread) == len([row for row in table if ", ".join(row).strip()])
+    assert len({gpu["uuid"] for gpu in gpus}) == len(gpus)
+    for gpu in gpus:
+        assert gpu["uuid"].startswith("GPU-")
+        assert gpu["memory_used_mb"] is not None or gpu["mig"] or gpu["problems"]
+
+
+@pytest.mark.parametrize("kept", range(0, 130, 7))
+def test_a_table_that_was_cut_off_gives_no_wrong_number(kept: int) -> None:
+    text = f"0, {A}, H100, 81559, 12345, 50, 40, Disabled\n1, {B}, H100, 81559, 54321, 50, 40, Disabled\n"
+    for gpu in runner.parse_gpus(text[:kept])[0]:
+        assert gpu["memory_used_mb"] in (12345, 54321)
+
+
+@pytest.mark.parametrize("kept", range(0, 60, 3))
+def test_a_list_of_apps_that_was_cut_off_gives_no_wrong_number(kept: int) -> None:
+    text = f"{A}, 4711, 5000\n{B}, 4712, 6000\n"
+    apps, unread = runner.parse_apps(text[:kept])
+    assert [app["memory_mb"] for app in apps] == [5000, 6000][: len(apps)]
+    assert len(apps) + len(unread) == len(text[:kept].splitlines())
+
+
+# --- giving -------------------------------------------------------------------------------------
+
+
+def test_indices_are_those_of_the_launch(here: Machine) -> None:
+    here.sh("echo $CUDA_DEVICE_ORDER $CUDA_VISIBLE_DEVICES", gpus=[B, A])
+    assert here.comes_to("exited")["exit"]["tail"] == "PCI_BUS_ID 1,0\n"
+    show(here, "normal", {"uuid": C}, {"uuid": B}, {"uuid": A})
+    here.sh("echo $CUDA_VISIBLE_DEVICES", gpus=[B, A], epoch=2)
+    assert here.comes_to("exited", epoch=2)["exit"]["tail"] == "1,2\n"
+
+
+def test_a_gpu_is_one_attempt_s(here: Machine) -> None:
+    here.sh(FOR_EVER, gpus=[A, B])
+    told = here.sh("true", job="other", gpus=[B])
+    assert (told["refused"]["code"], told["refused"]["holder"]) == ("gpu_busy", "job.1")
+    here.ask("kill", job="job", epoch=1, grace=0)
+    here.comes_to("exited")
+    until(lambda: here.ask("release", job="job", epoch=1, gpus=[A, B], idle_memory_mb=900)["clean"])
+    here.sh("true", job="other", epoch=2, gpus=[B])
+    assert here.comes_to("exited", job="other", epoch=2)["exit"]["code"] == 0
+
+
+def test_none_is_kept_if_one_cannot_be_had(here: Machine) -> None:
+    here.sh(FOR_EVER, gpus=[B])
+    assert here.sh("true", job="other", gpus=[A, B])["state"] == "refused"
+    assert here.sh(FOR_EVER, job="third", gpus=[A])["state"] == "running"
+
+
+@pytest.mark.parametrize(
+    ("mode", "gpu", "code"),
+    [
+        ("normal", C, "gpu_missing"),
+        ("lost", B, "gpu_missing"),
+        ("err", A, "gpu_missing"),
+        ("exit9", A, "gpu_missing"),
+        ("hang", A, "gpu_missing"),
+        ("garbage", A, "gpu_missing"),
+    ],
+)
+def test_a_gpu_that_is_not_well_is_not_used(here: Machine, mode: str, gpu: str, code: str) -> None:
+    show(here, mode)
+    told = here.sh("true", gpus=[gpu], probe_timeout=0.5)
+    assert (told["state"], told["refused"]["code"]) == ("refused", code)
+
+
+def test_a_foreign_process_keeps_us_off(here: Machine) -> None:
+    show(here, apps=[{"uuid": B, "pid": os.getpid()}])
+    told = here.sh("true", gpus=[B])["refused"]
+    assert told["code"] == "foreign_busy"
+    assert str(os.getpid()) in told["holder"]
+    assert here.sh("true", gpus=[A], epoch=2)["state"] in ("running", "exited")
+    assert here.ask("observe")["apps"][0]["attempt"] is None
+
+
+def test_shares_fit_beside_each_other(here: Machine) -> None:
+    show(here, "normal", {"uuid": A, "memory_mb": 1000})
+    here.sh(FOR_EVER, job="one", gpus=[A], share_mb=600)
+    show(here, "normal", {"uuid": A, "memory_mb": 1000}, marker_apps={A: "one.1"})
+    here.sh(FOR_EVER, job="two", gpus=[A], share_mb=400)
+    assert here.status("two")["state"] == "running"
+    told = here.sh("true", job="three", gpus=[A], share_mb=1)["refused"]
+    assert (told["code"], told["holder"]) == ("gpu_busy", "one.1, two.1")
+    assert here.sh("true", job="whole", gpus=[A])["refused"]["code"] == "gpu_busy"
+    here.ask("kill", job="one", epoch=1, grace=0)
+    here.comes_to("exited", "one")
+    show(here, "normal", {"uuid": A, "memory_mb": 1000})
+    until(lambda: here.ask("release", job="one", epoch=1, gpus=[A], share_mb=600)["clean"])
+    assert here.sh(FOR_EVER, job="four", gpus=[A], share_mb=600)["state"] == "running"
+
+
+def test_a_process_that_has_just_ended_is_no_stranger(here: Machine) -> None:
+    """nvidia-smi saw it, /proc no longer does: the second look decides."""
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    show(here, apps=[{"uuid": B, "pid": ended.pid}])
+    tool = here.home / "bin" / "nvidia-smi"
+    text = tool.read_text()
+    once = f"[ -e {here.home}/looked ] && export FAKE_NVIDIA_SMI_STATE={here.nvidia}.later"
+    later = "case $1 in *compute*) touch " + f"{here.home}/looked;; esac"
+    tool.write_text(text.replace("exec ", f"{once}\n{later}\nexec "))
+    Path(f"{here.nvidia}.later").write_text(json.dumps({"gpus": [{"uuid": A}, {"uuid": B}]}))
+    assert here.sh("true", gpus=[B])["refused"] is None
+
+
+def test_a_share_beside_strangers_is_refused(here: Machine) -> None:
+    show(here, apps=[{"uuid": A, "pid": os.getpid()}])
+    assert here.sh("true", gpus=[A], share_mb=10)["refused"]["code"] == "foreign_busy"
+
+
+def test_a_slot_is_one_attempt_s(here: Machine) -> None:
+    here.sh(FOR_EVER, slot=0)
+    told = here.sh("true", job="other", slot=0)["refused"]
+    assert (told["code"], told["holder"]) == ("gpu_busy", "job.1")
+    assert here.sh(FOR_EVER, job="third", slot=1)["state"] == "running"
+
+
+# --- taking back --------------------------------------------------------------------------------
+
+
+def holders(here: Machine, **fields: Any) -> list[str]:
+    common: dict[str, Any] = {"job": "job", "epoch": 1, "gpus": [A], "idle_memory_mb": 10}
+    released = here.ask("release", **{**common, **fields})
+    assert released["clean"] == (not released["holders"])
+    return sorted({h["what"] for h in released["holders"]})
+
+
+def test_a_running_attempt_holds_its_gpu(here: Machine) -> None:
+    here.sh(FOR_EVER, gpus=[A])
+    assert "lock" in holders(here)
+    assert {"process", "cgroup"} & set(holders(here))
+
+
+def test_a_leak_keeps_the_gpu(here: Machine) -> None:
+    """The supervisor is gone, and the command; a grandchild is left, which closed all files and shows on the GPU."""
+    program = here.home / "leak.py"
+    program.write_text(
+        "import os, sys\nif os.fork(): os._exit(0)\nos.setsid()\nos.closerange(0, 256)\n"
+        "open('pid', 'w').write('%d\\n' % os.getpid())\nimport time; time.sleep(600)\n"
+    )
+    here.sh(f"{sys.executable} -IS {program}; {FOR_EVER}", gpus=[A])
+    pid = int(here.written("pid"))
+    here.kill_supervisor()
+    show(here, marker_apps={A: "job.1"})
+    assert set(holders(here)) >= {"memory"}
+    app = here.ask("observe")["apps"][0]
+    assert (app["pid"], app["attempt"]) == (pid, "job.1")
+    assert here.sh("true", job="other", gpus=[A])["refused"]["code"] == "gpu_busy"
+    os.kill(pid, signal.SIGKILL)
+    until(lambda: not alive(pid))
+    assert until(lambda: not holders(here))
+
+
+@pytest.mark.parametrize(
+    ("mode", "gpus", "expected"),
+    [
+        ("normal", [{"uuid": A, "used_mb": 11}], ["memory"]),
+        ("normal", [{"uuid": A, "used_mb": 10}], []),
+        ("normal", [{"uuid": A, "cells": {"memory.used": "[N/A]"}}], ["memory"]),
+        ("normal", [{"uuid": B}], ["memory"]),
+        ("exit9", [{"uuid": A}], ["memory"]),
+        ("hang", [{"uuid": A}], ["memory"]),
+        ("garbage", [{"uuid": A}], ["memory"]),
+    ],
+)
+def test_memory_has_to_be_seen_idle(
+    here: Machine, mode: str, gpus: list[dict[str, Any]], expected: list[str]
+) -> None:
+    here.sh("true", gpus=[A])
+    here.comes_to("exited")
+    until(lambda: "lock" not in holders(here))
+    here.with_gpus(*gpus, mode=mode)
+    assert holders(here, probe_timeout=0.5) == expected
+
+
+def test_a_gpu_that_is_another_s_by_now_is_not_held_against_us(here: Machine) -> None:
+    here.sh("true", gpus=[A])
+    here.comes_to("exited")
+    until(lambda: not holders(here))
+    here.sh(FOR_EVER, job="other", gpus=[A])
+    assert "lock" not in holders(here)
+
+
+def test_the_fake_answers_from_the_file_beside_it(tmp_path: Path) -> None:
+    link = tmp_path / "nvidia-smi"
+    link.symlink_to(Path(__file__).parents[2] / "fake_nvidia_smi.py")
+    (tmp_path / "nvidia-smi.json").write_text(json.dumps({"gpus": [{"uuid": A}]}))
+    said = subprocess.run(
+        [sys.executable, str(link), "--query-gpu=uuid", "--format=csv,noheader,nounits"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert said.stdout == f"{A}\n"
