@@ -235,9 +235,7 @@ class _Admitted:
 class _Fleet:
     """What admission must know beside the rows; read once for many."""
 
-    def __init__(
-        self, session: Session, rows: Iterable[_Row], allowed: AllowedSecrets
-    ) -> None:
+    def __init__(self, session: Session, rows: Iterable[_Row], allowed: AllowedSecrets) -> None:
         self.allowed = allowed
         self.now = seconds(session)
         self.gpus_by_default = _gpus_by_default(session)

@@ -339,6 +339,7 @@ class Member(Base):
     """The part of an attempt that runs on one machine; a gang has several, rank 0 leads."""
 
     __tablename__ = "attempt_members"
+    __table_args__ = (_partial("ix_members_unshipped", "epoch", where="log_shipped < log_offset"),)
 
     epoch: Mapped[int] = mapped_column(ForeignKey("attempts.epoch"), primary_key=True)
     rank: Mapped[int] = mapped_column(Integer, primary_key=True)
@@ -349,6 +350,8 @@ class Member(Base):
     """pid, start ticks, boot id and how it was started, as its runner said."""
     log_offset: Mapped[int] = mapped_column(BigInteger, server_default="0")
     """Bytes of its log that are on the control machine's disk."""
+    log_shipped: Mapped[int] = mapped_column(BigInteger, server_default="0")
+    """Bytes of it that were sent on, where somebody gathers logs."""
     released: Mapped[bool] = mapped_column(Boolean, server_default=false())
     """Its machine was seen to hold nothing of it any more."""
 

@@ -45,6 +45,7 @@ from groupwise.fleet.poller import Pace, Poller
 from groupwise.fleet.reaching import LOCAL, host_of, same_way
 from groupwise.fleet.requeue import RequeueManager
 from groupwise.fleet.settings import FleetPlace
+from groupwise.fleet.shipping import Shipper, sink_of
 from groupwise.fleet.states import JobStatus
 from groupwise.fleet.tables import VM, ControlProcess, Job
 from groupwise.fleet.tracker import NatsOutlet, Outlet, Tracker
@@ -350,6 +351,9 @@ class _ControlPlane:
             async with asyncio.TaskGroup() as group:
                 for outlet in outlets:
                     group.create_task(self._until_stopped(Tracker(self._database, outlet).run()))
+                if (word := self._settings.ship_logs) is not None:
+                    shipper = Shipper(self._database, self._place.logs, sink_of(word))
+                    group.create_task(self._until_stopped(shipper.run()))
         finally:
             if link is not None:
                 await link.close()

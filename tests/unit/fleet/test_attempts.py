@@ -77,7 +77,7 @@ WRITES: dict[str, Callable[[Session, int, str], object]] = {
     "end": lambda s, e, me: ending.end(s, e, me, SUCCESS, random.Random()),
     "release": lambda s, e, me: ending.release(s, e, me, 0),
     "abandon": lambda s, e, me: ending.abandon(s, e, me, 0),
-    "snapshot": lambda s, e, me: attempts.snapshot(s, e, me),
+    "snapshot": attempts.snapshot,
 }
 
 

@@ -47,6 +47,7 @@ from groupwise.testing.fake_hosts import FakeHost, FakeHosts, Script
 from tests.fleet_history import violations
 from tests.fleet_rig import NoChance
 
+MISFORTUNES = ("cut", "cut", "reboot", "no power", "lost")
 NOTHING: Mapping[str, Any] = {}
 MACHINES = {"a": ["GPU-a0"], "b": ["GPU-b0"], "c": ["GPU-c0", "GPU-c1"]}
 SCRIPTS = (
@@ -142,32 +143,34 @@ class Fleet(RuleBasedStateMachine):
         elif job.status not in FINAL:
             self._set_job(job, JobStatus.CANCELLED)
 
-    @rule(vm=st.sampled_from(sorted(MACHINES)))
-    def declare_lost(self, vm: str) -> None:
-        """By an operator who is right: it has no power."""
-        if not self.rack[vm].powered:
-            self.lost.add(vm)
-            self.rack.record("lost", vm=vm)
-
     # what happens to machines
 
-    @rule(vm=st.sampled_from(sorted(MACHINES)))
-    def cut(self, vm: str) -> None:
-        self.rack[vm].cut()
+    @rule(vm=st.sampled_from(sorted(MACHINES)), what=st.sampled_from(MISFORTUNES))
+    def misfortune(self, vm: str, what: str) -> None:
+        host = self.rack[vm]
+        match what:
+            case "cut":
+                host.cut()
+            case "no power" if host.powered:
+                host.power_off()
+            case "reboot" if host.powered:
+                host.power_off()
+                host.boot()
+            case "lost" if not self.lost:
+                if host.powered:
+                    host.power_off()
+                self.lost.add(vm)  # an operator says so, and is right
+                self.rack.record("lost", vm=vm)
+            case _:
+                pass
 
-    @rule(vm=st.sampled_from(sorted(MACHINES)))
-    def heal(self, vm: str) -> None:
-        self.rack[vm].heal()
-
-    @rule(vm=st.sampled_from(sorted(MACHINES)))
-    def power_off(self, vm: str) -> None:
-        if self.rack[vm].powered:
-            self.rack[vm].power_off()
-
-    @rule(vm=st.sampled_from(sorted(MACHINES)))
-    def boot(self, vm: str) -> None:
-        if not self.rack[vm].powered and vm not in self.lost:
-            self.rack[vm].boot()
+    @rule()
+    def all_is_well_again(self) -> None:
+        for host in self.rack:
+            if not host.powered and host.name not in self.lost:
+                host.boot()
+            host.heal()
+            host.clean_up()
 
     @precondition(lambda self: self.rack.running())
     @rule(data=st.data(), child_too=st.booleans())
@@ -178,15 +181,6 @@ class Fleet(RuleBasedStateMachine):
             if folder and folder.process:
                 self.rack[member.vm].kill_supervisor(job, epoch, child_too=child_too)
                 return
-
-    @rule()
-    def tick(self) -> None:
-        self.rack.tick()
-
-    @rule()
-    def clean_up(self) -> None:
-        for host in self.rack:
-            host.clean_up()
 
     @precondition(lambda self: self.sent)
     @rule(data=st.data())
@@ -426,10 +420,7 @@ class Fleet(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """The storm is over: machines are back, somebody works steadily. Nothing is left undone."""
-        for host in self.rack:
-            if not host.powered and host.name not in self.lost:
-                host.boot()
-            host.heal()
+        self.all_is_well_again()
         for scripts in self.rack.scripts.values():
             scripts[:] = [replace(script, ticks=min(script.ticks, 3)) for script in scripts]
         for process in [f.process for host in self.rack for f in host.folders.values()]:

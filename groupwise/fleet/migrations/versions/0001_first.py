@@ -261,12 +261,16 @@ def upgrade() -> None:
         sa.Column("state", sa.Text(), nullable=True),
         sa.Column("handle", DOCUMENT, server_default=sa.text("'{}'"), nullable=False),
         sa.Column("log_offset", sa.BigInteger(), server_default="0", nullable=False),
+        sa.Column("log_shipped", sa.BigInteger(), server_default="0", nullable=False),
         sa.Column("released", sa.Boolean(), server_default=sa.text("false"), nullable=False),
         sa.ForeignKeyConstraint(["epoch"], ["attempts.epoch"], name="fk_attempt_members_epoch"),
         sa.ForeignKeyConstraint(["vm_id"], ["vms.vm_id"], name="fk_attempt_members_vm_id"),
         sa.PrimaryKeyConstraint("epoch", "rank", name="pk_attempt_members"),
     )
     op.create_index("ix_attempt_members_vm_id", "attempt_members", ["vm_id"])
+    op.create_index(
+        "ix_members_unshipped", "attempt_members", ["epoch"], **_where("log_shipped < log_offset")
+    )
     op.create_table(
         "gpu_history",
         sa.Column("gpu_id", SERIAL, nullable=False),
