@@ -19,7 +19,7 @@ test: ## run the tests (ARGS="-k name" selects), but for those of test-server an
 test-server: ## run the tests of the training server that start it, and kill it
 	$(READY) && $(PYTEST) -n $(WORKERS) --dist loadfile -m "server and not soak and not gpu" $(ARGS) tests/integration tests/acceptance
 test-fleet: ## run the tests of the fleet, with real PostgreSQL, NATS and sshd (installs them where it may)
-	$(READY) && $(BIN)/python scripts/real_servers.py && GROUPWISE_REAL_SERVERS=1 $(PYTEST) -n $(WORKERS) --dist loadfile -m "fleet and not soak and not gpu" $(ARGS) tests/unit tests/contract tests/integration tests/acceptance
+	$(READY) && $(BIN)/python scripts/real_servers.py && GROUPWISE_REAL_SERVERS=1 $(PYTEST) -n $(WORKERS) --dist loadfile -m "fleet and not soak and not gpu" $(ARGS) tests/integration/fleet tests/contract/test_host_contract.py tests/unit/fleet tests/unit/hosts tests/unit/cli/test_fleet.py tests/acceptance/test_docs.py
 check: ## lint, format, types, layers, dependencies
 	$(READY) && $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright && $(BIN)/lint-imports && $(BIN)/deptry .
 fix: ## mend what a machine can mend

@@ -33,6 +33,14 @@ if "torch" in sys.modules:  # a plugin brought it before the variables above sto
     sys.modules["torch"].set_num_threads(1)
 
 LONGEST = (
+    "integration/fleet/test_chaos.py",
+    "integration/fleet/test_entrances.py",
+    "integration/fleet/test_up.py",
+    "integration/fleet/test_mutations_of_guards.py",
+    "integration/fleet/test_crash_named.py",
+    "integration/fleet/test_claim_races.py",
+    "integration/fleet/test_injection.py",
+    "contract/test_host_contract.py",
     "acceptance/test_docs.py",
     "integration/server/test_verbs.py",
     "integration/server/test_loop_elsewhere.py",
@@ -56,6 +64,10 @@ LONGEST = (
 """Files that take longest. A file is one worker's, so they come first, lest one works alone at the end."""
 
 
+OF_THE_FLEET = ("integration/fleet", "unit/fleet", "unit/hosts")
+"""Folders whose tests are a stage of their own: `make test-fleet`."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Files are handed out in the order given below; xdist would begin with those of the most tests, and end with the longest."""
     if hasattr(config.option, "loadscopereorder"):
@@ -69,7 +81,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first, all others in their order; those of the training server are marked."""
+    """Long files first, all others in their order; those of the training server and of the fleet are marked."""
     places = {name: place for place, name in enumerate(LONGEST)}
     root = Path(__file__).parent
 
@@ -80,6 +92,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if root / "integration" / "server" in item.path.parents:
             item.add_marker("server")
+        if any(root / folder in item.path.parents for folder in OF_THE_FLEET):
+            item.add_marker("fleet")
 
 
 hypothesis.settings.register_profile("groupwise", derandomize=True, deadline=None, database=None)

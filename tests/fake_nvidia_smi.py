@@ -8,10 +8,10 @@ The file is the one that FAKE_NVIDIA_SMI_STATE names, or `nvidia-smi.json` besid
                "mig": [{"uuid": "MIG-…", "profile": "3g.40gb", "memory_mb": 40192}] or null,
                "cells": {"memory.used": "[N/A]"}}],
      "apps": [{"uuid": "GPU-…", "pid": 4711, "used_mb": 900}],
-     "marker_apps": {"GPU-…": "job.3"}}
+     "marker_apps": {"GPU-…": "GROUPWISE_ATTEMPT=job.3"}}
 
-A GPU's index is its place in the list. `cells` overrides what a field says. `marker_apps` lists every process whose environment says
-GROUPWISE_ATTEMPT=<that> as an app on that GPU, so that a leak shows as it would. Modes, each seen on real machines:
+A GPU's index is its place in the list. `cells` overrides what a field says. `marker_apps` lists every process with that variable in its
+environment as an app on that GPU, so that a leak shows as it would. Modes, each seen on real machines:
 
     normal; n/a (cells without values); err (ERR! in them); lost (the last GPU is gone, with the line that says so, exit 0);
     lost_exit (the same, exit 15); hang (never ends, ignores TERM); slow (one second); garbage; truncated (ends in mid-line);
@@ -80,8 +80,8 @@ def query_gpu(known, fields):
     return 15 if mode == "lost_exit" else 0
 
 
-def marked(attempt):
-    wanted = b"\0GROUPWISE_ATTEMPT=" + attempt.encode() + b"\0"
+def marked(variable):
+    wanted = b"\0" + variable.encode() + b"\0"
     for name in os.listdir("/proc"):
         try:
             with open(f"/proc/{int(name)}/environ", "rb") as file:
@@ -96,8 +96,8 @@ def query_apps(known, fields):
         print("Insufficient Permissions", file=sys.stderr)
         return 4
     apps = list(known.get("apps", []))
-    for uuid, attempt in known.get("marker_apps", {}).items():
-        apps += [{"uuid": uuid, "pid": pid} for pid in marked(attempt)]
+    for uuid, variable in known.get("marker_apps", {}).items():
+        apps += [{"uuid": uuid, "pid": pid} for pid in marked(variable)]
     for app in apps:
         values = {
             "gpu_uuid": app["uuid"],

@@ -303,24 +303,24 @@ def _succeeded(attempt: Sequence[Execution]) -> bool:
 
 def _contested(ordered: Sequence[Record], attempt: Sequence[Execution]) -> bool:
     """Something was done to an attempt that may have kept its success from being known, or from being believed."""
-    run = attempt[0]
-    for r in ordered:
-        mine = r.get("job") == run.job
-        if r["what"] == "supervisor_killed" and mine and r["epoch"] == run.epoch:
-            return True
-        if r["what"] == "cancel_requested" and mine:
-            if any(each.begin <= r["at"] <= each.end for each in attempt):
-                return True
-        if r["what"] == "accepted" and mine and "time_limit" in r:
-            if any(each.end - each.begin > r["time_limit"] - AT_ONCE for each in attempt):
-                return True
-        if r["what"] == "power_off":
-            if any(r["vm"] == o.vm and o.end <= r["at"] <= o.end + WRITING for o in attempt):
-                return True
-        if r["what"] == "lost" and any(r["vm"] == each.vm for each in attempt):
-            if r["at"] > run.begin:
-                return True
-    return False
+    return any(_contests(record, run) for record in ordered for run in attempt)
+
+
+def _contests(record: Record, run: Execution) -> bool:
+    mine, here, at = record.get("job") == run.job, record.get("vm") == run.vm, record["at"]
+    match record["what"]:
+        case "supervisor_killed":
+            return mine and record["epoch"] == run.epoch
+        case "cancel_requested":
+            return mine and run.begin <= at <= run.end
+        case "accepted":
+            return mine and run.end - run.begin > record.get("time_limit", math.inf) - AT_ONCE
+        case "power_off":
+            return here and run.end <= at <= run.end + WRITING
+        case "lost":
+            return here and at > run.begin
+        case _:
+            return False
 
 
 def _wrong_outcomes(ordered: Sequence[Record], runs: Sequence[Execution]) -> list[str]:
@@ -437,11 +437,11 @@ def _wrong_resumes(ordered: Sequence[Record]) -> list[str]:
     for record in ordered:
         if record["what"] == "saved":
             saved[record["job"]].add(record["step"])
-        if record["what"] == "start" and (step := record.get("resumed")) is not None:
-            if step not in saved[record["job"]]:
-                found.append(
-                    f"{record['job']}.{record['epoch']} went on from step {step}, where there is no whole checkpoint"
-                )
+        step = record.get("resumed")
+        if step is not None and step not in saved[record["job"]]:
+            found.append(
+                f"{record['job']}.{record['epoch']} went on from step {step}, where there is no whole checkpoint"
+            )
     return found
 
 

@@ -35,7 +35,7 @@ from tests.fleet_history import assert_kept
 Row = TypeVar("Row")
 
 SOMEBODY = Actor("user:test")
-LONGEST = 20.0
+LONGEST = 60.0
 """Seconds after which a test that waits has failed."""
 
 

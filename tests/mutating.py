@@ -40,7 +40,7 @@ class Mutation:
     """One mistake, made on purpose."""
 
     item: str
-    """Of docs/correctness.md."""
+    """Of docs/correctness.md, or the guard of the fleet that is taken away."""
     mistake: str
     edits: tuple[tuple[str, str, str], ...]
     """(file in `groupwise`, text that stands there exactly once, what takes its place)."""
@@ -71,11 +71,11 @@ class Outcomes:
 
 def tree(folder: Path, edits: Sequence[tuple[str, str, str]] = ()) -> Path:
     """Copy the package there, mutated. AssertionError where a text to be replaced does not stand there exactly once."""
-    changed = _changed(edits)
+    texts = changed(edits)
     shutil.copytree(ROOT / "groupwise", folder / "groupwise", ignore=_half_written)
     for name in LINKED:
         (folder / name).symlink_to(ROOT / name)
-    for file, text in changed.items():
+    for file, text in texts.items():
         path = folder / "groupwise" / file
         path.write_text(text)
         for compiled in path.parent.glob(f"__pycache__/{path.stem}.*"):
@@ -83,15 +83,15 @@ def tree(folder: Path, edits: Sequence[tuple[str, str, str]] = ()) -> Path:
     return folder
 
 
-def _changed(edits: Sequence[tuple[str, str, str]]) -> dict[str, str]:
-    """The files of the package that are changed, with their texts."""
+def changed(edits: Sequence[tuple[str, str, str]]) -> dict[str, str]:
+    """The files of the package that are changed, with their texts. AssertionError where a text does not stand there exactly once."""
     texts: dict[str, str] = {}
     for file, old, new in edits:
         text = texts.get(file) or (ROOT / "groupwise" / file).read_text()
         found = text.count(old)
         assert found == 1, (
             f"{file} has the text of a mutation {found} times, not once. Make the same mistake in the code as it is now, in "
-            f"tests/mutations.py:\n{old}"
+            f"tests/mutations.py or tests/fleet_mutations.py:\n{old}"
         )
         texts[file] = text.replace(old, new)
     return texts
@@ -105,10 +105,14 @@ def _half_written(_: str, names: list[str]) -> list[str]:
 class Nursery:
     """The process that forks; a context manager."""
 
+    def __init__(self, imports: Sequence[str] = SLOW_IMPORTS) -> None:
+        """`imports`: what takes long to import, and which most of the tests need."""
+        self._imports = tuple(imports)
+
     def __enter__(self) -> Self:
         clean = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
         self._process = subprocess.Popen(
-            [sys.executable, __file__],
+            [sys.executable, __file__, *self._imports],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -155,7 +159,7 @@ class _Witness:
 
 
 def _nursery() -> None:
-    for name in (*SLOW_IMPORTS, "pytest"):
+    for name in (*sys.argv[1:], "pytest"):
         __import__(name)
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:

@@ -21,7 +21,7 @@ from groupwise.hosts.framing import AnswerReader
 
 SOURCE = Path(__file__).parents[1] / "groupwise" / "hosts" / "runner.py"
 FAKE_NVIDIA_SMI = Path(__file__).with_name("fake_nvidia_smi.py")
-PATIENCE = 20.0
+PATIENCE = 60.0
 """Seconds after which what should come will not."""
 
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from groupwise.cli.fleet_printing import FINAL
+from groupwise.cli.output import say
 from groupwise.errors import UsageError
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def _copy(follower: Follower, job_id: str, only: int | None) -> bool:
             if only is not None:
                 return False
             before = piece.end.epoch
-            typer.echo(f"— {job_id} is tried again: attempt {before} —", err=True)
+            say(f"— {job_id} is tried again: epoch {before} —")
         _write(piece.data)
     return True
 
@@ -137,7 +138,7 @@ def _say_what_it_waits_for(access: Access, found: dict[str, Any], before: str) -
     )
     without_numbers = _NUMBERS.sub("", text)  # a time that runs down is no news
     if without_numbers != before:
-        typer.echo(text, err=True)
+        say(text)
     return without_numbers
 
 
@@ -145,7 +146,7 @@ def _say_why_empty(access: Access, found: dict[str, Any]) -> None:
     if not found["epochs"]:
         _say_what_it_waits_for(access, found, "")
     else:
-        typer.echo(f"{found['job_id']} has written nothing yet", err=True)
+        say(f"{found['job_id']} has written nothing yet")
 
 
 def _offset_of_tail(path: Path, lines: int) -> int:
@@ -202,7 +203,7 @@ def _tell_change(access: Access, job: dict[str, Any]) -> None:
         _say_what_it_waits_for(access, job, "")
         return
     why = f": {job['failure_reason']}" if job["failure_reason"] else ""
-    typer.echo(f"{job['job_id']} {_SAID[job['status']]}{why}", err=True)
+    say(f"{job['job_id']} {_SAID[job['status']]}{why}")
 
 
 def exit_code_of(ended: Sequence[dict[str, Any]]) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from groupwise.cli.fleet_access import Access, AsJson, FleetOption, JobArgument, fleet
+from groupwise.cli.output import say
 from groupwise.cli.printing import print_json
 from groupwise.errors import UsageError
 
@@ -64,13 +65,13 @@ def jobs(
         print_json(found)
         return
     if not found:
-        typer.echo("no jobs like that", err=True)
+        say("no jobs like that")
         return
     from groupwise.cli.fleet_printing import print_jobs
 
     print_jobs(found, time.time())
     if len(found) == limit:
-        typer.echo(f"there may be more: --older-than {found[-1]['job_id']}", err=True)
+        say(f"there may be more: --older-than {found[-1]['job_id']}")
 
 
 def show(job: JobArgument, told: FleetOption = None, as_json: AsJson = False) -> None:
@@ -152,7 +153,7 @@ def _tell(
         print_json(found[0] if len(found) == 1 else list(found))
         return
     for each in found:
-        typer.echo(line(each), err=True)
+        say(line(each))
 
 
 def logs(
@@ -214,7 +215,7 @@ def prune(
 
     would = "would remove" if dry_run else "removed"
     freed = megabytes(result["bytes"] / 1e6)
-    typer.echo(f"{would} {len(result['jobs'])} jobs, {freed} of logs and artefacts", err=True)
+    say(f"{would} {len(result['jobs'])} jobs, {freed} of logs and artefacts")
 
 
 def _prune(

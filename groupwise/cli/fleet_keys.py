@@ -8,6 +8,7 @@ import typer
 
 from groupwise.cli.fleet_access import AsJson, FleetOption, fleet
 from groupwise.cli.fleet_printing import clock_time
+from groupwise.cli.output import say
 from groupwise.cli.printing import print_json, print_table
 
 keys = typer.Typer(
@@ -47,9 +48,7 @@ def new(
         print_json(made)
         return
     typer.echo(made["key"])
-    typer.echo(
-        "The key is not shown again. Whoever has it puts it into GROUPWISE_API_KEY.", err=True
-    )
+    say("The key is not shown again. Whoever has it puts it into GROUPWISE_API_KEY.")
 
 
 @keys.command("list")

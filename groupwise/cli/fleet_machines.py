@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from groupwise.cli.fleet_access import AsJson, FleetOption, MachineArgument, fleet
+from groupwise.cli.output import say
 from groupwise.cli.printing import print_json
 from groupwise.errors import UsageError
 
@@ -115,7 +116,7 @@ def add(
         if seen.pinned
         else f"it is not used before `groupwise fleet vm trust {vm}`"
     )
-    typer.echo(f"{vm} is in the fleet; {told_more}", err=True)
+    say(f"{vm} is in the fleet; {told_more}")
 
 
 def _check_trust(trust: str | None, yes: bool) -> None:
@@ -152,7 +153,7 @@ def list_command(
     if as_json:
         print_json(found)
     elif not found:
-        typer.echo("no machines yet: `groupwise fleet vm add`", err=True)
+        say("no machines yet: `groupwise fleet vm add`")
     else:
         from groupwise.cli.fleet_printing import print_machines
 
@@ -269,7 +270,7 @@ def _confirmed(vm: str, told: str | None) -> str | None:
             f"/etc/ssh/ssh_host_ed25519_key.pub` there), then `groupwise fleet vm trust {vm} {seen}`."
         )
     if found["fingerprint"] is not None:
-        typer.echo(f"{vm} had the host key {found['fingerprint']} before.", err=True)
+        say(f"{vm} had the host key {found['fingerprint']} before.")
     if not asks(f"{vm} shows the host key {seen}. Is that the machine's own?"):
         raise typer.Exit(1)
     return seen
@@ -296,9 +297,9 @@ def _change(verb: str, vm: str, told: str | None, as_json: bool, *more: Any) -> 
         print_json(found)
         return
     state = found.get("state") or ("removed" if not found["active"] else "in the fleet")
-    typer.echo(f"{vm} is {state}", err=True)
+    say(f"{vm} is {state}")
     for attempt in found.get("attempts", ()):
-        typer.echo(f"  given up: {attempt['job_id']} (epoch {attempt['epoch']})", err=True)
+        say(f"  given up: {attempt['job_id']} (epoch {attempt['epoch']})")
 
 
 @machines.command("set")
@@ -324,7 +325,7 @@ def set_machine(
         print_json(found)
         return
     slots = "1 without GPUs" if found["cpu_slots"] is None else found["cpu_slots"]
-    typer.echo(f"{vm}: python {found['python']}, CPU slots {slots}", err=True)
+    say(f"{vm}: python {found['python']}, CPU slots {slots}")
 
 
 # Projects
@@ -340,7 +341,7 @@ def list_projects(told: FleetOption = None, as_json: AsJson = False) -> None:
     if as_json:
         print_json(found)
     elif not found:
-        typer.echo("no projects yet: `groupwise fleet submit --project NAME` makes one", err=True)
+        say("no projects yet: `groupwise fleet submit --project NAME` makes one")
     else:
         from groupwise.cli.fleet_printing import print_projects
 
@@ -382,7 +383,7 @@ def set_project(
         print_json(found)
     else:
         limits = ", ".join(f"{k} {v}" for k, v in found.items() if k != "name" and v is not None)
-        typer.echo(f"project {name}: {limits}", err=True)
+        say(f"project {name}: {limits}")
 
 
 def _quota(option: str, word: str) -> int | None:

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import shlex
+import shutil
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
+
+from rich.cells import cell_len
 
 from groupwise.cli.printing import print_pairs, print_section, print_table, print_text
 from groupwise.display.text import one_line, shorten
 
 Document = Mapping[str, Any]
 
-LONGEST_REASON = 60
+LONGEST_REASON, LEAST_REASON = 60, 20
 LONGEST_COMMAND = 400
 TAIL_LINES = 5
 NOT_SHOWN = frozenset({"spec_hash", "seats", "tail", "state"})
 """Parts of events that stand elsewhere on the page, or say nothing to people; `--json` has them."""
+NOT_FACTS = frozenset({"machine_time"})
+"""What a machine says that is for programs; likewise."""
 FINAL = frozenset({"completed", "failed", "cancelled"})
 
 
@@ -60,7 +66,7 @@ def print_jobs(jobs: Sequence[Document], now: float) -> None:
     """A list of jobs, a line each."""
     several = len({job["project"] for job in jobs}) > 1
     head = ("job", "status", "kind", *(("project",) if several else ()), "where", "age", "time", "")
-    print_table([head, *(_job_row(job, now, several) for job in jobs)])
+    _print_with_remarks(head, [_job_row(job, now, several) for job in jobs])
 
 
 def _job_row(job: Document, now: float, with_project: bool) -> tuple[str, ...]:
@@ -73,8 +79,18 @@ def _job_row(job: Document, now: float, with_project: bool) -> tuple[str, ...]:
         _where(job),
         duration(now - created),
         duration(_ran(job, now)),
-        shorten(one_line(_remark(job)), LONGEST_REASON),
+        one_line(_remark(job)),
     )
+
+
+def _print_with_remarks(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    """A table whose last column has what a terminal leaves to it."""
+    longest = LONGEST_REASON
+    if sys.stdout.isatty():
+        columns = zip(*(row[:-1] for row in (head, *rows)), strict=True)
+        taken = sum(max(map(cell_len, column)) + 2 for column in columns)
+        longest = max(LEAST_REASON, shutil.get_terminal_size().columns - taken)
+    print_table([head, *((*row[:-1], shorten(row[-1], longest)) for row in rows)])
 
 
 def _status(job: Document) -> str:
@@ -241,7 +257,7 @@ def event_line(event: Document) -> tuple[str, str]:
 def print_machines(machines: Sequence[Document]) -> None:
     """A list of machines, a line each."""
     head = ("machine", "state", "address", "GPUs free", "model", "CPUs", "RAM", "jobs", "")
-    print_table([head, *(_machine_row(vm) for vm in machines)])
+    _print_with_remarks(head, [_machine_row(vm) for vm in machines])
 
 
 def _machine_row(vm: Document) -> tuple[str, ...]:
@@ -255,7 +271,7 @@ def _machine_row(vm: Document) -> tuple[str, ...]:
         str(facts.get("cpus") or ""),
         megabytes(facts.get("ram_mb")),
         str(len(_jobs_on(vm)) or ""),
-        shorten(one_line(_machine_remark(vm)), LONGEST_REASON),
+        one_line(_machine_remark(vm)),
     )
 
 
@@ -305,7 +321,7 @@ def print_machine(vm: Document, now: float) -> None:
             *(
                 (f"  {name}", _plain(value))
                 for name, value in sorted(facts.items())
-                if value not in (None, "", [], {})
+                if value not in (None, "", [], {}) and name not in NOT_FACTS
             ),
             ("jobs", ", ".join(_jobs_on(vm))),
         ]

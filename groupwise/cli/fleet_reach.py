@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
+from groupwise.cli.output import say
 from groupwise.errors import UsageError
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ def _of_alias(name: str, port: int | None, user: str | None, key: str | None) ->
 
 def _jump(alias: Alias) -> dict[str, Any]:
     seen = _scanned(alias.host, alias.port)
-    typer.echo(f"the jump host {alias.host} shows {seen.fingerprint}", err=True)
+    say(f"the jump host {alias.host} shows {seen.fingerprint}")
     return {
         "host": alias.host,
         "port": alias.port,
@@ -114,13 +113,12 @@ def host_key_of(
 ) -> SeenKey:
     """The key that the machine shows now, and whether it is trusted. Raises UsageError where it is not the one of --trust."""
     if where.jump is not None:
-        typer.echo(
-            "its host key is read through the jump host by the poller; `groupwise fleet vm trust` then shows it",
-            err=True,
+        say(
+            "its host key is read through the jump host by the poller; `groupwise fleet vm trust` then shows it"
         )
         return SeenKey(None, None)
     seen = _scanned(where.host, where.port)
-    typer.echo(f"{where.host} shows the host key {seen.fingerprint} ({seen.type})", err=True)
+    say(f"{where.host} shows the host key {seen.fingerprint} ({seen.type})")
     if trust is not None and trust != seen.fingerprint:
         raise UsageError(
             f"{where.host} shows the host key {seen.fingerprint}, not {trust}. Either the fingerprint is of another key of "

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from groupwise.cli.fleet_access import AsJson, FleetOption, fleet, place_of, require_server
+from groupwise.cli.output import say
 from groupwise.cli.printing import print_json
 from groupwise.errors import UsageError
 
@@ -131,7 +132,7 @@ def _run(
 
 
 def _say(text: str) -> None:
-    typer.echo(text, err=True)
+    say(text)
 
 
 def migrate(told: FleetOption = None, database: DatabaseOption = None) -> None:

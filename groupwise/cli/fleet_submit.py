@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from groupwise.cli.fleet_access import Access, AsJson, FleetOption, fleet
+from groupwise.cli.output import say
 from groupwise.errors import UsageError
 
 if TYPE_CHECKING:
@@ -287,7 +288,7 @@ def _files_of(
         _add(found, *_local_and_remote(word))
     if (data := _local_file(base.get("dataset"))) is not None:
         _add(found, data, data.name)
-        base["dataset"] = data.name
+        base["dataset"] = f"file:{data.name}"
     if "reward_function" in base:
         base["reward_function"] = ",".join(
             _reward(found, each) for each in base["reward_function"].split(",")
@@ -432,27 +433,17 @@ def _submit(
     ids = [each["job_id"] for each in accepted]
     access.ring(*ids)
     for note in dict.fromkeys(note for each in accepted for note in each["notes"]):
-        typer.echo(note, err=True)
+        say(note)
     if as_json and not wait:
         print_json(accepted[0] if len(accepted) == 1 else accepted)
     elif not as_json:
         for job_id in ids:
             typer.echo(job_id)
-    _refuse_invalid(accepted)
     if wait:
         ended = until_ended(access, ids)
         if as_json:
             print_json(ended[0] if len(ended) == 1 else ended)
         raise typer.Exit(exit_code_of(ended))
-
-
-def _refuse_invalid(accepted: Sequence[Mapping[str, Any]]) -> None:
-    """Jobs that admission found wrong are there, and have failed; whoever typed the command is told so at once."""
-    wrong = [each for each in accepted if each["status"] == "failed"]
-    if wrong:
-        raise UsageError(
-            "\n".join(f"{each['job_id']} cannot be run: {each['failure_reason']}" for each in wrong)
-        )
 
 
 def _print_plans(planned: Sequence[Mapping[str, Any]], as_json: bool) -> None:
@@ -463,7 +454,7 @@ def _print_plans(planned: Sequence[Mapping[str, Any]], as_json: bool) -> None:
         return
     for each in planned:
         for note in each["notes"]:
-            typer.echo(note, err=True)
+            say(note)
         print_pairs(
             [
                 ("command", shlex.join(each["arguments"])),
@@ -514,11 +505,9 @@ def run_on(
         verbs.submit_all, [request], project=project, allowed=access.place.secrets
     )
     access.ring(job["job_id"])
-    if job["status"] == "failed":
-        raise UsageError(str(job["failure_reason"]))
     ended = follow_log(access, job["job_id"])
     if ended["failure_reason"]:
-        typer.echo(ended["failure_reason"], err=True)
+        say(ended["failure_reason"])
     return exit_code_of([ended])
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import traceback
@@ -16,16 +17,26 @@ from typing import Any, cast
 
 import typer
 
+from groupwise.display.text import clean
 from groupwise.errors import GroupwiseError
 from groupwise.models.memory import lacks_memory, out_of_memory
 from groupwise.runs.durable import without_nan
 
 PROGRAM = "groupwise"
 
+_COMMANDS = re.compile("[\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
+"""What JSON need not escape, and a terminal obeys."""
+
 
 def write_json(data: Any) -> None:
     """One JSON document on stdout; NaN becomes null, and what JSON does not know is written as its text."""
-    typer.echo(json.dumps(without_nan(data), indent=2, ensure_ascii=False, default=str))
+    text = json.dumps(without_nan(data), indent=2, ensure_ascii=False, default=str)
+    typer.echo(_COMMANDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
+
+
+def say(text: str) -> None:
+    """Talk, on stderr: what strangers wrote in it is shown, and commands no terminal."""
+    typer.echo(clean(text), err=True)
 
 
 def write_result(summary: Mapping[str, Any], *, as_json: bool) -> None:
@@ -113,7 +124,7 @@ def report_stop(stopped: Stopped, *, as_json: bool) -> int:
 
 def _tell(message: str, code: str, exit_code: int, as_json: bool) -> int:
     gap = "\n" if "\n" in message else " "
-    typer.echo(f"{PROGRAM}:{gap}{message}", err=True)
+    say(f"{PROGRAM}:{gap}{message}")
     if as_json:
         write_json({"error": {"code": code, "message": message}})
     return exit_code
@@ -123,9 +134,10 @@ def _report_usage(error: typer.TyperException, as_json: bool) -> int:
     """A command line that cannot be parsed; typer's own text, which begins with the usage."""
     show = getattr(error, "show", None)
     if show is not None:
+        error.message = clean(error.message)
         show()
     else:
-        typer.echo(f"{PROGRAM}: {error.format_message()}", err=True)
+        say(f"{PROGRAM}: {error.format_message()}")
     if as_json:
         write_json({"error": {"code": "usage", "message": error.format_message()}})
     return error.exit_code

@@ -39,6 +39,7 @@ from sqlalchemy.orm import Session
 from groupwise.errors import UsageError
 from groupwise.fleet import events, kinds
 from groupwise.fleet.database import seconds
+from groupwise.fleet.passable import text_problems
 from groupwise.fleet.request import (
     Beyond,
     Columns,
@@ -87,6 +88,9 @@ def submit(
     The same once more (by `idempotency_key`, else by `job_id`) gives the job that is there; another request under the same key or id is
     refused: `idempotency_key_reused`, UsageError.
     """
+    said = {**request.columns(), **request.document(), "project": project}
+    if found := [*text_problems(said, "")]:
+        raise InvalidRequest(found)
     digest = _digest(request, project)
     if job_id is not None and not JOB_ID.fullmatch(job_id):
         raise UsageError(_bad_id(job_id))
@@ -409,6 +413,9 @@ def _refuse(session: Session, row: _Row, found: Sequence[str]) -> None:
     """The job has failed before it began. What cannot be read is replaced by its default, or nobody could look at the row."""
     mended = {name: _default(name) for name in row.unreadable}
     reason = "\n".join(found)[:MOST_WORDS]
+    if row.values["status"] == JobStatus.HELD:  # nothing that is held fails; it is let go first
+        released = update(Job).where(Job.job_id == row.job_id).values(status=JobStatus.QUEUED)
+        session.execute(released.execution_options(synchronize_session=False))
     session.execute(
         update(Job)
         .where(Job.job_id == row.job_id)

@@ -24,7 +24,7 @@ from urllib.parse import quote
 
 import httpx2
 
-from groupwise.errors import RunError
+from groupwise.errors import RunError, UsageError
 from groupwise.hosts.files import PIECE, files_below, hash_of
 from groupwise.wire.idempotency import HEADER, new_idempotency_key
 from groupwise.wire.keys import VARIABLE
@@ -349,7 +349,9 @@ class FleetClient:
 
 
 def _part(name: str) -> str:
-    """A name as one part of an address."""
+    """A name as one part of an address. Raises UsageError for one that would be another address."""
+    if name in ("", ".", ".."):
+        raise UsageError(f"{name!r} is no id: those of jobs and names of machines begin with a letter or digit.")
     return quote(name, safe="")
 
 

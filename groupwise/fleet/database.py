@@ -184,7 +184,8 @@ class Database:
 
     def _raise_for_people(self, error: sql.DBAPIError) -> NoReturn:
         """Constraints and mistakes in statements come through; what is wrong with the database itself is said in words."""
-        if type(error) not in (sql.OperationalError, sql.DatabaseError):
+        of_database = type(error) in (sql.OperationalError, sql.DatabaseError)
+        if not of_database and not _nothing_lost_by_repeating(error):
             raise error
         raise DatabaseFailure(
             f"{self.name} does not do its work: {_first_line(error)}. {_remedy(error)}"

@@ -334,8 +334,8 @@ class GlobalJobDispatcher:
         await asyncio.gather(*(one(machine) for machine in machines))
 
     async def _reconcile_one(self, machine: Machine) -> None:
-        runner = self._runner(machine)
         try:
+            runner = self._runner(machine)
             found = (await runner.observe(probe=NO_PROBE)).attempts
             await self._deal_with_strays(machine, runner, found)
             if machine.lost:
@@ -344,6 +344,8 @@ class GlobalJobDispatcher:
             log.debug("%s is not reconciled: %s", machine.vm_id, error)
         except RunError as error:
             log.warning("%s is not reconciled: %s", machine.vm_id, error)
+        except Exception:  # a row written by hand must not keep the others from being looked at
+            log.exception("%s is not reconciled", machine.vm_id)
 
     async def _deal_with_strays(
         self, machine: Machine, runner: Runner, found: Sequence[MemberState]

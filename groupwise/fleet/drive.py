@@ -544,11 +544,13 @@ class Drive:
     async def _collect(self, row: Snapshot, member: MemberRow) -> None:
         """The rest of the log, the newest checkpoint, the artefacts."""
         ear, part = self._ear(row, member), self._part(row, member)
+        last = ear.last  # the watch of the machine may take it away meanwhile
+        if last is None:
+            return
         try:
-            if ear.last is not None:
-                await self._desk.logs.catch_up(part, ear.last.log_size)
-                if ear.last.checkpoints:
-                    await self._desk.checkpoints.mirror(part)
+            await self._desk.logs.catch_up(part, last.log_size)
+            if last.checkpoints:
+                await self._desk.checkpoints.mirror(part)
             ear.problem = await self._desk.collector.collect(part)
             ear.collected = True
         except RunnerRefused as error:

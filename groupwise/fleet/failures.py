@@ -200,7 +200,7 @@ BUDGETS: Mapping[FailureClass, Budget] = {
     FailureClass.REBOOT: Budget(charged=True),
     FailureClass.HOST_LOST: Budget(charged=False),
     FailureClass.SUPERVISOR_LOST: Budget(charged=True),
-    FailureClass.LAUNCH_FAILURE: Budget(charged=False, most=10),
+    FailureClass.LAUNCH_FAILURE: Budget(charged=False, most=5),
     FailureClass.TIME_LIMIT: Budget(charged=False, most=0),
     FailureClass.USER_ERROR: Budget(charged=False, most=0),
     FailureClass.KILLED: Budget(charged=True, most=1),

@@ -7,8 +7,6 @@ named after the attempt and its port follows from the epoch, so that what is lef
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from groupwise.fleet.attempts import MemberRow, Snapshot
 from groupwise.fleet.secrets import Secrets
 from groupwise.hosts.driver import Launch, Resume

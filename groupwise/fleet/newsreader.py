@@ -83,7 +83,7 @@ class Newsreader:
         for line in await self._database.read_in_thread(_greeting):
             self._say(line)
         if self._url is not None:
-            self._say(f"From elsewhere: GROUPWISE_FLEET={self._url}")
+            self._say(f"Its API, for other programs: {self._url}")
 
 
 def _newest(session: Session) -> int:

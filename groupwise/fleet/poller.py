@@ -181,6 +181,8 @@ class Poller:
                 first, self._complained = False, False
             except RunError as error:
                 self._complain(error)
+            except Exception:  # one look at the list must not be the last
+                logger.exception("the list of machines cannot be read")
             await self._clock.pause(self._pace.listed, self._never)
 
     async def _take_list(self, machines: list[Machine], first: bool) -> None:
@@ -246,15 +248,24 @@ class Poller:
                 self._complained = False
             except RunError as error:
                 self._complain(error)
-            except (
-                Exception
-            ):  # a row that somebody wrote by hand must not end the looks at this machine
-                watched.misses += 1
+            except Exception as error:  # a row written by hand must not end the looks at it
                 logger.exception("the look at machine %s failed", watched.machine.vm_id)
+                await self._missed_oddly(watched, error)
         watched.look = None
         if self._watched.get(watched.machine.vm_id) is watched:
             pause = self._pace.after(watched.misses) * self._chance.uniform(0.9, 1.1)
             self._due_in(watched, max(began + pause - self._clock.now(), self._pace.least))
+
+    async def _missed_oddly(self, watched: _Watched, error: Exception) -> None:
+        """Whoever wrote the row is to see it there."""
+        watched.misses += 1
+        watched.answered = False
+        vm_id, text = watched.machine.vm_id, f"{type(error).__name__}: {error}"
+        asked_at = self._clock.now() + self._ahead
+        try:
+            await self._database.in_thread(lambda s: observation.missed(s, vm_id, asked_at, text))
+        except RunError as away:
+            self._complain(away)
 
     def _complain(self, error: RunError) -> None:
         if not self._complained:

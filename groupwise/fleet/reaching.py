@@ -12,7 +12,7 @@ from typing import Any
 from groupwise.fleet.attempts import Machine
 from groupwise.hosts.keys import HostKey
 from groupwise.hosts.local import LocalHost
-from groupwise.hosts.port import Host
+from groupwise.hosts.port import Host, HostUnreachable
 from groupwise.hosts.ssh import Address, Patience, SshHost, read_host_key
 
 LOCAL = "local"
@@ -54,11 +54,17 @@ def _jump(row: Mapping[str, Any] | None) -> Address | None:
     """Written by hand, perhaps: what is missing has the value that SSH gives it."""
     if not row:
         return None
+    try:
+        port = int(row.get("port") or 22)
+    except (AttributeError, TypeError, ValueError):
+        raise HostUnreachable(
+            f"jump is {ascii(row)[:200]}: an object is wanted, with host, port (a number), user, ssh_key_path and host_key"
+        ) from None
     key_path, host_key = row.get("ssh_key_path"), row.get("host_key")
     return Address(
         str(row.get("host", "")),
         str(row.get("user", "")),
-        int(row.get("port") or 22),
+        port,
         None if key_path is None else str(key_path),
         None if host_key is None else str(host_key),
     )

@@ -165,8 +165,8 @@ def parse(
         "named": named,
         "vm": vm or place,
         "gpu_model": gpu_model,
-        "gpu_memory_mb": _size("--gpu_memory", gpu_memory, found),
-        "share_mb": _size("--share", share, found),
+        "gpu_memory_mb": _size("--gpu-memory", gpu_memory, found),
+        "share_mb": _size("--share-mb", share, found),
         "machines": machines,
         "cpus": cpus,
         "ram_mb": _size("--ram", ram, found),
@@ -220,8 +220,8 @@ def _labels(words: Sequence[str], found: list[str]) -> dict[str, str]:
     for word in words:
         name, equals, value = word.partition("=")
         if not name or not equals:
-            found.append(f"--label {word!r}: NAME=VALUE is wanted")
+            found.append(f"--vm-label {word!r}: NAME=VALUE is wanted")
         elif name in labels:
-            found.append(f"--label {name} is given twice")
+            found.append(f"--vm-label {name} is given twice")
         labels[name] = value
     return labels

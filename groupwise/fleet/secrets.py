@@ -89,7 +89,9 @@ class AllowedSecrets:
         )
 
     def _of_kind(self, kind: str) -> Iterator[str]:
-        return (what for each in self.patterns for k, _, what in (each.partition(":"),) if k == kind)
+        return (
+            what for each in self.patterns for k, _, what in (each.partition(":"),) if k == kind
+        )
 
     def _files(self) -> Iterator[str]:
         """Patterns of absolute paths."""

@@ -36,13 +36,13 @@ class Rule:
 
 
 def rules() -> tuple[Rule, ...]:
-    """All of them, in the order in which they are asked: PostgreSQL goes by name."""
+    """Those that are the same in both databases, in the order in which they are asked: PostgreSQL goes by name."""
     return (*_of_jobs(), *_of_attempts(), *_of_reservations(), *_of_events())
 
 
 def statements(dialect: str) -> Iterator[str]:
     """What makes them all."""
-    for rule in rules():
+    for rule in (*rules(), *_of_machines(dialect)):
         yield from _sqlite(rule) if dialect == "sqlite" else _postgresql(rule)
     if dialect == "postgresql":
         yield from _no_truncation("events")
@@ -203,6 +203,40 @@ def _of_reservations() -> Iterator[Rule]:
 def _of_events() -> Iterator[Rule]:
     for on in ("UPDATE", "DELETE"):
         yield Rule(f"event_{on.lower()}", "events", on, "1 = 1", "events are only ever appended")
+
+
+MACHINE_DOCUMENTS = {"labels": "object", "facts": "object", "jump": "object", "probe": "array"}
+
+
+def _of_machines(dialect: str) -> Iterator[Rule]:
+    """Rows of machines are written by hand and read all at once, so that one which cannot be read would hide all others."""
+    wrong = {name: _no_json(dialect, name, kind) for name, kind in MACHINE_DOCUMENTS.items()}
+    if dialect == "sqlite":  # which keeps anything in any column
+        wrong |= {name: f"typeof(NEW.{name}) NOT IN {kinds}" for name, kinds in _NUMBERS.items()}
+        wrong["last_polled"] = "NEW.last_polled IS NOT NULL AND julianday(NEW.last_polled) IS NULL"
+    for on in ("INSERT", "UPDATE"):
+        for column, refused in wrong.items():
+            kind = MACHINE_DOCUMENTS.get(column)
+            wanted = f"a JSON {kind} is wanted" if kind else "this is no value for it"
+            message = f"{column} of a machine: {wanted}"
+            yield Rule(f"vm_{column}_{on.lower()}", "vms", on, refused, message)
+
+
+_WHOLE, _ANY = "('integer')", "('integer', 'real', 'null')"
+_NUMBERS = {
+    **dict.fromkeys(("port", "idle_memory_mb", "misses", "launch_failures"), _WHOLE),
+    **dict.fromkeys(("active", "draining", "degraded"), _WHOLE),
+    **dict.fromkeys(("deadman", "lost_at", "unreachable_since", "observed_round"), _ANY),
+    "cpu_slots": "('integer', 'null')",
+}
+
+
+def _no_json(dialect: str, column: str, kind: str) -> str:
+    if dialect == "sqlite":
+        is_one = f"CASE WHEN json_valid(NEW.{column}) THEN json_type(NEW.{column}) ELSE 'none' END"
+    else:
+        is_one = f"jsonb_typeof(NEW.{column})"
+    return f"NEW.{column} IS NOT NULL AND {is_one} <> '{kind}'"
 
 
 def _moves(

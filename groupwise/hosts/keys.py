@@ -139,7 +139,8 @@ async def scan(
             agent_path=None,
             connect_timeout=timeout,
         )
-    except (OSError, asyncssh.Error) as error:
+    except (OSError, asyncssh.Error, ValueError, OverflowError) as error:
+        # The last two: what somebody wrote is no name of a host, or no port.
         if witness.seen is not None:
             return witness.seen
         raise HostUnreachable(

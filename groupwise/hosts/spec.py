@@ -126,7 +126,7 @@ def _environment_problems(names: tuple[str, ...]) -> list[str]:
     for name in names:
         if not ENVIRONMENT_NAME.fullmatch(name):
             found.append(
-                f"{name!r} is no name of an environment variable: letters, digits and _, no digit first"
+                f"environment: {name[:80]!r} is no name of an environment variable: letters, digits and _, no digit first"
             )
         elif name in RESERVED_NAMES or name.startswith(RESERVED_PREFIXES):
             found.append(
@@ -139,7 +139,9 @@ def path_problems(what: str, path: str) -> list[str]:
     """Why a path is not one inside the working folder."""
     parts = path.split("/")
     if not path or path.startswith("/") or "\0" in path or any(p in ("", ".", "..") for p in parts):
-        return [f"{what} {path!r}: a path relative to the working folder is wanted, without `..`"]
+        return [
+            f"{what} {path[:200]!r}: a path relative to the working folder is wanted, without `..`"
+        ]
     return []
 
 

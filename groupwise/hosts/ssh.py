@@ -366,6 +366,10 @@ async def connect(
         ) from error
     except (OSError, asyncssh.Error) as error:
         raise _why_not(address, pinned, witness, error) from error
+    except (ValueError, OverflowError) as error:  # no name of a host, or no port
+        raise HostUnreachable(
+            f"{address.host!a} port {address.port} as {address.user!a} is no place to connect to: {error}"
+        ) from error
     return connection, witness.lost
 
 
@@ -406,11 +410,12 @@ async def _client_keys(
 
 def _private_file(name: str) -> str:
     """Checks what ssh checks too. Raises HostUnreachable."""
-    path = Path(name).expanduser()
     try:
+        path = Path(name).expanduser()
         mode = path.stat().st_mode
-    except OSError as error:
-        raise HostUnreachable(f"the private key {path} cannot be read: {error.strerror}") from error
+    except (OSError, RuntimeError, ValueError) as error:  # what no path can be is no key either
+        why = error.strerror if isinstance(error, OSError) else error
+        raise HostUnreachable(f"the private key {name} cannot be read: {why}") from error
     if stat.S_IMODE(mode) & 0o077:
         raise HostUnreachable(f"the private key {path} can be read by others; chmod 600 {path}")
     return str(path)

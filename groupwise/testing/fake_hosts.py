@@ -314,14 +314,15 @@ class FakeHost:
             folder.leaked = script.leaks
             folder.artefacts.update(script.files)
             folder.log += script.tail.encode()
-        self._record_stop(folder, code if signal is None else -signal, process.why)
+        why = "exited" if by_itself else process.why
+        self._record_stop(folder, code if signal is None else -signal, why)
         if not folder.supervisor:
             return  # nobody was there to write it down
         folder.supervisor = False
         folder.exit = {
             "code": None if signal is not None else code,
             "signal": signal,
-            "reason": "exited" if by_itself else process.why,
+            "reason": why,
             "message": None,
             "oom_kill": script.oom_kill if by_itself else 0,
             "finished_at": float(len(self._rack.history)),

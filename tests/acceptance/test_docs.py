@@ -9,6 +9,7 @@
     6. `groupwise serve` begins a real server, beside which the commands after it run. Pages about the server (SERVED) are followed
        from top to bottom: a ```yaml block whose first line is `# NAME.yaml` is that file, a ```bash block is one script, and what
        asks http://127.0.0.1:8000 asks the server. Their tables are what the code says.
+    7. Pages about the fleet (FLEET) are followed likewise, beside the fleet that they begin (`tests/fleet_pages.py`).
 
 Commands run as they stand, in a folder of their own that holds the configs of the repository with the tiny model in them and
 two steps, and a run `quickstart` of 40 steps, of which the pages speak. The commands of a page run in their order; each block
@@ -37,10 +38,17 @@ from ruamel.yaml import YAML
 
 from groupwise import sft_config
 from groupwise.cli.main import app, main
-from groupwise.cli.runs import app as runs_app
 from groupwise.cli.train_grpo import app as train_grpo_app
 from groupwise.cli.train_grpo import main as train_grpo
 from groupwise.config import documentation, load_config
+from groupwise.fleet import events as fleet_events
+from groupwise.fleet import metrics as fleet_metrics
+from groupwise.fleet import webhooks
+from groupwise.fleet.api.app import ROUTES as FLEET_ROUTES
+from groupwise.fleet.failures import BUDGETS, CHARGED_RETRIES, FREE_RETRIES
+from groupwise.fleet.settings import FleetSettings
+from groupwise.fleet.states import JobStatus
+from groupwise.fleet.verbs import status as fleet_status
 from groupwise.http.declared import Route
 from groupwise.http.prometheus import Requests
 from groupwise.loops.metrics import TOKEN_MEANS
@@ -57,6 +65,8 @@ from groupwise.suites.lighteval import PROGRAM_VARIABLE
 from groupwise.wire.parts import AnyVerb
 from groupwise.wire.problems import KINDS
 from groupwise.wire.training import EventKind, StartRequest, StatusAnswer
+from tests import fleet_pages
+from tests.fleet_pages import Follower
 from tests.integration.server.running import Server
 from tests.serving import Service, serve, tiny
 
@@ -74,6 +84,8 @@ SUPERVISED = ("sft.md", "configuration-sft.md")
 """Pages whose configs are of `groupwise sft`."""
 SERVED = ("serve.md", "deploy-server.md", "openai-clients.md", "train-elsewhere.md")
 """Pages that are followed from top to bottom, beside the server that they begin."""
+FLEET = ("fleet.md", "fleet-machines.md", "fleet-operations.md")
+"""Pages that are followed from top to bottom, beside the fleet that they begin."""
 RUN_ELSEWHERE = ("tinker.md",)
 """Whose programs `tests/integration/server/test_verbs.py` runs, each in a process of its own: their client leaves threads behind."""
 SERVER = "http://127.0.0.1:8000"
@@ -335,7 +347,7 @@ def variables_known(words: list[str]) -> bool:
 # Commands and code
 
 
-ALONE = [page for page in PAGES if page.name not in SERVED]
+ALONE = [page for page in PAGES if page.name not in (*SERVED, *FLEET)]
 
 
 def serves(words: list[str]) -> bool:
@@ -422,9 +434,7 @@ def test_a_page_of_the_server_can_be_followed(
     if missing:
         pytest.skip(f"this machine has no {' and no '.join(missing)}, which the page's scripts use")
     names: dict[str, Any] = {}
-    for kind, block in re.findall(
-        r"^```(\w+)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL
-    ):
+    for kind, block in typed_blocks(page):
         if kind == "yaml":
             keep_yaml(block)
         elif kind == "python":
@@ -434,6 +444,48 @@ def test_a_page_of_the_server_can_be_followed(
         elif kind == "console":
             for line in block.replace("\\\n", " ").splitlines():
                 follow(line, run, monkeypatch)
+
+
+@pytest.mark.fleet
+@pytest.mark.timeout(300)  # jobs run, one after the other, and one of them trains
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name in FLEET], ids=name)
+def test_a_page_of_the_fleet_can_be_followed(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(ROOT / "examples/10_fleet", tmp_path / "examples/10_fleet")
+    monkeypatch.chdir(tmp_path)
+    with Follower(tmp_path, monkeypatch, capfd) as person:
+        for kind, block in typed_blocks(page):
+            if kind == "yaml":
+                person.writes(block.splitlines()[0].removeprefix("# "), block)
+            elif kind == "sql":
+                person.asks_the_database(block)
+            elif kind == "python":
+                exec(compile(block.replace(fleet_pages.API, person.api), name(page), "exec"), {})
+            elif kind == "console":
+                for line in block.replace("\\\n", " ").splitlines():
+                    follow_fleet(line, person)
+        if page.name == "fleet.md":
+            found = person.variables_of_a_job()
+            assert {"GROUPWISE_ATTEMPT", "ATTEMPT", "PATH"} <= found
+            assert found <= set(first_cells(page.name, "| variable | holds |"))
+
+
+def follow_fleet(line: str, person: Follower) -> None:
+    """One command of a page of the fleet."""
+    match shlex.split(line, comments=True):
+        case ["groupwise", "fleet", *words]:
+            person.types(words)
+        case ["nats", "pub", subject, payload]:
+            person.publishes(subject, payload)
+        case ["curl", *_]:
+            run_script(line.replace(fleet_pages.API, person.api))
+        case words:
+            assert known(words), f"what is `{line}`? Say it here, if it is meant"
+
+
+def typed_blocks(page: Path) -> list[tuple[str, str]]:
+    return re.findall(r"^```(\w+)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
 def follow(line: str, run: Run, patch: pytest.MonkeyPatch) -> None:
@@ -476,7 +528,7 @@ def keep_yaml(block: str) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_blocks_are_of_a_kind_that_is_checked(page: Path) -> None:
     opened = re.findall(r"^```(.*)$", page.read_text(), re.MULTILINE)[::2]
-    assert set(opened) <= {"console", "bash", "python", "yaml", "text"}
+    assert set(opened) <= {"console", "bash", "python", "yaml", "sql", "text"}
 
 
 @pytest.mark.parametrize("style", ["string", "chat"])
@@ -523,13 +575,26 @@ def test_files_exist(page: Path) -> None:
 def options() -> frozenset[str]:
     """Every option of every command."""
     found = {"--help", "--version"}
-    programs: list[Any] = [typer.main.get_command(typed) for typed in (app, runs_app)]
-    alone: Any = typer.main.get_command(train_grpo_app)
-    for commands in (*(group.commands.values() for group in programs), [alone]):
-        for command in commands:
+    for typed in (app, train_grpo_app):
+        for command in all_commands(typer.main.get_command(typed)):
             for parameter in command.params:
                 found.update((*parameter.opts, *parameter.secondary_opts))
     return frozenset(found)
+
+
+def all_commands(command: Any) -> Iterator[Any]:
+    """It, and all below it."""
+    yield command
+    for inner in inner_commands(command).values():
+        yield from all_commands(inner)
+
+
+def inner_commands(command: Any) -> dict[str, Any]:
+    """Those of a group; some groups load theirs when they are asked for them."""
+    if not hasattr(command, "list_commands"):
+        return {}
+    context = typer.Context(command)
+    return {verb: command.get_command(context, verb) for verb in command.list_commands(context)}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -540,18 +605,25 @@ def test_options_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_commands_in_the_text_exist(page: Path) -> None:
-    verbs = {command.name for command in app.registered_commands} | {"runs"}
-    inner = {command.name or command.callback.__name__ for command in runs_app.registered_commands}  # type: ignore[union-attr]
     for span in spans(page):
         match span.split():
-            case ["groupwise", "runs", verb, *_]:
-                assert verb in inner, span
-            case ["groupwise", verb, *_]:
-                assert verb in verbs or verb.startswith("-"), span
+            case ["groupwise", *words]:
+                assert_a_command(words, span)
             case ["make", verb, *_]:
                 assert known(["make", verb]), span
             case _:
                 pass
+
+
+def assert_a_command(words: list[str], span: str) -> None:
+    """Down through the groups, to a command that takes the other words."""
+    command: Any = typer.main.get_command(app)
+    for word in words:
+        known_here = inner_commands(command)
+        if word.startswith("-") or not known_here:
+            return
+        assert word in known_here, span
+        command = known_here[word]
 
 
 @cache
@@ -598,7 +670,13 @@ def test_metrics_of_the_table_are_recorded(place: Path) -> None:
     assert named <= general
 
 
-# Tables of the server, made of what the code says
+# Tables of the server and of the fleet, made of what the code says
+
+FLEET_CODES = frozenset(
+    "unknown_job unknown_vm unknown_gpu unknown_project unknown_key vm_exists vm_state vm_in_use job_state host_key_mismatch "
+    "database_away".split()
+)
+"""Problems that only the fleet's API has."""
 
 
 def table(head: str, rows: list[tuple[str, ...]]) -> str:
@@ -640,16 +718,19 @@ def fields_table(model: Any, head: str) -> str:
 
 
 def shown_default(value: Any) -> str:
-    words = {None: "null", True: "true", False: "false", (): "[]"}
-    if value is None or isinstance(value, bool | tuple):
+    words = {None: "null", True: "true", False: "false"}
+    if value is None or isinstance(value, bool):
         return words[value]
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(str, cast('tuple[Any, ...]', value)))}]"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def problems_table() -> str:
+def problems_table(*, of_the_fleet: bool = False) -> str:
     rows = [
         (f"`{code}`", str(kind.status), "yes" if kind.retry else "", kind.meaning)
         for code, kind in sorted(KINDS.items(), key=lambda item: (item[1].status, item[0]))
+        if (code in FLEET_CODES) == of_the_fleet
     ]
     return table("| code | status | again? | what has happened, and what to do |", rows)
 
@@ -678,10 +759,29 @@ def server_metrics() -> set[str]:
         ("train-elsewhere.md", lambda: routes_table(parts_routes(cast("Any", None)))),
         ("train-elsewhere.md", calls_table),
         ("deploy-server.md", lambda: fields_table(ServerConfig, "| key | default | meaning |")),
+        (
+            "fleet-machines.md",  # who may train at a server may act in a fleet: it is one role
+            lambda: routes_table(FLEET_ROUTES).replace("| train |", "| act |"),
+        ),
+        ("fleet-machines.md", lambda: problems_table(of_the_fleet=True)),
+        (
+            "fleet-operations.md",
+            lambda: fields_table(FleetSettings, "| setting | default | meaning |"),
+        ),
     ],
-    ids=["routes", "start", "problems", "parts", "calls", "settings"],
+    ids=[
+        "routes",
+        "start",
+        "problems",
+        "parts",
+        "calls",
+        "settings",
+        "fleet routes",
+        "fleet problems",
+        "fleet settings",
+    ],
 )
-def test_tables_of_the_server_are_up_to_date(page: str, made: Callable[[], str]) -> None:
+def test_tables_are_up_to_date(page: str, made: Callable[[], str]) -> None:
     assert made() in (ROOT / "docs/how-to" / page).read_text(), f"make it again:\n{made()}"
 
 
@@ -691,6 +791,67 @@ def test_events_and_metrics_of_the_server_are_explained() -> None:
     page = (ROOT / "docs/how-to/deploy-server.md").read_text()
     explained = page.partition("| metric | meaning |")[2].partition("\n\n")[0]
     assert set(re.findall(r"`(\w+)`", explained)) >= server_metrics()
+
+
+# Tables of the fleet
+
+
+def first_cells(page: str, head: str) -> list[str]:
+    """What stands in `code` in the first column of the table with this head."""
+    _, found, rest = (ROOT / "docs/how-to" / page).read_text().partition(f"\n{head}\n")
+    assert found, head
+    cells = [line.split("|")[1] for line in rest.partition("\n\n")[0].splitlines()[1:]]
+    return [span for cell in cells for span in re.findall(r"`([^`]+)`", cell)]
+
+
+def test_states_of_jobs_are_explained() -> None:
+    assert first_cells("fleet.md", "| status | means | what follows |") == list(JobStatus)
+
+
+def test_alarms_of_the_fleet_are_explained() -> None:
+    made = re.findall(r'_alarm\(\s*"(\w+)"', Path(fleet_status.__file__).read_text())
+    assert len(made) >= 8
+    assert sorted(first_cells("fleet-operations.md", "| kind | says | do |")) == sorted(set(made))
+
+
+def test_events_of_the_fleet_are_explained() -> None:
+    kinds = {
+        value
+        for module in (fleet_events, webhooks)
+        for key, value in vars(module).items()
+        if key.isupper() and isinstance(value, str) and re.fullmatch(r"[a-z]+\.[a-z_]+", value)
+    }
+    assert len(kinds) > 30
+    assert sorted(first_cells("fleet-operations.md", "| events | when |")) == sorted(kinds)
+
+
+def test_metrics_of_the_fleet_are_explained() -> None:
+    full: dict[str, Any] = {
+        "jobs": {"queued": 1},
+        "machines": {"total": 1, "ready": 1, "gpus": 1, "gpus_available": 1},
+        "oldest_waiting_seconds": 1.0,
+        "alarms": [{"kind": "leaking"}],
+        "processes": [{"role": "poller", "owner": "o", "silent_seconds": 1.0, "alive": True}],
+    }
+    made = {
+        word
+        for line in (*fleet_metrics.render(full), *Requests().lines())
+        for word in re.findall(r"^# TYPE (\w+)", line)
+    }
+    assert "groupwise_fleet_alarms" in made
+    assert made == set(first_cells("fleet-operations.md", "| metric | meaning |"))
+
+
+def test_failures_and_their_retries_are_as_in_the_table() -> None:
+    page = (ROOT / "docs/how-to/fleet-operations.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| [^|]+ \| (yes)? ?\| (\w+) \|$", page, re.MULTILINE)
+    expected: list[tuple[str, str, str]] = []
+    for failure, budget in BUDGETS.items():
+        otherwise = CHARGED_RETRIES if budget.charged else FREE_RETRIES
+        retries = otherwise if budget.most is None else budget.most
+        charged = "yes" if budget.charged else ""
+        expected.append((str(failure), charged, str(retries or "none")))
+    assert rows == expected
 
 
 # The set as a whole

@@ -30,7 +30,8 @@ from typing import Any, TypeVar
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
-from groupwise.fleet import admission, database as databases
+from groupwise.fleet import admission
+from groupwise.fleet import database as databases
 from groupwise.fleet.database import Database
 from groupwise.fleet.request import from_document
 from groupwise.fleet.states import FINAL, AttemptState, Cleanup
@@ -170,6 +171,7 @@ class RealFleet:
         messages: Nats,
         hosts: Sequence[FullHost],
         gpus: int,
+        settings: Mapping[str, str],
     ) -> None:
         self.folder = folder
         self.postgres = server
@@ -190,12 +192,12 @@ class RealFleet:
         self.blobs = BlobStore(self.place / "blobs")
         self.trainer = self.blobs.put_file(TRAINER)
         self.controls = {
-            name: Control(name, role, folder, self._environment()) for name, role in ROLES.items()
+            name: Control(name, role, folder, self._environment(settings))
+            for name, role in ROLES.items()
         }
         self._numbers = 0
 
-    def _environment(self) -> dict[str, str]:
-        settings = {f"GROUPWISE_FLEET_{name}": value for name, value in QUICK.items()}
+    def _environment(self, settings: Mapping[str, str]) -> dict[str, str]:
         return {
             "PATH": os.environ["PATH"],
             "HOME": str(self.folder),
@@ -205,7 +207,7 @@ class RealFleet:
             "GROUPWISE_FLEET_DATABASE": self.database_url,
             "GROUPWISE_FLEET_NATS_URL": self.nats.url,
             "NATS_TOKEN": nats.TOKEN,
-            **settings,
+            **{f"GROUPWISE_FLEET_{name}": value for name, value in settings.items()},
         }
 
     # what is done
@@ -332,9 +334,7 @@ class RealFleet:
                     Attempt.contact,
                     Attempt.owner,
                 )
-                .where(
-                    (Attempt.state != AttemptState.ENDED) | (Attempt.cleanup != Cleanup.CLEAN)
-                )
+                .where((Attempt.state != AttemptState.ENDED) | (Attempt.cleanup != Cleanup.CLEAN))
                 .order_by(Attempt.epoch)
             )
             held = session.scalar(
@@ -365,11 +365,8 @@ class RealFleet:
 
     def told(self, job: str | None = None) -> list[dict[str, Any]]:
         """What trainers wrote down, of one job or of all, in the order of time."""
-        found: list[dict[str, Any]] = []
-        for path in self.history.glob("*.jsonl" if job is None else f"{job}.*.jsonl"):
-            for line in path.read_bytes().split(b"\n")[:-1]:
-                found.append(json.loads(line))
-        return sorted(found, key=lambda r: r["at"])
+        paths = self.history.glob("*.jsonl" if job is None else f"{job}.*.jsonl")
+        return sorted((r for path in paths for r in _lines(path)), key=lambda r: r["at"])
 
     def happened(self, job: str, what: str) -> list[dict[str, Any]]:
         """Such records of its trainers."""
@@ -377,25 +374,31 @@ class RealFleet:
 
     def trainers(self) -> dict[int, dict[str, Any]]:
         """Commands that are alive now: process id out here → their `start`."""
-        begun = {(r["vm"], r["pid"]): r for r in self.told() if r["what"] == "start"}
         found: dict[int, dict[str, Any]] = {}
-        for vm, host in self.hosts.items():
-            for pid in host.processes() if host.is_on() else ():
-                record = begun.get((vm, inner_pid(pid)))
-                name = record and f"{record['job']}.{record['epoch']}"
-                if record and name == attempt_of(pid):
-                    found[pid] = record
+        for vm, pid, attempt in self._marked():
+            for path in self.history.glob(f"{attempt}.*.jsonl"):
+                first = next(iter(_lines(path)), {})
+                if (first.get("vm"), first.get("pid")) == (vm, inner_pid(pid)):
+                    found[pid] = first
         return found
 
     def marked(self) -> list[str]:
         """Every process of any attempt that is alive now."""
+        return [f"{attempt} has process {pid} on {vm}" for vm, pid, attempt in self._marked()]
+
+    def _marked(self) -> list[tuple[str, int, str]]:
         return [
-            f"{attempt} has process {pid} on {vm}"
+            (vm, pid, attempt)
             for vm, host in self.hosts.items()
             if host.is_on()
             for pid in host.processes()
             if (attempt := attempt_of(pid))
         ]
+
+    def over(self) -> set[str]:
+        """Jobs that have ended."""
+        query = select(Job.job_id).where(Job.status.in_(FINAL))
+        return self.look(lambda s: set(s.scalars(query)))
 
     def logs(self) -> str:
         """The last words of all control processes."""
@@ -411,6 +414,12 @@ class RealFleet:
             if control.is_there():
                 control.kill()
         self.database.close()
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """What a trainer wrote; a last line that is torn was never written."""
+    for line in path.read_bytes().split(b"\n")[:-1]:
+        yield json.loads(line)
 
 
 def _facts(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -456,8 +465,11 @@ def state_and_parent(pid: int) -> tuple[str, int]:
 
 
 @contextlib.contextmanager
-def real_fleet(*, machines: int = 2, gpus: int = 2) -> Iterator[RealFleet]:
-    """A fleet of which no control process runs yet, with its machines on and known. Nothing is left of it afterwards."""
+def real_fleet(*, machines: int = 2, gpus: int = 2, **settings: str) -> Iterator[RealFleet]:
+    """A fleet of which no control process runs yet, with its machines on and in the database. Nothing is left of it afterwards.
+
+    `settings`: those of a fleet, as in the environment without their beginning.
+    """
     ssh_hosts.needed("setpriv")
     root = os.environ.get("PYTEST_DEBUG_TEMPROOT")
     folder = Path(tempfile.mkdtemp(prefix="groupwise-chaos-", dir=root))
@@ -469,7 +481,7 @@ def real_fleet(*, machines: int = 2, gpus: int = 2) -> Iterator[RealFleet]:
             _nats(folder) as messages,
             ssh_hosts.full_hosts(machines) as hosts,
         ):
-            fleet = RealFleet(folder, server, messages, hosts, gpus)
+            fleet = RealFleet(folder, server, messages, hosts, gpus, {**QUICK, **settings})
             try:
                 fleet.add_machines()
                 yield fleet

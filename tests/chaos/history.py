@@ -196,22 +196,20 @@ def _refusals(fleet: RealFleet) -> list[Record]:
     """Which machine would not begin what."""
 
     def look(session: Session) -> list[Record]:
-        found: list[Record] = []
-        for attempt in session.scalars(select(Attempt).where(Attempt.evidence.is_not(None))):
-            for member in attempt.evidence.get("members") or ():
-                if member.get("refusal") or member.get("reading") in ("refused", "voided"):
-                    found.append(
-                        {
-                            "at": attempt.created_at - fleet.clock_offset,
-                            "what": "refused",
-                            "job": attempt.job_id,
-                            "epoch": attempt.epoch,
-                            "rank": member["rank"],
-                            "vm": member["vm"],
-                            "because": member.get("refusal"),
-                        }
-                    )
-        return found
+        return [
+            {
+                "at": attempt.created_at - fleet.clock_offset,
+                "what": "refused",
+                "job": attempt.job_id,
+                "epoch": attempt.epoch,
+                "rank": member["rank"],
+                "vm": member["vm"],
+                "because": member.get("refusal"),
+            }
+            for attempt in session.scalars(select(Attempt))
+            for member in attempt.evidence.get("members") or ()
+            if member.get("refusal") or member.get("reading") in ("refused", "voided")
+        ]
 
     return fleet.look(look)
 

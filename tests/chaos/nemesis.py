@@ -1,4 +1,4 @@
-"""Fate and clients of a fleet, drawn from one seed: `Nemesis.run` is a time of trouble, and then everything is healed and must come to rest.
+"""Fate and clients of a fleet, drawn from one seed: `Nemesis.run` is a time of trouble, then everything is healed and must come to rest.
 
     with real_fleet(machines=3, gpus=2) as fleet:
         assert Nemesis(fleet, seed).run(seconds=60) == []
@@ -20,11 +20,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import insert, select
+from sqlalchemy import func, insert, select
 
 from groupwise.errors import RunError
-from groupwise.fleet.states import FINAL
-from groupwise.fleet.tables import GPU, VM, Job
+from groupwise.fleet.tables import GPU, VM, Cursor, Event, Job
+from groupwise.fleet.tracker import ENDS, NatsOutlet
 from groupwise.fleet.verbs import machines as machine_verbs
 from groupwise.wire.problems import Refusal
 from tests.chaos import history
@@ -87,7 +87,9 @@ class Nemesis:
             lines = control.log().splitlines()
             for number, line in enumerate(lines):
                 if line.startswith("Traceback") or " crashed" in line:
-                    found.append(f"{name} said: {' | '.join(lines[max(0, number - 1) : number + 60])}")
+                    found.append(
+                        f"{name} said: {' | '.join(lines[max(0, number - 1) : number + 60])}"
+                    )
                     break
         return found
 
@@ -103,7 +105,8 @@ class Nemesis:
     def _client(self) -> None:
         try:
             self._settle_unsure()
-            waiting = [job for job in self._jobs if self.fleet.status(job) not in FINAL]
+            over = self.fleet.over()
+            waiting = [job for job in self._jobs if job not in over]
             if len(waiting) < MOST_WAITING:
                 self._submit()
             if self.chance.random() < 0.3 and self._jobs:
@@ -150,10 +153,11 @@ class Nemesis:
 
     def _plays(self) -> list[dict[str, Any]]:
         chance = self.chance
-        plays: list[dict[str, Any]] = []
-        for _ in range(chance.choice([0, 0, 1, 2])):
-            plays.append({**self._play(), "code": chance.choice([1, 137, 64, 3])})
-        return [*plays, self._play()]
+        failing = [
+            {**self._play(), "code": chance.choice([1, 137, 64, 3])}
+            for _ in range(chance.choice([0, 0, 1, 2]))
+        ]
+        return [*failing, self._play()]
 
     def _play(self) -> dict[str, Any]:
         chance = self.chance
@@ -416,6 +420,14 @@ class Nemesis:
                 return False
 
         fleet.until(rested, REST, "rest")
+        fleet.until(self._all_is_told, REST, "the tracker")
+
+    def _all_is_told(self) -> bool:
+        """The tracker has told NATS of every job that ended."""
+        ends = select(func.max(Event.event_id)).where(Event.kind.in_(ENDS))
+        position = select(Cursor.position).where(Cursor.name == NatsOutlet.name)
+        last, told = self.fleet.look(lambda s: (s.scalar(ends) or 0, s.scalar(position) or 0))
+        return told >= last
 
     def _repair(self) -> None:
         """What an operator does: let go what was held, look at machines and GPUs that the fleet would not use any more."""

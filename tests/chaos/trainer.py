@@ -50,7 +50,7 @@ def printed(name, kind, begin, end):
     length = 32 if kind == "binary" else 65
     pieces = []
     for number in range(begin // length, -(-end // length)):
-        digest = hashlib.sha256(("%s/%d" % (name, number)).encode()).digest()
+        digest = hashlib.sha256(f"{name}/{number}".encode()).digest()
         pieces.append(digest if kind == "binary" else digest.hex().encode() + b"\n")
     first = begin % length
     return b"".join(pieces)[first : first + end - begin]
@@ -69,8 +69,8 @@ class Trainer:
         self.epoch = int(epoch)
         self.vm = socket.gethostname()
         visible = os.environ["CUDA_VISIBLE_DEVICES"]
-        self.gpus = ["GPU-%s-%s" % (self.vm, n) for n in visible.split(",") if n]
-        self.name = "%s.%d" % (self.attempt, self.rank)
+        self.gpus = [f"GPU-{self.vm}-{n}" for n in visible.split(",") if n]
+        self.name = f"{self.attempt}.{self.rank}"
         path = os.path.join(self.history, self.name + ".jsonl")
         self.file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         self.wrote = 0
@@ -78,8 +78,8 @@ class Trainer:
         self.locks = []
 
     def tell(self, what, **facts):
-        record = dict(facts, what=what, at=time.monotonic())
-        record.update(job=self.job, epoch=self.epoch, rank=self.rank, vm=self.vm)
+        who = {"job": self.job, "epoch": self.epoch, "rank": self.rank, "vm": self.vm}
+        record = {**facts, "what": what, "at": time.monotonic(), **who}
         os.write(self.file, (json.dumps(record) + "\n").encode())
         os.fsync(self.file)
 
@@ -95,7 +95,7 @@ class Trainer:
             pid=os.getpid(),
             resumed=resumed,
             play=self.play,
-            **facts
+            **facts,
         )
         self.claim()
         if self.play["child"]:
@@ -107,19 +107,19 @@ class Trainer:
     def claim(self):
         """Nobody else may have these now. The locks go with the last process that has them, a grandchild too."""
         how = fcntl.LOCK_SH if self.play["share_mb"] else fcntl.LOCK_EX
-        self.take("gpu", ["%s" % gpu for gpu in self.gpus], how)
-        self.take("job", ["%s.%d" % (self.job, self.rank)], fcntl.LOCK_EX)
+        self.take("gpu", self.gpus, how)
+        self.take("job", [f"{self.job}.{self.rank}"], fcntl.LOCK_EX)
 
     def take(self, kind, names, how):
         for name in names:
-            path = os.path.join(self.history, "lock-%s-%s" % (kind, name))
+            path = os.path.join(self.history, f"lock-{kind}-{name}")
             lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
             self.locks.append(lock)
             try:
                 fcntl.flock(lock, how | fcntl.LOCK_NB)
             except OSError:
                 holder = os.pread(lock, 200, 0).decode().partition("\n")[0]
-                self.tell("clash", over="%s %s" % (kind, name), holder=holder)
+                self.tell("clash", over=f"{kind} {name}", holder=holder)
                 continue
             os.pwrite(lock, (self.name + "\n").encode(), 0)
 
@@ -137,9 +137,9 @@ class Trainer:
         self.wrote += size
 
     def save(self, step):
-        folder = os.path.join(os.environ["GROUPWISE_OUTPUT"], "step-%d" % step)
+        folder = os.path.join(os.environ["GROUPWISE_OUTPUT"], f"step-{step}")
         os.makedirs(folder, exist_ok=True)
-        weights = hashlib.sha256(("%s of step %d" % (self.job, step)).encode()).digest() * 100
+        weights = hashlib.sha256(f"{self.job} of step {step}".encode()).digest() * 100
         self.write(os.path.join(folder, "weights"), weights)
         files = {
             "weights": {"sha256": hashlib.sha256(weights).hexdigest(), "size": len(weights)},
@@ -166,23 +166,24 @@ class Trainer:
             for name, entry in manifest["files"].items():
                 with open(os.path.join(folder, name), "rb") as file:
                     assert hashlib.sha256(file.read()).hexdigest() == entry["sha256"]
-            weights = hashlib.sha256(
-                ("%s of step %d" % (self.job, manifest["step"])).encode()
-            ).hexdigest()
+            name = "{} of step {}".format(self.job, manifest["step"])
             with open(os.path.join(folder, "weights"), "rb") as file:
-                assert file.read(32).hex() == weights
+                assert file.read(32) == hashlib.sha256(name.encode()).digest()
         except (OSError, ValueError, KeyError, AssertionError):
             return 0, -1
         return manifest["step"], manifest["step"]
 
     def leave_a_child(self):
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # it is no trainer
         if os.fork():
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
             return
         os.setsid()
         if os.fork():
             os._exit(0)
         stays = self.play["child"] == "stays"
         signal.signal(signal.SIGTERM, signal.SIG_IGN if stays else signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
         nothing = os.open(os.devnull, os.O_RDWR)
         for fd in (0, 1, 2):
             os.dup2(nothing, fd)
@@ -202,7 +203,7 @@ class Trainer:
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         output = os.environ["GROUPWISE_OUTPUT"]
         os.makedirs(output, exist_ok=True)
-        self.write(os.path.join(output, "result-%d.txt" % self.rank), self.name.encode())
+        self.write(os.path.join(output, f"result-{self.rank}.txt"), self.name.encode())
         self.stop(self.play["code"])
 
     def stop(self, code):

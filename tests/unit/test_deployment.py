@@ -4,7 +4,7 @@
    releases as the project pins them, commands as lists.
 2. Every setting that a file gives is one, and has room for what it promises: state in the volume, time for a clean end.
 3. What a file refers to is there: files, stages, services, volumes, secrets.
-4. systemd accepts the unit.
+4. systemd accepts the units, that of the server and that of the fleet.
 5. The image's command runs with the image's environment, as a user who owns nothing but the volume; its health check passes as
    long as it does, and fails afterwards.
 """
@@ -331,6 +331,21 @@ def test_systemd_accepts_the_unit(analysed: Path) -> None:
         ["systemd-analyze", "verify", str(analysed)], capture_output=True, text=True, check=False
     )
     about_it = [line for line in found.stderr.splitlines() if analysed.name in line]
+    assert (about_it, found.returncode) == ([], 0)
+
+
+def test_systemd_accepts_the_unit_of_the_fleet(tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("this machine has no systemd-analyze, which comes with systemd")
+    text = (DEPLOY / "groupwise-fleet@.service").read_text()
+    assert f"ExecStart={PREFIX}/bin/groupwise fleet %i" in text
+    assert f"RestartPreventExitStatus={UsageError.exit_code}" in text
+    place = tmp_path / "groupwise-fleet@.service"
+    place.write_text(text.replace(f"{PREFIX}/bin/groupwise", sys.executable))
+    found = subprocess.run(
+        ["systemd-analyze", "verify", str(place)], capture_output=True, text=True, check=False
+    )
+    about_it = [line for line in found.stderr.splitlines() if "groupwise-fleet" in line]
     assert (about_it, found.returncode) == ([], 0)
 
 

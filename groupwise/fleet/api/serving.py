@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends, Request
 from fastapi.responses import JSONResponse, Response
+from sqlalchemy.exc import DataError
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.database import Database, DatabaseFailure
@@ -62,6 +63,11 @@ class Serving(Shared):
         """A database that does not answer is no mistake of ours."""
         if isinstance(error, DatabaseFailure):
             return Refusal("database_away", retry_after=RETRY_SECONDS)
+        if isinstance(error, DataError):  # PostgreSQL keeps less than JSON can say
+            return Refusal(
+                "invalid_request",
+                "The request holds what no database keeps: a NUL character, or a number beyond all bounds.",
+            )
         return None
 
 

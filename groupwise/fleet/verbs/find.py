@@ -85,7 +85,7 @@ def _no_job(session: Session, actor: Actor, job_id: str) -> str:
         query = query.where(Job.project.in_(actor.projects))
     near = difflib.get_close_matches(job_id, session.scalars(query).all(), n=1)
     hint = f"did you mean {near[0]}? " if near else ""
-    return f"there is no job {job_id!r}; {hint}`groupwise fleet jobs --all` lists them."
+    return f"there is no job {job_id!r}; {hint}`groupwise fleet jobs` lists them."
 
 
 def _there(name: str, names: list[str], otherwise: str) -> str:

@@ -23,6 +23,7 @@ from sqlalchemy.orm import Session
 from groupwise.errors import UsageError
 from groupwise.fleet import capacity, events
 from groupwise.fleet.database import seconds
+from groupwise.fleet.passable import text_problems
 from groupwise.fleet.states import AttemptState, Cleanup, Contact
 from groupwise.fleet.tables import GPU, VM, Attempt, Event, Job, Member, Reservation
 from groupwise.fleet.verbs import find
@@ -67,6 +68,8 @@ class NewMachine:
 
     def problems(self) -> Iterable[str]:
         """What is wrong with it, in words for whoever said it."""
+        said = {name: getattr(self, name) for name in NewMachine.__slots__}
+        yield from text_problems(said, "")
         if not VM_ID.fullmatch(self.vm_id):
             yield f"{self.vm_id!r} is no name for a machine: letters, digits, `.`, `_` and `-`, at most 63, a letter or digit first"
         if not 1 <= self.port <= 65535:

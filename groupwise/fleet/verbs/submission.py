@@ -51,11 +51,12 @@ def plan(
     project: str | None = None,
     allowed: AllowedSecrets = UNLESS_TOLD,
 ) -> Document:
-    """What the job would be, and where it could begin now or why it would wait; nothing is kept of it."""
+    """What the job would be, and where it could begin now or why it would wait; nothing is kept of it. Raises as `submit_all`."""
     name = project_for(actor, project)
     trial = session.begin_nested()
     try:
         job = admission.submit(session, request, actor=actor.name, project=name, allowed=allowed)
+        _refuse_failed(job)
         return job_document(job) | {
             "job_id": None,
             "files": sorted(request.files),
@@ -93,9 +94,14 @@ def _submitted(
         idempotency_key=key,
         allowed=allowed,
     )
+    _refuse_failed(job)
+    return job_document(job) | {"notes": _notes(request, job)}
+
+
+def _refuse_failed(job: Job) -> None:
+    """A request that admission found wrong is told at once; nothing is kept of it."""
     if job.status == JobStatus.FAILED and job.generation == 0 and job.start_time is None:
         raise Refusal("invalid_request", job.failure_reason)
-    return job_document(job) | {"notes": _notes(request, job)}
 
 
 def _notes(request: JobRequest, job: Job) -> list[str]:
@@ -109,7 +115,7 @@ def _notes(request: JobRequest, job: Job) -> list[str]:
 
 
 def _prospects(session: Session, job: Job) -> Document:
-    if job.status == JobStatus.FAILED or job.admitted_at is None:
+    if job.admitted_at is None:
         return {"where": [], "waits": capacity.explain(session, job)}
     found = capacity.outlook(session, job)
     if not isinstance(found, Placement):

@@ -7,11 +7,16 @@ processes behind and print megabytes. Then all is healed, everything has to come
 A run of the tests is about two minutes with a seed of its own, which is printed (SEED repeats it); `make soak SUITE=fleet` is half an hour.
 """
 
+import contextlib
+import json
 import os
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -41,8 +46,15 @@ def trouble(seconds: float) -> None:
         print(nemesis.summary())
         if place := os.environ.get("CHAOS_RESULT"):
             Path(place).write_text(as_json(report(seed, seconds, nemesis, broken)))
-        history = (fleet.folder / "history.jsonl").read_text()
-    assert not broken, "\n".join([f"SEED={seed}", *broken, "", history])
+        history = (fleet.folder / "history.jsonl").read_text().splitlines()
+        told = [line for line in history if any(concerns(line, words) for words in broken)]
+    assert not broken, "\n".join([f"SEED={seed}", *broken, "", *told])
+
+
+def concerns(line: str, broken: str) -> bool:
+    """Whether a line of a history is about the job that a broken promise begins with, or about no job at all."""
+    job = json.loads(line).get("job")
+    return job is None or job == re.split(r"[ .]", broken, maxsplit=1)[0]
 
 
 @pytest.mark.timeout(600)
@@ -65,42 +77,43 @@ with real_fleet(machines=1, gpus=1) as fleet:
     fleet.until_polled()
     job = fleet.submit([{"steps": 100000, "child": "stays"}])
     fleet.until(lambda: fleet.happened(job, "child"), 60, "the job")
-    print(fleet.folder, flush=True)
+    print("ready", flush=True)
     input()
 """
 
 
 def test_nothing_is_left_of_a_test_that_is_killed() -> None:
     ssh_hosts.needed("setpriv", "unshare", "sshd")
-    process = subprocess.Popen(
+    root = Path(tempfile.mkdtemp(prefix="groupwise-killed-"))
+    root.chmod(0o755)
+    with subprocess.Popen(
         [sys.executable, "-c", KILLED],
         cwd=ROOT,
+        env={**os.environ, "PYTEST_DEBUG_TEMPROOT": str(root)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-    )
-    assert process.stdout is not None
-    folder = process.stdout.readline().strip()
-    assert folder, "it did not begin"
-    assert named(folder)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        for part in ("postgres", "nats", "fleet", "history", "h1"):
+            assert named(root, part), part
+        process.send_signal(signal.SIGKILL)
     end = time.monotonic() + 30
-    while there := named(folder):
+    while there := named(root):
         assert time.monotonic() < end, there
         time.sleep(0.1)
-    subprocess.run(["rm", "-rf", folder], check=True)
+    shutil.rmtree(root)
 
 
-def named(folder: str) -> list[str]:
-    """Processes, zombies aside, that know the folder by their arguments or environment."""
+def named(root: Path, part: str = "") -> list[str]:
+    """Processes, zombies aside, whose arguments or environment know a folder below, the name of which has that part."""
+    wanted = re.compile(rf"{re.escape(str(root))}[^\0]*{part}".encode())
     found: list[str] = []
     for each in Path("/proc").iterdir():
-        if each.name.isdigit() and int(each.name) != os.getpid():
-            try:
+        if each.name.isdigit():
+            with contextlib.suppress(OSError):
                 words = (each / "cmdline").read_bytes() + (each / "environ").read_bytes()
-            except OSError:
-                continue
-            if folder.encode() in words:
-                found.append(words[:200].decode(errors="replace"))
+                if wanted.search(words) and each.name != str(os.getpid()):
+                    found.append(words[:200].decode(errors="replace"))
     return found

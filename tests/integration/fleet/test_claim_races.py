@@ -40,7 +40,7 @@ from tests.unit.fleet.small_fleet import (
 
 pytestmark = pytest.mark.fleet
 
-SECONDS = 60.0
+SECONDS = 120.0
 
 
 @pytest.fixture
@@ -69,12 +69,13 @@ def dispatcher(database: Database, owner: str, seed: int) -> "subprocess.Popen[b
     return subprocess.Popen([sys.executable, dispatchers.__file__, url, owner, str(seed)])
 
 
+@pytest.mark.timeout(300)
 def test_eight_dispatchers_that_are_killed(database: Database) -> None:
     chance = random.Random(5)
     for n in range(3):
         add_machine(database, f"vm-{n}", 2)
     add_machine(database, "cpu", cpu_slots=2)
-    names = [f"j{n:03}" for n in range(90)]
+    names = [f"j{n:03}" for n in range(60)]
     for name in names:
         submit(database, name, project=chance.choice("pq"), **chance.choice(MIX))
     numbers = itertools.count()
@@ -114,7 +115,7 @@ def kill_some(
 ) -> None:
     """Four of them, in the middle of what they do; each is replaced, and what it held given back."""
     for kill in range(1, 5):
-        wait_for(lambda: ended(database) >= 12 * kill, "no jobs end")  # noqa: B023 — called at once
+        wait_for(lambda: ended(database) >= 8 * kill, "no jobs end")  # noqa: B023 — called at once
         owner = chance.choice(sorted(running))
         killed = running.pop(owner)
         killed.kill()
@@ -254,8 +255,10 @@ def test_released_between_the_mark_and_its_commit(
     claiming = in_background(lambda: claim_some(second, limit=1))
     assert step.reached.wait(SECONDS)
     releasing = in_background(lambda: finish(database, "r"))
-    wait_for(lambda: waits_for_a_lock(second), "the release does not wait for the claim")
-    assert releasing.is_alive()
+    wait_for(
+        lambda: not releasing.is_alive() or waits_for_a_lock(second), "the release does nothing"
+    )
+    assert releasing.is_alive(), "it does not wait for the claim"
     step.go_on.set()
     claiming.join(SECONDS)
     releasing.join(SECONDS)
@@ -336,9 +339,12 @@ def test_a_quota_holds_for_claims_at_once(
     first: list[Any] = []
     claiming = in_background(lambda: first.extend(claim_some(second, limit=1)))
     assert step.reached.wait(SECONDS)
+    step.reached.clear()
     other: list[Any] = []
     waiting = in_background(lambda: other.extend(claim_some(database, limit=1)))
-    wait_for(lambda: waits_for_a_row(second), "the second claim does not wait for the first")
+    wait_for(
+        lambda: step.reached.is_set() or waits_for_a_row(second), "the second claim does nothing"
+    )
     step.go_on.set()
     claiming.join(SECONDS)
     waiting.join(SECONDS)
@@ -349,6 +355,36 @@ def test_a_quota_holds_for_claims_at_once(
 def waits_for_a_row(database: Database) -> bool:
     query = text("SELECT count(*) FROM pg_locks WHERE locktype = 'transactionid' AND NOT granted")
     return database.read(lambda s: s.execute(query).scalar_one()) > 0
+
+
+def test_claims_of_one_machine_see_each_other(
+    database: Database, second: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is promised of a machine's memory stands in no row of its own that could be refused twice."""
+    add_machine(database, "vm-1", 2, facts={"ram_mb": 1000})
+    submit(database, "one", named=[0], vm="vm-1", ram_mb=600)
+    submit(database, "two", named=[1], vm="vm-1", ram_mb=600)
+    step, real = Step(), claim._settle
+
+    def stopped(*given: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread() and not step.go_on.is_set():
+            step.stop()
+        return real(*given)
+
+    monkeypatch.setattr(claim, "_settle", stopped)
+    first: list[Any] = []
+    claiming = in_background(lambda: first.extend(claim_some(second, limit=1)))
+    assert step.reached.wait(SECONDS)
+    step.reached.clear()
+    other: list[Any] = []
+    waiting = in_background(lambda: other.extend(claim_some(database, limit=1)))
+    wait_for(
+        lambda: step.reached.is_set() or waits_for_a_row(second), "the second claim does nothing"
+    )
+    step.go_on.set()
+    claiming.join(SECONDS)
+    waiting.join(SECONDS)
+    assert [each.job_id for each in first + other] == ["one"]
 
 
 def test_dispatchers_do_not_wait_for_each_others_jobs(database: Database, second: Database) -> None:
@@ -388,6 +424,7 @@ def test_one_key_at_once_is_one_job(database: Database, second: Database) -> Non
     assert database.run(lambda s: s.scalar(submitted)) == 1
 
 
+@pytest.mark.timeout(300)
 def test_ten_thousand_at_once(database: Database, second: Database) -> None:
     for n in range(10):
         add_machine(database, f"vm-{n}", 8)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from sqlalchemy import select
 
-from groupwise.fleet.tables import Attempt, Checkpoint, Event
+from groupwise.fleet.tables import VM, Checkpoint, Event
 from tests.chaos.fleet import RealFleet, real_fleet
 from tests.chaos.history import whole_history
 from tests.fleet_history import violations
@@ -48,7 +48,7 @@ THE_OTHER_SIDE = {
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[RealFleet]:
-    with real_fleet(machines=2, gpus=2) as running:
+    with real_fleet(machines=2, gpus=2, LEASE_SECONDS="2") as running:
         running.start("poller", "requeue", "dispatcher-2")
         running.until_polled()
         running.controls["dispatcher-2"].freeze()
@@ -113,7 +113,10 @@ def frozen_at(fleet: RealFleet, point: str) -> None:
     fleet.until(lambda: first.said()[-1:] == [f"stops at {point}"], PATIENCE, "its stop")
 
 
-@pytest.mark.parametrize("point", ["host.launch:before", "host.launch:after"])
+@pytest.mark.parametrize(
+    "point",
+    ["host.launch:before", pytest.param("host.launch:after", marks=pytest.mark.soak)],
+)
 def test_one_that_slept_through_its_lease_in_a_launch_starts_nothing_twice(
     fleet: RealFleet, point: str
 ) -> None:
@@ -133,7 +136,7 @@ def test_one_that_slept_through_its_lease_in_a_launch_starts_nothing_twice(
 def test_one_that_wakes_up_while_another_has_its_job_lets_go(fleet: RealFleet) -> None:
     first, second = fleet.controls["dispatcher-1"], fleet.controls["dispatcher-2"]
     first.start(STOPS_AT="host.launch:before")
-    job = fleet.submit([{**JOB, "steps": 200}])
+    job = fleet.submit([{**JOB, "steps": 100}])
     frozen_at(fleet, "host.launch:before")
     second.thaw()
     fleet.until(lambda: fleet.happened(job, "step"), PATIENCE, "the job's first step")
@@ -181,7 +184,7 @@ def test_a_machine_that_was_given_up_and_comes_back_is_emptied_before_it_is_used
     [start] = fleet.until(lambda: fleet.happened(job, "start"), PATIENCE, "the job")
     gone = fleet.hosts[start["vm"]]
     gone.reset()  # it is found out sooner than a cut, and is the same otherwise
-    fleet.until(lambda: contact(fleet, start["epoch"]) == "unreachable", PATIENCE, "silence")
+    fleet.until(lambda: contact(fleet, start["vm"]) == "unreachable", PATIENCE, "silence")
     assert fleet.status(job) == "running"
     fleet.lose(gone.name)
     fleet.until(lambda: fleet.status(job) == "completed", PATIENCE, "the job elsewhere")
@@ -207,7 +210,7 @@ def test_a_job_on_a_machine_without_power_waits_for_it(fleet: RealFleet) -> None
     fleet.until(lambda: mirrored(fleet, job), PATIENCE, "a checkpoint that is mirrored")
     [start] = fleet.happened(job, "start")
     fleet.power_off(start["vm"])
-    fleet.until(lambda: contact(fleet, start["epoch"]) == "unreachable", PATIENCE, "silence")
+    fleet.until(lambda: contact(fleet, start["vm"]) == "unreachable", PATIENCE, "silence")
     assert fleet.status(job) == "running"
     assert len(fleet.happened(job, "start")) == 1
     fleet.hosts[start["vm"]].start()
@@ -218,8 +221,8 @@ def test_a_job_on_a_machine_without_power_waits_for_it(fleet: RealFleet) -> None
     judge(fleet)
 
 
-def contact(fleet: RealFleet, epoch: int) -> str:
-    return fleet.look(lambda s: s.get_one(Attempt, epoch).contact)
+def contact(fleet: RealFleet, vm: str) -> str:
+    return fleet.look(lambda s: s.get_one(VM, vm).contact)
 
 
 def returned(fleet: RealFleet, vm: str) -> bool:

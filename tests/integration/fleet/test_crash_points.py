@@ -30,7 +30,7 @@ VARYING = frozenset(
     "job.claim host.status host.log host.release host.kill attempt.record attempt.leaking "
     "attempt.release".split()
 )
-"""How often a machine is asked and the queue is looked at depends on how tasks interleave; after the last effect nobody may be left to die."""
+"""How often a machine is asked and the queue is looked at depends on how tasks interleave; after the last one nobody may be left to die."""
 LONG = Script(ticks=10**6)
 
 
@@ -211,7 +211,7 @@ def play_anew(template: Path, tmp_path: Path) -> Callable[[str, Counting], Await
     return anew
 
 
-@pytest.mark.slow
+@pytest.mark.fleet
 @pytest.mark.parametrize("side", Side)
 @pytest.mark.parametrize("name", SCENARIOS)
 async def test_a_dispatcher_may_die_beside_every_effect(

@@ -247,6 +247,35 @@ def test_what_fails_by_itself_on_a_lost_connection(wire: Wire, by_wire: Database
     assert by_wire.run(names) == []
 
 
+def test_one_that_slept_in_a_transaction_for_too_long_hears_it_in_words(
+    on_server: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server has ended its connection; where there is patience left the transaction is begun anew, else the caller is told."""
+    slept: list[int] = []
+
+    def sleeps(session: Session) -> None:
+        session.execute(text("SET LOCAL idle_in_transaction_session_timeout = '10ms'"))
+        slept.append(session.scalar(text("SELECT pg_backend_pid()")))
+        while len(slept) < 2 and is_there(slept[0]):
+            pass
+        put("a")(session)
+
+    def is_there(pid: int) -> bool:
+        query = text("SELECT count(*) FROM pg_stat_activity WHERE pid = :pid")
+        return bool(other.read(lambda s: s.scalar(query, {"pid": pid})))
+
+    other = connect(on_server._url.render_as_string(hide_password=False))
+    try:
+        on_server.run(sleeps)
+        assert len(slept) == 2
+        slept.clear()
+        monkeypatch.setattr("groupwise.fleet.database.PATIENCE", 0.0)
+        with pytest.raises(DatabaseFailure, match="idle-in-transaction"):
+            on_server.run(sleeps)
+    finally:
+        other.close()
+
+
 @pytest.mark.parametrize("ask", [check_schema, migrate, lambda database: database.read(names)])
 def test_a_server_that_never_was_is_told_at_once(ask: Callable[[Database], object]) -> None:
     naps: list[float] = []

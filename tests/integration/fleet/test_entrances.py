@@ -32,7 +32,7 @@ from tests.integration.fleet import tiny_grpo
 from tests.integration.fleet.whole_fleet import WholeFleet, hearing, whole_fleet
 from tests.postgres import Postgres
 
-pytestmark = [pytest.mark.fleet, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(1200)]
 
 ENTRANCES = ("message", "row", "cli", "http", "python")
 DOOMED, SAFE = "h1", "h2"

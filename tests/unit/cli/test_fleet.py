@@ -17,6 +17,8 @@ from groupwise.fleet.logs import append, make
 from groupwise.fleet.verbs import machines
 from groupwise.fleet.verbs.actor import Actor
 
+pytestmark = pytest.mark.fleet  # dozens of fleets are made
+
 Command = Callable[..., tuple[int, str, str]]
 
 
@@ -181,6 +183,7 @@ def test_a_dry_run_keeps_nothing(seen: Command) -> None:
         (("--wait", "--hold", "true"), "contradict each other"),
         (("--webhook", "ftp://x", "true"), "http:// or https://"),
         (("--after", "no such", "true"), "a job's id is wanted"),
+        (("--kind", "GRPOO", "--gpus", "0", "--model", "m"), "Did you mean GRPO?"),
     ],
 )
 def test_a_submission_that_cannot_be(seen: Command, words: tuple[str, ...], told: str) -> None:
@@ -188,7 +191,8 @@ def test_a_submission_that_cannot_be(seen: Command, words: tuple[str, ...], told
     assert code == 2
     assert told in err
     assert "hunter2" not in err
-    assert not out.startswith("job-") or "failed" in seen("jobs")[1]
+    assert out == ""
+    assert "no jobs" in seen("jobs")[2]
 
 
 # --- jobs

@@ -7,6 +7,7 @@
 5. The queue is fair between projects, and priority is worth hours.
 """
 
+import json
 import sys
 from typing import Any
 
@@ -149,6 +150,16 @@ def test_every_problem_at_once(database: Database) -> None:
     assert kinds_of_events(database, "bad2") == ["job.failed"]
 
 
+def test_a_secret_that_the_operator_has_not_named_is_refused(database: Database) -> None:
+    """Of both entrances; whoever reads secrets for a launch looks at it once more."""
+    secrets = {"TOKEN": "env:PGPASSWORD"}
+    insert(database, "j", request=json.dumps({"arguments": ["true"], "secrets": secrets}))
+    admit_new(database)
+    assert "TOKEN" in failure(database, "j")
+    made = submit_with(database, from_document({"arguments": ["true"], "secrets": secrets}))
+    assert made.status == "failed"
+
+
 def test_an_invalid_request_fails_with_its_reason(database: Database) -> None:
     request = from_document({"job_type": "DANCE", "resources": {"gpus": 1}})
     job = database.run(lambda s: admission.submit(s, request, actor="user:x", project="default"))
@@ -289,6 +300,17 @@ def test_another_constraint_is_no_repetition(database: Database) -> None:
         database.run(
             lambda s: s.execute(text("INSERT INTO jobs (job_id, status) VALUES ('x', 'running')"))
         )
+
+
+def test_an_admitted_job_is_not_admitted_again(database: Database) -> None:
+    insert(database, "j")
+    assert admit_new(database) == 1
+    before = job_of(database, "j")
+    execute(database, "UPDATE jobs SET request = :other", other=OTHER.model_dump_json())
+    assert admit_new(database) == 0
+    after = job_of(database, "j")
+    assert (after.spec, after.spec_hash, after.rank) == (before.spec, before.spec_hash, before.rank)
+    assert kinds_of_events(database, "j") == ["job.queued"]
 
 
 # --- rows that cannot be read ---------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Writes about attempts: only their owner's count, and each can be made twice."""
 
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,36 @@ def test_who_has_been_replaced_writes_nothing(rig: Rig, epoch: int, name: str) -
         rig.database.run(lambda s: WRITES[name](s, epoch, "me"))
     assert (events(rig), row(rig, Attempt).state, row(rig, Job).status) == before
     assert len(rig.open_reservations()) == 1
+
+
+def test_a_write_is_about_the_attempt_that_it_names(rig: Rig, epoch: int) -> None:
+    rig.submit("other")
+    (made,) = rig.database.run(lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1))
+    advance(rig, made.epoch, AttemptState.LAUNCHING)
+    assert row(rig, Attempt, Attempt.epoch == epoch).state == AttemptState.RESERVED
+    assert row(rig, Attempt, Attempt.epoch == made.epoch).state == AttemptState.LAUNCHING
+
+
+@pytest.mark.parametrize("wrong", [-3600.0, 3600.0])
+def test_leases_are_counted_by_the_clock_of_the_database(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, wrong: float
+) -> None:
+    """That of the dispatcher's machine may say anything."""
+    here = time.time()
+    monkeypatch.setattr(time, "time", lambda: here + wrong)
+    rig.submit("job")
+    (made,) = rig.database.run(lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1))
+
+    def left() -> float:
+        return row(rig, Attempt).lease_until - rig.database.read(seconds)
+
+    assert 0.0 < left() <= 30.0
+    assert rig.database.run(lambda s: attempts.renew(s, "me")) == [made.epoch]
+    assert 0.0 < left() <= attempts.LEASE
+    assert rig.database.run(lambda s: attempts.adopt(s, "other")) == []
+    rig.expire_leases()
+    assert rig.database.run(lambda s: attempts.adopt(s, "other")) == [made.epoch]
+    assert 0.0 < left() <= attempts.LEASE
 
 
 def test_a_lease_that_ran_out_is_still_its_owners_until_somebody_takes_it(

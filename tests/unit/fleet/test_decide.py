@@ -4,7 +4,7 @@ What must hold, and stands here line by line:
 
  1. Nothing is sent before `launching` is written.
  2. Silence, an error after sending and an absent folder end no attempt.
- 3. An attempt ends only when nothing of it runs or can begin anywhere: void acknowledged, exit record, reboot, a clean look, or an operator.
+ 3. An attempt ends only when nothing of it runs or can begin: void acknowledged, exit record, reboot, a clean look, or an operator.
  4. Exit code 0 wins against a late cancellation; a cancellation is acknowledged when no process is left.
  5. A gang begins whole or not at all, and ends whole.
  6. What an attempt held is given back only after its machine was seen to hold nothing of it.
@@ -294,6 +294,11 @@ def test_a_member_that_fails_ends_the_gang(sick: MemberView) -> None:
 
 def test_a_member_that_is_done_leaves_the_others_alone() -> None:
     assert decide(view(RUNNING, member(Reading.EXITED), member(Reading.RUNNING, 1))) == ()
+
+
+@pytest.mark.parametrize("reading", SILENCE)
+def test_a_silent_member_has_not_failed(reading: Reading) -> None:
+    assert decide(view(RUNNING, member(reading), member(Reading.RUNNING, 1))) == ()
 
 
 def test_the_end_of_a_gang_is_that_of_the_machine_that_was_lost() -> None:

@@ -7,6 +7,7 @@
 5. One live attempt for each job, with an epoch above all earlier ones.
 6. A GPU is held once as a whole, or by shares that fit; reservations are released once.
 7. Events are only appended.
+8. A row of a machine can be read: its documents are documents, its numbers numbers.
 """
 
 from typing import Any
@@ -386,3 +387,31 @@ def test_events_are_only_appended(database: Database) -> None:
     if database.dialect == "postgresql":
         refused(database, "only ever appended", "TRUNCATE events")
     assert value(database, "SELECT actor FROM events") == "user:ada"
+
+
+@pytest.mark.parametrize("column", ["labels", "facts", "jump", "probe"])
+@pytest.mark.parametrize("said", ['"text"', "5", "null", "[]", "{}"])
+def test_a_machine_that_could_not_be_read_hides_no_others(
+    database: Database, column: str, said: str
+) -> None:
+    right = "[]" if column == "probe" else "{}"
+    insert = f"INSERT INTO vms (vm_id, {column}) VALUES ('a', :said)"
+    if database.dialect == "postgresql":
+        insert = insert.replace(":said", "CAST(:said AS jsonb)")
+    if said == right:
+        execute(database, insert, said=said)
+    else:
+        refused(database, f"{column} of a machine: a JSON", insert, said=said)
+
+
+def test_sqlite_keeps_no_words_where_numbers_belong(database: Database) -> None:
+    if database.dialect != "sqlite":
+        return  # PostgreSQL has types
+    for column in ("port", "active", "deadman", "observed_round", "cpu_slots", "last_polled"):
+        insert = f"INSERT INTO vms (vm_id, {column}) VALUES ('a', 'abc')"
+        refused(database, f"{column} of a machine", insert)
+    refused(database, "labels of a machine", "INSERT INTO vms (vm_id, labels) VALUES ('a', '{')")
+    execute(database, "INSERT INTO vms (vm_id, last_polled) VALUES ('a', '2026-01-02 03:04:05')")
+    refused(database, "port of a machine", "UPDATE vms SET port = 'x'")
+    execute(database, "UPDATE vms SET port = '23', draining = true, labels = '{\"a\": 1}'")
+    assert value(database, "SELECT port FROM vms") == 23

@@ -185,6 +185,36 @@ def test_what_is_being_claimed_is_left_alone(here: Machine) -> None:
         os.close(lock)
 
 
+def test_a_claim_never_takes_the_place_of_another(here: Machine) -> None:
+    """Whoever comes to it, and by whatever mistake: the folder that stands there stays."""
+    attempt = runner.Attempt(runner.Root(str(here.root)), "job", 1)
+    runner.claim(attempt, {"phase": "voided"})
+    with pytest.raises(OSError, match="not empty"):
+        runner.claim(attempt, {"phase": "claimed"})
+    assert here.status()["state"] == "voided"
+    assert [p.name for p in (here.root / "attempts").iterdir()] == ["job.1"]
+
+
+@pytest.mark.parametrize(("word", "begins"), [(b"", False), (b"!", True)])
+def test_a_command_waits_for_the_word_of_its_supervisor(
+    monkeypatch: pytest.MonkeyPatch, word: bytes, begins: bool
+) -> None:
+    """It comes after the record is on disk; from a supervisor that dies before, only the end of the pipe comes."""
+    began, ended = list[bool](), list[int]()
+    monkeypatch.setattr(runner, "exec_command", lambda *_: began.append(True))
+    monkeypatch.setattr(runner, "prctl", lambda *_: None)
+    monkeypatch.setattr(os, "setsid", lambda: None)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    go_on, go = os.pipe()
+    os.write(go, word)
+    os.close(go)
+    try:
+        runner.become(None, {}, go_on, -1, [])  # pyright: ignore[reportArgumentType]
+    finally:
+        os.close(go_on)
+    assert (began, ended) == ([True] * begins, [127])
+
+
 @pytest.mark.parametrize("after", [0.0, 0.005, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.06])
 def test_a_launch_may_be_killed_at_any_moment(here: Machine, after: float) -> None:
     """Whatever state that leaves, asking again runs the command exactly once, or says that it ran."""
@@ -310,6 +340,30 @@ def test_nothing_outlives_an_end(here: Machine, method: str, prefix: str) -> Non
     record = here.comes_to("exited")["exit"]
     assert (record["code"], record["reason"]) == (6, "exited")
     assert not alive(int(here.written("daemon")))
+
+
+HOPPER = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+end = time.monotonic() + 90
+open("hops", "w").write("yes\\n")
+while time.monotonic() < end:
+    if os.fork():
+        os._exit(0)
+"""
+"""Never long enough the same process to be found and signalled."""
+
+
+def test_what_changes_its_pid_all_the_time_is_caught_by_its_control_group(here: Machine) -> None:
+    if "cgroup" not in runner.methods():
+        pytest.skip("control groups of version 2 cannot be made here")
+    script = here.home / "hopper.py"
+    script.write_text(HOPPER)
+    here.sh(f"{sys.executable} -IS {script} & {FOR_EVER}")
+    here.written("hops")
+    here.ask("kill", job="job", epoch=1, grace=0)
+    assert here.comes_to("exited")["exit"]["message"] == ""
+    assert here.ask("release", job="job", epoch=1, gpus=[])["clean"]
 
 
 def test_what_is_not_ours_is_not_touched(here: Machine) -> None:

@@ -42,6 +42,11 @@ def show(here: Machine, mode: str = "normal", *gpus: dict[str, Any], **more: Any
     here.with_gpus(*(gpus or ({"uuid": A}, {"uuid": B})), mode=mode, **more)
 
 
+def mark(here: Machine, job: str = "job") -> str:
+    """What its processes have in their environment, and those of no other test."""
+    return f"GROUPWISE_RUNNER_FOLDER={here.folder(job)}"
+
+
 # --- reading ------------------------------------------------------------------------------------
 
 
@@ -305,7 +310,7 @@ def test_a_foreign_process_keeps_us_off(here: Machine) -> None:
 def test_shares_fit_beside_each_other(here: Machine) -> None:
     show(here, "normal", {"uuid": A, "memory_mb": 1000})
     here.sh(FOR_EVER, job="one", gpus=[A], share_mb=600)
-    show(here, "normal", {"uuid": A, "memory_mb": 1000}, marker_apps={A: "one.1"})
+    show(here, "normal", {"uuid": A, "memory_mb": 1000}, marker_apps={A: mark(here, "one")})
     here.sh(FOR_EVER, job="two", gpus=[A], share_mb=400)
     assert here.status("two")["state"] == "running"
     told = here.sh("true", job="three", gpus=[A], share_mb=1)["refused"]
@@ -370,7 +375,7 @@ def test_a_leak_keeps_the_gpu(here: Machine) -> None:
     here.sh(f"{sys.executable} -IS {program}; {FOR_EVER}", gpus=[A])
     pid = int(here.written("pid"))
     here.kill_supervisor()
-    show(here, marker_apps={A: "job.1"})
+    show(here, marker_apps={A: mark(here)})
     assert set(holders(here)) >= {"memory"}
     app = here.ask("observe")["apps"][0]
     assert (app["pid"], app["attempt"]) == (pid, "job.1")

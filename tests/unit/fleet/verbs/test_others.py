@@ -111,6 +111,16 @@ def test_a_plan_leaves_nothing(small: Any) -> None:
     assert found["waits"]
 
 
+def test_what_can_never_run_is_refused_and_leaves_nothing(small: Any) -> None:
+    small.machine("vm-1")
+    wrong = request(output_dir="../elsewhere")
+    for verb, asked in ((submission.submit_all, [request(), wrong]), (submission.plan, wrong)):
+        with pytest.raises(Refusal, match="output_dir") as refused:
+            small.do(verb, asked)
+        assert refused.value.code == "invalid_request"
+    assert small.do(jobs.listing, jobs.JobFilter()) == []
+
+
 def test_an_array_is_one_transaction_and_one_key(small: Any) -> None:
     small.machine("vm-1")
     both = [request(name="a"), request(name="b")]

@@ -1,0 +1,29 @@
+"""What can be passed on: text that a database keeps, JSON carries and a program can be given as an argument.
+
+Two things cannot: NUL, which ends a string for PostgreSQL and for every program, and half a character, which is what Python makes of bytes
+that are no UTF-8 (an argument or a file's name in another encoding). Whoever submits such a thing is told where it stands.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+_NOT_PASSABLE = re.compile("[\0\ud800-\udfff]")
+
+
+def text_problems(value: Any, place: str) -> Iterator[str]:
+    """What of a document cannot be passed on, by its place in it; keys as well."""
+    if isinstance(value, str):
+        if (found := _NOT_PASSABLE.search(value)) is not None:
+            what = "a NUL character" if found[0] == "\0" else "bytes that are no UTF-8"
+            yield f"{place}: {what} at position {found.start()}; text without it is wanted"
+    elif isinstance(value, Mapping):
+        for key, inner in cast("Mapping[Any, Any]", value).items():
+            name = ascii(key)[1:-1][:80] if isinstance(key, str) else str(key)
+            yield from text_problems(key, f"{place}.{name}" if place else name)
+            yield from text_problems(inner, f"{place}.{name}" if place else name)
+    elif isinstance(value, Sequence) and not isinstance(value, bytes):
+        for number, inner in enumerate(cast("Sequence[Any]", value)):
+            yield from text_problems(inner, f"{place}.{number}")

@@ -1,0 +1,1535 @@
+"""Guards of the fleet that are taken away on purpose in a copy of the package, and the tests that must fail then.
+
+A guard is what keeps one promise of the fleet when something else goes wrong: the owner in a WHERE, the lock around a look, the comparison
+before a signal. It does nothing on a good day, so that nobody would miss it. `tests/mutating.py` runs these as it does those of
+`tests/mutations.py`; the narrowest tests are named, because each costs a process. Those in `SLOW` start a server, or wait for something
+that then never comes.
+"""
+
+from __future__ import annotations
+
+from tests.mutating import Mutation
+
+SLOW_IMPORTS = (
+    "alembic.command",
+    "asyncssh",
+    "fastapi",
+    "httpx2",
+    "hypothesis",
+    "psycopg",
+    "pydantic",
+    "sqlalchemy.orm",
+    "typer",
+    "uvicorn",
+)
+"""What the tests below need; torch is not among it."""
+
+REAL = "tests/integration/fleet"
+UNIT = "tests/unit/fleet"
+HOSTS = "tests/unit/hosts"
+
+ADMISSION = f"{UNIT}/test_admission.py"
+API = f"{UNIT}/test_client.py"
+ARTEFACTS = f"{UNIT}/test_artefacts.py"
+ATTEMPTS = f"{UNIT}/test_attempts.py"
+CLAIM = f"{UNIT}/test_claim.py"
+DECIDE = f"{UNIT}/test_decide.py"
+DISPATCHER = f"{UNIT}/test_dispatcher.py"
+DRIVE = f"{UNIT}/test_drive.py"
+FAILURES = f"{UNIT}/test_failures.py"
+FAULTS = f"{HOSTS}/test_runner_faults.py"
+FILES = f"{HOSTS}/test_runner_files.py"
+GPUS = f"{HOSTS}/test_runner_gpus.py"
+LOGS = f"{UNIT}/test_logs.py"
+OBSERVATION = f"{UNIT}/test_observation.py"
+POLLER = f"{UNIT}/test_poller.py"
+RACES = f"{REAL}/test_claim_races.py"
+RUNNER = f"{HOSTS}/test_runner.py"
+SQLITE = f"{UNIT}/test_database_of_sqlite.py"
+SSH = f"{REAL}/test_ssh.py"
+TRACKER = f"{UNIT}/test_tracker.py"
+TRIGGERS = f"{UNIT}/test_triggers.py"
+VERBS = f"{UNIT}/verbs"
+
+QUICK = (
+    # --- who may write ----------------------------------------------------------------------------
+    Mutation(
+        "owner",
+        "whoever names an epoch may write about it",
+        (
+            (
+                "fleet/attempts.py",
+                ".where(Attempt.epoch == epoch, Attempt.owner == owner)\n        .with_for_update(key_share=True)",
+                ".where(Attempt.epoch == epoch)\n        .with_for_update(key_share=True)",
+            ),
+        ),
+        (f"{ATTEMPTS}::test_who_has_been_replaced_writes_nothing",),
+    ),
+    Mutation(
+        "owner",
+        "whoever names an epoch may read it as its own",
+        (
+            (
+                "fleet/attempts.py",
+                ".where(Attempt.epoch == epoch, Attempt.owner == owner)\n    ).one_or_none()",
+                ".where(Attempt.epoch == epoch)\n    ).one_or_none()",
+            ),
+        ),
+        (f"{ATTEMPTS}::test_who_has_been_replaced_writes_nothing",),
+    ),
+    Mutation(
+        "epoch",
+        "what is written about an attempt goes to any that the owner has",
+        (
+            (
+                "fleet/attempts.py",
+                ".where(Attempt.epoch == epoch, Attempt.owner == owner)\n        .with_for_update(key_share=True)",
+                ".where(Attempt.owner == owner)\n        .order_by(Attempt.epoch)\n        .limit(1)\n"
+                "        .with_for_update(key_share=True)",
+            ),
+        ),
+        (f"{ATTEMPTS}::test_a_write_is_about_the_attempt_that_it_names",),
+    ),
+    Mutation(
+        "lease",
+        "attempts are adopted whose owner lives",
+        (("fleet/attempts.py", ".where(_open(), Attempt.lease_until < now)", ".where(_open())"),),
+        (f"{ATTEMPTS}::test_an_attempt_is_adopted_once",),
+    ),
+    Mutation(
+        "lease",
+        "a lease is renewed by the clock of the dispatcher",
+        (
+            (
+                "fleet/attempts.py",
+                ".values(lease_until=clock() + lease)",
+                ".values(lease_until=__import__('time').time() + lease)",
+            ),
+        ),
+        (f"{ATTEMPTS}::test_leases_are_counted_by_the_clock_of_the_database",),
+    ),
+    Mutation(
+        "lease",
+        "what ran out is told by the clock of the dispatcher",
+        (
+            (
+                "fleet/attempts.py",
+                "now = seconds(session)\n    found = session.scalars(",
+                "now = __import__('time').time()\n    found = session.scalars(",
+            ),
+        ),
+        (f"{ATTEMPTS}::test_leases_are_counted_by_the_clock_of_the_database",),
+    ),
+    Mutation(
+        "lease",
+        "a claim is leased by the clock of the dispatcher",
+        (
+            (
+                "fleet/claim.py",
+                '"lease_until": now + lease.seconds,',
+                '"lease_until": __import__("time").time() + lease.seconds,',
+            ),
+        ),
+        (f"{ATTEMPTS}::test_leases_are_counted_by_the_clock_of_the_database",),
+    ),
+    Mutation(
+        "lease",
+        "a dispatcher counts its lease from the answer, not from the question",
+        (
+            (
+                "fleet/dispatcher.py",
+                "self._mine_until = asked + rhythm.lease",
+                "self._mine_until = time.monotonic() + rhythm.lease",
+            ),
+        ),
+        (f"{DISPATCHER}::test_a_lease_is_counted_from_before_it_was_asked_for",),
+    ),
+    # --- what the database refuses ----------------------------------------------------------------
+    Mutation(
+        "one live attempt",
+        "a job may have two",
+        (
+            (
+                "fleet/migrations/versions/0001_first.py",
+                '"uq_attempts_live", "attempts", ["job_id"], unique=True,',
+                '"uq_attempts_live", "attempts", ["job_id"], unique=False,',
+            ),
+        ),
+        (f"{TRIGGERS}::test_one_live_attempt",),
+    ),
+    Mutation(
+        "one reservation of a whole GPU",
+        "neither index nor trigger",
+        (
+            (
+                "fleet/migrations/versions/0001_first.py",
+                '        "uq_reservations_gpu",\n        "reservations",\n        ["gpu_id"],\n        unique=True,',
+                '        "uq_reservations_gpu",\n        "reservations",\n        ["gpu_id"],\n        unique=False,',
+            ),
+            (
+                "fleet/triggers.py",
+                "(SELECT count(*) {beside}) > 1 AND",
+                "(SELECT count(*) {beside}) > 2 AND",
+            ),
+        ),
+        (f"{TRIGGERS}::test_a_whole_gpu_is_held_once",),
+    ),
+    Mutation(
+        "one reservation of a whole GPU",
+        "the index is not unique",
+        (
+            (
+                "fleet/migrations/versions/0001_first.py",
+                '        "uq_reservations_gpu",\n        "reservations",\n        ["gpu_id"],\n        unique=True,',
+                '        "uq_reservations_gpu",\n        "reservations",\n        ["gpu_id"],\n        unique=False,',
+            ),
+        ),
+        (f"{UNIT}/test_schema.py::test_the_way_leads_to_the_tables_of_the_code",),
+    ),
+    Mutation(
+        "shares fit into a GPU",
+        "their sum is not looked at",
+        (
+            (
+                "fleet/triggers.py",
+                "OR (SELECT sum(share_mb) {beside}) > ",
+                "OR (SELECT min(share_mb) {beside}) > ",
+            ),
+        ),
+        (f"{TRIGGERS}::test_shares_fit_into_the_memory",),
+    ),
+    Mutation(
+        "one reservation of a slot",
+        "the index is not unique",
+        (
+            (
+                "fleet/migrations/versions/0001_first.py",
+                '        ["vm_id", "slot"],\n        unique=True,',
+                '        ["vm_id", "slot"],\n        unique=False,',
+            ),
+        ),
+        (f"{TRIGGERS}::test_a_slot_is_held_once",),
+    ),
+    Mutation(
+        "terminal states are final",
+        "no trigger knows which status may follow which",
+        (
+            (
+                "fleet/triggers.py",
+                '    yield from _moves("job", "jobs", "status", states.JOB_MOVES)\n',
+                "",
+            ),
+        ),
+        (f"{TRIGGERS}::test_every_pair_of_job_statuses",),
+    ),
+    Mutation(
+        "terminal states are final",
+        "an attempt may come back from its end",
+        (
+            (
+                "fleet/triggers.py",
+                '    yield from _moves("attempt", "attempts", "state", states.ATTEMPT_MOVES)\n',
+                "",
+            ),
+        ),
+        (f"{TRIGGERS}::test_every_pair_of_attempt_states",),
+    ),
+    Mutation(
+        "terminal states are final",
+        "how an attempt ended may be written anew",
+        (
+            (
+                "fleet/triggers.py",
+                "f\"OLD.state = '{ended}' AND ({' OR '.join(f'NEW.",
+                "f\"OLD.state = 'over' AND ({' OR '.join(f'NEW.",
+            ),
+        ),
+        (f"{TRIGGERS}::test_how_an_attempt_ended_does_not_change",),
+    ),
+    Mutation(
+        "terminal states are final",
+        "an attempt that has ended ends once more",
+        (
+            (
+                "fleet/ending.py",
+                "    if attempt.state == AttemptState.ENDED:\n        return\n    assert move.outcome",
+                "    assert move.outcome",
+            ),
+        ),
+        (f"{ATTEMPTS}::test_attempt_and_job_end_together_and_once",),
+    ),
+    Mutation(
+        "a new generation",
+        "a job is retried within its generation",
+        (
+            (
+                "fleet/triggers.py",
+                "NEW.generation <> OLD.generation + 1",
+                "NEW.generation < OLD.generation",
+            ),
+        ),
+        (f"{TRIGGERS}::test_a_job_is_retried_with_the_next_generation",),
+    ),
+    Mutation(
+        "admission freezes",
+        "what an admitted job runs may change",
+        (
+            (
+                "fleet/triggers.py",
+                "{_set_once('spec_hash')} AND NEW.generation = OLD.generation",
+                "1 = 0",
+            ),
+        ),
+        (f"{TRIGGERS}::test_what_an_admitted_job_runs_does_not_change",),
+    ),
+    Mutation(
+        "admission freezes",
+        "a job is admitted again",
+        (
+            (
+                "fleet/admission.py",
+                ".where(Job.admitted_at.is_(None), Job.status.in_(",
+                ".where(Job.status.in_(",
+            ),
+        ),
+        (f"{ADMISSION}::test_an_admitted_job_is_not_admitted_again",),
+    ),
+    Mutation(
+        "events are append-only",
+        "one may be changed",
+        (("fleet/triggers.py", 'for on in ("UPDATE", "DELETE"):', 'for on in ("DELETE",):'),),
+        (f"{TRIGGERS}::test_events_are_only_appended",),
+    ),
+    Mutation(
+        "events are append-only",
+        "one may be removed",
+        (("fleet/triggers.py", 'for on in ("UPDATE", "DELETE"):', 'for on in ("UPDATE",):'),),
+        (f"{TRIGGERS}::test_events_are_only_appended",),
+    ),
+    Mutation(
+        "epoch",
+        "one may be lower than those before it",
+        (
+            (
+                "fleet/triggers.py",
+                "other.job_id = NEW.job_id AND other.epoch > NEW.epoch)",
+                "other.job_id = NEW.job_id AND 1 = 0)",
+            ),
+        ),
+        (f"{TRIGGERS}::test_epochs_rise_and_stay",),
+    ),
+    # --- transactions -----------------------------------------------------------------------------
+    Mutation(
+        "BEGIN IMMEDIATE",
+        "who will write does not lock before it reads",
+        (("fleet/engine.py", '"BEGIN" if reads else "BEGIN IMMEDIATE"', '"BEGIN"'),),
+        (f"{SQLITE}::test_who_may_write_has_locked_before_it_reads",),
+    ),
+    Mutation(
+        "a commit without an answer",
+        "it is begun anew, or said not to have happened",
+        (("fleet/database.py", "        if _answer_is_missing(error):\n", "        if False:\n"),),
+        (f"{SQLITE}::test_a_failed_write_at_commit_is_no_answer",),
+    ),
+    # --- claiming ---------------------------------------------------------------------------------
+    Mutation(
+        "claim",
+        "a job that is to wait is claimed",
+        (("fleet/claim.py", "            Job.not_before <= now,\n", ""),),
+        (f"{CLAIM}::test_what_may_not_begin_does_not",),
+    ),
+    Mutation(
+        "claim",
+        "a machine that nobody has looked at gets a job",
+        (("fleet/capacity.py", "(age > STALE_SECONDS, ", "(age > 1e9, "),),
+        (f"{CLAIM}::test_machines_that_get_nothing",),
+    ),
+    Mutation(
+        "claim",
+        "one reservation that is refused undoes the whole claim",
+        (
+            (
+                "fleet/claim.py",
+                "        except IntegrityError:\n            continue",
+                "        except ZeroDivisionError:\n            continue",
+            ),
+        ),
+        (f"{CLAIM}::test_a_reservation_that_the_view_does_not_know_costs_one_job_its_turn",),
+    ),
+    # --- what is decided --------------------------------------------------------------------------
+    Mutation(
+        "written before it is sent",
+        "a launch is sent before launching is written",
+        (
+            (
+                "fleet/decide.py",
+                "    return (Move(AttemptState.LAUNCHING),)",
+                "    return tuple(Launch(m.rank) for m in view.members)",
+            ),
+        ),
+        (f"{DECIDE}::test_a_reserved_attempt_is_launching_before_anything_is_sent",),
+    ),
+    Mutation(
+        "void before moving on",
+        "a launch is given up at once",
+        (
+            (
+                "fleet/decide.py",
+                "    return _once_still(view, end)\n\n\ndef _launch_given_up",
+                "    return (end,)\n\n\ndef _launch_given_up",
+            ),
+        ),
+        (
+            f"{DECIDE}::test_a_launch_that_is_cancelled",
+            f"{DECIDE}::test_a_launch_that_was_turned_down_before_it_was_claimed_is_made_void_first",
+        ),
+    ),
+    Mutation(
+        "void is acknowledged by the machine",
+        "silence counts as void",
+        (
+            (
+                "fleet/decide.py",
+                "    if member.reading in NEVER:\n",
+                "    if member.reading in NEVER | SILENT:\n",
+            ),
+        ),
+        (f"{DECIDE}::test_a_launch_that_is_cancelled",),
+    ),
+    Mutation(
+        "void is acknowledged by the machine",
+        "an absent folder counts as void",
+        (
+            (
+                "fleet/decide.py",
+                "    if member.reading in NEVER:\n",
+                "    if member.reading in {*NEVER, Reading.ABSENT}:\n",
+            ),
+        ),
+        (f"{DECIDE}::test_a_launch_that_is_cancelled",),
+    ),
+    Mutation(
+        "void is acknowledged by the machine",
+        "void leaves nothing behind",
+        (("hosts/runner.py", '            claim(attempt, {"phase": "voided"})\n', ""),),
+        (f"{RUNNER}::test_what_was_voided_never_runs",),
+    ),
+    Mutation(
+        "unreachable is not failed",
+        "a member that is silent has failed",
+        (("fleet/decide.py", "_MAY_GO_ON = SILENT | {", "_MAY_GO_ON = {"),),
+        (f"{DECIDE}::test_a_silent_member_has_not_failed",),
+    ),
+    Mutation(
+        "unreachable is not failed",
+        "a machine that is silent is gone",
+        (
+            (
+                "fleet/decide.py",
+                "return (self.lost or self.deadman_over) and self.reading in SILENT",
+                "return self.reading in SILENT",
+            ),
+        ),
+        (f"{DECIDE}::test_running", f"{DECIDE}::test_launching"),
+    ),
+    Mutation(
+        "unreachable is not failed",
+        "a machine that answers is gone all the same",
+        (
+            (
+                "fleet/decide.py",
+                "return (self.lost or self.deadman_over) and self.reading in SILENT",
+                "return self.lost or self.deadman_over",
+            ),
+        ),
+        (f"{DECIDE}::test_a_machine_that_answers_is_not_gone_whatever_is_said_of_it",),
+    ),
+    Mutation(
+        "exit code 0 wins",
+        "a late cancellation makes a success a cancelled job",
+        (
+            (
+                "fleet/failures.py",
+                "    if outcome is Outcome.SUCCEEDED:\n",
+                "    if outcome is Outcome.SUCCEEDED and not job.cancel_requested:\n",
+            ),
+        ),
+        (f"{FAILURES}::test_success_is_success_however_late_it_was_cancelled",),
+    ),
+    Mutation(
+        "exit code 0 wins",
+        "a late cancellation makes a success a cancelled attempt",
+        (
+            (
+                "fleet/decide.py",
+                "    end = _result(view)\n",
+                '    end = _end(view, Outcome.CANCELLED, because="late") if view.cancel_requested else _result(view)\n',
+            ),
+        ),
+        (f"{DECIDE}::test_exit_code_0_wins_against_a_late_cancellation",),
+    ),
+    Mutation(
+        "cancelled means that nothing runs",
+        "an exit record is proof enough",
+        (
+            (
+                "fleet/decide.py",
+                "return not view.cancel_requested or member.quiet is True",
+                "return True",
+            ),
+        ),
+        (f"{DECIDE}::test_a_cancellation_is_acknowledged_when_no_process_is_left",),
+    ),
+    Mutation(
+        "a killed supervisor",
+        "what it left behind is not looked at",
+        (
+            (
+                "fleet/decide.py",
+                "return member.reading is Reading.LOST and member.quiet is True",
+                "return member.reading is Reading.LOST",
+            ),
+        ),
+        (f"{DECIDE}::test_a_killed_supervisor_ends_an_attempt_once_nothing_of_it_runs",),
+    ),
+    Mutation(
+        "foreign work is left alone",
+        "what no table knows is killed",
+        (("fleet/decide.py", "        return Stray.QUARANTINE\n", "        return Stray.KILL\n"),),
+        (f"{DECIDE}::test_strays",),
+    ),
+    Mutation(
+        "a lower epoch is killed",
+        "it is left to run",
+        (("fleet/decide.py", "    return Stray.KILL\n", "    return Stray.LEAVE\n"),),
+        (f"{DECIDE}::test_strays",),
+    ),
+    # --- what follows -----------------------------------------------------------------------------
+    Mutation(
+        "budgets",
+        "a class is tried again without end",
+        (("fleet/failures.py", "if most is not None and spent[failure] > most:", "if False:"),),
+        (f"{FAILURES}::test_every_class_comes_to_an_end",),
+    ),
+    Mutation(
+        "budgets",
+        "charged failures are not counted together",
+        (
+            (
+                "fleet/failures.py",
+                'spent["charged"] > policy.charged',
+                "spent[failure] > policy.charged",
+            ),
+        ),
+        (f"{FAILURES}::test_charged_failures_of_different_kinds_come_out_of_one_budget",),
+    ),
+    Mutation(
+        "budgets",
+        "machines may fail under a job without end",
+        (("fleet/failures.py", 'spent["free"] > FREE_RETRIES', 'spent["free"] < 0'),),
+        (f"{FAILURES}::test_every_class_comes_to_an_end",),
+    ),
+    Mutation(
+        "release",
+        "a live attempt gives back what it holds",
+        (
+            (
+                "fleet/ending.py",
+                '    assert attempt.state == AttemptState.ENDED, "nothing of a live attempt is given back"\n'
+                "    member = session.get_one(Member, (epoch, rank), populate_existing=True)\n    member.released = True\n",
+                "    member = session.get_one(Member, (epoch, rank), populate_existing=True)\n    member.released = True\n",
+            ),
+        ),
+        (f"{ATTEMPTS}::test_nothing_of_a_live_attempt_is_given_back",),
+    ),
+    Mutation(
+        "release",
+        "a lost machine is used again with what was on it",
+        (
+            (
+                "fleet/attempts.py",
+                "    if vm.lost_at is None or unfinished is not None:\n",
+                "    if vm.lost_at is None:\n",
+            ),
+        ),
+        (f"{ATTEMPTS}::test_a_machine_is_welcome_back_when_nothing_is_left_there",),
+    ),
+    Mutation(
+        "deadman",
+        "without a margin",
+        (
+            (
+                "fleet/drive.py",
+                "return row.now - member.silent_since > deadman + DEADMAN_MARGIN",
+                "return row.now - member.silent_since > deadman",
+            ),
+        ),
+        (f"{DRIVE}::test_only_after_the_deadman_and_a_margin",),
+    ),
+    Mutation(
+        "deadman",
+        "a launch that nobody has heard of is over by it",
+        (
+            (
+                "fleet/drive.py",
+                "    if member.recorded not in {Reading.CLAIMED, Reading.RUNNING}:\n",
+                "    if False:\n",
+            ),
+        ),
+        (f"{DRIVE}::test_only_of_what_was_seen_to_run_or_about_to",),
+    ),
+    Mutation(
+        "deadman",
+        "a wait keeps it quiet for an attempt that is given up",
+        (("fleet/watching.py", "if listener.hearing and (last := ", "if (last := "),),
+        (
+            f"{UNIT}/test_watching.py::test_the_deadman_of_an_attempt_that_is_written_down_as_silent_is_not_kept_quiet",
+        ),
+    ),
+    Mutation(
+        "release",
+        "what a silent machine holds is given back by itself",
+        (
+            (
+                "fleet/decide.py",
+                "return (Abandon(member.rank),) if member.lost and not member.abandoned else ()",
+                "return () if member.abandoned else (Abandon(member.rank),)",
+            ),
+        ),
+        (f"{DECIDE}::test_cleaning_up",),
+    ),
+    Mutation(
+        "repairs",
+        "a job that somebody has just claimed is taken for a stray",
+        (
+            (
+                "fleet/requeue.py",
+                "strays = [job for job in found if job.job_id not in busy]",
+                "strays = found",
+            ),
+            (
+                "fleet/requeue.py",
+                ".where(Job.status == JobStatus.RUNNING, ~live)",
+                ".where(Job.status == JobStatus.RUNNING)",
+            ),
+        ),
+        (f"{UNIT}/test_requeue.py::test_a_job_with_a_live_attempt_is_never_touched",),
+    ),
+    Mutation(
+        "repairs",
+        "what may still be held is given back",
+        (("fleet/requeue.py", "            Attempt.cleanup == Cleanup.CLEAN,\n", ""),),
+        (f"{UNIT}/test_requeue.py::test_what_may_still_be_held_stays_reserved",),
+    ),
+    # --- looking at machines ----------------------------------------------------------------------
+    Mutation(
+        "several misses",
+        "one makes a machine unreachable",
+        (
+            (
+                "fleet/observation.py",
+                "    if vm.misses >= MISSES and ",
+                "    if vm.misses >= 1 and ",
+            ),
+        ),
+        (f"{OBSERVATION}::test_three_misses_make_it_unreachable_and_one_answer_ends_that",),
+    ),
+    Mutation(
+        "several misses",
+        "several pollers count the same silence",
+        (
+            (
+                "fleet/observation.py",
+                "if asked_at - counted_at < MISSES_APART and vm.misses:",
+                "if False:",
+            ),
+        ),
+        (f"{OBSERVATION}::test_several_pollers_do_not_count_the_same_silence_twice",),
+    ),
+    Mutation(
+        "older observations",
+        "one overwrites a newer one",
+        (
+            (
+                "fleet/observation.py",
+                "asked_at <= vm.observed_round or _is_barred(vm)",
+                "_is_barred(vm)",
+            ),
+        ),
+        (f"{OBSERVATION}::test_an_older_look_never_overwrites_a_newer_one",),
+    ),
+    Mutation(
+        "absence proves nothing",
+        "a probe with lines that nobody could read makes GPUs missing",
+        (("fleet/observation.py", "    if _is_whole(seen):\n", "    if True:\n"),),
+        (f"{OBSERVATION}::test_absence_proves_nothing_where_the_probe_was_not_answered_whole",),
+    ),
+    Mutation(
+        "an observation only subtracts",
+        "processes of an attempt that does not hold the GPU are ours",
+        (("fleet/observation.py", "if app.attempt not in own]", "if app.attempt is None]"),),
+        (f"{OBSERVATION}::test_a_process_of_the_attempt_that_holds_the_gpu_is_not_foreign",),
+    ),
+    Mutation(
+        "host key pin",
+        "a changed key is believed on first use",
+        (("fleet/observation.py", "    if vm.host_key is None and pin:\n", "    if pin:\n"),),
+        (f"{OBSERVATION}::TestKeys::test_trust_on_first_use_pins_the_first_and_no_other",),
+    ),
+    # --- events and those who read them -----------------------------------------------------------
+    Mutation(
+        "tracker",
+        "its position moves before anybody has taken what it tells",
+        (
+            (
+                "fleet/tracker.py",
+                "position = min(self._untold) - 1 if self._untold else self._read",
+                "position = self._read",
+            ),
+        ),
+        (f"{TRACKER}::test_after_a_restart_it_goes_on_where_it_was_acknowledged",),
+    ),
+    Mutation(
+        "tracker",
+        "its position moves back",
+        (
+            (
+                "fleet/tracker.py",
+                ".where(Cursor.name == name, Cursor.position < position)",
+                ".where(Cursor.name == name)",
+            ),
+        ),
+        (f"{TRACKER}::test_a_position_never_goes_back",),
+    ),
+    # --- logs and artefacts -----------------------------------------------------------------------
+    Mutation(
+        "log",
+        "bytes are added wherever the file ends",
+        (
+            (
+                "fleet/logs.py",
+                "        if size != offset:\n            return size\n",
+                "        offset = size\n",
+            ),
+        ),
+        (f"{LOGS}::test_bytes_are_added_only_where_the_file_ends",),
+    ),
+    Mutation(
+        "log",
+        "a torn end stays",
+        (("fleet/logs.py", "        if size > reported:\n", "        if False:\n"),),
+        (f"{LOGS}::test_what_may_be_torn_is_cut_off",),
+    ),
+    Mutation(
+        "log",
+        "a dispatcher that was replaced reports how far it is",
+        (("fleet/logs.py", "    guarded(session, part.epoch, part.owner)\n", ""),),
+        (f"{LOGS}::test_who_does_not_own_the_attempt_any_more_reports_nothing",),
+    ),
+    Mutation(
+        "checkpoint",
+        "a dispatcher that was replaced writes its row",
+        (("fleet/mirror.py", "guarded(session, part.epoch, part.owner)", "None"),),
+        (f"{UNIT}/test_mirror.py::test_who_does_not_own_the_attempt_any_more_writes_no_row",),
+    ),
+    Mutation(
+        "artefacts by hash",
+        "what comes is what was announced",
+        (("fleet/artefacts.py", "    if hash_of(place) != entry.sha256:\n", "    if False:\n"),),
+        (
+            f"{ARTEFACTS}::test_what_an_earlier_try_left_torn_is_fetched_again",
+            f"{ARTEFACTS}::test_a_file_that_never_is_what_the_list_says_is_a_problem",
+        ),
+    ),
+    Mutation(
+        "artefacts stay in their folder",
+        "paths are taken as the machine says them",
+        (
+            (
+                "hosts/answers.py",
+                '        problems = path_problems("file", path)\n',
+                "        problems: list[str] = []\n",
+            ),
+        ),
+        (
+            f"{HOSTS}/test_answers.py::test_paths_that_leave_the_folder_are_refused_whatever_the_machine_says",
+        ),
+    ),
+    Mutation(
+        "artefacts stay in their folder",
+        "links are listed as what they lead to",
+        (
+            (
+                "hosts/runner.py",
+                "                found = os.stat(name, dir_fd=fd, follow_symlinks=False)\n",
+                "                found = os.stat(name, dir_fd=fd)\n",
+            ),
+        ),
+        (f"{FILES}::test_what_is_no_plain_file_inside_is_refused",),
+    ),
+    Mutation(
+        "artefacts stay in their folder",
+        "a link that stands there is followed",
+        (
+            (
+                "hosts/runner.py",
+                "            if kind in KINDS:  # to open a device may do something\n",
+                "            if False:\n",
+            ),
+            (
+                "hosts/runner.py",
+                "below = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=fd)",
+                "below = os.open(part, os.O_RDONLY | os.O_NONBLOCK, dir_fd=fd)",
+            ),
+        ),
+        (f"{FILES}::test_an_artefact_that_is_a_link_itself",),
+    ),
+    Mutation(
+        "artefacts stay in their folder",
+        "what becomes a link a moment before it is opened is followed",
+        (
+            (
+                "hosts/runner.py",
+                "below = os.open(part, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=fd)",
+                "below = os.open(part, os.O_RDONLY | os.O_NONBLOCK, dir_fd=fd)",
+            ),
+        ),
+        (f"{FILES}::test_what_becomes_a_link_a_moment_before_it_is_opened",),
+    ),
+    Mutation(
+        "log",
+        "a full disk leaves a part of what was added",
+        (
+            (
+                "fleet/logs.py",
+                "            os.ftruncate(file, offset)  # a full disk",
+                "            pass  # a full disk",
+            ),
+        ),
+        (f"{LOGS}::test_a_full_disk_is_told_and_leaves_the_file_as_it_was",),
+    ),
+    Mutation(
+        "doorbell",
+        "what a stranger sends is taken for ids",
+        (
+            (
+                "fleet/doorbells/port.py",
+                "for name in _names(document, DEEPEST) if JOB_ID.fullmatch(name))",
+                "for name in _names(document, DEEPEST))",
+            ),
+        ),
+        (f"{UNIT}/doorbells/test_port.py::test_only_ids_are_read_from_what_strangers_send",),
+    ),
+    # --- the runner -------------------------------------------------------------------------------
+    Mutation(
+        "a request is whole",
+        "one whose hash is another is carried out",
+        (("hosts/bootstrap.py", 'if sha(text).encode("ascii") != head.group(3):', "if not text:"),),
+        (f"{RUNNER}::test_a_request_that_was_changed_does_nothing",),
+    ),
+    Mutation(
+        "a request is whole",
+        "one that was cut is carried out",
+        (
+            (
+                "hosts/bootstrap.py",
+                'if sha(text).encode("ascii") != head.group(3):',
+                'if len(text) == int(head.group(2)) and sha(text).encode("ascii") != head.group(3):',
+            ),
+        ),
+        (f"{RUNNER}::test_a_request_that_was_cut_does_nothing",),
+    ),
+    Mutation(
+        "the runner that was named",
+        "one that was damaged on the machine runs",
+        (("hosts/bootstrap.py", "    if sha(here) != want:\n", "    if not here:\n"),),
+        (f"{RUNNER}::test_a_damaged_runner_is_replaced_not_run",),
+    ),
+    Mutation(
+        "the runner that was named",
+        "any that is sent along runs",
+        (("hosts/bootstrap.py", "        if sha(source) != want:\n", "        if not source:\n"),),
+        (f"{RUNNER}::test_another_runner_than_the_named_one_is_refused",),
+    ),
+    Mutation(
+        "an answer is whole",
+        "one whose hash is another is read",
+        (
+            (
+                "hosts/framing.py",
+                'if hashlib.sha256(document).hexdigest().encode("ascii") != self._digest:',
+                "if False:",
+            ),
+        ),
+        (f"{HOSTS}/test_framing.py::test_an_answer_that_was_changed_is_none",),
+    ),
+    Mutation(
+        "epoch",
+        "a machine begins a lower one than it has seen",
+        (
+            (
+                "hosts/runner.py",
+                'if attempt.epoch < known["highest"] or attempt.epoch <= known["forgotten"]:',
+                'if attempt.epoch <= known["forgotten"]:',
+            ),
+        ),
+        (f"{RUNNER}::test_a_lower_epoch_is_refused",),
+    ),
+    Mutation(
+        "epoch",
+        "a machine begins one that it was told to forget",
+        (
+            (
+                "hosts/runner.py",
+                'if attempt.epoch < known["highest"] or attempt.epoch <= known["forgotten"]:',
+                'if attempt.epoch < known["highest"]:',
+            ),
+        ),
+        (f"{RUNNER}::test_a_forgotten_epoch_stays_refused",),
+    ),
+    Mutation(
+        "one claim of an attempt",
+        "launch and void decide side by side",
+        (
+            (
+                "hosts/runner.py",
+                "    with root.job_lock(attempt.job):\n        take_over_unbegun(attempt)\n        if os.path.isdir(attempt.path):\n",
+                "    with contextlib.nullcontext():\n        take_over_unbegun(attempt)\n        if os.path.isdir(attempt.path):\n",
+            ),
+        ),
+        (f"{FAULTS}::test_who_decides_is_decided_by_one_at_a_time",),
+    ),
+    Mutation(
+        "one claim of an attempt",
+        "a launch that is repeated begins anew",
+        (
+            (
+                "hosts/runner.py",
+                "    os.mkdir(new, 0o700)\n    lock = None\n",
+                "    remove_tree(attempt.path)\n    os.mkdir(new, 0o700)\n    lock = None\n",
+            ),
+            (
+                "hosts/runner.py",
+                "    if os.path.isdir(attempt.path) and not was_unbegun(attempt):\n",
+                "    if False:\n",
+            ),
+            (
+                "hosts/runner.py",
+                '        if os.path.isdir(attempt.path):\n            return member(attempt), b""\n        known',
+                "        known",
+            ),
+        ),
+        (f"{RUNNER}::test_launch_again_tells_the_state_and_starts_nothing",),
+    ),
+    Mutation(
+        "one claim of an attempt",
+        "a folder that is there already is no claim of somebody else",
+        (
+            (
+                "hosts/runner.py",
+                "        os.rename(new, attempt.path)\n        sync_folder(above)\n",
+                "        remove_tree(attempt.path)\n        os.rename(new, attempt.path)\n        sync_folder(above)\n",
+            ),
+        ),
+        (f"{FAULTS}::test_a_claim_never_takes_the_place_of_another",),
+    ),
+    Mutation(
+        "supervisor.lock",
+        "nobody holds it",
+        (
+            (
+                "hosts/runner.py",
+                '            lock = take_lock(os.path.join(new, "supervisor.lock"))\n',
+                '            lock = os.open(os.path.join(new, "supervisor.lock"), os.O_RDWR | os.O_CREAT)\n',
+            ),
+        ),
+        (f"{FAULTS}::test_what_is_being_claimed_is_left_alone",),
+    ),
+    Mutation(
+        "supervisor.lock",
+        "what a launch left is taken over without it",
+        (
+            (
+                "hosts/runner.py",
+                '        and not is_locked(attempt.at("supervisor.lock"))\n        and not',
+                "        and not",
+            ),
+            (
+                "hosts/runner.py",
+                '    lock = take_lock(attempt.at("supervisor.lock"))\n    if lock is not None:\n',
+                '    lock = os.open(attempt.at("supervisor.lock"), os.O_RDWR)\n    if lock is not None:\n',
+            ),
+        ),
+        (f"{FAULTS}::test_what_is_being_claimed_is_left_alone",),
+    ),
+    Mutation(
+        "pid before command",
+        "a command begins before its record",
+        (("hosts/runner.py", "        if os.read(go_on, 1):\n", "        if True:\n"),),
+        (f"{FAULTS}::test_a_command_waits_for_the_word_of_its_supervisor",),
+    ),
+    Mutation(
+        "GPU lock",
+        "whole GPUs are locked as shares are",
+        (
+            (
+                "hosts/runner.py",
+                "    fd = take_lock(path, fcntl.LOCK_EX, GPU_LOCK_PATIENCE)\n",
+                "    fd = take_lock(path, fcntl.LOCK_SH, GPU_LOCK_PATIENCE)\n",
+            ),
+        ),
+        (f"{GPUS}::test_a_gpu_is_one_attempt_s",),
+    ),
+    Mutation(
+        "GPU lock",
+        "shares are not added up",
+        (
+            (
+                "hosts/runner.py",
+                "        if used + share_mb > total:\n",
+                "        if share_mb > total:\n",
+            ),
+        ),
+        (f"{GPUS}::test_shares_fit_beside_each_other",),
+    ),
+    Mutation(
+        "GPU lock",
+        "somebody else's process keeps nobody off",
+        (("hosts/runner.py", "            refuse_company(order, app)\n", "            pass\n"),),
+        (f"{GPUS}::test_a_foreign_process_keeps_us_off",),
+    ),
+    Mutation(
+        "start ticks",
+        "a pid is signalled whoever has it",
+        (
+            (
+                "hosts/runner.py",
+                "if found is None or found.ticks != ticks or found.zombie:",
+                "if found is None or found.zombie:",
+            ),
+        ),
+        (f"{FAULTS}::test_send_compares_before_it_signals",),
+    ),
+    Mutation(
+        "start ticks",
+        "a reused pid belongs to the attempt",
+        (
+            (
+                "hosts/runner.py",
+                "return self.same_boot and (p.pid, p.ticks) == self.child",
+                "return self.same_boot and p.pid == self.child[0]",
+            ),
+        ),
+        (f"{FAULTS}::test_a_pid_that_was_reused_is_not_killed",),
+    ),
+    Mutation(
+        "boot id",
+        "a pid of another boot belongs to the attempt",
+        (
+            (
+                "hosts/runner.py",
+                "return self.same_boot and (p.pid, p.ticks) == self.child",
+                "return (p.pid, p.ticks) == self.child",
+            ),
+            (
+                "hosts/runner.py",
+                'if state and state.get("boot_id") == boot_id() and state.get("pid"):',
+                'if state and state.get("pid"):',
+            ),
+        ),
+        (f"{FAULTS}::test_a_pid_that_was_reused_is_not_killed",),
+    ),
+    Mutation(
+        "deadman",
+        "contact moves it back",
+        (
+            (
+                "hosts/runner.py",
+                "    if before is not None and before >= stamp:\n        return True\n",
+                "",
+            ),
+        ),
+        (f"{FAULTS}::test_the_deadman_counts_from_the_last_contact",),
+    ),
+    Mutation(
+        "release: lock",
+        "one that is held does not count",
+        (
+            (
+                "hosts/runner.py",
+                "    holders = held_locks(attempt, uuids, share)\n",
+                "    holders: list[dict[str, Any]] = []\n",
+            ),
+        ),
+        (f"{GPUS}::test_a_running_attempt_holds_its_gpu",),
+    ),
+    Mutation(
+        "release: processes",
+        "those that wrote over their environment do not count",
+        (
+            (
+                "hosts/runner.py",
+                'return marked or has_open(pid, self.attempt.at("tether"))',
+                "return marked",
+            ),
+        ),
+        (
+            f"{FAULTS}::test_a_survivor_that_overwrote_its_environment_is_found_by_what_it_inherited",
+        ),
+    ),
+    Mutation(
+        "release: control group",
+        "who is in it does not count",
+        (("hosts/runner.py", "if pid in below or pid in grouped or ", "if pid in below or "),),
+        (f"{FAULTS}::test_a_survivor_without_our_environment_is_found_by_its_control_group",),
+    ),
+    Mutation(
+        "release: memory",
+        "it is not looked at",
+        (("hosts/runner.py", "    if uuids and share is None:\n", "    if False:\n"),),
+        (f"{GPUS}::test_memory_has_to_be_seen_idle",),
+    ),
+    Mutation(
+        "release: memory",
+        "what cannot be read is idle",
+        (
+            (
+                "hosts/runner.py",
+                '        if used is None and not uuid.startswith("MIG-"):\n',
+                "        if False:\n",
+            ),
+        ),
+        (f"{GPUS}::test_memory_has_to_be_seen_idle",),
+    ),
+    Mutation(
+        "release",
+        "a GPU is given back while something holds it",
+        (("fleet/drive.py", "        if found.clean:\n", "        if True:\n"),),
+        (f"{DISPATCHER}::test_what_a_job_leaves_behind_keeps_its_gpu_until_it_is_gone",),
+    ),
+    Mutation(
+        "the end is the end of everything",
+        "what the command started lives on",
+        (
+            (
+                "hosts/runner.py",
+                "        left = self.end_leftovers(ended)\n",
+                "        left: dict[int, Process] = {}\n",
+            ),
+        ),
+        (f"{FAULTS}::test_nothing_outlives_an_end",),
+    ),
+    Mutation(
+        "blobs by hash",
+        "other bytes are kept under a name",
+        (
+            (
+                "hosts/runner.py",
+                '            if digest.hexdigest() != sha:\n                raise Refusal("bad_blob"',
+                '            if False:\n                raise Refusal("bad_blob"',
+            ),
+        ),
+        (f"{FILES}::test_bytes_of_another_hash_are_not_kept",),
+    ),
+    # --- names, variables, secrets ----------------------------------------------------------------
+    Mutation(
+        "job_id",
+        "a row may have any",
+        (("fleet/admission.py", "    if not JOB_ID.fullmatch(row.job_id):\n", "    if False:\n"),),
+        (f"{ADMISSION}::test_ids_that_could_not_name_a_folder",),
+    ),
+    Mutation(
+        "job_id",
+        "a machine takes any",
+        (("hosts/runner.py", "    if not JOB_ID.fullmatch(job):\n", "    if False:\n"),),
+        (f"{RUNNER}::test_ill_formed_requests_are_refused_and_do_nothing",),
+    ),
+    Mutation(
+        "environment",
+        "the control plane passes every name on",
+        (
+            (
+                "hosts/spec.py",
+                "        elif name in RESERVED_NAMES or name.startswith(RESERVED_PREFIXES):\n",
+                "        elif name in RESERVED_NAMES:\n",
+            ),
+        ),
+        (f"{HOSTS}/test_spec.py::test_variables_that_are_not_for_jobs_to_set",),
+    ),
+    Mutation(
+        "environment",
+        "a machine takes every name",
+        (
+            (
+                "hosts/runner.py",
+                "            if name in RESERVED_NAMES or name.startswith(RESERVED_PREFIXES):\n",
+                "            if False:\n",
+            ),
+        ),
+        (f"{RUNNER}::test_what_cannot_run_is_refused_for_good",),
+    ),
+    Mutation(
+        "secrets by reference",
+        "a job may name any file of the control machine",
+        (
+            (
+                "fleet/admission.py",
+                "found += [] if found else fleet.allowed.problems(beyond.secrets)",
+                "found += []",
+            ),
+        ),
+        (f"{ADMISSION}::test_a_secret_that_the_operator_has_not_named_is_refused",),
+    ),
+    Mutation(
+        "secrets by reference",
+        "whoever reads them reads what any row names",
+        (
+            (
+                "fleet/secrets.py",
+                "        if (refusal := self._refusal(reference)) is not None:\n            raise",
+                "        if (refusal := None) is not None:\n            raise",
+            ),
+        ),
+        (f"{UNIT}/test_secrets.py::test_nothing_else",),
+    ),
+    Mutation(
+        "secrets by reference",
+        "a link leads out of the folder",
+        (
+            (
+                "fleet/secrets.py",
+                "if not any(_is_below(real, _root(each)) for each in self._named(path)):",
+                "if False:",
+            ),
+        ),
+        (f"{UNIT}/test_secrets.py::test_a_link_is_followed_within_the_folder_and_not_out_of_it",),
+    ),
+    Mutation(
+        "webhooks",
+        "they reach addresses that are not public",
+        (("fleet/webhooks.py", "if not allow_private and (inner := ", "if False and (inner := "),),
+        (f"{UNIT}/test_webhooks.py::test_nothing_is_sent_to_addresses_that_are_not_public",),
+    ),
+    # --- who may ask ------------------------------------------------------------------------------
+    Mutation(
+        "idempotency key",
+        "it is not looked for",
+        (("fleet/admission.py", "    if key is not None:\n", "    if False:\n"),),
+        (f"{ADMISSION}::test_one_key_one_job",),
+    ),
+    Mutation(
+        "idempotency key",
+        "it is one of the whole fleet",
+        (
+            (
+                "fleet/admission.py",
+                "where(Job.project == project, Job.idempotency_key == key)",
+                "where(Job.idempotency_key == key)",
+            ),
+        ),
+        (f"{ADMISSION}::test_a_key_is_one_of_its_project",),
+    ),
+    Mutation(
+        "idempotency key",
+        "another request under it gets the job",
+        (
+            (
+                "fleet/admission.py",
+                "if there.request_hash != digest or job_id not in (None, there.job_id):",
+                "if job_id not in (None, there.job_id):",
+            ),
+        ),
+        (f"{ADMISSION}::test_one_key_one_job",),
+    ),
+    Mutation(
+        "projects",
+        "a job of another one is shown",
+        (
+            (
+                "fleet/verbs/find.py",
+                "    if found is None or not actor.may_see(found.project):\n",
+                "    if found is None:\n",
+            ),
+        ),
+        (f"{VERBS}/test_jobs.py::test_a_job_of_another_project_does_not_exist",),
+    ),
+    Mutation(
+        "projects",
+        "a job comes after one of another",
+        (
+            (
+                "fleet/admission.py",
+                "elif fleet.projects_of_jobs.get(job_id) != columns.project:",
+                "elif job_id not in fleet.projects_of_jobs:",
+            ),
+        ),
+        (f"{ADMISSION}::test_dependencies_are_jobs_of_the_same_project",),
+    ),
+    Mutation(
+        "projects",
+        "a key of one is a key of all",
+        (
+            (
+                "fleet/api/serving.py",
+                'Actor(f"key:{self.caller.key_id}", self.caller.projects)',
+                'Actor(f"key:{self.caller.key_id}")',
+            ),
+        ),
+        (f"{API}::test_a_key_of_a_project_sees_no_other",),
+    ),
+    Mutation(
+        "projects",
+        "who is bound to some changes machines",
+        (
+            (
+                "fleet/verbs/actor.py",
+                "        if self.projects is not None:\n",
+                "        if False:\n",
+            ),
+        ),
+        (f"{VERBS}/test_machines.py::test_who_is_bound_to_projects_changes_no_machine",),
+    ),
+    Mutation(
+        "projects",
+        "one submits for any",
+        (("fleet/verbs/submission.py", "    if not actor.may_see(name):\n", "    if False:\n"),),
+        (f"{VERBS}/test_others.py::test_one_submits_for_the_projects_that_one_may_see",),
+    ),
+    Mutation(
+        "keys",
+        "one that was revoked is still good",
+        (
+            (
+                "fleet/api/callers.py",
+                "if key is None or key.revoked_at is not None:",
+                "if key is None:",
+            ),
+        ),
+        (f"{API}::test_a_key_that_is_revoked_or_too_old_is_none",),
+    ),
+    Mutation(
+        "keys",
+        "one whose time is over is still good",
+        (
+            (
+                "fleet/api/callers.py",
+                "if key.expires_at is not None and seconds(session) >= key.expires_at:",
+                "if False:",
+            ),
+        ),
+        (f"{API}::test_a_key_that_is_revoked_or_too_old_is_none",),
+    ),
+    Mutation(
+        "loopback without a key",
+        "the API listens elsewhere without one",
+        (
+            (
+                "fleet/api/serve.py",
+                "    if not _has_keys(database, environment):\n",
+                "    if False:\n",
+            ),
+        ),
+        (f"{UNIT}/api/test_serve.py::test_other_machines_need_a_key",),
+    ),
+    Mutation(
+        "loopback without a key",
+        "keys travel in the clear",
+        (("fleet/api/serve.py", "    if address.certificate is None:\n", "    if False:\n"),),
+        (f"{UNIT}/api/test_serve.py::test_keys_do_not_travel_in_the_clear",),
+    ),
+    Mutation(
+        "loopback without a key",
+        "pages of other sites may ask",
+        (
+            (
+                "fleet/api/app.py",
+                "        local_only=open_to_this_machine,\n",
+                "        local_only=False,\n",
+            ),
+        ),
+        (f"{UNIT}/api/test_serve.py::test_without_a_key_only_this_machine_by_name",),
+    ),
+)
+"""Seconds each."""
+
+SLOW = (
+    Mutation(
+        "host key pin",
+        "a machine without one is asked for more than its key",
+        (("fleet/poller.py", "(machine.host_key is None or watched.barred)", "watched.barred"),),
+        (f"{POLLER}::test_without_a_pinned_key_nothing_but_the_key_is_asked_for",),
+    ),
+    Mutation(
+        "release: processes",
+        "those that carry the attempt's name do not count",
+        (("hosts/runner.py", "self._is_child(p) or self._is_marked(pid)", "self._is_child(p)"),),
+        (f"{FAULTS}::test_what_a_killed_supervisor_left_is_counted_and_killed",),
+    ),
+    Mutation(
+        "exit record",
+        "no room is kept for it",
+        (
+            (
+                "hosts/runner.py",
+                '        write_json(attempt.at("exit.json"), record)\n        return True\n    except OSError:\n        pass\n',
+                '        write_json(attempt.at("exit.json"), record)\n        return True\n    except OSError:\n        return False\n',
+            ),
+        ),
+        (f"{FAULTS}::test_the_exit_record_has_room_on_a_full_disk",),
+    ),
+    Mutation(
+        "lease",
+        "a dispatcher goes on without it",
+        (
+            (
+                "fleet/dispatcher.py",
+                "        if left <= 0 and self._drives:\n",
+                "        if False:\n",
+            ),
+        ),
+        (f"{DISPATCHER}::test_a_dispatcher_that_cannot_renew_stops_before_others_take_over",),
+    ),
+    Mutation(
+        "SKIP LOCKED",
+        "dispatchers wait for the jobs of each other",
+        (
+            (
+                "fleet/claim.py",
+                '.with_for_update(skip_locked=True, key_share=True)\n        .cte("chosen")',
+                '.with_for_update(key_share=True)\n        .cte("chosen")',
+            ),
+        ),
+        (f"{RACES}::test_dispatchers_do_not_wait_for_each_others_jobs",),
+    ),
+    Mutation(
+        "SKIP LOCKED",
+        "dispatchers take the jobs of each other",
+        (
+            (
+                "fleet/claim.py",
+                '.with_for_update(skip_locked=True, key_share=True)\n        .cte("chosen")',
+                '.cte("chosen")',
+            ),
+        ),
+        (f"{RACES}::test_dispatchers_do_not_wait_for_each_others_jobs",),
+    ),
+    Mutation(
+        "machines are locked in a claim",
+        "two claims book on one at once",
+        (
+            (
+                "fleet/claim.py",
+                "        .order_by(VM.vm_id)\n        .with_for_update(key_share=True)\n",
+                "        .order_by(VM.vm_id)\n",
+            ),
+        ),
+        (f"{RACES}::test_claims_of_one_machine_see_each_other",),
+    ),
+    Mutation(
+        "quotas are locked in a claim",
+        "two claims count on one at once",
+        (
+            (
+                "fleet/capacity.py",
+                "session.execute(query.order_by(Project.name).with_for_update(key_share=True)).all()",
+                "session.execute(query.order_by(Project.name)).all()",
+            ),
+        ),
+        (f"{RACES}::test_a_quota_holds_for_claims_at_once",),
+    ),
+    Mutation(
+        "missed wake-ups",
+        "marking does not hold up waking",
+        (
+            (
+                "fleet/capacity.py",
+                "        session.execute(select(func.pg_advisory_xact_lock_shared(_LOCK)))\n",
+                "        pass\n",
+            ),
+        ),
+        (f"{RACES}::test_released_between_the_mark_and_its_commit",),
+    ),
+    Mutation(
+        "missed wake-ups",
+        "a job is marked by what was seen before",
+        (
+            (
+                "fleet/claim.py",
+                "    found = capacity.view(session, {job.project for job in plan.blocked.values()})\n    left = MOST_MARKED\n",
+                "    left = MOST_MARKED\n",
+            ),
+        ),
+        (f"{RACES}::test_released_between_the_look_and_the_mark",),
+    ),
+    Mutation(
+        "horizon of events",
+        "who commits late is skipped",
+        (
+            (
+                "fleet/events.py",
+                "        chosen = chosen.where(Event.event_id <= _settled(session))\n",
+                "        pass\n",
+            ),
+        ),
+        (f"{REAL}/test_events.py::test_who_commits_late_is_not_skipped",),
+    ),
+    Mutation(
+        "a commit without an answer",
+        "a transaction that may have happened is repeated",
+        (("fleet/database.py", "        if _answer_is_missing(error):\n", "        if False:\n"),),
+        (f"{REAL}/test_database.py::test_lost_during_commit",),
+    ),
+    Mutation(
+        "events are append-only",
+        "all of them may go at once",
+        (
+            (
+                "fleet/triggers.py",
+                '        yield from _no_truncation("events")\n',
+                "        yield from ()\n",
+            ),
+        ),
+        (f"{REAL}/test_triggers.py::test_events_are_only_appended",),
+    ),
+    Mutation(
+        "shares fit into a GPU",
+        "two that are taken at once do not see each other",
+        (
+            (
+                "fleet/triggers.py",
+                'lock="PERFORM 1 FROM gpus WHERE gpu_id = NEW.gpu_id FOR NO KEY UPDATE",',
+                'lock="",',
+            ),
+        ),
+        (f"{REAL}/test_triggers.py::test_two_at_once_do_not_get_the_same_gpu",),
+    ),
+    Mutation(
+        "host key pin",
+        "any key is right",
+        (
+            (
+                "hosts/ssh.py",
+                "                known_hosts=trusting(pinned),\n",
+                "                known_hosts=None,\n",
+            ),
+        ),
+        (f"{SSH}::test_another_key_than_the_pinned_one_stops_everything",),
+    ),
+    Mutation(
+        "unknown is not failed",
+        "a call that got no answer was never sent",
+        (
+            (
+                "hosts/ssh.py",
+                "error = OutcomeUnknown(message) if session.sent else HostUnreachable(message)",
+                "error = HostUnreachable(message)",
+            ),
+        ),
+        (
+            "tests/contract/test_host_contract.py::test_no_answer_in_time_leaves_it_open_what_happened",
+        ),
+    ),
+)
+"""They start a server, or wait for what never comes."""
+
+GUARDS = QUICK + SLOW

@@ -1,0 +1,230 @@
+"""Pages about the fleet, followed from top to bottom by somebody who types what stands there.
+
+    groupwise fleet up           begins a fleet of the page's own, in a process of its own; so do the roles
+    groupwise fleet …            runs here; JOB is the job that was submitted last, and the next command waits where a person would
+    # fleet.yaml                 is that file: the fleet ends, and goes on with a real PostgreSQL and a real NATS
+    INSERT …                     is typed at the prompt of its database
+    nats pub SUBJECT ID          is published
+
+Machines of the page (gpu-1, 10.0.0.12, …) are sshd processes on 127/8 with GPUs that a program plays. Nothing is asked of anybody else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TypeVar
+
+import psycopg
+import pytest
+
+from groupwise.cli.main import main
+from tests import nats, postgres
+from tests.ssh_hosts import Host, loopback_hosts
+
+T = TypeVar("T")
+ROLES = ("up", "poller", "dispatcher", "requeue", "tracker")
+API = "http://127.0.0.1:8010"
+SECONDS = 120.0
+"""For anything, on a machine with other work."""
+QUICK = {"POLL_SECONDS": "1", "SWEEP_SECONDS": "0.5"}
+ONE_THREAD = ("--env", "OMP_NUM_THREADS=1", "--env", "OMP_WAIT_POLICY=PASSIVE")
+"""For a training beside other tests."""
+OUT_OF_REACH = re.compile(r"\b10\.0\.0\.(\d+)\b")
+"""Addresses of the pages; they become addresses of this machine."""
+
+
+class Follower:
+    """Somebody who follows a page. Leaves nothing running."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+        self._patch = patch
+        self._capfd = capfd
+        self._folder = folder / "fleet"
+        self._logs = folder / "logs-of-roles"
+        self._logs.mkdir()
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._stack = contextlib.ExitStack()
+        self._hosts: list[Host] = []
+        self._postgres: str | None = None
+        self._nats: nats.Nats | None = None
+        self.job = ""
+        self.api = API
+        patch.setenv("GROUPWISE_FLEET", str(self._folder))
+        for name, value in QUICK.items():
+            patch.setenv(f"GROUPWISE_FLEET_{name}", value)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        for process in self._running.values():
+            process.terminate()
+        try:
+            for process in self._running.values():
+                process.wait(SECONDS)
+        finally:
+            for process in self._running.values():
+                process.kill()
+            self._stack.close()
+
+    # what stands on a page
+
+    def types(self, words: list[str]) -> None:
+        """A command of `groupwise fleet`, as words behind these two."""
+        words = [self._here(word.replace("JOB", self.job)) for word in words]
+        match words:
+            case [role, *options] if role in ROLES:
+                self._begin(role, options)
+            case ["vm", "add", vm, *options]:
+                self._run(["vm", "add", vm, *self._machine(vm, options)])
+            case ["retry", job, *_]:
+                self.until(lambda: self._status(job) in ("failed", "cancelled"), f"{job} ends")
+                self._run(words)
+            case ["submit", "--kind", *_]:
+                self._run(["submit", *ONE_THREAD, *words[1:]])
+            case ["doctor", *_]:
+                self._run(words, allowed=(0, 1))
+            case _:
+                self._run(words)
+
+    def publishes(self, subject: str, payload: str) -> None:
+        """By a client that knows nothing of us."""
+        assert self._nats is not None, "the page has said nothing of NATS yet"
+        self._nats.publish(subject, payload.encode())
+
+    def asks_the_database(self, statements: str) -> None:
+        """As somebody at its prompt."""
+        assert self._postgres is not None, "the page has said nothing of PostgreSQL yet"
+        with psycopg.connect(self._postgres) as connection:
+            connection.execute(self._here(statements).encode())
+
+    def writes(self, file: str, content: str) -> None:
+        """A file of the fleet's folder. Where it names servers, there are such; whoever ran before has ended."""
+        assert file == "fleet.yaml", file
+        self._end_roles()
+        self._postgres = self._stack.enter_context(postgres.server()).new_database()
+        (self._folder.parent / "nats").mkdir()
+        self._nats = self._stack.enter_context(nats.server(self._folder.parent / "nats"))
+        self._patch.setenv("NATS_TOKEN", nats.TOKEN)
+        content, databases = re.subn(r"postgresql://\S+", self._postgres, content)
+        content, servers = re.subn(r"nats://\S+", self._nats.url, content)
+        assert (databases, servers) == (1, 1), content
+        (self._folder / file).write_text(content)
+
+    def variables_of_a_job(self) -> set[str]:
+        """Names of the variables that a job finds."""
+        self.types(["submit", "--wait", "--", "env"])
+        assert main(["fleet", "logs", self.job]) == 0
+        return set(re.findall(r"^(\w+)=", self._capfd.readouterr().out, re.MULTILINE))
+
+    # what is done for it
+
+    def _run(self, words: list[str], allowed: tuple[int, ...] = (0,)) -> None:
+        self._capfd.readouterr()
+        code = main(["fleet", *words])
+        out, err = self._capfd.readouterr()
+        assert code in allowed, f"groupwise fleet {shlex.join(words)}\n{out}\n{err}\n{self._said()}"
+        if words[0] == "submit" and "--dry-run" not in words:
+            self.job = out.splitlines()[-1]
+
+    def _begin(self, role: str, options: list[str]) -> None:
+        if "--port" in options:
+            place = options.index("--port")
+            options = [*options[:place], *options[place + 2 :]]
+        if role == "up":
+            options = [*options, "--port", "0"]
+        with (self._logs / role).open("wb") as log:
+            self._running[role] = subprocess.Popen(
+                [sys.executable, "-m", "groupwise", "fleet", role, *options],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        if role == "up":
+            self.until(lambda: "Ready." in self._said(), "the fleet is ready")
+            self.api = self.until(self._address, "the fleet tells its address")[0]
+
+    def _address(self) -> list[str]:
+        return re.findall(r"http://127\.0\.0\.1:\d+", self._said())
+
+    def _end_roles(self) -> None:
+        for process in self._running.values():
+            process.terminate()
+        for role, process in self._running.items():
+            assert process.wait(SECONDS) == 0, f"{role}\n{self._said()}"
+        self._running.clear()
+
+    def _machine(self, vm: str, options: list[str]) -> list[str]:
+        """The options, with the port, user, key and host key of a machine that is here."""
+        if not self._hosts:
+            self._hosts.extend(self._stack.enter_context(loopback_hosts(2)))
+            for each in self._hosts:
+                each.gpus(2)
+        host = self._hosts[int(vm.rpartition("-")[2]) - 1]
+        if "--from-ssh-config" in options:
+            self._let_ssh_know(vm, host)
+            return options
+        known = dict(zip(options[::2], options[1::2], strict=True))
+        assert known["--host"] == host.address
+        known |= {"--port": str(host.port), "--user": host.user, "--key": str(host.key_path)}
+        known["--trust"] = _fingerprint(host)
+        return [word for option in known.items() for word in option]
+
+    def _let_ssh_know(self, name: str, host: Host) -> None:
+        """`ssh NAME` would reach it: by a config that only this test's ssh reads."""
+        folder = self._folder.parent / "ssh"
+        folder.mkdir()
+        (folder / "config").write_text(
+            f"Host {name}\n HostName {host.address}\n Port {host.port}\n User {host.user}\n IdentityFile {host.key_path}\n"
+        )
+        ssh = folder / "ssh"
+        ssh.write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {folder}/config "$@"\n')
+        ssh.chmod(0o755)
+        self._patch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+
+    def _here(self, text: str) -> str:
+        return OUT_OF_REACH.sub(r"127.0.0.\1", text).replace(API, self.api)
+
+    def _status(self, job: str) -> str:
+        self._capfd.readouterr()
+        assert main(["fleet", "show", job, "--json"]) == 0
+        found = re.search(r'^  "status": "(\w+)"', self._capfd.readouterr().out, re.MULTILINE)
+        assert found is not None
+        return found[1]
+
+    def _said(self) -> str:
+        return "\n".join(path.read_text() for path in sorted(self._logs.iterdir()))
+
+    def until(self, condition: Callable[[], T], what: str) -> T:
+        """What the condition gives once it holds."""
+        end = time.monotonic() + SECONDS
+        while not (found := condition()):
+            assert time.monotonic() < end, f"{what} within {SECONDS} s\n{self._said()}"
+            assert all(each.poll() is None for each in self._running.values()), self._said()
+            time.sleep(0.1)
+        return found
+
+
+def _fingerprint(host: Host) -> str:
+    found = subprocess.run(
+        ["ssh-keygen", "-lf", str(host.folder / "hostkey.pub")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return found.stdout.split()[1]

@@ -1,0 +1,398 @@
+"""Canaries as secrets, keys and passwords of a whole fleet, and then everything is searched for them.
+
+1. The command of a job has its secrets, and nobody else: no other process of its machine, in arguments or environment.
+2. Nowhere are they written down: not in the database, in logs, events, artefacts, or any file here or on a machine.
+3. Nobody is told: not in messages of NATS, answers of the API, what commands print, reasons of failures.
+4. What the operator has not allowed is not to be had, however it is written and by whatever entrance.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import psycopg
+import pytest
+
+from groupwise.fleet.artefacts import artefact_folder
+from tests.integration.fleet.whole_fleet import WholeFleet, hearing, whole_fleet
+from tests.postgres import Postgres
+
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(600)]
+
+OF_A_VARIABLE = "canary-of-a-variable-4f1e8a"
+OF_A_FILE = "canary-of-a-file-93bd07"
+OF_THE_DATABASE = "canary-of-the-database-c2a955"
+OF_ANOTHER = "canary-of-what-nobody-allowed-e01f6b"
+PROGRAM = """\
+import hashlib, os, sys, time
+values = {name: os.environ[name] for name in ("TOKEN", "FROM_FILE")}
+os.makedirs("outputs", exist_ok=True)
+for name, value in values.items():
+    with open("outputs/" + name, "w") as file:
+        file.write(hashlib.sha256(value.encode()).hexdigest())
+print("begun", flush=True)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.05)
+sys.exit(int(sys.argv[2]))
+"""
+SECRETS = {"TOKEN": "env:HF_TOKEN"}
+
+
+@pytest.fixture(scope="module")
+def fleet(network_of_the_fleet: None, postgres: Postgres) -> Iterator[WholeFleet]:
+    if os.geteuid() != 0:
+        pytest.skip("machines in namespaces need root")
+    own = {"HF_TOKEN": OF_A_VARIABLE, "OWN_TOKEN": OF_ANOTHER}
+    with whole_fleet(postgres, machines=1, url=with_password, environment=own) as made:
+        keep(made.folder / "secrets" / "token", OF_A_FILE)
+        keep(made.folder / "private" / "token", OF_ANOTHER)
+        made.add_machines(python="python3", cpu_slots=4)
+        made.start("poller", "dispatcher", "requeue", "tracker")
+        made.until_polled()
+        yield made
+
+
+def with_password(url: str) -> str:
+    """The server takes any."""
+    return url.replace("fleet@", f"fleet:{OF_THE_DATABASE}@")
+
+
+def keep(path: Path, value: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(value + "\n")
+    path.chmod(0o600)
+
+
+def requested(fleet: WholeFleet, gate: Path, code: int, **more: Any) -> dict[str, Any]:
+    return {
+        "arguments": ["python3", "-c", PROGRAM, str(gate), str(code)],
+        "secrets": {**SECRETS, "FROM_FILE": f"file:{fleet.folder}/secrets/token"},
+        "retry": {"charged": 0},
+        **more,
+    }
+
+
+# --- looking everywhere ---------------------------------------------------------------------------
+
+
+def tables(url: str) -> Iterator[tuple[str, bytes]]:
+    """Every table of a PostgreSQL database, as COPY writes it."""
+    with psycopg.connect(url) as connection:
+        names = connection.execute(
+            "SELECT table_name FROM information_schema.tables WHERE table_schema = 'public'"
+        ).fetchall()
+        for (name,) in names:
+            with connection.cursor().copy(
+                f'COPY (SELECT * FROM "{name}") TO STDOUT'.encode()
+            ) as copy:
+                yield name, b"".join(bytes(piece) for piece in copy)
+
+
+def files(*folders: Path) -> Iterator[tuple[str, bytes]]:
+    """With their names."""
+    for folder in folders:
+        for path in folder.rglob("*"):
+            with contextlib.suppress(OSError):
+                if path.is_file() and not path.is_symlink():
+                    yield str(path), str(path).encode() + path.read_bytes()
+
+
+def processes() -> Iterator[tuple[int, bytes, bytes]]:
+    """Number, arguments and environment of all that this machine has, whatever namespace it is in."""
+    for each in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if each.name.isdigit():
+                yield (
+                    int(each.name),
+                    (each / "cmdline").read_bytes(),
+                    (each / "environ").read_bytes(),
+                )
+
+
+def found_in(places: Iterator[tuple[str, bytes]], *canaries: str) -> list[str]:
+    return [
+        f"{canary} in {name}"
+        for name, content in places
+        for canary in canaries
+        if canary.encode() in content
+    ]
+
+
+def own_file(fleet: WholeFleet) -> set[str]:
+    """Where the operator keeps them."""
+    return {str(fleet.folder / "secrets" / "token"), str(fleet.folder / "private" / "token")}
+
+
+ALL = (OF_A_VARIABLE, OF_A_FILE, OF_THE_DATABASE, OF_ANOTHER)
+
+
+def expect_written_nowhere(fleet: WholeFleet, *canaries: str) -> None:
+    assert found_in(tables(fleet.url), *canaries) == []
+    folders = [fleet.folder.parent, *(host.folder for host in fleet.hosts.values()), fleet.shared]
+    there = (each for each in files(*folders) if each[0] not in own_file(fleet))
+    assert found_in(there, *canaries) == []
+
+
+def expect_known_to_nobody_else(fleet: WholeFleet, jobs: list[str]) -> None:
+    """Of all processes while the jobs run. The control plane's environment is where the operator put one of them."""
+    control = {c._process.pid for c in fleet.controls.values() if c._process is not None}
+    inside = set(fleet.hosts["h1"].processes())
+    markers = {f"GROUPWISE_ATTEMPT={job_id}.".encode() for job_id in jobs}
+    having: list[int] = []
+    for pid, arguments, environment in processes():
+        if pid == os.getpid():
+            continue
+        assert found_in(iter([(f"arguments of {pid}", arguments)]), *ALL) == [], arguments
+        if pid in control:
+            assert OF_A_FILE.encode() not in environment
+        elif pid in inside and found_in(iter([(str(pid), environment)]), *ALL):
+            assert any(marker in environment for marker in markers), arguments
+            assert arguments.startswith(b"python3\0-c\0import hashlib"), arguments
+            having.append(pid)
+    assert len(having) == len(jobs)
+
+
+# --- the tests ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def said(fleet: WholeFleet) -> Iterator[list[tuple[str, bytes]]]:
+    """Every message that NATS carries meanwhile."""
+    heard: list[tuple[str, bytes]] = []
+    with hearing(fleet.nats, ">", lambda subject, data: heard.append((subject, data))):
+        yield heard
+
+
+class Noted:
+    """A client of the API that keeps every answer, headers and all."""
+
+    def __init__(self, address: str, key: str) -> None:
+        self.address = address
+        self.key = key
+        self.answers: list[tuple[str, bytes]] = []
+
+    def ask(self, method: str, path: str, **more: Any) -> httpx2.Response:
+        headers = {"Authorization": f"Bearer {self.key}"}
+        answer = httpx2.request(
+            method, f"{self.address}{path}", headers=headers, timeout=60, **more
+        )
+        headers = repr(answer.headers).encode()
+        self.answers.append((f"{method} {path}", headers + answer.content))
+        return answer
+
+
+def test_only_the_command_has_its_secrets(fleet: WholeFleet, said: list[tuple[str, bytes]]) -> None:
+    keys = {
+        role: fleet.cli("key", "new", role).stdout.decode().strip()
+        for role in ("read", "act", "admin")
+    }
+    gate = fleet.shared / "gate"
+    with fleet.api() as address:
+        noted = Noted(address, keys["admin"])
+        jobs = [
+            Noted(address, keys["act"])
+            .ask("POST", "/jobs", json=requested(fleet, gate, code))
+            .json()["job_id"]
+            for code in (0, 3)
+        ]
+        for job_id in jobs:
+            fleet.until(
+                lambda j=job_id: (fleet.place.logs / f"{j}.log").exists(), f"the log of {job_id}"
+            )
+        expect_known_to_nobody_else(fleet, jobs)
+        gate.touch()
+        fleet.ended(jobs[0])
+        fleet.ended(jobs[1], status="failed")
+        fleet.until_idle()
+        check_values(fleet, jobs[0])
+        for job_id in jobs:
+            for path in ("", "/log", "/artefacts"):
+                noted.ask("GET", f"/jobs/{job_id}{path}")
+        noted.ask("POST", f"/jobs/{jobs[1]}/retry")
+        fleet.ended(jobs[1], status="failed")
+        for path in (
+            "/jobs",
+            "/vms",
+            "/vms/h1",
+            "/events",
+            "/status",
+            "/projects",
+            "/keys",
+            "/metrics",
+            "/openapi.json",
+        ):
+            noted.ask("GET", path)
+        noted.ask("POST", "/jobs", json=requested(fleet, gate, 0, secrets={"TOKEN": OF_A_VARIABLE}))
+    printed = [
+        fleet.cli(*words, code=None)
+        for words in (
+            ("jobs", "--json"),
+            ("show", jobs[0]),
+            ("show", jobs[1], "--json"),
+            ("logs", jobs[1]),
+            ("key", "list"),
+            ("status", "--json"),
+            ("doctor",),
+            ("submit", "--secret", f"TOKEN={OF_A_VARIABLE}", "--", "true"),
+        )
+    ]
+    fleet.until(
+        lambda: {subject for subject, _ in said} >= {"jobs.completed", "jobs.errored"},
+        "the messages",
+    )
+    everything = (*ALL, *keys.values(), *(key.rpartition("_")[2] for key in keys.values()))
+    assert found_in(iter(noted.answers), *everything) == []
+    assert found_in(iter(said), *everything) == []
+    assert found_in(((str(p.args), p.stdout + p.stderr) for p in printed), *everything) == []
+    expect_written_nowhere(fleet, *everything)
+
+
+def check_values(fleet: WholeFleet, job_id: str) -> None:
+    """The command had the right ones."""
+    [attempt] = fleet.attempts(job_id)
+    folder = artefact_folder(fleet.place.artefacts, job_id, attempt.epoch) / "outputs"
+    for name, value in (("TOKEN", OF_A_VARIABLE), ("FROM_FILE", OF_A_FILE)):
+        assert (folder / name).read_text() == hashlib.sha256(value.encode()).hexdigest()
+
+
+def test_what_nobody_allowed_is_not_to_be_had(fleet: WholeFleet) -> None:
+    key = fleet.cli("key", "new", "act").stdout.decode().strip()
+    place = fleet.folder
+    (place / "secrets" / "elsewhere").symlink_to("../private/token")
+    references = [
+        "env:OWN_TOKEN",
+        "env:GROUPWISE_FLEET_DATABASE",
+        "env:NATS_TOKEN",
+        f"file:{place}/private/token",
+        f"file:{place}/secrets/../private/token",
+        "file:/proc/self/environ",
+        f"file:{place}/secrets/./token",
+    ]
+    with fleet.api() as address:
+        noted = Noted(address, key)
+        for reference in references:
+            answer = noted.ask(
+                "POST", "/jobs", json={"arguments": ["true"], "secrets": {"STOLEN": reference}}
+            )
+            assert answer.status_code == 422, answer.text
+            assert "STOLEN" in answer.text
+            assert "allowed_secrets" in answer.text
+        linked = {"STOLEN": f"file:{place}/secrets/elsewhere"}
+        job_id = noted.ask("POST", "/jobs", json={"arguments": ["true"], "secrets": linked}).json()[
+            "job_id"
+        ]
+        assert "leads out of the folder" in str(fleet.ended(job_id, status="failed").failure_reason)
+        noted.ask("GET", f"/jobs/{job_id}")
+    for number, reference in enumerate(references):
+        by_row(fleet, f"stolen-{number}", {"STOLEN": reference})
+        reason = str(fleet.ended(f"stolen-{number}", status="failed").failure_reason)
+        assert "secret STOLEN" in reason
+        assert "allowed_secrets" in reason
+        if number > 1:
+            continue
+        done = fleet.cli("submit", "--secret", f"STOLEN={reference}", "--", "true", code=2)
+        assert b"allowed_secrets" in done.stderr
+        assert OF_ANOTHER.encode() not in done.stdout + done.stderr
+    assert found_in(iter(noted.answers), *ALL) == []
+    expect_written_nowhere(fleet, *ALL)
+
+
+def by_row(fleet: WholeFleet, job_id: str, secrets: Mapping[str, str]) -> None:
+    request = json.dumps({"arguments": ["true"], "secrets": secrets})
+    fleet.sql(
+        "INSERT INTO jobs (job_id, job_type, request) VALUES (%s, 'COMMAND', %s)", job_id, request
+    )
+
+
+def test_a_row_that_was_changed_after_its_admission_gets_no_more(fleet: WholeFleet) -> None:
+    """Whoever may write rows may write them at any time; the dispatcher looks once more."""
+    key = fleet.cli("key", "new", "act").stdout.decode().strip()
+    with fleet.api() as address:
+        noted = Noted(address, key)
+        asked = {"arguments": ["true"], "secrets": SECRETS, "hold": True}
+        job_id = noted.ask("POST", "/jobs", json=asked).json()["job_id"]
+        changed = json.dumps({"arguments": ["true"], "secrets": {"TOKEN": "env:OWN_TOKEN"}})
+        fleet.sql("UPDATE jobs SET request = %s WHERE job_id = %s", changed, job_id)
+        noted.ask("POST", f"/jobs/{job_id}/release")
+    assert "allowed_secrets" in str(fleet.ended(job_id, status="failed").failure_reason)
+    expect_written_nowhere(fleet, *ALL)
+
+
+def test_the_password_is_in_no_complaint(fleet: WholeFleet, postgres: Postgres) -> None:
+    """The database goes away, and everybody says so."""
+    postgres.kill()
+    try:
+        done = fleet.cli("jobs", code=None)
+        assert done.returncode != 0
+        assert OF_THE_DATABASE.encode() not in done.stdout + done.stderr
+        doctor = fleet.cli("doctor", code=None)
+        assert OF_THE_DATABASE.encode() not in doctor.stdout + doctor.stderr
+        fleet.until(
+            lambda: all(
+                "does not do its work" in c.log() or "away" in c.log()
+                for n, c in fleet.controls.items()
+                if n == "dispatcher"
+            ),
+            "a complaint of the dispatcher",
+        )
+    finally:
+        postgres.start()
+    assert found_in(files(fleet.folder.parent), OF_THE_DATABASE) == []
+
+
+def test_an_embedded_fleet_writes_none_down(tmp_path: Path) -> None:
+    """The bytes of SQLite's files, with what it keeps beside them; the machine is this one."""
+    folder = tmp_path / "fleet"
+    keep_in = folder / "secrets"
+    keep_in.mkdir(parents=True)
+    keep(keep_in / "token", OF_A_FILE)
+    environment = {
+        "PATH": os.environ["PATH"],
+        "HOME": str(tmp_path),
+        "GROUPWISE_FLEET": str(folder),
+        "GROUPWISE_FLEET_SWEEP_SECONDS": "0.2",
+        "GROUPWISE_FLEET_POLL_SECONDS": "1",
+        "HF_TOKEN": OF_A_VARIABLE,
+    }
+
+    def fleet_command(*words: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "groupwise", "fleet", *words]
+        output = (tmp_path / "said").open("ab")
+        with output:
+            return subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            )
+
+    running = fleet_command("up")
+    try:
+        gate = tmp_path / "gate"
+        gate.touch()
+        submitted = fleet_command(
+            *("submit", "--wait", "--retries", "0", "--gpus", "0"),
+            *("--secret", "TOKEN=env:HF_TOKEN", "--secret", f"FROM_FILE=file:{keep_in}/token"),
+            *("--", "python3", "-c", PROGRAM, str(gate), "4"),
+        )
+        assert submitted.wait(300) == 4, (tmp_path / "said").read_text()
+        there = {
+            name: content for name, content in files(tmp_path) if name != str(keep_in / "token")
+        }
+        assert any(name.endswith("fleet.db") for name in there)
+        assert any(name.endswith(".log") for name in there)
+        assert found_in(iter(there.items()), OF_A_VARIABLE, OF_A_FILE) == []
+    finally:
+        running.terminate()
+        assert running.wait(60) == 0
+    with contextlib.closing(sqlite3.connect(folder / "fleet.db")) as database:
+        database.execute("VACUUM")
+    there = {name: content for name, content in files(tmp_path) if name != str(keep_in / "token")}
+    assert found_in(iter(there.items()), OF_A_VARIABLE, OF_A_FILE) == []
