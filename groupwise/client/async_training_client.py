@@ -142,7 +142,7 @@ class AsyncTrainingClient:
         *,
         include: Include = "next",
         wait: bool = False,
-        timeout: float = DEFAULT_WAIT,  # noqa: ASYNC109 — the limit is the server's
+        timeout: float = DEFAULT_WAIT,
     ) -> RewardAnswer:
         """Post one number, or None, for each completion. With `wait` the answer has the metrics of the step that learnt from them."""
         return await self._ask(
@@ -154,7 +154,7 @@ class AsyncTrainingClient:
         groups: Sequence[RewardsEntry],
         *,
         wait: bool = False,
-        timeout: float = DEFAULT_WAIT,  # noqa: ASYNC109 — the limit is the server's
+        timeout: float = DEFAULT_WAIT,
     ) -> RewardsBatchAnswer:
         """The same for several groups (made by `rewards_for`), which are accepted all or none."""
         return await self._ask(calls.rewards_batch(groups, wait=wait, timeout=timeout))
@@ -169,7 +169,7 @@ class AsyncTrainingClient:
         *,
         learning_rate: float | None = None,
         wait: bool = True,
-        timeout: float = DEFAULT_WAIT,  # noqa: ASYNC109 — the limit is the server's
+        timeout: float = DEFAULT_WAIT,
     ) -> StepAnswer:
         """Take a step now, with what has been posted or with the named groups."""
         return await self._ask(calls.step(group_ids, learning_rate, wait=wait, timeout=timeout))

@@ -351,7 +351,9 @@ class FleetClient:
 def _part(name: str) -> str:
     """A name as one part of an address. Raises UsageError for one that would be another address."""
     if name in ("", ".", ".."):
-        raise UsageError(f"{name!r} is no id: those of jobs and names of machines begin with a letter or digit.")
+        raise UsageError(
+            f"{name!r} is no id: those of jobs and names of machines begin with a letter or digit."
+        )
     return quote(name, safe="")
 
 

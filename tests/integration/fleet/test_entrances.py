@@ -140,6 +140,7 @@ def fleet(network_of_the_fleet: None, postgres: Postgres) -> Iterator[WholeFleet
 def told(fleet: WholeFleet) -> Iterator[dict[str, dict[str, Any]]]:
     """What is said on `jobs.completed`, by job."""
     heard: dict[str, dict[str, Any]] = {}
+
     def listen(subject: str, payload: bytes) -> None:
         document = json.loads(payload)
         heard[document["job_id"]] = document
@@ -152,7 +153,9 @@ def only(fleet: WholeFleet, vm: str) -> None:
     """New work is placed there alone."""
     for name in fleet.hosts:
         verb = machines.undrain if name == vm else machines.drain
-        fleet.database.run(lambda s, name=name, verb=verb: verb(s, Actor("user:test"), name) and None)
+        fleet.database.run(
+            lambda s, name=name, verb=verb: verb(s, Actor("user:test"), name) and None
+        )
 
 
 def submitted(fleet: WholeFleet, ways: Entrances, victims: set[str]) -> dict[str, str]:

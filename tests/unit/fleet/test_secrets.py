@@ -37,7 +37,9 @@ def refused(allowed: AllowedSecrets, reference: str) -> str:
     with pytest.raises(SecretMissing) as error:
         allowed.read({"TOKEN": reference})
     assert said == str(error.value)
-    assert "TOKEN" in said and "allowed_secrets" in said and CANARY not in said
+    assert "TOKEN" in said
+    assert "allowed_secrets" in said
+    assert CANARY not in said
     return said
 
 
@@ -139,7 +141,7 @@ def test_a_pattern_that_means_nothing_is_refused_with_the_settings(
 ) -> None:
     assert pattern_problems(pattern)
     (tmp_path / "fleet.yaml").write_text(f"allowed_secrets: ['{pattern}']\n")
-    with pytest.raises(ConfigError, match="allowed_secrets.*is no pattern of secrets"):
+    with pytest.raises(ConfigError, match=r"allowed_secrets.*is no pattern of secrets"):
         find(str(tmp_path), {})
 
 
