@@ -220,7 +220,7 @@ class WholeFleet:
         there = [
             f"{name}: {path.relative_to(host.workdir)}"
             for name, host in self.hosts.items()
-            for path in (host.workdir / "attempts").glob("*/work/outputs/**/manifest.json")
+            for path in (host.workdir / "attempts").glob("*/*/outputs/**/manifest.json")
         ]
         said = [f"--- {n}\n{c.log()[-3000:]}" for n, c in self.controls.items() if c.path.exists()]
         return "\n".join([*jobs, *happened[-60:], *there, *said])
