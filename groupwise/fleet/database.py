@@ -339,10 +339,12 @@ def _nothing_lost_by_repeating(error: sql.DBAPIError) -> bool:
 
 
 def _connection_is_lost(error: sql.DBAPIError) -> bool:
-    """Errors without a state come from the network; those that are worse than ERROR end the connection."""
+    """Errors without a state come from the network, unless a value was never sent; those worse than ERROR end the connection."""
     answer = error.orig
     if error.connection_invalidated or not isinstance(answer, psycopg.Error):
         return error.connection_invalidated
+    if isinstance(answer, psycopg.DataError | psycopg.ProgrammingError):
+        return False
     return answer.sqlstate is None or answer.diag.severity_nonlocalized in ("FATAL", "PANIC")
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,7 +91,8 @@ def problems(spec: JobSpec) -> list[str]:
     """What is wrong with it, in words for whoever wrote it; empty: nothing."""
     return [
         *_argument_problems(spec.arguments),
-        *_environment_problems((*spec.environment, *spec.secrets)),
+        *_name_problems("environment", spec.environment),
+        *_name_problems("secret", spec.secrets),
         *(
             f"environment variable {name} has a NUL character in its value"
             for name, value in spec.environment.items()
@@ -121,16 +122,16 @@ def _argument_problems(arguments: tuple[str, ...]) -> list[str]:
     return found
 
 
-def _environment_problems(names: tuple[str, ...]) -> list[str]:
+def _name_problems(what: str, names: Iterable[str]) -> list[str]:
     found: list[str] = []
     for name in names:
         if not ENVIRONMENT_NAME.fullmatch(name):
             found.append(
-                f"environment: {name[:80]!r} is no name of an environment variable: letters, digits and _, no digit first"
+                f"{what} {name[:80]!r}: this is no name of an environment variable: letters, digits and _, no digit first"
             )
         elif name in RESERVED_NAMES or name.startswith(RESERVED_PREFIXES):
             found.append(
-                f"the environment variable {name} is not for jobs to set: it decides which program runs, or the runner sets it"
+                f"{what} {name}: this variable is not for jobs to set: it decides which program runs, or the runner sets it"
             )
     return found
 

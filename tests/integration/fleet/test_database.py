@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from sqlalchemy import text
-from sqlalchemy.exc import IntegrityError, ProgrammingError
+from sqlalchemy.exc import DataError, IntegrityError, ProgrammingError
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.database import (
@@ -29,7 +29,7 @@ from groupwise.fleet.database import (
     migrate,
 )
 from groupwise.fleet.engine import parse
-from groupwise.fleet.tables import Cursor
+from groupwise.fleet.tables import Cursor, Job
 from tests.postgres import Postgres
 from tests.unit.fleet.test_database import *  # noqa: F403
 from tests.unit.fleet.test_database import names, put
@@ -351,6 +351,15 @@ def test_mistakes_are_told_at_once(on_server: Database) -> None:
     with pytest.raises(ProgrammingError):
         on_server.run(mistaken)
     assert len(calls) == 1
+
+
+def test_text_that_cannot_be_sent_is_no_lost_connection(
+    on_server: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would be tried again and again until patience ends, and hold a thread meanwhile."""
+    monkeypatch.setattr(on_server, "_sleep", pytest.fail)
+    with pytest.raises(DataError, match="NUL"):
+        on_server.read(lambda s: s.get(Job, "a\0b"))
 
 
 def test_a_statement_that_takes_too_long(on_server: Database) -> None:

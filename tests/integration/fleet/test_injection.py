@@ -316,6 +316,8 @@ def check_answer(answer: httpx2.Response, field: str, text: str) -> bool:
     assert 400 <= answer.status_code < 500, (field, text[:100], answer.status_code, answer.text)
     said = answer.text.lower()
     named = {field.split()[0].rstrip("s"), field.split()[-1]}
+    if field == "reward_function":  # the command would name it by its key
+        named |= {"rewards.reward_funcs", "reward"}
     if field == "hyperparams":  # they are keys of the config
         named |= {"override", "run.notes"}
     assert any(name in said for name in named), (field, said[:500])

@@ -87,7 +87,7 @@ class WholeFleet:
         databases.migrate(self.database)
         self.controls: dict[str, Control] = {}
         for host in hosts:
-            _open_the_interpreter(host)
+            open_the_interpreter(host)
 
     @property
     def place(self) -> FleetPlace:
@@ -258,7 +258,8 @@ def hearing(server: nats.Nats, subject: str, tell: Callable[[str, bytes], None])
             thread.join(SECONDS)
 
 
-def _open_the_interpreter(host: FullHost) -> None:
+def open_the_interpreter(host: FullHost) -> None:
+    """After each start of it."""
     base = Path(sys.base_prefix)
     closed = [p for p in reversed(base.parents) if not p.stat().st_mode & stat.S_IXOTH]
     if closed:

@@ -33,7 +33,7 @@ NUMBER = 3
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("own.py").write_text(OWN)
+    Path("own_pipelines.py").write_text(OWN)
     rows = [{"q": "one?", "id": 1}, {"q": "three?", "id": 2}]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -84,17 +84,17 @@ def test_a_teachers_answer_is_the_completion() -> None:
 
 def test_own_ones_make_prompts_of_other_columns_and_leave_rows_out() -> None:
     parts, account = for_training(
-        data(preprocessing_pipeline="own.py:short", prompt_format="text"), teacher=False
+        data(preprocessing_pipeline="own_pipelines.py:short", prompt_format="text"), teacher=False
     )
     (part,) = parts
     assert [{k: row[k] for k in ("prompt", "kept")} for row in part.rows] == [
         {"prompt": "ONE?", "kept": 1}
     ]
-    assert account.left_out == {"the pipeline own.py:short gives None": 1}
+    assert account.left_out == {"the pipeline own_pipelines.py:short gives None": 1}
 
 
 def test_rows_from_beside_go_through_it_too() -> None:
-    given = data(preprocessing_pipeline="own.py:short", prompt_format="text")
+    given = data(preprocessing_pipeline="own_pipelines.py:short", prompt_format="text")
     rows = as_prompts(given, [{"q": "easy", "id": 0}, {"q": "too long", "id": 1}], "easy.jsonl")
     assert [row["prompt"] for row in rows] == ["EASY"]
     assert sum(rows.account.left_out.values()) == 1
@@ -107,15 +107,24 @@ def test_rows_from_beside_go_through_it_too() -> None:
             {"preprocessing_pipeline": "generc"},
             r"No preprocessing pipeline `generc`(.|\n)*`generic`",
         ),
-        ({"preprocessing_pipeline": "own.py"}, "own.py is no function"),
-        ({"preprocessing_pipeline": "own.py:NUMBER"}, "own.py:NUMBER is no function"),
-        ({"preprocessing_pipeline": "own.py:shor"}, "has no `shor`"),
-        ({"preprocessing_pipeline": "own.py:wrong"}, "Expected a row, a dict of columns; or None"),
+        ({"preprocessing_pipeline": "own_pipelines.py"}, "own_pipelines.py is no function"),
         (
-            {"preprocessing_pipeline": "own.py:broken"},
+            {"preprocessing_pipeline": "own_pipelines.py:NUMBER"},
+            "own_pipelines.py:NUMBER is no function",
+        ),
+        ({"preprocessing_pipeline": "own_pipelines.py:shor"}, "has no `shor`"),
+        (
+            {"preprocessing_pipeline": "own_pipelines.py:wrong"},
+            "Expected a row, a dict of columns; or None",
+        ),
+        (
+            {"preprocessing_pipeline": "own_pipelines.py:broken"},
             r"failed on the row \{'q': 'one\?'(.|\n)*KeyError",
         ),
-        ({"preprocessing_pipeline": "own.py:short", "strict": True}, r"gives None \(row 1\)"),
+        (
+            {"preprocessing_pipeline": "own_pipelines.py:short", "strict": True},
+            r"gives None \(row 1\)",
+        ),
         (
             {"preprocessing_pipeline": "generic"},
             "has no column 'prompt'. It has: q, id. Say in data.prompt",
@@ -135,7 +144,7 @@ def test_a_missing_one_is_told_before_the_data_are_read() -> None:
 
 
 def test_installed_ones_go_by_their_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    point = importlib.metadata.EntryPoint("shorter", "own:short", ENTRY_POINTS)
+    point = importlib.metadata.EntryPoint("shorter", "own_pipelines:short", ENTRY_POINTS)
     monkeypatch.setattr(
         importlib.metadata,
         "entry_points",

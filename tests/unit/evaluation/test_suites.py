@@ -260,7 +260,7 @@ def test_a_dry_run_shows_the_commands_and_does_nothing(here, capsys):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ([], "--config C.yaml, or --suite NAME"),
+        ([], "--config C.yaml, its keys as key=value, or --suite NAME"),
         (["--suite", "math_500"], "give either --endpoint URL"),
         (["--suite", "maths", "--endpoint", "http://x"], "no suite 'maths'.*math_500"),
         (["--suite", "math_500", "--endpoint", "http://x"], "--endpoint-model says which"),
