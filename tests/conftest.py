@@ -66,6 +66,8 @@ LONGEST = (
 
 OF_THE_FLEET = ("integration/fleet", "unit/fleet", "unit/hosts")
 """Folders whose tests are a stage of their own: `make test-fleet`."""
+PATIENCE = 300
+"""Seconds for one of them: they wait for servers that have two cores for dozens of processes."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -94,6 +96,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("server")
         if any(root / folder in item.path.parents for folder in OF_THE_FLEET):
             item.add_marker("fleet")
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(PATIENCE))
 
 
 hypothesis.settings.register_profile("groupwise", derandomize=True, deadline=None, database=None)

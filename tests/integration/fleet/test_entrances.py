@@ -169,20 +169,20 @@ def submitted(
     """A job by each entrance, in a machine that stays or in one that does not; entrance → id."""
     jobs: dict[str, str] = {}
     for name in ENTRANCES:
-        if name == "row":  # from now on somebody looks
-            assert fleet.controls["dispatcher"].stop() == 0
-            fleet.start("dispatcher")
         only(fleet, DOOMED if name in victims else SAFE)
         job_id = jobs[name] = getattr(ways, name)()
-        if name in victims:
-            hold = ways.hold(job_id)
+        hold = ways.hold(job_id) if name in victims else None
+        fleet.until(lambda j=job_id: begun(fleet, j), f"the start of {name}")
+        assert fleet.job(job_id).assigned_vm == (DOOMED if hold else SAFE), fleet.story()
+        if name == "message":  # it has woken somebody; from now on somebody looks
+            assert fleet.controls["dispatcher"].stop() == 0
+            fleet.start("dispatcher", "requeue")
+        if hold:
             lose_the_machine(fleet, job_id, chance.choice((True, False)))
             hold.unlink()
+        if hold and len(victims) > 1:
             fleet.until(lambda j=job_id: resumed(fleet, j), f"the second attempt of {name}")
             bring_back(fleet)
-        else:
-            fleet.until(lambda j=job_id: begun(fleet, j), f"the start of {name}")
-            assert fleet.job(job_id).assigned_vm == SAFE, fleet.story()
     return jobs
 
 
@@ -193,6 +193,7 @@ def begun(fleet: WholeFleet, job_id: str) -> bool:
 
 
 def resumed(fleet: WholeFleet, job_id: str) -> bool:
+    fleet.no_pauses()
     return len(fleet.attempts(job_id)) == 2 and begun(fleet, job_id)
 
 
@@ -274,7 +275,7 @@ def check_resumed(fleet: WholeFleet, job_id: str, reference: bytes) -> None:
 def run_all(
     fleet: WholeFleet, heard: dict[str, Any], victims: set[str], chance: random.Random
 ) -> None:
-    fleet.start("poller", "tracker", "requeue")
+    fleet.start("poller", "tracker")
     fleet.start("dispatcher", SWEEP_SECONDS="600", REQUEUE_SECONDS="600")
     fleet.until_polled()
     key = fleet.cli("key", "new", "act").stdout.decode().strip()

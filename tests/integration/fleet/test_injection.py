@@ -101,7 +101,8 @@ NUL = "a\0b"
 def fleet(network_of_the_fleet: None, postgres: Postgres) -> Iterator[WholeFleet]:
     if os.geteuid() != 0:
         pytest.skip("machines in namespaces need root")
-    with whole_fleet(postgres, machines=1) as made:
+    slow = {"GROUPWISE_FLEET_POLL_SECONDS": "10"}  # for two hundred rows of one machine
+    with whole_fleet(postgres, machines=1, environment=slow) as made:
         binaries = made.shared / "bin"
         binaries.mkdir()
         python = shutil.which("python3", path="/usr/bin:/bin") or sys.executable
@@ -336,7 +337,7 @@ def test_every_field_of_a_job_over_http(fleet: WholeFleet, canary: Path) -> None
                 answer = http.post("/jobs", json=asked)
                 if check_answer(answer, field, text):
                     accepted[answer.json()["job_id"]] = asked
-        for text in texts.values():
+        for text in (each for each in texts.values() if len(each) < 10_000):
             answer = http.post(
                 "/jobs", json={"arguments": ["true"], "hold": True}, params={"project": text}
             )

@@ -480,7 +480,9 @@ async def test_want_of_memory_is_explained(make_sampler, monkeypatch):
     sampler = make_sampler()
     wanted = await sampler.generate(request())
     monkeypatch.setattr(sampler._engine, "decode", refuse)
-    with pytest.raises(OutOfMemoryError, match=r"while sampling \(CUDA out of memory: 20\.00 MiB.*sampler\.slots"):
+    with pytest.raises(
+        OutOfMemoryError, match=r"while sampling \(CUDA out of memory: 20\.00 MiB.*sampler\.slots"
+    ):
         await sampler.generate(request())
     monkeypatch.undo()
     assert await sampler.generate(request()) == wanted
