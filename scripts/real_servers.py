@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -85,7 +85,7 @@ def report_rest() -> int:
 
 
 @contextmanager
-def nothing_started() -> Iterator[None]:
+def nothing_started() -> Generator[None]:
     """For so long packages start no servers; a policy that the machine has already is left alone."""
     if POLICY.exists():
         yield

@@ -250,6 +250,8 @@ def test_only_the_command_has_its_secrets(fleet: WholeFleet, said: list[tuple[st
         lambda: {subject for subject, _ in said} >= {"jobs.completed", "jobs.errored"},
         "the messages",
     )
+    for places in (noted.answers, said, tables(fleet.url), files(fleet.folder)):
+        assert found_in(iter(places), jobs[0]) != []  # whoever looks there finds what is there
     everything = (*ALL, *keys.values(), *(key.rpartition("_")[2] for key in keys.values()))
     assert found_in(iter(noted.answers), *everything) == []
     assert found_in(iter(said), *everything) == []
