@@ -37,7 +37,7 @@ from tests.integration.fleet.whole_fleet import (
 )
 from tests.postgres import Postgres
 
-pytestmark = [pytest.mark.fleet, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.fleet, pytest.mark.timeout(900)]
 
 ENTRANCES = ("message", "row", "cli", "http", "python")
 DOOMED, SAFE = "h1", "h2"
@@ -297,6 +297,7 @@ def run_all(
     assert len(fleet.rows(select(Job))) == len(jobs)
 
 
+@pytest.mark.soak  # four minutes on two cores that are busy
 def test_five_entrances_and_one_lost_machine(
     fleet: WholeFleet, told: dict[str, dict[str, Any]]
 ) -> None:

@@ -31,7 +31,7 @@ from groupwise.fleet import database as databases
 from groupwise.fleet.settings import FleetPlace, find
 from groupwise.fleet.tables import VM, Attempt, Event, Job
 from tests import fleet_api, nats
-from tests.chaos.fleet import Control
+from tests.chaos.fleet import Control, dies_with_us
 from tests.postgres import Postgres
 from tests.ssh_hosts import FullHost, full_hosts
 
@@ -269,6 +269,20 @@ def open_the_interpreter(host: FullHost) -> None:
 
 
 @contextlib.contextmanager
+def _messages(folder: Path) -> Iterator[nats.Nats]:
+    """A NATS that ends with this process, however that ends."""
+    program = folder / "nats-server"
+    program.write_text(f'#!/bin/sh\nexec {" ".join(dies_with_us())} {nats.needed()} "$@"\n')
+    program.chmod(0o755)
+    server = nats.Nats(str(program), folder)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.end()
+
+
+@contextlib.contextmanager
 def whole_fleet(
     server: Postgres,
     *,
@@ -288,7 +302,7 @@ def whole_fleet(
         for name in ("fleet", "nats"):
             (folder / name).mkdir()
         with (
-            nats.server(folder / "nats") as messages,
+            _messages(folder / "nats") as messages,
             full_hosts(machines, settings=settings) as hosts,
         ):
             fleet = WholeFleet(
