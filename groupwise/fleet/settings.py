@@ -10,7 +10,6 @@ then options of the command line. No password has to stand in any of them: `data
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from pydantic import AfterValidator
 from groupwise.errors import ConfigError
 from groupwise.fleet import secrets
 from groupwise.fleet.secrets import AllowedSecrets
-from groupwise.settings.overrides import parse_override
+from groupwise.settings.environment import lay_environment_over
 from groupwise.settings.schema import Strict, keys_of, setting
 from groupwise.settings.tree import Tree, read_yaml
 from groupwise.settings.validation import validate
@@ -176,45 +175,10 @@ def read_settings(
 ) -> FleetSettings:
     """Settings of a file that need not be there, with environment and options laid over it. Raises ConfigError."""
     tree = read_yaml(file) if file.exists() else Tree("settings")
-    _lay_environment_over(tree, environment)
+    known = keys_of(FleetSettings)
+    texts = frozenset(key for key in known if known[key].annotation == str | None)
+    lay_environment_over(tree, environment, FleetSettings, ENVIRONMENT, as_text=texts)
     for key, value in options.items():
         tree.values[key] = value
         tree.origins[(key,)] = f"--{key.replace('_', '-')}"
     return validate(FleetSettings, tree)
-
-
-def _lay_environment_over(tree: Tree, environment: Mapping[str, str]) -> None:
-    known = keys_of(FleetSettings)
-    for variable in sorted(environment):
-        if not variable.startswith(ENVIRONMENT):
-            continue
-        key = variable.removeprefix(ENVIRONMENT).lower()
-        if key not in known or variable != variable.upper():
-            tree.problems.append(_unknown_variable(variable, key))
-            continue
-        value = environment[variable]
-        if (
-            known[key].annotation == str | None and value != "null"
-        ):  # a URL may hold what YAML reads otherwise
-            tree.values[key] = value
-        else:
-            _lay_value_over(tree, variable, key, value)
-        tree.origins[(key,)] = variable
-
-
-def _lay_value_over(tree: Tree, variable: str, key: str, text: str) -> None:
-    try:
-        _, tree.values[key] = parse_override(f"{key}={text}")
-    except ConfigError as error:
-        reason = error.message.partition(": ")[2] or error.message
-        tree.problems.append(f"{variable}: {reason}")
-        tree.unread.add((key,))
-
-
-def _unknown_variable(variable: str, key: str) -> str:
-    if key in FleetSettings.refused:
-        return f"{variable} is no setting; {FleetSettings.refused[key]}."
-    names = {name: ENVIRONMENT + name.upper() for name in keys_of(FleetSettings)}
-    near = difflib.get_close_matches(key, names, n=1)
-    hint = f"did you mean {names[near[0]]}?" if near else f"there are {', '.join(names.values())}."
-    return f"{variable} is no setting; {hint}"

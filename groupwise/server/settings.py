@@ -7,7 +7,6 @@ in the key file, and none of them on a command line, where every user of the mac
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -15,8 +14,9 @@ from typing import Any, ClassVar, Literal
 from groupwise.errors import ConfigError, UsageError
 from groupwise.http.addresses import is_loopback
 from groupwise.settings.credentials import secrets_in
-from groupwise.settings.overrides import override, parse_override
-from groupwise.settings.schema import Conflict, Strict, keys_of, setting
+from groupwise.settings.environment import lay_environment_over
+from groupwise.settings.overrides import override
+from groupwise.settings.schema import Conflict, Strict, setting
 from groupwise.settings.tree import Tree, read_yaml
 from groupwise.settings.validation import validate
 from groupwise.wire.keys import VARIABLE, Keyring, read_key_file
@@ -159,40 +159,11 @@ def read_settings(
     `options` are those of the command line that were given, by their key.
     """
     tree = Tree("settings") if config is None else read_yaml(config)
-    _lay_environment_over(tree, environment)
+    lay_environment_over(tree, environment, ServerConfig, ENVIRONMENT)
     for key, value in options.items():
         tree.values[key] = value
         tree.origins[(key,)] = f"--{key.replace('_', '-')}"
     return validate(ServerConfig, override(tree, words), check=secrets_in)
-
-
-def _lay_environment_over(tree: Tree, environment: Mapping[str, str]) -> None:
-    known = keys_of(ServerConfig)
-    for variable in sorted(environment):
-        if not variable.startswith(ENVIRONMENT):
-            continue
-        key = variable.removeprefix(ENVIRONMENT).lower()
-        if key not in known or variable != variable.upper():
-            tree.problems.append(_unknown_variable(variable, key))
-            continue
-        try:
-            _, value = parse_override(f"{key}={environment[variable]}")
-        except ConfigError as error:
-            reason = error.message.partition(": ")[2] or error.message
-            tree.problems.append(f"{variable}: {reason}")
-            tree.unread.add((key,))
-            continue
-        tree.values[key] = value
-        tree.origins[(key,)] = variable
-
-
-def _unknown_variable(variable: str, key: str) -> str:
-    if key in ServerConfig.refused:
-        return f"{variable} is no setting; {ServerConfig.refused[key]}."
-    names = {name: ENVIRONMENT + name.upper() for name in keys_of(ServerConfig)}
-    near = difflib.get_close_matches(key, names, n=1)
-    hint = f"did you mean {names[near[0]]}?" if near else f"there are {', '.join(names.values())}."
-    return f"{variable} is no setting; {hint}"
 
 
 def read_keys(config: ServerConfig, environment: Mapping[str, str]) -> Keyring | None:
