@@ -328,6 +328,15 @@ def test_a_quota_holds_for_claims_at_once(
     database.run(lambda s: s.add(Project(name="p", max_gpus=1)))
     submit(database, "one", project="p", gpus=1, vm="vm-1")
     submit(database, "two", project="p", gpus=1, vm="vm-2")
+    taken = two_claims_at_once(database, second, monkeypatch)
+    assert [each.job_id for each in taken] == ["one"]
+    assert "uses 1 of its 1 GPUs" in (job_of(database, "two").blocked_reasons or [""])[0]
+
+
+def two_claims_at_once(
+    database: Database, second: Database, monkeypatch: pytest.MonkeyPatch
+) -> list[Any]:
+    """What both take; the first is stopped before it settles, until the second has done the same or waits for a row."""
     step, real = Step(), claim._settle
 
     def stopped(*given: Any) -> Any:
@@ -348,8 +357,7 @@ def test_a_quota_holds_for_claims_at_once(
     step.go_on.set()
     claiming.join(SECONDS)
     waiting.join(SECONDS)
-    assert [each.job_id for each in first + other] == ["one"]
-    assert "uses 1 of its 1 GPUs" in (job_of(database, "two").blocked_reasons or [""])[0]
+    return first + other
 
 
 def waits_for_a_row(database: Database) -> bool:
@@ -364,27 +372,8 @@ def test_claims_of_one_machine_see_each_other(
     add_machine(database, "vm-1", 2, facts={"ram_mb": 1000})
     submit(database, "one", named=[0], vm="vm-1", ram_mb=600)
     submit(database, "two", named=[1], vm="vm-1", ram_mb=600)
-    step, real = Step(), claim._settle
-
-    def stopped(*given: Any) -> Any:
-        if threading.current_thread() is not threading.main_thread() and not step.go_on.is_set():
-            step.stop()
-        return real(*given)
-
-    monkeypatch.setattr(claim, "_settle", stopped)
-    first: list[Any] = []
-    claiming = in_background(lambda: first.extend(claim_some(second, limit=1)))
-    assert step.reached.wait(SECONDS)
-    step.reached.clear()
-    other: list[Any] = []
-    waiting = in_background(lambda: other.extend(claim_some(database, limit=1)))
-    wait_for(
-        lambda: step.reached.is_set() or waits_for_a_row(second), "the second claim does nothing"
-    )
-    step.go_on.set()
-    claiming.join(SECONDS)
-    waiting.join(SECONDS)
-    assert [each.job_id for each in first + other] == ["one"]
+    taken = two_claims_at_once(database, second, monkeypatch)
+    assert [each.job_id for each in taken] == ["one"]
 
 
 def test_dispatchers_do_not_wait_for_each_others_jobs(database: Database, second: Database) -> None:
