@@ -16,9 +16,9 @@ from collections.abc import Callable
 from sqlalchemy import func, select, text, update
 from sqlalchemy.orm import Session
 
-from groupwise.fleet import admission, capacity, claim
-from groupwise.fleet.database import Database, connect, migrate, seconds
-from groupwise.fleet.tables import GPU, VM, Attempt, Job, Reservation
+from groupwise.fleet.queue import admission, capacity, claim
+from groupwise.fleet.store.database import Database, connect, migrate, seconds
+from groupwise.fleet.store.tables import GPU, VM, Attempt, Job, Reservation
 from tests.postgres import server
 
 JOBS = int(os.environ.get("JOBS", "100000"))

@@ -27,11 +27,11 @@ from typing import Any
 import asyncssh
 from sqlalchemy import func, insert, select
 
-from groupwise.fleet import database as databases
-from groupwise.fleet.attempts import Machine
-from groupwise.fleet.database import Database
+from groupwise.fleet.attempts.records import Machine
 from groupwise.fleet.poller import Pace, Poller
-from groupwise.fleet.tables import VM
+from groupwise.fleet.store import database as databases
+from groupwise.fleet.store.database import Database
+from groupwise.fleet.store.tables import VM
 from groupwise.fleet.tasks import ended
 from groupwise.hosts.port import Answer, HostUnreachable, OutcomeUnknown, Request
 

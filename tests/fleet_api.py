@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from groupwise.fleet.api.serve import Address, serving
-from groupwise.fleet.database import Database
 from groupwise.fleet.doorbells.local import LocalDoorbell
 from groupwise.fleet.settings import FleetPlace, FleetSettings
+from groupwise.fleet.store.database import Database
 
 
 def place_in(folder: Path) -> FleetPlace:

@@ -28,27 +28,27 @@ REAL = "tests/integration/fleet"
 UNIT = "tests/unit/fleet"
 HOSTS = "tests/unit/hosts"
 
-ADMISSION = f"{UNIT}/test_admission.py"
+ADMISSION = f"{UNIT}/queue/test_admission.py"
 API = f"{UNIT}/test_client.py"
-ARTEFACTS = f"{UNIT}/test_artefacts.py"
-ATTEMPTS = f"{UNIT}/test_attempts.py"
-CLAIM = f"{UNIT}/test_claim.py"
-DECIDE = f"{UNIT}/test_decide.py"
+ARTEFACTS = f"{UNIT}/files/test_artefacts.py"
+RECORDS = f"{UNIT}/attempts/test_records.py"
+CLAIM = f"{UNIT}/queue/test_claim.py"
+DECIDE = f"{UNIT}/attempts/test_decide.py"
 DISPATCHER = f"{UNIT}/test_dispatcher.py"
-DRIVE = f"{UNIT}/test_drive.py"
-FAILURES = f"{UNIT}/test_failures.py"
+DRIVE = f"{UNIT}/attempts/test_drive.py"
+FAILURES = f"{UNIT}/queue/test_failures.py"
 FAULTS = f"{HOSTS}/test_runner_faults.py"
 FILES = f"{HOSTS}/test_runner_files.py"
 GPUS = f"{HOSTS}/test_runner_gpus.py"
-LOGS = f"{UNIT}/test_logs.py"
-OBSERVATION = f"{UNIT}/test_observation.py"
+LOGS = f"{UNIT}/files/test_logs.py"
+OBSERVATION = f"{UNIT}/machines/test_observation.py"
 POLLER = f"{UNIT}/test_poller.py"
 RACES = f"{REAL}/test_claim_races.py"
 RUNNER = f"{HOSTS}/test_runner.py"
-SQLITE = f"{UNIT}/test_database_of_sqlite.py"
+SQLITE = f"{UNIT}/store/test_database_of_sqlite.py"
 SSH = f"{REAL}/test_ssh.py"
 TRACKER = f"{UNIT}/test_tracker.py"
-TRIGGERS = f"{UNIT}/test_triggers.py"
+TRIGGERS = f"{UNIT}/store/test_triggers.py"
 VERBS = f"{UNIT}/verbs"
 
 QUICK = (
@@ -58,79 +58,85 @@ QUICK = (
         "whoever names an epoch may write about it",
         (
             (
-                "fleet/attempts.py",
+                "fleet/attempts/records.py",
                 ".where(Attempt.epoch == epoch, Attempt.owner == owner)\n        .with_for_update(key_share=True)",
                 ".where(Attempt.epoch == epoch)\n        .with_for_update(key_share=True)",
             ),
         ),
-        (f"{ATTEMPTS}::test_who_has_been_replaced_writes_nothing",),
+        (f"{RECORDS}::test_who_has_been_replaced_writes_nothing",),
     ),
     Mutation(
         "owner",
         "whoever names an epoch may read it as its own",
         (
             (
-                "fleet/attempts.py",
+                "fleet/attempts/records.py",
                 ".where(Attempt.epoch == epoch, Attempt.owner == owner)\n    ).one_or_none()",
                 ".where(Attempt.epoch == epoch)\n    ).one_or_none()",
             ),
         ),
-        (f"{ATTEMPTS}::test_who_has_been_replaced_writes_nothing",),
+        (f"{RECORDS}::test_who_has_been_replaced_writes_nothing",),
     ),
     Mutation(
         "epoch",
         "what is written about an attempt goes to any that the owner has",
         (
             (
-                "fleet/attempts.py",
+                "fleet/attempts/records.py",
                 ".where(Attempt.epoch == epoch, Attempt.owner == owner)\n        .with_for_update(key_share=True)",
                 ".where(Attempt.owner == owner)\n        .order_by(Attempt.epoch)\n        .limit(1)\n"
                 "        .with_for_update(key_share=True)",
             ),
         ),
-        (f"{ATTEMPTS}::test_a_write_is_about_the_attempt_that_it_names",),
+        (f"{RECORDS}::test_a_write_is_about_the_attempt_that_it_names",),
     ),
     Mutation(
         "lease",
         "attempts are adopted whose owner lives",
-        (("fleet/attempts.py", ".where(_open(), Attempt.lease_until < now)", ".where(_open())"),),
-        (f"{ATTEMPTS}::test_an_attempt_is_adopted_once",),
+        (
+            (
+                "fleet/attempts/records.py",
+                ".where(_open(), Attempt.lease_until < now)",
+                ".where(_open())",
+            ),
+        ),
+        (f"{RECORDS}::test_an_attempt_is_adopted_once",),
     ),
     Mutation(
         "lease",
         "a lease is renewed by the clock of the dispatcher",
         (
             (
-                "fleet/attempts.py",
+                "fleet/attempts/records.py",
                 ".values(lease_until=clock() + lease)",
                 ".values(lease_until=__import__('time').time() + lease)",
             ),
         ),
-        (f"{ATTEMPTS}::test_leases_are_counted_by_the_clock_of_the_database",),
+        (f"{RECORDS}::test_leases_are_counted_by_the_clock_of_the_database",),
     ),
     Mutation(
         "lease",
         "what ran out is told by the clock of the dispatcher",
         (
             (
-                "fleet/attempts.py",
+                "fleet/attempts/records.py",
                 "now = seconds(session)\n    found = session.scalars(",
                 "now = __import__('time').time()\n    found = session.scalars(",
             ),
         ),
-        (f"{ATTEMPTS}::test_leases_are_counted_by_the_clock_of_the_database",),
+        (f"{RECORDS}::test_leases_are_counted_by_the_clock_of_the_database",),
     ),
     Mutation(
         "lease",
         "a claim is leased by the clock of the dispatcher",
         (
             (
-                "fleet/claim.py",
+                "fleet/queue/claim.py",
                 '"lease_until": now + lease.seconds,',
                 '"lease_until": __import__("time").time() + lease.seconds,',
             ),
         ),
-        (f"{ATTEMPTS}::test_leases_are_counted_by_the_clock_of_the_database",),
+        (f"{RECORDS}::test_leases_are_counted_by_the_clock_of_the_database",),
     ),
     Mutation(
         "lease",
@@ -150,7 +156,7 @@ QUICK = (
         "a job may have two",
         (
             (
-                "fleet/migrations/versions/0001_first.py",
+                "fleet/store/migrations/versions/0001_first.py",
                 '"uq_attempts_live", "attempts", ["job_id"], unique=True,',
                 '"uq_attempts_live", "attempts", ["job_id"], unique=False,',
             ),
@@ -162,12 +168,12 @@ QUICK = (
         "neither index nor trigger",
         (
             (
-                "fleet/migrations/versions/0001_first.py",
+                "fleet/store/migrations/versions/0001_first.py",
                 '        "uq_reservations_gpu",\n        "reservations",\n        ["gpu_id"],\n        unique=True,',
                 '        "uq_reservations_gpu",\n        "reservations",\n        ["gpu_id"],\n        unique=False,',
             ),
             (
-                "fleet/triggers.py",
+                "fleet/store/triggers.py",
                 "(SELECT count(*) {beside}) > 1 AND",
                 "(SELECT count(*) {beside}) > 2 AND",
             ),
@@ -179,19 +185,19 @@ QUICK = (
         "the index is not unique",
         (
             (
-                "fleet/migrations/versions/0001_first.py",
+                "fleet/store/migrations/versions/0001_first.py",
                 '        "uq_reservations_gpu",\n        "reservations",\n        ["gpu_id"],\n        unique=True,',
                 '        "uq_reservations_gpu",\n        "reservations",\n        ["gpu_id"],\n        unique=False,',
             ),
         ),
-        (f"{UNIT}/test_schema.py::test_the_way_leads_to_the_tables_of_the_code",),
+        (f"{UNIT}/store/test_schema.py::test_the_way_leads_to_the_tables_of_the_code",),
     ),
     Mutation(
         "shares fit into a GPU",
         "their sum is not looked at",
         (
             (
-                "fleet/triggers.py",
+                "fleet/store/triggers.py",
                 "OR (SELECT sum(share_mb) {beside}) > ",
                 "OR (SELECT min(share_mb) {beside}) > ",
             ),
@@ -203,7 +209,7 @@ QUICK = (
         "the index is not unique",
         (
             (
-                "fleet/migrations/versions/0001_first.py",
+                "fleet/store/migrations/versions/0001_first.py",
                 '        ["vm_id", "slot"],\n        unique=True,',
                 '        ["vm_id", "slot"],\n        unique=False,',
             ),
@@ -215,7 +221,7 @@ QUICK = (
         "no trigger knows which status may follow which",
         (
             (
-                "fleet/triggers.py",
+                "fleet/store/triggers.py",
                 '    yield from _moves("job", "jobs", "status", states.JOB_MOVES)\n',
                 "",
             ),
@@ -227,7 +233,7 @@ QUICK = (
         "an attempt may come back from its end",
         (
             (
-                "fleet/triggers.py",
+                "fleet/store/triggers.py",
                 '    yield from _moves("attempt", "attempts", "state", states.ATTEMPT_MOVES)\n',
                 "",
             ),
@@ -239,7 +245,7 @@ QUICK = (
         "how an attempt ended may be written anew",
         (
             (
-                "fleet/triggers.py",
+                "fleet/store/triggers.py",
                 "f\"OLD.state = '{ended}' AND ({' OR '.join(f'NEW.",
                 "f\"OLD.state = 'over' AND ({' OR '.join(f'NEW.",
             ),
@@ -251,19 +257,19 @@ QUICK = (
         "an attempt that has ended ends once more",
         (
             (
-                "fleet/ending.py",
+                "fleet/attempts/ending.py",
                 "    if attempt.state == AttemptState.ENDED:\n        return\n    assert move.outcome",
                 "    assert move.outcome",
             ),
         ),
-        (f"{ATTEMPTS}::test_attempt_and_job_end_together_and_once",),
+        (f"{RECORDS}::test_attempt_and_job_end_together_and_once",),
     ),
     Mutation(
         "a new generation",
         "a job is retried within its generation",
         (
             (
-                "fleet/triggers.py",
+                "fleet/store/triggers.py",
                 "NEW.generation <> OLD.generation + 1",
                 "NEW.generation < OLD.generation",
             ),
@@ -275,7 +281,7 @@ QUICK = (
         "what an admitted job runs may change",
         (
             (
-                "fleet/triggers.py",
+                "fleet/store/triggers.py",
                 "{_set_once('spec_hash')} AND NEW.generation = OLD.generation",
                 "1 = 0",
             ),
@@ -287,7 +293,7 @@ QUICK = (
         "a job is admitted again",
         (
             (
-                "fleet/admission.py",
+                "fleet/queue/admission.py",
                 ".where(Job.admitted_at.is_(None), Job.status.in_(",
                 ".where(Job.status.in_(",
             ),
@@ -297,13 +303,13 @@ QUICK = (
     Mutation(
         "events are append-only",
         "one may be changed",
-        (("fleet/triggers.py", 'for on in ("UPDATE", "DELETE"):', 'for on in ("DELETE",):'),),
+        (("fleet/store/triggers.py", 'for on in ("UPDATE", "DELETE"):', 'for on in ("DELETE",):'),),
         (f"{TRIGGERS}::test_events_are_only_appended",),
     ),
     Mutation(
         "events are append-only",
         "one may be removed",
-        (("fleet/triggers.py", 'for on in ("UPDATE", "DELETE"):', 'for on in ("UPDATE",):'),),
+        (("fleet/store/triggers.py", 'for on in ("UPDATE", "DELETE"):', 'for on in ("UPDATE",):'),),
         (f"{TRIGGERS}::test_events_are_only_appended",),
     ),
     Mutation(
@@ -311,7 +317,7 @@ QUICK = (
         "one may be lower than those before it",
         (
             (
-                "fleet/triggers.py",
+                "fleet/store/triggers.py",
                 "other.job_id = NEW.job_id AND other.epoch > NEW.epoch)",
                 "other.job_id = NEW.job_id AND 1 = 0)",
             ),
@@ -322,26 +328,32 @@ QUICK = (
     Mutation(
         "BEGIN IMMEDIATE",
         "who will write does not lock before it reads",
-        (("fleet/engine.py", '"BEGIN" if reads else "BEGIN IMMEDIATE"', '"BEGIN"'),),
+        (("fleet/store/engine.py", '"BEGIN" if reads else "BEGIN IMMEDIATE"', '"BEGIN"'),),
         (f"{SQLITE}::test_who_may_write_has_locked_before_it_reads",),
     ),
     Mutation(
         "a commit without an answer",
         "it is begun anew, or said not to have happened",
-        (("fleet/database.py", "        if _answer_is_missing(error):\n", "        if False:\n"),),
+        (
+            (
+                "fleet/store/database.py",
+                "        if _answer_is_missing(error):\n",
+                "        if False:\n",
+            ),
+        ),
         (f"{SQLITE}::test_a_failed_write_at_commit_is_no_answer",),
     ),
     # --- claiming ---------------------------------------------------------------------------------
     Mutation(
         "claim",
         "a job that is to wait is claimed",
-        (("fleet/claim.py", "            Job.not_before <= now,\n", ""),),
+        (("fleet/queue/claim.py", "            Job.not_before <= now,\n", ""),),
         (f"{CLAIM}::test_what_may_not_begin_does_not",),
     ),
     Mutation(
         "claim",
         "a machine that nobody has looked at gets a job",
-        (("fleet/capacity.py", "(age > STALE_SECONDS, ", "(age > 1e9, "),),
+        (("fleet/queue/capacity.py", "(age > STALE_SECONDS, ", "(age > 1e9, "),),
         (f"{CLAIM}::test_machines_that_get_nothing",),
     ),
     Mutation(
@@ -349,7 +361,7 @@ QUICK = (
         "one reservation that is refused undoes the whole claim",
         (
             (
-                "fleet/claim.py",
+                "fleet/queue/claim.py",
                 "        except IntegrityError:\n            continue",
                 "        except ZeroDivisionError:\n            continue",
             ),
@@ -362,7 +374,7 @@ QUICK = (
         "a launch is sent before launching is written",
         (
             (
-                "fleet/decide.py",
+                "fleet/attempts/decide.py",
                 "    return (Move(AttemptState.LAUNCHING),)",
                 "    return tuple(Launch(m.rank) for m in view.members)",
             ),
@@ -374,7 +386,7 @@ QUICK = (
         "a launch is given up at once",
         (
             (
-                "fleet/decide.py",
+                "fleet/attempts/decide.py",
                 "    return _once_still(view, end)\n\n\ndef _launch_given_up",
                 "    return (end,)\n\n\ndef _launch_given_up",
             ),
@@ -389,7 +401,7 @@ QUICK = (
         "silence counts as void",
         (
             (
-                "fleet/decide.py",
+                "fleet/attempts/decide.py",
                 "    if member.reading in NEVER:\n",
                 "    if member.reading in NEVER | SILENT:\n",
             ),
@@ -401,7 +413,7 @@ QUICK = (
         "an absent folder counts as void",
         (
             (
-                "fleet/decide.py",
+                "fleet/attempts/decide.py",
                 "    if member.reading in NEVER:\n",
                 "    if member.reading in {*NEVER, Reading.ABSENT}:\n",
             ),
@@ -417,7 +429,7 @@ QUICK = (
     Mutation(
         "unreachable is not failed",
         "a member that is silent has failed",
-        (("fleet/decide.py", "_MAY_GO_ON = SILENT | {", "_MAY_GO_ON = {"),),
+        (("fleet/attempts/decide.py", "_MAY_GO_ON = SILENT | {", "_MAY_GO_ON = {"),),
         (f"{DECIDE}::test_a_silent_member_has_not_failed",),
     ),
     Mutation(
@@ -425,7 +437,7 @@ QUICK = (
         "a machine that is silent is gone",
         (
             (
-                "fleet/decide.py",
+                "fleet/attempts/decide.py",
                 "return (self.lost or self.deadman_over) and self.reading in SILENT",
                 "return self.reading in SILENT",
             ),
@@ -437,7 +449,7 @@ QUICK = (
         "a machine that answers is gone all the same",
         (
             (
-                "fleet/decide.py",
+                "fleet/attempts/decide.py",
                 "return (self.lost or self.deadman_over) and self.reading in SILENT",
                 "return self.lost or self.deadman_over",
             ),
@@ -449,7 +461,7 @@ QUICK = (
         "a late cancellation makes a success a cancelled job",
         (
             (
-                "fleet/failures.py",
+                "fleet/queue/failures.py",
                 "    if outcome is Outcome.SUCCEEDED:\n",
                 "    if outcome is Outcome.SUCCEEDED and not job.cancel_requested:\n",
             ),
@@ -461,7 +473,7 @@ QUICK = (
         "a late cancellation makes a success a cancelled attempt",
         (
             (
-                "fleet/decide.py",
+                "fleet/attempts/decide.py",
                 "    end = _result(view)\n",
                 '    end = _end(view, Outcome.CANCELLED, because="late") if view.cancel_requested else _result(view)\n',
             ),
@@ -473,7 +485,7 @@ QUICK = (
         "an exit record is proof enough",
         (
             (
-                "fleet/decide.py",
+                "fleet/attempts/decide.py",
                 "return not view.cancel_requested or member.quiet is True",
                 "return True",
             ),
@@ -485,7 +497,7 @@ QUICK = (
         "what it left behind is not looked at",
         (
             (
-                "fleet/decide.py",
+                "fleet/attempts/decide.py",
                 "return member.reading is Reading.LOST and member.quiet is True",
                 "return member.reading is Reading.LOST",
             ),
@@ -495,20 +507,32 @@ QUICK = (
     Mutation(
         "foreign work is left alone",
         "what no table knows is killed",
-        (("fleet/decide.py", "        return Stray.QUARANTINE\n", "        return Stray.KILL\n"),),
+        (
+            (
+                "fleet/attempts/decide.py",
+                "        return Stray.QUARANTINE\n",
+                "        return Stray.KILL\n",
+            ),
+        ),
         (f"{DECIDE}::test_strays",),
     ),
     Mutation(
         "a lower epoch is killed",
         "it is left to run",
-        (("fleet/decide.py", "    return Stray.KILL\n", "    return Stray.LEAVE\n"),),
+        (("fleet/attempts/decide.py", "    return Stray.KILL\n", "    return Stray.LEAVE\n"),),
         (f"{DECIDE}::test_strays",),
     ),
     # --- what follows -----------------------------------------------------------------------------
     Mutation(
         "budgets",
         "a class is tried again without end",
-        (("fleet/failures.py", "if most is not None and spent[failure] > most:", "if False:"),),
+        (
+            (
+                "fleet/queue/failures.py",
+                "if most is not None and spent[failure] > most:",
+                "if False:",
+            ),
+        ),
         (f"{FAILURES}::test_every_class_comes_to_an_end",),
     ),
     Mutation(
@@ -516,7 +540,7 @@ QUICK = (
         "charged failures are not counted together",
         (
             (
-                "fleet/failures.py",
+                "fleet/queue/failures.py",
                 'spent["charged"] > policy.charged',
                 "spent[failure] > policy.charged",
             ),
@@ -526,7 +550,7 @@ QUICK = (
     Mutation(
         "budgets",
         "machines may fail under a job without end",
-        (("fleet/failures.py", 'spent["free"] > FREE_RETRIES', 'spent["free"] < 0'),),
+        (("fleet/queue/failures.py", 'spent["free"] > FREE_RETRIES', 'spent["free"] < 0'),),
         (f"{FAILURES}::test_every_class_comes_to_an_end",),
     ),
     Mutation(
@@ -534,32 +558,32 @@ QUICK = (
         "a live attempt gives back what it holds",
         (
             (
-                "fleet/ending.py",
+                "fleet/attempts/ending.py",
                 '    assert attempt.state == AttemptState.ENDED, "nothing of a live attempt is given back"\n'
                 "    member = session.get_one(Member, (epoch, rank), populate_existing=True)\n    member.released = True\n",
                 "    member = session.get_one(Member, (epoch, rank), populate_existing=True)\n    member.released = True\n",
             ),
         ),
-        (f"{ATTEMPTS}::test_nothing_of_a_live_attempt_is_given_back",),
+        (f"{RECORDS}::test_nothing_of_a_live_attempt_is_given_back",),
     ),
     Mutation(
         "release",
         "a lost machine is used again with what was on it",
         (
             (
-                "fleet/attempts.py",
+                "fleet/attempts/records.py",
                 "    if vm.lost_at is None or unfinished is not None:\n",
                 "    if vm.lost_at is None:\n",
             ),
         ),
-        (f"{ATTEMPTS}::test_a_machine_is_welcome_back_when_nothing_is_left_there",),
+        (f"{RECORDS}::test_a_machine_is_welcome_back_when_nothing_is_left_there",),
     ),
     Mutation(
         "deadman",
         "without a margin",
         (
             (
-                "fleet/drive.py",
+                "fleet/attempts/drive.py",
                 "return row.now - member.silent_since > deadman + DEADMAN_MARGIN",
                 "return row.now - member.silent_since > deadman",
             ),
@@ -571,7 +595,7 @@ QUICK = (
         "a launch that nobody has heard of is over by it",
         (
             (
-                "fleet/drive.py",
+                "fleet/attempts/drive.py",
                 "    if member.recorded not in {Reading.CLAIMED, Reading.RUNNING}:\n",
                 "    if False:\n",
             ),
@@ -581,9 +605,9 @@ QUICK = (
     Mutation(
         "deadman",
         "a wait keeps it quiet for an attempt that is given up",
-        (("fleet/watching.py", "if listener.hearing and (last := ", "if (last := "),),
+        (("fleet/attempts/watching.py", "if listener.hearing and (last := ", "if (last := "),),
         (
-            f"{UNIT}/test_watching.py::test_the_deadman_of_an_attempt_that_is_written_down_as_silent_is_not_kept_quiet",
+            f"{UNIT}/attempts/test_watching.py::test_the_deadman_of_an_attempt_that_is_written_down_as_silent_is_not_kept_quiet",
         ),
     ),
     Mutation(
@@ -591,7 +615,7 @@ QUICK = (
         "what a silent machine holds is given back by itself",
         (
             (
-                "fleet/decide.py",
+                "fleet/attempts/decide.py",
                 "return (Abandon(member.rank),) if member.lost and not member.abandoned else ()",
                 "return () if member.abandoned else (Abandon(member.rank),)",
             ),
@@ -627,7 +651,7 @@ QUICK = (
         "one makes a machine unreachable",
         (
             (
-                "fleet/observation.py",
+                "fleet/machines/observation.py",
                 "    if vm.misses >= MISSES and ",
                 "    if vm.misses >= 1 and ",
             ),
@@ -639,7 +663,7 @@ QUICK = (
         "several pollers count the same silence",
         (
             (
-                "fleet/observation.py",
+                "fleet/machines/observation.py",
                 "if asked_at - counted_at < MISSES_APART and vm.misses:",
                 "if False:",
             ),
@@ -651,7 +675,7 @@ QUICK = (
         "one overwrites a newer one",
         (
             (
-                "fleet/observation.py",
+                "fleet/machines/observation.py",
                 "asked_at <= vm.observed_round or _is_barred(vm)",
                 "_is_barred(vm)",
             ),
@@ -661,19 +685,31 @@ QUICK = (
     Mutation(
         "absence proves nothing",
         "a probe with lines that nobody could read makes GPUs missing",
-        (("fleet/observation.py", "    if _is_whole(seen):\n", "    if True:\n"),),
+        (("fleet/machines/observation.py", "    if _is_whole(seen):\n", "    if True:\n"),),
         (f"{OBSERVATION}::test_absence_proves_nothing_where_the_probe_was_not_answered_whole",),
     ),
     Mutation(
         "an observation only subtracts",
         "processes of an attempt that does not hold the GPU are ours",
-        (("fleet/observation.py", "if app.attempt not in own]", "if app.attempt is None]"),),
+        (
+            (
+                "fleet/machines/observation.py",
+                "if app.attempt not in own]",
+                "if app.attempt is None]",
+            ),
+        ),
         (f"{OBSERVATION}::test_a_process_of_the_attempt_that_holds_the_gpu_is_not_foreign",),
     ),
     Mutation(
         "host key pin",
         "a changed key is believed on first use",
-        (("fleet/observation.py", "    if vm.host_key is None and pin:\n", "    if pin:\n"),),
+        (
+            (
+                "fleet/machines/observation.py",
+                "    if vm.host_key is None and pin:\n",
+                "    if pin:\n",
+            ),
+        ),
         (f"{OBSERVATION}::TestKeys::test_trust_on_first_use_pins_the_first_and_no_other",),
     ),
     # --- events and those who read them -----------------------------------------------------------
@@ -707,7 +743,7 @@ QUICK = (
         "bytes are added wherever the file ends",
         (
             (
-                "fleet/logs.py",
+                "fleet/files/logs.py",
                 "        if size != offset:\n            return size\n",
                 "        offset = size\n",
             ),
@@ -717,25 +753,31 @@ QUICK = (
     Mutation(
         "log",
         "a torn end stays",
-        (("fleet/logs.py", "        if size > reported:\n", "        if False:\n"),),
+        (("fleet/files/logs.py", "        if size > reported:\n", "        if False:\n"),),
         (f"{LOGS}::test_what_may_be_torn_is_cut_off",),
     ),
     Mutation(
         "log",
         "a dispatcher that was replaced reports how far it is",
-        (("fleet/logs.py", "    guarded(session, part.epoch, part.owner)\n", ""),),
+        (("fleet/files/logs.py", "    guarded(session, part.epoch, part.owner)\n", ""),),
         (f"{LOGS}::test_who_does_not_own_the_attempt_any_more_reports_nothing",),
     ),
     Mutation(
         "checkpoint",
         "a dispatcher that was replaced writes its row",
-        (("fleet/mirror.py", "guarded(session, part.epoch, part.owner)", "None"),),
-        (f"{UNIT}/test_mirror.py::test_who_does_not_own_the_attempt_any_more_writes_no_row",),
+        (("fleet/files/mirror.py", "guarded(session, part.epoch, part.owner)", "None"),),
+        (f"{UNIT}/files/test_mirror.py::test_who_does_not_own_the_attempt_any_more_writes_no_row",),
     ),
     Mutation(
         "artefacts by hash",
         "what comes is what was announced",
-        (("fleet/artefacts.py", "    if hash_of(place) != entry.sha256:\n", "    if False:\n"),),
+        (
+            (
+                "fleet/files/artefacts.py",
+                "    if hash_of(place) != entry.sha256:\n",
+                "    if False:\n",
+            ),
+        ),
         (
             f"{ARTEFACTS}::test_what_an_earlier_try_left_torn_is_fetched_again",
             f"{ARTEFACTS}::test_a_file_that_never_is_what_the_list_says_is_a_problem",
@@ -801,7 +843,7 @@ QUICK = (
         "a full disk leaves a part of what was added",
         (
             (
-                "fleet/logs.py",
+                "fleet/files/logs.py",
                 "            os.ftruncate(file, offset)  # a full disk",
                 "            pass  # a full disk",
             ),
@@ -1104,7 +1146,7 @@ QUICK = (
     Mutation(
         "release",
         "a GPU is given back while something holds it",
-        (("fleet/drive.py", "        if found.clean:\n", "        if True:\n"),),
+        (("fleet/attempts/drive.py", "        if found.clean:\n", "        if True:\n"),),
         (f"{DISPATCHER}::test_what_a_job_leaves_behind_keeps_its_gpu_until_it_is_gone",),
     ),
     Mutation(
@@ -1135,7 +1177,13 @@ QUICK = (
     Mutation(
         "job_id",
         "a row may have any",
-        (("fleet/admission.py", "    if not JOB_ID.fullmatch(row.job_id):\n", "    if False:\n"),),
+        (
+            (
+                "fleet/queue/admission.py",
+                "    if not JOB_ID.fullmatch(row.job_id):\n",
+                "    if False:\n",
+            ),
+        ),
         (f"{ADMISSION}::test_ids_that_could_not_name_a_folder",),
     ),
     Mutation(
@@ -1173,7 +1221,7 @@ QUICK = (
         "a job may name any file of the control machine",
         (
             (
-                "fleet/admission.py",
+                "fleet/queue/admission.py",
                 "found += [] if found else fleet.allowed.problems(beyond.secrets)",
                 "found += []",
             ),
@@ -1214,7 +1262,7 @@ QUICK = (
     Mutation(
         "idempotency key",
         "it is not looked for",
-        (("fleet/admission.py", "    if key is not None:\n", "    if False:\n"),),
+        (("fleet/queue/admission.py", "    if key is not None:\n", "    if False:\n"),),
         (f"{ADMISSION}::test_one_key_one_job",),
     ),
     Mutation(
@@ -1222,7 +1270,7 @@ QUICK = (
         "it is one of the whole fleet",
         (
             (
-                "fleet/admission.py",
+                "fleet/queue/admission.py",
                 "where(Job.project == project, Job.idempotency_key == key)",
                 "where(Job.idempotency_key == key)",
             ),
@@ -1234,7 +1282,7 @@ QUICK = (
         "another request under it gets the job",
         (
             (
-                "fleet/admission.py",
+                "fleet/queue/admission.py",
                 "if there.request_hash != digest or job_id not in (None, there.job_id):",
                 "if job_id not in (None, there.job_id):",
             ),
@@ -1258,7 +1306,7 @@ QUICK = (
         "a job comes after one of another",
         (
             (
-                "fleet/admission.py",
+                "fleet/queue/admission.py",
                 "elif fleet.projects_of_jobs.get(job_id) != columns.project:",
                 "elif job_id not in fleet.projects_of_jobs:",
             ),
@@ -1394,7 +1442,7 @@ SLOW = (
         "dispatchers wait for the jobs of each other",
         (
             (
-                "fleet/claim.py",
+                "fleet/queue/claim.py",
                 '.with_for_update(skip_locked=True, key_share=True)\n        .cte("chosen")',
                 '.with_for_update(key_share=True)\n        .cte("chosen")',
             ),
@@ -1406,7 +1454,7 @@ SLOW = (
         "dispatchers take the jobs of each other",
         (
             (
-                "fleet/claim.py",
+                "fleet/queue/claim.py",
                 '.with_for_update(skip_locked=True, key_share=True)\n        .cte("chosen")',
                 '.cte("chosen")',
             ),
@@ -1418,7 +1466,7 @@ SLOW = (
         "two claims book on one at once",
         (
             (
-                "fleet/claim.py",
+                "fleet/queue/claim.py",
                 "        .order_by(VM.vm_id)\n        .with_for_update(key_share=True)\n",
                 "        .order_by(VM.vm_id)\n",
             ),
@@ -1430,7 +1478,7 @@ SLOW = (
         "two claims count on one at once",
         (
             (
-                "fleet/capacity.py",
+                "fleet/queue/capacity.py",
                 "session.execute(query.order_by(Project.name).with_for_update(key_share=True)).all()",
                 "session.execute(query.order_by(Project.name)).all()",
             ),
@@ -1442,7 +1490,7 @@ SLOW = (
         "marking does not hold up waking",
         (
             (
-                "fleet/capacity.py",
+                "fleet/queue/capacity.py",
                 "        session.execute(select(func.pg_advisory_xact_lock_shared(_LOCK)))\n",
                 "        pass\n",
             ),
@@ -1454,7 +1502,7 @@ SLOW = (
         "a job is marked by what was seen before",
         (
             (
-                "fleet/claim.py",
+                "fleet/queue/claim.py",
                 "    found = capacity.view(session, {job.project for job in plan.blocked.values()})\n    left = MOST_MARKED\n",
                 "    left = MOST_MARKED\n",
             ),
@@ -1466,7 +1514,7 @@ SLOW = (
         "who commits late is skipped",
         (
             (
-                "fleet/events.py",
+                "fleet/store/events.py",
                 "        chosen = chosen.where(Event.event_id <= _settled(session))\n",
                 "        pass\n",
             ),
@@ -1476,7 +1524,13 @@ SLOW = (
     Mutation(
         "a commit without an answer",
         "a transaction that may have happened is repeated",
-        (("fleet/database.py", "        if _answer_is_missing(error):\n", "        if False:\n"),),
+        (
+            (
+                "fleet/store/database.py",
+                "        if _answer_is_missing(error):\n",
+                "        if False:\n",
+            ),
+        ),
         (f"{REAL}/test_database.py::test_lost_during_commit",),
     ),
     Mutation(
@@ -1484,7 +1538,7 @@ SLOW = (
         "all of them may go at once",
         (
             (
-                "fleet/triggers.py",
+                "fleet/store/triggers.py",
                 '        yield from _no_truncation("events")\n',
                 "        yield from ()\n",
             ),
@@ -1496,7 +1550,7 @@ SLOW = (
         "two that are taken at once do not see each other",
         (
             (
-                "fleet/triggers.py",
+                "fleet/store/triggers.py",
                 'lock="PERFORM 1 FROM gpus WHERE gpu_id = NEW.gpu_id FOR NO KEY UPDATE",',
                 'lock="",',
             ),

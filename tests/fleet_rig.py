@@ -15,18 +15,18 @@ from typing import Any, TypeVar
 from sqlalchemy import Select, select, update
 from sqlalchemy.orm import Session
 
-from groupwise.fleet import admission
-from groupwise.fleet.attempts import Machine
-from groupwise.fleet.database import Database, seconds
+from groupwise.fleet.attempts.drive import Part, Pauses
+from groupwise.fleet.attempts.effects import Gateway, Hook, Side
+from groupwise.fleet.attempts.records import Machine
+from groupwise.fleet.attempts.watching import Pauses as WatchPauses
 from groupwise.fleet.dispatcher import GlobalJobDispatcher, Parts, Rhythm, Tuning
-from groupwise.fleet.drive import Part, Pauses
-from groupwise.fleet.effects import Gateway, Hook, Side
-from groupwise.fleet.request import JobRequest
+from groupwise.fleet.queue import admission
+from groupwise.fleet.queue.request import JobRequest
 from groupwise.fleet.states import Cleanup, Contact
-from groupwise.fleet.tables import GPU, VM, Attempt, Job, Reservation
+from groupwise.fleet.store.database import Database, seconds
+from groupwise.fleet.store.tables import GPU, VM, Attempt, Job, Reservation
 from groupwise.fleet.verbs import jobs, machines
 from groupwise.fleet.verbs.actor import Actor
-from groupwise.fleet.watching import Pauses as WatchPauses
 from groupwise.hosts.files import BlobStore
 from groupwise.hosts.port import Host
 from groupwise.testing.fake_hosts import FakeHosts

@@ -18,8 +18,8 @@ from groupwise.errors import UsageError
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
-    from groupwise.fleet.database import Database
     from groupwise.fleet.settings import FleetPlace
+    from groupwise.fleet.store.database import Database
     from groupwise.fleet.verbs.actor import Actor
 
 P = ParamSpec("P")
@@ -84,8 +84,8 @@ def place_of(told: str | None, options: dict[str, Any] | None = None) -> FleetPl
 def fleet(told: str | None, *, make: bool = False) -> Generator[Access, None, None]:
     """The fleet that is meant, opened. `make`: an embedded one that is not there yet is made."""
     place = place_of(told)
-    from groupwise.fleet import database as databases
     from groupwise.fleet.settings import DATABASE_FILE
+    from groupwise.fleet.store import database as databases
 
     if place.is_embedded and not make and place.settings.database is None:
         _expect_file(place, place.folder / DATABASE_FILE)

@@ -22,7 +22,7 @@ from groupwise.errors import UsageError
 
 if TYPE_CHECKING:
     from groupwise.cli.fleet_access import Access
-    from groupwise.fleet.logs import Follower
+    from groupwise.fleet.files.logs import Follower
 
 LOOK_SECONDS = 0.3
 """Between two looks at a log that is followed."""
@@ -80,7 +80,7 @@ def _begin(
     access: Access, found: dict[str, Any], tail: int | None, epoch: int | None
 ) -> Follower | None:
     """At the log of the newest attempt that has one, or of the one that is wanted; None: there is none yet."""
-    from groupwise.fleet.logs import Follower, Position, epochs, log_path
+    from groupwise.fleet.files.logs import Follower, Position, epochs, log_path
 
     job_id: str = found["job_id"]
     attempts: list[int] = found["epochs"]

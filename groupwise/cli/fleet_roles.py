@@ -138,7 +138,7 @@ def _say(text: str) -> None:
 def migrate(told: FleetOption = None, database: DatabaseOption = None) -> None:
     """Make the tables of the database, or update them."""
     place = place_of(told, {} if database is None else {"database": database})
-    from groupwise.fleet import database as databases
+    from groupwise.fleet.store import database as databases
 
     opened = databases.connect(place.database_url)
     try:

@@ -19,7 +19,7 @@ from groupwise.cli.output import say
 from groupwise.errors import UsageError
 
 if TYPE_CHECKING:
-    from groupwise.fleet.request import JobRequest
+    from groupwise.fleet.queue.request import JobRequest
 
 KIND = "The kind of job"
 NEEDS = "What it needs"
@@ -227,7 +227,7 @@ def submit(
     if wait and (hold or dry_run):
         raise UsageError(f"--wait and {'--hold' if hold else '--dry-run'} contradict each other.")
     with fleet(told, make=not dry_run) as access:
-        from groupwise.fleet import resources
+        from groupwise.fleet.queue import resources
 
         needs = resources.parse(
             gpus=gpus,
@@ -410,7 +410,7 @@ def _submit(
 ) -> None:
     from groupwise.cli.fleet_follow import exit_code_of, until_ended
     from groupwise.cli.printing import print_json
-    from groupwise.fleet.request import from_document
+    from groupwise.fleet.queue.request import from_document
     from groupwise.fleet.verbs import submission as verbs
 
     requests: list[JobRequest] = [from_document(each) for each in submission.documents]
@@ -484,8 +484,8 @@ def run_on(
     """A command as a job that is pinned to a machine; its output, and its exit code."""
     from groupwise.cli.fleet_follow import exit_code_of, follow_log
     from groupwise.cli.fleet_words import seconds_of
-    from groupwise.fleet import resources
-    from groupwise.fleet.request import from_document
+    from groupwise.fleet.queue import resources
+    from groupwise.fleet.queue.request import from_document
     from groupwise.fleet.verbs import submission as verbs
 
     vm = _machine_of(access, target)

@@ -93,7 +93,7 @@ class FleetClient:
     ) -> Document:
         """Submit a job; once this returns it is on the fleet's disk.
 
-        `request`: a `groupwise.fleet.request.JobRequest` as JSON: `arguments`, or the columns of a kind of job. `files`: what it takes
+        `request`: a `groupwise.fleet.queue.request.JobRequest` as JSON: `arguments`, or a kind's columns. `files`: what it takes
         along, by name or path → file or folder here. Submitted again with the same key it is the same job.
         """
         document = dict(request)

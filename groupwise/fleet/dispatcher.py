@@ -30,15 +30,23 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from groupwise.errors import RunError
-from groupwise.fleet import admission, attempts, claim
-from groupwise.fleet.attempts import LEASE, LeftBehind, Machine
-from groupwise.fleet.database import Database
-from groupwise.fleet.decide import Reading, Stray, stray
-from groupwise.fleet.drive import CheckpointMirror, Collector, Desk, Drive, LogMirror, Pauses
-from groupwise.fleet.effects import Gateway
+from groupwise.fleet.attempts import records
+from groupwise.fleet.attempts.decide import Reading, Stray, stray
+from groupwise.fleet.attempts.drive import (
+    CheckpointMirror,
+    Collector,
+    Desk,
+    Drive,
+    LogMirror,
+    Pauses,
+)
+from groupwise.fleet.attempts.effects import Gateway
+from groupwise.fleet.attempts.records import LEASE, LeftBehind, Machine
+from groupwise.fleet.attempts.watching import Pauses as WatchPauses
+from groupwise.fleet.attempts.watching import Watch, Watches
+from groupwise.fleet.queue import admission, claim
 from groupwise.fleet.secrets import UNLESS_TOLD, AllowedSecrets
-from groupwise.fleet.watching import Pauses as WatchPauses
-from groupwise.fleet.watching import Watch, Watches
+from groupwise.fleet.store.database import Database
 from groupwise.hosts.answers import MemberState, RunnerState
 from groupwise.hosts.driver import Runner
 from groupwise.hosts.files import BlobStore
@@ -172,7 +180,7 @@ class GlobalJobDispatcher:
                 task.cancel()
             await self._drop_everything()
         try:
-            await self._gateway.commit("lease.let_go", lambda s: attempts.let_go(s, self.owner))
+            await self._gateway.commit("lease.let_go", lambda s: records.let_go(s, self.owner))
         except RunError as error:
             log.warning("its attempts are free for others when their lease runs out: %s", error)
 
@@ -198,7 +206,7 @@ class GlobalJobDispatcher:
         rhythm = self._tuning.rhythm
         asked = time.monotonic()
         owned = await self._gateway.commit(
-            "lease.renew", lambda s: attempts.renew(s, self.owner, rhythm.lease)
+            "lease.renew", lambda s: records.renew(s, self.owner, rhythm.lease)
         )
         self._mine_until = asked + rhythm.lease
         for epoch in owned:
@@ -217,7 +225,7 @@ class GlobalJobDispatcher:
         asked = time.monotonic()
         lease = self._tuning.rhythm.lease
         adopted = await self._gateway.commit(
-            "lease.adopt", lambda s: attempts.adopt(s, self.owner, lease)
+            "lease.adopt", lambda s: records.adopt(s, self.owner, lease)
         )
         if adopted:
             log.info("adopted %s", adopted)
@@ -256,7 +264,7 @@ class GlobalJobDispatcher:
 
     async def hear_wishes(self) -> None:
         """Wake the drives whose attempts somebody wants ended."""
-        found = await self._gateway.look(lambda s: attempts.wishes(s, self.owner))
+        found = await self._gateway.look(lambda s: records.wishes(s, self.owner))
         for epoch, wish in found.items():
             if epoch in self._drives and self._wishes.get(epoch) != wish:
                 self._drives[epoch][0].poke()
@@ -324,7 +332,7 @@ class GlobalJobDispatcher:
 
     async def reconcile(self) -> None:
         """Look at all machines for what nobody drives."""
-        machines = await self._gateway.look(attempts.machines)
+        machines = await self._gateway.look(records.machines)
         limit = asyncio.Semaphore(self._tuning.concurrency)
 
         async def one(machine: Machine) -> None:
@@ -354,7 +362,7 @@ class GlobalJobDispatcher:
         if not alive:
             return
         jobs = {state.job for state in alive}
-        known = await self._gateway.look(lambda s: attempts.known(s, machine.vm_id, jobs))
+        known = await self._gateway.look(lambda s: records.known(s, machine.vm_id, jobs))
         for state in alive:
             match stray(state.epoch, Reading(state.state), known.get(state.job)):
                 case Stray.KILL:
@@ -368,7 +376,7 @@ class GlobalJobDispatcher:
     async def _quarantine(self, machine: Machine, state: MemberState) -> None:
         vm_id, job, epoch = machine.vm_id, state.job, state.epoch
         news = await self._gateway.commit(
-            "stray.quarantine", lambda s: attempts.quarantine(s, self.owner, vm_id, job, epoch)
+            "stray.quarantine", lambda s: records.quarantine(s, self.owner, vm_id, job, epoch)
         )
         if news:
             log.error("%s runs %s.%d, which no table knows: it is left alone", vm_id, job, epoch)
@@ -376,11 +384,11 @@ class GlobalJobDispatcher:
     async def _welcome_back(self, machine: Machine, runner: Runner) -> None:
         """A machine that was declared lost answers. Nothing of the attempts that were given up may run there, ever, before it is used."""
         vm_id = machine.vm_id
-        left = await self._gateway.look(lambda s: attempts.left_behind(s, vm_id))
+        left = await self._gateway.look(lambda s: records.left_behind(s, vm_id))
         for member in left:
             await self._empty(machine, runner, member)
         if await self._gateway.commit(
-            "vm.returned", lambda s: attempts.welcome_back(s, self.owner, vm_id)
+            "vm.returned", lambda s: records.welcome_back(s, self.owner, vm_id)
         ):
             log.info("%s was declared lost and is back; nothing is left there", vm_id)
 
@@ -395,7 +403,7 @@ class GlobalJobDispatcher:
         if found.clean:
             epoch, rank = member.epoch, member.rank
             await self._gateway.commit(
-                "stray.left_nothing", lambda s: attempts.left_nothing(s, epoch, rank)
+                "stray.left_nothing", lambda s: records.left_nothing(s, epoch, rank)
             )
 
 

@@ -25,13 +25,14 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from groupwise.errors import GroupwiseError
-from groupwise.fleet import attempts, schema
-from groupwise.fleet.attempts import Machine
-from groupwise.fleet.database import Database, connect, seconds
+from groupwise.fleet.attempts import records
+from groupwise.fleet.attempts.records import Machine
 from groupwise.fleet.doorbells.nats import access_from
-from groupwise.fleet.reaching import LOCAL, host_of
+from groupwise.fleet.machines.reaching import LOCAL, host_of
 from groupwise.fleet.settings import DATABASE_FILE, FleetPlace
-from groupwise.fleet.tables import GPU
+from groupwise.fleet.store import schema
+from groupwise.fleet.store.database import Database, connect, seconds
+from groupwise.fleet.store.tables import GPU
 from groupwise.fleet.verbs import status
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts.answers import Hello, MemberState, Observation, ProbeStatus, RunnerState
@@ -268,7 +269,7 @@ def _alarms(database: Database, tell: Tell) -> None:
 
 
 def _machines(database: Database, only: Sequence[str] | None, tell: Tell) -> None:
-    machines, gpus = database.read(lambda s: (attempts.machines(s), _known_gpus(s)))
+    machines, gpus = database.read(lambda s: (records.machines(s), _known_gpus(s)))
     names = {machine.vm_id for machine in machines}
     for name in only or ():
         if name not in names:

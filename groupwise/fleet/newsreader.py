@@ -16,11 +16,11 @@ from sqlalchemy.orm import Session
 
 from groupwise.display.text import one_line, shorten
 from groupwise.errors import RunError
-from groupwise.fleet import events
-from groupwise.fleet.database import Database
 from groupwise.fleet.settings import FleetPlace
 from groupwise.fleet.states import Contact
-from groupwise.fleet.tables import VM, Event, Job
+from groupwise.fleet.store import events
+from groupwise.fleet.store.database import Database
+from groupwise.fleet.store.tables import VM, Event, Job
 from groupwise.fleet.verbs import status
 from groupwise.fleet.verbs.actor import Actor
 

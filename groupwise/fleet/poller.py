@@ -24,10 +24,11 @@ from functools import partial
 from typing import Protocol
 
 from groupwise.errors import RunError
-from groupwise.fleet import attempts, observation
-from groupwise.fleet.attempts import Machine
-from groupwise.fleet.database import Database, seconds
-from groupwise.fleet.reaching import LOCAL, host_of, same_way, shown_key
+from groupwise.fleet.attempts import records
+from groupwise.fleet.attempts.records import Machine
+from groupwise.fleet.machines import observation
+from groupwise.fleet.machines.reaching import LOCAL, host_of, same_way, shown_key
+from groupwise.fleet.store.database import Database, seconds
 from groupwise.fleet.tasks import ended
 from groupwise.hosts.driver import Runner
 from groupwise.hosts.keys import HostKey, parse
@@ -172,7 +173,7 @@ class Poller:
             try:
                 before = self._clock.now()
                 now, machines, barred = await self._database.read_in_thread(
-                    lambda s: (seconds(s), attempts.machines(s), observation.barred(s))
+                    lambda s: (seconds(s), records.machines(s), observation.barred(s))
                 )
                 self._ahead = now - (before + self._clock.now()) / 2
                 await self._take_list(machines, first)

@@ -27,14 +27,15 @@ from sqlalchemy import exists, func, select, update
 from sqlalchemy.orm import Session
 
 from groupwise.errors import RunError
-from groupwise.fleet import admission, capacity, events
-from groupwise.fleet.database import Database, clock, seconds
-from groupwise.fleet.decide import DEADMAN_MARGIN
-from groupwise.fleet.failures import FailureClass, JobFacts, Verdict, after_end
-from groupwise.fleet.request import Beyond
+from groupwise.fleet.attempts.decide import DEADMAN_MARGIN
+from groupwise.fleet.queue import admission, capacity
+from groupwise.fleet.queue.failures import FailureClass, JobFacts, Verdict, after_end
+from groupwise.fleet.queue.request import Beyond
 from groupwise.fleet.secrets import UNLESS_TOLD, AllowedSecrets
 from groupwise.fleet.states import FINAL, AttemptState, Cleanup, Contact, JobStatus, Outcome
-from groupwise.fleet.tables import Attempt, Event, Job, Member, Reservation
+from groupwise.fleet.store import events
+from groupwise.fleet.store.database import Database, clock, seconds
+from groupwise.fleet.store.tables import Attempt, Event, Job, Member, Reservation
 
 INTERVAL = 60.0
 """Seconds between two sweeps."""

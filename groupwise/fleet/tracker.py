@@ -19,12 +19,12 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from groupwise.errors import RunError
-from groupwise.fleet import events
-from groupwise.fleet.database import Database
 from groupwise.fleet.doorbells.nats import NatsAway, NatsLink
 from groupwise.fleet.doorbells.port import LARGEST
 from groupwise.fleet.states import JobStatus
-from groupwise.fleet.tables import Attempt, Cursor, Event, Job
+from groupwise.fleet.store import events
+from groupwise.fleet.store.database import Database
+from groupwise.fleet.store.tables import Attempt, Cursor, Event, Job
 
 COMPLETED, ERRORED = "jobs.completed", "jobs.errored"
 """Subjects of NATS. A cancelled job has not completed: it is told on `jobs.errored`, with the status `cancelled`."""

@@ -31,23 +31,23 @@ from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from groupwise.errors import GroupwiseError, RunError, UsageError
-from groupwise.fleet.artefacts import Collector
-from groupwise.fleet.attempts import Machine
-from groupwise.fleet.database import Database, check_schema, connect, seconds
+from groupwise.fleet.attempts.effects import Gateway
+from groupwise.fleet.attempts.records import Machine
 from groupwise.fleet.dispatcher import GlobalJobDispatcher, Parts, Rhythm, Tuning, new_owner
 from groupwise.fleet.doorbells.chosen import doorbell_of
 from groupwise.fleet.doorbells.nats import NatsLink, access_from
-from groupwise.fleet.effects import Gateway
-from groupwise.fleet.logs import LogMirror
-from groupwise.fleet.mirror import CheckpointMirror
+from groupwise.fleet.files.artefacts import Collector
+from groupwise.fleet.files.logs import LogMirror
+from groupwise.fleet.files.mirror import CheckpointMirror
+from groupwise.fleet.files.shipping import Shipper, sink_of
+from groupwise.fleet.machines.reaching import LOCAL, host_of, same_way
 from groupwise.fleet.newsreader import Newsreader
 from groupwise.fleet.poller import Pace, Poller
-from groupwise.fleet.reaching import LOCAL, host_of, same_way
 from groupwise.fleet.requeue import RequeueManager
 from groupwise.fleet.settings import FleetPlace
-from groupwise.fleet.shipping import Shipper, sink_of
 from groupwise.fleet.states import JobStatus
-from groupwise.fleet.tables import VM, ControlProcess, Job
+from groupwise.fleet.store.database import Database, check_schema, connect, seconds
+from groupwise.fleet.store.tables import VM, ControlProcess, Job
 from groupwise.fleet.tracker import NatsOutlet, Outlet, Tracker
 from groupwise.fleet.verbs import machines
 from groupwise.fleet.verbs.actor import Actor

@@ -23,9 +23,9 @@ from urllib.parse import urlsplit
 import httpx2
 from sqlalchemy import select
 
-from groupwise.fleet import events
-from groupwise.fleet.database import Database
-from groupwise.fleet.tables import Event
+from groupwise.fleet.store import events
+from groupwise.fleet.store.database import Database
+from groupwise.fleet.store.tables import Event
 from groupwise.fleet.tracker import Ended
 
 PAUSES = (2.0, 10.0, 60.0, 300.0, 900.0, 1800.0)

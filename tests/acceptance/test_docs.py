@@ -41,13 +41,13 @@ from groupwise.cli.main import app, main
 from groupwise.cli.train_grpo import app as train_grpo_app
 from groupwise.cli.train_grpo import main as train_grpo
 from groupwise.config import documentation, load_config
-from groupwise.fleet import events as fleet_events
 from groupwise.fleet import metrics as fleet_metrics
 from groupwise.fleet import webhooks
 from groupwise.fleet.api.app import ROUTES as FLEET_ROUTES
-from groupwise.fleet.failures import BUDGETS, CHARGED_RETRIES, FREE_RETRIES
+from groupwise.fleet.queue.failures import BUDGETS, CHARGED_RETRIES, FREE_RETRIES
 from groupwise.fleet.settings import FleetSettings
 from groupwise.fleet.states import JobStatus
+from groupwise.fleet.store import events as fleet_events
 from groupwise.fleet.verbs import status as fleet_status
 from groupwise.http.declared import Route
 from groupwise.http.prometheus import Requests

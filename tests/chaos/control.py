@@ -22,7 +22,7 @@ from sqlalchemy.orm import Session
 
 from groupwise.cli.main import main
 from groupwise.fleet import up
-from groupwise.fleet.effects import Gateway
+from groupwise.fleet.attempts.effects import Gateway
 
 T = TypeVar("T")
 

@@ -30,12 +30,12 @@ from typing import Any, TypeVar
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
-from groupwise.fleet import admission
-from groupwise.fleet import database as databases
-from groupwise.fleet.database import Database
-from groupwise.fleet.request import from_document
+from groupwise.fleet.queue import admission
+from groupwise.fleet.queue.request import from_document
 from groupwise.fleet.states import FINAL, AttemptState, Cleanup
-from groupwise.fleet.tables import GPU, VM, Attempt, Job, Reservation
+from groupwise.fleet.store import database as databases
+from groupwise.fleet.store.database import Database
+from groupwise.fleet.store.tables import GPU, VM, Attempt, Job, Reservation
 from groupwise.fleet.verbs import jobs as job_verbs
 from groupwise.fleet.verbs import machines as machine_verbs
 from groupwise.fleet.verbs.actor import Actor

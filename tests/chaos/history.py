@@ -15,7 +15,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.states import AttemptState
-from groupwise.fleet.tables import Attempt, Event, Job, Member, Reservation
+from groupwise.fleet.store.tables import Attempt, Event, Job, Member, Reservation
 from tests.chaos.fleet import RealFleet
 from tests.chaos.trainer import printed
 

@@ -23,7 +23,7 @@ from typing import Any
 from sqlalchemy import func, insert, select
 
 from groupwise.errors import RunError
-from groupwise.fleet.tables import GPU, VM, Cursor, Event, Job
+from groupwise.fleet.store.tables import GPU, VM, Cursor, Event, Job
 from groupwise.fleet.tracker import ENDS, NatsOutlet
 from groupwise.fleet.verbs import machines as machine_verbs
 from groupwise.wire.problems import Refusal

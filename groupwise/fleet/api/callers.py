@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.database import seconds
-from groupwise.fleet.tables import ApiKey
+from groupwise.fleet.store.database import seconds
+from groupwise.fleet.store.tables import ApiKey
 from groupwise.fleet.verbs.keys import ROLES
 from groupwise.wire.keys import Caller, Keyring, StoredKey, id_in, presented_key
 from groupwise.wire.problems import Refusal

@@ -19,10 +19,10 @@ from sqlalchemy import select
 from groupwise.errors import UsageError
 from groupwise.fleet.api.app import make_app
 from groupwise.fleet.api.serving import Folders, Serving
-from groupwise.fleet.database import Database
 from groupwise.fleet.doorbells.port import Doorbell
 from groupwise.fleet.settings import FleetPlace
-from groupwise.fleet.tables import ApiKey
+from groupwise.fleet.store.database import Database
+from groupwise.fleet.store.tables import ApiKey
 from groupwise.hosts.files import BlobStore
 from groupwise.http.addresses import is_loopback
 from groupwise.http.listening import Uvicorn, bound, check_tls, uvicorn_config

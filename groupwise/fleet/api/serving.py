@@ -17,9 +17,9 @@ from fastapi.responses import JSONResponse, Response
 from sqlalchemy.exc import DataError
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.database import Database, DatabaseFailure
 from groupwise.fleet.doorbells.port import Doorbell
 from groupwise.fleet.secrets import UNLESS_TOLD, AllowedSecrets
+from groupwise.fleet.store.database import Database, DatabaseFailure
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts.files import BlobStore
 from groupwise.http.caller import Caller

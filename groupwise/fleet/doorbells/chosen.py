@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from groupwise.fleet.database import Database
 from groupwise.fleet.doorbells.local import LocalDoorbell
 from groupwise.fleet.doorbells.nats import NatsDoorbell, access_from
 from groupwise.fleet.doorbells.port import Doorbell
 from groupwise.fleet.doorbells.postgres import PostgresDoorbell
 from groupwise.fleet.doorbells.several import SeveralDoorbells
+from groupwise.fleet.store.database import Database
 
 
 def doorbell_of(

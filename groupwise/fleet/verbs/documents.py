@@ -9,7 +9,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from groupwise.fleet.tables import (
+from groupwise.fleet.store.tables import (
     GPU,
     VM,
     ApiKey,

@@ -10,7 +10,7 @@ import difflib
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.tables import GPU, VM, Job, Project
+from groupwise.fleet.store.tables import GPU, VM, Job, Project
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.wire.problems import Refusal
 

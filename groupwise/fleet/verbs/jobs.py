@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from sqlalchemy import ColumnElement, Select, and_, func, or_, select
 from sqlalchemy.orm import Session, aliased
 
-from groupwise.fleet import admission, capacity, events
-from groupwise.fleet.database import seconds
+from groupwise.fleet.queue import admission, capacity
 from groupwise.fleet.secrets import UNLESS_TOLD, AllowedSecrets
 from groupwise.fleet.states import FINAL, RETRIED_FROM, JobStatus
-from groupwise.fleet.tables import GPU, Attempt, Job, Member, Reservation
+from groupwise.fleet.store import events
+from groupwise.fleet.store.database import seconds
+from groupwise.fleet.store.tables import GPU, Attempt, Job, Member, Reservation
 from groupwise.fleet.verbs import find, status
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.fleet.verbs.documents import Document, attempt_document, job_document, job_summary

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from groupwise.fleet import events
-from groupwise.fleet.database import seconds
-from groupwise.fleet.tables import ApiKey
+from groupwise.fleet.store import events
+from groupwise.fleet.store.database import seconds
+from groupwise.fleet.store.tables import ApiKey
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.fleet.verbs.documents import Document, key_document
 from groupwise.wire.keys import Role, new_key

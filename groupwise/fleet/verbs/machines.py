@@ -21,11 +21,12 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from groupwise.errors import UsageError
-from groupwise.fleet import capacity, events
-from groupwise.fleet.database import seconds
 from groupwise.fleet.passable import text_problems
+from groupwise.fleet.queue import capacity
 from groupwise.fleet.states import AttemptState, Cleanup, Contact
-from groupwise.fleet.tables import GPU, VM, Attempt, Event, Job, Member, Reservation
+from groupwise.fleet.store import events
+from groupwise.fleet.store.database import seconds
+from groupwise.fleet.store.tables import GPU, VM, Attempt, Event, Job, Member, Reservation
 from groupwise.fleet.verbs import find
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.fleet.verbs.documents import (

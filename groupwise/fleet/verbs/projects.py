@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from groupwise.fleet import capacity, events
+from groupwise.fleet.queue import capacity
 from groupwise.fleet.states import JobStatus
-from groupwise.fleet.tables import Attempt, Job, Project, Reservation
+from groupwise.fleet.store import events
+from groupwise.fleet.store.tables import Attempt, Job, Project, Reservation
 from groupwise.fleet.verbs import find
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.fleet.verbs.documents import Document, project_document

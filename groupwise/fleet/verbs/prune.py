@@ -15,10 +15,10 @@ from pathlib import Path
 from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session, aliased
 
-from groupwise.fleet import events
-from groupwise.fleet.database import seconds
 from groupwise.fleet.states import FINAL, AttemptState, Cleanup, JobStatus
-from groupwise.fleet.tables import Attempt, Checkpoint, Job, Member, Reservation
+from groupwise.fleet.store import events
+from groupwise.fleet.store.database import seconds
+from groupwise.fleet.store.tables import Attempt, Checkpoint, Job, Member, Reservation
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.fleet.verbs.find import job as find_job
 from groupwise.hosts.spec import JOB_ID

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.database import seconds
 from groupwise.fleet.states import AttemptState, Cleanup, Contact, JobStatus
-from groupwise.fleet.tables import GPU, VM, Attempt, ControlProcess, Job, Member
+from groupwise.fleet.store.database import seconds
+from groupwise.fleet.store.tables import GPU, VM, Attempt, ControlProcess, Job, Member
 from groupwise.fleet.verbs import machines
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.fleet.verbs.documents import Document, process_document

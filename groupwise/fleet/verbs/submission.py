@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 from sqlalchemy.orm import Session
 
-from groupwise.fleet import admission, capacity
-from groupwise.fleet.placement import Placement
-from groupwise.fleet.request import JobRequest
+from groupwise.fleet.queue import admission, capacity
+from groupwise.fleet.queue.placement import Placement
+from groupwise.fleet.queue.request import JobRequest
 from groupwise.fleet.secrets import UNLESS_TOLD, AllowedSecrets
 from groupwise.fleet.states import JobStatus
-from groupwise.fleet.tables import Job
+from groupwise.fleet.store.tables import Job
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.fleet.verbs.documents import Document, job_document
 from groupwise.wire.problems import Refusal

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.fleet.database import Database, connect, migrate
+from groupwise.fleet.store.database import Database, connect, migrate
 from tests.postgres import Postgres, server
 from tests.ssh_hosts import full_machines, network_of_the_fleet, plain_machines
 

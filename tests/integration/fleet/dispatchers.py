@@ -6,9 +6,9 @@ import time
 
 from sqlalchemy import select, update
 
-from groupwise.fleet import capacity, claim
-from groupwise.fleet.database import Database, Session, connect, seconds
-from groupwise.fleet.tables import Attempt, Job, Reservation
+from groupwise.fleet.queue import capacity, claim
+from groupwise.fleet.store.database import Database, Session, connect, seconds
+from groupwise.fleet.store.tables import Attempt, Job, Reservation
 
 
 def main(url: str, owner: str, seed: int) -> None:

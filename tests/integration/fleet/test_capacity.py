@@ -1,9 +1,9 @@
-"""The suite of `tests/unit/fleet/test_capacity.py` on a real PostgreSQL."""
+"""The suite of `tests/unit/fleet/queue/test_capacity.py` on a real PostgreSQL."""
 
 import pytest
 
 from tests.postgres import Postgres
-from tests.unit.fleet.test_capacity import *  # noqa: F403
+from tests.unit.fleet.queue.test_capacity import *  # noqa: F403
 
 pytestmark = pytest.mark.fleet
 

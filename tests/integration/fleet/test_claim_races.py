@@ -20,10 +20,10 @@ import pytest
 from sqlalchemy import func, select, text
 from sqlalchemy.orm import Session
 
-from groupwise.fleet import admission, capacity, claim
-from groupwise.fleet.database import Database, connect, migrate
-from groupwise.fleet.request import from_document
-from groupwise.fleet.tables import Attempt, Event, Job, Project, Reservation
+from groupwise.fleet.queue import admission, capacity, claim
+from groupwise.fleet.queue.request import from_document
+from groupwise.fleet.store.database import Database, connect, migrate
+from groupwise.fleet.store.tables import Attempt, Event, Job, Project, Reservation
 from tests.integration.fleet import dispatchers
 from tests.postgres import Postgres
 from tests.unit.fleet.small_fleet import (

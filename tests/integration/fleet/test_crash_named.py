@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 from sqlalchemy import select
 
-from groupwise.fleet.tables import VM, Checkpoint, Event
+from groupwise.fleet.store.tables import VM, Checkpoint, Event
 from tests.chaos.fleet import RealFleet, real_fleet
 from tests.chaos.history import whole_history
 from tests.fleet_history import violations

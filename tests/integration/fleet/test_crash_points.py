@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.fleet.database import connect, migrate
-from groupwise.fleet.effects import Death, Side
+from groupwise.fleet.attempts.effects import Death, Side
+from groupwise.fleet.store.database import connect, migrate
 from groupwise.testing.fake_hosts import Fault, Script
 from tests.fleet_rig import Rig
 

@@ -20,7 +20,7 @@ from sqlalchemy import text
 from sqlalchemy.exc import DataError, IntegrityError, ProgrammingError
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.database import (
+from groupwise.fleet.store.database import (
     CommitUnknown,
     Database,
     DatabaseFailure,
@@ -28,11 +28,11 @@ from groupwise.fleet.database import (
     connect,
     migrate,
 )
-from groupwise.fleet.engine import parse
-from groupwise.fleet.tables import Cursor, Job
+from groupwise.fleet.store.engine import parse
+from groupwise.fleet.store.tables import Cursor, Job
 from tests.postgres import Postgres
-from tests.unit.fleet.test_database import *  # noqa: F403
-from tests.unit.fleet.test_database import names, put
+from tests.unit.fleet.store.test_database import *  # noqa: F403
+from tests.unit.fleet.store.test_database import names, put
 
 pytestmark = pytest.mark.fleet
 
@@ -269,7 +269,7 @@ def test_one_that_slept_in_a_transaction_for_too_long_hears_it_in_words(
         on_server.run(sleeps)
         assert len(slept) == 2
         slept.clear()
-        monkeypatch.setattr("groupwise.fleet.database.PATIENCE", 0.0)
+        monkeypatch.setattr("groupwise.fleet.store.database.PATIENCE", 0.0)
         with pytest.raises(DatabaseFailure, match="idle-in-transaction"):
             on_server.run(sleeps)
     finally:

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.fleet.database import Database
 from groupwise.fleet.dispatcher import GlobalJobDispatcher, Parts
 from groupwise.fleet.doorbells.local import LocalDoorbell
 from groupwise.fleet.doorbells.nats import NatsAccess, NatsDoorbell
 from groupwise.fleet.doorbells.port import Doorbell
 from groupwise.fleet.doorbells.several import SeveralDoorbells
-from groupwise.fleet.tables import Job
+from groupwise.fleet.store.database import Database
+from groupwise.fleet.store.tables import Job
 from tests import nats
 from tests.fleet_rig import Rig, quick
 

@@ -22,10 +22,10 @@ import httpx2
 import pytest
 from sqlalchemy import select
 
-from groupwise.fleet.artefacts import artefact_folder
 from groupwise.fleet.client import FleetClient
-from groupwise.fleet.logs import log_path
-from groupwise.fleet.tables import VM, Checkpoint, Job
+from groupwise.fleet.files.artefacts import artefact_folder
+from groupwise.fleet.files.logs import log_path
+from groupwise.fleet.store.tables import VM, Checkpoint, Job
 from groupwise.fleet.verbs import machines
 from groupwise.fleet.verbs.actor import Actor
 from tests.integration.fleet import tiny_grpo

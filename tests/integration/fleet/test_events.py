@@ -16,11 +16,11 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.orm import Session
 
-from groupwise.fleet import events
-from groupwise.fleet.database import Database, connect, migrate
+from groupwise.fleet.store import events
+from groupwise.fleet.store.database import Database, connect, migrate
 from tests.postgres import Postgres
-from tests.unit.fleet.test_events import *  # noqa: F403
-from tests.unit.fleet.test_events import happens, read
+from tests.unit.fleet.store.test_events import *  # noqa: F403
+from tests.unit.fleet.store.test_events import happens, read
 
 pytestmark = pytest.mark.fleet
 

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 from sqlalchemy import select
 
-from groupwise.fleet.artefacts import Collector
-from groupwise.fleet.database import Database
-from groupwise.fleet.drive import CheckpointMirror as MirrorsCheckpoints
-from groupwise.fleet.drive import Collector as Collects
-from groupwise.fleet.drive import LogMirror as MirrorsLogs
-from groupwise.fleet.drive import Part
-from groupwise.fleet.effects import Gateway
-from groupwise.fleet.logs import LogMirror, newest_link
-from groupwise.fleet.mirror import CheckpointMirror
-from groupwise.fleet.tables import Checkpoint
+from groupwise.fleet.attempts.drive import CheckpointMirror as MirrorsCheckpoints
+from groupwise.fleet.attempts.drive import Collector as Collects
+from groupwise.fleet.attempts.drive import LogMirror as MirrorsLogs
+from groupwise.fleet.attempts.drive import Part
+from groupwise.fleet.attempts.effects import Gateway
+from groupwise.fleet.files.artefacts import Collector
+from groupwise.fleet.files.logs import LogMirror, newest_link
+from groupwise.fleet.files.mirror import CheckpointMirror
+from groupwise.fleet.store.database import Database
+from groupwise.fleet.store.tables import Checkpoint
 from groupwise.hosts.answers import MemberState, RunnerState
 from groupwise.hosts.driver import BATCH, Known, Launch, Resume, Runner
 from groupwise.hosts.files import BlobStore, files_below

@@ -27,9 +27,9 @@ from sqlalchemy import select
 
 from groupwise.cli.main import main
 from groupwise.errors import UsageError
-from groupwise.fleet.artefacts import artefact_folder
 from groupwise.fleet.client import FleetClient
-from groupwise.fleet.tables import VM, Job
+from groupwise.fleet.files.artefacts import artefact_folder
+from groupwise.fleet.store.tables import VM, Job
 from groupwise.hosts.driver import Launch, Runner
 from groupwise.hosts.spec import JobSpec
 from groupwise.hosts.ssh import Address, SshHost

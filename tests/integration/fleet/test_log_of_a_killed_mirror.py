@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.fleet.database import Database, connect, migrate
-from groupwise.fleet.effects import Gateway
-from groupwise.fleet.logs import Follower, LogMirror, log_path
-from groupwise.fleet.tables import Member
+from groupwise.fleet.attempts.effects import Gateway
+from groupwise.fleet.files.logs import Follower, LogMirror, log_path
+from groupwise.fleet.store.database import Database, connect, migrate
+from groupwise.fleet.store.tables import Member
 from groupwise.hosts.answers import RunnerState
 from groupwise.hosts.driver import Known, Launch, Runner
 from groupwise.hosts.local import LocalHost
@@ -34,10 +34,10 @@ while n < 4000:
 MIRROR = """
 import asyncio, sys
 from pathlib import Path
-from groupwise.fleet import logs
-from groupwise.fleet.database import connect
-from groupwise.fleet.drive import Part
-from groupwise.fleet.effects import Gateway
+from groupwise.fleet.files import logs
+from groupwise.fleet.store.database import connect
+from groupwise.fleet.attempts.drive import Part
+from groupwise.fleet.attempts.effects import Gateway
 from groupwise.hosts.driver import Runner
 from groupwise.hosts.local import LocalHost
 

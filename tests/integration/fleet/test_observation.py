@@ -2,6 +2,6 @@
 
 import pytest
 
-from tests.unit.fleet.test_observation import *  # noqa: F403
+from tests.unit.fleet.machines.test_observation import *  # noqa: F403
 
 pytestmark = pytest.mark.fleet

@@ -2,6 +2,6 @@
 
 import pytest
 
-from tests.unit.fleet.test_schema import *  # noqa: F403
+from tests.unit.fleet.store.test_schema import *  # noqa: F403
 
 pytestmark = pytest.mark.fleet

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from groupwise.fleet import events
-from groupwise.fleet.database import Database
 from groupwise.fleet.doorbells.nats import NatsAccess, NatsLink
-from groupwise.fleet.tables import Job
+from groupwise.fleet.store import events
+from groupwise.fleet.store.database import Database
+from groupwise.fleet.store.tables import Job
 from groupwise.fleet.tasks import ended
 from groupwise.fleet.tracker import NatsOutlet, Tracker, position_of
 from tests import nats

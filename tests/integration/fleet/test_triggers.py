@@ -8,9 +8,9 @@ from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.database import Database
-from tests.unit.fleet.test_triggers import *  # noqa: F403
-from tests.unit.fleet.test_triggers import RESERVE, attempt, job, machine, reservation, value
+from groupwise.fleet.store.database import Database
+from tests.unit.fleet.store.test_triggers import *  # noqa: F403
+from tests.unit.fleet.store.test_triggers import RESERVE, attempt, job, machine, reservation, value
 
 pytestmark = pytest.mark.fleet
 

@@ -27,9 +27,9 @@ import psycopg
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
-from groupwise.fleet import database as databases
 from groupwise.fleet.settings import FleetPlace, find
-from groupwise.fleet.tables import VM, Attempt, Event, Job
+from groupwise.fleet.store import database as databases
+from groupwise.fleet.store.tables import VM, Attempt, Event, Job
 from tests import fleet_api, nats
 from tests.chaos.fleet import Control, dies_with_us
 from tests.postgres import Postgres

@@ -12,8 +12,8 @@ from groupwise.cli import fleet_follow
 from groupwise.cli.fleet_words import hyperparams, pairs, seconds_of, secret, statuses
 from groupwise.cli.main import main
 from groupwise.errors import UsageError
-from groupwise.fleet.database import connect
-from groupwise.fleet.logs import append, make
+from groupwise.fleet.files.logs import append, make
+from groupwise.fleet.store.database import connect
 from groupwise.fleet.verbs import machines
 from groupwise.fleet.verbs.actor import Actor
 
@@ -50,8 +50,8 @@ def seen(fleet: Command, folder: Path) -> Command:
     database = connect(f"sqlite:///{folder / 'fleet.db'}")
 
     def write(session: Any) -> None:
-        from groupwise.fleet.database import seconds
-        from groupwise.fleet.tables import VM
+        from groupwise.fleet.store.database import seconds
+        from groupwise.fleet.store.tables import VM
 
         machines.add(session, Actor("test"), machines.NewMachine("vm-1", user="u"))
         vm = session.get_one(VM, "vm-1")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.fleet.database import Database, connect, migrate
+from groupwise.fleet.store.database import Database, connect, migrate
 
 
 @pytest.fixture

@@ -5,12 +5,12 @@ from typing import Any
 from sqlalchemy import select, text, update
 from sqlalchemy.orm import Session
 
-from groupwise.fleet import admission, capacity, claim
-from groupwise.fleet.claim import Claimed
-from groupwise.fleet.database import Database, seconds
-from groupwise.fleet.request import JobRequest, from_document
-from groupwise.fleet.resources import Resources
-from groupwise.fleet.tables import GPU, VM, Attempt, Event, Job, Reservation
+from groupwise.fleet.queue import admission, capacity, claim
+from groupwise.fleet.queue.claim import Claimed
+from groupwise.fleet.queue.request import JobRequest, from_document
+from groupwise.fleet.queue.resources import Resources
+from groupwise.fleet.store.database import Database, seconds
+from groupwise.fleet.store.tables import GPU, VM, Attempt, Event, Job, Reservation
 
 
 def add_machine(database: Database, name: str, gpus: int = 0, **columns: Any) -> None:

@@ -10,11 +10,11 @@ import httpx2
 import pytest
 
 from groupwise.fleet.client import FleetAway, FleetClient
-from groupwise.fleet.database import Database
-from groupwise.fleet.logs import append, make
+from groupwise.fleet.files.logs import append, make
 from groupwise.fleet.settings import FleetPlace
 from groupwise.fleet.states import JobStatus
-from groupwise.fleet.tables import ApiKey, Job
+from groupwise.fleet.store.database import Database
+from groupwise.fleet.store.tables import ApiKey, Job
 from groupwise.wire.problems import Refusal
 from tests.fleet_api import api, place_in
 

@@ -14,12 +14,12 @@ import pytest
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
-from groupwise.fleet import attempts
-from groupwise.fleet.database import Database, seconds
+from groupwise.fleet.attempts import records
+from groupwise.fleet.attempts.effects import Side
 from groupwise.fleet.dispatcher import GlobalJobDispatcher
-from groupwise.fleet.effects import Side
-from groupwise.fleet.failures import BUDGETS, FailureClass
-from groupwise.fleet.tables import GPU, VM, Attempt, Event, Member
+from groupwise.fleet.queue.failures import BUDGETS, FailureClass
+from groupwise.fleet.store.database import Database, seconds
+from groupwise.fleet.store.tables import GPU, VM, Attempt, Event, Member
 from groupwise.hosts.port import Answer, Host, Request
 from groupwise.testing.fake_hosts import FakeHost, Fault, Script
 from tests.fleet_rig import Rig
@@ -147,7 +147,7 @@ async def test_a_part_that_crashes_stops_nothing_else(
     left = {"wishes": 3, "adopt": 3, "snapshot": 1}
 
     def buggy(name: str) -> Callable[..., Any]:
-        real = getattr(attempts, name)
+        real = getattr(records, name)
 
         def call(*args: Any) -> Any:
             if left[name]:
@@ -158,7 +158,7 @@ async def test_a_part_that_crashes_stops_nothing_else(
         return call
 
     for name in left:
-        monkeypatch.setattr(attempts, name, buggy(name))
+        monkeypatch.setattr(records, name, buggy(name))
     async with running(rig.dispatcher()):
         rig.submit("job")
         await rig.until(rig.has("job", "completed"))
@@ -776,7 +776,7 @@ async def test_a_lease_is_counted_from_before_it_was_asked_for(rig: Rig, work: s
     dispatcher = rig.dispatcher(hook=hook)
     await getattr(dispatcher, work)()
     mine_until = dispatcher._mine_until  # pyright: ignore[reportPrivateUsage]
-    assert 0.0 < mine_until <= asked[0] + attempts.LEASE
+    assert 0.0 < mine_until <= asked[0] + records.LEASE
 
 
 async def test_a_dispatcher_that_cannot_renew_stops_before_others_take_over(rig: Rig) -> None:

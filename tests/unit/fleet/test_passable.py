@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from groupwise.fleet import admission
-from groupwise.fleet.database import Database
 from groupwise.fleet.passable import text_problems
-from groupwise.fleet.request import InvalidRequest, from_document
-from groupwise.fleet.tables import Job
+from groupwise.fleet.queue import admission
+from groupwise.fleet.queue.request import InvalidRequest, from_document
+from groupwise.fleet.store.database import Database
+from groupwise.fleet.store.tables import Job
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ import pytest
 from sqlalchemy import insert, select, update
 
 from groupwise.fleet import poller as pollers
-from groupwise.fleet.attempts import Machine
-from groupwise.fleet.database import Database
+from groupwise.fleet.attempts.records import Machine
 from groupwise.fleet.poller import Pace, Poller
-from groupwise.fleet.tables import GPU, VM, Event
+from groupwise.fleet.store.database import Database
+from groupwise.fleet.store.tables import GPU, VM, Event
 from groupwise.fleet.tasks import ended
 from groupwise.hosts import keys
 from groupwise.hosts.port import (

@@ -6,10 +6,10 @@ from sqlalchemy import false, select, text, update
 from sqlalchemy.orm import Session
 
 from groupwise.fleet import requeue
-from groupwise.fleet.database import Database, DatabaseFailure, seconds
+from groupwise.fleet.queue.resources import Resources
 from groupwise.fleet.requeue import RequeueManager
-from groupwise.fleet.resources import Resources
-from groupwise.fleet.tables import GPU, VM, Attempt, Event, Job, Member, Reservation
+from groupwise.fleet.store.database import Database, DatabaseFailure, seconds
+from groupwise.fleet.store.tables import GPU, VM, Attempt, Event, Job, Member, Reservation
 
 
 class Fleet:

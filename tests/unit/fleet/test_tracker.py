@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from groupwise.fleet import events, tracker
-from groupwise.fleet.database import Database
-from groupwise.fleet.tables import Attempt, Cursor, Job
+from groupwise.fleet import tracker
+from groupwise.fleet.store import events
+from groupwise.fleet.store.database import Database
+from groupwise.fleet.store.tables import Attempt, Cursor, Job
 from groupwise.fleet.tracker import Ended, Tracker, keep_position, position_of
 
 

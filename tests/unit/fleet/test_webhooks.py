@@ -6,9 +6,10 @@ import httpx2
 import pytest
 from sqlalchemy import select
 
-from groupwise.fleet import events, webhooks
-from groupwise.fleet.database import Database
-from groupwise.fleet.tables import Event, Job
+from groupwise.fleet import webhooks
+from groupwise.fleet.store import events
+from groupwise.fleet.store.database import Database
+from groupwise.fleet.store.tables import Event, Job
 from groupwise.fleet.tracker import Ended, Tracker
 from groupwise.fleet.webhooks import PAUSES, WebhookOutlet, is_public
 

@@ -6,9 +6,9 @@ from typing import Any
 from sqlalchemy import update
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.database import Database
-from groupwise.fleet.drive import Part
-from groupwise.fleet.tables import VM, Attempt, Job, Member
+from groupwise.fleet.attempts.drive import Part
+from groupwise.fleet.store.database import Database
+from groupwise.fleet.store.tables import VM, Attempt, Job, Member
 from groupwise.hosts.driver import Runner
 from groupwise.hosts.port import Answer, HostUnreachable, Request, RunnerRefused
 from groupwise.hosts.spec import JobSpec, Limits, as_json

@@ -17,8 +17,8 @@ from pydantic import Field
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.api.serving import Asked, AskedHere, document
-from groupwise.fleet.artefacts import record_of
-from groupwise.fleet.logs import LOOK_AGAIN, Follower, LogPiece, Position
+from groupwise.fleet.files.artefacts import record_of
+from groupwise.fleet.files.logs import LOOK_AGAIN, Follower, LogPiece, Position
 from groupwise.fleet.states import FINAL, JobStatus
 from groupwise.fleet.verbs import find, jobs
 from groupwise.hosts.files import LARGEST_BLOB, BlobError

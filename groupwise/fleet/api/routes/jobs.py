@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 
 from groupwise.errors import UsageError
 from groupwise.fleet.api.serving import Asked, AskedHere, document
-from groupwise.fleet.request import JobRequest
+from groupwise.fleet.queue.request import JobRequest
 from groupwise.fleet.states import JobStatus
 from groupwise.fleet.verbs import jobs, submission
 from groupwise.fleet.verbs.jobs import JobFilter

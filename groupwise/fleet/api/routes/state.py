@@ -10,10 +10,10 @@ from fastapi.responses import Response
 from sqlalchemy.orm import Session
 
 from groupwise.errors import UsageError
-from groupwise.fleet import events
 from groupwise.fleet.api.serving import AskedHere, Serving, document
-from groupwise.fleet.database import DatabaseFailure, check_schema
 from groupwise.fleet.metrics import render
+from groupwise.fleet.store import events
+from groupwise.fleet.store.database import DatabaseFailure, check_schema
 from groupwise.fleet.verbs import status
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.fleet.verbs.documents import event_document

@@ -8,7 +8,7 @@ import pytest
 
 from groupwise.errors import UsageError
 from groupwise.fleet.api.serve import Address, check
-from groupwise.fleet.database import Database
+from groupwise.fleet.store.database import Database
 from groupwise.fleet.verbs import keys
 from groupwise.fleet.verbs.actor import Actor
 from tests.fleet_api import api, place_in

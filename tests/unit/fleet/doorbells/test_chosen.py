@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.fleet import database as databases
 from groupwise.fleet.doorbells.chosen import doorbell_of, ring_and_leave
 from groupwise.fleet.doorbells.local import LocalDoorbell
+from groupwise.fleet.store import database as databases
 
 
 @pytest.mark.parametrize(

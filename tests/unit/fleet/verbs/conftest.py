@@ -9,8 +9,8 @@ import pytest
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.database import Database, seconds
-from groupwise.fleet.tables import GPU, VM, Attempt, Event, Job, Member, Reservation
+from groupwise.fleet.store.database import Database, seconds
+from groupwise.fleet.store.tables import GPU, VM, Attempt, Event, Job, Member, Reservation
 from groupwise.fleet.verbs.actor import Actor
 
 T = TypeVar("T")

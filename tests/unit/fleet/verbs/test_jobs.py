@@ -13,7 +13,7 @@ from sqlalchemy import update
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.states import JobStatus
-from groupwise.fleet.tables import ControlProcess, Job
+from groupwise.fleet.store.tables import ControlProcess, Job
 from groupwise.fleet.verbs import jobs
 from groupwise.fleet.verbs.jobs import JobFilter
 from groupwise.wire.problems import Refusal
@@ -84,7 +84,7 @@ def test_a_job_that_waits_says_why(small: Any) -> None:
     assert "no dispatcher is running" in small.do(jobs.show, job)["waiting"][0]
 
     def alive(session: Session) -> None:
-        from groupwise.fleet.database import seconds
+        from groupwise.fleet.store.database import seconds
 
         now = seconds(session)
         process = {"owner": "o", "role": "dispatcher", "host": "h", "pid": 1}

@@ -7,7 +7,7 @@ import pytest
 from sqlalchemy import update
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.tables import GPU, VM
+from groupwise.fleet.store.tables import GPU, VM
 from groupwise.fleet.verbs import machines
 from groupwise.fleet.verbs.machines import NewMachine
 from groupwise.wire.problems import Refusal

@@ -7,9 +7,9 @@ import pytest
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.database import seconds
-from groupwise.fleet.request import JobRequest
-from groupwise.fleet.tables import Attempt, ControlProcess, Job, Member, Reservation
+from groupwise.fleet.queue.request import JobRequest
+from groupwise.fleet.store.database import seconds
+from groupwise.fleet.store.tables import Attempt, ControlProcess, Job, Member, Reservation
 from groupwise.fleet.verbs import jobs, projects, prune, status, submission
 from groupwise.wire.problems import Refusal
 

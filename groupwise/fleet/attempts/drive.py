@@ -1,0 +1,599 @@
+"""Driving one attempt: read what is known, decide, do it, wait for news; until nothing is left to do about it.
+
+A dispatcher drives every attempt that it owns, each in a task of its own. `decide.py` says what is to be done, from the row in the database
+and from what the machines said last; this file does it, and never decides anything. The task may end at any await, with its process or
+because another dispatcher has taken over: what was written down by then is enough for whoever goes on.
+
+What machines say is kept here only as long as it is fresh. A machine that does not answer makes it stale at once, and the first thing after
+contact comes back is to ask again. Logs and checkpoints are fetched beside the loop, while the command runs, so that a slow disk or line
+never delays a cancellation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from groupwise.errors import RunError
+from groupwise.fleet.attempts import ending, records
+from groupwise.fleet.attempts.decide import (
+    DEADMAN_MARGIN,
+    Abandon,
+    CheckRelease,
+    Collect,
+    Effect,
+    Kill,
+    Launch,
+    MemberView,
+    Move,
+    Reading,
+    View,
+    Void,
+    decide,
+    over,
+)
+from groupwise.fleet.attempts.effects import Gateway
+from groupwise.fleet.attempts.launching import deadman_of, files_of, launch_of
+from groupwise.fleet.attempts.records import Machine, MemberRow, Snapshot, Stale
+from groupwise.fleet.attempts.watching import CHANGEABLE, Watch, Watches
+from groupwise.fleet.secrets import SecretMissing, Secrets
+from groupwise.fleet.states import AttemptState
+from groupwise.hosts.answers import MemberState, RunnerState
+from groupwise.hosts.driver import Runner
+from groupwise.hosts.files import BlobError, BlobStore
+from groupwise.hosts.port import HostError, HostUnreachable, RunnerRefused
+
+log = logging.getLogger(__name__)
+
+OWN_DISK = (OSError, BlobError)
+"""What goes wrong on the control side's disk."""
+MOST_TRIES = 5
+"""To write artefacts on the control side's disk, before the attempt ends without them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One member of an attempt, for whoever fetches something of it."""
+
+    runner: Runner
+    owner: str
+    job_id: str
+    generation: int
+    epoch: int
+    rank: int
+    spec: Any
+    """A `JobSpec` as JSON."""
+
+
+class LogMirror(Protocol):
+    """Brings logs to the control machine's disk."""
+
+    async def catch_up(self, part: Part, size: int) -> None:
+        """Fetch what is missing of the first `size` bytes. Safe to repeat, and to cancel. Raises HostError."""
+        ...
+
+
+class CheckpointMirror(Protocol):
+    """Brings complete checkpoints to the control machine's disk while a job runs."""
+
+    async def mirror(self, part: Part) -> None:
+        """Fetch those that are new. Safe to repeat, and to cancel. Raises HostError."""
+        ...
+
+
+class Collector(Protocol):
+    """Brings artefacts to the control machine's disk."""
+
+    async def collect(self, part: Part) -> str | None:
+        """Fetch them all and verify them; why they are not whole and never will be, or None. Raises HostError, OSError, BlobError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Pauses:
+    """Seconds between two looks where nothing has been heard. Tests have shorter ones."""
+
+    first: float = 0.5
+    longest: float = 15.0
+    idle: float = 30.0
+    """Where there is nothing to do but to wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Desk:
+    """What all drives of one dispatcher share."""
+
+    owner: str
+    gateway: Gateway
+    runner: Callable[[Machine], Runner]
+    watches: Watches
+    logs: LogMirror
+    checkpoints: CheckpointMirror
+    collector: Collector
+    store: BlobStore
+    secrets: Secrets
+    spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
+    """Runs it beside; what goes wrong in it is logged."""
+    chance: random.Random
+    pauses: Pauses = field(default_factory=Pauses)
+
+
+class _Ear:
+    """What is known of one member on its machine; a `watching.Listener`."""
+
+    def __init__(self, job_id: str, epoch: int, wake: Callable[[], None]) -> None:
+        self.name = (job_id, epoch)
+        self.last: MemberState | None = None
+        self.hearing = False
+        self.reachable = True
+        self.asked = False
+        """It has been asked, and the answer has not been made worthless since."""
+        self.refusal: str | None = None
+        self.quiet: bool | None = None
+        self.collected = False
+        self.problem: str | None = None
+        self.tries = 0
+        self.fetched: tuple[int, int] = (0, 0)
+        """Size of the log and number of checkpoints that are on the control side."""
+        self.fetching: asyncio.Task[None] | None = None
+        self.watch: Watch | None = None
+        self._wake = wake
+
+    def heard(self, state: MemberState) -> None:
+        self.last, self.reachable, self.asked = state, True, True
+        self._wake()
+
+    def lost_contact(self, why: str) -> None:
+        self.last, self.reachable, self.hearing = None, False, False
+        self._wake()
+
+    def contact_again(self) -> None:
+        self.last, self.reachable, self.asked = None, True, False
+        self._wake()
+
+    @property
+    def reading(self) -> Reading:
+        """In the words of `decide`."""
+        if self.last is None:
+            return Reading.UNKNOWN if self.reachable else Reading.UNREACHABLE
+        if self.last.state is RunnerState.LOST and self.last.pid is None:
+            return Reading.ABSENT  # its command never ran, and launch or void take the folder over
+        return Reading(self.last.state)
+
+    @property
+    def mind(self) -> tuple[Any, ...]:
+        """Changes with everything that a decision depends on."""
+        return (self.reading, self.refusal, self.quiet, self.collected, self.problem)
+
+
+class Drive:
+    """The driving of one attempt by its owner."""
+
+    def __init__(self, epoch: int, desk: Desk) -> None:
+        self.epoch = epoch
+        self._desk = desk
+        self._ears: dict[int, _Ear] = {}
+        self._news = asyncio.Event()
+        self._pause = desk.pauses.first
+
+    def poke(self) -> None:
+        """Something about it has changed in the database."""
+        self._news.set()
+
+    async def run(self) -> None:
+        """Until nothing is left to do, or somebody else does it."""
+        try:
+            while await self._round():
+                pass
+        except Stale as error:
+            log.info("%s", error)
+        finally:
+            self._stop_listening()
+
+    async def _round(self) -> bool:
+        self._news.clear()
+        try:
+            row = await self._look()
+            view = self._view(row)
+            if over(view):
+                return False
+            effects = decide(view)
+            progress = await self._perform(row, effects)
+        except (
+            RunError
+        ) as error:  # the database does not answer, or did not say whether it committed
+            log.warning("%s: %s", self.epoch, error)
+            effects, progress = (), False
+        await self._rest(bool(effects), progress)
+        return True
+
+    async def _rest(self, wants_more: bool, progress: bool) -> None:
+        """Nothing at all after progress; else until there is news, or it is time to look again without."""
+        if progress:
+            self._pause = self._desk.pauses.first
+            return
+        limit = self._desk.pauses.idle
+        if wants_more:
+            limit = self._desk.chance.uniform(0.5, 1.0) * self._pause
+            self._pause = min(2 * self._pause, self._desk.pauses.longest)
+        try:
+            async with asyncio.timeout(limit):
+                await self._news.wait()
+        except TimeoutError:
+            pass
+
+    # Reading
+
+    async def _look(self) -> Snapshot:
+        """The row, and fresh readings where there are none."""
+        row = await self._read()
+        if row.state is AttemptState.RESERVED:
+            return row
+        unasked = [m for m in row.members if not m.released and self._needs_asking(row, m)]
+        if unasked:
+            await _all(self._ask(row, m, lambda r, m: r.status(*self._ear(row, m).name)) for m in unasked)  # fmt: skip
+        for member in row.members:
+            self._fetch_beside(row, member)
+        return await self._note_contact(row)
+
+    async def _read(self) -> Snapshot:
+        desk, epoch = self._desk, self.epoch
+        return await desk.gateway.look(lambda s: records.snapshot(s, epoch, desk.owner))
+
+    def _needs_asking(self, row: Snapshot, member: MemberRow) -> bool:
+        ear = self._ear(row, member)
+        return ear.last is None and ear.reachable
+
+    def _ear(self, row: Snapshot, member: MemberRow) -> _Ear:
+        ear = self._ears.get(member.rank)
+        if ear is None:
+            ear = self._ears[member.rank] = _Ear(row.job_id, self.epoch, self._news.set)
+            runner = self._desk.runner(member.machine)
+            ear.watch = self._desk.watches.listen(member.machine.vm_id, runner, ear)
+        return ear
+
+    async def _ask(
+        self,
+        row: Snapshot,
+        member: MemberRow,
+        question: Callable[[Runner, MemberRow], Awaitable[MemberState]],
+    ) -> None:
+        """Put a question whose answer is a state; no answer makes what was known worthless."""
+        ear = self._ear(row, member)
+        try:
+            ear.heard(await question(self._desk.runner(member.machine), member))
+        except (HostUnreachable, RunnerRefused) as error:
+            self._silent(ear, error)
+        except HostError as error:
+            log.info("%s on %s: %s", row.key, member.machine.vm_id, error)
+            if not ear.asked:
+                self._silent(ear, error)
+            ear.last, ear.asked = None, False  # asked again, once, before it counts as silent
+
+    def _silent(self, ear: _Ear, error: Exception) -> None:
+        ear.lost_contact(str(error))
+        if ear.watch is not None:
+            ear.watch.down = True
+            ear.watch.look_again()
+
+    async def _note_contact(self, row: Snapshot) -> Snapshot:
+        """Who fell silent is written down; who speaks again too, before its deadman may be kept quiet."""
+        changed = [
+            (m.rank, not self._ears[m.rank].reachable)
+            for m in row.members
+            if m.rank in self._ears
+            and not m.released
+            and (m.silent_since is not None) == self._ears[m.rank].reachable
+        ]
+        if changed:
+            owner, epoch = self._desk.owner, self.epoch
+
+            def note(session: Any) -> None:
+                for rank, silent in changed:
+                    records.contact(session, epoch, owner, rank, silent=silent)
+
+            await self._desk.gateway.commit("attempt.contact", note)
+            row = await self._read()
+        for member in row.members:
+            self._let_hear(member)
+        return row
+
+    def _let_hear(self, member: MemberRow) -> None:
+        ear = self._ears.get(member.rank)
+        if ear is None:
+            return
+        hearing = ear.reachable and ear.last is not None and ear.last.state in CHANGEABLE
+        if hearing != ear.hearing:
+            ear.hearing = hearing
+            if ear.watch is not None:
+                ear.watch.look_again()
+
+    def _view(self, row: Snapshot) -> View:
+        return View(
+            job_id=row.job_id,
+            epoch=row.epoch,
+            state=row.state,
+            members=tuple(self._member(row, m) for m in row.members),
+            cancel_requested=row.cancel_requested,
+            cleanup=row.cleanup,
+        )
+
+    def _member(self, row: Snapshot, m: MemberRow) -> MemberView:
+        seen = MemberView(
+            rank=m.rank,
+            vm_id=m.machine.vm_id,
+            reading=Reading.UNKNOWN,
+            exit=m.exit,
+            lost=m.machine.lost,
+            deadman_over=_deadman_is_over(row, m),
+            drained=not m.machine.takes_new,
+            released=m.released,
+            abandoned=m.abandoned,
+            gpu_problems=m.gpu_problems,
+        )
+        ear = self._ears.get(m.rank)
+        if ear is None:
+            return seen
+        last = ear.last
+        refused = last.refused if last else None
+        return replace(
+            seen,
+            reading=ear.reading,
+            exit=last.exit if last and last.exit else m.exit,
+            refusal=f"{refused.code}: {refused.message}" if refused else ear.refusal,
+            rejected=ear.refusal is not None,
+            collected=ear.collected,
+            collection_problem=ear.problem,
+            quiet=ear.quiet,
+        )
+
+    # Doing
+
+    async def _perform(self, row: Snapshot, effects: Sequence[Effect]) -> bool:
+        """Whether anything has changed by it."""
+        if len(effects) == 1 and isinstance(effects[0], Move):
+            await self._move(row, effects[0])
+            return True
+        await self._write_down(row)
+        before = {rank: ear.mind for rank, ear in self._ears.items()}
+        ranks = dict.fromkeys(e.rank for e in effects if not isinstance(e, Move))
+        await _all(
+            self._perform_for(row, rank, [e for e in effects if getattr(e, "rank", None) == rank])
+            for rank in ranks
+        )
+        return before != {rank: ear.mind for rank, ear in self._ears.items()}
+
+    async def _perform_for(self, row: Snapshot, rank: int, effects: Sequence[Effect]) -> None:
+        """One after the other, on one machine."""
+        member = row.members[rank]
+        for effect in effects:
+            match effect:
+                case Launch():
+                    await self._launch(row, member)
+                case Void():
+                    await self._ask(row, member, lambda r, _: r.void(row.job_id, row.epoch))
+                case Kill():
+                    await self._kill(row, member)
+                case Collect():
+                    await self._collect(row, member)
+                case CheckRelease():
+                    await self._check_release(row, member)
+                case Abandon():
+                    await self._abandon(member)
+                case Move():
+                    raise AssertionError("a move stands alone")
+
+    async def _move(self, row: Snapshot, move: Move) -> None:
+        """The next state, in one transaction with what was seen that led there."""
+        owner, epoch, chance = self._desk.owner, self.epoch, self._desk.chance
+        seen = self._unwritten(row)
+
+        def write(session: Any) -> None:
+            for rank, state in seen:
+                records.record(session, epoch, owner, state, rank)
+            if move.to is AttemptState.ENDED:
+                ending.end(session, epoch, owner, move, chance)
+            else:
+                records.move(session, epoch, owner, move.to)
+
+        if move.to is AttemptState.ENDED:
+            await self._last_of_logs(row)
+        await self._desk.gateway.commit(f"attempt.{move.to}", write)
+
+    async def _write_down(self, row: Snapshot) -> None:
+        """What machines say that the database does not know yet."""
+        owner, epoch = self._desk.owner, self.epoch
+        if seen := self._unwritten(row):
+
+            def write(session: Any) -> None:
+                for rank, state in seen:
+                    records.record(session, epoch, owner, state, rank)
+
+            await self._desk.gateway.commit("attempt.record", write)
+
+    def _unwritten(self, row: Snapshot) -> list[tuple[int, MemberState]]:
+        """That a folder is absent says nothing, so it is not written down."""
+        return [
+            (m.rank, ear.last)
+            for m in row.members
+            if (ear := self._ears.get(m.rank))
+            and ear.last
+            and ear.last.state is not RunnerState.ABSENT
+            and m.recorded != ear.last.state
+        ]
+
+    async def _launch(self, row: Snapshot, member: MemberRow) -> None:
+        """Have it begun. A machine that lacks files gets them first; one that says no before it has claimed anything is remembered."""
+        ear = self._ear(row, member)
+        try:
+            launch = launch_of(row, member, self._desk.secrets)
+        except SecretMissing as error:
+            ear.refusal = f"secret: {error}"
+            return
+        await self._write_deadman(member)
+        refused: list[RunnerRefused] = []
+
+        async def tell(runner: Runner, _: MemberRow) -> MemberState:
+            try:
+                return await runner.launch(launch)
+            except RunnerRefused as error:
+                refused.append(error)
+                return await runner.status(row.job_id, row.epoch)
+
+        await self._ask(row, member, tell)
+        for error in refused:
+            if error.code == "missing_blobs":
+                await self._provide(row, member)
+            else:
+                ear.refusal = str(error)
+
+    async def _kill(self, row: Snapshot, member: MemberRow) -> None:
+        grace = float(row.spec["limits"]["grace_seconds"])
+        await self._ask(row, member, lambda r, _: r.kill(row.job_id, row.epoch, grace=grace))
+
+    async def _write_deadman(self, member: MemberRow) -> None:
+        """Which deadman a machine is told is on record before it is told."""
+        deadman = deadman_of(member)
+        if deadman is None or "deadman" in member.handle:
+            return
+        owner, epoch = self._desk.owner, self.epoch
+        await self._desk.gateway.commit(
+            "attempt.deadman", lambda s: records.sending(s, epoch, owner, member.rank, deadman)
+        )
+
+    async def _provide(self, row: Snapshot, member: MemberRow) -> None:
+        """Bring the files of an attempt to its machine; the launch follows in the next round."""
+        ear = self._ear(row, member)
+        try:
+            await self._desk.runner(member.machine).provide(self._desk.store, files_of(row))
+            self._news.set()
+        except RunnerRefused as error:
+            ear.refusal = str(error)
+        except HostError as error:
+            self._silent(ear, error)
+        except OWN_DISK as error:
+            ear.refusal = f"blob: the control machine does not have all files of the job: {error}"
+
+    async def _check_release(self, row: Snapshot, member: MemberRow) -> None:
+        """Does its machine still run or hold anything of it? What is given back is given back in one transaction."""
+        ear, machine = self._ear(row, member), member.machine
+        try:
+            found = await self._desk.runner(machine).release(
+                row.job_id, row.epoch, gpus=member.gpus, share_mb=member.share_mb,
+                idle_memory_mb=machine.idle_memory_mb, probe=machine.probe,
+            )  # fmt: skip
+        except RunnerRefused as error:
+            log.warning("%s on %s: %s", row.key, machine.vm_id, error)
+            return
+        except HostError as error:
+            self._silent(ear, error)
+            return
+        ear.quiet = all(holder.what == "memory" for holder in found.holders)
+        if row.state is not AttemptState.ENDED:
+            return
+        owner, epoch, rank = self._desk.owner, self.epoch, member.rank
+        if found.clean:
+            await self._desk.gateway.commit(
+                "attempt.release", lambda s: ending.release(s, epoch, owner, rank)
+            )
+            self._news.set()
+            return
+        holders = [{"what": h.what, "detail": h.detail, "pid": h.pid} for h in found.holders]
+        await self._desk.gateway.commit(
+            "attempt.leaking", lambda s: records.leaking(s, epoch, owner, rank, holders)
+        )
+
+    async def _abandon(self, member: MemberRow) -> None:
+        owner, epoch, rank = self._desk.owner, self.epoch, member.rank
+        await self._desk.gateway.commit(
+            "attempt.abandon", lambda s: ending.abandon(s, epoch, owner, rank)
+        )
+        self._news.set()
+
+    # Fetching
+
+    def _part(self, row: Snapshot, member: MemberRow) -> Part:
+        return Part(
+            self._desk.runner(member.machine), self._desk.owner, row.job_id, row.generation,
+            row.epoch, member.rank, row.spec,
+        )  # fmt: skip
+
+    def _fetch_beside(self, row: Snapshot, member: MemberRow) -> None:
+        """While it runs: begin to fetch what has come, unless that is under way."""
+        ear = self._ears.get(member.rank)
+        if ear is None or ear.last is None or ear.last.state not in CHANGEABLE:
+            return
+        there = (ear.last.log_size, ear.last.checkpoints)
+        if there != ear.fetched and (ear.fetching is None or ear.fetching.done()):
+            ear.fetching = self._desk.spawn(self._fetch(self._part(row, member), ear, there))
+
+    async def _fetch(self, part: Part, ear: _Ear, there: tuple[int, int]) -> None:
+        try:
+            if there[0] > ear.fetched[0]:
+                await self._desk.logs.catch_up(part, there[0])
+            if there[1] > ear.fetched[1]:
+                await self._desk.checkpoints.mirror(part)
+            ear.fetched = there
+        except (HostError, *OWN_DISK) as error:
+            log.info("%s.%s: %s", part.job_id, part.epoch, error)
+
+    async def _collect(self, row: Snapshot, member: MemberRow) -> None:
+        """The rest of the log, the newest checkpoint, the artefacts."""
+        ear, part = self._ear(row, member), self._part(row, member)
+        last = ear.last  # the watch of the machine may take it away meanwhile
+        if last is None:
+            return
+        try:
+            await self._desk.logs.catch_up(part, last.log_size)
+            if last.checkpoints:
+                await self._desk.checkpoints.mirror(part)
+            ear.problem = await self._desk.collector.collect(part)
+            ear.collected = True
+        except RunnerRefused as error:
+            ear.problem, ear.collected = f"{member.machine.vm_id} refused: {error}", True
+        except HostError as error:
+            self._silent(ear, error)
+        except OWN_DISK as error:
+            ear.tries += 1
+            log.warning("%s: its artefacts cannot be written: %s", row.key, error)
+            if ear.tries >= MOST_TRIES:
+                ear.problem, ear.collected = f"the control machine could not write: {error}", True
+
+    async def _last_of_logs(self, row: Snapshot) -> None:
+        """Of an attempt that ends without having been collected; as much as can be had."""
+        for member in row.members:
+            ear = self._ears.get(member.rank)
+            if ear is None or ear.last is None or ear.collected or not ear.last.log_size:
+                continue
+            try:
+                await self._desk.logs.catch_up(self._part(row, member), ear.last.log_size)
+            except (HostError, *OWN_DISK) as error:
+                log.info("%s: the end of its log is lost: %s", row.key, error)
+
+    def _stop_listening(self) -> None:
+        for ear in self._ears.values():
+            if ear.fetching is not None:
+                ear.fetching.cancel()
+            if ear.watch is not None:
+                ear.watch.remove(ear)
+
+
+def _deadman_is_over(row: Snapshot, member: MemberRow) -> bool:
+    """Its command was seen to run, with a deadman, and that has had more than its time since the machine fell silent."""
+    deadman = member.handle.get("deadman")
+    if deadman is None or member.silent_since is None:
+        return False
+    if member.recorded not in {Reading.CLAIMED, Reading.RUNNING}:
+        return False
+    return row.now - member.silent_since > deadman + DEADMAN_MARGIN
+
+
+async def _all(work: Any) -> None:
+    """All of it, whatever goes wrong in some; then the first that did."""
+    for result in await asyncio.gather(*work, return_exceptions=True):
+        if isinstance(result, BaseException):
+            raise result

@@ -1,0 +1,271 @@
+"""How an attempt ends, and gives back what it held: one transaction each.
+
+`end` writes the end of the attempt, what follows for its job, what is to be done about a broken GPU or a machine that will launch nothing,
+and the events of all that, together or not at all. So there is no moment at which a job has neither a live attempt nor a place to be.
+
+What the attempt held stays reserved until its machine has been seen to hold nothing of it (`release`), or an operator has said that the
+machine does not come back (`abandon`). Only an attempt that never ran anywhere gives it back at once.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from sqlalchemy import ColumnElement, select, update
+from sqlalchemy.orm import Session
+
+from groupwise.fleet.attempts.decide import Move
+from groupwise.fleet.attempts.records import guarded
+from groupwise.fleet.queue import capacity
+from groupwise.fleet.queue.failures import FailureClass, JobFacts, RetryPolicy, Verdict, after_end
+from groupwise.fleet.queue.request import Beyond
+from groupwise.fleet.states import FINAL, AttemptState, Cleanup, JobStatus, Outcome
+from groupwise.fleet.store import events
+from groupwise.fleet.store.database import seconds
+from groupwise.fleet.store.tables import GPU, VM, Attempt, Job, Member, Reservation, this_moment
+
+CORDONED_AFTER = 3
+"""Launches in a row that a machine would not do, each of another job."""
+JOBS_OWN_REFUSALS = frozenset({"bad_spec", "unknown_program", "secret", "blob"})
+"""Words of a runner that speak of the job, not of the machine."""
+
+
+def end(session: Session, epoch: int, owner: str, move: Move, chance: random.Random) -> None:
+    """The attempt ends, and its job goes where it has to. Done once or twice, it is the same."""
+    attempt = guarded(session, epoch, owner)
+    if attempt.state == AttemptState.ENDED:
+        return
+    assert move.outcome is not None, "the end of an attempt has an outcome"
+    job = session.get_one(Job, attempt.job_id, with_for_update=True, populate_existing=True)
+    verdict = after_end(_facts(job), move.outcome, move.failure, move.because, chance)
+    _end_attempt(session, attempt, owner, move, verdict)
+    if move.failure is FailureClass.GPU_FAULT:
+        _quarantine(session, attempt, owner, move)
+    if move.failure is FailureClass.LAUNCH_FAILURE:
+        _blame_machine(session, attempt, owner, move)
+    _move_job(session, job, attempt, owner, move, verdict)
+    session.flush()
+    freed = _give_back_all(session, attempt, owner) if move.outcome is Outcome.VOID else []
+    capacity.wake(session, vm_ids=freed, actor=_actor(owner))
+
+
+def _facts(job: Job) -> JobFacts:
+    return JobFacts(job.cancel_requested_at is not None, job.spent, _policy(job.request))
+
+
+def _policy(request: Mapping[str, Any]) -> RetryPolicy:
+    return Beyond.model_validate(request).retry_policy()
+
+
+def _end_attempt(
+    session: Session, attempt: Attempt, owner: str, move: Move, verdict: Verdict
+) -> None:
+    before = attempt.state
+    attempt.outcome = move.outcome
+    attempt.failure_class = move.failure
+    attempt.charged = verdict.charged if move.failure else None
+    attempt.evidence = {**attempt.evidence, **move.evidence}
+    attempt.ended_at = seconds(session)
+    attempt.state = AttemptState.ENDED
+    after = {"state": AttemptState.ENDED, "outcome": move.outcome, "failure_class": move.failure}
+    _tell(
+        session, attempt, owner, "attempt.ended", before={"state": before}, after=after,
+        detail={"because": move.because},
+    )  # fmt: skip
+
+
+def _move_job(
+    session: Session, job: Job, attempt: Attempt, owner: str, move: Move, verdict: Verdict
+) -> None:
+    before, now = job.status, seconds(session)
+    exit_code = _exit_code(move)
+    job.status = verdict.status
+    job.spent = dict(verdict.spent)
+    job.exit_code = exit_code
+    if verdict.status is JobStatus.QUEUED:
+        job.not_before = now + verdict.delay
+        job.waiting_since = now
+        job.blocked_reasons = None
+        job.retry_count += int(verdict.counts_as_retry)
+    if verdict.status is JobStatus.FAILED:
+        job.failure_reason = verdict.reason
+    if verdict.status in FINAL:
+        job.end_time = this_moment()  # pyright: ignore[reportAttributeAccessIssue] — the database's clock
+    detail = {
+        "exit_code": exit_code,
+        "outcome": move.outcome,
+        "failure_class": move.failure,
+        "reason": verdict.reason,
+        "charged": verdict.charged,
+        "delay": round(verdict.delay, 3),
+        "tail": _tail(move),
+    }
+    _tell(
+        session, attempt, owner, f"job.{verdict.status}",
+        before={"status": before}, after={"status": verdict.status}, detail=detail,
+    )  # fmt: skip
+
+
+def _member_at_fault(move: Move) -> Mapping[str, Any]:
+    members: list[dict[str, Any]] = move.evidence.get("members") or [{}]
+    rank = move.evidence.get("rank", 0)
+    return next((m for m in members if m.get("rank") == rank), members[0])
+
+
+def _exit_code(move: Move) -> int | None:
+    """As a shell would say it."""
+    record = _member_at_fault(move).get("exit")
+    if record is None:
+        return None
+    return 128 + record["signal"] if record["signal"] is not None else record["code"]
+
+
+def _tail(move: Move) -> str:
+    record: Mapping[str, Any] | None = _member_at_fault(move).get("exit")
+    return "" if record is None else record["tail"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# Broken GPUs and machines that launch nothing
+# ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+def _quarantine(session: Session, attempt: Attempt, owner: str, move: Move) -> None:
+    """The GPUs of the member that failed get no job until an operator has looked; those that the evidence names, if it names any."""
+    rank = _member_at_fault(move).get("rank", 0)
+    gpus = session.scalars(
+        select(GPU)
+        .join(Reservation, Reservation.gpu_id == GPU.gpu_id)
+        .where(Reservation.epoch == attempt.epoch, Reservation.rank == rank)
+        .order_by(GPU.gpu_id)
+        .with_for_update(of=GPU)
+    ).all()
+    named = [gpu for gpu in gpus if gpu.uuid in move.because]
+    for gpu in named or gpus:
+        if gpu.quarantined is None:
+            gpu.quarantined = f"{move.because} (attempt {attempt.job_id}.{attempt.epoch})"
+            _tell(
+                session, attempt, owner, "gpu.quarantined", vm_id=gpu.vm_id,
+                before={"quarantined": None}, after={"quarantined": gpu.quarantined},
+                detail={"index": gpu.index, "uuid": gpu.uuid},
+            )  # fmt: skip
+
+
+def _blame_machine(session: Session, attempt: Attempt, owner: str, move: Move) -> None:
+    """A machine that will not launch is counted out after a few in a row. One job counts once: it may be the job's fault."""
+    culprit = _member_at_fault(move)
+    refusal, vm_id = culprit.get("refusal"), culprit.get("vm")
+    if refusal is None or vm_id is None or refusal.partition(":")[0] in JOBS_OWN_REFUSALS:
+        return
+    vm = session.get_one(VM, vm_id, with_for_update=True, populate_existing=True)
+    if _was_refused_here_before(session, attempt, vm_id):
+        return
+    vm.launch_failures += 1
+    if vm.launch_failures >= CORDONED_AFTER and vm.cordoned is None:
+        vm.cordoned = f"{vm.launch_failures} launches in a row failed; the last one: {refusal}"
+        _tell(
+            session, attempt, owner, "vm.cordoned", vm_id=vm_id,
+            before={"cordoned": None}, after={"cordoned": vm.cordoned},
+        )  # fmt: skip
+
+
+def _was_refused_here_before(session: Session, attempt: Attempt, vm_id: str) -> bool:
+    return (
+        session.scalar(
+            select(Attempt.epoch)
+            .join(Member, Member.epoch == Attempt.epoch)
+            .where(
+                Attempt.job_id == attempt.job_id,
+                Attempt.epoch != attempt.epoch,
+                Attempt.failure_class == FailureClass.LAUNCH_FAILURE,
+                Member.vm_id == vm_id,
+            )
+            .limit(1)
+        )
+        is not None
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# Giving back
+# ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+def release(session: Session, epoch: int, owner: str, rank: int) -> None:
+    """Its machine was seen to hold nothing of this member: what was reserved for it is free."""
+    attempt = guarded(session, epoch, owner)
+    assert attempt.state == AttemptState.ENDED, "nothing of a live attempt is given back"
+    member = session.get_one(Member, (epoch, rank), populate_existing=True)
+    member.released = True
+    session.flush()
+    _close(session, Reservation.epoch == epoch, Reservation.rank == rank)
+    _perhaps_clean(session, attempt, owner)
+    capacity.wake(session, vm_ids=[member.vm_id], actor=_actor(owner))
+
+
+def abandon(session: Session, epoch: int, owner: str, rank: int) -> None:
+    """The machine of this member does not come back, an operator says: what was reserved there holds nobody up."""
+    attempt = guarded(session, epoch, owner)
+    assert attempt.state == AttemptState.ENDED, "nothing of a live attempt is given back"
+    member = session.get_one(Member, (epoch, rank), populate_existing=True)
+    member.handle = {**member.handle, "abandoned": True}
+    session.flush()
+    _close(session, Reservation.epoch == epoch, Reservation.rank == rank)
+    _perhaps_clean(session, attempt, owner)
+    capacity.wake(session, vm_ids=[member.vm_id], actor=_actor(owner))
+
+
+def _give_back_all(session: Session, attempt: Attempt, owner: str) -> list[str]:
+    """It never ran, and every machine that was told of it has made sure that it never will. The machines."""
+    here = update(Member).where(Member.epoch == attempt.epoch).values(released=True)
+    vm_ids = list(session.scalars(here.returning(Member.vm_id)))
+    _close(session, Reservation.epoch == attempt.epoch)
+    _clean(session, attempt, owner)
+    return vm_ids
+
+
+def _close(session: Session, *which: ColumnElement[bool]) -> None:
+    session.execute(
+        update(Reservation)
+        .where(*which, Reservation.released_at.is_(None))
+        .values(released_at=seconds(session))
+    )
+
+
+def _perhaps_clean(session: Session, attempt: Attempt, owner: str) -> None:
+    members = session.scalars(select(Member).where(Member.epoch == attempt.epoch)).all()
+    if all(m.released or m.handle.get("abandoned") for m in members):
+        _clean(session, attempt, owner)
+
+
+def _clean(session: Session, attempt: Attempt, owner: str) -> None:
+    if attempt.cleanup == Cleanup.CLEAN:
+        return
+    before, attempt.cleanup = attempt.cleanup, Cleanup.CLEAN
+    _tell(
+        session, attempt, owner, "attempt.clean",
+        before={"cleanup": before}, after={"cleanup": Cleanup.CLEAN},
+    )  # fmt: skip
+
+
+def _actor(owner: str) -> str:
+    return f"dispatcher:{owner}"
+
+
+def _tell(
+    session: Session,
+    attempt: Attempt,
+    owner: str,
+    kind: str,
+    *,
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    vm_id: str | None = None,
+    detail: Mapping[str, Any] | None = None,
+) -> None:
+    events.append(
+        session, actor=_actor(owner), kind=kind, job_id=attempt.job_id,
+        epoch=attempt.epoch, vm_id=vm_id, before=before, after=after, detail=detail,
+    )  # fmt: skip

@@ -1,0 +1,65 @@
+"""What a machine is told when an attempt begins there: the job's spec, with what only this attempt has.
+
+That is its number and why the one before failed, the checkpoint that it goes on from, the values of its secrets (read now, from where the
+references point on the control machine; kept nowhere), and, in a gang, who leads and how the others find it. The meeting point of a gang is
+named after the attempt and its port follows from the epoch, so that what is left of an earlier attempt is never met.
+"""
+
+from __future__ import annotations
+
+from groupwise.fleet.attempts.records import MemberRow, Snapshot
+from groupwise.fleet.secrets import Secrets
+from groupwise.hosts.driver import Launch, Resume
+from groupwise.hosts.spec import FileEntry, Manifest, from_json
+
+FIRST_PORT, PORTS = 20_000, 12_000
+"""Below the ports that Linux gives to outgoing connections."""
+
+
+def launch_of(row: Snapshot, member: MemberRow, secrets: Secrets) -> Launch:
+    """What the machine of this member is told. SecretMissing where a secret cannot be read."""
+    return Launch(
+        job=row.job_id,
+        epoch=row.epoch,
+        spec=from_json(row.spec),
+        rank=member.rank,
+        members=len(row.members),
+        gpus=member.gpus,
+        share_mb=member.share_mb,
+        slot=member.slot,
+        environment=_environment(row, member),
+        secrets=secrets(row.secrets),
+        resume=_resume(row),
+        deadman=deadman_of(member),
+    )
+
+
+def deadman_of(member: MemberRow) -> float | None:
+    """The one that its machine was told of first; else what stands in the machine's row."""
+    return member.handle.get("deadman", member.machine.deadman)
+
+
+def files_of(row: Snapshot) -> Manifest:
+    """Everything whose content a machine must have before it can begin."""
+    resume = _resume(row)
+    return {**from_json(row.spec).files, **(resume.manifest if resume else {})}
+
+
+def _environment(row: Snapshot, member: MemberRow) -> dict[str, str]:
+    found = {"ATTEMPT": str(row.number), "PREVIOUS_FAILURE": row.previous_failure or ""}
+    if len(row.members) > 1:
+        found |= {
+            "NODE_RANK": str(member.rank),
+            "NNODES": str(len(row.members)),
+            "MASTER_ADDR": row.members[0].machine.ip_address,
+            "MASTER_PORT": str(FIRST_PORT + row.epoch % PORTS),
+            "GROUPWISE_RENDEZVOUS": row.key,
+        }
+    return found
+
+
+def _resume(row: Snapshot) -> Resume | None:
+    if row.resume_from is None:
+        return None
+    manifest = {path: FileEntry(*entry) for path, entry in row.resume_from["manifest"].items()}
+    return Resume(manifest, row.resume_from["step"], row.resume_from["path"])

@@ -1,0 +1,509 @@
+"""What the database knows of attempts, and how their owner writes it.
+
+A dispatcher owns an attempt for as long as its lease runs, by the clock of the database. Everything that it writes about one is guarded:
+the row is looked up by epoch *and* owner, and locked. Nobody found means that another has taken over: `Stale` is raised, and whoever gets
+it drops what it has and touches nothing. A lease that ran out is no reason by itself; only who has been replaced is stale.
+
+All functions here run inside a transaction that somebody else begins and commits (`Gateway.commit`). How an attempt ends, and its job with
+it, is told in `ending.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sqlalchemy import ColumnElement, and_, exists, or_, select, update
+from sqlalchemy.orm import Session
+
+from groupwise.fleet.attempts.decide import Known, Reading
+from groupwise.fleet.queue import capacity
+from groupwise.fleet.states import AttemptState, Cleanup, Contact
+from groupwise.fleet.store import events
+from groupwise.fleet.store.database import clock, seconds
+from groupwise.fleet.store.tables import GPU, VM, Attempt, Event, Job, Member, Reservation
+from groupwise.hosts import answers
+from groupwise.hosts.answers import ExitRecord, MemberState
+
+LEASE = 30.0
+"""Seconds without renewal after which another dispatcher takes over."""
+ADOPTED_AT_ONCE = 200
+"""The rest is there for other dispatchers, or for the next look."""
+
+
+class Stale(Exception):
+    """Somebody else owns this attempt now: drop everything, touch nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A machine as its row says it is reached and used."""
+
+    vm_id: str
+    transport: str
+    ip_address: str
+    port: int
+    user: str | None
+    ssh_key_path: str | None
+    jump: Mapping[str, Any] | None
+    host_key: str | None
+    workdir: str
+    python: str
+    deadman: float | None
+    probe: tuple[str, ...] | None
+    idle_memory_mb: int
+    lost: bool
+    takes_new: bool
+    """Nobody has said that nothing new is to begin there."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemberRow:
+    """One member of an attempt, with what it holds."""
+
+    rank: int
+    machine: Machine
+    recorded: Reading | None
+    """What its runner said last; None where nothing was ever sent."""
+    handle: Mapping[str, Any]
+    log_offset: int
+    released: bool
+    gpus: tuple[str, ...]
+    """UUIDs."""
+    share_mb: int | None
+    slot: int | None
+    gpu_problems: tuple[str, ...]
+
+    @property
+    def exit(self) -> ExitRecord | None:
+        """As it was read before."""
+        document = self.handle.get("exit")
+        if document is None:
+            return None
+        state = {"job": "", "epoch": 0, "state": Reading.EXITED, "exit": document}
+        return answers.member_state(state).exit
+
+    @property
+    def silent_since(self) -> float | None:
+        """Seconds of the database's clock; None: it answers."""
+        return self.handle.get("silent_since")
+
+    @property
+    def abandoned(self) -> bool:
+        """What it held was given back without looking."""
+        return bool(self.handle.get("abandoned"))
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything about an attempt that its owner needs, as it stood at one moment."""
+
+    epoch: int
+    job_id: str
+    generation: int
+    number: int
+    state: AttemptState
+    cleanup: Cleanup
+    cancel_requested: bool
+    spec: Mapping[str, Any]
+    """A `JobSpec` as JSON."""
+    secrets: Mapping[str, str]
+    """Variable → reference."""
+    resume_from: Mapping[str, Any] | None
+    previous_failure: str | None
+    members: tuple[MemberRow, ...]
+    now: float
+    """Seconds of the database's clock."""
+
+    @property
+    def key(self) -> str:
+        """As machines call it."""
+        return f"{self.job_id}.{self.epoch}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# Reading
+# ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+def snapshot(session: Session, epoch: int, owner: str) -> Snapshot:
+    """The attempt, if it is still this owner's; else Stale."""
+    found = session.execute(
+        select(Attempt, Job)
+        .join(Job, Job.job_id == Attempt.job_id)
+        .where(Attempt.epoch == epoch, Attempt.owner == owner)
+    ).one_or_none()
+    if found is None:
+        raise Stale(f"epoch {epoch} is not {owner}'s")
+    attempt, job = found
+    return Snapshot(
+        epoch=epoch,
+        job_id=attempt.job_id,
+        generation=attempt.generation,
+        number=attempt.number,
+        state=AttemptState(attempt.state),
+        cleanup=Cleanup(attempt.cleanup),
+        cancel_requested=job.cancel_requested_at is not None,
+        spec=attempt.spec or job.spec or {},
+        secrets=job.request.get("secrets", {}),
+        resume_from=attempt.resume_from,
+        previous_failure=attempt.previous_failure,
+        members=_members(session, epoch),
+        now=seconds(session),
+    )
+
+
+def _members(session: Session, epoch: int) -> tuple[MemberRow, ...]:
+    held = _held(session, epoch)
+    rows = session.execute(
+        select(Member, VM)
+        .join(VM, VM.vm_id == Member.vm_id)
+        .where(Member.epoch == epoch)
+        .order_by(Member.rank)
+    )
+    return tuple(_member(member, vm, held.get(member.rank, ())) for member, vm in rows)
+
+
+def _held(session: Session, epoch: int) -> dict[int, list[tuple[Reservation, GPU | None]]]:
+    """By rank; also what has been released, for a launch that is repeated is the same launch."""
+    rows = session.execute(
+        select(Reservation, GPU)
+        .outerjoin(GPU, GPU.gpu_id == Reservation.gpu_id)
+        .where(Reservation.epoch == epoch)
+        .order_by(Reservation.rank, GPU.index)
+    )
+    held: dict[int, list[tuple[Reservation, GPU | None]]] = {}
+    for reservation, gpu in rows:
+        held.setdefault(reservation.rank, []).append((reservation, gpu))
+    return held
+
+
+def _member(member: Member, vm: VM, held: Sequence[tuple[Reservation, GPU | None]]) -> MemberRow:
+    gpus = [gpu for _, gpu in held if gpu is not None]
+    first = held[0][0] if held else None
+    return MemberRow(
+        rank=member.rank,
+        machine=machine(vm),
+        recorded=None if member.state is None else Reading(member.state),
+        handle=member.handle,
+        log_offset=member.log_offset,
+        released=member.released,
+        gpus=tuple(gpu.uuid for gpu in gpus),
+        share_mb=first.share_mb if first else None,
+        slot=first.slot if first else None,
+        gpu_problems=tuple(
+            f"GPU {gpu.index} ({gpu.uuid}) has vanished"
+            for gpu in gpus
+            if gpu.observed == "missing"
+        ),
+    )
+
+
+def machine(vm: VM) -> Machine:
+    """What a row says of a machine."""
+    return Machine(
+        vm_id=vm.vm_id,
+        transport=vm.transport,
+        ip_address=vm.ip_address,
+        port=vm.port,
+        user=vm.user,
+        ssh_key_path=vm.ssh_key_path,
+        jump=vm.jump,
+        host_key=vm.host_key,
+        workdir=vm.workdir,
+        python=vm.python,
+        deadman=vm.deadman,
+        probe=None if vm.probe is None else tuple(vm.probe),
+        idle_memory_mb=vm.idle_memory_mb,
+        lost=vm.lost_at is not None,
+        takes_new=vm.active and not vm.draining and vm.cordoned is None and vm.lost_at is None,
+    )
+
+
+def machines(session: Session) -> list[Machine]:
+    """All of the fleet."""
+    return [machine(vm) for vm in session.scalars(select(VM).where(VM.active).order_by(VM.vm_id))]
+
+
+def wishes(session: Session, owner: str) -> dict[int, tuple[bool, tuple[str, ...]]]:
+    """What people want of the open attempts of this owner: epoch → whether cancelled, and which of its machines are declared lost."""
+    found: dict[int, tuple[bool, tuple[str, ...]]] = {
+        epoch: (cancelled is not None, ())
+        for epoch, cancelled in session.execute(
+            select(Attempt.epoch, Job.cancel_requested_at)
+            .join(Job, Job.job_id == Attempt.job_id)
+            .where(Attempt.owner == owner, _open())
+        )
+    }
+    for epoch, vm_id in session.execute(
+        select(Member.epoch, Member.vm_id)
+        .join(VM, VM.vm_id == Member.vm_id)
+        .join(Attempt, Attempt.epoch == Member.epoch)
+        .where(Attempt.owner == owner, _open(), VM.lost_at.is_not(None))
+        .order_by(Member.epoch, Member.rank)
+    ):
+        cancelled, lost = found.get(epoch, (False, ()))
+        found[epoch] = cancelled, (*lost, vm_id)
+    return found
+
+
+def known(session: Session, vm_id: str, jobs: Iterable[str]) -> dict[str, Known]:
+    """What the database knows of jobs that a machine reports."""
+    found: dict[str, Known] = {}
+    here = exists().where(Member.epoch == Attempt.epoch, Member.vm_id == vm_id)
+    for job_id, epoch, live in session.execute(
+        select(Attempt.job_id, Attempt.epoch, and_(Attempt.state != AttemptState.ENDED, here))
+        .where(Attempt.job_id.in_(set(jobs)))
+        .order_by(Attempt.epoch)
+    ):
+        before = found.get(job_id, Known(None, 0))
+        found[job_id] = Known(epoch if live else before.live_epoch, epoch)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# Who owns what
+# ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+def renew(session: Session, owner: str, lease: float = LEASE) -> list[int]:
+    """Keep all open attempts of this owner; their epochs."""
+    return list(
+        session.scalars(
+            update(Attempt)
+            .where(Attempt.owner == owner, _open())
+            .values(lease_until=clock() + lease)
+            .returning(Attempt.epoch)
+        )
+    )
+
+
+def adopt(session: Session, owner: str, lease: float = LEASE) -> list[int]:
+    """Take over open attempts whose lease has run out; their epochs, the oldest first."""
+    now = seconds(session)
+    found = session.scalars(
+        select(Attempt)
+        .where(_open(), Attempt.lease_until < now)
+        .order_by(Attempt.epoch)
+        .limit(ADOPTED_AT_ONCE)
+        .with_for_update(skip_locked=True)
+    ).all()
+    for attempt in found:
+        before, attempt.owner = attempt.owner, owner
+        attempt.lease_until = now + lease
+        _tell(session, attempt, owner, "attempt.adopted", {"owner": before}, {"owner": owner})
+    return [attempt.epoch for attempt in found]
+
+
+def let_go(session: Session, owner: str) -> None:
+    """This owner stops: whoever wants to may adopt its attempts at once. What runs, runs on."""
+    session.execute(update(Attempt).where(Attempt.owner == owner, _open()).values(lease_until=0.0))
+
+
+def _open() -> ColumnElement[bool]:
+    return or_(Attempt.state != AttemptState.ENDED, Attempt.cleanup != Cleanup.CLEAN)
+
+
+def guarded(session: Session, epoch: int, owner: str) -> Attempt:
+    """The attempt's row, locked, if it is this owner's; else Stale."""
+    attempt = session.scalar(
+        select(Attempt)
+        .where(Attempt.epoch == epoch, Attempt.owner == owner)
+        .with_for_update(key_share=True)
+    )
+    if attempt is None:
+        raise Stale(f"epoch {epoch} is not {owner}'s any more")
+    return attempt
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# Writing down what was seen
+# ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+def move(session: Session, epoch: int, owner: str, to: AttemptState) -> None:
+    """The next state, but for the last (`ending.end`). Done once or twice, it is the same."""
+    attempt = guarded(session, epoch, owner)
+    if attempt.state == to:
+        return
+    before, attempt.state = attempt.state, to
+    if to is AttemptState.RUNNING:
+        _begin(session, attempt)
+    _tell(session, attempt, owner, f"attempt.{to}", {"state": before}, {"state": to})
+
+
+def _begin(session: Session, attempt: Attempt) -> None:
+    """All members run, so their machines can launch."""
+    attempt.running_at = seconds(session)
+    here = select(Member.vm_id).where(Member.epoch == attempt.epoch)
+    session.execute(
+        update(VM).where(VM.vm_id.in_(here), VM.launch_failures > 0).values(launch_failures=0)
+    )
+
+
+def record(session: Session, epoch: int, owner: str, state: MemberState, rank: int) -> None:
+    """What a runner said of a member."""
+    guarded(session, epoch, owner)
+    member = session.get_one(Member, (epoch, rank))
+    member.state = str(state.state)
+    member.handle = {
+        **member.handle,
+        **{name: value for name, value in state.handle.items() if value is not None},
+        **({} if state.exit is None else {"exit": asdict(state.exit)}),
+    }
+
+
+def sending(session: Session, epoch: int, owner: str, rank: int, deadman: float | None) -> None:
+    """From here on a machine may have been told; and with which deadman."""
+    guarded(session, epoch, owner)
+    member = session.get_one(Member, (epoch, rank))
+    member.handle = {**member.handle, "deadman": deadman}
+    if member.state is None:
+        member.state = Reading.UNKNOWN
+
+
+def contact(session: Session, epoch: int, owner: str, rank: int, *, silent: bool) -> None:
+    """Its machine has fallen silent, or speaks again. Since when is written once, and by the clock of the database."""
+    attempt = guarded(session, epoch, owner)
+    member = session.get_one(Member, (epoch, rank))
+    if silent == ("silent_since" in member.handle):
+        return
+    handle = dict(member.handle)
+    if silent:
+        handle["silent_since"] = seconds(session)
+    else:
+        del handle["silent_since"]
+    member.handle = handle
+    session.flush()
+    _sum_up_contact(session, attempt, owner, member.vm_id)
+
+
+def _sum_up_contact(session: Session, attempt: Attempt, owner: str, vm_id: str) -> None:
+    """An attempt is unreachable since the first of its members is."""
+    rows = session.scalars(select(Member).where(Member.epoch == attempt.epoch))
+    since = [m.handle["silent_since"] for m in rows if "silent_since" in m.handle]
+    before = attempt.contact
+    attempt.contact = Contact.UNREACHABLE if since else Contact.OK
+    attempt.unreachable_since = min(since, default=None)
+    if before != attempt.contact:
+        kind = events.ATTEMPT_UNREACHABLE if since else events.ATTEMPT_REACHABLE
+        _tell(
+            session, attempt, owner, kind,
+            {"contact": before}, {"contact": attempt.contact}, vm_id=vm_id,
+        )  # fmt: skip
+
+
+def leaking(
+    session: Session, epoch: int, owner: str, rank: int, holders: Sequence[Mapping[str, Any]]
+) -> None:
+    """Its machine still holds something of it: the operator is told once, and what it holds is not used."""
+    attempt = guarded(session, epoch, owner)
+    if attempt.state != AttemptState.ENDED or attempt.cleanup == Cleanup.LEAKING:
+        return
+    before, attempt.cleanup = attempt.cleanup, Cleanup.LEAKING
+    member = session.get_one(Member, (epoch, rank))
+    _tell(
+        session, attempt, owner, "attempt.leaking",
+        {"cleanup": before}, {"cleanup": Cleanup.LEAKING},
+        vm_id=member.vm_id, detail={"rank": rank, "holders": [dict(h) for h in holders]},
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------------------------------------------------------------------------
+# What machines have that nobody drives
+# ---------------------------------------------------------------------------------------------------------------------------------------
+
+
+def quarantine(session: Session, owner: str, vm_id: str, job_id: str, epoch: int) -> bool:
+    """Write down, once, that a machine runs something that the database does not know. True where that is news."""
+    kind = "attempt.quarantined"
+    told = select(Event.event_id).where(
+        Event.job_id == job_id, Event.kind == kind, Event.vm_id == vm_id, Event.epoch == epoch
+    )
+    if session.scalar(told.limit(1)) is not None:
+        return False
+    events.append(
+        session, actor=f"dispatcher:{owner}", kind=kind, job_id=job_id, epoch=epoch, vm_id=vm_id,
+        detail={"why": "it runs there and stands in no table; nothing is done to it"},
+    )  # fmt: skip
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class LeftBehind:
+    """A member that was given up when its machine was declared lost."""
+
+    job_id: str
+    epoch: int
+    rank: int
+    gpus: tuple[str, ...]
+    share_mb: int | None
+
+
+def left_behind(session: Session, vm_id: str) -> list[LeftBehind]:
+    """What may still be on a machine that was declared lost."""
+    rows = session.execute(
+        select(Attempt.job_id, Member.epoch, Member.rank)
+        .join(Attempt, Attempt.epoch == Member.epoch)
+        .where(
+            Member.vm_id == vm_id,
+            Member.released.is_(False),
+            Attempt.state == AttemptState.ENDED,
+            Attempt.cleanup == Cleanup.CLEAN,
+        )
+        .order_by(Member.epoch, Member.rank)
+    )
+    found: list[LeftBehind] = []
+    for job_id, epoch, rank in rows:
+        held = _held(session, epoch).get(rank, [])
+        gpus = tuple(gpu.uuid for _, gpu in held if gpu is not None)
+        found.append(LeftBehind(job_id, epoch, rank, gpus, held[0][0].share_mb if held else None))
+    return found
+
+
+def left_nothing(session: Session, epoch: int, rank: int) -> None:
+    """A machine that had been lost was seen to hold nothing of this member."""
+    session.execute(
+        update(Member).where(Member.epoch == epoch, Member.rank == rank).values(released=True)
+    )
+
+
+def welcome_back(session: Session, owner: str, vm_id: str) -> bool:
+    """A machine that was declared lost answers and holds nothing of earlier attempts: it may be used again."""
+    vm = session.get_one(VM, vm_id, with_for_update=True)
+    unfinished = session.scalar(
+        select(Member.epoch)
+        .join(Attempt, Attempt.epoch == Member.epoch)
+        .where(
+            Member.vm_id == vm_id,
+            or_(Attempt.state != AttemptState.ENDED, Member.released.is_(False)),
+        )
+        .limit(1)
+    )
+    if vm.lost_at is None or unfinished is not None:
+        return False
+    before, vm.lost_at = vm.lost_at, None
+    events.append(
+        session, actor=f"dispatcher:{owner}", kind="vm.returned", vm_id=vm_id,
+        before={"lost_at": before}, after={"lost_at": None},
+    )  # fmt: skip
+    capacity.wake(session, vm_ids=[vm_id], actor=f"dispatcher:{owner}")
+    return True
+
+
+def _tell(
+    session: Session,
+    attempt: Attempt,
+    owner: str,
+    kind: str,
+    before: Mapping[str, Any],
+    after: Mapping[str, Any],
+    *,
+    vm_id: str | None = None,
+    detail: Mapping[str, Any] | None = None,
+) -> None:
+    events.append(
+        session, actor=f"dispatcher:{owner}", kind=kind, job_id=attempt.job_id,
+        epoch=attempt.epoch, vm_id=vm_id, before=before, after=after, detail=detail,
+    )  # fmt: skip

@@ -1,0 +1,260 @@
+"""What a job leaves behind, brought from its machine to `artefacts/<job>/<epoch>/`, and `artefacts/<job>/current`, the newest.
+
+The machine says what there is (path, sha256, mode, size); every file is fetched, hashed here, and flushed; then the folder gets its name,
+so that a folder of that name is whole and right. What was fetched before a crash lies beside it under another name, and is gone on with.
+
+The machine is not trusted with this disk: only plain files inside the folder are made, none beyond the job's limits. What is no plain file
+(a link, a pipe, a device) is left out, and stands with its reason in `<epoch>.json`, beside the hashes of what came. What should have come
+and cannot, is why the artefacts are not whole.
+
+In a gang, those of rank r lie in `<epoch>.<r>/`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import uuid
+from functools import partial
+from pathlib import Path
+
+from groupwise.fleet.attempts.drive import Part
+from groupwise.fleet.attempts.effects import Gateway
+from groupwise.hosts.answers import WorkTree
+from groupwise.hosts.files import BlobError, BlobStore, hash_of, sync_folder
+from groupwise.hosts.port import RunnerRefused
+from groupwise.hosts.spec import JOB_ID, FileEntry, Limits, Manifest, from_json
+
+KEPT_BACK = {
+    "too_large": "larger than the job's limit for artefacts leaves room for",
+    "too_many": "more files than the job's limit for artefacts",
+    "too_deep": "too many folders deep",
+    "changing": "written to while it was read",
+    "unreadable": "not to be read by the machine's user",
+    "not_utf8": "a name that is not UTF-8",
+}
+"""Why the machine does not offer a plain file. Everything else that it refuses is none."""
+CHANGED = frozenset({"not_found", "changed", "refused_path"})
+"""How a machine refuses to read a file that it offered before: something has changed it since."""
+TRIES = 2
+"""Of the whole list, where a file was another one by the time that it was read."""
+AT_ONCE = 4
+"""Files that are fetched at once: each piece is a call to the machine."""
+SHOWN = 5
+"""Paths in a message."""
+
+
+class _Changed(Exception):
+    """A file is not what the machine's list said."""
+
+
+def artefact_folder(artefacts: Path, job: str, epoch: int, rank: int = 0) -> Path:
+    """Where they lie, or would."""
+    assert JOB_ID.fullmatch(job), job  # it becomes part of a path
+    return artefacts / job / (str(epoch) if rank == 0 else f"{epoch}.{rank}")
+
+
+def record_of(folder: Path) -> Path:
+    """Beside the folder: which files there are, which were left out and why."""
+    return folder.with_name(f"{folder.name}.json")
+
+
+class Collector:
+    """Brings artefacts to this machine's disk, for the attempts of one dispatcher."""
+
+    def __init__(self, artefacts: Path, store: BlobStore, gateway: Gateway) -> None:
+        """`store`: what of them is a mirrored checkpoint need not come twice."""
+        self._artefacts = artefacts
+        self._store = store
+        self._gateway = gateway
+
+    async def collect(self, part: Part) -> str | None:
+        """Fetch and verify them all; why they are not whole and never will be, or None. Raises HostError, OSError."""
+        target = artefact_folder(self._artefacts, part.job_id, part.epoch, part.rank)
+        if not target.exists():
+            problem = await self._fetch(part, target)
+            if problem is not None:
+                return problem
+        if part.rank == 0:
+            await self._gateway.write("artefacts.current", lambda: _link_current(target))
+        return await asyncio.to_thread(_problem, target)
+
+    async def _fetch(self, part: Part, target: Path) -> str | None:
+        limits = from_json(part.spec).limits
+        folder, lock = await asyncio.to_thread(_partial, target)
+        try:
+            why = ""
+            for _ in range(TRIES):
+                tree = await part.runner.manifest(part.job_id, part.epoch, "artefacts")
+                problem = _beyond(tree.files, limits)
+                if problem is not None:
+                    return problem
+                try:
+                    await self._files(part, folder, tree.files)
+                except _Changed as change:
+                    why = str(change)
+                    continue
+                await self._gateway.write(
+                    "artefacts.publish", partial(_publish, folder, target, tree)
+                )
+                return None
+            return f"{why} has been changed since the command ended"
+        finally:
+            os.close(lock)
+
+    async def _files(self, part: Part, folder: Path, files: Manifest) -> None:
+        waiting = iter(sorted(files.items()))
+
+        async def work() -> None:
+            for path, entry in waiting:
+                await self._file(part, folder / path, path, entry)
+
+        tasks = [asyncio.create_task(work()) for _ in range(AT_ONCE)]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    async def _file(self, part: Part, place: Path, path: str, entry: FileEntry) -> None:
+        """Whole and verified. What an earlier try left may be torn: then once more, from the beginning."""
+        here = await self._gateway.write(
+            "artefacts.file", partial(_begin, place, entry, self._store)
+        )
+        if here and await self._rest(part, place, path, entry, here):
+            return
+        if not await self._rest(part, place, path, entry, 0):
+            raise _Changed(path)
+
+    async def _rest(self, part: Part, place: Path, path: str, entry: FileEntry, here: int) -> bool:
+        """Fetch what follows `here`. False: the file that came out is not the one of the list, and is gone."""
+        write = self._gateway.write
+        while here < entry.size:
+            try:
+                data = await part.runner.read(part.job_id, part.epoch, path, offset=here)
+            except RunnerRefused as error:
+                if error.code in CHANGED:
+                    raise _Changed(path) from error
+                raise
+            if not data:
+                raise _Changed(path)
+            here = await write("artefacts.piece", partial(_append, place, here, data))
+        return await write("artefacts.verify", partial(_finish, place, entry))
+
+
+def _beyond(files: Manifest, limits: Limits) -> str | None:
+    """Why so many, or so large, are not fetched: the machine keeps to the limits, but is not trusted to."""
+    size = sum(entry.size for entry in files.values())
+    if size > limits.artefact_mb << 20:
+        largest = sorted(files, key=lambda path: -files[path].size)[:SHOWN]
+        shown = ", ".join(f"{path} ({files[path].size} bytes)" for path in largest)
+        return f"the artefacts are {size} bytes; the job's limit is {limits.artefact_mb} MiB. The largest: {shown}"
+    if len(files) > limits.artefact_files:
+        return f"the artefacts are {len(files)} files; the job's limit is {limits.artefact_files}"
+    return None
+
+
+def _partial(target: Path) -> tuple[Path, int]:
+    """A folder to fetch to, and its lock; that of an earlier try, unless somebody is at work there."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for name in (f".{target.name}.partial", f".{target.name}.partial-{uuid.uuid4().hex}"):
+        folder = target.with_name(name)
+        folder.mkdir(exist_ok=True)
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(lock), folder.stat()):
+                return folder, lock
+        except (BlockingIOError, FileNotFoundError):
+            pass  # another process is fetching them there, or has finished just now
+        os.close(lock)
+    raise OSError(f"no folder to fetch to can be locked beside {target}")
+
+
+def _begin(place: Path, entry: FileEntry, store: BlobStore) -> int:
+    """How many bytes of a file are here already."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if not place.exists() and entry.sha256 in store:
+        with contextlib.suppress(BlobError):
+            store.copy(entry, place)
+    with place.open("ab") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > entry.size:
+            file.truncate(0)
+            return 0
+    return size
+
+
+def _append(place: Path, offset: int, data: bytes) -> int:
+    with place.open("r+b" if offset else "wb") as file:
+        file.seek(offset)
+        file.write(data)
+    return offset + len(data)
+
+
+def _finish(place: Path, entry: FileEntry) -> bool:
+    """Whether it is the right file; then it is on the disk for good, else gone."""
+    place.touch()  # one without content has not been written yet
+    if hash_of(place) != entry.sha256:
+        place.unlink()
+        return False
+    with place.open("rb") as file:
+        os.fchmod(file.fileno(), entry.mode & 0o755 | 0o600)
+        os.fsync(file.fileno())
+    return True
+
+
+def _publish(folder: Path, target: Path, tree: WorkTree) -> None:
+    """Give the folder its name, with nothing in it but what belongs there."""
+    for place in sorted(folder.rglob("*"), reverse=True):
+        if place.is_dir():
+            sync_folder(place)
+        elif place.relative_to(folder).as_posix() not in tree.files:
+            place.unlink()
+    sync_folder(folder)
+    _write_record(record_of(target), tree)
+    try:
+        folder.rename(target)
+    except OSError:
+        if not target.is_dir():
+            raise
+        shutil.rmtree(folder)  # another process was faster; what it has is the same
+    sync_folder(target.parent)
+
+
+def _write_record(path: Path, tree: WorkTree) -> None:
+    files = {name: [e.sha256, e.mode, e.size] for name, e in tree.files.items()}
+    document = {"files": files, "left_out": [list(entry) for entry in tree.refused]}
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    with temporary.open("w") as file:
+        json.dump(document, file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _problem(target: Path) -> str | None:
+    """What should be there and is not."""
+    document = json.loads(record_of(target).read_text())
+    lacking = [(path, KEPT_BACK[why]) for path, why in document["left_out"] if why in KEPT_BACK]
+    if not lacking:
+        return None
+    shown = "; ".join(f"{path}: {why}" for path, why in lacking[:SHOWN])
+    return f"{len(lacking)} of the artefacts did not come: {shown}"
+
+
+def _link_current(target: Path) -> None:
+    """`current` leads to the newest epoch that has been fetched."""
+    link = target.with_name("current")
+    with contextlib.suppress(OSError, ValueError):
+        if int(os.readlink(link)) >= int(target.name):
+            return
+    temporary = target.with_name(f".current.{uuid.uuid4().hex}")
+    temporary.symlink_to(target.name)
+    temporary.replace(link)
+    sync_folder(target.parent)

@@ -1,0 +1,139 @@
+"""Checkpoints travel: while a job runs, its newest complete checkpoint is brought to the control machine's blob store.
+
+A job that is tried again, on whatever machine, begins with it. A checkpoint is a folder whose `manifest.json` was written last and names
+step, files, sizes and hashes. Only blobs that are not in the store come; each is hashed here. One that is torn, or was removed by its job
+as it was read, is skipped: the one before is still there, and a later one will come. The row in the table is written when all of its
+blobs are on the disk, so that a checkpoint which stands there is whole.
+
+Of a gang, what rank 0 wrote is the checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from functools import partial
+
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from groupwise.fleet.attempts.drive import Part
+from groupwise.fleet.attempts.effects import Gateway
+from groupwise.fleet.attempts.records import guarded
+from groupwise.fleet.states import AttemptState
+from groupwise.fleet.store.database import seconds
+from groupwise.fleet.store.tables import Attempt, Checkpoint, Job
+from groupwise.hosts.answers import CheckpointTree
+from groupwise.hosts.files import BlobError, BlobStore
+from groupwise.hosts.port import RunnerRefused
+from groupwise.hosts.spec import FileEntry
+
+log = logging.getLogger(__name__)
+
+KEPT = 2
+"""Checkpoints of a job whose blobs are kept: one may turn out to be damaged on the disk."""
+
+
+class _Torn(Exception):
+    """A checkpoint is not what its manifest says, or not there any more."""
+
+
+class CheckpointMirror:
+    """Brings checkpoints to this machine's store, for the attempts of one dispatcher."""
+
+    def __init__(self, store: BlobStore, gateway: Gateway) -> None:
+        self._store = store
+        self._gateway = gateway
+
+    async def mirror(self, part: Part) -> None:
+        """Fetch the newest complete one, unless it is here. Safe to repeat, and to cancel. Raises HostError, OSError, Stale."""
+        if part.rank != 0:
+            return
+        tree = await part.runner.manifest(part.job_id, part.epoch, "checkpoints")
+        here = await self._gateway.look(lambda session: _newest_step(session, part))
+        for checkpoint in sorted(tree.checkpoints, key=lambda c: c.step, reverse=True):
+            if here is not None and checkpoint.step <= here:
+                return
+            try:
+                await self._fetch(part, checkpoint)
+            except _Torn as torn:
+                log.info("%s.%s: %s is skipped: %s", part.job_id, part.epoch, checkpoint.path, torn)
+                continue
+            await self._gateway.commit(
+                "checkpoint.row", partial(_record, part=part, checkpoint=checkpoint)
+            )
+            return
+
+    async def _fetch(self, part: Part, checkpoint: CheckpointTree) -> None:
+        """All its blobs are in the store. Raises _Torn."""
+        entries = {entry.sha256: (path, entry) for path, entry in checkpoint.files.items()}
+        lacking = await self._gateway.write(
+            "checkpoint.missing", lambda: self._store.missing(entries)
+        )
+        for sha256 in lacking:
+            path, entry = entries[sha256]
+            try:
+                await self._blob(part, path, entry)
+            except RunnerRefused as error:
+                raise _Torn(str(error)) from error
+            except BlobError as error:
+                raise _Torn(f"{path}: {error}") from error
+
+    async def _blob(self, part: Part, path: str, entry: FileEntry) -> None:
+        with self._store.incoming(entry.sha256, entry.size) as incoming:
+            while incoming.received < entry.size:
+                data = await part.runner.read(
+                    part.job_id, part.epoch, path, offset=incoming.received
+                )
+                if not data:
+                    raise BlobError(f"only {incoming.received} of {entry.size} bytes are there")
+                await self._gateway.write("checkpoint.piece", partial(incoming.add, data))
+            await self._gateway.write("checkpoint.blob", incoming.finish)
+
+
+def _newest_step(session: Session, part: Part) -> int | None:
+    """Of this attempt's mirrored ones."""
+    return session.scalar(
+        select(Checkpoint.step)
+        .where(Checkpoint.job_id == part.job_id, Checkpoint.epoch == part.epoch)
+        .order_by(Checkpoint.step.desc())
+        .limit(1)
+    )
+
+
+def _record(session: Session, part: Part, checkpoint: CheckpointTree) -> None:
+    """It can be gone on with from here on; older ones need not be kept."""
+    guarded(session, part.epoch, part.owner)
+    session.merge(
+        Checkpoint(
+            job_id=part.job_id,
+            generation=part.generation,
+            epoch=part.epoch,
+            path=checkpoint.path,
+            step=checkpoint.step,
+            manifest={path: [e.sha256, e.mode, e.size] for path, e in checkpoint.files.items()},
+            mirrored_at=seconds(session),
+        )
+    )
+    session.flush()
+    kept = session.scalars(
+        select(Checkpoint)
+        .where(Checkpoint.job_id == part.job_id, Checkpoint.generation == part.generation)
+        .order_by(Checkpoint.step.desc(), Checkpoint.epoch.desc())
+        .offset(KEPT)
+    ).all()
+    for old in kept:
+        session.delete(old)
+
+
+def named_blobs(session: Session) -> set[str]:
+    """Blobs that something in the database names: files of jobs, checkpoints, and what attempts that are not over began with."""
+    checkpoints: Iterable[dict[str, list[object]]] = session.scalars(select(Checkpoint.manifest))
+    begun = session.scalars(select(Attempt.resume_from).where(Attempt.state != AttemptState.ENDED))
+    specs = session.scalars(select(Job.spec))
+    manifests = [
+        *checkpoints,
+        *(resume["manifest"] for resume in begun if resume),
+        *(spec.get("files") or {} for spec in specs if spec),
+    ]
+    return {str(entry[0]) for manifest in manifests for entry in manifest.values()}

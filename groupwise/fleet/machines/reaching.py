@@ -1,0 +1,70 @@
+"""How a machine is reached: from what its row says to a `Host`, and to the key that it shows.
+
+Dispatcher and poller ask here. Nothing is connected yet when a `Host` is made; a machine without a pinned key gets one that refuses every
+call, and can only be asked for its key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from groupwise.fleet.attempts.records import Machine
+from groupwise.hosts.keys import HostKey
+from groupwise.hosts.local import LocalHost
+from groupwise.hosts.port import Host, HostUnreachable
+from groupwise.hosts.ssh import Address, Patience, SshHost, read_host_key
+
+LOCAL = "local"
+"""The transport of the machine that the control plane itself runs on."""
+
+
+def host_of(machine: Machine, patience: Patience | None = None) -> Host:
+    """The machine, to be called; whoever made it closes it."""
+    if machine.transport == LOCAL:
+        return LocalHost()
+    return SshHost(_address(machine), jump=_jump(machine.jump), patience=patience)
+
+
+async def shown_key(machine: Machine) -> HostKey:
+    """The key that a machine shows; nothing else is asked of it. Raises HostUnreachable; HostKeyError for the jump host's."""
+    return await read_host_key(machine.ip_address, machine.port, jump=_jump(machine.jump))
+
+
+def same_way(one: Machine, other: Machine) -> bool:
+    """Whether a connection made for the one serves for the other."""
+    return _way(one) == _way(other)
+
+
+def _way(machine: Machine) -> tuple[Any, ...]:
+    return machine.transport, _address(machine), machine.jump
+
+
+def _address(machine: Machine) -> Address:
+    return Address(
+        machine.ip_address,
+        machine.user or "",
+        machine.port,
+        machine.ssh_key_path,
+        machine.host_key,
+    )
+
+
+def _jump(row: Mapping[str, Any] | None) -> Address | None:
+    """Written by hand, perhaps: what is missing has the value that SSH gives it."""
+    if not row:
+        return None
+    try:
+        port = int(row.get("port") or 22)
+    except (AttributeError, TypeError, ValueError):
+        raise HostUnreachable(
+            f"jump is {ascii(row)[:200]}: an object is wanted, with host, port (a number), user, ssh_key_path and host_key"
+        ) from None
+    key_path, host_key = row.get("ssh_key_path"), row.get("host_key")
+    return Address(
+        str(row.get("host", "")),
+        str(row.get("user", "")),
+        port,
+        None if key_path is None else str(key_path),
+        None if host_key is None else str(host_key),
+    )

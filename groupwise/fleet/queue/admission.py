@@ -1,0 +1,559 @@
+"""The way into the queue: whoever makes a row, and however, it is read, checked and expanded once, here.
+
+`submit` makes the row of a `JobRequest`; people also insert rows by hand, and a dispatcher sweeps those up with `admit_new`. Either way
+admission reads the row as it stands in the database, since SQLite keeps whatever was written into a column. What is wrong is collected and
+becomes the `failure_reason` of a failed job: no row is ever lost without a word, and none that cannot be read stays where it would
+stop others. What is right is frozen: the command with all its parts and its hash, what it needs, and its place in the queue.
+
+The place (`rank`) is a time: when the job's project is due, less an hour for each step of priority. A project is due now, or, while it
+has jobs waiting, a little later with each job that it submits, by its weight. So a project that submits thousands does not keep others
+from theirs, and nobody waits for ever, because ranks of later jobs are later.
+
+Nothing that a row names is imported: of kinds only the names count (`kinds.py`).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import secrets
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, cast
+
+from sqlalchemy import (
+    ColumnElement,
+    Dialect,
+    Table,
+    func,
+    literal_column,
+    null,
+    select,
+    update,
+)
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from groupwise.errors import UsageError
+from groupwise.fleet.passable import text_problems
+from groupwise.fleet.queue import kinds
+from groupwise.fleet.queue.request import (
+    Beyond,
+    Columns,
+    InvalidRequest,
+    JobRequest,
+    beyond_from_document,
+    columns_from_row,
+    dependency,
+    problems,
+)
+from groupwise.fleet.queue.resources import Resources
+from groupwise.fleet.secrets import UNLESS_TOLD, AllowedSecrets
+from groupwise.fleet.states import JobStatus
+from groupwise.fleet.store import events
+from groupwise.fleet.store.database import seconds
+from groupwise.fleet.store.tables import GPU, VM, Job, Moment, Project, this_moment
+from groupwise.hosts.spec import JOB_ID, JobSpec, as_json, path_problems, spec_hash
+from groupwise.wire.problems import Refusal
+
+PRIORITY_SECONDS = 3600.0
+"""Of waiting that a step of priority is worth."""
+TURN_SECONDS = 30.0
+"""By which a project of weight 1 comes later with each GPU that it asks for."""
+MOST_WORDS = 4000
+"""Of a reason that is stored."""
+ADMISSION = "admission"
+
+_JOBS: Table = Job.__table__  # pyright: ignore[reportAssignmentType] — a mapped class's table is a Table
+_WAITING: ColumnElement[bool] = literal_column("jobs.status IN ('queued', 'pending', 'held')")
+"""Written out as in the index of waiting jobs."""
+
+
+# --- submitting -----------------------------------------------------------------------------------
+
+
+def submit(
+    session: Session,
+    request: JobRequest,
+    *,
+    actor: str,
+    project: str,
+    job_id: str | None = None,
+    idempotency_key: str | None = None,
+    allowed: AllowedSecrets = UNLESS_TOLD,
+) -> Job:
+    """A job of this request, admitted; where something is wrong with it, it has failed and says why.
+
+    The same once more (by `idempotency_key`, else by `job_id`) gives the job that is there; another request under the same key or id is
+    refused: `idempotency_key_reused`, UsageError.
+    """
+    said = {**request.columns(), **request.document(), "project": project}
+    if found := [*text_problems(said, "")]:
+        raise InvalidRequest(found)
+    digest = _digest(request, project)
+    if job_id is not None and not JOB_ID.fullmatch(job_id):
+        raise UsageError(_bad_id(job_id))
+    if (there := _same(session, project, job_id, idempotency_key, digest)) is not None:
+        return there
+    job = Job(
+        job_id=job_id or _new_id(),
+        project=project,
+        status=JobStatus.HELD if request.hold else JobStatus.QUEUED,
+        request=request.document(),
+        submitted_by=actor,
+        idempotency_key=idempotency_key,
+        request_hash=digest,
+        **request.columns(),
+    )
+    try:
+        with session.begin_nested():
+            session.add(job)
+    except IntegrityError:  # somebody has just submitted it
+        there = _same(session, project, job_id, idempotency_key, digest)
+        if there is None:
+            raise
+        return there
+    events.append(
+        session,
+        actor=actor,
+        kind=events.JOB_SUBMITTED,
+        job_id=job.job_id,
+        detail={"project": project},
+    )
+    admit(session, job, allowed)
+    return job
+
+
+def _digest(request: JobRequest, project: str) -> str:
+    return hashlib.sha256(f"{project}\n{request.digest()}".encode()).hexdigest()
+
+
+def _same(
+    session: Session, project: str, job_id: str | None, key: str | None, digest: str
+) -> Job | None:
+    """The job that was made of the same request before."""
+    if key is not None:
+        query = select(Job).where(Job.project == project, Job.idempotency_key == key)
+        there = session.scalars(query).one_or_none()
+        if there is not None:
+            if there.request_hash != digest or job_id not in (None, there.job_id):
+                raise Refusal("idempotency_key_reused")
+            return there
+    there = None if job_id is None else session.get(Job, job_id)
+    if there is not None and (there.request_hash != digest or key is not None):
+        raise UsageError(
+            f"There is a job {job_id} already, and it is another one. Choose another id, or leave it out."
+        )
+    return there
+
+
+def _new_id() -> str:
+    return "job-" + base64.b32encode(secrets.token_bytes(8)).decode()[:12].lower()
+
+
+def _bad_id(job_id: str) -> str:
+    return (
+        f"job_id {job_id[:100]!r}: letters, digits, `_` and `-` are wanted, at most 80, a letter or digit first, "
+        "since it names folders on the machines"
+    )
+
+
+# --- admitting ------------------------------------------------------------------------------------
+
+
+def admit(session: Session, job: Job, allowed: AllowedSecrets = UNLESS_TOLD) -> None:
+    """Check, expand and rank one job that is new; `job` then says what became of it.
+
+    A job that does not say how many GPUs it wants stays as it is until some machine was observed: nobody can say before.
+    """
+    session.flush()
+    _admit(session, [job.job_id], allowed)
+    session.refresh(job)
+
+
+def admit_new(session: Session, limit: int, allowed: AllowedSecrets = UNLESS_TOLD) -> int:
+    """The same for rows that nobody has admitted yet, the oldest first; how many were dealt with."""
+    query = (
+        select(Job.job_id)
+        .where(Job.admitted_at.is_(None), Job.status.in_((JobStatus.QUEUED, JobStatus.HELD)))
+        .order_by(Job.created_at, Job.job_id)
+        .limit(limit)
+        .with_for_update(skip_locked=True, key_share=True)
+    )
+    return _admit(session, session.scalars(query).all(), allowed)
+
+
+def _admit(session: Session, ids: Sequence[str], allowed: AllowedSecrets) -> int:
+    rows = _rows(session, ids)
+    if not rows:
+        return 0
+    fleet = _Fleet(session, rows, allowed)
+    admitted: list[_Admitted] = []
+    refused = 0
+    for row in rows:
+        answer = _answer(row, fleet)
+        if isinstance(answer, _Admitted):
+            admitted.append(answer)
+        elif answer:
+            _refuse(session, row, answer)
+            refused += 1
+    accepted = [each for each in admitted if not _over_quota(session, each, fleet, rows)]
+    _freeze(session, accepted, fleet)
+    return len(admitted) + refused
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """A row as it stands there, and which of its columns cannot be read."""
+
+    values: Mapping[str, Any]
+    unreadable: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def job_id(self) -> str:
+        return self.values["job_id"]
+
+    @property
+    def request(self) -> Mapping[str, Any] | None:
+        """Its document, if it is one."""
+        document = self.values["request"]
+        return cast("Mapping[str, Any]", document) if isinstance(document, dict) else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Admitted:
+    """What becomes of a row that is right."""
+
+    row: _Row
+    spec: JobSpec
+    resources: Resources
+    held: bool
+    follows: Sequence[str]
+
+    @property
+    def project(self) -> str:
+        return self.row.values["project"]
+
+
+class _Fleet:
+    """What admission must know beside the rows; read once for many."""
+
+    def __init__(self, session: Session, rows: Iterable[_Row], allowed: AllowedSecrets) -> None:
+        self.allowed = allowed
+        self.now = seconds(session)
+        self.gpus_by_default = _gpus_by_default(session)
+        self.projects = _lock_projects(
+            session, {row.values["project"] for row in rows if "project" not in row.unreadable}
+        )
+        self.projects_of_jobs = _projects_of(session, rows)
+
+
+def _answer(row: _Row, fleet: _Fleet) -> _Admitted | list[str]:
+    """What becomes of it, or what is wrong with it; an empty list: it cannot be said yet."""
+    found = [f"{name}: {why}" for name, why in row.unreadable.items()]
+    if not JOB_ID.fullmatch(row.job_id):
+        found.append(_bad_id(row.job_id))
+    columns, beyond = _columns(row, found), _beyond(row, found)
+    if columns is None or beyond is None:
+        return found
+    found += [*_column_problems(columns), *problems(beyond), *_follows(row, columns, beyond, fleet)]
+    found += [] if found else fleet.allowed.problems(beyond.secrets)
+    if found:
+        return found
+    values = columns.model_dump()
+    try:
+        spec = kinds.expand({**values, "job_id": row.job_id, "request": row.values["request"]})
+    except UsageError as error:
+        return str(error).splitlines() or [type(error).__name__]
+    return _admitted(row, spec, beyond, fleet)
+
+
+def _columns(row: _Row, found: list[str]) -> Columns | None:
+    try:
+        return columns_from_row(row.values)
+    except InvalidRequest as error:
+        found += [p for p in error.problems if p.partition(":")[0] not in row.unreadable]
+        return None
+
+
+def _beyond(row: _Row, found: list[str]) -> Beyond | None:
+    if row.request is None:
+        if "request" not in row.unreadable:
+            found.append("request: a JSON object is wanted, {} where there is nothing to say")
+        return None
+    try:
+        return beyond_from_document(row.request)
+    except InvalidRequest as error:
+        found += [f"request.{problem}" for problem in error.problems]
+        return None
+
+
+def _column_problems(columns: Columns) -> list[str]:
+    found = path_problems("output_dir", columns.output_dir)
+    if columns.use_unsloth:
+        found.append(
+            "use_unsloth: this version does not train with Unsloth; leave it out, models with fast paths use them anyway"
+        )
+    return found
+
+
+def _follows(row: _Row, columns: Columns, beyond: Beyond, fleet: _Fleet) -> list[str]:
+    found: list[str] = []
+    for word in beyond.after:
+        job_id, _ = dependency(word)
+        if job_id == row.job_id:
+            found.append(f"after {word!r}: a job cannot come after itself")
+        elif fleet.projects_of_jobs.get(job_id) != columns.project:
+            found.append(f"after {word!r}: project {columns.project} has no job {job_id}")
+    return found
+
+
+def _admitted(row: _Row, spec: JobSpec, beyond: Beyond, fleet: _Fleet) -> _Admitted | list[str]:
+    resources = beyond.resources
+    if resources.settled(0) != resources.settled(1):
+        if fleet.gpus_by_default is None:
+            return []
+        resources = resources.settled(fleet.gpus_by_default)
+    else:
+        resources = resources.settled(0)
+    held = beyond.hold or row.values["status"] == JobStatus.HELD
+    return _Admitted(row, spec, resources, held, beyond.after)
+
+
+def _gpus_by_default(session: Session) -> int | None:
+    """How many GPUs a job gets that does not say: one, or none in a fleet without. None: no machine was observed yet."""
+    of_fleet = select(GPU.gpu_id).join(VM, VM.vm_id == GPU.vm_id).where(VM.active).limit(1)
+    if session.scalar(of_fleet) is not None:
+        return 1
+    seen = select(VM.vm_id).where(VM.active, (VM.observed_round > 0) | VM.last_polled.is_not(None))
+    return None if session.scalar(seen.limit(1)) is None else 0
+
+
+def _projects_of(session: Session, rows: Iterable[_Row]) -> dict[str, str]:
+    """The projects of the jobs that these rows are to come after."""
+    words: list[Any] = []
+    for row in rows:
+        after = (row.request or {}).get("after")
+        words += cast("list[Any]", after) if isinstance(after, list) else []
+    ids = {dependency(word)[0] for word in words if isinstance(word, str)}
+    if not ids:
+        return {}
+    query = select(Job.job_id, Job.project).where(Job.job_id.in_(ids))
+    return dict(session.execute(query).all())
+
+
+# --- rows as they stand there ---------------------------------------------------------------------
+
+
+def _rows(session: Session, ids: Sequence[str]) -> list[_Row]:
+    """Read column by column, as a mapped row fails as a whole where one value cannot be read. PostgreSQL lets none in that cannot."""
+    if not ids:
+        return []
+    raw: list[Any] = [
+        literal_column(f'"{column.name}"').label(column.name) for column in _JOBS.columns
+    ]
+    query = select(*raw).select_from(_JOBS).where(Job.job_id.in_(ids))
+    found = session.execute(query.order_by(Job.created_at, Job.job_id)).mappings().all()
+    dialect = session.get_bind().dialect
+    if dialect.name != "sqlite":
+        return [_Row(dict(values)) for values in found]
+    return [_row(dict(values), dialect) for values in found]
+
+
+def _row(raw: Mapping[str, Any], dialect: Dialect) -> _Row:
+    values: dict[str, Any] = {}
+    unreadable: dict[str, str] = {}
+    for column in _JOBS.columns:
+        name = column.name
+        try:
+            values[name] = _value(column.type, raw[name], dialect)
+        except (ValueError, TypeError):
+            unreadable[name] = f"{str(raw[name])[:60]!r} cannot be read as {_word(column.type)}"
+            values[name] = None
+    return _Row(values, unreadable)
+
+
+def _value(kind: Any, value: Any, dialect: Dialect) -> Any:
+    """The value of a column as mapped rows have it; ValueError or TypeError where it is of another type."""
+    wanted = _type_of(kind)
+    if wanted is bool and value not in (0, 1, None):
+        raise TypeError(value)
+    read = kind.dialect_impl(dialect).result_processor(dialect, None)
+    value = value if read is None else read(value)
+    if value is None or wanted is object:
+        return value
+    if wanted is float and type(value) is int:
+        return float(value)
+    if type(value) is not wanted:
+        raise TypeError(value)
+    return value
+
+
+def _type_of(kind: Any) -> type:
+    """`object` for JSON, which may be anything."""
+    return datetime if isinstance(kind, Moment) else kind.python_type
+
+
+def _word(kind: Any) -> str:
+    words = {
+        int: "a whole number",
+        float: "a number",
+        str: "text",
+        bool: "true or false",
+        object: "JSON",
+    }
+    return words.get(_type_of(kind), "a time")
+
+
+# --- what is written ------------------------------------------------------------------------------
+
+
+def _refuse(session: Session, row: _Row, found: Sequence[str]) -> None:
+    """The job has failed before it began. What cannot be read is replaced by its default, or nobody could look at the row."""
+    mended = {name: _default(name) for name in row.unreadable}
+    reason = "\n".join(found)[:MOST_WORDS]
+    if row.values["status"] == JobStatus.HELD:  # nothing that is held fails; it is let go first
+        released = update(Job).where(Job.job_id == row.job_id).values(status=JobStatus.QUEUED)
+        session.execute(released.execution_options(synchronize_session=False))
+    session.execute(
+        update(Job)
+        .where(Job.job_id == row.job_id)
+        .values(
+            {
+                **mended,
+                "status": JobStatus.FAILED,
+                "failure_reason": reason,
+                "end_time": this_moment(),
+            }
+        )
+        .execution_options(synchronize_session=False)
+    )
+    events.append(
+        session,
+        actor=ADMISSION,
+        kind=events.JOB_FAILED,
+        job_id=row.job_id,
+        before={"status": row.values["status"]},
+        after={"status": JobStatus.FAILED},
+        detail={"reason": reason},
+    )
+
+
+def _default(name: str) -> ColumnElement[Any]:
+    """What the database itself would put there."""
+    default: Any = _JOBS.columns[name].server_default
+    if default is None:
+        return null()
+    return literal_column(f"'{default.arg}'") if isinstance(default.arg, str) else default.arg
+
+
+def _over_quota(session: Session, job: _Admitted, fleet: _Fleet, rows: Sequence[_Row]) -> bool:
+    """Whether its project has as many waiting jobs as it may; then it has failed."""
+    project = fleet.projects[job.project]
+    if project.max_waiting is None or project.waiting < project.max_waiting:
+        project.waiting += 1
+        return False
+    _refuse(
+        session,
+        job.row,
+        [
+            f"project {job.project} has {project.waiting} jobs waiting and may have {project.max_waiting}: submit it again "
+            "when some have begun, or ask for a higher max_waiting"
+        ],
+    )
+    return True
+
+
+def _freeze(session: Session, jobs: Sequence[_Admitted], fleet: _Fleet) -> None:
+    """Command, needs and place of each, with an event; and how far each project has come."""
+    if not jobs:
+        return
+    values: list[dict[str, Any]] = []
+    for job in jobs:
+        project = fleet.projects[job.project]
+        values.append(
+            {
+                "job_id": job.row.job_id,
+                "status": JobStatus.HELD if job.held else JobStatus.QUEUED,
+                "spec": as_json(job.spec),
+                "spec_hash": spec_hash(job.spec),
+                "resources": job.resources.as_json(),
+                "shape": job.resources.shape(job.project),
+                "rank": project.next_start(job.resources, fleet.now)
+                - job.row.values["priority"] * PRIORITY_SECONDS,
+                "admitted_at": fleet.now,
+                "waiting_since": None if job.held or job.follows else fleet.now,
+            }
+        )
+    session.execute(update(Job), values)
+    for name, project in fleet.projects.items():
+        session.execute(
+            update(Project)
+            .where(Project.name == name)
+            .values(virtual_time=project.virtual_time)
+            .execution_options(synchronize_session=False)
+        )
+    events.append_many(
+        session,
+        [
+            {
+                "actor": ADMISSION,
+                "kind": f"job.{row['status']}",
+                "job_id": row["job_id"],
+                "after": {"status": row["status"], "spec_hash": row["spec_hash"]},
+            }
+            for row in values
+        ],
+    )
+
+
+# --- projects -------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Share:
+    """Of a project in the queue."""
+
+    weight: float
+    max_waiting: int | None
+    virtual_time: float
+    waiting: int
+
+    def next_start(self, resources: Resources, now: float) -> float:
+        """When its next job is due; the one after that is due later by what this one asks for."""
+        start = max(now, self.virtual_time)
+        units = max(1, resources.gpu_count) * resources.machines
+        self.virtual_time = start + TURN_SECONDS * units / max(self.weight, 1e-3)
+        return start
+
+
+def _lock_projects(session: Session, names: Collection[str]) -> dict[str, _Share]:
+    """The projects, made where they are not there yet; nobody else ranks a job of theirs until the end."""
+    ordered = sorted(names)
+    if not ordered:
+        return {}
+    insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
+    session.execute(insert(Project).on_conflict_do_nothing(), [{"name": name} for name in ordered])
+    rows = session.execute(
+        select(Project.name, Project.weight, Project.max_waiting, Project.virtual_time)
+        .where(Project.name.in_(ordered))
+        .order_by(Project.name)
+        .with_for_update(key_share=True)
+    ).all()
+    return {
+        row.name: _share(session, row.name, row.weight, row.max_waiting, row.virtual_time)
+        for row in rows
+    }
+
+
+def _share(
+    session: Session, name: str, weight: float, max_waiting: int | None, virtual_time: float
+) -> _Share:
+    """A project that has nothing waiting is due at once, whatever it submitted before."""
+    waiting = select(Job.job_id).where(_WAITING, Job.admitted_at.is_not(None), Job.project == name)
+    if max_waiting is None:
+        waiting = waiting.limit(1)  # all that matters then
+    count = session.scalar(select(func.count()).select_from(waiting.subquery())) or 0
+    return _Share(weight, max_waiting, virtual_time if count else 0.0, count)

@@ -1,0 +1,517 @@
+"""Jobs from the queue onto machines: the one transaction that makes an attempt, with all that it holds.
+
+A dispatcher calls `claim`. It takes the best-ranked jobs that may begin, locked so that no other dispatcher takes them too, looks at the
+fleet once (`capacity.view`) and plans where each would go. Then it locks the machines of that plan, in the order of their names, reads
+them anew and books what is still free: attempt, members, reservations and the job's move to running. What somebody else has taken
+meanwhile stays queued for the next round. The database refuses a second reservation of a GPU whatever this file does; such a job is
+rolled back alone.
+
+Jobs that find no room become pending, all queued ones of the same shape with them, so that the head of the queue never fills up with jobs
+that cannot begin. `capacity.py` says how they come back and why none is forgotten.
+
+Locks are taken in one order everywhere: jobs, projects, machines, marking.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy import func, insert, null, select, tuple_, update
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from groupwise.fleet.queue import capacity, kinds
+from groupwise.fleet.queue.capacity import QUEUED, RankKey, Unmet, View
+from groupwise.fleet.queue.failures import FailureClass
+from groupwise.fleet.queue.placement import PATIENCE_SECONDS, Blocked, Placement, Seat
+from groupwise.fleet.queue.request import Columns
+from groupwise.fleet.queue.resources import Resources
+from groupwise.fleet.states import AttemptState, JobStatus
+from groupwise.fleet.store import events
+from groupwise.fleet.store.database import seconds
+from groupwise.fleet.store.tables import (
+    VM,
+    Attempt,
+    Checkpoint,
+    Job,
+    Member,
+    Reservation,
+    this_moment,
+)
+from groupwise.hosts.spec import as_json
+
+MOST_MARKED = 100
+"""Jobs that become pending in one transaction; the rest follows in the next."""
+MOST_LOOKS = 8
+"""At the queue in one transaction, further behind each time."""
+ELSEWHERE = frozenset(
+    {
+        FailureClass.LAUNCH_FAILURE,
+        FailureClass.GPU_FAULT,
+        FailureClass.HOST_LOST,
+        FailureClass.REBOOT,
+        FailureClass.SUPERVISOR_LOST,
+    }
+)
+"""After these the next attempt goes to another machine, where there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """An attempt that was made: reserved, and owned by whoever claimed it."""
+
+    job_id: str
+    epoch: int
+    placement: Placement
+
+
+def claim(session: Session, *, owner: str, lease_seconds: float, limit: int) -> list[Claimed]:
+    """Make attempts for up to `limit` queued jobs, leased to `owner`. An empty list: nothing that is queued can begin now."""
+    now = seconds(session)
+    jobs = _candidates(session, now, limit)
+    if not jobs:
+        capacity.wake_unnoticed(session, None)
+        return []
+    found = _look(session, jobs)
+    plan = _Plan()
+    drained = _plan_all(session, found, plan, jobs, limit)
+    claimed = _book(session, found, plan, Lease(owner, lease_seconds))
+    marked = _settle(session, plan, f"dispatcher:{owner}")
+    if drained:
+        capacity.wake_unnoticed(session, marked or found)
+    return claimed
+
+
+def _look(session: Session, jobs: Sequence[_Candidate]) -> View:
+    """The fleet, with the quotas of these jobs' projects locked, since what is booked counts on them."""
+    projects = {job.project for job in jobs}
+    capacity.lock_quotas(session, projects)
+    return capacity.view(session, projects)
+
+
+# --- candidates -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A queued job, as far as a claim needs it."""
+
+    job_id: str
+    project: str
+    shape: str
+    rank: float
+    resources: Resources
+    generation: int
+    spent: Mapping[str, Any]
+    waiting_since: float | None
+    after: Sequence[str]
+    smaller: bool
+
+    @property
+    def key(self) -> tuple[float, str]:
+        return (self.rank, self.job_id)
+
+
+def _candidates(
+    session: Session,
+    now: float,
+    limit: int,
+    passed_over: Collection[str] = (),
+    after: RankKey | None = None,
+) -> list[_Candidate]:
+    """The best-ranked jobs that may begin and that nobody else is claiming; locked until the end.
+
+    None of the shapes in `passed_over`, and none that stands before `after`.
+    """
+    chosen = (
+        select(Job.job_id)
+        .where(
+            QUEUED,
+            Job.rank.is_not(None),
+            Job.not_before <= now,
+            Job.cancel_requested_at.is_(None),
+            Job.shape.not_in(passed_over),
+            *([] if after is None else [tuple_(Job.rank, Job.job_id) > after]),
+        )
+        .order_by(Job.rank, Job.job_id)
+        .limit(limit)
+        .with_for_update(skip_locked=True, key_share=True)
+        .cte("chosen")
+        .prefix_with("MATERIALIZED", dialect="postgresql")
+    )
+    rows = session.execute(
+        select(
+            Job.job_id,
+            Job.project,
+            Job.shape,
+            Job.rank,
+            Job.resources,
+            Job.generation,
+            Job.spent,
+            Job.waiting_since,
+            Job.request["after"].label("follows"),
+            Job.request["allow_smaller_batch"].label("smaller"),
+        )
+        .join(chosen, chosen.c.job_id == Job.job_id)
+        .order_by(Job.rank, Job.job_id)
+    ).all()
+    return [
+        _Candidate(
+            row.job_id,
+            row.project,
+            row.shape,
+            row.rank,
+            Resources.model_validate(row.resources or {}),
+            row.generation,
+            row.spent or {},
+            row.waiting_since,
+            row.follows or (),
+            bool(row.smaller),
+        )
+        for row in rows
+    ]
+
+
+@dataclass(slots=True)
+class _Earlier:
+    """Attempts of this generation so far."""
+
+    number: int = 0
+    """Of the next one."""
+    previous_failure: str | None = None
+    avoid: set[str] = field(default_factory=set[str])
+
+
+def _earlier_attempts(session: Session, jobs: Sequence[_Candidate]) -> dict[str, _Earlier]:
+    generations = {job.job_id: job.generation for job in jobs}
+    rows = session.execute(
+        select(
+            Attempt.job_id, Attempt.generation, Attempt.number, Attempt.failure_class, Member.vm_id
+        )
+        .join(Member, Member.epoch == Attempt.epoch)
+        .where(Attempt.job_id.in_(generations))
+        .order_by(Attempt.epoch, Member.rank)
+    ).all()
+    found: dict[str, _Earlier] = {}
+    for row in rows:
+        if row.generation != generations[row.job_id]:
+            continue
+        earlier = found.setdefault(row.job_id, _Earlier())
+        earlier.number = row.number + 1
+        earlier.previous_failure = row.failure_class or earlier.previous_failure
+        if row.failure_class in ELSEWHERE:
+            earlier.avoid.add(row.vm_id)
+    return found
+
+
+# --- planning -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Where candidates would go, by a look at the fleet without locks."""
+
+    before: dict[str, _Earlier] = field(default_factory=dict[str, _Earlier])
+    placed: list[tuple[_Candidate, Placement]] = field(
+        default_factory=list[tuple[_Candidate, Placement]]
+    )
+    dependent: list[_Candidate] = field(default_factory=list[_Candidate])
+    """They are to come after jobs that have not ended yet."""
+    blocked: dict[str, _Candidate] = field(default_factory=dict[str, _Candidate])
+    """By shape: the first that found no room."""
+
+    def earlier(self, job: _Candidate) -> _Earlier:
+        """What was tried of it before."""
+        return self.before.get(job.job_id) or _Earlier()
+
+
+def _plan_all(
+    session: Session, found: View, plan: _Plan, jobs: Sequence[_Candidate], limit: int
+) -> bool:
+    """Plan these candidates, then others behind them while there are too few; whether the queue ended meanwhile.
+
+    A head of the queue that cannot begin hides nobody.
+    """
+    wanted = limit
+    for _ in range(MOST_LOOKS):
+        plan.before.update(_earlier_attempts(session, jobs))
+        unmet = capacity.unmet(session, {job.job_id: job.after for job in jobs})
+        plan.dependent.extend(job for job in jobs if job.job_id in unmet)
+        _plan(found, plan, [job for job in jobs if job.job_id not in unmet])
+        if len(jobs) < wanted:
+            return True
+        wanted = limit - len(plan.placed)
+        if not wanted or found.is_full():
+            return False
+        jobs = _candidates(session, found.now, wanted, plan.blocked, jobs[-1].key)
+        projects = {job.project for job in jobs} - set(found.quotas)
+        capacity.lock_quotas(session, projects)
+        found.quotas.update(capacity.quotas(session, projects))
+    return False
+
+
+def _plan(found: View, plan: _Plan, jobs: Sequence[_Candidate]) -> None:
+    for job in jobs:
+        if job.shape in plan.blocked:
+            continue
+        avoid = frozenset(plan.earlier(job).avoid)
+        placement = found.look(job.resources, job.project, job.key, avoid)
+        if isinstance(placement, Placement):
+            found.take(placement, job.resources, job.project)
+            plan.placed.append((job, placement))
+            continue
+        plan.blocked[job.shape] = job
+        if _is_patient(job, found) and not found.over_quota(job.resources, job.project):
+            found.withhold_for(job.resources, job.key)
+
+
+def _is_patient(job: _Candidate, found: View) -> bool:
+    return job.waiting_since is not None and found.now - job.waiting_since >= PATIENCE_SECONDS
+
+
+# --- booking --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """Whose an attempt is, and for how many seconds unless renewed."""
+
+    owner: str
+    seconds: float
+
+
+def _book(session: Session, found: View, plan: _Plan, lease: Lease) -> list[Claimed]:
+    """Machines locked and read anew: what is still free there is booked."""
+    if not plan.placed:
+        return []
+    names = sorted({seat.vm_id for _, placement in plan.placed for seat in placement.seats})
+    session.execute(
+        select(VM.vm_id)
+        .where(VM.vm_id.in_(names))
+        .order_by(VM.vm_id)
+        .with_for_update(key_share=True)
+    ).all()
+    fresh = View(found.now, capacity.machines(session, found.now, names), found.held)
+    now = seconds(session)  # read last: nothing begins before what it was seen to follow had ended
+    resume = _checkpoints(session, [job for job, _ in plan.placed])
+    claimed: list[Claimed] = []
+    for job, planned in plan.placed:
+        earlier = plan.earlier(job)
+        placement = fresh.look(job.resources, job.project, job.key, frozenset(earlier.avoid))
+        if isinstance(placement, Blocked):
+            continue  # somebody was quicker; the next round looks at the whole fleet
+        assert len(placement.seats) == len(planned.seats)
+        try:
+            with session.begin_nested():
+                epoch = _make_attempt(
+                    session, job, placement, earlier, resume.get(job.job_id), lease, now
+                )
+        except IntegrityError:
+            continue  # a row without its lock: a GPU was reserved, or an attempt made, by somebody else
+        fresh.take(placement, job.resources, job.project)
+        claimed.append(Claimed(job.job_id, epoch, placement))
+    actor = f"dispatcher:{lease.owner}"
+    events.append_many(session, [event for each in claimed for event in _events(each, actor)])
+    return claimed
+
+
+def _make_attempt(
+    session: Session,
+    job: _Candidate,
+    placement: Placement,
+    earlier: _Earlier,
+    resume: dict[str, Any] | None,
+    lease: Lease,
+    now: float,
+) -> int:
+    values: dict[str, Any] = {
+        "job_id": job.job_id,
+        "generation": job.generation,
+        "number": earlier.number,
+        "state": AttemptState.RESERVED,
+        "owner": lease.owner,
+        "lease_until": now + lease.seconds,
+        "previous_failure": earlier.previous_failure,
+        "created_at": now,
+    }
+    if resume is not None:
+        values["resume_from"] = resume
+    if (spec := _smaller_spec(session, job)) is not None:
+        values["spec"] = spec
+    epoch = session.execute(insert(Attempt).values(values).returning(Attempt.epoch)).scalar_one()
+    seats = list(enumerate(placement.seats))
+    session.execute(
+        insert(Member),
+        [{"epoch": epoch, "rank": rank, "vm_id": seat.vm_id} for rank, seat in seats],
+    )
+    rows = [row for rank, seat in seats for row in _reservations(job, epoch, rank, seat, now)]
+    session.execute(insert(Reservation), rows)
+    _set_running(session, job, placement.seats[0])
+    return epoch
+
+
+def _reservations(
+    job: _Candidate, epoch: int, rank: int, seat: Seat, now: float
+) -> Iterable[dict[str, Any]]:
+    common = {"vm_id": seat.vm_id, "epoch": epoch, "rank": rank, "reserved_at": now}
+    if seat.slot is not None:
+        yield {**common, "gpu_id": None, "slot": seat.slot, "share_mb": None}
+    for gpu in seat.gpus:
+        yield {**common, "gpu_id": gpu.gpu_id, "slot": None, "share_mb": job.resources.share_mb}
+
+
+def _set_running(session: Session, job: _Candidate, first: Seat) -> None:
+    session.execute(
+        update(Job)
+        .where(Job.job_id == job.job_id)
+        .values(
+            status=JobStatus.RUNNING,
+            assigned_vm=first.vm_id,
+            gpu_index=first.gpus[0].index if first.gpus else None,
+            start_time=this_moment(),
+            waiting_since=None,
+            blocked_reasons=null(),
+            blocked_on=None,
+        )
+        .execution_options(synchronize_session=False)
+    )
+
+
+def _events(claimed: Claimed, actor: str) -> list[dict[str, Any]]:
+    seats = [
+        {"vm": seat.vm_id, "gpus": [gpu.uuid for gpu in seat.gpus], "slot": seat.slot}
+        for seat in claimed.placement.seats
+    ]
+    common = {
+        "actor": actor,
+        "job_id": claimed.job_id,
+        "epoch": claimed.epoch,
+        "vm_id": claimed.placement.seats[0].vm_id,
+    }
+    return [
+        {
+            **common,
+            "kind": events.JOB_RUNNING,
+            "before": {"status": JobStatus.QUEUED},
+            "after": {"status": JobStatus.RUNNING},
+        },
+        {
+            **common,
+            "kind": events.ATTEMPT_RESERVED,
+            "after": {"state": AttemptState.RESERVED},
+            "detail": {"seats": seats},
+        },
+    ]
+
+
+def _checkpoints(session: Session, jobs: Sequence[_Candidate]) -> dict[str, dict[str, Any]]:
+    """What each job goes on from: of this generation, the complete checkpoint with the most steps."""
+    again = {job.job_id: job.generation for job in jobs}
+    rows = session.scalars(
+        select(Checkpoint)
+        .where(Checkpoint.job_id.in_(again))
+        .order_by(Checkpoint.job_id, Checkpoint.step, Checkpoint.epoch)
+    )
+    return {
+        row.job_id: {
+            "step": row.step,
+            "path": row.path,
+            "epoch": row.epoch,
+            "manifest": row.manifest,
+        }
+        for row in rows
+        if row.generation == again[row.job_id]
+    }
+
+
+def _smaller_spec(session: Session, job: _Candidate) -> dict[str, Any] | None:
+    """After the GPU's memory was too small: the spec with a smaller batch, where the job allows it and its kind knows one."""
+    times = job.spent.get(FailureClass.GPU_OOM, 0)
+    if not times or not job.smaller:
+        return None
+    row = session.get_one(Job, job.job_id)
+    columns = {name: getattr(row, name) for name in Columns.model_fields}
+    spec = kinds.smaller({**columns, "job_id": row.job_id, "request": row.request}, times)
+    return None if spec is None else as_json(spec)
+
+
+# --- those that do not begin ----------------------------------------------------------------------
+
+
+def _settle(session: Session, plan: _Plan, actor: str) -> View | None:
+    """Mark as pending what still cannot begin, now that nobody can release anything unnoticed; what was seen meanwhile."""
+    if not plan.dependent and not plan.blocked:
+        return None
+    capacity.lock_marking(session)
+    unmet = capacity.unmet(session, {job.job_id: job.after for job in plan.dependent})
+    for job in plan.dependent:
+        if job.job_id in unmet:
+            _wait_for_job(session, job, unmet[job.job_id], actor)
+    if not plan.blocked:
+        return None
+    found = capacity.view(session, {job.project for job in plan.blocked.values()})
+    left = MOST_MARKED
+    for job in sorted(plan.blocked.values(), key=lambda each: each.key):
+        answer = found.look(job.resources, job.project, job.key)
+        if isinstance(answer, Blocked) and left:
+            left -= _wait_for_room(session, job, answer, found, actor, left)
+    return found
+
+
+def _wait_for_job(session: Session, job: _Candidate, unmet: Unmet, actor: str) -> None:
+    if unmet.hopeless:
+        values: dict[str, Any] = {
+            "status": JobStatus.FAILED,
+            "failure_reason": unmet.reason,
+            "end_time": this_moment(),
+        }
+    else:
+        values = {
+            "status": JobStatus.PENDING,
+            "blocked_reasons": [unmet.reason],
+            "blocked_on": unmet.job_id,
+        }
+    session.execute(
+        update(Job)
+        .where(Job.job_id == job.job_id)
+        .values(waiting_since=None, **values)
+        .execution_options(synchronize_session=False)
+    )
+    detail = {"reason": unmet.reason}
+    to = values["status"]
+    capacity.tell_of_jobs(session, [job.job_id], JobStatus.QUEUED, to, actor, detail)
+
+
+def _wait_for_room(
+    session: Session, job: _Candidate, why: Blocked, found: View, actor: str, most: int
+) -> int:
+    """The job and those that stand behind it with the same shape, `most` of them; how many there were."""
+    query = (
+        select(Job.job_id)
+        .where(
+            QUEUED, Job.shape == job.shape, Job.rank >= job.rank, Job.cancel_requested_at.is_(None)
+        )
+        .order_by(Job.rank, Job.job_id)
+        .limit(most)
+        .with_for_update(skip_locked=True, key_share=True)
+    )
+    ids = session.scalars(query).all()
+    # Who waits for the project's quota does not wait for a place, so that none is kept for it.
+    waits_for_a_place = found.over_quota(job.resources, job.project) is None
+    session.execute(
+        update(Job)
+        .where(Job.job_id.in_(ids))
+        .values(
+            status=JobStatus.PENDING,
+            blocked_reasons=list(why.reasons),
+            blocked_on=None,
+            waiting_since=func.coalesce(Job.waiting_since, found.now)
+            if waits_for_a_place
+            else None,
+        )
+        .execution_options(synchronize_session=False)
+    )
+    capacity.tell_of_jobs(session, ids, JobStatus.QUEUED, JobStatus.PENDING, actor)
+    return len(ids)

@@ -1,0 +1,164 @@
+"""What happened in a fleet: appended in the transaction that made it happen, read in order, never changed.
+
+Every change of a job, an attempt, a machine or a key appends an event, so the audit is complete or the change did not happen. Readers
+(the tracker, webhooks, pages) keep the number of the last event that they have dealt with, and ask for those `after` it.
+
+PostgreSQL gives numbers when rows are written and shows them when they are committed, so number 7 may be seen before number 6, and a
+reader that goes on from 7 never sees 6. Making writers wait for each other would cost them a flush of the disk each. So instead, before
+its first event, a transaction takes a shared advisory lock whose key is the highest number given so far: all its own will be higher. A
+reader looks up the highest number given, then the lowest key held, and then reads no further than either: whoever held a number below
+that is gone, and what they committed is seen. It waits for nobody, and an unrelated long transaction does not hold it up. Numbers of
+transactions that were rolled back stay unused. SQLite has one writer at a time, whose numbers come in the order of commits.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import insert, select, text
+from sqlalchemy.orm import Session
+
+from groupwise.fleet.store.database import clock
+from groupwise.fleet.store.engine import READS
+from groupwise.fleet.store.tables import Event
+
+JOB_QUEUED = "job.queued"
+JOB_PENDING = "job.pending"
+JOB_HELD = "job.held"
+JOB_RUNNING = "job.running"
+JOB_COMPLETED = "job.completed"
+JOB_FAILED = "job.failed"
+JOB_CANCELLED = "job.cancelled"
+"""Up to here `job.` and the status."""
+JOB_SUBMITTED = "job.submitted"
+JOB_CANCEL_REQUESTED = "job.cancel_requested"
+JOB_RETRIED = "job.retried"
+JOB_PRUNED = "job.pruned"
+ATTEMPT_RESERVED = "attempt.reserved"
+ATTEMPT_LAUNCHING = "attempt.launching"
+ATTEMPT_RUNNING = "attempt.running"
+ATTEMPT_COLLECTING = "attempt.collecting"
+ATTEMPT_ENDED = "attempt.ended"
+"""Up to here `attempt.` and the state."""
+ATTEMPT_ADOPTED = "attempt.adopted"
+ATTEMPT_CLEAN = "attempt.clean"
+ATTEMPT_LEAKING = "attempt.leaking"
+ATTEMPT_UNREACHABLE = "attempt.unreachable"
+ATTEMPT_REACHABLE = "attempt.reachable"
+VM_ADDED = "vm.added"
+VM_REMOVED = "vm.removed"
+VM_TRUSTED = "vm.trusted"
+VM_DRAINING = "vm.draining"
+VM_UNDRAINED = "vm.undrained"
+VM_CORDONED = "vm.cordoned"
+VM_UNCORDONED = "vm.uncordoned"
+VM_LOST = "vm.lost"
+VM_UNREACHABLE = "vm.unreachable"
+VM_REACHABLE = "vm.reachable"
+VM_REBOOTED = "vm.rebooted"
+VM_UNTRUSTED = "vm.untrusted"
+GPU_QUARANTINED = "gpu.quarantined"
+GPU_CLEARED = "gpu.cleared"
+GPU_OBSERVED = "gpu.observed"
+"""It became busy with something else, went missing, or came back."""
+PROJECT_CHANGED = "project.changed"
+KEY_MADE = "key.made"
+KEY_REVOKED = "key.revoked"
+
+_KIND = re.compile(r"[a-z]+\.[a-z_]+")
+_ANNOUNCED = "groupwise_events"
+_TAG = 0x4757
+"""The highest 16 bits of the keys of our advisory locks; the other 48 are a number of an event."""
+
+_GIVEN = text("SELECT last_value - (NOT is_called)::int FROM events_event_id_seq")
+_ANNOUNCE = text(
+    "SELECT pg_advisory_xact_lock_shared((CAST(:tag AS bigint) << 48) | (last_value - (NOT is_called)::int)) "
+    "FROM events_event_id_seq"
+)
+_LOWEST_HELD = text(
+    "SELECT min((classid::bigint & 65535) << 32 | objid::bigint) FROM pg_locks "
+    "WHERE locktype = 'advisory' AND objsubid = 1 AND classid::bigint >> 16 = :tag "
+    "AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+)
+
+
+def append(
+    session: Session,
+    *,
+    actor: str,
+    kind: str,
+    job_id: str | None = None,
+    epoch: int | None = None,
+    vm_id: str | None = None,
+    before: Mapping[str, Any] | None = None,
+    after: Mapping[str, Any] | None = None,
+    detail: Mapping[str, Any] | None = None,
+) -> int:
+    """Its number. `actor` is who did it (`user:ada`, `dispatcher:<owner>`), `before` and `after` what changed, as JSON; no secrets."""
+    assert _KIND.fullmatch(kind), f"{kind!r}: a kind of event reads like job.queued"
+    _announce(session)
+    row = {
+        "at": clock(),
+        "actor": actor,
+        "kind": kind,
+        "job_id": job_id,
+        "epoch": epoch,
+        "vm_id": vm_id,
+        "before": before,
+        "after": after,
+        "detail": detail,
+    }
+    return session.execute(insert(Event).values(row).returning(Event.event_id)).scalar_one()
+
+
+def append_many(session: Session, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Many at once, for what is done to many jobs at once. Each row has `actor` and `kind`, and what it has to say of the rest."""
+    if rows:
+        _announce(session)
+        at = session.execute(select(clock())).scalar_one()
+        empty = dict.fromkeys(("job_id", "epoch", "vm_id", "before", "after", "detail"))
+        session.execute(insert(Event), [{**empty, "at": at, **row} for row in rows])
+
+
+def after(session: Session, position: int, limit: int) -> list[Event]:
+    """The next ones, at most `limit`, oldest first; whoever goes on after the last of them misses none.
+
+    To be called within `Database.run`: a transaction that sees one moment only cannot tell what was committed at that moment.
+    """
+    chosen = select(Event).where(Event.event_id > position).order_by(Event.event_id).limit(limit)
+    if session.get_bind().dialect.name == "postgresql":
+        chosen = chosen.where(Event.event_id <= _settled(session))
+    return list(session.scalars(chosen))
+
+
+def recent(
+    session: Session, *, job_id: str | None = None, vm_id: str | None = None, limit: int
+) -> list[dict[str, Any]]:
+    """The newest ones of a job or a machine, oldest first, as plain data."""
+    chosen = select(*Event.__table__.columns).order_by(Event.event_id.desc()).limit(limit)
+    if job_id is not None:
+        chosen = chosen.where(Event.job_id == job_id)
+    if vm_id is not None:
+        chosen = chosen.where(Event.vm_id == vm_id)
+    return [dict(row) for row in reversed(session.execute(chosen).mappings().all())]
+
+
+def _announce(session: Session) -> None:
+    """Once in a transaction; a lock that was taken within a savepoint goes with it, so there it is taken each time."""
+    if session.get_bind().dialect.name != "postgresql" or session.info.get(_ANNOUNCED):
+        return
+    session.execute(_ANNOUNCE, {"tag": _TAG})
+    session.info[_ANNOUNCED] = not session.in_nested_transaction()
+
+
+def _settled(session: Session) -> int:
+    """The number up to which all transactions are over. Order matters: numbers given, then locks, and after that the events."""
+    connection = session.connection()
+    assert not connection.get_execution_options().get(READS, False), (
+        "events are read in Database.run: Database.read shows one moment, in which it cannot be known whether a number is still to come"
+    )
+    given = session.execute(_GIVEN).scalar_one()
+    held = session.execute(_LOWEST_HELD, {"tag": _TAG}).scalar_one()
+    return given if held is None else min(given, held)

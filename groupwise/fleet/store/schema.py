@@ -1,0 +1,184 @@
+"""Whether a database has the tables that this version works with, and how it gets them.
+
+`migrations/` holds the way from each released version to the next. Triggers and views are no part of that way: they follow from
+`states.py`, so they are dropped before it and made anew after it. All of it is one transaction under a lock: a process that dies on the
+way leaves what was there, and of two that begin at once the second finds the work done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from sqlalchemy import Connection, inspect, text
+
+from groupwise.errors import UsageError
+from groupwise.fleet.store import triggers, views
+from groupwise.fleet.store.engine import READS
+from groupwise.fleet.store.tables import Base
+
+if TYPE_CHECKING:
+    from alembic.config import Config
+    from alembic.script import ScriptDirectory
+
+VERSION_TABLE = "fleet_version"
+FINGERPRINT = "fleet_fingerprint"
+"""A view with one value: the hash of the statements that made triggers and views."""
+_LOCK = 0x67726F7570776973
+"""For `pg_advisory_xact_lock`; any number that nobody else uses."""
+
+
+def is_current(connection: Connection) -> bool:
+    """Whether tables, triggers and views are those of this version; UsageError where they are those of a newer one."""
+    reader = connection.execution_options(**{READS: True})
+    found = _revision(reader)
+    _refuse_newer(found)
+    made = _fingerprint_there(reader) == _fingerprint(reader.dialect.name)
+    return made and found == _scripts().get_current_head()
+
+
+def bring_up_to_date(connection: Connection) -> None:
+    """UsageError where the database belongs to a newer version, or to something else."""
+    with _exclusively(connection):
+        found = _revision(connection)
+        _refuse_newer(found)
+        if found is None:
+            _refuse_foreign_tables(connection)
+        _drop_derived(connection)
+        _upgrade(connection)
+        _make_derived(connection)
+
+
+@contextmanager
+def _exclusively(connection: Connection) -> Generator[None, None, None]:
+    if connection.dialect.name == "sqlite":
+        with _unchecked_references(connection), connection.begin():
+            yield
+            _refuse_broken_references(connection)
+        return
+    with connection.begin():
+        connection.execute(text("SET LOCAL statement_timeout = 0"))
+        connection.execute(text("SET LOCAL lock_timeout = 0"))
+        connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
+        yield
+
+
+@contextmanager
+def _unchecked_references(connection: Connection) -> Generator[None, None, None]:
+    """SQLite changes a table by making another in its place, at which references to it would break; within a transaction it
+    takes no such order."""
+    driver = connection.connection.driver_connection
+    assert driver is not None
+    driver.execute("PRAGMA foreign_keys = OFF")
+    try:
+        yield
+    finally:
+        driver.execute("PRAGMA foreign_keys = ON")
+
+
+def _refuse_broken_references(connection: Connection) -> None:
+    broken = connection.exec_driver_sql("PRAGMA foreign_key_check").first()
+    assert broken is None, f"a migration broke a reference: {broken}"
+
+
+def _refuse_newer(found: str | None) -> None:
+    known = {each.revision for each in _scripts().walk_revisions()}
+    if found is not None and found not in known:
+        raise UsageError(
+            f"The fleet's database was made by a newer version of Groupwise (its revision is {found}, this version knows up to "
+            f"{_scripts().get_current_head()}). Upgrade Groupwise here."
+        )
+
+
+def _refuse_foreign_tables(connection: Connection) -> None:
+    taken = sorted(set(inspect(connection).get_table_names()) & set(Base.metadata.tables))
+    if taken:
+        raise UsageError(
+            f"The database holds tables of something else: {', '.join(taken)}. Give the fleet a database of its own."
+        )
+
+
+def _revision(connection: Connection) -> str | None:
+    from alembic.runtime.migration import MigrationContext
+
+    options = {"version_table": VERSION_TABLE}
+    return MigrationContext.configure(connection, opts=options).get_current_revision()
+
+
+def _upgrade(connection: Connection) -> None:
+    from alembic import command
+
+    command.upgrade(_config(connection), "head")
+
+
+def _config(connection: Connection | None = None) -> Config:
+    from alembic.config import Config
+
+    config = Config(attributes={"connection": connection} if connection else {})
+    config.set_main_option("script_location", "groupwise.fleet.store:migrations")
+    config.set_main_option("path_separator", "os")
+    return config
+
+
+def _scripts() -> ScriptDirectory:
+    from alembic.script import ScriptDirectory
+
+    return ScriptDirectory.from_config(_config())
+
+
+# --- triggers and views ---------------------------------------------------------------------------
+
+
+def _make_derived(connection: Connection) -> None:
+    dialect = connection.dialect.name
+    for statement in _derived(dialect):
+        connection.exec_driver_sql(statement)
+    connection.exec_driver_sql(
+        f"CREATE VIEW {FINGERPRINT} AS SELECT '{_fingerprint(dialect)}' AS fingerprint"
+    )
+
+
+def _derived(dialect: str) -> Iterator[str]:
+    yield from triggers.statements(dialect)
+    yield from views.statements()
+
+
+def _fingerprint(dialect: str) -> str:
+    return hashlib.sha256("\n".join(_derived(dialect)).encode()).hexdigest()
+
+
+def _fingerprint_there(connection: Connection) -> str | None:
+    if FINGERPRINT not in inspect(connection).get_view_names():
+        return None
+    return connection.exec_driver_sql(f"SELECT fingerprint FROM {FINGERPRINT}").scalar_one()
+
+
+def _drop_derived(connection: Connection) -> None:
+    """Those of any version: triggers go by their prefix. Views that somebody else has made stay, and hold up the migration of
+    PostgreSQL where they look at ours."""
+    for name in (FINGERPRINT, *views.NAMES):
+        connection.exec_driver_sql(f"DROP VIEW IF EXISTS {name}")
+    if connection.dialect.name == "sqlite":
+        _drop_sqlite_triggers(connection)
+    else:
+        _drop_postgresql_functions(connection)
+
+
+def _drop_sqlite_triggers(connection: Connection) -> None:
+    found = connection.exec_driver_sql("SELECT name FROM sqlite_master WHERE type = 'trigger'")
+    for name in found.scalars().all():
+        if name.startswith(triggers.PREFIX):
+            connection.exec_driver_sql(f'DROP TRIGGER "{name}"')
+
+
+def _drop_postgresql_functions(connection: Connection) -> None:
+    """A trigger goes with its function."""
+    found = connection.exec_driver_sql(
+        "SELECT proname FROM pg_proc WHERE pronamespace = current_schema()::regnamespace "
+        "AND prorettype = 'trigger'::regtype"
+    )
+    for name in found.scalars().all():
+        if name.startswith(triggers.PREFIX):
+            connection.exec_driver_sql(f'DROP FUNCTION "{name}"() CASCADE')

@@ -1,0 +1,355 @@
+"""Writes about attempts: only their owner's count, and each can be made twice."""
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import select, update
+from sqlalchemy.orm import Session
+
+from groupwise.fleet.attempts import ending, records
+from groupwise.fleet.attempts.decide import Known, Move
+from groupwise.fleet.attempts.records import Stale
+from groupwise.fleet.queue import claim
+from groupwise.fleet.queue.failures import FailureClass
+from groupwise.fleet.states import AttemptState, Cleanup, Outcome
+from groupwise.fleet.store.database import Database, seconds
+from groupwise.fleet.store.tables import GPU, VM, Attempt, Event, Job, Member, Reservation
+from groupwise.hosts.answers import MemberState, RunnerState
+from tests.fleet_rig import NoChance, Rig
+
+SUCCESS = Move(AttemptState.ENDED, Outcome.SUCCEEDED, because="exit code 0")
+
+
+def failed(failure: FailureClass, **evidence: Any) -> Move:
+    member = {"rank": 0, "vm": "a", **evidence}
+    return Move(
+        AttemptState.ENDED, Outcome.FAILED, failure, "why", {"rank": 0, "members": [member]}
+    )
+
+
+@pytest.fixture
+def rig(database: Database, tmp_path: Path) -> Rig:
+    return Rig(database, tmp_path, {"a": ["GPU-a0"], "b": ["GPU-b0"]})
+
+
+@pytest.fixture
+def epoch(rig: Rig) -> int:
+    """Of an attempt that `me` has claimed."""
+    rig.submit("job")
+    (made,) = rig.database.run(lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1))
+    return made.epoch
+
+
+def advance(rig: Rig, epoch: int, *states: AttemptState) -> None:
+    for state in states:
+        rig.database.run(lambda s, to=state: records.move(s, epoch, "me", to))
+
+
+def end(rig: Rig, epoch: int, move: Move, owner: str = "me") -> None:
+    rig.database.run(lambda s: ending.end(s, epoch, owner, move, NoChance()))
+
+
+def events(rig: Rig) -> list[str]:
+    return rig.database.read(lambda s: list(s.scalars(select(Event.kind).order_by(Event.event_id))))
+
+
+def row(rig: Rig, model: Any, *where: Any) -> Any:
+    def look(session: Session) -> Any:
+        found = session.scalars(select(model).where(*where)).one()
+        session.expunge_all()
+        return found
+
+    return rig.database.read(look)
+
+
+def state_of(word: RunnerState) -> MemberState:
+    return MemberState("job", 1, word, pid=4242)
+
+
+WRITES: dict[str, Callable[[Session, int, str], object]] = {
+    "move": lambda s, e, me: records.move(s, e, me, AttemptState.LAUNCHING),
+    "record": lambda s, e, me: records.record(s, e, me, state_of(RunnerState.RUNNING), 0),
+    "sending": lambda s, e, me: records.sending(s, e, me, 0, 60.0),
+    "contact": lambda s, e, me: records.contact(s, e, me, 0, silent=True),
+    "leaking": lambda s, e, me: records.leaking(s, e, me, 0, []),
+    "end": lambda s, e, me: ending.end(s, e, me, SUCCESS, random.Random()),
+    "release": lambda s, e, me: ending.release(s, e, me, 0),
+    "abandon": lambda s, e, me: ending.abandon(s, e, me, 0),
+    "snapshot": records.snapshot,
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_who_has_been_replaced_writes_nothing(rig: Rig, epoch: int, name: str) -> None:
+    rig.expire_leases()
+    assert rig.database.run(lambda s: records.adopt(s, "other")) == [epoch]
+    before = events(rig), row(rig, Attempt).state, row(rig, Job).status
+    with pytest.raises(Stale):
+        rig.database.run(lambda s: WRITES[name](s, epoch, "me"))
+    assert (events(rig), row(rig, Attempt).state, row(rig, Job).status) == before
+    assert len(rig.open_reservations()) == 1
+
+
+def test_a_write_is_about_the_attempt_that_it_names(rig: Rig, epoch: int) -> None:
+    rig.submit("other")
+    (made,) = rig.database.run(lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1))
+    advance(rig, made.epoch, AttemptState.LAUNCHING)
+    assert row(rig, Attempt, Attempt.epoch == epoch).state == AttemptState.RESERVED
+    assert row(rig, Attempt, Attempt.epoch == made.epoch).state == AttemptState.LAUNCHING
+
+
+@pytest.mark.parametrize("wrong", [-3600.0, 3600.0])
+def test_leases_are_counted_by_the_clock_of_the_database(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, wrong: float
+) -> None:
+    """That of the dispatcher's machine may say anything."""
+    here = time.time()
+    monkeypatch.setattr(time, "time", lambda: here + wrong)
+    rig.submit("job")
+    (made,) = rig.database.run(lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1))
+
+    def left() -> float:
+        return row(rig, Attempt).lease_until - rig.database.read(seconds)
+
+    assert 0.0 < left() <= 30.0
+    assert rig.database.run(lambda s: records.renew(s, "me")) == [made.epoch]
+    assert 0.0 < left() <= records.LEASE
+    assert rig.database.run(lambda s: records.adopt(s, "other")) == []
+    rig.expire_leases()
+    assert rig.database.run(lambda s: records.adopt(s, "other")) == [made.epoch]
+    assert 0.0 < left() <= records.LEASE
+
+
+def test_a_lease_that_ran_out_is_still_its_owners_until_somebody_takes_it(
+    rig: Rig, epoch: int
+) -> None:
+    rig.expire_leases()
+    advance(rig, epoch, AttemptState.LAUNCHING)
+    assert rig.database.run(lambda s: records.renew(s, "me")) == [epoch]
+    assert rig.database.run(lambda s: records.adopt(s, "other")) == []
+
+
+def test_an_attempt_is_adopted_once(rig: Rig, epoch: int) -> None:
+    assert rig.database.run(lambda s: records.adopt(s, "other")) == []
+    rig.expire_leases()
+    assert rig.database.run(lambda s: records.adopt(s, "other")) == [epoch]
+    assert rig.database.run(lambda s: records.adopt(s, "third")) == []
+    assert rig.database.run(lambda s: records.renew(s, "me")) == []
+    assert row(rig, Attempt).owner == "other"
+    assert "attempt.adopted" in events(rig)
+
+
+def test_what_somebody_lets_go_is_free_at_once(rig: Rig, epoch: int) -> None:
+    rig.database.run(lambda s: records.let_go(s, "me"))
+    assert rig.database.run(lambda s: records.adopt(s, "other")) == [epoch]
+
+
+def test_what_is_over_is_neither_renewed_nor_adopted(rig: Rig, epoch: int) -> None:
+    end(rig, epoch, Move(AttemptState.ENDED, Outcome.VOID, because="nobody wants it"))
+    rig.expire_leases()
+    assert row(rig, Attempt).cleanup == Cleanup.CLEAN
+    assert rig.database.run(lambda s: records.renew(s, "me")) == []
+    assert rig.database.run(lambda s: records.adopt(s, "other")) == []
+
+
+def test_a_move_that_is_made_twice_is_told_once(rig: Rig, epoch: int) -> None:
+    advance(rig, epoch, AttemptState.LAUNCHING, AttemptState.LAUNCHING)
+    assert events(rig).count("attempt.launching") == 1
+
+
+def test_attempt_and_job_end_together_and_once(rig: Rig, epoch: int) -> None:
+    advance(rig, epoch, AttemptState.LAUNCHING, AttemptState.RUNNING, AttemptState.COLLECTING)
+    end(rig, epoch, SUCCESS)
+    end(rig, epoch, failed(FailureClass.CRASHED))
+    assert row(rig, Attempt).outcome == Outcome.SUCCEEDED
+    assert row(rig, Job).status == "completed"
+    assert row(rig, Job).end_time is not None
+    assert events(rig).count("job.completed") == 1
+
+
+def test_what_an_attempt_held_is_given_back_when_its_machine_holds_nothing(
+    rig: Rig, epoch: int
+) -> None:
+    advance(rig, epoch, AttemptState.LAUNCHING, AttemptState.RUNNING)
+    end(rig, epoch, failed(FailureClass.REBOOT))
+    assert len(rig.open_reservations()) == 1
+    holders = [{"what": "process", "detail": "pid 7", "pid": 7}]
+    for _ in range(2):
+        rig.database.run(lambda s: records.leaking(s, epoch, "me", 0, holders))
+    assert events(rig).count("attempt.leaking") == 1
+    for _ in range(2):
+        rig.database.run(lambda s: ending.release(s, epoch, "me", 0))
+    assert rig.open_reservations() == []
+    assert events(rig).count("attempt.clean") == 1
+    assert row(rig, Member).released
+
+
+def test_nothing_of_a_live_attempt_is_given_back(rig: Rig, epoch: int) -> None:
+    for give_back in (ending.release, ending.abandon):
+        with pytest.raises(AssertionError, match="live"):
+            rig.database.run(lambda s, f=give_back: f(s, epoch, "me", 0))
+
+
+def test_a_job_that_is_tried_again_waits_by_the_databases_clock(rig: Rig, epoch: int) -> None:
+    advance(rig, epoch, AttemptState.LAUNCHING, AttemptState.RUNNING)
+
+    class Most(random.Random):
+        def uniform(self, a: float, b: float) -> float:
+            return b
+
+    rig.database.run(lambda s: ending.end(s, epoch, "me", failed(FailureClass.CRASHED), Most()))
+    job = row(rig, Job)
+    assert (job.status, job.retry_count, job.spent) == ("queued", 1, {"crashed": 1, "charged": 1})
+    assert job.failure_reason is None
+    left = job.not_before - rig.database.read(seconds)
+    assert 9.0 < left <= 10.0
+
+
+def test_a_gpu_fault_puts_the_gpus_that_it_names_out_of_use(rig: Rig) -> None:
+    rig.database.run(_another_gpu)
+    rig.submit("big", resources={"gpus": 2})
+    (made,) = rig.database.run(lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1))
+    advance(rig, made.epoch, AttemptState.LAUNCHING, AttemptState.RUNNING)
+    fault = Move(
+        AttemptState.ENDED, Outcome.FAILED, FailureClass.GPU_FAULT, "GPU-a1 has fallen off the bus",
+        {"rank": 0, "members": [{"rank": 0, "vm": "a"}]},
+    )  # fmt: skip
+    end(rig, made.epoch, fault)
+    assert row(rig, GPU, GPU.uuid == "GPU-a0").quarantined is None
+    assert "fallen off" in row(rig, GPU, GPU.uuid == "GPU-a1").quarantined
+
+
+def _another_gpu(session: Session) -> None:
+    session.add(GPU(vm_id="a", index=1, uuid="GPU-a1", model="Fake 80GB", memory_mb=81_920))
+
+
+def refused(code: str = "gpu_busy") -> Move:
+    return Move(
+        AttemptState.ENDED, Outcome.VOID, FailureClass.LAUNCH_FAILURE, "why",
+        {"rank": 0, "members": [{"rank": 0, "vm": "a", "refusal": f"{code}: no"}]},
+    )  # fmt: skip
+
+
+def refuse(rig: Rig, job: str, code: str = "gpu_busy") -> None:
+    """A job is refused by machine a."""
+    rig.submit(job, resources={"gpus": 1, "vm": "a"})
+    (made,) = rig.database.run(lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1))
+    advance(rig, made.epoch, AttemptState.LAUNCHING)
+    end(rig, made.epoch, refused(code))
+    rig.database.run(
+        lambda s: s.execute(update(Job).where(Job.job_id == job).values(not_before=seconds(s) + 99))
+    )
+
+
+def test_a_machine_is_cordoned_after_three_jobs_in_a_row(rig: Rig) -> None:
+    for number in range(2):
+        refuse(rig, f"job-{number}")
+        assert row(rig, VM, VM.vm_id == "a").cordoned is None
+    refuse(rig, "job-2")
+    assert "3 launches in a row" in row(rig, VM, VM.vm_id == "a").cordoned
+    assert events(rig).count("vm.cordoned") == 1
+
+
+def test_a_launch_that_succeeds_begins_the_count_anew(rig: Rig) -> None:
+    refuse(rig, "job-0")
+    refuse(rig, "job-1")
+    rig.submit("good", resources={"gpus": 1, "vm": "a"})
+    (made,) = rig.database.run(lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1))
+    advance(rig, made.epoch, AttemptState.LAUNCHING, AttemptState.RUNNING)
+    assert row(rig, VM, VM.vm_id == "a").launch_failures == 0
+
+
+@pytest.mark.parametrize("code", sorted(ending.JOBS_OWN_REFUSALS))
+def test_a_refusal_that_speaks_of_the_job_is_not_the_machines_fault(rig: Rig, code: str) -> None:
+    for number in range(4):
+        refuse(rig, f"job-{number}", code)
+    assert row(rig, VM, VM.vm_id == "a").launch_failures == 0
+
+
+# silence
+
+
+def test_a_gang_is_silent_since_the_first_of_it_is(rig: Rig) -> None:
+    rig.submit("gang", resources={"gpus": 1, "machines": 2})
+    (made,) = rig.database.run(lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1))
+
+    def silence(rank: int, silent: bool) -> None:
+        rig.database.run(lambda s: records.contact(s, made.epoch, "me", rank, silent=silent))
+
+    silence(0, True)
+    first = row(rig, Member, Member.rank == 0).handle["silent_since"]
+    silence(0, True)
+    silence(1, True)
+    assert row(rig, Member, Member.rank == 0).handle["silent_since"] == first
+    assert (row(rig, Attempt).contact, row(rig, Attempt).unreachable_since) == (
+        "unreachable",
+        first,
+    )
+    silence(0, False)
+    second = row(rig, Member, Member.rank == 1).handle["silent_since"]
+    assert (row(rig, Attempt).contact, row(rig, Attempt).unreachable_since) == (
+        "unreachable",
+        second,
+    )
+    silence(1, False)
+    assert (row(rig, Attempt).contact, row(rig, Attempt).unreachable_since) == ("ok", None)
+    assert [k for k in events(rig) if "reach" in k] == ["attempt.unreachable", "attempt.reachable"]
+
+
+# what machines have that nobody drives
+
+
+def test_what_the_database_knows_of_a_job_that_a_machine_reports(rig: Rig, epoch: int) -> None:
+    vm_id = row(rig, Member).vm_id
+    elsewhere = "b" if vm_id == "a" else "a"
+
+    def known(vm: str) -> dict[str, Known]:
+        return rig.database.read(lambda s: records.known(s, vm, ["job", "nobody"]))
+
+    assert known(vm_id) == {"job": Known(live_epoch=epoch, highest_epoch=epoch)}
+    assert known(elsewhere) == {"job": Known(live_epoch=None, highest_epoch=epoch)}
+    end(rig, epoch, Move(AttemptState.ENDED, Outcome.VOID, because="nobody wants it"))
+    assert known(vm_id) == {"job": Known(live_epoch=None, highest_epoch=epoch)}
+
+
+def test_a_stranger_is_written_down_once(rig: Rig) -> None:
+    def write() -> bool:
+        return rig.database.run(lambda s: records.quarantine(s, "me", "a", "stranger", 5))
+
+    assert (write(), write()) == (True, False)
+
+
+def test_a_machine_is_welcome_back_when_nothing_is_left_there(rig: Rig, epoch: int) -> None:
+    advance(rig, epoch, AttemptState.LAUNCHING, AttemptState.RUNNING)
+    vm_id = row(rig, Member).vm_id
+    rig.lose(vm_id)
+
+    def welcome() -> bool:
+        return rig.database.run(lambda s: records.welcome_back(s, "me", vm_id))
+
+    assert not welcome()
+    end(rig, epoch, failed(FailureClass.HOST_LOST))
+    rig.database.run(lambda s: ending.abandon(s, epoch, "me", 0))
+    assert rig.open_reservations() == []
+    assert row(rig, Attempt).cleanup == Cleanup.CLEAN
+    assert not welcome()
+    (left,) = rig.database.read(lambda s: records.left_behind(s, vm_id))
+    assert (left.job_id, left.epoch, left.rank) == ("job", epoch, 0)
+    assert left.gpus == (row(rig, GPU, GPU.vm_id == vm_id).uuid,)
+    rig.database.run(lambda s: records.left_nothing(s, epoch, 0))
+    assert (welcome(), welcome()) == (True, False)
+    assert row(rig, VM, VM.vm_id == vm_id).lost_at is None
+
+
+def test_a_snapshot_holds_what_is_needed_to_launch(rig: Rig, epoch: int) -> None:
+    found = rig.database.read(lambda s: records.snapshot(s, epoch, "me"))
+    (member,) = found.members
+    assert (found.job_id, found.number, found.state) == ("job", 0, AttemptState.RESERVED)
+    assert found.spec["arguments"] == ["train", "--quickly"]
+    assert member.gpus == (row(rig, GPU, GPU.vm_id == member.machine.vm_id).uuid,)
+    assert (member.share_mb, member.recorded, member.exit) == (None, None, None)
+    assert row(rig, Reservation).rank == 0

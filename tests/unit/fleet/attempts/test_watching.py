@@ -1,0 +1,167 @@
+"""One long poll for each machine: who is told what, and whose deadman is kept quiet."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from groupwise.fleet.attempts.watching import Pauses, Watch, Watches
+from groupwise.hosts.answers import MemberState, RunnerState
+from groupwise.hosts.driver import Runner
+from groupwise.hosts.port import Request
+from groupwise.testing.fake_hosts import FakeHosts, Script
+
+QUICK = Pauses(poll=5.0, first=0.005, longest=0.01)
+
+
+class Ear:
+    """A listener that writes down what it is told."""
+
+    def __init__(self, job: str, epoch: int, hearing: bool = True) -> None:
+        self.name = (job, epoch)
+        self.last: MemberState | None = MemberState(job, epoch, RunnerState.RUNNING)
+        self.hearing = hearing
+        self.told: list[str] = []
+        self.news = asyncio.Event()
+
+    def heard(self, state: MemberState) -> None:
+        self.last = state
+        self._tell(str(state.state))
+
+    def lost_contact(self, why: str) -> None:
+        self._tell("silent")
+
+    def contact_again(self) -> None:
+        self._tell("again")
+
+    def _tell(self, word: str) -> None:
+        self.told.append(word)
+        self.news.set()
+
+    async def until(self, word: str) -> None:
+        async with asyncio.timeout(5.0):
+            while word not in self.told:
+                self.news.clear()
+                await self.news.wait()
+
+
+@pytest.fixture
+def rack() -> FakeHosts:
+    made = FakeHosts({"a": []})
+    for epoch in (1, 2):
+        made.scripts[f"job-{epoch}"] = [Script(ticks=epoch)]
+        launch = {
+            "job": f"job-{epoch}", "epoch": epoch, "rank": 0, "members": 1,
+            "spec": {"files": {}}, "gpus": [], "deadman": 100.0,
+        }  # fmt: skip
+        made["a"].perform(Request("launch", launch))
+    return made
+
+
+@pytest.fixture
+async def watch(rack: FakeHosts) -> AsyncIterator[Watch]:
+    made = Watch("a", Runner(rack["a"]), QUICK)
+    yield made
+    for listener in list(made.listeners.values()):
+        made.remove(listener)
+
+
+def waits(rack: FakeHosts) -> int:
+    return sum(1 for call in rack["a"].calls if call.verb == "wait")
+
+
+async def test_news_goes_to_whom_it_concerns(rack: FakeHosts, watch: Watch) -> None:
+    one, two = Ear("job-1", 1), Ear("job-2", 2)
+    watch.add(one)
+    watch.add(two)
+    running = asyncio.create_task(watch.run())
+    await asyncio.sleep(0)
+    rack.tick()
+    await one.until("exited")
+    assert two.told == []
+    rack.tick()
+    await two.until("exited")
+    watch.remove(one)
+    watch.remove(two)
+    await running
+
+
+async def test_who_comes_later_is_named_in_the_same_poll_from_then_on(
+    rack: FakeHosts, watch: Watch
+) -> None:
+    one, two = Ear("job-1", 1), Ear("job-2", 2)
+    watch.add(two)
+    running = asyncio.create_task(watch.run())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    watch.add(one)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    rack.tick()
+    await one.until("exited")
+    watch.remove(one)
+    watch.remove(two)
+    await running
+
+
+async def test_silence_is_told_to_all_and_so_is_its_end(rack: FakeHosts, watch: Watch) -> None:
+    one, two = Ear("job-1", 1), Ear("job-2", 2, hearing=False)
+    watch.add(one)
+    watch.add(two)
+    running = asyncio.create_task(watch.run())
+    await asyncio.sleep(0)
+    rack["a"].cut()
+    await one.until("silent")
+    await two.until("silent")
+    rack["a"].heal()
+    await one.until("again")
+    await two.until("again")
+    watch.remove(one)
+    watch.remove(two)
+    await running
+
+
+async def test_the_deadman_of_an_attempt_that_is_written_down_as_silent_is_not_kept_quiet(
+    rack: FakeHosts, watch: Watch
+) -> None:
+    heard, unheard = Ear("job-1", 1), Ear("job-2", 2, hearing=False)
+    watch.add(heard)
+    watch.add(unheard)
+    rack.advance(90.0)
+    running = asyncio.create_task(watch.run())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    rack.advance(20.0)
+    folders = rack["a"].folders
+    assert folders["job-1.1"].exit is None
+    assert folders["job-2.2"].exit is not None
+    assert folders["job-2.2"].exit["reason"] == "deadman"
+    watch.remove(heard)
+    watch.remove(unheard)
+    await running
+
+
+async def test_one_watch_serves_all_listeners_of_a_machine(rack: FakeHosts) -> None:
+    begun: list[str] = []
+    watches = Watches(lambda vm_id, _: begun.append(vm_id), QUICK)
+    runner = Runner(rack["a"])
+    one, two = Ear("job-1", 1), Ear("job-2", 2)
+    first = watches.listen("a", runner, one)
+    assert watches.listen("a", runner, two) is first
+    watches.listen("b", runner, Ear("job-3", 3))
+    assert begun == ["a", "b"]
+
+
+async def test_a_watch_that_crashed_is_begun_anew_for_those_who_still_listen(
+    rack: FakeHosts,
+) -> None:
+    begun: list[Watch] = []
+    watches = Watches(lambda _, watch: begun.append(watch), QUICK)
+    one = Ear("job-1", 1)
+    crashed = watches.listen("a", Runner(rack["a"]), one)
+    watches.ended("a", crashed)
+    assert len(begun) == 2
+    assert begun[1].listeners == {one.name: one}
+    begun[1].remove(one)
+    watches.ended("a", begun[1])
+    assert len(begun) == 2

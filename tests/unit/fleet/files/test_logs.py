@@ -1,0 +1,280 @@
+import asyncio
+from pathlib import Path
+
+import pytest
+from sqlalchemy.orm import Session
+
+from groupwise.fleet.attempts.drive import Part
+from groupwise.fleet.attempts.effects import Death, Gateway, Side
+from groupwise.fleet.attempts.records import Stale
+from groupwise.fleet.files import logs as logs_module
+from groupwise.fleet.files.logs import (
+    Follower,
+    LogMirror,
+    LogPiece,
+    Position,
+    append,
+    cut,
+    epochs,
+    follow,
+    log_path,
+    make,
+    newest_link,
+)
+from groupwise.fleet.store.database import Database
+from groupwise.fleet.store.tables import Attempt, Member
+from groupwise.hosts.port import HostUnreachable
+from tests.disks import fill, small_disk
+from tests.unit.fleet.work_folder import JOB, WorkFolder, begin
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> Path:
+    return tmp_path / "logs"
+
+
+@pytest.fixture
+def host() -> WorkFolder:
+    return WorkFolder()
+
+
+def offset_of(database: Database, part: Part) -> int:
+    return database.run(lambda s: s.get_one(Member, (part.epoch, part.rank)).log_offset)
+
+
+def written(logs: Path, part: Part) -> bytes:
+    return log_path(logs, JOB, part.epoch, part.rank).read_bytes()
+
+
+# Writing
+
+
+def test_bytes_are_added_only_where_the_file_ends(logs: Path) -> None:
+    path = make(logs, JOB, 1)
+    assert append(path, 0, b"one\n") == 4
+    assert append(path, 0, b"one\n") == 4
+    assert append(path, 9, b"later") == 4
+    assert append(path, 4, b"two\n") == 8
+    assert path.read_bytes() == b"one\ntwo\n"
+
+
+def test_what_may_be_torn_is_cut_off(logs: Path) -> None:
+    path = make(logs, JOB, 1)
+    append(path, 0, b"sure, perhaps")
+    assert cut(path, 4) == 4
+    assert path.read_bytes() == b"sure"
+    assert cut(path, 9) == 4
+    assert cut(logs / JOB / "2.log", 9) == 0
+
+
+def test_the_link_leads_to_the_newest_epoch_and_never_back(logs: Path) -> None:
+    for epoch in (3, 12, 7):
+        append(make(logs, JOB, epoch), 0, str(epoch).encode())
+    assert newest_link(logs, JOB).read_text() == "12"
+    assert epochs(logs, JOB) == [3, 7, 12]
+    assert epochs(logs, "job-2") == []
+
+
+def test_other_ranks_have_logs_of_their_own_and_no_link(logs: Path) -> None:
+    make(logs, JOB, 3, rank=1)
+    assert not newest_link(logs, JOB).exists()
+    make(logs, JOB, 3)
+    assert sorted(p.name for p in (logs / JOB).iterdir()) == ["3.1.log", "3.log"]
+    assert epochs(logs, JOB) == [3]
+
+
+async def test_the_mirror_brings_what_is_missing_and_says_so(
+    database: Database, logs: Path, host: WorkFolder
+) -> None:
+    part = begin(database, host)
+    mirror = LogMirror(logs, Gateway(database))
+    host.log = b"one\n"
+    await mirror.catch_up(part, 4)
+    assert (written(logs, part), offset_of(database, part)) == (b"one\n", 4)
+    host.log += b"two\xff\x00\n"
+    await mirror.catch_up(part, len(host.log))
+    await mirror.catch_up(part, len(host.log))
+    assert (written(logs, part), offset_of(database, part)) == (host.log, len(host.log))
+    assert [request.body["offset"] for request in host.asked] == [0, 4]
+
+
+async def test_an_empty_log_is_there_too(database: Database, logs: Path, host: WorkFolder) -> None:
+    part = begin(database, host)
+    await LogMirror(logs, Gateway(database)).catch_up(part, 0)
+    assert written(logs, part) == b""
+
+
+async def test_it_comes_in_pieces(
+    database: Database, logs: Path, host: WorkFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs_module, "PIECE", 10)
+    part = begin(database, host)
+    host.log = bytes(range(95))
+    await LogMirror(logs, Gateway(database)).catch_up(part, 95)
+    assert written(logs, part) == host.log
+    assert len(host.asked) == 10
+
+
+async def test_a_log_that_is_shorter_than_was_said_ends_there(
+    database: Database, logs: Path, host: WorkFolder
+) -> None:
+    part = begin(database, host)
+    host.log = b"short"
+    await LogMirror(logs, Gateway(database)).catch_up(part, 100)
+    assert (written(logs, part), offset_of(database, part)) == (b"short", 5)
+
+
+async def test_a_cut_on_the_way_loses_nothing(
+    database: Database, logs: Path, host: WorkFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs_module, "PIECE", 10)
+    part = begin(database, host)
+    host.log = bytes(range(95))
+    host.cut_after = 4
+    mirror = LogMirror(logs, Gateway(database))
+    with pytest.raises(HostUnreachable):
+        await mirror.catch_up(part, 95)
+    assert written(logs, part) == host.log[:40]
+    host.cut_after = None
+    await mirror.catch_up(part, 95)
+    assert (written(logs, part), offset_of(database, part)) == (host.log, 95)
+
+
+async def test_after_a_crash_a_torn_end_is_fetched_again(
+    database: Database, logs: Path, host: WorkFolder
+) -> None:
+    part = begin(database, host)
+    host.log = b"what was written"
+    await LogMirror(logs, Gateway(database)).catch_up(part, 8)
+    with log_path(logs, JOB, part.epoch).open("r+b") as file:
+        file.seek(offset_of(database, part))
+        file.write(b"\0\0\0 torn, and longer than the log has ever been")
+    await LogMirror(logs, Gateway(database)).catch_up(part, len(host.log))
+    assert written(logs, part) == host.log
+
+
+@pytest.mark.parametrize("death", range(1, 9))
+async def test_dying_at_any_effect_loses_and_doubles_nothing(
+    death: int, database: Database, logs: Path, host: WorkFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs_module, "PIECE", 8)
+    part = begin(database, host)
+    host.log = b"0123456789abcdef!"
+    seen: list[tuple[str, Side]] = []
+
+    def hook(name: str, side: Side) -> None:
+        seen.append((name, side))
+        if len(seen) == death:
+            raise Death
+
+    with pytest.raises(Death):
+        await LogMirror(logs, Gateway(database, hook)).catch_up(part, len(host.log))
+    await LogMirror(logs, Gateway(database)).catch_up(part, len(host.log))
+    assert (written(logs, part), offset_of(database, part)) == (host.log, len(host.log))
+
+
+async def test_two_mirrors_at_once_write_each_byte_once(
+    database: Database, logs: Path, host: WorkFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs_module, "PIECE", 7)
+    part = begin(database, host)
+    host.log = bytes(range(256)) * 2
+    mirrors = [LogMirror(logs, Gateway(database)) for _ in range(3)]
+    await asyncio.gather(*(mirror.catch_up(part, len(host.log)) for mirror in mirrors))
+    assert written(logs, part) == host.log
+
+
+async def test_who_does_not_own_the_attempt_any_more_reports_nothing(
+    database: Database, logs: Path, host: WorkFolder
+) -> None:
+    part = begin(database, host)
+    host.log = b"one\n"
+
+    def taken(session: Session) -> None:
+        session.get_one(Attempt, part.epoch).owner = "another"
+
+    database.run(taken)
+    with pytest.raises(Stale):
+        await LogMirror(logs, Gateway(database)).catch_up(part, 4)
+    assert offset_of(database, part) == 0
+
+
+def test_a_full_disk_is_told_and_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        path = make(disk, JOB, 1)
+        append(path, 0, b"before")
+        ballast = fill(disk)
+        with pytest.raises(OSError, match="No space left"):
+            append(path, 6, bytes(100_000))
+        assert path.read_bytes() == b"before"
+        ballast.unlink()
+        assert append(path, 6, b" and after") == 16
+
+
+# Reading
+
+
+def everything(follower: Follower) -> bytes:
+    found = b""
+    while piece := follower.read():
+        found += piece.data
+    return found
+
+
+def test_a_follower_reads_on_where_it_was(logs: Path) -> None:
+    follower = Follower(logs, JOB)
+    assert follower.read() is None
+    path = make(logs, JOB, 4)
+    assert follower.read() is None
+    append(path, 0, b"one")
+    assert follower.read() == LogPiece(b"one", Position(4, 3))
+    assert follower.read() is None
+    append(path, 3, b"two")
+    later = Follower(logs, JOB, position=follower.position)
+    assert everything(follower) == everything(later) == b"two"
+
+
+def test_a_follower_begins_with_the_newest_epoch_and_goes_on_with_the_next(logs: Path) -> None:
+    for epoch in (3, 5):
+        append(make(logs, JOB, epoch), 0, f"{epoch}\n".encode())
+    follower = Follower(logs, JOB)
+    assert everything(follower) == b"5\n"
+    append(make(logs, JOB, 9), 0, b"9\n")
+    append(log_path(logs, JOB, 5), 2, b"end of 5\n")
+    assert everything(follower) == b"end of 5\n9\n"
+    assert follower.position == Position(9, 2)
+
+
+@pytest.mark.parametrize("how", ["moved away", "emptied"])
+def test_a_follower_is_not_led_astray_by_rotation(how: str, logs: Path) -> None:
+    path = make(logs, JOB, 1)
+    append(path, 0, b"before ")
+    follower = Follower(logs, JOB)
+    assert everything(follower) == b"before "
+    if how == "moved away":
+        path.rename(path.with_suffix(".log.1"))
+        make(logs, JOB, 1)
+    else:
+        path.write_bytes(b"")
+    assert everything(follower) == b""
+    append(path, 0, b"before and after")
+    assert everything(follower) == b"and after"
+
+
+async def test_following_ends_when_the_job_has_and_all_is_read(logs: Path) -> None:
+    path = make(logs, JOB, 1)
+    said = iter([b"one\n", b"two\n"])
+
+    async def ended() -> bool:
+        # The last bytes come between this question and the look that follows it.
+        data = next(said, None)
+        if data is None:
+            append(path, path.stat().st_size, b"last\n")
+            return True
+        append(path, path.stat().st_size, data)
+        return False
+
+    async def at_once() -> None: ...
+
+    pieces = [piece.data async for piece in follow(Follower(logs, JOB), ended, at_once)]
+    assert b"".join(pieces) == b"one\ntwo\nlast\n"

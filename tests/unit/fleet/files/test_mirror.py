@@ -1,0 +1,180 @@
+from pathlib import Path
+
+import pytest
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from groupwise.fleet.attempts.drive import Part
+from groupwise.fleet.attempts.effects import Death, Gateway, Side
+from groupwise.fleet.attempts.records import Stale
+from groupwise.fleet.files.mirror import KEPT, CheckpointMirror, named_blobs
+from groupwise.fleet.store.database import Database
+from groupwise.fleet.store.tables import Attempt, Checkpoint, Job
+from groupwise.hosts.files import BlobStore
+from groupwise.hosts.port import HostUnreachable
+from groupwise.hosts.spec import FileEntry, JobSpec, as_json
+from tests.unit.fleet.work_folder import JOB, WorkFolder, begin, entry
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> BlobStore:
+    return BlobStore(tmp_path / "blobs")
+
+
+@pytest.fixture
+def host() -> WorkFolder:
+    return WorkFolder()
+
+
+def rows(database: Database) -> list[Checkpoint]:
+    return database.run(lambda s: list(s.scalars(select(Checkpoint).order_by(Checkpoint.step))))
+
+
+def steps(database: Database) -> list[int]:
+    return [row.step for row in rows(database)]
+
+
+async def test_the_newest_complete_one_comes_and_only_what_is_new_of_it(
+    database: Database, store: BlobStore, host: WorkFolder
+) -> None:
+    part = begin(database, host)
+    mirror = CheckpointMirror(store, Gateway(database))
+    host.checkpoint("outputs/c-10", 10, weights=b"w" * 100, config=b"same")
+    host.checkpoint("outputs/c-20", 20, weights=b"v" * 100, config=b"same")
+    await mirror.mirror(part)
+    [row] = rows(database)
+    assert (row.step, row.path, row.generation, row.epoch) == (20, "outputs/c-20", 0, part.epoch)
+    for path, listed in row.manifest.items():
+        assert store.read(FileEntry(*listed).sha256) == host.files[path]
+    assert host.read_bytes() == 100 + len("same") + len("20")
+    host.checkpoint("outputs/c-30", 30, weights=b"u" * 100, config=b"same")
+    host.asked.clear()
+    await mirror.mirror(part)
+    assert host.read_bytes() == 100 + len("30")
+    assert steps(database) == [20, 30]
+    host.asked.clear()
+    await mirror.mirror(part)
+    assert host.read_bytes() == 0
+
+
+async def test_older_ones_are_forgotten_and_their_blobs_collected(
+    database: Database, store: BlobStore, host: WorkFolder
+) -> None:
+    part = begin(database, host)
+    mirror = CheckpointMirror(store, Gateway(database))
+    for step in range(10, 60, 10):
+        host.checkpoint(f"outputs/c-{step}", step, weights=str(step).encode() * 50)
+        await mirror.mirror(part)
+    assert steps(database) == [40, 50]
+    assert len(steps(database)) == KEPT
+    store.collect(database.run(named_blobs), now=4e9)
+    for row in rows(database):
+        for listed in row.manifest.values():
+            assert listed[0] in store
+    assert entry(b"30" * 50)[0] not in store
+
+
+@pytest.mark.parametrize("torn", ["changed", "gone", "short"])
+async def test_a_torn_one_is_skipped(
+    torn: str, database: Database, store: BlobStore, host: WorkFolder
+) -> None:
+    part = begin(database, host)
+    mirror = CheckpointMirror(store, Gateway(database))
+    host.checkpoint("outputs/c-10", 10, weights=b"good")
+    host.checkpoint("outputs/c-20", 20, weights=b"bad!")
+    if torn == "gone":
+        del host.files["outputs/c-20/weights"]
+    else:
+        host.files["outputs/c-20/weights"] = b"BAD!" if torn == "changed" else b"ba"
+    await mirror.mirror(part)
+    assert steps(database) == [10]
+    host.files["outputs/c-20/weights"] = b"bad!"
+    await mirror.mirror(part)
+    assert steps(database) == [10, 20]
+
+
+async def test_what_was_cut_off_goes_on(
+    database: Database, store: BlobStore, host: WorkFolder
+) -> None:
+    part = begin(database, host)
+    mirror = CheckpointMirror(store, Gateway(database))
+    host.checkpoint("outputs/c-10", 10, one=b"1" * 100, two=b"2" * 100)
+    host.cut_after = 2
+    with pytest.raises(HostUnreachable):
+        await mirror.mirror(part)
+    assert steps(database) == []
+    host.cut_after = None
+    await mirror.mirror(part)
+    assert steps(database) == [10]
+    assert host.read_bytes() == 202
+
+
+@pytest.mark.parametrize("death", range(1, 17, 2))
+async def test_dying_at_any_effect_leaves_no_row_without_its_blobs(
+    death: int, database: Database, store: BlobStore, host: WorkFolder
+) -> None:
+    part = begin(database, host)
+    host.checkpoint("outputs/c-10", 10, one=b"1" * 100, two=b"2" * 100)
+    effects = 0
+
+    def hook(name: str, side: Side) -> None:
+        nonlocal effects
+        effects += 1
+        if effects == death:
+            raise Death
+
+    with pytest.raises(Death):
+        await CheckpointMirror(store, Gateway(database, hook)).mirror(part)
+    for row in rows(database):
+        assert all(listed[0] in store for listed in row.manifest.values())
+    await CheckpointMirror(store, Gateway(database)).mirror(part)
+    assert steps(database) == [10]
+
+
+async def test_of_a_gang_the_leader_has_the_checkpoint(
+    database: Database, store: BlobStore, host: WorkFolder
+) -> None:
+    part = begin(database, host, rank=1)
+    host.checkpoint("outputs/c-10", 10, weights=b"x")
+    await CheckpointMirror(store, Gateway(database)).mirror(part)
+    assert (host.asked, steps(database)) == ([], [])
+
+
+async def test_a_later_attempt_begins_with_steps_of_its_own(
+    database: Database, store: BlobStore, host: WorkFolder
+) -> None:
+    mirror = CheckpointMirror(store, Gateway(database))
+    host.checkpoint("outputs/c-30", 30, weights=b"old")
+    await mirror.mirror(begin(database, host))
+    host.checkpoints.clear()
+    host.checkpoint("outputs/c-5", 5, weights=b"new")
+    await mirror.mirror(begin(database, host))
+    assert steps(database) == [5, 30]
+
+
+async def test_who_does_not_own_the_attempt_any_more_writes_no_row(
+    database: Database, store: BlobStore, host: WorkFolder
+) -> None:
+    part: Part = begin(database, host)
+    host.checkpoint("outputs/c-10", 10, weights=b"x")
+
+    def taken(session: Session) -> None:
+        session.get_one(Attempt, part.epoch).owner = "another"
+
+    database.run(taken)
+    with pytest.raises(Stale):
+        await CheckpointMirror(store, Gateway(database)).mirror(part)
+    assert steps(database) == []
+
+
+def test_what_a_job_or_an_attempt_needs_is_named(database: Database, host: WorkFolder) -> None:
+    part = begin(database, host)
+    file, resume = entry(b"file"), entry(b"resume")
+
+    def write(session: Session) -> None:
+        spec = JobSpec(("true",), files={"x": FileEntry(*file)})
+        session.get_one(Job, JOB).spec = as_json(spec)
+        session.get_one(Attempt, part.epoch).resume_from = {"step": 1, "manifest": {"c": resume}}
+
+    database.run(write)
+    assert database.run(named_blobs) == {file[0], resume[0]}

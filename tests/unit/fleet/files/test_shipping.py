@@ -1,0 +1,199 @@
+"""Lines of logs on their way to whoever gathers them: each at least once, none before its end is there."""
+
+import io
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from sqlalchemy import insert, update
+from sqlalchemy.orm import Session
+
+from groupwise.fleet.files.logs import append, make
+from groupwise.fleet.files.shipping import LONGEST, Address, File, Shipper, StandardOutput, sink_of
+from groupwise.fleet.store.database import Database
+from groupwise.fleet.store.tables import VM, Attempt, Job, Member
+
+
+class Taken:
+    """A sink that keeps what it takes, and may refuse."""
+
+    def __init__(self) -> None:
+        self.lines: list[dict[str, Any]] = []
+        self.refuses = 0
+
+    async def take(self, lines: bytes) -> None:
+        if self.refuses:
+            self.refuses -= 1
+            raise OSError("the disk is full")
+        self.lines += [json.loads(line) for line in lines.splitlines()]
+
+    def said(self) -> list[str]:
+        return [line["line"] for line in self.lines]
+
+
+class Log:
+    """A log of an attempt that a dispatcher is bringing here."""
+
+    def __init__(self, database: Database, logs: Path, job: str = "job-a", epoch: int = 1) -> None:
+        self._database = database
+        self._path = make(logs, job, epoch)
+        self._epoch = epoch
+
+        def begin(session: Session) -> None:
+            if session.get(VM, "vm-1") is None:
+                session.execute(insert(VM).values(vm_id="vm-1"))
+            session.execute(insert(Job).values(job_id=job))
+            session.execute(
+                insert(Attempt).values(
+                    epoch=epoch, job_id=job, generation=0, number=0, created_at=0.0
+                )
+            )
+            session.execute(insert(Member).values(epoch=epoch, rank=0, vm_id="vm-1"))
+
+        database.run(begin)
+
+    def write(self, data: bytes) -> None:
+        offset = append(self._path, self._path.stat().st_size, data)
+        here = update(Member).where(Member.epoch == self._epoch).values(log_offset=offset)
+        self._database.run(lambda session: session.execute(here))
+
+    def end(self) -> None:
+        over = update(Attempt).where(Attempt.epoch == self._epoch)
+        ended = over.values(state="ended", outcome="void")
+        self._database.run(lambda session: session.execute(ended))
+
+
+@pytest.fixture
+def logs(tmp_path: Path) -> Path:
+    return tmp_path / "logs"
+
+
+async def test_whole_lines_are_sent_once_with_where_they_stand(
+    database: Database, logs: Path
+) -> None:
+    log, sink = Log(database, logs), Taken()
+    shipper = Shipper(database, logs, sink)
+    log.write(b"one\ntwo\nthr")
+    await shipper.round()
+    assert sink.said() == ["one", "two"]
+    log.write(b"ee\n")
+    await shipper.round()
+    await shipper.round()
+    assert sink.said() == ["one", "two", "three"]
+    assert [line["offset"] for line in sink.lines] == [0, 4, 8]
+    assert sink.lines[0] == {
+        "job_id": "job-a",
+        "project": "default",
+        "epoch": 1,
+        "rank": 0,
+        "vm_id": "vm-1",
+        "offset": 0,
+        "line": "one",
+    }
+
+
+async def test_the_rest_is_sent_when_the_attempt_is_over(database: Database, logs: Path) -> None:
+    log, sink = Log(database, logs), Taken()
+    log.write(b"no end")
+    shipper = Shipper(database, logs, sink)
+    assert await shipper.round() == 0
+    log.end()
+    assert await shipper.round() == 6
+    assert sink.said() == ["no end"]
+
+
+async def test_what_a_sink_does_not_take_is_given_again(database: Database, logs: Path) -> None:
+    log, sink = Log(database, logs), Taken()
+    log.write(b"one\n")
+    sink.refuses = 1
+    with pytest.raises(OSError, match="full"):
+        await Shipper(database, logs, sink).round()
+    await Shipper(database, logs, sink).round()
+    assert sink.said() == ["one"]
+
+
+async def test_long_lines_come_in_pieces_and_bytes_that_are_no_text_do_no_harm(
+    database: Database, logs: Path
+) -> None:
+    log, sink = Log(database, logs), Taken()
+    log.write(b"x" * (3 * LONGEST + 5) + b"\n\xff\xfe\n")
+    await Shipper(database, logs, sink).round()
+    assert [len(line) for line in sink.said()] == [LONGEST, LONGEST, LONGEST, 5, 2]
+    assert sink.said()[-1] == "\ufffd\ufffd"
+
+
+async def test_many_logs_that_wait_for_an_end_of_line_hold_up_no_other(
+    database: Database, logs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("groupwise.fleet.files.shipping.MEMBERS_AT_ONCE", 2)
+    for number in range(1, 6):
+        Log(database, logs, f"job-{number}", number).write(b"no end")
+    Log(database, logs, "job-9", 9).write(b"whole\n")
+    sink = Taken()
+    await Shipper(database, logs, sink).round()
+    assert sink.said() == ["whole"]
+
+
+async def test_a_log_that_was_pruned_is_done_with(database: Database, logs: Path) -> None:
+    log, sink = Log(database, logs), Taken()
+    log.write(b"one\n")
+    (logs / "job-a" / "1.log").unlink()
+    assert await Shipper(database, logs, sink).round() == 4
+    assert sink.said() == []
+    assert await Shipper(database, logs, sink).round() == 0
+
+
+async def test_a_sink_that_is_away_is_told_of_once(
+    database: Database, logs: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log, sink = Log(database, logs), Taken()
+    log.write(b"one\n")
+    sink.refuses = 3
+
+    class DoneError(Exception):
+        pass
+
+    rounds = 0
+
+    class Counted(Shipper):
+        async def round(self) -> int:
+            nonlocal rounds
+            rounds += 1
+            if rounds == 6:
+                raise DoneError
+            return await super().round()
+
+    with caplog.at_level(logging.INFO), pytest.raises(DoneError):
+        await Counted(database, logs, sink, interval=0.001).run()
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    assert sink.said() == ["one"]
+
+
+async def test_every_sink_takes_lines(tmp_path: Path) -> None:
+    stream = io.BytesIO()
+    await StandardOutput(stream).take(b"{}\n")
+    file = File(tmp_path / "lines.jsonl")
+    await file.take(b"1\n")
+    await file.take(b"2\n")
+    posted: list[bytes] = []
+
+    async def answer(request: httpx2.Request) -> httpx2.Response:
+        posted.append(await request.aread())
+        return httpx2.Response(200 if len(posted) == 1 else 503)
+
+    address = Address("http://logs.example/in", httpx2.MockTransport(answer))
+    await address.take(b"3\n")
+    with pytest.raises(httpx2.HTTPStatusError):
+        await address.take(b"4\n")
+    assert stream.getvalue() == b"{}\n"
+    assert (tmp_path / "lines.jsonl").read_bytes() == b"1\n2\n"
+    assert posted == [b"3\n", b"4\n"]
+
+
+def test_the_setting_names_a_sink() -> None:
+    assert isinstance(sink_of("stdout"), StandardOutput)
+    assert isinstance(sink_of("https://logs.example/in"), Address)
+    assert isinstance(sink_of("~/logs.jsonl"), File)

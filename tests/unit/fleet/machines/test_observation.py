@@ -1,0 +1,415 @@
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from sqlalchemy import func, select, update
+from sqlalchemy.orm import Session
+
+from groupwise.fleet.machines import observation
+from groupwise.fleet.queue.resources import Resources
+from groupwise.fleet.store import database as databases
+from groupwise.fleet.store.database import Database
+from groupwise.fleet.store.tables import (
+    GPU,
+    VM,
+    Attempt,
+    Event,
+    GPUHistory,
+    Job,
+    Member,
+    Reservation,
+)
+from groupwise.hosts import answers, keys
+from groupwise.hosts.answers import Observation
+
+KEY = keys.parse("ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIDlRAkn4LWJgZI0BlxNTR1aRJX4sMuoTdxkKPJVyCoIz")
+OTHER = keys.parse(
+    "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJ1nCLkXP8W9XkR4YBoo1V7sWn4Uvfa2yJ1Q3nS3vKp3"
+)
+
+
+def gpu(index: int, uuid: str | None = None, **more: Any) -> dict[str, Any]:
+    return {
+        "index": index,
+        "uuid": uuid or f"GPU-{index}",
+        "model": "A100",
+        "memory_mb": 40960,
+        "memory_used_mb": 3,
+        "utilisation": 0,
+        "temperature": 30,
+        "mig": False,
+    } | more
+
+
+def seen(*gpus: dict[str, Any], boot_id: str = "boot-1", **more: Any) -> Observation:
+    document = {
+        "boot_id": boot_id,
+        "time": 1.0,
+        "load": [0.5, 0.5, 0.5],
+        "cpus": 8,
+        "ram_mb": 64000,
+        "ram_free_mb": 60000,
+        "disk_free_mb": 100000,
+        "gpus": list(gpus),
+        "apps": [],
+        "probe": {"status": "ok", "lines_not_read": [], "exit": 0},
+        "attempts": [],
+        "quarantined": [],
+    }
+    document |= more
+    document["probe"] = {"apps": document["probe"]["status"]} | document["probe"]
+    return answers.observation(document)
+
+
+def kept(session: Session, rows: Sequence[Any]) -> list[Any]:
+    """To be looked at after the transaction."""
+    for row in rows:
+        session.expunge(row)
+    return list(rows)
+
+
+class Fleet:
+    """Short words for what the tests do and look at."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+        self.start = database.run(databases.seconds)
+        self.round = 0
+
+    def look(self, *gpus: dict[str, Any], at: float | None = None, **more: Any) -> bool:
+        self.round += 1
+        asked = self.start + self.round * 15 if at is None else at
+        return self.database.run(lambda s: observation.apply(s, "vm", asked, seen(*gpus, **more)))
+
+    def miss(self, problem: str = "no connection", at: float | None = None) -> int:
+        self.round += 1
+        asked = self.start + self.round * 15 if at is None else at
+        return self.database.run(lambda s: observation.missed(s, "vm", asked, problem))
+
+    def show(self, key: keys.HostKey, *, pin: bool = False) -> None:
+        self.database.run(lambda s: observation.key_shown(s, "vm", key, pin=pin))
+
+    @property
+    def vm(self) -> VM:
+        return self.database.read(lambda s: kept(s, [s.get_one(VM, "vm")])[0])
+
+    def set(self, **values: Any) -> None:
+        self.database.run(lambda s: s.execute(update(VM).values(**values)))
+
+    def gpus(self) -> dict[str, GPU]:
+        rows = self.database.read(lambda s: kept(s, s.scalars(select(GPU)).all()))
+        return {row.uuid: row for row in rows}
+
+    def observed(self) -> dict[str, str]:
+        return {uuid: row.observed for uuid, row in self.gpus().items()}
+
+    def events(self, prefix: str = "") -> list[str]:
+        kinds = self.database.read(
+            lambda s: s.scalars(select(Event.kind).order_by(Event.event_id)).all()
+        )
+        return [kind for kind in kinds if kind.startswith(prefix)]
+
+    def reserve(self, uuid: str, *, job_id: str = "job", state: str = "reserved") -> int:
+        def write(session: Session) -> int:
+            if session.get(Job, job_id) is None:
+                session.add(Job(job_id=job_id))
+                session.flush()
+            attempt = Attempt(job_id=job_id, generation=0, number=0, created_at=0.0, state=state)
+            session.add(attempt)
+            session.flush()
+            session.add(Member(epoch=attempt.epoch, rank=0, vm_id="vm"))
+            number = session.scalars(select(GPU.gpu_id).where(GPU.uuid == uuid)).one()
+            session.add(
+                Reservation(
+                    vm_id="vm", gpu_id=number, epoch=attempt.epoch, rank=0, reserved_at=self.start
+                )
+            )
+            return attempt.epoch
+
+        return self.database.run(write)
+
+    def release(self, epoch: int, at: float) -> None:
+        self.database.run(
+            lambda s: s.execute(
+                update(Reservation).where(Reservation.epoch == epoch).values(released_at=at)
+            )
+        )
+
+
+@pytest.fixture
+def fleet(database: Database) -> Fleet:
+    database.run(lambda s: s.add(VM(vm_id="vm", user="u", host_key=str(KEY))))
+    return Fleet(database)
+
+
+def test_a_first_look_makes_a_machine_usable_and_wakes_who_waits(fleet: Fleet):
+    needs = Resources(gpus=1)
+
+    def wait(session: Session) -> None:
+        job = Job(job_id="waits", resources=needs.as_json(), shape=needs.shape("default"))
+        job.rank, job.admitted_at = 1.0, 1.0
+        session.add(job)
+        session.flush()
+        job.status = "pending"
+
+    fleet.database.run(wait)
+    assert fleet.look(gpu(0), gpu(1))
+    vm = fleet.vm
+    assert (vm.contact, vm.degraded, vm.boot_id, vm.problem) == ("ok", False, "boot-1", None)
+    assert vm.facts["cpus"] == 8
+    assert vm.last_polled is not None
+    assert fleet.observed() == {"GPU-0": "ok", "GPU-1": "ok"}
+    assert fleet.database.read(lambda s: s.get_one(Job, "waits").status) == "queued"
+    assert fleet.events("vm.") == ["vm.reachable"]
+
+
+def test_the_same_look_again_tells_nothing_new(fleet: Fleet):
+    fleet.look(gpu(0))
+    before = fleet.events()
+    fleet.look(gpu(0))
+    assert fleet.events() == before
+
+
+def test_an_older_look_never_overwrites_a_newer_one(fleet: Fleet):
+    fleet.look(gpu(0), at=fleet.start + 100)
+    assert not fleet.look(gpu(0, mig=True), at=fleet.start + 90)
+    assert not fleet.look(gpu(0, mig=True), at=fleet.start + 100)
+    assert fleet.miss(at=fleet.start + 90) == 0
+    assert fleet.observed() == {"GPU-0": "ok"}
+    assert fleet.vm.misses == 0
+
+
+def test_renumbered_indices_follow_the_uuid(fleet: Fleet):
+    fleet.look(gpu(0, "GPU-a"), gpu(1, "GPU-b"))
+    numbers = {uuid: row.gpu_id for uuid, row in fleet.gpus().items()}
+    fleet.look(gpu(0, "GPU-b"), gpu(1, "GPU-a"))
+    assert {uuid: (row.gpu_id, row.index) for uuid, row in fleet.gpus().items()} == {
+        "GPU-a": (numbers["GPU-a"], 1),
+        "GPU-b": (numbers["GPU-b"], 0),
+    }
+
+
+def test_one_that_vanished_is_missing_until_it_is_back(fleet: Fleet):
+    fleet.look(gpu(0), gpu(1))
+    fleet.look(gpu(0))
+    assert fleet.observed() == {"GPU-0": "ok", "GPU-1": "missing"}
+    fleet.look(gpu(0), gpu(1))
+    assert fleet.observed() == {"GPU-0": "ok", "GPU-1": "ok"}
+    assert fleet.events("gpu.observed") == ["gpu.observed"] * 2
+
+
+@pytest.mark.parametrize(
+    "probe",
+    [
+        {"status": "failed", "exit": 9},
+        {"status": "hung"},
+        {"status": "garbage", "lines_not_read": ["%%%"]},
+        {"status": "ok", "lines_not_read": ["Unable to determine the device handle"]},
+        {"status": "absent"},
+    ],
+)
+def test_absence_proves_nothing_where_the_probe_was_not_answered_whole(
+    fleet: Fleet, probe: dict[str, Any]
+):
+    fleet.look(gpu(0), gpu(1))
+    assert fleet.look(probe=probe)
+    assert fleet.observed() == {"GPU-0": "ok", "GPU-1": "ok"}
+    vm = fleet.vm
+    assert vm.degraded
+    assert "nvidia-smi" in (vm.problem or "")
+    fleet.look(gpu(0), gpu(1))
+    assert (fleet.vm.degraded, fleet.vm.problem) == (False, None)
+
+
+def test_a_gpu_is_not_free_because_nobody_said_who_is_on_it(fleet: Fleet):
+    fleet.look(gpu(0), apps=[app("GPU-0")])
+    fleet.look(gpu(0), probe={"status": "ok", "apps": "hung"})
+    assert fleet.observed() == {"GPU-0": "foreign_busy"}
+    assert fleet.vm.degraded
+    assert "who is on its GPUs" in (fleet.vm.problem or "")
+
+
+def test_a_probe_that_failed_frees_nothing(fleet: Fleet):
+    fleet.look(gpu(0, mig=True))
+    fleet.look(gpu(0), probe={"status": "failed", "exit": 15})
+    assert fleet.observed() == {"GPU-0": "mig"}
+
+
+def test_a_machine_without_gpus_is_no_trouble(fleet: Fleet):
+    fleet.look(probe={"status": "absent"})
+    assert (fleet.vm.degraded, fleet.vm.contact) == (False, "ok")
+
+
+def app(uuid: str, attempt: str | None = None, pid: int | None = 7) -> dict[str, Any]:
+    return {"uuid": uuid, "pid": pid, "memory_mb": 100, "attempt": attempt}
+
+
+def test_somebody_elses_process_makes_a_gpu_foreign_busy(fleet: Fleet):
+    fleet.look(gpu(0), gpu(1), apps=[app("GPU-0")])
+    assert fleet.observed() == {"GPU-0": "foreign_busy", "GPU-1": "ok"}
+    assert fleet.gpus()["GPU-0"].detail == "in use by pid 7"
+    fleet.look(gpu(0), gpu(1))
+    assert fleet.observed() == {"GPU-0": "ok", "GPU-1": "ok"}
+
+
+def test_a_process_of_the_attempt_that_holds_the_gpu_is_not_foreign(fleet: Fleet):
+    fleet.look(gpu(0), gpu(1))
+    epoch = fleet.reserve("GPU-0")
+    busy = gpu(0, memory_used_mb=30000)
+    fleet.look(busy, gpu(1), apps=[app("GPU-0", f"job.{epoch}")])
+    assert fleet.observed() == {"GPU-0": "ok", "GPU-1": "ok"}
+    fleet.look(busy, gpu(1), apps=[app("GPU-1", f"job.{epoch}")])
+    assert fleet.observed()["GPU-1"] == "foreign_busy"
+    fleet.look(busy, gpu(1), apps=[app("GPU-0", f"job.{epoch}"), app("GPU-0", "stranger.1")])
+    assert fleet.observed()["GPU-0"] == "foreign_busy"
+
+
+def test_what_was_released_after_the_look_began_was_ours_when_it_was_seen(fleet: Fleet):
+    fleet.look(gpu(0))
+    epoch = fleet.reserve("GPU-0")
+    at_work = app("GPU-0", f"job.{epoch}")
+    fleet.release(epoch, fleet.start + 1000)
+    fleet.look(gpu(0), apps=[at_work], at=fleet.start + 999)
+    assert fleet.observed() == {"GPU-0": "ok"}
+    fleet.look(gpu(0), apps=[at_work], at=fleet.start + 1001)
+    assert fleet.observed() == {"GPU-0": "foreign_busy"}
+
+
+def test_memory_that_nobody_has_reserved_is_somebody_elses(fleet: Fleet):
+    fleet.look(gpu(0, memory_used_mb=501), gpu(1, memory_used_mb=500))
+    assert fleet.observed() == {"GPU-0": "foreign_busy", "GPU-1": "ok"}
+    fleet.look(gpu(0, memory_used_mb=None, utilisation=None), gpu(1))
+    assert fleet.observed()["GPU-0"] == "ok"
+    fleet.reserve("GPU-1")
+    fleet.look(gpu(0), gpu(1, memory_used_mb=20000))
+    assert fleet.observed()["GPU-1"] == "ok"
+
+
+def test_an_observation_never_closes_a_reservation(fleet: Fleet):
+    fleet.look(gpu(0))
+    fleet.reserve("GPU-0")
+    fleet.look()
+    fleet.look(gpu(0))
+    open_ones = select(func.count()).where(Reservation.released_at.is_(None))
+    assert fleet.database.read(lambda s: s.scalar(open_ones)) == 1
+
+
+def test_mig_is_shown_and_what_is_ill_is_degraded(fleet: Fleet):
+    fleet.look(
+        gpu(0, mig=True, mig_devices=[{"uuid": "MIG-1"}]),
+        gpu(1, problems=["ERR! in memory.used"]),
+        gpu(2, "GPU-2"),
+        gpu(3, "GPU-2"),
+    )
+    assert fleet.observed() == {"GPU-0": "mig", "GPU-1": "degraded", "GPU-2": "degraded"}
+    assert fleet.gpus()["GPU-0"].detail == "1 MIG devices"
+
+
+def test_three_misses_make_it_unreachable_and_one_answer_ends_that(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+):
+    fleet.look(gpu(0))
+    assert [fleet.miss("cut"), fleet.miss("cut")] == [1, 2]
+    assert (fleet.vm.contact, fleet.vm.problem) == ("ok", "cut")
+    assert fleet.miss("cut") == 3
+    vm = fleet.vm
+    assert (vm.contact, vm.unreachable_since is not None) == ("unreachable", True)
+    fleet.miss("cut")
+    assert caplog.text.count("does not answer") == 1
+    assert fleet.observed() == {"GPU-0": "ok"}
+    fleet.look(gpu(0))
+    vm = fleet.vm
+    assert (vm.contact, vm.misses, vm.unreachable_since, vm.problem) == ("ok", 0, None, None)
+    assert fleet.events("vm.") == ["vm.reachable", "vm.unreachable", "vm.reachable"]
+
+
+def test_several_pollers_do_not_count_the_same_silence_twice(fleet: Fleet):
+    fleet.look(gpu(0), at=fleet.start)
+    assert [fleet.miss(at=fleet.start + s) for s in (15, 15.1, 15.2, 30, 31)] == [1, 1, 1, 2, 2]
+
+
+def test_another_boot_is_told(fleet: Fleet):
+    fleet.look(gpu(0))
+    fleet.look(gpu(0), boot_id="boot-2")
+    assert fleet.vm.boot_id == "boot-2"
+    assert fleet.events("vm.") == ["vm.reachable", "vm.rebooted"]
+
+
+def test_a_machine_that_left_the_fleet_is_not_written(fleet: Fleet):
+    fleet.set(active=False)
+    assert not fleet.look(gpu(0))
+    assert fleet.miss() == 0
+    fleet.show(OTHER)
+    assert fleet.vm.contact == "new"
+
+
+def test_history_has_one_line_a_minute_for_a_week(fleet: Fleet, monkeypatch: pytest.MonkeyPatch):
+    def at(minute: int) -> None:
+        monkeypatch.setattr(observation, "seconds", lambda session: minute * 60.0 + 5)
+        fleet.look(gpu(0))
+
+    hour = 60 * 500_000
+    for minute in (hour, hour, hour + 1, hour + 60 + observation.KEPT_MINUTES):
+        at(minute)
+    kept = fleet.database.read(lambda s: s.scalars(select(GPUHistory.minute)).all())
+    assert sorted(kept) == [hour + 60 + observation.KEPT_MINUTES]
+    at(hour + 61 + observation.KEPT_MINUTES)
+    assert fleet.database.read(lambda s: s.scalar(select(func.count(GPUHistory.minute)))) == 2
+
+
+class TestKeys:
+    def test_a_machine_without_a_pinned_key_shows_its_fingerprint_and_the_command(
+        self, fleet: Fleet
+    ):
+        fleet.set(host_key=None)
+        for _ in range(3):
+            fleet.show(KEY)
+        vm = fleet.vm
+        assert (vm.contact, vm.host_key, vm.seen_host_key) == ("untrusted", None, str(KEY))
+        assert KEY.fingerprint in (vm.problem or "")
+        assert f"groupwise fleet vm trust vm {KEY.fingerprint}" in (vm.problem or "")
+        assert fleet.events("vm.") == ["vm.untrusted"]
+
+    def test_trust_on_first_use_pins_the_first_and_no_other(self, fleet: Fleet):
+        fleet.set(host_key=None)
+        fleet.show(KEY, pin=True)
+        assert (fleet.vm.contact, fleet.vm.host_key) == ("new", str(KEY))
+        fleet.show(OTHER, pin=True)
+        assert (fleet.vm.contact, fleet.vm.host_key) == ("untrusted", str(KEY))
+
+    def test_a_changed_key_stops_all_use_until_somebody_has_looked(
+        self, fleet: Fleet, caplog: pytest.LogCaptureFixture
+    ):
+        fleet.look(gpu(0))
+        for _ in range(3):
+            fleet.show(OTHER)
+        assert fleet.vm.contact == "untrusted"
+        assert "CHANGED" in (fleet.vm.problem or "")
+        assert caplog.text.count("CHANGED") == 1
+        assert fleet.database.read(observation.barred) == {"vm"}
+        assert not fleet.look(gpu(0)), "a kept connection says nothing against it"
+        fleet.miss("cut")
+        assert "CHANGED" in (fleet.vm.problem or "")
+        fleet.set(host_key=str(OTHER), seen_host_key=None, contact="new")
+        assert fleet.look(gpu(0))
+        assert fleet.vm.contact == "ok"
+
+    def test_the_pinned_key_shown_again_ends_it(self, fleet: Fleet):
+        fleet.show(OTHER)
+        fleet.show(KEY)
+        assert (fleet.vm.contact, fleet.vm.seen_host_key) == ("new", None)
+        assert fleet.look(gpu(0))
+
+    def test_a_key_written_into_the_row_by_hand_is_believed(self, fleet: Fleet):
+        fleet.set(host_key=None)
+        fleet.show(KEY)
+        fleet.set(host_key=str(KEY))
+        assert fleet.look(gpu(0))
+        assert (fleet.vm.contact, fleet.vm.seen_host_key) == ("ok", None)
+
+    def test_a_way_that_is_not_trusted_is_told_once(self, fleet: Fleet):
+        for _ in range(3):
+            fleet.database.run(lambda s: observation.not_trusted(s, "vm", "the jump host …"))
+        assert (fleet.vm.contact, fleet.vm.problem) == ("untrusted", "the jump host …")
+        assert fleet.events("vm.") == ["vm.untrusted"]
+        assert fleet.look(gpu(0)), "whoever mends the jump host's row needs no other word"

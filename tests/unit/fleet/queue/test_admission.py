@@ -1,0 +1,428 @@
+"""The way into the queue, for requests and for rows written by hand.
+
+1. Both end the same: queued with command, needs, shape and rank; or failed, with every reason at once.
+2. The same request under one key or id gives one job.
+3. A row that cannot be read stops nobody, and can be looked at afterwards.
+4. Nothing that a row names is imported.
+5. The queue is fair between projects, and priority is worth hours.
+"""
+
+import json
+import sys
+from typing import Any
+
+import pytest
+from sqlalchemy import select, text
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from groupwise.errors import UsageError
+from groupwise.fleet.queue import admission, kinds
+from groupwise.fleet.queue.request import JobRequest, from_document
+from groupwise.fleet.store.database import Database, seconds
+from groupwise.fleet.store.tables import Job, Project
+from groupwise.hosts.spec import JobSpec
+from groupwise.wire.problems import Refusal
+from tests.unit.fleet.small_fleet import (
+    add_machine,
+    claimed_ids,
+    execute,
+    finish,
+    job_of,
+    kinds_of_events,
+    submit,
+)
+
+COMMAND = '{"arguments": ["true"], "resources": {"gpus": 1}}'
+
+
+def insert(database: Database, job_id: str, **columns: Any) -> None:
+    """A row by hand: a command, unless it says otherwise."""
+    values: dict[str, Any] = {
+        "job_id": job_id,
+        "job_type": "COMMAND",
+        "request": COMMAND,
+        **columns,
+    }
+    names, marks = ", ".join(values), ", ".join(f":{name}" for name in values)
+    execute(database, f"INSERT INTO jobs ({names}) VALUES ({marks})", **values)
+
+
+def admit_new(database: Database, limit: int = 100) -> int:
+    return database.run(lambda s: admission.admit_new(s, limit))
+
+
+def failure(database: Database, job_id: str) -> str:
+    job = job_of(database, job_id)
+    assert job.status == "failed"
+    assert job.end_time is not None
+    assert job.admitted_at is None  # so that it is looked at again when somebody retries it
+    return job.failure_reason or ""
+
+
+# --- one end for both ways ------------------------------------------------------------------------
+
+
+def test_a_row_by_hand_becomes_what_a_request_becomes(database: Database) -> None:
+    submit(database, "asked", gpus=1)
+    insert(database, "by-hand")
+    assert admit_new(database) == 1
+    asked, by_hand = job_of(database, "asked"), job_of(database, "by-hand")
+    for name in ("status", "spec", "spec_hash", "resources", "shape", "output_dir", "priority"):
+        assert getattr(asked, name) == getattr(by_hand, name), name
+    assert asked.spec is not None
+    assert asked.spec["arguments"] == ["true"]
+    assert asked.rank is not None
+    assert asked.waiting_since == asked.admitted_at is not None
+    assert kinds_of_events(database, "asked") == ["job.submitted", "job.queued"]
+    assert kinds_of_events(database, "by-hand") == ["job.queued"]
+    assert admit_new(database) == 0
+
+
+def test_four_columns_are_a_full_submission(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Training:
+        def expand(self, row: kinds.Row) -> JobSpec:
+            return JobSpec(("train", row["model"], str(row["max_steps"]), row["output_dir"]))
+
+    monkeypatch.setattr(kinds, "_announced", lambda: {"GRPO": "somewhere"})
+    monkeypatch.setattr(kinds, "_load", lambda place: Training())
+    add_machine(database, "vm-1", 1)
+    execute(
+        database,
+        "INSERT INTO jobs (job_id, model, dataset, reward_function) VALUES ('j', 'm', 'd', 'r')",
+    )
+    admit_new(database)
+    job = job_of(database, "j")
+    assert (job.status, job.failure_reason, job.resources) == ("queued", None, {"gpus": 1})
+    assert job.spec is not None
+    assert job.spec["arguments"] == ["train", "m", "500", "outputs"]
+    assert claimed_ids(database) == ["j"]
+
+
+def test_held_jobs_are_admitted_and_wait(database: Database) -> None:
+    submit(database, "asked", gpus=1, hold=True)
+    insert(database, "by-column", status="held")
+    insert(
+        database,
+        "by-request",
+        request='{"arguments": ["true"], "hold": true, "resources": {"gpus": 1}}',
+    )
+    assert admit_new(database) == 2
+    for name in ("asked", "by-column", "by-request"):
+        job = job_of(database, name)
+        assert (job.status, job.spec is None, job.waiting_since) == ("held", False, None)
+
+
+def test_every_problem_at_once(database: Database) -> None:
+    insert(
+        database,
+        "bad",
+        max_steps=0,
+        priority=5000,
+        output_dir="../elsewhere",
+        use_unsloth=True,
+        request='{"after": ["nobody", "bad"], "resources": {"gpus": 0, "share_mb": 5}, "secrets": {"A": "x"}}',
+    )
+    admit_new(database)
+    said = failure(database, "bad")
+    assert "max_steps: " in said
+    assert "priority: " in said
+    insert(
+        database,
+        "bad2",
+        output_dir="../elsewhere",
+        use_unsloth=True,
+        request='{"after": ["nobody", "bad2"], "resources": {"gpus": 0, "share_mb": 5}, "secrets": {"A": "x"}}',
+    )
+    admit_new(database)
+    said = failure(database, "bad2")
+    for words in (
+        "output_dir",
+        "Unsloth",
+        "no job nobody",
+        "after itself",
+        "resources: gpus is 0",
+        "secret A",
+    ):
+        assert words in said
+    assert kinds_of_events(database, "bad2") == ["job.failed"]
+
+
+def test_a_secret_that_the_operator_has_not_named_is_refused(database: Database) -> None:
+    """Of both entrances; whoever reads secrets for a launch looks at it once more."""
+    secrets = {"TOKEN": "env:PGPASSWORD"}
+    insert(database, "j", request=json.dumps({"arguments": ["true"], "secrets": secrets}))
+    admit_new(database)
+    assert "TOKEN" in failure(database, "j")
+    made = submit_with(database, from_document({"arguments": ["true"], "secrets": secrets}))
+    assert made.status == "failed"
+
+
+def test_an_invalid_request_fails_with_its_reason(database: Database) -> None:
+    request = from_document({"job_type": "DANCE", "resources": {"gpus": 1}})
+    job = database.run(lambda s: admission.submit(s, request, actor="user:x", project="default"))
+    assert job.status == "failed"
+    assert "no such kind of job" in (job.failure_reason or "")
+
+
+def test_a_job_that_was_refused_is_looked_at_again_when_it_is_retried(database: Database) -> None:
+    insert(database, "j", max_steps=0)
+    admit_new(database)
+    failure(database, "j")
+    execute(
+        database,
+        "UPDATE jobs SET status = 'queued', generation = 1, max_steps = 1, failure_reason = NULL, end_time = NULL",
+    )
+    assert admit_new(database) == 1
+    assert job_of(database, "j").status == "queued"
+
+
+@pytest.mark.parametrize("job_id", ["../x", "-x", "a b", "x" * 81, "a/b", "Ω"])
+def test_ids_that_could_not_name_a_folder(database: Database, job_id: str) -> None:
+    insert(database, job_id)
+    admit_new(database)
+    assert "names folders" in failure(database, job_id)
+    with pytest.raises(UsageError, match="names folders"):
+        submit(database, job_id)
+
+
+def test_dependencies_are_jobs_of_the_same_project(database: Database) -> None:
+    submit(database, "theirs", project="other", gpus=1)
+    submit(database, "ours", gpus=1)
+    submit(database, "then", gpus=1, after=["ours:ok"])
+    request = from_document({"arguments": ["true"], "resources": {"gpus": 1}, "after": ["theirs"]})
+    job = database.run(lambda s: admission.submit(s, request, actor="user:x", project="default"))
+    assert "project default has no job theirs" in (job.failure_reason or "")
+
+
+def test_modules_that_a_row_names_are_not_imported(
+    database: Database, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "evil_reward.py").write_text("open('ran', 'w')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for n, kind in enumerate(("GRPO", "evil_reward", "evil_reward.py", "evil_reward:f")):
+        insert(
+            database,
+            f"j{n}",
+            job_type=kind,
+            request='{"resources": {"gpus": 1}}',
+            model="org/m",
+            dataset="org/d",
+            reward_function="evil_reward:f",
+            preprocessing_pipeline="evil_reward:f",
+        )
+    assert admit_new(database) == 4
+    assert "evil_reward" not in sys.modules
+    assert not (tmp_path / "ran").exists()
+
+
+# --- how many GPUs, if nobody says ----------------------------------------------------------------
+
+
+def test_without_a_word_a_job_gets_a_gpu_where_there_are_any(database: Database) -> None:
+    add_machine(database, "vm-1", 2)
+    assert job_of(database, submit(database)).resources == {"gpus": 1}
+
+
+def test_without_a_word_a_job_gets_a_slot_in_a_fleet_without_gpus(database: Database) -> None:
+    add_machine(database, "vm-1")
+    assert job_of(database, submit(database)).resources == {"gpus": 0}
+
+
+def test_before_a_machine_was_observed_nobody_knows(database: Database) -> None:
+    add_machine(database, "vm-1", contact="new", observed_round=0.0)
+    waiting = submit(database)
+    told = submit(database, gpus=1)
+    assert job_of(database, waiting).admitted_at is None
+    assert job_of(database, told).admitted_at is not None
+    assert admit_new(database) == 0
+    execute(database, "UPDATE vms SET contact = 'ok', observed_round = 1")
+    assert admit_new(database) == 1
+    assert job_of(database, waiting).resources == {"gpus": 0}
+
+
+# --- the same twice -------------------------------------------------------------------------------
+
+
+def submit_with(database: Database, request: JobRequest, **given: Any) -> Job:
+    return database.run(
+        lambda s: admission.submit(s, request, actor="user:x", **{"project": "default", **given})
+    )
+
+
+REQUEST = from_document({"arguments": ["true"], "resources": {"gpus": 1}})
+OTHER = from_document({"arguments": ["false"], "resources": {"gpus": 1}})
+
+
+@pytest.mark.parametrize("given", [{"idempotency_key": "k"}, {"job_id": "mine"}])
+def test_one_key_one_job(database: Database, given: dict[str, str]) -> None:
+    first = submit_with(database, REQUEST, **given)
+    again = submit_with(database, REQUEST, **given)
+    assert first.job_id == again.job_id
+    assert database.run(lambda s: len(s.scalars(select(Job)).all())) == 1
+    with pytest.raises((UsageError, Refusal)):
+        submit_with(database, OTHER, **given)
+
+
+def test_a_key_is_one_of_its_project(database: Database) -> None:
+    first = submit_with(database, REQUEST, idempotency_key="k")
+    other = submit_with(database, OTHER, idempotency_key="k", project="q")
+    assert first.job_id != other.job_id
+
+
+def test_who_loses_the_race_gets_the_job_of_the_other(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row of the first becomes visible between the second's look and its insert."""
+    first = submit_with(database, REQUEST, idempotency_key="k")
+    real, looks = admission._same, list[str]()
+
+    def blind_at_first(*given: Any) -> Job | None:
+        looks.append("look")
+        return None if len(looks) == 1 else real(*given)
+
+    monkeypatch.setattr(admission, "_same", blind_at_first)
+    assert submit_with(database, REQUEST, idempotency_key="k").job_id == first.job_id
+    assert len(looks) == 2
+
+
+def test_without_key_or_id_two_are_two(database: Database) -> None:
+    ids = {submit_with(database, REQUEST).job_id for _ in range(3)}
+    assert len(ids) == 3
+    assert all(job_id.startswith("job-") and len(job_id) == 16 for job_id in ids)
+
+
+def test_another_constraint_is_no_repetition(database: Database) -> None:
+    with pytest.raises(IntegrityError):
+        database.run(
+            lambda s: s.execute(text("INSERT INTO jobs (job_id, status) VALUES ('x', 'running')"))
+        )
+
+
+def test_an_admitted_job_is_not_admitted_again(database: Database) -> None:
+    insert(database, "j")
+    assert admit_new(database) == 1
+    before = job_of(database, "j")
+    execute(database, "UPDATE jobs SET request = :other", other=OTHER.model_dump_json())
+    assert admit_new(database) == 0
+    after = job_of(database, "j")
+    assert (after.spec, after.spec_hash, after.rank) == (before.spec, before.spec_hash, before.rank)
+    assert kinds_of_events(database, "j") == ["job.queued"]
+
+
+# --- rows that cannot be read ---------------------------------------------------------------------
+
+UNREADABLE = {
+    "hyperparams": "{not json",
+    "request": "also not",
+    "created_at": "yesterday",
+    "use_unsloth": "perhaps",
+    "max_steps": "many",
+    "retry_count": "some",
+    "learning_rate": "fast",
+    "spent": "{",
+}
+
+
+@pytest.mark.parametrize("column", UNREADABLE)
+def test_a_row_that_cannot_be_read_stops_nobody(database: Database, column: str) -> None:
+    if database.dialect == "postgresql":
+        pytest.skip("PostgreSQL refuses such a row itself")
+    insert(database, "bad", **{column: UNREADABLE[column]})
+    insert(database, "good")
+    assert admit_new(database) == 2
+    assert f"{column}: '{UNREADABLE[column]}' cannot be read as" in failure(database, "bad")
+    assert job_of(database, "good").status == "queued"
+    assert database.run(lambda s: len(s.scalars(select(Job)).all())) == 2
+
+
+@pytest.mark.parametrize("document", ["[]", "3", '"text"', "true"])
+def test_json_that_is_no_object(database: Database, document: str) -> None:
+    insert(database, "one", request=document)
+    insert(database, "two", hyperparams=document)
+    assert admit_new(database) == 2
+    assert "JSON object" in failure(database, "one")
+    assert "hyperparams" in failure(database, "two")
+
+
+# --- the queue ------------------------------------------------------------------------------------
+
+
+def ranks(database: Database) -> dict[str, float]:
+    return database.run(lambda s: {j.job_id: j.rank or 0.0 for j in s.scalars(select(Job))})
+
+
+def in_order(database: Database) -> list[str]:
+    found = ranks(database)
+    return sorted(found, key=lambda job_id: (found[job_id], job_id))
+
+
+def test_a_step_of_priority_is_worth_an_hour(database: Database) -> None:
+    submit(database, "plain", project="p", gpus=1)
+    submit(database, "urgent", project="q", gpus=1, priority=2)
+    found = ranks(database)
+    assert found["plain"] - found["urgent"] == pytest.approx(7200, abs=5)
+
+
+def test_thousands_of_one_project_do_not_keep_others_from_theirs(database: Database) -> None:
+    for n in range(10):
+        submit(database, f"many-{n}", project="many", gpus=1)
+    submit(database, "one", project="few", gpus=1)
+    assert in_order(database).index("one") <= 1
+
+
+def test_weight_and_size_count(database: Database) -> None:
+    database.run(lambda s: s.add_all([Project(name="heavy", weight=2.0), Project(name="light")]))
+    for n in range(4):
+        submit(database, f"light-{n}", project="light", gpus=1)
+        submit(database, f"heavy-{n}", project="heavy", gpus=1)
+        submit(database, f"wide-{n}", project="wide", gpus=2, machines=2)
+    found = ranks(database)
+    turn = found["light-1"] - found["light-0"]
+    assert found["heavy-1"] - found["heavy-0"] == pytest.approx(turn / 2)
+    assert found["wide-1"] - found["wide-0"] == pytest.approx(turn * 4)
+
+
+def test_what_a_project_had_long_ago_does_not_count(database: Database) -> None:
+    add_machine(database, "vm-1", 8)
+    for n in range(5):
+        submit(database, f"old-{n}", project="p", gpus=1)
+    for job_id in claimed_ids(database):
+        finish(database, job_id)
+    submit(database, "new", project="p", gpus=1)
+    assert ranks(database)["new"] == pytest.approx(database.run(seconds), abs=5)
+
+
+def test_later_jobs_come_later_so_that_nobody_waits_for_ever(database: Database) -> None:
+    for n in range(5):
+        submit(database, f"j{n}", gpus=1)
+    assert in_order(database) == [f"j{n}" for n in range(5)]
+
+
+def test_a_project_may_have_so_many_waiting(database: Database) -> None:
+    database.run(lambda s: s.add(Project(name="p", max_waiting=2)))
+    for n in range(2):
+        submit(database, f"j{n}", project="p", gpus=1)
+    insert(database, "third", project="p")
+    insert(database, "fourth", project="p")
+    insert(database, "other", project="q")
+    assert admit_new(database) == 3
+    assert "has 2 jobs waiting and may have 2" in failure(database, "third")
+    assert failure(database, "fourth")
+    assert job_of(database, "other").status == "queued"
+
+
+def test_many_at_once_are_admitted_in_their_order(database: Database) -> None:
+    statement = text("INSERT INTO jobs (job_id, job_type, request) VALUES (:id, 'COMMAND', :r)")
+    rows = [{"id": f"j{n:03}", "r": COMMAND} for n in range(300)]
+
+    def insert_many(session: Session) -> None:
+        session.execute(statement, rows)
+
+    database.run(insert_many)
+    assert admit_new(database, 200) == 200
+    assert admit_new(database, 200) == 100
+    assert in_order(database) == [f"j{n:03}" for n in range(300)]

@@ -1,0 +1,294 @@
+"""What is free, who is woken when that changes, and why a job waits.
+
+1. Whoever can begin is woken by whatever makes it possible: a release, a machine, a quota, the end of another job.
+2. Nobody else is woken: it is asked by shape, not by job.
+3. Capacity of which nobody told is found by the next claim.
+"""
+
+import pytest
+from sqlalchemy import event
+
+from groupwise.fleet.queue import capacity
+from groupwise.fleet.queue.placement import Blocked, Placement
+from groupwise.fleet.store.database import Database, seconds
+from tests.unit.fleet.small_fleet import (
+    add_machine,
+    claim_some,
+    claimed_ids,
+    end,
+    execute,
+    finish,
+    job_of,
+    kinds_of_events,
+    statuses,
+    submit,
+)
+
+
+def waiting(database: Database) -> list[str]:
+    return sorted(name for name, status in statuses(database).items() if status == "pending")
+
+
+def wake(database: Database) -> int:
+    return database.run(capacity.wake)
+
+
+def explain(database: Database, job_id: str) -> list[str]:
+    return database.run(lambda s: capacity.explain(s, job_of_session(s, job_id)))
+
+
+def job_of_session(session: capacity.Session, job_id: str) -> capacity.Job:
+    return session.get_one(capacity.Job, job_id)
+
+
+def full_fleet(database: Database, waiting: int = 5, gpus: int = 2) -> None:
+    """Every GPU taken by jobs r0, r1 …, and w0, w1 … pending."""
+    add_machine(database, "vm-1", gpus)
+    for n in range(gpus):
+        submit(database, f"r{n}", gpus=1)
+    for n in range(waiting):
+        submit(database, f"w{n}", gpus=1)
+    assert len(claim_some(database)) == gpus
+
+
+def test_as_many_are_woken_as_there_is_room_for_and_the_best_ranked(database: Database) -> None:
+    full_fleet(database)
+    assert finish(database, "r0") == 1
+    assert waiting(database) == ["w1", "w2", "w3", "w4"]
+    woken = job_of(database, "w0")
+    assert woken.status == "queued"
+    assert woken.waiting_since is not None
+    assert kinds_of_events(database, "w0")[-1] == "job.queued"
+    assert claimed_ids(database) == ["w0"]
+
+
+def test_nobody_is_woken_while_nothing_is_free(database: Database) -> None:
+    full_fleet(database)
+    assert wake(database) == 0
+    assert len(waiting(database)) == 5
+
+
+def test_a_release_that_does_not_fit_wakes_nobody(database: Database) -> None:
+    full_fleet(database, waiting=0)
+    submit(database, "big", gpus=2)
+    submit(database, "other", gpus=1, gpu_model="H100")
+    assert claimed_ids(database) == []
+    assert finish(database, "r0") == 0
+    assert finish(database, "r1") == 1
+    assert waiting(database) == ["other"]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("draining = true", "draining = false"),
+        ("contact = 'unreachable'", "contact = 'ok'"),
+        ("cordoned = 'x'", "cordoned = NULL"),
+        ("active = false", "active = true"),
+    ],
+)
+def test_a_machine_that_comes_back(database: Database, before: str, after: str) -> None:
+    add_machine(database, "vm-1", 1)
+    execute(database, f"UPDATE vms SET {before}")
+    submit(database, "one", gpus=1)
+    assert claimed_ids(database) == []
+    assert waiting(database) == ["one"]
+    execute(database, f"UPDATE vms SET {after}")
+    assert wake(database) == 1
+    assert claimed_ids(database) == ["one"]
+
+
+def test_a_new_machine_and_a_gang(database: Database) -> None:
+    add_machine(database, "vm-1", 1)
+    submit(database, "gang", gpus=1, machines=2)
+    assert claimed_ids(database) == []
+    add_machine(database, "vm-2", 1)
+    assert database.run(lambda s: capacity.wake(s, vm_ids=["vm-2"])) == 1
+    assert claimed_ids(database) == ["gang"]
+
+
+def test_a_quota_that_frees_room_on_another_machine(database: Database) -> None:
+    """The GPU that comes free is not one that the waiting job could use; the quota is what it waited for."""
+    add_machine(database, "a", 1)
+    add_machine(database, "b", 1)
+    execute(database, "UPDATE gpus SET model = 'H100' WHERE vm_id = 'b'")
+    submit(database, "one", project="p", gpus=1, gpu_model="A100")
+    execute(database, "UPDATE projects SET max_gpus = 1")
+    submit(database, "two", project="p", gpus=1, gpu_model="H100")
+    assert claimed_ids(database) == ["one"]
+    assert finish(database, "one") == 1
+    assert claimed_ids(database) == ["two"]
+
+
+def test_a_raised_quota(database: Database) -> None:
+    add_machine(database, "vm-1", 2)
+    submit(database, "one", project="p", gpus=1)
+    execute(database, "UPDATE projects SET max_gpus = 0")
+    assert claimed_ids(database) == []
+    execute(database, "UPDATE projects SET max_gpus = 1")
+    assert wake(database) == 1
+
+
+def test_the_end_of_a_job_that_others_wait_for(database: Database) -> None:
+    add_machine(database, "vm-1", 4)
+    submit(database, "a", gpus=1)
+    submit(database, "b", gpus=1, after=["a"])
+    claim_some(database)
+    assert waiting(database) == ["b"]
+    assert job_of(database, "b").waiting_since is None
+    assert finish(database, "a") == 1
+    woken = job_of(database, "b")
+    assert (woken.status, woken.blocked_on) == ("queued", None)
+    assert woken.waiting_since is not None
+
+
+def test_who_waits_for_a_job_takes_nobodys_place(database: Database) -> None:
+    """A job of the same shape that waits for something else does not count among those that there is room for."""
+    full_fleet(database, waiting=0, gpus=1)
+    submit(database, "blocked", gpus=1, after=["r0:ok"], priority=5)
+    submit(database, "ready", gpus=1)
+    claim_some(database)
+    assert waiting(database) == ["blocked", "ready"]
+
+    def release_only(session: capacity.Session) -> int:
+        execute_in = capacity.update(capacity.Reservation).values(released_at=1.0)
+        session.execute(execute_in)
+        return capacity.wake(session, vm_ids=["vm-1"])
+
+    assert database.run(release_only) == 1
+    assert claimed_ids(database) == ["ready"]
+
+
+def test_capacity_that_nobody_told_of_is_found_by_the_next_claim(database: Database) -> None:
+    full_fleet(database)
+    database.run(lambda s: end(s, "r0"))
+    assert len(waiting(database)) == 5
+    assert claimed_ids(database) == []
+    assert waiting(database) == ["w1", "w2", "w3", "w4"]
+    assert claimed_ids(database) == ["w0"]
+
+
+def test_a_woken_job_that_leaves_the_queue_passes_its_turn_on(database: Database) -> None:
+    full_fleet(database)
+    finish(database, "r0")
+    execute(database, "UPDATE jobs SET status = 'cancelled' WHERE job_id = 'w0'")
+    assert claimed_ids(database) == []
+    assert claimed_ids(database) == ["w1"]
+
+
+def test_a_job_that_ended_unnoticed_is_found_by_the_next_claim(database: Database) -> None:
+    add_machine(database, "vm-1", 4)
+    submit(database, "a", gpus=1)
+    submit(database, "b", gpus=1, after=["a"])
+    claim_some(database)
+    database.run(lambda s: end(s, "a"))
+    claim_some(database)
+    assert claimed_ids(database) == ["b"]
+
+
+def test_it_is_asked_by_shape_and_not_by_job(database: Database) -> None:
+    full_fleet(database, waiting=20)
+    few = statements_of_wake(database)
+    for n in range(30):
+        submit(database, f"x{n}", gpus=1)
+    claim_some(database)
+    assert len(waiting(database)) == 50
+    assert statements_of_wake(database) == few
+    found = database.run(capacity.best_of_shapes)
+    assert [each.key[1] for each in found] == ["w0"]
+
+
+def statements_of_wake(database: Database) -> int:
+    count = 0
+
+    def one_more(*_: object) -> None:
+        nonlocal count
+        count += 1
+
+    event.listen(database.engine, "before_cursor_execute", one_more)
+    assert wake(database) == 0
+    event.remove(database.engine, "before_cursor_execute", one_more)
+    return count
+
+
+def test_shapes_are_told_apart(database: Database) -> None:
+    full_fleet(database, waiting=2)
+    submit(database, "v0", gpus=1, gpu_model="A100")
+    submit(database, "v1", project="other", gpus=1)
+    claim_some(database)
+    found = database.run(capacity.best_of_shapes)
+    assert sorted(each.key[1] for each in found) == ["v0", "v1", "w0"]
+    assert wake(database) == 0
+    execute(database, "UPDATE jobs SET \"rank\" = 5 WHERE job_id = 'v1'")
+    assert finish(database, "r0") == 1  # the best-ranked of all shapes
+    assert claimed_ids(database) == ["v1"]
+    database.run(lambda s: [end(s, name) for name in ("r1", "v1")])
+    assert wake(database) == 2
+    assert sorted(claimed_ids(database)) == ["w0", "w1"]
+
+
+def test_many_are_woken_in_the_order_of_their_ranks(database: Database) -> None:
+    full_fleet(database, waiting=0, gpus=4)
+    for n in range(40):
+        submit(database, f"a{n:02}", project="a", gpus=1)
+        submit(database, f"b{n:02}", project="b", gpus=1)
+    claim_some(database)
+    database.run(lambda s: [end(s, f"r{n}") for n in range(4)])
+    assert wake(database) == 4
+    assert claimed_ids(database) == ["a00", "b00", "a01", "b01"]
+
+
+def test_room_is_kept_from_jobs_that_stand_behind(database: Database) -> None:
+    add_machine(database, "vm-1", 2)
+    submit(database, "r0", gpus=1)
+    submit(database, "r1", gpus=1)
+    submit(database, "big", gpus=2)
+    submit(database, "small", gpus=1)
+    claim_some(database)
+    execute(database, "UPDATE jobs SET waiting_since = waiting_since - 700 WHERE job_id = 'big'")
+    assert finish(database, "r0") == 0
+    assert "kept for big" in "\n".join(explain(database, "small"))
+    assert finish(database, "r1") == 1
+    assert claimed_ids(database) == ["big"]
+
+
+# --- why a job waits ------------------------------------------------------------------------------
+
+
+def test_why_a_job_waits(database: Database) -> None:
+    full_fleet(database, waiting=1)
+    assert explain(database, "w0") == ["vm-1: 0 of 2 fitting GPUs free, 1 wanted"]
+    assert explain(database, "r0") == []
+    submit(database, "held", gpus=1, hold=True)
+    assert "fleet release held" in explain(database, "held")[0]
+    submit(database, "after", gpus=0, after=["w0:ok"])
+    assert explain(database, "after")[0] == "waits until job w0 has completed; that one is pending"
+    finish(database, "r0", "queued", "network")
+    later = database.run(seconds) + 100
+    execute(database, "UPDATE jobs SET not_before = :t WHERE job_id = 'r0'", t=later)
+    assert explain(database, "r0")[0].startswith("it is tried again in ")
+    finish(database, "r1")
+    assert explain(database, "w0") == ["there is room for it, and it is the next in the queue"]
+
+
+def test_the_place_in_the_queue(database: Database) -> None:
+    add_machine(database, "vm-1", 8)
+    for n in range(4):
+        submit(database, f"j{n}", gpus=1)
+    assert explain(database, "j3") == ["there is room for it; 3 jobs stand before it in the queue"]
+
+
+def test_a_job_that_is_not_admitted_yet(database: Database) -> None:
+    job_id = submit(database)
+    assert "once a machine has been observed" in explain(database, job_id)[0]
+
+
+def test_where_a_job_would_go(database: Database) -> None:
+    add_machine(database, "vm-1", 1)
+    submit(database, "one", gpus=1)
+    submit(database, "two", gpus=2)
+    found = database.run(lambda s: capacity.outlook(s, job_of_session(s, "one")))
+    assert isinstance(found, Placement)
+    never = database.run(lambda s: capacity.outlook(s, job_of_session(s, "two")))
+    assert isinstance(never, Blocked)
+    assert never.never

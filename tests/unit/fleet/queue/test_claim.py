@@ -1,0 +1,410 @@
+"""Jobs from the queue onto machines, one dispatcher at a time. Several at once: `tests/integration/fleet/test_claim_races.py`."""
+
+import pytest
+from sqlalchemy import select
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from groupwise.fleet.queue import claim, kinds
+from groupwise.fleet.store.database import Database, seconds
+from groupwise.fleet.store.tables import Attempt, Checkpoint, Job, Member, Reservation
+from groupwise.hosts.spec import JobSpec
+from tests.unit.fleet.small_fleet import (
+    add_machine,
+    claim_some,
+    claimed_ids,
+    execute,
+    finish,
+    job_of,
+    kinds_of_events,
+    statuses,
+    submit,
+)
+
+
+def attempt_of(database: Database, epoch: int) -> Attempt:
+    return database.run(lambda s: s.get_one(Attempt, epoch))
+
+
+def test_an_attempt_with_all_that_it_holds(database: Database) -> None:
+    add_machine(database, "vm-1", 4)
+    submit(database, "one", gpus=2)
+    before = database.run(seconds)
+    (made,) = claim_some(database, owner="me")
+    attempt = attempt_of(database, made.epoch)
+    assert (attempt.state, attempt.owner, attempt.number, attempt.generation) == (
+        "reserved",
+        "me",
+        0,
+        0,
+    )
+    assert before + 30 <= attempt.lease_until <= database.run(seconds) + 30
+    assert attempt.previous_failure is attempt.resume_from is attempt.spec is None
+    members = database.run(lambda s: s.scalars(select(Member)).all())
+    assert [(m.epoch, m.rank, m.vm_id) for m in members] == [(made.epoch, 0, "vm-1")]
+    held = database.run(lambda s: s.scalars(select(Reservation)).all())
+    assert sorted(r.gpu_id or 0 for r in held) == [g.gpu_id for g in made.placement.seats[0].gpus]
+    assert all(r.share_mb is None and r.slot is None for r in held)
+    job = job_of(database, "one")
+    assert (job.status, job.assigned_vm, job.gpu_index) == ("running", "vm-1", 0)
+    assert job.start_time is not None
+    assert job.waiting_since is None
+    assert kinds_of_events(database, "one")[-2:] == ["job.running", "attempt.reserved"]
+
+
+def test_the_best_ranked_come_first(database: Database) -> None:
+    add_machine(database, "vm-1", 2)
+    for name, priority in (("low", -1), ("first", 0), ("second", 0), ("high", 1)):
+        submit(database, name, gpus=1, priority=priority)
+    assert claimed_ids(database) == ["high", "first"]
+    assert statuses(database)["second"] == statuses(database)["low"] == "pending"
+
+
+def test_epochs_rise_and_attempts_are_counted(database: Database) -> None:
+    add_machine(database, "vm-1", 1)
+    submit(database, "one", gpus=1)
+    (first,) = claim_some(database)
+    finish(database, "one", "queued", "network")
+    (second,) = claim_some(database)
+    assert second.epoch > first.epoch
+    attempt = attempt_of(database, second.epoch)
+    assert (attempt.number, attempt.previous_failure) == (1, "network")
+
+
+def test_a_new_generation_counts_anew(database: Database) -> None:
+    add_machine(database, "vm-1", 1)
+    submit(database, "one", gpus=1)
+    claim_some(database)
+    finish(database, "one", "failed", "user_error")
+    execute(database, "UPDATE jobs SET status = 'queued', generation = 1 WHERE job_id = 'one'")
+    (again,) = claim_some(database)
+    attempt = attempt_of(database, again.epoch)
+    assert (attempt.number, attempt.previous_failure, attempt.generation) == (0, None, 1)
+
+
+def test_it_goes_on_from_the_checkpoint_with_the_most_steps(database: Database) -> None:
+    add_machine(database, "vm-1", 1)
+    submit(database, "one", gpus=1)
+    (first,) = claim_some(database)
+
+    def mirror(session: Session) -> None:
+        for generation, step in ((0, 100), (0, 20), (7, 500)):
+            session.add(
+                Checkpoint(
+                    job_id="one",
+                    generation=generation,
+                    epoch=first.epoch,
+                    path=f"outputs/step-{step}",
+                    step=step,
+                    manifest={"outputs/x": ["a" * 64, 420, 3]},
+                    mirrored_at=1.0,
+                )
+            )
+
+    database.run(mirror)
+    finish(database, "one", "queued", "reboot")
+    (second,) = claim_some(database)
+    resume = attempt_of(database, second.epoch).resume_from
+    assert resume is not None
+    assert (resume["step"], resume["path"]) == (100, "outputs/step-100")
+    assert resume["manifest"] == {"outputs/x": ["a" * 64, 420, 3]}
+
+
+def test_after_a_failed_launch_another_machine_is_tried(database: Database) -> None:
+    add_machine(database, "vm-1", 1)
+    add_machine(database, "vm-2", 1)
+    submit(database, "one", gpus=1)
+    seats: list[str] = []
+    for _ in range(3):
+        (made,) = claim_some(database)
+        seats.append(made.placement.seats[0].vm_id)
+        finish(database, "one", "queued", "launch_failure")
+    assert set(seats[:2]) == {
+        "vm-1",
+        "vm-2",
+    }  # and the third time on one of them, since there is no other
+
+
+def test_gangs_are_all_or_nothing(database: Database) -> None:
+    add_machine(database, "vm-1", 2)
+    add_machine(database, "vm-2", 2)
+    submit(database, "small", gpus=1)
+    submit(database, "gang", gpus=2, machines=2)
+    assert claimed_ids(database) == ["small"]
+    assert statuses(database)["gang"] == "pending"
+    assert finish(database, "small") == 1
+    (made,) = claim_some(database)
+    ranks = database.run(
+        lambda s: s.execute(
+            select(Member.rank, Member.vm_id).where(Member.epoch == made.epoch)
+        ).all()
+    )
+    assert sorted(map(tuple, ranks)) == [(0, "vm-1"), (1, "vm-2")]
+
+
+def test_shares_and_slots(database: Database) -> None:
+    add_machine(database, "gpu", 1)
+    add_machine(database, "cpu", cpu_slots=2)
+    for n in range(3):
+        submit(database, f"share-{n}", share_mb=30_000)
+        submit(database, f"slot-{n}", gpus=0)
+    submit(database, "whole", gpus=1)
+    assert claimed_ids(database) == ["share-0", "slot-0", "share-1", "slot-1"]
+    held = database.run(lambda s: s.scalars(select(Reservation)).all())
+    assert sorted(r.slot for r in held if r.slot is not None) == [0, 1]
+    assert [r.share_mb for r in held if r.gpu_id] == [30_000, 30_000]
+    assert statuses(database)["whole"] == "pending"
+    assert job_of(database, "slot-0").gpu_index is None
+
+
+def test_ram_is_promised_to_one_job_at_a_time(database: Database) -> None:
+    add_machine(database, "vm-1", 4, facts={"ram_mb": 1000, "cpus": 8})
+    for n in range(3):
+        submit(database, f"j{n}", gpus=1, ram_mb=500)
+    assert claimed_ids(database) == ["j0", "j1"]
+    assert "RAM not promised" in (job_of(database, "j2").blocked_reasons or [""])[0]
+    assert finish(database, "j0") == 1
+    assert claimed_ids(database) == ["j2"]
+
+
+def test_what_may_not_begin_does_not(database: Database) -> None:
+    add_machine(database, "vm-1", 8)
+    for name in ("held", "later", "cancelled"):
+        submit(database, name, gpus=1, hold=name == "held")
+    later = database.run(seconds) + 1000
+    execute(database, "UPDATE jobs SET not_before = :t WHERE job_id = 'later'", t=later)
+    execute(database, "UPDATE jobs SET status = 'cancelled' WHERE job_id = 'cancelled'")
+    assert claimed_ids(database) == []
+    assert statuses(database) == {"held": "held", "later": "queued", "cancelled": "cancelled"}
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ("draining = true", "draining"),
+        ("cordoned = 'it burns'", "cordoned: it burns"),
+        ("contact = 'unreachable'", "unreachable"),
+        ("contact = 'untrusted'", "vm trust vm-1"),
+        ("contact = 'new'", "not observed yet"),
+        ("lost_at = 1", "lost"),
+        ("degraded = true", "cannot be read"),
+        ("observed_round = observed_round - 1000", "not observed for"),
+        ("active = false", "no machine"),
+    ],
+)
+def test_machines_that_get_nothing(database: Database, change: str, why: str) -> None:
+    add_machine(database, "vm-1", 1)
+    submit(database, "one", gpus=1)
+    execute(database, f"UPDATE vms SET {change}")
+    assert claimed_ids(database) == []
+    assert why in "\n".join(job_of(database, "one").blocked_reasons or [])
+
+
+@pytest.mark.parametrize("state", ["foreign_busy", "missing", "degraded", "mig"])
+def test_gpus_that_are_not_given(database: Database, state: str) -> None:
+    add_machine(database, "vm-1", 2)
+    execute(database, f"UPDATE gpus SET observed = '{state}' WHERE \"index\" = 0")
+    execute(database, "UPDATE gpus SET quarantined = 'Xid 79' WHERE \"index\" = 1")
+    submit(database, "one", gpus=1)
+    assert claimed_ids(database) == []
+    said = "\n".join(job_of(database, "one").blocked_reasons or [])
+    assert "quarantined: Xid 79" in said
+
+
+def test_a_head_of_the_queue_without_room_hides_nobody(database: Database) -> None:
+    add_machine(database, "vm-1", 1)
+    for n in range(20):
+        submit(database, f"big-{n}", gpus=1, gpu_memory_mb=90_000 + n)
+    submit(database, "small", gpus=1)
+    assert claimed_ids(database, limit=4) == ["small"]
+
+
+def test_many_of_one_shape_hide_nobody_either(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claim, "MOST_MARKED", 1)
+    monkeypatch.setattr(claim, "MOST_LOOKS", 2)
+    add_machine(database, "vm-1", 1)
+    for n in range(8):
+        submit(database, f"big-{n}", gpus=2)
+    submit(database, "small", gpus=1)
+    assert claimed_ids(database, limit=2) == ["small"]
+
+
+def test_jobs_of_one_shape_wait_together(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claim, "MOST_MARKED", 5)
+    add_machine(database, "vm-1", 1)
+    for n in range(12):
+        submit(database, f"j{n:02}", gpus=1)
+    assert claimed_ids(database, limit=2) == ["j00"]
+    assert list(statuses(database).values()).count("pending") == 5
+    job = job_of(database, "j03")
+    assert job.waiting_since is not None
+    assert job.blocked_reasons == ["vm-1: 0 of 1 fitting GPUs free, 1 wanted"]
+    assert kinds_of_events(database, "j03")[-1] == "job.pending"
+    assert claimed_ids(database, limit=2) == []
+    assert list(statuses(database).values()).count("pending") == 10
+
+
+def test_a_job_waits_for_others(database: Database) -> None:
+    add_machine(database, "vm-1", 4)
+    submit(database, "first", gpus=1)
+    submit(database, "then", gpus=1, after=["first"])
+    submit(database, "if-well", gpus=1, after=["first:ok"])
+    assert claimed_ids(database) == ["first"]
+    waiting = job_of(database, "then")
+    assert (waiting.status, waiting.blocked_on, waiting.waiting_since) == ("pending", "first", None)
+    assert waiting.blocked_reasons == ["waits until job first has ended; that one is running"]
+    assert finish(database, "first", "failed", "crashed") == 2
+    assert claimed_ids(database) == ["then"]
+    hopeless = job_of(database, "if-well")
+    assert hopeless.status == "failed"
+    assert hopeless.failure_reason == "job first, which it was to come after, has failed"
+    assert hopeless.end_time is not None
+
+
+def test_who_waits_for_a_hopeless_job_does_not_wait_for_ever(database: Database) -> None:
+    add_machine(database, "vm-1", 4)
+    for name, after in (("a", []), ("b", ["a:ok"]), ("c", ["b:ok"]), ("d", ["c"])):
+        submit(database, name, gpus=1, after=after)
+    claim_some(database)
+    finish(database, "a", "failed", "crashed")
+    begun = [job_id for _ in range(4) for job_id in claimed_ids(database)]
+    assert begun == ["d"]
+    assert statuses(database) == {"a": "failed", "b": "failed", "c": "failed", "d": "running"}
+
+
+def test_a_project_stays_within_its_quota(database: Database) -> None:
+    add_machine(database, "vm-1", 8)
+    for n in range(3):
+        submit(database, f"p{n}", project="p", gpus=2)
+    submit(database, "q", project="q", gpus=2)
+    execute(database, "UPDATE projects SET max_gpus = 4 WHERE name = 'p'")
+    assert claimed_ids(database) == ["p0", "q", "p1"]
+    waiting = job_of(database, "p2")
+    assert waiting.blocked_reasons == ["project p uses 4 of its 4 GPUs, 2 wanted"]
+    assert waiting.waiting_since is None  # it waits for its project, so that nothing is kept for it
+    assert finish(database, "p0") == 1
+    assert claimed_ids(database) == ["p2"]
+
+
+def test_a_patient_gang_is_served_among_small_jobs(database: Database) -> None:
+    add_machine(database, "vm-1", 2)
+    add_machine(database, "vm-2", 2)
+    small = [submit(database, f"s{n:02}", gpus=1) for n in range(4)]
+    claim_some(database)
+    submit(database, "gang", gpus=2, machines=2)
+    more = [submit(database, f"t{n:02}", gpus=1) for n in range(8)]
+    assert claimed_ids(database) == []
+    execute(database, "UPDATE jobs SET waiting_since = waiting_since - 700 WHERE job_id = 'gang'")
+    begun: list[str] = []
+    for name in small:
+        finish(database, name)
+        begun += claimed_ids(database)
+    assert begun == ["gang"]
+    finish(database, "gang")
+    assert claimed_ids(database) == more[:4]
+
+
+def test_small_jobs_overtake_a_gang_that_has_not_waited_for_long(database: Database) -> None:
+    add_machine(database, "vm-1", 2)
+    submit(database, "s0", gpus=1)
+    claim_some(database)
+    submit(database, "big", gpus=2)
+    submit(database, "s1", gpus=1)
+    assert claimed_ids(database) == ["s1"]
+
+
+def test_a_patient_gang_in_the_queue_keeps_what_it_needs(database: Database) -> None:
+    """It was woken; another dispatcher, for whom it is locked, must not take what it was woken for."""
+    add_machine(database, "vm-1", 2)
+    submit(database, "big", gpus=2)
+    submit(database, "small", gpus=1)
+    execute(
+        database,
+        "UPDATE jobs SET waiting_since = waiting_since - 700, not_before = 0 WHERE job_id = 'big'",
+    )
+    # as it is for a dispatcher that cannot lock `big`
+    found = database.run(lambda s: claim.capacity.view(s, ()))
+    job = job_of(database, "small")
+    needs = claim.Resources.model_validate(job.resources)
+    assert isinstance(found.look(needs, "default", (job.rank or 0.0, "small")), claim.Blocked)
+    assert claimed_ids(database) == ["big"]
+
+
+class Shrinking:
+    """A kind whose batch can be halved."""
+
+    def expand(self, row: kinds.Row) -> JobSpec:
+        return JobSpec(("train", str(row["batch_size"])))
+
+    def smaller(self, row: kinds.Row) -> kinds.Row | None:
+        return {**row, "batch_size": row["batch_size"] // 2} if row["batch_size"] > 1 else None
+
+
+@pytest.mark.parametrize(
+    ("allowed", "failures", "arguments"),
+    [
+        (True, 1, ["train", "4"]),
+        (True, 2, ["train", "2"]),
+        (True, 9, ["train", "1"]),
+        (False, 1, None),
+    ],
+)
+def test_a_smaller_batch_after_the_memory_was_too_small(
+    database: Database,
+    monkeypatch: pytest.MonkeyPatch,
+    allowed: bool,
+    failures: int,
+    arguments: list[str] | None,
+) -> None:
+    monkeypatch.setattr(kinds, "_announced", lambda: {"SHRINK": "shrinking"})
+    monkeypatch.setattr(kinds, "_load", lambda place: Shrinking())
+    add_machine(database, "vm-1", 1)
+    submit(
+        database,
+        "one",
+        arguments=[],
+        job_type="SHRINK",
+        batch_size=8,
+        gpus=1,
+        allow_smaller_batch=allowed,
+    )
+    execute(database, "UPDATE jobs SET spent = :spent", spent=f'{{"gpu_oom": {failures}}}')
+    (made,) = claim_some(database)
+    spec = attempt_of(database, made.epoch).spec
+    assert (None if spec is None else spec["arguments"]) == arguments
+
+
+def test_a_reservation_that_the_view_does_not_know_costs_one_job_its_turn(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index of the database is the last guard: who runs into it is rolled back alone."""
+    add_machine(database, "vm-1", 1)
+    add_machine(database, "vm-2", 1)
+    submit(database, "one", gpus=1)
+    submit(database, "two", gpus=1)
+    real = claim._make_attempt
+    made: list[str] = []
+
+    def once_broken(session: Session, job: claim._Candidate, *rest: object) -> int:
+        epoch = real(session, job, *rest)  # pyright: ignore[reportArgumentType]
+        made.append(job.job_id)
+        if len(made) == 1:
+            raise IntegrityError("uq_reservations_gpu", {}, Exception())
+        return epoch
+
+    monkeypatch.setattr(claim, "_make_attempt", once_broken)
+    assert claimed_ids(database) == ["two"]
+    assert statuses(database) == {"one": "queued", "two": "running"}
+    assert len(database.run(lambda s: s.scalars(select(Reservation)).all())) == 1
+    assert claimed_ids(database) == ["one"]
+
+
+def test_an_unadmitted_row_is_not_claimed(database: Database) -> None:
+    add_machine(database, "vm-1", 1)
+    execute(database, "INSERT INTO jobs (job_id) VALUES ('by-hand')")
+    assert claimed_ids(database) == []
+    assert database.run(lambda s: s.get_one(Job, "by-hand").status) == "queued"

@@ -1,0 +1,191 @@
+"""From exit records to classes, and from classes to what follows."""
+
+import random
+
+import pytest
+
+from groupwise.fleet.queue.failures import (
+    BACKOFF_CAP,
+    BUDGETS,
+    FREE_RETRIES,
+    FailureClass,
+    JobFacts,
+    RetryPolicy,
+    Verdict,
+    after_end,
+    backoff,
+    classify,
+)
+from groupwise.fleet.states import JobStatus, Outcome
+from groupwise.hosts.answers import ExitReason, ExitRecord
+
+
+def record(
+    code: int | None = 1,
+    *,
+    signal: int | None = None,
+    reason: ExitReason = ExitReason.EXITED,
+    tail: str = "",
+    oom_kill: int = 0,
+) -> ExitRecord:
+    return ExitRecord(
+        code, signal, reason, "", oom_kill, seconds=1.0, cpu_seconds=None, max_rss_mb=None,
+        finished_at=None, tail=tail,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "failure"),
+    [
+        (record(1), FailureClass.CRASHED),
+        (record(None, signal=11), FailureClass.CRASHED),
+        (record(2), FailureClass.USER_ERROR),
+        (record(64), FailureClass.USER_ERROR),
+        (record(78), FailureClass.USER_ERROR),
+        (record(79), FailureClass.CRASHED),
+        (record(None, signal=9), FailureClass.KILLED),
+        (record(137), FailureClass.KILLED),
+        (record(None, signal=9, oom_kill=1), FailureClass.HOST_OOM),
+        (record(None, signal=15), FailureClass.PREEMPTION),
+        (record(143), FailureClass.PREEMPTION),
+        (record(None, signal=15, reason=ExitReason.TIME_LIMIT), FailureClass.TIME_LIMIT),
+        (record(0, reason=ExitReason.TIME_LIMIT), FailureClass.TIME_LIMIT),
+        (record(None, signal=15, reason=ExitReason.DEADMAN), FailureClass.HOST_LOST),
+        (record(None, reason=ExitReason.SPAWN_FAILED), FailureClass.LAUNCH_FAILURE),
+        (record(None, signal=9, reason=ExitReason.CANCELLED), FailureClass.KILLED),
+        (record(tail="torch.OutOfMemoryError: CUDA out of memory. Tried"), FailureClass.GPU_OOM),
+        (record(tail="MemoryError\n"), FailureClass.HOST_OOM),
+        (record(tail="RuntimeError: uncorrectable ECC error encountered"), FailureClass.GPU_FAULT),
+        (record(tail="NVRM: Xid (PCI:0000:01:00): 79"), FailureClass.GPU_FAULT),
+        (record(tail="slurmstepd: CANCELLED AT x DUE TO PREEMPTION"), FailureClass.PREEMPTION),
+        (record(tail="urllib3: Max retries exceeded with url: /x"), FailureClass.NETWORK),
+        (record(64, tail="ConnectionError: hub"), FailureClass.USER_ERROR),
+    ],
+)
+def test_classes(given: ExitRecord, failure: FailureClass) -> None:
+    assert classify(given).failure is failure
+
+
+def test_what_the_machine_says_of_its_gpus_goes_before_what_the_log_says() -> None:
+    found = classify(record(tail="CUDA out of memory"), gpu_problems=["GPU 3 has vanished"])
+    assert found.failure is FailureClass.GPU_FAULT
+    assert found.because == "GPU 3 has vanished"
+
+
+def test_a_connection_that_was_lost_long_before_the_end_did_not_end_it() -> None:
+    tail = "ConnectionResetError: tried again\n" + "step\n" * 30 + "AssertionError: no"
+    assert classify(record(tail=tail)).failure is FailureClass.CRASHED
+
+
+def test_the_evidence_is_the_line_that_was_believed() -> None:
+    found = classify(record(tail="a\n  CUDA out of memory. Tried to allocate 2 GiB\nb"))
+    assert found.because == "CUDA out of memory. Tried to allocate 2 GiB"
+
+
+# what follows
+
+
+def follows(
+    failure: FailureClass | None,
+    *,
+    outcome: Outcome = Outcome.FAILED,
+    policy: RetryPolicy | None = None,
+    spent: dict[str, int] | None = None,
+    cancelled: bool = False,
+) -> Verdict:
+    facts = JobFacts(cancelled, spent or {}, policy or RetryPolicy())
+    return after_end(facts, outcome, failure, "why", random.Random(1))
+
+
+def test_success_is_success_however_late_it_was_cancelled() -> None:
+    for cancelled in (False, True):
+        found = follows(None, outcome=Outcome.SUCCEEDED, cancelled=cancelled)
+        assert found.status is JobStatus.COMPLETED
+
+
+@pytest.mark.parametrize("outcome", [Outcome.CANCELLED, Outcome.VOID, Outcome.FAILED])
+def test_what_was_to_be_cancelled_is_not_tried_again(outcome: Outcome) -> None:
+    failure = FailureClass.HOST_LOST if outcome is Outcome.FAILED else None
+    assert follows(failure, outcome=outcome, cancelled=True).status is JobStatus.CANCELLED
+
+
+def test_what_never_ran_by_nobodys_fault_goes_back_at_once() -> None:
+    found = follows(None, outcome=Outcome.VOID)
+    assert (found.status, found.delay, found.counts_as_retry) == (JobStatus.QUEUED, 0.0, False)
+
+
+def tries(failure: FailureClass, policy: RetryPolicy | None = None) -> int:
+    """Attempts that a job gets which fails always in this way."""
+    spent: dict[str, int] = {}
+    for attempt in range(1, 200):
+        found = follows(failure, spent=spent, policy=policy)
+        spent = dict(found.spent)
+        if found.status is JobStatus.FAILED:
+            assert found.reason is not None
+            assert failure in found.reason
+            return attempt
+        assert found.counts_as_retry
+    raise AssertionError("it is tried again for ever")
+
+
+@pytest.mark.parametrize(
+    ("failure", "attempts"),
+    [
+        (FailureClass.GPU_OOM, 1),
+        (FailureClass.HOST_OOM, 3),
+        (FailureClass.GPU_FAULT, 5),
+        (FailureClass.NETWORK, 6),
+        (FailureClass.PREEMPTION, FREE_RETRIES + 1),
+        (FailureClass.REBOOT, 3),
+        (FailureClass.HOST_LOST, FREE_RETRIES + 1),
+        (FailureClass.SUPERVISOR_LOST, 3),
+        (FailureClass.LAUNCH_FAILURE, 6),
+        (FailureClass.TIME_LIMIT, 1),
+        (FailureClass.USER_ERROR, 1),
+        (FailureClass.KILLED, 2),
+        (FailureClass.CRASHED, 3),
+        (FailureClass.ARTEFACTS, 1),
+    ],
+)
+def test_every_class_comes_to_an_end(failure: FailureClass, attempts: int) -> None:
+    assert tries(failure) == attempts
+
+
+def test_every_class_has_a_budget() -> None:
+    assert set(BUDGETS) == set(FailureClass)
+
+
+def test_a_smaller_batch_is_tried_once_where_the_job_allows_it() -> None:
+    assert tries(FailureClass.GPU_OOM, RetryPolicy(smaller_batch=True)) == 2
+
+
+def test_a_job_may_say_how_often() -> None:
+    assert tries(FailureClass.CRASHED, RetryPolicy(charged=0)) == 1
+    assert tries(FailureClass.CRASHED, RetryPolicy(charged=5)) == 6
+    assert tries(FailureClass.NETWORK, RetryPolicy(per_class={FailureClass.NETWORK: 1})) == 2
+
+
+def test_charged_failures_of_different_kinds_come_out_of_one_budget() -> None:
+    once = follows(FailureClass.CRASHED)
+    twice = follows(FailureClass.REBOOT, spent=dict(once.spent))
+    assert twice.status is JobStatus.QUEUED
+    assert follows(FailureClass.HOST_OOM, spent=dict(twice.spent)).status is JobStatus.FAILED
+
+
+def test_machines_that_fail_cost_a_job_nothing_of_its_own_budget() -> None:
+    spent: dict[str, int] = {}
+    for _ in range(5):
+        found = follows(FailureClass.HOST_LOST, spent=spent)
+        assert not found.charged
+        spent = dict(found.spent)
+    assert follows(FailureClass.CRASHED, spent=spent).status is JobStatus.QUEUED
+
+
+def test_pauses_grow_and_are_drawn_from_all_of_their_range() -> None:
+    chance = random.Random(7)
+    for failures, bound in ((1, 10.0), (2, 20.0), (4, 80.0), (50, BACKOFF_CAP)):
+        drawn = [backoff(failures, chance) for _ in range(500)]
+        assert max(drawn) <= bound
+        assert max(drawn) > 0.9 * bound
+        assert min(drawn) < 0.1 * bound
+    assert backoff(3, random.Random(5)) == backoff(3, random.Random(5))

@@ -1,0 +1,136 @@
+"""From a row to a command."""
+
+from importlib import metadata
+from typing import Any
+
+import pytest
+
+from groupwise import plugins
+from groupwise.errors import UsageError
+from groupwise.fleet.queue import kinds
+from groupwise.hosts.spec import FileEntry, JobSpec, Limits
+
+SHA = "0" * 64
+
+
+def row(job_type: str = "COMMAND", output_dir: str = "outputs", **request: Any) -> kinds.Row:
+    empty = dict.fromkeys(("model", "dataset", "reward_function", "hyperparams"))
+    return {
+        **empty,
+        "job_id": "j",
+        "job_type": job_type,
+        "output_dir": output_dir,
+        "request": request,
+    }
+
+
+class Training:
+    """A kind with files, environment and artefacts of its own."""
+
+    def expand(self, row: kinds.Row) -> JobSpec:
+        return JobSpec(
+            ("train",),
+            environment={"A": "kind", "B": "kind"},
+            files={"config": FileEntry(SHA, 0o644, 1)},
+            artefacts=("out",),
+            limits=Limits(time_seconds=5),
+        )
+
+
+def announce(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    point = metadata.EntryPoint("TRAIN", value, kinds.ENTRY_POINTS)
+    monkeypatch.setattr(
+        metadata, "entry_points", lambda group: [point] if group == kinds.ENTRY_POINTS else []
+    )
+
+
+def test_a_command_is_its_arguments() -> None:
+    spec = kinds.expand(row(arguments=["python", "-m", "x"], output_dir="results"))
+    assert spec == JobSpec(("python", "-m", "x"), artefacts=("results",), checkpoints=("results",))
+
+
+def test_what_any_job_may_ask_for_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    announce(monkeypatch, f"{__name__}:Training")
+    monkeypatch.setattr(kinds, "_load", lambda place: Training())
+    spec = kinds.expand(
+        row(
+            "TRAIN",
+            environment={"B": "mine"},
+            files={"data": [SHA, 420, 2]},
+            secrets={"TOKEN": "env:X"},
+            limits={"grace_seconds": 3},
+            resources={"ram_mb": 10},
+            checkpoints=["out/checkpoints"],
+        )
+    )
+    assert spec == JobSpec(
+        ("train",),
+        environment={"A": "kind", "B": "mine"},
+        files={"config": FileEntry(SHA, 0o644, 1), "data": FileEntry(SHA, 420, 2)},
+        secrets=("TOKEN",),
+        artefacts=("out",),
+        checkpoints=("out/checkpoints",),
+        limits=Limits(time_seconds=5, grace_seconds=3, ram_mb=10),
+    )
+
+
+def test_a_file_of_the_kind_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    announce(monkeypatch, "anything:here")
+    monkeypatch.setattr(kinds, "_load", lambda place: Training())
+    with pytest.raises(UsageError, match="puts another file there"):
+        kinds.expand(row("TRAIN", files={"config": ["1" * 64, 420, 2]}))
+
+
+def test_all_problems_of_the_spec_at_once() -> None:
+    with pytest.raises(UsageError) as caught:
+        kinds.expand(row(arguments=["true"], environment={"LD_PRELOAD": "x", "1": "y"}))
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_a_command_takes_no_columns_of_training() -> None:
+    with pytest.raises(UsageError) as caught:
+        kinds.expand({**row(), "model": "m", "reward_function": "r"})
+    said = str(caught.value)
+    assert "model is given" in said
+    assert "reward_function is given" in said
+    assert "there is no command" in said
+
+
+def test_an_unknown_kind_names_those_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    announce(monkeypatch, "x:y")
+    with pytest.raises(UsageError, match=r"Did you mean TRAIN\? There are: COMMAND, TRAIN"):
+        kinds.expand(row("TRIAN"))
+
+
+@pytest.mark.parametrize("name", ["/etc/evil.py", "os:system", "evil", "TRAIN:x", "./evil.py:f"])
+def test_what_a_row_names_is_never_loaded(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    (tmp_path / "evil.py").write_text("raise SystemExit('it ran')")
+    monkeypatch.chdir(tmp_path)
+    loaded: list[str] = []
+    monkeypatch.setattr(plugins, "load", lambda spec, **_: loaded.append(spec))
+    with pytest.raises(UsageError, match="no such kind"):
+        kinds.expand(row(name))
+    assert loaded == []
+
+
+def test_a_kind_that_breaks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def expand(self, row: kinds.Row) -> JobSpec:
+            raise KeyError("surprise")
+
+    announce(monkeypatch, "x:y")
+    monkeypatch.setattr(kinds, "_load", lambda place: Broken())
+    with pytest.raises(UsageError, match="the kind TRAIN failed on this job"):
+        kinds.expand(row("TRAIN"))
+
+
+def test_an_entry_point_must_be_a_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    announce(monkeypatch, "json:dumps")
+    with pytest.raises(UsageError, match="has no `expand"):
+        kinds.expand(row("TRAIN"))
+
+
+def test_a_kind_without_smaller_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kinds.smaller(row(arguments=["true"]), 1) is None

@@ -1,0 +1,120 @@
+"""What a submitter may say, and what is said to one who says it wrongly."""
+
+import pytest
+
+from groupwise.fleet.queue.failures import FailureClass
+from groupwise.fleet.queue.request import (
+    Beyond,
+    InvalidRequest,
+    JobRequest,
+    beyond_from_document,
+    from_document,
+    problems,
+)
+
+
+def test_the_two_halves_of_a_request() -> None:
+    asked = from_document(
+        {
+            "model": "m",
+            "max_steps": 3,
+            "learning_rate": 1,
+            "name": "mine",
+            "environment": {"A": "b"},
+            "resources": {"gpus": 2},
+            "retry": {"charged": 0, "per_class": {"network": 9}},
+            "files": {"a/b": ["0" * 64, 420, 7]},
+        }
+    )
+    assert asked.columns() == {
+        "job_type": "GRPO",
+        "model": "m",
+        "max_steps": 3,
+        "learning_rate": 1.0,
+        "name": "mine",
+    }
+    assert asked.document() == {
+        "environment": {"A": "b"},
+        "resources": {"gpus": 2},
+        "retry": {"charged": 0, "per_class": {"network": 9}},
+        "files": {"a/b": ["0" * 64, 420, 7]},
+    }
+    stored = beyond_from_document(asked.document())
+    assert stored.document() == asked.document()
+    policy = stored.retry_policy()
+    assert (policy.charged, policy.per_class, policy.smaller_batch) == (
+        0,
+        {FailureClass.NETWORK: 9},
+        False,
+    )
+
+
+def test_arguments_make_it_a_command() -> None:
+    assert from_document({"arguments": ["true"]}).columns() == {"job_type": "COMMAND"}
+    assert Beyond().document() == {}
+    assert Beyond().retry_policy().charged == 2
+
+
+def test_the_digest_tells_requests_apart() -> None:
+    digests = {
+        JobRequest().digest(),
+        JobRequest(name="a").digest(),
+        JobRequest(environment={"a": ""}).digest(),
+        JobRequest(environment={"a": ""}).digest(),
+    }
+    assert len(digests) == 3
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        ({"argments": []}, "argments"),
+        ({"max_steps": "3"}, "max_steps"),
+        ({"max_steps": 0}, "max_steps"),
+        ({"max_steps": 2**31}, "max_steps"),
+        ({"learning_rate": float("nan")}, "learning_rate"),
+        ({"priority": 1001}, "priority"),
+        ({"hyperparams": []}, "hyperparams"),
+        ({"resources": {"gpu": 1}}, "resources.gpu"),
+        ({"retry": {"per_class": {"bad_luck": 1}}}, "retry.per_class"),
+        ({"limits": {"time_seconds": 0}}, "limits.time_seconds"),
+        ({"files": {"a": ["0" * 64, 420]}}, "files.a"),
+        ({"environment": {"A": 1}}, "environment.A"),
+    ],
+)
+def test_wrong_types_and_unknown_names(document: dict[str, object], said: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        from_document(document)
+    assert any(problem.startswith(said) for problem in caught.value.problems), caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("document", "said"),
+    [
+        ({"secrets": {"A": "hunter2"}}, "`env:NAME` or `file:/path`"),
+        ({"secrets": {"A": "file:relative"}}, "`env:NAME` or `file:/path`"),
+        ({"after": ["../x"]}, "after '../x'"),
+        ({"after": ["a:fine"]}, "after 'a:fine'"),
+        ({"files": {"../a": ["0" * 64, 420, 1]}}, "without `..`"),
+        ({"files": {"a": ["0", 420, 1]}}, "permission bits"),
+        ({"files": {"a": ["0" * 64, 0o4755, 1]}}, "permission bits"),
+        ({"webhook": "ftp://x"}, "webhook"),
+        ({"webhook": "https://user:pw@x/"}, "webhook"),
+        ({"resources": {"gpus": 0, "share_mb": 1}}, "resources: "),
+    ],
+)
+def test_values_that_cannot_be_meant(document: dict[str, object], said: str) -> None:
+    assert any(said in problem for problem in problems(from_document(document)))
+
+
+def test_a_secret_in_place_of_its_reference_is_not_repeated() -> None:
+    assert "hunter2" not in "".join(problems(from_document({"secrets": {"A": "hunter2"}})))
+
+
+def test_what_is_right_has_no_problems() -> None:
+    document = {
+        "secrets": {"A": "env:TOKEN", "B": "file:/run/secrets/b"},
+        "after": ["job-1", "job-2:ok"],
+        "webhook": "https://example.org/hook?x=1",
+    }
+    assert problems(from_document(document)) == []

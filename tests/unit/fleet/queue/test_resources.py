@@ -1,0 +1,106 @@
+"""What a job needs, in the words of people and as JSON."""
+
+import pytest
+
+from groupwise.errors import UsageError
+from groupwise.fleet.queue.resources import Resources, from_json, parse
+
+
+def test_nothing_said_is_settled_by_the_fleet() -> None:
+    assert parse().settled(1).gpu_count == 1
+    assert parse().settled(0).gpu_count == 0
+
+
+def test_asking_for_something_of_a_gpu_asks_for_one_in_any_fleet() -> None:
+    for asked in (parse(gpu_model="a100"), parse(gpu_memory="40GB"), parse(share="10GB")):
+        assert asked.settled(0).gpu_count == 1
+    assert parse(gpus="vm-1:0,3").settled(0).gpu_count == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "named", "vm"),
+    [
+        ("2", 2, (), None),
+        ("0", 0, (), None),
+        ("vm-3:0,1", None, (0, 1), "vm-3"),
+        ("vm-3:GPU-ab", None, ("GPU-ab",), "vm-3"),
+        ("GPU-ab, MIG-cd", None, ("GPU-ab", "MIG-cd"), None),
+    ],
+)
+def test_forms_of_gpus(
+    words: str, gpus: int | None, named: tuple[int | str, ...], vm: str | None
+) -> None:
+    found = parse(gpus=words)
+    assert (found.gpus, found.named, found.vm) == (gpus, named, vm)
+
+
+@pytest.mark.parametrize(
+    ("words", "megabytes"),
+    [
+        ("40GB", 40_000),
+        ("40g", 40_000),
+        ("512MB", 512),
+        ("512", 512),
+        ("1.5TB", 1_500_000),
+        ("1GiB", 1074),
+    ],
+)
+def test_sizes(words: str, megabytes: int) -> None:
+    assert parse(ram=words).ram_mb == megabytes
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"gpus": "two"}, "--gpus 'two'"),
+        ({"gpus": ":0"}, "--gpus ':0'"),
+        ({"gpus": "0,1"}, "needs the machine too"),
+        ({"gpus": "vm:0,0"}, "named twice"),
+        ({"gpus": "vm-1:0", "vm": "vm-2"}, "name one machine"),
+        ({"gpus": "2", "share": "1GB"}, "a share is one of one GPU"),
+        ({"gpus": "0", "gpu_model": "a100"}, "gpus is 0"),
+        ({"machines": 2, "vm": "vm-1"}, "cannot name one"),
+        ({"machines": 2, "share": "1GB"}, "whole GPUs"),
+        ({"machines": 0}, "machines"),
+        ({"ram": "much"}, "--ram 'much'"),
+        ({"ram": "0"}, "ram_mb"),
+        ({"ram": "12KiB"}, "--ram"),
+        ({"labels": ["rack"]}, "NAME=VALUE"),
+        ({"labels": ["rack=a", "rack=b"]}, "given twice"),
+        ({"gpus": "99999"}, "gpus"),
+    ],
+)
+def test_what_is_wrong_is_said(given: dict[str, object], said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(**given)  # pyright: ignore[reportArgumentType] — each case is of the right type
+    assert said in str(caught.value)
+
+
+def test_all_problems_at_once() -> None:
+    with pytest.raises(UsageError) as caught:
+        parse(gpus="two", ram="much", machines=0)
+    assert {"--gpus", "--ram", "machines"} <= set(str(caught.value).replace(":", " ").split())
+
+
+def test_unknown_keys_are_refused() -> None:
+    with pytest.raises(UsageError, match="gpu_count"):
+        from_json({"gpu_count": 2})
+
+
+def test_json_and_back() -> None:
+    asked = parse(gpus="vm-1:0", ram="64GB", labels=["rack=a"])
+    assert from_json(asked.as_json()) == asked
+    assert Resources().as_json() == {}
+
+
+def test_the_shape_tells_needs_and_projects_apart_and_nothing_else() -> None:
+    one = parse(gpus="1", labels=["a=1", "b=2"])
+    same = parse(gpus="1", labels=["b=2", "a=1"])
+    assert one.shape("p") == same.shape("p")
+    others = {
+        parse(gpus="2").shape("p"),
+        parse(gpus="1").shape("p"),
+        one.shape("q"),
+        one.shape("p"),
+    }
+    assert len(others) == 4

@@ -1,0 +1,272 @@
+"""Transactions of a fleet. `tests/integration/fleet/test_database.py` has the same of PostgreSQL, and what only a server can do to them."""
+
+import asyncio
+import multiprocessing
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Session
+
+from groupwise.fleet.store.database import (
+    Database,
+    clock,
+    connect,
+    on_commit,
+    seconds,
+)
+from groupwise.fleet.store.tables import Cursor
+
+
+def put(name: str, position: int = 0) -> Callable[[Session], None]:
+    return lambda session: session.add(Cursor(name=name, position=position))
+
+
+def names(session: Session) -> list[str]:
+    return sorted(session.scalars(text("SELECT name FROM cursors")))
+
+
+def add_one(session: Session) -> None:
+    """Reads, and writes what it made of it: the transaction that loses updates if anything does."""
+    cursor = session.get(Cursor, "counter", with_for_update=True)
+    assert cursor is not None
+    cursor.position += 1
+
+
+def position(database: Database) -> int:
+    return database.read(lambda s: s.execute(text("SELECT position FROM cursors")).scalar_one())
+
+
+def count_up(url: str, times: int) -> None:
+    database = connect(url)
+    try:
+        for _ in range(times):
+            database.run(add_one)
+    finally:
+        database.close()
+
+
+# --- one transaction ------------------------------------------------------------------------------
+
+
+def test_what_is_written_is_there(database: Database) -> None:
+    database.run(put("a"))
+    assert database.run(names) == database.read(names) == ["a"]
+
+
+def test_an_error_undoes_everything(database: Database) -> None:
+    def fails(session: Session) -> None:
+        session.add(Cursor(name="a"))
+        session.flush()
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        database.run(fails)
+    assert database.read(names) == []
+    database.run(put("a"))
+
+
+def test_a_violated_constraint_comes_through(database: Database) -> None:
+    database.run(put("a"))
+    with pytest.raises(IntegrityError):
+        database.run(put("a"))
+
+
+def test_rows_can_be_used_afterwards(database: Database) -> None:
+    database.run(put("a", 7))
+    cursor = database.run(lambda session: session.get(Cursor, "a"))
+    assert cursor.position == 7
+
+
+def test_a_look_changes_nothing(database: Database) -> None:
+    with pytest.raises(Exception, match=r"read-?only"):
+        database.read(lambda s: s.execute(text("INSERT INTO cursors (name) VALUES ('a')")))
+    database.run(put("b"))
+    assert database.read(names) == ["b"]
+
+
+def test_a_look_sees_one_moment(database: Database) -> None:
+    database.run(put("a"))
+
+    def look(session: Session) -> tuple[list[str], list[str]]:
+        first = names(session)
+        writer = threading.Thread(target=database.run, args=(put("b"),))
+        writer.start()
+        writer.join()
+        return first, names(session)
+
+    assert database.read(look) == (["a"], ["a"])
+    assert database.read(names) == ["a", "b"]
+
+
+def test_a_transaction_within_another_is_refused(database: Database) -> None:
+    with pytest.raises(AssertionError, match="pass the session on"):
+        database.run(lambda _: database.run(names))
+    with pytest.raises(AssertionError, match="pass the session on"):
+        database.run(lambda _: database.read(names))
+    database.run(names)
+
+
+def test_the_clock_is_the_databases(database: Database) -> None:
+    first = database.run(seconds)
+    assert 1.7e9 < first < 1e10
+    assert database.read(seconds) >= first
+    text_of_it = str(clock().compile(database.engine))
+    assert "julianday" in text_of_it or "clock_timestamp" in text_of_it
+
+
+# --- after the commit -----------------------------------------------------------------------------
+
+
+def test_hooks_follow_the_commit(database: Database) -> None:
+    seen: list[list[str]] = []
+
+    def write(session: Session) -> None:
+        session.add(Cursor(name="a"))
+        on_commit(session, lambda: seen.append(database.read(names)))
+        assert seen == []
+
+    database.run(write)
+    assert seen == [["a"]]
+
+
+def test_hooks_of_what_was_undone_are_dropped(database: Database) -> None:
+    rung: list[str] = []
+
+    def write(session: Session) -> None:
+        on_commit(session, lambda: rung.append("bell"))
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        database.run(write)
+    database.run(names)
+    assert rung == []
+
+
+def test_a_hook_that_fails_is_no_failed_transaction(
+    database: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    rung: list[str] = []
+
+    def fails() -> None:
+        raise OSError("nobody listens")
+
+    def write(session: Session) -> None:
+        session.add(Cursor(name="a"))
+        on_commit(session, fails)
+        on_commit(session, lambda: rung.append("bell"))
+
+    database.run(write)
+    assert rung == ["bell"]
+    assert "what was to follow a commit failed" in caplog.text
+
+
+# --- many -----------------------------------------------------------------------------------------
+
+
+def test_threads_lose_no_update(database: Database) -> None:
+    database.run(put("counter"))
+    threads = [
+        threading.Thread(target=lambda: [database.run(add_one) for _ in range(25)])
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert position(database) == 200
+
+
+def test_processes_lose_no_update(database: Database) -> None:
+    database.run(put("counter"))
+    url = database.engine.url.render_as_string(hide_password=False)
+    spawn = multiprocessing.get_context("spawn")
+    processes = [spawn.Process(target=count_up, args=(url, 50)) for _ in range(2)]
+    for process in processes:
+        process.start()
+    for _ in range(50):
+        database.run(add_one)
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    assert position(database) == 150
+
+
+# --- threads --------------------------------------------------------------------------------------
+
+
+async def test_asynchronous_code_does_not_wait_itself(database: Database) -> None:
+    here = threading.get_ident()
+
+    def write(session: Session) -> int:
+        session.add(Cursor(name="a"))
+        return threading.get_ident()
+
+    assert await database.in_thread(write) != here
+    assert await database.read_in_thread(names) == ["a"]
+
+
+async def test_who_is_cancelled_waits_for_the_transaction(database: Database) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def write(session: Session) -> None:
+        session.add(Cursor(name="a"))
+        begun.set()
+        assert go_on.wait(10)
+
+    task = asyncio.ensure_future(database.in_thread(write))
+    await asyncio.to_thread(begun.wait, 10)
+    for _ in range(3):
+        task.cancel()
+        await asyncio.sleep(0)
+    assert not task.done()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert database.read(names) == ["a"]
+
+
+async def test_what_fails_after_a_cancellation_is_logged(
+    database: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def write(_: Session) -> None:
+        begun.set()
+        assert go_on.wait(10)
+        raise ValueError("it went wrong")
+
+    task = asyncio.ensure_future(database.in_thread(write))
+    await asyncio.to_thread(begun.wait, 10)
+    task.cancel()
+    await asyncio.sleep(0)
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert "it went wrong" in caplog.text
+
+
+async def test_what_had_not_begun_never_does(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    holding = [
+        asyncio.ensure_future(database.read_in_thread(lambda _: go_on.wait(10))) for _ in range(8)
+    ]
+    late = asyncio.ensure_future(database.in_thread(put("late")))
+    await asyncio.sleep(0)
+    late.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await late
+    go_on.set()
+    await asyncio.gather(*holding)
+    assert await database.read_in_thread(names) == []
+
+
+def test_closing_twice(tmp_path: Path) -> None:
+    database = connect(f"sqlite:///{tmp_path / 'fleet.db'}")
+    database.close()
+    database.close()

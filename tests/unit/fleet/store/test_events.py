@@ -1,0 +1,88 @@
+"""What happened, in order. Who commits late is in `tests/integration/fleet/test_events.py`."""
+
+from collections.abc import Callable
+
+import pytest
+from sqlalchemy.orm import Session
+
+from groupwise.fleet.store import events
+from groupwise.fleet.store.database import Database, seconds
+from groupwise.fleet.store.tables import Event
+
+
+def happens(**more: object) -> Callable[[Session], int]:
+    given = {"actor": "user:ada", "kind": events.JOB_QUEUED, **more}
+    return lambda session: events.append(session, **given)  # pyright: ignore[reportArgumentType]
+
+
+def read(database: Database, position: int = 0, limit: int = 100) -> list[int]:
+    return [e.event_id for e in database.run(lambda s: events.after(s, position, limit))]
+
+
+def test_an_event_keeps_what_it_was_told(database: Database) -> None:
+    before = database.run(seconds)
+    database.run(
+        happens(
+            job_id="j",
+            epoch=7,
+            vm_id="v",
+            before={"status": "held"},
+            after={"status": "queued"},
+            detail={"why": "ärger"},
+        )
+    )
+    (event,) = database.run(lambda s: events.after(s, 0, 10))
+    assert (event.actor, event.kind) == ("user:ada", "job.queued")
+    assert (event.job_id, event.epoch, event.vm_id) == ("j", 7, "v")
+    assert (event.before, event.after) == ({"status": "held"}, {"status": "queued"})
+    assert event.detail == {"why": "ärger"}
+    assert before <= event.at <= database.run(seconds)
+
+
+def test_nothing_is_null_not_a_word_for_it(database: Database) -> None:
+    database.run(happens())
+    empty = database.run(
+        lambda s: s.query(Event).where(Event.detail.is_(None), Event.before.is_(None)).count()
+    )
+    assert empty == 1
+
+
+def test_what_was_undone_did_not_happen(database: Database) -> None:
+    def fails(session: Session) -> None:
+        happens()(session)
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        database.run(fails)
+    assert read(database) == []
+
+
+def test_readers_go_on_where_they_were(database: Database) -> None:
+    ids = [database.run(happens()) for _ in range(5)]
+    assert ids == sorted(ids)
+    assert read(database) == ids
+    assert read(database, limit=2) == ids[:2]
+    assert read(database, position=ids[1], limit=2) == ids[2:4]
+    assert read(database, position=ids[-1]) == []
+
+
+def test_the_newest_of_a_thing_oldest_first(database: Database) -> None:
+    for n in range(6):
+        database.run(happens(job_id=f"j{n % 2}", vm_id="v", detail={"n": n}))
+    found = database.read(lambda s: events.recent(s, job_id="j1", limit=2))
+    assert [event["detail"]["n"] for event in found] == [3, 5]
+    assert set(found[0]) == {column.name for column in Event.__table__.columns}
+    assert len(database.read(lambda s: events.recent(s, vm_id="v", limit=10))) == 6
+    assert len(database.read(lambda s: events.recent(s, limit=4))) == 4
+
+
+@pytest.mark.parametrize("kind", ["queued", "Job.queued", "job.", "job.queued "])
+def test_a_kind_that_is_none(database: Database, kind: str) -> None:
+    with pytest.raises(AssertionError, match=r"reads like job\.queued"):
+        database.run(happens(kind=kind))
+
+
+def test_kinds_are_told_apart() -> None:
+    kinds = [v for name, v in vars(events).items() if name.isupper() and not name.startswith("_")]
+    strings = [kind for kind in kinds if isinstance(kind, str)]
+    assert len(strings) == len(set(strings)) > 30

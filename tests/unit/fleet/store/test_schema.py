@@ -1,0 +1,163 @@
+"""How a database gets its tables, and who is told that it has others."""
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import Connection, text
+from sqlalchemy.orm import Session
+
+from groupwise.errors import UsageError
+from groupwise.fleet.store import schema, triggers
+from groupwise.fleet.store.database import Database, check_schema, connect, migrate
+from groupwise.fleet.store.tables import Base
+from groupwise.fleet.store.triggers import Rule
+
+SQLITE_OBJECTS = "SELECT type, name FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'"
+POSTGRESQL_OBJECTS = (
+    "SELECT relkind::text, relname::text FROM pg_class WHERE relnamespace = 'public'::regnamespace "
+    "UNION SELECT 'trigger', tgname::text FROM pg_trigger WHERE NOT tgisinternal "
+    "UNION SELECT 'function', proname::text FROM pg_proc WHERE pronamespace = 'public'::regnamespace"
+)
+
+
+def execute(database: Database, statement: str) -> None:
+    database.run(lambda session: session.execute(text(statement)))
+
+
+def objects(database: Database) -> set[tuple[str, str]]:
+    statement = SQLITE_OBJECTS if database.dialect == "sqlite" else POSTGRESQL_OBJECTS
+
+    def read(session: Session) -> set[tuple[str, str]]:
+        return {(row[0], row[1]) for row in session.execute(text(statement))}
+
+    return database.read(read)
+
+
+@pytest.fixture
+def empty(empty_url: str) -> Iterator[Database]:
+    """Without tables."""
+    database = connect(empty_url)
+    yield database
+    database.close()
+
+
+def test_the_way_leads_to_the_tables_of_the_code(database: Database) -> None:
+    with database.engine.connect() as connection:
+        options = {"version_table": schema.VERSION_TABLE}
+        context = MigrationContext.configure(connection, opts=options)
+        assert compare_metadata(context, Base.metadata) == []
+
+
+def test_defaults_of_the_database_are_those_of_the_code(database: Database) -> None:
+    """Alembic compares them poorly, so they are tried: both ways to a row give the same row."""
+    with database.engine.begin() as connection:
+        for table in ("jobs", "vms"):
+            migrated = defaults(connection, table)
+            assert migrated["created_at"] is not None
+            connection.execute(text(f"DROP TABLE {table} {cascade(database)}"))
+            Base.metadata.tables[table].create(connection)
+            assert defaults(connection, table) | {"created_at": 0} == migrated | {"created_at": 0}
+        connection.rollback()
+
+
+def defaults(connection: Connection, table: str) -> dict[str, object]:
+    key = "job_id" if table == "jobs" else "vm_id"
+    connection.execute(text(f"INSERT INTO {table} ({key}) VALUES ('x')"))
+    return dict(connection.execute(text(f"SELECT * FROM {table}")).mappings().one())
+
+
+def cascade(database: Database) -> str:
+    return "CASCADE" if database.dialect == "postgresql" else ""
+
+
+def test_again_changes_nothing(database: Database) -> None:
+    execute(database, "INSERT INTO jobs (job_id) VALUES ('j')")
+    before = objects(database)
+    migrate(database)
+    check_schema(database)
+    assert objects(database) == before
+    assert database.read(lambda s: s.execute(text("SELECT count(*) FROM jobs")).scalar()) == 1
+
+
+def test_several_at_once(empty_url: str) -> None:
+    databases = [connect(empty_url) for _ in range(4)]
+    all_there = threading.Barrier(len(databases))
+
+    def work(database: Database) -> None:
+        all_there.wait(10)
+        migrate(database)
+        check_schema(database)
+
+    with ThreadPoolExecutor(len(databases)) as threads:
+        done = list(threads.map(work, databases))
+    for database in databases:
+        database.close()
+    assert done == [None] * 4
+
+
+def test_a_missing_schema(empty: Database) -> None:
+    if empty.dialect == "postgresql":
+        with pytest.raises(UsageError, match="groupwise fleet migrate"):
+            check_schema(empty)
+        migrate(empty)
+    check_schema(empty)
+    execute(empty, "INSERT INTO jobs (job_id) VALUES ('j')")
+
+
+def test_a_newer_version_is_left_alone(database: Database) -> None:
+    execute(database, f"UPDATE {schema.VERSION_TABLE} SET version_num = '9999'")
+    before = objects(database)
+    for verb in (check_schema, migrate):
+        with pytest.raises(UsageError, match=r"newer version.*9999.*Upgrade Groupwise"):
+            verb(database)
+    assert objects(database) == before
+
+
+def test_tables_of_something_else_are_left_alone(empty: Database) -> None:
+    execute(empty, "CREATE TABLE jobs (a INTEGER)")
+    before = objects(empty)
+    with pytest.raises(UsageError, match=r"tables of something else: jobs\. .*of its own"):
+        migrate(empty)
+    assert objects(empty) == before
+
+
+def test_rules_of_another_version_are_replaced(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = objects(database)
+    strict = Rule("job_never", "jobs", "UPDATE", "1 = 1", "never")
+    with monkeypatch.context() as other_version:
+        other_version.setattr(triggers, "rules", lambda: (strict,))
+        migrate(database)
+        assert ("trigger", "fleet_job_never") in objects(database)
+        check_schema(database)
+    if database.dialect == "postgresql":
+        with pytest.raises(UsageError, match="groupwise fleet migrate"):
+            check_schema(database)
+        migrate(database)
+    else:
+        check_schema(database)
+    assert objects(database) == ours
+
+
+def test_all_or_nothing(empty: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = Rule("wrong", "no_such_table", "UPDATE", "1 = 1", "never")
+    before = objects(empty)
+    with monkeypatch.context() as broken:
+        broken.setattr(triggers, "rules", lambda: (wrong,))
+        with pytest.raises(Exception, match="no_such_table"):
+            migrate(empty)
+    assert objects(empty) == before
+    migrate(empty)
+
+
+def test_what_others_have_made_stays(database: Database) -> None:
+    execute(database, "CREATE VIEW my_jobs AS SELECT job_id FROM jobs")
+    execute(database, "CREATE TABLE my_table (a INTEGER)")
+    migrate(database)
+    execute(database, "INSERT INTO jobs (job_id) VALUES ('j')")
+    assert database.read(lambda s: s.execute(text("SELECT * FROM my_jobs")).scalar()) == "j"

@@ -1,0 +1,93 @@
+"""How many GPUs are free: counted from reservations and observations."""
+
+import pytest
+from sqlalchemy import select, text
+
+from groupwise.fleet.store.database import Database
+from groupwise.fleet.store.tables import VM
+from groupwise.fleet.store.views import gpu_free, vm_overview
+from tests.unit.fleet.store.test_triggers import (
+    RESERVE,
+    attempt,
+    execute,
+    job,
+    machine,
+    reservation,
+)
+
+
+def counts(database: Database, vm_id: str = "v1") -> tuple[int, int]:
+    chosen = select(vm_overview.c.total_gpus, vm_overview.c.available_gpus)
+    row = database.read(lambda s: s.execute(chosen.where(vm_overview.c.vm_id == vm_id)).one())
+    return row[0], row[1]
+
+
+def states(database: Database) -> list[tuple[bool, int, bool, bool]]:
+    columns = (gpu_free.c.reserved, gpu_free.c.shared_mb, gpu_free.c.usable, gpu_free.c.available)
+    rows = database.read(lambda s: s.execute(select(*columns).order_by(gpu_free.c.index)).all())
+    return [(row[0], row[1], row[2], row[3]) for row in rows]
+
+
+@pytest.fixture
+def gpus(database: Database) -> list[int]:
+    """Three of a machine that answers, beside one that has none."""
+    machine(database, "v2", 0)
+    made = machine(database, gpus=3)
+    execute(database, "UPDATE vms SET contact = 'ok'")
+    return made
+
+
+def test_all_free(database: Database, gpus: list[int]) -> None:
+    assert counts(database) == (3, 3)
+    assert counts(database, "v2") == (0, 0)
+    assert states(database) == [(False, 0, True, True)] * 3
+
+
+def test_reservations_count_until_they_are_released(database: Database, gpus: list[int]) -> None:
+    first, second, third = (attempt(database, job(database, f"j{n}")) for n in range(3))
+    execute(database, RESERVE, **reservation(first, gpus[0]))
+    execute(database, RESERVE, **reservation(second, gpus[1], share=400))
+    execute(database, RESERVE, **reservation(third, gpus[1], share=100))
+    execute(database, RESERVE, **reservation(third, slot=0))
+    assert counts(database) == (3, 1)
+    assert states(database) == [
+        (True, 0, True, False),
+        (False, 500, True, False),
+        (False, 0, True, True),
+    ]
+    execute(database, "UPDATE reservations SET released_at = 2")
+    assert counts(database) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "contact = 'unreachable'",
+        "contact = 'new'",
+        "active = (1 = 0)",
+        "draining = (1 = 1)",
+        "degraded = (1 = 1)",
+        "cordoned = 'fails often'",
+        "lost_at = 1",
+    ],
+)
+def test_a_machine_that_takes_nothing(database: Database, gpus: list[int], change: str) -> None:
+    execute(database, f"UPDATE vms SET {change} WHERE vm_id = 'v1'")
+    assert counts(database) == (3, 0)
+    assert states(database) == [(False, 0, False, False)] * 3
+
+
+@pytest.mark.parametrize("change", ["observed = 'foreign_busy'", "quarantined = 'fell off'"])
+def test_observations_only_subtract(database: Database, gpus: list[int], change: str) -> None:
+    execute(database, f"UPDATE gpus SET {change} WHERE gpu_id = :g", g=gpus[1])
+    assert counts(database) == (3, 2)
+    epoch = attempt(database, job(database, "j"))
+    execute(database, RESERVE, **reservation(epoch, gpus[0]))
+    execute(database, "UPDATE gpus SET observed = 'ok', memory_used_mb = 0")
+    assert counts(database)[1] < 3
+
+
+def test_the_overview_has_the_columns_of_a_machine(database: Database, gpus: list[int]) -> None:
+    row = database.read(lambda s: s.execute(text("SELECT * FROM vm_overview")).mappings().all()[0])
+    wanted = [column.name for column in VM.__table__.columns] + ["total_gpus", "available_gpus"]
+    assert list(row) == wanted == [column.name for column in vm_overview.columns]
