@@ -1,7 +1,7 @@
 """Every error that Groupwise raises on purpose.
 
     GroupwiseError
-    ├── UsageError                    exit code 2: what was given cannot work; nothing has been started
+    ├── UsageError                    exit code 2: what was given cannot work; nothing has been started (75: the hub did not answer)
     │   ├── ConfigError               (ValueError) a config key or value; collects all of them
     │   ├── TaskError                 the task file, a hook, or the data that it returned
     │   ├── ModelError                a model, adapter or tokenizer that cannot be found or loaded
@@ -27,6 +27,9 @@ A reward that fails is none of these: it is data (`Rollout.outcome`).
 
 from __future__ import annotations
 
+EX_TEMPFAIL = 75
+"""As in sysexits.h: the same command may succeed later. A fleet tries it again."""
+
 
 class GroupwiseError(Exception):
     """The root; `str(error)` is the message for people."""
@@ -47,6 +50,12 @@ class UsageError(GroupwiseError):
 
     code = "usage"
     exit_code = 2
+
+    def __init__(self, message: str, *, temporary: bool = False) -> None:
+        """`temporary`: nothing is wrong with it that waiting would not mend (the hub does not answer)."""
+        super().__init__(message)
+        if temporary:
+            self.exit_code = EX_TEMPFAIL
 
 
 class ConfigError(UsageError, ValueError):

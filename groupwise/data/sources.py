@@ -22,6 +22,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
+from groupwise import hub
 from groupwise.errors import TaskError
 from groupwise.plugins import nearest
 
@@ -334,16 +335,18 @@ def _of_hub(
         raise TaskError(
             f"The dataset {source!r} is no file here, and the hub's need the package datasets: pip install 'groupwise[train]'."
         ) from missing
-    hub: Any = datasets
-    shown = hub.is_progress_bar_enabled()
-    hub.disable_progress_bars()
+    library: Any = datasets
+    shown = library.is_progress_bar_enabled()
+    library.disable_progress_bars()
     try:
-        found = hub.load_dataset(source, config, split=split, revision=revision)
-    except (ValueError, OSError, hub.exceptions.DatasetsError) as error:
-        raise TaskError(_not_had(source, config, split, revision, error)) from error
+        found = library.load_dataset(source, config, split=split, revision=revision)
+    except (ValueError, OSError, library.exceptions.DatasetsError) as error:
+        raise TaskError(
+            _not_had(source, config, split, revision, error), temporary=hub.will_pass(error)
+        ) from error
     finally:
         if shown:
-            hub.enable_progress_bars()
+            library.enable_progress_bars()
     return list(found if limit is None else found.take(limit))
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from groupwise import hub
 from groupwise.errors import ModelError
-from groupwise.models.tokenizer import hub_answers
 
 
 def may_be_hub_id(reference: str) -> bool:
@@ -27,13 +27,14 @@ def fetch_weights(reference: str) -> Path:
                 name,
                 revision=revision or None,
                 allow_patterns=patterns,
-                local_files_only=not hub_answers(),
+                local_files_only=not hub.answers(),
             )
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()
-        where = "the hub" if hub_answers() else "its cache on this machine (it cannot be reached)"
+        where = "the hub" if hub.answers() else "its cache on this machine (it cannot be reached)"
         raise ModelError(
             f"{reference!r} could not be had from {where}: {reason[0] if reason else error!r} "
-            "Offline, give a folder that holds an adapter or a model."
+            "Offline, give a folder that holds an adapter or a model.",
+            temporary=hub.will_pass(error),
         ) from error

@@ -10,17 +10,14 @@ import contextlib
 import difflib
 import json
 import logging
-import os
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from safetensors import SafetensorError
 
+from groupwise import hub
 from groupwise.errors import ModelError
 from groupwise.models.bundled import ALIASES, BUNDLED, bundled_folder, converted_gguf
 from groupwise.models.config import ModelConfig
@@ -39,7 +36,7 @@ class ResolvedModel:
         """The keyword arguments that transformers' loaders take. Offline they look in the hub's cache only, without waiting."""
         if self.local:
             return {"local_files_only": True}
-        return {"revision": self.revision, "local_files_only": not hub_answers()}
+        return {"revision": self.revision, "local_files_only": not hub.answers()}
 
 
 def resolve(config: ModelConfig) -> ResolvedModel:
@@ -112,33 +109,16 @@ def explained(config: ModelConfig, resolved: ResolvedModel, what: str) -> Iterat
             f"model.name {config.name!r}: the {what} could not be loaded from {where}: "
             f"{reason[0] if reason else type(error).__name__}\n"
             f"Names that need no hub: {', '.join(ALIASES)}. "
-            + (_how_to_fetch(config) if not resolved.local else "Is the folder complete?")
+            + (_how_to_fetch(config) if not resolved.local else "Is the folder complete?"),
+            temporary=not resolved.local and hub.will_pass(error),
         ) from error
-
-
-@cache
-def hub_answers() -> bool:
-    """Whether the hub can be reached at all; asked once, so that nobody waits for many retries. Behind a proxy: assumed."""
-    if os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
-        return False
-    if any(
-        os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
-    ):
-        return True
-    place = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
-    port = place.port or (80 if place.scheme == "http" else 443)
-    try:
-        socket.create_connection((place.hostname or "", port), timeout=5).close()
-    except OSError:
-        return False
-    return True
 
 
 def _hub(resolved: ResolvedModel) -> str:
     at = f" at {resolved.revision!r}" if resolved.revision else ""
     where = (
         "the hub"
-        if hub_answers()
+        if hub.answers()
         else "the hub's cache on this machine (the hub cannot be reached)"
     )
     return f"{where} as {resolved.location!r}{at}, after looking for a folder of that name in {Path.cwd()}"

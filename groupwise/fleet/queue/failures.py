@@ -33,7 +33,7 @@ class FailureClass(StrEnum):
     GPU_FAULT = "gpu_fault"
     """The GPU is broken; it gets no job until an operator has looked."""
     NETWORK = "network"
-    """A hub or a data source could not be reached."""
+    """A hub or a data source could not be reached; exit code 75 says so too."""
     PREEMPTION = "preemption"
     """The machine was taken away, with notice."""
     REBOOT = "reboot"
@@ -46,7 +46,7 @@ class FailureClass(StrEnum):
     """The machine would not start it; nothing ran."""
     TIME_LIMIT = "time_limit"
     USER_ERROR = "user_error"
-    """The job says that it was asked for something impossible: exit code 2, or 64 to 78."""
+    """The job says that it was asked for something impossible: exit code 2, or 64 to 78 but 75."""
     KILLED = "killed"
     """Signal 9 from somebody unknown."""
     CRASHED = "crashed"
@@ -73,7 +73,9 @@ class Diagnosis:
 # ---------------------------------------------------------------------------------------------------------------------------------------
 
 SIGKILL, SIGTERM = 9, 15
-_USER_CODES = frozenset({2, *range(64, 79)})
+_TRY_LATER = 75
+"""EX_TEMPFAIL of sysexits: a hub or another service did not answer, and may the next time."""
+_USER_CODES = frozenset({2, *range(64, 79)} - {_TRY_LATER})
 """2 is what argument parsers say, 64 to 78 is the band of sysexits."""
 _SHELL_KILLED = 128 + SIGKILL
 _SHELL_TERMINATED = 128 + SIGTERM
@@ -133,6 +135,8 @@ def _by_reason(record: ExitRecord) -> Diagnosis | None:
 def _by_code(record: ExitRecord) -> Diagnosis | None:
     if record.code in _USER_CODES:
         return Diagnosis(FailureClass.USER_ERROR, f"exit code {record.code}")
+    if record.code == _TRY_LATER:
+        return Diagnosis(FailureClass.NETWORK, f"exit code {record.code}: it may succeed later")
     return None
 
 

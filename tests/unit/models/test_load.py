@@ -1,7 +1,6 @@
 """Names of models: what they mean, and what is said when nothing is there."""
 
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 
+from groupwise import hub
 from groupwise.errors import ModelError, OutOfMemoryError
 from groupwise.models import load
 from groupwise.models import tokenizer as tokenizers
@@ -66,24 +66,10 @@ def test_an_alias_without_its_package_is_its_hub_id(monkeypatch):
     monkeypatch.setattr(tokenizers, "bundled_folder", lambda name: None)
     found = resolve(named("smollm2-135m-instruct", revision="v1"))
     assert found.location == BUNDLED["smollm2-135m-instruct"].hub_id
-    monkeypatch.setattr(tokenizers, "hub_answers", lambda: True)
+    monkeypatch.setattr(hub, "answers", lambda: True)
     assert found.arguments() == {"revision": "v1", "local_files_only": False}
-    monkeypatch.setattr(tokenizers, "hub_answers", lambda: False)
+    monkeypatch.setattr(hub, "answers", lambda: False)
     assert found.arguments() == {"revision": "v1", "local_files_only": True}, "no waiting offline"
-
-
-def test_whether_the_hub_answers_is_asked_once_and_quickly(monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
-        for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy", "HF_HUB_OFFLINE"):
-            monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
-        assert tokenizers.hub_answers.__wrapped__()
-    assert not tokenizers.hub_answers.__wrapped__(), "nobody listens there any more"
-    monkeypatch.setenv("HTTPS_PROXY", "http://proxy.example:3128")
-    assert tokenizers.hub_answers.__wrapped__(), "only the proxy can tell"
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert not tokenizers.hub_answers.__wrapped__()
 
 
 def test_a_folder_is_taken_as_it_is(folder, monkeypatch):

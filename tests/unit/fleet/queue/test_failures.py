@@ -42,6 +42,8 @@ def record(
         (record(2), FailureClass.USER_ERROR),
         (record(64), FailureClass.USER_ERROR),
         (record(78), FailureClass.USER_ERROR),
+        (record(75), FailureClass.NETWORK),
+        (record(75, reason=ExitReason.TIME_LIMIT), FailureClass.TIME_LIMIT),
         (record(79), FailureClass.CRASHED),
         (record(None, signal=9), FailureClass.KILLED),
         (record(137), FailureClass.KILLED),

@@ -1,0 +1,65 @@
+"""Whether the hub can be asked, and what its silence means.
+
+A job that failed because the hub did not answer is worth another attempt, one that named what the hub does not have is not. `will_pass`
+tells them apart, and an error that is temporary ends the process with `errors.EX_TEMPFAIL`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from functools import cache
+from urllib.parse import urlsplit
+
+PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
+PASSING = frozenset({408, 425, 429, *range(500, 600)})
+"""HTTP statuses of a service that is busy or broken, whoever asks for whatever."""
+TRANSPORT = frozenset({"httpx", "httpcore", "requests", "urllib3", "aiohttp"})
+"""Packages whose errors without a status are those of a connection."""
+
+
+def is_offline() -> bool:
+    """Whether somebody decided that the hub is not to be asked (`HF_HUB_OFFLINE`)."""
+    return os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
+
+
+@cache
+def answers() -> bool:
+    """Whether the hub can be reached at all; asked once, so that nobody waits for many retries. Behind a proxy: assumed."""
+    if is_offline():
+        return False
+    if any(os.environ.get(name) for name in PROXIES):
+        return True
+    place = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    port = place.port or (80 if place.scheme == "http" else 443)
+    try:
+        socket.create_connection((place.hostname or "", port), timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+def will_pass(error: BaseException) -> bool:
+    """Whether what was asked of the hub may succeed later as it stands: it did not answer, or was busy, or the connection broke."""
+    if is_offline():
+        return False
+    return not answers() or any(_passing(each) for each in _causes(error))
+
+
+def _passing(error: BaseException) -> bool:
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(status, int):
+        return status in PASSING
+    package = type(error).__module__.partition(".")[0]
+    return isinstance(error, ConnectionError | TimeoutError) or package in TRANSPORT
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """It, and what it came of."""
+    seen: set[int] = set()
+    each: BaseException | None = error
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        yield each
+        each = each.__cause__ or each.__context__

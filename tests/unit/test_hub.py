@@ -1,0 +1,87 @@
+"""Whether the hub answers, and which of its failures pass by themselves."""
+
+from __future__ import annotations
+
+import pickle
+import socket
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from groupwise import hub
+from groupwise.errors import EX_TEMPFAIL, ModelError, TaskError
+
+
+@pytest.fixture(autouse=True)
+def _asked_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in (*hub.PROXIES, "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    hub.answers.cache_clear()
+    yield
+    hub.answers.cache_clear()
+
+
+def test_whether_the_hub_answers_is_asked_once_and_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
+        assert hub.answers()
+    assert hub.answers(), "it is not asked again"
+    hub.answers.cache_clear()
+    assert not hub.answers(), "nobody listens there any more"
+    hub.answers.cache_clear()
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy.example:3128")
+    assert hub.answers(), "only the proxy can tell"
+    hub.answers.cache_clear()
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert not hub.answers()
+
+
+def of_status(status: int) -> httpx.HTTPStatusError:
+    request = httpx.Request("GET", "https://hub.example/model")
+    return httpx.HTTPStatusError("no", request=request, response=httpx.Response(status))
+
+
+def wrapped(cause: BaseException) -> OSError:
+    error = OSError("It looks like there is no such file.")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (of_status(503), True),
+        (of_status(429), True),
+        (of_status(404), False),
+        (of_status(401), False),
+        (wrapped(of_status(502)), True),
+        (wrapped(of_status(404)), False),
+        (wrapped(ConnectionResetError()), True),
+        (httpx.ReadTimeout("slow"), True),
+        (ValueError("no config of that name"), False),
+    ],
+)
+def test_what_passes_by_itself(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, *, passes: bool
+) -> None:
+    monkeypatch.setattr(hub, "answers", lambda: True)
+    assert hub.will_pass(error) is passes
+
+
+def test_a_hub_that_does_not_answer_may_answer_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "answers", lambda: False)
+    assert hub.will_pass(OSError("not in the cache"))
+
+
+def test_who_decided_to_be_offline_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert not hub.will_pass(ConnectionResetError())
+
+
+@pytest.mark.parametrize("kind", [ModelError, TaskError])
+def test_an_error_that_passes_has_its_own_exit_code(kind: type[ModelError | TaskError]) -> None:
+    assert kind("no").exit_code == 2
+    again = pickle.loads(pickle.dumps(kind("no", temporary=True)))
+    assert (again.exit_code, str(again)) == (EX_TEMPFAIL, "no")
