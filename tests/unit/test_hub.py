@@ -17,9 +17,10 @@ from groupwise.errors import EX_TEMPFAIL, ModelError, TaskError
 def _asked_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in (*hub.PROXIES, "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
-    hub.answers.cache_clear()
+    asked = hub.answers
+    asked.cache_clear()
     yield
-    hub.answers.cache_clear()
+    asked.cache_clear()
 
 
 def test_whether_the_hub_answers_is_asked_once_and_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
