@@ -24,8 +24,8 @@ check: ## lint, format, types, layers, dependencies
 	$(READY) && $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright && $(BIN)/lint-imports && $(BIN)/deptry .
 fix: ## mend what a machine can mend
 	$(READY) && $(BIN)/ruff check --fix . && $(BIN)/ruff format .
-bench: ## measure steps beside TRL's, for 45 minutes (ARGS="--cell W1 --check")
-	$(READY) && $(BIN)/python -m benchmarks.against_trl $(ARGS)
+bench: ## measure steps beside TRL's, for 45 minutes (ARGS="--cell W1 --check"); SUITE=fleet: the fleet's figures, for 10
+	$(READY) && $(BIN)/python -m benchmarks.$(if $(filter fleet,$(SUITE)),fleet,against_trl) $(ARGS)
 soak: ## run the long tests (SUITE=kills or server_kills, with KILLS and SEED, SUITE=crash_points, with FIRST and LAST, SUITE=mistake, SUITE=fleet, with SEED and CHAOS_SECONDS, or SUITE=fleet_mutations)
 	$(READY) && $(PYTEST) -m soak -k "$(SUITE)" --timeout 7200 $(ARGS)
 gpu: ## run the tests that need a GPU

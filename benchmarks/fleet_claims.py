@@ -1,82 +1,141 @@
-"""How long a dispatcher needs to claim jobs while very many wait: `python -m benchmarks.fleet_claims [POSTGRESQL_URL]`.
+"""How long a dispatcher needs to claim jobs while very many wait: `python -m benchmarks.fleet_claims [POSTGRESQL_URL | --sqlite]`.
 
-Without a URL it starts a PostgreSQL of its own. 100,000 jobs of several shapes and projects are queued on a fleet that is nearly full. Then
-one GPU after another comes free: the release with its waking, and the claim that follows, are timed one by one. Once with the jobs still
-queued, and once with all of them pending, as they are after dispatchers have looked at them.
+Without a URL it starts a PostgreSQL of its own. 100,000 jobs wait on a fleet that is full: of ten projects, of which two have quotas, with
+one to eight GPUs, some of them on two machines, some with a minimum of memory or a priority, some to come after others. Then one attempt
+after another ends: the release with its waking, and the claim that follows, are timed one by one. Once with the jobs still queued, and once
+with most of them pending, as they are after dispatchers have looked at them. At last eight dispatchers, each a process, claim at once.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any
 
-from sqlalchemy import func, select, text, update
+from sqlalchemy import func, insert, select, text, update
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.queue import admission, capacity, claim
 from groupwise.fleet.store.database import Database, connect, migrate, seconds
-from groupwise.fleet.store.tables import GPU, VM, Attempt, Job, Reservation
+from groupwise.fleet.store.tables import GPU, VM, Attempt, Job, Project, Reservation
+from groupwise.fleet.up import keep_what_is_there
 from tests.postgres import server
 
 JOBS = int(os.environ.get("JOBS", "100000"))
 MACHINES = 50
 GPUS = 8
 ROUNDS = 200
+RACERS = 8
+QUOTA = 40
+INSERTED_AT_ONCE = 5000
+MARKED = 200
+"""Claims that find no room, each of which marks a hundred jobs; what is left stays queued behind them."""
 
 
-def main(url: str | None) -> None:
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """Milliseconds."""
+
+    p50: float
+    p99: float
+    worst: float
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Of the claims while jobs are queued, while they are pending, and of the releases before the latter."""
+
+    jobs: int
+    admitted_per_second: float
+    queued: Quantiles
+    pending: Quantiles
+    release: Quantiles
+    racing: Quantiles | None
+    """Eight at once; None: SQLite has one dispatcher."""
+
+
+def main(word: str | None) -> None:
     """Prints a line for each measurement."""
-    if url is not None:
-        measure(connect(url))
-        return
-    with server() as running:
-        measure(connect(running.new_database()))
+    if word == "--sqlite":
+        with tempfile.TemporaryDirectory() as folder:
+            print(measure(f"sqlite:///{folder}/fleet.db"))
+    elif word is not None:
+        print(measure(word))
+    else:
+        with server() as running:
+            print(measure(running.new_database()))
 
 
-def measure(database: Database) -> None:
+def measure(url: str, jobs: int = JOBS) -> Found:
     """All of it, on an empty database."""
-    migrate(database)
-    database.run(add_machines)
-    timed("rows inserted", lambda: database.run(insert_jobs), JOBS)
-    timed("admitted", lambda: admit_all(database), JOBS)
-    timed("fleet filled", lambda: fill(database), MACHINES * GPUS)
-    database.run(lambda session: session.execute(text("ANALYZE")))
-    print(f"waiting: {waiting(database)}")
-    rounds("claim, all queued", database)
-    timed("all marked as pending", lambda: mark_all(database), JOBS)
-    database.run(lambda session: session.execute(text("ANALYZE")))
-    print(f"waiting: {waiting(database)}")
-    rounds("claim, all pending", database)
-    database.close()
+    with closing(connect(url)) as database:
+        migrate(database)
+        database.run(add_machines)
+        insert_jobs(database, jobs)
+        begun = time.perf_counter()
+        admit_all(database)
+        admitted = time.perf_counter() - begun
+        fill(database)
+        analyse(database)
+        keep_what_is_there()
+        show("waiting", waiting(database))
+        _, queued = rounds(database)
+        show("claim, all queued", queued)
+        mark(database)
+        analyse(database)
+        show("waiting", waiting(database))
+        release, pending = rounds(database)
+        show("claim, many pending", pending)
+        racing = None if database.dialect == "sqlite" else race(url)
+        return Found(jobs, jobs / admitted, queued, pending, release, racing)
 
 
 def add_machines(session: Session) -> None:
-    """All observed just now."""
+    """All observed just now; a third of the GPUs have less memory. And two projects with quotas."""
     for n in range(MACHINES):
         session.add(VM(vm_id=f"vm-{n:03}", contact="ok", observed_round=seconds(session) + 3600))
         session.flush()
         for index in range(GPUS):
-            uuid = f"GPU-{n}-{index}"
+            uuid, memory_mb = f"GPU-{n}-{index}", 40_000 if n % 3 == 0 else 80_000
             session.add(
-                GPU(vm_id=f"vm-{n:03}", index=index, uuid=uuid, memory_mb=80_000, model="A100")
+                GPU(vm_id=f"vm-{n:03}", index=index, uuid=uuid, memory_mb=memory_mb, model="A100")
             )
+    for name in ("p0", "p1"):
+        session.add(Project(name=name, max_gpus=QUOTA))
 
 
-def insert_jobs(session: Session) -> None:
-    """By hand, of 10 projects and 4 shapes each."""
-    session.execute(
-        text(
-            "INSERT INTO jobs (job_id, job_type, project, request) "
-            "SELECT 'j' || lpad(n::text, 6, '0'), 'COMMAND', 'p' || (n % 10), "
-            "jsonb_build_object('arguments', jsonb_build_array('true'), "
-            "'resources', jsonb_build_object('gpus', 1 + (n / 10) % 4)) "
-            "FROM generate_series(1, :jobs) AS n"
-        ),
-        {"jobs": JOBS},
-    )
+def insert_jobs(database: Database, jobs: int) -> None:
+    """By hand, a few thousand at a time."""
+    for first in range(0, jobs, INSERTED_AT_ONCE):
+        rows = [row(n) for n in range(first, min(first + INSERTED_AT_ONCE, jobs))]
+        database.run(lambda session, rows=rows: session.execute(insert(Job), rows))
+
+
+def row(n: int) -> dict[str, Any]:
+    """What the n-th job wants."""
+    gpus = (1, 1, 1, 1, 2, 2, 4, 8)[n // 10 % 8]
+    resources: dict[str, Any] = {"gpus": gpus}
+    if n % 53 == 0:
+        resources["machines"] = 2
+    if n % 7 == 0:
+        resources["gpu_memory_mb"] = 60_000
+    request: dict[str, Any] = {"arguments": ["true"], "resources": resources}
+    if n % 97 == 0 and n >= 1000:
+        request["after"] = [f"j{n - 990:06}"]
+    return {
+        "job_id": f"j{n:06}",
+        "job_type": "COMMAND",
+        "project": f"p{n % 10}",
+        "priority": 1 if n % 31 == 0 else 0,
+        "request": request,
+    }
 
 
 def admit_all(database: Database) -> None:
@@ -86,46 +145,47 @@ def admit_all(database: Database) -> None:
 
 
 def fill(database: Database) -> None:
-    """Until no GPU is free."""
+    """Until nothing finds room."""
     while claim_once(database, limit=32):
         pass
 
 
-def claim_once(database: Database, limit: int) -> list[claim.Claimed]:
+def claim_once(database: Database, limit: int, owner: str = "bench") -> list[claim.Claimed]:
     """One transaction."""
     return database.run(
-        lambda session: claim.claim(session, owner="bench", lease_seconds=3600.0, limit=limit)
+        lambda session: claim.claim(session, owner=owner, lease_seconds=3600.0, limit=limit)
     )
 
 
-def mark_all(database: Database) -> None:
-    """Claims that find no room, until nothing is queued."""
-    queued = select(func.count()).select_from(Job).where(Job.status == "queued")
-    while database.run(lambda session: session.scalar(queued)):
+def mark(database: Database) -> None:
+    """Claims that find no room."""
+    for _ in range(MARKED):
         claim_once(database, limit=32)
 
 
-def rounds(name: str, database: Database) -> None:
+def analyse(database: Database) -> None:
+    """As an autovacuum or a day's work would have it."""
+    database.run(lambda session: session.execute(text("ANALYZE")))
+
+
+def rounds(database: Database, count: int = ROUNDS) -> tuple[Quantiles, Quantiles]:
     """Release one attempt, then claim what was woken, again and again."""
     releases: list[float] = []
     claims: list[float] = []
-    placed = 0
-    for _ in range(ROUNDS):
+    for _ in range(count):
         begun = time.perf_counter()
         database.run(release_oldest)
         released = time.perf_counter()
-        placed += len(claim_once(database, limit=4))
+        claim_once(database, limit=4)
         claims.append(time.perf_counter() - released)
         releases.append(released - begun)
-    print(f"{name}: {quantiles(claims)}; {placed} placed in {ROUNDS} rounds")
-    print(f"{name}, release before it: {quantiles(releases)}")
+    return quantiles(releases), quantiles(claims)
 
 
 def release_oldest(session: Session) -> None:
-    """The oldest attempt ends."""
-    epoch = session.scalars(
-        select(Attempt.epoch).where(Attempt.state != "ended").order_by(Attempt.epoch).limit(1)
-    ).one()
+    """The oldest attempt ends that nobody else ends just now."""
+    query = select(Attempt.epoch).where(Attempt.state != "ended").order_by(Attempt.epoch).limit(1)
+    epoch = session.scalars(query.with_for_update(skip_locked=True)).one()
     ended = update(Attempt).where(Attempt.epoch == epoch).returning(Attempt.job_id)
     job_id = session.scalars(ended.values(state="ended", outcome="void", ended_at=1.0)).one()
     session.execute(update(Job).where(Job.job_id == job_id).values(status="completed"))
@@ -138,6 +198,28 @@ def release_oldest(session: Session) -> None:
     capacity.wake(session, vm_ids=set(vm_ids))
 
 
+def race(url: str) -> Quantiles:
+    """Eight processes release and claim at once."""
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(RACERS, mp_context=spawn) as pool:
+        found = list(pool.map(racer, [url] * RACERS, range(RACERS)))
+    return quantiles([each for times in found for each in times])
+
+
+def racer(url: str, number: int) -> list[float]:
+    """The seconds of each claim of one of them; it waits a little in between, as a dispatcher does."""
+    claims: list[float] = []
+    keep_what_is_there()
+    with closing(connect(url)) as database:
+        for _ in range(ROUNDS // RACERS):
+            database.run(release_oldest)
+            begun = time.perf_counter()
+            claim_once(database, limit=4, owner=f"bench-{number}")
+            claims.append(time.perf_counter() - begun)
+            time.sleep(0.2)
+    return claims
+
+
 def waiting(database: Database) -> str:
     """How many jobs stand in which status."""
     query = select(Job.status, func.count()).group_by(Job.status).order_by(Job.status)
@@ -145,20 +227,15 @@ def waiting(database: Database) -> str:
     return ", ".join(f"{status} {count}" for status, count in rows)
 
 
-def timed(name: str, work: Callable[[], object], units: int) -> None:
-    """How long something takes once."""
-    begun = time.perf_counter()
-    work()
-    took = time.perf_counter() - begun
-    print(f"{name}: {took:.1f} s, {units / took:.0f} a second", flush=True)
-
-
-def quantiles(times: list[float]) -> str:
-    """In milliseconds."""
+def quantiles(times: list[float]) -> Quantiles:
+    """Of seconds."""
     cuts = statistics.quantiles(times, n=100)
-    return (
-        f"p50 {cuts[49] * 1e3:.1f} ms, p99 {cuts[98] * 1e3:.1f} ms, worst {max(times) * 1e3:.1f} ms"
-    )
+    return Quantiles(cuts[49] * 1e3, cuts[98] * 1e3, max(times) * 1e3)
+
+
+def show(name: str, what: object) -> None:
+    """At once."""
+    print(f"  {name}: {what}", flush=True)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,9 @@ ADMISSION = f"{UNIT}/queue/test_admission.py"
 API = f"{UNIT}/test_client.py"
 ARTEFACTS = f"{UNIT}/files/test_artefacts.py"
 RECORDS = f"{UNIT}/attempts/test_records.py"
+BUILDER = f"{UNIT}/machines/test_builder.py"
 CLAIM = f"{UNIT}/queue/test_claim.py"
+CLEARING = f"{UNIT}/machines/test_clearing.py"
 DECIDE = f"{UNIT}/attempts/test_decide.py"
 DISPATCHER = f"{UNIT}/test_dispatcher.py"
 DRIVE = f"{UNIT}/attempts/test_drive.py"
@@ -43,10 +45,12 @@ GPUS = f"{HOSTS}/test_runner_gpus.py"
 LOGS = f"{UNIT}/files/test_logs.py"
 OBSERVATION = f"{UNIT}/machines/test_observation.py"
 POLLER = f"{UNIT}/test_poller.py"
+PREPARE = f"{UNIT}/machines/test_prepare.py"
 RACES = f"{REAL}/test_claim_races.py"
 RUNNER = f"{HOSTS}/test_runner.py"
 SQLITE = f"{UNIT}/store/test_database_of_sqlite.py"
 SSH = f"{REAL}/test_ssh.py"
+STORE = f"{UNIT}/files/test_clearing.py"
 TRACKER = f"{UNIT}/test_tracker.py"
 TRIGGERS = f"{UNIT}/store/test_triggers.py"
 VERBS = f"{UNIT}/verbs"
@@ -59,8 +63,8 @@ QUICK = (
         (
             (
                 "fleet/attempts/records.py",
-                ".where(Attempt.epoch == epoch, Attempt.owner == owner)\n        .with_for_update(key_share=True)",
-                ".where(Attempt.epoch == epoch)\n        .with_for_update(key_share=True)",
+                "    if attempt is None or attempt.owner != owner:\n",
+                "    if attempt is None:\n",
             ),
         ),
         (f"{RECORDS}::test_who_has_been_replaced_writes_nothing",),
@@ -71,11 +75,23 @@ QUICK = (
         (
             (
                 "fleet/attempts/records.py",
-                ".where(Attempt.epoch == epoch, Attempt.owner == owner)\n    ).one_or_none()",
-                ".where(Attempt.epoch == epoch)\n    ).one_or_none()",
+                '.where(Attempt.epoch.in_(_GIVEN), Attempt.owner == bindparam("owner"))',
+                ".where(Attempt.epoch.in_(_GIVEN))",
             ),
         ),
-        (f"{RECORDS}::test_who_has_been_replaced_writes_nothing",),
+        (f"{RECORDS}::test_who_has_been_replaced_reads_nothing",),
+    ),
+    Mutation(
+        "together",
+        "one attempt that cannot be read stops all others",
+        (
+            (
+                "fleet/attempts/together.py",
+                "            if len(keys) == 1:\n                return [error]\n",
+                "            return [error] * len(keys)\n",
+            ),
+        ),
+        (f"{UNIT}/attempts/test_together.py::test_who_cannot_be_read_stops_nobody",),
     ),
     Mutation(
         "epoch",
@@ -83,9 +99,8 @@ QUICK = (
         (
             (
                 "fleet/attempts/records.py",
-                ".where(Attempt.epoch == epoch, Attempt.owner == owner)\n        .with_for_update(key_share=True)",
-                ".where(Attempt.owner == owner)\n        .order_by(Attempt.epoch)\n        .limit(1)\n"
-                "        .with_for_update(key_share=True)",
+                "    select(Attempt)\n    .where(Attempt.epoch.in_(_GIVEN))\n",
+                "    select(Attempt)\n",
             ),
         ),
         (f"{RECORDS}::test_a_write_is_about_the_attempt_that_it_names",),
@@ -362,8 +377,8 @@ QUICK = (
         (
             (
                 "fleet/queue/claim.py",
-                "        except IntegrityError:\n            continue",
-                "        except ZeroDivisionError:\n            continue",
+                "    except IntegrityError:\n        # a row",
+                "    except ZeroDivisionError:\n        # a row",
             ),
         ),
         (f"{CLAIM}::test_a_reservation_that_the_view_does_not_know_costs_one_job_its_turn",),
@@ -560,8 +575,8 @@ QUICK = (
             (
                 "fleet/attempts/ending.py",
                 '    assert attempt.state == AttemptState.ENDED, "nothing of a live attempt is given back"\n'
-                "    member = session.get_one(Member, (epoch, rank), populate_existing=True)\n    member.released = True\n",
-                "    member = session.get_one(Member, (epoch, rank), populate_existing=True)\n    member.released = True\n",
+                "    member = session.get_one(Member, (epoch, rank))\n    member.released = True\n",
+                "    member = session.get_one(Member, (epoch, rank))\n    member.released = True\n",
             ),
         ),
         (f"{RECORDS}::test_nothing_of_a_live_attempt_is_given_back",),
@@ -767,6 +782,167 @@ QUICK = (
         "a dispatcher that was replaced writes its row",
         (("fleet/files/mirror.py", "guarded(session, part.epoch, part.owner)", "None"),),
         (f"{UNIT}/files/test_mirror.py::test_who_does_not_own_the_attempt_any_more_writes_no_row",),
+    ),
+    # --- what goes --------------------------------------------------------------------------------
+    Mutation(
+        "blobs that are young",
+        "what nobody names yet is collected",
+        (("hosts/files.py", "status.st_mtime + SPARED < moment", "status.st_mtime <= moment"),),
+        (
+            f"{STORE}::test_only_what_nothing_names_goes",
+            f"{HOSTS}/test_files.py::test_what_nobody_names_is_collected_and_what_somebody_just_asked_for_is_not",
+        ),
+    ),
+    Mutation(
+        "the time before what is named",
+        "it is looked at afterwards",
+        (
+            (
+                "fleet/files/clearing.py",
+                "        now = store.now()\n        named = database.read(named_blobs)\n",
+                "        named = database.read(named_blobs)\n        now = store.now()\n",
+            ),
+        ),
+        (f"{STORE}::test_what_is_put_while_it_is_asked_what_is_named_stays",),
+    ),
+    Mutation(
+        "one collects",
+        "several do",
+        (
+            (
+                "fleet/files/clearing.py",
+                "            yield False\n            return\n",
+                "            pass\n",
+            ),
+        ),
+        (f"{STORE}::test_one_process_at_a_time_collects",),
+    ),
+    Mutation(
+        "an empty database",
+        "names nothing, and is believed",
+        (
+            (
+                "fleet/files/clearing.py",
+                "    if not _has_had_jobs(session):\n        return None\n",
+                "",
+            ),
+        ),
+        (f"{STORE}::test_a_database_that_never_had_a_job_is_not_believed",),
+    ),
+    Mutation(
+        "rows before files",
+        "the files of a job go first",
+        (
+            (
+                "fleet/verbs/prune.py",
+                "        jobs = [job for job in jobs if database.run(",
+                "        for job in jobs:\n            remove_files(folders, job)\n"
+                "        jobs = [job for job in jobs if database.run(",
+            ),
+        ),
+        (f"{STORE}::test_dying_at_any_instant_leaves_no_row_without_its_files",),
+    ),
+    Mutation(
+        "pruned, or unknown",
+        "files of jobs that no table knows go",
+        (("fleet/files/clearing.py", "Event.kind == events.JOB_PRUNED,", ""),),
+        (f"{STORE}::test_pruning_is_what_the_events_say",),
+    ),
+    Mutation(
+        "what attempts go on from",
+        "is collected with the checkpoint's row",
+        (
+            (
+                "fleet/files/clearing.py",
+                '        select(Attempt.resume_from["manifest"]).where(live),\n',
+                "",
+            ),
+        ),
+        (f"{STORE}::test_what_a_job_or_an_attempt_needs_is_named",),
+    ),
+    Mutation(
+        "folders of what is given up",
+        "go before their machine was seen to hold nothing",
+        (("fleet/machines/clearing.py", "over and row.released and", "over and"),),
+        (f"{CLEARING}::test_what_is_not_over_for_certain_stays",),
+    ),
+    Mutation(
+        "folders of strangers",
+        "are forgotten",
+        (
+            (
+                "fleet/machines/clearing.py",
+                "    return [name for name in names if name in over]\n",
+                "    return list(names)\n",
+            ),
+        ),
+        (f"{CLEARING}::test_what_no_table_knows_stays",),
+    ),
+    Mutation(
+        "the last folder of a job that goes on",
+        "goes",
+        (("fleet/machines/clearing.py", " and last.get(name[0]) != name[1]", ""),),
+        (f"{CLEARING}::test_the_last_folder_of_a_job_that_goes_on_stays",),
+    ),
+    Mutation(
+        "files that live attempts need",
+        "are swept",
+        (("fleet/machines/clearing.py", "runner.sweep(needed, ", "runner.sweep([], "),),
+        (f"{CLEARING}::test_files_of_what_runs_are_not_swept",),
+    ),
+    Mutation(
+        "files that were asked for",
+        "are swept",
+        (
+            (
+                "hosts/runner.py",
+                "            os.utime(root.blob(sha), (BLOB_TIME, BLOB_TIME))\n            return True\n    except",
+                "            return True\n    except",
+            ),
+        ),
+        (f"{FILES}::test_what_was_asked_for_lately_is_not_swept",),
+    ),
+    Mutation(
+        "a machine that is added again",
+        "is used before it is emptied",
+        (
+            (
+                "fleet/verbs/machines.py",
+                "    if _left_there(session, new.vm_id):\n",
+                "    if False:\n",
+            ),
+        ),
+        (
+            f"{VERBS}/test_machines.py::test_a_machine_that_was_given_up_and_is_added_again_is_not_used_before_it_is_emptied",
+        ),
+    ),
+    Mutation(
+        "a machine that is added again",
+        "is believed to be what it was",
+        (
+            (
+                "fleet/verbs/machines.py",
+                "    vm.observed_round = seconds(session)",
+                "    _ = seconds(session)",
+            ),
+        ),
+        (
+            f"{VERBS}/test_machines.py::test_a_look_that_was_under_way_at_what_it_was_before_says_nothing",
+        ),
+    ),
+    Mutation(
+        "what was given up on a lost machine",
+        "is pruned, and nobody knows it when it is back",
+        (
+            (
+                "fleet/verbs/prune.py",
+                "(open_attempt, given_up, dependant)",
+                "(open_attempt, dependant)",
+            ),
+        ),
+        (
+            f"{VERBS}/test_machines.py::test_what_was_given_up_on_a_lost_machine_is_not_pruned_before_it_is_back",
+        ),
     ),
     Mutation(
         "artefacts by hash",
@@ -1075,8 +1251,8 @@ QUICK = (
             ),
             (
                 "hosts/runner.py",
-                'if state and state.get("boot_id") == boot_id() and state.get("pid"):',
-                'if state and state.get("pid"):',
+                'if state.get("boot_id") not in (None, boot_id()):',
+                "if False:",
             ),
         ),
         (f"{FAULTS}::test_a_pid_that_was_reused_is_not_killed",),
@@ -1172,6 +1348,66 @@ QUICK = (
             ),
         ),
         (f"{FILES}::test_bytes_of_another_hash_are_not_kept",),
+    ),
+    Mutation(
+        "artefacts",
+        "any file of the control machine is given out as one",
+        (("fleet/verbs/left.py", '    if path not in found["files"]:\n', "    if False:\n"),),
+        (f"{API}::test_artefacts_are_listed_and_fetched_whole",),
+    ),
+    Mutation(
+        "artefacts",
+        "a file of any job is given out as one of this job's checkpoints",
+        (
+            (
+                "fleet/verbs/left.py",
+                "    for each in checkpoints(session, actor, job_id):\n",
+                "    if session:\n        return sha256\n    for each in checkpoints(session, actor, job_id):\n",
+            ),
+        ),
+        (f"{API}::test_checkpoints_are_listed_and_fetched_by_who_may_see_the_job",),
+    ),
+    Mutation(
+        "fetch",
+        "what came is not compared with its hash",
+        (
+            (
+                "fleet/download.py",
+                "    return size == entry.size and hashed.hexdigest() == entry.sha256\n",
+                "    return size == entry.size\n",
+            ),
+        ),
+        (
+            f"{UNIT}/test_download.py::test_what_comes_and_is_wrong_is_not_kept",
+            f"{UNIT}/test_download.py::test_what_is_torn_comes_again_from_the_beginning",
+        ),
+    ),
+    Mutation(
+        "fetch",
+        "a path leads out of the folder",
+        (
+            (
+                "fleet/download.py",
+                '        if wrong := path_problems("file", path):\n',
+                "        if wrong := []:\n",
+            ),
+        ),
+        (f"{UNIT}/test_download.py::test_no_path_leads_out_of_the_folder",),
+    ),
+    Mutation(
+        "fetch",
+        "a file that is another one is replaced",
+        (
+            (
+                "fleet/download.py",
+                "    others = [path for path in here if not force or (folder / path).is_dir()]\n",
+                "    others: list[str] = []\n",
+            ),
+        ),
+        (
+            f"{UNIT}/test_download.py::test_another_file_is_in_the_way",
+            f"{UNIT}/test_download.py::test_a_link_is_another_file_and_is_replaced_itself",
+        ),
     ),
     # --- names, variables, secrets ----------------------------------------------------------------
     Mutation(
@@ -1397,6 +1633,163 @@ QUICK = (
         ),
         (f"{UNIT}/api/test_serve.py::test_without_a_key_only_this_machine_by_name",),
     ),
+    # --- environments of machines -----------------------------------------------------------------
+    Mutation(
+        "environments",
+        "what a killed build left is built upon",
+        (
+            (
+                "fleet/machines/builder.py",
+                "        clear(place)\n        try:\n",
+                "        try:\n",
+            ),
+        ),
+        (f"{BUILDER}::test_a_killed_build_leaves_nothing_that_is_taken_for_whole",),
+    ),
+    Mutation(
+        "environments",
+        "a folder without its marker is whole",
+        (
+            (
+                "fleet/machines/builder.py",
+                "    except (OSError, ValueError):\n        return None\n    works",
+                '    except (OSError, ValueError):\n        said = {"groupwise": "1.0"}\n    works',
+            ),
+        ),
+        (f"{BUILDER}::test_a_killed_build_leaves_nothing_that_is_taken_for_whole",),
+    ),
+    Mutation(
+        "environments",
+        "a marker is believed without a look",
+        (
+            (
+                "fleet/machines/builder.py",
+                '    if works == said.get("groupwise"):\n',
+                "    if said:\n",
+            ),
+        ),
+        (f"{BUILDER}::test_one_that_does_not_work_any_more_is_made_anew",),
+    ),
+    Mutation(
+        "environments",
+        "a pip that outlives its builder does not keep others away",
+        (("fleet/machines/builder.py", "            pass_fds=(self.lock,),\n", ""),),
+        (f"{BUILDER}::test_what_pip_leaves_running_keeps_others_from_building",),
+    ),
+    Mutation(
+        "environments",
+        "two build at once",
+        (
+            (
+                "fleet/machines/builder.py",
+                "    fcntl.flock(fd, fcntl.LOCK_EX)\n    return fd",
+                "    return fd",
+            ),
+        ),
+        (f"{BUILDER}::test_the_second_of_two_waits_and_finds_it_made",),
+    ),
+    Mutation(
+        "environments",
+        "one that a process uses is made anew under it",
+        (("fleet/machines/builder.py", "    if users:\n", "    if not users and users:\n"),),
+        (f"{BUILDER}::test_but_not_under_a_process_that_uses_it",),
+    ),
+    Mutation(
+        "environments",
+        "a job is known by its command alone",
+        (
+            (
+                "fleet/machines/builder.py",
+                '("cmdline", "environ", "maps")',
+                '("cmdline", "maps")',
+            ),
+        ),
+        (f"{BUILDER}::test_only_what_nobody_uses_or_keeps_is_removed",),
+    ),
+    Mutation(
+        "environments",
+        "one that is being built is removed",
+        (
+            (
+                "fleet/machines/builder.py",
+                "        if lock is None:\n            continue\n",
+                "        if lock is None:\n            lock = os.open(os.devnull, os.O_RDONLY)\n",
+            ),
+        ),
+        (f"{BUILDER}::test_only_what_nobody_uses_or_keeps_is_removed",),
+    ),
+    Mutation(
+        "environments",
+        "what pip says of secrets is passed on",
+        (
+            (
+                "fleet/machines/builder.py",
+                '            line = line.replace(value, "****")\n',
+                "            line = line.replace(value, value)\n",
+            ),
+        ),
+        (f"{BUILDER}::test_secrets_are_taken_out_of_what_pip_says",),
+    ),
+    Mutation(
+        "environments",
+        "passwords of a package index stand in arguments",
+        (("fleet/machines/plans.py", 'if "@" in parts.netloc:', 'if "@" in parts.scheme:'),),
+        (f"{UNIT}/machines/test_plans.py::test_what_cannot_work_is_refused",),
+    ),
+    Mutation(
+        "environments",
+        "groupwise is installed by its name, which may be somebody else's",
+        (
+            (
+                "fleet/machines/locks.py",
+                "{NAME, *without}",
+                "{*without}",
+            ),
+        ),
+        (f"{UNIT}/machines/test_locks.py::test_groupwise_in_a_lock_is_left_to_the_wheel",),
+    ),
+    Mutation(
+        "environments",
+        "builds are strangers to the dispatcher",
+        (
+            (
+                "fleet/machines/prepare.py",
+                "posixpath.join(machine.workdir, ENVIRONMENTS, BUILDS)",
+                "posixpath.join(machine.workdir, '')",
+            ),
+        ),
+        (f"{PREPARE}::test_the_fleet_does_not_take_it_for_a_stranger",),
+    ),
+    Mutation(
+        "environments",
+        "a build that goes on is begun a second time",
+        (
+            (
+                "fleet/machines/prepare.py",
+                "        return alive[-1] if alive else None",
+                "        return None",
+            ),
+        ),
+        (f"{PREPARE}::test_two_at_once_make_it_once",),
+    ),
+    Mutation(
+        "environments",
+        "a lost connection ends the command",
+        (
+            (
+                "fleet/machines/prepare.py",
+                "        if now - self._silent_since > PATIENCE:",
+                "        if now - self._silent_since >= 0:",
+            ),
+        ),
+        (f"{PREPARE}::test_a_lost_connection_is_made_again",),
+    ),
+    Mutation(
+        "environments",
+        "old ones are removed while a launch may name them",
+        (("cli/fleet_prepare.py", "    if epochs:\n", "    if not epochs and epochs:\n"),),
+        ("tests/unit/cli/test_fleet_prepare.py::test_nothing_is_removed_while_jobs_begin",),
+    ),
 )
 """Seconds each."""
 
@@ -1436,6 +1829,26 @@ SLOW = (
             ),
         ),
         (f"{DISPATCHER}::test_a_dispatcher_that_cannot_renew_stops_before_others_take_over",),
+    ),
+    Mutation(
+        "verbs lock their machine",
+        "they do not",
+        (
+            (
+                "fleet/verbs/find.py",
+                "    found = session.get(VM, vm_id, with_for_update=lock or None)\n",
+                "    found = session.get(VM, vm_id)\n",
+            ),
+        ),
+        (
+            f"{REAL}/test_machine_races.py::test_a_machine_on_which_a_job_was_just_placed_is_not_removed",
+        ),
+    ),
+    Mutation(
+        "two who add one machine",
+        "the second fails without a word",
+        (("fleet/verbs/machines.py", "active=False).on_conflict_do_nothing()", "active=False)"),),
+        (f"{REAL}/test_machine_races.py::test_of_two_who_add_a_machine_the_second_is_told",),
     ),
     Mutation(
         "SKIP LOCKED",
@@ -1479,11 +1892,23 @@ SLOW = (
         (
             (
                 "fleet/queue/capacity.py",
-                "session.execute(query.order_by(Project.name).with_for_update(key_share=True)).all()",
-                "session.execute(query.order_by(Project.name)).all()",
+                "locked = query.order_by(Project.name).with_for_update(key_share=True, skip_locked=not waiting)",
+                "locked = query.order_by(Project.name)",
             ),
         ),
         (f"{RACES}::test_a_quota_holds_for_claims_at_once",),
+    ),
+    Mutation(
+        "quotas are locked in a claim",
+        "who holds one waits for another",
+        (
+            (
+                "fleet/queue/claim.py",
+                "lock_quotas(session, added, waiting=False)",
+                "lock_quotas(session, added)",
+            ),
+        ),
+        (f"{RACES}::test_who_books_on_one_quota_waits_for_no_other",),
     ),
     Mutation(
         "missed wake-ups",

@@ -98,6 +98,8 @@ class Follower:
                 self._run(["submit", *ONE_THREAD, *words[1:]])
             case ["doctor", *_]:
                 self._run(words, allowed=(0, 1))
+            case ["vm", "prepare", *_] if "--dry-run" not in words:
+                self._run([*words, "--dry-run"])  # gigabytes, otherwise
             case _:
                 self._run(words)
 

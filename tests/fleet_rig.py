@@ -59,6 +59,7 @@ class Fetched:
 
     def __init__(self) -> None:
         self.logs: dict[tuple[str, int], bytes] = {}
+        self.mirrored: list[tuple[str, int]] = []
         self.problem: str | None = None
         self.collections = 0
 
@@ -67,7 +68,7 @@ class Fetched:
         self.logs[part.job_id, part.epoch] = found.data[:size]
 
     async def mirror(self, part: Part) -> None:
-        """These machines have no checkpoints."""
+        self.mirrored.append((part.job_id, part.epoch))
 
     async def collect(self, part: Part) -> str | None:
         self.collections += 1
@@ -96,6 +97,8 @@ class Rig:
         self.rack = FakeHosts(vms)
         self.fetched = Fetched()
         self.store = BlobStore(folder / "blobs")
+        self.doubted: list[str] = []
+        """Machines of whose kept connections somebody said that they may be dead."""
         self._told: dict[str, tuple[str, int]] = {}
         database.run(lambda s: _add_machines(s, vms))
 
@@ -131,6 +134,7 @@ class Rig:
             checkpoints=self.fetched,
             collector=self.fetched,
             store=self.store,
+            doubt=self.doubted.append,
         )
         return GlobalJobDispatcher(
             parts, quick(), owner=owner, gateway=Gateway(self.database, hook)

@@ -1,4 +1,5 @@
-"""A real PostgreSQL for tests: the server as a child of this process, a database for each test, and ways to be cruel to it.
+"""A real PostgreSQL for tests: the server as a child of this process, a database for each test, and ways to be cruel to it. It does not
+outlive the thread that started it, killed or not.
 
 One server serves all tests of a worker; `create database` takes 40 ms, a server a second. It flushes what it acknowledges, so that what
 it was told before `kill -9` must be there after `start`. Where there is no PostgreSQL the tests are skipped, with the reason; where
@@ -47,6 +48,12 @@ def programs() -> Path | None:
     return next((each for each in places if (each / "postgres").exists()), None)
 
 
+def ends_with_us() -> list[str]:
+    """Before a command: the kernel tells it to quit when the thread that began it ends, however that ends. Linux alone can."""
+    program = shutil.which("setpriv")
+    return [] if program is None else [program, "--pdeathsig", "QUIT", "--"]
+
+
 def needed() -> Path:
     """The same, where a test cannot go on without: it is skipped, or fails where a real server was promised."""
     place = programs()
@@ -82,7 +89,7 @@ class Postgres:
     def _popen(self, command: list[str | Path]) -> subprocess.Popen[bytes]:
         with (self.folder / "log").open("ab") as output:
             return subprocess.Popen(
-                command,
+                [*ends_with_us(), *command],
                 cwd=self.folder,
                 env={"PATH": f"{self.place}:/usr/bin:/bin", "LANG": "C.UTF-8"},
                 stdin=subprocess.DEVNULL,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from groupwise.cli import fleet_jobs, fleet_keys, fleet_machines, fleet_roles
+from groupwise.cli import fleet_jobs, fleet_keys, fleet_machines, fleet_prepare, fleet_roles
+from groupwise.cli.fleet_fetch import fetch
 from groupwise.cli.fleet_submit import submit
 
 app = typer.Typer(
@@ -23,6 +24,7 @@ app.command("submit", context_settings=COMMAND_FIRST)(submit)
 app.command("jobs")(fleet_jobs.jobs)
 app.command("show")(fleet_jobs.show)
 app.command("logs")(fleet_jobs.logs)
+app.command("fetch")(fetch)
 app.command("exec", context_settings=COMMAND_FIRST)(fleet_roles.exec_command)
 app.command("cancel")(fleet_jobs.cancel)
 app.command("retry")(fleet_jobs.retry)
@@ -36,6 +38,7 @@ app.command("poller")(fleet_roles.poller)
 app.command("dispatcher")(fleet_roles.dispatcher)
 app.command("requeue")(fleet_roles.requeue)
 app.command("tracker")(fleet_roles.tracker)
+fleet_machines.machines.command("prepare")(fleet_prepare.prepare)
 app.add_typer(fleet_machines.machines, name="vm")
 app.add_typer(fleet_machines.projects, name="project")
 app.add_typer(fleet_keys.keys, name="key")

@@ -1,36 +1,38 @@
-"""What the commands of `groupwise fleet` have in common: which fleet is meant, who asks, and how its database is reached.
+"""What the commands of `groupwise fleet` have in common: which fleet is meant, who asks, and how it is reached.
 
-An embedded fleet needs no server to be asked: every command opens its database, does one short transaction, and rings the doorbell.
+A fleet is the folder of one on this machine, or the address of an API. Both ways have the same methods and give the same documents
+(`groupwise.fleet.direct`, `groupwise.fleet.client`), so that a command neither knows nor cares which it is. A folder needs no server to be
+asked: each command opens the database, does one short transaction, and rings the doorbell. Behind an address it is the API that does
+this, for the key in GROUPWISE_API_KEY.
 """
 
 from __future__ import annotations
 
 import getpass
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from groupwise.errors import UsageError
 
 if TYPE_CHECKING:
-    from sqlalchemy.orm import Session
-
+    from groupwise.fleet.client import FleetClient
+    from groupwise.fleet.direct import DirectFleet
     from groupwise.fleet.settings import FleetPlace
-    from groupwise.fleet.store.database import Database
     from groupwise.fleet.verbs.actor import Actor
 
-P = ParamSpec("P")
-T = TypeVar("T")
+    Fleet = DirectFleet | FleetClient
+    """A fleet that commands can ask."""
 
 FleetOption = Annotated[
     str | None,
     typer.Option(
         "--fleet",
         metavar="F",
-        help="Folder of the fleet. Without it: GROUPWISE_FLEET, else ~/.groupwise/fleet.",
+        help="Folder of the fleet, or address of its API. Without it: GROUPWISE_FLEET, else ~/.groupwise/fleet.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -38,32 +40,38 @@ JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="Id of a job.")]
 MachineArgument = Annotated[str, typer.Argument(metavar="VM", help="Name of a machine.")]
 
 
-class Access:
-    """A fleet that commands can ask."""
+@contextmanager
+def fleet(told: str | None, *, make: bool = False) -> Generator[Fleet, None, None]:
+    """The fleet that is meant, whichever way it is reached. `make`: an embedded one that is not there yet is made."""
+    from groupwise.fleet.settings import FleetAddress, find
 
-    def __init__(self, place: FleetPlace, database: Database, actor: Actor) -> None:
-        self.place = place
-        self.database = database
-        self.actor = actor
+    found = find(told, os.environ)
+    if isinstance(found, FleetAddress):
+        from groupwise.fleet.client import FleetClient
 
-    def read(
-        self, verb: Callable[Concatenate[Session, Actor, P], T], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        """What a verb says that changes nothing."""
-        return self.database.read(lambda session: verb(session, self.actor, *args, **kwargs))
+        with FleetClient(found.url) as client:
+            yield client
+    else:
+        with fleet_here(told, make=make) as direct:
+            yield direct
 
-    def change(
-        self, verb: Callable[Concatenate[Session, Actor, P], T], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        """What a verb says that changes something: it is committed."""
-        return self.database.run(lambda session: verb(session, self.actor, *args, **kwargs))
 
-    def ring(self, *job_ids: str) -> None:
-        """Wake a dispatcher for these jobs. Nothing depends on it: it looks every few seconds anyway."""
-        from groupwise.fleet.doorbells.chosen import doorbell_of, ring_and_leave
+@contextmanager
+def fleet_here(told: str | None, *, make: bool = False) -> Generator[DirectFleet, None, None]:
+    """The fleet that is meant, which has to be one whose database this machine can reach, opened."""
+    place = place_of(told)
+    from groupwise.fleet.direct import DirectFleet
+    from groupwise.fleet.settings import DATABASE_FILE
+    from groupwise.fleet.store import database as databases
 
-        # NATS is for programs: to connect to it would take longer than what is told by the others.
-        ring_and_leave(doorbell_of(self.place.folder, self.database, None, os.environ), job_ids)
+    if place.is_embedded and not make and place.settings.database is None:
+        _expect_file(place, place.folder / DATABASE_FILE)
+    database = databases.connect(place.database_url)
+    try:
+        databases.check_schema(database)
+        yield DirectFleet(place, database, whoever_types())
+    finally:
+        database.close()
 
 
 def place_of(told: str | None, options: dict[str, Any] | None = None) -> FleetPlace:
@@ -74,33 +82,18 @@ def place_of(told: str | None, options: dict[str, Any] | None = None) -> FleetPl
     found = find(told, os.environ, options)
     if isinstance(found, FleetAddress):
         raise UsageError(
-            f"{found.url} is the address of a fleet's API, and this command works on the fleet itself: run it where the fleet runs, "
-            "or use `groupwise.fleet.client` from Python. Without --fleet and GROUPWISE_FLEET, the fleet in ~/.groupwise/fleet is meant."
+            f"{found.url} is the address of a fleet's API, and this command works on the fleet itself, its database and folder: type it on "
+            "the machine where the fleet runs. From here, `groupwise fleet status` says how it is doing. Without --fleet and "
+            "GROUPWISE_FLEET, the fleet in ~/.groupwise/fleet is meant."
         )
     return found
-
-
-@contextmanager
-def fleet(told: str | None, *, make: bool = False) -> Generator[Access, None, None]:
-    """The fleet that is meant, opened. `make`: an embedded one that is not there yet is made."""
-    place = place_of(told)
-    from groupwise.fleet.settings import DATABASE_FILE
-    from groupwise.fleet.store import database as databases
-
-    if place.is_embedded and not make and place.settings.database is None:
-        _expect_file(place, place.folder / DATABASE_FILE)
-    database = databases.connect(place.database_url)
-    try:
-        databases.check_schema(database)
-        yield Access(place, database, whoever_types())
-    finally:
-        database.close()
 
 
 def _expect_file(place: FleetPlace, file: Any) -> None:
     if not file.exists():
         raise UsageError(
-            f"there is no fleet in {place.folder}. `groupwise fleet up` makes one; --fleet or GROUPWISE_FLEET name another folder."
+            f"there is no fleet in {place.folder}. `groupwise fleet up` makes one; --fleet or GROUPWISE_FLEET name another folder, or the "
+            "address of a fleet elsewhere."
         )
 
 

@@ -1,17 +1,17 @@
 """Following jobs from a terminal: their logs as they grow, and their ends.
 
-A log lies on the control machine as a file that grows. Whoever follows it looks at the database first and at the file afterwards: so when
-a job is seen to have ended, all that it wrote is read, because its log is whole before it ends.
+A log comes piece by piece: each says at which attempt and offset the next one begins, and is waited for where there is none yet. Whoever
+follows it asks first how far the job is, and reads afterwards: so when a job is seen to have ended, all that it wrote is read, because its
+log is whole before it ends.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -21,14 +21,14 @@ from groupwise.cli.output import say
 from groupwise.errors import UsageError
 
 if TYPE_CHECKING:
-    from groupwise.cli.fleet_access import Access
-    from groupwise.fleet.files.logs import Follower
+    from groupwise.cli.fleet_access import Fleet
 
 LOOK_SECONDS = 0.3
-"""Between two looks at a log that is followed."""
+"""Between two looks for a log that has not begun."""
+WAIT_SECONDS = 2.0
+"""For which one look waits for more of a log."""
 ASK_SECONDS = 0.5
-"""Between two looks at the database for the end of a job."""
-PIECE = 1 << 20
+"""Between two looks for the end of a job."""
 _NUMBERS = re.compile(r"\d+")
 _SAID = {
     "running": "runs",
@@ -40,81 +40,80 @@ CANCELLED_CODE = 130
 """What shells say of a program that was interrupted."""
 
 
-def print_log(access: Access, job_id: str, *, tail: int | None, epoch: int | None) -> None:
-    """The log as far as it is here."""
-    found = _look(access, job_id)
-    follower = _begin(access, found, tail, epoch)
-    if follower is None:
+@dataclass(slots=True)
+class _Reading:
+    """A log that somebody reads, and how far."""
+
+    job_id: str
+    only: int | None
+    """The attempt that is wanted; None: the newest, and those that follow."""
+    tail: int | None
+    """Lines before the present end, where it begins; None: at the beginning, or it has begun."""
+    rank: int = 0
+    """Of a job on several machines."""
+    epoch: int | None = None
+    """Where the next piece begins; None: there is no log yet."""
+    offset: int = 0
+
+    def copy(self, access: Fleet, wait: float) -> bool:
+        """Write all that is new; False where it would go on with another attempt than the one that is wanted."""
+        while True:
+            epoch = self.only if self.epoch is None else self.epoch
+            part = access.log(
+                self.job_id,
+                epoch=epoch,
+                offset=self.offset,
+                rank=self.rank,
+                tail=self.tail,
+                wait=wait,
+            )
+            begun, before = self.epoch is not None, self.epoch
+            if part.data and self.only not in (None, part.epoch):
+                return False
+            if part.data and begun and part.epoch != before:
+                say(f"— {self.job_id} is tried again: epoch {part.epoch} —")
+            if part.data or (part.epoch is not None and self.tail is not None):
+                self.epoch, self.offset, self.tail = part.epoch, part.offset, None
+            if not part.data:
+                return True
+            _write(part.data)
+
+
+def print_log(
+    access: Fleet, job_id: str, *, tail: int | None, epoch: int | None, rank: int = 0
+) -> None:
+    """The log as far as it is here, of one attempt."""
+    found = _look(access, job_id, epoch)
+    part = access.log(job_id, epoch=epoch, rank=rank, tail=tail)
+    of = part.epoch if epoch is None else epoch
+    if part.epoch != of or (not part.data and part.offset == 0):
         _say_why_empty(access, found)
-        return
-    begin = _epoch(follower)
-    while (piece := follower.read()) is not None and piece.end.epoch == begin:
-        _write(piece.data)
+    while part.data and part.epoch == of:
+        _write(part.data)
+        part = access.log(job_id, epoch=of, offset=part.offset, rank=rank)
 
 
 def follow_log(
-    access: Access,
+    access: Fleet,
     job_id: str,
     *,
     tail: int | None = None,
     epoch: int | None = None,
+    rank: int = 0,
     sleep: Callable[[float], None] = time.sleep,
 ) -> dict[str, Any]:
     """The log as it grows, attempt after attempt, until the job has ended; what it was then. `epoch`: only that attempt."""
-    follower: Follower | None = None
+    reading = _Reading(job_id, epoch, tail, rank)
     said = ""
     while True:
-        found = _look(access, job_id)
-        if follower is None:
-            follower = _begin(access, found, tail, epoch)
-        if follower is None:
+        found = _look(access, job_id, epoch)
+        over = found["status"] in FINAL or _is_over(found, epoch)
+        begun = reading.epoch is not None
+        if not reading.copy(access, 0.0 if over or not begun else WAIT_SECONDS) or over:
+            return found
+        if reading.epoch is None:
             said = _say_what_it_waits_for(access, found, said)
-        elif not _copy(follower, job_id, epoch) or _is_over(found, epoch):
-            return found
-        if found["status"] in FINAL:
-            return found
-        sleep(LOOK_SECONDS)
-
-
-def _begin(
-    access: Access, found: dict[str, Any], tail: int | None, epoch: int | None
-) -> Follower | None:
-    """At the log of the newest attempt that has one, or of the one that is wanted; None: there is none yet."""
-    from groupwise.fleet.files.logs import Follower, Position, epochs, log_path
-
-    job_id: str = found["job_id"]
-    attempts: list[int] = found["epochs"]
-    if epoch is not None and epoch not in attempts:
-        there = ", ".join(str(each) for each in attempts) or "none yet"
-        raise UsageError(f"{job_id} has no attempt with epoch {epoch}; there are: {there}.")
-    known = epochs(access.place.logs, job_id)
-    if epoch is not None and epoch not in known:
-        return None
-    if not known:
-        return None
-    begin = known[-1] if epoch is None else epoch
-    offset = (
-        0 if tail is None else _offset_of_tail(log_path(access.place.logs, job_id, begin), tail)
-    )
-    return Follower(access.place.logs, job_id, position=Position(begin, offset))
-
-
-def _copy(follower: Follower, job_id: str, only: int | None) -> bool:
-    """All that is new; False where it would go on with another attempt than the one that is wanted."""
-    before = _epoch(follower)
-    while piece := follower.read():
-        if piece.end.epoch != before:
-            if only is not None:
-                return False
-            before = piece.end.epoch
-            say(f"— {job_id} is tried again: epoch {before} —")
-        _write(piece.data)
-    return True
-
-
-def _epoch(follower: Follower) -> int:
-    assert follower.position is not None, "_begin gives it one"
-    return follower.position.epoch
+            sleep(LOOK_SECONDS)
 
 
 def _is_over(found: dict[str, Any], epoch: int | None) -> bool:
@@ -122,17 +121,18 @@ def _is_over(found: dict[str, Any], epoch: int | None) -> bool:
     return epoch is not None and (found["status"] != "running" or found["epochs"][-1:] != [epoch])
 
 
-def _look(access: Access, job_id: str) -> dict[str, Any]:
-    from groupwise.fleet.verbs import jobs
+def _look(access: Fleet, job_id: str, epoch: int | None) -> dict[str, Any]:
+    """How far it is. Raises UsageError where it has no such attempt."""
+    found = access.progress(job_id)
+    if epoch is not None and epoch not in found["epochs"]:
+        there = ", ".join(str(each) for each in found["epochs"]) or "none yet"
+        raise UsageError(f"{job_id} has no attempt with epoch {epoch}; there are: {there}.")
+    return found
 
-    return access.read(jobs.log_paths, job_id)
 
-
-def _say_what_it_waits_for(access: Access, found: dict[str, Any], before: str) -> str:
+def _say_what_it_waits_for(access: Fleet, found: dict[str, Any], before: str) -> str:
     """Why there is no log yet, once for each reason."""
-    from groupwise.fleet.verbs import jobs
-
-    reasons = access.read(jobs.show, found["job_id"])["waiting"]
+    reasons = access.show(found["job_id"])["waiting"]
     text = f"{found['job_id']} is {found['status']}" + (
         f": {'; '.join(reasons)}" if reasons else ""
     )
@@ -142,25 +142,11 @@ def _say_what_it_waits_for(access: Access, found: dict[str, Any], before: str) -
     return without_numbers
 
 
-def _say_why_empty(access: Access, found: dict[str, Any]) -> None:
+def _say_why_empty(access: Fleet, found: dict[str, Any]) -> None:
     if not found["epochs"]:
         _say_what_it_waits_for(access, found, "")
     else:
         say(f"{found['job_id']} has written nothing yet")
-
-
-def _offset_of_tail(path: Path, lines: int) -> int:
-    """Where the last lines of a file begin; it is read from its end."""
-    with path.open("rb") as file:
-        size = end = file.seek(0, os.SEEK_END)
-        block = b""
-        while end > 0 and block.count(b"\n") <= lines:
-            start = max(0, end - PIECE)
-            file.seek(start)
-            block = file.read(end - start) + block
-            end = start
-    kept = block.splitlines(keepends=True)[-lines:] if lines else []
-    return size - sum(len(line) for line in kept)
 
 
 def _write(data: bytes) -> None:
@@ -181,24 +167,24 @@ def _write(data: bytes) -> None:
 
 
 def until_ended(
-    access: Access, job_ids: Sequence[str], sleep: Callable[[float], None] = time.sleep
+    access: Fleet, job_ids: Sequence[str], sleep: Callable[[float], None] = time.sleep
 ) -> list[dict[str, Any]]:
     """Wait until all of these jobs have ended; what they were then."""
-    from groupwise.fleet.verbs import jobs
-
     said: dict[str, str] = {}
+    ended: dict[str, dict[str, Any]] = {}
     while True:
-        found = [access.read(jobs.log_paths, job_id) for job_id in job_ids]
+        found = [ended.get(job_id) or access.progress(job_id) for job_id in job_ids]
         for each in found:
             if said.get(each["job_id"]) != each["status"]:
                 said[each["job_id"]] = each["status"]
                 _tell_change(access, each)
-        if all(each["status"] in FINAL for each in found):
+        ended |= {each["job_id"]: each for each in found if each["status"] in FINAL}
+        if len(ended) == len(set(job_ids)):
             return found
         sleep(ASK_SECONDS)
 
 
-def _tell_change(access: Access, job: dict[str, Any]) -> None:
+def _tell_change(access: Fleet, job: dict[str, Any]) -> None:
     if job["status"] in ("queued", "pending", "held"):
         _say_what_it_waits_for(access, job, "")
         return

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from groupwise.cli.fleet_access import Access, AsJson, FleetOption, JobArgument, fleet
+from groupwise.cli.fleet_access import AsJson, FleetOption, JobArgument, fleet
+from groupwise.cli.fleet_words import whole
 from groupwise.cli.output import say
 from groupwise.cli.printing import print_json
 from groupwise.errors import UsageError
-
-if TYPE_CHECKING:
-    from groupwise.fleet.states import JobStatus
 
 JobsArgument = Annotated[list[str], typer.Argument(metavar="JOB...", help="Ids of jobs.")]
 
@@ -37,7 +34,10 @@ def jobs(
     label: Annotated[
         list[str] | None, typer.Option(metavar="KEY=VALUE", help="Only with this label.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="At most so many.")] = 50,
+    limit: Annotated[
+        int,
+        typer.Option(metavar="N", help="At most so many.", parser=whole("--limit", 100, most=1000)),
+    ] = 50,
     older_than: Annotated[
         str | None,
         typer.Option(metavar="JOB", help="Those before this one: the next page of a long list."),
@@ -47,20 +47,19 @@ def jobs(
     """List jobs, the newest first."""
     from groupwise.cli.fleet_words import pairs, statuses
 
+    wanted = statuses(status)
+    pairs("--label", label or ())
     with fleet(told) as access:
-        from groupwise.fleet.verbs import jobs as verbs
-
-        wanted = verbs.JobFilter(
-            status=statuses(status),
+        found = access.jobs(
+            status=None if wanted is None else sorted(wanted),
             project=project,
             name=name,
-            job_type=kind,
-            vm_id=vm,
-            labels=pairs("--label", label or ()),
+            kind=kind,
+            vm=vm,
+            label=label or None,
             older_than=older_than,
             limit=limit,
         )
-        found = access.read(verbs.listing, wanted)
     if as_json:
         print_json(found)
         return
@@ -77,9 +76,7 @@ def jobs(
 def show(job: JobArgument, told: FleetOption = None, as_json: AsJson = False) -> None:
     """Show one job: status and why, attempts, evidence, events."""
     with fleet(told) as access:
-        from groupwise.fleet.verbs import jobs as verbs
-
-        found = access.read(verbs.show, job)
+        found = access.show(job)
     if as_json:
         print_json(found)
         return
@@ -101,10 +98,7 @@ def cancel(
     One that runs is told to end (TERM, then KILL); it is `cancelled` once nothing of it is left.
     """
     with fleet(told) as access:
-        from groupwise.fleet.verbs import jobs as verbs
-
-        found = [access.change(verbs.cancel, each, reason) for each in job]
-        access.ring(*job)
+        found = [access.cancel(each, reason) for each in job]
     _tell(found, as_json, _cancelled)
 
 
@@ -120,29 +114,21 @@ def retry(job: JobsArgument, told: FleetOption = None, as_json: AsJson = False) 
     They go on from their last checkpoint, where they have one.
     """
     with fleet(told) as access:
-        from groupwise.fleet.verbs import jobs as verbs
-
-        found = [access.change(verbs.retry, each, allowed=access.place.secrets) for each in job]
-        access.ring(*job)
+        found = [access.retry(each) for each in job]
     _tell(found, as_json, lambda job: f"{job['job_id']} is {job['status']} again")
 
 
 def hold(job: JobsArgument, told: FleetOption = None, as_json: AsJson = False) -> None:
     """Have jobs wait until they are released."""
     with fleet(told) as access:
-        from groupwise.fleet.verbs import jobs as verbs
-
-        found = [access.change(verbs.hold, each) for each in job]
+        found = [access.hold(each) for each in job]
     _tell(found, as_json, lambda job: f"{job['job_id']} is {job['status']}")
 
 
 def release(job: JobsArgument, told: FleetOption = None, as_json: AsJson = False) -> None:
     """Let held jobs go on."""
     with fleet(told) as access:
-        from groupwise.fleet.verbs import jobs as verbs
-
-        found = [access.change(verbs.release, each) for each in job]
-        access.ring(*job)
+        found = [access.release(each) for each in job]
     _tell(found, as_json, lambda job: f"{job['job_id']} is {job['status']}")
 
 
@@ -164,10 +150,27 @@ def logs(
     ] = False,
     epoch: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Of this attempt (`fleet show`), not of the newest one."),
+        typer.Option(
+            metavar="N",
+            help="Of this attempt (`fleet show`), not of the newest one.",
+            parser=whole("--epoch", 7),
+        ),
     ] = None,
+    rank: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="Of a job on several machines: that of the machine with this rank, from 0.",
+            parser=whole("--rank", 1, least=0),
+        ),
+    ] = 0,
     tail: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="Only the last so many lines.")
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Only the last so many lines.",
+            parser=whole("--tail", 20, least=0, most=1_000_000),
+        ),
     ] = None,
 ) -> None:
     """Print what a job wrote.
@@ -178,9 +181,9 @@ def logs(
 
     with fleet(told) as access:
         if follow:
-            follow_log(access, job, tail=tail, epoch=epoch)
+            follow_log(access, job, tail=tail, epoch=epoch, rank=rank)
         else:
-            print_log(access, job, tail=tail, epoch=epoch)
+            print_log(access, job, tail=tail, epoch=epoch, rank=rank)
 
 
 def prune(
@@ -198,51 +201,32 @@ def prune(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove old jobs with their logs and artefacts.
+    """Remove old jobs with their logs and artefacts, and the files that no other job names.
 
     What happened to them stays in the events. Jobs of which something may still run, and those that others wait for, are kept.
     """
     from groupwise.cli.fleet_words import seconds_of, statuses
+    from groupwise.fleet.states import FINAL
 
     age = seconds_of("--older-than", older_than)
-    wanted = _only_final(statuses(status))
+    wanted = statuses(status)
+    if wanted is not None and (wrong := sorted(wanted - FINAL)):
+        raise UsageError(
+            f"--status {', '.join(wrong)}: only jobs that have ended are removed: completed, failed, cancelled."
+        )
     with fleet(told) as access:
-        result = _prune(access, age, project, wanted, dry_run)
+        result = access.prune(
+            age,
+            project=project,
+            status=None if wanted is None else sorted(wanted),
+            dry_run=dry_run,
+        )
     if as_json:
         print_json(result)
         return
-    from groupwise.cli.fleet_printing import megabytes
+    from groupwise.display.quantities import byte_size
 
     would = "would remove" if dry_run else "removed"
-    freed = megabytes(result["bytes"] / 1e6)
-    say(f"{would} {len(result['jobs'])} jobs, {freed} of logs and artefacts")
-
-
-def _prune(
-    access: Access,
-    age: float,
-    project: str | None,
-    status: frozenset[JobStatus] | None,
-    dry_run: bool,
-) -> dict[str, Any]:
-    from groupwise.fleet.verbs import prune as verbs
-
-    folders: tuple[Path, Path] = (access.place.logs, access.place.artefacts)
-    jobs = access.read(verbs.old_jobs, age, project=project, status=status)
-    size = sum(verbs.size_of_files(folders, job) for job in jobs)
-    if not dry_run:
-        jobs = [job for job in jobs if access.change(verbs.remove, job)]
-        for job in jobs:
-            verbs.remove_files(folders, job)
-    return {"jobs": jobs, "bytes": size, "dry_run": dry_run}
-
-
-def _only_final(status: frozenset[JobStatus] | None) -> frozenset[JobStatus] | None:
-    from groupwise.fleet.states import FINAL
-
-    if status is not None and not status <= FINAL:
-        wrong = ", ".join(sorted(status - FINAL))
-        raise UsageError(
-            f"--status {wrong}: only jobs that have ended are removed: completed, failed, cancelled."
-        )
-    return status
+    freed = byte_size(result["bytes"])
+    what = "logs and artefacts" if dry_run else "logs, artefacts and files"
+    say(f"{would} {len(result['jobs'])} jobs, {freed} of {what}")

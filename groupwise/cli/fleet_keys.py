@@ -10,6 +10,10 @@ from groupwise.cli.fleet_access import AsJson, FleetOption, fleet
 from groupwise.cli.fleet_printing import clock_time
 from groupwise.cli.output import say
 from groupwise.cli.printing import print_json, print_table
+from groupwise.errors import UsageError
+
+ROLES = ("read", "act", "admin")
+"""As a fleet calls them."""
 
 keys = typer.Typer(
     help="Keys of the HTTP API: make, list, revoke.",
@@ -39,11 +43,12 @@ def new(
     read: look. act: submit, cancel, hold and retry jobs. admin: machines, projects and keys as well.
     """
     from groupwise.cli.fleet_words import seconds_of
-    from groupwise.fleet.verbs import keys as verbs
 
+    if role not in ROLES:
+        raise UsageError(f"{role!r} is no role; there are {', '.join(ROLES)}.")
     length = None if lasts is None else seconds_of("--lasts", lasts)
     with fleet(told, make=True) as access:
-        made = access.change(verbs.make, role, projects=project, lasts=length, note=note)
+        made = access.make_key(role, projects=project or None, seconds=length, note=note)
     if as_json:
         print_json(made)
         return
@@ -54,10 +59,8 @@ def new(
 @keys.command("list")
 def listing(told: FleetOption = None, as_json: AsJson = False) -> None:
     """All keys, by what is known of them."""
-    from groupwise.fleet.verbs import keys as verbs
-
     with fleet(told) as access:
-        found = access.read(verbs.listing)
+        found = access.keys()
     if as_json:
         print_json(found)
         return
@@ -85,8 +88,6 @@ def revoke(
     told: FleetOption = None,
 ) -> None:
     """Refuse a key from the next request on."""
-    from groupwise.fleet.verbs import keys as verbs
-
     with fleet(told) as access:
-        access.change(verbs.revoke, key)
+        access.revoke_key(key)
     typer.echo(f"{key} is revoked.")

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from groupwise.cli.fleet_access import AsJson, FleetOption, MachineArgument, fleet
+from groupwise.cli.fleet_words import number, whole
 from groupwise.cli.output import say
 from groupwise.cli.printing import print_json
 from groupwise.errors import UsageError
@@ -27,13 +28,18 @@ projects = typer.Typer(
     rich_markup_mode=None,
 )
 
+SLOTS = whole("--cpu-slots", 4, least=0, most=1024)
+
 
 @machines.command("add")
 def add(
     vm: MachineArgument,
     told: FleetOption = None,
     host: Annotated[str | None, typer.Option(metavar="H", help="Address or name.")] = None,
-    port: Annotated[int | None, typer.Option(metavar="N", help="Without it: 22.")] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Without it: 22.", parser=whole("--port", 22, most=65535)),
+    ] = None,
     user: Annotated[str | None, typer.Option(metavar="U", help="As whom to log in.")] = None,
     key: Annotated[
         str | None, typer.Option(metavar="FILE", help="The private key, on this machine.")
@@ -69,6 +75,7 @@ def add(
             "--cpu-slots",
             metavar="N",
             help="Jobs without GPUs at once; without it: 1 where there is no GPU, else none.",
+            parser=SLOTS,
         ),
     ] = None,
     deadman: Annotated[
@@ -86,34 +93,33 @@ def add(
     from groupwise.cli.fleet_words import pairs, seconds_of
 
     _check_trust(trust, yes)
+    what: dict[str, Any] = {
+        "vm_id": vm,
+        "workdir": workdir,
+        "python": python,
+        "labels": pairs("--label", label or ()),
+        "cpu_slots": cpu_slots,
+        "deadman": None if deadman is None else seconds_of("--deadman", deadman),
+    }
     with fleet(told, make=True) as access:
-        from groupwise.cli.fleet_reach import described, host_key_of
-        from groupwise.fleet.verbs import machines as verbs
+        from groupwise.cli import fleet_reach as reach
+        from groupwise.fleet.client import FleetClient
 
-        where = described(host, port, user, key, from_ssh_config)
-        seen = host_key_of(where, trust=trust, yes=yes, ask=_asks())
-        new = verbs.NewMachine(
-            vm_id=vm,
-            ip_address=where.host,
-            port=where.port,
-            user=where.user,
-            ssh_key_path=where.key,
-            jump=where.jump,
-            host_key=seen.pinned,
-            seen_host_key=seen.shown,
-            workdir=workdir,
-            python=python,
-            labels=pairs("--label", label or ()),
-            cpu_slots=cpu_slots,
-            deadman=None if deadman is None else seconds_of("--deadman", deadman),
-        )
-        found = access.change(verbs.add, new)
+        if isinstance(access, FleetClient):
+            if trust is not None or yes:
+                raise UsageError(reach.NO_KEY_FROM_AFAR.format(vm=vm))
+            where, seen = reach.from_afar(host, port, user, key, from_ssh_config), None
+        else:
+            where = reach.described(host, port, user, key, from_ssh_config)
+            seen = reach.host_key_of(where, trust=trust, yes=yes, ask=_asks())
+            what |= {"host_key": seen.pinned, "seen_host_key": seen.shown}
+        found = access.add_machine({**what, **where.as_fields()})
     if as_json:
         print_json(found)
         return
     told_more = (
         "the poller looks at it in its next round"
-        if seen.pinned
+        if seen is not None and seen.pinned
         else f"it is not used before `groupwise fleet vm trust {vm}`"
     )
     say(f"{vm} is in the fleet; {told_more}")
@@ -147,9 +153,7 @@ def list_command(
 ) -> None:
     """List the machines, what is free there, and what is wrong with them."""
     with fleet(told) as access:
-        from groupwise.fleet.verbs import machines as verbs
-
-        found = access.read(verbs.listing, removed=removed)
+        found = access.machines(removed=removed)
     if as_json:
         print_json(found)
     elif not found:
@@ -164,9 +168,7 @@ def list_command(
 def show(vm: MachineArgument, told: FleetOption = None, as_json: AsJson = False) -> None:
     """Show one machine: its GPUs, who holds them, what was done with it."""
     with fleet(told) as access:
-        from groupwise.fleet.verbs import machines as verbs
-
-        found = access.read(verbs.show, vm)
+        found = access.machine(vm)
     if as_json:
         print_json(found)
         return
@@ -257,9 +259,7 @@ def trust(
 def _confirmed(vm: str, told: str | None) -> str | None:
     """The fingerprint that a person has said yes to."""
     with fleet(told) as access:
-        from groupwise.fleet.verbs import machines as verbs
-
-        found = access.read(verbs.show, vm)
+        found = access.machine(vm)
     seen = found["seen_fingerprint"]
     if seen is None:  # the verb says what there is to be said
         return None
@@ -289,10 +289,7 @@ def clear_quarantine(
 
 def _change(verb: str, vm: str, told: str | None, as_json: bool, *more: Any) -> None:
     with fleet(told) as access:
-        from groupwise.fleet.verbs import machines as verbs
-
-        found: dict[str, Any] = access.change(getattr(verbs, verb), vm, *more)
-        access.ring()
+        found: dict[str, Any] = getattr(access, verb)(vm, *more)
     if as_json:
         print_json(found)
         return
@@ -311,16 +308,14 @@ def set_machine(
         typer.Option(metavar="P", help="Interpreter of the environment that jobs run in."),
     ] = None,
     cpu_slots: Annotated[
-        int | None, typer.Option("--cpu-slots", metavar="N", help="Jobs without GPUs at once.")
+        int | None,
+        typer.Option("--cpu-slots", metavar="N", help="Jobs without GPUs at once.", parser=SLOTS),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Say what jobs on a machine are run with."""
     with fleet(told) as access:
-        from groupwise.fleet.verbs import machines as verbs
-
-        found = access.change(verbs.change, vm, python=python, cpu_slots=cpu_slots)
-        access.ring()
+        found = access.change_machine(vm, python=python, cpu_slots=cpu_slots)
     if as_json:
         print_json(found)
         return
@@ -335,9 +330,7 @@ def set_machine(
 def list_projects(told: FleetOption = None, as_json: AsJson = False) -> None:
     """List projects with their weights, quotas, and what of them waits and runs."""
     with fleet(told) as access:
-        from groupwise.fleet.verbs import projects as verbs
-
-        found = access.read(verbs.listing)
+        found = access.projects()
     if as_json:
         print_json(found)
     elif not found:
@@ -353,7 +346,12 @@ def set_project(
     name: Annotated[str, typer.Argument(metavar="PROJECT", help="Made if it is not there yet.")],
     told: FleetOption = None,
     weight: Annotated[
-        float | None, typer.Option(metavar="X", help="2 gets twice as much of a busy fleet as 1.")
+        float | None,
+        typer.Option(
+            metavar="X",
+            help="2 gets twice as much of a busy fleet as 1.",
+            parser=number("--weight", "2"),
+        ),
     ] = None,
     max_gpus: Annotated[
         str | None,
@@ -366,19 +364,15 @@ def set_project(
     as_json: AsJson = False,
 ) -> None:
     """Set weight and quotas of a project."""
+    wanted: dict[str, float | None] = {} if weight is None else {"weight": weight}
+    if max_gpus is not None:
+        wanted["max_gpus"] = _quota("--max-gpus", max_gpus)
+    if max_waiting is not None:
+        wanted["max_waiting"] = _quota("--max-waiting", max_waiting)
+    if not wanted:
+        raise UsageError("nothing to change: give --weight, --max-gpus or --max-waiting.")
     with fleet(told, make=True) as access:
-        from groupwise.fleet.verbs import projects as verbs
-
-        found = access.change(
-            verbs.change,
-            name,
-            weight=verbs.UNCHANGED if weight is None else weight,
-            max_gpus=verbs.UNCHANGED if max_gpus is None else _quota("--max-gpus", max_gpus),
-            max_waiting=(
-                verbs.UNCHANGED if max_waiting is None else _quota("--max-waiting", max_waiting)
-            ),
-        )
-        access.ring()
+        found = access.change_project(name, **wanted)
     if as_json:
         print_json(found)
     else:

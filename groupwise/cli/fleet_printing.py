@@ -13,6 +13,7 @@ from typing import Any
 from rich.cells import cell_len
 
 from groupwise.cli.printing import print_pairs, print_section, print_table, print_text
+from groupwise.display.quantities import duration
 from groupwise.display.text import one_line, shorten
 
 Document = Mapping[str, Any]
@@ -25,21 +26,6 @@ NOT_SHOWN = frozenset({"spec_hash", "seats", "tail", "state"})
 NOT_FACTS = frozenset({"machine_time"})
 """What a machine says that is for programs; likewise."""
 FINAL = frozenset({"completed", "failed", "cancelled"})
-
-
-def duration(seconds: float | None) -> str:
-    """A time span in the two units that people would say: `3 min 20 s`."""
-    if seconds is None:
-        return ""
-    left = max(0, round(seconds))
-    parts = [
-        (left // 86400, "d"),
-        (left // 3600 % 24, "h"),
-        (left // 60 % 60, "min"),
-        (left % 60, "s"),
-    ]
-    said = [f"{count} {unit}" for count, unit in parts if count][:2]
-    return " ".join(said) or "0 s"
 
 
 def clock_time(seconds: float | None) -> str:
@@ -78,7 +64,7 @@ def _job_row(job: Document, now: float, with_project: bool) -> tuple[str, ...]:
         *((job["project"],) if with_project else ()),
         _where(job),
         duration(now - created),
-        duration(_ran(job, now)),
+        _took(job, now),
         one_line(_remark(job)),
     )
 
@@ -107,11 +93,10 @@ def _where(job: Document) -> str:
     return job["assigned_vm"] + ("" if job["gpu_index"] is None else f":{job['gpu_index']}")
 
 
-def _ran(job: Document, now: float) -> float | None:
+def _took(job: Document, now: float) -> str:
+    """Until now, where it has not ended; empty where it has not begun."""
     start = stamp(job["start_time"])
-    if start is None:
-        return None
-    return (stamp(job["end_time"]) or now) - start
+    return "" if start is None else duration((stamp(job["end_time"]) or now) - start)
 
 
 def _remark(job: Document) -> str:
@@ -148,7 +133,7 @@ def print_job(job: Document, now: float) -> None:
             ),
             ("started", clock_time(stamp(job["start_time"]))),
             ("ended", clock_time(stamp(job["end_time"]))),
-            ("took", duration(_ran(job, now)) if job["end_time"] else None),
+            ("took", _took(job, now) if job["end_time"] else None),
             ("retries", job["retry_count"] or None),
             ("generation", job["generation"] or None),
             ("log", job["log_path"]),
@@ -254,6 +239,10 @@ def event_line(event: Document) -> tuple[str, str]:
 # Machines
 
 
+UNPREPARED = "python3"
+"""The interpreter of a machine for which nobody has named another."""
+
+
 def print_machines(machines: Sequence[Document]) -> None:
     """A list of machines, a line each."""
     head = ("machine", "state", "address", "GPUs free", "model", "CPUs", "RAM", "jobs", "")
@@ -293,7 +282,9 @@ def _machine_remark(vm: Document) -> str:
         return f"shows {seen}; `fleet vm trust {vm['vm_id']}`" if seen else vm["problem"] or ""
     if vm["state"] == "cordoned":
         return vm["cordoned"]
-    return vm["problem"] or ""
+    if vm["problem"] or vm["python"] != UNPREPARED:
+        return vm["problem"] or ""
+    return f"not prepared for training kinds: `fleet vm prepare {vm['vm_id']}`"
 
 
 def print_machine(vm: Document, now: float) -> None:

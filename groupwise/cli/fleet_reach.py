@@ -1,7 +1,7 @@
 """What `groupwise fleet vm add` finds out itself: where a machine is, and which host key it shows.
 
 Where a machine is, is said by options or asked of the user's ssh config, once. Its host key is shown to a person before anything else
-is said to it.
+is said to it. For a fleet that runs elsewhere nothing is found out: what this machine sees and has is not what that one does.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from groupwise.errors import UsageError
 if TYPE_CHECKING:
     from groupwise.hosts.keys import Alias, HostKey
 
+NO_KEY_FROM_AFAR = (
+    "--trust and --yes are for who types on the machine where the fleet runs: what {vm} shows here need not be what it shows there. Leave "
+    "them out; the fleet reads its host key in the next round, and `groupwise fleet vm trust {vm} SHA256:…` then trusts it."
+)
 KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
 """What ssh itself tries, in the folder .ssh."""
 
@@ -31,6 +35,16 @@ class Where:
     user: str
     key: str | None
     jump: Mapping[str, Any] | None = None
+
+    def as_fields(self) -> dict[str, Any]:
+        """As a fleet calls them."""
+        return {
+            "ip_address": self.host,
+            "port": self.port,
+            "user": self.user,
+            "ssh_key_path": self.key,
+            "jump": self.jump,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +76,32 @@ def described(
     if user is None:
         raise UsageError(f"as whom is {host} reached? Say it with --user.")
     return Where(str(host), port or 22, user, _private_key(key))
+
+
+def from_afar(
+    host: str | None,
+    port: int | None,
+    user: str | None,
+    key: str | None,
+    alias: str | None,
+) -> Where:
+    """Where a machine is, for a fleet that runs elsewhere: nothing of it can be looked at from here. Raises UsageError."""
+    if alias is not None:
+        raise UsageError(
+            f"--from-ssh-config {alias}: the ssh config of this machine names keys of this machine, and the fleet runs elsewhere. Say "
+            "--host, --user and --key, the path of the private key on the machine where the fleet runs."
+        )
+    missing = [
+        name
+        for name, value in (("--host", host), ("--user", user), ("--key", key))
+        if value is None
+    ]
+    if missing:
+        raise UsageError(
+            f"the fleet runs elsewhere, and nothing can be looked up there: say {' and '.join(missing)} too. --key is the path of the "
+            "private key on the machine where the fleet runs."
+        )
+    return Where(str(host), port or 22, str(user), key)
 
 
 def _of_alias(name: str, port: int | None, user: str | None, key: str | None) -> Where:

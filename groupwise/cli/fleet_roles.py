@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from groupwise.cli.fleet_access import AsJson, FleetOption, fleet, place_of, require_server
+from groupwise.cli.fleet_words import number, whole
 from groupwise.cli.output import say
 from groupwise.cli.printing import print_json
 from groupwise.errors import UsageError
@@ -24,10 +25,20 @@ DatabaseOption = Annotated[
 ]
 PollOption = Annotated[
     float | None,
-    typer.Option("--poll-seconds", metavar="S", help="Between two looks at a machine; 15."),
+    typer.Option(
+        "--poll-seconds",
+        metavar="S",
+        help="Between two looks at a machine; 15.",
+        parser=number("--poll-seconds", "5"),
+    ),
 ]
 ConcurrencyOption = Annotated[
-    int | None, typer.Option(metavar="N", help="Machines that are spoken to at once; 64.")
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="Machines that are spoken to at once; 64.",
+        parser=whole("--concurrency", 64, most=10_000),
+    ),
 ]
 
 
@@ -38,7 +49,11 @@ def up(
     poll_seconds: PollOption = None,
     port: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Answer the HTTP API here as well; 0: any free port."),
+        typer.Option(
+            metavar="N",
+            help="Answer the HTTP API here as well; 0: any free port.",
+            parser=whole("--port", 8010, least=0, most=65535),
+        ),
     ] = None,
     host: Annotated[
         str | None,
@@ -113,8 +128,6 @@ def _address(
         if given:
             raise UsageError(f"{given[0]} is of the API, which answers only with --port.")
         return None
-    if not 0 <= port <= 65535:
-        raise UsageError(f"--port {port}: ports are 1 to 65535, or 0 for any that is free.")
     require_server()
     from groupwise.fleet.api.serve import Address
 
@@ -151,9 +164,7 @@ def migrate(told: FleetOption = None, database: DatabaseOption = None) -> None:
 def status(told: FleetOption = None, as_json: AsJson = False) -> None:
     """Say how the fleet is doing, and what needs a look."""
     with fleet(told) as access:
-        from groupwise.fleet.verbs import status as verbs
-
-        found = access.read(verbs.overview)
+        found = access.status()
     if as_json:
         print_json(found)
         return

@@ -14,17 +14,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from groupwise.cli.fleet_access import Access, AsJson, FleetOption, fleet
+from groupwise.cli.fleet_access import AsJson, FleetOption, fleet
+from groupwise.cli.fleet_words import number, whole
 from groupwise.cli.output import say
 from groupwise.errors import UsageError
 
 if TYPE_CHECKING:
-    from groupwise.fleet.queue.request import JobRequest
+    from groupwise.cli.fleet_access import Fleet
 
-KIND = "The kind of job"
-NEEDS = "What it needs"
-POLICY = "How it is treated"
-
+MOST = 2**31 - 1
+"""That a column of whole numbers holds."""
 Arguments = Annotated[
     list[str] | None,
     typer.Argument(
@@ -71,16 +70,40 @@ def submit(
         typer.Option("--preprocessing_pipeline", metavar="P", help="generic, deepseek …"),
     ] = None,
     max_steps: Annotated[
-        int | None, typer.Option("--max_steps", metavar="N", help="Without it: 500.")
+        int | None,
+        typer.Option(
+            "--max_steps",
+            metavar="N",
+            help="Without it: 500.",
+            parser=whole("--max_steps", 500, most=MOST),
+        ),
     ] = None,
     learning_rate: Annotated[
-        float | None, typer.Option("--learning_rate", metavar="X", help="Without it: 5e-6.")
+        float | None,
+        typer.Option(
+            "--learning_rate",
+            metavar="X",
+            help="Without it: 5e-6.",
+            parser=number("--learning_rate", "5e-6"),
+        ),
     ] = None,
     batch_size: Annotated[
-        int | None, typer.Option("--batch_size", metavar="N", help="Prompts; without it: 1.")
+        int | None,
+        typer.Option(
+            "--batch_size",
+            metavar="N",
+            help="Prompts; without it: 1.",
+            parser=whole("--batch_size", 4, most=MOST),
+        ),
     ] = None,
     num_generations: Annotated[
-        int | None, typer.Option("--num_generations", metavar="N", help="Without it: 4.")
+        int | None,
+        typer.Option(
+            "--num_generations",
+            metavar="N",
+            help="Without it: 4.",
+            parser=whole("--num_generations", 8, most=MOST),
+        ),
     ] = None,
     output_dir: Annotated[
         str | None, typer.Option("--output_dir", metavar="D", help="Without it: outputs.")
@@ -110,13 +133,24 @@ def submit(
         ),
     ] = None,
     machines: Annotated[
-        int, typer.Option("--machines", metavar="N", help="A gang: so many at once, or none.")
+        int,
+        typer.Option(
+            "--machines",
+            metavar="N",
+            help="A gang: so many at once, or none.",
+            parser=whole("--machines", 4, most=1024),
+        ),
     ] = 1,
     vm: Annotated[str | None, typer.Option("--vm", metavar="VM", help="This machine only.")] = None,
     vm_label: Annotated[
         list[str] | None, typer.Option("--vm-label", metavar="K=V", help="That its machine has.")
     ] = None,
-    cpu: Annotated[int | None, typer.Option("--cpu", metavar="N", help="CPU cores.")] = None,
+    cpu: Annotated[
+        int | None,
+        typer.Option(
+            "--cpu", metavar="N", help="CPU cores.", parser=whole("--cpu", 8, most=100_000)
+        ),
+    ] = None,
     ram: Annotated[str | None, typer.Option("--ram", metavar="SIZE", help="64GB.")] = None,
     disk: Annotated[
         str | None, typer.Option("--disk", metavar="SIZE", help="Free at start.")
@@ -126,7 +160,13 @@ def submit(
     ] = None,
     # how it is treated
     priority: Annotated[
-        int | None, typer.Option("--priority", metavar="N", help="Each step: an hour of waiting.")
+        int | None,
+        typer.Option(
+            "--priority",
+            metavar="N",
+            help="Each step: an hour of waiting.",
+            parser=whole("--priority", 2, least=-1000, most=1000),
+        ),
     ] = None,
     project: Annotated[
         str | None, typer.Option("--project", metavar="P", help="Who it counts for.")
@@ -137,8 +177,20 @@ def submit(
     ] = None,
     retries: Annotated[
         int | None,
-        typer.Option("--retries", metavar="N", help="After failures that may be its own fault."),
+        typer.Option(
+            "--retries",
+            metavar="N",
+            help="After failures that may be its own fault; without it: 2.",
+            parser=whole("--retries", 2, least=0, most=100),
+        ),
     ] = None,
+    allow_smaller_batch: Annotated[
+        bool,
+        typer.Option(
+            "--allow-smaller-batch",
+            help="Where the GPU's memory was too small, try again: a training kind does with a smaller batch.",
+        ),
+    ] = False,
     after: Annotated[
         list[str] | None,
         typer.Option("--after", metavar="JOB[:ok]", help="Not before this one has ended."),
@@ -169,6 +221,14 @@ def submit(
         list[str] | None,
         typer.Option(
             "--artefact", metavar="PATH", help="To fetch at the end; without it: outputs."
+        ),
+    ] = None,
+    checkpoint: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--checkpoint",
+            metavar="PATH",
+            help="Where its checkpoints lie, a folder each, to be mirrored as it runs; without it: in its artefacts.",
         ),
     ] = None,
     webhook: Annotated[
@@ -221,32 +281,35 @@ def submit(
         "environment": words.pairs("--env", env or ()),
         "secrets": dict(words.secret(word) for word in secret or ()),
         "artefacts": artefact,
+        "checkpoints": checkpoint,
+        "allow_smaller_batch": allow_smaller_batch,
         "webhook": webhook,
         "limits": _limits(time_limit),
     }
     if wait and (hold or dry_run):
         raise UsageError(f"--wait and {'--hold' if hold else '--dry-run'} contradict each other.")
-    with fleet(told, make=not dry_run) as access:
-        from groupwise.fleet.queue import resources
+    from groupwise.fleet.queue import resources
 
-        needs = resources.parse(
-            gpus=gpus,
-            vm=vm,
-            gpu_model=gpu_model,
-            gpu_memory=gpu_memory,
-            share=share_mb,
-            machines=machines,
-            cpus=cpu,
-            ram=ram,
-            disk=disk,
-            labels=vm_label or (),
-        )
-        whole = {**columns, **policy, "resources": needs.as_json(), "arguments": arguments or []}
-        base = {key: value for key, value in whole.items() if value not in (None, [], {}, False)}
+    needs = resources.parse(
+        gpus=gpus,
+        vm=vm,
+        gpu_model=gpu_model,
+        gpu_memory=gpu_memory,
+        share=share_mb,
+        machines=machines,
+        cpus=cpu,
+        ram=ram,
+        disk=disk,
+        labels=vm_label or (),
+    )
+    with fleet(told, make=not dry_run) as access:
+        asked = {**columns, **policy, "resources": needs.as_json(), "arguments": arguments or []}
+        base = {key: value for key, value in asked.items() if value not in (None, [], {}, False)}
         manifest = _files_of(access, base, file or (), dry_run)
         if manifest:
             base["files"] = manifest
         documents = [base] if array is None else list(_array(array, base))
+        _check(documents)
         _submit(access, Submission(documents, project, idempotency_key), wait, dry_run, as_json)
 
 
@@ -280,7 +343,7 @@ def _limits(time_limit: str | None) -> dict[str, Any] | None:
 
 
 def _files_of(
-    access: Access, base: dict[str, Any], words: Sequence[str], dry_run: bool
+    access: Fleet, base: dict[str, Any], words: Sequence[str], dry_run: bool
 ) -> dict[str, list[Any]]:
     """The manifest of what travels; data set and reward function are renamed to where they will lie."""
     found: dict[str, Path] = {}
@@ -293,22 +356,20 @@ def _files_of(
         base["reward_function"] = ",".join(
             _reward(found, each) for each in base["reward_function"].split(",")
         )
+    _check([base])  # before anything is sent
     return _kept(access, found, dry_run)
 
 
-def _kept(access: Access, found: Mapping[str, Path], dry_run: bool) -> dict[str, list[Any]]:
+def _kept(access: Fleet, found: Mapping[str, Path], dry_run: bool) -> dict[str, list[Any]]:
     """In the fleet's store, where dispatchers take them from; `--dry-run` only looks at them."""
-    from groupwise.hosts.files import BlobStore, hash_of
+    from groupwise.hosts.files import hash_of
 
     if dry_run:
         return {
             path: [hash_of(each), each.stat().st_mode & 0o777, each.stat().st_size]
             for path, each in found.items()
         }
-    if not found:
-        return {}
-    entries = BlobStore(access.place.blobs).put_files(found)
-    return {path: [entry.sha256, entry.mode, entry.size] for path, entry in entries.items()}
+    return access.upload(found) if found else {}
 
 
 def _local_and_remote(word: str) -> tuple[Path, str]:
@@ -372,10 +433,10 @@ def _array(file: Path, base: Mapping[str, Any]) -> list[dict[str, Any]]:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--array {file} cannot be read: {error}") from None
     found: list[dict[str, Any]] = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for line_number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
-        where = f"--array {file}:{number}"
+        where = f"--array {file}:{line_number}"
         if line.lstrip().startswith("{"):
             found.append(_laid_over(base, json_object(where, line)))
         else:
@@ -383,6 +444,14 @@ def _array(file: Path, base: Mapping[str, Any]) -> list[dict[str, Any]]:
     if not found:
         raise UsageError(f"--array {file} has no line: each makes a job.")
     return found
+
+
+def _check(documents: Sequence[Mapping[str, Any]]) -> None:
+    """What is wrong with the words is told here, the same way for every fleet."""
+    from groupwise.fleet.queue.request import from_document
+
+    for each in documents:
+        from_document(each)
 
 
 def _laid_over(base: Mapping[str, Any], line: Mapping[str, Any]) -> dict[str, Any]:
@@ -406,32 +475,22 @@ def _words(where: str, line: str) -> list[str]:
 
 
 def _submit(
-    access: Access, submission: Submission, wait: bool, dry_run: bool, as_json: bool
+    access: Fleet, submission: Submission, wait: bool, dry_run: bool, as_json: bool
 ) -> None:
     from groupwise.cli.fleet_follow import exit_code_of, until_ended
     from groupwise.cli.printing import print_json
-    from groupwise.fleet.queue.request import from_document
-    from groupwise.fleet.verbs import submission as verbs
 
-    requests: list[JobRequest] = [from_document(each) for each in submission.documents]
+    documents = submission.documents
     if dry_run:
-        planned = [
-            access.change(
-                verbs.plan, each, project=submission.project, allowed=access.place.secrets
-            )
-            for each in requests
-        ]
+        planned = [access.plan(each, project=submission.project) for each in documents]
         _print_plans(planned, as_json)
         return
-    accepted = access.change(
-        verbs.submit_all,
-        requests,
+    accepted = access.submit_all(
+        documents,
         project=submission.project,
-        key=submission.idempotency_key,
-        allowed=access.place.secrets,
+        idempotency_key=submission.idempotency_key,
     )
     ids = [each["job_id"] for each in accepted]
-    access.ring(*ids)
     for note in dict.fromkeys(note for each in accepted for note in each["notes"]):
         say(note)
     if as_json and not wait:
@@ -473,7 +532,7 @@ EXEC_PRIORITY = 1000
 
 
 def run_on(
-    access: Access,
+    access: Fleet,
     target: str,
     arguments: Sequence[str],
     *,
@@ -485,42 +544,36 @@ def run_on(
     from groupwise.cli.fleet_follow import exit_code_of, follow_log
     from groupwise.cli.fleet_words import seconds_of
     from groupwise.fleet.queue import resources
-    from groupwise.fleet.queue.request import from_document
-    from groupwise.fleet.verbs import submission as verbs
 
     vm = _machine_of(access, target)
-    request = from_document(
-        {
-            "arguments": list(arguments),
-            "name": f"exec {shlex.join(arguments)}"[:256],
-            "resources": resources.parse(gpus=gpus, vm=vm).as_json(),
-            "limits": {"time_seconds": seconds_of("--time-limit", time_limit)},
-            "retry": {"charged": 0},
-            "priority": EXEC_PRIORITY,
-            "artefacts": [],
-            "checkpoints": [],
-        }
-    )
-    (job,) = access.change(
-        verbs.submit_all, [request], project=project, allowed=access.place.secrets
-    )
-    access.ring(job["job_id"])
+    request = {
+        "arguments": list(arguments),
+        "name": f"exec {shlex.join(arguments)}"[:256],
+        "resources": resources.parse(gpus=gpus, vm=vm).as_json(),
+        "limits": {"time_seconds": seconds_of("--time-limit", time_limit)},
+        "retry": {"charged": 0},
+        "priority": EXEC_PRIORITY,
+        "artefacts": [],
+        "checkpoints": [],
+    }
+    job = access.submit(request, project=project)
     ended = follow_log(access, job["job_id"])
     if ended["failure_reason"]:
         say(ended["failure_reason"])
     return exit_code_of([ended])
 
 
-def _machine_of(access: Access, target: str) -> str:
+def _machine_of(access: Fleet, target: str) -> str:
     """A machine by its name, or the one that a job was given last."""
-    from groupwise.fleet.verbs import jobs, machines
     from groupwise.wire.problems import Refusal
 
     try:
-        return access.read(machines.show, target)["vm_id"]
+        return access.machine(target)["vm_id"]
     except Refusal as no_machine:
+        if no_machine.code != "unknown_vm":
+            raise
         try:
-            job = access.read(jobs.show, target)
+            job = access.show(target)
         except Refusal:
             raise no_machine from None
     if job["assigned_vm"] is None:

@@ -1,11 +1,15 @@
-"""Words of the command line as values: `k=v`, `2h`, statuses, settings of a kind. Each refusal says what was given and what is wanted."""
+"""Words of the command line as values: numbers, `k=v`, `2h`, statuses, settings of a kind.
+
+Each refusal says what was given and what is wanted.
+"""
 
 from __future__ import annotations
 
 import difflib
 import json
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from groupwise.errors import UsageError
@@ -16,6 +20,47 @@ if TYPE_CHECKING:
 _PART = re.compile(r"(\d+(?:\.\d+)?)(d|h|min|m|s)?")
 _UNITS = {"d": 86400.0, "h": 3600.0, "min": 60.0, "m": 60.0, "s": 1.0, "": 1.0}
 _LONG = re.compile(r"(?:\d+(?:\.\d+)?(?:d|h|min|m|s))+")
+
+
+def whole(
+    option: str, example: int, *, least: int = 1, most: int | None = None
+) -> Callable[[str | int], int]:
+    """For an option that takes a whole number: reads its word. Raises UsageError."""
+
+    def read(word: str | int) -> int:
+        if isinstance(word, int):
+            return word  # the default
+        text = word.strip().replace("_", "")
+        value = int(text) if re.fullmatch(r"[+-]?\d{1,18}", text, re.ASCII) else None
+        if value is None or value < least or (most is not None and value > most):
+            wanted = f"a whole number, {_between(least, most)}, as {option} {example}"
+            raise UsageError(f"{option} {word}: what is wanted is {wanted}.")
+        return value
+
+    return read
+
+
+def number(option: str, example: str) -> Callable[[str | float], float]:
+    """For an option that takes any number above 0: reads its word. Raises UsageError."""
+
+    def read(word: str | float) -> float:
+        if isinstance(word, int | float):
+            return word  # the default
+        try:
+            value = float(word)
+        except ValueError:
+            value = math.nan
+        if not 0 < value < math.inf:
+            raise UsageError(
+                f"{option} {word}: what is wanted is a number above 0, as {option} {example}."
+            )
+        return value
+
+    return read
+
+
+def _between(least: int, most: int | None) -> str:
+    return f"at least {least}" if most is None else f"{least} to {most}"
 
 
 def pairs(option: str, words: Iterable[str]) -> dict[str, str]:

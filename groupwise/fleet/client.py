@@ -5,18 +5,18 @@
     for piece in fleet.follow(job["job_id"]):
         print(piece.decode(), end="")
 
-Every method gives the documents that `--json` prints. A refusal is raised as `Refusal`, with the server's code and words; where no answer
-came, a call that may be repeated is, and `FleetAway` is raised when that has not helped. A submission names itself, so that repeating it
-makes no second job.
+Every method gives the documents that `--json` prints, and `groupwise.fleet.direct` has the same methods for a fleet of this machine. A
+refusal is raised as `Refusal`, with the server's code and words; where no answer came, a call that may be repeated is, and `FleetAway` is
+raised when that has not helped. A submission names itself, so that repeating it makes no second job.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import random
+import ssl
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -25,7 +25,9 @@ from urllib.parse import quote
 import httpx2
 
 from groupwise.errors import RunError, UsageError
+from groupwise.fleet.download import Tell, Wanted, fetch, tell_nobody
 from groupwise.hosts.files import PIECE, files_below, hash_of
+from groupwise.wire.fleet import ENDED_HEADER, EPOCH_HEADER, OFFSET_HEADER, LogPart
 from groupwise.wire.idempotency import HEADER, new_idempotency_key
 from groupwise.wire.keys import VARIABLE
 from groupwise.wire.problems import KINDS, FieldError, Problem, Refusal
@@ -37,6 +39,8 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
 WAIT_SECONDS = 20.0
 """For which one request waits for more of a log."""
 UPLOAD_PIECE = 16 * PIECE
+MOST_HASHES = 10_000
+"""That one request asks for."""
 
 
 class FleetAway(RunError):
@@ -60,6 +64,7 @@ class FleetClient:
         """`key`: without it, GROUPWISE_API_KEY of the environment. `timeout`: seconds for one request."""
         key = os.environ.get(VARIABLE) if key is None else key
         headers = {} if not key else {"Authorization": f"Bearer {key}"}
+        self._has_key = bool(key)
         self.url = url.rstrip("/")
         self._sleep = sleep
         self._http = httpx2.Client(
@@ -99,10 +104,27 @@ class FleetClient:
         document = dict(request)
         if files:
             document["files"] = {**document.get("files", {}), **self.upload(files)}
-        key = new_idempotency_key() if idempotency_key is None else idempotency_key
-        return self._json(
-            "POST", "/jobs", body=document, query={"project": project}, headers={HEADER: key}
-        )
+        return self._accepted("/jobs", document, project, idempotency_key)
+
+    def submit_all(
+        self,
+        requests: Sequence[Mapping[str, Any]],
+        *,
+        project: str | None = None,
+        idempotency_key: str | None = None,
+    ) -> list[Document]:
+        """Submit several jobs, all of them or none. Submitted again with the same key they are the same jobs."""
+        if len(requests) == 1:
+            return [self._accepted("/jobs", requests[0], project, idempotency_key)]
+        body = {"jobs": [dict(request) for request in requests]}
+        return self._accepted("/jobs/array", body, project, idempotency_key)
+
+    def _accepted(
+        self, path: str, body: Mapping[str, Any], project: str | None, named: str | None
+    ) -> Any:
+        key = new_idempotency_key() if named is None else named
+        query = {"project": project}
+        return self._json("POST", path, body=body, query=query, headers={HEADER: key})
 
     def plan(self, request: Mapping[str, Any], *, project: str | None = None) -> Document:
         """What the job would be and where it could run now; nothing is submitted."""
@@ -116,9 +138,13 @@ class FleetClient:
         """All about one job."""
         return self._json("GET", f"/jobs/{_part(job_id)}")
 
-    def cancel(self, job_id: str) -> Document:
+    def progress(self, job_id: str) -> Document:
+        """Its status, exit code, reason, and the epochs of its attempts: little, for who asks often."""
+        return self._json("GET", f"/jobs/{_part(job_id)}/progress")
+
+    def cancel(self, job_id: str, reason: str | None = None) -> Document:
         """Have it end; its status is `cancelled` once nothing of it is left."""
-        return self._json("POST", f"/jobs/{_part(job_id)}/cancel")
+        return self._json("POST", f"/jobs/{_part(job_id)}/cancel", body={"reason": reason})
 
     def hold(self, job_id: str) -> Document:
         """Have a waiting job wait until it is released."""
@@ -132,6 +158,23 @@ class FleetClient:
         """Begin a failed or cancelled job anew. Sent once: where no answer came, look at the job first."""
         return self._json("POST", f"/jobs/{_part(job_id)}/retry", tries=1)
 
+    def prune(
+        self,
+        older_than: float,
+        *,
+        project: str | None = None,
+        status: Sequence[str] | None = None,
+        dry_run: bool = False,
+    ) -> Document:
+        """Remove jobs that ended more than so many seconds ago, with logs and artefacts: their ids, and how many bytes. Sent once."""
+        body = {
+            "older_than": older_than,
+            "project": project,
+            "status": None if status is None else list(status),
+            "dry_run": dry_run,
+        }
+        return self._json("POST", "/jobs/prune", body=body, tries=TRIES if dry_run else 1)
+
     def wait(self, job_id: str) -> Document:
         """The job, once it has ended."""
         for _ in self.follow(job_id):
@@ -140,37 +183,55 @@ class FleetClient:
 
     # Bytes
 
+    def log(
+        self,
+        job_id: str,
+        *,
+        epoch: int | None = None,
+        offset: int = 0,
+        rank: int = 0,
+        tail: int | None = None,
+        wait: float = 0.0,
+    ) -> LogPart:
+        """The next piece of a log; without `epoch` of the newest, from its beginning, or `tail` lines before its present end.
+
+        `wait`: seconds for more to come, if there is none yet, at most 30.
+        """
+        query = {"epoch": epoch, "offset": offset, "rank": rank, "tail": tail, "wait": wait}
+        answer = self._answer("GET", f"/jobs/{_part(job_id)}/log", query=query)
+        known = EPOCH_HEADER in answer.headers
+        return LogPart(
+            data=answer.content,
+            epoch=int(answer.headers[EPOCH_HEADER]) if known else None,
+            offset=int(answer.headers[OFFSET_HEADER]) if known else 0,
+            ended=answer.headers.get(ENDED_HEADER) == "true",
+        )
+
     def follow(
         self, job_id: str, *, epoch: int | None = None, offset: int = 0, rank: int = 0
     ) -> Generator[bytes]:
         """The log as it grows, attempt after attempt, until the job has ended. Without `epoch`: from the beginning of the newest."""
         while True:
-            query = {"epoch": epoch, "offset": offset, "rank": rank, "wait": WAIT_SECONDS}
-            answer = self._answer("GET", f"/jobs/{_part(job_id)}/log", query=query)
-            if "X-Log-Epoch" in answer.headers:
-                epoch = int(answer.headers["X-Log-Epoch"])
-                offset = int(answer.headers["X-Log-Offset"])
-            if answer.content:
-                yield answer.content
-            if answer.headers.get("X-Log-Ended") == "true":
+            part = self.log(job_id, epoch=epoch, offset=offset, rank=rank, wait=WAIT_SECONDS)
+            if part.epoch is not None:
+                epoch, offset = part.epoch, part.offset
+            if part.data:
+                yield part.data
+            if part.ended:
                 return
 
     def upload(
         self, files: Sequence[str | Path] | Mapping[str, str | Path]
     ) -> dict[str, list[Any]]:
         """Send files and folders of this machine; the manifest under which a job takes them along. What is there already is not sent."""
-        named = files if isinstance(files, Mapping) else {Path(name).name: name for name in files}
-        found: dict[str, Path] = {}
-        for name, place in named.items():
-            path = Path(place)
-            below = files_below(path) if path.is_dir() else {"": path}
-            found |= {f"{name}/{inner}" if inner else name: each for inner, each in below.items()}
+        found = named_files(files)
         hashes = {name: hash_of(path) for name, path in found.items()}
-        missing = self._json(
-            "POST", "/blobs/missing", body={"sha256": sorted(set(hashes.values()))}
-        )
-        for sha256 in missing["missing"]:
-            self._send(sha256, next(path for name, path in found.items() if hashes[name] == sha256))
+        places = {hashes[name]: path for name, path in found.items()}
+        wanted = sorted(places)
+        for start in range(0, len(wanted), MOST_HASHES):
+            some = {"sha256": wanted[start : start + MOST_HASHES]}
+            for sha256 in self._json("POST", "/blobs/missing", body=some)["missing"]:
+                self._send(sha256, places[sha256])
         return {
             name: [hashes[name], path.stat().st_mode & 0o777, path.stat().st_size]
             for name, path in found.items()
@@ -192,34 +253,65 @@ class FleetClient:
                     return
                 sent = answer["received"]
 
-    def artefacts(self, job_id: str) -> Document:
-        """What it left: `files`, by path, with sha256, mode and bytes."""
-        return self._json("GET", f"/jobs/{_part(job_id)}/artefacts")
+    def artefacts(self, job_id: str, *, epoch: int | None = None, rank: int = 0) -> Document:
+        """What an attempt left: `files`, by path, with sha256, mode and bytes; without `epoch` the newest that left any."""
+        query = {"epoch": epoch, "rank": rank}
+        return self._json("GET", f"/jobs/{_part(job_id)}/artefacts", query=query)
 
-    def fetch(self, job_id: str, folder: str | Path) -> list[Path]:
-        """Bring what it left into a folder here; each file appears whole, after its hash was found right."""
-        left = self.artefacts(job_id)["files"]
-        return [self._fetch(job_id, path, left[path][0], Path(folder)) for path in sorted(left)]
+    def checkpoints(self, job_id: str) -> list[Document]:
+        """Its mirrored checkpoints, the newest first; their `files` as those of artefacts."""
+        return self._json("GET", f"/jobs/{_part(job_id)}/checkpoints")
 
-    def _fetch(self, job_id: str, path: str, sha256: str, folder: Path) -> Path:
-        target = folder / path
-        if target.is_file() and hash_of(target) == sha256:
-            return target
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".{target.name}.part")
-        hashed = hashlib.sha256()
+    def fetch(
+        self,
+        job_id: str,
+        folder: str | Path,
+        *,
+        paths: Sequence[str] = (),
+        checkpoints: bool = False,
+        epoch: int | None = None,
+        rank: int = 0,
+        force: bool = False,
+        tell: Tell = tell_nobody,
+    ) -> Document:
+        """Bring what it left into a folder here; each file appears whole, after its hash was found right. See `download.fetch`."""
+        wanted = Wanted(paths, checkpoints, epoch, rank)
+        return fetch(self, job_id, Path(folder), wanted, force=force, tell=tell)
+
+    def artefact_pieces(
+        self, job_id: str, path: str, *, epoch: int, rank: int = 0, offset: int = 0
+    ) -> Iterator[bytes]:
+        """The bytes of an artefact from an offset on."""
         address = f"/jobs/{_part(job_id)}/artefacts/{quote(path)}"
-        with self._http.stream("GET", address) as answer, temporary.open("wb") as file:
-            if answer.status_code != 200:
-                answer.read()
-                raise _refusal(answer)
-            for piece in answer.iter_bytes():
-                hashed.update(piece)
-                file.write(piece)
-        if hashed.hexdigest() != sha256:
-            temporary.unlink()
-            raise FleetAway(f"{path} of {job_id} did not arrive whole; fetch it again.")
-        return temporary.replace(target)
+        return self._pieces(address, {"epoch": epoch, "rank": rank}, offset)
+
+    def checkpoint_pieces(self, job_id: str, sha256: str, *, offset: int = 0) -> Iterator[bytes]:
+        """The bytes of a file of a mirrored checkpoint, by its hash, from an offset on."""
+        return self._pieces(f"/jobs/{_part(job_id)}/checkpoints/{_part(sha256)}", {}, offset)
+
+    def _pieces(self, path: str, query: Mapping[str, Any], offset: int) -> Generator[bytes]:
+        """What is cut off goes on where it ended, as long as anything comes."""
+        pause, failures = FIRST_PAUSE, 0
+        while True:
+            headers = {"Range": f"bytes={offset}-", "Accept-Encoding": "identity"}
+            try:
+                with self._http.stream("GET", path, params=query, headers=headers) as answer:
+                    if not answer.is_success:
+                        answer.read()
+                        raise self._refusal(answer)
+                    skip = offset if answer.status_code == 200 else 0  # a proxy may know no ranges
+                    for data in answer.iter_bytes():
+                        piece, skip = data[skip:], max(0, skip - len(data))
+                        offset += len(piece)
+                        pause, failures = FIRST_PAUSE, 0
+                        yield piece
+                    return
+            except httpx2.TransportError as error:
+                failures += 1
+                if failures == TRIES or _not_trusted(error) is not None:
+                    raise self._away("GET", path, error) from error
+            self._sleep(pause * random.uniform(0.5, 1))
+            pause = min(2 * pause, LONGEST_PAUSE)
 
     # Machines, people, state
 
@@ -234,6 +326,13 @@ class FleetClient:
     def add_machine(self, machine: Mapping[str, Any]) -> Document:
         """Take one in: a `groupwise.wire.fleet.MachineBody` as JSON."""
         return self._json("POST", "/vms", body=machine)
+
+    def change_machine(
+        self, vm_id: str, *, python: str | None = None, cpu_slots: int | None = None
+    ) -> Document:
+        """Say what jobs there are run with; None: as it was."""
+        body = {"python": python, "cpu_slots": cpu_slots}
+        return self._json("PUT", f"/vms/{_part(vm_id)}", body=body)
 
     def drain(self, vm_id: str) -> Document:
         """Place nothing new there; what runs goes on."""
@@ -259,8 +358,8 @@ class FleetClient:
         """Take it out of the fleet."""
         return self._json("POST", f"/vms/{_part(vm_id)}/remove")
 
-    def trust(self, vm_id: str, fingerprint: str) -> Document:
-        """Pin the host key that it showed last, which must have this fingerprint."""
+    def trust(self, vm_id: str, fingerprint: str | None = None) -> Document:
+        """Pin the host key that it showed last, which must have this fingerprint, if one is given."""
         return self._json("POST", f"/vms/{_part(vm_id)}/trust", body={"fingerprint": fingerprint})
 
     def clear_quarantine(self, vm_id: str, gpu: str) -> Document:
@@ -325,7 +424,7 @@ class FleetClient:
         tries: int = TRIES,
     ) -> httpx2.Response:
         known = {name: value for name, value in (query or {}).items() if value is not None}
-        pause, last = FIRST_PAUSE, ""
+        pause, last = FIRST_PAUSE, None
         for number in range(tries):
             if number:
                 self._sleep(pause * random.uniform(0.5, 1))
@@ -335,17 +434,63 @@ class FleetClient:
                     method, path, json=body, content=content, params=known, headers=headers
                 )
             except httpx2.TransportError as error:
-                last = f"{type(error).__name__}: {error}"
+                last = error
+                if _not_trusted(error) is not None:
+                    break
                 continue
             if answer.is_success:
                 return answer
-            refusal = _refusal(answer)
+            refusal = self._refusal(answer)
             if not refusal.kind.retry or number == tries - 1:
                 raise refusal
             pause = max(pause, min(refusal.retry_after or 0, LONGEST_PAUSE))
-        raise FleetAway(
-            f"{self.url} gave no answer to {method} {path} ({last}). Is `groupwise fleet up --port` running there, and the address right?"
+        assert last is not None, "the last try was answered"
+        raise self._away(method, path, last) from last
+
+    def _away(self, method: str, path: str, error: httpx2.TransportError) -> FleetAway:
+        if (untrusted := _not_trusted(error)) is not None:
+            return FleetAway(
+                f"{self.url} shows a certificate that is not trusted here ({untrusted.verify_message}). Where an authority of your own "
+                "has signed it, set SSL_CERT_FILE to the file with that authority's certificate; where it is for another name, use that "
+                "name in the address."
+            )
+        return FleetAway(
+            f"{self.url} gave no answer to {method} {path} ({type(error).__name__}: {error}). Is `groupwise fleet up --port` running "
+            "there, and the address right?"
         )
+
+    def _refusal(self, answer: httpx2.Response) -> Refusal:
+        """What the server said, with the client's part in it."""
+        refusal = _refusal(answer)
+        if refusal.code != "unauthorised":
+            return refusal
+        if self._has_key:
+            return Refusal(
+                refusal.code, f"{refusal.detail} The one that was sent is that of {VARIABLE}."
+            )
+        return Refusal(
+            refusal.code,
+            f"{self.url} answers only to who has a key, and none was sent: put yours into {VARIABLE}. Whoever runs the fleet makes one "
+            "with `groupwise fleet key new ROLE`.",
+        )
+
+
+def named_files(files: Sequence[str | Path] | Mapping[str, str | Path]) -> dict[str, Path]:
+    """Files and folders of this machine as single files, by the paths under which a job takes them along."""
+    named = files if isinstance(files, Mapping) else {Path(name).name: name for name in files}
+    found: dict[str, Path] = {}
+    for name, place in named.items():
+        path = Path(place)
+        below = files_below(path) if path.is_dir() else {"": path}
+        found |= {f"{name}/{inner}" if inner else name: each for inner, each in below.items()}
+    return found
+
+
+def _not_trusted(error: BaseException | None) -> ssl.SSLCertVerificationError | None:
+    """Why the certificate of the API was refused, if that is what went wrong."""
+    while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _part(name: str) -> str:

@@ -5,8 +5,10 @@
     renewing     every 10 s, one statement that keeps the lease of everything it owns. Its answer is the list of what it owns, and whatever
                  of that is not being driven is driven from then on
     claiming     at every ring of the doorbell, and every 2 s without: admit new rows, claim what there is room for
-    adopting     every 10 s: attempts whose owner has not renewed; the same function serves the start, where it finds what was left over
-    wishes       every 2 s: cancellations and lost machines wake the drives that they concern
+    adopting     every 2 s: attempts whose owner has not renewed; the same function serves the start, where it finds what was left over
+    wishes       every 2 s: cancellations and lost machines wake the drives that they concern; a machine that the poller saw booted anew, or
+                 again, is asked at once, over a new connection: the kept one may be dead without knowing it
+    clearing     every ten minutes: what nobody needs any more on machines, and in the store of files here
     reconciling  every minute: what machines run that nobody drives. A lower epoch is killed, an unknown job is written down and left
                  alone; a machine that was declared lost and answers is emptied, and then used again
 
@@ -27,6 +29,7 @@ import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from groupwise.errors import RunError
@@ -42,8 +45,11 @@ from groupwise.fleet.attempts.drive import (
 )
 from groupwise.fleet.attempts.effects import Gateway
 from groupwise.fleet.attempts.records import LEASE, LeftBehind, Machine
+from groupwise.fleet.attempts.together import Reads
 from groupwise.fleet.attempts.watching import Pauses as WatchPauses
 from groupwise.fleet.attempts.watching import Watch, Watches
+from groupwise.fleet.files.clearing import EVERY, clear_away
+from groupwise.fleet.machines.clearing import Keeping, MachineClearing, is_doctors
 from groupwise.fleet.queue import admission, claim
 from groupwise.fleet.secrets import UNLESS_TOLD, AllowedSecrets
 from groupwise.fleet.store.database import Database
@@ -74,9 +80,10 @@ class Rhythm:
 
     lease: float = LEASE
     renew: float = 10.0
-    adopt: float = 10.0
+    adopt: float = 2.0
     sweep: float = 2.0
     reconcile: float = 60.0
+    clear: float = 600.0
     after_crash: float = 5.0
     """Before a task that crashed is begun anew."""
 
@@ -94,6 +101,10 @@ class Parts:
     collector: Collector
     store: BlobStore
     secrets: AllowedSecrets = UNLESS_TOLD
+    doubt: Callable[[str], None] = lambda vm_id: None
+    """Connections that are kept to this machine may be dead: calls that wait there are given up."""
+    folders: Sequence[Path] = ()
+    """Of logs and artefacts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +117,7 @@ class Tuning:
     chance: random.Random = field(default_factory=random.Random)
     concurrency: int = 64
     """Machines that are reconciled at once."""
+    keeping: Keeping = field(default_factory=Keeping)
 
 
 def new_owner() -> str:
@@ -133,11 +145,16 @@ class GlobalJobDispatcher:
         self._drives: dict[int, tuple[Drive, asyncio.Task[None]]] = {}
         self._watching: set[asyncio.Task[None]] = set()
         self._wishes: dict[int, Any] = {}
+        self._sightings: dict[str, tuple[str | None, bool]] = {}
         self._mine_until = 0.0
+        self._clearing = MachineClearing(self._gateway, self._tuning.keeping)
         self._watches = Watches(self._watch, self._tuning.watch_pauses)
         self._desk = Desk(
             owner=self.owner,
             gateway=self._gateway,
+            snapshots=Reads(
+                parts.database, lambda s, epochs: records.snapshots(s, epochs, self.owner)
+            ),
             runner=self._runner,
             watches=self._watches,
             logs=parts.logs,
@@ -171,6 +188,7 @@ class GlobalJobDispatcher:
                     ("adopting", self.adopt, rhythm.adopt),
                     ("wishes", self.hear_wishes, rhythm.sweep),
                     ("reconciling", self.reconcile, rhythm.reconcile),
+                    ("clearing", self._clear_now_and_then, 0.0),
                     ("claiming", self._claim_when_rung, 0.0),
                     ("guarding the lease", self._guard_lease, 0.0),
                 )
@@ -263,12 +281,20 @@ class GlobalJobDispatcher:
             )
 
     async def hear_wishes(self) -> None:
-        """Wake the drives whose attempts somebody wants ended."""
-        found = await self._gateway.look(lambda s: records.wishes(s, self.owner))
+        """Wake the drives whose attempts somebody wants ended, or whose machines have been seen to begin anew."""
+        found, seen = await self._gateway.look(
+            lambda s: (records.wishes(s, self.owner), records.sightings(s, self.owner))
+        )
         for epoch, wish in found.items():
             if epoch in self._drives and self._wishes.get(epoch) != wish:
                 self._drives[epoch][0].poke()
         self._wishes = found
+        for vm_id, (boot, answers) in seen.items():
+            boot_before, answered = self._sightings.get(vm_id, (boot, answers))
+            if boot_before not in (None, boot) or (answers and not answered):
+                self._parts.doubt(vm_id)
+                self._watches.seen(vm_id)
+        self._sightings = seen
 
     # Driving
 
@@ -374,12 +400,28 @@ class GlobalJobDispatcher:
                     pass
 
     async def _quarantine(self, machine: Machine, state: MemberState) -> None:
+        if is_doctors(state.job, state.epoch):
+            return
         vm_id, job, epoch = machine.vm_id, state.job, state.epoch
         news = await self._gateway.commit(
             "stray.quarantine", lambda s: records.quarantine(s, self.owner, vm_id, job, epoch)
         )
         if news:
             log.error("%s runs %s.%d, which no table knows: it is left alone", vm_id, job, epoch)
+
+    async def _clear_now_and_then(self) -> None:
+        """Dispatchers that began together do not go on together."""
+        await asyncio.sleep(self._tuning.chance.uniform(0.5, 1.0) * self._tuning.rhythm.clear)
+        await self.clear()
+
+    async def clear(self) -> None:
+        """Take away what nobody needs any more, on machines and here."""
+        await self._clearing.clear_all(self._runner)
+        parts = self._parts
+        await self._gateway.write(
+            "store.clear",
+            lambda: clear_away(parts.database, parts.store, parts.folders, after=EVERY),
+        )
 
     async def _welcome_back(self, machine: Machine, runner: Runner) -> None:
         """A machine that was declared lost answers. Nothing of the attempts that were given up may run there, ever, before it is used."""

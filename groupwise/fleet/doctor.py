@@ -4,7 +4,7 @@
     NATS         where one is used: reachable, and no release with known holes
     roles        alive, and not crashing again and again
     machines     each: trusted, reachable, Python, disk, GPUs as the fleet knows them, and one tiny command from launch to exit,
-                 run with the interpreter that its jobs get, which has to have groupwise
+                 run with the interpreter that its jobs get: whether it has this groupwise, and a torch that sees these GPUs
     alarms       what `fleet status` would tell of: leaking GPUs, quarantines, cordons
 
 It writes nothing to the database. On each machine it leaves nothing but the runner's file.
@@ -13,6 +13,8 @@ It writes nothing to the database. On each machine it leaves nothing but the run
 from __future__ import annotations
 
 import asyncio
+import functools
+import json
 import os
 import re
 import secrets
@@ -28,6 +30,7 @@ from groupwise.errors import GroupwiseError
 from groupwise.fleet.attempts import records
 from groupwise.fleet.attempts.records import Machine
 from groupwise.fleet.doorbells.nats import access_from
+from groupwise.fleet.machines import packing
 from groupwise.fleet.machines.reaching import LOCAL, host_of
 from groupwise.fleet.settings import DATABASE_FILE, FleetPlace
 from groupwise.fleet.store import schema
@@ -50,13 +53,43 @@ LEAST_PYTHON = (3, 8)
 LEAST_DISK_MB = 5_000
 CRASHES = 3
 MACHINES_AT_ONCE = 16
-PATIENCE = 60.0
-"""Seconds for the tiny command to begin and end; importing groupwise from a slow disk takes a while."""
+PATIENCE = 120.0
+"""Seconds for the tiny command to begin and end; importing torch from a slow disk takes a while."""
 NATS_SECONDS = 3.0
-HAS_GROUPWISE = (
-    "import importlib.util as u, platform;"
-    "print('groupwise' if u.find_spec('groupwise') else 'nothing', platform.python_version())"
-)
+LOOK = """
+import importlib.metadata, json, os, platform, sys, warnings
+said = {"python": platform.python_version()}
+try:
+    import groupwise
+    said["groupwise"] = groupwise.__version__
+except Exception as error:
+    if getattr(error, "name", None) != "groupwise":
+        said["why"] = "%s: %s" % (type(error).__name__, error)
+try:
+    with open(os.path.join(sys.prefix, "environment.json")) as file:
+        said["wheel"] = json.load(file)["wheel"]
+except (OSError, ValueError, KeyError, TypeError):
+    pass
+try:
+    said["torch"] = importlib.metadata.version("torch")
+except importlib.metadata.PackageNotFoundError:
+    pass
+if "torch" in said and sys.argv[1] == "gpus":
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            import torch
+            said["build"] = torch.version.cuda or torch.version.hip
+            said["gpus"] = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        except Exception as error:
+            said["torch_why"] = "%s: %s" % (type(error).__name__, error)
+    if told and not said.get("gpus"):
+        said.setdefault("torch_why", str(told[-1].message))
+print()
+print(json.dumps(said))
+"""
+"""What the tiny command does. It is given no GPU and takes none: it counts those that torch could have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,7 +399,8 @@ async def _of_machine(machine: Machine, runner: Runner, known_gpus: int) -> list
         )
     observed = await runner.observe(probe=machine.probe)
     found.append(_gpus(name, observed, known_gpus))
-    found.append(await _tiny_command(name, runner))
+    sound = sum(1 for gpu in observed.gpus if not gpu.mig and not gpu.problems)
+    found += await _tiny_command(name, runner, sound if known_gpus else 0)
     return found
 
 
@@ -428,12 +462,11 @@ def _gpus(name: str, observed: Observation, known: int) -> Seen:
     return Seen(about, "ok", f"{len(observed.gpus)}: {', '.join(models)}")
 
 
-async def _tiny_command(name: str, runner: Runner) -> Seen:
-    """From launch to exit, as a job would be run; the folder of it is removed."""
-    about = f"{name} jobs"
+async def _tiny_command(name: str, runner: Runner, gpus: int) -> list[Seen]:
+    """From launch to exit, as a job would be run; the folder of it is removed. `gpus`: how many torch should see."""
     job = f"doctor-{secrets.token_hex(5)}"
     spec = JobSpec(
-        (runner.python, "-c", HAS_GROUPWISE),
+        (runner.python, "-c", LOOK, "gpus" if gpus else "none"),
         artefacts=(),
         checkpoints=(),
         limits=Limits(time_seconds=PATIENCE, grace_seconds=1.0),
@@ -445,7 +478,7 @@ async def _tiny_command(name: str, runner: Runner) -> Seen:
         text = (await runner.log(job, 1, 0)).data.decode("utf-8", "replace").strip()
     finally:
         await _forget(runner, job)
-    return _judged(about, name, runner.python, state, text, time.monotonic() - began)
+    return _judged(name, runner.python, state, text, time.monotonic() - began, gpus)
 
 
 async def _until_exited(runner: Runner, state: MemberState, began: float) -> MemberState:
@@ -465,29 +498,139 @@ async def _forget(runner: Runner, job: str) -> None:
         pass  # the finding tells that the machine does not answer; a folder of some kilobytes is left there
 
 
-def _judged(about: str, name: str, python: str, state: MemberState, text: str, took: float) -> Seen:
+def _judged(
+    name: str, python: str, state: MemberState, text: str, took: float, gpus: int
+) -> list[Seen]:
+    """What its end and its last line say."""
+    about = f"{name} jobs"
+    prepare = f"`groupwise fleet vm prepare {name}`"
     if state.refused is not None:
-        return Seen(about, "problem", f"the runner refused a tiny job: {state.refused.message}")
+        why = f"the runner refused a tiny job: {state.refused.message}"
+        remedy = f"{prepare} makes an environment for them" if "program" in why else ""
+        return [Seen(about, "problem", why, "jobs of this machine would all fail", remedy)]
     if state.exit is None:
-        return Seen(
-            about, "problem", f"a tiny job did not end within {PATIENCE:.0f} s: it is {state.state}"
-        )
+        return [
+            Seen(
+                about,
+                "problem",
+                f"a tiny job did not end within {PATIENCE:.0f} s: it is {state.state}",
+            )
+        ]
     if state.exit.code != 0:
         why = state.exit.message or text or f"exit code {state.exit.code}"
+        return [
+            Seen(
+                about,
+                "problem",
+                f"{python} cannot be run there: {why.splitlines()[-1]}",
+                "jobs of this machine would all fail",
+                f"{prepare} makes an environment; `groupwise fleet vm set {name} --python PATH` names one that is there",
+            )
+        ]
+    said = _last_line(text)
+    found = [
+        Seen(about, "ok", f"a tiny job ran in {took:.1f} s with Python {said.get('python', '?')}")
+    ]
+    found.append(_environment(name, python, said))
+    if "groupwise" in said:
+        found.append(_torch(name, said, gpus))
+    return found
+
+
+def _last_line(text: str) -> dict[str, Any]:
+    """What it found; start-up files of the interpreter may have said something before."""
+    try:
+        return dict(json.loads(text.splitlines()[-1]))
+    except (IndexError, ValueError, TypeError):
+        return {}
+
+
+def _environment(name: str, python: str, said: Mapping[str, Any]) -> Seen:
+    """Whether it has the groupwise that is here."""
+    about, there, here = f"{name} environment", said.get("groupwise"), packing.version()
+    remedy = f"`groupwise fleet vm prepare {name}`"
+    if "why" in said:
         return Seen(
             about,
             "problem",
-            f"{python} cannot be run there: {why.splitlines()[-1]}",
-            "jobs of this machine would all fail",
-            f"`groupwise fleet vm set {name} --python PATH` names one that is there",
+            f"{python} has groupwise, and it cannot be imported: {said['why']}",
+            "jobs of the training kinds (GRPO, SFT, EVAL) fail there",
+            f"{remedy} makes an environment in which it can",
         )
-    has, _, version = text.partition(" ")
-    if has != "groupwise":
+    if there is None:
         return Seen(
             about,
             "warning",
-            f"a tiny job ran in {took:.1f} s, but {python} has no groupwise",
+            f"{python} has no groupwise",
             "commands run there, training kinds (GRPO, SFT, EVAL) do not",
-            f"install groupwise there, and `groupwise fleet vm set {name} --python PATH` names its interpreter",
+            f"{remedy} makes an environment that has it",
         )
-    return Seen(about, "ok", f"a tiny job ran in {took:.1f} s with Python {version} and groupwise")
+    if there != here:
+        return Seen(
+            about,
+            "warning",
+            f"{python} has groupwise {there}; here it is {here}",
+            "jobs there do what that release does",
+            f"{remedy} gives it this one",
+        )
+    if said.get("wheel") not in (None, _packed_here()):
+        return Seen(
+            about,
+            "warning",
+            f"{python} has groupwise {there}, packed from other code than is here now",
+            "jobs there do what that code does",
+            f"{remedy} gives it this one",
+        )
+    return Seen(about, "ok", f"{python} has groupwise {there}, as here")
+
+
+@functools.cache
+def _packed_here() -> str | None:
+    """The hash of our own wheel; None where there is nothing to pack it from, and so nothing to compare."""
+    try:
+        return packing.pack().sha256
+    except GroupwiseError:
+        return None
+
+
+def _torch(name: str, said: Mapping[str, Any], gpus: int) -> Seen:
+    """Whether it is there, and sees the GPUs."""
+    about, torch = f"{name} torch", said.get("torch")
+    prepare = f"`groupwise fleet vm prepare {name}`"
+    if torch is None:
+        return Seen(
+            about,
+            "warning",
+            "there is none",
+            "training kinds (GRPO, SFT, EVAL) do not run there",
+            f"{prepare} brings it",
+        )
+    if not gpus:
+        return Seen(about, "ok", f"torch {torch}")
+    sees, build, why = said.get("gpus"), said.get("build"), said.get("torch_why")
+    if sees is None:
+        return Seen(
+            about,
+            "problem",
+            f"torch {torch} cannot be imported: {why}",
+            "training kinds (GRPO, SFT, EVAL) fail there",
+            prepare,
+        )
+    if build is None:
+        return Seen(
+            about,
+            "problem",
+            f"torch {torch} is a build for processors alone, and the machine has {gpus} GPUs",
+            "jobs get GPUs and do not use them",
+            f"{prepare} from an index that has the CUDA build (--index-url https://pypi.org/simple)",
+        )
+    if sees < gpus:
+        return Seen(
+            about,
+            "problem",
+            f"torch {torch} for CUDA {build} sees {sees} of {gpus} GPUs"
+            + (f": {why}" if why else ""),
+            "jobs that get the others fail, or use none",
+            f"a driver that is too old wants an older build ({prepare} --index-url …); else look at nvidia-smi there",
+        )
+    return Seen(about, "ok", f"torch {torch} for CUDA {build} sees {sees} GPUs")

@@ -43,8 +43,6 @@ AT_ONCE = 100
 """Rows of one kind that are repaired in one transaction; the rest follows at once."""
 DRIVEN_LATE = 120.0
 """Seconds beyond a deadman's end in which whoever drives the attempt should have noticed."""
-RESERVATION_CLOSED = "reservation.closed"
-ATTEMPT_OVERDUE = "attempt.overdue"
 ACTOR = "requeue"
 
 logger = logging.getLogger(__name__)
@@ -215,7 +213,7 @@ def close_leaked(session: Session) -> int:
         events.append(
             session,
             actor=ACTOR,
-            kind=RESERVATION_CLOSED,
+            kind=events.RESERVATION_CLOSED,
             job_id=row.job_id,
             epoch=row.epoch,
             vm_id=row.vm_id,
@@ -237,7 +235,7 @@ def wake_waiting(session: Session) -> int:
 
 def tell_overdue(session: Session) -> int:
     """Attempts whose deadman has ended them for certain, and that are live all the same: once each."""
-    told = exists().where(Event.epoch == Attempt.epoch, Event.kind == ATTEMPT_OVERDUE)
+    told = exists().where(Event.epoch == Attempt.epoch, Event.kind == events.ATTEMPT_OVERDUE)
     rows = session.execute(
         select(Attempt.job_id, Attempt.epoch, Member.vm_id, Member.handle)
         .join(Member, Member.epoch == Attempt.epoch)
@@ -256,7 +254,7 @@ def tell_overdue(session: Session) -> int:
         events.append(
             session,
             actor=ACTOR,
-            kind=ATTEMPT_OVERDUE,
+            kind=events.ATTEMPT_OVERDUE,
             job_id=row.job_id,
             epoch=row.epoch,
             vm_id=row.vm_id,

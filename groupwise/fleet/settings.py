@@ -86,10 +86,29 @@ class FleetSettings(Strict):
         "Where lines of logs go besides their files, as JSON lines: `stdout`, the path of a file, or an http(s) URL; null: nowhere.",
         min_length=1,
     )
+    webhooks_to_private: bool = setting(
+        False,
+        "Whether webhooks may reach addresses that are not of the public internet: any submitter could then knock at what stands there.",
+    )
     allowed_secrets: Annotated[tuple[str, ...], AfterValidator(_checked)] = setting(
         secrets.BY_DEFAULT,
         "Which variables and files of the control machine jobs may name as secrets: env:NAME and file:PATH, `*` for any name; files "
         "from the fleet's folder on, unless absolute. No link is followed out of the folder that is named.",
+    )
+    keep_completed_hours: float = setting(
+        24.0,
+        "How long the working folder of an attempt that succeeded stays on its machine, at least 1.",
+        ge=1,
+    )
+    keep_failed_hours: float = setting(
+        72.0,
+        "How long those of all other attempts stay there, for people who look into them, at least 1.",
+        ge=1,
+    )
+    keep_checkpoints: int = setting(
+        2,
+        "How many of the mirrored checkpoints of a job are kept, the newest; what an attempt goes on from stays as long as it does.",
+        ge=1,
     )
     concurrency: int = setting(
         64, "Machines that one process speaks to at once, at most.", ge=1, le=10_000

@@ -162,6 +162,10 @@ class Tracker:
                 if not failing:
                     logger.warning("%s: the events cannot be read: %s", self._outlet.name, error)
                 failing, more = True, False
+            except Exception:  # what stops one outlet must not stop the others, which are told beside it
+                if not failing:
+                    logger.exception("%s crashed and goes on", self._outlet.name)
+                failing, more = True, False
             if not more:
                 await asyncio.sleep(self._interval)
 
@@ -209,11 +213,15 @@ def _next_ends(session: Session, position: int) -> tuple[int, int, list[Ended]]:
     """The last event that was read, how many were, and those that are the end of a job."""
     read = events.after(session, position, READ)
     ends = [_ended(session, event) for event in read if event.kind in ENDS]
-    return (read[-1].event_id if read else position), len(read), ends
+    return (read[-1].event_id if read else position), len(read), [e for e in ends if e is not None]
 
 
-def _ended(session: Session, event: Event) -> Ended:
-    job = session.get_one(Job, event.job_id)
+def _ended(session: Session, event: Event) -> Ended | None:
+    """None: the job has been pruned meanwhile, while its events stay."""
+    job = session.get(Job, event.job_id)
+    if job is None:
+        logger.warning("nobody was told of the end of %s before it was pruned", event.job_id)
+        return None
     attempt = session.get(Attempt, event.epoch) if event.epoch is not None else None
     detail = event.detail or {}
     return Ended(

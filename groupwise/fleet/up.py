@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import gc
 import logging
 import os
 import signal
@@ -31,6 +32,7 @@ from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from groupwise.errors import GroupwiseError, RunError, UsageError
+from groupwise.fleet.attempts import records
 from groupwise.fleet.attempts.effects import Gateway
 from groupwise.fleet.attempts.records import Machine
 from groupwise.fleet.dispatcher import GlobalJobDispatcher, Parts, Rhythm, Tuning, new_owner
@@ -40,11 +42,12 @@ from groupwise.fleet.files.artefacts import Collector
 from groupwise.fleet.files.logs import LogMirror
 from groupwise.fleet.files.mirror import CheckpointMirror
 from groupwise.fleet.files.shipping import Shipper, sink_of
+from groupwise.fleet.machines.clearing import Keeping
 from groupwise.fleet.machines.reaching import LOCAL, host_of, same_way
 from groupwise.fleet.newsreader import Newsreader
 from groupwise.fleet.poller import Pace, Poller
 from groupwise.fleet.requeue import RequeueManager
-from groupwise.fleet.settings import FleetPlace
+from groupwise.fleet.settings import FleetPlace, FleetSettings
 from groupwise.fleet.states import JobStatus
 from groupwise.fleet.store.database import Database, check_schema, connect, seconds
 from groupwise.fleet.store.tables import VM, ControlProcess, Job
@@ -54,6 +57,7 @@ from groupwise.fleet.verbs.actor import Actor
 from groupwise.fleet.webhooks import WebhookOutlet
 from groupwise.hosts.files import BlobStore
 from groupwise.hosts.port import Host
+from groupwise.hosts.ssh import SshHost
 
 if TYPE_CHECKING:
     from groupwise.fleet.api.serve import Address
@@ -87,10 +91,17 @@ def run(
         check_schema(database)
         if set(roles) == set(ROLES):
             database.run(_add_this_machine(place.folder))
+        keep_what_is_there()
         return asyncio.run(_ControlPlane(place, database, roles, say).run(address))
 
 
 # --- before it begins -----------------------------------------------------------------------------
+
+
+def keep_what_is_there() -> None:
+    """What was imported stays until the end: collections that looked through all of it would hold claims up by a tenth of a second each."""
+    gc.collect()
+    gc.freeze()
 
 
 @contextlib.contextmanager
@@ -168,6 +179,12 @@ class Hosts:
         made = host_of(machine)
         self._kept[machine.vm_id] = machine, made
         return made
+
+    def doubt(self, vm_id: str) -> None:
+        """What is kept open to this machine may be dead."""
+        known = self._kept.get(vm_id)
+        if known is not None and isinstance(known[1], SshHost):
+            known[1].doubt()
 
     async def close(self) -> None:
         """All of them."""
@@ -300,14 +317,17 @@ class _ControlPlane:
         rhythm = Rhythm(
             lease=settings.lease_seconds,
             renew=settings.lease_seconds / 3,
-            adopt=settings.lease_seconds / 3,
+            adopt=min(settings.lease_seconds / 3, settings.sweep_seconds),
             sweep=settings.sweep_seconds,
             reconcile=settings.requeue_seconds,
         )
         gateway = Gateway(self._database)
+        if settings.database is None:
+            # the lock of the folder says that whoever drove before is gone, so that no lease has to run out
+            await self._database.in_thread(records.let_all_go)
         dispatcher = GlobalJobDispatcher(
             self._parts(gateway),
-            Tuning(rhythm=rhythm, concurrency=settings.concurrency),
+            Tuning(rhythm=rhythm, concurrency=settings.concurrency, keeping=_keeping(settings)),
             owner=role.owner,
             gateway=gateway,
         )
@@ -324,12 +344,14 @@ class _ControlPlane:
         return Parts(
             database=self._database,
             host=self._hosts,
+            doubt=self._hosts.doubt,
             bell=self._bell,
             logs=LogMirror(place.logs, gateway),
-            checkpoints=CheckpointMirror(store, gateway),
+            checkpoints=CheckpointMirror(store, gateway, keep=self._settings.keep_checkpoints),
             collector=Collector(place.artefacts, store, gateway),
             store=store,
             secrets=place.secrets,
+            folders=(place.logs, place.artefacts),
         )
 
     async def _requeue(self, role: _Role) -> None:
@@ -341,7 +363,9 @@ class _ControlPlane:
         await self._until_stopped(manager.run())
 
     async def _track(self, role: _Role) -> None:
-        outlets: list[Outlet] = [WebhookOutlet(self._database)]
+        outlets: list[Outlet] = [
+            WebhookOutlet(self._database, allow_private=self._settings.webhooks_to_private)
+        ]
         link = None
         if (url := self._place.nats_url) is not None:
             link = NatsLink(access_from(url, os.environ))
@@ -400,6 +424,10 @@ class _ControlPlane:
             return
         if len(self._roles) == len(ROLES):
             self._say(_farewell(running))
+
+
+def _keeping(settings: FleetSettings) -> Keeping:
+    return Keeping(3600 * settings.keep_completed_hours, 3600 * settings.keep_failed_hours)
 
 
 def _farewell(running: Sequence[str]) -> str:

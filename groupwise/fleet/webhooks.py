@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 import httpx2
 from sqlalchemy import select
 
+from groupwise.fleet.queue.request import is_host
 from groupwise.fleet.store import events
 from groupwise.fleet.store.database import Database
 from groupwise.fleet.store.tables import Event
@@ -127,7 +128,7 @@ class WebhookOutlet:
             problem, final = str(error), True
         except TimeoutError:
             problem = f"no answer within {ANSWERED:g} seconds"
-        except (httpx2.HTTPError, httpx2.InvalidURL, OSError) as error:
+        except Exception as error:  # noqa: BLE001 - whoever submits a job chooses the address, and it must not be the end of the others'
             problem = f"{type(error).__name__}: {error}"
         if final or trial.attempts > len(PAUSES):
             await self._settle(ended, GIVEN_UP, trial, problem)
@@ -179,6 +180,8 @@ def _parts(url: str) -> tuple[str, int, str]:
         raise Forbidden(f"no address: {error}") from error
     if parts.scheme not in ("http", "https") or not host:
         raise Forbidden("only http:// and https:// addresses are told")
+    if not is_host(host) or port == 0:
+        raise Forbidden(f"{ascii(host)[:80]} port {port} is no place on any network")
     if parts.username is not None or parts.password is not None:
         raise Forbidden("an address without user and password is wanted")
     return host, port or (443 if parts.scheme == "https" else 80), parts.scheme
@@ -190,7 +193,7 @@ def _checked(addresses: list[str], host: str, allow_private: bool) -> str:
         raise OSError(f"{host} has no address")
     if not allow_private and (inner := [a for a in addresses if not is_public(a)]):
         raise Forbidden(
-            f"{host} is {inner[0]}, which is not of the public internet; the fleet's settings may allow private addresses"
+            f"{host} is {inner[0]}, which is not of the public internet; `webhooks_to_private` in the fleet's settings allows that"
         )
     return addresses[0]
 

@@ -104,6 +104,8 @@ class MemberState:
     refused: Refusal | None = None
     survivors: int | None = None
     """Processes of it that live although its supervisor is gone."""
+    place: str | None = None
+    """Names the root that answered."""
     clock: float | None = None
     """Of the machine, as it answered; given back with `wait` and `touch`, it says from when on silence counts."""
 
@@ -115,6 +117,7 @@ class MemberState:
             "start_ticks": self.start_ticks,
             "boot_id": self.boot_id,
             "method": self.method,
+            "place": self.place,
         }
 
 
@@ -372,6 +375,7 @@ def member_state(document: object) -> MemberState:
         exit=None if exit_record is None else _exit_record(exit_record),
         refused=None if refused is None else _refusal(refused),
         survivors=f.number_or_none("survivors"),
+        place=f.text_or_none("place"),
         clock=f.real_or_none("clock"),
     )
 

@@ -285,9 +285,15 @@ class Runner:
         """Remove its folder. A launch that arrives later is refused all the same."""
         await self._ask("forget", _named(job, epoch), timeout=timeout)
 
-    async def sweep(self, keep: Iterable[str] = (), *, timeout: float = SLOW) -> None:
-        """Remove blobs that nothing on the machine needs and that are not in `keep`."""
-        await self._ask("sweep", {"keep": list(keep)}, timeout=timeout)
+    async def sweep(
+        self, keep: Iterable[str] = (), *, older_than: float = 3600.0, timeout: float = SLOW
+    ) -> None:
+        """Remove blobs that are not in `keep` and that nobody has asked for lately, runners of earlier releases, and what was left over.
+
+        `older_than`: seconds. What was sent, or asked for by `missing`, since then stays.
+        """
+        body = {"keep": list(keep), "older_than": older_than}
+        await self._ask("sweep", body, timeout=timeout)
 
     async def touch(
         self, clocks: Mapping[tuple[str, int], float | None], *, timeout: float = USUAL

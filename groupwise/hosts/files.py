@@ -2,7 +2,8 @@
 
 A manifest says for each path its sha256, mode and size; what lies there is a blob. The store is a folder, `<root>/<aa>/<sha256>`, that any
 number of processes use at once: a blob appears whole or not at all, is never changed, and is hashed again whenever it is read. What
-nobody names any more is collected, but nothing that somebody put there or asked for within the last hour: who names it may be about to.
+nobody names any more is collected, but nothing that somebody put there or asked for within the last day: who names it may be about to.
+What a day is, the clock of the store's own file system says, because machines that share a store may differ about the time.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ PIECE = 1 << 20
 LARGEST_BLOB = 64 << 30
 """Bytes of one file."""
 MOST_FILES = 100_000
-SPARED = 3600.0
-"""Seconds in which a blob that was put or asked for is not collected."""
+SPARED = 86_400.0
+"""Seconds in which a blob that was put or asked for is not collected: the longest that anybody takes from there to naming it."""
+INCOMING = "incoming"
+"""The folder of what is not whole yet."""
 
 
 class BlobError(RunError):
@@ -121,7 +124,7 @@ class BlobStore:
         return self.path(sha256).is_file()
 
     def missing(self, hashes: Iterable[str]) -> list[str]:
-        """Those that are not here. The others are kept for the next hour, whoever names them or not."""
+        """Those that are not here. The others are kept for the next day, whoever names them or not."""
         with self._shared():
             return [sha256 for sha256 in dict.fromkeys(hashes) if not self._spare(sha256)]
 
@@ -199,25 +202,36 @@ class BlobStore:
         with self._shared():
             self._publish(temporary, sha256)
 
+    def now(self) -> float:
+        """By the clock that blobs are dated with."""
+        stamp = self.root / ".lock"
+        stamp.touch()
+        return stamp.stat().st_mtime
+
     def collect(self, keep: Collection[str], *, now: float | None = None) -> int:
-        """Remove every blob that is not in `keep`, but for those spared; the bytes that this made free."""
-        moment = time.time() if now is None else now
+        """Remove every blob that is not in `keep`, but for those spared; the bytes that this made free.
+
+        `now`: from before it was asked what is to be kept, so that what was put since then is spared however long this takes.
+        """
+        moment = self.now() if now is None else now
+        return sum(
+            self._collect_in(folder, keep, moment)
+            for folder in sorted(self.root.iterdir())
+            if folder.is_dir()
+        )
+
+    def _collect_in(self, folder: Path, keep: Collection[str], moment: float) -> int:
+        """Blobs of one folder, or what was left of some that never became whole; whoever puts some waits no longer than that."""
         freed = 0
         with self._locked(fcntl.LOCK_EX):
-            for path in self._files():
-                if path.name in keep:
+            for path in folder.iterdir():
+                if path.name in keep and folder.name != INCOMING:
                     continue
                 status = path.stat()
                 if status.st_mtime + SPARED < moment:
                     path.unlink()
                     freed += status.st_size
         return freed
-
-    def _files(self) -> Iterator[Path]:
-        """Blobs, and what was left of some that never became whole."""
-        for folder in self.root.iterdir():
-            if folder.is_dir():
-                yield from folder.iterdir()
 
     def _shared(self) -> contextlib.AbstractContextManager[None]:
         """While something is put, nothing is collected."""
@@ -275,7 +289,7 @@ class BlobStore:
         return temporary
 
     def _incoming_folder(self) -> Path:
-        folder = self.root / "incoming"
+        folder = self.root / INCOMING
         folder.mkdir(exist_ok=True)
         return folder
 

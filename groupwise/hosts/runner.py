@@ -58,10 +58,11 @@ Requests and answers
     release   job, epoch, gpus, share_mb?, idle_memory_mb?, probe?, probe_timeout? → clean, holders [{what, detail, pid?}]; `what` ∈
                 lock, process, cgroup, memory. A whole GPU with more than idle_memory_mb in use, or that cannot be read, is not clean
     forget    job, epoch → forgotten. The folder goes, and no launch of this or a lower epoch is ever taken again
-    sweep     keep [sha256, ...], older_than? (seconds, 3600) → removed. Blobs, and what killed runners left behind
+    sweep     keep [sha256, ...], older_than? (seconds, 3600) → removed. Blobs that nobody has sent or asked for since, what killed
+                runners left behind, and runners of earlier releases but the last of them
 
     member    job, epoch, rank, state, boot_id, same_boot, pid, start_ticks, method, started_at, log_size, heartbeat_age, checkpoints,
-                step, exit, refused, survivors, clock
+                step, exit, refused, survivors, clock, place (a name that this root was given when it was made; null: it could not be)
     exit      code, signal, reason ("exited", "cancelled", "time_limit", "deadman", "spawn_failed"), message, oom_kill (null: no control
                 group that counts), seconds, cpu_seconds, max_rss_mb, finished_at, tail, checkpoints, step
     refused   code (lower_epoch, gpu_busy, gpu_missing, foreign_busy, disk_full, ram, bad_spec, unknown_program), message, holder?
@@ -129,12 +130,14 @@ ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 GPU_UUID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./:-]{0,127}")
 ATTEMPT_NAME = re.compile(r"([A-Za-z0-9][A-Za-z0-9_-]{0,79})\.(0|[1-9][0-9]{0,18})")
+RUNNER_FILE = re.compile(r"[0-9a-f]{64}\.py")
 UNIT = re.compile(r"groupwise-(.+\.[0-9]+)-[0-9a-f]{8}")
 RESERVED_NAMES = frozenset(
     "PATH HOME SHELL USER LOGNAME IFS ENV BASH_ENV CDPATH GLOBIGNORE SHELLOPTS BASHOPTS PS4 PROMPT_COMMAND "
     "PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTHONINSPECT PYTHONEXECUTABLE PYTHONUSERBASE PYTHONWARNINGS PYTHONBREAKPOINT "
-    "PERL5LIB PERL5OPT RUBYLIB RUBYOPT NODE_OPTIONS NODE_PATH JAVA_TOOL_OPTIONS GCONV_PATH LOCPATH HOSTALIASES "
-    "CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER NVIDIA_VISIBLE_DEVICES "
+    "PYTHONPLATLIBDIR PYTHONPYCACHEPREFIX PYTHONCASEOK ZDOTDIR GLIBC_TUNABLES GCONV_PATH LOCPATH HOSTALIASES OPENSSL_CONF "
+    "OPENSSL_MODULES PERL5LIB PERL5OPT RUBYLIB RUBYOPT NODE_OPTIONS NODE_PATH JAVA_TOOL_OPTIONS OMP_TOOL_LIBRARIES "
+    "CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER NVIDIA_VISIBLE_DEVICES CUDA_INJECTION32_PATH CUDA_INJECTION64_PATH "
     "RESUME_FROM ATTEMPT PREVIOUS_FAILURE MASTER_ADDR MASTER_PORT NNODES NODE_RANK".split()
 )
 RESERVED_PREFIXES = (
@@ -394,6 +397,25 @@ class Root:
     def at(self, *parts: str) -> str:
         """A path in it."""
         return os.path.join(self.path, *parts)
+
+    def place(self) -> str | None:
+        """Its name, of its own and for good: a root that says another one knows nothing of what was begun in this one."""
+        path = self.at("place")
+        name = read_text(path)
+        return name or self._name_it(path)
+
+    def _name_it(self, path: str) -> str | None:
+        new = f"{path}.{os.getpid()}.new"
+        try:
+            make_folder(self.path)
+            write_file(new, os.urandom(16).hex().encode())
+            with contextlib.suppress(FileExistsError):
+                os.link(new, path)  # whoever is first names it
+            remove_file(new)
+            sync_folder(self.path)
+        except OSError:
+            remove_file(new)
+        return read_text(path) or None
 
     def lock(self, name: str) -> str:
         """The path of a lock file."""
@@ -1567,6 +1589,7 @@ def blank(attempt: Attempt) -> dict[str, Any]:
         "refused": None,
         "survivors": None,
         "clock": boot_clock(),
+        "place": attempt.root.place(),
     }
 
 
@@ -1750,8 +1773,19 @@ def shas_of(body: dict[str, Any], name: str) -> list[str]:
 
 
 def verb_missing(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
-    """Which blobs would have to be sent."""
-    return {"missing": [sha for sha in shas_of(body, "sha256") if not has_blob(root, sha)]}, b""
+    """Which blobs would have to be sent. Those that are here are about to be used: no sweep takes them for a while."""
+    return {"missing": [sha for sha in shas_of(body, "sha256") if not spare_blob(root, sha)]}, b""
+
+
+def spare_blob(root: Root, sha: str) -> bool:
+    """Whether it is here; then its time of change is now, which is what a sweep goes by. `launch` looks again, under the lock."""
+    try:
+        if has_blob(root, sha):
+            os.utime(root.blob(sha), (BLOB_TIME, BLOB_TIME))
+            return True
+    except FileNotFoundError:
+        pass  # a sweep was quicker
+    return False
 
 
 def verb_put(root: Root, body: dict[str, Any], payload: BinaryIO) -> Answered:
@@ -1889,11 +1923,12 @@ def verb_kill(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
 
 def kill_leftovers(attempt: Attempt) -> None:
     """Of an attempt without a supervisor: nobody can say any more how it ended, so nothing is gained by waiting."""
-    state = read_json(attempt.at("state.json"))
-    if state and state.get("boot_id") == boot_id() and state.get("pid"):
-        belonging = Belonging(attempt, state)
-        if not belonging.kill(KILL_VERB_PATIENCE):
-            belonging.group.remove()
+    state = read_json(attempt.at("state.json")) or {}
+    if state.get("boot_id") not in (None, boot_id()):
+        return
+    belonging = Belonging(attempt, state)  # by their mark where no pid is known: somebody may have removed the folder
+    if not belonging.kill(KILL_VERB_PATIENCE):
+        belonging.group.remove()
 
 
 def ring(attempt: Attempt) -> None:
@@ -2108,9 +2143,9 @@ def verb_sweep(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     """Remove blobs that nobody wants, and what killed runners left. `older_than` spares what a launch under way has just sent."""
     keep = set(shas_of(body, "keep"))
     before = time.time() - seconds_of(body, "older_than", 3600.0)
-    removed = 0
-    with Held(root.lock("blobs.lock")):
-        for folder, _folders, names in os.walk(root.at("blobs")):
+    removed = remove_old_runners(root, text_of(body, "runner"), before)
+    for folder, _folders, names in os.walk(root.at("blobs")):
+        with Held(root.lock("blobs.lock")):  # anew for each folder: launches wait for it
             for name in names:
                 path = os.path.join(folder, name)
                 if name not in keep and changed_before(path, before):
@@ -2123,6 +2158,30 @@ def verb_sweep(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
             if (name.startswith(".") or name.endswith(".new")) and changed_before(path, before):
                 remove_tree(path) if os.path.isdir(path) else remove_file(path)
     return {"removed": removed}, b""
+
+
+def remove_old_runners(root: Root, current: str, before: float) -> int:
+    """All but this one and the newest other: a control plane that is being renewed asks for both. Who misses one sends it again."""
+    try:
+        names = os.listdir(root.at("runners"))
+    except OSError:
+        return 0
+    found = [name[:64] for name in names if RUNNER_FILE.fullmatch(name) and name[:64] != current]
+    found.sort(key=lambda sha: modified(root.at("runners", sha + ".py")))
+    gone = set(found[:-1])
+    old = [root.at("runners", name) for name in names if name[:64] in gone]
+    old = [path for path in old if changed_before(path, before)]
+    for path in old:
+        remove_file(path)
+    return len(old)
+
+
+def modified(path: str) -> float:
+    """When it was written; long ago if it is not there."""
+    try:
+        return os.lstat(path).st_mtime
+    except OSError:
+        return 0.0
 
 
 def changed_before(path: str, moment: float) -> bool:

@@ -226,6 +226,16 @@ class SshHost:
         finally:
             session.leave()
 
+    def doubt(self) -> None:
+        """The machine may have begun anew: nobody waits any longer on a connection of before, and no new call is put on one."""
+        for link in self._links:
+            link.retired = True
+            for session in link.waiting:
+                session.exchange.fail(
+                    OutcomeUnknown(f"{self.address} was seen to begin anew meanwhile")
+                )
+        self._sessions_changed()
+
     async def close(self) -> None:
         """See `Host.close`."""
         self._closed = True

@@ -65,7 +65,7 @@ def assemble(
     app = FastAPI(
         title=about.title,
         version=_version(),
-        description=about.description + _roles(routes),
+        description=about.description + _roles(routes, shared.role_words),
         docs_url=None,  # pages that would load scripts from elsewhere
         redoc_url=None,
         openapi_url=None,  # ours is a route like any other
@@ -83,7 +83,7 @@ def assemble(
         answer=dict[str, Any],
     )
     for route in (*routes, shown):
-        _add(app, route)
+        _add(app, route, shared.role_words)
     _refuse_what_fastapi_refuses(app)
     # The last one that is added is the outermost.
     app.add_middleware(cast("Any", BodyRead), shared=shared)
@@ -93,7 +93,7 @@ def assemble(
     return app
 
 
-def _roles(routes: Sequence[Route]) -> str:
+def _roles(routes: Sequence[Route], words: Mapping[Role, str]) -> str:
     """Who may ask what, as a table."""
     rows = [
         "\n\nEach role may do what the ones above it may.\n",
@@ -102,7 +102,7 @@ def _roles(routes: Sequence[Route]) -> str:
     ]
     for role in (None, *Role):
         names = [f"`{route.name}`" for route in routes if route.role == role]
-        rows.append(f"| {role.word if role else 'no key'} | {', '.join(names)} |")
+        rows.append(f"| {words[role] if role else 'no key'} | {', '.join(names)} |")
     return "\n".join(rows)
 
 
@@ -113,7 +113,7 @@ def _version() -> str:
         return "0"
 
 
-def _add(app: FastAPI, route: Route) -> None:
+def _add(app: FastAPI, route: Route, words: Mapping[Role, str]) -> None:
     responses = documented(route.all_codes)
     if route.later:
         responses[202] = {"description": route.later, "model": route.answer}
@@ -132,7 +132,7 @@ def _add(app: FastAPI, route: Route) -> None:
         response_model=route.answer,
         response_class=route.response_class,
         responses=cast("Any", responses),
-        openapi_extra={"x-role": route.role.word if route.role else None},
+        openapi_extra={"x-role": words[route.role] if route.role else None},
     )
 
 

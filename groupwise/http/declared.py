@@ -8,7 +8,7 @@ walk it: there is no second list.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from pydantic import BaseModel
 from groupwise.http.bodies import Bodies
 from groupwise.http.caller import Caller
 from groupwise.http.prometheus import Requests
-from groupwise.wire.keys import Role
+from groupwise.wire.keys import WORDS, Role
 from groupwise.wire.problems import Refusal
 
 OF_ALL = ("unauthorised", "forbidden", "rate_limited", "invalid_request", "internal")
@@ -96,6 +96,9 @@ class Limits:
 
 class Shared:
     """What all requests to one server share. Each server has one of its own kind."""
+
+    role_words: Mapping[Role, str] = WORDS
+    """What it calls the roles of its keys."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits

@@ -223,7 +223,7 @@ class Guarded:
         facts.caller = Caller(known.id, known.role, known.projects)
         if self._buckets is not None and (seconds := self._buckets.take(known.id)):
             raise Refusal("rate_limited", retry_after=seconds)
-        known.require((route.role if route else None) or Role.READ)
+        known.require((route.role if route else None) or Role.READ, self._shared.role_words)
         if route is not None and route.works and self._shared.ending.is_set():
             raise Refusal("shutting_down", retry_after=SHUTTING_DOWN_RETRY)
 

@@ -49,6 +49,8 @@ class Script:
     ignores_term: bool = False
     leaks: bool = False
     """Leaves a process behind that holds its GPUs."""
+    checkpoints: int = 0
+    """Complete ones that are there as soon as it runs; what is in them nobody asks."""
     files: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     """What it has written when it exits, relative to the work folder."""
     refusal: str | None = None
@@ -105,6 +107,7 @@ class _Folder:
     supervisor: bool = False
     leaked: bool = False
     artefacts: dict[str, bytes] = field(default_factory=dict[str, bytes])
+    checkpoints: int = 0
     deadman: float | None = None
     contact: float = 0.0
 
@@ -185,6 +188,8 @@ class FakeHost:
         self.forgotten: set[str] = set()
         self.blobs: dict[str, bytes] = {}
         self.boots = 1
+        self.place = f"root-of-{name}"
+        """The name of its root; another one stands for another folder, of whose attempts nothing is known here."""
         self.powered = True
         self.connected = True
         self.calls: list[Request] = []
@@ -491,7 +496,7 @@ class FakeHost:
             self._rack.record("refused", **self._who(folder), code=why[0])
             return self._state(folder)
         folder.supervisor = True
-        folder.begun = True
+        folder.begun, folder.checkpoints = True, script.checkpoints
         folder.process = _Process(script, script.ticks)
         self._rack.record("start", **self._who(folder))
         return self._state(folder)
@@ -641,6 +646,7 @@ class FakeHost:
             "start_ticks": folder.epoch,
             "method": "fork",
             "log_size": len(folder.log),
+            "checkpoints": folder.checkpoints,
             "exit": folder.exit,
             "refused": folder.refused,
         }
@@ -676,4 +682,5 @@ class FakeHost:
             "refused": None,
             "survivors": None,
             "clock": self._rack.now,
+            "place": self.place,
         }

@@ -1,15 +1,36 @@
 """Bodies that the API of a fleet takes, beside the request for a job: shared by the server, its client and the document.
 
-What it answers are the documents of `groupwise.fleet.verbs.documents`: JSON objects whose keys are the columns of the tables.
+What it answers are the documents of `groupwise.fleet.verbs.documents`: JSON objects whose keys are the columns of the tables. A piece of
+a log is answered as it is, and headers say where the next one begins.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+
+EPOCH_HEADER = "X-Log-Epoch"
+OFFSET_HEADER = "X-Log-Offset"
+"""Where the next piece begins."""
+ENDED_HEADER = "X-Log-Ended"
+"""`true`: the job has ended, and this was the last of its log."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogPart:
+    """A piece of a job's log, as a fleet gives it."""
+
+    data: bytes
+    epoch: int | None
+    """Of the attempt, where the next piece begins; None: there is no log yet."""
+    offset: int
+    """Likewise."""
+    ended: bool
+    """The job has ended, and there is no more."""
 
 
 class FleetBody(BaseModel):
@@ -59,18 +80,50 @@ class MachineBody(FleetBody):
     )
 
 
+class MachineChangeBody(FleetBody):
+    """What is to change of a machine; what is left out, or null, stays as it is."""
+
+    python: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=4096,
+        description="The interpreter that jobs find first.",
+    )
+    cpu_slots: int | None = Field(
+        default=None, ge=0, le=1024, description="Jobs without GPUs at once."
+    )
+
+
 class ReasonBody(FleetBody):
     """Why a machine is cordoned."""
 
     reason: str = Field(min_length=1, max_length=1000)
 
 
+class CancelBody(FleetBody):
+    """Why a job is cancelled, for whoever wonders later."""
+
+    reason: str | None = Field(default=None, max_length=1000)
+
+
+class PruneBody(FleetBody):
+    """Which jobs are to be removed."""
+
+    older_than: float = Field(ge=0, description="Seconds since they ended, at least.")
+    project: str | None = Field(default=None, max_length=80, description="Only of this one.")
+    status: list[str] | None = Field(
+        default=None, description="Only completed, failed or cancelled ones; null: all of them."
+    )
+    dry_run: bool = Field(default=False, description="Say which, and remove nothing.")
+
+
 class TrustBody(FleetBody):
     """Which host key is the right one."""
 
-    fingerprint: str = Field(
-        pattern=r"^SHA256:[A-Za-z0-9+/]{43}$",
-        description="As the machine itself tells it: `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub`.",
+    fingerprint: Annotated[str, Field(pattern=r"^SHA256:[A-Za-z0-9+/]{43}$")] | None = Field(
+        default=None,
+        description="As the machine itself tells it: `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub`; null: of the key that it showed "
+        "last, whichever that is.",
     )
 
 

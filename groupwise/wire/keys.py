@@ -66,6 +66,10 @@ class Role(IntEnum):
         return self.name.lower()
 
 
+WORDS: Mapping[Role, str] = {role: role.word for role in Role}
+"""What a training server calls the roles."""
+
+
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Who asks, as far as a key tells."""
@@ -76,12 +80,12 @@ class Caller:
     projects: frozenset[str] | None = None
     """Whose jobs the key is for; None: everybody's. A training server knows no projects."""
 
-    def require(self, role: Role) -> None:
-        """Raise `forbidden` unless the caller's role is at least this one."""
+    def require(self, role: Role, words: Mapping[Role, str] = WORDS) -> None:
+        """Raise `forbidden` unless the caller's role is at least this one. `words`: what the server calls the roles."""
         if self.role < role:
             raise Refusal(
                 "forbidden",
-                f"The key {self.id} has the role {self.role.word}; this route needs {role.word}.",
+                f"The key {self.id} has the role {words[self.role]}; this route needs {words[role]}.",
             )
 
 

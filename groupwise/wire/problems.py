@@ -180,7 +180,7 @@ KINDS: Mapping[str, Kind] = {
     "idempotency_key_reused": Kind(
         422,
         "The Idempotency-Key was used for another request",
-        "The same key came with another body within 24 hours. Make a new key for each new request.",
+        "The same key came with another body before. Make a new key for each new request.",
     ),
     # what was given
     "invalid_request": Kind(

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from fastapi import FastAPI
+from sqlalchemy.orm import Session
 
-from groupwise.fleet.api.callers import caller_of
+from groupwise.fleet.api.callers import any_key, caller_of
 from groupwise.fleet.api.routes import files, jobs, machines, people, state
 from groupwise.fleet.api.serving import Serving
 from groupwise.http.app import About, assemble
 from groupwise.http.declared import Route
 from groupwise.wire.keys import LOCAL, Caller
 
-ROUTES: tuple[Route, ...] = (
-    *jobs.ROUTES,
-    *files.ROUTES,
-    *machines.ROUTES,
-    *people.ROUTES,
-    *state.ROUTES,
+HEALTH = "/healthz"
+ROUTES: tuple[Route, ...] = tuple(
+    route if route.path == HEALTH else replace(route, codes=(*route.codes, "database_away"))
+    for route in (
+        *jobs.ROUTES,
+        *files.ROUTES,
+        *machines.ROUTES,
+        *people.ROUTES,
+        *state.ROUTES,
+    )
 )
+"""All but whether the process lives ask the database, for the caller's key if for nothing else."""
 
 DESCRIPTION = (
     "Jobs on many machines: submit one, watch it, cancel it, fetch what it left. A job is a command, an environment, files and resources. "
@@ -30,16 +37,17 @@ DESCRIPTION = (
 def make_app(serving: Serving, plain: str | None, *, open_to_this_machine: bool) -> FastAPI:
     """The application.
 
-    `plain` is the key from the environment. `open_to_this_machine`: there is no key at all, so that whoever asks from this machine is an
-    admin, and nobody else is answered.
+    `plain` is the key from the environment. `open_to_this_machine`: there was no key when it began to listen. Until the first one is made
+    whoever asks from this machine is an admin, and nobody else is ever answered by this process.
     """
 
-    async def who(headers: Mapping[str, str]) -> Caller:
-        if open_to_this_machine:
+    def caller(session: Session, headers: Mapping[str, str]) -> Caller:
+        if open_to_this_machine and not any_key(session):
             return LOCAL
-        return await serving.database.read_in_thread(
-            lambda session: caller_of(session, headers, plain)
-        )
+        return caller_of(session, headers, plain)
+
+    async def who(headers: Mapping[str, str]) -> Caller:
+        return await serving.database.read_in_thread(lambda session: caller(session, headers))
 
     return assemble(
         About("Groupwise fleet", DESCRIPTION),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.store.database import seconds
@@ -29,6 +30,11 @@ def caller_of(session: Session, headers: Mapping[str, str], plain: str | None) -
             "`groupwise fleet key new ROLE`.",
         )
     return caller
+
+
+def any_key(session: Session) -> bool:
+    """Whether a key was ever made, be it revoked or over: from then on nobody is let in without one."""
+    return session.scalar(select(ApiKey.key_id).limit(1)) is not None
 
 
 def _stored(session: Session, presented: str) -> tuple[StoredKey, ...]:

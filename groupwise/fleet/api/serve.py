@@ -14,15 +14,13 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-from sqlalchemy import select
-
 from groupwise.errors import UsageError
 from groupwise.fleet.api.app import make_app
+from groupwise.fleet.api.callers import any_key
 from groupwise.fleet.api.serving import Folders, Serving
 from groupwise.fleet.doorbells.port import Doorbell
 from groupwise.fleet.settings import FleetPlace
 from groupwise.fleet.store.database import Database
-from groupwise.fleet.store.tables import ApiKey
 from groupwise.hosts.files import BlobStore
 from groupwise.http.addresses import is_loopback
 from groupwise.http.listening import Uvicorn, bound, check_tls, uvicorn_config
@@ -72,7 +70,7 @@ def check(address: Address, database: Database, environment: Mapping[str, str]) 
 def _has_keys(database: Database, environment: Mapping[str, str]) -> bool:
     if environment.get(VARIABLE):
         return True
-    return database.read(lambda session: session.scalar(select(ApiKey.key_id).limit(1))) is not None
+    return database.read(any_key)
 
 
 @asynccontextmanager

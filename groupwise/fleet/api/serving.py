@@ -7,7 +7,7 @@ that is bound to projects sees no others.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -21,9 +21,11 @@ from groupwise.fleet.doorbells.port import Doorbell
 from groupwise.fleet.secrets import UNLESS_TOLD, AllowedSecrets
 from groupwise.fleet.store.database import Database, DatabaseFailure
 from groupwise.fleet.verbs.actor import Actor
+from groupwise.fleet.verbs.keys import ROLES
 from groupwise.hosts.files import BlobStore
 from groupwise.http.caller import Caller
 from groupwise.http.declared import Limits, Shared, facts_of
+from groupwise.wire.keys import Role
 from groupwise.wire.problems import Refusal
 
 T = TypeVar("T")
@@ -45,6 +47,8 @@ class Folders:
 
 class Serving(Shared):
     """What all requests to one API share."""
+
+    role_words: Mapping[Role, str] = {role: word for word, role in ROLES.items()}
 
     def __init__(
         self,

@@ -414,6 +414,8 @@ def _evidence(member: MemberView) -> dict[str, Any]:
         found["vm_lost"] = True
     if member.deadman_over:
         found["deadman_over"] = True
+    if member.gpu_problems:
+        found["gpu_problems"] = list(member.gpu_problems)
     if member.exit:
         found["exit"] = {
             "code": member.exit.code,

@@ -39,6 +39,7 @@ from groupwise.fleet.attempts.decide import (
 from groupwise.fleet.attempts.effects import Gateway
 from groupwise.fleet.attempts.launching import deadman_of, files_of, launch_of
 from groupwise.fleet.attempts.records import Machine, MemberRow, Snapshot, Stale
+from groupwise.fleet.attempts.together import Reads
 from groupwise.fleet.attempts.watching import CHANGEABLE, Watch, Watches
 from groupwise.fleet.secrets import SecretMissing, Secrets
 from groupwise.fleet.states import AttemptState
@@ -109,6 +110,8 @@ class Desk:
 
     owner: str
     gateway: Gateway
+    snapshots: Reads[int, Snapshot]
+    """Of attempts of this owner, by epoch."""
     runner: Callable[[Machine], Runner]
     watches: Watches
     logs: LogMirror
@@ -130,6 +133,10 @@ class _Ear:
         self.last: MemberState | None = None
         self.hearing = False
         self.reachable = True
+        self.place: str | None = None
+        """The root in which it was begun, as the machine names it."""
+        self.elsewhere = False
+        """Who answers has another root: a machine or a folder that knows nothing of it."""
         self.asked = False
         """It has been asked, and the answer has not been made worthless since."""
         self.refusal: str | None = None
@@ -144,11 +151,16 @@ class _Ear:
         self._wake = wake
 
     def heard(self, state: MemberState) -> None:
+        self.elsewhere = self.place not in (None, state.place)
+        if self.elsewhere:
+            self.last, self.reachable, self.asked = None, False, False
+            return  # nobody is woken: it is asked again after a while
+        self.place = state.place
         self.last, self.reachable, self.asked = state, True, True
         self._wake()
 
     def lost_contact(self, why: str) -> None:
-        self.last, self.reachable, self.hearing = None, False, False
+        self.last, self.reachable, self.hearing, self.elsewhere = None, False, False, False
         self._wake()
 
     def contact_again(self) -> None:
@@ -241,12 +253,14 @@ class Drive:
         return await self._note_contact(row)
 
     async def _read(self) -> Snapshot:
-        desk, epoch = self._desk, self.epoch
-        return await desk.gateway.look(lambda s: records.snapshot(s, epoch, desk.owner))
+        found = await self._desk.gateway.look_together(self._desk.snapshots, self.epoch)
+        if found is None:
+            raise Stale(f"epoch {self.epoch} is not {self._desk.owner}'s")
+        return found
 
     def _needs_asking(self, row: Snapshot, member: MemberRow) -> bool:
         ear = self._ear(row, member)
-        return ear.last is None and ear.reachable
+        return ear.last is None and (ear.reachable or ear.elsewhere)
 
     def _ear(self, row: Snapshot, member: MemberRow) -> _Ear:
         ear = self._ears.get(member.rank)
@@ -254,6 +268,7 @@ class Drive:
             ear = self._ears[member.rank] = _Ear(row.job_id, self.epoch, self._news.set)
             runner = self._desk.runner(member.machine)
             ear.watch = self._desk.watches.listen(member.machine.vm_id, runner, ear)
+        ear.place = member.handle.get("place", ear.place)
         return ear
 
     async def _ask(
@@ -283,18 +298,20 @@ class Drive:
     async def _note_contact(self, row: Snapshot) -> Snapshot:
         """Who fell silent is written down; who speaks again too, before its deadman may be kept quiet."""
         changed = [
-            (m.rank, not self._ears[m.rank].reachable)
+            (m.rank, not ear.reachable, ear.elsewhere)
             for m in row.members
-            if m.rank in self._ears
+            if (ear := self._ears.get(m.rank))
             and not m.released
-            and (m.silent_since is not None) == self._ears[m.rank].reachable
+            and ((m.silent_since is not None) == ear.reachable or m.elsewhere != ear.elsewhere)
         ]
         if changed:
             owner, epoch = self._desk.owner, self.epoch
 
             def note(session: Any) -> None:
-                for rank, silent in changed:
-                    records.contact(session, epoch, owner, rank, silent=silent)
+                for rank, silent, elsewhere in changed:
+                    records.contact(
+                        session, epoch, owner, rank, silent=silent, elsewhere=elsewhere
+                    )
 
             await self._desk.gateway.commit("attempt.contact", note)
             row = await self._read()
@@ -401,8 +418,8 @@ class Drive:
                 records.move(session, epoch, owner, move.to)
 
         if move.to is AttemptState.ENDED:
-            await self._last_of_logs(row)
-        await self._desk.gateway.commit(f"attempt.{move.to}", write)
+            await self._last_of_what_it_left(row)
+        await self._desk.gateway.commit_of(epoch, f"attempt.{move.to}", write)
 
     async def _write_down(self, row: Snapshot) -> None:
         """What machines say that the database does not know yet."""
@@ -413,7 +430,7 @@ class Drive:
                 for rank, state in seen:
                     records.record(session, epoch, owner, state, rank)
 
-            await self._desk.gateway.commit("attempt.record", write)
+            await self._desk.gateway.commit_of(epoch, "attempt.record", write)
 
     def _unwritten(self, row: Snapshot) -> list[tuple[int, MemberState]]:
         """That a folder is absent says nothing, so it is not written down."""
@@ -461,8 +478,10 @@ class Drive:
         if deadman is None or "deadman" in member.handle:
             return
         owner, epoch = self._desk.owner, self.epoch
-        await self._desk.gateway.commit(
-            "attempt.deadman", lambda s: records.sending(s, epoch, owner, member.rank, deadman)
+        await self._desk.gateway.commit_of(
+            epoch,
+            "attempt.deadman",
+            lambda s: records.sending(s, epoch, owner, member.rank, deadman),
         )
 
     async def _provide(self, row: Snapshot, member: MemberRow) -> None:
@@ -497,8 +516,8 @@ class Drive:
             return
         owner, epoch, rank = self._desk.owner, self.epoch, member.rank
         if found.clean:
-            await self._desk.gateway.commit(
-                "attempt.release", lambda s: ending.release(s, epoch, owner, rank)
+            await self._desk.gateway.commit_of(
+                epoch, "attempt.release", lambda s: ending.release(s, epoch, owner, rank)
             )
             self._news.set()
             return
@@ -563,16 +582,22 @@ class Drive:
             if ear.tries >= MOST_TRIES:
                 ear.problem, ear.collected = f"the control machine could not write: {error}", True
 
-    async def _last_of_logs(self, row: Snapshot) -> None:
-        """Of an attempt that ends without having been collected; as much as can be had."""
+    async def _last_of_what_it_left(self, row: Snapshot) -> None:
+        """Log and newest checkpoint of an attempt that ends without having been collected (its machine booted anew), as far as they can
+        be had. After this, no machine that answers has a newer checkpoint than the one that the next attempt goes on from."""
         for member in row.members:
             ear = self._ears.get(member.rank)
-            if ear is None or ear.last is None or ear.collected or not ear.last.log_size:
+            last = None if ear is None or ear.collected else ear.last
+            if last is None:
                 continue
+            part = self._part(row, member)
             try:
-                await self._desk.logs.catch_up(self._part(row, member), ear.last.log_size)
+                if last.log_size:
+                    await self._desk.logs.catch_up(part, last.log_size)
+                if last.checkpoints:
+                    await self._desk.checkpoints.mirror(part)
             except (HostError, *OWN_DISK) as error:
-                log.info("%s: the end of its log is lost: %s", row.key, error)
+                log.info("%s: the end of what it left is lost: %s", row.key, error)
 
     def _stop_listening(self) -> None:
         for ear in self._ears.values():

@@ -18,10 +18,12 @@ from typing import TypeVar
 
 from sqlalchemy.orm import Session
 
+from groupwise.fleet.attempts.together import Reads, Writes
 from groupwise.fleet.store.database import Database
 from groupwise.hosts.port import Answer, Host, Request
 
 T = TypeVar("T")
+Key = TypeVar("Key")
 
 
 class Side(StrEnum):
@@ -48,6 +50,7 @@ class Gateway:
 
     def __init__(self, database: Database, hook: Hook = _nothing) -> None:
         self.database = database
+        self._writes = Writes(database)
         self._hook = hook
         self._dead = False
 
@@ -55,10 +58,21 @@ class Gateway:
         """One transaction; `fn` may be called several times, see `Database.run`."""
         return await self._through(name, lambda: self.database.in_thread(fn))
 
+    async def commit_of(self, epoch: int, name: str, fn: Callable[[Session], T]) -> T:
+        """The same for what is short, and about one attempt: it may share its transaction with others of the same moment."""
+        return await self._through(name, lambda: self._writes.commit(epoch, fn))
+
     async def look(self, fn: Callable[[Session], T]) -> T:
         """Read the database. Changes nothing, so that it is no effect, but the dead do not look either."""
         self._alive()
         found = await self.database.read_in_thread(fn)
+        self._alive()
+        return found
+
+    async def look_together(self, reads: Reads[Key, T], key: Key) -> T | None:
+        """The same for what many ask for at the same moment."""
+        self._alive()
+        found = await reads.look(key)
         self._alive()
         return found
 

@@ -10,7 +10,7 @@ machine does not come back (`abandon`). Only an attempt that never ran anywhere 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy import ColumnElement, select, update
@@ -26,6 +26,8 @@ from groupwise.fleet.store import events
 from groupwise.fleet.store.database import seconds
 from groupwise.fleet.store.tables import GPU, VM, Attempt, Job, Member, Reservation, this_moment
 
+ACCUSATION_SECONDS = 86_400.0
+"""For so long it counts what a job said of a GPU."""
 CORDONED_AFTER = 3
 """Launches in a row that a machine would not do, each of another job."""
 JOBS_OWN_REFUSALS = frozenset({"bad_spec", "unknown_program", "secret", "blob"})
@@ -41,6 +43,7 @@ def end(session: Session, epoch: int, owner: str, move: Move, chance: random.Ran
     job = session.get_one(Job, attempt.job_id, with_for_update=True, populate_existing=True)
     verdict = after_end(_facts(job), move.outcome, move.failure, move.because, chance)
     _end_attempt(session, attempt, owner, move, verdict)
+    session.flush()  # its job moves after it, as the database demands
     if move.failure is FailureClass.GPU_FAULT:
         _quarantine(session, attempt, owner, move)
     if move.failure is FailureClass.LAUNCH_FAILURE:
@@ -88,7 +91,7 @@ def _move_job(
         job.not_before = now + verdict.delay
         job.waiting_since = now
         job.blocked_reasons = None
-        job.retry_count += int(verdict.counts_as_retry)
+        job.retry_count += int(verdict.counts_as_retry and move.outcome is not Outcome.VOID)
     if verdict.status is JobStatus.FAILED:
         job.failure_reason = verdict.reason
     if verdict.status in FINAL:
@@ -133,8 +136,12 @@ def _tail(move: Move) -> str:
 
 
 def _quarantine(session: Session, attempt: Attempt, owner: str, move: Move) -> None:
-    """The GPUs of the member that failed get no job until an operator has looked; those that the evidence names, if it names any."""
-    rank = _member_at_fault(move).get("rank", 0)
+    """The GPUs of the member that failed get no job until an operator has looked; those that the evidence names, if it names any.
+
+    What a job printed is no evidence by itself, or one job could empty a fleet: it counts once another job has said the same of a GPU.
+    """
+    member = _member_at_fault(move)
+    rank = member.get("rank", 0)
     gpus = session.scalars(
         select(GPU)
         .join(Reservation, Reservation.gpu_id == GPU.gpu_id)
@@ -142,8 +149,11 @@ def _quarantine(session: Session, attempt: Attempt, owner: str, move: Move) -> N
         .order_by(GPU.gpu_id)
         .with_for_update(of=GPU)
     ).all()
-    named = [gpu for gpu in gpus if gpu.uuid in move.because]
-    for gpu in named or gpus:
+    named = [gpu for gpu in gpus if gpu.uuid in move.because] or list(gpus)
+    if not member.get("gpu_problems"):
+        accused = _accused_before(session, attempt, [gpu.gpu_id for gpu in named])
+        named = [gpu for gpu in named if gpu.gpu_id in accused]
+    for gpu in named:
         if gpu.quarantined is None:
             gpu.quarantined = f"{move.because} (attempt {attempt.job_id}.{attempt.epoch})"
             _tell(
@@ -151,6 +161,21 @@ def _quarantine(session: Session, attempt: Attempt, owner: str, move: Move) -> N
                 before={"quarantined": None}, after={"quarantined": gpu.quarantined},
                 detail={"index": gpu.index, "uuid": gpu.uuid},
             )  # fmt: skip
+
+
+def _accused_before(session: Session, attempt: Attempt, gpu_ids: Sequence[int]) -> set[int]:
+    """Those that an attempt of another job had when it failed likewise, of late."""
+    rows = session.scalars(
+        select(Reservation.gpu_id)
+        .join(Attempt, Attempt.epoch == Reservation.epoch)
+        .where(
+            Reservation.gpu_id.in_(gpu_ids),
+            Attempt.job_id != attempt.job_id,
+            Attempt.failure_class == FailureClass.GPU_FAULT,
+            Attempt.ended_at > seconds(session) - ACCUSATION_SECONDS,
+        )
+    )
+    return {gpu_id for gpu_id in rows if gpu_id is not None}
 
 
 def _blame_machine(session: Session, attempt: Attempt, owner: str, move: Move) -> None:
@@ -197,7 +222,7 @@ def release(session: Session, epoch: int, owner: str, rank: int) -> None:
     """Its machine was seen to hold nothing of this member: what was reserved for it is free."""
     attempt = guarded(session, epoch, owner)
     assert attempt.state == AttemptState.ENDED, "nothing of a live attempt is given back"
-    member = session.get_one(Member, (epoch, rank), populate_existing=True)
+    member = session.get_one(Member, (epoch, rank))
     member.released = True
     session.flush()
     _close(session, Reservation.epoch == epoch, Reservation.rank == rank)

@@ -14,7 +14,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, and_, exists, or_, select, update
+from sqlalchemy import (
+    BindParameter,
+    ColumnElement,
+    Table,
+    and_,
+    bindparam,
+    exists,
+    or_,
+    select,
+    update,
+)
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.attempts.decide import Known, Reading
@@ -90,6 +100,11 @@ class MemberRow:
         return self.handle.get("silent_since")
 
     @property
+    def elsewhere(self) -> bool:
+        """Who answers has another root than the one in which it was begun."""
+        return bool(self.handle.get("elsewhere"))
+
+    @property
     def abandoned(self) -> bool:
         """What it held was given back without looking."""
         return bool(self.handle.get("abandoned"))
@@ -127,68 +142,108 @@ class Snapshot:
 # ---------------------------------------------------------------------------------------------------------------------------------------
 
 
-def snapshot(session: Session, epoch: int, owner: str) -> Snapshot:
-    """The attempt, if it is still this owner's; else Stale."""
-    found = session.execute(
-        select(Attempt, Job)
-        .join(Job, Job.job_id == Attempt.job_id)
-        .where(Attempt.epoch == epoch, Attempt.owner == owner)
-    ).one_or_none()
-    if found is None:
-        raise Stale(f"epoch {epoch} is not {owner}'s")
-    attempt, job = found
-    return Snapshot(
-        epoch=epoch,
-        job_id=attempt.job_id,
-        generation=attempt.generation,
-        number=attempt.number,
-        state=AttemptState(attempt.state),
-        cleanup=Cleanup(attempt.cleanup),
-        cancel_requested=job.cancel_requested_at is not None,
-        spec=attempt.spec or job.spec or {},
-        secrets=job.request.get("secrets", {}),
-        resume_from=attempt.resume_from,
-        previous_failure=attempt.previous_failure,
-        members=_members(session, epoch),
-        now=seconds(session),
+def snapshots(session: Session, epochs: Sequence[int], owner: str) -> dict[int, Snapshot]:
+    """Those of these attempts that are still this owner's, as they all stood at one moment."""
+    rows = session.execute(_ATTEMPTS, {"epochs": epochs, "owner": owner}).all()
+    members = _members(session, [row.epoch for row in rows])
+    now = seconds(session)
+    return {
+        row.epoch: Snapshot(
+            epoch=row.epoch,
+            job_id=row.job_id,
+            generation=row.generation,
+            number=row.number,
+            state=AttemptState(row.state),
+            cleanup=Cleanup(row.cleanup),
+            cancel_requested=row.cancel_requested_at is not None,
+            spec=row.own_spec or row.spec or {},
+            secrets=row.secrets or {},
+            resume_from=row.resume_from,
+            previous_failure=row.previous_failure,
+            members=tuple(members.get(row.epoch, ())),
+            now=now,
+        )
+        for row in rows
+    }
+
+
+_GIVEN: BindParameter[Sequence[int]] = bindparam("epochs", expanding=True)
+_ATTEMPTS = (
+    select(
+        Attempt.epoch,
+        Attempt.job_id,
+        Attempt.generation,
+        Attempt.number,
+        Attempt.state,
+        Attempt.cleanup,
+        Attempt.resume_from,
+        Attempt.previous_failure,
+        Attempt.spec.label("own_spec"),
+        Job.spec,
+        Job.cancel_requested_at,
+        Job.request["secrets"].label("secrets"),
     )
-
-
-def _members(session: Session, epoch: int) -> tuple[MemberRow, ...]:
-    held = _held(session, epoch)
-    rows = session.execute(
-        select(Member, VM)
-        .join(VM, VM.vm_id == Member.vm_id)
-        .where(Member.epoch == epoch)
-        .order_by(Member.rank)
+    .join(Job, Job.job_id == Attempt.job_id)
+    .where(Attempt.epoch.in_(_GIVEN), Attempt.owner == bindparam("owner"))
+)
+_MEMBERS = (
+    select(
+        Member.epoch,
+        Member.rank,
+        Member.state,
+        Member.handle,
+        Member.log_offset,
+        Member.released,
+        VM,
     )
-    return tuple(_member(member, vm, held.get(member.rank, ())) for member, vm in rows)
-
-
-def _held(session: Session, epoch: int) -> dict[int, list[tuple[Reservation, GPU | None]]]:
-    """By rank; also what has been released, for a launch that is repeated is the same launch."""
-    rows = session.execute(
-        select(Reservation, GPU)
-        .outerjoin(GPU, GPU.gpu_id == Reservation.gpu_id)
-        .where(Reservation.epoch == epoch)
-        .order_by(Reservation.rank, GPU.index)
+    .join(VM, VM.vm_id == Member.vm_id)
+    .where(Member.epoch.in_(_GIVEN))
+    .order_by(Member.epoch, Member.rank)
+)
+_HELD = (
+    select(
+        Reservation.epoch,
+        Reservation.rank,
+        Reservation.share_mb,
+        Reservation.slot,
+        GPU.uuid,
+        GPU.index,
+        GPU.observed,
     )
-    held: dict[int, list[tuple[Reservation, GPU | None]]] = {}
-    for reservation, gpu in rows:
-        held.setdefault(reservation.rank, []).append((reservation, gpu))
+    .outerjoin(GPU, GPU.gpu_id == Reservation.gpu_id)
+    .where(Reservation.epoch.in_(_GIVEN))
+    .order_by(Reservation.epoch, Reservation.rank, GPU.index)
+)
+"""Columns by name, and made once: every driven attempt is read so again and again."""
+
+
+def _members(session: Session, epochs: Sequence[int]) -> dict[int, list[MemberRow]]:
+    held = _held(session, epochs)
+    found: dict[int, list[MemberRow]] = {}
+    for row in session.execute(_MEMBERS, {"epochs": epochs}):
+        own = held.get((row.epoch, row.rank), ())
+        found.setdefault(row.epoch, []).append(_member(row, own))
+    return found
+
+
+def _held(session: Session, epochs: Sequence[int]) -> dict[tuple[int, int], list[Any]]:
+    """By epoch and rank; also what has been released, for a launch that is repeated is the same launch."""
+    held: dict[tuple[int, int], list[Any]] = {}
+    for row in session.execute(_HELD, {"epochs": epochs}):
+        held.setdefault((row.epoch, row.rank), []).append(row)
     return held
 
 
-def _member(member: Member, vm: VM, held: Sequence[tuple[Reservation, GPU | None]]) -> MemberRow:
-    gpus = [gpu for _, gpu in held if gpu is not None]
-    first = held[0][0] if held else None
+def _member(row: Any, held: Sequence[Any]) -> MemberRow:
+    gpus = [each for each in held if each.uuid is not None]
+    first = held[0] if held else None
     return MemberRow(
-        rank=member.rank,
-        machine=machine(vm),
-        recorded=None if member.state is None else Reading(member.state),
-        handle=member.handle,
-        log_offset=member.log_offset,
-        released=member.released,
+        rank=row.rank,
+        machine=machine(row.VM),
+        recorded=None if row.state is None else Reading(row.state),
+        handle=row.handle,
+        log_offset=row.log_offset,
+        released=row.released,
         gpus=tuple(gpu.uuid for gpu in gpus),
         share_mb=first.share_mb if first else None,
         slot=first.slot if first else None,
@@ -248,6 +303,18 @@ def wishes(session: Session, owner: str) -> dict[int, tuple[bool, tuple[str, ...
     return found
 
 
+def sightings(session: Session, owner: str) -> dict[str, tuple[str | None, bool]]:
+    """What the poller saw of the machines on which this owner has open attempts: machine → its boot, and whether it answers."""
+    rows = session.execute(
+        select(VM.vm_id, VM.boot_id, VM.contact)
+        .join(Member, Member.vm_id == VM.vm_id)
+        .join(Attempt, Attempt.epoch == Member.epoch)
+        .where(Attempt.owner == owner, _open())
+        .distinct()
+    )
+    return {vm_id: (boot, contact == Contact.OK) for vm_id, boot, contact in rows}
+
+
 def known(session: Session, vm_id: str, jobs: Iterable[str]) -> dict[str, Known]:
     """What the database knows of jobs that a machine reports."""
     found: dict[str, Known] = {}
@@ -301,20 +368,40 @@ def let_go(session: Session, owner: str) -> None:
     session.execute(update(Attempt).where(Attempt.owner == owner, _open()).values(lease_until=0.0))
 
 
+def let_all_go(session: Session) -> None:
+    """Whoever drove attempts is known to be gone: they may be adopted at once."""
+    session.execute(update(Attempt).where(_open()).values(lease_until=0.0))
+
+
 def _open() -> ColumnElement[bool]:
     return or_(Attempt.state != AttemptState.ENDED, Attempt.cleanup != Cleanup.CLEAN)
 
 
 def guarded(session: Session, epoch: int, owner: str) -> Attempt:
     """The attempt's row, locked, if it is this owner's; else Stale."""
-    attempt = session.scalar(
-        select(Attempt)
-        .where(Attempt.epoch == epoch, Attempt.owner == owner)
-        .with_for_update(key_share=True)
-    )
-    if attempt is None:
+    locked: dict[int, Attempt] = session.info.get(_LOCKED, {})
+    attempt = locked.get(epoch) or session.scalar(_GUARDED, {"epochs": [epoch]})
+    if attempt is None or attempt.owner != owner:
         raise Stale(f"epoch {epoch} is not {owner}'s any more")
     return attempt
+
+
+_GUARDED = (
+    select(Attempt)
+    .where(Attempt.epoch.in_(_GIVEN))
+    .order_by(Attempt.epoch)
+    .with_for_update(key_share=True)
+)
+_LOCKED, _READ = "groupwise_attempts", "groupwise_members"
+
+
+def lock(session: Session, epochs: Iterable[int]) -> None:
+    """Attempts that are about to be written, with their members, at once; `guarded` then finds them. To be called first."""
+    given = {"epochs": sorted(set(epochs))}
+    session.info[_LOCKED] = {each.epoch: each for each in session.scalars(_GUARDED, given)}
+    members = select(Member).where(Member.epoch.in_(_GIVEN))
+    # kept, lest the session forgets them
+    session.info[_READ] = session.scalars(members, given).all()
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------
@@ -336,10 +423,18 @@ def move(session: Session, epoch: int, owner: str, to: AttemptState) -> None:
 def _begin(session: Session, attempt: Attempt) -> None:
     """All members run, so their machines can launch."""
     attempt.running_at = seconds(session)
-    here = select(Member.vm_id).where(Member.epoch == attempt.epoch)
-    session.execute(
-        update(VM).where(VM.vm_id.in_(here), VM.launch_failures > 0).values(launch_failures=0)
+    session.execute(_LAUNCHES, {"epoch": attempt.epoch})
+
+
+_MACHINES: Table = VM.__table__  # pyright: ignore[reportAssignmentType] — a mapped class's table is a Table
+_LAUNCHES = (
+    update(_MACHINES)
+    .where(
+        _MACHINES.c.vm_id.in_(select(Member.vm_id).where(Member.epoch == bindparam("epoch"))),
+        _MACHINES.c.launch_failures > 0,
     )
+    .values(launch_failures=0)
+)
 
 
 def record(session: Session, epoch: int, owner: str, state: MemberState, rank: int) -> None:
@@ -363,17 +458,23 @@ def sending(session: Session, epoch: int, owner: str, rank: int, deadman: float 
         member.state = Reading.UNKNOWN
 
 
-def contact(session: Session, epoch: int, owner: str, rank: int, *, silent: bool) -> None:
-    """Its machine has fallen silent, or speaks again. Since when is written once, and by the clock of the database."""
+def contact(
+    session: Session, epoch: int, owner: str, rank: int, *, silent: bool, elsewhere: bool = False
+) -> None:
+    """Its machine has fallen silent, or speaks again. Since when is written once, and by the clock of the database.
+
+    `elsewhere`: somebody answers, but from another root than the one in which it was begun, so that nothing is known of it either.
+    """
     attempt = guarded(session, epoch, owner)
     member = session.get_one(Member, (epoch, rank))
-    if silent == ("silent_since" in member.handle):
+    if (silent, elsewhere) == ("silent_since" in member.handle, "elsewhere" in member.handle):
         return
-    handle = dict(member.handle)
+    since = member.handle.get("silent_since")
+    handle = {k: v for k, v in member.handle.items() if k not in ("silent_since", "elsewhere")}
     if silent:
-        handle["silent_since"] = seconds(session)
-    else:
-        del handle["silent_since"]
+        handle["silent_since"] = seconds(session) if since is None else since
+    if elsewhere:
+        handle["elsewhere"] = True
     member.handle = handle
     session.flush()
     _sum_up_contact(session, attempt, owner, member.vm_id)
@@ -417,7 +518,7 @@ def leaking(
 
 def quarantine(session: Session, owner: str, vm_id: str, job_id: str, epoch: int) -> bool:
     """Write down, once, that a machine runs something that the database does not know. True where that is news."""
-    kind = "attempt.quarantined"
+    kind = events.ATTEMPT_QUARANTINED
     told = select(Event.event_id).where(
         Event.job_id == job_id, Event.kind == kind, Event.vm_id == vm_id, Event.epoch == epoch
     )
@@ -456,9 +557,9 @@ def left_behind(session: Session, vm_id: str) -> list[LeftBehind]:
     )
     found: list[LeftBehind] = []
     for job_id, epoch, rank in rows:
-        held = _held(session, epoch).get(rank, [])
-        gpus = tuple(gpu.uuid for _, gpu in held if gpu is not None)
-        found.append(LeftBehind(job_id, epoch, rank, gpus, held[0][0].share_mb if held else None))
+        held = _held(session, [epoch]).get((epoch, rank), [])
+        gpus = tuple(each.uuid for each in held if each.uuid is not None)
+        found.append(LeftBehind(job_id, epoch, rank, gpus, held[0].share_mb if held else None))
     return found
 
 
@@ -485,7 +586,7 @@ def welcome_back(session: Session, owner: str, vm_id: str) -> bool:
         return False
     before, vm.lost_at = vm.lost_at, None
     events.append(
-        session, actor=f"dispatcher:{owner}", kind="vm.returned", vm_id=vm_id,
+        session, actor=f"dispatcher:{owner}", kind=events.VM_RETURNED, vm_id=vm_id,
         before={"lost_at": before}, after={"lost_at": None},
     )  # fmt: skip
     capacity.wake(session, vm_ids=[vm_id], actor=f"dispatcher:{owner}")

@@ -81,6 +81,8 @@ class Watch:
     )
     down: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    seen: asyncio.Event = field(default_factory=asyncio.Event)
+    """Somebody else has heard of it."""
 
     def add(self, listener: Listener) -> None:
         """Tell it from now on."""
@@ -107,8 +109,17 @@ class Watch:
                 pause = self.pauses.first
             except HostError as error:
                 self._silence(str(error))
-                await asyncio.sleep(random.uniform(0.5, 1.0) * pause)
+                await self._rest(random.uniform(0.5, 1.0) * pause)
                 pause = min(2 * pause, self.pauses.longest)
+
+    async def _rest(self, pause: float) -> None:
+        """Before it is asked again; shorter where somebody else has heard of it meanwhile."""
+        self.seen.clear()
+        try:
+            async with asyncio.timeout(pause):
+                await self.seen.wait()
+        except TimeoutError:
+            pass
 
     def _silence(self, why: str) -> None:
         if not self.down:
@@ -173,6 +184,11 @@ class Watches:
             watch.runner = runner
             watch.add(listener)
         return watch
+
+    def seen(self, vm_id: str) -> None:
+        """The machine answers others: who waits before it is asked again need not."""
+        if watch := self._by_machine.get(vm_id):
+            watch.seen.set()
 
     def ended(self, vm_id: str, watch: Watch) -> None:
         """It runs no more; one that still has listeners, because it crashed, is begun anew."""

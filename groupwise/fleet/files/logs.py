@@ -255,6 +255,43 @@ class Follower:
             return b""
 
 
+def follower_at(
+    logs: Path,
+    job: str,
+    *,
+    epoch: int | None = None,
+    offset: int = 0,
+    rank: int = 0,
+    tail: int | None = None,
+) -> Follower:
+    """A reader from there on; without `epoch` of the newest log. `tail`: so many lines before its present end, whatever `offset` says."""
+    if tail is not None and epoch is None:
+        epoch = next(reversed(epochs(logs, job)), None)
+    if epoch is None:
+        return Follower(logs, job, rank=rank)
+    if tail is not None:
+        offset = _offset_of_tail(log_path(logs, job, epoch, rank), tail)
+    return Follower(logs, job, position=Position(epoch, offset), rank=rank)
+
+
+def _offset_of_tail(path: Path, lines: int) -> int:
+    """Where the last lines of a file begin; it is read from its end."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return 0
+    with file:
+        size = end = file.seek(0, os.SEEK_END)
+        block = b""
+        while end > 0 and block.count(b"\n") <= lines:
+            start = max(0, end - PIECE)
+            file.seek(start)
+            block = file.read(end - start) + block
+            end = start
+    kept = block.splitlines(keepends=True)[-lines:] if lines else []
+    return size - sum(len(line) for line in kept)
+
+
 async def follow(
     follower: Follower,
     ended: Callable[[], Awaitable[bool]],

@@ -11,7 +11,6 @@ Of a gang, what rank 0 wrote is the checkpoint.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from functools import partial
 
 from sqlalchemy import select
@@ -20,9 +19,8 @@ from sqlalchemy.orm import Session
 from groupwise.fleet.attempts.drive import Part
 from groupwise.fleet.attempts.effects import Gateway
 from groupwise.fleet.attempts.records import guarded
-from groupwise.fleet.states import AttemptState
 from groupwise.fleet.store.database import seconds
-from groupwise.fleet.store.tables import Attempt, Checkpoint, Job
+from groupwise.fleet.store.tables import Checkpoint
 from groupwise.hosts.answers import CheckpointTree
 from groupwise.hosts.files import BlobError, BlobStore
 from groupwise.hosts.port import RunnerRefused
@@ -31,7 +29,7 @@ from groupwise.hosts.spec import FileEntry
 log = logging.getLogger(__name__)
 
 KEPT = 2
-"""Checkpoints of a job whose blobs are kept: one may turn out to be damaged on the disk."""
+"""Checkpoints of a job that are kept unless told otherwise: one may turn out to be damaged on the disk."""
 
 
 class _Torn(Exception):
@@ -41,9 +39,11 @@ class _Torn(Exception):
 class CheckpointMirror:
     """Brings checkpoints to this machine's store, for the attempts of one dispatcher."""
 
-    def __init__(self, store: BlobStore, gateway: Gateway) -> None:
+    def __init__(self, store: BlobStore, gateway: Gateway, *, keep: int = KEPT) -> None:
+        """`keep`: how many of a job stay, at least one; the rows of older ones go, and with them what holds their blobs."""
         self._store = store
         self._gateway = gateway
+        self._keep = keep
 
     async def mirror(self, part: Part) -> None:
         """Fetch the newest complete one, unless it is here. Safe to repeat, and to cancel. Raises HostError, OSError, Stale."""
@@ -60,7 +60,8 @@ class CheckpointMirror:
                 log.info("%s.%s: %s is skipped: %s", part.job_id, part.epoch, checkpoint.path, torn)
                 continue
             await self._gateway.commit(
-                "checkpoint.row", partial(_record, part=part, checkpoint=checkpoint)
+                "checkpoint.row",
+                partial(_record, part=part, checkpoint=checkpoint, keep=self._keep),
             )
             return
 
@@ -101,8 +102,8 @@ def _newest_step(session: Session, part: Part) -> int | None:
     )
 
 
-def _record(session: Session, part: Part, checkpoint: CheckpointTree) -> None:
-    """It can be gone on with from here on; older ones need not be kept."""
+def _record(session: Session, part: Part, checkpoint: CheckpointTree, keep: int) -> None:
+    """It can be gone on with from here on; older ones need not be kept, and those of an earlier generation are the oldest."""
     guarded(session, part.epoch, part.owner)
     session.merge(
         Checkpoint(
@@ -116,24 +117,11 @@ def _record(session: Session, part: Part, checkpoint: CheckpointTree) -> None:
         )
     )
     session.flush()
-    kept = session.scalars(
+    old = session.scalars(
         select(Checkpoint)
-        .where(Checkpoint.job_id == part.job_id, Checkpoint.generation == part.generation)
-        .order_by(Checkpoint.step.desc(), Checkpoint.epoch.desc())
-        .offset(KEPT)
+        .where(Checkpoint.job_id == part.job_id)
+        .order_by(Checkpoint.generation.desc(), Checkpoint.step.desc(), Checkpoint.epoch.desc())
+        .offset(keep)
     ).all()
-    for old in kept:
-        session.delete(old)
-
-
-def named_blobs(session: Session) -> set[str]:
-    """Blobs that something in the database names: files of jobs, checkpoints, and what attempts that are not over began with."""
-    checkpoints: Iterable[dict[str, list[object]]] = session.scalars(select(Checkpoint.manifest))
-    begun = session.scalars(select(Attempt.resume_from).where(Attempt.state != AttemptState.ENDED))
-    specs = session.scalars(select(Job.spec))
-    manifests = [
-        *checkpoints,
-        *(resume["manifest"] for resume in begun if resume),
-        *(spec.get("files") or {} for spec in specs if spec),
-    ]
-    return {str(entry[0]) for manifest in manifests for entry in manifest.values()}
+    for each in old:
+        session.delete(each)

@@ -14,14 +14,14 @@ Observations carry the time at which they were asked for, by the database's cloc
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
 from sqlalchemy import and_, delete, func, or_, select
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, aliased
 
 from groupwise.errors import UsageError
 from groupwise.fleet.queue import capacity
@@ -302,6 +302,7 @@ def _write_gpus(session: Session, vm: VM, asked_at: float, now: float, seen: Obs
             session.add(rows[shown.uuid])
     session.flush()
     held = _held(session, vm.vm_id, asked_at)
+    twins = _twins(session, vm, [gpu.uuid for gpu in seen.gpus])
     for shown in {gpu.uuid: gpu for gpu in seen.gpus}.values():
         gpu = rows[shown.uuid]
         _copy(gpu, shown, now)
@@ -309,6 +310,8 @@ def _write_gpus(session: Session, vm: VM, asked_at: float, now: float, seen: Obs
         judged = _judged(shown, apps, held.own(gpu.gpu_id), vm.idle_memory_mb)
         if shown.uuid in twice:
             judged = Observed.DEGRADED, "its UUID was shown twice"
+        if twin := twins.get(gpu.gpu_id):
+            judged = Observed.DEGRADED, f"{twin} has the same one: the machine stands in the fleet twice"
         if judged[0] is Observed.OK and gpu.observed == Observed.FOREIGN_BUSY and not apps_known:
             judged = Observed.FOREIGN_BUSY, gpu.detail
         more |= _set_observed(session, gpu, *judged)
@@ -318,6 +321,21 @@ def _write_gpus(session: Session, vm: VM, asked_at: float, now: float, seen: Obs
             _set_observed(session, rows[uuid], Observed.MISSING, "the machine shows it no more")
     _keep_history(session, [rows[gpu.uuid] for gpu in seen.gpus], now)
     return more
+
+
+def _twins(session: Session, vm: VM, uuids: Sequence[str]) -> dict[int, str]:
+    """Of GPUs that another machine showed first and still has: gpu_id → that machine. A card is in one machine, whatever that is called."""
+    own, first = aliased(GPU), aliased(GPU)
+    rows = session.execute(
+        select(own.gpu_id, first.vm_id)
+        .join(first, and_(first.uuid == own.uuid, first.gpu_id < own.gpu_id))
+        .join(VM, VM.vm_id == first.vm_id)
+        .where(
+            own.vm_id == vm.vm_id, own.uuid.in_(uuids),
+            first.vm_id != vm.vm_id, first.observed != Observed.MISSING, VM.active,
+        )
+    )  # fmt: skip
+    return dict(rows.all())
 
 
 def _named_twice(gpus: Iterable[SeenGPU]) -> set[str]:

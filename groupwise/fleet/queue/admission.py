@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import logging
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ from sqlalchemy import (
     update,
 )
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 from sqlalchemy.orm import Session
 
 from groupwise.errors import UsageError
@@ -65,6 +66,8 @@ TURN_SECONDS = 30.0
 MOST_WORDS = 4000
 """Of a reason that is stored."""
 ADMISSION = "admission"
+
+log = logging.getLogger(__name__)
 
 _JOBS: Table = Job.__table__  # pyright: ignore[reportAssignmentType] — a mapped class's table is a Table
 _WAITING: ColumnElement[bool] = literal_column("jobs.status IN ('queued', 'pending', 'held')")
@@ -186,6 +189,35 @@ def admit_new(session: Session, limit: int, allowed: AllowedSecrets = UNLESS_TOL
 
 
 def _admit(session: Session, ids: Sequence[str], allowed: AllowedSecrets) -> int:
+    """All of them together; where that breaks, one by one, so that the one which breaks it holds up nobody else."""
+    try:
+        with session.begin_nested():
+            return _admit_together(session, ids, allowed)
+    except DBAPIError as error:
+        if not isinstance(error, DataError):
+            raise  # the database itself: whoever asked begins anew
+        if len(ids) == 1:
+            return _give_up(session, ids[0], error)
+    except Exception as error:  # noqa: BLE001 - a row holds what nobody thought of; which one is found out below
+        if len(ids) == 1:
+            return _give_up(session, ids[0], error)
+    return sum(_admit(session, [job_id], allowed) for job_id in ids)
+
+
+def _give_up(session: Session, job_id: str, error: Exception) -> int:
+    """A row that admission broke at has failed, with all that can be said about it."""
+    log.error("job %r cannot be admitted", job_id, exc_info=error)
+    status = session.scalar(select(Job.status).where(Job.job_id == job_id))
+    row = _Row({"job_id": job_id, "status": status})
+    try:
+        with session.begin_nested():
+            _refuse(session, row, [f"it cannot be read: {type(error).__name__}: {error}"])
+    except DBAPIError:
+        return 0  # nor can it be written: it stays as it is, in nobody's way
+    return 1
+
+
+def _admit_together(session: Session, ids: Sequence[str], allowed: AllowedSecrets) -> int:
     rows = _rows(session, ids)
     if not rows:
         return 0
@@ -415,7 +447,8 @@ def _refuse(session: Session, row: _Row, found: Sequence[str]) -> None:
     mended = {name: _default(name) for name in row.unreadable}
     reason = "\n".join(found)[:MOST_WORDS]
     if row.values["status"] == JobStatus.HELD:  # nothing that is held fails; it is let go first
-        released = update(Job).where(Job.job_id == row.job_id).values(status=JobStatus.QUEUED)
+        values = {**mended, "status": JobStatus.QUEUED}
+        released = update(Job).where(Job.job_id == row.job_id).values(values)
         session.execute(released.execution_options(synchronize_session=False))
     session.execute(
         update(Job)

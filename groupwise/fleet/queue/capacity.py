@@ -18,7 +18,8 @@ A job that was woken may leave the queue without using what woke it (cancelled, 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -62,6 +63,7 @@ MOST_PATIENT = 64
 MOST_WOKEN = 64
 """At once; when they are placed, claims that find the queue empty wake the next."""
 _READ_AT_ONCE = 16
+_LATER = "groupwise_wake_later"
 _LOCK = 0x67726F75
 """For advisory locks: the marking and waking of pending jobs."""
 
@@ -109,6 +111,16 @@ class View:
             held_for_others=self.held_before(key),
             avoid=avoid,
         )
+
+    def room_for(
+        self, resources: Resources, project: str, key: RankKey, avoid: frozenset[str] = frozenset()
+    ) -> Placement | None:
+        """The same placement without reasons: machines that have nothing free for anybody, most of a full fleet, are passed over."""
+        if self.over_quota(resources, project):
+            return None
+        roomy = filter(has_room, self.machines.values())
+        found = place(resources, roomy, held_for_others=self.held_before(key), avoid=avoid)
+        return found if isinstance(found, Placement) else None
 
     def take(self, placement: Placement, resources: Resources, project: str) -> None:
         """Book it, so that what is looked at next sees what is left."""
@@ -328,13 +340,16 @@ def _whole(value: Any) -> int | None:
     return int(value) if isinstance(value, int | float) else None
 
 
-def lock_quotas(session: Session, projects: Collection[str]) -> None:
-    """Nobody else books on these projects until the end; those without a quota are not locked."""
-    if projects:
-        query = select(Project.name).where(
-            Project.name.in_(projects), Project.max_gpus.is_not(None)
-        )
-        session.execute(query.order_by(Project.name).with_for_update(key_share=True)).all()
+def lock_quotas(session: Session, projects: Collection[str], *, waiting: bool = True) -> set[str]:
+    """Nobody else books on these projects until the end; those without a quota are not locked. The names of those that are.
+
+    Who holds some already does not wait for more, since somebody else may hold those and wait for these: `waiting` False.
+    """
+    if not projects:
+        return set()
+    query = select(Project.name).where(Project.name.in_(projects), Project.max_gpus.is_not(None))
+    locked = query.order_by(Project.name).with_for_update(key_share=True, skip_locked=not waiting)
+    return set(session.scalars(locked))
 
 
 def quotas(session: Session, projects: Collection[str]) -> dict[str, Quota]:
@@ -456,11 +471,31 @@ def wake(
 
     To be called last in the transaction that closes reservations, takes a machine back, adds or changes one, raises a quota, or ends a
     job, since others may wait for it. `vm_ids`: there is more room on these machines and nowhere else. To call it too often is harmless.
+    Within `woken_once` it is done at the end of that.
     """
+    if (later := session.info.get(_LATER)) is not None:
+        later.append((vm_ids, actor))
+        return 0
     session.flush()
     _lock_waking(session)
     ended = _ended(session)
     return _wake_dependents(session, ended, actor) + _wake_shapes(session, vm_ids, actor)
+
+
+@contextmanager
+def woken_once(session: Session) -> Generator[None, None, None]:
+    """What frees capacity several times in one transaction wakes once, at its end: the lock of waking has to be its last."""
+    later: list[tuple[Collection[str] | None, str]] = []
+    session.info[_LATER] = later
+    try:
+        yield
+    finally:
+        del session.info[_LATER]
+    if later:
+        places = [vm_ids for vm_ids, _ in later]
+        known = [vm_ids for vm_ids in places if vm_ids is not None]
+        together = {vm_id for vm_ids in known for vm_id in vm_ids}
+        wake(session, vm_ids=together if len(known) == len(places) else None, actor=later[-1][1])
 
 
 def wake_unnoticed(session: Session, found: View | None) -> int:
@@ -531,7 +566,9 @@ def _is_local(waiting: Waiting, now: float) -> bool:
 
 def _wake_in_order(session: Session, found: View, waiting: Sequence[Waiting], actor: str) -> int:
     """The best-ranked of all shapes together, each placed on what those before it leave; a shape that finds no room is done with."""
-    trial = replace(found, machines=dict(found.machines), quotas=dict(found.quotas))
+    # Only where there is room at all: a full fleet is looked at for each shape that waits.
+    roomy = {vm_id: machine for vm_id, machine in found.machines.items() if has_room(machine)}
+    trial = replace(found, machines=roomy, quotas=dict(found.quotas))
     best = [(each.key, each) for each in waiting]
     behind = {each.shape: _behind(session, each) for each in waiting}
     heapq.heapify(best)

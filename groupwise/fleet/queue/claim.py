@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import func, insert, null, select, tuple_, update
+from sqlalchemy import Table, bindparam, func, insert, null, select, tuple_, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -28,7 +28,7 @@ from groupwise.fleet.queue.failures import FailureClass
 from groupwise.fleet.queue.placement import PATIENCE_SECONDS, Blocked, Placement, Seat
 from groupwise.fleet.queue.request import Columns
 from groupwise.fleet.queue.resources import Resources
-from groupwise.fleet.states import AttemptState, JobStatus
+from groupwise.fleet.states import AttemptState, JobStatus, Outcome
 from groupwise.fleet.store import events
 from groupwise.fleet.store.database import seconds
 from groupwise.fleet.store.tables import (
@@ -78,7 +78,8 @@ def claim(session: Session, *, owner: str, lease_seconds: float, limit: int) -> 
     plan = _Plan()
     drained = _plan_all(session, found, plan, jobs, limit)
     claimed = _book(session, found, plan, Lease(owner, lease_seconds))
-    marked = _settle(session, plan, f"dispatcher:{owner}")
+    with events.gathered(session):
+        marked = _settle(session, plan, f"dispatcher:{owner}")
     if drained:
         capacity.wake_unnoticed(session, marked or found)
     return claimed
@@ -176,7 +177,7 @@ def _candidates(
 
 @dataclass(slots=True)
 class _Earlier:
-    """Attempts of this generation so far."""
+    """What was tried of this generation so far."""
 
     number: int = 0
     """Of the next one."""
@@ -188,7 +189,8 @@ def _earlier_attempts(session: Session, jobs: Sequence[_Candidate]) -> dict[str,
     generations = {job.job_id: job.generation for job in jobs}
     rows = session.execute(
         select(
-            Attempt.job_id, Attempt.generation, Attempt.number, Attempt.failure_class, Member.vm_id
+            Attempt.job_id, Attempt.generation, Attempt.number, Attempt.outcome,
+            Attempt.failure_class, Member.vm_id,
         )
         .join(Member, Member.epoch == Attempt.epoch)
         .where(Attempt.job_id.in_(generations))
@@ -199,7 +201,7 @@ def _earlier_attempts(session: Session, jobs: Sequence[_Candidate]) -> dict[str,
         if row.generation != generations[row.job_id]:
             continue
         earlier = found.setdefault(row.job_id, _Earlier())
-        earlier.number = row.number + 1
+        earlier.number = row.number + (row.outcome != Outcome.VOID)  # one that never ran is no attempt
         earlier.previous_failure = row.failure_class or earlier.previous_failure
         if row.failure_class in ELSEWHERE:
             earlier.avoid.add(row.vm_id)
@@ -221,6 +223,8 @@ class _Plan:
     """They are to come after jobs that have not ended yet."""
     blocked: dict[str, _Candidate] = field(default_factory=dict[str, _Candidate])
     """By shape: the first that found no room."""
+    busy: set[str] = field(default_factory=set[str])
+    """Projects whose quota somebody else is booking on."""
 
     def earlier(self, job: _Candidate) -> _Earlier:
         """What was tried of it before."""
@@ -239,17 +243,25 @@ def _plan_all(
         plan.before.update(_earlier_attempts(session, jobs))
         unmet = capacity.unmet(session, {job.job_id: job.after for job in jobs})
         plan.dependent.extend(job for job in jobs if job.job_id in unmet)
-        _plan(found, plan, [job for job in jobs if job.job_id not in unmet])
+        may_begin = [job for job in jobs if job.job_id not in unmet]
+        _plan(found, plan, [job for job in may_begin if job.project not in plan.busy])
         if len(jobs) < wanted:
             return True
         wanted = limit - len(plan.placed)
         if not wanted or found.is_full():
             return False
         jobs = _candidates(session, found.now, wanted, plan.blocked, jobs[-1].key)
-        projects = {job.project for job in jobs} - set(found.quotas)
-        capacity.lock_quotas(session, projects)
-        found.quotas.update(capacity.quotas(session, projects))
+        plan.busy.update(_look_at_quotas(session, found, {job.project for job in jobs}))
     return False
+
+
+def _look_at_quotas(session: Session, found: View, projects: Collection[str]) -> set[str]:
+    """Of projects that come in addition; which of them somebody else is booking on, so that their jobs are left for the next round."""
+    added = set(projects) - set(found.quotas)
+    locked = capacity.lock_quotas(session, added, waiting=False)
+    limits = capacity.quotas(session, added)
+    found.quotas.update({name: quota for name, quota in limits.items() if name in locked})
+    return set(limits) - locked
 
 
 def _plan(found: View, plan: _Plan, jobs: Sequence[_Candidate]) -> None:
@@ -257,8 +269,8 @@ def _plan(found: View, plan: _Plan, jobs: Sequence[_Candidate]) -> None:
         if job.shape in plan.blocked:
             continue
         avoid = frozenset(plan.earlier(job).avoid)
-        placement = found.look(job.resources, job.project, job.key, avoid)
-        if isinstance(placement, Placement):
+        placement = found.room_for(job.resources, job.project, job.key, avoid)
+        if placement is not None:
             found.take(placement, job.resources, job.project)
             plan.placed.append((job, placement))
             continue
@@ -296,60 +308,88 @@ def _book(session: Session, found: View, plan: _Plan, lease: Lease) -> list[Clai
     fresh = View(found.now, capacity.machines(session, found.now, names), found.held)
     now = seconds(session)  # read last: nothing begins before what it was seen to follow had ended
     resume = _checkpoints(session, [job for job, _ in plan.placed])
-    claimed: list[Claimed] = []
+    bookings: list[_Booking] = []
     for job, planned in plan.placed:
         earlier = plan.earlier(job)
         placement = fresh.look(job.resources, job.project, job.key, frozenset(earlier.avoid))
         if isinstance(placement, Blocked):
             continue  # somebody was quicker; the next round looks at the whole fleet
         assert len(placement.seats) == len(planned.seats)
-        try:
-            with session.begin_nested():
-                epoch = _make_attempt(
-                    session, job, placement, earlier, resume.get(job.job_id), lease, now
-                )
-        except IntegrityError:
-            continue  # a row without its lock: a GPU was reserved, or an attempt made, by somebody else
         fresh.take(placement, job.resources, job.project)
-        claimed.append(Claimed(job.job_id, epoch, placement))
+        bookings.append(_Booking(job, placement, earlier, resume.get(job.job_id)))
+    claimed = _made(session, bookings, lease, now)
     actor = f"dispatcher:{lease.owner}"
     events.append_many(session, [event for each in claimed for event in _events(each, actor)])
     return claimed
 
 
-def _make_attempt(
-    session: Session,
-    job: _Candidate,
-    placement: Placement,
-    earlier: _Earlier,
-    resume: dict[str, Any] | None,
-    lease: Lease,
-    now: float,
-) -> int:
-    values: dict[str, Any] = {
-        "job_id": job.job_id,
-        "generation": job.generation,
-        "number": earlier.number,
-        "state": AttemptState.RESERVED,
-        "owner": lease.owner,
-        "lease_until": now + lease.seconds,
-        "previous_failure": earlier.previous_failure,
-        "created_at": now,
-    }
-    if resume is not None:
-        values["resume_from"] = resume
-    if (spec := _smaller_spec(session, job)) is not None:
-        values["spec"] = spec
-    epoch = session.execute(insert(Attempt).values(values).returning(Attempt.epoch)).scalar_one()
-    seats = list(enumerate(placement.seats))
+@dataclass(frozen=True, slots=True)
+class _Booking:
+    """What becomes an attempt."""
+
+    job: _Candidate
+    placement: Placement
+    earlier: _Earlier
+    resume: dict[str, Any] | None
+
+
+def _made(
+    session: Session, bookings: Sequence[_Booking], lease: Lease, now: float
+) -> list[Claimed]:
+    """All of them at once; where that is refused, one by one, without those for which it is."""
+    if not bookings:
+        return []
+    try:
+        with session.begin_nested():
+            return _make_attempts(session, bookings, lease, now)
+    except IntegrityError:
+        # a row without its lock: a GPU was reserved, or an attempt made, by somebody else
+        if len(bookings) == 1:
+            return []
+    return [made for each in bookings for made in _made(session, [each], lease, now)]
+
+
+def _make_attempts(
+    session: Session, bookings: Sequence[_Booking], lease: Lease, now: float
+) -> list[Claimed]:
+    """A statement for each table, however many they are."""
+    rows = [
+        {
+            "job_id": each.job.job_id,
+            "generation": each.job.generation,
+            "number": each.earlier.number,
+            "state": AttemptState.RESERVED,
+            "owner": lease.owner,
+            "lease_until": now + lease.seconds,
+            "previous_failure": each.earlier.previous_failure,
+            "created_at": now,
+            "resume_from": each.resume,
+            "spec": _smaller_spec(session, each.job),
+        }
+        for each in bookings
+    ]
+    made = insert(Attempt).returning(Attempt.epoch, sort_by_parameter_order=True)
+    epochs = session.scalars(made, rows).all()
+    numbered = list(zip(epochs, bookings, strict=True))
+    seats = [
+        (epoch, rank, seat, each.job)
+        for epoch, each in numbered
+        for rank, seat in enumerate(each.placement.seats)
+    ]
     session.execute(
         insert(Member),
-        [{"epoch": epoch, "rank": rank, "vm_id": seat.vm_id} for rank, seat in seats],
+        [{"epoch": epoch, "rank": rank, "vm_id": seat.vm_id} for epoch, rank, seat, _ in seats],
     )
-    rows = [row for rank, seat in seats for row in _reservations(job, epoch, rank, seat, now)]
-    session.execute(insert(Reservation), rows)
-    _set_running(session, job, placement.seats[0])
-    return epoch
+    session.execute(
+        insert(Reservation),
+        [
+            row
+            for epoch, rank, seat, job in seats
+            for row in _reservations(job, epoch, rank, seat, now)
+        ],
+    )
+    _set_running(session, bookings)
+    return [Claimed(each.job.job_id, epoch, each.placement) for epoch, each in numbered]
 
 
 def _reservations(
@@ -362,21 +402,35 @@ def _reservations(
         yield {**common, "gpu_id": gpu.gpu_id, "slot": None, "share_mb": job.resources.share_mb}
 
 
-def _set_running(session: Session, job: _Candidate, first: Seat) -> None:
-    session.execute(
-        update(Job)
-        .where(Job.job_id == job.job_id)
-        .values(
-            status=JobStatus.RUNNING,
-            assigned_vm=first.vm_id,
-            gpu_index=first.gpus[0].index if first.gpus else None,
-            start_time=this_moment(),
-            waiting_since=None,
-            blocked_reasons=null(),
-            blocked_on=None,
-        )
-        .execution_options(synchronize_session=False)
+def _set_running(session: Session, bookings: Sequence[_Booking]) -> None:
+    places = [(each.job.job_id, each.placement.seats[0]) for each in bookings]
+    session.connection().execute(
+        _RUNNING,
+        [
+            {
+                "job": job_id,
+                "vm": seat.vm_id,
+                "gpu": seat.gpus[0].index if seat.gpus else None,
+            }
+            for job_id, seat in places
+        ],
     )
+
+
+_JOBS: Table = Job.__table__  # pyright: ignore[reportAssignmentType] — a mapped class's table is a Table
+_RUNNING = (
+    update(_JOBS)
+    .where(_JOBS.c.job_id == bindparam("job"))
+    .values(
+        status=JobStatus.RUNNING,
+        assigned_vm=bindparam("vm"),
+        gpu_index=bindparam("gpu"),
+        start_time=this_moment(),
+        waiting_since=None,
+        blocked_reasons=null(),
+        blocked_on=None,
+    )
+)
 
 
 def _events(claimed: Claimed, actor: str) -> list[dict[str, Any]]:
@@ -407,11 +461,10 @@ def _events(claimed: Claimed, actor: str) -> list[dict[str, Any]]:
 
 
 def _checkpoints(session: Session, jobs: Sequence[_Candidate]) -> dict[str, dict[str, Any]]:
-    """What each job goes on from: of this generation, the complete checkpoint with the most steps."""
-    again = {job.job_id: job.generation for job in jobs}
+    """What each job goes on from: the complete checkpoint with the most steps, also where it was begun anew by `retry`."""
     rows = session.scalars(
         select(Checkpoint)
-        .where(Checkpoint.job_id.in_(again))
+        .where(Checkpoint.job_id.in_([job.job_id for job in jobs]))
         .order_by(Checkpoint.job_id, Checkpoint.step, Checkpoint.epoch)
     )
     return {
@@ -422,7 +475,6 @@ def _checkpoints(session: Session, jobs: Sequence[_Candidate]) -> dict[str, dict
             "manifest": row.manifest,
         }
         for row in rows
-        if row.generation == again[row.job_id]
     }
 
 
@@ -454,8 +506,10 @@ def _settle(session: Session, plan: _Plan, actor: str) -> View | None:
     found = capacity.view(session, {job.project for job in plan.blocked.values()})
     left = MOST_MARKED
     for job in sorted(plan.blocked.values(), key=lambda each: each.key):
+        if not left:
+            break
         answer = found.look(job.resources, job.project, job.key)
-        if isinstance(answer, Blocked) and left:
+        if isinstance(answer, Blocked):
             left -= _wait_for_room(session, job, answer, found, actor, left)
     return found
 
@@ -513,5 +567,6 @@ def _wait_for_room(
         )
         .execution_options(synchronize_session=False)
     )
-    capacity.tell_of_jobs(session, ids, JobStatus.QUEUED, JobStatus.PENDING, actor)
+    detail = {"reasons": list(why.reasons)}
+    capacity.tell_of_jobs(session, ids, JobStatus.QUEUED, JobStatus.PENDING, actor, detail)
     return len(ids)

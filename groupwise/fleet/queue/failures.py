@@ -31,7 +31,7 @@ class FailureClass(StrEnum):
     HOST_OOM = "host_oom"
     """The machine's memory was."""
     GPU_FAULT = "gpu_fault"
-    """The GPU is broken; it gets no job until an operator has looked."""
+    """The GPU is broken. It gets no job until an operator has looked, where its machine says so or a second job does."""
     NETWORK = "network"
     """A hub or a data source could not be reached; exit code 75 says so too."""
     PREEMPTION = "preemption"
@@ -82,7 +82,7 @@ _SHELL_TERMINATED = 128 + SIGTERM
 
 _GPU_FAULT = re.compile(
     r"fallen off the bus|GPU is lost|uncorrectable (?:NVLink |double.bit )?(?:ECC )?error|ECC error"
-    r"|NVRM: Xid|\bXid \(|no CUDA-capable device is detected|CUDA-capable device\(s\) is/are busy or unavailable"
+    r"|NVRM: Xid|\bXid \("
     r"|Unable to determine the device handle|hardware stack error",
     re.IGNORECASE,
 )

@@ -93,6 +93,8 @@ def _made(row: Row) -> JobSpec:
     kind = _kind(name)
     if name != COMMAND and row["request"].get("arguments"):
         raise InvalidRequest([f"arguments are for jobs of kind {COMMAND}; {name} makes its own"])
+    if isinstance(kind, Command):
+        return kind.expand(row)
     made = plugins.run_user_code(
         lambda: kind.expand(row), what=f"the kind {name} failed on this job"
     )

@@ -258,7 +258,11 @@ def _slot(machine: Machine, held: Held) -> Seat | str:
     if kept:
         waiting = ", ".join(sorted({held.slots[machine.vm_id, n] for n in kept}))
         return f"its free CPU slots are kept for {waiting}, waiting for long"
-    return f"all {machine.slots} CPU slots are taken"
+    return (
+        "its CPU slot is taken"
+        if machine.slots == 1
+        else f"all {machine.slots} CPU slots are taken"
+    )
 
 
 def _fitting(resources: Resources, machine: Machine) -> list[MachineGPU] | str:
@@ -401,9 +405,8 @@ def _blocked(
     if resources.vm is not None and all(m.vm_id != resources.vm for m in machines):
         return Blocked((f"the fleet has no machine {resources.vm}",), never=True)
     if never:
-        lines.append(
-            f"{fit} of the {_machines(resources.machines)} wanted could run it even if all GPUs were free"
-        )
+        those = f"only {fit} of the {_machines(resources.machines)} wanted" if fit else "no machine"
+        lines.append(f"{those} could run it, even if everything were free")
     elif resources.machines > 1:
         lines.append(f"{willing} of the {resources.machines} machines wanted have room now")
     if resources.vm is not None:

@@ -8,10 +8,12 @@ row, whoever wrote it, so that there is one way into the queue.
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 import json
 import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, TypeVar
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
@@ -42,6 +44,7 @@ M = TypeVar("M", bound=BaseModel)
 _SECRET = re.compile(r"env:[A-Za-z_][A-Za-z0-9_]*|file:/.+")
 _AFTER = re.compile(rf"({JOB_ID.pattern})(:ok)?")
 _WEBHOOK = re.compile(r"https?://[^\s/@]+(/\S*)?")
+_LABEL = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(?<!-)")
 
 
 class _Strict(BaseModel):
@@ -225,9 +228,33 @@ def _file(path: str, entry: tuple[str, int, int]) -> list[str]:
 
 
 def _webhook(address: str | None) -> list[str]:
-    if address is None or _WEBHOOK.fullmatch(address):
+    if address is None:
         return []
-    return ["webhook: an address of http:// or https:// is wanted, without user and password"]
+    if not _WEBHOOK.fullmatch(address):
+        return ["webhook: an address of http:// or https:// is wanted, without user and password"]
+    try:
+        parts = urlsplit(address)
+        host, port = parts.hostname or "", parts.port
+    except ValueError as error:
+        return [f"webhook {address[:100]!r}: {error}"]
+    if not is_host(host) or port == 0:
+        return [f"webhook {address[:100]!r}: {host!r} port {port} is no place on any network"]
+    return []
+
+
+def is_host(name: str) -> bool:
+    """Whether it could be asked for an address at all: a name of labels of 1 to 63 letters, or an address itself."""
+    try:
+        ipaddress.ip_address(name.partition("%")[0])
+    except ValueError:
+        pass
+    else:
+        return True
+    try:
+        labels = name.encode("idna").decode("ascii").removesuffix(".").split(".")
+    except UnicodeError:  # an empty label, one that is too long, or letters that no name has
+        return False
+    return len(name) <= 253 and all(_LABEL.fullmatch(label) for label in labels)
 
 
 def dependency(word: str) -> tuple[str, bool]:

@@ -54,7 +54,7 @@ _REPEATABLE = frozenset(
         "53300",  # too many connections
     }
 )
-_HOOKS = "groupwise_on_commit"
+_HOOKS, _MOMENT = "groupwise_on_commit", "groupwise_moment"
 
 
 class DatabaseFailure(RunError):
@@ -266,7 +266,21 @@ def _sqlite_clock(*_: Any, **__: Any) -> str:
 
 def seconds(session: Session) -> float:
     """Seconds since 1970 by the database's clock."""
-    return session.execute(select(clock())).scalar_one()
+    held: float | None = session.info.get(_MOMENT)
+    return session.execute(_NOW).scalar_one() if held is None else held
+
+
+@contextmanager
+def at_one_moment(session: Session) -> Generator[None, None, None]:
+    """`seconds` within it is what it was at the beginning: for writes of many that are short, and take no locks of others."""
+    session.info[_MOMENT] = seconds(session)
+    try:
+        yield
+    finally:
+        del session.info[_MOMENT]
+
+
+_NOW = select(clock())
 
 
 # --- the pieces of a transaction ------------------------------------------------------------------

@@ -9,6 +9,7 @@ No password is ever shown: what people see of a URL is `shown`, and statements i
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sqlite3
@@ -119,6 +120,26 @@ def engine_for(url: URL) -> Engine:
     return _sqlite_engine(url) if url.get_backend_name() == "sqlite" else _postgresql_engine(url)
 
 
+def read_json(text: str) -> Any:
+    """A document of a column. People write rows by hand, and one that no parser can descend into must not hide all others."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        return dict(TOO_DEEP)
+
+
+def _read_json_of_sqlite(text: str) -> Any:
+    """Admission mends what cannot be read, as SQLite itself calls a document as deep as that none; PostgreSQL takes it for one."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+
+
+TOO_DEEP = {"nested": "too deep to be read"}
+"""What is read where a document is nested in a thousand levels."""
+
+
 # --- SQLite ---------------------------------------------------------------------------------------
 
 
@@ -133,6 +154,7 @@ def _sqlite_engine(url: URL) -> Engine:
         max_overflow=MORE_CONNECTIONS,
         pool_timeout=WAIT_FOR_CONNECTION,
         connect_args={"timeout": BUSY_SECONDS},
+        json_deserializer=_read_json_of_sqlite,
     )
     event.listen(engine, "connect", _prepare_sqlite)
     event.listen(engine, "begin", _begin_sqlite)
@@ -207,6 +229,7 @@ def _postgresql_engine(url: URL) -> Engine:
         max_overflow=MORE_CONNECTIONS,
         pool_timeout=WAIT_FOR_CONNECTION,
         connect_args={k: v for k, v in NETWORK_CONNECTION.items() if k not in url.query},
+        json_deserializer=read_json,
     )
     event.listen(engine, "connect", _prepare_postgresql)
     return engine

@@ -14,10 +14,11 @@ transactions that were rolled back stay unused. SQLite has one writer at a time,
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from sqlalchemy import insert, select, text
+from sqlalchemy import Table, insert, select, text
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.store.database import clock
@@ -47,14 +48,23 @@ ATTEMPT_CLEAN = "attempt.clean"
 ATTEMPT_LEAKING = "attempt.leaking"
 ATTEMPT_UNREACHABLE = "attempt.unreachable"
 ATTEMPT_REACHABLE = "attempt.reachable"
+ATTEMPT_QUARANTINED = "attempt.quarantined"
+"""A machine runs it, and no table knows it."""
+ATTEMPT_OVERDUE = "attempt.overdue"
+"""Its deadman has ended it for certain, and nobody drives it."""
+RESERVATION_CLOSED = "reservation.closed"
+"""One that had stayed open by a mistake."""
 VM_ADDED = "vm.added"
 VM_REMOVED = "vm.removed"
 VM_TRUSTED = "vm.trusted"
 VM_DRAINING = "vm.draining"
 VM_UNDRAINED = "vm.undrained"
+VM_CHANGED = "vm.changed"
 VM_CORDONED = "vm.cordoned"
 VM_UNCORDONED = "vm.uncordoned"
 VM_LOST = "vm.lost"
+VM_RETURNED = "vm.returned"
+"""It had been lost, answers, and holds nothing of what was given up."""
 VM_UNREACHABLE = "vm.unreachable"
 VM_REACHABLE = "vm.reachable"
 VM_REBOOTED = "vm.rebooted"
@@ -69,6 +79,7 @@ KEY_REVOKED = "key.revoked"
 
 _KIND = re.compile(r"[a-z]+\.[a-z_]+")
 _ANNOUNCED = "groupwise_events"
+_LATER = "groupwise_events_later"
 _TAG = 0x4757
 """The highest 16 bits of the keys of our advisory locks; the other 48 are a number of an event."""
 
@@ -95,12 +106,11 @@ def append(
     before: Mapping[str, Any] | None = None,
     after: Mapping[str, Any] | None = None,
     detail: Mapping[str, Any] | None = None,
-) -> int:
-    """Its number. `actor` is who did it (`user:ada`, `dispatcher:<owner>`), `before` and `after` what changed, as JSON; no secrets."""
+) -> int | None:
+    """Its number; None within `gathered`, where it has none yet. `actor` is who did it (`user:ada`, `dispatcher:<owner>`), `before` and
+    `after` what changed, as JSON; no secrets."""
     assert _KIND.fullmatch(kind), f"{kind!r}: a kind of event reads like job.queued"
-    _announce(session)
     row = {
-        "at": clock(),
         "actor": actor,
         "kind": kind,
         "job_id": job_id,
@@ -110,12 +120,35 @@ def append(
         "after": after,
         "detail": detail,
     }
-    return session.execute(insert(Event).values(row).returning(Event.event_id)).scalar_one()
+    if (later := session.info.get(_LATER)) is not None:
+        later.append(row)
+        return None
+    _announce(session)
+    return session.execute(_APPEND, row).scalar_one()
+
+
+_TABLE: Table = Event.__table__  # pyright: ignore[reportAssignmentType] — a mapped class's table is a Table
+_APPEND = insert(_TABLE).values(at=clock()).returning(_TABLE.c.event_id)
+"""Made once: nothing is written as often."""
+
+
+@contextmanager
+def gathered(session: Session) -> Generator[None, None, None]:
+    """What is appended within it is written at its end, in one statement, in the same order."""
+    later: list[dict[str, Any]] = []
+    session.info[_LATER] = later
+    try:
+        yield
+    finally:
+        del session.info[_LATER]
+    append_many(session, later)
 
 
 def append_many(session: Session, rows: Sequence[Mapping[str, Any]]) -> None:
     """Many at once, for what is done to many jobs at once. Each row has `actor` and `kind`, and what it has to say of the rest."""
-    if rows:
+    if (later := session.info.get(_LATER)) is not None:
+        later.extend(rows)
+    elif rows:
         _announce(session)
         at = session.execute(select(clock())).scalar_one()
         empty = dict.fromkeys(("job_id", "epoch", "vm_id", "before", "after", "detail"))

@@ -171,7 +171,8 @@ class GPU(Base):
     gpu_id: Mapped[int] = mapped_column(Serial, primary_key=True)
     vm_id: Mapped[str] = mapped_column(ForeignKey("vms.vm_id"), index=True)
     index: Mapped[int] = mapped_column(Integer)
-    uuid: Mapped[str] = mapped_column(Text)
+    uuid: Mapped[str] = mapped_column(Text, index=True)
+    """Of the card, whatever the machine in which it stands is called: two rows may be about the same one."""
     model: Mapped[str | None] = mapped_column(Text)
     memory_mb: Mapped[int | None] = mapped_column(Integer)
     observed: Mapped[str] = mapped_column(Text, server_default="ok")

@@ -3,16 +3,24 @@
 `states.py` is the table; here each line of it becomes a trigger, in the words of either database, so that no program of any version and
 no person at a prompt can break it. A refusal is an integrity error whose message names the rule. `schema.py` drops and makes them anew at
 each migration, so they always agree with the code.
+
+SQLite needs two kinds more. It keeps anything in any column, and one row that cannot be read would hide all others. And its `INSERT OR
+REPLACE` deletes what is in the way without asking the triggers of deletions, so that no row may come where another of its key is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from sqlalchemy import JSON, Boolean, Column, Float, Index, Integer, Table, Text, UniqueConstraint
+from sqlalchemy.types import TypeEngine
 
 from groupwise.fleet import states
+from groupwise.fleet.store.tables import Attempt, Base, Event, Job, Member, Moment, Reservation
 
 Word = TypeVar("Word", bound=StrEnum)
 
@@ -31,24 +39,41 @@ class Rule:
     refused: str
     """Condition on NEW and OLD, in SQL that both databases read; `<~>` is "differs from", NULL being a value like others."""
     message: str
+    early: bool = False
+    """Asked before a row is inserted, which otherwise is looked at when it stands there: only then SQLite has given it its number."""
     lock: str = ""
     """A statement for PostgreSQL, so that rows which others write at the same time are seen; SQLite has one writer."""
 
 
 def rules() -> tuple[Rule, ...]:
     """Those that are the same in both databases, in the order in which they are asked: PostgreSQL goes by name."""
-    return (*_of_jobs(), *_of_attempts(), *_of_reservations(), *_of_events())
+    return (*_of_jobs(), *_of_attempts(), *_of_reservations(), *_of_events(), *_of_places())
 
 
 def statements(dialect: str) -> Iterator[str]:
     """What makes them all."""
-    for rule in (*rules(), *_of_machines(dialect)):
+    own = (*_of_values(), *_of_replacements()) if dialect == "sqlite" else tuple(_of_times())
+    for rule in (*rules(), *_of_machines(dialect), *_of_documents(dialect), *own):
         yield from _sqlite(rule) if dialect == "sqlite" else _postgresql(rule)
     if dialect == "postgresql":
         yield from _no_truncation("events")
 
 
 # --- the rules ------------------------------------------------------------------------------------
+
+OF_THE_CONTROL_PLANE = (
+    *((column, "0") for column in ("generation", "retry_count", "not_before")),
+    *(
+        (column, "NULL")
+        for column in (
+            *("admitted_at", "spec", "spec_hash", "resources", "shape", "rank", "waiting_since"),
+            *("blocked_reasons", "blocked_on", "cancel_requested_at", "assigned_vm", "gpu_index"),
+            *("start_time", "exit_code"),
+        )
+    ),
+    ("spent", "'{}'"),
+)
+"""Columns of a job that its row begins without: what stands there decides what is run, and when."""
 
 
 def _of_jobs() -> Iterator[Rule]:
@@ -62,7 +87,22 @@ def _of_jobs() -> Iterator[Rule]:
         f"NEW.status NOT IN {_list(states.JOB_BEGINS)}",
         f"a new job is {_words(states.JOB_BEGINS)}; status is written by the control plane",
     )
+    yield Rule(
+        "job_unadmitted",
+        "jobs",
+        "INSERT",
+        " OR ".join(f"NEW.{column} <~> {default}" for column, default in OF_THE_CONTROL_PLANE),
+        f"{', '.join(column for column, _ in OF_THE_CONTROL_PLANE)} of a new job are the control plane's to write: leave them out",
+    )
     yield from _moves("job", "jobs", "status", states.JOB_MOVES)
+    yield Rule(
+        "job_in_motion",
+        "jobs",
+        "UPDATE",
+        f"OLD.status = '{states.JobStatus.RUNNING}' AND NEW.status <> OLD.status AND EXISTS "
+        f"(SELECT 1 FROM attempts WHERE attempts.job_id = NEW.job_id AND attempts.state <> '{states.AttemptState.ENDED}')",
+        "a job runs as long as its attempt does: groupwise fleet cancel ends both",
+    )
     yield Rule(
         "job_retried",
         "jobs",
@@ -185,6 +225,16 @@ def _of_reservations() -> Iterator[Rule]:
         lock="PERFORM 1 FROM gpus WHERE gpu_id = NEW.gpu_id FOR NO KEY UPDATE",
     )
     yield Rule(
+        "reservation_twin",
+        "reservations",
+        "INSERT",
+        "NEW.gpu_id IS NOT NULL AND NEW.released_at IS NULL AND EXISTS (SELECT 1 FROM gpus AS own JOIN gpus AS twin "
+        "ON twin.uuid = own.uuid AND twin.gpu_id <> own.gpu_id JOIN reservations AS held ON held.gpu_id = twin.gpu_id "
+        "AND held.released_at IS NULL WHERE own.gpu_id = NEW.gpu_id)",
+        "this GPU stands in the fleet twice, under two machines, and is reserved as that of the other one",
+        lock="PERFORM 1 FROM gpus WHERE uuid = (SELECT uuid FROM gpus WHERE gpu_id = NEW.gpu_id) ORDER BY gpu_id FOR NO KEY UPDATE",
+    )
+    yield Rule(
         "reservation_kept",
         "reservations",
         "UPDATE",
@@ -205,7 +255,50 @@ def _of_events() -> Iterator[Rule]:
         yield Rule(f"event_{on.lower()}", "events", on, "1 = 1", "events are only ever appended")
 
 
+def _of_places() -> Iterator[Rule]:
+    """An address may change with the network; what makes a machine another place for the runner may not, while it runs something."""
+    place = ("transport", "user", "workdir")
+    changed = " OR ".join(f'NEW."{column}" <~> OLD."{column}"' for column in place)
+    yield Rule(
+        "vm_place",
+        "vms",
+        "UPDATE",
+        f"({changed}) AND EXISTS (SELECT 1 FROM reservations WHERE vm_id = NEW.vm_id AND released_at IS NULL)",
+        f"{', '.join(place)} of a machine do not change while something runs there: drain it first, and wait for its jobs",
+    )
+
+
 MACHINE_DOCUMENTS = {"labels": "object", "facts": "object", "jump": "object", "probe": "array"}
+
+
+JOB_DOCUMENTS = {
+    "spent": "object",
+    "spec": "object",
+    "resources": "object",
+    "blocked_reasons": "array",
+}
+"""What the control plane writes of a job, and reads of all that wait."""
+
+
+def _of_documents(dialect: str) -> Iterator[Rule]:
+    for column, kind in JOB_DOCUMENTS.items():
+        message = f"{column} of a job: a JSON {kind} is wanted"
+        yield Rule(
+            f"job_{column}_is_{kind}", "jobs", "UPDATE", _no_json(dialect, column, kind), message
+        )
+
+
+def _of_times() -> Iterator[Rule]:
+    """PostgreSQL knows times that are none for any program: infinity, and years before the first."""
+    times = [
+        c.name
+        for c in Base.metadata.tables[Job.__tablename__].columns
+        if isinstance(c.type, Moment)
+    ]
+    beyond = " OR ".join(f"NEW.{name} NOT BETWEEN '1970-01-01' AND '9999-01-01'" for name in times)
+    for on in ("INSERT", "UPDATE"):
+        message = f"{', '.join(times)} of a job: a time from 1970 to 9998 is wanted"
+        yield Rule(f"job_times_{on.lower()}", "jobs", on, beyond, message)
 
 
 def _of_machines(dialect: str) -> Iterator[Rule]:
@@ -229,6 +322,82 @@ _NUMBERS = {
     **dict.fromkeys(("deadman", "lost_at", "unreachable_since", "observed_round"), _ANY),
     "cpu_slots": "('integer', 'null')",
 }
+
+
+KEPT_WHOLE: tuple[Table, ...] = tuple(
+    Base.metadata.tables[model.__tablename__]
+    for model in (Job, Attempt, Member, Reservation, Event)
+)
+"""Tables whose rows are never replaced."""
+_KINDS: tuple[tuple[type[TypeEngine[Any]], str, str], ...] = (
+    (Boolean, "{} NOT IN (0, 1)", "true or false"),
+    (Integer, "typeof({}) <> 'integer'", "a whole number"),
+    (Float, "typeof({}) NOT IN ('integer', 'real')", "a number"),
+    (Text, "typeof({}) <> 'text'", "text"),
+    (JSON, "NOT json_valid({})", "JSON"),
+    (Moment, "julianday({}) IS NULL", "a time"),
+)
+
+
+def _of_values() -> Iterator[Rule]:
+    """What the columns of a job may be changed to. Admission reads new rows whatever stands in them, but their id, and tells why not."""
+    jobs = Base.metadata.tables[Job.__tablename__]
+    yield _typed("job_id_text", "INSERT", [jobs.columns["job_id"]], "typeof({}) <> 'text'", "text")
+    for kind, wrong, word in _KINDS:
+        columns = [column for column in jobs.columns if isinstance(column.type, kind)]
+        yield _typed(f"job_{kind.__name__.lower()}", "UPDATE", columns, wrong, word)
+
+
+def _typed(name: str, on: str, columns: Sequence[Column[Any]], wrong: str, word: str) -> Rule:
+    refused = " OR ".join(
+        f"(NEW.{column.name} IS NOT NULL AND ({wrong.format(f'NEW.{column.name}')}))"
+        for column in columns
+    )
+    names = [column.name for column in columns]
+    *others, last = names
+    message = (
+        f"{', '.join(others)} and {last}: {word} is wanted in each"
+        if others
+        else f"{last}: {word} is wanted"
+    )
+    return Rule(name, columns[0].table.name, on, refused, message)
+
+
+def _of_replacements() -> Iterator[Rule]:
+    for table in KEPT_WHOLE:
+        for number, (columns, where) in enumerate(_keys(table)):
+            same = " AND ".join(f"other.{column} = NEW.{column}" for column in columns)
+            yield Rule(
+                f"{table.name}_replaced_{number}",
+                table.name,
+                "INSERT",
+                f"EXISTS (SELECT 1 FROM {table.name} AS other WHERE {same}{where})",
+                f"there is a row of this {' and '.join(columns)} in {table.name} already, and it is not replaced",
+                early=True,
+            )
+
+
+def _keys(table: Table) -> Iterator[tuple[Sequence[str], str]]:
+    """Columns that no two rows share, and among which rows; a whole number that counts by itself is none before it is given."""
+    yield [column.name for column in table.primary_key.columns], ""
+    for constraint in table.constraints:
+        if isinstance(constraint, UniqueConstraint):
+            yield [column.name for column in constraint.columns], ""
+    for index in table.indexes:
+        if index.unique:
+            yield [column.name for column in index.columns], _among(index)
+
+
+def _among(index: Index) -> str:
+    """Both rows are of those that the index is about."""
+    where = index.dialect_options["sqlite"]["where"]
+    if where is None:
+        return ""
+    columns = (
+        "|".join(column.name for column in index.table.columns) if index.table is not None else ""
+    )
+    both = (re.sub(rf"\b({columns})\b", rf"{row}.\1", str(where)) for row in ("other", "NEW"))
+    return "".join(f" AND {condition}" for condition in both)
 
 
 def _no_json(dialect: str, column: str, kind: str) -> str:
@@ -274,8 +443,7 @@ def _words(words: Iterable[StrEnum]) -> str:
 
 
 def _when(rule: Rule) -> str:
-    """Inserted rows are looked at when they stand there: only then SQLite has given them their number."""
-    return "AFTER" if rule.on == "INSERT" else "BEFORE"
+    return "AFTER" if rule.on == "INSERT" and not rule.early else "BEFORE"
 
 
 def _quoted(message: str) -> str:

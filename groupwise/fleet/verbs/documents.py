@@ -14,6 +14,7 @@ from groupwise.fleet.store.tables import (
     VM,
     ApiKey,
     Attempt,
+    Checkpoint,
     ControlProcess,
     Event,
     Job,
@@ -105,6 +106,18 @@ def attempt_document(
             }
             for member in members
         ],
+    }
+
+
+def checkpoint_document(checkpoint: Checkpoint) -> Document:
+    """A mirrored checkpoint; its files by their paths in the working folder, as sha256, mode and bytes."""
+    return {
+        "generation": checkpoint.generation,
+        "epoch": checkpoint.epoch,
+        "path": checkpoint.path,
+        "step": checkpoint.step,
+        "mirrored_at": checkpoint.mirrored_at,
+        "files": checkpoint.manifest,
     }
 
 

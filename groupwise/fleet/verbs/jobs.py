@@ -6,7 +6,7 @@ ask for it in its row, and the dispatcher that owns its attempt ends it and says
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sqlalchemy import ColumnElement, Select, and_, func, or_, select
@@ -42,6 +42,59 @@ class JobFilter:
     older_than: str | None = None
     """A job id: those that were made before it; the last of a list leads to the next."""
     limit: int = 50
+
+
+def filter_of(
+    *,
+    status: Iterable[str] | None = None,
+    project: str | None = None,
+    name: str | None = None,
+    kind: str | None = None,
+    vm: str | None = None,
+    label: Sequence[str] | None = None,
+    older_than: str | None = None,
+    limit: int = 50,
+) -> JobFilter:
+    """The filter, as GET /jobs and the client name its parts. Raises `invalid_request`."""
+    return JobFilter(
+        status=None if status is None else _statuses(status),
+        project=project,
+        name=name,
+        job_type=kind,
+        vm_id=vm,
+        labels=dict(_pair(word) for word in label or ()),
+        older_than=older_than,
+        limit=limit,
+    )
+
+
+def _pair(word: str) -> tuple[str, str]:
+    key, equals, value = word.partition("=")
+    if not equals:
+        raise Refusal("invalid_request", f"label {word!r}: key=value is wanted.")
+    return key, value
+
+
+def _statuses(words: Iterable[str]) -> frozenset[JobStatus]:
+    given = list(words)
+    known = [status.value for status in JobStatus]
+    if unknown := [word for word in given if word not in known]:
+        raise Refusal(
+            "invalid_request",
+            f"{unknown[0]!r} is no status of a job; there are {', '.join(known)}.",
+        )
+    return frozenset(JobStatus(word) for word in given)
+
+
+def ended_statuses(words: Iterable[str] | None) -> frozenset[JobStatus] | None:
+    """Statuses of jobs that have ended; None: all of these. Raises `invalid_request` for others."""
+    found = None if words is None else _statuses(words)
+    if found is not None and (wrong := sorted(found - FINAL)):
+        raise Refusal(
+            "invalid_request",
+            f"{', '.join(wrong)}: only jobs that have ended are removed: completed, failed, cancelled.",
+        )
+    return found
 
 
 # Looking
@@ -127,8 +180,8 @@ def why_waiting(session: Session, job: Job) -> list[str]:
     return reasons
 
 
-def log_paths(session: Session, actor: Actor, job_id: str) -> Document:
-    """What who follows the log of a job needs to know: its status, and the epochs that may have logs."""
+def progress(session: Session, actor: Actor, job_id: str) -> Document:
+    """What whoever follows a job has to know, and may ask often: its status, how it ended, and the epochs that may have logs."""
     job = find.job(session, actor, job_id)
     epochs = session.scalars(
         select(Attempt.epoch).where(Attempt.job_id == job_id).order_by(Attempt.epoch)

@@ -2,8 +2,10 @@
 
     drain      nothing new is placed there; what runs goes on
     cordon     the same, with a reason; the fleet itself cordons a machine that fails every launch
-    lost       an operator's word that it will not come back: its attempts end as `host_lost`, what they held is free again
-    remove     it leaves the fleet, once nothing runs there; its row stays for the history
+    lost       an operator's word that it will not come back: its attempts end as `host_lost`, what they held is free again. Should it
+               answer after all, a dispatcher ends what was given up there, and then it takes work again; nobody has to say so
+    remove     it leaves the fleet, once nothing runs there; its row stays for the history. One that is added again while something that was
+               given up may be left there is lost, until a dispatcher has emptied it
     trust      the host key that it shows is the right one
 
 Nothing here speaks to a machine. The poller looks at a new one because there is a row, and the dispatchers see every flag before they
@@ -18,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sqlalchemy import select
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from groupwise.errors import UsageError
@@ -88,18 +91,21 @@ def add(session: Session, actor: Actor, new: NewMachine) -> Document:
     actor.require_all_projects("add a machine")
     if wrong := list(new.problems()):
         raise Refusal("invalid_request", "; ".join(wrong) + ".")
-    vm = session.get(VM, new.vm_id, with_for_update=True)
-    if vm is not None and vm.active:
+    is_new = _make_row(session, new.vm_id)
+    vm = session.get_one(VM, new.vm_id, with_for_update=True, populate_existing=True)
+    if vm.active:
         raise Refusal(
             "vm_exists",
             f"there is a machine {new.vm_id} already, {vm.user or ''}@{vm.ip_address}:{vm.port}. Choose another name, or "
             f"`groupwise fleet vm remove {new.vm_id}` first.",
         )
-    before = None if vm is None else {"active": False}
-    if vm is None:
-        vm = VM(vm_id=new.vm_id)
-        session.add(vm)
+    before = None if is_new else {"active": False}
     _describe(vm, new)
+    vm.observed_round = seconds(session)  # who is looking at this moment looks at what it was
+    if _left_there(session, new.vm_id):
+        vm.lost_at = vm.lost_at or seconds(session)
+    else:
+        vm.lost_at = None
     session.flush()
     session.refresh(vm)
     after = {
@@ -107,9 +113,32 @@ def add(session: Session, actor: Actor, new: NewMachine) -> Document:
         "port": vm.port,
         "user": vm.user,
         "trusted": bool(vm.host_key),
+        "lost_at": vm.lost_at,
     }
     _tell(session, actor, events.VM_ADDED, vm, before=before, after=after)
     return machine_document(vm)
+
+
+def _make_row(session: Session, vm_id: str) -> bool:
+    """Whether there was none. Of two who add one machine at the same moment, the second waits here for the first."""
+    insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
+    row = insert(VM).values(vm_id=vm_id, active=False).on_conflict_do_nothing()
+    return session.execute(row.returning(VM.vm_id)).scalar() is not None
+
+
+def _left_there(session: Session, vm_id: str) -> bool:
+    """Something was given up there, of which nobody has seen that it is over."""
+    given_up = (
+        select(Member.epoch)
+        .join(Attempt, Attempt.epoch == Member.epoch)
+        .where(
+            Member.vm_id == vm_id,
+            Member.released.is_(False),
+            Attempt.state == AttemptState.ENDED,
+            Attempt.cleanup == Cleanup.CLEAN,
+        )
+    )
+    return session.scalar(given_up.limit(1)) is not None
 
 
 def _describe(vm: VM, new: NewMachine) -> None:
@@ -133,9 +162,9 @@ def _describe(vm: VM, new: NewMachine) -> None:
         vm.workdir = new.workdir
     if new.python is not None:
         vm.python = new.python
-    vm.active, vm.draining, vm.cordoned, vm.lost_at = True, False, None, None
+    vm.active, vm.draining, vm.cordoned = True, False, None
     vm.contact, vm.unreachable_since, vm.misses = Contact.NEW, None, 0
-    vm.problem, vm.launch_failures = None, 0
+    vm.problem, vm.launch_failures, vm.boot_id = None, 0, None
 
 
 # Looking
@@ -317,11 +346,13 @@ def remove(session: Session, actor: Actor, vm_id: str) -> Document:
             f"{each.job_id} (attempt {each.epoch}, {_condition(each)})" for each in attempts[:5]
         )
         more = f" and {len(attempts) - 5} more" if len(attempts) > 5 else ""
-        raise Refusal(
-            "vm_in_use",
-            f"{vm_id} is still used by {named}{more}. `groupwise fleet vm drain {vm_id}` lets them finish; "
-            f"if the machine never comes back, `groupwise fleet vm lost {vm_id}`.",
+        remedy = (
+            "It was declared lost: a dispatcher gives them up within seconds, if one is running."
+            if vm.lost_at is not None
+            else f"`groupwise fleet vm drain {vm_id}` lets them finish; if the machine never comes back, "
+            f"`groupwise fleet vm lost {vm_id}`."
         )
+        raise Refusal("vm_in_use", f"{vm_id} is still used by {named}{more}. {remedy}")
     vm.active = False
     _tell(session, actor, events.VM_REMOVED, vm, before={"active": True}, after={"active": False})
     return machine_document(vm)
@@ -419,7 +450,7 @@ def change(
     if before != after:
         for name, value in after.items():
             setattr(vm, name, value)
-        _tell(session, actor, "vm.changed", vm, before=before, after=after)
+        _tell(session, actor, events.VM_CHANGED, vm, before=before, after=after)
         capacity.wake(session, vm_ids=[vm_id], actor=actor.name)
     return _with_gpus(session, actor, vm)
 

@@ -1,27 +1,29 @@
-"""Clearing away jobs that ended long ago: their rows, then their logs and artefacts.
+"""Clearing away jobs that ended long ago: their rows, then their logs and artefacts, then the files that only they had named.
 
 Rows go first, each job in a transaction that looks again whether it may go: somebody may have retried it meanwhile. Files follow; where
-that is interrupted, what is left of them is in nobody's way. Events stay, they are the history.
+that is interrupted, the next `prune` or a dispatcher takes what is left of them (`files/clearing.py`). Events stay, they are the history,
+and by them the folders of these jobs on machines are known, which dispatchers clear away.
 """
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 from sqlalchemy import delete, func, select
 from sqlalchemy.orm import Session, aliased
 
+from groupwise.fleet.files import clearing
+from groupwise.fleet.files.clearing import remove_files, size_of_files
 from groupwise.fleet.states import FINAL, AttemptState, Cleanup, JobStatus
 from groupwise.fleet.store import events
-from groupwise.fleet.store.database import seconds
-from groupwise.fleet.store.tables import Attempt, Checkpoint, Job, Member, Reservation
+from groupwise.fleet.store.database import Database, seconds
+from groupwise.fleet.store.tables import VM, Attempt, Checkpoint, Job, Member, Reservation
 from groupwise.fleet.verbs.actor import Actor
+from groupwise.fleet.verbs.documents import Document
 from groupwise.fleet.verbs.find import job as find_job
-from groupwise.hosts.spec import JOB_ID
+from groupwise.hosts.files import BlobStore
 
 
 def old_jobs(
@@ -72,50 +74,49 @@ def remove(session: Session, actor: Actor, job_id: str) -> bool:
 
 
 def _nothing_needs(session: Session, job_id: str) -> bool:
-    """No machine may still hold something of it, and no job waits for it."""
+    """No machine may still hold something of it, and no job waits for it.
+
+    One that was declared lost may come back with it, and is emptied by what stands in the rows; one that was removed will not.
+    """
     open_attempt = select(Attempt.epoch).where(
         Attempt.job_id == job_id,
         (Attempt.state != AttemptState.ENDED) | (Attempt.cleanup != Cleanup.CLEAN),
+    )
+    given_up = (
+        select(Member.epoch)
+        .join(Attempt, Attempt.epoch == Member.epoch)
+        .join(VM, VM.vm_id == Member.vm_id)
+        .where(Attempt.job_id == job_id, Member.released.is_(False))
+        .where(VM.active, VM.lost_at.is_not(None))
     )
     waiting = aliased(Job)
     dependant = select(waiting.job_id).where(
         waiting.blocked_on == job_id, waiting.status.not_in(FINAL)
     )
-    return (
-        session.scalar(open_attempt.limit(1)) is None and session.scalar(dependant.limit(1)) is None
-    )
+    needed = (open_attempt, given_up, dependant)
+    return all(session.scalar(query.limit(1)) is None for query in needed)
 
 
-# Files
+def clear_away(
+    database: Database,
+    store: BlobStore,
+    folders: Sequence[Path],
+    actor: Actor,
+    older_than: float,
+    *,
+    project: str | None = None,
+    status: frozenset[JobStatus] | None = None,
+    dry_run: bool = False,
+) -> Document:
+    """All of it: which jobs went, and how many bytes that freed. `folders`: those of logs and artefacts.
 
-
-def remove_files(folders: Iterable[Path], job_id: str) -> None:
-    """Remove what a job has left in the folders of logs and artefacts."""
-    for path in _paths(folders, job_id):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
-
-
-def size_of_files(folders: Iterable[Path], job_id: str) -> int:
-    """Bytes of all that."""
-    return sum(_size(path) for path in _paths(folders, job_id))
-
-
-def _paths(folders: Iterable[Path], job_id: str) -> Iterator[Path]:
-    assert JOB_ID.fullmatch(job_id), job_id  # it becomes part of a path that is removed
-    for folder in folders:
-        for name in (job_id, f"{job_id}.log"):
-            path = folder / name
-            if path.is_symlink() or path.exists():
-                yield path
-
-
-def _size(path: Path) -> int:
-    found = 0
-    for each in (path, *(path.rglob("*") if path.is_dir() and not path.is_symlink() else ())):
-        with suppress(OSError):
-            status = each.lstat()
-            found += status.st_blocks * 512 if each.is_file() else 0
-    return found
+    `dry_run`: nothing goes, and files that only these jobs have named are not counted.
+    """
+    jobs = database.read(lambda s: old_jobs(s, actor, older_than, project=project, status=status))
+    size = sum(size_of_files(folders, job) for job in jobs)
+    if not dry_run:
+        jobs = [job for job in jobs if database.run(lambda s, job=job: remove(s, actor, job))]
+        for job in jobs:
+            remove_files(folders, job)
+        size += clearing.clear_away(database, store, folders)
+    return {"jobs": jobs, "bytes": size, "dry_run": dry_run}

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
+from groupwise.display.quantities import duration
 from groupwise.fleet.states import AttemptState, Cleanup, Contact, JobStatus
 from groupwise.fleet.store.database import seconds
 from groupwise.fleet.store.tables import GPU, VM, Attempt, ControlProcess, Job, Member
@@ -132,7 +133,9 @@ def _machines(session: Session) -> Iterator[Document]:
             )
         elif vm.contact == Contact.UNREACHABLE:
             since = (
-                "" if vm.unreachable_since is None else f" for {_span(now - vm.unreachable_since)}"
+                ""
+                if vm.unreachable_since is None
+                else f" for {duration(now - vm.unreachable_since)}"
             )
             yield _alarm(
                 "unreachable",
@@ -175,7 +178,7 @@ def _gpus(session: Session) -> Iterator[Document]:
 
 def _attempts(session: Session, actor: Actor) -> Iterator[Document]:
     query = (
-        select(Attempt, Member.vm_id)
+        select(Attempt, Member.vm_id, Member.handle)
         .join(Member, Member.epoch == Attempt.epoch)
         .join(Job, Job.job_id == Attempt.job_id)
         .where(
@@ -186,13 +189,21 @@ def _attempts(session: Session, actor: Actor) -> Iterator[Document]:
     )
     if actor.projects is not None:
         query = query.where(Job.project.in_(actor.projects))
-    for attempt, vm_id in session.execute(query):
+    for attempt, vm_id, handle in session.execute(query):
         about = {"job_id": attempt.job_id, "epoch": attempt.epoch, "vm_id": vm_id}
         if attempt.cleanup == Cleanup.LEAKING:
             yield _alarm(
                 "leaking",
                 f"{attempt.job_id} has ended, but something of its attempt {attempt.epoch} still holds what it had on {vm_id}",
                 f"`groupwise fleet show {attempt.job_id}` says what; end it there, the fleet looks again by itself",
+                **about,
+            )
+        elif handle.get("elsewhere"):
+            yield _alarm(
+                "attempt_elsewhere",
+                f"{attempt.job_id} may be running on {vm_id}, whose row now leads to another machine, user or working folder than the one "
+                "where it was begun",
+                f"set the row as it was (`groupwise fleet vm set {vm_id}`); or declare {vm_id} lost once you have ended the job there",
                 **about,
             )
         else:
@@ -202,11 +213,3 @@ def _attempts(session: Session, actor: Actor) -> Iterator[Document]:
                 "nothing is done to it until the machine answers, or is declared lost",
                 **about,
             )
-
-
-def _span(length: float) -> str:
-    """Seconds in the unit that people would say."""
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if length >= size:
-            return f"{length / size:.0f} {unit}"
-    return f"{max(length, 0):.0f} s"

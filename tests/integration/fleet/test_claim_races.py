@@ -459,3 +459,27 @@ def claim_all(database: Database, mine: list[str]) -> None:
     queued = select(func.count()).select_from(Job).where(Job.status == "queued")
     while database.run(lambda s: s.scalar(queued)):
         mine += claimed_ids(database, limit=32)
+
+
+def test_who_books_on_one_quota_waits_for_no_other(database: Database, second: Database) -> None:
+    """Two claims that each hold the quota that the other one wants next would wait for each other for ever."""
+    add_machine(database, "vm-1", 1)
+    for name in ("a", "b"):
+        execute(database, "INSERT INTO projects (name, max_gpus) VALUES (:name, 8)", name=name)
+    submit(database, "large", project="b", gpus=2)
+    submit(database, "small", project="a", gpus=1)
+    held, go_on = threading.Event(), threading.Event()
+
+    def somebody(session: Session) -> None:
+        capacity.lock_quotas(session, {"a"})
+        held.set()
+        assert go_on.wait(SECONDS)
+
+    booking = in_background(lambda: second.run(somebody))
+    assert held.wait(SECONDS)
+    try:
+        assert claimed_ids(database, limit=1) == []
+    finally:
+        go_on.set()
+        booking.join(SECONDS)
+    assert claimed_ids(database, limit=1) == ["small"]

@@ -11,8 +11,11 @@ from collections.abc import Iterator
 import pytest
 from sqlalchemy import select
 
+from groupwise.fleet.store.events import VM_RETURNED
 from groupwise.fleet.store.tables import VM, Checkpoint, Event
-from tests.chaos.fleet import RealFleet, real_fleet
+from groupwise.fleet.verbs import machines
+from groupwise.fleet.verbs.machines import NewMachine
+from tests.chaos.fleet import OPERATOR, RealFleet, real_fleet
 from tests.chaos.history import whole_history
 from tests.fleet_history import violations
 
@@ -191,6 +194,7 @@ def test_a_machine_that_was_given_up_and_comes_back_is_emptied_before_it_is_used
     again = fleet.happened(job, "start")[-1]
     assert again["vm"] != gone.name
     assert fleet.trainers(), "the first attempt lives on where nobody can reach it"
+    add_again(fleet, gone.name)
     gone.heal()
     fleet.until(lambda: returned(fleet, gone.name), PATIENCE, "its return")
     assert fleet.marked() == []
@@ -226,8 +230,16 @@ def contact(fleet: RealFleet, vm: str) -> str:
 
 
 def returned(fleet: RealFleet, vm: str) -> bool:
-    query = select(Event.event_id).where(Event.kind == "vm.returned", Event.vm_id == vm)
+    query = select(Event.event_id).where(Event.kind == VM_RETURNED, Event.vm_id == vm)
     return fleet.look(lambda s: s.scalar(query)) is not None
+
+
+def add_again(fleet: RealFleet, vm: str) -> None:
+    """Somebody wants to be rid of what was known of it: what was given up there is not forgotten all the same."""
+    row = {"labels": {}, **fleet.hosts[vm].vm_row()}
+    new = NewMachine(**{name: row[name] for name in NewMachine.__slots__ if name in row})
+    fleet.database.run(lambda s: machines.remove(s, OPERATOR, vm) and None)
+    fleet.database.run(lambda s: machines.add(s, OPERATOR, new) and None)
 
 
 def mirrored(fleet: RealFleet, job: str) -> bool:

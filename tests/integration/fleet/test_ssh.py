@@ -354,6 +354,22 @@ async def test_after_a_call_without_an_answer_a_new_connection_is_made(
     await host.close()
 
 
+async def test_a_doubted_connection_is_not_waited_for(full: FullHost, way: SshHost) -> None:
+    host = SshHost(address(full), patience=Patience(connect=2.0, keepalive=1000.0))
+    mark = marker(full)
+    call = asyncio.create_task(ask(host, "sleep", seconds=1000.0, mark=str(mark)))
+    await arrived(mark)
+    full.half_open()
+    full.heal()
+    before = logins(full)
+    host.doubt()
+    with pytest.raises(OutcomeUnknown, match="begin anew"):
+        await call
+    assert (await ask(host, "echo")).body["ok"] is True
+    assert logins(full) == before + 1
+    await host.close()
+
+
 async def test_a_short_partition_is_no_error(full: FullHost, way: SshHost) -> None:
     patient = SshHost(address(full))
     mark = marker(full)

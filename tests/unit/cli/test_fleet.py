@@ -1,65 +1,29 @@
-"""`groupwise fleet` as commands: what they print, and what they say to every mistake. The fleet is a folder; nothing runs in it."""
+"""`groupwise fleet` as commands: what they print, and what they say to every mistake. The fleet is a folder; nothing runs in it.
+
+Those that only look, or are refused, share one fleet (`still`), and look that it stays as it was.
+"""
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from groupwise.cli import fleet_follow
-from groupwise.cli.fleet_words import hyperparams, pairs, seconds_of, secret, statuses
-from groupwise.cli.main import main
+from groupwise.cli.fleet_words import (
+    hyperparams,
+    number,
+    pairs,
+    seconds_of,
+    secret,
+    statuses,
+    whole,
+)
 from groupwise.errors import UsageError
 from groupwise.fleet.files.logs import append, make
 from groupwise.fleet.store.database import connect
-from groupwise.fleet.verbs import machines
-from groupwise.fleet.verbs.actor import Actor
-
-pytestmark = pytest.mark.fleet  # dozens of fleets are made
-
-Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    place = tmp_path / "fleet"
-    monkeypatch.setenv("GROUPWISE_FLEET", str(place))
-    monkeypatch.setenv("USER", "ada")
-    monkeypatch.setenv("LOGNAME", "ada")
-    return place
-
-
-@pytest.fixture
-def fleet(folder: Path, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Exit code, standard output and standard error of `groupwise fleet …`."""
-
-    def call(*words: str) -> tuple[int, str, str]:
-        code = main(["fleet", *words])
-        told = capsys.readouterr()
-        return code, told.out, told.err
-
-    return call
-
-
-@pytest.fixture
-def seen(fleet: Command, folder: Path) -> Command:
-    """A fleet with a machine without GPUs that has been looked at."""
-    assert fleet("project", "set", "default", "--weight", "1")[0] == 0
-    database = connect(f"sqlite:///{folder / 'fleet.db'}")
-
-    def write(session: Any) -> None:
-        from groupwise.fleet.store.database import seconds
-        from groupwise.fleet.store.tables import VM
-
-        machines.add(session, Actor("test"), machines.NewMachine("vm-1", user="u"))
-        vm = session.get_one(VM, "vm-1")
-        vm.contact, vm.observed_round = "ok", seconds(session)
-
-    database.run(write)
-    database.close()
-    return fleet
+from tests.unit.cli.fleet_folder import Command
+from tests.unit.fleet.small_fleet import claim_some
 
 
 def submitted(fleet: Command, *words: str) -> str:
@@ -119,11 +83,14 @@ def test_everything_is_handed_on(seen: Command, tmp_path: Path) -> None:
         *("--time-limit", "2h", "--priority", "3", "--name", "n", "--label", "team=x"),
         *("--retries", "1", "--after", f"{first}:ok", "--env", "A=b=c", "--secret", "HF_TOKEN"),
         *("--file", f"{file}:in/data.jsonl", "--artefact", "out", "--ram", "2GB"),
+        *("--checkpoint", "out/ckpt", "--allow-smaller-batch"),
         *("--webhook", "https://example.org/x", "--", "true"),
     )
     found = json.loads(seen("show", job_id, "--json")[1])
     asked = found["request"]
     assert (found["priority"], found["name"]) == (3, "n")
+    assert asked["checkpoints"] == ["out/ckpt"]
+    assert asked["allow_smaller_batch"] is True
     assert asked["limits"] == {"time_seconds": 7200.0}
     assert asked["environment"] == {"A": "b=c"}
     assert asked["secrets"] == {"HF_TOKEN": "env:HF_TOKEN"}
@@ -184,15 +151,20 @@ def test_a_dry_run_keeps_nothing(seen: Command) -> None:
         (("--webhook", "ftp://x", "true"), "http:// or https://"),
         (("--after", "no such", "true"), "a job's id is wanted"),
         (("--kind", "GRPOO", "--gpus", "0", "--model", "m"), "Did you mean GRPO?"),
+        (("--retries", "many", "true"), "a whole number, 0 to 100, as --retries 2"),
+        (("--priority", "1e3", "true"), "a whole number, -1000 to 1000"),
+        (("--machines", "0", "true"), "a whole number, 1 to 1024"),
+        (("--learning_rate", "nan", "--kind", "GRPO"), "a number above 0, as --learning_rate 5e-6"),
+        (("--learning_rate", "0", "--kind", "GRPO"), "a number above 0"),
     ],
 )
-def test_a_submission_that_cannot_be(seen: Command, words: tuple[str, ...], told: str) -> None:
-    code, out, err = seen("submit", *words)
+def test_a_submission_that_cannot_be(still: Command, words: tuple[str, ...], told: str) -> None:
+    code, out, err = still("submit", *words)
     assert code == 2
     assert told in err
     assert "hunter2" not in err
     assert out == ""
-    assert "no jobs" in seen("jobs")[2]
+    assert "no jobs" in still("jobs")[2]
 
 
 # --- jobs
@@ -212,6 +184,15 @@ def test_jobs_are_listed_shown_and_changed(seen: Command) -> None:
     assert code == 2
     assert "nothing to hold" in err
     assert json.loads(seen("retry", job_id, "--json")[1])["generation"] == 1
+
+
+def test_the_events_of_a_job_say_why_it_began_to_wait(seen: Command, folder: Path) -> None:
+    _, second = (submitted(seen, "--", "true") for _ in range(2))
+    database = connect(f"sqlite:///{folder / 'fleet.db'}")
+    assert len(claim_some(database)) == 1
+    database.close()
+    (line,) = [line for line in seen("show", second)[1].splitlines() if "job.pending" in line]
+    assert line.endswith("reasons vm-1: its CPU slot is taken")
 
 
 @pytest.mark.parametrize(
@@ -234,17 +215,25 @@ def test_jobs_are_listed_shown_and_changed(seen: Command) -> None:
         (("up", "--host", "0.0.0.0"), "only with --port"),
         (("exec", "nowhere", "true"), "there is no machine"),
         (("sumbit",), "submit"),
+        (("jobs", "--limit", "1001"), "a whole number, 1 to 1000"),
+        (("logs", "job-none", "--tail", "-1"), "a whole number, 0 to"),
+        (("vm", "set", "vm-1", "--cpu-slots", "some"), "a whole number, 0 to 1024"),
+        (("project", "set", "p", "--weight", "0"), "a number above 0"),
+        (("project", "set", "p"), "nothing to change"),
+        (("key", "new", "train"), "there are read, act, admin"),
+        (("up", "--port", "99999"), "a whole number, 0 to 65535"),
+        (("fetch", "job-none"), "there is no job"),
     ],
 )
-def test_mistakes_are_told(seen: Command, words: tuple[str, ...], told: str) -> None:
-    code, out, err = seen(*words)
+def test_mistakes_are_told(still: Command, words: tuple[str, ...], told: str) -> None:
+    code, out, err = still(*words)
     assert code == 2
     assert told in err
     assert out == ""
 
 
-def test_a_refusal_is_json_where_json_was_wanted(seen: Command) -> None:
-    code, out, _ = seen("show", "job-none", "--json")
+def test_a_refusal_is_json_where_json_was_wanted(still: Command) -> None:
+    code, out, _ = still("show", "job-none", "--json")
     assert code == 2
     assert json.loads(out)["error"]["code"] == "unknown_job"
 
@@ -296,6 +285,19 @@ def test_settings_of_a_kind() -> None:
     }
     with pytest.raises(UsageError, match="this is no JSON"):
         hyperparams(["{nonsense"])
+
+
+def test_numbers() -> None:
+    assert [whole("--x", 1, least=-5)(word) for word in ("7", " -3 ", "1_000", "+2", 9)] == [
+        *(7, -3, 1000, 2, 9)
+    ]
+    assert [number("--x", "1")(word) for word in ("3", "5e-6", 2.5)] == [3.0, 5e-6, 2.5]
+    for word in ("0", "-1", "inf", "nan", "", "many"):
+        with pytest.raises(UsageError, match="a number above 0, as --x 1"):
+            number("--x", "1")(word)
+    for word in ("", "1.0", "0x1", "٣", "1" * 30):
+        with pytest.raises(UsageError, match="a whole number"):
+            whole("--x", 1)(word)
 
 
 def test_pairs_statuses_and_secrets() -> None:

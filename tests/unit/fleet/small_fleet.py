@@ -11,6 +11,7 @@ from groupwise.fleet.queue.request import JobRequest, from_document
 from groupwise.fleet.queue.resources import Resources
 from groupwise.fleet.store.database import Database, seconds
 from groupwise.fleet.store.tables import GPU, VM, Attempt, Event, Job, Reservation
+from groupwise.fleet.store.triggers import OF_THE_CONTROL_PLANE
 
 
 def add_machine(database: Database, name: str, gpus: int = 0, **columns: Any) -> None:
@@ -53,6 +54,18 @@ def submit_request(
     return made.job_id
 
 
+def insert_admitted(session: Session, **columns: Any) -> Job:
+    """A row with what admission would write, in two steps: the database lets nobody else begin with that."""
+    later = {name: columns.pop(name) for name, _ in OF_THE_CONTROL_PLANE if name in columns}
+    job = Job(**columns)
+    session.add(job)
+    session.flush()
+    for name, value in later.items():
+        setattr(job, name, value)
+    session.flush()
+    return job
+
+
 def claim_some(database: Database, limit: int = 100, owner: str = "me") -> list[Claimed]:
     return database.run(lambda s: claim.claim(s, owner=owner, lease_seconds=30.0, limit=limit))
 
@@ -72,7 +85,11 @@ def statuses(database: Database) -> dict[str, str]:
 
 
 def end(
-    session: Session, job_id: str, status: str = "completed", failure: str | None = None
+    session: Session,
+    job_id: str,
+    status: str = "completed",
+    failure: str | None = None,
+    outcome: str | None = None,
 ) -> list[str]:
     """The live attempt of a job ends and gives back what it held; the machines."""
     epoch = session.scalars(
@@ -83,7 +100,7 @@ def end(
         .where(Attempt.epoch == epoch)
         .values(
             state="ended",
-            outcome="succeeded" if status == "completed" else "failed",
+            outcome=outcome or ("succeeded" if status == "completed" else "failed"),
             failure_class=failure,
             ended_at=1.0,
         )
@@ -97,10 +114,16 @@ def end(
 
 
 def finish(
-    database: Database, job_id: str, status: str = "completed", failure: str | None = None
+    database: Database,
+    job_id: str,
+    status: str = "completed",
+    failure: str | None = None,
+    outcome: str | None = None,
 ) -> int:
     """The same, with those woken that may begin now; how many."""
-    return database.run(lambda s: capacity.wake(s, vm_ids=set(end(s, job_id, status, failure))))
+    return database.run(
+        lambda s: capacity.wake(s, vm_ids=set(end(s, job_id, status, failure, outcome)))
+    )
 
 
 def kinds_of_events(database: Database, job_id: str) -> list[str]:

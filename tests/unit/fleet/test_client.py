@@ -14,7 +14,9 @@ from groupwise.fleet.files.logs import append, make
 from groupwise.fleet.settings import FleetPlace
 from groupwise.fleet.states import JobStatus
 from groupwise.fleet.store.database import Database
-from groupwise.fleet.store.tables import ApiKey, Job
+from groupwise.fleet.store.tables import ApiKey, Checkpoint, Job
+from groupwise.hosts.files import BlobStore
+from groupwise.wire.fleet import LogPart
 from groupwise.wire.problems import Refusal
 from tests.fleet_api import api, place_in
 
@@ -98,6 +100,55 @@ def test_what_is_not_there_is_told_with_what_is(fleet: FleetClient) -> None:
         fleet.machine("nowhere")
 
 
+def test_why_a_job_was_cancelled_stands_in_its_events(fleet: FleetClient) -> None:
+    job = fleet.submit(COMMAND)["job_id"]
+    fleet.cancel(job, "wrong data")
+    (event,) = [e for e in fleet.show(job)["events"] if e["kind"] == "job.cancelled"]
+    assert event["detail"] == {"reason": "wrong data"}
+
+
+def test_several_jobs_are_submitted_together_or_not_at_all(fleet: FleetClient) -> None:
+    several = [{**COMMAND, "name": name} for name in ("one", "two")]
+    made = [each["job_id"] for each in fleet.submit_all(several, idempotency_key="k")]
+    assert [e["job_id"] for e in fleet.submit_all(several, idempotency_key="k")] == made
+    with refused("invalid_request"):
+        fleet.submit_all([COMMAND, {**COMMAND, "environment": {"LD_PRELOAD": "x"}}])
+    assert len(fleet.jobs()) == 2
+
+
+def test_how_far_a_job_is(fleet: FleetClient) -> None:
+    job = fleet.submit(COMMAND)["job_id"]
+    assert fleet.progress(job) == {
+        "job_id": job,
+        "status": "queued",
+        "exit_code": None,
+        "failure_reason": None,
+        "epochs": [],
+    }
+
+
+def test_old_jobs_are_removed_by_an_admin_of_their_project(
+    url: str, fleet: FleetClient, place: FleetPlace
+) -> None:
+    red, blue = (fleet.submit(COMMAND, project=name)["job_id"] for name in ("red", "blue"))
+    for job in (red, blue):
+        append(make(place.logs, job, 1), 0, b"x" * 5000)
+        fleet.cancel(job)
+    assert len(fleet.prune(0, dry_run=True)["jobs"]) == 2
+    with refused("invalid_request") as caught:
+        fleet.prune(0, status=["running"])
+    assert "completed, failed, cancelled" in caught.value.detail
+    with (
+        FleetClient(url, fleet.make_key("act")["key"]) as actor,
+        refused("forbidden"),
+    ):
+        actor.prune(0)
+    with FleetClient(url, fleet.make_key("admin", projects=["red"])["key"]) as admin:
+        assert admin.prune(0)["jobs"] == [red]
+    assert [each["job_id"] for each in fleet.jobs()] == [blue]
+    assert sorted(path.name for path in place.logs.iterdir()) == sorted([blue, f"{blue}.log"])
+
+
 # Bytes
 
 
@@ -144,6 +195,17 @@ def test_a_log_is_followed_across_attempts_to_its_end(
     assert b"".join(fleet.follow(job, epoch=7, offset=3)) == b"ond\n"
 
 
+def test_a_log_begins_near_its_end(fleet: FleetClient, place: FleetPlace) -> None:
+    job = fleet.submit(COMMAND)["job_id"]
+    assert fleet.log(job, tail=2) == LogPart(b"", None, 0, False)
+    for epoch, text in ((3, b"of three\n"), (7, b"one\ntwo\nthree")):
+        append(make(place.logs, job, epoch), 0, text)
+    assert fleet.log(job, tail=2) == LogPart(b"two\nthree", 7, 13, False)
+    assert fleet.log(job, tail=0) == LogPart(b"", 7, 13, False)
+    assert fleet.log(job, tail=99).data == b"one\ntwo\nthree"
+    assert fleet.log(job, tail=1, epoch=3).data == b"of three\n"
+
+
 def test_artefacts_are_listed_and_fetched_whole(
     fleet: FleetClient, place: FleetPlace, tmp_path: Path
 ) -> None:
@@ -154,22 +216,124 @@ def test_artefacts_are_listed_and_fetched_whole(
     _leave(place, job, {"outputs/model bin ü.dat": data})
     (place.artefacts / "secret").write_text("no")
     assert list(fleet.artefacts(job)["files"]) == ["outputs/model bin ü.dat"]
-    (found,) = fleet.fetch(job, tmp_path / "here")
-    assert found.read_bytes() == data
+    found = fleet.fetch(job, tmp_path / "here")
+    assert [each["path"] for each in found["files"]] == ["outputs/model bin ü.dat"]
+    assert (tmp_path / "here/outputs/model bin ü.dat").read_bytes() == data
+    assert fleet.fetch(job, tmp_path / "here")["files"][0]["kept"] is True
     for path in ("../secret", "../../secret", "outputs", "/etc/passwd", "9.json"):
         with refused("unknown_file"):
             fleet._json("GET", f"/jobs/{job}/artefacts/{path.replace('/', '%2F')}")
 
 
-def _leave(place: FleetPlace, job: str, files: dict[str, bytes]) -> None:
-    folder = place.artefacts / job / "9"
+def _leave(place: FleetPlace, job: str, files: dict[str, bytes], name: str = "9") -> None:
+    folder = place.artefacts / job / name
     named: dict[str, Any] = {}
     for path, data in files.items():
         (folder / path).parent.mkdir(parents=True)
         (folder / path).write_bytes(data)
         named[path] = [hashlib.sha256(data).hexdigest(), 0o644, len(data)]
-    (place.artefacts / job / "9.json").write_text(json.dumps({"files": named, "refused": []}))
-    (place.artefacts / job / "current").symlink_to("9")
+    record = {"files": named, "left_out": [["outputs/link", "link"]]}
+    (place.artefacts / job / f"{name}.json").write_text(json.dumps(record))
+    if name.isdecimal():
+        link = place.artefacts / job / "current"
+        link.unlink(missing_ok=True)
+        link.symlink_to(name)
+
+
+def test_artefacts_of_an_attempt_and_of_a_rank(
+    fleet: FleetClient, place: FleetPlace, tmp_path: Path
+) -> None:
+    job = fleet.submit(COMMAND)["job_id"]
+    for name, data in (("9", b"nine"), ("9.1", b"of rank 1"), ("12", b"twelve")):
+        _leave(place, job, {"outputs/x": data}, name)
+    assert fleet.artefacts(job)["epoch"] == 12
+    assert fleet.artefacts(job)["left_out"] == [["outputs/link", "link"]]
+    cases: list[tuple[dict[str, Any], bytes]] = [
+        ({}, b"twelve"),
+        ({"epoch": 9}, b"nine"),
+        ({"epoch": 9, "rank": 1}, b"of rank 1"),
+    ]
+    for more, data in cases:
+        fleet.fetch(job, tmp_path / "here", force=True, **more)
+        assert (tmp_path / "here/outputs/x").read_bytes() == data
+    with refused("unknown_file"):
+        fleet.artefacts(job, epoch=10)
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+def test_an_artefact_that_was_cut_off_goes_on(ranges: bool, tmp_path: Path) -> None:
+    """Some bytes at a time, from a server that ends each connection early; a proxy may know no ranges."""
+    data = bytes(range(256)) * 40
+    asked: list[str] = []
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        if request.url.path.endswith("/artefacts"):
+            entry = [hashlib.sha256(data).hexdigest(), 0o644, len(data)]
+            listed = {"epoch": 3, "rank": 0, "files": {"a": entry}, "left_out": []}
+            return httpx2.Response(200, json=listed)
+        asked.append(request.headers["range"])
+        start = int(asked[-1].removeprefix("bytes=").removesuffix("-"))
+        begin, status = (start, 206) if ranges else (0, 200)
+        return httpx2.Response(
+            status, stream=Torn(data[begin : start + 4000], whole=len(data) - start <= 4000)
+        )
+
+    transport = httpx2.MockTransport(answer)
+    with FleetClient("http://fleet", "k", transport=transport, sleep=lambda _: None) as fleet:
+        fleet.fetch("job-1", tmp_path)
+    assert (tmp_path / "a").read_bytes() == data
+    assert asked == ["bytes=0-", "bytes=4000-", "bytes=8000-"]
+
+
+class Torn(httpx2.SyncByteStream):
+    """The body of an answer, whose connection breaks behind it."""
+
+    def __init__(self, data: bytes, *, whole: bool) -> None:
+        self._data, self._whole = data, whole
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield self._data
+        if not self._whole:
+            raise httpx2.ReadError("the connection broke")
+
+
+def test_checkpoints_are_listed_and_fetched_by_who_may_see_the_job(
+    url: str, fleet: FleetClient, place: FleetPlace, database: Database, tmp_path: Path
+) -> None:
+    job, other = (fleet.submit(COMMAND, project=name)["job_id"] for name in ("red", "blue"))
+    assert fleet.checkpoints(job) == []
+    store = BlobStore(place.blobs)
+    kept, gone = store.put(b"weights"), "0" * 64
+
+    def mirror(session: Any) -> None:
+        for step, sha256 in ((3, kept), (2, gone)):
+            path = f"outputs/step-{step}"
+            manifest = {f"{path}/w.bin": [sha256, 0o644, 7]}
+            session.add(
+                Checkpoint(
+                    job_id=job,
+                    generation=0,
+                    epoch=5,
+                    path=path,
+                    step=step,
+                    manifest=manifest,
+                    mirrored_at=1.0,
+                )
+            )
+
+    database.run(mirror)
+    assert [each["step"] for each in fleet.checkpoints(job)] == [3, 2]
+    fleet.fetch(job, tmp_path, paths=["outputs/step-3"], checkpoints=True)
+    assert (tmp_path / "outputs/step-3/w.bin").read_bytes() == b"weights"
+    with refused("unknown_file"):
+        fleet.fetch(job, tmp_path, checkpoints=True)
+    with refused("unknown_file"):  # a blob that is there, but not of that job
+        list(fleet.checkpoint_pieces(other, kept))
+    blue = fleet.make_key("admin", projects=["blue"])["key"]
+    with FleetClient(url, blue) as stranger:
+        for look in (stranger.checkpoints, lambda j: list(stranger.checkpoint_pieces(j, kept))):
+            with refused("unknown_job"):
+                look(job)
 
 
 # Machines
@@ -183,6 +347,9 @@ def test_machines_are_added_looked_at_and_changed(fleet: FleetClient) -> None:
     assert [each["vm_id"] for each in fleet.machines()] == ["gpu-1"]
     assert fleet.drain("gpu-1")["draining"] is True
     assert fleet.undrain("gpu-1")["draining"] is False
+    assert fleet.change_machine("gpu-1", cpu_slots=3)["cpu_slots"] == 3
+    with refused("invalid_request"):
+        fleet.change_machine("gpu-1")
     assert fleet.cordon("gpu-1", "fan is loud")["cordoned"] == "fan is loud"
     assert fleet.uncordon("gpu-1")["cordoned"] is None
     with refused("host_key_mismatch"):
@@ -214,11 +381,16 @@ def test_each_role_may_what_it_may_and_nobody_without_a_key(url: str, fleet: Fle
         job = actor.submit(COMMAND)["job_id"]
         assert reader.show(job)["submitted_by"].startswith("key:")
         for forbidden in (lambda: reader.cancel(job), lambda: actor.drain("x"), actor.keys):
-            with refused("forbidden"):
+            with refused("forbidden") as caught:
                 forbidden()
+            assert "train" not in caught.value.detail  # as a training server calls `act`
     for wrong in ("gw-nobody-xxxx", PLAIN + "x"):
-        with FleetClient(url, wrong) as nobody, refused("unauthorised"):
+        with FleetClient(url, wrong) as nobody, refused("unauthorised") as caught:
             nobody.jobs()
+        assert "The one that was sent is that of GROUPWISE_API_KEY" in caught.value.detail
+    with FleetClient(url, "") as nobody, refused("unauthorised") as caught:
+        nobody.jobs()
+    assert "put yours into GROUPWISE_API_KEY" in caught.value.detail
 
 
 def test_a_key_of_a_project_sees_no_other(url: str, fleet: FleetClient) -> None:
@@ -230,7 +402,10 @@ def test_a_key_of_a_project_sees_no_other(url: str, fleet: FleetClient) -> None:
         assert [each["job_id"] for each in red.jobs()] == [own["job_id"]]
         with refused("forbidden"):
             red.submit(COMMAND, project="blue")
-        for verb in (red.show, red.cancel, red.hold, red.retry, red.release, red.artefacts):
+        for verb in (
+            *(red.show, red.progress, red.cancel, red.hold, red.retry, red.release),
+            *(red.artefacts, red.checkpoints, red.log),
+        ):
             with refused("unknown_job"):
                 verb(foreign)
         with refused("unknown_job"):

@@ -20,9 +20,11 @@ from groupwise.fleet.dispatcher import GlobalJobDispatcher
 from groupwise.fleet.queue.failures import BUDGETS, FailureClass
 from groupwise.fleet.store.database import Database, seconds
 from groupwise.fleet.store.tables import GPU, VM, Attempt, Event, Member
+from groupwise.fleet.verbs import status
+from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts.port import Answer, Host, Request
 from groupwise.testing.fake_hosts import FakeHost, Fault, Script
-from tests.fleet_rig import Rig
+from tests.fleet_rig import NoChance, Rig
 
 
 @pytest.fixture
@@ -144,7 +146,7 @@ async def test_a_part_that_crashes_stops_nothing_else(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three looks at wishes, three adoptions and the first drive of the job fail by a bug."""
-    left = {"wishes": 3, "adopt": 3, "snapshot": 1}
+    left = {"wishes": 3, "adopt": 3, "snapshots": 1}
 
     def buggy(name: str) -> Callable[..., Any]:
         real = getattr(records, name)
@@ -202,13 +204,15 @@ async def test_a_launch_that_is_refused_goes_to_another_machine_and_costs_nothin
 
 
 async def test_a_machine_that_launches_nothing_is_cordoned_and_the_queue_is_not_drained_into_it(
-    rig: Rig,
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A job that was refused waits a moment, as in life: else it would be the next to go there, again and again."""
+    monkeypatch.setattr(NoChance, "uniform", lambda _, a, b: min(b, 0.3))  # pyright: ignore[reportUnknownArgumentType, reportUnknownLambdaType]
     rig.rack["a"].foreign.add("GPU-a0")
     async with running(rig.dispatcher()):
-        for number in range(6):
+        for number in range(8):
             rig.submit(f"job-{number}")
-        await rig.until(lambda: all(rig.job(f"job-{n}").status == "completed" for n in range(6)))
+        await rig.until(lambda: all(rig.job(f"job-{n}").status == "completed" for n in range(8)))
         await rig.until(rig.is_clean)
     rig.judge()
     assert value(rig, VM.cordoned, VM.vm_id == "a").startswith("3 launches in a row failed")
@@ -457,6 +461,23 @@ async def test_a_reboot_is_charged_and_the_job_begins_again(rig: Rig) -> None:
     )
 
 
+async def test_what_a_machine_saved_last_is_fetched_before_the_next_attempt_is_made(
+    rig: Rig,
+) -> None:
+    rig.rack.scripts["job"] = [Script(ticks=10**6, checkpoints=1), Script()]
+    async with running(rig.dispatcher()):
+        rig.submit("job")
+        await rig.until(lambda: bool(rig.fetched.mirrored))
+        host = host_of(rig, "job")
+        host.cut()
+        host.power_off()
+        host.boot()
+        rig.fetched.mirrored.clear()
+        host.heal()
+        await rig.until(lambda: rig.attempts("job")[0].state == "ended", ticks=False)
+        assert rig.fetched.mirrored == [("job", rig.attempts("job")[0].epoch)]
+
+
 async def test_a_job_whose_supervisor_was_killed_is_ended_before_it_begins_again(rig: Rig) -> None:
     rig.rack.scripts["job"] = [LONG, Script()]
     async with running(rig.dispatcher()):
@@ -500,20 +521,25 @@ async def test_what_a_job_leaves_behind_keeps_its_gpu_until_it_is_gone(rig: Rig)
 
 
 async def test_a_broken_gpu_gets_no_job_any_more(rig: Rig) -> None:
-    rig.rack.scripts["job"] = [
-        Script(code=1, tail="RuntimeError: uncorrectable ECC error\n"),
-        Script(),
-    ]
+    """The first job that says so goes elsewhere; the second is believed, and from then on nobody is sent there."""
+    broken = Script(code=1, tail="RuntimeError: uncorrectable ECC error\n")
+    rig.rack.scripts |= {"job": [broken, Script()], "second": [broken, Script()]}
     async with running(rig.dispatcher()):
         rig.submit("job")
         await rig.until(rig.has("job", "completed"))
+        first = rig.attempts("job")[0]
+        assert (first.failure_class, first.charged) == ("gpu_fault", False)
+        vm = value(rig, Member.vm_id, Member.epoch == first.epoch)
+        assert value(rig, GPU.quarantined, GPU.vm_id == vm) is None
+        assert rig.job("job").assigned_vm != vm
+        rig.submit("second", resources={"gpus": 1, "vm": vm})
+        await rig.until(
+            lambda: [a.failure_class for a in rig.attempts("second")[:1]] == ["gpu_fault"]
+        )
+        assert "uncorrectable ECC" in value(rig, GPU.quarantined, GPU.vm_id == vm)
+        rig.cancel("second")
         await rig.until(rig.is_clean)
     rig.judge()
-    first = rig.attempts("job")[0]
-    assert (first.failure_class, first.charged) == ("gpu_fault", False)
-    broken = value(rig, Member.vm_id, Member.epoch == first.epoch)
-    assert "uncorrectable ECC" in value(rig, GPU.quarantined, GPU.vm_id == broken)
-    assert rig.job("job").assigned_vm != broken
 
 
 async def test_artefacts_that_cannot_be_fetched_whole_are_a_failure_with_a_reason(rig: Rig) -> None:
@@ -806,3 +832,78 @@ async def test_a_dispatcher_that_cannot_renew_stops_before_others_take_over(rig:
 
 class DatabaseIsAway(Exception):
     pass
+
+
+# machines that begin anew
+
+
+def seen(rig: Rig, **columns: Any) -> None:
+    """What a poller wrote down of the machine that runs the job."""
+    where = VM.vm_id == rig.job("job").assigned_vm
+    rig.database.run(lambda s: s.execute(update(VM).where(where).values(**columns)))
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "doubts"),
+    [
+        ({"boot_id": "one"}, {"boot_id": "two"}, True),
+        ({"contact": "unreachable"}, {"contact": "ok"}, True),
+        ({"contact": "ok"}, {"contact": "unreachable"}, False),
+        ({"boot_id": None}, {"boot_id": "one"}, False),
+        ({"boot_id": "one"}, {"boot_id": "one"}, False),
+    ],
+)
+async def test_connections_to_a_machine_that_was_seen_to_begin_anew_are_not_relied_on(
+    rig: Rig, first: dict[str, Any], then: dict[str, Any], *, doubts: bool
+) -> None:
+    rig.rack.scripts["job"] = [LONG]
+    dispatcher = rig.dispatcher()
+    async with running(dispatcher):
+        rig.submit("job")
+        await rig.until(begun(rig, "job"))
+        seen(rig, **first)
+        await dispatcher.hear_wishes()
+        rig.doubted.clear()
+        seen(rig, **then)
+        await dispatcher.hear_wishes()
+        await dispatcher.hear_wishes()
+        assert rig.doubted == ([rig.job("job").assigned_vm] if doubts else [])
+
+
+# a row that leads elsewhere
+
+
+async def test_an_attempt_is_not_judged_by_another_root_than_its_own(rig: Rig) -> None:
+    """Its working folder was changed, or was not mounted, or its address is another machine's: nothing there knows of it."""
+    rig.rack.scripts["job"] = [LONG, Script()]
+    async with running(rig.dispatcher("one")):
+        rig.submit("job")
+        await rig.until(begun(rig, "job"))
+    host = host_of(rig, "job")
+    epoch, own = epoch_of(rig, "job"), (host.place, dict(host.folders))
+    host.place = "another root"
+    folder = host.folders.pop(f"job.{epoch}")
+    async with running(rig.dispatcher("two")):
+        await rig.until(lambda: rig.attempts("job")[0].contact == "unreachable", ticks=False)
+        [alarm] = rig.database.read(lambda s: list(status.alarms(s, Actor("user:test"))))[1:]
+        assert alarm["kind"] == "attempt_elsewhere"
+        rig.cancel("job")
+        for _ in range(20):
+            await asyncio.sleep(0.005)
+        assert [a.state for a in rig.attempts("job")] == ["running"]
+        assert host.folders == {}, "nothing is voided there, or killed"
+        host.place, host.folders[folder.key] = own[0], folder
+        await rig.until(rig.has("job", "cancelled"))
+        await rig.until(rig.is_clean)
+    rig.judge()
+
+
+async def test_one_whose_folder_was_removed_is_ended_by_its_mark(rig: Rig) -> None:
+    rig.rack.scripts["job"] = [LONG]
+    async with running(rig.dispatcher()):
+        rig.submit("job")
+        await rig.until(begun(rig, "job"))
+        host = host_of(rig, "job")
+        del host.folders[f"job.{epoch_of(rig, 'job')}"]
+        rig.cancel("job")
+        await rig.until(rig.has("job", "cancelled", "failed"))

@@ -10,6 +10,7 @@ from groupwise.fleet.queue.resources import Resources
 from groupwise.fleet.requeue import RequeueManager
 from groupwise.fleet.store.database import Database, DatabaseFailure, seconds
 from groupwise.fleet.store.tables import GPU, VM, Attempt, Event, Job, Member, Reservation
+from tests.unit.fleet.small_fleet import insert_admitted
 
 
 class Fleet:
@@ -43,8 +44,7 @@ class Fleet:
                 "rank": 1.0,
                 "admitted_at": 1.0,
             }
-            session.add(Job(job_id=job_id, **(values | more)))
-            session.flush()
+            insert_admitted(session, job_id=job_id, **(values | more))
             if status != "queued":
                 session.execute(update(Job).where(Job.job_id == job_id).values(status=status))
 

@@ -1,3 +1,4 @@
+import asyncio
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -138,6 +139,36 @@ async def test_one_that_nobody_takes_holds_up_no_other(database: Database):
     await tracking.round()
     assert outlet.names == ["b", "a"]
     assert position(database) == 2
+
+
+async def test_a_job_that_was_pruned_before_its_end_was_told_stops_nothing(database: Database):
+    outlet = Outlet()
+    database.run(lambda s: events.append(s, actor="d", kind="job.completed", job_id="gone"))
+    end(database, "a")
+    await Tracker(database, outlet).round()
+    assert outlet.names == ["a"]
+    assert position(database) == 2
+
+
+async def test_an_outlet_that_breaks_is_asked_again(
+    database: Database, caplog: pytest.LogCaptureFixture
+):
+    outlet = Outlet()
+    tell, broken = outlet.tell, [ZeroDivisionError("once")]
+
+    async def breaks(ended: Sequence[Ended]) -> frozenset[int]:
+        if broken:
+            raise broken.pop()
+        return await tell(ended)
+
+    outlet.tell = breaks
+    end(database, "a")
+    tracking = asyncio.ensure_future(Tracker(database, outlet, interval=0.001).run())
+    async with asyncio.timeout(10):
+        while outlet.names != ["a"]:
+            await asyncio.sleep(0.001)
+    tracking.cancel()
+    assert "crashed and goes on" in caplog.text
 
 
 async def test_many_are_read_in_parts(database: Database, monkeypatch: pytest.MonkeyPatch):

@@ -152,6 +152,9 @@ async def test_one_that_never_answers_holds_up_nobody_for_long(
         ("http://", []),
         ("http://hooks.example.org:99999/", []),
         ("http://user:word@hooks.example.org/", ["93.184.215.14"]),
+        ("http://hooks..example.org/", ["93.184.215.14"]),
+        (f"http://{'a' * 70}/", ["93.184.215.14"]),
+        ("http://hooks.example.org:0/", ["93.184.215.14"]),
     ],
 )
 async def test_nothing_is_sent_to_addresses_that_are_not_public(
@@ -171,6 +174,13 @@ async def test_settings_may_allow_private_addresses(database: Database, world: W
     assert str(world.asked[0].url) == "http://[::1]:8080/x"
     assert "sni_hostname" not in world.asked[0].extensions
     await outlet.close()
+
+
+async def test_one_address_that_breaks_something_is_no_ones_elses_problem(
+    world: World, outlet: WebhookOutlet
+):
+    world.answers = [UnicodeError("label empty or too long"), 200]
+    assert await outlet.tell([ended(), ended(event_id=6)]) in ({5}, {6})
 
 
 async def test_a_name_that_is_not_known_is_tried_again(world: World, outlet: WebhookOutlet):

@@ -39,13 +39,15 @@ STATE: dict[str, Any] = {
     "refused": None,
     "survivors": None,
     "clock": 99.5,
+    "place": "here",
 }
 
 
 def test_a_state_is_read_and_what_is_not_known_is_skipped() -> None:
     state = answers.member_state({**STATE, "something_newer": {"a": 1}})
     assert (state.job, state.epoch, state.rank, state.state) == ("job-1", 7, 1, RunnerState.EXITED)
-    assert state.handle == {"pid": 42, "start_ticks": 4711, "boot_id": "b", "method": "cgroup"}
+    known = {"pid": 42, "start_ticks": 4711, "boot_id": "b", "method": "cgroup", "place": "here"}
+    assert state.handle == known
     assert (state.log_size, state.checkpoints, state.step, state.clock) == (5, 2, 20, 99.5)
     assert state.exit is not None
     assert (state.exit.code, state.exit.reason, state.exit.oom_kill, state.exit.tail) == (

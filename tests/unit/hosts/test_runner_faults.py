@@ -11,6 +11,7 @@
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -386,6 +387,33 @@ def test_what_is_not_ours_is_not_touched(here: Machine) -> None:
             stranger.wait()
 
 
+@pytest.mark.parametrize("voided", [False, True])
+def test_what_runs_is_killed_by_its_mark_where_its_folder_was_removed(
+    here: Machine, voided: bool
+) -> None:
+    here.sh(f"echo $$ >pid; {FOR_EVER}")
+    pid = int(here.written("pid"))
+    shutil.rmtree(here.folder())
+    assert here.status()["state"] == "absent"
+    if voided:
+        assert here.ask("void", job="job", epoch=1)["state"] == "voided"
+        found = here.ask("release", job="job", epoch=1, gpus=[])
+        assert pid in [holder["pid"] for holder in found["holders"]]
+    here.ask("kill", job="job", epoch=1, grace=0)
+    assert not alive(pid)
+    assert here.ask("release", job="job", epoch=1, gpus=[])["clean"]
+
+
+def test_each_root_has_a_name_that_stays(here: Machine) -> None:
+    first = here.status()["place"]
+    here.sh("true")
+    assert here.comes_to("exited")["place"] == here.status(job="other")["place"] == first
+    [place] = here.root.glob("place*")
+    assert place.read_text() == first
+    place.rename(here.root / "before")
+    assert here.status()["place"] not in (None, "", first), "made anew, it is another root"
+
+
 @pytest.mark.parametrize("what", ["start_ticks", "boot_id"])
 def test_a_pid_that_was_reused_is_not_killed(here: Machine, what: str) -> None:
     here.sh(FOR_EVER)
@@ -399,7 +427,7 @@ def test_a_pid_that_was_reused_is_not_killed(here: Machine, what: str) -> None:
             (here.folder() / "state.json").write_text(json.dumps(state))
             here.ask("kill", job="job", epoch=1, grace=0)
             assert stranger.poll() is None
-            assert here.ask("release", job="job", epoch=1, gpus=[])["clean"]
+            until(lambda: here.ask("release", job="job", epoch=1, gpus=[])["clean"], "its own end")
         finally:
             stranger.kill()
 

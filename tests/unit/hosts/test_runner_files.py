@@ -12,6 +12,7 @@ import io
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,36 @@ def test_the_sweep_keeps_what_is_wanted(here: Machine) -> None:
     assert not left.exists()
 
 
+def test_what_was_asked_for_lately_is_not_swept(here: Machine) -> None:
+    asked, old = here.put(b"asked for", b"old")
+    root = runner.Root(str(here.root))
+    changed = os.stat(root.blob(old)).st_ctime
+    until = time.monotonic() + 5.0
+    while os.stat(root.blob(asked)).st_ctime < changed + 0.1:
+        assert runner.spare_blob(root, asked)
+        assert time.monotonic() < until, "its time of change stays what it was"
+    body = {"keep": [], "older_than": time.time() - changed - 0.05, "runner": "r"}
+    assert runner.verb_sweep(root, body, io.BytesIO())[0] == {"removed": 1}
+    assert here.ask("missing", sha256=[asked, old])["missing"] == [old]
+
+
+def test_the_runners_of_this_release_and_the_one_before_stay(here: Machine) -> None:
+    here.ask("hello")
+    folder = here.root / "runners"
+    (current,) = {path.name[:64] for path in folder.glob("*.py")}
+    for age, name in ((3, "a" * 64), (2, "b" * 64), (1, "c" * 64)):
+        for path in (folder / f"{name}.py", folder / f"{name}.py.cpython-311-1.bin"):
+            path.write_text("x")
+            os.utime(path, (1000 - age, 1000 - age))
+    (folder / "notes.txt").write_text("somebody's own")
+    assert here.ask("sweep", keep=[])["removed"] == 0  # one that was sent just now
+    assert here.ask("sweep", keep=[], older_than=0)["removed"] == 4
+    left = {path.name for path in folder.iterdir()}
+    assert {name[:64] for name in left} == {current, "c" * 64, "notes.txt"}
+    assert f"{'c' * 64}.py.cpython-311-1.bin" in left
+    assert here.ask("hello")["ok"]
+
+
 def test_the_sweep_waits_for_a_launch(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     (blob,) = here.put(b"needed")
     root = runner.Root(str(here.root))
@@ -171,7 +202,7 @@ def test_the_sweep_waits_for_a_launch(here: Machine, monkeypatch: pytest.MonkeyP
     assert held is not None
     monkeypatch.setattr(runner, "LOCK_PATIENCE", 0.05)
     with pytest.raises(runner.Refusal, match="blobs"):
-        runner.verb_sweep(root, {"keep": [], "older_than": 0}, io.BytesIO())
+        runner.verb_sweep(root, {"keep": [], "older_than": 0, "runner": "r"}, io.BytesIO())
     os.close(held)
     assert here.ask("missing", sha256=[blob])["missing"] == []
 

@@ -7,38 +7,32 @@ sends the rest. A log is read by position: the epoch of an attempt and an offset
 from __future__ import annotations
 
 import asyncio
-import json
-from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import Query, Request
 from fastapi.responses import FileResponse, Response
 from pydantic import Field
-from sqlalchemy.orm import Session
 
 from groupwise.fleet.api.serving import Asked, AskedHere, document
-from groupwise.fleet.files.artefacts import record_of
-from groupwise.fleet.files.logs import LOOK_AGAIN, Follower, LogPiece, Position
-from groupwise.fleet.states import FINAL, JobStatus
-from groupwise.fleet.verbs import find, jobs
+from groupwise.fleet.files.logs import LOOK_AGAIN, Follower, LogPiece, follower_at
+from groupwise.fleet.states import FINAL
+from groupwise.fleet.verbs import jobs, left
 from groupwise.hosts.files import LARGEST_BLOB, BlobError
 from groupwise.hosts.spec import SHA256
 from groupwise.http.declared import Route
-from groupwise.wire.fleet import FleetBody
+from groupwise.wire.fleet import ENDED_HEADER, EPOCH_HEADER, OFFSET_HEADER, FleetBody
 from groupwise.wire.keys import Role
 from groupwise.wire.problems import Refusal
 
 TAG = "files"
 LONGEST_WAIT = 30.0
 """Seconds for which a request for more of a log waits."""
-EPOCH_HEADER = "X-Log-Epoch"
-OFFSET_HEADER = "X-Log-Offset"
-"""Where the next piece begins."""
-ENDED_HEADER = "X-Log-Ended"
-"""`true`: the job has ended, and this was the last of its log."""
-
 
 Size = Annotated[int, Query(ge=0, le=LARGEST_BLOB, description="Bytes of the whole file.")]
+Rank = Annotated[int, Query(ge=0, description="Of the member of a gang.")]
+Epoch = Annotated[
+    int | None, Query(ge=0, description="Of the attempt; without it: the newest that left any.")
+]
 
 
 class MissingBody(FleetBody):
@@ -51,7 +45,7 @@ class MissingBody(FleetBody):
 
 
 async def missing_blobs(asked: AskedHere, body: MissingBody) -> Response:
-    """Which of these are to be sent. The others are kept for an hour, in which a job may name them."""
+    """Which of these are to be sent. The others are kept for a day, in which a job may name them."""
     store = asked.serving.folders.blobs
     return document({"missing": await asyncio.to_thread(store.missing, body.sha256)})
 
@@ -119,16 +113,24 @@ async def read_log(
         Query(ge=0, description="Of the attempt; without it: the newest, from its beginning."),
     ] = None,
     offset: Annotated[int, Query(ge=0)] = 0,
-    rank: Annotated[int, Query(ge=0, description="Of the member of a gang.")] = 0,
+    rank: Rank = 0,
+    tail: Annotated[
+        int | None,
+        Query(
+            ge=0, description="Begin so many lines before its present end, in place of `offset`."
+        ),
+    ] = None,
     wait: Annotated[
         float,
         Query(ge=0, le=LONGEST_WAIT, description="Seconds to wait for more, if there is none yet."),
     ] = 0.0,
 ) -> Response:
     """The next piece of a job's log, as bytes; empty where nothing has come within `wait` seconds."""
-    position = None if epoch is None else Position(epoch, offset)
-    follower = Follower(asked.serving.folders.logs, job_id, position=position, rank=rank)
     found, over = await _look(asked, job_id), False
+    logs = asked.serving.folders.logs
+    follower = await asyncio.to_thread(
+        follower_at, logs, job_id, epoch=epoch, offset=offset, rank=rank, tail=tail
+    )
     ends = asyncio.get_running_loop().time() + wait
     while True:
         over = found["status"] in FINAL
@@ -141,7 +143,7 @@ async def read_log(
 
 
 async def _look(asked: Asked, job_id: str) -> dict[str, Any]:
-    return await asked.read(lambda session: jobs.log_paths(session, asked.actor, job_id))
+    return await asked.read(lambda session: jobs.progress(session, asked.actor, job_id))
 
 
 def _log_answer(follower: Follower, piece: LogPiece | None, over: bool) -> Response:
@@ -159,44 +161,45 @@ def _log_answer(follower: Follower, piece: LogPiece | None, over: bool) -> Respo
 # What jobs left
 
 
-async def list_artefacts(asked: AskedHere, job_id: str) -> Response:
-    """What the newest attempt left that has anything here: path, sha256, mode and bytes of each file."""
-    folder = await _artefacts(asked, job_id)
-    return document(await asyncio.to_thread(_listed, folder))
+async def list_artefacts(
+    asked: AskedHere, job_id: str, epoch: Epoch = None, rank: Rank = 0
+) -> Response:
+    """What an attempt left: path, sha256, mode and bytes of each file; and what was left out, with the reason."""
+    job = await _job(asked, job_id)
+    folder = asked.serving.folders.artefacts
+    return document(await asyncio.to_thread(left.artefacts, folder, job, epoch, rank))
 
 
-async def read_artefact(asked: AskedHere, job_id: str, path: str) -> Response:
-    """One of these files."""
-    folder = await _artefacts(asked, job_id)
-    found = await asyncio.to_thread(_file_in, folder, path)
-    if found is None:
-        raise Refusal(
-            "unknown_file",
-            f"{job_id} left no file {path!r}; GET /jobs/{job_id}/artefacts lists them.",
-        )
+async def read_artefact(
+    asked: AskedHere, job_id: str, path: str, epoch: Epoch = None, rank: Rank = 0
+) -> Response:
+    """One of these files, or the `Range` of it that is asked for."""
+    job = await _job(asked, job_id)
+    folder = asked.serving.folders.artefacts
+    found = await asyncio.to_thread(left.artefact, folder, job, path, epoch, rank)
     return FileResponse(found, media_type="application/octet-stream")
 
 
-async def _artefacts(asked: Asked, job_id: str) -> Path:
-    def known(session: Session) -> JobStatus:
-        return JobStatus(find.job(session, asked.actor, job_id).status)
-
-    status = await asked.read(known)
-    folder = asked.serving.folders.artefacts / job_id / "current"
-    if not await asyncio.to_thread(folder.is_dir):
-        raise Refusal("unknown_file", f"{job_id} is {status} and has left nothing here.")
-    return folder
+async def _job(asked: Asked, job_id: str) -> dict[str, Any]:
+    return await asked.read(lambda session: left.job_that_left(session, asked.actor, job_id))
 
 
-def _listed(folder: Path) -> dict[str, Any]:
-    """What its manifest says, which was written before the folder got its name."""
-    return json.loads(record_of(folder.resolve()).read_text())
+async def list_checkpoints(asked: AskedHere, job_id: str) -> Response:
+    """Its mirrored checkpoints, the newest first, also while it runs: step, and its files as those of artefacts."""
+    return document(
+        await asked.read(lambda session: left.checkpoints(session, asked.actor, job_id))
+    )
 
 
-def _file_in(folder: Path, path: str) -> Path | None:
-    """Only what the manifest names is read: no other path leads anywhere."""
-    whole = folder.resolve()
-    return whole / path if path in _listed(folder)["files"] else None
+async def read_checkpoint_file(asked: AskedHere, job_id: str, sha256: str) -> Response:
+    """A file of one of these, by its sha256, or the `Range` of it that is asked for."""
+    named = await asked.read(
+        lambda session: left.checkpoint_file(session, asked.actor, job_id, sha256)
+    )
+    store = asked.serving.folders.blobs
+    if not await asyncio.to_thread(store.missing, [named]):
+        return FileResponse(store.path(named), media_type="application/octet-stream")
+    raise Refusal("unknown_file", f"that file of {job_id} is not on the fleet's disk any more.")
 
 
 ROUTES = (
@@ -250,6 +253,24 @@ ROUTES = (
         method="GET",
         path="/jobs/{job_id}/artefacts/{path:path}",
         handler=read_artefact,
+        role=Role.READ,
+        tag=TAG,
+        media_type="application/octet-stream",
+        codes=("unknown_job", "unknown_file"),
+    ),
+    Route(
+        method="GET",
+        path="/jobs/{job_id}/checkpoints",
+        handler=list_checkpoints,
+        role=Role.READ,
+        tag=TAG,
+        answer=list[dict[str, Any]],
+        codes=("unknown_job",),
+    ),
+    Route(
+        method="GET",
+        path="/jobs/{job_id}/checkpoints/{sha256}",
+        handler=read_checkpoint_file,
         role=Role.READ,
         tag=TAG,
         media_type="application/octet-stream",

@@ -1,27 +1,31 @@
-"""Jobs: submit, look, cancel, hold, release, try again. A submission that names itself is made once, however often it is sent."""
+"""Jobs: submit, look, cancel, hold, release, try again, remove. A submission that names itself is made once, however often it comes."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
 from fastapi import Query, Request
 from fastapi.responses import Response
+from pydantic import Field
 from sqlalchemy.orm import Session
 
 from groupwise.errors import UsageError
 from groupwise.fleet.api.serving import Asked, AskedHere, document
 from groupwise.fleet.queue.request import JobRequest
 from groupwise.fleet.states import JobStatus
-from groupwise.fleet.verbs import jobs, submission
-from groupwise.fleet.verbs.jobs import JobFilter
+from groupwise.fleet.verbs import jobs, prune, submission
 from groupwise.http.declared import Route
+from groupwise.wire.fleet import CancelBody, FleetBody, PruneBody
 from groupwise.wire.idempotency import idempotency_key
 from groupwise.wire.keys import Role
 from groupwise.wire.problems import Refusal
 
 T = TypeVar("T")
 TAG = "jobs"
+MOST_AT_ONCE = 10_000
+"""Jobs of an array."""
 
 Project = Annotated[
     str | None,
@@ -29,24 +33,44 @@ Project = Annotated[
 ]
 
 
+class ArrayBody(FleetBody):
+    """Jobs that are accepted together or not at all."""
+
+    jobs: list[JobRequest] = Field(min_length=1, max_length=MOST_AT_ONCE)
+
+
 async def submit_job(
     asked: AskedHere, request: Request, body: JobRequest, project: Project = None
 ) -> Response:
     """Accept a job; once this is answered it is on disk. The same Idempotency-Key again answers with the same job."""
+    accepted = await _submitted(asked, request, [body], project)
+    return document(accepted[0], 201)
+
+
+async def submit_jobs(
+    asked: AskedHere, request: Request, body: ArrayBody, project: Project = None
+) -> Response:
+    """Accept several jobs, all of them or none. The same Idempotency-Key again answers with the same jobs."""
+    return document(await _submitted(asked, request, body.jobs, project), 201)
+
+
+async def _submitted(
+    asked: Asked, request: Request, requests: list[JobRequest], project: str | None
+) -> list[dict[str, Any]]:
     key = idempotency_key(request.headers)
     accepted = await _as_asked(
         asked,
         lambda session: submission.submit_all(
             session,
             asked.actor,
-            [body],
+            requests,
             project=project,
             key=key,
             allowed=asked.serving.allowed,
         ),
     )
-    asked.serving.doorbell.ring([accepted[0]["job_id"]])
-    return document(accepted[0], 201)
+    asked.serving.doorbell.ring([each["job_id"] for each in accepted])
+    return accepted
 
 
 async def plan_job(asked: AskedHere, body: JobRequest, project: Project = None) -> Response:
@@ -86,24 +110,17 @@ async def list_jobs(
     limit: Annotated[int, Query(ge=1, le=jobs.MOST_LISTED)] = 50,
 ) -> Response:
     """Jobs, the newest first."""
-    wanted = JobFilter(
-        status=None if status is None else frozenset(status),
+    wanted = jobs.filter_of(
+        status=status,
         project=project,
         name=name,
-        job_type=kind,
-        vm_id=vm,
-        labels=dict(_pair(word) for word in label or ()),
+        kind=kind,
+        vm=vm,
+        label=label,
         older_than=older_than,
         limit=limit,
     )
     return document(await asked.read(lambda session: jobs.listing(session, asked.actor, wanted)))
-
-
-def _pair(word: str) -> tuple[str, str]:
-    key, equals, value = word.partition("=")
-    if not equals:
-        raise Refusal("invalid_request", f"label {word!r}: key=value is wanted.")
-    return key, value
 
 
 async def show_job(asked: AskedHere, job_id: str) -> Response:
@@ -111,9 +128,15 @@ async def show_job(asked: AskedHere, job_id: str) -> Response:
     return document(await asked.read(lambda session: jobs.show(session, asked.actor, job_id)))
 
 
-async def cancel_job(asked: AskedHere, job_id: str) -> Response:
+async def follow_job(asked: AskedHere, job_id: str) -> Response:
+    """How far it is: status, exit code, reason, and the epochs of its attempts; little, for who asks often."""
+    return document(await asked.read(lambda session: jobs.progress(session, asked.actor, job_id)))
+
+
+async def cancel_job(asked: AskedHere, job_id: str, body: CancelBody | None = None) -> Response:
     """Have it end. 202: it is running, and `cancelled` once nothing of it is left; asked twice, it is the same."""
-    found = await asked.run(lambda session: jobs.cancel(session, asked.actor, job_id))
+    reason = None if body is None else body.reason
+    found = await asked.run(lambda session: jobs.cancel(session, asked.actor, job_id, reason))
     asked.serving.doorbell.ring([job_id])
     return document(found, 200 if found["status"] == JobStatus.CANCELLED else 202)
 
@@ -139,7 +162,24 @@ async def retry_job(asked: AskedHere, job_id: str) -> Response:
     return document(found)
 
 
-def _changing(path: str, handler: Any, later: str = "") -> Route:
+async def prune_jobs(asked: AskedHere, body: PruneBody) -> Response:
+    """Remove jobs that ended long ago, with their logs and artefacts: their ids, and how many bytes that frees."""
+    folders = asked.serving.folders
+    found = await asyncio.to_thread(
+        prune.clear_away,
+        asked.serving.database,
+        folders.blobs,
+        (folders.logs, folders.artefacts),
+        asked.actor,
+        body.older_than,
+        project=body.project,
+        status=jobs.ended_statuses(body.status),
+        dry_run=body.dry_run,
+    )
+    return document(found)
+
+
+def _changing(path: str, handler: Any, later: str = "", *, takes_body: bool = False) -> Route:
     return Route(
         method="POST",
         path=path,
@@ -148,6 +188,7 @@ def _changing(path: str, handler: Any, later: str = "") -> Route:
         tag=TAG,
         answer=dict[str, Any],
         codes=("unknown_job", "job_state"),
+        takes_body=takes_body,
         works=True,
         later=later,
     )
@@ -161,6 +202,18 @@ ROUTES = (
         role=Role.ACT,
         tag=TAG,
         answer=dict[str, Any],
+        codes=("idempotency_key_reused",),
+        takes_body=True,
+        works=True,
+        named=True,
+    ),
+    Route(
+        method="POST",
+        path="/jobs/array",
+        handler=submit_jobs,
+        role=Role.ACT,
+        tag=TAG,
+        answer=list[dict[str, Any]],
         codes=("idempotency_key_reused",),
         takes_body=True,
         works=True,
@@ -193,8 +246,33 @@ ROUTES = (
         answer=dict[str, Any],
         codes=("unknown_job",),
     ),
-    _changing("/jobs/{job_id}/cancel", cancel_job, "It is asked to end, and has not yet."),
+    Route(
+        method="GET",
+        path="/jobs/{job_id}/progress",
+        handler=follow_job,
+        role=Role.READ,
+        tag=TAG,
+        answer=dict[str, Any],
+        codes=("unknown_job",),
+    ),
+    _changing(
+        "/jobs/{job_id}/cancel",
+        cancel_job,
+        "It is asked to end, and has not yet.",
+        takes_body=True,
+    ),
     _changing("/jobs/{job_id}/hold", hold_job),
     _changing("/jobs/{job_id}/release", release_job),
     _changing("/jobs/{job_id}/retry", retry_job),
+    Route(
+        method="POST",
+        path="/jobs/prune",
+        handler=prune_jobs,
+        role=Role.ADMIN,
+        tag=TAG,
+        answer=dict[str, Any],
+        takes_body=True,
+        works=True,
+        ends_with_client=False,
+    ),
 )

@@ -10,7 +10,7 @@ from fastapi.responses import Response
 from groupwise.fleet.api.serving import AskedHere, document
 from groupwise.fleet.verbs import machines
 from groupwise.http.declared import Route
-from groupwise.wire.fleet import MachineBody, ReasonBody, TrustBody
+from groupwise.wire.fleet import MachineBody, MachineChangeBody, ReasonBody, TrustBody
 from groupwise.wire.keys import Role
 
 TAG = "machines"
@@ -35,6 +35,17 @@ async def add_machine(asked: AskedHere, body: MachineBody) -> Response:
 async def show_machine(asked: AskedHere, vm_id: str) -> Response:
     """One machine, and what was done with it."""
     return document(await asked.read(lambda session: machines.show(session, asked.actor, vm_id)))
+
+
+async def change_machine(asked: AskedHere, vm_id: str, body: MachineChangeBody) -> Response:
+    """Say what jobs there are run with."""
+    return document(
+        await asked.run(
+            lambda session: machines.change(
+                session, asked.actor, vm_id, python=body.python, cpu_slots=body.cpu_slots
+            )
+        )
+    )
 
 
 async def drain_machine(asked: AskedHere, vm_id: str) -> Response:
@@ -70,7 +81,7 @@ async def remove_machine(asked: AskedHere, vm_id: str) -> Response:
 
 
 async def trust_machine(asked: AskedHere, vm_id: str, body: TrustBody) -> Response:
-    """Pin the host key that it showed last, which must have this fingerprint."""
+    """Pin the host key that it showed last, which must have this fingerprint, if one is given."""
     return document(
         await asked.run(
             lambda session: machines.trust(session, asked.actor, vm_id, body.fingerprint)
@@ -85,9 +96,11 @@ async def clear_gpu(asked: AskedHere, vm_id: str, gpu: str) -> Response:
     )
 
 
-def _changing(path: str, handler: Any, *codes: str, body: bool = False) -> Route:
+def _changing(
+    path: str, handler: Any, *codes: str, body: bool = False, method: str = "POST"
+) -> Route:
     return Route(
-        method="POST",
+        method=method,
         path=path,
         handler=handler,
         role=Role.ADMIN,
@@ -118,6 +131,7 @@ ROUTES = (
         answer=dict[str, Any],
         codes=("unknown_vm",),
     ),
+    _changing("/vms/{vm_id}", change_machine, "unknown_vm", "vm_state", body=True, method="PUT"),
     _changing("/vms/{vm_id}/drain", drain_machine, "unknown_vm", "vm_state"),
     _changing("/vms/{vm_id}/undrain", undrain_machine, "unknown_vm", "vm_state"),
     _changing("/vms/{vm_id}/cordon", cordon_machine, "unknown_vm", "vm_state", body=True),

@@ -63,3 +63,16 @@ def test_without_a_key_only_this_machine_by_name(
     """A browser of this machine asks whatever the pages of other sites have it ask."""
     with httpx2.Client(base_url=without_a_key, headers=headers, trust_env=False) as browser:
         assert browser.get("/jobs").status_code == status
+
+
+def test_the_first_key_ends_that_at_once(database: Database, without_a_key: str) -> None:
+    """Also for who began to listen before it was made, and whatever becomes of the key."""
+    with httpx2.Client(base_url=without_a_key, trust_env=False) as client:
+        assert client.get("/jobs").status_code == 200
+        made = database.run(lambda s: keys.make(s, Actor("user:ada"), "read"))
+        assert client.get("/jobs").status_code == 401
+        bearer = {"Authorization": f"Bearer {made['key']}"}
+        assert client.get("/jobs", headers=bearer).status_code == 200
+        assert client.get("/keys", headers=bearer).status_code == 403
+        database.run(lambda s: keys.revoke(s, Actor("user:ada"), made["key_id"]))
+        assert client.get("/jobs").status_code == 401

@@ -79,7 +79,6 @@ WRITES: dict[str, Callable[[Session, int, str], object]] = {
     "end": lambda s, e, me: ending.end(s, e, me, SUCCESS, random.Random()),
     "release": lambda s, e, me: ending.release(s, e, me, 0),
     "abandon": lambda s, e, me: ending.abandon(s, e, me, 0),
-    "snapshot": records.snapshot,
 }
 
 
@@ -92,6 +91,13 @@ def test_who_has_been_replaced_writes_nothing(rig: Rig, epoch: int, name: str) -
         rig.database.run(lambda s: WRITES[name](s, epoch, "me"))
     assert (events(rig), row(rig, Attempt).state, row(rig, Job).status) == before
     assert len(rig.open_reservations()) == 1
+
+
+def test_who_has_been_replaced_reads_nothing(rig: Rig, epoch: int) -> None:
+    assert list(rig.database.read(lambda s: records.snapshots(s, [epoch], "me"))) == [epoch]
+    rig.expire_leases()
+    assert rig.database.run(lambda s: records.adopt(s, "other")) == [epoch]
+    assert rig.database.read(lambda s: records.snapshots(s, [epoch], "me")) == {}
 
 
 def test_a_write_is_about_the_attempt_that_it_names(rig: Rig, epoch: int) -> None:
@@ -122,6 +128,14 @@ def test_leases_are_counted_by_the_clock_of_the_database(
     rig.expire_leases()
     assert rig.database.run(lambda s: records.adopt(s, "other")) == [made.epoch]
     assert 0.0 < left() <= records.LEASE
+
+
+def test_where_whoever_drove_is_known_to_be_gone_no_lease_has_to_run_out(
+    rig: Rig, epoch: int
+) -> None:
+    assert rig.database.run(lambda s: records.adopt(s, "other")) == []
+    rig.database.run(records.let_all_go)
+    assert rig.database.run(lambda s: records.adopt(s, "other")) == [epoch]
 
 
 def test_a_lease_that_ran_out_is_still_its_owners_until_somebody_takes_it(
@@ -216,11 +230,39 @@ def test_a_gpu_fault_puts_the_gpus_that_it_names_out_of_use(rig: Rig) -> None:
     advance(rig, made.epoch, AttemptState.LAUNCHING, AttemptState.RUNNING)
     fault = Move(
         AttemptState.ENDED, Outcome.FAILED, FailureClass.GPU_FAULT, "GPU-a1 has fallen off the bus",
-        {"rank": 0, "members": [{"rank": 0, "vm": "a"}]},
+        {"rank": 0, "members": [{"rank": 0, "vm": "a", "gpu_problems": ["GPU-a1 has fallen off"]}]},
     )  # fmt: skip
     end(rig, made.epoch, fault)
     assert row(rig, GPU, GPU.uuid == "GPU-a0").quarantined is None
     assert "fallen off" in row(rig, GPU, GPU.uuid == "GPU-a1").quarantined
+
+
+def test_what_one_job_says_of_a_gpu_puts_none_out_of_use(rig: Rig) -> None:
+    """It may print what it likes; a second one is believed."""
+    for job in ("one", "one", "two"):
+        if job == "two":
+            assert row(rig, GPU, GPU.uuid == "GPU-a0").quarantined is None
+        _fails_with_words_about_its_gpu(rig, job)
+    assert "fallen off" in row(rig, GPU, GPU.uuid == "GPU-a0").quarantined
+
+
+def _fails_with_words_about_its_gpu(rig: Rig, job: str) -> None:
+    if not rig.database.read(lambda s: s.get(Job, job)):
+        rig.submit(job, resources={"gpus": 1, "vm": "a"})
+    soon = update(Job).where(Job.job_id == job).values(not_before=0.0)
+    rig.database.run(lambda s: s.execute(soon))
+    (made,) = rig.database.run(lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1))
+    advance(rig, made.epoch, AttemptState.LAUNCHING, AttemptState.RUNNING)
+    said = "GPU 0 has fallen off the bus"
+    evidence = {"rank": 0, "members": [{"rank": 0, "vm": "a"}]}
+    end(
+        rig,
+        made.epoch,
+        Move(AttemptState.ENDED, Outcome.FAILED, FailureClass.GPU_FAULT, said, evidence),
+    )
+    rig.database.run(lambda s: ending.release(s, made.epoch, "me", 0))
+    far = update(Job).where(Job.job_id == job).values(not_before=1e11)
+    rig.database.run(lambda s: s.execute(far))
 
 
 def _another_gpu(session: Session) -> None:
@@ -346,7 +388,7 @@ def test_a_machine_is_welcome_back_when_nothing_is_left_there(rig: Rig, epoch: i
 
 
 def test_a_snapshot_holds_what_is_needed_to_launch(rig: Rig, epoch: int) -> None:
-    found = rig.database.read(lambda s: records.snapshot(s, epoch, "me"))
+    found = rig.database.read(lambda s: records.snapshots(s, [epoch], "me"))[epoch]
     (member,) = found.members
     assert (found.job_id, found.number, found.state) == ("job", 0, AttemptState.RESERVED)
     assert found.spec["arguments"] == ["train", "--quickly"]

@@ -121,6 +121,25 @@ async def test_silence_is_told_to_all_and_so_is_its_end(rack: FakeHosts, watch: 
     await running
 
 
+async def test_who_rests_asks_at_once_when_others_have_heard_of_the_machine(
+    rack: FakeHosts,
+) -> None:
+    ear, begun = Ear("job-1", 1), list[asyncio.Task[None]]()
+    watches = Watches(
+        lambda _, watch: begun.append(asyncio.create_task(watch.run())),
+        Pauses(poll=5.0, first=1000.0, longest=1000.0),
+    )
+    watch = watches.listen("a", Runner(rack["a"]), ear)
+    rack["a"].cut()
+    await ear.until("silent")
+    rack["a"].heal()
+    watches.seen("a")
+    await ear.until("again")
+    watches.seen("of no interest")
+    watch.remove(ear)
+    await begun[0]
+
+
 async def test_the_deadman_of_an_attempt_that_is_written_down_as_silent_is_not_kept_quiet(
     rack: FakeHosts, watch: Watch
 ) -> None:

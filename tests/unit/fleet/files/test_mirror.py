@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,13 +8,14 @@ from sqlalchemy.orm import Session
 from groupwise.fleet.attempts.drive import Part
 from groupwise.fleet.attempts.effects import Death, Gateway, Side
 from groupwise.fleet.attempts.records import Stale
-from groupwise.fleet.files.mirror import KEPT, CheckpointMirror, named_blobs
+from groupwise.fleet.files.clearing import named_blobs
+from groupwise.fleet.files.mirror import KEPT, CheckpointMirror
 from groupwise.fleet.store.database import Database
-from groupwise.fleet.store.tables import Attempt, Checkpoint, Job
+from groupwise.fleet.store.tables import Attempt, Checkpoint
 from groupwise.hosts.files import BlobStore
 from groupwise.hosts.port import HostUnreachable
-from groupwise.hosts.spec import FileEntry, JobSpec, as_json
-from tests.unit.fleet.work_folder import JOB, WorkFolder, begin, entry
+from groupwise.hosts.spec import FileEntry
+from tests.unit.fleet.work_folder import WorkFolder, begin, entry
 
 
 @pytest.fixture
@@ -67,7 +69,7 @@ async def test_older_ones_are_forgotten_and_their_blobs_collected(
         await mirror.mirror(part)
     assert steps(database) == [40, 50]
     assert len(steps(database)) == KEPT
-    store.collect(database.run(named_blobs), now=4e9)
+    store.collect(database.read(named_blobs) or set(), now=4e9)
     for row in rows(database):
         for listed in row.manifest.values():
             assert listed[0] in store
@@ -167,14 +169,13 @@ async def test_who_does_not_own_the_attempt_any_more_writes_no_row(
     assert steps(database) == []
 
 
-def test_what_a_job_or_an_attempt_needs_is_named(database: Database, host: WorkFolder) -> None:
-    part = begin(database, host)
-    file, resume = entry(b"file"), entry(b"resume")
-
-    def write(session: Session) -> None:
-        spec = JobSpec(("true",), files={"x": FileEntry(*file)})
-        session.get_one(Job, JOB).spec = as_json(spec)
-        session.get_one(Attempt, part.epoch).resume_from = {"step": 1, "manifest": {"c": resume}}
-
-    database.run(write)
-    assert database.run(named_blobs) == {file[0], resume[0]}
+async def test_as_many_stay_as_are_told_and_those_of_an_earlier_generation_go_first(
+    database: Database, store: BlobStore, host: WorkFolder
+) -> None:
+    mirror = CheckpointMirror(store, Gateway(database), keep=1)
+    host.checkpoint("outputs/c-30", 30, weights=b"old")
+    await mirror.mirror(begin(database, host))
+    host.checkpoints.clear()
+    host.checkpoint("outputs/c-5", 5, weights=b"new")
+    await mirror.mirror(replace(begin(database, host), generation=1))
+    assert [(row.generation, row.step) for row in rows(database)] == [(1, 5)]

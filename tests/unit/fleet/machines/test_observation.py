@@ -21,6 +21,7 @@ from groupwise.fleet.store.tables import (
 )
 from groupwise.hosts import answers, keys
 from groupwise.hosts.answers import Observation
+from tests.unit.fleet.small_fleet import insert_admitted
 
 KEY = keys.parse("ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIDlRAkn4LWJgZI0BlxNTR1aRJX4sMuoTdxkKPJVyCoIz")
 OTHER = keys.parse(
@@ -146,10 +147,15 @@ def test_a_first_look_makes_a_machine_usable_and_wakes_who_waits(fleet: Fleet):
     needs = Resources(gpus=1)
 
     def wait(session: Session) -> None:
-        job = Job(job_id="waits", resources=needs.as_json(), shape=needs.shape("default"))
-        job.rank, job.admitted_at = 1.0, 1.0
-        session.add(job)
-        session.flush()
+        shape = needs.shape("default")
+        job = insert_admitted(
+            session,
+            job_id="waits",
+            resources=needs.as_json(),
+            shape=shape,
+            rank=1.0,
+            admitted_at=1.0,
+        )
         job.status = "pending"
 
     fleet.database.run(wait)
@@ -413,3 +419,27 @@ class TestKeys:
         assert (fleet.vm.contact, fleet.vm.problem) == ("untrusted", "the jump host …")
         assert fleet.events("vm.") == ["vm.untrusted"]
         assert fleet.look(gpu(0)), "whoever mends the jump host's row needs no other word"
+
+
+def test_a_card_that_another_machine_has_is_not_given_away_twice(fleet: Fleet):
+    """One machine under two names: by two addresses, by two users, or as the local one and by SSH."""
+    fleet.look(gpu(0), gpu(1))
+    fleet.database.run(lambda s: s.add(VM(vm_id="twin", user="v", host_key=str(KEY))))
+    asked = fleet.start + 100
+    fleet.database.run(lambda s: observation.apply(s, "twin", asked, seen(gpu(0), gpu(2))))
+
+    def states() -> dict[tuple[str, str], tuple[str, str | None]]:
+        query = select(GPU.vm_id, GPU.uuid, GPU.observed, GPU.detail)
+        rows = fleet.database.read(lambda s: s.execute(query).all())
+        return {(vm, uuid): (observed, detail) for vm, uuid, observed, detail in rows}
+
+    names = [gpu(n)["uuid"] for n in range(3)]
+    assert states()["vm", names[0]] == ("ok", None)
+    assert states()["twin", names[0]][0] == "degraded"
+    assert "vm has the same one" in str(states()["twin", names[0]][1])
+    assert states()["twin", names[2]] == ("ok", None)
+    fleet.look(gpu(0), gpu(1))
+    assert states()["vm", names[0]] == ("ok", None), "who came first keeps it"
+    fleet.database.run(lambda s: s.execute(update(VM).where(VM.vm_id == "vm").values(active=False)))
+    fleet.database.run(lambda s: observation.apply(s, "twin", asked + 15, seen(gpu(0), gpu(2))))
+    assert states()["twin", names[0]] == ("ok", None)

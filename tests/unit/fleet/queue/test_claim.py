@@ -1,5 +1,8 @@
 """Jobs from the queue onto machines, one dispatcher at a time. Several at once: `tests/integration/fleet/test_claim_races.py`."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError
@@ -8,6 +11,8 @@ from sqlalchemy.orm import Session
 from groupwise.fleet.queue import claim, kinds
 from groupwise.fleet.store.database import Database, seconds
 from groupwise.fleet.store.tables import Attempt, Checkpoint, Job, Member, Reservation
+from groupwise.fleet.verbs import jobs
+from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts.spec import JobSpec
 from tests.unit.fleet.small_fleet import (
     add_machine,
@@ -88,7 +93,7 @@ def test_it_goes_on_from_the_checkpoint_with_the_most_steps(database: Database) 
     (first,) = claim_some(database)
 
     def mirror(session: Session) -> None:
-        for generation, step in ((0, 100), (0, 20), (7, 500)):
+        for generation, step in ((0, 100), (0, 20)):
             session.add(
                 Checkpoint(
                     job_id="one",
@@ -108,6 +113,33 @@ def test_it_goes_on_from_the_checkpoint_with_the_most_steps(database: Database) 
     assert resume is not None
     assert (resume["step"], resume["path"]) == (100, "outputs/step-100")
     assert resume["manifest"] == {"outputs/x": ["a" * 64, 420, 3]}
+
+
+def test_a_job_that_is_retried_goes_on_too(database: Database) -> None:
+    add_machine(database, "vm-1", 1)
+    submit(database, "one", gpus=1)
+    (first,) = claim_some(database)
+    saved = Checkpoint(
+        job_id="one", generation=0, epoch=first.epoch, path="outputs/step-10", step=10,
+        manifest={"outputs/x": ["a" * 64, 420, 3]}, mirrored_at=1.0,
+    )  # fmt: skip
+    database.run(lambda s: s.add(saved))
+    finish(database, "one", "failed", "crashed")
+    database.run(lambda s: jobs.retry(s, Actor("user:test"), "one"))
+    (again,) = claim_some(database)
+    resume = attempt_of(database, again.epoch).resume_from
+    assert resume is not None
+    assert resume["step"] == 10
+
+
+def test_an_attempt_that_never_ran_is_not_counted(database: Database) -> None:
+    add_machine(database, "vm-1", 1)
+    submit(database, "one", gpus=1)
+    (first,) = claim_some(database)
+    finish(database, "one", "queued", "launch_failure", outcome="void")
+    (second,) = claim_some(database)
+    assert second.epoch > first.epoch
+    assert attempt_of(database, second.epoch).number == 0
 
 
 def test_after_a_failed_launch_another_machine_is_tried(database: Database) -> None:
@@ -386,20 +418,19 @@ def test_a_reservation_that_the_view_does_not_know_costs_one_job_its_turn(
     add_machine(database, "vm-2", 1)
     submit(database, "one", gpus=1)
     submit(database, "two", gpus=1)
-    real = claim._make_attempt
-    made: list[str] = []
+    real = claim._make_attempts
 
-    def once_broken(session: Session, job: claim._Candidate, *rest: object) -> int:
-        epoch = real(session, job, *rest)  # pyright: ignore[reportArgumentType]
-        made.append(job.job_id)
-        if len(made) == 1:
+    def broken(session: Session, bookings: Sequence[claim._Booking], *rest: Any) -> Any:
+        made = real(session, bookings, *rest)
+        if any(each.job_id == "one" for each in made):
             raise IntegrityError("uq_reservations_gpu", {}, Exception())
-        return epoch
+        return made
 
-    monkeypatch.setattr(claim, "_make_attempt", once_broken)
+    monkeypatch.setattr(claim, "_make_attempts", broken)
     assert claimed_ids(database) == ["two"]
     assert statuses(database) == {"one": "queued", "two": "running"}
     assert len(database.run(lambda s: s.scalars(select(Reservation)).all())) == 1
+    monkeypatch.undo()
     assert claimed_ids(database) == ["one"]
 
 

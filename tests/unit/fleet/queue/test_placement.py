@@ -148,7 +148,7 @@ def test_a_job_without_gpus_takes_a_slot() -> None:
     assert [(s.vm_id, s.slot) for s in answer.seats] == [("a", 1)]
     full = [machine("a", slots=1, taken_slots=frozenset({0})), machine("g", 2)]
     said = reasons(place(Resources(gpus=0), full))
-    assert "a: all 1 CPU slots are taken" in said
+    assert "a: its CPU slot is taken" in said
     assert "g: no CPU slots" in said
 
 

@@ -58,12 +58,26 @@ def test_what_was_undone_did_not_happen(database: Database) -> None:
 
 
 def test_readers_go_on_where_they_were(database: Database) -> None:
-    ids = [database.run(happens()) for _ in range(5)]
+    for _ in range(5):
+        database.run(happens())
+    ids = read(database)
+    assert len(ids) == 5
     assert ids == sorted(ids)
-    assert read(database) == ids
     assert read(database, limit=2) == ids[:2]
     assert read(database, position=ids[1], limit=2) == ids[2:4]
     assert read(database, position=ids[-1]) == []
+
+
+def test_what_is_gathered_is_written_in_its_order(database: Database) -> None:
+    def several(session: Session) -> None:
+        with events.gathered(session):
+            for n in range(3):
+                happens(job_id=f"j{n}", detail={"n": n})(session)
+        happens(job_id="j3")(session)
+
+    database.run(several)
+    found = database.run(lambda s: [(e.job_id, e.detail) for e in events.after(s, 0, 10)])
+    assert found == [*((f"j{n}", {"n": n}) for n in range(3)), ("j3", None)]
 
 
 def test_the_newest_of_a_thing_oldest_first(database: Database) -> None:

@@ -7,7 +7,11 @@
 5. One live attempt for each job, with an epoch above all earlier ones.
 6. A GPU is held once as a whole, or by shares that fit; reservations are released once.
 7. Events are only appended.
-8. A row of a machine can be read: its documents are documents, its numbers numbers.
+8. A row of a machine can be read: its documents are documents, its numbers numbers. So can one of a job once it is changed.
+9. No row begins with what admission writes, or is admitted without it.
+10. SQLite's REPLACE is no way around any of it.
+11. A job that runs stays so until its attempt has ended.
+12. A card is held once, also where two machines of the fleet are one; and a machine stays the place where its jobs run.
 """
 
 from typing import Any
@@ -415,3 +419,132 @@ def test_sqlite_keeps_no_words_where_numbers_belong(database: Database) -> None:
     refused(database, "port of a machine", "UPDATE vms SET port = 'x'")
     execute(database, "UPDATE vms SET port = '23', draining = true, labels = '{\"a\": 1}'")
     assert value(database, "SELECT port FROM vms") == 23
+
+
+# --- what a row may begin with, and be replaced by ------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        *(("admitted_at", 1.0), ("rank", 0.0), ("not_before", 1e12), ("cancel_requested_at", 1.0)),
+        *(("generation", 1), ("retry_count", 7), ("gpu_index", 0), ("exit_code", 0)),
+        *(("spec", '{"arguments": ["true"]}'), ("resources", '{"gpus": 0}')),
+        *(("spec_hash", "abc"), ("shape", "s"), ("blocked_on", "x"), ("assigned_vm", "v")),
+    ],
+)
+def test_a_row_does_not_begin_admitted(database: Database, column: str, value: Any) -> None:
+    statement = f"INSERT INTO jobs (job_id, {column}) VALUES ('forged', :value)"
+    refused(database, "control plane's to write", statement, value=value)
+
+
+def test_what_a_row_begins_with_may_be_spelt_out(database: Database) -> None:
+    columns = "job_id, status, generation, retry_count, not_before, spec, rank"
+    execute(database, f"INSERT INTO jobs ({columns}) VALUES ('j', 'queued', 0, 0, 0, NULL, NULL)")
+
+
+def only_sqlite(database: Database) -> None:
+    if database.dialect != "sqlite":
+        pytest.skip("PostgreSQL has columns of one type, and no REPLACE")
+
+
+@pytest.mark.parametrize("given", [b"\xff\xfe", b"text"])
+def test_the_id_of_a_job_is_text(database: Database, given: bytes) -> None:
+    only_sqlite(database)
+    statement = "INSERT INTO jobs (job_id) VALUES (:given)"
+    refused(database, "job_id: text is wanted", statement, given=given)
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        *(("priority", "high"), ("generation", "x"), ("use_unsloth", 2), ("rank", "first")),
+        *(("created_at", "yesterday"), ("request", "{"), ("spec", "no json"), ("model", b"m")),
+    ],
+)
+def test_a_job_stays_one_that_can_be_read(database: Database, column: str, value: Any) -> None:
+    only_sqlite(database)
+    job(database, "j")
+    statement = f"UPDATE jobs SET {column} = :value WHERE job_id = 'j'"
+    refused(database, f"{column}.*wanted|changes only", statement, value=value)
+
+
+REPLACED = {
+    "jobs": "job_id",
+    "attempts": "epoch",
+    "attempt_members": "epoch, rank",
+    "reservations": "reservation_id",
+    "events": "event_id",
+}
+
+
+@pytest.fixture
+def full(database: Database) -> Database:
+    """Of each table that is never rewritten, a row."""
+    only_sqlite(database)
+    [gpu, *_] = machine(database)
+    epoch = attempt(database, job(database, "j"))
+    execute(database, RESERVE, **reservation(epoch, gpu))
+    execute(
+        database, "INSERT INTO attempt_members (epoch, rank, vm_id) VALUES (:e, 0, 'v1')", e=epoch
+    )
+    execute(database, "INSERT INTO events (at, actor, kind) VALUES (1, 'me', 'test')")
+    return database
+
+
+@pytest.mark.parametrize("table", REPLACED)
+def test_no_row_is_replaced(full: Database, table: str) -> None:
+    columns = ", ".join(
+        full.read(lambda s: [row[1] for row in s.execute(text(f"PRAGMA table_info({table})"))])
+    )
+    statement = f"INSERT OR REPLACE INTO {table} ({columns}) SELECT {columns} FROM {table}"
+    refused(full, "not replaced", statement)
+    refused(full, "not replaced", statement.replace("INSERT OR REPLACE", "REPLACE"))
+
+
+def test_nor_by_a_key_that_is_shared(full: Database) -> None:
+    live = "INSERT OR REPLACE INTO attempts (job_id, generation, number, created_at) VALUES ('j', 0, 1, 1)"
+    refused(full, "job_id in attempts already", live)
+    held = RESERVE.replace("INSERT", "INSERT OR REPLACE", 1)
+    [gpu, epoch] = [value(full, f"SELECT {c} FROM reservations") for c in ("gpu_id", "epoch")]
+    refused(full, "gpu_id in reservations already", held, **reservation(epoch, gpu))
+    execute(full, "UPDATE jobs SET idempotency_key = 'k'")
+    again = "INSERT OR REPLACE INTO jobs (job_id, idempotency_key) VALUES ('other', 'k')"
+    refused(full, "idempotency_key in jobs already", again)
+
+
+# --- one card, one place --------------------------------------------------------------------------
+
+
+def test_a_card_that_two_machines_show_is_held_once(
+    database: Database, gpu: int, epochs: list[int]
+) -> None:
+    [twin] = machine(database, "twin")  # its GPU has the same UUID
+    execute(database, RESERVE, **reservation(epochs[0], gpu))
+    other = reservation(epochs[1], twin) | {"v": "twin"}
+    refused(database, "stands in the fleet twice", RESERVE, **other)
+    execute(database, "UPDATE reservations SET released_at = 2")
+    execute(database, RESERVE, **other)
+    refused(database, "stands in the fleet twice", RESERVE, **reservation(epochs[2], gpu, share=1))
+
+
+@pytest.mark.parametrize("column", ["transport", "user", "workdir"])
+def test_a_machine_stays_the_place_where_something_runs(
+    database: Database, gpu: int, epochs: list[int], column: str
+) -> None:
+    change = f"UPDATE vms SET \"{column}\" = 'other'"
+    execute(database, RESERVE, **reservation(epochs[0], gpu))
+    refused(database, "drain it first", change)
+    execute(database, "UPDATE vms SET ip_address = '10.0.0.9', port = 2222")
+    execute(database, "UPDATE reservations SET released_at = 2")
+    execute(database, change)
+
+
+@pytest.mark.parametrize("status", ["queued", "completed", "failed", "cancelled"])
+def test_a_job_runs_as_long_as_its_attempt(database: Database, status: str) -> None:
+    job_id = job(database, "j", "running")
+    epoch = attempt(database, job_id, "collecting")
+    change = f"UPDATE jobs SET status = '{status}' WHERE job_id = 'j'"
+    refused(database, "as long as its attempt does", change)
+    set_attempt(database, epoch, "ended")
+    execute(database, change)

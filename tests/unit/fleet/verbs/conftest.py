@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 from groupwise.fleet.store.database import Database, seconds
 from groupwise.fleet.store.tables import GPU, VM, Attempt, Event, Job, Member, Reservation
 from groupwise.fleet.verbs.actor import Actor
+from tests.unit.fleet.small_fleet import insert_admitted
 
 T = TypeVar("T")
 ADA = Actor("user:ada")
@@ -57,8 +58,7 @@ class SmallFleet:
                 "shape": "s",
                 **columns,
             }
-            session.add(Job(job_id=job_id, **row))
-            session.flush()
+            insert_admitted(session, job_id=job_id, **row)
             self._lead(session, job_id, status)
 
         self.database.run(write)

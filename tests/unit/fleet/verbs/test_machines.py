@@ -4,11 +4,14 @@ from typing import Any
 
 import asyncssh
 import pytest
-from sqlalchemy import update
+from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.store.tables import GPU, VM
-from groupwise.fleet.verbs import machines
+from groupwise.fleet.attempts import records
+from groupwise.fleet.machines import observation
+from groupwise.fleet.store.database import seconds
+from groupwise.fleet.store.tables import GPU, VM, Job
+from groupwise.fleet.verbs import machines, prune
 from groupwise.fleet.verbs.machines import NewMachine
 from groupwise.wire.problems import Refusal
 
@@ -53,6 +56,57 @@ def test_a_removed_machine_may_come_back(small: Any) -> None:
     assert (found["ip_address"], found["cordoned"], found["host_key"]) == ("10.0.0.9", None, None)
 
 
+def given_up(small: Any, vm_id: str) -> int:
+    """An attempt that ended when its machine was declared lost; nobody has seen that it is over there."""
+    small.machine(vm_id)
+    epoch = small.attempt(small.job("running"), vm_id, state="ended", cleanup="clean")
+    small.do(machines.lost, vm_id)
+    return epoch
+
+
+def test_a_machine_that_was_given_up_and_is_added_again_is_not_used_before_it_is_emptied(
+    small: Any,
+) -> None:
+    epoch = given_up(small, "gpu-1")
+    lost_at = small.vm("gpu-1").lost_at
+    small.do(machines.remove, "gpu-1")
+    found = small.do(machines.add, NewMachine("gpu-1", "10.0.0.1", user="ada"))
+    assert (found["lost_at"], found["active"]) == (lost_at, True)
+    (left,) = small.database.read(lambda s: records.left_behind(s, "gpu-1"))
+    assert left.epoch == epoch
+    assert not small.database.run(lambda s: records.welcome_back(s, "me", "gpu-1"))
+    small.database.run(lambda s: records.left_nothing(s, epoch, 0))
+    assert small.database.run(lambda s: records.welcome_back(s, "me", "gpu-1"))
+    assert small.vm("gpu-1").lost_at is None
+    small.do(machines.lost, "gpu-1")
+    small.do(machines.remove, "gpu-1")
+    found = small.do(machines.add, NewMachine("gpu-1", "10.0.0.1", user="ada"))
+    assert found["lost_at"] is None, "nothing was left there"
+
+
+def test_what_was_given_up_on_a_lost_machine_is_not_pruned_before_it_is_back(small: Any) -> None:
+    given_up(small, "gpu-1")
+    (lost,) = small.database.read(lambda s: list(s.scalars(select(Job.job_id))))
+    failed = update(Job).values(status="failed")
+    small.database.run(lambda s: s.execute(failed))
+    assert small.do(prune.remove, lost) is False
+    small.do(machines.remove, "gpu-1")
+    assert small.do(prune.remove, lost) is True
+
+
+def test_a_look_that_was_under_way_at_what_it_was_before_says_nothing(small: Any) -> None:
+    small.do(machines.add, NewMachine("gpu-1", "10.0.0.1", user="ada", host_key=host_key()))
+    asked_at = small.database.run(seconds)
+    set_columns(small, "gpu-1", boot_id="of another one")
+    small.do(machines.remove, "gpu-1")
+    small.do(machines.add, NewMachine("gpu-1", "10.0.0.9", user="ada", host_key=host_key()))
+    vm = small.vm("gpu-1")
+    assert vm.observed_round > asked_at
+    assert vm.boot_id is None
+    missed = small.database.run(lambda s: observation.missed(s, "gpu-1", asked_at, "no route"))
+    assert (missed, small.vm("gpu-1").problem) == (0, None)
+
+
 def test_drain_and_cordon_keep_new_work_away(small: Any) -> None:
     small.machine("vm-1", gpus=2)
     assert small.do(machines.show, "vm-1")["available_gpus"] == 2
@@ -79,6 +133,9 @@ def test_a_machine_in_use_is_not_removed(small: Any) -> None:
     with pytest.raises(Refusal, match=f"{job} .*cleanup leaking.*vm drain vm-1.*vm lost vm-1"):
         small.do(machines.remove, "vm-1")
     assert small.vm("vm-1").active
+    small.do(machines.lost, "vm-1")
+    with pytest.raises(Refusal, match="a dispatcher gives them up within seconds"):
+        small.do(machines.remove, "vm-1")
 
 
 def test_lost_names_what_is_given_up(small: Any) -> None:

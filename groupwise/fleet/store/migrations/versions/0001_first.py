@@ -252,6 +252,7 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("gpu_id", name="pk_gpus"),
         sa.UniqueConstraint("vm_id", "uuid", name="uq_gpus_vm_id_uuid"),
     )
+    op.create_index("ix_gpus_uuid", "gpus", ["uuid"])
     op.create_index("ix_gpus_vm_id", "gpus", ["vm_id"])
     op.create_table(
         "attempt_members",

@@ -1,0 +1,27 @@
+"""Times and sizes as people say them."""
+
+from __future__ import annotations
+
+
+def duration(seconds: float) -> str:
+    """A time span in its two largest units: `3 min 20 s`."""
+    left = max(0, round(seconds))
+    parts = [
+        (left // 86400, "d"),
+        (left // 3600 % 24, "h"),
+        (left // 60 % 60, "min"),
+        (left % 60, "s"),
+    ]
+    said = [f"{count} {unit}" for count, unit in parts if count][:2]
+    return " ".join(said) or "0 s"
+
+
+def byte_size(count: float) -> str:
+    """Bytes, by thousands: `12 bytes`, `3.4 kB`, `24 GB`."""
+    if count < 1000:
+        return f"{count:.0f} byte{'' if count == 1 else 's'}"
+    for unit in ("kB", "MB", "GB", "TB"):
+        count /= 1000
+        if count < 999.5 or unit == "TB":
+            return f"{count:.0f} {unit}" if count >= 100 else f"{count:.3g} {unit}"
+    raise AssertionError("the last unit holds any number")

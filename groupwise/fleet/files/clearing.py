@@ -1,0 +1,178 @@
+"""Clearing away what nothing names any more on the control machine: blobs, and what pruned jobs have left of logs and artefacts.
+
+Whoever wants something gone takes it out of the database, and that is committed. Then its files go: here, by whoever comes first of
+`prune` and the dispatchers, which look now and then. A crash in between leaves files without a row, which the next look finds; there is
+never a row without its files.
+
+Whoever writes does it the other way round: first the blob, then the row that names it. Between the two nothing names the blob, and what
+spares it is its age (`hosts/files.py`): which blobs are named is asked after the time was looked at, so one that was put, or asked for,
+within a day of that stays, whatever was asked and however long it takes.
+
+Logs and artefacts go only of jobs of which the events say that they were pruned. Those of a job that no table knows may belong to a
+database that was set back, or to one that somebody has named by mistake; and a database that never had a job names no blob, so that it
+is not believed either.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, cast
+
+from sqlalchemy import delete, exists, select
+from sqlalchemy.orm import Session
+
+from groupwise.fleet.states import AttemptState
+from groupwise.fleet.store import events
+from groupwise.fleet.store.database import Database, clock
+from groupwise.fleet.store.tables import Attempt, Checkpoint, ControlProcess, Event, Job
+from groupwise.hosts.files import BlobStore
+from groupwise.hosts.spec import JOB_ID
+
+READ_AT_ONCE = 1000
+EVERY = 3600.0
+"""Seconds between two looks of dispatchers."""
+SILENT = 7 * 86_400.0
+"""Seconds after which nobody asks any more about a process of the control plane that was killed."""
+CLEARING = ".clearing"
+
+
+def clear_away(
+    database: Database, store: BlobStore, folders: Sequence[Path], *, after: float = 0.0
+) -> int:
+    """Remove what nothing names any more; bytes of the blobs among it. `folders`: those of logs and artefacts.
+
+    Does nothing while another process of this store is at it, or where that was less than `after` seconds ago. Any step may be the last one
+    of this process.
+    """
+    with _alone(store, after) as alone:
+        if not alone:
+            return 0
+        for job_id in database.read(lambda s: pruned(s, _names(folders))):
+            remove_files(folders, job_id)
+        database.run(forget_processes)
+        now = store.now()
+        named = database.read(named_blobs)
+        return 0 if named is None else store.collect(named, now=now)
+
+
+@contextmanager
+def _alone(store: BlobStore, after: float) -> Generator[bool]:
+    """Whether it is time, and no other process collects in this store meanwhile."""
+    with (store.root / CLEARING).open("ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+            return
+        due = os.fstat(lock.fileno()).st_mtime + after <= store.now()
+        yield due
+        if due:
+            os.utime(lock.fileno())
+
+
+def forget_processes(session: Session) -> None:
+    """Rows of processes that were killed; whoever ends in order takes its own away."""
+    session.execute(delete(ControlProcess).where(ControlProcess.seen_at < clock() - SILENT))
+
+
+# --- blobs ----------------------------------------------------------------------------------------
+
+
+def named_blobs(session: Session) -> set[str] | None:
+    """Blobs that something in the database names: files of jobs, checkpoints, and what attempts that are not over began with.
+
+    None: there never was a job, so that nobody knows. To be called within `Database.read`, which shows one moment.
+    """
+    if not _has_had_jobs(session):
+        return None
+    live = Attempt.state != AttemptState.ENDED
+    queries = (
+        select(Job.spec["files"]),
+        select(Job.request["files"]).where(Job.spec.is_(None)),
+        select(Checkpoint.manifest),
+        select(Attempt.spec["files"]).where(live),
+        select(Attempt.resume_from["manifest"]).where(live),
+    )
+    return {name for query in queries for name in _names_in(session, query)}
+
+
+def _has_had_jobs(session: Session) -> bool:
+    gone = select(Event.event_id).where(Event.kind == events.JOB_PRUNED)
+    return any(session.scalar(query.limit(1)) is not None for query in (select(Job.job_id), gone))
+
+
+def _names_in(session: Session, query: Any) -> Iterator[str]:
+    """Of manifests, a few at a time: there may be very many. A row that somebody wrote by hand may hold anything."""
+    for manifest in session.scalars(query.execution_options(yield_per=READ_AT_ONCE)):
+        if isinstance(manifest, dict):
+            for entry in cast("dict[str, Any]", manifest).values():
+                if isinstance(entry, list) and entry:
+                    yield str(cast("list[Any]", entry)[0])
+
+
+# --- logs and artefacts ---------------------------------------------------------------------------
+
+
+def pruned(session: Session, jobs: Iterable[str]) -> list[str]:
+    """Of these, those that were cleared away and that nobody has submitted again under the same id."""
+    found: list[str] = []
+    waiting = sorted(jobs)
+    for start in range(0, len(waiting), READ_AT_ONCE):
+        some = waiting[start : start + READ_AT_ONCE]
+        query = (
+            select(Event.job_id)
+            .where(
+                Event.job_id.in_(some),
+                Event.kind == events.JOB_PRUNED,
+                ~exists().where(Job.job_id == Event.job_id),
+            )
+            .distinct()
+        )
+        found += [job for job in session.scalars(query) if job is not None]
+    return found
+
+
+def _names(folders: Iterable[Path]) -> set[str]:
+    """What could be ids of jobs."""
+    found: set[str] = set()
+    for folder in folders:
+        with suppress(FileNotFoundError):
+            found.update(path.name.removesuffix(".log") for path in folder.iterdir())
+    return {name for name in found if JOB_ID.fullmatch(name)}
+
+
+def remove_files(folders: Iterable[Path], job_id: str) -> None:
+    """Remove what a job has left in the folders of logs and artefacts."""
+    for path in _paths(folders, job_id):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def size_of_files(folders: Iterable[Path], job_id: str) -> int:
+    """Bytes of all that."""
+    return sum(_size(path) for path in _paths(folders, job_id))
+
+
+def _paths(folders: Iterable[Path], job_id: str) -> Iterator[Path]:
+    assert JOB_ID.fullmatch(job_id), job_id  # it becomes part of a path that is removed
+    for folder in folders:
+        for name in (job_id, f"{job_id}.log"):
+            path = folder / name
+            if path.is_symlink() or path.exists():
+                yield path
+
+
+def _size(path: Path) -> int:
+    found = 0
+    for each in (path, *(path.rglob("*") if path.is_dir() and not path.is_symlink() else ())):
+        with suppress(OSError):
+            status = each.lstat()
+            found += status.st_blocks * 512 if each.is_file() else 0
+    return found

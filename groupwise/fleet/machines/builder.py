@@ -1,0 +1,504 @@
+"""Makes a Python environment on a machine. This file is sent there as the command of one attempt (`prepare.py`), beside `order.json`,
+the lock and the wheels; it needs Python 3.8 and nothing else.
+
+An environment is `<folder>/<name>`, named after what was asked to be in it. It is built where it will stay, since environments cannot be
+moved, and `environment.json` is written in it last: without that it is half of one, which the next build removes and begins anew. One
+lock for each name is held by whoever builds, and by every pip that it has started; who comes second waits, and finds it made. What is
+whole and works is left as it is, so that asking again costs a second.
+
+What a process still uses is never removed, neither to be built anew nor to make room.
+
+`result.json` in the working folder says how it went: {"python", "version", "groupwise", "made"} or {"problem"}. Values of secrets are in
+the environment of pip alone; they and passwords in addresses are taken out of whatever it says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections import deque
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from typing import Any, NoReturn
+
+MARKER = "environment.json"
+NAME = re.compile(r"[0-9a-f]{20}")
+KEPT_LINES = 60
+"""Of what pip says, to see from what went wrong."""
+LITTLE_MB = 4
+"""Free on a disk that is full for all that is done here."""
+TRIED = 300.0
+"""Seconds for an import; a slow disk takes its time."""
+PASSWORD = re.compile(r"(://)[^/@\s]+@")
+PROBE = "import sys; print('.'.join(map(str, sys.version_info[:3])), sys.prefix != sys.base_prefix)"
+WORKS = (
+    "import json, sys, importlib.metadata as m, groupwise;"
+    "json.dump({'groupwise': groupwise.__version__, 'installed': m.version('groupwise')}, sys.stdout)"
+)
+COMPLAINTS = (
+    (
+        r"No space left on device|Errno 28|Disk quota exceeded",
+        "the disk there is full: {free} MB are free in {folder}. Make room (pip's own cache is ~/.cache/pip; "
+        "`vm prepare --prune` removes environments that nothing uses), or give the machine another --workdir.",
+    ),
+    (
+        r"DO NOT MATCH THE HASHES|hash(es)? (is|are) required|--require-hashes",
+        "what the index has is not what the lock says, by its hashes: look who changed which of the two before you lock anew.",
+    ),
+    (
+        r"Cannot connect to proxy|ProxyError",
+        "the proxy does not answer; --env HTTPS_PROXY=… names another one.",
+    ),
+    (
+        r"\b401\b|\b403\b|User for .*:|Credentials",
+        "the index wants a name and a password: `--secret PIP_INDEX_URL=env:NAME` takes the address with them from a variable here, "
+        "so that they stand in no argument list.",
+    ),
+    (
+        r"NewConnectionError|NameResolutionError|Temporary failure in name resolution|Connection (refused|timed out)|ReadTimeout",
+        "the machine does not reach the package index. --index-url names one that it reaches, --env HTTPS_PROXY=… a proxy, and "
+        "--wheelhouse sends everything from here.",
+    ),
+    (
+        r"No matching distribution found|Could not find a version",
+        "pip there finds no such release for its Python and processor: see its words above. --python chooses the interpreter, "
+        "--index-url and --extra-index-url where pip looks, --lock other releases.",
+    ),
+    (
+        r"ResolutionImpossible|conflicting dependencies",
+        "the lock contradicts itself: see pip's words above.",
+    ),
+)
+"""What pip says, and what to do about it; the first that fits."""
+
+
+class Problem(Exception):
+    """It cannot be made; the message is for people."""
+
+
+class Order:
+    """What is asked for: the fields of `order.json`."""
+
+    def __init__(self, said: dict[str, Any]) -> None:
+        self.prune: bool = said.get("prune", False)
+        self.folder: str = said["folder"]
+        """All environments of the machine."""
+        self.keep: list[str] = said.get("keep", [])
+        """Names of those that are not to be removed."""
+        self.name: str = said.get("name", "")
+        self.pythons: list[str] = said.get("pythons", [])
+        """Programs and paths, the one to be tried first first."""
+        self.least: list[int] = said.get("least", [])
+        """The oldest Python that does."""
+        self.groupwise: str = said.get("groupwise", "")
+        """Its wheel; like `wheels` a file in the folder `wheels`."""
+        self.wheel_sha256: str = said.get("wheel_sha256", "")
+        self.wheels: list[str] = said.get("wheels", [])
+        self.pins: int = said.get("pins", 0)
+        """Lines of the lock, `lock.txt`."""
+        self.hashed: bool = said.get("hashed", False)
+        self.offline: bool = said.get("offline", False)
+        """From the folder `wheelhouse` alone."""
+        self.index_url: str | None = said.get("index_url")
+        self.extra_index_urls: list[str] = said.get("extra_index_urls", [])
+        self.secrets: list[str] = said.get("secrets", [])
+        """Names of variables whose values nobody is to read."""
+
+
+def main() -> int:
+    """Do what `order.json` says."""
+    with open("order.json", encoding="utf-8") as file:
+        order = Order(json.load(file))
+    os.umask(0o022)
+    try:
+        if order.prune:
+            prune(order)
+        else:
+            finish(build(order))
+        return 0
+    except Problem as problem:
+        return fail(str(problem))
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return fail(advice("No space left on device", order) or "")
+        return fail(str(error))
+
+
+def finish(result: dict[str, Any]) -> None:
+    """Say how it went, to whoever asked."""
+    with open("result.json", "w", encoding="utf-8") as file:
+        json.dump(result, file)
+
+
+def fail(problem: str) -> int:
+    """The same, where it did not go well. A disk without room for it has room for the exit code."""
+    say(problem)
+    with contextlib.suppress(OSError):
+        finish({"problem": problem})
+    return 1
+
+
+def say(text: str) -> None:
+    """A line of the log, which is followed while it is written."""
+    sys.stdout.buffer.write((text + "\n").encode("utf-8", "replace"))  # whatever its locale is
+    sys.stdout.buffer.flush()
+
+
+# --- building -----------------------------------------------------------------------------------
+
+
+def build(order: Order) -> dict[str, Any]:
+    """The environment, made or found."""
+    folder, name = order.folder, order.name
+    place = os.path.join(folder, name)
+    os.makedirs(folder, mode=0o755, exist_ok=True)
+    lock = take_lock(folder, name, wait=True)
+    assert lock is not None, "who waits for a lock gets it"
+    try:
+        found = whole(place)
+        if found:
+            say(f"it is there already: {place}")
+            os.utime(os.path.join(place, MARKER))
+            return {**found, "made": False}
+        clear(place)
+        try:
+            return make(order, place, lock)
+        except BaseException:
+            shutil.rmtree(place, ignore_errors=True)  # its room may be what was lacking
+            raise
+        finally:
+            shutil.rmtree(temporary_of(place), ignore_errors=True)
+    finally:
+        os.close(lock)
+
+
+def take_lock(folder: str, name: str, wait: bool) -> int | None:
+    """Held until it, and every process that was given it, has ended. None if another has it and nobody waits."""
+    fd = os.open(os.path.join(folder, name + ".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return fd
+    except BlockingIOError:
+        pass
+    if not wait:
+        os.close(fd)
+        return None
+    say("the same environment is being made by another `vm prepare`: waiting for its end")
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    return fd
+
+
+def whole(place: str) -> dict[str, Any] | None:
+    """What its marker says, if there is one, and groupwise can be imported there as it says."""
+    try:
+        with open(os.path.join(place, MARKER), encoding="utf-8") as file:
+            said = dict(json.load(file))
+    except (OSError, ValueError):
+        return None
+    works, why = try_it(place)
+    if works == said.get("groupwise"):
+        return said
+    say(f"{place} was whole and does not work any more, so it is made anew: {why}")
+    return None
+
+
+def clear(place: str) -> None:
+    """Remove what stands there, marker first, so that no moment shows half of it as whole."""
+    if not os.path.lexists(place):
+        return
+    users = users_of(place)
+    if users:
+        raise Problem(
+            f"{place} has to be made anew, and processes use it: {', '.join(users[:5])}. "
+            "Let them end (`groupwise fleet vm drain`), then prepare the machine again."
+        )
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(os.path.join(place, MARKER))
+    shutil.rmtree(place)
+
+
+def temporary_of(place: str) -> str:
+    """For what pip unpacks: /tmp is often too small for it."""
+    return place + ".tmp"
+
+
+def make(order: Order, place: str, lock: int) -> dict[str, Any]:
+    """From nothing to the marker."""
+    began = time.monotonic()
+    program, version = interpreter(order)
+    say(f"1/4 an environment with Python {version} ({program}) in {place}")
+    pip = Pip(order, place, lock)
+    pip.run([program, "-m", "venv", "--without-pip", place], "no environment can be made")
+    # By itself, because venv would keep to itself what it says.
+    pip.run([pip.python, "-m", "ensurepip", "--upgrade", "--default-pip"], "it gets no pip")
+    say("2/4 groupwise, as it is installed where this was asked for")
+    pip.install("--no-index", "--no-deps", os.path.join("wheels", order.groupwise))
+    say(f"3/4 {order.pins} releases as locked")
+    if order.pins:
+        pip.install("-r", "lock.txt", *(("--require-hashes",) if order.hashed else ()))
+    if order.wheels:
+        own = [os.path.join("wheels", wheel) for wheel in order.wheels]
+        pip.install("--no-index", "--no-deps", *own)
+    say("4/4 looking whether it works")
+    pip.check()
+    works, why = try_it(place)
+    if works is None:
+        raise Problem(f"it was made, and groupwise cannot be imported there: {why}")
+    made = {
+        "python": os.path.join(place, "bin", "python"),
+        "version": version,
+        "groupwise": works,
+        "wheel": order.wheel_sha256,
+        "made_at": time.time(),
+    }
+    write_marker(place, made)
+    say(f"made in {time.monotonic() - began:.0f} s")
+    return {**made, "made": True}
+
+
+def write_marker(place: str, made: dict[str, Any]) -> None:
+    """After everything else is on disk."""
+    os.sync()
+    path = os.path.join(place, MARKER)
+    with open(path + ".new", "w", encoding="utf-8") as file:
+        json.dump(made, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(path + ".new", path)
+    os.sync()
+
+
+def try_it(place: str) -> tuple[str | None, str]:
+    """The release of groupwise that is imported there; or why none is."""
+    command = [os.path.join(place, "bin", "python"), "-I", "-c", WORKS]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=TRIED, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return None, str(error)
+    try:
+        return str(json.loads(done.stdout)["groupwise"]), ""
+    except (ValueError, KeyError, TypeError):
+        words = done.stderr.decode("utf-8", "replace").strip().splitlines()
+        return None, words[-1] if words else f"exit code {done.returncode}"
+
+
+# --- the interpreter ----------------------------------------------------------------------------
+
+
+def interpreter(order: Order) -> tuple[str, str]:
+    """The first of those asked for that is new enough, and its version."""
+    least = ".".join(map(str, order.least))
+    seen: list[str] = []
+    for name in order.pythons:
+        program = os.path.expanduser(name) if "/" in name else shutil.which(name)
+        version = version_of(program) if program else None
+        if program is None or version is None:
+            continue
+        if tuple(map(int, version.split(".")[:2])) >= tuple(order.least):
+            return program, version
+        seen.append(f"{program} is Python {version}")
+    asked = ", ".join(order.pythons)
+    there = "; ".join(dict.fromkeys(seen)) or "none of these is there"
+    raise Problem(
+        f"groupwise needs Python {least} or newer, and the machine has none among {asked}: {there}. Install one there (Debian and "
+        f"Ubuntu: `apt install python{least} python{least}-venv`; without root: `uv python install {least}`), or name it: "
+        f"--python /path/to/python{least}"
+    )
+
+
+def version_of(program: str) -> str | None:
+    """None if it is no Python that runs."""
+    try:
+        said = subprocess.run(
+            [program, "-I", "-c", PROBE],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=60,
+            check=False,
+        ).stdout.split()
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return said[0].decode("ascii", "replace") if len(said) == 2 else None
+
+
+# --- pip ----------------------------------------------------------------------------------------
+
+
+class Pip:
+    """Runs pip of the environment, and passes on what it says."""
+
+    def __init__(self, order: Order, place: str, lock: int) -> None:
+        self.order, self.place, self.lock = order, place, lock
+        self.python = os.path.join(place, "bin", "python")
+        self.hidden = sorted(
+            (os.environ[name] for name in order.secrets if os.environ.get(name)), key=len
+        )[::-1]
+        temporary = temporary_of(place)
+        shutil.rmtree(temporary, ignore_errors=True)
+        os.makedirs(temporary)
+        self.environment = {**os.environ, "TMPDIR": temporary, "PIP_NO_INPUT": "1"}
+        self.environment.update(PIP_DISABLE_PIP_VERSION_CHECK="1", PIP_PROGRESS_BAR="off")
+        if order.index_url:
+            self.environment["PIP_INDEX_URL"] = order.index_url
+        if order.extra_index_urls:
+            self.environment["PIP_EXTRA_INDEX_URL"] = " ".join(order.extra_index_urls)
+
+    def install(self, *arguments: str) -> None:
+        """From the wheelhouse alone, where there is one; settings of the machine's pip do not count then."""
+        own: list[str] = []
+        if self.order.offline:
+            self.environment["PIP_CONFIG_FILE"] = os.devnull
+            own = ["--no-index", "--find-links", "wheelhouse"]
+        self.run(
+            [self.python, "-m", "pip", "install", *own, *arguments],
+            "pip could not install everything",
+        )
+
+    def check(self) -> None:
+        """Whether releases fit together. What groupwise lacks is a mistake of the lock; the rest may run as it runs elsewhere."""
+        code, said = self.talk([self.python, "-m", "pip", "check"])
+        lacking = [line for line in said if line.startswith("groupwise ")]
+        if lacking:
+            raise Problem(
+                f"the lock has not all that groupwise itself needs: {'; '.join(lacking)}. Without --lock it is made from what is "
+                "installed where this is asked for."
+            )
+        if code:
+            say("  not all of it fits together, pip says. It is used all the same.")
+
+    def run(self, command: Sequence[str], failure: str) -> None:
+        """Raises Problem with what to do."""
+        code, said = self.talk(command)
+        if code:
+            what = advice("\n".join(said), self.order) or (
+                said[-1] if said else f"exit code {code}"
+            )
+            raise Problem(f"{failure}: {what}")
+
+    def talk(self, command: Sequence[str]) -> tuple[int, list[str]]:
+        """Its exit code, and the last lines of what it said. It has the lock too: while it lives nobody else builds here."""
+        kept: deque[str] = deque(maxlen=KEPT_LINES)
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=self.environment,
+            pass_fds=(self.lock,),
+        )
+        assert process.stdout is not None
+        with process.stdout as lines:
+            for line in lines:
+                said = self.told(line.decode("utf-8", "replace").rstrip())
+                if said:
+                    say("  " + said)
+                    kept.append(said)
+        return process.wait(), list(kept)
+
+    def told(self, line: str) -> str:
+        """Without what nobody is to read."""
+        for value in self.hidden:
+            line = line.replace(value, "****")
+        return PASSWORD.sub(r"\1****@", line)
+
+
+def advice(text: str, order: Order) -> str | None:
+    """What to do about it; None where that is not known."""
+    if "ensurepip is not available" in text or "No module named ensurepip" in text:
+        return (
+            "this Python cannot make environments: its module ensurepip is missing. On Debian and Ubuntu, "
+            "`apt install python3-venv` there (python3.12-venv for python3.12, and so on); or name another one by --python."
+        )
+    free = free_mb(order.folder)
+    said = "No space left on device" if free < LITTLE_MB else text  # not every program says so
+    for pattern, what in COMPLAINTS:
+        if re.search(pattern, said):
+            return what.format(free=free, folder=order.folder)
+    return None
+
+
+def free_mb(folder: str) -> int:
+    """Of the disk that it lies on."""
+    disk = os.statvfs(folder)
+    return disk.f_bavail * disk.f_frsize >> 20
+
+
+# --- removing -----------------------------------------------------------------------------------
+
+
+def prune(order: Order) -> None:
+    """Remove environments that are not to be kept, that nobody builds, and that no process uses."""
+    folder = order.folder
+    removed: list[str] = []
+    used: list[str] = []
+    for name in sorted(os.listdir(folder)):
+        place = os.path.join(folder, name)
+        if not NAME.fullmatch(name) or name in order.keep:
+            continue
+        lock = take_lock(folder, name, wait=False)
+        if lock is None:
+            continue
+        try:
+            if users_of(place):
+                used.append(name)
+                continue
+            clear(place)
+            removed.append(name)
+        finally:
+            os.close(lock)
+    finish({"removed": removed, "used": used})
+
+
+def users_of(place: str) -> list[str]:
+    """Processes that were begun with it or have something of it open, as far as this user may look."""
+    mark = os.fsencode(place + "/")
+    users = [pid for pid in others() if any(mark in content for content in contents(pid))]
+    return [f"{name_of(pid)} (pid {pid})" for pid in users]
+
+
+def others() -> Iterator[int]:
+    """All processes but this one."""
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            yield int(name)
+
+
+def contents(pid: int) -> Iterator[bytes]:
+    """Its command, its environment (a job's PATH begins with the environment's folder), and the files that it has mapped."""
+    for what in ("cmdline", "environ", "maps"):
+        try:
+            with open(f"/proc/{pid}/{what}", "rb") as file:
+                yield file.read()
+        except OSError:
+            continue
+
+
+def name_of(pid: int) -> str:
+    """Of its program."""
+    try:
+        with open(f"/proc/{pid}/comm", encoding="utf-8", errors="replace") as file:
+            return file.read().strip()
+    except OSError:
+        return "a process"
+
+
+def run() -> NoReturn:
+    """As a program."""
+    sys.exit(main())
+
+
+if __name__ == "__main__":
+    run()

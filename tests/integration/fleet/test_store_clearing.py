@@ -1,0 +1,21 @@
+"""What is asked of the database, the same on SQLite and on a real PostgreSQL."""
+
+import pytest
+
+from tests.unit.fleet.files.test_clearing import (
+    disk,
+    test_only_what_nothing_names_goes,
+    test_pruning_is_what_the_events_say,
+    test_rows_of_processes_that_were_killed_long_ago_go,
+    test_what_a_job_or_an_attempt_needs_is_named,
+)
+
+__all__ = [
+    "disk",
+    "test_only_what_nothing_names_goes",
+    "test_pruning_is_what_the_events_say",
+    "test_rows_of_processes_that_were_killed_long_ago_go",
+    "test_what_a_job_or_an_attempt_needs_is_named",
+]
+
+pytestmark = pytest.mark.fleet

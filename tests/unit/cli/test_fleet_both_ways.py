@@ -1,0 +1,359 @@
+"""A command means the same for a fleet whose folder is here and for one behind an address: exit code, standard output, standard error.
+
+The fleet is one, reached both ways. What changes something is either the same when it is done twice, or done to a job of each way.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import typer.main
+
+from groupwise.cli.main import main
+from groupwise.fleet.direct import DirectFleet
+from groupwise.fleet.files.logs import append, make
+from groupwise.fleet.settings import FleetPlace
+from groupwise.fleet.store.database import connect
+from groupwise.fleet.verbs.actor import Actor
+from groupwise.hosts.files import hash_of
+from tests.fleet_api import api, place_in
+from tests.unit.cli.conftest import BUILT
+from tests.unit.fleet.small_fleet import claim_some, finish
+
+KEY = "environment-key-0123456789"
+pytestmark = pytest.mark.fleet  # a hundred commands, half of them through a socket
+
+PASSING = ("time", "oldest_waiting_seconds")
+"""Of `status`: what another moment makes another."""
+
+
+class BothWays:
+    """One fleet, and commands on it by its folder and by its address."""
+
+    def __init__(self, place: FleetPlace, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+        self.place, self.url = place, url
+        self._capsys = capsys
+
+    def here(self, *words: str) -> tuple[int, str, str]:
+        return self._run(str(self.place.folder), words)
+
+    def afar(self, *words: str) -> tuple[int, str, str]:
+        return self._run(self.url, words)
+
+    def _run(self, fleet: str, words: tuple[str, ...]) -> tuple[int, str, str]:
+        self._capsys.readouterr()
+        names = 2 if words[0] in ("vm", "project", "key") else 1
+        code = main(["fleet", *words[:names], "--fleet", fleet, *words[names:]])
+        told = self._capsys.readouterr()
+        return code, told.out, told.err
+
+    def both(self, *words: str) -> tuple[int, str, str]:
+        """What a command says, which is the same both ways."""
+        here, afar = self.here(*words), self.afar(*words)
+        assert afar == here
+        return here
+
+
+@dataclass(frozen=True)
+class Reached:
+    """The fleet, and what is in it."""
+
+    place: FleetPlace
+    url: str
+    jobs: dict[str, str]
+    """One that has completed and left something, one that waits, one that is held, one that was cancelled; the `epoch` of the first."""
+
+
+@pytest.fixture(scope="module")
+def reached(
+    tmp_path_factory: pytest.TempPathFactory, fleet_with_a_machine: Path
+) -> Iterator[Reached]:
+    folder = tmp_path_factory.mktemp("both") / "fleet"
+    shutil.copytree(fleet_with_a_machine, folder)
+    place = place_in(folder)
+    database = connect(place.database_url)
+    try:
+        jobs = jobs_of(DirectFleet(place, database, Actor("user:ada")))
+        with api(database, place, {"GROUPWISE_API_KEY": KEY}) as url:
+            yield Reached(place, url, jobs)
+    finally:
+        database.close()
+
+
+@pytest.fixture
+def ways(
+    reached: Reached, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> BothWays:
+    monkeypatch.setattr(typer.main, "get_command", BUILT)
+    monkeypatch.setenv("GROUPWISE_API_KEY", KEY)
+    monkeypatch.setattr("groupwise.cli.fleet_jobs.time", SimpleNamespace(time=lambda: 2e9))
+    return BothWays(reached.place, reached.url, capsys)
+
+
+@pytest.fixture
+def jobs(reached: Reached) -> dict[str, str]:
+    return reached.jobs
+
+
+def jobs_of(fleet: DirectFleet) -> dict[str, str]:
+    def submitted(name: str, **more: Any) -> str:
+        asked = {"arguments": ["true", name], "resources": {"gpus": 0}, "name": name}
+        return fleet.submit({**asked, "labels": {"is": name}, **more})["job_id"]
+
+    done = submitted("done")
+    (claimed,) = claim_some(fleet.database)
+    finish(fleet.database, done)
+    append(make(fleet.place.logs, done, claimed.epoch), 0, b"one\ntwo\nthree\n")
+    leave(fleet.place, done, claimed.epoch, b"weights" * 1000)
+    cancelled = submitted("cancelled")
+    fleet.cancel(cancelled, "wrong data")
+    waits, held = submitted("waits"), submitted("held", hold=True)
+    return {
+        "done": done,
+        "cancelled": cancelled,
+        "waits": waits,
+        "held": held,
+        "epoch": str(claimed.epoch),
+    }
+
+
+def leave(place: FleetPlace, job_id: str, epoch: int, data: bytes) -> None:
+    file = place.artefacts / job_id / str(epoch) / "outputs" / "model.bin"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(data)
+    files = {"outputs/model.bin": [hash_of(file), 0o644, len(data)]}
+    record = place.artefacts / job_id / f"{epoch}.json"
+    record.write_text(json.dumps({"files": files, "left_out": [["outputs/l", "link"]]}))
+    (place.artefacts / job_id / "current").symlink_to(str(epoch))
+
+
+# --- looking
+
+
+@pytest.mark.parametrize("json_too", [(), ("--json",)])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "jobs",
+        "jobs --status held,cancelled --label is=held",
+        "jobs --kind COMMAND --project default --limit 2",
+        "jobs --name nobody",
+        "show {done}",
+        "show {waits}",
+        "show {held}",
+        "show {cancelled}",
+        "vm list",
+        "vm show vm-1",
+        "project list",
+        "key list",
+        "prune --older-than 0s --dry-run",
+        "prune --older-than 1d --status cancelled --dry-run",
+    ],
+)
+def test_looking(
+    ways: BothWays, jobs: dict[str, str], words: str, json_too: tuple[str, ...]
+) -> None:
+    code, out, err = ways.both(*words.format(**jobs).split(), *json_too)
+    assert code == 0, err
+    assert out or err
+
+
+@pytest.mark.parametrize("gpus", ["0", "4"])
+def test_a_dry_run(ways: BothWays, gpus: str) -> None:
+    assert ways.both("submit", "--dry-run", "--gpus", gpus, "--", "true")[0] == 0
+    asked = ("submit", "--dry-run", "--json", "--gpus", gpus, "--", "true")
+    here, afar = (json.loads(ask(*asked)[1]) for ask in (ways.here, ways.afar))
+    for found in (here, afar):
+        for of_who_and_when in ("submitted_by", "created_at", "not_before", "waiting_since"):
+            found.pop(of_who_and_when)
+    assert afar == here
+
+
+def test_the_state_of_the_fleet(ways: BothWays, jobs: dict[str, str]) -> None:
+    assert ways.both("status")[0] == 0
+    here, afar = (json.loads(ask("status", "--json")[1]) for ask in (ways.here, ways.afar))
+    for found in (here, afar):
+        for passing in PASSING:
+            found.pop(passing)
+    assert afar == here
+
+
+@pytest.mark.parametrize(
+    "options", ["", "--tail 1", "--tail 0", "--epoch {epoch}", "-f", "-f --tail 2"]
+)
+def test_logs(ways: BothWays, jobs: dict[str, str], options: str) -> None:
+    code, out, _ = ways.both("logs", jobs["done"], *options.format(**jobs).split())
+    assert code == 0
+    assert out == "".join("one\ntwo\nthree\n".splitlines(keepends=True)[_lines(options) :])
+
+
+def _lines(options: str) -> int:
+    tail = re.search(r"--tail (\d)", options)
+    return 0 if tail is None else 3 - int(tail[1])
+
+
+@pytest.mark.parametrize("job", ["waits", "held", "cancelled"])
+def test_logs_of_what_never_ran_say_why(ways: BothWays, jobs: dict[str, str], job: str) -> None:
+    code, out, err = ways.both("logs", jobs[job])
+    assert (code, out) == (0, "")
+    assert jobs[job] in err
+
+
+def test_what_was_left_is_fetched(ways: BothWays, jobs: dict[str, str], tmp_path: Path) -> None:
+    for ask in (ways.here, ways.afar):
+        shutil.rmtree(tmp_path / "to", ignore_errors=True)
+        code, out, err = ask("fetch", jobs["done"], "--to", str(tmp_path / "to"))
+        assert (code, out) == (0, f"{tmp_path / 'to'}\n")
+        assert "1 file, 7 kB" in err
+        assert "left out outputs/l: link" in err
+        assert (tmp_path / "to/outputs/model.bin").read_bytes() == b"weights" * 1000
+    found = json.loads(ways.both("fetch", jobs["done"], "--to", str(tmp_path / "to"), "--json")[1])
+    assert [each["kept"] for each in found["files"]] == [True]
+    (tmp_path / "to/outputs/model.bin").write_text("mine")
+    code, _, err = ways.both("fetch", jobs["done"], "--to", str(tmp_path / "to"))
+    assert code == 2
+    assert "--force" in err
+    assert (tmp_path / "to/outputs/model.bin").read_text() == "mine"
+
+
+# --- changing
+
+
+def test_what_is_done_twice_says_the_same(ways: BothWays, jobs: dict[str, str]) -> None:
+    for words in (
+        f"hold {jobs['held']}",
+        f"cancel {jobs['cancelled']}",
+        "vm cordon vm-1 --reason noisy",
+        "vm uncordon vm-1",
+        "vm drain vm-1",
+        "vm undrain vm-1",
+        "vm set vm-1 --cpu-slots 3",
+        "project set red --weight 2 --max-gpus 4",
+        "project set red --max-gpus none",
+    ):
+        assert ways.here(*words.split())[0] == 0
+        assert ways.both(*words.split(), "--json")[0] == 0
+        assert ways.both(*words.split())[0] == 0
+
+
+def test_jobs_are_submitted_changed_and_ended_from_afar(ways: BothWays, tmp_path: Path) -> None:
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "a.py").write_text("print(1)\n")
+    words = ("--gpus", "0", "--file", str(tmp_path / "code"), "--idempotency-key", str(tmp_path))
+    code, out, _ = ways.both("submit", "--json", *words, "--", "python", "code/a.py")
+    made = json.loads(out)
+    assert code == 0
+    (entry,) = made["request"]["files"].values()
+    assert (ways.place.blobs / entry[0][:2] / entry[0]).read_text() == "print(1)\n"
+    job = made["job_id"]
+    assert ways.afar("hold", job)[2] == f"{job} is held\n"
+    assert ways.afar("release", job)[2] == f"{job} is queued\n"
+    assert ways.afar("cancel", job, "--reason", "no more")[2] == f"{job} is cancelled\n"
+    assert "reason no more" in ways.both("show", job)[1]
+    assert ways.afar("retry", job)[2] == f"{job} is queued again\n"
+
+
+def test_an_array_is_one_transaction_from_afar_too(ways: BothWays, tmp_path: Path) -> None:
+    (tmp_path / "lines").write_text('--seed 1\n{"name": "second"}\n')
+    asked = ("submit", "--gpus", "0", "--array", str(tmp_path / "lines"))
+    code, out, _ = ways.afar(*asked, "--label", "a=1", "--", "python", "x.py")
+    assert code == 0
+    assert len(out.split()) == 2
+    (tmp_path / "lines").write_text('--seed 1\n{"environment": {"LD_PRELOAD": "x"}}\n')
+    assert ways.both(*asked, "--label", "a=2", "--", "true")[0] == 2
+    assert "no jobs" in ways.both("jobs", "--label", "a=2")[2]
+
+
+def test_keys_and_machines_from_afar(ways: BothWays) -> None:
+    code, out, _ = ways.afar("key", "new", "read", "--note", "for a test", "--json")
+    made = json.loads(out)
+    assert code == 0
+    assert ways.afar("key", "revoke", made["key_id"])[:2] == (0, f"{made['key_id']} is revoked.\n")
+    assert "revoked" in ways.both("key", "list")[1]
+    where = ("--host", "10.0.0.1", "--user", "ml", "--key", "/keys/there")
+    assert "is not used before" in ways.afar("vm", "add", "gpu-1", *where)[2]
+    assert "has not shown its host key" in ways.both("vm", "trust", "gpu-1", "--yes")[2]
+    assert ways.afar("vm", "lost", "gpu-1", "--yes")[2] == "gpu-1 is lost\n"
+    assert ways.afar("vm", "remove", "gpu-1")[2] == "gpu-1 is removed\n"
+
+
+# --- mistakes
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "show job-none",
+        "cancel job-none",
+        "cancel {done}",
+        "hold {done}",
+        "retry {done}",
+        "fetch {waits}",
+        "fetch {waits} --checkpoints",
+        "fetch {done} nothing.txt",
+        "fetch {done} --epoch 99999",
+        "logs job-none",
+        "logs {done} --epoch 99999",
+        "jobs --older-than job-none",
+        "vm show vm-2",
+        "vm drain vm-2",
+        "vm clear-quarantine vm-1 7",
+        "vm trust vm-1 SHA256:{a43}",
+        "project set p --max-gpus few",
+        "key revoke nobody",
+        "submit --json --gpus 0 --env LD_PRELOAD=x -- true",
+        "submit --json --gpus 0 --retries -1 -- true",
+        "submit --json --gpus 0 --after job-none -- true",
+        "submit --json --gpus 0 --secret NOT_TO_BE_HAD -- true",
+        "submit --json --gpus 0 --file not-there -- true",
+        "submit --json --kind NOTHING --gpus 0 --model m",
+        "exec nowhere true",
+    ],
+)
+def test_mistakes_are_told_in_the_same_words(
+    ways: BothWays, jobs: dict[str, str], words: str
+) -> None:
+    told = words.format(**jobs, a43="A" * 43).split()
+    code, _, err = ways.both(*told)
+    assert code == 2
+    assert err.startswith("groupwise:")
+    if told[0] not in ("submit", "exec", "logs") and told[:2] != ["key", "revoke"]:
+        assert "error" in json.loads(ways.both(*told, "--json")[1])
+
+
+@pytest.mark.parametrize(
+    "words", ["up", "dispatcher", "poller", "requeue", "tracker", "migrate", "doctor"]
+)
+def test_what_works_on_the_fleet_itself_says_where_to_type_it(ways: BothWays, words: str) -> None:
+    code, _, err = ways.afar(words)
+    assert code == 2
+    assert "on the machine where the fleet runs" in " ".join(err.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--host", "h", "--user", "u"), "say --key too"),
+        (("--from-ssh-config", "x"), "names keys of this machine"),
+        (("--host", "h", "--user", "u", "--key", "k", "--yes"), "where the fleet runs"),
+    ],
+)
+def test_a_machine_is_not_looked_at_from_afar(
+    ways: BothWays, words: tuple[str, ...], told: str
+) -> None:
+    code, _, err = ways.afar("vm", "add", "far", *words)
+    assert code == 2
+    assert told in err
+
+
+def test_without_a_key_nothing_is_answered(ways: BothWays, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GROUPWISE_API_KEY")
+    code, _, err = ways.afar("jobs")
+    assert code == 2
+    assert "put yours into GROUPWISE_API_KEY" in err

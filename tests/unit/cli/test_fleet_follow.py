@@ -1,0 +1,186 @@
+"""A log is followed from where it is wanted, across attempts, to the end of the job, whichever way the fleet is reached."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from groupwise.cli.fleet_follow import follow_log, print_log, until_ended
+from groupwise.errors import UsageError
+from groupwise.wire.fleet import LogPart
+
+PIECE = 4
+
+
+class Fleet:
+    """One job of a fleet. What happens next, happens while somebody waits for more, or looks."""
+
+    def __init__(self, **logs: bytes) -> None:
+        self.logs = {int(name.removeprefix("of_")): data for name, data in logs.items()}
+        self.epochs = sorted(self.logs)
+        self.of_rank_1: dict[int, bytes] = {}
+        self.status = "running"
+        self.waiting: list[str] = []
+        self.later: list[Callable[[], None]] = []
+
+    def progress(self, job_id: str) -> dict[str, Any]:
+        return {
+            "job_id": job_id,
+            "status": self.status,
+            "exit_code": None,
+            "failure_reason": None,
+            "epochs": self.epochs,
+        }
+
+    def show(self, job_id: str) -> dict[str, Any]:
+        return {"waiting": self.waiting}
+
+    def log(
+        self,
+        job_id: str,
+        *,
+        epoch: int | None = None,
+        offset: int = 0,
+        rank: int = 0,
+        tail: int | None = None,
+        wait: float = 0.0,
+    ) -> LogPart:
+        if epoch is None:
+            epoch = max(self.logs, default=None)
+        if epoch is None:
+            return LogPart(b"", None, 0, False)
+        if tail is not None:
+            lines = self.logs[epoch].splitlines(keepends=True)
+            offset = len(self.logs[epoch]) - sum(map(len, lines[len(lines) - tail :]))
+        data = (self.logs if rank == 0 else self.of_rank_1).get(epoch, b"")[offset : offset + PIECE]
+        following = [each for each in sorted(self.logs) if each > epoch]
+        if data or not following:
+            if not data and wait and self.later:
+                self.later.pop(0)()
+            return LogPart(data, epoch, offset + len(data), False)
+        return self.log(job_id, epoch=following[0], wait=wait)
+
+    def passes(self, _: float) -> None:
+        self.later.pop(0)()
+
+
+Said = Callable[[], tuple[str, str]]
+
+
+@pytest.fixture
+def said(capfd: pytest.CaptureFixture[str]) -> Said:
+    def both() -> tuple[str, str]:
+        told = capfd.readouterr()
+        return told.out, told.err
+
+    return both
+
+
+def follow(fleet: Fleet, **more: Any) -> dict[str, Any]:
+    return follow_log(cast("Any", fleet), "job-1", sleep=fleet.passes, **more)
+
+
+def test_all_attempts_to_the_end(said: Said) -> None:
+    fleet = Fleet(of_3=b"first\n")
+
+    def again() -> None:
+        fleet.logs[7], fleet.epochs = b"second\n", [3, 7]
+
+    def ends() -> None:
+        fleet.logs[7] += b"and last\n"
+        fleet.status = "completed"
+
+    fleet.later = [again, ends]
+    assert follow(fleet)["status"] == "completed"
+    assert said() == ("first\nsecond\nand last\n", "— job-1 is tried again: epoch 7 —\n")
+
+
+def test_only_the_attempt_that_is_wanted(said: Said) -> None:
+    fleet = Fleet(of_3=b"first\n", of_7=b"second\n")
+    assert follow(fleet, epoch=3)["status"] == "running"
+    assert said() == ("first\n", "")
+    with pytest.raises(UsageError, match="no attempt with epoch 4; there are: 3, 7"):
+        follow(fleet, epoch=4)
+
+
+@pytest.mark.parametrize(("tail", "before"), [(0, ""), (1, "two\n"), (9, "one\ntwo\n")])
+def test_it_begins_near_the_end_and_repeats_nothing(said: Said, tail: int, before: str) -> None:
+    fleet = Fleet(of_3=b"one\ntwo\n")
+
+    def ends() -> None:
+        fleet.logs[3] += b"three\n"
+        fleet.status = "completed"
+
+    fleet.later = [ends]
+    follow(fleet, tail=tail)
+    assert said() == (f"{before}three\n", "")
+
+
+def test_why_there_is_none_is_told_once_for_each_reason(said: Said) -> None:
+    fleet = Fleet()
+    fleet.status, fleet.waiting = "queued", ["it is tried again in 7 s"]
+
+    def time_passes() -> None:
+        fleet.waiting = ["it is tried again in 6 s"]
+
+    def another_reason() -> None:
+        fleet.status, fleet.waiting = "pending", ["no GPU"]
+
+    def begins() -> None:
+        fleet.status, fleet.waiting = "completed", []
+        fleet.logs[3], fleet.epochs = b"done\n", [3]
+
+    fleet.later = [time_passes, another_reason, begins]
+    follow(fleet)
+    out, err = said()
+    assert out == "done\n"
+    assert err == "job-1 is queued: it is tried again in 7 s\njob-1 is pending: no GPU\n"
+
+
+def test_one_attempt_is_printed_as_far_as_it_is(said: Said) -> None:
+    fleet = Fleet(of_3=b"first log\n", of_7=b"second log\n", of_9=b"")
+    for more, out in (
+        ({"epoch": 3}, "first log\n"),
+        ({"epoch": 7, "tail": 1}, "second log\n"),
+    ):
+        print_log(cast("Any", fleet), "job-1", **{"epoch": None, "tail": None, **more})
+        assert said() == (out, "")
+    print_log(cast("Any", fleet), "job-1", tail=None, epoch=None)
+    assert said() == ("", "job-1 has written nothing yet\n")
+    del fleet.logs[9]  # it has begun, and nothing of it has come
+    print_log(cast("Any", fleet), "job-1", tail=None, epoch=None)
+    assert said() == ("second log\n", "")
+
+
+def test_an_empty_log_does_not_become_the_next_one(said: Said) -> None:
+    fleet = Fleet(of_3=b"", of_7=b"second\n")
+    print_log(cast("Any", fleet), "job-1", tail=None, epoch=3)
+    assert said() == ("", "job-1 has written nothing yet\n")
+
+
+def test_each_change_is_told_and_what_has_ended_is_not_asked_again(said: Said) -> None:
+    fleet = Fleet()
+    asked: list[str] = []
+    ends = {"job-1": 1, "job-2": 3}
+
+    class Several(Fleet):
+        def progress(self, job_id: str) -> dict[str, Any]:
+            asked.append(job_id)
+            over = asked.count(job_id) > ends[job_id]
+            return fleet.progress(job_id) | {"status": "completed" if over else "running"}
+
+    found = until_ended(cast("Any", Several()), ["job-1", "job-2"], lambda _: None)
+    assert [each["status"] for each in found] == ["completed", "completed"]
+    assert (asked.count("job-1"), asked.count("job-2")) == (2, 4)
+    assert said()[1].splitlines() == [
+        *("job-1 runs", "job-2 runs", "job-1 has completed", "job-2 has completed")
+    ]
+
+
+def test_the_log_of_another_machine_of_the_job(said: Said) -> None:
+    fleet = Fleet(of_4=b"rank 0\n")
+    fleet.status = "completed"
+    fleet.of_rank_1[4] = b"rank 1\n"
+    print_log(cast("Any", fleet), "job-1", epoch=None, tail=None, rank=1)
+    follow(fleet, rank=1)
+    assert said()[0] == "rank 1\n" * 2

@@ -1,0 +1,265 @@
+"""What is done on the machine, with a program that plays Python and pip: no half of an environment is ever taken for whole."""
+
+import ast
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from groupwise.fleet.machines import builder
+from groupwise.fleet.machines.builder import MARKER, Order, Pip, advice, users_of
+from tests.runner_machine import oldest_python
+from tests.unit.fleet.machines.builder_desk import NAME, Desk
+
+OLDEST = oldest_python()
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    made = Desk(tmp_path)
+    yield made
+    made.close()
+
+
+def test_it_is_made_once_and_then_found(desk: Desk) -> None:
+    made = desk.build()
+    assert (made["made"], made["version"], made["groupwise"]) == (True, "3.12.1", "1.0")
+    assert made["python"] == str(desk.place / "bin" / "python")
+    assert json.loads((desk.place / MARKER).read_text())["wheel"] == "abc"
+    before = len(desk.calls())
+    assert desk.build()["made"] is False
+    assert len(desk.calls()) == before + 1  # one look whether it works
+
+
+def test_pip_gets_groupwise_first_and_never_by_name(desk: Desk) -> None:
+    desk.build(wheels=["own-1-py3-none-any.whl"], hashed=True)
+    installs = [call for call in desk.calls() if "pip install" in call]
+    assert installs == [
+        "-m pip install --no-index --no-deps wheels/groupwise-1.0-py3-none-any.whl",
+        "-m pip install -r lock.txt --require-hashes",
+        "-m pip install --no-index --no-deps wheels/own-1-py3-none-any.whl",
+    ]
+
+
+def test_a_wheelhouse_is_all_that_pip_asks(desk: Desk) -> None:
+    desk.build(offline=True)
+    installs = [call for call in desk.calls() if "pip install" in call]
+    assert all("--no-index --find-links wheelhouse" in call for call in installs)
+
+
+def test_a_killed_build_leaves_nothing_that_is_taken_for_whole(desk: Desk) -> None:
+    mark = desk.folder / "installing"
+    desk.behaves(f'case "$*" in *"-r lock.txt"*) touch {mark}; sleep 300;; esac')
+    process = desk.begin()
+    desk.until(mark.exists)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    (desk.place / "left").touch()
+    assert not (desk.place / MARKER).exists()
+    desk.behaves("")
+    assert desk.build()["made"] is True
+    assert not (desk.place / "left").exists()
+
+
+def test_the_second_of_two_waits_and_finds_it_made(desk: Desk) -> None:
+    mark, go_on = desk.folder / "installing", desk.folder / "go-on"
+    wait = f"touch {mark}; while [ ! -e {go_on} ]; do sleep 0.01; done"
+    desk.behaves(f'case "$*" in *"-r lock.txt"*) {wait};; esac')
+    first = desk.begin()
+    desk.until(mark.exists)
+    second = desk.begin()
+    assert second.stdout is not None
+    assert "made by another" in second.stdout.readline()
+    go_on.touch()
+    log, _ = second.communicate(timeout=60)
+    first.communicate(timeout=60)
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert "it is there already" in log
+    assert sum("-m venv" in call for call in desk.calls()) == 1
+
+
+def test_what_pip_leaves_running_keeps_others_from_building(desk: Desk) -> None:
+    """The builder is killed, a pip that it has started is not."""
+    mark = desk.folder / "installing"
+    desk.behaves(f'case "$*" in *"-r lock.txt"*) touch {mark}; exec sleep 300;; esac')
+    process = desk.begin()
+    desk.until(mark.exists)
+    process.kill()
+    process.wait()
+    lock = os.open(desk.environments / f"{NAME}.lock", os.O_RDWR)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.killpg(process.pid, signal.SIGKILL)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    os.close(lock)
+    process.communicate()
+
+
+def test_one_that_does_not_work_any_more_is_made_anew(desk: Desk) -> None:
+    desk.build()
+    (desk.place / "bin" / "python").unlink()
+    (desk.place / "left").touch()
+    assert desk.build()["made"] is True
+    assert not (desk.place / "left").exists()
+
+
+def test_but_not_under_a_process_that_uses_it(desk: Desk) -> None:
+    desk.build()
+    (desk.place / "bin" / "python").unlink()
+    with _user_of(desk.place) as pid:
+        said = desk.build()
+    assert f"(pid {pid})" in said["problem"]
+    assert (desk.place / MARKER).exists()
+
+
+def test_a_failure_leaves_no_environment_and_says_why(desk: Desk) -> None:
+    desk.behaves(
+        'case "$*" in *"-r lock.txt"*) echo "No matching distribution found"; exit 1;; esac'
+    )
+    said = desk.build()
+    assert "--index-url" in said["problem"]
+    assert not desk.place.exists()
+    assert not (desk.environments / f"{NAME}.tmp").exists()
+
+
+def test_a_full_disk_is_told_in_words(desk: Desk) -> None:
+    desk.behaves(
+        'case "$*" in *"-r lock.txt"*) echo "[Errno 28] No space left on device"; exit 1;; esac'
+    )
+    said = desk.build()
+    assert "the disk there is full" in said["problem"]
+    assert "MB are free" in said["problem"]
+
+
+def test_a_lock_without_what_groupwise_needs_is_none(desk: Desk) -> None:
+    lacking = "groupwise 1.0 requires pydantic, which is not installed."
+    desk.behaves(f'case "$*" in *"pip check"*) echo "{lacking}"; exit 1;; esac')
+    assert lacking in desk.build()["problem"]
+    assert not desk.place.exists()
+    desk.behaves('case "$*" in *"pip check"*) echo "a 1 has requirement b<2"; exit 1;; esac')
+    assert desk.build()["made"] is True
+
+
+def test_an_old_python_is_refused_with_what_to_do(desk: Desk) -> None:
+    desk.behaves('case "$*" in "-I -c import sys;"*) echo "3.9.2 False"; exit;; esac')
+    said = desk.build(pythons=["python-that-is-not-there", str(desk.python)])
+    assert f"{desk.python} is Python 3.9.2" in said["problem"]
+    assert "--python /path/to/python3.11" in said["problem"]
+
+
+def test_a_python_without_ensurepip_is_told(desk: Desk) -> None:
+    desk.behaves('case "$*" in *ensurepip*) echo "No module named ensurepip"; exit 1;; esac')
+    assert "apt install python3-venv" in desk.build()["problem"]
+
+
+def test_a_full_disk_is_told_even_where_nobody_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(builder, "free_mb", lambda _: 3)
+    order = Order({"folder": str(tmp_path)})
+    assert "3 MB are free" in (advice("exit status 1", order) or "")
+
+
+def test_secrets_are_taken_out_of_what_pip_says(desk: Desk) -> None:
+    desk.behaves(
+        'case "$*" in *"-r lock.txt"*) echo "hush-hush and https://me:pass@x/simple";; esac'
+    )
+    said = desk.build(secrets=["SECRET_URL"])
+    assert "hush" not in said["log"]
+    assert "pass" not in said["log"]
+    assert "**** and https://****@x/simple" in said["log"]
+
+
+def test_pip_unpacks_beside_the_environment(desk: Desk) -> None:
+    said = desk.build(index_url="https://index.example/simple")
+    assert f"installing with https://index.example/simple in {desk.place}.tmp" in said["log"]
+    assert not Path(f"{desk.place}.tmp").exists()
+
+
+class _user_of:
+    """A process that was begun as jobs are: the folder of its interpreter stands first on its PATH."""
+
+    def __init__(self, place: Path) -> None:
+        environment = {"PATH": f"{place}/bin:/usr/bin:/bin"}
+        self._process = subprocess.Popen(
+            ["/bin/sh", "-c", "read line"], stdin=subprocess.PIPE, env=environment
+        )
+
+    def __enter__(self) -> int:
+        return self._process.pid
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
+
+
+def test_only_what_nobody_uses_or_keeps_is_removed(desk: Desk) -> None:
+    names = ["1" * 20, "2" * 20, "3" * 20, "4" * 20]
+    for name in names:
+        (desk.environments / name).mkdir(parents=True)
+        (desk.environments / name / MARKER).touch()
+    (desk.environments / "builds").mkdir()
+    lock = os.open(desk.environments / f"{names[3]}.lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with _user_of(desk.environments / names[1]):
+        said = desk.build(prune=True, keep=[names[0]])
+    os.close(lock)
+    assert (said["removed"], said["used"]) == ([names[2]], [names[1]])
+    there = {path.name for path in desk.environments.iterdir() if path.is_dir()}
+    assert there == {names[0], names[1], names[3], "builds"}
+
+
+def test_users_are_seen_by_what_they_have_mapped(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    program = tmp_path / "bin" / "cat"
+    program.write_bytes(Path("/bin/cat").read_bytes())
+    program.chmod(0o755)
+    process = subprocess.Popen(["cat"], executable=program, stdin=subprocess.PIPE)
+    try:
+        assert any(f"(pid {process.pid})" in user for user in users_of(str(tmp_path)))
+    finally:
+        process.communicate()
+    assert users_of(str(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("said", "advised"),
+    [
+        ("NewConnectionError: Failed to establish", "--wheelhouse"),
+        ("ERROR: THESE PACKAGES DO NOT MATCH THE HASHES", "what the lock says"),
+        ("401 Error, Credentials not correct", "--secret PIP_INDEX_URL"),
+        ("ERROR: ResolutionImpossible: for help", "contradicts itself"),
+    ],
+)
+def test_what_pip_says_becomes_advice(tmp_path: Path, said: str, advised: str) -> None:
+    assert advised in (advice(said, Order({"folder": str(tmp_path)})) or "")
+
+
+def test_it_imports_nothing_but_what_python_has() -> None:
+    imported = {
+        name.name.partition(".")[0]
+        for node in ast.walk(ast.parse(Path(builder.__file__).read_text()))
+        if isinstance(node, ast.Import)
+        for name in node.names
+    }
+    assert imported <= set(sys.stdlib_module_names)
+
+
+@pytest.mark.skipif(OLDEST is None, reason="no Python 3.8 is here")
+def test_an_old_python_runs_it(desk: Desk) -> None:
+    """Long before it finds a newer one for the environment."""
+    assert OLDEST is not None
+    assert desk.build(with_python=OLDEST)["made"] is True
+
+
+def test_longer_secrets_are_hidden_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A longer secret that holds a shorter one is hidden whole."""
+    monkeypatch.setenv("A", "abc")
+    monkeypatch.setenv("B", "abcdef")
+    pip = Pip(Order({"folder": str(tmp_path), "secrets": ["A", "B"]}), str(tmp_path / "x"), 0)
+    assert pip.told("abcdef abc") == "**** ****"

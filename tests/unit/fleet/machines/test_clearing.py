@@ -1,0 +1,465 @@
+"""What is cleared away on machines, when, and what never is."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from groupwise.fleet.attempts import records
+from groupwise.fleet.attempts.effects import Death, Gateway, Side
+from groupwise.fleet.attempts.records import Machine
+from groupwise.fleet.dispatcher import GlobalJobDispatcher
+from groupwise.fleet.machines import clearing
+from groupwise.fleet.machines.clearing import (
+    BLOBS,
+    LEAST,
+    Keeping,
+    MachineClearing,
+    forgettable,
+    is_doctors,
+    needed_blobs,
+)
+from groupwise.fleet.store.database import Database, seconds
+from groupwise.fleet.store.tables import VM, Attempt, Event, Job, Member
+from groupwise.fleet.verbs import prune
+from groupwise.fleet.verbs.actor import Actor
+from groupwise.hosts.answers import RunnerState
+from groupwise.hosts.driver import Known, Launch, Runner
+from groupwise.hosts.local import LocalHost
+from groupwise.hosts.port import Request
+from groupwise.hosts.spec import FileEntry, JobSpec, as_json
+from groupwise.testing.fake_hosts import FakeHost, Fault, Script
+from tests.fleet_rig import Rig
+
+ADA = Actor("user:ada")
+AT_ONCE = Keeping(0.0, 0.0)
+HOUR = 3600.0
+
+
+# --- which folders may go -------------------------------------------------------------------------
+
+
+@dataclass
+class Ended:
+    """An attempt of long ago, and what of it is as it should not be."""
+
+    job: str = "job"
+    ago: float = 100 * HOUR
+    outcome: str = "succeeded"
+    state: str = "ended"
+    cleanup: str = "clean"
+    released: bool = True
+    vm: str = "m"
+    goes_on: bool = False
+
+
+def write(database: Database, *attempts: Ended) -> list[tuple[str, int]]:
+    """Their names."""
+
+    def rows(session: Session) -> list[tuple[str, int]]:
+        now = seconds(session)
+        for vm in {each.vm for each in attempts} | {"m"}:
+            session.merge(VM(vm_id=vm))
+        names: list[tuple[str, int]] = []
+        for each in attempts:
+            if session.get(Job, each.job) is None:
+                session.add(Job(job_id=each.job))
+                session.flush()
+            attempt = Attempt(job_id=each.job, generation=0, number=0, created_at=now)
+            session.add(attempt)
+            session.flush()
+            attempt.state = "launching"
+            session.flush()
+            if each.state == "ended":
+                attempt.outcome, attempt.ended_at = each.outcome, now - each.ago
+                attempt.state, attempt.cleanup = "ended", each.cleanup
+            session.add(Member(epoch=attempt.epoch, rank=0, vm_id=each.vm, released=each.released))
+            session.flush()
+            names.append((each.job, attempt.epoch))
+        for job in {each.job for each in attempts if not each.goes_on}:
+            for status in ("running", "completed"):
+                session.get_one(Job, job).status = status
+                session.flush()
+        return names
+
+    return database.run(rows)
+
+
+def free(database: Database, names: list[tuple[str, int]], keeping: Keeping | None = None) -> Any:
+    return database.read(lambda s: forgettable(s, "m", names, keeping or Keeping()))
+
+
+def test_failures_stay_longer_than_successes(database: Database) -> None:
+    names = write(
+        database,
+        Ended("a", 25 * HOUR),
+        Ended("b", 23 * HOUR),
+        Ended("c", 25 * HOUR, "void"),
+        Ended("d", 25 * HOUR, "failed"),
+        Ended("e", 25 * HOUR, "cancelled"),
+        Ended("f", 73 * HOUR, "failed"),
+    )
+    assert {job for job, _ in free(database, names)} == {"a", "c", "f"}
+    assert free(database, names, Keeping(HOUR, HOUR))[0][0] == "f"  # the oldest first
+    assert len(free(database, names, Keeping(HOUR, HOUR))) == 6
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Ended(state="launching", cleanup="pending", goes_on=True),
+        Ended(cleanup="leaking", released=False),
+        Ended(cleanup="pending"),
+        Ended(released=False),
+        Ended(vm="elsewhere"),
+    ],
+    ids=["live", "leaking", "not looked", "given up with its machine", "of another machine"],
+)
+def test_what_is_not_over_for_certain_stays(database: Database, wrong: Ended) -> None:
+    assert free(database, write(database, Ended())) == [("job", 1)]
+    assert free(database, write(database, replace(wrong, job="other"))) == []
+
+
+def test_what_no_table_knows_stays(database: Database) -> None:
+    ((job, epoch),) = write(database, Ended())
+    assert free(database, [(job, epoch + 1), ("stranger", epoch), ("stranger", 7)]) == []
+
+
+def test_the_last_folder_of_a_job_that_goes_on_stays(database: Database) -> None:
+    names = write(
+        database,
+        Ended(outcome="failed", goes_on=True),
+        Ended(outcome="failed", goes_on=True),
+        Ended(outcome="failed", goes_on=True, vm="elsewhere"),
+    )
+    assert free(database, names) == names[:1]
+
+
+def test_of_very_many_the_oldest_go_before_their_time(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clearing, "MOST_FOLDERS", 2)
+    names = write(database, *(Ended(f"j{n}", n * HOUR / 2, "failed") for n in range(5)))
+    assert free(database, names) == [names[4], names[3], names[2]]
+    assert free(database, names[:3]) == [names[2]]
+    assert free(database, names[:2]) == []
+    monkeypatch.setattr(clearing, "MOST_FOLDERS", 0)
+    assert names[1] not in free(database, names), f"ended less than {LEAST:g} s ago"
+
+
+def test_the_folder_of_a_job_that_was_pruned_goes_and_of_one_that_is_forgotten_stays(
+    database: Database,
+) -> None:
+    names = write(database, Ended("pruned", 0.0), Ended("set-back", 0.0))
+
+    def clean(session: Session) -> None:
+        job, epoch = names[0]
+        session.add(Event(at=0.0, actor="x", kind="attempt.clean", job_id=job, epoch=epoch))
+        session.add(Event(at=0.0, actor="x", kind="attempt.clean", job_id="set-back", epoch=99))
+        session.flush()
+        for name, _ in names:
+            assert prune.remove(session, ADA, name)
+
+    database.run(clean)
+    assert free(database, names) == names[:1]
+
+
+def test_files_of_live_attempts_are_needed(database: Database) -> None:
+    own, smaller, resumed, over = (FileEntry(c * 64, 0o644, 1) for c in "abcd")
+    names = write(
+        database,
+        Ended("one", state="launching", goes_on=True),
+        Ended("two", state="launching", goes_on=True),
+        Ended("three"),
+        Ended("four", state="launching", goes_on=True, vm="elsewhere"),
+    )
+
+    def name(session: Session) -> None:
+        for job, entry in (("one", own), ("two", own), ("three", over), ("four", over)):
+            session.get_one(Job, job).spec = as_json(JobSpec(("true",), files={"f": entry}))
+        second = session.get_one(Attempt, names[1][1])
+        second.spec = as_json(JobSpec(("true",), files={"f": smaller}))
+        second.resume_from = {"step": 1, "manifest": {"c": [resumed.sha256, 0o644, 1]}}
+
+    database.run(name)
+    expected = [own.sha256, smaller.sha256, resumed.sha256]
+    assert database.read(lambda s: needed_blobs(s, "m")) == expected
+
+
+# --- on machines ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def rig(database: Database, tmp_path: Path) -> Rig:
+    return Rig(database, tmp_path, {"a": ["GPU-a0"]})
+
+
+@pytest.fixture
+def host(rig: Rig) -> FakeHost:
+    return rig.rack["a"]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def cleared(rig: Rig, clock: Clock) -> Any:
+    keeper = MachineClearing(Gateway(rig.database), AT_ONCE, clock)
+    return lambda: keeper.clear_all(lambda machine: runner_of(rig, machine))
+
+
+def runner_of(rig: Rig, machine: Machine) -> Runner:
+    return Runner(rig.host(machine), root=machine.workdir)
+
+
+@asynccontextmanager
+async def running(dispatcher: GlobalJobDispatcher) -> AsyncIterator[None]:
+    task = asyncio.create_task(dispatcher.run())
+    try:
+        yield
+    finally:
+        dispatcher.stop()
+        await task
+
+
+async def done(rig: Rig, *jobs: str) -> None:
+    async with running(rig.dispatcher()):
+        for job in jobs:
+            rig.submit(job)
+        for job in jobs:
+            await rig.until(rig.has(job, "completed"))
+        await rig.until(rig.is_clean)
+
+
+async def test_folders_go_and_a_late_launch_is_refused(
+    rig: Rig, host: FakeHost, cleared: Any
+) -> None:
+    host.fail("launch", Fault.LATE)
+    await done(rig, "job")
+    assert len(host.folders) == 1
+    await cleared()
+    assert host.folders == {}
+    await host.deliver()
+    assert rig.rack.running() == []
+    await cleared()
+
+
+async def test_what_runs_and_what_is_unknown_is_left_alone(
+    rig: Rig, host: FakeHost, cleared: Any
+) -> None:
+    await Runner(host).launch(Launch("stranger", 5, JobSpec(("true",))))
+    await Runner(host).launch(Launch("stranger-too", 5, JobSpec(("true",))))
+    rig.rack.tick()
+    rig.rack.tick()
+    rig.rack.scripts["job"] = [Script(ticks=10**6)]
+    async with running(rig.dispatcher()):
+        rig.submit("job")
+        await rig.until(lambda: any(a.state == "running" for a in rig.attempts("job")))
+        await cleared()
+    epoch = rig.attempts("job")[0].epoch
+    assert set(host.folders) == {"stranger.5", "stranger-too.5", f"job.{epoch}"}
+
+
+async def test_a_folder_in_which_something_lives_is_refused_and_keeps_none_of_the_others(
+    rig: Rig, host: FakeHost, cleared: Any
+) -> None:
+    await done(rig, "one", "two")
+    next(iter(host.folders.values())).leaked = True
+    await cleared()
+    assert len(host.folders) == 1
+    host.clean_up()
+    await cleared()
+    assert host.folders == {}
+
+
+async def test_a_machine_that_was_lost_is_emptied_before_it_is_cleared(
+    rig: Rig, host: FakeHost, cleared: Any
+) -> None:
+    await done(rig, "job")
+    rig.lose("a")
+    await cleared()
+    assert len(host.folders) == 1
+
+
+async def test_one_machine_that_does_not_answer_holds_up_no_other(
+    database: Database, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rig = Rig(database, tmp_path, {"a": [], "b": ["GPU-b0"], "c": []})
+    await done(rig, "job")
+    rig.rack["a"].cut()
+
+    def runner(machine: Machine) -> Runner:
+        if machine.vm_id == "c":
+            raise ValueError("a row that somebody wrote by hand")
+        return runner_of(rig, machine)
+
+    await MachineClearing(Gateway(database), AT_ONCE).clear_all(runner)
+    assert rig.rack["b"].folders == {}
+    assert "c is not cleared" in caplog.text
+
+
+async def test_files_are_swept_now_and_then_but_for_those_that_are_needed(
+    rig: Rig, host: FakeHost, cleared: Any, clock: Clock
+) -> None:
+    def sweeps() -> list[Request]:
+        return [request for request in host.calls if request.verb == "sweep"]
+
+    await cleared()
+    assert [request.body["keep"] for request in sweeps()] == [[]]
+    assert sweeps()[0].body["older_than"] == BLOBS
+    clock.now += clearing.SWEPT_EVERY - 1
+    await cleared()
+    assert len(sweeps()) == 1
+    clock.now += 1
+    host.fail("sweep", Fault.REQUEST_LOST)
+    await cleared()
+    await cleared()
+    assert len(sweeps()) == 2, "one that went wrong is done again in the next round"
+
+
+async def test_files_of_what_runs_are_not_swept(rig: Rig, host: FakeHost, cleared: Any) -> None:
+    entry = rig.store.put(b"its data")
+    rig.rack.scripts["job"] = [Script(ticks=10**6)]
+    async with running(rig.dispatcher()):
+        rig.submit("job", files={"data": [entry, 0o644, 8]})
+        await rig.until(lambda: any(a.state == "running" for a in rig.attempts("job")))
+        await cleared()
+    (sweep,) = [request for request in host.calls if request.verb == "sweep"]
+    assert sweep.body["keep"] == [entry]
+
+
+async def test_no_machine_takes_longer_than_its_time(
+    rig: Rig, host: FakeHost, cleared: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await done(rig, "one", "two", "three")
+    forget = Runner.forget
+
+    async def slowly(self: Runner, job: str, epoch: int, **more: Any) -> None:
+        clock.now += clearing.LONGEST * 0.6
+        await forget(self, job, epoch, **more)
+
+    monkeypatch.setattr(Runner, "forget", slowly)
+    await cleared()
+    assert len(host.folders) == 1
+    await cleared()
+    assert host.folders == {}
+
+
+@pytest.mark.parametrize("death", range(1, 11))
+async def test_dying_at_any_effect_leaves_only_what_the_next_one_takes(
+    rig: Rig, host: FakeHost, cleared: Any, death: int
+) -> None:
+    await done(rig, "one", "two")
+    effects = 0
+
+    def hook(name: str, side: Side) -> None:
+        nonlocal effects
+        effects += 1
+        if effects == death:
+            raise Death
+
+    gateway = Gateway(rig.database, hook)
+    dying = MachineClearing(gateway, AT_ONCE)
+
+    def runner(machine: Machine) -> Runner:
+        return Runner(gateway.host(rig.host(machine)), root=machine.workdir)
+
+    if death <= 8:  # observe, forget twice, sweep
+        with pytest.raises(Death):
+            await dying.clear_all(runner)
+    else:
+        await dying.clear_all(runner)
+    await cleared()
+    assert host.folders == {}
+
+
+# --- the doctor -----------------------------------------------------------------------------------
+
+
+async def test_what_a_doctor_left_goes_after_an_hour(
+    rig: Rig, host: FakeHost, cleared: Any
+) -> None:
+    for job, epoch in (("doctor-0123456789", 1), ("doctor-0123456789a", 1), ("doctor-strange", 1)):
+        await Runner(host).launch(Launch(job, epoch, JobSpec(("true",))))
+    rig.rack.tick()
+    rig.rack.tick()
+    rig.rack.advance(LEAST)
+    await cleared()
+    assert len(host.folders) == 3
+    rig.rack.advance(1000.0)
+    await cleared()
+    assert set(host.folders) == {"doctor-0123456789a.1", "doctor-strange.1"}
+
+
+def test_the_names_of_a_doctor_are_known() -> None:
+    source = Path(clearing.__file__).parents[1].joinpath("doctor.py").read_text()
+    assert 'f"doctor-{secrets.token_hex(5)}"' in source
+    assert is_doctors("doctor-0123456789", 1)
+    assert not is_doctors("doctor-0123456789", 2)
+    assert not is_doctors("a-doctor-0123456789", 1)
+
+
+async def test_a_doctor_at_work_is_no_stranger(rig: Rig, host: FakeHost) -> None:
+    rig.rack.scripts["doctor-0123456789"] = [Script(ticks=10**6)]
+    rig.rack.scripts["stranger"] = [Script(ticks=10**6)]
+    await Runner(host).launch(Launch("doctor-0123456789", 1, JobSpec(("true",))))
+    await Runner(host).launch(Launch("stranger", 1, JobSpec(("true",)), gpus=("GPU-a0",)))
+    query = select(Event.job_id).where(Event.kind == "attempt.quarantined")
+    async with running(rig.dispatcher()):
+        await rig.until(lambda: bool(rig.database.read(lambda s: s.scalars(query).all())))
+    assert rig.database.read(lambda s: list(s.scalars(query))) == ["stranger"]
+    assert rig.database.read(records.machines)[0].vm_id == "a"
+
+
+# --- by a dispatcher ------------------------------------------------------------------------------
+
+
+async def test_a_dispatcher_clears_machines_and_its_own_store(rig: Rig, host: FakeHost) -> None:
+    await done(rig, "job")
+    old = rig.store.put(b"nobody's")
+    dispatcher = rig.dispatcher()
+    long_ago = rig.store.now() - 10**6
+    os.utime(rig.store.path(old), (long_ago, long_ago))
+    (rig.store.root / ".clearing").touch()
+    os.utime(rig.store.root / ".clearing", (long_ago, long_ago))
+    await dispatcher.clear()
+    assert old not in rig.store
+    assert len(host.folders) == 1, "a day has not passed"
+
+
+async def test_with_a_real_runner_the_folder_is_gone_and_stays_gone(
+    database: Database, tmp_path: Path
+) -> None:
+    """Nothing of a stranger is touched."""
+    ((job, epoch),) = write(database, Ended())
+    host, root = LocalHost(), tmp_path / "machine"
+    runner = Runner(host, root=str(root))
+    launch = Launch(job, epoch, JobSpec(("true",)))
+    for each in (launch, replace(launch, job="stranger")):
+        state = await runner.launch(each)
+        while state.state in {RunnerState.CLAIMED, RunnerState.RUNNING}:
+            known = {(each.job, epoch): Known(state.state, clock=state.clock)}
+            (state,) = await runner.wait(known, seconds=10.0)
+    keeper = MachineClearing(Gateway(database), AT_ONCE)
+    await keeper.clear_all(lambda machine: runner)
+    assert [path.name for path in (root / "attempts").iterdir()] == [f"stranger.{epoch}"]
+    late = await runner.launch(launch)
+    assert (late.state, late.refused and late.refused.code) == ("refused", "lower_epoch")
+    await host.close()

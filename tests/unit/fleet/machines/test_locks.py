@@ -1,0 +1,212 @@
+"""Locks: read off an installation that a test makes up, and from files."""
+
+import json
+from collections.abc import Iterator
+from importlib.metadata import Distribution
+from pathlib import Path
+
+import pytest
+
+import groupwise
+from groupwise.errors import UsageError
+from groupwise.fleet.machines.locks import (
+    lock_of_this_installation,
+    name_of_wheel,
+    parse_lock,
+    read_lock,
+)
+
+HASH = "sha256:" + "0" * 64
+
+
+class Site:
+    """Distributions that are installed, as far as anybody may see."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def add(
+        self,
+        name: str,
+        version: str = "1.0",
+        *needs: str,
+        extras: tuple[str, ...] = (),
+        origin: object = None,
+    ) -> None:
+        info = self.folder / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir(parents=True)
+        lines = ["Metadata-Version: 2.4", f"Name: {name}", f"Version: {version}"]
+        lines += [f"Provides-Extra: {extra}" for extra in extras]
+        lines += [f"Requires-Dist: {need}" for need in needs]
+        (info / "METADATA").write_text("\n".join(lines) + "\n")
+        if origin is not None:
+            (info / "direct_url.json").write_text(json.dumps(origin))
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Site:
+    folder = tmp_path / "site"
+    made = Site(folder)
+
+    def distributions(cls: object, **wanted: str) -> Iterator[Distribution]:
+        name = wanted["name"].replace("-", "_")
+        yield from (Distribution.at(path) for path in folder.glob(f"{name}-*.dist-info"))
+
+    monkeypatch.setattr(Distribution, "discover", classmethod(distributions))
+    return made
+
+
+def lines(extras: tuple[str, ...] = ("train",), *also: str, without: set[str] | None = None):
+    return list(lock_of_this_installation(extras, also, without or set()).lines)
+
+
+def test_all_that_is_needed_and_nothing_else(site: Site) -> None:
+    needs = ("rich>=1", 'torch<3; extra == "train"', 'fastapi; extra == "server"')
+    site.add("groupwise", "0.1.0", *needs, extras=("train", "server"))
+    site.add("rich", "15.0", "markdown-it-py>=2", 'docs-only; extra == "docs"')
+    site.add("markdown-it-py", "4.0", 'mdurl ; python_version >= "3"')
+    site.add("mdurl", "0.1")
+    site.add("docs-only")
+    site.add("torch", "2.13.0+cpu")
+    site.add("fastapi")
+    site.add("stranger")
+    pins = ["markdown-it-py==4.0", "mdurl==0.1", "rich==15.0"]
+    assert lines(("train",)) == [*pins, "torch==2.13.0"]
+    assert lines(("train", "server")) == ["fastapi==1.0", *pins, "torch==2.13.0"]
+    assert "stranger==1.0" in lines(("train",), "stranger")
+
+
+def test_extras_of_what_is_needed_count(site: Site) -> None:
+    site.add("groupwise", "0.1.0", "psycopg[binary]>=3")
+    site.add("psycopg", "3.3", 'psycopg-binary==3.3; extra == "binary"', 'pool; extra == "pool"')
+    site.add("psycopg-binary", "3.3")
+    site.add("pool")
+    assert lines(()) == ["psycopg-binary==3.3", "psycopg==3.3"]
+
+
+def test_a_circle_has_an_end(site: Site) -> None:
+    site.add("groupwise", "0.1.0", "a")
+    site.add("a", "1", "b[x]")
+    site.add("b", "2", "a", 'c; extra == "x"')
+    site.add("c", "3")
+    assert lines(()) == ["a==1", "b==2", "c==3"]
+
+
+def test_what_is_not_here_is_left_to_pip_within_bounds(site: Site) -> None:
+    """As on a control machine that has no torch."""
+    bounded = "torch<2.16,>=2.13; extra == 'train'"
+    site.add("groupwise", "0.1.0", "rich", bounded, "uvloop; sys_platform != 'win32' and extra == 'train'", extras=("train",))  # fmt: skip
+    site.add("rich", "15")
+    lock = lock_of_this_installation(("train",))
+    assert lock.lines == ("rich==15", "torch<2.16,>=2.13", "uvloop ; sys_platform != 'win32'")
+    assert lock.left_to_pip == ("torch", "uvloop")
+
+
+def test_what_comes_as_a_wheel_is_not_pinned(site: Site) -> None:
+    site.add("groupwise", "0.1.0", "a")
+    site.add("a", "1", "b", origin={"url": "file:///home/me/a", "dir_info": {}})
+    site.add("b", "2")
+    assert lines((), without={"a"}) == ["b==2"]
+
+
+def test_what_came_from_an_address_comes_from_there_again(site: Site) -> None:
+    site.add("groupwise", "0.1.0", "a", "b")
+    vcs = {"vcs": "git", "commit_id": "abc", "requested_revision": "main"}
+    site.add("a", "1", origin={"url": "https://host/a.git", "vcs_info": vcs})
+    site.add("b", "2", origin={"url": "https://host/b-2.whl", "archive_info": {}})
+    assert lines(()) == ["a @ git+https://host/a.git@abc", "b @ https://host/b-2.whl"]
+
+
+def test_what_lies_in_a_folder_here_wants_a_wheel(site: Site) -> None:
+    site.add("groupwise", "0.1.0", "a")
+    site.add("a", "1", origin={"url": "file:///home/me/a", "dir_info": {"editable": True}})
+    with pytest.raises(UsageError, match=r"pip wheel --no-deps /home/me/a.*--wheel FILE"):
+        lines(())
+
+
+def test_names_that_are_unknown_are_refused(site: Site) -> None:
+    site.add("groupwise", "0.1.0", extras=("train",))
+    with pytest.raises(UsageError, match="no such extra; there are: train"):
+        lines(("trian",))
+    with pytest.raises(UsageError, match="--with nothing: it is not installed here"):
+        lines((), "nothing")
+
+
+def test_the_real_installation_has_a_lock() -> None:
+    lock = lock_of_this_installation(())
+    names = {line.partition("==")[0] for line in lock.lines}
+    assert {"pydantic", "pydantic-core", "typer"} <= names
+    assert not {"groupwise", "torch", "pytest"} & names
+    assert parse_lock(lock.text, "made").lines == lock.lines
+
+
+# Files
+
+
+def test_a_lock_is_read_as_pip_reads_it(tmp_path: Path) -> None:
+    file = tmp_path / "lock.txt"
+    file.write_text(
+        "# made by somebody\n"
+        "six==1.17.0 \\\n"
+        f"    --hash={HASH} \\\n"
+        f"    --hash={HASH}\n"
+        "    # via dateutil\n"
+        f"Tomli == 2.0 ; python_version < '3.11' --hash={HASH}\n"
+        f"a[x,y] === 1.0+cpu --hash {HASH}  # a note\n"
+    )
+    lock = read_lock(file)
+    assert lock.hashed
+    assert lock.lines == (
+        f"six==1.17.0 --hash={HASH} --hash={HASH}",
+        f"Tomli== 2.0 ; python_version < '3.11' --hash={HASH}",
+        f"a[x,y]=== 1.0+cpu --hash={HASH}",
+    )
+
+
+def test_groupwise_in_a_lock_is_left_to_the_wheel() -> None:
+    tree = Path(groupwise.__file__).parent.parent
+    text = (
+        "groupwise==0.0.1\n"
+        f"-e {tree}\n"
+        "-e git+ssh://git@host/x@abc#egg=groupwise\n"
+        "groupwise @ file:///x\n"
+        "Own_Thing==1\n"
+        "six==1\n"
+    )
+    assert parse_lock(text, "l", {"own-thing"}).lines == ("six==1",)
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("six>=1", "each line of a lock names one release"),
+        ("six", "each line of a lock names one release"),
+        ("six==1.*", "each line of a lock names one release"),
+        ("./six.whl", "each line of a lock names one release"),
+        ("six @ file:///tmp/six", "each line of a lock names one release"),
+        ("--index-url https://x", "options are not read from a lock"),
+        ("-r other.txt", "options are not read from a lock"),
+        ("-e /home/me/own", "--wheel"),
+        ("six==1 --hash=md5:abc", "--hash=sha256"),
+    ],
+)
+def test_what_leaves_a_choice_or_leads_elsewhere_is_refused(line: str, why: str) -> None:
+    with pytest.raises(UsageError, match=why) as refused:
+        parse_lock(f"# first\n{line}\n", "lock.txt")
+    assert "lock.txt:2" in str(refused.value)
+
+
+def test_hashes_for_some_are_refused() -> None:
+    with pytest.raises(UsageError, match="some lines have hashes"):
+        parse_lock(f"a==1 --hash={HASH}\nb==2\n", "l")
+
+
+def test_a_lock_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_lock(tmp_path / "none.txt")
+
+
+def test_names_of_wheels() -> None:
+    assert name_of_wheel(Path("/x/Own_Thing-1.0-1-py3-none-any.whl")) == "own-thing"
+    with pytest.raises(UsageError, match="not the name of a wheel"):
+        name_of_wheel(Path("own.whl"))

@@ -1,0 +1,128 @@
+"""What is asked for becomes a plan with a name, or is refused in words."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.errors import UsageError
+from groupwise.fleet.machines import plans
+from groupwise.fleet.machines.locks import Lock
+from groupwise.fleet.machines.packing import Packed
+from groupwise.fleet.machines.plans import Asked, Plan, plan_of
+
+PACKED = Packed("1.0", b"a wheel")
+LOCK = Lock(("six==1.17.0",))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is packed, and the installation of the tests is not read."""
+    monkeypatch.setattr(plans, "pack", lambda: PACKED)
+    monkeypatch.setattr(plans, "lock_of_this_installation", lambda *_: LOCK)
+
+
+def wheel(folder: Path, name: str = "own-1.0-py3-none-any.whl", content: str = "x") -> Path:
+    folder.mkdir(exist_ok=True)
+    path = folder / name
+    path.write_text(content)
+    return path
+
+
+def test_the_same_has_the_same_name_and_anything_else_another(tmp_path: Path) -> None:
+    own = wheel(tmp_path / "a")
+    plan = plan_of(Asked())
+    names = {
+        plan.name,
+        dataclasses.replace(plan, lock=Lock(("six==1.16.0",))).name,
+        dataclasses.replace(plan, packed=Packed("1.0", b"another")).name,
+        dataclasses.replace(plan, wheels=(own,)).name,
+        dataclasses.replace(plan, wheelhouse=(own,)).name,
+        dataclasses.replace(plan, pythons=("python3.12",)).name,
+        dataclasses.replace(plan, index_url="https://x/simple").name,
+    }
+    assert len(names) == 7
+    assert plan_of(Asked()).name == plan.name
+    assert len(plan.name) == 20
+    other = wheel(tmp_path / "b", content="y")
+    one, two = (dataclasses.replace(plan, wheels=(path,)).name for path in (own, other))
+    assert one != two
+
+
+def test_secrets_are_in_neither_name_nor_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_INDEX", "https://me:hush@index/simple")
+    plan = plan_of(Asked(secrets={"PIP_INDEX_URL": "env:MY_INDEX"}))
+    assert plan.secrets == {"PIP_INDEX_URL": "https://me:hush@index/simple"}
+    assert plan.name == plan_of(Asked()).name
+    assert "hush" not in f"{plan!r} {plan.order('/x')}"
+    assert plan.order("/x")["secrets"] == ["PIP_INDEX_URL"]
+
+
+def test_interpreters_are_tried_in_order() -> None:
+    assert plan_of(Asked()).candidates[0].startswith("python3.")
+    assert plan_of(Asked()).candidates[1] == "python3"
+    assert plan_of(Asked(python="/opt/python3")).candidates == ("/opt/python3",)
+
+
+def test_a_wheelhouse_gives_its_wheels_but_for_ours(tmp_path: Path) -> None:
+    wheel(tmp_path, "six-1-py3-none-any.whl")
+    wheel(tmp_path, "groupwise-0.1.0-py3-none-any.whl")
+    wheel(tmp_path, "notes.txt")
+    found = plan_of(Asked(wheelhouse=tmp_path)).wheelhouse
+    assert [path.name for path in found or ()] == ["six-1-py3-none-any.whl"]
+
+
+def test_a_lock_is_read(tmp_path: Path) -> None:
+    (tmp_path / "lock.txt").write_text("six==1\nown==2\n")
+    asked = Asked(lock=tmp_path / "lock.txt", wheels=[wheel(tmp_path)])
+    assert plan_of(asked).lock.lines == ("six==1",)
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"lock": Path("x"), "extras": ["train"]}, "--extra and --with are for a lock"),
+        ({"wheelhouse": Path("x"), "index_url": "https://x"}, "have no effect"),
+        ({"index_url": "https://me:hush@x/simple"}, "--secret PIP_INDEX_URL=env:NAME"),
+        ({"extra_index_urls": ["https://hush@x/simple"]}, "--secret PIP_INDEX_URL=env:NAME"),
+        ({"index_url": "pypi.org"}, "the address of a package index is wanted"),
+        ({"index_url": "https://a/b c"}, "the address of a package index is wanted"),
+        ({"index_url": "https://[/"}, "this is no address"),
+        ({"index_url": "https://x", "environment": {"PIP_INDEX_URL": "y"}}, "give one"),
+        ({"python": "bin/python"}, "its whole path there"),
+        ({"python": "--version"}, "its whole path there"),
+        ({"python": ""}, "its whole path there"),
+        ({"python": "/a\0b"}, "NUL"),
+        ({"environment": {"LD_PRELOAD": "x"}}, "not for jobs to set"),
+        ({"environment": {"A": "x\0y"}}, "NUL"),
+        ({"wheels": [Path("/nowhere/own-1-py3-none-any.whl")]}, "there is no such file"),
+        ({"wheelhouse": Path("/nowhere")}, "there is no such folder"),
+        ({"secrets": {"PIP_INDEX_URL": "env:THAT_NOBODY_SET"}}, "no text that can be read"),
+        ({"secrets": {"PIP_INDEX_URL": "env:*"}}, "no pattern"),
+    ],
+)
+def test_what_cannot_work_is_refused(asked: dict[str, Any], why: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        plan_of(Asked(**asked))
+    assert why in str(refused.value)
+    assert "hush" not in str(refused.value)
+
+
+def test_wheels_that_cannot_be_meant(tmp_path: Path) -> None:
+    one, two = wheel(tmp_path), wheel(tmp_path, "own-2.0-py3-none-any.whl")
+    with pytest.raises(UsageError, match="are both own"):
+        plan_of(Asked(wheels=[one, two]))
+    ours = wheel(tmp_path, "groupwise-1-py3-none-any.whl")
+    with pytest.raises(UsageError, match="packed from this installation"):
+        plan_of(Asked(wheels=[ours]))
+
+
+def test_an_empty_wheelhouse_says_how_to_fill_it(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"--dry-run > lock\.txt.*pip wheel -r lock\.txt"):
+        plan_of(Asked(wheelhouse=tmp_path))
+
+
+def test_the_oldest_python_is_that_of_the_metadata() -> None:
+    assert plans.least_python() == (3, 11)
+    assert Plan(PACKED, LOCK).order("/x")["least"] == [3, 11]

@@ -1,0 +1,131 @@
+"""A machine is prepared: by the real runner on this machine, with a program that plays Python and pip there."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.errors import UsageError
+from groupwise.fleet.machines import prepare as preparing
+from groupwise.fleet.machines.prepare import PrepareError
+from groupwise.hosts.port import Answer, Host, HostUnreachable, Request, RunnerRefused
+from tests.unit.fleet.machines.prepared_place import Place, machine_row
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+async def test_it_is_made_followed_and_then_found(place: Place) -> None:
+    made = await place.prepare()
+    assert made.made
+    assert made.python == f"{place.environment()}/bin/python"
+    assert preparing.is_prepared(made.python)
+    assert any("1/4" in line for line in place.told)
+    assert any("made in" in line for line in place.told)
+    again = await place.prepare()
+    assert not again.made
+    assert again.python == made.python
+    assert any("it is there already" in line for line in place.told)
+
+
+async def test_the_fleet_does_not_take_it_for_a_stranger(place: Place) -> None:
+    await place.prepare()
+    seen = await preparing.Runner(place.host, root=str(place.vm)).observe(probe=("true",))
+    assert (seen.attempts, seen.quarantined) == ((), ())
+
+
+async def test_a_problem_there_is_told_here(place: Place) -> None:
+    place.desk.behaves(
+        'case "$*" in *"-r lock.txt"*) echo "No space left on device"; exit 1;; esac'
+    )
+    with pytest.raises(PrepareError, match=r"vm-1 is not prepared: .*the disk there is full"):
+        await place.prepare()
+    assert not place.environment().exists()
+
+
+async def test_two_at_once_make_it_once(place: Place) -> None:
+    mark, go_on = place.desk.folder / "installing", place.desk.folder / "go-on"
+    wait = f"touch {mark}; while [ ! -e {go_on} ]; do sleep 0.01; done"
+    place.desk.behaves(f'case "$*" in *"-r lock.txt"*) {wait};; esac')
+    first = asyncio.create_task(place.prepare())
+    await place.until(mark.exists)
+    second = asyncio.create_task(place.prepare())
+    await place.until(lambda: any("being made already" in line for line in place.told))
+    go_on.touch()
+    one, two = await asyncio.gather(first, second)
+    assert one == two
+    assert sum("-m venv" in call for call in place.desk.calls()) == 1
+
+
+class Cut:
+    """A way to a machine that is cut whenever a test says so."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self.verbs: list[str] = []
+        self.cut_once: set[str] = set()
+
+    async def call(self, request: Request, *, timeout: float) -> Answer:
+        self.verbs.append(request.verb)
+        if request.verb in self.cut_once:
+            self.cut_once.discard(request.verb)
+            raise HostUnreachable("cut")
+        return await self._host.call(request, timeout=timeout)
+
+    async def close(self) -> None:
+        await self._host.close()
+
+
+async def test_a_lost_connection_is_made_again(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preparing, "AGAIN", 0.01)
+    way = Cut(place.host)
+    way.cut_once = {"wait", "log"}
+    assert (await place.prepare(host=way)).made
+    assert sum("the connection is lost" in line for line in place.told) >= 1
+    assert sum("4/4" in line for line in place.told) == 1  # no line is told twice
+
+
+async def test_a_full_disk_that_takes_no_files_is_told(place: Place) -> None:
+    class Full(Cut):
+        async def call(self, request: Request, *, timeout: float) -> Answer:
+            if request.verb == "put":
+                raise RunnerRefused("disk_full", "no space left")
+            return await super().call(request, timeout=timeout)
+
+    with pytest.raises(PrepareError, match="its disk is full: make room there"):
+        await place.prepare(host=Full(place.host))
+
+
+async def test_who_stays_silent_is_given_up(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparing, "AGAIN", 0.0)
+    monkeypatch.setattr(preparing, "PATIENCE", 0.0)
+
+    class Silent(Cut):
+        async def call(self, request: Request, *, timeout: float) -> Answer:
+            if request.verb in {"log", "wait"}:
+                raise HostUnreachable("cut")
+            return await super().call(request, timeout=timeout)
+
+    with pytest.raises(PrepareError, match=r"vm-1 cannot be asked: cut.*doctor --vm vm-1"):
+        await place.prepare(host=Silent(place.host))
+
+
+@pytest.mark.parametrize(
+    ("column", "why"),
+    [
+        ({"transport": "ssh", "user": "u"}, "vm trust vm-1"),
+        ({"lost": True}, "was declared lost"),
+    ],
+)
+async def test_machines_that_are_not_to_be_asked(
+    place: Place, column: dict[str, Any], why: str
+) -> None:
+    place.machine = machine_row(**column)
+    with pytest.raises(UsageError, match=why):
+        await place.prepare()
+    assert place.told == []

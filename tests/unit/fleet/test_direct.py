@@ -1,0 +1,77 @@
+"""A fleet that is reached directly has the methods of the client, with the same names of arguments, and gives the same documents."""
+
+import inspect
+import threading
+from pathlib import Path
+
+import pytest
+
+from groupwise.fleet.client import FleetClient
+from groupwise.fleet.direct import DirectFleet
+from groupwise.fleet.files.logs import append, make
+from groupwise.fleet.store.database import Database
+from groupwise.fleet.verbs.actor import Actor
+from groupwise.wire.fleet import LogPart
+from groupwise.wire.problems import Refusal
+from tests.fleet_api import place_in
+
+OF_THE_DATABASE = {"read", "change", "ring"}
+OF_THE_CLIENT = {"close", "follow", "wait"}
+COMMAND = {"arguments": ["true"], "resources": {"gpus": 0}}
+
+
+@pytest.fixture
+def fleet(database: Database, tmp_path: Path) -> DirectFleet:
+    return DirectFleet(place_in(tmp_path / "fleet"), database, Actor("user:ada"))
+
+
+def methods(of: type) -> dict[str, inspect.Signature]:
+    return {
+        name: inspect.signature(value)
+        for name, value in vars(of).items()
+        if not name.startswith("_") and callable(value)
+    }
+
+
+def test_both_ways_have_the_same_methods() -> None:
+    direct, client = methods(DirectFleet), methods(FleetClient)
+    assert direct.keys() - OF_THE_DATABASE == client.keys() - OF_THE_CLIENT
+    for name in direct.keys() & client.keys():
+        assert str(direct[name]) == str(client[name]), name
+
+
+def test_what_admission_finds_wrong_is_a_refusal(fleet: DirectFleet) -> None:
+    for wrong in ({"argments": ["true"]}, {**COMMAND, "environment": {"LD_PRELOAD": "x"}}):
+        for ask in (fleet.submit, fleet.plan):
+            with pytest.raises(Refusal, check=lambda refusal: refusal.code == "invalid_request"):
+                ask(wrong)
+    assert fleet.jobs() == []
+
+
+def test_more_of_a_log_is_waited_for(fleet: DirectFleet) -> None:
+    job = fleet.submit(COMMAND)["job_id"]
+    path = make(fleet.place.logs, job, 4)
+    later = threading.Timer(0.1, lambda: append(path, 0, b"at last\n"))
+    later.start()
+    assert fleet.log(job, wait=30) == LogPart(b"at last\n", 4, 8, False)
+    later.join()
+    fleet.cancel(job)
+    assert fleet.log(job, epoch=4, offset=8, wait=30) == LogPart(b"", 4, 8, True)
+
+
+def test_all_that_was_written_before_the_end_is_read(fleet: DirectFleet) -> None:
+    job = fleet.submit(COMMAND)["job_id"]
+    append(make(fleet.place.logs, job, 4), 0, b"last words")
+    fleet.cancel(job)
+    assert fleet.log(job) == LogPart(b"last words", 4, 10, False)
+    assert fleet.log(job, epoch=4, offset=10) == LogPart(b"", 4, 10, True)
+
+
+def test_events_are_for_who_sees_all_projects(fleet: DirectFleet) -> None:
+    fleet.submit(COMMAND)
+    first, *_ = fleet.events(limit=1)
+    assert first["kind"] == "job.submitted"
+    assert fleet.events(after=first["event_id"], limit=1)[0]["event_id"] > first["event_id"]
+    bound = DirectFleet(fleet.place, fleet.database, Actor("key:k", frozenset({"red"})))
+    with pytest.raises(Refusal, check=lambda refusal: refusal.code == "forbidden"):
+        bound.events()

@@ -1,0 +1,153 @@
+"""What the doctor says of a machine's environment: the tiny command on interpreters that tests make up, and what follows from it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.fleet import doctor
+from groupwise.fleet.doctor import LOOK, Seen
+from groupwise.fleet.machines import packing
+from groupwise.hosts import answers
+from groupwise.hosts.answers import MemberState
+
+HERE = packing.version()
+PYTHON = "/env/bin/python"
+TORCH = """\
+import os, warnings
+class version:
+    cuda, hip = {build!r}, None
+class cuda:
+    @staticmethod
+    def is_available():
+        assert "CUDA_VISIBLE_DEVICES" not in os.environ
+        if {gpus} == 0:
+            warnings.warn("the driver is too old")
+        return {gpus} > 0
+    @staticmethod
+    def device_count():
+        return {gpus}
+"""
+
+
+def installed(folder: Path, name: str, version: str, code: str) -> None:
+    (folder / f"{name}.py").write_text(code)
+    info = folder / f"{name}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+def look(folder: Path, *, gpus: str = "gpus") -> dict[str, Any]:
+    """What the tiny command says, run by a Python that has what lies in the folder."""
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", LOOK, gpus],
+        cwd=folder,
+        env={"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_an_interpreter_without_anything(tmp_path: Path) -> None:
+    assert set(look(tmp_path)) == {"python"}
+
+
+def test_torch_is_asked_for_the_gpus_that_the_runner_hides(tmp_path: Path) -> None:
+    installed(tmp_path, "torch", "2.13.0", TORCH.format(build="12.8", gpus=2))
+    said = look(tmp_path)
+    assert (said["torch"], said["build"], said["gpus"]) == ("2.13.0", "12.8", 2)
+    assert "gpus" not in look(tmp_path, gpus="none")  # it is not imported in vain
+
+
+def test_why_torch_sees_none_is_told(tmp_path: Path) -> None:
+    installed(tmp_path, "torch", "2.13.0", TORCH.format(build="12.8", gpus=0))
+    assert look(tmp_path)["torch_why"] == "the driver is too old"
+
+
+def test_a_groupwise_that_cannot_be_imported_says_why(tmp_path: Path) -> None:
+    installed(tmp_path, "groupwise", "0.1.0", "import pydantic_that_is_lost\n")
+    assert "pydantic_that_is_lost" in look(tmp_path)["why"]
+
+
+def member(**more: Any) -> MemberState:
+    ended = {"code": 0, "signal": None, "reason": "exited", "message": ""}
+    about: dict[str, Any] = {"job": "doctor-1", "epoch": 1, "state": "exited", "exit": ended}
+    return answers.member_state(about | more)
+
+
+def judged(said: dict[str, Any], gpus: int = 0, **state: Any) -> dict[str, Seen]:
+    text = f"a start-up file said this\n{json.dumps({'python': '3.12.1', **said})}"
+    found = doctor._judged("gpu-1", PYTHON, member(**state), text, 1.0, gpus)
+    return {seen.name.removeprefix("gpu-1 "): seen for seen in found}
+
+
+def test_all_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_packed_here", lambda: "abc")
+    said = {"groupwise": HERE, "wheel": "abc", "torch": "2.13.0", "build": "12.8", "gpus": 2}
+    found = judged(said, gpus=2)
+    assert {seen.level for seen in found.values()} == {"ok"}
+    assert "Python 3.12.1" in found["jobs"].measured
+    assert "sees 2 GPUs" in found["torch"].measured
+
+
+@pytest.mark.parametrize(
+    ("said", "gpus", "name", "level", "measured"),
+    [
+        ({}, 0, "environment", "warning", "has no groupwise"),
+        ({"groupwise": "0.0.9"}, 0, "environment", "warning", f"0.0.9; here it is {HERE}"),
+        ({"groupwise": HERE, "wheel": "old"}, 0, "environment", "warning", "from other code"),
+        ({"why": "ImportError: x"}, 0, "environment", "problem", "cannot be imported: ImportError"),
+        ({"groupwise": HERE}, 0, "torch", "warning", "there is none"),
+        (
+            {"groupwise": HERE, "torch": "2", "build": None, "gpus": 0},
+            2,
+            "torch",
+            "problem",
+            "a build for processors alone, and the machine has 2 GPUs",
+        ),
+        (
+            {"groupwise": HERE, "torch": "2", "build": "12.8", "gpus": 0, "torch_why": "too old"},
+            2,
+            "torch",
+            "problem",
+            "sees 0 of 2 GPUs: too old",
+        ),
+        (
+            {"groupwise": HERE, "torch": "2", "torch_why": "ImportError: libcudart"},
+            1,
+            "torch",
+            "problem",
+            "cannot be imported: ImportError: libcudart",
+        ),
+    ],
+)
+def test_what_is_wrong_has_a_remedy(
+    monkeypatch: pytest.MonkeyPatch,
+    said: dict[str, Any],
+    gpus: int,
+    name: str,
+    level: str,
+    measured: str,
+) -> None:
+    monkeypatch.setattr(doctor, "_packed_here", lambda: "abc")
+    seen = judged(said, gpus)[name]
+    assert (seen.level, measured in seen.measured) == (level, True), seen
+    assert "groupwise fleet vm prepare gpu-1" in seen.remedy
+    assert seen.meaning
+
+
+def test_an_interpreter_that_is_not_there() -> None:
+    refused = {"code": "unknown_program", "message": "there is no program /env/bin/python"}
+    found = judged({}, state="refused", exit=None, refused=refused)
+    assert found["jobs"].level == "problem"
+    assert "vm prepare gpu-1" in found["jobs"].remedy
+
+
+def test_an_interpreter_that_fails() -> None:
+    ended = {"code": 127, "signal": None, "reason": "spawn_failed", "message": "no such file"}
+    found = judged({}, exit=ended)
+    assert f"{PYTHON} cannot be run there: no such file" in found["jobs"].measured

@@ -1,0 +1,218 @@
+"""What is fetched: whole or not there, kept where it is right, in nobody's way, gone on with after an interruption.
+
+1. A file appears under its name when its hash was found right, with its permission bits.
+2. A file that is there and right is kept and not asked for; another one is in the way, and then nothing at all comes, unless forced.
+3. After an interruption the file that was on its way goes on where it ended; what is torn there is fetched again.
+4. What comes and is not what was said is not kept.
+5. No path leads out of the folder.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.errors import UsageError
+from groupwise.fleet.client import FleetAway
+from groupwise.fleet.download import DownloadError, Wanted, bring, fetch
+from groupwise.hosts.spec import FileEntry
+
+
+class Left:
+    """Files that a job left, and which bytes of them were asked for."""
+
+    def __init__(self, **files: bytes) -> None:
+        self.bytes = {name.replace("__", "/"): data for name, data in files.items()}
+        self.entries = {
+            path: FileEntry(hashlib.sha256(data).hexdigest(), 0o644, len(data))
+            for path, data in self.bytes.items()
+        }
+        self.asked: list[tuple[str, int]] = []
+        self.breaks_after: int | None = None
+
+    def pieces(self, path: str, offset: int) -> Iterator[bytes]:
+        self.asked.append((path, offset))
+        data = self.bytes[path]
+        for start in range(offset, len(data), 10):
+            if self.breaks_after is not None and start >= self.breaks_after:
+                raise FleetAway("cut off")
+            yield data[start : start + 10]
+
+    def bring(self, folder: Path, **more: Any) -> frozenset[str]:
+        return bring(self.entries, self.pieces, folder, **more)
+
+
+def parts(folder: Path) -> list[Path]:
+    return list(folder.rglob("*.part"))
+
+
+def test_files_come_with_their_bits(tmp_path: Path) -> None:
+    left = Left(a=b"x" * 25, sub__run=b"#!/bin/sh\n", empty=b"")
+    left.entries["sub/run"] = FileEntry(left.entries["sub/run"].sha256, 0o4777, 10)
+    told: list[tuple[int, int, str]] = []
+    assert left.bring(tmp_path, tell=lambda *said: told.append(said)) == frozenset()
+    assert {path: (tmp_path / path).read_bytes() for path in left.bytes} == left.bytes
+    assert (tmp_path / "sub/run").stat().st_mode & 0o7777 == 0o755
+    assert (tmp_path / "a").stat().st_mode & 0o7777 == 0o644
+    assert not parts(tmp_path)
+    assert told[-1][:2] == (35, 35)
+    assert [here for here, _, _ in told] == sorted(here for here, _, _ in told)
+
+
+def test_what_is_right_is_kept_and_not_asked_for(tmp_path: Path) -> None:
+    left = Left(a=b"a" * 25, b=b"b" * 25)
+    (tmp_path / "a").write_bytes(left.bytes["a"])
+    assert left.bring(tmp_path) == {"a"}
+    assert left.asked == [("b", 0)]
+    assert left.bring(tmp_path) == {"a", "b"}
+    assert len(left.asked) == 1
+
+
+@pytest.mark.parametrize("other", [b"c" * 25, b"longer" * 9, b""])
+def test_another_file_is_in_the_way(tmp_path: Path, other: bytes) -> None:
+    left = Left(a=b"a" * 25, b=b"b" * 25)
+    (tmp_path / "b").write_bytes(other)
+    with pytest.raises(UsageError, match=r"^b in .* is another file.*--force.*Nothing was fetched"):
+        left.bring(tmp_path)
+    assert left.asked == []
+    assert not (tmp_path / "a").exists()
+    left.bring(tmp_path, force=True)
+    assert (tmp_path / "b").read_bytes() == left.bytes["b"]
+
+
+def test_a_link_is_another_file_and_is_replaced_itself(tmp_path: Path) -> None:
+    left = Left(a=b"a" * 25)
+    (tmp_path / "elsewhere").write_bytes(left.bytes["a"])
+    (tmp_path / "a").symlink_to("elsewhere")
+    with pytest.raises(UsageError, match="is another file"):
+        left.bring(tmp_path)
+    left.bring(tmp_path, force=True)
+    assert not (tmp_path / "a").is_symlink()
+    assert (tmp_path / "elsewhere").exists()
+
+
+def test_a_folder_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    with pytest.raises(UsageError, match="a folder is where a file should be"):
+        Left(a=b"a").bring(tmp_path, force=True)
+
+
+def test_an_interruption_is_gone_on_with(tmp_path: Path) -> None:
+    left = Left(a=b"a" * 25, b=bytes(range(50)))
+    left.breaks_after = 30
+    with pytest.raises(FleetAway):
+        left.bring(tmp_path)
+    assert not (tmp_path / "b").exists()
+    left.breaks_after = None
+    assert left.bring(tmp_path) == {"a"}
+    assert left.asked == [("a", 0), ("b", 0), ("b", 30)]
+    assert (tmp_path / "b").read_bytes() == left.bytes["b"]
+    assert not parts(tmp_path)
+
+
+@pytest.mark.parametrize("torn", [b"?" * 20, b"?" * 50, b"?" * 70])
+def test_what_is_torn_comes_again_from_the_beginning(tmp_path: Path, torn: bytes) -> None:
+    left = Left(b=bytes(range(50)))
+    (tmp_path / f".{left.entries['b'].sha256}.part").write_bytes(torn)
+    left.bring(tmp_path)
+    assert (tmp_path / "b").read_bytes() == left.bytes["b"]
+    assert left.asked[-1] == ("b", 0)
+
+
+@pytest.mark.parametrize("wrong", [b"?" * 50, b"short", b"?" * 51])
+def test_what_comes_and_is_wrong_is_not_kept(tmp_path: Path, wrong: bytes) -> None:
+    left = Left(b=bytes(range(50)))
+    left.bytes["b"] = wrong
+    with pytest.raises(DownloadError, match="b did not come as the fleet says"):
+        left.bring(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_at_once_do_not_write_one_file(tmp_path: Path) -> None:
+    left = Left(b=bytes(range(50)))
+    pieces = left.pieces
+
+    def meanwhile(path: str, offset: int) -> Iterator[bytes]:
+        with pytest.raises(DownloadError, match="another process is fetching"):
+            left.bring(tmp_path)
+        return pieces(path, offset)
+
+    bring(left.entries, meanwhile, tmp_path)
+    assert (tmp_path / "b").read_bytes() == left.bytes["b"]
+
+
+def test_a_disk_that_takes_no_more_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DownloadError, match="What has come is kept"):
+        Left(a=b"a").bring(tmp_path / "file")
+
+
+# What is wanted
+
+
+class Fleet:
+    """A fleet that has something of one job."""
+
+    def __init__(self, left: Left, checkpoints: list[dict[str, Any]] | None = None) -> None:
+        self._left, self._checkpoints = left, checkpoints or []
+
+    def artefacts(self, job_id: str, *, epoch: int | None = None, rank: int = 0) -> dict[str, Any]:
+        files = {p: [e.sha256, e.mode, e.size] for p, e in self._left.entries.items()}
+        return {"epoch": epoch or 7, "rank": rank, "files": files, "left_out": [["l", "link"]]}
+
+    def checkpoints(self, job_id: str) -> list[dict[str, Any]]:
+        return self._checkpoints
+
+    def artefact_pieces(
+        self, job_id: str, path: str, *, epoch: int, rank: int = 0, offset: int = 0
+    ) -> Iterator[bytes]:
+        assert epoch == 7
+        return self._left.pieces(path, offset)
+
+    def checkpoint_pieces(self, job_id: str, sha256: str, *, offset: int = 0) -> Iterator[bytes]:
+        path = next(p for p, e in self._left.entries.items() if e.sha256 == sha256)
+        return self._left.pieces(path, offset)
+
+
+def test_files_and_folders_are_chosen(tmp_path: Path) -> None:
+    fleet = Fleet(Left(out__a=b"1", out__sub__b=b"2", out__sub2__c=b"3"))
+    found = fetch(fleet, "job-1", tmp_path, Wanted(["out/sub/", "./out/a"]))
+    assert [each["path"] for each in found["files"]] == ["out/a", "out/sub/b"]
+    assert not (tmp_path / "out/sub2").exists()
+    with pytest.raises(UsageError, match="left no 'out/sub3'; did you mean out/sub"):
+        fetch(fleet, "job-1", tmp_path, Wanted(["out/sub3"]))
+    with pytest.raises(UsageError, match="there are out/a, out/sub/b, out/sub2/c"):
+        fetch(fleet, "job-1", tmp_path, Wanted(["weights"]))
+
+
+def test_the_newer_of_two_checkpoints_at_one_path_is_meant(tmp_path: Path) -> None:
+    left = Left(old=b"old", new=b"new", gone=b"gone")
+    entry = {p: [e.sha256, e.mode, e.size] for p, e in left.entries.items()}
+    checkpoints = [
+        {"epoch": 9, "path": "out/c", "step": 5, "files": {"out/c/w": entry["new"]}},
+        {
+            "epoch": 4,
+            "path": "out/c",
+            "step": 5,
+            "files": {"out/c/w": entry["old"], "out/c/more": entry["gone"]},
+        },
+    ]
+    fleet = Fleet(left, checkpoints)
+    fetch(fleet, "job-1", tmp_path / "any", Wanted(checkpoints=True))
+    assert (tmp_path / "any/out/c/w").read_bytes() == b"new"
+    assert not (tmp_path / "any/out/c/more").exists()
+    fetch(fleet, "job-1", tmp_path / "of-4", Wanted(checkpoints=True, epoch=4))
+    assert (tmp_path / "of-4/out/c/w").read_bytes() == b"old"
+    with pytest.raises(UsageError, match="no mirrored checkpoint of the attempt 5"):
+        fetch(fleet, "job-1", tmp_path, Wanted(checkpoints=True, epoch=5))
+
+
+@pytest.mark.parametrize("path", ["../out", "/etc/passwd", "a/../../b", "", "a//b"])
+def test_no_path_leads_out_of_the_folder(tmp_path: Path, path: str) -> None:
+    left = Left()
+    left.entries[path] = FileEntry("0" * 64, 0o644, 1)
+    with pytest.raises(DownloadError, match="offers what is not fetched"):
+        fetch(Fleet(left), "job-1", tmp_path / "here", Wanted())
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,104 @@
+"""The entrance to the fleet's figures: what counts as reached, what is kept. The figures themselves are measured by hand."""
+
+import json
+import re
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from benchmarks import fleet, fleet_claims, fleet_dispatch
+from benchmarks.fleet import Figure
+from groupwise.fleet.queue.request import from_document
+
+FAST = Figure("dispatch", "sqlite", "a second", 120.0, least=100)
+SLOW = Figure("claim", "postgresql", "ms", 51.0, most=50)
+PLAIN = Figure("admitted", "sqlite", "a second", 3.0)
+
+
+@pytest.fixture(autouse=True)
+def no_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def none() -> Iterator[dict[str, fleet.Database]]:
+        yield {}
+
+    monkeypatch.setattr(fleet, "databases", none)
+
+
+def parts(monkeypatch: pytest.MonkeyPatch, **figures: Figure) -> None:
+    def suite(figure: Figure) -> fleet.Suite:
+        def measure(urls: Mapping[str, fleet.Database]) -> list[Figure]:
+            return [figure]
+
+        return measure
+
+    monkeypatch.setattr(fleet, "SUITES", {name: suite(each) for name, each in figures.items()})
+
+
+@pytest.mark.parametrize(
+    ("figure", "ok", "target"),
+    [
+        (FAST, True, "≥ 100"),
+        (Figure("a", "b", "c", 99.9, least=100), False, "≥ 100"),
+        (SLOW, False, "< 50"),
+        (Figure("a", "b", "c", 50.0, most=50), False, "< 50"),
+        (Figure("a", "b", "c", 49.9, most=50), True, "< 50"),
+        (PLAIN, None, ""),
+    ],
+)
+def test_what_counts_as_reached(figure: Figure, ok: bool | None, target: str) -> None:
+    assert (figure.ok, figure.target) == (ok, target)
+
+
+def test_a_missed_target_fails_only_where_it_is_checked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts(monkeypatch, dispatch=FAST, claim=SLOW, submit=PLAIN)
+    keep = ["--keep", str(tmp_path / "fleet.json")]
+    assert fleet.main(keep) == 0
+    assert fleet.main([*keep, "--check"]) == 1
+    told = capsys.readouterr().out
+    assert re.search(r"claim +postgresql +< 50 +51 ms +MISSED", told)
+    assert re.search(r"dispatch +sqlite +≥ 100 +120 a second +ok", told)
+    parts(monkeypatch, dispatch=FAST, submit=PLAIN)
+    assert fleet.main([*keep, "--check"]) == 0
+
+
+def test_what_is_kept_says_what_it_was_measured_on_and_names_no_machine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    parts(monkeypatch, dispatch=FAST, claim=SLOW)
+    keep = tmp_path / "fleet.json"
+    fleet.main(["--keep", str(keep)])
+    document = json.loads(keep.read_text())
+    assert {"cores", "processor", "ram", "postgresql"} <= set(document["machine"])
+    assert len(document["load_before"]) == len(document["load_after"]) == 3
+    assert [figure["ok"] for figure in document["figures"]] == [True, False]
+    words = keep.read_text()
+    for secret in (str(Path.home()), str(tmp_path), socket.gethostname()):
+        assert secret not in words
+
+
+def test_a_part_alone_overwrites_no_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    parts(monkeypatch, dispatch=FAST, claim=SLOW)
+    keep = tmp_path / "fleet.json"
+    assert fleet.main(["--keep", str(keep), "--only", "claim", "--check"]) == 1
+    assert not keep.exists()
+
+
+def test_the_queue_of_the_claims_is_a_mixed_one() -> None:
+    rows = [fleet_claims.row(n) for n in range(20_000)]
+    asked = [from_document(row["request"]) for row in rows]
+    assert {each.resources.gpus for each in asked} == {1, 2, 4, 8}
+    assert any(each.resources.machines == 2 for each in asked)
+    assert any(each.after for each in asked)
+    assert {row["priority"] for row in rows} == {0, 1}
+    assert len({row["project"] for row in rows}) == 10
+
+
+async def test_a_small_burst_is_worked_off(tmp_path: Path) -> None:
+    found = await fleet_dispatch.measure(f"sqlite:///{tmp_path}/fleet.db", 5, tmp_path)
+    assert found.jobs == 5
+    assert 0 < found.ended_per_second <= found.per_second
