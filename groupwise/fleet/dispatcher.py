@@ -2,7 +2,7 @@
 
 `GlobalJobDispatcher` is one of any number that share a database. What each does by itself, in tasks side by side:
 
-    renewing     every 10 s, one statement that keeps the lease of everything it owns. Its answer is the list of what it owns, and whatever
+    renewing     every 8 s, one statement that keeps the lease of everything it owns. Its answer is the list of what it owns, and whatever
                  of that is not being driven is driven from then on
     claiming     at every ring of the doorbell, and every 2 s without: admit new rows, claim what there is room for
     adopting     every 2 s: attempts whose owner has not renewed; the same function serves the start, where it finds what was left over
@@ -79,7 +79,7 @@ class Rhythm:
     """Seconds. Tests have shorter ones."""
 
     lease: float = LEASE
-    renew: float = 10.0
+    renew: float = 8.0
     adopt: float = 2.0
     sweep: float = 2.0
     reconcile: float = 60.0

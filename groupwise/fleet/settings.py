@@ -75,7 +75,7 @@ class FleetSettings(Strict):
         60.0, "Between two comparisons of all attempts with their machines.", gt=0
     )
     lease_seconds: float = setting(
-        30.0, "Silence of a dispatcher after which another one takes over its attempts.", ge=1
+        25.0, "Silence of a dispatcher after which another one takes over its attempts.", ge=1
     )
     trust_on_first_use: bool = setting(
         False,

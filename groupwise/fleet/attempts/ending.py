@@ -41,7 +41,9 @@ def end(session: Session, epoch: int, owner: str, move: Move, chance: random.Ran
         return
     assert move.outcome is not None, "the end of an attempt has an outcome"
     job = session.get_one(Job, attempt.job_id, with_for_update=True, populate_existing=True)
-    verdict = after_end(_facts(job), move.outcome, move.failure, move.because, chance)
+    blamed = _machine_to_blame(move)
+    same = blamed is not None and _was_refused_here_before(session, attempt, blamed)
+    verdict = after_end(_facts(job, same), move.outcome, move.failure, move.because, chance)
     _end_attempt(session, attempt, owner, move, verdict)
     session.flush()  # its job moves after it, as the database demands
     if move.failure is FailureClass.GPU_FAULT:
@@ -54,8 +56,9 @@ def end(session: Session, epoch: int, owner: str, move: Move, chance: random.Ran
     capacity.wake(session, vm_ids=freed, actor=_actor(owner))
 
 
-def _facts(job: Job) -> JobFacts:
-    return JobFacts(job.cancel_requested_at is not None, job.spent, _policy(job.request))
+def _facts(job: Job, same_machine: bool) -> JobFacts:
+    cancelled = job.cancel_requested_at is not None
+    return JobFacts(cancelled, job.spent, _policy(job.request), same_machine)
 
 
 def _policy(request: Mapping[str, Any]) -> RetryPolicy:
@@ -180,20 +183,28 @@ def _accused_before(session: Session, attempt: Attempt, gpu_ids: Sequence[int]) 
 
 def _blame_machine(session: Session, attempt: Attempt, owner: str, move: Move) -> None:
     """A machine that will not launch is counted out after a few in a row. One job counts once: it may be the job's fault."""
-    culprit = _member_at_fault(move)
-    refusal, vm_id = culprit.get("refusal"), culprit.get("vm")
-    if refusal is None or vm_id is None or refusal.partition(":")[0] in JOBS_OWN_REFUSALS:
+    vm_id = _machine_to_blame(move)
+    if vm_id is None:
         return
     vm = session.get_one(VM, vm_id, with_for_update=True, populate_existing=True)
     if _was_refused_here_before(session, attempt, vm_id):
         return
     vm.launch_failures += 1
     if vm.launch_failures >= CORDONED_AFTER and vm.cordoned is None:
-        vm.cordoned = f"{vm.launch_failures} launches in a row failed; the last one: {refusal}"
+        vm.cordoned = f"{vm.launch_failures} launches in a row failed; the last one: {_member_at_fault(move)['refusal']}"
         _tell(
             session, attempt, owner, "vm.cordoned", vm_id=vm_id,
             before={"cordoned": None}, after={"cordoned": vm.cordoned},
         )  # fmt: skip
+
+
+def _machine_to_blame(move: Move) -> str | None:
+    """The one that would not start it, for a reason of its own."""
+    culprit = _member_at_fault(move)
+    refusal: str | None = culprit.get("refusal")
+    if move.failure is not FailureClass.LAUNCH_FAILURE or refusal is None:
+        return None
+    return None if refusal.partition(":")[0] in JOBS_OWN_REFUSALS else culprit.get("vm")
 
 
 def _was_refused_here_before(session: Session, attempt: Attempt, vm_id: str) -> bool:

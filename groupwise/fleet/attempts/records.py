@@ -36,8 +36,8 @@ from groupwise.fleet.store.tables import GPU, VM, Attempt, Event, Job, Member, R
 from groupwise.hosts import answers
 from groupwise.hosts.answers import ExitRecord, MemberState
 
-LEASE = 30.0
-"""Seconds without renewal after which another dispatcher takes over."""
+LEASE = 25.0
+"""Seconds without renewal after which another dispatcher takes over; with the next look and some work, under half a minute."""
 ADOPTED_AT_ONCE = 200
 """The rest is there for other dispatchers, or for the next look."""
 

@@ -237,6 +237,8 @@ class JobFacts:
     spent: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """The column `jobs.spent`: failures of this generation by class, `charged` and `free`."""
     policy: RetryPolicy = field(default_factory=RetryPolicy)
+    same_machine: bool = False
+    """The machine that would not start it had refused it before: while the others are busy, one that starts nothing is all there is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +272,8 @@ def after_end(
         return Verdict(
             JobStatus.QUEUED, because, spent=job.spent
         )  # it never ran, by nobody's fault
-    spent = counted(job.spent, failure)
+    again = job.same_machine and failure is FailureClass.LAUNCH_FAILURE
+    spent = counted(job.spent, failure, again=again)
     if spent_up := _spent_up(job.policy, failure, spent):
         return Verdict(
             JobStatus.FAILED,
@@ -281,19 +284,21 @@ def after_end(
     return Verdict(
         JobStatus.QUEUED,
         f"{failure}: {because}",
-        delay=backoff(spent[failure], chance),
+        delay=backoff(spent["free"] if again else spent[failure], chance),
         charged=BUDGETS[failure].charged,
         spent=spent,
         counts_as_retry=True,
     )
 
 
-def counted(spent: Mapping[str, Any], failure: FailureClass) -> dict[str, Any]:
-    """`jobs.spent` after one more failure of this class."""
+def counted(
+    spent: Mapping[str, Any], failure: FailureClass, *, again: bool = False
+) -> dict[str, Any]:
+    """`jobs.spent` after one more failure of this class. `again`: it counts among all failures, but not of its class."""
     kind = "charged" if BUDGETS[failure].charged else "free"
     return {
         **spent,
-        str(failure): spent.get(failure, 0) + 1,
+        str(failure): spent.get(failure, 0) + (0 if again else 1),
         kind: spent.get(kind, 0) + 1,
     }
 

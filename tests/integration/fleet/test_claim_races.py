@@ -169,7 +169,7 @@ def check_history(database: Database) -> None:
         sorted(attempts, key=lambda a: (a.job_id, a.epoch)), lambda a: a.job_id
     ):
         in_order = list(of_job)
-        assert [a.number for a in in_order] == list(range(len(in_order)))
+        assert {a.number for a in in_order} == {0}, "one that never ran is not counted"
         assert [a.outcome for a in in_order[:-1]] == ["void"] * (len(in_order) - 1)
         assert in_order[-1].outcome == "succeeded"
         for before, after in itertools.pairwise(in_order):

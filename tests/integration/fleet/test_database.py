@@ -398,15 +398,17 @@ def test_settings_of_every_connection(postgres: Postgres, url: str) -> None:
 
 JOBS = 100_000
 FILL = {
-    "postgresql": f"INSERT INTO jobs (job_id, rank, project) SELECT 'job-' || n, n * 7919 % {JOBS}, 'p' FROM generate_series(1, {JOBS}) n",
+    "postgresql": f"INSERT INTO jobs (job_id, project, batch_size) SELECT 'job-' || n, 'p', n FROM generate_series(1, {JOBS}) n",
     "sqlite": f"WITH RECURSIVE numbers (n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM numbers WHERE n < {JOBS}) "
-    f"INSERT INTO jobs (job_id, rank, project) SELECT 'job-' || n, n * 7919 % {JOBS}, 'p' FROM numbers",
+    "INSERT INTO jobs (job_id, project, batch_size) SELECT 'job-' || n, 'p', n FROM numbers",
 }
+RANK = f"UPDATE jobs SET rank = batch_size * 7919 % {JOBS}"
 HEAD = "SELECT job_id FROM jobs WHERE status = 'queued' AND rank IS NOT NULL AND not_before <= 5 ORDER BY rank, job_id LIMIT 10"
 
 
 def test_the_head_of_the_queue_is_found_by_its_index(database: Database) -> None:
     database.run(lambda s: s.execute(text(FILL[database.dialect])))
+    database.run(lambda s: s.execute(text(RANK)))
     if database.dialect == "postgresql":
         plan = "EXPLAIN " + HEAD + " FOR NO KEY UPDATE SKIP LOCKED"
         database.run(lambda s: s.execute(text("ANALYZE jobs")))

@@ -297,7 +297,6 @@ def run_all(
     assert len(fleet.rows(select(Job))) == len(jobs)
 
 
-@pytest.mark.soak  # four minutes on two cores that are busy
 def test_five_entrances_and_one_lost_machine(
     fleet: WholeFleet, told: dict[str, dict[str, Any]]
 ) -> None:

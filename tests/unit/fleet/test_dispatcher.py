@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 from groupwise.fleet.attempts import records
 from groupwise.fleet.attempts.effects import Side
 from groupwise.fleet.dispatcher import GlobalJobDispatcher
-from groupwise.fleet.queue.failures import BUDGETS, FailureClass
+from groupwise.fleet.queue.failures import BUDGETS, FREE_RETRIES, FailureClass
 from groupwise.fleet.store.database import Database, seconds
 from groupwise.fleet.store.tables import GPU, VM, Attempt, Event, Member
 from groupwise.fleet.verbs import status
@@ -228,12 +228,31 @@ async def test_one_job_that_nobody_can_launch_cordons_no_machine_and_comes_to_an
         await rig.until(rig.has("job", "failed"))
         await rig.until(rig.is_clean)
     rig.judge()
-    most = BUDGETS[FailureClass.LAUNCH_FAILURE].most
-    assert most is not None
-    assert len(rig.attempts("job")) == most + 1
+    assert len(rig.attempts("job")) == FREE_RETRIES + 1
     for vm_id in ("a", "b"):
         assert value(rig, VM.cordoned, VM.vm_id == vm_id) is None
         assert value(rig, VM.launch_failures, VM.vm_id == vm_id) == 1
+
+
+async def test_a_job_outlasts_a_machine_that_starts_nothing_while_the_other_one_is_busy(
+    rig: Rig,
+) -> None:
+    """Nobody else comes by whom the machine could be found out; each of its refusals alone would have been the end of the job."""
+    most = BUDGETS[FailureClass.LAUNCH_FAILURE].most
+    assert most is not None
+    rig.rack.scripts["long"] = [LONG]
+    rig.rack["a"].foreign.add("GPU-a0")
+    async with running(rig.dispatcher()):
+        rig.submit("long", resources={"gpus": 1, "vm": "b"})
+        await rig.until(begun(rig, "long"))
+        rig.submit("job")
+        await rig.until(lambda: len(rig.attempts("job")) > most + 2)
+        assert rig.job("job").status != "failed"
+        rig.cancel("long")
+        await rig.until(rig.has("job", "completed"))
+        await rig.until(rig.is_clean)
+    rig.judge()
+    assert rig.job("job").assigned_vm == "b"
 
 
 async def test_a_runner_that_says_no_before_it_claims_anything_is_made_sure_of(rig: Rig) -> None:
