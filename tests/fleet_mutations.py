@@ -1507,8 +1507,8 @@ QUICK = (
         (
             (
                 "fleet/queue/admission.py",
-                "where(Job.project == project, Job.idempotency_key == key)",
-                "where(Job.idempotency_key == key)",
+                "where(Job.project == project, Job.idempotency_key.in_(keys))",
+                "where(Job.idempotency_key.in_(keys))",
             ),
         ),
         (f"{ADMISSION}::test_a_key_is_one_of_its_project",),

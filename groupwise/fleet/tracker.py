@@ -12,7 +12,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from sqlalchemy import select, update
 from sqlalchemy.dialects import postgresql, sqlite
@@ -216,6 +216,13 @@ def _next_ends(session: Session, position: int) -> tuple[int, int, list[Ended]]:
     return (read[-1].event_id if read else position), len(read), [e for e in ends if e is not None]
 
 
+def _webhook(request: Any) -> str | None:
+    """Of a row that was written by hand, perhaps: it may have been refused for what stands there."""
+    document = cast("dict[str, Any]", request) if isinstance(request, dict) else {}
+    found = document.get("webhook")
+    return found if isinstance(found, str) else None
+
+
 def _ended(session: Session, event: Event) -> Ended | None:
     """None: the job has been pruned meanwhile, while its events stay."""
     job = session.get(Job, event.job_id)
@@ -237,5 +244,5 @@ def _ended(session: Session, event: Event) -> Ended | None:
         failure_class=detail.get("failure_class"),
         failure_reason=detail.get("reason"),
         log_tail=tuple(str(detail.get("tail") or "").splitlines()[-LAST_LINES:]),
-        webhook=job.request.get("webhook"),
+        webhook=_webhook(job.request),
     )

@@ -1,7 +1,8 @@
 """The way into the queue: whoever makes a row, and however, it is read, checked and expanded once, here.
 
-`submit` makes the row of a `JobRequest`; people also insert rows by hand, and a dispatcher sweeps those up with `admit_new`. Either way
-admission reads the row as it stands in the database, since SQLite keeps whatever was written into a column. What is wrong is collected and
+`submit` makes the row of a `JobRequest`, `submit_array` those of many with few statements; people also insert rows by hand, and a
+dispatcher sweeps those up with `admit_new`. Whichever it was, admission reads the row as it stands in the database, since SQLite keeps
+whatever was written into a column. What is wrong is collected and
 becomes the `failure_reason` of a failed job: no row is ever lost without a word, and none that cannot be read stays where it would
 stop others. What is right is frozen: the command with all its parts and its hash, what it needs, and its place in the queue.
 
@@ -18,7 +19,7 @@ import base64
 import hashlib
 import logging
 import secrets
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, cast
@@ -28,6 +29,7 @@ from sqlalchemy import (
     Dialect,
     Table,
     func,
+    insert,
     literal_column,
     null,
     select,
@@ -65,6 +67,8 @@ TURN_SECONDS = 30.0
 """By which a project of weight 1 comes later with each GPU that it asks for."""
 MOST_WORDS = 4000
 """Of a reason that is stored."""
+PORTION = 500
+"""Jobs of an array that are written and admitted together: more of them would save nothing, and make long statements."""
 ADMISSION = "admission"
 
 log = logging.getLogger(__name__)
@@ -92,24 +96,12 @@ def submit(
     The same once more (by `idempotency_key`, else by `job_id`) gives the job that is there; another request under the same key or id is
     refused: `idempotency_key_reused`, UsageError.
     """
-    said = {**request.columns(), **request.document(), "project": project}
-    if found := [*text_problems(said, "")]:
-        raise InvalidRequest(found)
-    digest = _digest(request, project)
+    digest = _checked(request, project)
     if job_id is not None and not JOB_ID.fullmatch(job_id):
         raise UsageError(_bad_id(job_id))
     if (there := _same(session, project, job_id, idempotency_key, digest)) is not None:
         return there
-    job = Job(
-        job_id=job_id or _new_id(),
-        project=project,
-        status=JobStatus.HELD if request.hold else JobStatus.QUEUED,
-        request=request.document(),
-        submitted_by=actor,
-        idempotency_key=idempotency_key,
-        request_hash=digest,
-        **request.columns(),
-    )
+    job = Job(**_written(request, digest, actor, project, job_id or _new_id(), idempotency_key))
     try:
         with session.begin_nested():
             session.add(job)
@@ -118,19 +110,117 @@ def submit(
         if there is None:
             raise
         return there
-    events.append(
-        session,
-        actor=actor,
-        kind=events.JOB_SUBMITTED,
-        job_id=job.job_id,
-        detail={"project": project},
-    )
+    events.append(session, **_submission(actor, project, job.job_id))
     admit(session, job, allowed)
     return job
 
 
-def _digest(request: JobRequest, project: str) -> str:
+def submit_array(
+    session: Session,
+    requests: Sequence[JobRequest],
+    *,
+    actor: str,
+    project: str,
+    keys: Sequence[str | None],
+    allowed: AllowedSecrets = UNLESS_TOLD,
+) -> Iterator[Job]:
+    """What `submit` does with each request and its key, in their order, with few statements for many.
+
+    Raises what `submit` would, when all jobs before that one have been given out; nobody has rolled them back then.
+    """
+    for start in range(0, len(requests), PORTION):
+        end = start + PORTION
+        portion = list(zip(requests[start:end], keys[start:end], strict=True))
+        yield from _submit_portion(session, portion, actor, project, allowed)
+
+
+def _submit_portion(
+    session: Session,
+    portion: Sequence[tuple[JobRequest, str | None]],
+    actor: str,
+    project: str,
+    allowed: AllowedSecrets,
+) -> Iterator[Job]:
+    there = _by_key(session, project, [key for _, key in portion if key is not None])
+    ids: list[str] = []
+    rows: list[dict[str, Any]] = []
+    refused: UsageError | Refusal | None = None
+    for request, key in portion:
+        try:
+            digest = _checked(request, project)
+            same = _repeated(None if key is None else there.get(key), None, digest)
+        except (UsageError, Refusal) as error:
+            refused = error  # those before it may be wrong too, and are told first
+            break
+        ids.append(_new_id() if same is None else same.job_id)
+        if same is None:
+            rows.append(_written(request, digest, actor, project, ids[-1], key))
+    if rows and not _inserted(
+        session, rows
+    ):  # whose it is, and whether it is the same, is seen one by one
+        for request, key in portion:
+            yield submit(
+                session,
+                request,
+                actor=actor,
+                project=project,
+                idempotency_key=key,
+                allowed=allowed,
+            )
+        return
+    new = [row["job_id"] for row in rows]
+    events.append_many(session, [_submission(actor, project, job_id) for job_id in new])
+    _admit(session, new, allowed)
+    yield from _jobs(session, ids)
+    if refused is not None:
+        raise refused
+
+
+def _inserted(session: Session, rows: Sequence[Mapping[str, Any]]) -> bool:
+    """False, and none of them, where somebody has just submitted one."""
+    try:
+        with session.begin_nested():
+            session.execute(insert(Job), rows)
+    except IntegrityError:
+        return False
+    return True
+
+
+def _jobs(session: Session, ids: Sequence[str]) -> Iterator[Job]:
+    """As they stand in the database now, in this order."""
+    query = select(Job).where(Job.job_id.in_(ids)).execution_options(populate_existing=True)
+    found = {job.job_id: job for job in session.scalars(query)}
+    return (found[job_id] for job_id in ids)
+
+
+def _checked(request: JobRequest, project: str) -> str:
+    """The hash by which it is known again. Raises InvalidRequest where something cannot even be written."""
+    columns, document = request.columns(), request.document()
+    if found := [*text_problems({**columns, **document, "project": project}, "")]:
+        raise InvalidRequest(found)
     return hashlib.sha256(f"{project}\n{request.digest()}".encode()).hexdigest()
+
+
+def _written(
+    request: JobRequest, digest: str, actor: str, project: str, job_id: str, key: str | None
+) -> dict[str, Any]:
+    """Its row, before it is admitted."""
+    return {
+        "job_id": job_id,
+        "project": project,
+        "status": JobStatus.HELD if request.hold else JobStatus.QUEUED,
+        "request": request.document(),
+        "submitted_by": actor,
+        "idempotency_key": key,
+        "request_hash": digest,
+        **request.columns(),
+    }
+
+
+def _submission(actor: str, project: str, job_id: str) -> dict[str, Any]:
+    """The event that tells of it."""
+    detail = {"project": project}
+    return {"actor": actor, "kind": events.JOB_SUBMITTED, "job_id": job_id, "detail": detail}
 
 
 def _same(
@@ -138,17 +228,30 @@ def _same(
 ) -> Job | None:
     """The job that was made of the same request before."""
     if key is not None:
-        query = select(Job).where(Job.project == project, Job.idempotency_key == key)
-        there = session.scalars(query).one_or_none()
+        there = _repeated(_by_key(session, project, [key]).get(key), job_id, digest)
         if there is not None:
-            if there.request_hash != digest or job_id not in (None, there.job_id):
-                raise Refusal("idempotency_key_reused")
             return there
     there = None if job_id is None else session.get(Job, job_id)
     if there is not None and (there.request_hash != digest or key is not None):
         raise UsageError(
             f"There is a job {job_id} already, and it is another one. Choose another id, or leave it out."
         )
+    return there
+
+
+def _by_key(session: Session, project: str, keys: Sequence[str]) -> dict[str, Job]:
+    """The jobs that were made with these keys."""
+    if not keys:
+        return {}
+    query = select(Job).where(Job.project == project, Job.idempotency_key.in_(keys))
+    return {job.idempotency_key or "": job for job in session.scalars(query)}
+
+
+def _repeated(there: Job | None, job_id: str | None, digest: str) -> Job | None:
+    """The job of a key, where it is the same once more. Raises `idempotency_key_reused`."""
+    if there is not None:
+        if there.request_hash != digest or job_id not in (None, there.job_id):
+            raise Refusal("idempotency_key_reused")
     return there
 
 
@@ -194,7 +297,7 @@ def _admit(session: Session, ids: Sequence[str], allowed: AllowedSecrets) -> int
         with session.begin_nested():
             return _admit_together(session, ids, allowed)
     except DBAPIError as error:
-        if not isinstance(error, DataError):
+        if not isinstance(error, DataError | IntegrityError):
             raise  # the database itself: whoever asked begins anew
         if len(ids) == 1:
             return _give_up(session, ids[0], error)
@@ -380,14 +483,17 @@ def _projects_of(session: Session, rows: Iterable[_Row]) -> dict[str, str]:
 
 
 def _rows(session: Session, ids: Sequence[str]) -> list[_Row]:
-    """Read column by column, as a mapped row fails as a whole where one value cannot be read. PostgreSQL lets none in that cannot."""
+    """In this order. Read column by column, as a mapped row fails as a whole where one value cannot be read; PostgreSQL has none such."""
     if not ids:
         return []
     raw: list[Any] = [
         literal_column(f'"{column.name}"').label(column.name) for column in _JOBS.columns
     ]
     query = select(*raw).select_from(_JOBS).where(Job.job_id.in_(ids))
-    found = session.execute(query.order_by(Job.created_at, Job.job_id)).mappings().all()
+    places = {job_id: place for place, job_id in enumerate(ids)}
+    found = sorted(
+        session.execute(query).mappings().all(), key=lambda values: places[values["job_id"]]
+    )
     dialect = session.get_bind().dialect
     if dialect.name != "sqlite":
         return [_Row(dict(values)) for values in found]
@@ -444,7 +550,8 @@ def _word(kind: Any) -> str:
 
 def _refuse(session: Session, row: _Row, found: Sequence[str]) -> None:
     """The job has failed before it began. What cannot be read is replaced by its default, or nobody could look at the row."""
-    mended = {name: _default(name) for name in row.unreadable}
+    no_objects = [name for name in ("request", "hyperparams") if _is_no_object(row, name)]
+    mended = {name: _default(name) for name in (*row.unreadable, *no_objects)}
     reason = "\n".join(found)[:MOST_WORDS]
     if row.values["status"] == JobStatus.HELD:  # nothing that is held fails; it is let go first
         values = {**mended, "status": JobStatus.QUEUED}
@@ -472,6 +579,10 @@ def _refuse(session: Session, row: _Row, found: Sequence[str]) -> None:
         after={"status": JobStatus.FAILED},
         detail={"reason": reason},
     )
+
+
+def _is_no_object(row: _Row, name: str) -> bool:
+    return row.values.get(name) is not None and not isinstance(row.values[name], dict)
 
 
 def _default(name: str) -> ColumnElement[Any]:

@@ -15,7 +15,7 @@ import re
 import sqlite3
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psycopg
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
@@ -129,11 +129,15 @@ def read_json(text: str) -> Any:
 
 
 def _read_json_of_sqlite(text: str) -> Any:
-    """Admission mends what cannot be read, as SQLite itself calls a document as deep as that none; PostgreSQL takes it for one."""
+    """Admission mends what cannot be read. What SQLite itself calls no JSON is none: a document as deep as that, or one with NaN in it."""
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_no_constant)
     except RecursionError as error:
         raise ValueError("nested too deep") from error
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 TOO_DEEP = {"nested": "too deep to be read"}
@@ -175,9 +179,15 @@ def _make_file(path: Path) -> None:
 def _prepare_sqlite(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
     assert isinstance(connection, sqlite3.Connection)
     connection.isolation_level = None  # `_begin_sqlite` begins transactions, not Python's guess
+    connection.text_factory = _text_of_sqlite
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA foreign_keys = ON")
+
+
+def _text_of_sqlite(data: bytes) -> str:
+    """SQLite keeps any bytes as text, and one row that somebody wrote in another encoding must not hide all others."""
+    return data.decode("utf-8", "replace")
 
 
 def _begin_sqlite(connection: Connection) -> None:

@@ -1,5 +1,6 @@
 """Submitting: requests become jobs, all of them or none; and what would become of one, without making it.
 
+Of several, the first that is wrong is told by its place among them, and keeps all others from being made.
 Whoever submits may only do so for projects that it may see. What admission settled without being told stands in `notes`.
 """
 
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 
 from sqlalchemy.orm import Session
 
+from groupwise.errors import UsageError
 from groupwise.fleet.queue import admission, capacity
 from groupwise.fleet.queue.placement import Placement
 from groupwise.fleet.queue.request import JobRequest
@@ -17,7 +19,7 @@ from groupwise.fleet.states import JobStatus
 from groupwise.fleet.store.tables import Job
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.fleet.verbs.documents import Document, job_document
-from groupwise.wire.problems import Refusal
+from groupwise.wire.problems import LONGEST_MESSAGE, FieldError, Refusal
 
 DEFAULT_PROJECT = "default"
 
@@ -33,14 +35,27 @@ def submit_all(
 ) -> list[Document]:
     """A job for each request, in one transaction. `key`: submitted again with it, they are the same jobs.
 
-    Raises `invalid_request` where one could never run. A row that somebody writes by hand cannot be refused: it fails, with its reason.
+    Raises `invalid_request` where one could never run; of several, its `errors` begin with the field `jobs.N`, counted from 0. A row that
+    somebody writes by hand cannot be refused: it fails, with its reason.
     """
     name = project_for(actor, project)
-    keys = [key] if len(requests) == 1 else [key and f"{key}:{n}" for n in range(len(requests))]
-    return [
-        _submitted(session, actor, request, name, each, allowed)
-        for request, each in zip(requests, keys, strict=True)
-    ]
+    if len(requests) == 1:
+        return [_submitted(session, actor, requests[0], name, key, allowed)]
+    jobs = admission.submit_array(
+        session,
+        requests,
+        actor=actor.name,
+        project=name,
+        keys=[key and f"{key}:{n}" for n in range(len(requests))],
+        allowed=allowed,
+    )
+    accepted: list[Document] = []
+    try:
+        for request, job in zip(requests, jobs, strict=True):
+            accepted.append(_accepted(request, job))
+    except (UsageError, Refusal) as error:
+        raise _of_several(error, len(accepted), len(requests)) from error
+    return accepted
 
 
 def plan(
@@ -94,8 +109,19 @@ def _submitted(
         idempotency_key=key,
         allowed=allowed,
     )
+    return _accepted(request, job)
+
+
+def _accepted(request: JobRequest, job: Job) -> Document:
     _refuse_failed(job)
     return job_document(job) | {"notes": _notes(request, job)}
+
+
+def _of_several(error: UsageError | Refusal, place: int, number: int) -> Refusal:
+    """Which of them it was."""
+    code = error.code if isinstance(error, Refusal) else "invalid_request"
+    told = FieldError(field=f"jobs.{place}", message=error.message[:LONGEST_MESSAGE])
+    return Refusal(code, f"job {place + 1} of {number}: {error.message}", errors=[told])
 
 
 def _refuse_failed(job: Job) -> None:

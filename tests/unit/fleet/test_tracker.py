@@ -20,6 +20,7 @@ class Outlet:
 
     def __init__(self) -> None:
         self.told: list[Ended] = []
+        self.heard = asyncio.Event()
         self.away = False
         self.refused: set[str] = set()
 
@@ -28,6 +29,7 @@ class Outlet:
             return frozenset()
         taken = [e for e in ended if e.job_id not in self.refused]
         self.told += taken
+        self.heard.set()
         return frozenset(e.event_id for e in taken)
 
     @property
@@ -150,6 +152,15 @@ async def test_a_job_that_was_pruned_before_its_end_was_told_stops_nothing(datab
     assert position(database) == 2
 
 
+@pytest.mark.parametrize("request_", [[1], 5, "text", {"webhook": 7}])
+async def test_a_request_that_is_none_has_no_webhook(database: Database, request_: Any):
+    outlet = Outlet()
+    database.run(lambda s: s.add(Job(job_id="odd", request=request_)))
+    database.run(lambda s: events.append(s, actor="d", kind="job.failed", job_id="odd"))
+    await Tracker(database, outlet).round()
+    assert [e.webhook for e in outlet.told] == [None]
+
+
 async def test_an_outlet_that_breaks_is_asked_again(
     database: Database, caplog: pytest.LogCaptureFixture
 ):
@@ -165,8 +176,7 @@ async def test_an_outlet_that_breaks_is_asked_again(
     end(database, "a")
     tracking = asyncio.ensure_future(Tracker(database, outlet, interval=0.001).run())
     async with asyncio.timeout(10):
-        while outlet.names != ["a"]:
-            await asyncio.sleep(0.001)
+        await outlet.heard.wait()
     tracking.cancel()
     assert "crashed and goes on" in caplog.text
 

@@ -346,6 +346,32 @@ def test_nor_does_a_held_one(database: Database, column: str) -> None:
     assert "cannot be read as" in failure(database, "bad")
 
 
+@pytest.mark.parametrize("document", ['{"a": NaN}', '{"a": -Infinity}'])
+@pytest.mark.parametrize("column", ["request", "hyperparams"])
+def test_what_only_python_calls_a_number(database: Database, column: str, document: str) -> None:
+    if database.dialect == "postgresql":
+        pytest.skip("PostgreSQL refuses such a row itself")
+    insert(database, "bad", **{column: document})
+    insert(database, "good")
+    assert admit_new(database) == 2
+    assert f"{column}: " in failure(database, "bad")
+    assert job_of(database, "good").status == "queued"
+
+
+def test_text_in_another_encoding(database: Database) -> None:
+    if database.dialect == "postgresql":
+        pytest.skip("PostgreSQL refuses such a row itself")
+    execute(
+        database,
+        "INSERT INTO jobs (job_id, job_type, request, name) VALUES ('bad', 'COMMAND', :request, CAST(x'6d6f64e8' AS TEXT))",
+        request=COMMAND,
+    )
+    insert(database, "good")
+    assert admit_new(database) == 2
+    assert [job_of(database, name).status for name in ("bad", "good")] == ["queued"] * 2
+    assert job_of(database, "bad").name == "mod\ufffd"
+
+
 DEEP = "[" * 5000 + "]" * 5000
 
 
@@ -398,6 +424,7 @@ def test_json_that_is_no_object(database: Database, document: str) -> None:
     assert admit_new(database) == 2
     assert "JSON object" in failure(database, "one")
     assert "hyperparams" in failure(database, "two")
+    assert (job_of(database, "one").request, job_of(database, "two").hyperparams) == ({}, {})
 
 
 # --- the queue ------------------------------------------------------------------------------------
