@@ -323,6 +323,17 @@ def _contests(record: Record, run: Execution) -> bool:
             return False
 
 
+def _killed_before_its_first_word(ordered: Sequence[Record], job: str, newest: int) -> bool:
+    """Its last attempt, cancelled while the interpreter began: of that nobody wrote anything but the fleet."""
+    return any(
+        r["what"] == "attempt"
+        and r["job"] == job
+        and r["epoch"] > newest
+        and r["outcome"] == "cancelled"
+        for r in ordered
+    )
+
+
 def _wrong_outcomes(ordered: Sequence[Record], runs: Sequence[Execution]) -> list[str]:
     found: list[str] = []
     by_job = _by_job(runs)
@@ -339,6 +350,8 @@ def _wrong_outcomes(ordered: Sequence[Record], runs: Sequence[Execution]) -> lis
             found.append(f"{job} is {last['status']}, and an attempt of it succeeded")
         if (code := last.get("exit_code")) is not None and last["status"] in FINAL and attempts:
             codes = {_as_shell(run.code) for run in attempts[max(attempts)]}
+            if _killed_before_its_first_word(ordered, job, max(attempts)):
+                codes = {143, 137}
             if code not in codes:
                 found.append(f"{job} is said to have exited with {code}; it did with {codes}")
     return found

@@ -936,8 +936,8 @@ QUICK = (
         (
             (
                 "fleet/verbs/prune.py",
-                "(open_attempt, given_up, dependant)",
-                "(open_attempt, dependant)",
+                "(open_attempt, given_up, dependant, held)",
+                "(open_attempt, dependant, held)",
             ),
         ),
         (

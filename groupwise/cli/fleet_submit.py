@@ -40,6 +40,8 @@ class Submission:
 
     documents: list[dict[str, Any]]
     """Of one job each: a `JobRequest`."""
+    places: list[str]
+    """Where each was read, for people; empty where the options alone say it."""
     project: str | None
     idempotency_key: str | None
 
@@ -308,9 +310,10 @@ def submit(
         manifest = _files_of(access, base, file or (), dry_run)
         if manifest:
             base["files"] = manifest
-        documents = [base] if array is None else list(_array(array, base))
-        _check(documents)
-        _submit(access, Submission(documents, project, idempotency_key), wait, dry_run, as_json)
+        read = {"": base} if array is None else _array(array, base)
+        _check(read)
+        asked_for = Submission([*read.values()], [*read], project, idempotency_key)
+        _submit(access, asked_for, wait, dry_run, as_json)
 
 
 def _expect_one_kind(columns: Mapping[str, Any], arguments: Sequence[str]) -> None:
@@ -356,7 +359,7 @@ def _files_of(
         base["reward_function"] = ",".join(
             _reward(found, each) for each in base["reward_function"].split(",")
         )
-    _check([base])  # before anything is sent
+    _check({"": base})  # before anything is sent
     return _kept(access, found, dry_run)
 
 
@@ -424,34 +427,41 @@ def _reward(found: dict[str, Path], word: str) -> str:
 # Arrays
 
 
-def _array(file: Path, base: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A job for each line of a file: what the line says is laid over what the options say."""
+def _array(file: Path, base: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """A job for each line of a file, by its place: what the line says is laid over what the options say."""
     from groupwise.cli.fleet_words import json_object
 
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--array {file} cannot be read: {error}") from None
-    found: list[dict[str, Any]] = []
+    found: dict[str, dict[str, Any]] = {}
     for line_number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         where = f"--array {file}:{line_number}"
         if line.lstrip().startswith("{"):
-            found.append(_laid_over(base, json_object(where, line)))
+            found[where] = _laid_over(base, json_object(where, line))
         else:
-            found.append({**base, "arguments": [*base.get("arguments", ()), *_words(where, line)]})
+            found[where] = {**base, "arguments": [*base.get("arguments", ()), *_words(where, line)]}
     if not found:
         raise UsageError(f"--array {file} has no line: each makes a job.")
     return found
 
 
-def _check(documents: Sequence[Mapping[str, Any]]) -> None:
+def _check(documents: Mapping[str, Mapping[str, Any]]) -> None:
     """What is wrong with the words is told here, the same way for every fleet."""
     from groupwise.fleet.queue.request import from_document
 
-    for each in documents:
-        from_document(each)
+    for place, each in documents.items():
+        try:
+            from_document(each)
+        except UsageError as error:
+            raise UsageError(_at(place, error.message)) from error
+
+
+def _at(place: str, message: str) -> str:
+    return f"{place}: {message}" if place else message
 
 
 def _laid_over(base: Mapping[str, Any], line: Mapping[str, Any]) -> dict[str, Any]:
@@ -485,11 +495,7 @@ def _submit(
         planned = [access.plan(each, project=submission.project) for each in documents]
         _print_plans(planned, as_json)
         return
-    accepted = access.submit_all(
-        documents,
-        project=submission.project,
-        idempotency_key=submission.idempotency_key,
-    )
+    accepted = _accepted(access, submission)
     ids = [each["job_id"] for each in accepted]
     for note in dict.fromkeys(note for each in accepted for note in each["notes"]):
         say(note)
@@ -503,6 +509,24 @@ def _submit(
         if as_json:
             print_json(ended[0] if len(ended) == 1 else ended)
         raise typer.Exit(exit_code_of(ended))
+
+
+def _accepted(access: Fleet, submission: Submission) -> list[dict[str, Any]]:
+    """The jobs; where one of several is refused, the line is told at which it stands."""
+    from groupwise.wire.problems import Refusal
+
+    try:
+        return access.submit_all(
+            submission.documents,
+            project=submission.project,
+            idempotency_key=submission.idempotency_key,
+        )
+    except Refusal as refused:
+        word, _, number = refused.errors[0].field.partition(".") if refused.errors else ("", "", "")
+        if word != "jobs" or not number.isdecimal() or int(number) >= len(submission.places):
+            raise
+        message = refused.errors[0].message
+        raise UsageError(_at(submission.places[int(number)], message)) from refused
 
 
 def _print_plans(planned: Sequence[Mapping[str, Any]], as_json: bool) -> None:

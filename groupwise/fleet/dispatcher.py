@@ -62,6 +62,10 @@ log = logging.getLogger(__name__)
 
 CLAIMED_AT_ONCE = 50
 ADMITTED_AT_ONCE = 200
+MAY_HAVE_LEFT_PROCESSES = frozenset(
+    {RunnerState.CLAIMED, RunnerState.RUNNING, RunnerState.LOST, RunnerState.VOIDED}
+)
+"""Voided too: the folder of what runs may have been removed by hand."""
 NO_PROBE = ("true",)
 """Reconciling asks for attempts only; what the GPUs do is the poller's question."""
 
@@ -320,7 +324,8 @@ class GlobalJobDispatcher:
         except Exception:  # one attempt that cannot be driven must not stop the others; it is tried again at the next renewal
             log.exception("driving epoch %d failed", drive.epoch)
         finally:
-            self._drives.pop(drive.epoch, None)
+            if self._drives.get(drive.epoch, (None,))[0] is drive:
+                del self._drives[drive.epoch]
 
     def _beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """What drives do beside their loop."""
@@ -343,12 +348,17 @@ class GlobalJobDispatcher:
         self._watches.ended(vm_id, watch)
 
     async def _drop_everything(self) -> None:
+        """All that is driven at this moment. What is begun meanwhile, under a lease that could be renewed after all, stays."""
         tasks = [task for _, task in self._drives.values()] + list(self._watching)
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        self._drives.clear()
         self._watches.clear()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for epoch, (_, task) in list(self._drives.items()):
+            if (
+                task.done()
+            ):  # cancelled before it could begin, and so before it could say that it ends
+                del self._drives[epoch]
 
     def _runner(self, machine: Machine) -> Runner:
         host = self._gateway.host(self._parts.host(machine))
@@ -436,7 +446,7 @@ class GlobalJobDispatcher:
 
     async def _empty(self, machine: Machine, runner: Runner, member: LeftBehind) -> None:
         state = await runner.void(member.job_id, member.epoch)
-        if state.state in {RunnerState.CLAIMED, RunnerState.RUNNING, RunnerState.LOST}:
+        if state.state in MAY_HAVE_LEFT_PROCESSES:
             await runner.kill(member.job_id, member.epoch, grace=0.0)
         found = await runner.release(
             member.job_id, member.epoch, gpus=member.gpus, share_mb=member.share_mb,

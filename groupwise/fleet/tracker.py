@@ -162,7 +162,9 @@ class Tracker:
                 if not failing:
                     logger.warning("%s: the events cannot be read: %s", self._outlet.name, error)
                 failing, more = True, False
-            except Exception:  # what stops one outlet must not stop the others, which are told beside it
+            except (
+                Exception
+            ):  # what stops one outlet must not stop the others, which are told beside it
                 if not failing:
                     logger.exception("%s crashed and goes on", self._outlet.name)
                 failing, more = True, False

@@ -1926,7 +1926,9 @@ def kill_leftovers(attempt: Attempt) -> None:
     state = read_json(attempt.at("state.json")) or {}
     if state.get("boot_id") not in (None, boot_id()):
         return
-    belonging = Belonging(attempt, state)  # by their mark where no pid is known: somebody may have removed the folder
+    belonging = Belonging(
+        attempt, state
+    )  # by their mark where no pid is known: somebody may have removed the folder
     if not belonging.kill(KILL_VERB_PATIENCE):
         belonging.group.remove()
 

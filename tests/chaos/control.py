@@ -39,6 +39,20 @@ class MortalGateway(Gateway):
     done = False
 
     async def commit(self, name: str, fn: Callable[[Session], T]) -> T:
+        result = await super().commit(name, self.dying(name, fn))
+        if is_effect(name, result):
+            self.perhaps(f"{name}:after")
+        return result
+
+    async def commit_of(self, epoch: int, name: str, fn: Callable[[Session], T]) -> T:
+        result = await super().commit_of(epoch, name, self.dying(name, fn))
+        if is_effect(name, result):
+            self.perhaps(f"{name}:after")
+        return result
+
+    def dying(self, name: str, fn: Callable[[Session], T]) -> Callable[[Session], T]:
+        """What is written, and is not committed."""
+
         def write(session: Session) -> T:
             result = fn(session)
             session.flush()
@@ -46,10 +60,7 @@ class MortalGateway(Gateway):
                 self.perhaps(f"{name}:before")
             return result
 
-        result = await super().commit(name, write)
-        if is_effect(name, result):
-            self.perhaps(f"{name}:after")
-        return result
+        return write
 
     async def ask(self, name: str, call: Callable[[], Awaitable[T]]) -> T:
         self.perhaps(f"{name}:before")

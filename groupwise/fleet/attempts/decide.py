@@ -286,6 +286,8 @@ def _towards_release(member: MemberView) -> tuple[Effect, ...]:
             return (Kill(member.rank),)
         case Reading.LOST:
             return (Kill(member.rank), CheckRelease(member.rank))
+        case Reading.VOIDED if member.quiet is False:  # its folder was removed while it ran
+            return (Kill(member.rank), CheckRelease(member.rank))
         case _:
             return (CheckRelease(member.rank),)
 

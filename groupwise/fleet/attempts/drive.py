@@ -309,9 +309,7 @@ class Drive:
 
             def note(session: Any) -> None:
                 for rank, silent, elsewhere in changed:
-                    records.contact(
-                        session, epoch, owner, rank, silent=silent, elsewhere=elsewhere
-                    )
+                    records.contact(session, epoch, owner, rank, silent=silent, elsewhere=elsewhere)
 
             await self._desk.gateway.commit("attempt.contact", note)
             row = await self._read()

@@ -14,7 +14,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar, cast
 
 from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
@@ -39,15 +40,26 @@ LOCK_SECONDS = 0.2
 """That all together wait for a lock of somebody else; alone each waits as long as any transaction does."""
 
 
+@dataclass(frozen=True, slots=True)
+class Later(Generic[Result]):
+    """An answer that nobody else is to wait for."""
+
+    task: asyncio.Task[Result]
+
+
 class Gathered(Generic[One, Result]):
     """Requests that come while others are being dealt with; `deal` answers many at once, in their order."""
 
     def __init__(
-        self, deal: Callable[[Sequence[One]], Awaitable[Sequence[Result | BaseException]]]
+        self,
+        deal: Callable[
+            [Sequence[One]], Awaitable[Sequence[Result | BaseException | Later[Result]]]
+        ],
     ) -> None:
         self._deal = deal
         self._waiting: list[tuple[One, asyncio.Future[Result]]] = []
         self._dealing: asyncio.Task[None] | None = None
+        self._slow: set[asyncio.Task[Result]] = set()
 
     async def ask(self, one: One) -> Result:
         """Its answer, or what was raised. Who is cancelled while it is dealt with is held until that is over."""
@@ -73,10 +85,23 @@ class Gathered(Generic[One, Result]):
             except BaseException as error:  # noqa: BLE001
                 found = [error] * len(now)
             for (_, answer), result in zip(now, found, strict=True):
-                if isinstance(result, BaseException):
+                if isinstance(result, Later):
+                    later = cast("Later[Result]", result).task
+                    self._slow.add(later)
+                    later.add_done_callback(partial(self._pass_on, answer))
+                elif isinstance(result, BaseException):
                     answer.set_exception(result)
                 else:
                     answer.set_result(result)
+
+    def _pass_on(self, answer: asyncio.Future[Result], task: asyncio.Task[Result]) -> None:
+        self._slow.discard(task)
+        if task.cancelled():
+            answer.cancel()
+        elif (error := task.exception()) is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(task.result())
 
 
 async def _settled(answer: asyncio.Future[Any]) -> None:
@@ -114,8 +139,10 @@ class Writes:
                 return [error] * len(writes)
             except Exception:  # noqa: BLE001  # of one of them, nobody knows which: each is told its own below
                 pass
-        alone = (self._database.in_thread(write.fn) for write in writes)
-        return await asyncio.gather(*alone, return_exceptions=True)
+        alone = [asyncio.create_task(self._database.in_thread(write.fn)) for write in writes]
+        # One that waits for a lock of somebody else's is not waited for by those that come after it.
+        await asyncio.wait(alone, timeout=LOCK_SECONDS)
+        return [Later(task) for task in alone]
 
 
 class Reads(Generic[One, Result]):

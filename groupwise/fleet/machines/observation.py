@@ -311,7 +311,10 @@ def _write_gpus(session: Session, vm: VM, asked_at: float, now: float, seen: Obs
         if shown.uuid in twice:
             judged = Observed.DEGRADED, "its UUID was shown twice"
         if twin := twins.get(gpu.gpu_id):
-            judged = Observed.DEGRADED, f"{twin} has the same one: the machine stands in the fleet twice"
+            judged = (
+                Observed.DEGRADED,
+                f"{twin} has the same one: the machine stands in the fleet twice",
+            )
         if judged[0] is Observed.OK and gpu.observed == Observed.FOREIGN_BUSY and not apps_known:
             judged = Observed.FOREIGN_BUSY, gpu.detail
         more |= _set_observed(session, gpu, *judged)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import logging
+import re
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -70,10 +71,14 @@ MOST_WORDS = 4000
 PORTION = 500
 """Jobs of an array that are written and admitted together: more of them would save nothing, and make long statements."""
 ADMISSION = "admission"
+_KEPT = frozenset({"job_id", "status", "project", "generation", "idempotency_key", "request_hash"})
+"""Columns of a row that no reading of it has to do without."""
 
 log = logging.getLogger(__name__)
 
 _JOBS: Table = Job.__table__  # pyright: ignore[reportAssignmentType] — a mapped class's table is a Table
+_TIME = re.compile(r"\d{4}-\d\d-\d\d([ T]\d\d:\d\d(:\d\d(\.\d+)?)?)?(Z|[+-]\d\d:\d\d)?", re.ASCII)
+"""As SQLite reads times; Python reads more, and what the database does not read it does not let be written again."""
 _WAITING: ColumnElement[bool] = literal_column("jobs.status IN ('queued', 'pending', 'held')")
 """Written out as in the index of waiting jobs."""
 
@@ -155,10 +160,8 @@ def _submit_portion(
         ids.append(_new_id() if same is None else same.job_id)
         if same is None:
             rows.append(_written(request, digest, actor, project, ids[-1], key))
-    if rows and not _inserted(
-        session, rows
-    ):  # whose it is, and whether it is the same, is seen one by one
-        for request, key in portion:
+    if rows and not _inserted(session, rows):
+        for request, key in portion:  # which of them it was, and whether it is the same
             yield submit(
                 session,
                 request,
@@ -249,9 +252,10 @@ def _by_key(session: Session, project: str, keys: Sequence[str]) -> dict[str, Jo
 
 def _repeated(there: Job | None, job_id: str | None, digest: str) -> Job | None:
     """The job of a key, where it is the same once more. Raises `idempotency_key_reused`."""
-    if there is not None:
-        if there.request_hash != digest or job_id not in (None, there.job_id):
-            raise Refusal("idempotency_key_reused")
+    if there is None:
+        return None
+    if there.request_hash != digest or job_id not in (None, there.job_id):
+        raise Refusal("idempotency_key_reused")
     return there
 
 
@@ -311,12 +315,15 @@ def _give_up(session: Session, job_id: str, error: Exception) -> int:
     """A row that admission broke at has failed, with all that can be said about it."""
     log.error("job %r cannot be admitted", job_id, exc_info=error)
     status = session.scalar(select(Job.status).where(Job.job_id == job_id))
+    because = [f"it cannot be read: {type(error).__name__}: {error}"]
     row = _Row({"job_id": job_id, "status": status})
     try:
         with session.begin_nested():
-            _refuse(session, row, [f"it cannot be read: {type(error).__name__}: {error}"])
-    except DBAPIError:
-        return 0  # nor can it be written: it stays as it is, in nobody's way
+            _refuse(session, row, because)
+    except DBAPIError:  # the database does not let it stay as it is
+        emptied = {column.name: "" for column in _JOBS.columns if column.name not in _KEPT}
+        with session.begin_nested():
+            _refuse(session, _Row(row.values, emptied), because)
     return 1
 
 
@@ -516,6 +523,8 @@ def _row(raw: Mapping[str, Any], dialect: Dialect) -> _Row:
 def _value(kind: Any, value: Any, dialect: Dialect) -> Any:
     """The value of a column as mapped rows have it; ValueError or TypeError where it is of another type."""
     wanted = _type_of(kind)
+    if wanted is datetime and value is not None and not _TIME.fullmatch(str(value)):
+        raise ValueError(value)
     if wanted is bool and value not in (0, 1, None):
         raise TypeError(value)
     read = kind.dialect_impl(dialect).result_processor(dialect, None)

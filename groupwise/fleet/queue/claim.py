@@ -14,14 +14,27 @@ Locks are taken in one order everywhere: jobs, projects, machines, marking.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Table, bindparam, func, insert, null, select, tuple_, update
+from sqlalchemy import (
+    ColumnElement,
+    Table,
+    and_,
+    bindparam,
+    func,
+    insert,
+    null,
+    select,
+    tuple_,
+    update,
+)
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
+from groupwise.errors import UsageError
 from groupwise.fleet.queue import capacity, kinds
 from groupwise.fleet.queue.capacity import QUEUED, RankKey, Unmet, View
 from groupwise.fleet.queue.failures import FailureClass
@@ -41,6 +54,8 @@ from groupwise.fleet.store.tables import (
     this_moment,
 )
 from groupwise.hosts.spec import as_json
+
+log = logging.getLogger(__name__)
 
 MOST_MARKED = 100
 """Jobs that become pending in one transaction; the rest follows in the next."""
@@ -189,8 +204,12 @@ def _earlier_attempts(session: Session, jobs: Sequence[_Candidate]) -> dict[str,
     generations = {job.job_id: job.generation for job in jobs}
     rows = session.execute(
         select(
-            Attempt.job_id, Attempt.generation, Attempt.number, Attempt.outcome,
-            Attempt.failure_class, Member.vm_id,
+            Attempt.job_id,
+            Attempt.generation,
+            Attempt.number,
+            Attempt.outcome,
+            Attempt.failure_class,
+            Member.vm_id,
         )
         .join(Member, Member.epoch == Attempt.epoch)
         .where(Attempt.job_id.in_(generations))
@@ -201,7 +220,9 @@ def _earlier_attempts(session: Session, jobs: Sequence[_Candidate]) -> dict[str,
         if row.generation != generations[row.job_id]:
             continue
         earlier = found.setdefault(row.job_id, _Earlier())
-        earlier.number = row.number + (row.outcome != Outcome.VOID)  # one that never ran is no attempt
+        earlier.number = row.number + (
+            row.outcome != Outcome.VOID
+        )  # one that never ran is no attempt
         earlier.previous_failure = row.failure_class or earlier.previous_failure
         if row.failure_class in ELSEWHERE:
             earlier.avoid.add(row.vm_id)
@@ -485,7 +506,13 @@ def _smaller_spec(session: Session, job: _Candidate) -> dict[str, Any] | None:
         return None
     row = session.get_one(Job, job.job_id)
     columns = {name: getattr(row, name) for name in Columns.model_fields}
-    spec = kinds.smaller({**columns, "job_id": row.job_id, "request": row.request}, times)
+    try:
+        spec = kinds.smaller({**columns, "job_id": row.job_id, "request": row.request}, times)
+    except (
+        UsageError
+    ) as error:  # its kind has gone, or is another one by now: the frozen command is what there is
+        log.warning("%s is tried again with the batch that it had: %s", job.job_id, error)
+        return None
     return None if spec is None else as_json(spec)
 
 
@@ -538,6 +565,12 @@ def _wait_for_job(session: Session, job: _Candidate, unmet: Unmet, actor: str) -
     capacity.tell_of_jobs(session, [job.job_id], JobStatus.QUEUED, to, actor, detail)
 
 
+def _depends() -> ColumnElement[bool]:
+    """It is to come after other jobs."""
+    after = Job.request["after"].as_string()
+    return and_(after.is_not(None), after.not_in(("[]", "null")))
+
+
 def _wait_for_room(
     session: Session, job: _Candidate, why: Blocked, found: View, actor: str, most: int
 ) -> int:
@@ -545,7 +578,13 @@ def _wait_for_room(
     query = (
         select(Job.job_id)
         .where(
-            QUEUED, Job.shape == job.shape, Job.rank >= job.rank, Job.cancel_requested_at.is_(None)
+            QUEUED,
+            Job.shape == job.shape,
+            Job.rank >= job.rank,
+            Job.cancel_requested_at.is_(None),
+            # Who waits for a job, or for a time, does not wait for room: it is looked at when it is its turn.
+            Job.not_before <= found.now,
+            ~_depends(),
         )
         .order_by(Job.rank, Job.job_id)
         .limit(most)

@@ -125,7 +125,9 @@ def _load(place: str) -> Kind:
     return kind
 
 
+@cache
 def _announced() -> dict[str, str]:
+    """Looked up once: to go through all installed packages takes longer than all else of admitting a job."""
     return {point.name: point.value for point in metadata.entry_points(group=ENTRY_POINTS)}
 
 

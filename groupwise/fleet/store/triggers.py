@@ -133,6 +133,13 @@ def _of_jobs() -> Iterator[Rule]:
         "what an admitted job runs does not change: cancel it and submit another",
     )
     yield Rule(
+        "job_request",
+        "jobs",
+        "UPDATE",
+        "OLD.admitted_at IS NOT NULL AND NEW.request <~> OLD.request",
+        "what was asked of an admitted job does not change: cancel it and submit another",
+    )
+    yield Rule(
         "job_named", "jobs", "UPDATE", "NEW.job_id <> OLD.job_id", "the id of a job does not change"
     )
 
@@ -308,6 +315,13 @@ def _of_machines(dialect: str) -> Iterator[Rule]:
         wrong |= {name: f"typeof(NEW.{name}) NOT IN {kinds}" for name, kinds in _NUMBERS.items()}
         wrong["last_polled"] = "NEW.last_polled IS NOT NULL AND julianday(NEW.last_polled) IS NULL"
     for on in ("INSERT", "UPDATE"):
+        yield Rule(
+            f"vm_deadman_{on.lower()}_finite",
+            "vms",
+            on,
+            "NEW.deadman IS NOT NULL AND NOT (NEW.deadman > 0 AND NEW.deadman < 1e9)",
+            "deadman of a machine: seconds are wanted, or NULL for none",
+        )
         for column, refused in wrong.items():
             kind = MACHINE_DOCUMENTS.get(column)
             wanted = f"a JSON {kind} is wanted" if kind else "this is no value for it"

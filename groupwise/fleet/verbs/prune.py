@@ -24,6 +24,7 @@ from groupwise.fleet.verbs.actor import Actor
 from groupwise.fleet.verbs.documents import Document
 from groupwise.fleet.verbs.find import job as find_job
 from groupwise.hosts.files import BlobStore
+from groupwise.wire.problems import Refusal
 
 
 def old_jobs(
@@ -51,7 +52,10 @@ def old_jobs(
 
 def remove(session: Session, actor: Actor, job_id: str) -> bool:
     """Remove the rows of a job; False where it runs again, or something of it has turned out to be needed."""
-    job = find_job(session, actor, job_id, lock=True)
+    try:
+        job = find_job(session, actor, job_id, lock=True)
+    except Refusal:  # somebody else prunes too
+        return False
     if job.status not in FINAL or not _nothing_needs(session, job_id):
         return False
     epochs = select(Attempt.epoch).where(Attempt.job_id == job_id)
@@ -91,9 +95,16 @@ def _nothing_needs(session: Session, job_id: str) -> bool:
     )
     waiting = aliased(Job)
     dependant = select(waiting.job_id).where(
-        waiting.blocked_on == job_id, waiting.status.not_in(FINAL)
+        waiting.status.not_in(FINAL),
+        (waiting.blocked_on == job_id)
+        | waiting.request["after"].as_string().contains(job_id, autoescape=True),
     )
-    needed = (open_attempt, given_up, dependant)
+    held = (
+        select(Reservation.reservation_id)
+        .join(Attempt, Attempt.epoch == Reservation.epoch)
+        .where(Attempt.job_id == job_id, Reservation.released_at.is_(None))
+    )
+    needed = (open_attempt, given_up, dependant, held)
     return all(session.scalar(query.limit(1)) is None for query in needed)
 
 

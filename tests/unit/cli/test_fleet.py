@@ -112,6 +112,26 @@ def test_an_array_has_a_job_for_each_line(seen: Command, tmp_path: Path) -> None
     assert two["request"]["environment"] == {"A": "1", "B": "2"}
 
 
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"priority": "high"}', "priority"),
+        ('{"output_dir": "../elsewhere"}', "output_dir"),
+        ("it 'is open", "quotes"),
+    ],
+)
+def test_the_line_of_an_array_that_is_wrong_is_told(
+    seen: Command, tmp_path: Path, line: str, words: str
+) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text(f"--seed 1\n\n{line}\n--seed 2\n")
+    code, _, err = seen("submit", "--gpus", "0", "--array", str(file), "--", "true")
+    assert code == 2
+    assert f"--array {file}:3: " in err
+    assert words in err
+    assert "no jobs" in seen("jobs")[2]
+
+
 def test_one_key_is_one_job(seen: Command) -> None:
     first = submitted(seen, "--idempotency-key", "k", "--", "true")
     assert submitted(seen, "--idempotency-key", "k", "--", "true") == first

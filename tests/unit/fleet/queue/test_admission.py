@@ -5,14 +5,16 @@
 3. A row that cannot be read stops nobody, and can be looked at afterwards.
 4. Nothing that a row names is imported.
 5. The queue is fair between projects, and priority is worth hours.
+6. Many at once become what they would have become one after the other, in few statements.
 """
 
 import json
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from sqlalchemy import select, text
+from sqlalchemy import event, select, text
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -306,11 +308,126 @@ def test_an_admitted_job_is_not_admitted_again(database: Database) -> None:
     insert(database, "j")
     assert admit_new(database) == 1
     before = job_of(database, "j")
-    execute(database, "UPDATE jobs SET request = :other", other=OTHER.model_dump_json())
+    with pytest.raises(IntegrityError, match="does not change"):
+        execute(database, "UPDATE jobs SET request = :other", other=OTHER.model_dump_json())
     assert admit_new(database) == 0
     after = job_of(database, "j")
     assert (after.spec, after.spec_hash, after.rank) == (before.spec, before.spec_hash, before.rank)
     assert kinds_of_events(database, "j") == ["job.queued"]
+
+
+# --- many at once ---------------------------------------------------------------------------------
+
+VARIED = [
+    {"arguments": ["true"], "resources": {"gpus": 1}, "name": "plain"},
+    {"arguments": ["true"], "resources": {"gpus": 1}, "hold": True},
+    {"arguments": ["true", "it"], "resources": {"gpus": 2, "machines": 2}, "priority": 3},
+    {"arguments": ["true"], "name": "nobody knows how many GPUs"},
+    {"arguments": ["true"], "resources": {"gpus": 0}, "max_steps": 7, "labels": {"a": "b"}},
+    {"arguments": ["true"], "resources": {"gpus": 1}, "after": ["there:ok"]},
+    {"job_type": "DANCE", "resources": {"gpus": 1}},
+    {"arguments": ["true"], "resources": {"gpus": 1}, "environment": {"A": "1"}},
+]
+
+
+def array_of(
+    database: Database, requests: Sequence[JobRequest], key: str | None = None, project: str = "p"
+) -> list[Job]:
+    """As a user's program submits them, with a key for each."""
+    keys = [key and f"{key}:{n}" for n in range(len(requests))]
+    return database.run(
+        lambda s: list(
+            admission.submit_array(s, requests, actor="user:x", project=project, keys=keys)
+        )
+    )
+
+
+@pytest.fixture
+def small_portions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "PORTION", 3)
+
+
+def told(database: Database, jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    """All that the database says of them but who and when they are; times beside that of the first."""
+    first = jobs[0]
+    whenever = {"job_id", "idempotency_key", "created_at", "end_time"}
+    found: list[dict[str, Any]] = []
+    for job in jobs:
+        row = {c.name: getattr(job, c.name) for c in Job.__table__.columns}
+        for name in ("admitted_at", "waiting_since"):
+            row[name] = row[name] is not None
+        row["rank"] = None if job.rank is None else round(job.rank - (first.rank or 0.0), 3)
+        row["events"] = kinds_of_events(database, job.job_id)
+        found.append({name: value for name, value in row.items() if name not in whenever})
+    return found
+
+
+@pytest.mark.usefixtures("small_portions")
+def test_many_at_once_become_what_they_become_one_by_one(database: Database) -> None:
+    requests = [from_document(each) for each in VARIED]
+    submit(database, "there", project="p", gpus=1)
+    execute(database, "UPDATE projects SET virtual_time = 0")
+    together = array_of(database, requests)
+    execute(database, "UPDATE projects SET virtual_time = 0")
+    one_by_one = [submit_with(database, each, project="p") for each in requests]
+    assert told(database, together) == told(database, one_by_one)
+    assert [job.status for job in together].count("failed") == 1
+    assert together[0].name == "plain"
+
+
+def test_many_at_once_stand_in_the_queue_in_their_order(database: Database) -> None:
+    """Though their ids are drawn, and the times at which they were made may be one."""
+    made = array_of(database, [REQUEST] * 12)
+    assert in_order(database) == [job.job_id for job in made]
+
+
+@pytest.mark.usefixtures("small_portions")
+def test_an_array_counts_towards_what_may_wait(database: Database) -> None:
+    database.run(lambda s: s.add(Project(name="p", max_waiting=5)))
+    submit(database, project="p", gpus=1)
+    made = array_of(database, [REQUEST] * 6)
+    assert [job.status for job in made] == ["queued"] * 4 + ["failed"] * 2
+    assert "has 5 jobs waiting and may have 5" in (made[4].failure_reason or "")
+
+
+def test_many_at_once_are_few_statements(database: Database) -> None:
+    counted: list[str] = []
+    counts = lambda connection, cursor, statement, *_: counted.append(statement)  # noqa: E731
+    event.listen(database.engine, "before_cursor_execute", counts)
+    array_of(database, [REQUEST] * 200, "k")
+    event.remove(database.engine, "before_cursor_execute", counts)
+    assert len(counted) < 40
+
+
+@pytest.mark.usefixtures("small_portions")
+def test_one_key_one_array(database: Database) -> None:
+    first = [job.job_id for job in array_of(database, [REQUEST] * 4, "k")]
+    again = [job.job_id for job in array_of(database, [REQUEST] * 4, "k")]
+    longer = [job.job_id for job in array_of(database, [REQUEST] * 5, "k")]
+    assert first == again == longer[:4]
+    assert len(database.run(lambda s: s.scalars(select(Job)).all())) == 5
+    with pytest.raises(Refusal) as refused:
+        array_of(database, [REQUEST, OTHER], "k")
+    assert refused.value.code == "idempotency_key_reused"
+
+
+@pytest.mark.usefixtures("small_portions")
+def test_an_array_that_loses_the_race_gets_the_jobs_of_the_other(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of the first become visible between the second's look and its insert, some of them."""
+    first = array_of(database, [REQUEST] * 2, "k")
+    real, looks = admission._by_key, list[str]()
+
+    def blind_at_first(*given: Any) -> dict[str, Job]:
+        looks.append("look")
+        return {} if len(looks) == 1 else real(*given)
+
+    monkeypatch.setattr(admission, "_by_key", blind_at_first)
+    second = array_of(database, [REQUEST] * 4, "k")
+    assert [job.job_id for job in second[:2]] == [job.job_id for job in first]
+    assert [job.status for job in second] == ["queued"] * 4
+    assert in_order(database) == [job.job_id for job in second]
 
 
 # --- rows that cannot be read ---------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """From a row to a command."""
 
+from functools import cache
 from importlib import metadata
 from typing import Any
 
@@ -42,6 +43,7 @@ def announce(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setattr(
         metadata, "entry_points", lambda group: [point] if group == kinds.ENTRY_POINTS else []
     )
+    monkeypatch.setattr(kinds, "_announced", cache(kinds._announced.__wrapped__))
 
 
 def test_a_command_is_its_arguments() -> None:

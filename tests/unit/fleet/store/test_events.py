@@ -12,7 +12,7 @@ from groupwise.fleet.store.tables import Event
 
 def happens(**more: object) -> Callable[[Session], int]:
     given = {"actor": "user:ada", "kind": events.JOB_QUEUED, **more}
-    return lambda session: events.append(session, **given)  # pyright: ignore[reportArgumentType]
+    return lambda session: events.append(session, **given)  # pyright: ignore[reportArgumentType, reportReturnType]
 
 
 def read(database: Database, position: int = 0, limit: int = 100) -> list[int]:

@@ -121,6 +121,46 @@ def test_what_can_never_run_is_refused_and_leaves_nothing(small: Any) -> None:
     assert small.do(jobs.listing, jobs.JobFilter()) == []
 
 
+WRONG: dict[str, dict[str, Any]] = {
+    "it cannot be written": {"name": "\0"},
+    "it could never run": {"output_dir": "../elsewhere"},
+}
+
+
+@pytest.mark.parametrize("second", WRONG)
+@pytest.mark.parametrize("first", WRONG)
+def test_the_first_of_several_that_is_wrong_is_told(small: Any, first: str, second: str) -> None:
+    """Whenever in the course of it that is found out."""
+    small.machine("vm-1")
+    several = [request(), request(), request(**WRONG[first]), request(), request(**WRONG[second])]
+    with pytest.raises(Refusal) as refused:
+        small.do(submission.submit_all, several, key="k")
+    (name,) = WRONG[first]
+    assert refused.value.code == "invalid_request"
+    assert refused.value.detail.startswith(f"job 3 of 5: {name}")
+    (told,) = refused.value.errors
+    assert (told.field, told.message.partition(" ")[0].rstrip(":")) == ("jobs.2", name)
+    assert small.do(jobs.listing, jobs.JobFilter()) == []
+    assert small.events() == []
+
+
+def test_a_key_that_had_another_job_is_told_with_its_place(small: Any) -> None:
+    small.machine("vm-1")
+    small.do(submission.submit_all, [request(name="a"), request(name="b")], key="k")
+    with pytest.raises(Refusal, match=r"job 2 of 2: ") as refused:
+        small.do(submission.submit_all, [request(name="a"), request(name="c")], key="k")
+    assert refused.value.code == "idempotency_key_reused"
+
+
+def test_no_more_of_an_array_than_may_wait_is_none_of_it(small: Any) -> None:
+    small.machine("vm-1")
+    small.do(projects.change, "default", max_waiting=3)
+    with pytest.raises(Refusal, match=r"job 4 of 5: .* may have 3"):
+        small.do(submission.submit_all, [request()] * 5)
+    assert small.do(jobs.listing, jobs.JobFilter()) == []
+    assert len(small.do(submission.submit_all, [request()] * 3)) == 3
+
+
 def test_an_array_is_one_transaction_and_one_key(small: Any) -> None:
     small.machine("vm-1")
     both = [request(name="a"), request(name="b")]
