@@ -66,6 +66,17 @@ def test_a_history_in_which_every_promise_was_kept_is_not_objected_to() -> None:
     assert_kept(good().records)
 
 
+def killed_early(code: int) -> Written:
+    """Its second attempt is cancelled before the trainer can write that it begins."""
+    h = good().start("d", 6).stop("d", 6, 1).attempt("d", 6, "failed", "crashed")
+    h.add("cancel_requested", job="d").attempt("d", 7, "cancelled")
+    return h.status("d", "cancelled", exit_code=code)
+
+
+def test_one_that_was_killed_before_its_first_word_has_the_code_of_a_signal() -> None:
+    assert_kept(killed_early(143).records)
+
+
 PLANTED: dict[str, tuple[Callable[[], Written], str]] = {
     "lost": (lambda: good().add("accepted", job="d"), "d was accepted and is nowhere"),
     "stuck": (
@@ -110,6 +121,10 @@ PLANTED: dict[str, tuple[Callable[[], Written], str]] = {
     "wrong code": (
         lambda: good().start("d", 6).stop("d", 6, 3).status("d", "failed", exit_code=4),
         "is said to have exited with 4",
+    ),
+    "wrong code of one that was killed early": (
+        lambda: killed_early(1),
+        "is said to have exited with 1",
     ),
     "run again": (
         lambda: good().start("d", 6).stop("d", 6, 0).start("d", 7).stop("d", 7, 0),
