@@ -16,7 +16,18 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from sqlalchemy import JSON, Boolean, Column, Float, Index, Integer, Table, Text, UniqueConstraint
+from sqlalchemy import (
+    JSON,
+    Boolean,
+    Column,
+    Constraint,
+    Float,
+    Index,
+    Integer,
+    Table,
+    Text,
+    UniqueConstraint,
+)
 from sqlalchemy.types import TypeEngine
 
 from groupwise.fleet import states
@@ -392,14 +403,19 @@ def _of_replacements() -> Iterator[Rule]:
 
 
 def _keys(table: Table) -> Iterator[tuple[Sequence[str], str]]:
-    """Columns that no two rows share, and among which rows; a whole number that counts by itself is none before it is given."""
+    """Columns that no two rows share, and among which rows; a whole number that counts by itself is none before it is given. In the
+    same order in every process: SQLAlchemy keeps them as sets."""
     yield [column.name for column in table.primary_key.columns], ""
-    for constraint in table.constraints:
+    for constraint in sorted(table.constraints, key=_name):
         if isinstance(constraint, UniqueConstraint):
             yield [column.name for column in constraint.columns], ""
-    for index in table.indexes:
+    for index in sorted(table.indexes, key=_name):
         if index.unique:
             yield [column.name for column in index.columns], _among(index)
+
+
+def _name(named: Constraint | Index) -> str:
+    return str(named.name)
 
 
 def _among(index: Index) -> str:

@@ -161,3 +161,15 @@ def test_what_others_have_made_stays(database: Database) -> None:
     migrate(database)
     execute(database, "INSERT INTO jobs (job_id) VALUES ('j')")
     assert database.read(lambda s: s.execute(text("SELECT * FROM my_jobs")).scalar()) == "j"
+
+
+def test_every_process_makes_the_same_triggers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SQLAlchemy keeps indexes and constraints as sets, whose order differs from process to process."""
+    made = {dialect: list(triggers.statements(dialect)) for dialect in ("sqlite", "postgresql")}
+    for table in Base.metadata.tables.values():
+        for of in ("indexes", "constraints"):
+            named = sorted(getattr(table, of), key=lambda each: str(each.name))
+            for order in (named, named[::-1]):
+                monkeypatch.setattr(table, of, order)
+                for dialect, statements in made.items():
+                    assert list(triggers.statements(dialect)) == statements, (table.name, of)
