@@ -2,10 +2,13 @@
 
 Two things cannot: NUL, which ends a string for PostgreSQL and for every program, and half a character, which is what Python makes of bytes
 that are no UTF-8 (an argument or a file's name in another encoding). Whoever submits such a thing is told where it stands.
+
+Rows by hand may hold them all the same, and numbers beyond all bounds, which JSON cannot say either: `sayable` is what can be told of those.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -27,3 +30,16 @@ def text_problems(value: Any, place: str) -> Iterator[str]:
     elif isinstance(value, Sequence) and not isinstance(value, bytes):
         for number, inner in enumerate(cast("Sequence[Any]", value)):
             yield from text_problems(inner, f"{place}.{number}")
+
+
+def sayable(value: Any) -> Any:
+    """A document as JSON can say it: null for NaN and infinities, `?` for half a character."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, Mapping):
+        return {sayable(k): sayable(v) for k, v in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [sayable(inner) for inner in cast("Sequence[Any]", value)]
+    return value

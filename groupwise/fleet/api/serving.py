@@ -18,6 +18,7 @@ from sqlalchemy.exc import DataError
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.doorbells.port import Doorbell
+from groupwise.fleet.passable import sayable
 from groupwise.fleet.secrets import UNLESS_TOLD, AllowedSecrets
 from groupwise.fleet.store.database import Database, DatabaseFailure
 from groupwise.fleet.verbs.actor import Actor
@@ -107,5 +108,8 @@ AskedHere = Annotated[Asked, Depends(asked)]
 
 
 def document(value: Any, status: int = 200) -> Response:
-    """A document as a response."""
-    return JSONResponse(value, status)
+    """A document as a response, whatever somebody has written into a row."""
+    try:
+        return JSONResponse(value, status)
+    except ValueError:  # a number or a text that JSON has no words for
+        return JSONResponse(sayable(value), status)

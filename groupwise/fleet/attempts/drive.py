@@ -68,6 +68,8 @@ class Part:
     rank: int
     spec: Any
     """A `JobSpec` as JSON."""
+    log_offset: int
+    """How much of the log is on the control side's disk for certain, as the database said when this was made."""
 
 
 class LogMirror(Protocol):
@@ -536,7 +538,7 @@ class Drive:
     def _part(self, row: Snapshot, member: MemberRow) -> Part:
         return Part(
             self._desk.runner(member.machine), self._desk.owner, row.job_id, row.generation,
-            row.epoch, member.rank, row.spec,
+            row.epoch, member.rank, row.spec, member.log_offset,
         )  # fmt: skip
 
     def _fetch_beside(self, row: Snapshot, member: MemberRow) -> None:

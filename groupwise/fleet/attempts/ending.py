@@ -13,11 +13,11 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, select, update
+from sqlalchemy import Table, bindparam, select, update
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.attempts.decide import Move
-from groupwise.fleet.attempts.records import guarded
+from groupwise.fleet.attempts.records import guarded, members_of
 from groupwise.fleet.queue import capacity
 from groupwise.fleet.queue.failures import FailureClass, JobFacts, RetryPolicy, Verdict, after_end
 from groupwise.fleet.queue.request import Beyond
@@ -236,7 +236,7 @@ def release(session: Session, epoch: int, owner: str, rank: int) -> None:
     member = session.get_one(Member, (epoch, rank))
     member.released = True
     session.flush()
-    _close(session, Reservation.epoch == epoch, Reservation.rank == rank)
+    _close(session, epoch, rank)
     _perhaps_clean(session, attempt, owner)
     capacity.wake(session, vm_ids=[member.vm_id], actor=_actor(owner))
 
@@ -248,7 +248,7 @@ def abandon(session: Session, epoch: int, owner: str, rank: int) -> None:
     member = session.get_one(Member, (epoch, rank), populate_existing=True)
     member.handle = {**member.handle, "abandoned": True}
     session.flush()
-    _close(session, Reservation.epoch == epoch, Reservation.rank == rank)
+    _close(session, epoch, rank)
     _perhaps_clean(session, attempt, owner)
     capacity.wake(session, vm_ids=[member.vm_id], actor=_actor(owner))
 
@@ -257,21 +257,28 @@ def _give_back_all(session: Session, attempt: Attempt, owner: str) -> list[str]:
     """It never ran, and every machine that was told of it has made sure that it never will. The machines."""
     here = update(Member).where(Member.epoch == attempt.epoch).values(released=True)
     vm_ids = list(session.scalars(here.returning(Member.vm_id)))
-    _close(session, Reservation.epoch == attempt.epoch)
+    _close(session, attempt.epoch)
     _clean(session, attempt, owner)
     return vm_ids
 
 
-def _close(session: Session, *which: ColumnElement[bool]) -> None:
-    session.execute(
-        update(Reservation)
-        .where(*which, Reservation.released_at.is_(None))
-        .values(released_at=seconds(session))
-    )
+def _close(session: Session, epoch: int, rank: int | None = None) -> None:
+    """Of one member, or of all."""
+    given = {"of_epoch": epoch, "of_rank": rank, "now": seconds(session)}
+    session.execute(_CLOSED if rank is None else _CLOSED_OF_RANK, given)
+
+
+_HELD: Table = Reservation.__table__  # pyright: ignore[reportAssignmentType] — a mapped class's table is a Table
+_CLOSED = (
+    update(_HELD)
+    .where(_HELD.c.epoch == bindparam("of_epoch"), _HELD.c.released_at.is_(None))
+    .values(released_at=bindparam("now"))
+)
+_CLOSED_OF_RANK = _CLOSED.where(_HELD.c.rank == bindparam("of_rank"))
 
 
 def _perhaps_clean(session: Session, attempt: Attempt, owner: str) -> None:
-    members = session.scalars(select(Member).where(Member.epoch == attempt.epoch)).all()
+    members = members_of(session, attempt.epoch)
     if all(m.released or m.handle.get("abandoned") for m in members):
         _clean(session, attempt, owner)
 

@@ -392,16 +392,36 @@ _GUARDED = (
     .order_by(Attempt.epoch)
     .with_for_update(key_share=True)
 )
-_LOCKED, _READ = "groupwise_attempts", "groupwise_members"
+_LOCKED, _READ, _BLAMED = "groupwise_attempts", "groupwise_members", "groupwise_blamed"
 
 
 def lock(session: Session, epochs: Iterable[int]) -> None:
-    """Attempts that are about to be written, with their members, at once; `guarded` then finds them. To be called first."""
+    """Attempts that are about to be written, with their members, at once; `guarded` and `members_of` then find them. To be called first."""
     given = {"epochs": sorted(set(epochs))}
     session.info[_LOCKED] = {each.epoch: each for each in session.scalars(_GUARDED, given)}
-    members = select(Member).where(Member.epoch.in_(_GIVEN))
-    # kept, lest the session forgets them
-    session.info[_READ] = session.scalars(members, given).all()
+    of: dict[int, list[Member]] = {epoch: [] for epoch in given["epochs"]}
+    blamed: set[int] = set()
+    for member, failures in session.execute(_WITH_FAILURES, given):
+        of[member.epoch].append(member)
+        if failures:
+            blamed.add(member.epoch)
+    session.info[_READ], session.info[_BLAMED] = of, blamed
+
+
+_WITH_FAILURES = (
+    select(Member, VM.launch_failures)
+    .join(VM, VM.vm_id == Member.vm_id)
+    .where(Member.epoch.in_(_GIVEN))
+    .order_by(Member.epoch, Member.rank)
+)
+
+
+def members_of(session: Session, epoch: int) -> Sequence[Member]:
+    """In the order of their ranks."""
+    read: dict[int, list[Member]] = session.info.get(_READ, {})
+    if epoch in read:
+        return read[epoch]
+    return session.scalars(select(Member).where(Member.epoch == epoch).order_by(Member.rank)).all()
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------
@@ -423,7 +443,9 @@ def move(session: Session, epoch: int, owner: str, to: AttemptState) -> None:
 def _begin(session: Session, attempt: Attempt) -> None:
     """All members run, so their machines can launch."""
     attempt.running_at = seconds(session)
-    session.execute(_LAUNCHES, {"epoch": attempt.epoch})
+    blamed: set[int] | None = session.info.get(_BLAMED)
+    if blamed is None or attempt.epoch in blamed:
+        session.execute(_LAUNCHES, {"epoch": attempt.epoch})
 
 
 _MACHINES: Table = VM.__table__  # pyright: ignore[reportAssignmentType] — a mapped class's table is a Table
@@ -482,8 +504,8 @@ def contact(
 
 def _sum_up_contact(session: Session, attempt: Attempt, owner: str, vm_id: str) -> None:
     """An attempt is unreachable since the first of its members is."""
-    rows = session.scalars(select(Member).where(Member.epoch == attempt.epoch))
-    since = [m.handle["silent_since"] for m in rows if "silent_since" in m.handle]
+    members = members_of(session, attempt.epoch)
+    since = [m.handle["silent_since"] for m in members if "silent_since" in m.handle]
     before = attempt.contact
     attempt.contact = Contact.UNREACHABLE if since else Contact.OK
     attempt.unreachable_since = min(since, default=None)

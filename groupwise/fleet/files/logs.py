@@ -164,33 +164,28 @@ class LogMirror:
 
     async def catch_up(self, part: Part, size: int) -> None:
         """Fetch what is missing of the first `size` bytes. Safe to repeat, and to cancel. Raises HostError, OSError, Stale."""
-        path, here, reported = await self._begin(part)
+        path, here = await self._begin(part)
         while here < size:
             piece = await part.runner.log(part.job_id, part.epoch, here, limit=PIECE)
             if not piece.data:
                 break  # shorter than it was said to be: what there was is here
             data, offset = piece.data, here
             here = await self._gateway.write("log.append", lambda: append(path, offset, data))  # noqa: B023  # awaited at once
-        if here != reported:
+        if here != part.log_offset:
             await self._gateway.commit("log.offset", lambda session: _report(session, part, here))
 
-    async def _begin(self, part: Part) -> tuple[Path, int, int]:
-        """The file, how long it is, and how long the database says that it is."""
-        reported = await self._gateway.look(lambda session: _reported(session, part))
+    async def _begin(self, part: Part) -> tuple[Path, int]:
+        """The file, and how long it is."""
 
         def prepare() -> tuple[Path, int]:
             path = make(self._logs, part.job_id, part.epoch, part.rank)
             if (part.epoch, part.rank) not in self._cut:
-                return path, cut(path, reported)
+                return path, cut(path, part.log_offset)
             return path, path.stat().st_size
 
         path, here = await self._gateway.write("log.open", prepare)
         self._cut.add((part.epoch, part.rank))
-        return path, here, reported
-
-
-def _reported(session: Session, part: Part) -> int:
-    return session.get_one(Member, (part.epoch, part.rank)).log_offset
+        return path, here
 
 
 def _report(session: Session, part: Part, offset: int) -> None:

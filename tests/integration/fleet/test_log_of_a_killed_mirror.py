@@ -45,7 +45,7 @@ logs.PIECE = 50_000
 
 async def main(url, folder, home, epoch):
     host = LocalHost(environment={"HOME": home, "PATH": "/usr/bin:/bin"})
-    part = Part(Runner(host), "me", "job-1", 0, int(epoch), 0, {})
+    part = Part(Runner(host), "me", "job-1", 0, int(epoch), 0, {}, 0)
     mirror = logs.LogMirror(Path(folder), Gateway(connect(url)))
     print("ready", flush=True)
     while True:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 from groupwise.fleet.client import FleetAway, FleetClient
 from groupwise.fleet.files.logs import append, make
+from groupwise.fleet.queue import admission
 from groupwise.fleet.settings import FleetPlace
 from groupwise.fleet.states import JobStatus
 from groupwise.fleet.store.database import Database
@@ -19,6 +21,7 @@ from groupwise.hosts.files import BlobStore
 from groupwise.wire.fleet import LogPart
 from groupwise.wire.problems import Refusal
 from tests.fleet_api import api, place_in
+from tests.unit.fleet.small_fleet import execute
 
 PLAIN = "environment-key-0123456789"
 COMMAND = {"arguments": ["true"], "resources": {"gpus": 0}}
@@ -460,6 +463,29 @@ def test_numbers_health_and_document(url: str, fleet: FleetClient) -> None:
     assert 'groupwise_fleet_jobs{status="queued"} 1' in text
     assert "groupwise_fleet_oldest_waiting_seconds" in text
     assert "/jobs/{job_id}/cancel" in document["paths"]
+
+
+def test_what_no_json_can_say_hides_no_row(fleet: FleetClient, database: Database) -> None:
+    """Rows by hand hold numbers beyond all bounds, and halves of characters."""
+    beyond = '{"labels": {"a": "half of one: \\ud83d"}, "limits": {"time_seconds": 1e999}}'
+    execute(
+        database,
+        "INSERT INTO jobs (job_id, model, dataset, reward_function, learning_rate, request) "
+        "VALUES ('by-hand', 'm', '/d', 'r', :infinite, :request)",
+        infinite=math.inf,
+        request=beyond if database.dialect == "sqlite" else beyond.replace("\\ud83d", "1"),
+    )
+    execute(database, """INSERT INTO vms (vm_id, facts) VALUES ('vm-1', '{"ram_mb": -1e999}')""")
+    database.run(lambda s: admission.admit_new(s, 10))
+    found = fleet.show("by-hand")
+    assert (found["status"], found["learning_rate"]) == ("failed", None)
+    assert "learning_rate" in found["failure_reason"]
+    assert found["request"]["limits"] == {"time_seconds": None}
+    if database.dialect == "sqlite":
+        assert found["request"]["labels"] == {"a": "half of one: ?"}
+    assert [each["job_id"] for each in fleet.jobs()] == ["by-hand"]
+    assert [each["facts"] for each in fleet.machines()] == [{"ram_mb": None}]
+    assert "job.failed" in [each["kind"] for each in fleet.events()]
 
 
 def test_a_fleet_that_is_not_there_is_told_after_some_tries() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from sqlalchemy import text
 
-from groupwise.fleet.passable import text_problems
+from groupwise.fleet.passable import sayable, text_problems
 from groupwise.fleet.queue import admission
 from groupwise.fleet.queue.request import InvalidRequest, from_document
 from groupwise.fleet.store.database import Database
@@ -29,6 +29,11 @@ def test_the_place_is_named(document: dict[str, Any], place: str) -> None:
 def test_everything_else_is_passed_on() -> None:
     fine = {"a": ["", "Grüße\n\x1b[31m", 5, None, True, {"b": "漢字🙂"}], "n": b"\0"}
     assert list(text_problems(fine, "")) == []
+
+
+def test_what_json_cannot_say_is_told_as_near_as_it_can() -> None:
+    document = {"a\ud800": [float("nan"), float("-inf"), 1.5, (True, None)], "b": "漢\udcff"}
+    assert sayable(document) == {"a?": [None, None, 1.5, [True, None]], "b": "漢?"}
 
 
 def test_it_is_refused_before_anything_is_written(database: Database) -> None:

@@ -98,4 +98,4 @@ def begin(
         return attempt.epoch
 
     epoch = database.run(write)
-    return Part(Runner(host), OWNER, JOB, 0, epoch, rank, spec)
+    return Part(Runner(host), OWNER, JOB, 0, epoch, rank, spec, log_offset=0)

@@ -1,8 +1,9 @@
 """Writes about attempts: only their owner's count, and each can be made twice."""
 
+import asyncio
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from sqlalchemy.orm import Session
 from groupwise.fleet.attempts import ending, records
 from groupwise.fleet.attempts.decide import Known, Move
 from groupwise.fleet.attempts.records import Stale
+from groupwise.fleet.attempts.together import Writes
 from groupwise.fleet.queue import claim
 from groupwise.fleet.queue.failures import FailureClass
 from groupwise.fleet.states import AttemptState, Cleanup, Outcome
@@ -302,6 +304,23 @@ def test_a_launch_that_succeeds_begins_the_count_anew(rig: Rig) -> None:
     rig.submit("good", resources={"gpus": 1, "vm": "a"})
     (made,) = rig.database.run(lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1))
     advance(rig, made.epoch, AttemptState.LAUNCHING, AttemptState.RUNNING)
+    assert row(rig, VM, VM.vm_id == "a").launch_failures == 0
+
+
+async def test_so_does_one_of_many_that_are_written_together(rig: Rig) -> None:
+    refuse(rig, "job-0")
+    for name in ("good", "other"):
+        rig.submit(name, resources={"gpus": 1, "vm": "a" if name == "good" else "b"})
+    made = rig.database.run(lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=2))
+    for each in made:
+        advance(rig, each.epoch, AttemptState.LAUNCHING)
+    assert row(rig, VM, VM.vm_id == "a").launch_failures == 1
+    writes = Writes(rig.database)
+
+    def begin(epoch: int) -> Coroutine[Any, Any, Any]:
+        return writes.commit(epoch, lambda s: records.move(s, epoch, "me", AttemptState.RUNNING))
+
+    await asyncio.gather(*(begin(each.epoch) for each in made))
     assert row(rig, VM, VM.vm_id == "a").launch_failures == 0
 
 

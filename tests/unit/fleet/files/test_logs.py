@@ -1,4 +1,5 @@
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -144,12 +145,15 @@ async def test_after_a_crash_a_torn_end_is_fetched_again(
     database: Database, logs: Path, host: WorkFolder
 ) -> None:
     part = begin(database, host)
-    host.log = b"what was written"
+    host.log = b"what was"
     await LogMirror(logs, Gateway(database)).catch_up(part, 8)
+    host.log += b" written"
     with log_path(logs, JOB, part.epoch).open("r+b") as file:
         file.seek(offset_of(database, part))
         file.write(b"\0\0\0 torn, and longer than the log has ever been")
+    part, host.asked = replace(part, log_offset=offset_of(database, part)), []
     await LogMirror(logs, Gateway(database)).catch_up(part, len(host.log))
+    assert [request.body["offset"] for request in host.asked] == [8]
     assert written(logs, part) == host.log
 
 

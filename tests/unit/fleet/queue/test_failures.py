@@ -191,3 +191,24 @@ def test_pauses_grow_and_are_drawn_from_all_of_their_range() -> None:
         assert max(drawn) > 0.9 * bound
         assert min(drawn) < 0.1 * bound
     assert backoff(3, random.Random(5)) == backoff(3, random.Random(5))
+
+
+@pytest.mark.parametrize(
+    ("failure", "policy", "said"),
+    [
+        (FailureClass.CRASHED, RetryPolicy(charged=0), "no retries are allowed"),
+        (FailureClass.CRASHED, RetryPolicy(charged=1), "its one retry is used"),
+        (FailureClass.CRASHED, RetryPolicy(charged=2), "retries: all 2 used"),
+        (FailureClass.KILLED, None, "its one retry after this failure is used"),
+        (FailureClass.NETWORK, None, "retries after this failure: all 5 used"),
+        (FailureClass.USER_ERROR, None, "never tried again"),
+    ],
+)
+def test_why_there_is_no_further_attempt(
+    failure: FailureClass, policy: RetryPolicy | None, said: str
+) -> None:
+    spent: dict[str, int] = {}
+    while (found := follows(failure, spent=spent, policy=policy)).status is JobStatus.QUEUED:
+        spent = dict(found.spent)
+    assert found.reason is not None
+    assert found.reason.endswith(f"({said})")
