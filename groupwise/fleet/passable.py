@@ -3,7 +3,7 @@
 Two things cannot: NUL, which ends a string for PostgreSQL and for every program, and half a character, which is what Python makes of bytes
 that are no UTF-8 (an argument or a file's name in another encoding). Whoever submits such a thing is told where it stands.
 
-Rows by hand may hold them all the same, and numbers beyond all bounds, which JSON cannot say either: `sayable` is what can be told of those.
+Rows by hand may hold them all the same, and numbers beyond all bounds, which JSON cannot say either: `sayable` is what can be told then.
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@ attempt (`attempt_members.log_shipped`) and is moved only when the sink has take
 it is sent twice, job, epoch, rank and offset are the same.
 
 A line is sent when its end is there, or its attempt is over. One that is longer than `LONGEST` is sent in pieces.
+
+Nothing else waits for a sink: what standard output or a file does not take is written by a thread of its own, for which neither the other
+tasks of the process wait nor its end. Lines that have not been taken then are sent by the next process.
 """
 
 from __future__ import annotations
@@ -14,12 +17,16 @@ import contextlib
 import json
 import logging
 import os
+import queue
+import select
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Protocol
+from typing import Protocol
 
 import httpx2
 from sqlalchemy import literal, select, tuple_, update
@@ -40,6 +47,8 @@ PIECE = 1 << 20
 """Bytes of one log that are read at a time."""
 LONGEST = 64 * 1024
 """Bytes of a line that are sent as one."""
+TAKEN = 30.0
+"""Seconds after which it is told that standard output or a file takes nothing."""
 
 logger = logging.getLogger(__name__)
 
@@ -68,16 +77,81 @@ class Sink(Protocol):
         ...
 
 
+_ONE_WRITES = threading.Lock()
+"""Where its role was begun anew, the writer of before may still have some lines to end."""
+
+
+class _Writer:
+    """Writes one thing after the other in a thread that may stand still for ever; asyncio's own threads are waited for at the end."""
+
+    def __init__(self, write: Callable[[bytes], None], stalled: str) -> None:
+        """`stalled`: what is said, once each time, when it stands still."""
+        self._write = write
+        self._stalled = stalled
+        self._given: queue.SimpleQueue[tuple[bytes, Future[None]]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    async def write(self, lines: bytes) -> None:
+        """Returns when it is written. Who gives up waiting gets it written all the same, sooner or later."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="log-shipping", daemon=True)
+            self._thread.start()
+        done: Future[None] = Future()
+        self._given.put((lines, done))
+        waiting = asyncio.wrap_future(done)
+        try:
+            await asyncio.wait((waiting,), timeout=TAKEN)
+            if not waiting.done():
+                logger.warning("%s; lines of logs wait meanwhile, none is lost", self._stalled)
+            await waiting
+        finally:
+            waiting.cancel()
+
+    def _work(self) -> None:
+        while True:
+            lines, done = self._given.get()
+            if not done.set_running_or_notify_cancel():
+                continue
+            try:
+                with _ONE_WRITES:
+                    self._write(lines)
+            except OSError as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+
+def _write_all(descriptor: int, lines: bytes) -> None:
+    view = memoryview(lines)
+    while view:
+        try:
+            view = view[os.write(descriptor, view) :]
+        except BlockingIOError:  # whoever else has it open does not want to wait for it
+            ready = select.poll()
+            ready.register(descriptor, select.POLLOUT)
+            ready.poll()
+
+
+def _own_output() -> int:
+    """Not by its buffer, which Python waits for at the end. One that was closed may be anything by now, even the database."""
+    if sys.__stdout__ is None:
+        raise OSError("this process was begun without a standard output")
+    return sys.__stdout__.fileno()
+
+
 class StandardOutput:
     """Of this process."""
 
-    def __init__(self, stream: IO[bytes] | None = None) -> None:
-        self._stream = sys.stdout.buffer if stream is None else stream
+    def __init__(self, descriptor: Callable[[], int] = _own_output) -> None:
+        self._descriptor = descriptor
+        self._writer = _Writer(self._write, "nobody reads standard output")
 
     async def take(self, lines: bytes) -> None:
         """See `Sink`."""
-        self._stream.write(lines)
-        self._stream.flush()
+        await self._writer.write(lines)
+
+    def _write(self, lines: bytes) -> None:
+        _write_all(self._descriptor(), lines)
 
 
 class File:
@@ -85,16 +159,15 @@ class File:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._writer = _Writer(self._append, f"{path} takes nothing")
 
     async def take(self, lines: bytes) -> None:
         """See `Sink`."""
-        await asyncio.to_thread(self._append, lines)
+        await self._writer.write(lines)
 
     def _append(self, lines: bytes) -> None:
         with self._path.open("ab", buffering=0) as file:
-            view = memoryview(lines)
-            while view:
-                view = view[file.write(view) :]
+            _write_all(file.fileno(), lines)
             os.fsync(file.fileno())
 
 

@@ -50,6 +50,8 @@ class Rule:
     refused: str
     """Condition on NEW and OLD, in SQL that both databases read; `<~>` is "differs from", NULL being a value like others."""
     message: str
+    about: str = ""
+    """A part of that condition, if there are rows which it leaves out, that a row fulfils by itself; `refused` is asked of such rows."""
     early: bool = False
     """Asked before a row is inserted, which otherwise is looked at when it stands there: only then SQLite has given it its number."""
     lock: str = ""
@@ -110,9 +112,9 @@ def _of_jobs() -> Iterator[Rule]:
         "job_in_motion",
         "jobs",
         "UPDATE",
-        f"OLD.status = '{states.JobStatus.RUNNING}' AND NEW.status <> OLD.status AND EXISTS "
-        f"(SELECT 1 FROM attempts WHERE attempts.job_id = NEW.job_id AND attempts.state <> '{states.AttemptState.ENDED}')",
+        f"EXISTS (SELECT 1 FROM attempts WHERE attempts.job_id = NEW.job_id AND attempts.state <> '{states.AttemptState.ENDED}')",
         "a job runs as long as its attempt does: groupwise fleet cancel ends both",
+        about=f"OLD.status = '{states.JobStatus.RUNNING}' AND NEW.status <> OLD.status",
     )
     yield Rule(
         "job_retried",
@@ -213,6 +215,7 @@ def _of_attempts() -> Iterator[Rule]:
 
 def _of_reservations() -> Iterator[Rule]:
     kept = ("vm_id", "gpu_id", "slot", "share_mb", "epoch", "rank", "reserved_at")
+    holding = "NEW.gpu_id IS NOT NULL AND NEW.released_at IS NULL"
     # vm_id stands in these for the index of open reservations, which begins with it.
     beside = (
         "FROM reservations WHERE vm_id = NEW.vm_id AND gpu_id = NEW.gpu_id AND released_at IS NULL"
@@ -229,27 +232,30 @@ def _of_reservations() -> Iterator[Rule]:
         "reservation_where",
         "reservations",
         "INSERT",
-        "NEW.gpu_id IS NOT NULL AND NOT EXISTS (SELECT 1 FROM gpus WHERE gpus.gpu_id = NEW.gpu_id AND gpus.vm_id = NEW.vm_id)",
+        "NOT EXISTS (SELECT 1 FROM gpus WHERE gpus.gpu_id = NEW.gpu_id AND gpus.vm_id = NEW.vm_id)",
         "the GPU of a reservation is one of its machine",
+        about="NEW.gpu_id IS NOT NULL",
     )
     yield Rule(
         "reservation_room",
         "reservations",
         "INSERT",
-        f"NEW.gpu_id IS NOT NULL AND NEW.released_at IS NULL AND (((SELECT count(*) {beside}) > 1 AND "
+        f"((SELECT count(*) {beside}) > 1 AND "
         f"EXISTS (SELECT 1 {beside} AND share_mb IS NULL)) OR (SELECT sum(share_mb) {beside}) > "
-        "COALESCE((SELECT memory_mb FROM gpus WHERE gpus.gpu_id = NEW.gpu_id), 0))",
+        "COALESCE((SELECT memory_mb FROM gpus WHERE gpus.gpu_id = NEW.gpu_id), 0)",
         "the GPU has no room for this reservation: shares never exceed its memory, and a whole one stands alone",
+        about=holding,
         lock="PERFORM 1 FROM gpus WHERE gpu_id = NEW.gpu_id FOR NO KEY UPDATE",
     )
     yield Rule(
         "reservation_twin",
         "reservations",
         "INSERT",
-        "NEW.gpu_id IS NOT NULL AND NEW.released_at IS NULL AND EXISTS (SELECT 1 FROM gpus AS own JOIN gpus AS twin "
+        "EXISTS (SELECT 1 FROM gpus AS own JOIN gpus AS twin "
         "ON twin.uuid = own.uuid AND twin.gpu_id <> own.gpu_id JOIN reservations AS held ON held.gpu_id = twin.gpu_id "
         "AND held.released_at IS NULL WHERE own.gpu_id = NEW.gpu_id)",
         "this GPU stands in the fleet twice, under two machines, and is reserved as that of the other one",
+        about=holding,
         lock="PERFORM 1 FROM gpus WHERE uuid = (SELECT uuid FROM gpus WHERE gpu_id = NEW.gpu_id) ORDER BY gpu_id FOR NO KEY UPDATE",
     )
     yield Rule(
@@ -281,8 +287,9 @@ def _of_places() -> Iterator[Rule]:
         "vm_place",
         "vms",
         "UPDATE",
-        f"({changed}) AND EXISTS (SELECT 1 FROM reservations WHERE vm_id = NEW.vm_id AND released_at IS NULL)",
+        "EXISTS (SELECT 1 FROM reservations WHERE vm_id = NEW.vm_id AND released_at IS NULL)",
         f"{', '.join(place)} of a machine do not change while something runs there: drain it first, and wait for its jobs",
+        about=changed,
     )
 
 
@@ -481,26 +488,36 @@ def _quoted(message: str) -> str:
 
 
 def _sqlite(rule: Rule) -> Iterator[str]:
+    refused = f"({rule.about}) AND ({rule.refused})" if rule.about else rule.refused
     yield (
         f"CREATE TRIGGER {PREFIX}{rule.name} {_when(rule)} {rule.on} ON {rule.table} "
-        f"WHEN {rule.refused.replace('<~>', 'IS NOT')} "
+        f"WHEN {refused.replace('<~>', 'IS NOT')} "
         f"BEGIN SELECT RAISE(ABORT, {_quoted(rule.message)}); END"
     )
 
 
 def _postgresql(rule: Rule) -> Iterator[str]:
-    """A function for each, since the condition of a trigger itself may not look at other rows."""
-    row = "OLD" if rule.on == "DELETE" else "NEW"
-    lock = f"{rule.lock}; " if rule.lock else ""
-    yield (
-        f"CREATE FUNCTION {PREFIX}{rule.name}() RETURNS trigger LANGUAGE plpgsql AS $rule$ BEGIN {lock}"
-        f"IF {rule.refused.replace('<~>', 'IS DISTINCT FROM')} THEN "
+    """What a row decides by itself is the condition of the trigger, so that no function is called for rows that may be. That condition
+    may not look at other rows, so a function does."""
+    about, refused = (
+        text.replace("<~>", "IS DISTINCT FROM") for text in (rule.about, rule.refused)
+    )
+    raises = (
         f"RAISE EXCEPTION USING ERRCODE = 'check_violation', MESSAGE = {_quoted(rule.message)}, "
-        f"TABLE = '{rule.table}', CONSTRAINT = '{PREFIX}{rule.name}'; END IF; RETURN {row}; END $rule$"
+        f"TABLE = '{rule.table}', CONSTRAINT = '{PREFIX}{rule.name}';"
+    )
+    if "SELECT" in refused:
+        lock = f"{rule.lock}; " if rule.lock else ""
+        row = "OLD" if rule.on == "DELETE" else "NEW"
+        body = f"{lock}IF {refused} THEN {raises} END IF; RETURN {row};"
+    else:
+        about, body = refused, raises
+    yield (
+        f"CREATE FUNCTION {PREFIX}{rule.name}() RETURNS trigger LANGUAGE plpgsql AS $rule$ BEGIN {body} END $rule$"
     )
     yield (
-        f"CREATE TRIGGER {PREFIX}{rule.name} {_when(rule)} {rule.on} ON {rule.table} "
-        f"FOR EACH ROW EXECUTE FUNCTION {PREFIX}{rule.name}()"
+        f"CREATE TRIGGER {PREFIX}{rule.name} {_when(rule)} {rule.on} ON {rule.table} FOR EACH ROW "
+        f"{f'WHEN ({about}) ' if about else ''}EXECUTE FUNCTION {PREFIX}{rule.name}()"
     )
 
 

@@ -1,8 +1,14 @@
 """Lines of logs on their way to whoever gathers them: each at least once, none before its end is there."""
 
-import io
+import asyncio
+import contextlib
+import fcntl
 import json
 import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -172,9 +178,75 @@ async def test_a_sink_that_is_away_is_told_of_once(
     assert sink.said() == ["one"]
 
 
-async def test_every_sink_takes_lines(tmp_path: Path) -> None:
-    stream = io.BytesIO()
-    await StandardOutput(stream).take(b"{}\n")
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    """Its ends for reading and for writing."""
+    ends = os.pipe()
+    yield ends
+    for end in ends:
+        with contextlib.suppress(OSError):
+            os.close(end)
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+async def test_output_that_nobody_reads_stops_nothing_else_and_loses_nothing(
+    pipe: tuple[int, int],
+    blocking: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr("groupwise.fleet.files.shipping.TAKEN", 0.01)
+    reading, writing = pipe
+    os.set_blocking(writing, blocking)
+    fcntl.fcntl(reading, fcntl.F_SETPIPE_SZ, 4096)
+    data = b"".join(b"%d\n" % number for number in range(50_000))
+    took = asyncio.create_task(StandardOutput(lambda: writing).take(data))
+    async with asyncio.timeout(20):
+        while not caplog.records:  # noqa: ASYNC110  (the loop goes on: this is what is tested)
+            await asyncio.sleep(0.001)
+    assert "nobody reads standard output" in caplog.text
+    assert not took.done()
+    read = asyncio.create_task(asyncio.to_thread(_read, reading, len(data)))
+    await took
+    assert await read == data
+    assert len(caplog.records) == 1
+
+
+def _read(end: int, size: int) -> bytes:
+    found = b""
+    while len(found) < size:
+        found += os.read(end, 1 << 16)
+    return found
+
+
+def test_a_process_that_nobody_reads_ends_all_the_same() -> None:
+    """Whoever waits for its end would otherwise wait for the reader."""
+    code = (
+        "import asyncio\n"
+        "from groupwise.fleet.files.shipping import StandardOutput\n"
+        "async def main():\n"
+        "    sink = StandardOutput()\n"
+        "    try:\n"
+        "        await asyncio.wait_for(sink.take(b'x' * (1 << 22)), 0.2)\n"
+        "    except TimeoutError:\n"
+        "        pass\n"
+        "asyncio.run(main())\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        try:
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+
+
+async def test_a_reader_that_has_gone_is_an_error_to_be_tried_again(pipe: tuple[int, int]) -> None:
+    os.close(pipe[0])
+    with pytest.raises(BrokenPipeError):
+        await StandardOutput(lambda: pipe[1]).take(b"{}\n")
+
+
+async def test_every_sink_takes_lines(tmp_path: Path, pipe: tuple[int, int]) -> None:
+    await StandardOutput(lambda: pipe[1]).take(b"{}\n")
     file = File(tmp_path / "lines.jsonl")
     await file.take(b"1\n")
     await file.take(b"2\n")
@@ -188,7 +260,7 @@ async def test_every_sink_takes_lines(tmp_path: Path) -> None:
     await address.take(b"3\n")
     with pytest.raises(httpx2.HTTPStatusError):
         await address.take(b"4\n")
-    assert stream.getvalue() == b"{}\n"
+    assert os.read(pipe[0], 100) == b"{}\n"
     assert (tmp_path / "lines.jsonl").read_bytes() == b"1\n2\n"
     assert posted == [b"3\n", b"4\n"]
 
