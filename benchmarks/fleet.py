@@ -7,9 +7,9 @@
     adoption    from kill -9 of a dispatcher until another one, or the next `fleet up`, drives what it drove (`fleet_processes.py`)
     submit      jobs submitted a second; no target (`fleet_processes.py`)
 
-On SQLite and on a PostgreSQL of its own, where both make sense. It takes under ten minutes on two cores that have nothing else to do, and
-figures say little where they have. The table is printed and kept in `results/fleet.json` with what it was measured on; with --check the
-exit code is 1 if a target is missed.
+On SQLite and on a PostgreSQL of its own, where both make sense. It takes about ten minutes on two cores that have nothing else to do, and
+figures say little where they have. The table is printed and kept in `results/fleet-<machine>.json` with what it was measured on; with
+--check the exit code is 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import asyncssh
 import sqlalchemy
 
 from benchmarks import fleet_claims, fleet_dispatch, fleet_polling, fleet_processes
+from benchmarks.step import RESULTS, machine, slug
 from groupwise.fleet.poller import Pace
 from tests import postgres
 
-RESULT = Path(__file__).parent / "results" / "fleet.json"
 JOBS = 3000
 """In the burst."""
 STARTS = 10
@@ -83,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--only", action="append", choices=SUITES, help="one part; may be repeated")
     parser.add_argument("--check", action="store_true", help="fail where a target is missed")
-    parser.add_argument("--keep", type=Path, default=RESULT, help="where the result goes")
+    parser.add_argument("--keep", type=Path, help="where the result goes, if not to results/")
     given = parser.parse_args(arguments)
     parts = {name: SUITES[name] for name in given.only or SUITES}
     figures = measured(parts, given.keep, partly=bool(given.only))
@@ -92,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(given.check and bool(missed))
 
 
-def measured(parts: Mapping[str, Suite], keep: Path, *, partly: bool) -> list[Figure]:
+def measured(parts: Mapping[str, Suite], keep: Path | None, *, partly: bool) -> list[Figure]:
     """All figures of these parts. A result that is not whole is not kept."""
     before, began, figures = os.getloadavg(), time.monotonic(), list[Figure]()
     with databases() as urls:
@@ -100,13 +99,14 @@ def measured(parts: Mapping[str, Suite], keep: Path, *, partly: bool) -> list[Fi
             print(f"{name} …", flush=True)
             figures += suite(urls)
     document = {
-        "machine": machine(),
+        "machine": {**machine(), **versions()},
         "load_before": before,
         "load_after": os.getloadavg(),
         "seconds": round(time.monotonic() - began),
         "figures": [{**asdict(f), "target": f.target, "ok": f.ok} for f in figures],
     }
     if not partly:
+        keep = keep or RESULTS / f"fleet-{slug(document['machine'])}.json"
         keep.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
     return figures
 
@@ -244,30 +244,17 @@ def table(figures: Sequence[Figure]) -> str:
     return "\n".join(lines)
 
 
-def machine() -> dict[str, Any]:
-    """What it was measured on; nothing that names it."""
+def versions() -> dict[str, str]:
+    """Of what the figures depend on."""
     place = postgres.programs()
-    said = "" if place is None else _said([str(place / "postgres"), "--version"])
     return {
-        "cores": os.cpu_count(),
-        "processor": _after(Path("/proc/cpuinfo"), "model name"),
-        "ram": _after(Path("/proc/meminfo"), "MemTotal"),
         "python": platform.python_version(),
         "sqlite": sqlite3.sqlite_version,
-        "postgresql": said,
+        "postgresql": "" if place is None else _said([str(place / "postgres"), "--version"]),
         "sqlalchemy": sqlalchemy.__version__,
         "asyncssh": asyncssh.__version__,
         "system": f"{platform.system()} {platform.machine()}",
     }
-
-
-def _after(path: Path, name: str) -> str | None:
-    """What stands behind the first such name in a file of the system."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return None
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), None)
 
 
 def _said(command: list[str]) -> str:
