@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -99,6 +99,8 @@ class Rig:
         self.store = BlobStore(folder / "blobs")
         self.doubted: list[str] = []
         """Machines of whose kept connections somebody said that they may be dead."""
+        self.kept: set[str] = set()
+        """Machines to which connections were to be kept, when that was said last."""
         self._told: dict[str, tuple[str, int]] = {}
         database.run(lambda s: _add_machines(s, vms))
 
@@ -135,6 +137,7 @@ class Rig:
             collector=self.fetched,
             store=self.store,
             doubt=self.doubted.append,
+            keep_only=self._keep_only,
         )
         return GlobalJobDispatcher(
             parts, quick(), owner=owner, gateway=Gateway(self.database, hook)
@@ -142,6 +145,9 @@ class Rig:
 
     def host(self, machine: Machine) -> Host:
         return self.rack[machine.vm_id]
+
+    async def _keep_only(self, vm_ids: Collection[str]) -> None:
+        self.kept = set(vm_ids)
 
     def expire_leases(self) -> None:
         """Half a minute passes in which nobody renews."""

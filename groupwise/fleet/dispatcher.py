@@ -27,7 +27,7 @@ import random
 import secrets as randomness
 import socket
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -92,6 +92,10 @@ class Rhythm:
     """Before a task that crashed is begun anew."""
 
 
+async def _nothing_is_kept(vm_ids: Collection[str]) -> None:
+    """There are no connections to close."""
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What a dispatcher works with."""
@@ -107,6 +111,8 @@ class Parts:
     secrets: AllowedSecrets = UNLESS_TOLD
     doubt: Callable[[str], None] = lambda vm_id: None
     """Connections that are kept to this machine may be dead: calls that wait there are given up."""
+    keep_only: Callable[[Collection[str]], Awaitable[None]] = _nothing_is_kept
+    """There are these machines in the fleet: connections to others are closed."""
     folders: Sequence[Path] = ()
     """Of logs and artefacts."""
 
@@ -368,7 +374,10 @@ class GlobalJobDispatcher:
 
     async def reconcile(self) -> None:
         """Look at all machines for what nobody drives."""
-        machines = await self._gateway.look(records.machines)
+        machines, names = await self._gateway.look(
+            lambda s: (records.machines(s), records.names(s))
+        )
+        await self._parts.keep_only(names)
         limit = asyncio.Semaphore(self._tuning.concurrency)
 
         async def one(machine: Machine) -> None:

@@ -23,7 +23,15 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Collection,
+    Generator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -186,10 +194,15 @@ class Hosts:
         if known is not None and isinstance(known[1], SshHost):
             known[1].doubt()
 
+    async def keep_only(self, vm_ids: Collection[str]) -> None:
+        """Close the ways to other machines than these, and those that new ones have taken the place of."""
+        gone = [self._kept.pop(vm_id)[1] for vm_id in self._kept.keys() - set(vm_ids)]
+        closing, self._replaced = [*self._replaced, *gone], []
+        await asyncio.gather(*(host.close() for host in closing), return_exceptions=True)
+
     async def close(self) -> None:
         """All of them."""
-        every = [*self._replaced, *(host for _, host in self._kept.values())]
-        await asyncio.gather(*(host.close() for host in every), return_exceptions=True)
+        await self.keep_only(())
 
 
 @dataclass(slots=True)
@@ -345,6 +358,7 @@ class _ControlPlane:
             database=self._database,
             host=self._hosts,
             doubt=self._hosts.doubt,
+            keep_only=self._hosts.keep_only,
             bell=self._bell,
             logs=LogMirror(place.logs, gateway),
             checkpoints=CheckpointMirror(store, gateway, keep=self._settings.keep_checkpoints),

@@ -281,6 +281,11 @@ def machines(session: Session) -> list[Machine]:
     return [machine(vm) for vm in session.scalars(select(VM).where(VM.active).order_by(VM.vm_id))]
 
 
+def names(session: Session) -> list[str]:
+    """Of all machines that have a row, in use or not."""
+    return list(session.scalars(select(VM.vm_id)))
+
+
 def wishes(session: Session, owner: str) -> dict[int, tuple[bool, tuple[str, ...]]]:
     """What people want of the open attempts of this owner: epoch → whether cancelled, and which of its machines are declared lost."""
     found: dict[int, tuple[bool, tuple[str, ...]]] = {

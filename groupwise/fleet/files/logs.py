@@ -33,6 +33,8 @@ from groupwise.hosts.files import sync_folder
 from groupwise.hosts.spec import JOB_ID
 
 _NAME = re.compile(r"(0|[1-9][0-9]*)\.log")
+REMEMBERED = 10_000
+"""Logs that a mirror has made sure of."""
 LOOK_AGAIN = 0.25
 """Seconds until a follower that has read everything looks again."""
 
@@ -160,7 +162,7 @@ class LogMirror:
         self._logs = logs
         self._gateway = gateway
         self._cut: set[tuple[int, int]] = set()
-        """Logs (epoch, rank) whose end has been made sure of since this process began."""
+        """Logs (epoch, rank) whose end has been made sure of since this process began, as far as they are remembered."""
 
     async def catch_up(self, part: Part, size: int) -> None:
         """Fetch what is missing of the first `size` bytes. Safe to repeat, and to cancel. Raises HostError, OSError, Stale."""
@@ -184,6 +186,8 @@ class LogMirror:
             return path, path.stat().st_size
 
         path, here = await self._gateway.write("log.open", prepare)
+        if len(self._cut) >= REMEMBERED:
+            self._cut.clear()  # to make sure once more costs a look, and at most bytes that are fetched again
         self._cut.add((part.epoch, part.rank))
         return path, here
 

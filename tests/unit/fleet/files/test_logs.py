@@ -188,6 +188,21 @@ async def test_two_mirrors_at_once_write_each_byte_once(
     assert written(logs, part) == host.log
 
 
+async def test_a_mirror_that_forgets_what_it_made_sure_of_does_so_again(
+    database: Database, logs: Path, host: WorkFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or it would know every log of its life by heart."""
+    monkeypatch.setattr(logs_module, "REMEMBERED", 1)
+    mirror = LogMirror(logs, Gateway(database))
+    first, host.log = begin(database, host), b"one\n"
+    await mirror.catch_up(first, 4)
+    await mirror.catch_up(replace(first, rank=1), 0)
+    host.log += b"two\n"
+    first = replace(first, log_offset=offset_of(database, first))
+    await mirror.catch_up(first, 8)
+    assert (written(logs, first), offset_of(database, first)) == (b"one\ntwo\n", 8)
+
+
 async def test_who_does_not_own_the_attempt_any_more_reports_nothing(
     database: Database, logs: Path, host: WorkFolder
 ) -> None:
