@@ -3,7 +3,7 @@
 import os
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,7 @@ def test_only_what_nothing_names_goes(disk: Disk) -> None:
     assert disk.clear() == len(b"free!")
     assert free not in disk.store
     disk.check()
-    disk.database.run(lambda s: prune.remove(s, ADA, "one"))
+    disk.database.run(lambda s: prune.remove(s, ADA, ["one"]))
     assert disk.clear() == len(b"own")
     assert disk.left() == {"two", "two.log", shared, young}
     disk.check()
@@ -188,16 +188,19 @@ def die_at(death: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(Path, "unlink", deadly(Path.unlink, "unlink"))
     monkeypatch.setattr(shutil, "rmtree", deadly(shutil.rmtree, "rmtree"))
+    monkeypatch.setattr(prune, "AT_ONCE", 1)
     monkeypatch.setattr(prune, "remove", deadly_verb(prune.remove, death, done))
     return done
 
 
-def deadly_verb(verb: Callable[..., bool], death: int, done: list[str]) -> Callable[..., bool]:
-    def removing(session: Session, actor: Actor, job_id: str) -> bool:
+def deadly_verb(
+    verb: Callable[..., list[str]], death: int, done: list[str]
+) -> Callable[..., list[str]]:
+    def removing(session: Session, actor: Actor, job_ids: Sequence[str]) -> list[str]:
         if len(done) == death:
             raise Death
         done.append("rows")
-        return verb(session, actor, job_id)
+        return verb(session, actor, job_ids)
 
     return removing
 

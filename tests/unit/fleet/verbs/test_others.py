@@ -202,9 +202,7 @@ def test_only_what_nothing_needs_is_removed(small: Any) -> None:
     small.job("pending", blocked_on=needed)
     old(small, gone, leaking, needed, running)
     assert small.do(prune.old_jobs, 86400.0) == [gone]
-    assert small.do(prune.remove, gone) is True
-    assert small.do(prune.remove, leaking) is False
-    assert small.do(prune.remove, running) is False
+    assert small.do(prune.remove, [gone, leaking, needed, running]) == [gone]
     assert small.events() == [("user:ada", "job.pruned")]
 
     def left(session: Session) -> list[int]:
@@ -213,6 +211,16 @@ def test_only_what_nothing_needs_is_removed(small: Any) -> None:
 
     assert small.database.read(left) == [1, 1, 1]
     assert small.row(young).status == "completed"
+
+
+@pytest.mark.parametrize("status", ["queued", "pending", "held"])
+def test_what_another_job_is_to_come_after_stays(small: Any, status: str) -> None:
+    first, second, free = (small.job("completed") for _ in range(3))
+    small.job(status, request={"arguments": ["true"], "after": [f"{first}:ok", second]})
+    small.job("cancelled", request={"arguments": ["true"], "after": [free]})
+    old(small, first, second, free)
+    assert small.do(prune.old_jobs, 86400.0) == [free]
+    assert small.do(prune.remove, [first, second, free]) == [free]
 
 
 def test_the_files_of_a_job_and_no_others_go(tmp_path: Path) -> None:
