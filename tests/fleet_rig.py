@@ -61,6 +61,8 @@ class Fetched:
         self.logs: dict[tuple[str, int], bytes] = {}
         self.mirrored: list[tuple[str, int]] = []
         self.problem: str | None = None
+        self.fault: Exception | None = None
+        """What goes wrong here, not on the machine, when artefacts are collected."""
         self.collections = 0
 
     async def catch_up(self, part: Part, size: int) -> None:
@@ -72,6 +74,8 @@ class Fetched:
 
     async def collect(self, part: Part) -> str | None:
         self.collections += 1
+        if self.fault is not None:
+            raise self.fault
         await part.runner.manifest(part.job_id, part.epoch)
         return self.problem
 

@@ -153,6 +153,8 @@ class GlobalJobDispatcher:
         self._stopping = asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
         self._drives: dict[int, tuple[Drive, asyncio.Task[None]]] = {}
+        self._failed: set[int] = set()
+        """Epochs of attempts that could not be driven, of which somebody was told."""
         self._watching: set[asyncio.Task[None]] = set()
         self._wishes: dict[int, Any] = {}
         self._sightings: dict[str, tuple[str | None, bool]] = {}
@@ -327,11 +329,28 @@ class GlobalJobDispatcher:
     async def _contained(self, drive: Drive) -> None:
         try:
             await drive.run()
-        except Exception:  # one attempt that cannot be driven must not stop the others; it is tried again at the next renewal
-            log.exception("driving epoch %d failed", drive.epoch)
+            self._failed.discard(drive.epoch)
+        # one attempt that cannot be driven must not stop the others; it is tried again at the next renewal
+        except Exception as error:  # noqa: BLE001
+            await self._tell_of_failure(drive.epoch, error)
         finally:
             if self._drives.get(drive.epoch, (None,))[0] is drive:
                 del self._drives[drive.epoch]
+
+    async def _tell_of_failure(self, epoch: int, error: Exception) -> None:
+        """With its traceback once, and where people look; it may fail again every few seconds."""
+        if epoch in self._failed:
+            log.error("driving epoch %d failed again: %r", epoch, error)
+            return
+        log.error("driving epoch %d failed", epoch, exc_info=error)
+        why = f"its dispatcher fails over it, and tries again: {error!r}"
+        try:
+            await self._gateway.commit(
+                "attempt.stuck", lambda s: records.stuck(s, epoch, self.owner, 0, why)
+            )
+            self._failed.add(epoch)
+        except Exception:  # it may be the database that this is about
+            log.exception("nobody could be told")
 
     def _beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """What drives do beside their loop."""

@@ -67,6 +67,8 @@ class ExitRecord:
     """By the clock of the machine."""
     tail: str
     """The last of its log."""
+    gpus: int | None = None
+    """That it held on its machine; None: its runner does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,6 +394,7 @@ def _exit_record(f: Fields) -> ExitRecord:
         max_rss_mb=f.real_or_none("max_rss_mb"),
         finished_at=f.real_or_none("finished_at"),
         tail=f.text_or_none("tail") or "",
+        gpus=f.number_or_none("gpus"),
     )
 
 
@@ -487,7 +490,7 @@ def work_tree(document: object) -> WorkTree:
     return WorkTree(
         files=_manifest(f, "files", refused),
         refused=tuple(refused),
-        checkpoints=tuple(_checkpoint(c) for c in f.objects("checkpoints")),
+        checkpoints=tuple(_checkpoint(c) for c in f.objects("checkpoints") if _countable(c)),
     )
 
 
@@ -498,6 +501,11 @@ def _checkpoint(f: Fields) -> CheckpointTree:
     if refused or path_problems("checkpoint", path):
         raise f.wrong("files", "paths inside the work folder")
     return CheckpointTree(path, f.number("step"), files)
+
+
+def _countable(f: Fields) -> bool:
+    """Runners of before let any number of steps pass."""
+    return 0 <= f.number("step") < 1 << 63
 
 
 def _manifest(f: Fields, name: str, refused: list[tuple[str, str]]) -> Manifest:

@@ -64,7 +64,7 @@ Requests and answers
     member    job, epoch, rank, state, boot_id, same_boot, pid, start_ticks, method, started_at, log_size, heartbeat_age, checkpoints,
                 step, exit, refused, survivors, clock, place (a name that this root was given when it was made; null: it could not be)
     exit      code, signal, reason ("exited", "cancelled", "time_limit", "deadman", "spawn_failed"), message, oom_kill (null: no control
-                group that counts), seconds, cpu_seconds, max_rss_mb, finished_at, tail, checkpoints, step
+                group that counts), seconds, cpu_seconds, max_rss_mb, finished_at, tail, gpus (how many it held), checkpoints, step
     refused   code (lower_epoch, gpu_busy, gpu_missing, foreign_busy, disk_full, ram, bad_spec, unknown_program), message, holder?
 
 What is promised
@@ -78,7 +78,8 @@ What is promised
     - Clocks: the wall clock decides nothing. `deadman` counts the seconds of the boot clock since the last contact: `launch`, `wait` and
       `touch` that name the attempt. With `clock` (from the last member that came back) they count from then: so answers that do not
       arrive cannot keep an attempt alive whose control plane believes it dead. After the deadman at most DEADMAN_GRACE passes until KILL.
-    - A full disk: verbs answer `disk_full`; a command never starts without its record; the exit record has room set aside for it.
+    - A full disk: verbs answer `disk_full`; a command never starts without its record; the exit record has room set aside for it, and so
+      have `void` and `forget`: a launch that failed there can be given up, and what is old can go.
     - Secrets are in the memory of launch, supervisor and command (and in the command's /proc/…/environ), and in no file.
     - `limits.ram_mb` is compared with what is free before a launch. It is enforced only where a memory control group can be
       made (v1 or v2: mostly as root); elsewhere a command may outgrow it.
@@ -176,6 +177,8 @@ TAIL = 4000
 """Bytes of the log in the exit record."""
 RESERVE = 48 * 1024
 """Bytes set aside for the exit record: the tail, each byte as `\\u0000` at worst, and the rest."""
+SPARE = 256 * 1024
+"""Bytes set aside in a root for `void` and `forget` on a full disk; more than a launch leaves over when it has claimed its folder."""
 CELL = 64
 """Bytes of a file that is overwritten in place, which needs no room on a full disk."""
 LARGEST_READ = 64 << 20
@@ -1492,6 +1495,10 @@ def identity(found: os.stat_result) -> list[int]:
     return [found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
 
 
+MOST_STEPS = 1 << 63
+"""A database counts no further."""
+
+
 class Checkpoint:
     """A folder whose `manifest.json`, which is written last, says a step and files that are all there."""
 
@@ -1520,10 +1527,14 @@ def complete_checkpoint(walk: Walk, folder: str) -> Checkpoint | None:
     try:
         manifest = json.loads(read_inside(walk.work, folder + "/manifest.json", 64 << 20))
         step, files = manifest["step"], manifest["files"]
-        whole = type(step) is int and all(
-            walk.files[folder + "/" + path].st_size == entry["size"]
-            and SHA256.fullmatch(entry["sha256"])
-            for path, entry in files.items()
+        whole = (
+            type(step) is int
+            and 0 <= step < MOST_STEPS
+            and all(
+                walk.files[folder + "/" + path].st_size == entry["size"]
+                and SHA256.fullmatch(entry["sha256"])
+                for path, entry in files.items()
+            )
         )
     except (Refusal, OSError, ValueError, KeyError, TypeError, AttributeError):
         return None  # anything may stand in a file of that name
@@ -1845,12 +1856,41 @@ class Joined:
 def verb_void(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     """Make sure that this epoch never begins, unless it has."""
     attempt = attempt_of(root, body)
+    with_spare(root, lambda: make_void(root, attempt))
+    return member(attempt), b""
+
+
+def make_void(root: Root, attempt: Attempt) -> None:
+    """The folder that says so, if there is none."""
     with root.job_lock(attempt.job):
         take_over_unbegun(attempt)
         if not os.path.isdir(attempt.path):
             root.note_epoch(attempt.job, highest=attempt.epoch)
             claim(attempt, {"phase": "voided"})
-    return member(attempt), b""
+
+
+def keep_spare(root: Root) -> None:
+    """Set aside what `with_spare` uses; OSError, and nothing kept, if the disk is too full for it."""
+    path = root.at("spare")
+    if size_of(path) == SPARE:
+        return
+    try:
+        make_folder(root.path)
+        write_file(path, os.urandom(SPARE))  # what could be compressed would be no room
+    except OSError:
+        remove_file(path)
+        raise
+
+
+def with_spare(root: Root, work: Callable[[], None]) -> None:
+    """Do it; where the disk is full, once more in the room that was set aside. The next launch sets it aside again, or does not begin."""
+    try:
+        work()
+    except OSError as error:
+        if not is_full(error):
+            raise
+        remove_file(root.at("spare"))
+        work()
 
 
 def verb_status(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
@@ -2008,8 +2048,9 @@ def list_artefacts(
 ) -> None:
     """Files in order of their names, up to the limits of the job."""
     limits: dict[str, Any] = state.get("limits") or {}
-    bytes_left = int(limits.get("artefact_mb") or 20_000) << 20
-    files_left = int(limits.get("artefact_files") or 100_000)
+    most_mb, most_files = limits.get("artefact_mb"), limits.get("artefact_files")
+    bytes_left = (20_000 if most_mb is None else int(most_mb)) << 20
+    files_left = 100_000 if most_files is None else int(most_files)
     walk = Walk(attempt.work)
     for path in state.get("artefacts") or ():
         walk.enter(path)
@@ -2121,13 +2162,18 @@ def memory_holders(root: Root, body: dict[str, Any], uuids: Sequence[str]) -> li
 def verb_forget(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     """Remove all of an attempt but the knowledge that it was."""
     attempt = attempt_of(root, body)
+    with_spare(root, lambda: make_forgotten(root, attempt))
+    return {"forgotten": True}, b""
+
+
+def make_forgotten(root: Root, attempt: Attempt) -> None:
+    """First that it was, then that it is no more."""
     with root.job_lock(attempt.job):
         state = read_json(attempt.at("state.json")) or {}
         if is_locked(attempt.at("supervisor.lock")) or Belonging(attempt, state).alive():
             raise Refusal("still_running", f"{attempt.name} has processes; end it first")
         root.note_epoch(attempt.job, highest=attempt.epoch, forgotten=attempt.epoch)
         clear_away(attempt)
-    return {"forgotten": True}, b""
 
 
 def clear_away(attempt: Attempt) -> None:
@@ -2342,6 +2388,7 @@ def verb_launch(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
         visible = resolve_gpus(order)
     except Refused as refusal:
         refused = refusal.record
+    keep_spare(root)
     with root.job_lock(attempt.job):
         take_over_unbegun(attempt)
         if os.path.isdir(attempt.path):
@@ -2976,6 +3023,7 @@ class Supervisor:
             "max_rss_mb": used.ru_maxrss >> 10,
             "finished_at": time.time(),
             "tail": tail_of(self.attempt.at("log")),
+            "gpus": len(self.order.gpus),
             "checkpoints": count,
             "step": step,
         }

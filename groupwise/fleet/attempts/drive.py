@@ -12,6 +12,7 @@ never delays a cancellation.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -53,7 +54,7 @@ log = logging.getLogger(__name__)
 OWN_DISK = (OSError, BlobError)
 """What goes wrong on the control side's disk."""
 MOST_TRIES = 5
-"""To write artefacts on the control side's disk, before the attempt ends without them."""
+"""To take in what a job left, before it ends without that, or, where the control machine's disk is at fault, before somebody is told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,8 +284,12 @@ class Drive:
         ear = self._ear(row, member)
         try:
             ear.heard(await question(self._desk.runner(member.machine), member))
-        except (HostUnreachable, RunnerRefused) as error:
+        except HostUnreachable as error:
             self._silent(ear, error)
+        except RunnerRefused as error:  # what was read of it before still holds
+            log.info("%s on %s: %s", row.key, member.machine.vm_id, error)
+            if ear.last is None:
+                self._silent(ear, error)
         except HostError as error:
             log.info("%s on %s: %s", row.key, member.machine.vm_id, error)
             if not ear.asked:
@@ -577,10 +582,32 @@ class Drive:
         except HostError as error:
             self._silent(ear, error)
         except OWN_DISK as error:
-            ear.tries += 1
             log.warning("%s: its artefacts cannot be written: %s", row.key, error)
-            if ear.tries >= MOST_TRIES:
-                ear.problem, ear.collected = f"the control machine could not write: {error}", True
+            why = f"the control machine could not write: {error}"
+            await self._not_taken_in(row, member, why, ours=_is_ours(error))
+        except (Stale, RunError):
+            raise
+        except Exception as error:  # what a job leaves must never make it impossible to end it
+            log.exception("%s: what it left cannot be taken in", row.key)
+            why = f"the control machine could not take it in: {error!r}"
+            await self._not_taken_in(row, member, why, ours=False)
+
+    async def _not_taken_in(
+        self, row: Snapshot, member: MemberRow, why: str, *, ours: bool
+    ) -> None:
+        """Tried again; not for ever where the job is the cause, or somebody wants it ended. `ours`: the control machine is, so that nothing
+        that the job has made is lost by it, and somebody is told."""
+        ear = self._ear(row, member)
+        ear.tries += 1
+        if ear.tries < MOST_TRIES:
+            return
+        if not ours or row.cancel_requested:
+            ear.problem, ear.collected = why, True
+            return
+        owner, epoch = self._desk.owner, self.epoch
+        await self._desk.gateway.commit_of(
+            epoch, "attempt.stuck", lambda s: records.stuck(s, epoch, owner, member.rank, why)
+        )
 
     async def _last_of_what_it_left(self, row: Snapshot) -> None:
         """Log and newest checkpoint of an attempt that ends without having been collected (its machine booted anew), as far as they can
@@ -598,6 +625,10 @@ class Drive:
                     await self._desk.checkpoints.mirror(part)
             except (HostError, *OWN_DISK) as error:
                 log.info("%s: the end of what it left is lost: %s", row.key, error)
+            except (Stale, RunError):
+                raise
+            except Exception:  # as above
+                log.exception("%s: the end of what it left is lost", row.key)
 
     def _stop_listening(self) -> None:
         for ear in self._ears.values():
@@ -605,6 +636,11 @@ class Drive:
                 ear.fetching.cancel()
             if ear.watch is not None:
                 ear.watch.remove(ear)
+
+
+def _is_ours(error: Exception) -> bool:
+    """A disk that is full or broken is; a name or a content that nobody could store is the job's."""
+    return isinstance(error, OSError) and error.errno not in (errno.ENAMETOOLONG, errno.EILSEQ)
 
 
 def _deadman_is_over(row: Snapshot, member: MemberRow) -> bool:

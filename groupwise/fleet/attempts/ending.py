@@ -21,7 +21,8 @@ from groupwise.fleet.attempts.records import guarded, members_of
 from groupwise.fleet.queue import capacity
 from groupwise.fleet.queue.failures import FailureClass, JobFacts, RetryPolicy, Verdict, after_end
 from groupwise.fleet.queue.request import Beyond
-from groupwise.fleet.states import FINAL, AttemptState, Cleanup, JobStatus, Outcome
+from groupwise.fleet.queue.resources import Resources
+from groupwise.fleet.states import FINAL, AttemptState, Cleanup, Contact, JobStatus, Outcome
 from groupwise.fleet.store import events
 from groupwise.fleet.store.database import seconds
 from groupwise.fleet.store.tables import GPU, VM, Attempt, Job, Member, Reservation, this_moment
@@ -43,7 +44,8 @@ def end(session: Session, epoch: int, owner: str, move: Move, chance: random.Ran
     job = session.get_one(Job, attempt.job_id, with_for_update=True, populate_existing=True)
     blamed = _machine_to_blame(move)
     same = blamed is not None and _was_refused_here_before(session, attempt, blamed)
-    verdict = after_end(_facts(job, same), move.outcome, move.failure, move.because, chance)
+    facts = _facts(job, same_machine=same, hopeless=_is_hopeless(session, job, move))
+    verdict = after_end(facts, move.outcome, move.failure, move.because, chance)
     _end_attempt(session, attempt, owner, move, verdict)
     session.flush()  # its job moves after it, as the database demands
     if move.failure is FailureClass.GPU_FAULT:
@@ -56,9 +58,14 @@ def end(session: Session, epoch: int, owner: str, move: Move, chance: random.Ran
     capacity.wake(session, vm_ids=freed, actor=_actor(owner))
 
 
-def _facts(job: Job, same_machine: bool) -> JobFacts:
-    cancelled = job.cancel_requested_at is not None
-    return JobFacts(cancelled, job.spent, _policy(job.request), same_machine)
+def _facts(job: Job, *, same_machine: bool, hopeless: bool) -> JobFacts:
+    return JobFacts(
+        cancel_requested=job.cancel_requested_at is not None,
+        spent=job.spent,
+        policy=_policy(job.request),
+        hopeless=hopeless,
+        same_machine=same_machine,
+    )
 
 
 def _policy(request: Mapping[str, Any]) -> RetryPolicy:
@@ -205,6 +212,27 @@ def _machine_to_blame(move: Move) -> str | None:
     if move.failure is not FailureClass.LAUNCH_FAILURE or refusal is None:
         return None
     return None if refusal.partition(":")[0] in JOBS_OWN_REFUSALS else culprit.get("vm")
+
+
+def _is_hopeless(session: Session, job: Job, move: Move) -> bool:
+    """It would be refused everywhere. A program that one machine lacks may be on another, if there is one that it may go to; a secret or a
+    file that was not to be had here may be there again later."""
+    refusal: str | None = _member_at_fault(move).get("refusal")
+    if move.failure is not FailureClass.LAUNCH_FAILURE or refusal is None:
+        return False
+    word = refusal.partition(":")[0]
+    if word != "unknown_program":
+        return word == "bad_spec"
+    wanted = Resources.model_validate(job.resources or {})
+    if wanted.vm is not None or wanted.named:
+        return True
+    tried = (
+        select(Member.vm_id)
+        .join(Attempt, Attempt.epoch == Member.epoch)
+        .where(Attempt.job_id == job.job_id, Attempt.generation == job.generation)
+    )
+    usable = (VM.active, VM.lost_at.is_(None), VM.contact == Contact.OK)
+    return session.scalar(select(VM.vm_id).where(*usable, VM.vm_id.not_in(tried)).limit(1)) is None
 
 
 def _was_refused_here_before(session: Session, attempt: Attempt, vm_id: str) -> bool:

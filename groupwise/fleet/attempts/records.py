@@ -522,6 +522,19 @@ def _sum_up_contact(session: Session, attempt: Attempt, owner: str, vm_id: str) 
         )  # fmt: skip
 
 
+def stuck(session: Session, epoch: int, owner: str, rank: int, why: str) -> None:
+    """It does not get on, for a reason that lies here and not in the job: the operator is told once for each reason."""
+    attempt = guarded(session, epoch, owner)
+    member = session.get_one(Member, (epoch, rank))
+    if member.handle.get("stuck") == why:
+        return
+    member.handle = {**member.handle, "stuck": why}
+    _tell(
+        session, attempt, owner, events.ATTEMPT_STUCK, {}, {},
+        vm_id=member.vm_id, detail={"rank": rank, "why": why},
+    )  # fmt: skip
+
+
 def leaking(
     session: Session, epoch: int, owner: str, rank: int, holders: Sequence[Mapping[str, Any]]
 ) -> None:

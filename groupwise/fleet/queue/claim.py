@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from ipaddress import ip_address
 from typing import Any
 
 from sqlalchemy import (
@@ -320,12 +321,13 @@ def _book(session: Session, found: View, plan: _Plan, lease: Lease) -> list[Clai
     if not plan.placed:
         return []
     names = sorted({seat.vm_id for _, placement in plan.placed for seat in placement.seats})
-    session.execute(
-        select(VM.vm_id)
+    rows = session.execute(
+        select(VM.vm_id, VM.ip_address)
         .where(VM.vm_id.in_(names))
         .order_by(VM.vm_id)
         .with_for_update(key_share=True)
-    ).all()
+    )
+    addresses = {row.vm_id: row.ip_address for row in rows}
     fresh = View(found.now, capacity.machines(session, found.now, names), found.held)
     now = seconds(session)  # read last: nothing begins before what it was seen to follow had ended
     resume = _checkpoints(session, [job for job, _ in plan.placed])
@@ -336,12 +338,26 @@ def _book(session: Session, found: View, plan: _Plan, lease: Lease) -> list[Clai
         if isinstance(placement, Blocked):
             continue  # somebody was quicker; the next round looks at the whole fleet
         assert len(placement.seats) == len(planned.seats)
+        placement = _led(placement, addresses)
         fresh.take(placement, job.resources, job.project)
         bookings.append(_Booking(job, placement, earlier, resume.get(job.job_id)))
     claimed = _made(session, bookings, lease, now)
     actor = f"dispatcher:{lease.owner}"
     events.append_many(session, [event for each in claimed for event in _events(each, actor)])
     return claimed
+
+
+def _led(placement: Placement, addresses: Mapping[str, str]) -> Placement:
+    """Rank 0 is where all others meet, so it is not a machine that only itself finds by its address."""
+    seats = sorted(placement.seats, key=lambda seat: _is_of_itself(addresses[seat.vm_id]))
+    return replace(placement, seats=tuple(seats))
+
+
+def _is_of_itself(address: str) -> bool:
+    try:
+        return ip_address(address).is_loopback
+    except ValueError:  # a name
+        return address == "localhost"
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,6 +446,7 @@ def _set_running(session: Session, bookings: Sequence[_Booking]) -> None:
         [
             {
                 "job": job_id,
+                "log": f"logs/{job_id}.log",
                 "vm": seat.vm_id,
                 "gpu": seat.gpus[0].index if seat.gpus else None,
             }
@@ -445,6 +462,7 @@ _RUNNING = (
     .values(
         status=JobStatus.RUNNING,
         assigned_vm=bindparam("vm"),
+        log_path=bindparam("log"),
         gpu_index=bindparam("gpu"),
         start_time=this_moment(),
         waiting_since=None,

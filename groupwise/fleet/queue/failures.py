@@ -113,7 +113,7 @@ def classify(record: ExitRecord, *, gpu_problems: Sequence[str] = ()) -> Diagnos
         _by_reason(record)
         or _by_code(record)
         or _by_machine(record, gpu_problems)
-        or _by_log(record.tail)
+        or _by_log(record)
         or _by_signal(record)
         or Diagnosis(FailureClass.CRASHED, f"exit code {record.code}")
     )
@@ -150,10 +150,12 @@ def _by_machine(record: ExitRecord, gpu_problems: Sequence[str]) -> Diagnosis | 
     return None
 
 
-def _by_log(tail: str) -> Diagnosis | None:
+def _by_log(record: ExitRecord) -> Diagnosis | None:
+    tail = record.tail
     last = "\n".join(tail.splitlines()[-_LAST_LINES:])
+    had_gpu = record.gpus != 0
     for pattern, text, failure in (
-        (_GPU_FAULT, tail, FailureClass.GPU_FAULT),
+        (_GPU_FAULT, tail if had_gpu else "", FailureClass.GPU_FAULT),
         (_GPU_OOM, tail, FailureClass.GPU_OOM),
         (_PREEMPTED, tail, FailureClass.PREEMPTION),
         (_HOST_OOM, last, FailureClass.HOST_OOM),
@@ -227,6 +229,8 @@ class RetryPolicy:
     """Overrides of `Budget.most`."""
     smaller_batch: bool = False
     """May begin again with a smaller batch when the GPU's memory was too small."""
+    once: bool = False
+    """Once its command has begun it is never begun again, whatever became of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +241,8 @@ class JobFacts:
     spent: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """The column `jobs.spent`: failures of this generation by class, `charged` and `free`."""
     policy: RetryPolicy = field(default_factory=RetryPolicy)
+    hopeless: bool = False
+    """Why it was not started is a matter of the job, and the same everywhere that it could go."""
     same_machine: bool = False
     """The machine that would not start it had refused it before: while the others are busy, one that starts nothing is all there is."""
 
@@ -272,9 +278,16 @@ def after_end(
         return Verdict(
             JobStatus.QUEUED, because, spent=job.spent
         )  # it never ran, by nobody's fault
+    if job.hopeless:
+        return Verdict(
+            JobStatus.FAILED,
+            f"{failure}: {because} (never tried again: it would be refused for the same reason)",
+            spent=counted(job.spent, failure),
+        )
     again = job.same_machine and failure is FailureClass.LAUNCH_FAILURE
     spent = counted(job.spent, failure, again=again)
-    if spent_up := _spent_up(job.policy, failure, spent):
+    ran = outcome is not Outcome.VOID
+    if spent_up := _not_again(job.policy, ran) or _spent_up(job.policy, failure, spent):
         return Verdict(
             JobStatus.FAILED,
             f"{failure}: {because} ({spent_up})",
@@ -301,6 +314,11 @@ def counted(
         str(failure): spent.get(failure, 0) + (0 if again else 1),
         kind: spent.get(kind, 0) + 1,
     }
+
+
+def _not_again(policy: RetryPolicy, ran: bool) -> str | None:
+    """Why what has run is not run again though its machine was to blame; what was never begun may be begun elsewhere."""
+    return "the job allows no second execution" if policy.once and ran else None
 
 
 def _spent_up(policy: RetryPolicy, failure: FailureClass, spent: Mapping[str, Any]) -> str | None:

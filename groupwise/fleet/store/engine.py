@@ -126,10 +126,15 @@ def read_json(text: str) -> Any:
         return json.loads(text)
     except RecursionError:
         return dict(TOO_DEEP)
+    except (
+        ValueError
+    ):  # PostgreSQL keeps nothing else that Python does not read, while SQLite keeps anything
+        return dict(UNREADABLE)
 
 
-def _read_json_of_sqlite(text: str) -> Any:
-    """Admission mends what cannot be read. What SQLite itself calls no JSON is none: a document as deep as that, or one with NaN in it."""
+def strict_json(text: str) -> Any:
+    """For admission, which tells what cannot be read and mends it: ValueError. What SQLite itself calls no JSON is none: a document that is
+    too deep, or one with NaN in it."""
     try:
         return json.loads(text, parse_constant=_no_constant)
     except RecursionError as error:
@@ -142,6 +147,8 @@ def _no_constant(name: str) -> NoReturn:
 
 TOO_DEEP = {"nested": "too deep to be read"}
 """What is read where a document is nested in a thousand levels."""
+UNREADABLE = {"unreadable": "no JSON, or a number of thousands of digits"}
+"""And where it is none, or holds what Python does not read."""
 
 
 # --- SQLite ---------------------------------------------------------------------------------------
@@ -158,7 +165,7 @@ def _sqlite_engine(url: URL) -> Engine:
         max_overflow=MORE_CONNECTIONS,
         pool_timeout=WAIT_FOR_CONNECTION,
         connect_args={"timeout": BUSY_SECONDS},
-        json_deserializer=_read_json_of_sqlite,
+        json_deserializer=read_json,
     )
     event.listen(engine, "connect", _prepare_sqlite)
     event.listen(engine, "begin", _begin_sqlite)

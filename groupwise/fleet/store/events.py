@@ -18,7 +18,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from sqlalchemy import Table, insert, select, text
+from sqlalchemy import Table, func, insert, select, text
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.store.database import clock
@@ -48,6 +48,7 @@ ATTEMPT_CLEAN = "attempt.clean"
 ATTEMPT_LEAKING = "attempt.leaking"
 ATTEMPT_UNREACHABLE = "attempt.unreachable"
 ATTEMPT_REACHABLE = "attempt.reachable"
+ATTEMPT_STUCK = "attempt.stuck"
 ATTEMPT_QUARANTINED = "attempt.quarantined"
 """A machine runs it, and no table knows it."""
 ATTEMPT_OVERDUE = "attempt.overdue"
@@ -164,6 +165,13 @@ def after(session: Session, position: int, limit: int) -> list[Event]:
     if session.get_bind().dialect.name == "postgresql":
         chosen = chosen.where(Event.event_id <= _settled(session))
     return list(session.scalars(chosen))
+
+
+def newest(session: Session) -> int:
+    """The number up to which all that is to be seen is seen: whoever goes on after it misses none that comes later. As for `after`."""
+    if session.get_bind().dialect.name == "postgresql":
+        return _settled(session)
+    return session.execute(select(func.max(Event.event_id))).scalar() or 0
 
 
 def recent(

@@ -59,6 +59,18 @@ class Moment(TypeDecorator[datetime]):
         moment = value.astimezone(UTC)
         return moment.replace(tzinfo=None) if dialect.name == "sqlite" else moment
 
+    def result_processor(self, dialect: Dialect, coltype: object) -> Any:
+        """SQLite keeps anything: what is no time in a row by hand is none, until admission tells so, or it would hide all other rows."""
+        read: Any = super().result_processor(dialect, coltype)
+
+        def readable(value: Any) -> datetime | None:
+            try:
+                return read(value)
+            except (ValueError, TypeError):
+                return None
+
+        return readable if dialect.name == "sqlite" else read
+
     def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
         """Out of it."""
         if value is None or value.tzinfo is not None:
@@ -267,6 +279,7 @@ class Job(Base):
     start_time: Mapped[datetime | None] = mapped_column(Moment)
     end_time: Mapped[datetime | None] = mapped_column(Moment)
     log_path: Mapped[str | None] = mapped_column(Text)
+    """Of the newest attempt, below the folder of the control machine; once there is one."""
 
     project: Mapped[str] = mapped_column(Text, server_default="default")
     name: Mapped[str | None] = mapped_column(Text)
@@ -401,7 +414,7 @@ class Checkpoint(Base):
     epoch: Mapped[int] = mapped_column(BigInteger, primary_key=True)
     path: Mapped[str] = mapped_column(Text, primary_key=True)
     """Of the checkpoint's folder, relative to the attempt's work folder."""
-    step: Mapped[int] = mapped_column(Integer)
+    step: Mapped[int] = mapped_column(BigInteger)
     manifest: Mapped[dict[str, Any]] = mapped_column(Document)
     """Path → sha256, mode and size: blobs of the control machine's store."""
     mirrored_at: Mapped[float] = mapped_column(Float)

@@ -177,6 +177,7 @@ def _gpus(session: Session) -> Iterator[Document]:
 
 
 def _attempts(session: Session, actor: Actor) -> Iterator[Document]:
+    is_open = (Attempt.state != AttemptState.ENDED) | (Attempt.cleanup != Cleanup.CLEAN)
     query = (
         select(Attempt, Member.vm_id, Member.handle)
         .join(Member, Member.epoch == Attempt.epoch)
@@ -184,6 +185,7 @@ def _attempts(session: Session, actor: Actor) -> Iterator[Document]:
         .where(
             (Attempt.cleanup == Cleanup.LEAKING)
             | ((Attempt.contact == Contact.UNREACHABLE) & (Attempt.state != AttemptState.ENDED))
+            | (is_open & Member.handle["stuck"].as_string().is_not(None))
         )
         .order_by(Attempt.epoch)
     )
@@ -196,6 +198,14 @@ def _attempts(session: Session, actor: Actor) -> Iterator[Document]:
                 "leaking",
                 f"{attempt.job_id} has ended, but something of its attempt {attempt.epoch} still holds what it had on {vm_id}",
                 f"`groupwise fleet show {attempt.job_id}` says what; end it there, the fleet looks again by itself",
+                **about,
+            )
+        elif handle.get("stuck"):
+            yield _alarm(
+                "attempt_stuck",
+                f"{attempt.job_id} does not get on: {handle['stuck']}",
+                "nothing of it is lost: mend what it says here, on the control machine, and it goes on by itself; or "
+                f"`groupwise fleet cancel {attempt.job_id}` ends it without what could not be taken in",
                 **about,
             )
         elif handle.get("elsewhere"):

@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import select
 
 from groupwise.fleet.store.events import VM_RETURNED
-from groupwise.fleet.store.tables import VM, Checkpoint, Event
+from groupwise.fleet.store.tables import VM, Attempt, Checkpoint, Event
 from groupwise.fleet.verbs import machines
 from groupwise.fleet.verbs.machines import NewMachine
 from tests.chaos.fleet import OPERATOR, RealFleet, real_fleet
@@ -193,6 +193,8 @@ def test_a_machine_that_was_given_up_and_comes_back_is_emptied_before_it_is_used
     fleet.until(lambda: fleet.status(job) == "completed", PATIENCE, "the job elsewhere")
     again = fleet.happened(job, "start")[-1]
     assert again["vm"] != gone.name
+    said = select(Attempt.failure_class, Attempt.charged).where(Attempt.epoch == start["epoch"])
+    assert fleet.look(lambda s: s.execute(said).one()) == ("host_lost", False)
     assert fleet.trainers(), "the first attempt lives on where nobody can reach it"
     add_again(fleet, gone.name)
     gone.heal()

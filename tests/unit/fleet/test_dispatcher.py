@@ -4,6 +4,7 @@ Each test ends with the judgement of `tests/fleet_history.py`, which knows nothi
 """
 
 import asyncio
+import errno
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,7 +15,7 @@ import pytest
 from sqlalchemy import delete, select, update
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.attempts import records
+from groupwise.fleet.attempts import drive, records
 from groupwise.fleet.attempts.effects import Side
 from groupwise.fleet.dispatcher import GlobalJobDispatcher
 from groupwise.fleet.queue.failures import BUDGETS, FREE_RETRIES, FailureClass
@@ -942,3 +943,76 @@ async def test_connections_to_machines_that_are_no_more_are_closed(rig: Rig) -> 
     )
     await dispatcher.reconcile()
     assert rig.kept == {"b"}
+
+
+# what goes wrong here
+
+
+def alarms(rig: Rig) -> list[Any]:
+    return rig.database.read(lambda s: list(status.alarms(s, Actor("user:test"))))
+
+
+def stuck(rig: Rig) -> Callable[[], list[str]]:
+    return lambda: [each["message"] for each in alarms(rig) if each["kind"] == "attempt_stuck"]
+
+
+async def test_a_disk_here_that_takes_nothing_is_told_and_ends_no_job(rig: Rig) -> None:
+    rig.fetched.fault = OSError(errno.ENOSPC, "No space left on device")
+    async with running(rig.dispatcher()):
+        rig.submit("job")
+        await rig.until(stuck(rig))
+        before = rig.fetched.collections
+        await rig.until(lambda: rig.fetched.collections > before + 5)
+        assert rig.job("job").status == "running"
+        assert "No space left" in stuck(rig)()[0]
+        assert len(said(rig, "attempt.stuck")) == 1
+        rig.fetched.fault = None
+        await rig.until(rig.has("job", "completed"))
+        await rig.until(lambda: not stuck(rig)())
+    rig.judge()
+
+
+async def test_who_does_not_want_to_wait_for_it_cancels(rig: Rig) -> None:
+    rig.fetched.fault = OSError(errno.EROFS, "Read-only file system")
+    async with running(rig.dispatcher()):
+        rig.submit("job")
+        await rig.until(stuck(rig))
+        rig.cancel("job")
+        await rig.until(rig.has("job", "cancelled"))
+    assert "Read-only" in rig.attempts("job")[0].evidence["because"]
+
+
+@pytest.mark.parametrize(
+    "fault", [OSError(errno.ENAMETOOLONG, "File name too long"), OverflowError("too large")]
+)
+async def test_what_nobody_could_take_in_does_not_keep_an_attempt_from_ending(
+    rig: Rig, fault: Exception
+) -> None:
+    rig.fetched.fault = fault
+    async with running(rig.dispatcher()):
+        rig.submit("job")
+        await rig.until(rig.has("job", "failed"))
+    assert str(fault.args[-1]) in str(rig.job("job").failure_reason)
+    assert rig.attempts("job")[0].failure_class == FailureClass.ARTEFACTS
+
+
+async def test_an_attempt_that_cannot_be_driven_is_told_of_and_tried_again(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, broken = drive.decide, True
+
+    def decide(view: Any) -> Any:
+        if broken:
+            raise ZeroDivisionError("a mistake of ours")
+        return whole(view)
+
+    monkeypatch.setattr(drive, "decide", decide)
+    async with running(rig.dispatcher()):
+        rig.submit("job")
+        await rig.until(stuck(rig))
+        assert "a mistake of ours" in stuck(rig)()[0]
+        broken = False
+        await rig.until(rig.has("job", "completed"))
+        await rig.until(lambda: not stuck(rig)())
+    assert len(said(rig, "attempt.stuck")) == 1
+    rig.judge()

@@ -187,6 +187,13 @@ def test_a_checkpoint_outside_of_the_folder_is_no_answer(path: str) -> None:
         )
 
 
+@pytest.mark.parametrize(("step", "counts"), [(3 * 10**9, 1), (2**63 - 1, 1), (2**63, 0), (-1, 0)])
+def test_a_step_that_no_database_can_count_makes_no_checkpoint(step: int, counts: int) -> None:
+    """A runner of before let it pass."""
+    tree = {"files": {}, "checkpoints": [{"path": "c", "step": step, "files": {}}]}
+    assert len(answers.work_tree(tree).checkpoints) == counts
+
+
 def test_release_and_hello() -> None:
     told = answers.release(
         {"clean": False, "holders": [{"what": "process", "detail": "x", "pid": 3}]}

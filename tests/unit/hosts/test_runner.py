@@ -169,6 +169,7 @@ def test_a_command_runs_and_its_end_is_on_record(here: Machine) -> None:
     record = ended["exit"]
     assert (record["code"], record["signal"], record["reason"]) == (3, None, "exited")
     assert record["tail"] == "out\nerr\n"
+    assert record["gpus"] == 0
     assert record["seconds"] > 0
     assert record["max_rss_mb"] > 0
     assert ended["log_size"] == len("out\nerr\n")

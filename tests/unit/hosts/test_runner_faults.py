@@ -626,6 +626,26 @@ def test_a_full_disk_claims_nothing(small: Machine) -> None:
         assert small.status()["state"] == "absent"
 
 
+def test_what_failed_to_begin_can_be_given_up_and_what_is_old_can_go_from_a_full_disk(
+    small: Machine,
+) -> None:
+    small.sh("exit 9")
+    small.comes_to("exited")
+    fill(small.home)
+    with pytest.raises(Refused, match="disk_full"):
+        small.launch("true", job="other")
+    assert small.ask("void", job="other", epoch=1)["state"] == "voided"
+    with pytest.raises(Refused, match="disk_full"):  # it does not use up what was set aside
+        small.launch("true", job="third")
+    assert small.ask("forget", job="job", epoch=1) == {"forgotten": True, "ok": True}
+    assert small.status()["state"] == "absent"
+    (small.home / "ballast").unlink()
+    small.launch("true", job="third")
+    assert small.launch("true")["refused"]["code"] == "lower_epoch"
+    assert small.launch("true", job="other")["state"] == "voided"
+    assert (small.root / "spare").stat().st_size == runner.SPARE
+
+
 def test_the_exit_record_has_room_on_a_full_disk(small: Machine) -> None:
     small.sh("until [ -e go ]; do sleep 0.02; done; printf 'last words\\n'; exit 9")
     (small.work() / "go.new").touch()

@@ -322,6 +322,15 @@ def test_a_file_too_large_to_take(here: Machine) -> None:
     assert told["refused"] == [["outputs/big", "too_large"]]
 
 
+@pytest.mark.parametrize(
+    ("limit", "word"), [("artefact_mb", "too_large"), ("artefact_files", "too_many")]
+)
+def test_a_limit_of_nothing_is_none_at_all_for_nobody(here: Machine, limit: str, word: str) -> None:
+    done(here, "mkdir outputs; printf 1 > outputs/a", limits={limit: 0})
+    told = manifest(here)
+    assert (told["files"], told["refused"]) == ({}, [["outputs/a", word]])
+
+
 def test_a_hash_is_remembered_only_while_the_file_is_the_same(here: Machine) -> None:
     work = done(here, "mkdir outputs; printf one > outputs/x")
     path = work / "outputs" / "x"
@@ -363,6 +372,8 @@ def test_checkpoints_count_when_they_are_complete(either: Machine) -> None:
     (saved / "step-60" / "manifest.json").write_text(
         '{"step": 60, "files": {"../step-9/w": {"size": 1'
     )
+    checkpoint(saved / "step-of-tokens", 10**20, {"w": b"9"})
+    checkpoint(saved / "step-before-any", -1, {"w": b"9"})
     (work / "outputs" / "manifest.json").write_text('{"name": "an app"}')
     found = manifest(either, "checkpoints")["checkpoints"]
     assert [(c["path"].rpartition("/")[2], c["step"]) for c in found] == [

@@ -331,6 +331,36 @@ def test_a_refusal_that_speaks_of_the_job_is_not_the_machines_fault(rig: Rig, co
     assert row(rig, VM, VM.vm_id == "a").launch_failures == 0
 
 
+def begin_and_refuse(rig: Rig, job: str, code: str) -> str:
+    """Wherever it is claimed for; the machine."""
+    query = update(Job).where(Job.job_id == job)
+    rig.database.run(lambda s: s.execute(query.values(not_before=0.0)))
+    (made,) = rig.database.run(lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1))
+    advance(rig, made.epoch, AttemptState.LAUNCHING)
+    vm_id = made.placement.seats[0].vm_id
+    move = refused(code)
+    move.evidence["members"][0]["vm"] = vm_id
+    end(rig, made.epoch, move)
+    return vm_id
+
+
+def test_a_program_that_no_machine_has_is_looked_for_once_on_each(rig: Rig) -> None:
+    rig.submit("job")
+    first = begin_and_refuse(rig, "job", "unknown_program")
+    assert row(rig, Job, Job.job_id == "job").status == "queued"
+    assert begin_and_refuse(rig, "job", "unknown_program") != first
+    job = row(rig, Job, Job.job_id == "job")
+    assert job.status == "failed"
+    assert "never tried again" in job.failure_reason
+
+
+@pytest.mark.parametrize(("code", "status"), [("unknown_program", "failed"), ("secret", "queued")])
+def test_nor_on_others_than_it_may_go_to(rig: Rig, code: str, status: str) -> None:
+    rig.submit("job", resources={"gpus": 1, "vm": "a"})
+    begin_and_refuse(rig, "job", code)
+    assert row(rig, Job, Job.job_id == "job").status == status
+
+
 # silence
 
 

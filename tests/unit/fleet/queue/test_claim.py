@@ -52,6 +52,7 @@ def test_an_attempt_with_all_that_it_holds(database: Database) -> None:
     assert all(r.share_mb is None and r.slot is None for r in held)
     job = job_of(database, "one")
     assert (job.status, job.assigned_vm, job.gpu_index) == ("running", "vm-1", 0)
+    assert job.log_path == "logs/one.log"
     assert job.start_time is not None
     assert job.waiting_since is None
     assert kinds_of_events(database, "one")[-2:] == ["job.running", "attempt.reserved"]
@@ -172,6 +173,18 @@ def test_gangs_are_all_or_nothing(database: Database) -> None:
         ).all()
     )
     assert sorted(map(tuple, ranks)) == [(0, "vm-1"), (1, "vm-2")]
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1", "localhost"])
+def test_a_gang_is_led_by_a_machine_that_others_find(database: Database, address: str) -> None:
+    """Rank 0 is where they meet."""
+    add_machine(database, "local", 1, ip_address=address)
+    add_machine(database, "node-1", 1, ip_address="10.0.0.11")
+    add_machine(database, "node-2", 1, ip_address="node-2.lan")
+    submit(database, "gang", gpus=1, machines=3)
+    (made,) = claim_some(database)
+    assert [seat.vm_id for seat in made.placement.seats] == ["node-1", "node-2", "local"]
+    assert job_of(database, "gang").assigned_vm == "node-1"
 
 
 def test_shares_and_slots(database: Database) -> None:

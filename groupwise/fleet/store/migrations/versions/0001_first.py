@@ -227,7 +227,7 @@ def upgrade() -> None:
         sa.Column("generation", sa.Integer(), nullable=False),
         sa.Column("epoch", sa.BigInteger(), nullable=False),
         sa.Column("path", sa.Text(), nullable=False),
-        sa.Column("step", sa.Integer(), nullable=False),
+        sa.Column("step", sa.BigInteger(), nullable=False),
         sa.Column("manifest", DOCUMENT, nullable=False),
         sa.Column("mirrored_at", sa.Float(), nullable=False),
         sa.ForeignKeyConstraint(["job_id"], ["jobs.job_id"], name="fk_checkpoints_job_id"),

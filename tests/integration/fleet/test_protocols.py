@@ -1,0 +1,164 @@
+"""Releases meet on one machine: what an older one has begun there, and runners whose answers are numbered otherwise.
+
+The text of the runner travels with whoever asks, so a control plane always asks one of its own release; older are the supervisors that
+still run, with their folders. There has been one protocol so far: releases of others are this one with other numbers in it, on both
+sides, and everything else of them is real.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from groupwise.hosts import bootstrap, driver, framing, local
+from groupwise.hosts.answers import MemberState, RunnerState
+from groupwise.hosts.driver import Known, Launch, Runner, RunnerText, runner_text
+from groupwise.hosts.framing import PROTOCOL, BadAnswer
+from groupwise.hosts.local import LocalHost
+from groupwise.hosts.port import RunnerRefused
+from groupwise.hosts.spec import JobSpec
+from tests.runner_machine import Machine, alive
+
+pytestmark = pytest.mark.fleet
+
+NEXT = PROTOCOL + 1
+SECONDS = 30.0
+WAITS = "echo begun >>../begun; echo one; until [ -e go ]; do sleep 0.02; done; echo two; exit 3"
+FOR_EVER = "while :; do sleep 0.1; done"
+
+Release = Callable[..., Runner]
+
+
+def renumbered(text: str, old: str, new: str) -> str:
+    assert text.count(old) == 1, f"{old!r} stands {text.count(old)} times in it"
+    return text.replace(old, new)
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Iterator[Machine]:
+    made = Machine(tmp_path)
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def release(here: Machine, monkeypatch: pytest.MonkeyPatch) -> Release:
+    """A control plane that speaks so from now on. `answers`: the number in those of its runner; `takes`: the requests that it takes."""
+    source = runner_text().source
+
+    def begin(number: int, *, answers: int | None = None, takes: int | None = None) -> Runner:
+        command = renumbered(bootstrap.BOOTSTRAP, f"!= {PROTOCOL}:", f"!= {number}:")
+        spoken = (number, number - 1) if takes is None else (takes,)
+        text = renumbered(
+            source,
+            f"\nPROTOCOL = {PROTOCOL}\n",
+            f"\nPROTOCOL = {number if answers is None else answers}\n",
+        )
+        text = renumbered(text, f"\nSPOKEN = ({PROTOCOL},)\n", f"\nSPOKEN = {spoken}\n")
+        own = RunnerText(text, hashlib.sha256(text.encode()).hexdigest())
+        old = f"GROUPWISE-ANSWER {PROTOCOL} "
+        monkeypatch.setattr(
+            local, "BOOTSTRAP", renumbered(command, old, f"GROUPWISE-ANSWER {number} ")
+        )
+        monkeypatch.setattr(driver, "runner_text", lambda: own)
+        monkeypatch.setattr(framing, "PROTOCOL", number)
+        for module in (framing, driver):
+            monkeypatch.setattr(module, "SPOKEN", frozenset({number, number - 1}))
+        return Runner(LocalHost(environment=here.environment), root=str(here.root))
+
+    return begin
+
+
+async def comes_to(runner: Runner, seen: MemberState, wanted: RunnerState) -> MemberState:
+    async with asyncio.timeout(SECONDS):
+        while seen.state is not wanted:
+            known = {(seen.job, seen.epoch): Known(seen.state, seen.log_size)}
+            (seen,) = await runner.wait(known, seconds=SECONDS)
+    return seen
+
+
+def job(name: str, script: str) -> Launch:
+    return Launch(name, 1, JobSpec(("sh", "-c", script)))
+
+
+async def is_driven_by(here: Machine, first: Runner, then: Callable[[], Runner]) -> None:
+    """One launches, the other does all the rest."""
+    waits = job("waits", WAITS)
+    await comes_to(first, await first.launch(waits), RunnerState.RUNNING)
+    endless = await comes_to(
+        first, await first.launch(job("endless", FOR_EVER)), RunnerState.RUNNING
+    )
+    runner = then()
+    seen = await runner.observe(probe=["true"])
+    assert {each.job: each.state for each in seen.attempts} == {
+        "waits": RunnerState.RUNNING,
+        "endless": RunnerState.RUNNING,
+    }
+    assert [stray for stray in seen.quarantined if stray.what == "folder"] == []
+    assert (await runner.launch(waits)).state is RunnerState.RUNNING
+    told = await runner.status("waits", 1)
+    if told.log_size == 0:
+        known = {("waits", 1): Known(told.state)}
+        (told,) = await runner.wait(known, seconds=SECONDS)
+    assert (await runner.log("waits", 1, 0)).data == b"one\n"
+    await runner.touch({("waits", 1): None})
+    (here.work("waits") / "go").touch()
+    ended = await comes_to(runner, await runner.status("waits", 1), RunnerState.EXITED)
+    assert ended.exit is not None
+    assert ended.exit.code == 3
+    assert (await runner.log("waits", 1, 0)).data == b"one\ntwo\n"
+    await runner.kill("endless", 1, grace=0.0)
+    ended = await comes_to(runner, await runner.status("endless", 1), RunnerState.EXITED)
+    assert ended.exit is not None
+    assert ended.exit.reason == "cancelled"
+    assert endless.pid is not None
+    assert not alive(endless.pid)
+    for name in ("waits", "endless"):
+        assert (await runner.release(name, 1, probe=["true"])).clean
+    assert (here.folder("waits") / "begun").read_text() == "begun\n"
+    await runner.forget("waits", 1)
+    assert (await runner.status("waits", 1)).state is RunnerState.ABSENT
+
+
+async def test_what_the_release_before_has_begun_is_driven_on(
+    here: Machine, release: Release
+) -> None:
+    await is_driven_by(here, release(PROTOCOL), lambda: release(NEXT))
+    assert len(list((here.root / "runners").glob("*.py"))) == 2
+
+
+async def test_answers_in_the_protocol_before_are_understood(
+    here: Machine, release: Release
+) -> None:
+    runner = release(NEXT, answers=PROTOCOL)
+    await is_driven_by(here, runner, lambda: runner)
+
+
+@pytest.mark.parametrize("number", [NEXT - 2, NEXT + 1], ids=["two before", "one ahead"])
+async def test_answers_in_any_other_are_refused_in_words(release: Release, number: int) -> None:
+    runner = release(NEXT, answers=number)
+    with pytest.raises(BadAnswer, match=rf"answers in protocol {number}; .* speaks 1 and 2: bring"):
+        await runner.status("job", 1)
+
+
+async def test_requests_that_a_runner_does_not_know_are_refused_in_words(
+    here: Machine, release: Release
+) -> None:
+    runner = release(NEXT, takes=PROTOCOL)
+    with pytest.raises(RunnerRefused, match=r"this runner speaks 1$"):
+        await runner.launch(job("job", FOR_EVER))
+    assert not here.folder("job").exists()
+
+
+async def test_a_bootstrap_of_the_release_before_says_what_it_is(
+    here: Machine, release: Release, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release(NEXT)
+    monkeypatch.setattr(local, "BOOTSTRAP", bootstrap.BOOTSTRAP)
+    runner = Runner(LocalHost(environment=here.environment), root=str(here.root))
+    with pytest.raises(RunnerRefused, match=r"this is protocol 1, the request is of 2"):
+        await runner.status("job", 1)
