@@ -952,23 +952,23 @@ def alarms(rig: Rig) -> list[Any]:
     return rig.database.read(lambda s: list(status.alarms(s, Actor("user:test"))))
 
 
-def stuck(rig: Rig) -> Callable[[], list[str]]:
-    return lambda: [each["message"] for each in alarms(rig) if each["kind"] == "attempt_stuck"]
+def stuck(rig: Rig) -> list[str]:
+    return [each["message"] for each in alarms(rig) if each["kind"] == "attempt_stuck"]
 
 
 async def test_a_disk_here_that_takes_nothing_is_told_and_ends_no_job(rig: Rig) -> None:
     rig.fetched.fault = OSError(errno.ENOSPC, "No space left on device")
     async with running(rig.dispatcher()):
         rig.submit("job")
-        await rig.until(stuck(rig))
+        await rig.until(lambda: bool(stuck(rig)))
         before = rig.fetched.collections
         await rig.until(lambda: rig.fetched.collections > before + 5)
         assert rig.job("job").status == "running"
-        assert "No space left" in stuck(rig)()[0]
+        assert "No space left" in stuck(rig)[0]
         assert len(said(rig, "attempt.stuck")) == 1
         rig.fetched.fault = None
         await rig.until(rig.has("job", "completed"))
-        await rig.until(lambda: not stuck(rig)())
+        await rig.until(lambda: not stuck(rig))
     rig.judge()
 
 
@@ -976,7 +976,7 @@ async def test_who_does_not_want_to_wait_for_it_cancels(rig: Rig) -> None:
     rig.fetched.fault = OSError(errno.EROFS, "Read-only file system")
     async with running(rig.dispatcher()):
         rig.submit("job")
-        await rig.until(stuck(rig))
+        await rig.until(lambda: bool(stuck(rig)))
         rig.cancel("job")
         await rig.until(rig.has("job", "cancelled"))
     assert "Read-only" in rig.attempts("job")[0].evidence["because"]
@@ -1009,10 +1009,10 @@ async def test_an_attempt_that_cannot_be_driven_is_told_of_and_tried_again(
     monkeypatch.setattr(drive, "decide", decide)
     async with running(rig.dispatcher()):
         rig.submit("job")
-        await rig.until(stuck(rig))
-        assert "a mistake of ours" in stuck(rig)()[0]
+        await rig.until(lambda: bool(stuck(rig)))
+        assert "a mistake of ours" in stuck(rig)[0]
         broken = False
         await rig.until(rig.has("job", "completed"))
-        await rig.until(lambda: not stuck(rig)())
+        await rig.until(lambda: not stuck(rig))
     assert len(said(rig, "attempt.stuck")) == 1
     rig.judge()
