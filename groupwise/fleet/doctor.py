@@ -1,6 +1,7 @@
 """The command `groupwise fleet doctor`: whether database, doorbell, control plane and machines do what a fleet needs of them.
 
     database     reachable, its tables those of this version, its clock near ours
+    own disk     room for what jobs leave
     NATS         where one is used: reachable, and no release with known holes
     roles        alive, and not crashing again and again
     machines     each: trusted, reachable, Python, disk, GPUs as the fleet knows them, and one tiny command from launch to exit,
@@ -18,6 +19,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -128,6 +130,7 @@ def _examine(place: FleetPlace, only: Sequence[str] | None, tell: Tell) -> None:
             return
         _nats(place, tell)
         if only is None:
+            tell(_own_disk(place))
             _roles(database, tell)
         _machines(database, only, tell)
         _alarms(database, tell)
@@ -180,6 +183,19 @@ def _database(database: Database, tell: Tell) -> bool:
         )
     )
     return True
+
+
+def _own_disk(place: FleetPlace) -> Seen:
+    """Where logs, checkpoints and artefacts of all jobs come to."""
+    free = shutil.disk_usage(place.folder).free // 1_000_000
+    return Seen(
+        "own disk",
+        "ok" if free >= LEAST_DISK_MB else "warning",
+        f"{free / 1000:.0f} GB free in {place.folder}",
+        "once it is full no job can end, since what it has made cannot be kept",
+        "make room there, or `groupwise fleet prune`",
+        {"free_mb": free},
+    )
 
 
 # --- NATS -----------------------------------------------------------------------------------------

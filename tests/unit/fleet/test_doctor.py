@@ -1,9 +1,12 @@
 """What the doctor says of a machine's environment: the tiny command on interpreters that tests make up, and what follows from it."""
 
 import json
+import shutil
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +14,8 @@ import pytest
 from groupwise.fleet import doctor
 from groupwise.fleet.doctor import LOOK, Seen
 from groupwise.fleet.machines import packing
+from groupwise.fleet.settings import FleetPlace, FleetSettings
+from groupwise.fleet.store.database import connect, migrate
 from groupwise.hosts import answers
 from groupwise.hosts.answers import MemberState
 
@@ -151,3 +156,17 @@ def test_an_interpreter_that_fails() -> None:
     ended = {"code": 127, "signal": None, "reason": "spawn_failed", "message": "no such file"}
     found = judged({}, exit=ended)
     assert f"{PYTHON} cannot be run there: no such file" in found["jobs"].measured
+
+
+@pytest.mark.parametrize(("free", "level"), [(4_000_000_000, "warning"), (500_000_000_000, "ok")])
+def test_the_disk_of_the_control_machine_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, level: str
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
+    told: list[Seen] = []
+    with closing(connect(f"sqlite:///{tmp_path}/fleet.db")) as database:
+        migrate(database)
+    place = FleetPlace(tmp_path, FleetSettings())
+    doctor.examine(place, None, tell=told.append)
+    (found,) = [each for each in told if each.name == "own disk"]
+    assert (found.level, found.measured) == (level, f"{free / 1e9:.0f} GB free in {tmp_path}")
