@@ -175,6 +175,7 @@ QUICK = (
                 '"uq_attempts_live", "attempts", ["job_id"], unique=True,',
                 '"uq_attempts_live", "attempts", ["job_id"], unique=False,',
             ),
+            ("fleet/store/triggers.py", "if index.unique:", "if False:"),
         ),
         (f"{TRIGGERS}::test_one_live_attempt",),
     ),
@@ -228,6 +229,7 @@ QUICK = (
                 '        ["vm_id", "slot"],\n        unique=True,',
                 '        ["vm_id", "slot"],\n        unique=False,',
             ),
+            ("fleet/store/triggers.py", "if index.unique:", "if False:"),
         ),
         (f"{TRIGGERS}::test_a_slot_is_held_once",),
     ),
@@ -304,6 +306,36 @@ QUICK = (
         (f"{TRIGGERS}::test_what_an_admitted_job_runs_does_not_change",),
     ),
     Mutation(
+        "turns",
+        "who goes before others of a project takes none of theirs",
+        (("fleet/queue/turns.py", "missing += MARGIN * self._reach(gap)", "missing = 0.0"),),
+        (f"{ADMISSION}::test_priority_within_a_project_takes_no_turns_from_others",),
+    ),
+    Mutation(
+        "turns",
+        "those that were put off stay where they were",
+        (
+            (
+                "fleet/queue/turns.py",
+                ".values(rank=Job.rank + gap.put_off)",
+                ".values(rank=Job.rank)",
+            ),
+        ),
+        (f"{ADMISSION}::test_the_order_within_a_project_is_by_time_less_priority",),
+    ),
+    Mutation(
+        "quota",
+        "what is booked is not counted again",
+        (("fleet/queue/claim.py", "names), found.held, limits)", "names), found.held)"),),
+        (f"{CLAIM}::test_a_share_is_not_begun_on_one_gpu_more_than_the_quota_has",),
+    ),
+    Mutation(
+        "a key stands for an array",
+        "as many lines as there are",
+        (("fleet/queue/admission.py", "digest = _digest(project, requests)", "digest = project"),),
+        (f"{ADMISSION}::test_one_key_one_array",),
+    ),
+    Mutation(
         "admission freezes",
         "a job is admitted again",
         (
@@ -368,7 +400,7 @@ QUICK = (
     Mutation(
         "claim",
         "a machine that nobody has looked at gets a job",
-        (("fleet/queue/capacity.py", "(age > STALE_SECONDS, ", "(age > 1e9, "),),
+        (("fleet/queue/capacity.py", "(age > stale, ", "(age > 1e9, "),),
         (f"{CLAIM}::test_machines_that_get_nothing",),
     ),
     Mutation(
@@ -569,6 +601,24 @@ QUICK = (
         (f"{FAILURES}::test_every_class_comes_to_an_end",),
     ),
     Mutation(
+        "budgets",
+        "a job that is to run once is run again after the loss of its machine",
+        (("fleet/queue/failures.py", "if policy.once and ran else", "if False else"),),
+        (f"{FAILURES}::test_a_job_that_is_to_run_once_is_not_begun_again_whatever_happens",),
+    ),
+    Mutation(
+        "budgets",
+        "what no machine has begun is not begun elsewhere where the job is to run once",
+        (("fleet/queue/failures.py", "if policy.once and ran else", "if policy.once else"),),
+        (f"{FAILURES}::test_what_never_ran_is_no_execution",),
+    ),
+    Mutation(
+        "budgets",
+        "what a job without a GPU writes is a GPU fault",
+        (("fleet/queue/failures.py", "had_gpu = record.gpus != 0", "had_gpu = True"),),
+        (f"{FAILURES}::test_a_job_without_a_gpu_has_no_gpu_fault",),
+    ),
+    Mutation(
         "release",
         "a live attempt gives back what it holds",
         (
@@ -651,6 +701,11 @@ QUICK = (
                 ".where(Job.status == JobStatus.RUNNING, ~live)",
                 ".where(Job.status == JobStatus.RUNNING)",
             ),
+            (
+                "fleet/store/triggers.py",
+                '"job_in_motion",\n        "jobs",\n        "UPDATE",\n        f"EXISTS',
+                '"job_in_motion",\n        "jobs",\n        "UPDATE",\n        f"1 = 0 AND EXISTS',
+            ),
         ),
         (f"{UNIT}/test_requeue.py::test_a_job_with_a_live_attempt_is_never_touched",),
     ),
@@ -727,6 +782,49 @@ QUICK = (
         ),
         (f"{OBSERVATION}::TestKeys::test_trust_on_first_use_pins_the_first_and_no_other",),
     ),
+    Mutation(
+        "machine",
+        "becomes another place for its runner under what runs there",
+        (
+            (
+                "fleet/verbs/machines.py",
+                "    if moved := [name for name in PLACE if",
+                "    if moved := [name for name in () if",
+            ),
+        ),
+        (f"{VERBS}/test_machines.py::test_a_machine_in_use_stays_the_place_that_it_is",),
+    ),
+    Mutation(
+        "admission freezes",
+        "rows with which nothing can be done stand before others",
+        (
+            (
+                "fleet/queue/admission.py",
+                "        if len(stuck) == before or dealt_with == limit:\n",
+                "        if stuck or dealt_with == limit:\n",
+            ),
+        ),
+        (f"{ADMISSION}::test_rows_that_the_database_lets_nobody_refuse_stand_before_no_other",),
+    ),
+    # --- what keys of one project see -----------------------------------------------------------
+    Mutation(
+        "bound",
+        "a key of one project is told how machines are reached",
+        (("fleet/verbs/bound.py", "{**document, **nobodys, **untold", "{**document, **untold"),),
+        (f"{UNIT}/verbs/test_bound.py::test_a_bound_key_does_not_see_through_machines",),
+    ),
+    Mutation(
+        "bound",
+        "why a job waits names whoever a GPU is kept for",
+        (
+            (
+                "fleet/verbs/bound.py",
+                "_KEPT.sub(lambda kept: _of_own(session, actor, kept), text)",
+                "text",
+            ),
+        ),
+        (f"{UNIT}/verbs/test_bound.py::test_a_bound_key_does_not_see_through_machines",),
+    ),
     # --- events and those who read them -----------------------------------------------------------
     Mutation(
         "tracker",
@@ -751,6 +849,18 @@ QUICK = (
             ),
         ),
         (f"{TRACKER}::test_a_position_never_goes_back",),
+    ),
+    Mutation(
+        "tracker",
+        "NATS that is new is told of all history",
+        (("fleet/tracker.py", "first = newest if skipped else 0", "first = 0"),),
+        (f"{TRACKER}::test_news_that_are_new_begin_with_the_last_hour_and_say_so",),
+    ),
+    Mutation(
+        "tracker",
+        "where news began is not written down before something was told",
+        (("fleet/tracker.py", "    keep_position(session, name, first)\n", ""),),
+        (f"{TRACKER}::test_news_of_a_fleet_that_is_new_lose_nothing",),
     ),
     # --- logs and artefacts -----------------------------------------------------------------------
     Mutation(
@@ -835,9 +945,9 @@ QUICK = (
         (
             (
                 "fleet/verbs/prune.py",
-                "        jobs = [job for job in jobs if database.run(",
+                "        jobs = [\n            job\n            for some",
                 "        for job in jobs:\n            remove_files(folders, job)\n"
-                "        jobs = [job for job in jobs if database.run(",
+                "        jobs = [\n            job\n            for some",
             ),
         ),
         (f"{STORE}::test_dying_at_any_instant_leaves_no_row_without_its_files",),
@@ -922,8 +1032,8 @@ QUICK = (
         (
             (
                 "fleet/verbs/machines.py",
-                "    vm.observed_round = seconds(session)",
-                "    _ = seconds(session)",
+                "    _describe(vm, new)\n    vm.observed_round = seconds(session)",
+                "    _describe(vm, new)\n    _ = seconds(session)",
             ),
         ),
         (
@@ -936,8 +1046,8 @@ QUICK = (
         (
             (
                 "fleet/verbs/prune.py",
-                "(open_attempt, given_up, dependant, held)",
-                "(open_attempt, dependant, held)",
+                "(open_attempt, given_up, held)",
+                "(open_attempt, held)",
             ),
         ),
         (
@@ -1104,6 +1214,20 @@ QUICK = (
             ),
         ),
         (f"{RUNNER}::test_a_forgotten_epoch_stays_refused",),
+    ),
+    Mutation(
+        "void is acknowledged by the machine",
+        "nothing is set aside for it on a full disk",
+        (
+            (
+                "hosts/runner.py",
+                '        remove_file(root.at("spare"))\n        work()\n',
+                "        raise\n",
+            ),
+        ),
+        (
+            f"{FAULTS}::test_what_failed_to_begin_can_be_given_up_and_what_is_old_can_go_from_a_full_disk",
+        ),
     ),
     Mutation(
         "one claim of an attempt",
@@ -1717,6 +1841,32 @@ QUICK = (
             ),
         ),
         (f"{BUILDER}::test_only_what_nobody_uses_or_keeps_is_removed",),
+    ),
+    Mutation(
+        "environments",
+        "one that a row is about to name is removed",
+        (
+            (
+                "fleet/machines/builder.py",
+                "            if is_recent(place, order.asked_at):\n",
+                "            if False:\n",
+            ),
+        ),
+        (f"{BUILDER}::test_one_that_was_just_made_or_found_is_not_removed_before_a_row_names_it",),
+    ),
+    Mutation(
+        "environments",
+        "what was made long ago is taken in without a look",
+        (
+            (
+                "fleet/machines/prepare.py",
+                '            if _now_of(hello) - said["at"] <= TAKEN_IN:\n',
+                "            if said:\n",
+            ),
+        ),
+        (
+            f"{UNIT}/machines/test_prepare.py::test_what_was_made_long_ago_is_looked_at_before_it_is_taken_in",
+        ),
     ),
     Mutation(
         "environments",

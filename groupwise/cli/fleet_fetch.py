@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from groupwise.cli.fleet_access import AsJson, FleetOption, JobArgument, fleet
+from groupwise.cli.fleet_progress import progress
 from groupwise.cli.fleet_words import whole
 from groupwise.cli.output import say
 from groupwise.cli.printing import print_json
 from groupwise.display.quantities import byte_size
-from groupwise.display.text import one_line, shorten
-
-SHOW_SECONDS = 0.2
-"""Between two lines of progress."""
-WIDEST = 78
 
 
 def fetch(
@@ -64,9 +57,7 @@ def fetch(
     Each file appears whole, once its hash was found right. What is there already is kept, and what was interrupted goes on.
     """
     folder = Path(job) if to is None else to.expanduser()
-    with fleet(told) as access:
-        from groupwise.fleet.download import tell_nobody
-
+    with fleet(told) as access, progress() as tell:
         found = access.fetch(
             job,
             folder,
@@ -75,29 +66,13 @@ def fetch(
             epoch=epoch,
             rank=rank,
             force=force,
-            tell=_progress() if sys.stderr.isatty() else tell_nobody,
+            tell=tell,
         )
     if as_json:
         print_json(found)
         return
     _sum_up(found)
     typer.echo(folder)
-
-
-def _progress() -> Callable[[int, int, str], None]:
-    """A line of the terminal that is written over."""
-    last = 0.0
-
-    def tell(here: int, of: int, path: str) -> None:
-        nonlocal last
-        if time.monotonic() - last < SHOW_SECONDS and here < of:
-            return
-        last = time.monotonic()
-        line = f"{byte_size(here)} of {byte_size(of)}, {one_line(path)}"
-        end = "\r" if here < of else "\r\x1b[K"
-        typer.echo(f"\r\x1b[K{shorten(line, WIDEST)}" if here < of else end, err=True, nl=False)
-
-    return tell
 
 
 def _sum_up(found: dict[str, Any]) -> None:

@@ -7,11 +7,12 @@ log is whole before it ends.
 
 from __future__ import annotations
 
+import codecs
 import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -29,6 +30,10 @@ WAIT_SECONDS = 2.0
 """For which one look waits for more of a log."""
 ASK_SECONDS = 0.5
 """Between two looks for the end of a job."""
+PORTION = 100
+"""Jobs of which one question asks: their ids stand in an address."""
+MOST_EXPLAINED = 20
+"""Of more jobs it is not asked why each of them waits."""
 _NUMBERS = re.compile(r"\d+")
 _SAID = {
     "running": "runs",
@@ -38,6 +43,29 @@ _SAID = {
 }
 CANCELLED_CODE = 130
 """What shells say of a program that was interrupted."""
+
+
+class _Writer:
+    """Bytes as they are where a program reads them; in a terminal text, without what could command it.
+
+    A piece may end within a letter, whose rest comes with the next one.
+    """
+
+    def __init__(self) -> None:
+        self._letters = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def write(self, data: bytes, *, last: bool = False) -> None:
+        if _is_terminal():
+            _show(self._letters.decode(data, last))
+        else:
+            sys.stdout.flush()
+            typer.get_binary_stream("stdout").write(data)
+        sys.stdout.flush()
+
+    def end(self) -> None:
+        """Nothing more comes of this log: a letter without its rest is shown as such. What is written next is another log."""
+        self.write(b"", last=True)
+        self._letters.reset()
 
 
 @dataclass(slots=True)
@@ -54,6 +82,7 @@ class _Reading:
     epoch: int | None = None
     """Where the next piece begins; None: there is no log yet."""
     offset: int = 0
+    to: _Writer = field(default_factory=_Writer)
 
     def copy(self, access: Fleet, wait: float) -> bool:
         """Write all that is new; False where it would go on with another attempt than the one that is wanted."""
@@ -71,12 +100,13 @@ class _Reading:
             if part.data and self.only not in (None, part.epoch):
                 return False
             if part.data and begun and part.epoch != before:
+                self.to.end()
                 say(f"— {self.job_id} is tried again: epoch {part.epoch} —")
             if part.data or (part.epoch is not None and self.tail is not None):
                 self.epoch, self.offset, self.tail = part.epoch, part.offset, None
             if not part.data:
                 return True
-            _write(part.data)
+            self.to.write(part.data)
 
 
 def print_log(
@@ -88,9 +118,11 @@ def print_log(
     of = part.epoch if epoch is None else epoch
     if part.epoch != of or (not part.data and part.offset == 0):
         _say_why_empty(access, found)
+    to = _Writer()
     while part.data and part.epoch == of:
-        _write(part.data)
+        to.write(part.data)
         part = access.log(job_id, epoch=of, offset=part.offset, rank=rank)
+    to.end()
 
 
 def follow_log(
@@ -110,6 +142,7 @@ def follow_log(
         over = found["status"] in FINAL or _is_over(found, epoch)
         begun = reading.epoch is not None
         if not reading.copy(access, 0.0 if over or not begun else WAIT_SECONDS) or over:
+            reading.to.end()
             return found
         if reading.epoch is None:
             said = _say_what_it_waits_for(access, found, said)
@@ -149,18 +182,16 @@ def _say_why_empty(access: Fleet, found: dict[str, Any]) -> None:
         say(f"{found['job_id']} has written nothing yet")
 
 
-def _write(data: bytes) -> None:
-    """Bytes as they are where a program reads them; in a terminal, without what could command it."""
-    if sys.stdout.isatty():
-        from groupwise.display.text import clean
+def _is_terminal() -> bool:
+    return sys.stdout.isatty()
 
-        encoding = sys.stdout.encoding or "utf-8"
-        text = clean(data.decode("utf-8", "replace").replace("\r", "\n"))
-        typer.echo(text.encode(encoding, "replace").decode(encoding), nl=False)
-    else:
-        sys.stdout.flush()
-        typer.get_binary_stream("stdout").write(data)
-    sys.stdout.flush()
+
+def _show(text: str) -> None:
+    from groupwise.display.text import clean
+
+    encoding = sys.stdout.encoding or "utf-8"
+    shown = clean(text.replace("\r", "\n"))
+    typer.echo(shown.encode(encoding, "replace").decode(encoding), nl=False)
 
 
 # Ends
@@ -170,26 +201,39 @@ def until_ended(
     access: Fleet, job_ids: Sequence[str], sleep: Callable[[float], None] = time.sleep
 ) -> list[dict[str, Any]]:
     """Wait until all of these jobs have ended; what they were then."""
+    wanted = list(dict.fromkeys(job_ids))
     said: dict[str, str] = {}
     ended: dict[str, dict[str, Any]] = {}
     while True:
-        found = [ended.get(job_id) or access.progress(job_id) for job_id in job_ids]
-        for each in found:
-            if said.get(each["job_id"]) != each["status"]:
-                said[each["job_id"]] = each["status"]
-                _tell_change(access, each)
-        ended |= {each["job_id"]: each for each in found if each["status"] in FINAL}
-        if len(ended) == len(set(job_ids)):
-            return found
+        found = _looked_at(access, [each for each in wanted if each not in ended])
+        for job_id, each in found.items():
+            if said.get(job_id) != each["status"]:
+                said[job_id] = each["status"]
+                _tell_change(access, each, why=len(wanted) <= MOST_EXPLAINED)
+        ended |= {job_id: each for job_id, each in found.items() if each["status"] in FINAL}
+        if len(ended) == len(wanted):
+            return [ended[job_id] for job_id in job_ids]
         sleep(ASK_SECONDS)
 
 
-def _tell_change(access: Fleet, job: dict[str, Any]) -> None:
+def _looked_at(access: Fleet, job_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """How far they are, a portion with each question. Raises the fleet's refusal where one of them is not there any more."""
+    listed: dict[str, dict[str, Any]] = {}
+    for start in range(0, len(job_ids), PORTION):
+        some = list(job_ids[start : start + PORTION])
+        listed |= {each["job_id"]: each for each in access.jobs(ids=some, limit=PORTION)}
+    return {job_id: listed.get(job_id) or access.progress(job_id) for job_id in job_ids}
+
+
+def _tell_change(access: Fleet, job: dict[str, Any], *, why: bool) -> None:
     if job["status"] in ("queued", "pending", "held"):
-        _say_what_it_waits_for(access, job, "")
+        if why:
+            _say_what_it_waits_for(access, job, "")
+        else:
+            say(f"{job['job_id']} is {job['status']}")
         return
-    why = f": {job['failure_reason']}" if job["failure_reason"] else ""
-    say(f"{job['job_id']} {_SAID[job['status']]}{why}")
+    reason = f": {job['failure_reason']}" if job["failure_reason"] else ""
+    say(f"{job['job_id']} {_SAID[job['status']]}{reason}")
 
 
 def exit_code_of(ended: Sequence[dict[str, Any]]) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,26 +15,36 @@ from groupwise.cli.output import say
 from groupwise.cli.printing import print_json
 from groupwise.errors import UsageError
 
-JobsArgument = Annotated[list[str], typer.Argument(metavar="JOB...", help="Ids of jobs.")]
+if TYPE_CHECKING:
+    from groupwise.cli.fleet_access import Fleet
+
+JobsArgument = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[JOB...]", help="Ids of jobs; or choose them by options."),
+]
+StatusOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="S", help="Only of this status, as running; several times for several."),
+]
+ProjectOption = Annotated[str | None, typer.Option(metavar="P", help="Only of this project.")]
+NameOption = Annotated[str | None, typer.Option(metavar="N", help="Only with this name.")]
+LabelOption = Annotated[
+    list[str] | None, typer.Option(metavar="KEY=VALUE", help="Only with this label.")
+]
+PAGE = 1000
+"""Jobs of one listing."""
 
 
 def jobs(
     told: FleetOption = None,
-    status: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="S", help="Only of this status, as running; several times for several."
-        ),
-    ] = None,
-    project: Annotated[str | None, typer.Option(metavar="P", help="Only of this project.")] = None,
-    name: Annotated[str | None, typer.Option(metavar="N", help="Only with this name.")] = None,
+    status: StatusOption = None,
+    project: ProjectOption = None,
+    name: NameOption = None,
     kind: Annotated[
         str | None, typer.Option(metavar="K", help="Only of this kind: GRPO, SFT, EVAL, COMMAND …")
     ] = None,
     vm: Annotated[str | None, typer.Option(metavar="VM", help="Only on this machine.")] = None,
-    label: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="Only with this label.")
-    ] = None,
+    label: LabelOption = None,
     limit: Annotated[
         int,
         typer.Option(metavar="N", help="At most so many.", parser=whole("--limit", 100, most=1000)),
@@ -85,61 +96,201 @@ def show(job: JobArgument, told: FleetOption = None, as_json: AsJson = False) ->
     print_job(found, time.time())
 
 
+@dataclass(frozen=True, slots=True)
+class _Verb:
+    """What is done to jobs, one after the other."""
+
+    name: str
+    statuses: frozenset[str]
+    """Of the jobs that it is for: of those that options choose, the others are left alone."""
+    do: Callable[[Fleet, str], dict[str, Any]]
+    said: Callable[[dict[str, Any]], str]
+    """What became of a job, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """Jobs that are chosen by what they are."""
+
+    status: list[str] | None
+    project: str | None
+    name: str | None
+    label: list[str] | None
+
+    def given(self) -> list[str]:
+        """The options that say something."""
+        return [f"--{each}" for each in self.__slots__ if getattr(self, each)]
+
+    def ids(self, access: Fleet, statuses: frozenset[str]) -> list[str]:
+        """Of all of them, the newest first. `statuses`: where none is given."""
+        from groupwise.cli import fleet_words as words
+
+        asked = words.statuses(self.status)
+        words.pairs("--label", self.label or ())
+        found: list[str] = []
+        while True:
+            page = access.jobs(
+                status=sorted(statuses if asked is None else asked),
+                project=self.project,
+                name=self.name,
+                label=self.label or None,
+                older_than=found[-1] if found else None,
+                limit=PAGE,
+            )
+            found += [each["job_id"] for each in page]
+            if len(page) < PAGE:
+                return found
+
+
+def _do(
+    told: str | None, ids: Sequence[str] | None, wanted: _Wanted, verb: _Verb, as_json: bool
+) -> None:
+    """One that is named alone is done or refused; of several each, whatever becomes of the others."""
+    given = wanted.given()
+    if not ids and not given:
+        raise UsageError(
+            f"name the jobs, or choose them: `groupwise fleet {verb.name} JOB`, or --label, --name, --status or --project."
+        )
+    if ids and given:
+        raise UsageError(
+            f"jobs are chosen by their ids and by {given[0]}: leave one of the two out."
+        )
+    with fleet(told) as access:
+        if ids and len(ids) == 1:
+            found = verb.do(access, ids[0])
+            print_json(found) if as_json else say(verb.said(found))
+            return
+        chosen = ids or wanted.ids(access, verb.statuses)
+        done = [_done(access, verb, each, as_json) for each in chosen]
+    refused = sum("error" in each for each in done)
+    if as_json:
+        print_json(done)
+    elif given:
+        say(f"{verb.name}: {_count(len(done), refused)}")
+    if refused:
+        raise typer.Exit(UsageError.exit_code)
+
+
+def _done(access: Fleet, verb: _Verb, job_id: str, as_json: bool) -> dict[str, Any]:
+    """The job, or why it was refused; said at once, so that it is known even where the next one breaks off."""
+    from groupwise.wire.problems import Refusal
+
+    try:
+        found = verb.do(access, job_id)
+    except (Refusal, UsageError) as refused:
+        if refused.exit_code != UsageError.exit_code or refused.code == "unauthorised":
+            raise  # it is none of this job's
+        message = refused.message if job_id in refused.message else f"{job_id}: {refused.message}"
+        say(f"not done: {message}")
+        return {"job_id": job_id, "error": {"code": refused.code, "message": refused.message}}
+    if not as_json:
+        say(verb.said(found))
+    return found
+
+
+def _count(number: int, refused: int) -> str:
+    if not number:
+        return "no jobs like that"
+    jobs = "1 job" if number == 1 else f"{number} jobs"
+    return f"{number - refused} of {jobs}, {refused} refused" if refused else jobs
+
+
 def cancel(
-    job: JobsArgument,
+    job: JobsArgument = None,
     told: FleetOption = None,
     reason: Annotated[
         str | None, typer.Option(metavar="TEXT", help="Why, for whoever wonders later.")
     ] = None,
+    status: StatusOption = None,
+    project: ProjectOption = None,
+    name: NameOption = None,
+    label: LabelOption = None,
     as_json: AsJson = False,
 ) -> None:
     """End jobs, whatever they are doing.
 
-    One that runs is told to end (TERM, then KILL); it is `cancelled` once nothing of it is left.
+    One that runs is told to end (TERM, then KILL); it is `cancelled` once nothing of it is left. Options choose among all that have not
+    ended.
     """
-    with fleet(told) as access:
-        found = [access.cancel(each, reason) for each in job]
-    _tell(found, as_json, _cancelled)
+    from groupwise.fleet.states import FINAL, JobStatus
+
+    verb = _Verb(
+        "cancel",
+        frozenset(JobStatus) - FINAL,
+        lambda access, each: access.cancel(each, reason),
+        _cancelled,
+    )
+    _do(told, job, _Wanted(status, project, name, label), verb, as_json)
 
 
 def _cancelled(job: dict[str, Any]) -> str:
     if job["status"] == "running":
         return f"{job['job_id']} is being ended on {job['assigned_vm']}"
+    return _is_now(job)
+
+
+def _is_now(job: dict[str, Any]) -> str:
     return f"{job['job_id']} is {job['status']}"
 
 
-def retry(job: JobsArgument, told: FleetOption = None, as_json: AsJson = False) -> None:
+def retry(
+    job: JobsArgument = None,
+    told: FleetOption = None,
+    status: StatusOption = None,
+    project: ProjectOption = None,
+    name: NameOption = None,
+    label: LabelOption = None,
+    as_json: AsJson = False,
+) -> None:
     """Begin failed or cancelled jobs anew.
 
-    They go on from their last checkpoint, where they have one.
+    They go on from their last checkpoint, where they have one. Options choose among all that have failed or were cancelled.
     """
-    with fleet(told) as access:
-        found = [access.retry(each) for each in job]
-    _tell(found, as_json, lambda job: f"{job['job_id']} is {job['status']} again")
+    from groupwise.fleet.states import RETRIED_FROM
+
+    verb = _Verb(
+        "retry",
+        frozenset(RETRIED_FROM),
+        lambda access, each: access.retry(each),
+        lambda job: f"{_is_now(job)} again",
+    )
+    _do(told, job, _Wanted(status, project, name, label), verb, as_json)
 
 
-def hold(job: JobsArgument, told: FleetOption = None, as_json: AsJson = False) -> None:
-    """Have jobs wait until they are released."""
-    with fleet(told) as access:
-        found = [access.hold(each) for each in job]
-    _tell(found, as_json, lambda job: f"{job['job_id']} is {job['status']}")
-
-
-def release(job: JobsArgument, told: FleetOption = None, as_json: AsJson = False) -> None:
-    """Let held jobs go on."""
-    with fleet(told) as access:
-        found = [access.release(each) for each in job]
-    _tell(found, as_json, lambda job: f"{job['job_id']} is {job['status']}")
-
-
-def _tell(
-    found: Sequence[dict[str, Any]], as_json: bool, line: Callable[[dict[str, Any]], str]
+def hold(
+    job: JobsArgument = None,
+    told: FleetOption = None,
+    status: StatusOption = None,
+    project: ProjectOption = None,
+    name: NameOption = None,
+    label: LabelOption = None,
+    as_json: AsJson = False,
 ) -> None:
-    if as_json:
-        print_json(found[0] if len(found) == 1 else list(found))
-        return
-    for each in found:
-        say(line(each))
+    """Have jobs wait until they are released.
+
+    Options choose among all that wait.
+    """
+    waiting = frozenset(("queued", "pending"))
+    verb = _Verb("hold", waiting, lambda access, each: access.hold(each), _is_now)
+    _do(told, job, _Wanted(status, project, name, label), verb, as_json)
+
+
+def release(
+    job: JobsArgument = None,
+    told: FleetOption = None,
+    status: StatusOption = None,
+    project: ProjectOption = None,
+    name: NameOption = None,
+    label: LabelOption = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let held jobs go on.
+
+    Options choose among all that are held.
+    """
+    held = frozenset(("held",))
+    verb = _Verb("release", held, lambda access, each: access.release(each), _is_now)
+    _do(told, job, _Wanted(status, project, name, label), verb, as_json)
 
 
 def logs(
@@ -201,9 +352,10 @@ def prune(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove old jobs with their logs and artefacts, and the files that no other job names.
+    """Remove old jobs, their logs, artefacts and files.
 
-    What happened to them stays in the events. Jobs of which something may still run, and those that others wait for, are kept.
+    Their files are those that no other job names. What happened to them stays in the events. Jobs of which something may still run, and
+    those that others wait for, are kept.
     """
     from groupwise.cli.fleet_words import seconds_of, statuses
     from groupwise.fleet.states import FINAL

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -17,7 +19,7 @@ from groupwise.errors import UsageError
 
 machines = typer.Typer(
     name="vm",
-    help="Machines: add, list, show, drain, lost, remove, trust.",
+    help="Machines: add, list, prepare, drain, lost, remove, trust.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -29,6 +31,20 @@ projects = typer.Typer(
 )
 
 SLOTS = whole("--cpu-slots", 4, least=0, most=1024)
+PORT = whole("--port", 22, most=65535)
+ProbeOption = Annotated[
+    str | None,
+    typer.Option(metavar="COMMAND", help="Asked for the GPUs in place of nvidia-smi."),
+]
+IdleOption = Annotated[
+    int | None,
+    typer.Option(
+        "--idle-memory-mb",
+        metavar="MB",
+        help="A GPU that shows no more than this as used is idle; 500 at first.",
+        parser=whole("--idle-memory-mb", 500, least=0, most=2**31 - 1),
+    ),
+]
 
 
 @machines.command("add")
@@ -38,7 +54,7 @@ def add(
     host: Annotated[str | None, typer.Option(metavar="H", help="Address or name.")] = None,
     port: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Without it: 22.", parser=whole("--port", 22, most=65535)),
+        typer.Option(metavar="N", help="Without it: 22.", parser=PORT),
     ] = None,
     user: Annotated[str | None, typer.Option(metavar="U", help="As whom to log in.")] = None,
     key: Annotated[
@@ -84,45 +100,79 @@ def add(
             metavar="TIME", help="Silence of the fleet after which its jobs end, as 10min; off."
         ),
     ] = None,
+    probe: ProbeOption = None,
+    idle_memory_mb: IdleOption = None,
+    prepare: Annotated[
+        bool, typer.Option("--prepare", help="Then do what `vm prepare` does.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Take a machine into the fleet.
 
     Its host key is read and shown; it is used once the key is trusted: by --trust, by --yes, or by your answer here.
     """
-    from groupwise.cli.fleet_words import pairs, seconds_of
+    from groupwise.cli.fleet_words import pairs
 
     _check_trust(trust, yes)
+    if prepare and python is not None:
+        raise UsageError(
+            "--prepare and --python contradict each other: both say what jobs run with."
+        )
     what: dict[str, Any] = {
         "vm_id": vm,
         "workdir": workdir,
         "python": python,
         "labels": pairs("--label", label or ()),
         "cpu_slots": cpu_slots,
-        "deadman": None if deadman is None else seconds_of("--deadman", deadman),
+        "deadman": _deadman(deadman) or None,
+        "probe": _command(probe),
+        "idle_memory_mb": idle_memory_mb,
     }
     with fleet(told, make=True) as access:
         from groupwise.cli import fleet_reach as reach
+        from groupwise.cli.fleet_prepare import prepare_new, usual_plan
         from groupwise.fleet.client import FleetClient
 
+        plan = None
         if isinstance(access, FleetClient):
             if trust is not None or yes:
                 raise UsageError(reach.NO_KEY_FROM_AFAR.format(vm=vm))
+            if prepare:
+                raise UsageError(reach.NO_PREPARING_FROM_AFAR.format(vm=vm))
             where, seen = reach.from_afar(host, port, user, key, from_ssh_config), None
         else:
             where = reach.described(host, port, user, key, from_ssh_config)
+            plan = usual_plan() if prepare else None
             seen = reach.host_key_of(where, trust=trust, yes=yes, ask=_asks())
             what |= {"host_key": seen.pinned, "seen_host_key": seen.shown}
         found = access.add_machine({**what, **where.as_fields()})
+        trusted = seen is not None and bool(seen.pinned)
+        told_more = (
+            "the poller looks at it in its next round"
+            if trusted
+            else f"it is not used before `groupwise fleet vm trust {vm}`"
+        )
+        if not as_json or prepare:
+            say(f"{vm} is in the fleet; {told_more}")
+        if plan is not None and not isinstance(access, FleetClient):
+            again = f"`groupwise fleet vm prepare {vm}`"
+            try:
+                found["prepared"] = (
+                    prepare_new(access, vm, plan) if trusted else _not_prepared(vm, again)
+                )
+            except KeyboardInterrupt:
+                say(f"what has begun goes on there; {again} follows it to its end")
+                raise
     if as_json:
         print_json(found)
-        return
-    told_more = (
-        "the poller looks at it in its next round"
-        if seen is not None and seen.pinned
-        else f"it is not used before `groupwise fleet vm trust {vm}`"
-    )
-    say(f"{vm} is in the fleet; {told_more}")
+    if "problem" in found.get("prepared", {}):
+        raise typer.Exit(1)
+
+
+def _not_prepared(vm: str, again: str) -> dict[str, Any]:
+    problem = f"nothing is said to {vm} before it is trusted; once it is, {again}"
+    say(f"it is not prepared: {problem}")
+    return {"vm_id": vm, "problem": problem}
 
 
 def _check_trust(trust: str | None, yes: bool) -> None:
@@ -151,7 +201,7 @@ def list_command(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List the machines, what is free there, and what is wrong with them."""
+    """List the machines: what is free, what is wrong."""
     with fleet(told) as access:
         found = access.machines(removed=removed)
     if as_json:
@@ -166,7 +216,7 @@ def list_command(
 
 @machines.command("show")
 def show(vm: MachineArgument, told: FleetOption = None, as_json: AsJson = False) -> None:
-    """Show one machine: its GPUs, who holds them, what was done with it."""
+    """Show one machine: its GPUs, who holds them, its history."""
     with fleet(told) as access:
         found = access.machine(vm)
     if as_json:
@@ -202,7 +252,7 @@ def cordon(
 
 @machines.command("uncordon")
 def uncordon(vm: MachineArgument, told: FleetOption = None, as_json: AsJson = False) -> None:
-    """Place work there again; its failed launches are forgotten."""
+    """Place work there again, and forget its failed launches."""
     _change("uncordon", vm, told, as_json)
 
 
@@ -213,9 +263,9 @@ def lost(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say that a machine will never come back: its attempts end, and its jobs are run elsewhere.
+    """Say that a machine will never come back.
 
-    Only for a machine that is gone. One that is merely silent may still be running them.
+    Its attempts end, and its jobs are run elsewhere. Only for a machine that is gone: one that is merely silent may still be running them.
     """
     if not yes:
         asks = _asks()
@@ -230,7 +280,7 @@ def lost(
 
 @machines.command("remove")
 def remove(vm: MachineArgument, told: FleetOption = None, as_json: AsJson = False) -> None:
-    """Take a machine out of the fleet, once nothing runs there."""
+    """Take a machine out of the fleet; nothing may run there."""
     _change("remove", vm, told, as_json)
 
 
@@ -283,7 +333,7 @@ def clear_quarantine(
     told: FleetOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Let jobs have a GPU again that was put in quarantine after faults."""
+    """Let jobs have a GPU again that had been faulty."""
     _change("clear_quarantine", vm, told, as_json, gpu)
 
 
@@ -303,6 +353,18 @@ def _change(verb: str, vm: str, told: str | None, as_json: bool, *more: Any) -> 
 def set_machine(
     vm: MachineArgument,
     told: FleetOption = None,
+    host: Annotated[str | None, typer.Option(metavar="H", help="Address or name.")] = None,
+    port: Annotated[int | None, typer.Option(metavar="N", help="Of SSH.", parser=PORT)] = None,
+    user: Annotated[
+        str | None, typer.Option(metavar="U", help="As whom to log in; nothing may run there.")
+    ] = None,
+    key: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="The private key, where the fleet runs."),
+    ] = None,
+    workdir: Annotated[
+        str | None, typer.Option(metavar="D", help="Its folder there; nothing may run there.")
+    ] = None,
     python: Annotated[
         str | None,
         typer.Option(metavar="P", help="Interpreter of the environment that jobs run in."),
@@ -311,16 +373,100 @@ def set_machine(
         int | None,
         typer.Option("--cpu-slots", metavar="N", help="Jobs without GPUs at once.", parser=SLOTS),
     ] = None,
+    label: Annotated[
+        list[str] | None, typer.Option(metavar="K=V", help="For --vm-label; the others stay.")
+    ] = None,
+    unlabel: Annotated[
+        list[str] | None, typer.Option(metavar="K", help="Take this label away.")
+    ] = None,
+    deadman: Annotated[
+        str | None,
+        typer.Option(metavar="TIME", help="For jobs that begin from now on, as 10min, or off."),
+    ] = None,
+    probe: ProbeOption = None,
+    idle_memory_mb: IdleOption = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say what jobs on a machine are run with."""
+    """Change how a machine is reached, or what jobs run with."""
+    labels = _labels(label or (), unlabel or ())
     with fleet(told) as access:
-        found = access.change_machine(vm, python=python, cpu_slots=cpu_slots)
+        found = access.change_machine(
+            vm,
+            ip_address=host,
+            port=port,
+            user=user,
+            ssh_key_path=_key_of(access, key),
+            workdir=workdir,
+            python=python,
+            cpu_slots=cpu_slots,
+            labels=labels or None,
+            deadman=_deadman(deadman),
+            probe=_command(probe),
+            idle_memory_mb=idle_memory_mb,
+        )
     if as_json:
         print_json(found)
         return
     slots = "1 without GPUs" if found["cpu_slots"] is None else found["cpu_slots"]
-    say(f"{vm}: python {found['python']}, CPU slots {slots}")
+    where = (
+        "" if found["user"] is None else f"{found['user']}@{found['ip_address']}:{found['port']}, "
+    )
+    say(
+        f"{vm}: {where}folder {found['workdir']}, python {found['python']}, CPU slots {slots}"
+        + _also(found)
+    )
+
+
+def _also(found: dict[str, Any]) -> str:
+    """What most machines do not have."""
+    labels = " ".join(f"{name}={value}" for name, value in sorted(found["labels"].items()))
+    told = {
+        "labels": labels,
+        "deadman": found["deadman"] and f"{found['deadman']:g} s",
+        "probe": found["probe"] and shlex.join(found["probe"]),
+    }
+    return "".join(f", {name} {value}" for name, value in told.items() if value)
+
+
+def _labels(given: Sequence[str], taken: Sequence[str]) -> dict[str, str | None]:
+    from groupwise.cli.fleet_words import pairs
+
+    found: dict[str, str | None] = dict(pairs("--label", given))
+    for name in taken:
+        if name in found:
+            raise UsageError(f"--label {name}=… and --unlabel {name} contradict each other.")
+        found[name] = None
+    return found
+
+
+def _deadman(given: str | None) -> float | None:
+    """Seconds; 0: off."""
+    from groupwise.cli.fleet_words import seconds_of
+
+    if given is None:
+        return None
+    return 0.0 if given.strip().lower() == "off" else seconds_of("--deadman", given)
+
+
+def _command(given: str | None) -> list[str] | None:
+    """As a shell would take it apart; none is ever asked."""
+    if given is None:
+        return None
+    try:
+        words = shlex.split(given)
+    except ValueError as error:
+        raise UsageError(f"--probe {given}: {error}.") from None
+    if not words:
+        raise UsageError('--probe is empty: a command is wanted, as --probe "sudo -n nvidia-smi".')
+    return words
+
+
+def _key_of(access: Any, key: str | None) -> str | None:
+    """Looked at where it is to be used, which is not here for a fleet that runs elsewhere."""
+    from groupwise.cli import fleet_reach as reach
+    from groupwise.fleet.client import FleetClient
+
+    return key if key is None or isinstance(access, FleetClient) else reach.private_key(key)
 
 
 # Projects
@@ -328,7 +474,7 @@ def set_machine(
 
 @projects.command("list")
 def list_projects(told: FleetOption = None, as_json: AsJson = False) -> None:
-    """List projects with their weights, quotas, and what of them waits and runs."""
+    """List projects: weights, quotas, what waits and runs."""
     with fleet(told) as access:
         found = access.projects()
     if as_json:
@@ -383,6 +529,8 @@ def set_project(
 def _quota(option: str, word: str) -> int | None:
     if word == "none":
         return None
-    if not word.isdecimal():
-        raise UsageError(f"{option} {word}: a whole number is wanted, or none for no limit.")
+    if not re.fullmatch(r"[0-9]{1,18}", word):
+        raise UsageError(
+            f"{option} {word[:80]}: a whole number is wanted, as {option} 8, or none for no limit."
+        )
     return int(word)

@@ -83,7 +83,7 @@ def prepare(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Build the Python environment that jobs on a machine run in.
+    """Build the Python environment that its jobs run in.
 
     It gets groupwise as it is here, and what that needs in the releases that are installed here; the machine's row then names its
     interpreter. What is there already is left as it is. The machine needs Python 3.11 or newer with venv.
@@ -153,6 +153,19 @@ def _contents(plan: Plan) -> str:
     return "; ".join(parts)
 
 
+def usual_plan() -> Plan:
+    """Of `vm prepare` without options. Raises UsageError."""
+    from groupwise.fleet.machines.plans import Asked, plan_of
+
+    return plan_of(Asked())
+
+
+def prepare_new(fleet: DirectFleet, vm: str, plan: Plan) -> dict[str, Any]:
+    """A machine that has just been added; `problem` in what is told where that failed."""
+    machines = fleet.read(_machines, [vm])
+    return asyncio.run(_prepare_all(fleet, machines, plan, prune=False))[0]
+
+
 async def _prepare_all(
     fleet: DirectFleet, machines: Sequence[Machine], plan: Plan, *, prune: bool
 ) -> list[dict[str, Any]]:
@@ -215,9 +228,20 @@ async def _prune_one(
     )
     if epochs:
         say(f"{vm}: jobs are just beginning there, so no environment is removed; --prune once more")
-        return {"removed": [], "used": []}
-    keep = await asyncio.to_thread(lambda: fleet.database.read(preparing.named))
-    removed, used = await preparing.prune(machine, [plan.name, *keep], store)
-    what = f"{len(removed)} other environments were removed"
-    say(f"{vm}: {what}" + (f", {len(used)} are still used" if used else ""))
-    return {"removed": removed, "used": used}
+        return asdict(preparing.Pruned([], [], []))
+
+    async def keep() -> list[str]:
+        """What is to be kept."""
+        return [
+            plan.name,
+            *await asyncio.to_thread(lambda: fleet.database.read(preparing.named)),
+        ]
+
+    pruned = await preparing.prune(machine, keep, store)
+    parts = [f"{len(pruned.removed)} other environments were removed"]
+    if pruned.used:
+        parts.append(f"{len(pruned.used)} are still used")
+    if pruned.recent:
+        parts.append(f"{len(pruned.recent)} were prepared within the last hour, so they stay")
+    say(f"{vm}: {', '.join(parts)}")
+    return asdict(pruned)

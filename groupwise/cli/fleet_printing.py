@@ -268,7 +268,8 @@ def _address(vm: Document) -> str:
     if vm["transport"] == "local":
         return "this machine"
     port = "" if vm["port"] == 22 else f":{vm['port']}"
-    return f"{vm['user']}@{vm['ip_address']}{port}"
+    user = "" if vm["user"] is None else f"{vm['user']}@"  # whoever asks may not be told
+    return f"{user}{vm['ip_address']}{port}"
 
 
 def _jobs_on(vm: Document) -> list[str]:
@@ -308,6 +309,7 @@ def print_machine(vm: Document, now: float) -> None:
             ("labels", _plain(vm["labels"])),
             ("CPU slots", vm["cpu_slots"]),
             ("deadman", duration(vm["deadman"]) if vm["deadman"] else None),
+            ("probe", " ".join(vm["probe"] or ())),
             ("last polled", clock_time(stamp(vm["last_polled"]))),
             *(
                 (f"  {name}", _plain(value))

@@ -22,6 +22,10 @@ NO_KEY_FROM_AFAR = (
     "--trust and --yes are for who types on the machine where the fleet runs: what {vm} shows here need not be what it shows there. Leave "
     "them out; the fleet reads its host key in the next round, and `groupwise fleet vm trust {vm} SHA256:…` then trusts it."
 )
+NO_PREPARING_FROM_AFAR = (
+    "--prepare is for who types on the machine where the fleet runs: it needs SSH keys and the code there. Leave it out, and type "
+    "`groupwise fleet vm prepare {vm}` there."
+)
 KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
 """What ssh itself tries, in the folder .ssh."""
 
@@ -75,7 +79,7 @@ def described(
         return _of_alias(alias, port, user, key)
     if user is None:
         raise UsageError(f"as whom is {host} reached? Say it with --user.")
-    return Where(str(host), port or 22, user, _private_key(key))
+    return Where(str(host), port or 22, user, private_key(key))
 
 
 def from_afar(
@@ -113,7 +117,7 @@ def _of_alias(name: str, port: int | None, user: str | None, key: str | None) ->
         found.host,
         port or found.port,
         user or found.user,
-        _private_key(key or found.identity_file),
+        private_key(key or found.identity_file),
         jump,
     )
 
@@ -130,7 +134,7 @@ def _jump(alias: Alias) -> dict[str, Any]:
     }
 
 
-def _private_key(given: str | None) -> str | None:
+def private_key(given: str | None) -> str | None:
     """The path of the key, absolute, because whoever uses it runs elsewhere."""
     if given is None:
         folder = Path("~/.ssh").expanduser()

@@ -15,9 +15,14 @@ from groupwise.errors import UsageError
 if TYPE_CHECKING:
     from groupwise.fleet.api.serve import Address
 
+NO_NATS = "off: none. Unless said, nats://localhost:4222, and none with SQLite"
 NatsOption = Annotated[
     str | None,
-    typer.Option("--nats-url", metavar="URL", help="NATS, which wakes dispatchers; without: none."),
+    typer.Option("--nats-url", metavar="URL", help=f"NATS, which wakes dispatchers; {NO_NATS}."),
+]
+ToldNatsOption = Annotated[
+    str | None,
+    typer.Option("--nats-url", metavar="URL", help=f"NATS, which is told; {NO_NATS}."),
 ]
 DatabaseOption = Annotated[
     str | None,
@@ -112,9 +117,12 @@ def requeue(
 
 
 def tracker(
-    told: FleetOption = None, database: DatabaseOption = None, nats_url: NatsOption = None
+    told: FleetOption = None, database: DatabaseOption = None, nats_url: ToldNatsOption = None
 ) -> None:
-    """Tell NATS and webhooks of jobs that have ended."""
+    """Tell NATS and webhooks of jobs that have ended.
+
+    It also sends lines of logs on, where the setting `ship_logs` says so.
+    """
     _run(told, "tracker", database=database, nats_url=nats_url)
 
 

@@ -6,16 +6,18 @@ that the fleet checks at admission, the same way as for the API and for a row wr
 
 from __future__ import annotations
 
+import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from groupwise.cli.fleet_access import AsJson, FleetOption, fleet
-from groupwise.cli.fleet_words import number, whole
+from groupwise.cli.fleet_progress import progress
+from groupwise.cli.fleet_words import NONE, number, whole, whole_or_none
 from groupwise.cli.output import say
 from groupwise.errors import UsageError
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 MOST = 2**31 - 1
 """That a column of whole numbers holds."""
+LONGEST_GRACE = 86_400.0
 Arguments = Annotated[
     list[str] | None,
     typer.Argument(
@@ -107,10 +110,30 @@ def submit(
             parser=whole("--num_generations", 8, most=MOST),
         ),
     ] = None,
+    max_prompt_length: Annotated[
+        int | None,
+        typer.Option(
+            "--max_prompt_length",
+            metavar="N",
+            help="Tokens, of GRPO; without it: 256.",
+            parser=whole("--max_prompt_length", 256, most=MOST),
+        ),
+    ] = None,
+    max_completion_length: Annotated[
+        int | None,
+        typer.Option(
+            "--max_completion_length",
+            metavar="N",
+            help="Tokens, of GRPO; without it: 128.",
+            parser=whole("--max_completion_length", 128, most=MOST),
+        ),
+    ] = None,
     output_dir: Annotated[
         str | None, typer.Option("--output_dir", metavar="D", help="Without it: outputs.")
     ] = None,
-    use_unsloth: Annotated[bool, typer.Option("--use_unsloth", help="Load with Unsloth.")] = False,
+    use_unsloth: Annotated[
+        bool, typer.Option("--use_unsloth", help="Refused: not in this version.")
+    ] = False,
     hyperparams: Annotated[
         list[str] | None,
         typer.Option("--hyperparams", metavar="K=V", help="Further settings; or a JSON object."),
@@ -160,6 +183,12 @@ def submit(
     time_limit: Annotated[
         str | None, typer.Option("--time-limit", metavar="TIME", help="2h, 90min.")
     ] = None,
+    grace: Annotated[
+        str | None,
+        typer.Option(
+            "--grace", metavar="TIME", help="Between TERM and KILL at its end; without it: 30s."
+        ),
+    ] = None,
     # how it is treated
     priority: Annotated[
         int | None,
@@ -178,12 +207,12 @@ def submit(
         list[str] | None, typer.Option("--label", metavar="K=V", help="To find it by.")
     ] = None,
     retries: Annotated[
-        int | None,
+        str | None,
         typer.Option(
             "--retries",
-            metavar="N",
-            help="After failures that may be its own fault; without it: 2.",
-            parser=whole("--retries", 2, least=0, most=100),
+            metavar="N|none",
+            help="After failures that may be its own fault; without it: 2. none: it runs once, even where a machine was lost.",
+            parser=whole_or_none("--retries", 2, least=0, most=100),
         ),
     ] = None,
     allow_smaller_batch: Annotated[
@@ -217,12 +246,29 @@ def submit(
     ] = None,
     file: Annotated[
         list[str] | None,
-        typer.Option("--file", metavar="LOCAL[:REMOTE]", help="A file or folder to take along."),
+        typer.Option(
+            "--file",
+            metavar="LOCAL[:REMOTE]",
+            help="A file, or a folder with all below it, hidden ones too, but links are refused; DIR:. is what is in it alone.",
+        ),
     ] = None,
     artefact: Annotated[
         list[str] | None,
         typer.Option(
             "--artefact", metavar="PATH", help="To fetch at the end; without it: outputs."
+        ),
+    ] = None,
+    artefact_limit: Annotated[
+        str | None,
+        typer.Option("--artefact-limit", metavar="SIZE", help="Of all of them; without it: 20GB."),
+    ] = None,
+    artefact_files: Annotated[
+        int | None,
+        typer.Option(
+            "--artefact-files",
+            metavar="N",
+            help="So many files at most; without it: 100000.",
+            parser=whole("--artefact-files", 200_000, most=10_000_000),
         ),
     ] = None,
     checkpoint: Annotated[
@@ -272,12 +318,17 @@ def submit(
         "use_unsloth": use_unsloth or None,
         "hyperparams": words.hyperparams(hyperparams or ()) or None,
     }
-    _expect_one_kind(columns, arguments or [])
+    lengths = {
+        "max_prompt_length": max_prompt_length,
+        "max_completion_length": max_completion_length,
+    }
+    _expect_one_kind({**columns, **lengths}, arguments or [])
+    _add_lengths(columns, lengths)
     policy: dict[str, Any] = {
         "priority": priority,
         "name": name,
         "labels": words.pairs("--label", label or ()),
-        "retry": None if retries is None else {"charged": retries},
+        "retry": _retry(retries),
         "after": list(after or ()),
         "hold": hold,
         "environment": words.pairs("--env", env or ()),
@@ -286,11 +337,12 @@ def submit(
         "checkpoints": checkpoint,
         "allow_smaller_batch": allow_smaller_batch,
         "webhook": webhook,
-        "limits": _limits(time_limit),
+        "limits": _limits(time_limit, grace, artefact_limit, artefact_files),
     }
     if wait and (hold or dry_run):
         raise UsageError(f"--wait and {'--hold' if hold else '--dry-run'} contradict each other.")
     from groupwise.fleet.queue import resources
+    from groupwise.wire.fleet import expect_few
 
     needs = resources.parse(
         gpus=gpus,
@@ -307,11 +359,9 @@ def submit(
     with fleet(told, make=not dry_run) as access:
         asked = {**columns, **policy, "resources": needs.as_json(), "arguments": arguments or []}
         base = {key: value for key, value in asked.items() if value not in (None, [], {}, False)}
-        manifest = _files_of(access, base, file or (), dry_run)
-        if manifest:
-            base["files"] = manifest
         read = {"": base} if array is None else _array(array, base)
-        _check(read)
+        expect_few(len(read))
+        _take_along(access, read, file or (), dry_run)
         asked_for = Submission([*read.values()], [*read], project, idempotency_key)
         _submit(access, asked_for, wait, dry_run, as_json)
 
@@ -336,91 +386,171 @@ def _expect_one_kind(columns: Mapping[str, Any], arguments: Sequence[str]) -> No
         )
 
 
-def _limits(time_limit: str | None) -> dict[str, Any] | None:
-    from groupwise.cli.fleet_words import seconds_of
+def _add_lengths(columns: dict[str, Any], lengths: Mapping[str, int | None]) -> None:
+    """The flags of `groupwise-train-grpo` that are no columns are settings of the kind."""
+    from groupwise.launch.train_grpo import KEYS
 
-    return None if time_limit is None else {"time_seconds": seconds_of("--time-limit", time_limit)}
+    settings: dict[str, Any] = columns["hyperparams"] or {}
+    for flag, value in lengths.items():
+        if value is None:
+            continue
+        key = KEYS[flag]
+        if columns["job_type"] != "GRPO":
+            raise UsageError(
+                f"--{flag} is a flag of --kind GRPO. Of another kind it is a setting, if it has it: --hyperparams {key}={value}."
+            )
+        if flag in settings or key in settings:
+            raise UsageError(f"{flag} is given twice, as --{flag} and in --hyperparams.")
+        settings = {**settings, flag: value}
+    columns["hyperparams"] = settings or None
+
+
+def _retry(retries: str | int | None) -> dict[str, Any] | None:
+    if retries is None:
+        return None
+    return {"once": True} if retries == NONE else {"charged": retries}
+
+
+def _limits(
+    time_limit: str | None, grace: str | None, size: str | None, files: int | None
+) -> dict[str, Any]:
+    from groupwise.cli.fleet_words import seconds_of
+    from groupwise.fleet.queue.resources import megabytes
+
+    found: dict[str, Any] = {} if files is None else {"artefact_files": files}
+    if time_limit is not None:
+        found["time_seconds"] = seconds_of("--time-limit", time_limit)
+    if grace is not None:
+        found["grace_seconds"] = seconds_of("--grace", grace)
+        if found["grace_seconds"] > LONGEST_GRACE:
+            raise UsageError(f"--grace {grace}: at most a day.")
+    if size is not None:
+        found["artefact_mb"] = megabytes("--artefact-limit", size)
+    return found
 
 
 # Files
 
 
-def _files_of(
-    access: Fleet, base: dict[str, Any], words: Sequence[str], dry_run: bool
-) -> dict[str, list[Any]]:
-    """The manifest of what travels; data set and reward function are renamed to where they will lie."""
-    found: dict[str, Path] = {}
+def _take_along(
+    access: Fleet, documents: Mapping[str, dict[str, Any]], words: Sequence[str], dry_run: bool
+) -> None:
+    """Each job gets the manifest of what travels with it: what `--file` names, and its own data set and reward function."""
+    of_all: dict[str, Path] = {}
     for word in words:
-        _add(found, *_local_and_remote(word))
-    if (data := _local_file(base.get("dataset"))) is not None:
-        _add(found, data, data.name)
-        base["dataset"] = f"file:{data.name}"
-    if "reward_function" in base:
-        base["reward_function"] = ",".join(
-            _reward(found, each) for each in base["reward_function"].split(",")
-        )
-    _check({"": base})  # before anything is sent
-    return _kept(access, found, dry_run)
+        _add(of_all, *_local_and_remote(word))
+    own: dict[str, dict[str, Path]] = {}
+    for place, document in documents.items():
+        try:
+            own[place] = _own_files(document, of_all)
+        except UsageError as error:
+            raise UsageError(_at(place, error.message)) from error
+    _check(documents)  # before anything is sent
+    kept = _kept(access, (of_all, *own.values()), dry_run)
+    shared = {name: kept[path] for name, path in of_all.items()}
+    for place, document in documents.items():
+        its_own = {name: kept[path] for name, path in own[place].items()}
+        said = document.get("files", {})
+        # One for all jobs that have no files of their own: a long array of them may take thousands along.
+        if manifest := {**shared, **said, **its_own} if said or its_own else shared:
+            document["files"] = manifest
 
 
-def _kept(access: Fleet, found: Mapping[str, Path], dry_run: bool) -> dict[str, list[Any]]:
+def _own_files(document: dict[str, Any], of_all: Mapping[str, Path]) -> dict[str, Path]:
+    """Files here that its data set and reward function name; both are renamed to where they will lie."""
+    found: dict[str, Path] = {}
+    if (data := _local_file(document.get("dataset"))) is not None:
+        _add(found, data, data.name, of_all)
+        document["dataset"] = f"file:{data.name}"
+    rewards = document.get("reward_function")
+    if isinstance(rewards, str):
+        words = (_reward(found, each.strip(), of_all) for each in rewards.split(","))
+        document["reward_function"] = ",".join(words)
+    return found
+
+
+def _kept(
+    access: Fleet, files: Iterable[Mapping[str, Path]], dry_run: bool
+) -> dict[Path, list[Any]]:
     """In the fleet's store, where dispatchers take them from; `--dry-run` only looks at them."""
     from groupwise.hosts.files import hash_of
 
+    named: dict[str, Path] = {}
+    for each in files:
+        for name, path in each.items():
+            # Lines of an array may have files of one name; no path in a job's folder begins with a slash.
+            named[name if named.get(name, path) == path else str(path.absolute())] = path
     if dry_run:
         return {
-            path: [hash_of(each), each.stat().st_mode & 0o777, each.stat().st_size]
-            for path, each in found.items()
+            each: [hash_of(each), each.stat().st_mode & 0o777, each.stat().st_size]
+            for each in dict.fromkeys(named.values())
         }
-    return access.upload(found) if found else {}
+    if not named:
+        return {}
+    with progress() as tell:
+        sent = access.upload(named, tell=tell)
+    return {path: sent[name] for name, path in named.items()}
 
 
 def _local_and_remote(word: str) -> tuple[Path, str]:
-    """`LOCAL`, `LOCAL:REMOTE`; a name with a colon in it is taken whole where there is such a file."""
+    """`LOCAL`, `LOCAL:REMOTE`; a name with a colon in it is taken whole where there is such a file. `.` is the job's folder itself."""
+    from groupwise.hosts.spec import path_problems
+
     local, colon, remote = word.rpartition(":")
     if not colon or Path(word).expanduser().exists():
         local, remote = word, ""
     path = Path(local).expanduser()
     if not path.exists():
         raise UsageError(f"--file {word}: there is no file or folder {path}.")
-    return path, remote or path.absolute().name
+    own_name = Path(os.path.abspath(path)).name  # so `..` has a name too, and a link keeps its own
+    named = PurePosixPath(remote or own_name).as_posix()
+    if named == "." and not path.is_dir():
+        named = own_name
+    if named != "." and (wrong := path_problems("--file", named)):
+        raise UsageError(wrong[0])
+    return path, named
 
 
-def _add(found: dict[str, Path], local: Path, remote: str) -> None:
+def _add(
+    found: dict[str, Path], local: Path, remote: str, beside: Mapping[str, Path] | None = None
+) -> None:
+    """A file, or all below a folder, to travel under that name. `beside`: what lies there already."""
     from groupwise.hosts.files import files_below
 
     if local.is_dir():
-        below = {f"{remote}/{name}": path for name, path in files_below(local).items()}
+        top = "" if remote == "." else f"{remote}/"
+        below = {f"{top}{name}": path for name, path in files_below(local).items()}
     else:
         below = {remote: local}
     for name, path in below.items():
-        if name in found and found[name].resolve() != path.resolve():
+        there = found.get(name) or (beside or {}).get(name)
+        if there is not None and there.resolve() != path.resolve():
             raise UsageError(
-                f"{path} and {found[name]} would both be {name} in the job's working folder: give one of them another "
+                f"{path} and {there} would both be {name} in the job's working folder: give one of them another "
                 f"name, --file {path}:OTHER."
             )
         found[name] = path
 
 
-def _local_file(word: str | None) -> Path | None:
-    """The file that a word names here, if it names one."""
-    if word is None:
+def _local_file(word: object) -> Path | None:
+    """The file that a word names here, if it names one; what is no word at all is told later."""
+    if not isinstance(word, str):
         return None
     path = Path(word).expanduser()
     if path.is_file():
         return path
     if word.startswith(("./", "../", "~")):
-        raise UsageError(f"--dataset {word}: there is no such file here.")
+        raise UsageError(f"dataset {word}: there is no such file here.")
     return None
 
 
-def _reward(found: dict[str, Path], word: str) -> str:
+def _reward(found: dict[str, Path], word: str, of_all: Mapping[str, Path]) -> str:
     """`rewards.py:score` takes the file along; anything else stays what it is."""
     name, colon, attribute = word.partition(":")
     path = Path(name).expanduser()
     if path.suffix != ".py" or not path.is_file():
         return word
-    _add(found, path, path.name)
+    _add(found, path, path.name, of_all)
     return f"{path.name}{colon}{attribute}"
 
 
@@ -492,7 +622,7 @@ def _submit(
 
     documents = submission.documents
     if dry_run:
-        planned = [access.plan(each, project=submission.project) for each in documents]
+        planned = [_planned(access, submission, place) for place in range(len(documents))]
         _print_plans(planned, as_json)
         return
     accepted = _accepted(access, submission)
@@ -509,6 +639,18 @@ def _submit(
         if as_json:
             print_json(ended[0] if len(ended) == 1 else ended)
         raise typer.Exit(exit_code_of(ended))
+
+
+def _planned(access: Fleet, submission: Submission, number: int) -> dict[str, Any]:
+    """What one of the jobs would be; where it is refused, its line is told."""
+    from groupwise.wire.problems import Refusal
+
+    try:
+        return access.plan(submission.documents[number], project=submission.project)
+    except Refusal as refused:
+        if refused.code != "invalid_request" or not submission.places[number]:
+            raise
+        raise UsageError(_at(submission.places[number], refused.message)) from refused
 
 
 def _accepted(access: Fleet, submission: Submission) -> list[dict[str, Any]]:
@@ -575,7 +717,7 @@ def run_on(
         "name": f"exec {shlex.join(arguments)}"[:256],
         "resources": resources.parse(gpus=gpus, vm=vm).as_json(),
         "limits": {"time_seconds": seconds_of("--time-limit", time_limit)},
-        "retry": {"charged": 0},
+        "retry": {"once": True},
         "priority": EXEC_PRIORITY,
         "artefacts": [],
         "checkpoints": [],

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _PART = re.compile(r"(\d+(?:\.\d+)?)(d|h|min|m|s)?")
 _UNITS = {"d": 86400.0, "h": 3600.0, "min": 60.0, "m": 60.0, "s": 1.0, "": 1.0}
+NONE = "none"
 _LONG = re.compile(r"(?:\d+(?:\.\d+)?(?:d|h|min|m|s))+")
 
 
@@ -36,6 +37,23 @@ def whole(
             wanted = f"a whole number, {_between(least, most)}, as {option} {example}"
             raise UsageError(f"{option} {word}: what is wanted is {wanted}.")
         return value
+
+    return read
+
+
+def whole_or_none(
+    option: str, example: int, *, least: int = 1, most: int | None = None
+) -> Callable[[str | int], int | str]:
+    """As `whole`, for an option that takes the word `none` as well."""
+    read_whole = whole(option, example, least=least, most=most)
+
+    def read(word: str | int) -> int | str:
+        if isinstance(word, str) and word.strip().lower() == NONE:
+            return NONE
+        try:
+            return read_whole(word)
+        except UsageError as error:
+            raise UsageError(f"{error.message.removesuffix('.')}, or {NONE}.") from None
 
     return read
 

@@ -12,11 +12,13 @@ raised when that has not helped. A submission names itself, so that repeating it
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 import ssl
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -25,9 +27,16 @@ from urllib.parse import quote
 import httpx2
 
 from groupwise.errors import RunError, UsageError
-from groupwise.fleet.download import Tell, Wanted, fetch, tell_nobody
-from groupwise.hosts.files import PIECE, files_below, hash_of
-from groupwise.wire.fleet import ENDED_HEADER, EPOCH_HEADER, OFFSET_HEADER, LogPart
+from groupwise.fleet.download import Sum, Tell, Wanted, fetch, tell_nobody
+from groupwise.fleet.passable import require_passable
+from groupwise.hosts.files import PIECE, files_below
+from groupwise.wire.fleet import (
+    ENDED_HEADER,
+    EPOCH_HEADER,
+    OFFSET_HEADER,
+    LogPart,
+    expect_few,
+)
 from groupwise.wire.idempotency import HEADER, new_idempotency_key
 from groupwise.wire.keys import VARIABLE
 from groupwise.wire.problems import KINDS, FieldError, Problem, Refusal
@@ -114,6 +123,7 @@ class FleetClient:
         idempotency_key: str | None = None,
     ) -> list[Document]:
         """Submit several jobs, all of them or none. Submitted again with the same key they are the same jobs."""
+        expect_few(len(requests))
         if len(requests) == 1:
             return [self._accepted("/jobs", requests[0], project, idempotency_key)]
         body = {"jobs": [dict(request) for request in requests]}
@@ -131,7 +141,9 @@ class FleetClient:
         return self._json("POST", "/jobs/plan", body=request, query={"project": project})
 
     def jobs(self, **wanted: Any) -> list[Document]:
-        """Jobs, the newest first. `wanted`: status, project, name, kind, vm, label, older_than, limit, as GET /jobs takes them."""
+        """Jobs, the newest first. `wanted`: ids, status, project, name, kind, vm, label, older_than, limit, as GET /jobs takes them."""
+        if wanted.get("ids") == []:
+            return []  # in an address, none of them is none that is asked for
         return self._json("GET", "/jobs", query=wanted)
 
     def show(self, job_id: str) -> Document:
@@ -221,25 +233,37 @@ class FleetClient:
                 return
 
     def upload(
-        self, files: Sequence[str | Path] | Mapping[str, str | Path]
+        self,
+        files: Sequence[str | Path] | Mapping[str, str | Path],
+        *,
+        tell: Tell = tell_nobody,
     ) -> dict[str, list[Any]]:
-        """Send files and folders of this machine; the manifest under which a job takes them along. What is there already is not sent."""
+        """Send files and folders of this machine; the manifest under which a job takes them along. What is there already is not sent.
+
+        `tell`: how far it is, first with looking at them, then with sending what is wanted.
+        """
         found = named_files(files)
-        hashes = {name: hash_of(path) for name, path in found.items()}
-        places = {hashes[name]: path for name, path in found.items()}
-        wanted = sorted(places)
-        for start in range(0, len(wanted), MOST_HASHES):
-            some = {"sha256": wanted[start : start + MOST_HASHES]}
-            for sha256 in self._json("POST", "/blobs/missing", body=some)["missing"]:
-                self._send(sha256, places[sha256])
+        hashes = _hashes(found, tell)
+        names = {hashes[name]: name for name in found}
+        every = sorted(names)
+        wanted: list[str] = []
+        for start in range(0, len(every), MOST_HASHES):
+            some = {"sha256": every[start : start + MOST_HASHES]}
+            wanted += self._json("POST", "/blobs/missing", body=some)["missing"]
+        total = Sum(tell, sum(found[names[sha256]].stat().st_size for sha256 in wanted))
+        for sha256 in wanted:
+            self._send(
+                sha256, found[names[sha256]], partial(total.more, f"sending {names[sha256]}")
+            )
         return {
             name: [hashes[name], path.stat().st_mode & 0o777, path.stat().st_size]
             for name, path in found.items()
         }
 
-    def _send(self, sha256: str, path: Path) -> None:
+    def _send(self, sha256: str, path: Path, more: Callable[[int], None]) -> None:
         size = path.stat().st_size
         sent = self._json("GET", f"/blobs/{sha256}", query={"size": size})["received"]
+        more(sent)
         with path.open("rb") as file:
             while True:
                 file.seek(sent)
@@ -249,9 +273,11 @@ class FleetClient:
                     query={"size": size, "offset": sent},
                     content=file.read(UPLOAD_PIECE),
                 )
+                now = size if answer["stored"] else answer["received"]
+                more(now - sent)
                 if answer["stored"]:
                     return
-                sent = answer["received"]
+                sent = now
 
     def artefacts(self, job_id: str, *, epoch: int | None = None, rank: int = 0) -> Document:
         """What an attempt left: `files`, by path, with sha256, mode and bytes; without `epoch` the newest that left any."""
@@ -327,12 +353,10 @@ class FleetClient:
         """Take one in: a `groupwise.wire.fleet.MachineBody` as JSON."""
         return self._json("POST", "/vms", body=machine)
 
-    def change_machine(
-        self, vm_id: str, *, python: str | None = None, cpu_slots: int | None = None
-    ) -> Document:
-        """Say what jobs there are run with; None: as it was."""
-        body = {"python": python, "cpu_slots": cpu_slots}
-        return self._json("PUT", f"/vms/{_part(vm_id)}", body=body)
+    def change_machine(self, vm_id: str, **wanted: Any) -> Document:
+        """Change ip_address, port, user, ssh_key_path, workdir, python, cpu_slots, labels (None takes one away), deadman (0: never), probe,
+        idle_memory_mb; None: as it was."""
+        return self._json("PUT", f"/vms/{_part(vm_id)}", body=wanted)
 
     def drain(self, vm_id: str) -> Document:
         """Place nothing new there; what runs goes on."""
@@ -424,6 +448,8 @@ class FleetClient:
         tries: int = TRIES,
     ) -> httpx2.Response:
         known = {name: value for name, value in (query or {}).items() if value is not None}
+        require_passable(**known)
+        require_passable(**(body or {}))
         pause, last = FIRST_PAUSE, None
         for number in range(tries):
             if number:
@@ -486,6 +512,19 @@ def named_files(files: Sequence[str | Path] | Mapping[str, str | Path]) -> dict[
     return found
 
 
+def _hashes(found: Mapping[str, Path], tell: Tell) -> dict[str, str]:
+    total = Sum(tell, sum(path.stat().st_size for path in found.values()))
+    hashes: dict[str, str] = {}
+    for name, path in found.items():
+        digest = hashlib.sha256()
+        with path.open("rb") as file:
+            while piece := file.read(PIECE):
+                digest.update(piece)
+                total.more(f"looking at {name}", len(piece))
+        hashes[name] = digest.hexdigest()
+    return hashes
+
+
 def _not_trusted(error: BaseException | None) -> ssl.SSLCertVerificationError | None:
     """Why the certificate of the API was refused, if that is what went wrong."""
     while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
@@ -499,6 +538,7 @@ def _part(name: str) -> str:
         raise UsageError(
             f"{name!r} is no id: those of jobs and names of machines begin with a letter or digit."
         )
+    require_passable(name)
     return quote(name, safe="")
 
 

@@ -18,8 +18,9 @@ from sqlalchemy.orm import Session
 from groupwise.errors import UsageError
 from groupwise.fleet.client import named_files
 from groupwise.fleet.doorbells.chosen import doorbell_of, ring_and_leave
-from groupwise.fleet.download import Tell, Wanted, fetch, tell_nobody
+from groupwise.fleet.download import Sum, Tell, Wanted, fetch, tell_nobody
 from groupwise.fleet.files.logs import LOOK_AGAIN, follower_at
+from groupwise.fleet.passable import require_passable
 from groupwise.fleet.queue.request import from_document
 from groupwise.fleet.settings import FleetPlace
 from groupwise.fleet.states import FINAL
@@ -29,7 +30,7 @@ from groupwise.fleet.verbs import jobs, keys, left, machines, projects, prune, s
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.fleet.verbs.documents import Document, event_document
 from groupwise.hosts.files import PIECE, BlobStore
-from groupwise.wire.fleet import LogPart
+from groupwise.wire.fleet import LogPart, expect_few
 from groupwise.wire.problems import Refusal
 
 P = ParamSpec("P")
@@ -49,12 +50,14 @@ class DirectFleet:
         self, verb: Callable[Concatenate[Session, Actor, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """What a verb says that changes nothing."""
+        _require_passable(args, kwargs)
         return self.database.read(lambda session: verb(session, self.actor, *args, **kwargs))
 
     def change(
         self, verb: Callable[Concatenate[Session, Actor, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """What a verb says that changes something: it is committed."""
+        _require_passable(args, kwargs)
         return self.database.run(lambda session: verb(session, self.actor, *args, **kwargs))
 
     def ring(self, *job_ids: str) -> None:
@@ -86,6 +89,7 @@ class DirectFleet:
         idempotency_key: str | None = None,
     ) -> list[Document]:
         """Submit several jobs, all of them or none."""
+        expect_few(len(requests))
         accepted = self._as_asked(
             lambda session: submission.submit_all(
                 session,
@@ -121,6 +125,7 @@ class DirectFleet:
     def jobs(self, **wanted: Any) -> list[Document]:
         """Jobs, the newest first. `wanted`: as `FleetClient.jobs` has it."""
         told = {name: value for name, value in wanted.items() if value is not None}
+        require_passable(**told)
         return self.read(jobs.listing, jobs.filter_of(**told))
 
     def show(self, job_id: str) -> Document:
@@ -205,10 +210,15 @@ class DirectFleet:
         )
 
     def upload(
-        self, files: Sequence[str | Path] | Mapping[str, str | Path]
+        self,
+        files: Sequence[str | Path] | Mapping[str, str | Path],
+        *,
+        tell: Tell = tell_nobody,
     ) -> dict[str, list[Any]]:
-        """Keep files and folders of this machine for jobs; the manifest under which a job takes them along."""
-        entries = BlobStore(self.place.blobs).put_files(named_files(files))
+        """Keep files and folders of this machine for jobs; the manifest under which a job takes them along. `tell`: how far it is."""
+        store, found = BlobStore(self.place.blobs), named_files(files)
+        total = Sum(tell, sum(path.stat().st_size for path in found.values()))
+        entries = store.put_files(found, lambda name, count: total.more(f"copying {name}", count))
         return {path: [entry.sha256, entry.mode, entry.size] for path, entry in entries.items()}
 
     def artefacts(self, job_id: str, *, epoch: int | None = None, rank: int = 0) -> Document:
@@ -263,11 +273,10 @@ class DirectFleet:
         """Take one in: the fields of `groupwise.fleet.verbs.machines.NewMachine`."""
         return self.change(machines.add, machines.NewMachine(**machine))
 
-    def change_machine(
-        self, vm_id: str, *, python: str | None = None, cpu_slots: int | None = None
-    ) -> Document:
-        """Say what jobs there are run with; None: as it was."""
-        return self._changed(machines.change, vm_id, python=python, cpu_slots=cpu_slots)
+    def change_machine(self, vm_id: str, **wanted: Any) -> Document:
+        """Change ip_address, port, user, ssh_key_path, workdir, python, cpu_slots, labels (None takes one away), deadman (0: never), probe,
+        idle_memory_mb; None: as it was."""
+        return self._changed(machines.change, vm_id, **wanted)
 
     def drain(self, vm_id: str) -> Document:
         """Place nothing new there; what runs goes on."""
@@ -345,6 +354,11 @@ class DirectFleet:
             return [event_document(event) for event in events.after(session, after, limit)]
 
         return self.read(found)
+
+
+def _require_passable(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """What is typed at a terminal may be no text at all."""
+    require_passable(*(each for each in args if isinstance(each, str)), **kwargs)
 
 
 def _pieces(path: Path, offset: int) -> Iterator[bytes]:

@@ -27,9 +27,22 @@ from groupwise.hosts.spec import FileEntry, path_problems
 
 Document = dict[str, Any]
 Tell = Callable[[int, int, str], None]
-"""Is told how many bytes are here, of how many, and the path of the file that is on its way."""
+"""Is told how many bytes are here, of how many, and the path of the file that is on its way; or what else is done with it."""
 SHOWN = 5
 """Paths in a message."""
+
+
+class Sum:
+    """Of bytes as they come, or go, for a `Tell`."""
+
+    def __init__(self, tell: Tell, of: int) -> None:
+        self._tell, self._of = tell, of
+        self._here = 0
+
+    def more(self, what: str, count: int) -> None:
+        """So many more of this."""
+        self._here += count
+        self._tell(self._here, self._of, what)
 
 
 def tell_nobody(here: int, of: int, path: str) -> None:

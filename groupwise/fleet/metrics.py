@@ -1,15 +1,17 @@
 """A fleet in numbers for Prometheus, made of the same document that `groupwise fleet status` shows.
 
 What to watch: `groupwise_fleet_alarms` by kind (any above 0 wants somebody's look), `groupwise_fleet_jobs` by status, the share of GPUs
-that are free while jobs are pending, and the age of the last word of each role.
+that are free while jobs are pending, and the age of the last word of each role, which every fleet has a series for.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from groupwise.fleet.verbs.status import NEEDED_ROLES
 from groupwise.http.prometheus import family, one
 
 
@@ -34,11 +36,18 @@ def render(overview: Mapping[str, Any]) -> Iterator[str]:
     counted = Counter(alarm["kind"] for alarm in overview["alarms"])
     alarms = [({"kind": kind}, count) for kind, count in sorted(counted.items())]
     yield from family("fleet_alarms", "gauge", "What somebody should look at.", alarms)
-    silent = [
-        ({"role": process["role"], "owner": process["owner"]}, process["silent_seconds"])
-        for process in overview["processes"]
-        if process["alive"]
-    ]
+    processes = overview["processes"]
+    alive = Counter(process["role"] for process in processes if process["alive"])
+    roles = sorted({*NEEDED_ROLES, *(process["role"] for process in processes)})
+    living = [({"role": role}, alive[role]) for role in roles]
+    yield from family("fleet_role_processes", "gauge", "Living processes of each role.", living)
+    silent = [({"role": role}, _silence(role, processes)) for role in roles]
     yield from family(
-        "fleet_role_silent_seconds", "gauge", "Since the last word of a living role.", silent
+        "fleet_role_silent_seconds", "gauge", "Since the last word of anybody in the role.", silent
     )
+
+
+def _silence(role: str, processes: Iterable[Mapping[str, Any]]) -> float:
+    """Infinite where nobody has played it for a day: a series that ends would end the alert that is about it."""
+    heard = (each["silent_seconds"] for each in processes if each["role"] == role)
+    return min(heard, default=math.inf)

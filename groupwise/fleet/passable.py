@@ -13,6 +13,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
+from groupwise.wire.problems import Refusal
+
+MOST_PROBLEMS = 10
+"""That one refusal tells."""
+
 _NOT_PASSABLE = re.compile("[\0\ud800-\udfff]")
 
 
@@ -30,6 +35,14 @@ def text_problems(value: Any, place: str) -> Iterator[str]:
     elif isinstance(value, Sequence) and not isinstance(value, bytes):
         for number, inner in enumerate(cast("Sequence[Any]", value)):
             yield from text_problems(inner, f"{place}.{number}")
+
+
+def require_passable(*names: str, **given: Any) -> None:
+    """Raise `invalid_request` unless all of it can be passed on. `names`: as somebody typed them."""
+    told = [*((ascii(name)[:80], name) for name in names), *given.items()]
+    wrong = [problem for place, value in told for problem in text_problems(value, place)]
+    if wrong:
+        raise Refusal("invalid_request", "; ".join(wrong[:MOST_PROBLEMS]) + ".")
 
 
 def sayable(value: Any) -> Any:

@@ -307,7 +307,9 @@ class Poller:
             await self._key_differs(watched, error)
         else:
             await self._database.in_thread(
-                lambda s: observation.apply(s, machine.vm_id, asked_at, seen)
+                lambda s: observation.apply(
+                    s, machine.vm_id, asked_at, seen, look_seconds=pace.interval
+                )
             )
 
     async def _key_differs(self, watched: _Watched, error: HostKeyError) -> None:

@@ -3,6 +3,10 @@
 It follows the events of the fleet; the dispatcher that ended the job wrote one in the same transaction. Each outlet keeps a position of
 its own in `cursors`, and moves it only over what was acknowledged: told at least once, so that a restart of the tracker or of NATS may
 double an announcement (its `event_id` says so) and never loses one. Several trackers at once tell more than once, and do no other harm.
+
+The subjects of NATS are news: where it is new in a fleet that has run for long, it begins with what ended in the last hour, and the log
+says so. Its position is written down at once, so that from then on nothing is lost. A webhook belongs to its job, which is told however
+late.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
 
-from sqlalchemy import select, update
+from sqlalchemy import func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
@@ -23,7 +27,7 @@ from groupwise.fleet.doorbells.nats import NatsAway, NatsLink
 from groupwise.fleet.doorbells.port import LARGEST
 from groupwise.fleet.states import JobStatus
 from groupwise.fleet.store import events
-from groupwise.fleet.store.database import Database
+from groupwise.fleet.store.database import Database, seconds
 from groupwise.fleet.store.tables import Attempt, Cursor, Event, Job
 
 COMPLETED, ERRORED = "jobs.completed", "jobs.errored"
@@ -41,6 +45,10 @@ READ = 1000
 """Events that are read at once."""
 MOST_UNTOLD = 10_000
 """Announcements that wait for somebody to take them; the rest waits in the database."""
+RECENT = 3600.0
+"""Seconds: what ended earlier is history to somebody who is new."""
+NAMED = 5
+"""Jobs in a warning."""
 TOLD_AT_ONCE = 100
 """Announcements between two acknowledgements."""
 ACKNOWLEDGED = 5.0
@@ -108,6 +116,8 @@ class Outlet(Protocol):
     """Somebody who is told. `name` names its position."""
 
     name: str
+    tells_history: bool
+    """Whether one that is new is told of jobs that ended before it was there."""
 
     async def tell(self, ended: Sequence[Ended]) -> frozenset[int]:
         """The events about which nothing more is to be done; the others are given again. Raises nothing for want of a listener."""
@@ -118,6 +128,7 @@ class NatsOutlet:
     """On the subjects of NATS; told is what its server has acknowledged."""
 
     name = "tracker.nats"
+    tells_history = False
 
     def __init__(self, link: NatsLink) -> None:
         self._link = link
@@ -175,9 +186,7 @@ class Tracker:
         """Read what has come, tell it and what could not be told before; whether there is more to read at once."""
         name = self._outlet.name
         if self._read is None:
-            self._read = self._kept = await self._database.read_in_thread(
-                lambda s: position_of(s, name)
-            )
+            self._read = self._kept = await self._first_position()
         full = len(self._untold) < MOST_UNTOLD and await self._read_on(self._read)
         if self._untold:
             for event_id in await self._outlet.tell(list(self._untold.values())):
@@ -188,8 +197,29 @@ class Tracker:
             self._kept = position
         return full
 
+    async def _first_position(self) -> int:
+        name, history = self._outlet.name, self._outlet.tells_history
+        position, skipped = await self._database.in_thread(lambda s: begin(s, name, history))
+        if skipped:
+            logger.warning(
+                "%s is new in this fleet and begins with what ended in the last hour: it is not told of %d ends of jobs before event %d",
+                name,
+                skipped,
+                position + 1,
+            )
+        return position
+
     async def _read_on(self, position: int) -> bool:
-        last, count, ends = await self._database.in_thread(lambda s: _next_ends(s, position))
+        last, count, ends, pruned = await self._database.in_thread(
+            lambda s: _next_ends(s, position)
+        )
+        if pruned:
+            logger.warning(
+                "%s: %d jobs were pruned before their ends could be told there: %s",
+                self._outlet.name,
+                len(pruned),
+                ", ".join(pruned[:NAMED]) + (", …" if len(pruned) > NAMED else ""),
+            )
         self._read = last
         self._untold.update((e.event_id, e) for e in ends)
         return count == READ
@@ -198,6 +228,20 @@ class Tracker:
 def position_of(session: Session, name: str) -> int:
     """Where the reader of this name is; 0 before it has read anything."""
     return session.execute(select(Cursor.position).where(Cursor.name == name)).scalar() or 0
+
+
+def begin(session: Session, name: str, tells_history: bool) -> tuple[int, int]:
+    """Where the reader of this name is, from now on written down; and how many ends it passes over because it is new."""
+    if session.get(Cursor, name) is not None:
+        return position_of(session, name), 0
+    skipped, newest = 0, 0
+    if not tells_history:
+        newest = events.newest(session, seconds(session) - RECENT)
+        ends = select(func.count()).where(Event.kind.in_(ENDS), Event.event_id <= newest)
+        skipped = session.execute(ends).scalar_one()
+    first = newest if skipped else 0
+    keep_position(session, name, first)
+    return position_of(session, name), skipped
 
 
 def keep_position(session: Session, name: str, position: int) -> None:
@@ -211,11 +255,14 @@ def keep_position(session: Session, name: str, position: int) -> None:
     )
 
 
-def _next_ends(session: Session, position: int) -> tuple[int, int, list[Ended]]:
-    """The last event that was read, how many were, and those that are the end of a job."""
+def _next_ends(session: Session, position: int) -> tuple[int, int, list[Ended], list[str]]:
+    """The last event that was read, how many were, those that are the end of a job, and ids of ended jobs that are there no more."""
     read = events.after(session, position, READ)
-    ends = [_ended(session, event) for event in read if event.kind in ENDS]
-    return (read[-1].event_id if read else position), len(read), [e for e in ends if e is not None]
+    ends = {event.event_id: event for event in read if event.kind in ENDS}
+    found = [each for event in ends.values() if (each := _ended(session, event)) is not None]
+    there = {each.event_id for each in found}
+    pruned = [str(event.job_id) for number, event in ends.items() if number not in there]
+    return (read[-1].event_id if read else position), len(read), found, pruned
 
 
 def _webhook(request: Any) -> str | None:
@@ -229,7 +276,6 @@ def _ended(session: Session, event: Event) -> Ended | None:
     """None: the job has been pruned meanwhile, while its events stay."""
     job = session.get(Job, event.job_id)
     if job is None:
-        logger.warning("nobody was told of the end of %s before it was pruned", event.job_id)
         return None
     attempt = session.get(Attempt, event.epoch) if event.epoch is not None else None
     detail = event.detail or {}

@@ -59,6 +59,7 @@ class WebhookOutlet:
     """Tells each job's own address; see `Outlet`."""
 
     name = "tracker.webhooks"
+    tells_history = True
 
     def __init__(
         self,

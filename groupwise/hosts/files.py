@@ -16,7 +16,8 @@ import io
 import os
 import stat
 import time
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -137,16 +138,25 @@ class BlobStore:
                 self._publish(self._written((data,)), sha256)
         return sha256
 
-    def put_file(self, source: Path) -> FileEntry:
-        """Keep a copy of a file. It is hashed as it is copied, so that one which changes meanwhile is kept as it was read."""
+    def put_file(self, source: Path, more: Callable[[int], None] | None = None) -> FileEntry:
+        """Keep a copy of a file. It is hashed as it is copied, so that one which changes meanwhile is kept as it was read.
+
+        `more` is told of each further so many bytes.
+        """
         with source.open("rb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o777
             with self._shared():
-                return self._put_from(file, mode)
+                return self._put_from(file, mode, more)
 
-    def put_files(self, files: Mapping[str, Path]) -> dict[str, FileEntry]:
-        """Keep copies of all; the manifest."""
-        return {name: self.put_file(path) for name, path in files.items()}
+    def put_files(
+        self, files: Mapping[str, Path], more: Callable[[str, int], None] | None = None
+    ) -> dict[str, FileEntry]:
+        """Keep copies of all; the manifest. `more` is told of which file there are so many further bytes."""
+
+        def kept(name: str, path: Path) -> FileEntry:
+            return self.put_file(path, None if more is None else partial(more, name))
+
+        return {name: kept(name, path) for name, path in files.items()}
 
     def read(self, sha256: str) -> bytes:
         """The bytes of a blob. Raises BlobError where they are not what the name says; that blob is gone then, and may be put again."""
@@ -259,7 +269,9 @@ class BlobStore:
         with file:
             yield file
 
-    def _put_from(self, file: BinaryIO, mode: int) -> FileEntry:
+    def _put_from(
+        self, file: BinaryIO, mode: int, more: Callable[[int], None] | None = None
+    ) -> FileEntry:
         digest = hashlib.sha256()
         size = 0
 
@@ -269,6 +281,8 @@ class BlobStore:
                 size += len(piece)
                 self._check_size(size, file.name)
                 digest.update(piece)
+                if more is not None:
+                    more(len(piece))
                 yield piece
 
         temporary = self._written(pieces())

@@ -332,6 +332,7 @@ class FakeHost:
             "oom_kill": script.oom_kill if by_itself else 0,
             "finished_at": float(len(self._rack.history)),
             "tail": folder.log[-4000:].decode("utf-8", "replace"),
+            "gpus": len(folder.gpus),
         }
 
     def _who(self, folder: _Folder) -> dict[str, Any]:

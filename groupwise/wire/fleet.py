@@ -11,13 +11,38 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from groupwise.errors import UsageError
+
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+MOST_INTEGER = 2**31 - 1
+"""That a column of the database holds."""
+MOST_SERIAL = 2**63 - 1
+"""Likewise, of those that number events and attempts, and that count bytes."""
+MOST_SECONDS = 1e9
+"""Of any time that somebody gives: 31 years."""
+MOST_SLOTS = 1024
+"""CPU slots of a machine."""
+LEAST_DEADMAN = 120.0
+"""Seconds: a dispatcher that is killed, and another that takes over, are silent for up to one of them."""
+LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6
+"""Of a project."""
+
+MOST_JOBS = 10_000
+"""Submitted at once."""
 
 EPOCH_HEADER = "X-Log-Epoch"
 OFFSET_HEADER = "X-Log-Offset"
 """Where the next piece begins."""
 ENDED_HEADER = "X-Log-Ended"
 """`true`: the job has ended, and this was the last of its log."""
+
+
+def expect_few(number: int) -> None:
+    """Raise UsageError for more jobs than are submitted at once, in the same words wherever that is found."""
+    if number > MOST_JOBS:
+        raise UsageError(
+            f"{number} jobs: at most {MOST_JOBS} are submitted at once, all or none of them. Make several arrays of them."
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,22 +92,48 @@ class MachineBody(FleetBody):
     cpu_slots: int | None = Field(
         default=None,
         ge=0,
-        le=1024,
+        le=MOST_SLOTS,
         description="Jobs without GPUs at once; null: 1 where it has none.",
     )
     deadman: float | None = Field(
         default=None,
-        ge=30,
+        ge=LEAST_DEADMAN,
+        le=MOST_SECONDS,
         description="Seconds without the control plane after which its runner ends a job; null: never.",
     )
     probe: list[str] | None = Field(
         default=None, min_length=1, description="Asked for the GPUs in place of nvidia-smi."
     )
+    idle_memory_mb: int | None = Field(
+        default=None,
+        ge=0,
+        le=MOST_INTEGER,
+        description="That a GPU may show as used while nobody uses it; null: 500.",
+    )
 
 
 class MachineChangeBody(FleetBody):
-    """What is to change of a machine; what is left out, or null, stays as it is."""
+    """What is to change of a machine; what is left out, or null, stays as it is. User and folder only while nothing runs there."""
 
+    ip_address: str | None = Field(
+        default=None, min_length=1, max_length=255, description="Address or name."
+    )
+    port: int | None = Field(default=None, ge=1, le=65535)
+    user: str | None = Field(
+        default=None, min_length=1, max_length=255, description="As whom to log in there."
+    )
+    ssh_key_path: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=4096,
+        description="Of the private key, on the control machine.",
+    )
+    workdir: str | None = Field(
+        default=None,
+        min_length=1,
+        max_length=4096,
+        description="Where its runner keeps everything.",
+    )
     python: str | None = Field(
         default=None,
         min_length=1,
@@ -90,7 +141,25 @@ class MachineChangeBody(FleetBody):
         description="The interpreter that jobs find first.",
     )
     cpu_slots: int | None = Field(
-        default=None, ge=0, le=1024, description="Jobs without GPUs at once."
+        default=None, ge=0, le=MOST_SLOTS, description="Jobs without GPUs at once."
+    )
+    labels: dict[str, str | None] | None = Field(
+        default=None, description="These; the others stay, and null takes one away."
+    )
+    deadman: float | None = Field(
+        default=None,
+        ge=0,
+        le=MOST_SECONDS,
+        description="Seconds without the control plane after which its runner ends a job that begins from now on; 0: never.",
+    )
+    probe: list[str] | None = Field(
+        default=None, min_length=1, description="Asked for the GPUs in place of nvidia-smi."
+    )
+    idle_memory_mb: int | None = Field(
+        default=None,
+        ge=0,
+        le=MOST_INTEGER,
+        description="That a GPU may show as used while nobody uses it.",
     )
 
 
@@ -109,7 +178,9 @@ class CancelBody(FleetBody):
 class PruneBody(FleetBody):
     """Which jobs are to be removed."""
 
-    older_than: float = Field(ge=0, description="Seconds since they ended, at least.")
+    older_than: float = Field(
+        ge=0, le=MOST_SECONDS, description="Seconds since they ended, at least."
+    )
     project: str | None = Field(default=None, max_length=80, description="Only of this one.")
     status: list[str] | None = Field(
         default=None, description="Only completed, failed or cancelled ones; null: all of them."
@@ -130,9 +201,15 @@ class TrustBody(FleetBody):
 class ProjectBody(FleetBody):
     """What is to change; fields that are left out stay as they are, null takes a quota away."""
 
-    weight: float | None = Field(default=None, gt=0, description="Its share of a busy fleet.")
-    max_gpus: int | None = Field(default=None, ge=0, description="Of its running jobs together.")
-    max_waiting: int | None = Field(default=None, ge=0, description="Jobs that have not begun.")
+    weight: float | None = Field(
+        default=None, ge=LEAST_WEIGHT, le=MOST_WEIGHT, description="Its share of a busy fleet."
+    )
+    max_gpus: int | None = Field(
+        default=None, ge=0, le=MOST_INTEGER, description="Of its running jobs together."
+    )
+    max_waiting: int | None = Field(
+        default=None, ge=0, le=MOST_INTEGER, description="Jobs that have not begun."
+    )
 
 
 class KeyBody(FleetBody):
@@ -143,6 +220,9 @@ class KeyBody(FleetBody):
         default=None, min_length=1, description="For whose jobs it is; null: for everybody's."
     )
     seconds: float | None = Field(
-        default=None, gt=0, description="For how long; null: until it is revoked."
+        default=None,
+        gt=0,
+        le=MOST_SECONDS,
+        description="For how long; null: until it is revoked.",
     )
     note: str | None = Field(default=None, max_length=200)

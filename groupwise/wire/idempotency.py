@@ -41,11 +41,18 @@ def idempotency_key(headers: Mapping[str, str]) -> str | None:
     key = given.pop()
     if given:
         raise _not_valid(f"differs from {HEADERS[1]}; send one of the two")
-    if not 1 <= len(key) <= LONGEST:
-        raise _not_valid(f"has {len(key)} characters; a key has 1 to {LONGEST}")
-    if not all(" " <= letter <= "~" for letter in key):
-        raise _not_valid("has characters that are not printable ASCII")
+    if (wrong := key_problem(key)) is not None:
+        raise _not_valid(wrong)
     return key
+
+
+def key_problem(key: str) -> str | None:
+    """Why this is no key, if so: `has 0 characters …`."""
+    if not 1 <= len(key) <= LONGEST:
+        return f"has {len(key)} characters; a key has 1 to {LONGEST}"
+    if not all(" " <= letter <= "~" for letter in key):
+        return "has characters that are not printable ASCII"
+    return None
 
 
 def body_hash(body: bytes) -> str:

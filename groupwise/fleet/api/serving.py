@@ -68,7 +68,7 @@ class Serving(Shared):
         """A database that does not answer is no mistake of ours."""
         if isinstance(error, DatabaseFailure):
             return Refusal("database_away", retry_after=RETRY_SECONDS)
-        if isinstance(error, DataError):  # PostgreSQL keeps less than JSON can say
+        if isinstance(error, DataError | OverflowError):  # a database keeps less than JSON can say
             return Refusal(
                 "invalid_request",
                 "The request holds what no database keeps: a NUL character, or a number beyond all bounds.",

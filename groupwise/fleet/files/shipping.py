@@ -18,7 +18,6 @@ import json
 import logging
 import os
 import queue
-import select
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from select import POLLOUT, poll
 from typing import Protocol
 
 import httpx2
@@ -115,7 +115,7 @@ class _Writer:
             try:
                 with _ONE_WRITES:
                     self._write(lines)
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001 - whoever waits for it raises it
                 done.set_exception(error)
             else:
                 done.set_result(None)
@@ -127,8 +127,8 @@ def _write_all(descriptor: int, lines: bytes) -> None:
         try:
             view = view[os.write(descriptor, view) :]
         except BlockingIOError:  # whoever else has it open does not want to wait for it
-            ready = select.poll()
-            ready.register(descriptor, select.POLLOUT)
+            ready = poll()
+            ready.register(descriptor, POLLOUT)
             ready.poll()
 
 

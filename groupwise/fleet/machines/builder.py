@@ -6,10 +6,11 @@ moved, and `environment.json` is written in it last: without that it is half of 
 lock for each name is held by whoever builds, and by every pip that it has started; who comes second waits, and finds it made. What is
 whole and works is left as it is, so that asking again costs a second.
 
-What a process still uses is never removed, neither to be built anew nor to make room.
+What a process still uses is never removed, neither to be built anew nor to make room; nor is, to make room, what was made or found a
+moment ago: whoever asked for it has yet to write down that a machine's jobs run with it.
 
-`result.json` in the working folder says how it went: {"python", "version", "groupwise", "made"} or {"problem"}. Values of secrets are in
-the environment of pip alone; they and passwords in addresses are taken out of whatever it says.
+`result.json` in the working folder says how it went: {"python", "version", "groupwise", "made", "at"} or {"problem"}. Values of secrets are
+in the environment of pip alone; they and passwords in addresses are taken out of whatever it says.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ MARKER = "environment.json"
 NAME = re.compile(r"[0-9a-f]{20}")
 KEPT_LINES = 60
 """Of what pip says, to see from what went wrong."""
+SPARED = 3600.0
+"""Seconds in which what was made or found is not removed; whoever asked has written it down long before, or asks again."""
 LITTLE_MB = 4
 """Free on a disk that is full for all that is done here."""
 TRIED = 300.0
@@ -95,6 +98,8 @@ class Order:
         """All environments of the machine."""
         self.keep: list[str] = said.get("keep", [])
         """Names of those that are not to be removed."""
+        self.asked_at: float = said.get("asked_at", time.time())
+        """By the clock of the machine, from before it was asked which those are."""
         self.name: str = said.get("name", "")
         self.pythons: list[str] = said.get("pythons", [])
         """Programs and paths, the one to be tried first first."""
@@ -124,7 +129,7 @@ def main() -> int:
         if order.prune:
             prune(order)
         else:
-            finish(build(order))
+            finish({**build(order), "at": time.time()})
         return 0
     except Problem as problem:
         return fail(str(problem))
@@ -440,10 +445,11 @@ def free_mb(folder: str) -> int:
 
 
 def prune(order: Order) -> None:
-    """Remove environments that are not to be kept, that nobody builds, and that no process uses."""
+    """Remove environments that are not to be kept, that nobody builds or has just been given, and that no process uses."""
     folder = order.folder
     removed: list[str] = []
     used: list[str] = []
+    recent: list[str] = []
     for name in sorted(os.listdir(folder)):
         place = os.path.join(folder, name)
         if not NAME.fullmatch(name) or name in order.keep:
@@ -452,6 +458,9 @@ def prune(order: Order) -> None:
         if lock is None:
             continue
         try:
+            if is_recent(place, order.asked_at):
+                recent.append(name)
+                continue
             if users_of(place):
                 used.append(name)
                 continue
@@ -459,7 +468,15 @@ def prune(order: Order) -> None:
             removed.append(name)
         finally:
             os.close(lock)
-    finish({"removed": removed, "used": used})
+    finish({"removed": removed, "used": used, "recent": recent})
+
+
+def is_recent(place: str, asked_at: float) -> bool:
+    """Whether it is whole, and may have been given to somebody who had not written it down when it was asked what is to be kept."""
+    try:
+        return os.stat(os.path.join(place, MARKER)).st_mtime + SPARED > asked_at
+    except FileNotFoundError:
+        return False
 
 
 def users_of(place: str) -> list[str]:

@@ -55,18 +55,29 @@ class Observed(StrEnum):
     MIG = "mig"
 
 
-def apply(session: Session, vm_id: str, asked_at: float, seen: Observation) -> bool:
-    """Write down what a machine looked like when it was asked at `asked_at`. False: a newer look stands there, or nobody wants it."""
+def apply(
+    session: Session,
+    vm_id: str,
+    asked_at: float,
+    seen: Observation,
+    *,
+    look_seconds: float | None = None,
+) -> bool:
+    """Write down what a machine looked like when it was asked at `asked_at`. False: a newer look stands there, or nobody wants it.
+
+    `look_seconds`: when the next look follows, where whoever looks keeps to that.
+    """
     vm = _locked(session, vm_id)
     if vm is None or asked_at <= vm.observed_round or _is_barred(vm):
         return False
     now = seconds(session)
-    was_usable = _usable(vm) and asked_at - vm.observed_round <= capacity.STALE_SECONDS
+    was_fresh = asked_at - vm.observed_round <= capacity.stale_after(vm.facts)
+    was_usable = _usable(vm) and was_fresh
     _answered(session, vm, seen)
     trouble = _trouble_of_probe(session, vm, seen)
     vm.degraded, vm.problem = trouble is not None, trouble
     vm.observed_round = asked_at
-    vm.facts = {**vm.facts, **_facts(seen)}
+    vm.facts = {**vm.facts, **_facts(seen), capacity.LOOK_SECONDS: look_seconds}
     vm.last_polled = func.now()  # pyright: ignore[reportAttributeAccessIssue] — the database's clock
     more = seen.probe.status is ProbeStatus.OK and _write_gpus(session, vm, asked_at, now, seen)
     session.flush()

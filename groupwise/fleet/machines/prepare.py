@@ -12,6 +12,9 @@ of a shell, and secrets travel beside the spec.
 
 Asked twice at once, the second follows the attempt of the first. Ended here by whatever means, the build goes on there; asked again, it is
 followed from its first line, or found made. A build that was killed there leaves half an environment, which the next one removes.
+
+Whoever prunes spares what was made or found within the hour before they read which environments the rows name. So one that is taken in is
+not removed before its row names it: where that comes late, as after a night in which nothing here ran, it is looked at once more.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import json
 import posixpath
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,7 @@ from sqlalchemy.orm import Session
 
 from groupwise.errors import RunError, UsageError
 from groupwise.fleet.attempts.records import Machine
+from groupwise.fleet.machines.builder import SPARED
 from groupwise.fleet.machines.plans import DIGITS, Plan
 from groupwise.fleet.machines.reaching import LOCAL, host_of
 from groupwise.fleet.states import AttemptState
@@ -64,6 +68,8 @@ KEPT_SECONDS = 600.0
 """How long the folder of a build stays at least, for others that follow it."""
 LAUNCHES = 5
 """Others may begin builds of the same environment meanwhile."""
+TAKEN_IN = SPARED / 2
+"""Seconds after which an environment that was made is looked at once more before it is taken in."""
 RESULT_BYTES = 1 << 16
 
 Tell = Callable[[str], None]
@@ -86,6 +92,17 @@ class Prepared:
     groupwise: str
     made: bool
     """False: it was there before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """Names of environments that were not to be kept."""
+
+    removed: list[str]
+    used: list[str]
+    """By processes there."""
+    recent: list[str]
+    """Made or found a moment ago: somebody may be about to name them."""
 
 
 def is_prepared(python: str) -> bool:
@@ -138,14 +155,22 @@ async def prepare(
 
 
 async def prune(
-    machine: Machine, keep: Sequence[str], store: BlobStore, host: Host | None = None
-) -> tuple[list[str], list[str]]:
-    """Remove the environments of a machine that no process uses, but for those to keep; names of those removed, and of those in use."""
+    machine: Machine,
+    keep: Callable[[], Awaitable[Sequence[str]]],
+    store: BlobStore,
+    host: Host | None = None,
+) -> Pruned:
+    """Remove the environments of a machine that nothing uses, but for those to keep, which are asked for once its time is known."""
     reached = host or host_of(machine)
     try:
         runner = builds_of(machine, reached)
         hello = await runner.hello()
-        order = {"prune": True, "folder": _environments(hello), "keep": list(keep)}
+        order = {
+            "prune": True,
+            "folder": _environments(hello),
+            "asked_at": _now_of(hello),
+            "keep": list(await keep()),
+        }
         files = await asyncio.to_thread(_small_files, store, {"order.json": _as_bytes(order)})
         spec = _spec(files, JobSpec(("true",)))
         task = _Task(runner, store, f"prune-{machine.vm_id}"[:60].replace(".", "-"), lambda _: None)
@@ -157,7 +182,7 @@ async def prune(
             await reached.close()
     if "problem" in said:
         raise PrepareError(f"{machine.vm_id}: nothing more is removed: {said['problem']}")
-    return list(said["removed"]), list(said["used"])
+    return Pruned(list(said["removed"]), list(said["used"]), list(said["recent"]))
 
 
 def beginning(session: Session, vm_id: str) -> list[int]:
@@ -186,6 +211,11 @@ def builds_of(machine: Machine, host: Host) -> Runner:
     return Runner(host, root=root, python="python3")
 
 
+def _now_of(hello: Hello) -> float:
+    """By the clock of the machine, if it says."""
+    return time.time() if hello.time is None else hello.time
+
+
 def _environments(hello: Hello) -> str:
     """The folder of all environments, as an absolute path of the machine."""
     return posixpath.dirname(hello.root)
@@ -202,7 +232,20 @@ class _Build:
 
     async def run(self) -> Prepared:
         """From the first word to the interpreter."""
-        plan, hello = self.plan, await self.runner.hello()
+        hello = await self.runner.hello()
+        while True:
+            said = await self._said(hello)
+            hello = await self.runner.hello()
+            if _now_of(hello) - said["at"] <= TAKEN_IN:
+                break
+            self.tell("that was a while ago; looking whether it is still there")
+        return Prepared(
+            str(said["python"]), str(said["version"]), str(said["groupwise"]), bool(said["made"])
+        )
+
+    async def _said(self, hello: Hello) -> dict[str, Any]:
+        """What the builder says of it; PrepareError where it could not be made."""
+        plan = self.plan
         files = await asyncio.to_thread(self._files, _environments(hello))
         limits = Limits(time_seconds=plan.time_seconds, grace_seconds=5.0)
         about = JobSpec(
@@ -212,9 +255,7 @@ class _Build:
         said = await task.run(_spec(files, about), files, plan.secrets, hello)
         if "problem" in said:
             raise PrepareError(f"{self.machine.vm_id} is not prepared: {said['problem']}")
-        return Prepared(
-            str(said["python"]), str(said["version"]), str(said["groupwise"]), bool(said["made"])
-        )
+        return said
 
     def _files(self, folder: str) -> dict[str, FileEntry]:
         """What goes there, kept in the store."""
@@ -297,7 +338,7 @@ class _Task:
         self, spec: JobSpec, files: Manifest, secrets: Mapping[str, str], hello: Hello
     ) -> MemberState:
         """Launched, or found launched by somebody who was quicker."""
-        epoch = int(hello.time or time.time())
+        epoch = int(_now_of(hello))
         for turn in range(LAUNCHES):
             sent = await self.runner.provide(self.store, files)
             if sent:

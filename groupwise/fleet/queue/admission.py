@@ -6,9 +6,9 @@ whatever was written into a column. What is wrong is collected and
 becomes the `failure_reason` of a failed job: no row is ever lost without a word, and none that cannot be read stays where it would
 stop others. What is right is frozen: the command with all its parts and its hash, what it needs, and its place in the queue.
 
-The place (`rank`) is a time: when the job's project is due, less an hour for each step of priority. A project is due now, or, while it
-has jobs waiting, a little later with each job that it submits, by its weight. So a project that submits thousands does not keep others
-from theirs, and nobody waits for ever, because ranks of later jobs are later.
+The place (`rank`) is a time: when the job was made, less an hour for each step of priority, or later, when those of its project that
+stand before it have had their turns (`turns.py`). So a project that submits thousands does not keep others from theirs, and nobody waits
+for ever, because ranks of later jobs are later.
 
 Nothing that a row names is imported: of kinds only the names count (`kinds.py`).
 """
@@ -22,7 +22,7 @@ import re
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, cast
 
 from sqlalchemy import (
@@ -54,22 +54,22 @@ from groupwise.fleet.queue.request import (
     problems,
 )
 from groupwise.fleet.queue.resources import Resources
+from groupwise.fleet.queue.turns import PRIORITY_SECONDS, WAITING, Line, Place
 from groupwise.fleet.secrets import UNLESS_TOLD, AllowedSecrets
 from groupwise.fleet.states import JobStatus
 from groupwise.fleet.store import events
 from groupwise.fleet.store.database import seconds
+from groupwise.fleet.store.engine import strict_json
 from groupwise.fleet.store.tables import GPU, VM, Job, Moment, Project, this_moment
 from groupwise.hosts.spec import JOB_ID, JobSpec, as_json, path_problems, spec_hash
 from groupwise.wire.problems import Refusal
 
-PRIORITY_SECONDS = 3600.0
-"""Of waiting that a step of priority is worth."""
-TURN_SECONDS = 30.0
-"""By which a project of weight 1 comes later with each GPU that it asks for."""
 MOST_WORDS = 4000
 """Of a reason that is stored."""
 PORTION = 500
 """Jobs of an array that are written and admitted together: more of them would save nothing, and make long statements."""
+PASSES = 5
+"""In one look for new rows, over those with which nothing can be done."""
 ADMISSION = "admission"
 _KEPT = frozenset({"job_id", "status", "project", "generation", "idempotency_key", "request_hash"})
 """Columns of a row that no reading of it has to do without."""
@@ -79,8 +79,6 @@ log = logging.getLogger(__name__)
 _JOBS: Table = Job.__table__  # pyright: ignore[reportAssignmentType] — a mapped class's table is a Table
 _TIME = re.compile(r"\d{4}-\d\d-\d\d([ T]\d\d:\d\d(:\d\d(\.\d+)?)?)?(Z|[+-]\d\d:\d\d)?", re.ASCII)
 """As SQLite reads times; Python reads more, and what the database does not read it does not let be written again."""
-_WAITING: ColumnElement[bool] = literal_column("jobs.status IN ('queued', 'pending', 'held')")
-"""Written out as in the index of waiting jobs."""
 
 
 # --- submitting -----------------------------------------------------------------------------------
@@ -101,7 +99,21 @@ def submit(
     The same once more (by `idempotency_key`, else by `job_id`) gives the job that is there; another request under the same key or id is
     refused: `idempotency_key_reused`, UsageError.
     """
-    digest = _checked(request, project)
+    _check(request, project)
+    digest = _digest(project, [request])
+    return _submit(session, request, digest, actor, project, job_id, idempotency_key, allowed)
+
+
+def _submit(
+    session: Session,
+    request: JobRequest,
+    digest: str,
+    actor: str,
+    project: str,
+    job_id: str | None,
+    idempotency_key: str | None,
+    allowed: AllowedSecrets,
+) -> Job:
     if job_id is not None and not JOB_ID.fullmatch(job_id):
         raise UsageError(_bad_id(job_id))
     if (there := _same(session, project, job_id, idempotency_key, digest)) is not None:
@@ -126,22 +138,31 @@ def submit_array(
     *,
     actor: str,
     project: str,
-    keys: Sequence[str | None],
+    idempotency_key: str | None = None,
     allowed: AllowedSecrets = UNLESS_TOLD,
 ) -> Iterator[Job]:
-    """What `submit` does with each request and its key, in their order, with few statements for many.
+    """What `submit` does with each request, in their order, with few statements for many. The key is one of them all.
 
     Raises what `submit` would, when all jobs before that one have been given out; nobody has rolled them back then.
     """
+    digest = _digest(project, requests)
     for start in range(0, len(requests), PORTION):
-        end = start + PORTION
-        portion = list(zip(requests[start:end], keys[start:end], strict=True))
-        yield from _submit_portion(session, portion, actor, project, allowed)
+        portion = [
+            (request, None if idempotency_key is None else key_in_array(idempotency_key, number))
+            for number, request in enumerate(requests[start : start + PORTION], start)
+        ]
+        yield from _submit_portion(session, portion, digest, actor, project, allowed)
+
+
+def key_in_array(key: str, number: int) -> str:
+    """Of a job of an array, from 0. Nobody submits with a key of this form: those of people are ASCII (`wire/idempotency.py`)."""
+    return key if number == 0 else f"{key}·{number}"
 
 
 def _submit_portion(
     session: Session,
     portion: Sequence[tuple[JobRequest, str | None]],
+    digest: str,
     actor: str,
     project: str,
     allowed: AllowedSecrets,
@@ -152,7 +173,7 @@ def _submit_portion(
     refused: UsageError | Refusal | None = None
     for request, key in portion:
         try:
-            digest = _checked(request, project)
+            _check(request, project)
             same = _repeated(None if key is None else there.get(key), None, digest)
         except (UsageError, Refusal) as error:
             refused = error  # those before it may be wrong too, and are told first
@@ -162,14 +183,8 @@ def _submit_portion(
             rows.append(_written(request, digest, actor, project, ids[-1], key))
     if rows and not _inserted(session, rows):
         for request, key in portion:  # which of them it was, and whether it is the same
-            yield submit(
-                session,
-                request,
-                actor=actor,
-                project=project,
-                idempotency_key=key,
-                allowed=allowed,
-            )
+            _check(request, project)
+            yield _submit(session, request, digest, actor, project, None, key, allowed)
         return
     new = [row["job_id"] for row in rows]
     events.append_many(session, [_submission(actor, project, job_id) for job_id in new])
@@ -196,12 +211,17 @@ def _jobs(session: Session, ids: Sequence[str]) -> Iterator[Job]:
     return (found[job_id] for job_id in ids)
 
 
-def _checked(request: JobRequest, project: str) -> str:
-    """The hash by which it is known again. Raises InvalidRequest where something cannot even be written."""
+def _check(request: JobRequest, project: str) -> None:
+    """Raises InvalidRequest where something cannot even be written."""
     columns, document = request.columns(), request.document()
     if found := [*text_problems({**columns, **document, "project": project}, "")]:
         raise InvalidRequest(found)
-    return hashlib.sha256(f"{project}\n{request.digest()}".encode()).hexdigest()
+
+
+def _digest(project: str, requests: Sequence[JobRequest]) -> str:
+    """By which what was submitted together is known again: all of it, and how many they are."""
+    told = "\n".join([project, *(request.digest() for request in requests)])
+    return hashlib.sha256(told.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _written(
@@ -284,7 +304,22 @@ def admit(session: Session, job: Job, allowed: AllowedSecrets = UNLESS_TOLD) -> 
 
 
 def admit_new(session: Session, limit: int, allowed: AllowedSecrets = UNLESS_TOLD) -> int:
-    """The same for rows that nobody has admitted yet, the oldest first; how many were dealt with."""
+    """The same for rows that nobody has admitted yet, the oldest first; how many were dealt with.
+
+    Rows that the database does not even let be refused are passed over, so that they stand before no others.
+    """
+    dealt_with, stuck = 0, set[str]()
+    for _ in range(PASSES):
+        before = len(stuck)
+        new = _new(session, limit - dealt_with, stuck)
+        dealt_with += _admit(session, new, allowed, stuck)
+        if len(stuck) == before or dealt_with == limit:
+            break
+    return dealt_with
+
+
+def _new(session: Session, limit: int, but: Collection[str]) -> Sequence[str]:
+    """Ids of the oldest that nobody has admitted yet; no other dispatcher has them in hand."""
     query = (
         select(Job.job_id)
         .where(Job.admitted_at.is_(None), Job.status.in_((JobStatus.QUEUED, JobStatus.HELD)))
@@ -292,11 +327,17 @@ def admit_new(session: Session, limit: int, allowed: AllowedSecrets = UNLESS_TOL
         .limit(limit)
         .with_for_update(skip_locked=True, key_share=True)
     )
-    return _admit(session, session.scalars(query).all(), allowed)
+    return session.scalars(query.where(Job.job_id.not_in(but)) if but else query).all()
 
 
-def _admit(session: Session, ids: Sequence[str], allowed: AllowedSecrets) -> int:
-    """All of them together; where that breaks, one by one, so that the one which breaks it holds up nobody else."""
+def _admit(
+    session: Session, ids: Sequence[str], allowed: AllowedSecrets, stuck: set[str] | None = None
+) -> int:
+    """All of them together; where that breaks, by halves, so that the one which breaks it holds up nobody else.
+
+    `stuck` gets the ids of those with which nothing can be done.
+    """
+    stuck = set() if stuck is None else stuck
     try:
         with session.begin_nested():
             return _admit_together(session, ids, allowed)
@@ -304,27 +345,31 @@ def _admit(session: Session, ids: Sequence[str], allowed: AllowedSecrets) -> int
         if not isinstance(error, DataError | IntegrityError):
             raise  # the database itself: whoever asked begins anew
         if len(ids) == 1:
-            return _give_up(session, ids[0], error)
+            return _give_up(session, ids[0], error, stuck)
     except Exception as error:  # noqa: BLE001 - a row holds what nobody thought of; which one is found out below
         if len(ids) == 1:
-            return _give_up(session, ids[0], error)
-    return sum(_admit(session, [job_id], allowed) for job_id in ids)
+            return _give_up(session, ids[0], error, stuck)
+    half = len(ids) // 2
+    return sum(_admit(session, some, allowed, stuck) for some in (ids[:half], ids[half:]))
 
 
-def _give_up(session: Session, job_id: str, error: Exception) -> int:
-    """A row that admission broke at has failed, with all that can be said about it."""
+def _give_up(session: Session, job_id: str, error: Exception, stuck: set[str]) -> int:
+    """A row that admission broke at has failed, with all that can be said about it; how many that are."""
     log.error("job %r cannot be admitted", job_id, exc_info=error)
     status = session.scalar(select(Job.status).where(Job.job_id == job_id))
     because = [f"it cannot be read: {type(error).__name__}: {error}"]
     row = _Row({"job_id": job_id, "status": status})
-    try:
-        with session.begin_nested():
-            _refuse(session, row, because)
-    except DBAPIError:  # the database does not let it stay as it is
-        emptied = {column.name: "" for column in _JOBS.columns if column.name not in _KEPT}
-        with session.begin_nested():
-            _refuse(session, _Row(row.values, emptied), because)
-    return 1
+    emptied = {column.name: "" for column in _JOBS.columns if column.name not in _KEPT}
+    for each in (row, _Row(row.values, emptied)):  # the database may not let it stay as it is
+        try:
+            with session.begin_nested():
+                _refuse(session, each, because)
+            return 1
+        except (DataError, IntegrityError) as refused:
+            problem = refused
+    log.error("nor can it be refused, and it stays as it is", exc_info=problem)
+    stuck.add(job_id)
+    return 0
 
 
 def _admit_together(session: Session, ids: Sequence[str], allowed: AllowedSecrets) -> int:
@@ -460,7 +505,9 @@ def _admitted(row: _Row, spec: JobSpec, beyond: Beyond, fleet: _Fleet) -> _Admit
         resources = resources.settled(fleet.gpus_by_default)
     else:
         resources = resources.settled(0)
-    held = beyond.hold or row.values["status"] == JobStatus.HELD
+    # Who was released once is not held again because it was to be held at first.
+    to_be_held = beyond.hold and row.values["generation"] == 0
+    held = to_be_held or row.values["status"] == JobStatus.HELD
     return _Admitted(row, spec, resources, held, beyond.after)
 
 
@@ -527,10 +574,12 @@ def _value(kind: Any, value: Any, dialect: Dialect) -> Any:
         raise ValueError(value)
     if wanted is bool and value not in (0, 1, None):
         raise TypeError(value)
+    if value is None:
+        return None
+    if wanted is object:
+        return value if isinstance(value, int | float) else strict_json(value)
     read = kind.dialect_impl(dialect).result_processor(dialect, None)
     value = value if read is None else read(value)
-    if value is None or wanted is object:
-        return value
     if wanted is float and type(value) is int:
         return float(value)
     if type(value) is not wanted:
@@ -605,27 +654,27 @@ def _default(name: str) -> ColumnElement[Any]:
 def _over_quota(session: Session, job: _Admitted, fleet: _Fleet, rows: Sequence[_Row]) -> bool:
     """Whether its project has as many waiting jobs as it may; then it has failed."""
     project = fleet.projects[job.project]
-    if project.max_waiting is None or project.waiting < project.max_waiting:
-        project.waiting += 1
-        return False
-    _refuse(
-        session,
-        job.row,
-        [
-            f"project {job.project} has {project.waiting} jobs waiting and may have {project.max_waiting}: submit it again "
-            "when some have begun, or ask for a higher max_waiting"
-        ],
-    )
-    return True
+    if (full := project.full("submit it again")) is not None:
+        _refuse(session, job.row, [full])
+        return True
+    project.waiting += 1
+    return False
+
+
+def no_room(session: Session, project: str) -> str | None:
+    """Why no job of a project may begin to wait once more, if so; until the end nobody else admits one of it."""
+    return _lock_projects(session, [project])[project].full("retry it")
 
 
 def _freeze(session: Session, jobs: Sequence[_Admitted], fleet: _Fleet) -> None:
     """Command, needs and place of each, with an event; and how far each project has come."""
     if not jobs:
         return
+    places = [_placed(job, fleet) for job in jobs]
+    for project in fleet.projects.values():
+        project.line.settle()
     values: list[dict[str, Any]] = []
-    for job in jobs:
-        project = fleet.projects[job.project]
+    for job, place in zip(jobs, places, strict=True):
         values.append(
             {
                 "job_id": job.row.job_id,
@@ -634,20 +683,13 @@ def _freeze(session: Session, jobs: Sequence[_Admitted], fleet: _Fleet) -> None:
                 "spec_hash": spec_hash(job.spec),
                 "resources": job.resources.as_json(),
                 "shape": job.resources.shape(job.project),
-                "rank": project.next_start(job.resources, fleet.now)
-                - job.row.values["priority"] * PRIORITY_SECONDS,
+                "due": place.due,
+                "rank": place.rank,
                 "admitted_at": fleet.now,
                 "waiting_since": None if job.held or job.follows else fleet.now,
             }
         )
     session.execute(update(Job), values)
-    for name, project in fleet.projects.items():
-        session.execute(
-            update(Project)
-            .where(Project.name == name)
-            .values(virtual_time=project.virtual_time)
-            .execution_options(synchronize_session=False)
-        )
     events.append_many(
         session,
         [
@@ -662,6 +704,16 @@ def _freeze(session: Session, jobs: Sequence[_Admitted], fleet: _Fleet) -> None:
     )
 
 
+def _placed(job: _Admitted, fleet: _Fleet) -> Place:
+    """Where it stands in the line of its project. One that is retried has waited since then, and nobody waits since a time to come."""
+    made: datetime = job.row.values["created_at"]
+    if made.tzinfo is None:
+        made = made.replace(tzinfo=UTC)
+    since = fleet.now if job.row.values["generation"] else min(made.timestamp(), fleet.now)
+    due = since - job.row.values["priority"] * PRIORITY_SECONDS
+    return fleet.projects[job.project].line.place(due, job.resources)
+
+
 # --- projects -------------------------------------------------------------------------------------
 
 
@@ -669,17 +721,20 @@ def _freeze(session: Session, jobs: Sequence[_Admitted], fleet: _Fleet) -> None:
 class _Share:
     """Of a project in the queue."""
 
-    weight: float
+    name: str
     max_waiting: int | None
-    virtual_time: float
     waiting: int
+    """Counted only where there is a limit."""
+    line: Line
 
-    def next_start(self, resources: Resources, now: float) -> float:
-        """When its next job is due; the one after that is due later by what this one asks for."""
-        start = max(now, self.virtual_time)
-        units = max(1, resources.gpu_count) * resources.machines
-        self.virtual_time = start + TURN_SECONDS * units / max(self.weight, 1e-3)
-        return start
+    def full(self, remedy: str) -> str | None:
+        """Why no more of it may wait, if so."""
+        if self.max_waiting is None or self.waiting < self.max_waiting:
+            return None
+        return (
+            f"project {self.name} has {self.waiting} jobs waiting and may have {self.max_waiting}: {remedy} when some have begun, "
+            "or ask for a higher max_waiting"
+        )
 
 
 def _lock_projects(session: Session, names: Collection[str]) -> dict[str, _Share]:
@@ -690,23 +745,22 @@ def _lock_projects(session: Session, names: Collection[str]) -> dict[str, _Share
     insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
     session.execute(insert(Project).on_conflict_do_nothing(), [{"name": name} for name in ordered])
     rows = session.execute(
-        select(Project.name, Project.weight, Project.max_waiting, Project.virtual_time)
+        select(Project.name, Project.weight, Project.max_waiting)
         .where(Project.name.in_(ordered))
         .order_by(Project.name)
         .with_for_update(key_share=True)
     ).all()
     return {
-        row.name: _share(session, row.name, row.weight, row.max_waiting, row.virtual_time)
+        row.name: _Share(
+            row.name,
+            row.max_waiting,
+            0 if row.max_waiting is None else _waiting(session, row.name),
+            Line(session, row.name, row.weight),
+        )
         for row in rows
     }
 
 
-def _share(
-    session: Session, name: str, weight: float, max_waiting: int | None, virtual_time: float
-) -> _Share:
-    """A project that has nothing waiting is due at once, whatever it submitted before."""
-    waiting = select(Job.job_id).where(_WAITING, Job.admitted_at.is_not(None), Job.project == name)
-    if max_waiting is None:
-        waiting = waiting.limit(1)  # all that matters then
-    count = session.scalar(select(func.count()).select_from(waiting.subquery())) or 0
-    return _Share(weight, max_waiting, virtual_time if count else 0.0, count)
+def _waiting(session: Session, project: str) -> int:
+    query = select(func.count()).where(WAITING, Job.admitted_at.is_not(None))
+    return session.scalar(query.where(Job.project == project)) or 0

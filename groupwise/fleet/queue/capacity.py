@@ -57,7 +57,11 @@ from groupwise.fleet.store.database import seconds
 from groupwise.fleet.store.tables import GPU, VM, Attempt, Job, Project, Reservation
 
 STALE_SECONDS = 120.0
-"""A machine that was not observed for longer gets nothing new; it is polled every 15."""
+"""A machine that was not observed for longer gets nothing new; it is polled every 15, unless told otherwise."""
+STALE_LOOKS = 4
+"""Nor one that is looked at more rarely, and was not for so many times as long as between two looks."""
+LOOK_SECONDS = "look_seconds"
+"""Beside the facts of a machine: how often its poller looks at it."""
 MOST_PATIENT = 64
 """Jobs for which something is withheld at once."""
 MOST_WOKEN = 64
@@ -80,10 +84,16 @@ RankKey = tuple[float, str]
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """GPUs of a project."""
+    """GPUs of a project. One of which it holds several shares is one."""
 
     most: int
-    used: int
+    held: frozenset[int] = frozenset()
+    """gpu_id of each."""
+
+    def has_room_for(self, resources: Resources) -> bool:
+        """On whichever GPUs."""
+        wanted = _gpus_of(resources)
+        return not wanted or len(self.held) + wanted <= self.most
 
 
 @dataclass(slots=True)
@@ -105,12 +115,15 @@ class View:
         avoid: frozenset[str] = frozenset(),
     ) -> Placement | Blocked:
         """Room for a job, or why there is none."""
-        return self.over_quota(resources, project) or place(
-            resources,
-            self.machines.values(),
-            held_for_others=self.held_before(key),
-            avoid=avoid,
-        )
+        if (why := self.over_quota(resources, project)) is not None:
+            return why
+        open_to_it = self._open_to(resources, project, self.machines.values())
+        held = self.held_before(key)
+        found = place(resources, open_to_it, held_for_others=held, avoid=avoid)
+        if isinstance(found, Blocked) and self._may_take_no_more(resources, project):
+            uses, share = _uses(project, self.quotas[project]), resources.share_mb
+            return Blocked((f"{uses}, and those have no room for a share of {share} MB",))
+        return found
 
     def room_for(
         self, resources: Resources, project: str, key: RankKey, avoid: frozenset[str] = frozenset()
@@ -118,7 +131,7 @@ class View:
         """The same placement without reasons: machines that have nothing free for anybody, most of a full fleet, are passed over."""
         if self.over_quota(resources, project):
             return None
-        roomy = filter(has_room, self.machines.values())
+        roomy = self._open_to(resources, project, filter(has_room, self.machines.values()))
         found = place(resources, roomy, held_for_others=self.held_before(key), avoid=avoid)
         return found if isinstance(found, Placement) else None
 
@@ -126,21 +139,48 @@ class View:
         """Book it, so that what is looked at next sees what is left."""
         apply(placement, resources, self.machines)
         if quota := self.quotas.get(project):
-            self.quotas[project] = replace(quota, used=quota.used + _gpus_of(resources))
+            taken = {gpu.gpu_id for seat in placement.seats for gpu in seat.gpus}
+            self.quotas[project] = replace(quota, held=quota.held | taken)
 
     def is_full(self) -> bool:
         """Nothing whatever is free, so that no job need be looked at."""
         return not any(map(has_room, self.machines.values()))
 
     def over_quota(self, resources: Resources, project: str) -> Blocked | None:
-        """Why the project may not have that much more."""
+        """Why the project may not have that much more, wherever it were; a share may be one of a GPU that it has already."""
         quota, wanted = self.quotas.get(project), _gpus_of(resources)
-        if quota is None or quota.used + wanted <= quota.most or not wanted:
+        if quota is None or quota.has_room_for(resources):
+            return None
+        if resources.share_mb is not None and self._shared_by(project):
             return None
         return Blocked(
-            (f"project {project} uses {quota.used} of its {quota.most} GPUs, {wanted} wanted",),
+            (f"{_uses(project, quota)}, {wanted} wanted",),
             never=wanted > quota.most,
         )
+
+    def _may_take_no_more(self, resources: Resources, project: str) -> bool:
+        quota = self.quotas.get(project)
+        return quota is not None and not quota.has_room_for(resources)
+
+    def _shared_by(self, project: str) -> frozenset[int]:
+        """GPUs of which the project holds shares."""
+        held = self.quotas[project].held
+        return frozenset(
+            gpu.gpu_id
+            for machine in self.machines.values()
+            for gpu in machine.gpus
+            if gpu.gpu_id in held and not gpu.whole
+        )
+
+    def _open_to(
+        self, resources: Resources, project: str, among: Iterable[Machine]
+    ) -> Iterable[Machine]:
+        """Where a job may go at all: one whose project may have no more GPUs, to those that it has."""
+        if not self._may_take_no_more(resources, project):
+            return among
+        own = self._shared_by(project)
+        kept = ((each, tuple(g for g in each.gpus if g.gpu_id in own)) for each in among)
+        return [replace(each, gpus=gpus) for each, gpus in kept if gpus]
 
     def held_before(self, key: RankKey) -> Held:
         """What is withheld for others: those that stand before it in the queue."""
@@ -150,13 +190,18 @@ class View:
                 together = together.and_also(held)
         return together
 
-    def withhold_for(self, resources: Resources, key: RankKey) -> None:
+    def withhold_for(self, resources: Resources, project: str, key: RankKey) -> None:
         """Keep for this job what it will need, unless others before it do."""
         if all(other != key for other, _ in self.held):
             before = self.held_before(key)
-            kept = withhold(resources, self.machines.values(), job_id=key[1], held=before)
+            open_to_it = self._open_to(resources, project, self.machines.values())
+            kept = withhold(resources, open_to_it, job_id=key[1], held=before)
             self.held.append((key, kept))
             self.held.sort(key=lambda entry: entry[0])
+
+
+def _uses(project: str, quota: Quota) -> str:
+    return f"project {project} uses {len(quota.held)} of its {quota.most} GPUs"
 
 
 def _gpus_of(resources: Resources) -> int:
@@ -171,7 +216,7 @@ def view(session: Session, projects: Collection[str]) -> View:
     found = View(now, machines(session, now), quotas=quotas(session, counted))
     for key, resources, project in patient:
         if found.over_quota(resources, project) is None:
-            found.withhold_for(resources, key)
+            found.withhold_for(resources, project, key)
     return found
 
 
@@ -222,7 +267,7 @@ _VM_COLUMNS = (
 def _trouble(row: Any, now: float) -> str | None:
     """Why nothing new is placed on a machine."""
     problem = f": {row.problem}" if row.problem else ""
-    age = now - row.observed_round
+    age, stale = now - row.observed_round, stale_after(row.facts)
     reasons = (
         (row.lost_at is not None, "given up as lost"),
         (row.contact == Contact.NEW, "not observed yet (is a poller running?)"),
@@ -234,9 +279,20 @@ def _trouble(row: Any, now: float) -> str | None:
         (row.draining, "draining"),
         (row.cordoned is not None, f"cordoned: {row.cordoned}"),
         (row.degraded, f"its GPUs cannot be read{problem}"),
-        (age > STALE_SECONDS, "not observed for over two minutes (is a poller running?)"),
+        (age > stale, f"not observed for over {_minutes(stale)} (is a poller running?)"),
     )
     return next((why for applies, why in reasons if applies), None)
+
+
+def stale_after(facts: Mapping[str, Any] | None) -> float:
+    """Seconds after which what was seen of a machine says nothing any more."""
+    looks = (facts or {}).get(LOOK_SECONDS)
+    rarely = STALE_LOOKS * looks if isinstance(looks, int | float) else 0.0
+    return max(STALE_SECONDS, rarely)
+
+
+def _minutes(seconds: float) -> str:
+    return "two minutes" if seconds == STALE_SECONDS else f"{seconds / 60:.0f} minutes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,15 +419,20 @@ def quotas(session: Session, projects: Collection[str]) -> dict[str, Quota]:
     if not limits:
         return {}
     used = (
-        select(Job.project, func.count(Reservation.gpu_id.distinct()))
+        select(Job.project, Reservation.gpu_id)
+        .select_from(Reservation)
         .join(Attempt, Attempt.epoch == Reservation.epoch)
         .join(Job, Job.job_id == Attempt.job_id)
         .where(Reservation.released_at.is_(None), Job.project.in_(limits))
-        .group_by(Job.project)
     )
-    counts = dict(session.execute(used).all())
+    held: dict[str, set[int]] = {}
+    for project, gpu_id in session.execute(used):
+        if gpu_id is not None:
+            held.setdefault(project, set()).add(gpu_id)
     return {
-        name: Quota(most, counts.get(name, 0)) for name, most in limits.items() if most is not None
+        name: Quota(most, frozenset(held.get(name, ())))
+        for name, most in limits.items()
+        if most is not None
     }
 
 

@@ -298,7 +298,7 @@ def _plan(found: View, plan: _Plan, jobs: Sequence[_Candidate]) -> None:
             continue
         plan.blocked[job.shape] = job
         if _is_patient(job, found) and not found.over_quota(job.resources, job.project):
-            found.withhold_for(job.resources, job.key)
+            found.withhold_for(job.resources, job.project, job.key)
 
 
 def _is_patient(job: _Candidate, found: View) -> bool:
@@ -328,7 +328,9 @@ def _book(session: Session, found: View, plan: _Plan, lease: Lease) -> list[Clai
         .with_for_update(key_share=True)
     )
     addresses = {row.vm_id: row.ip_address for row in rows}
-    fresh = View(found.now, capacity.machines(session, found.now, names), found.held)
+    # The plan has counted on quotas; here they are those of before, and locked. A share is one of a GPU that its project has, or is not.
+    limits = capacity.quotas(session, found.quotas)
+    fresh = View(found.now, capacity.machines(session, found.now, names), found.held, limits)
     now = seconds(session)  # read last: nothing begins before what it was seen to follow had ended
     resume = _checkpoints(session, [job for job, _ in plan.placed])
     bookings: list[_Booking] = []

@@ -37,7 +37,6 @@ Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 Rate = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 Retries = Annotated[int, Field(ge=0, le=100)]
 Priority = Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)]
-Megabytes = Annotated[int, Field(ge=0, le=MOST_MB)]
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -58,8 +57,9 @@ class RequestedLimits(_Strict):
     """From the start of the command."""
     grace_seconds: Annotated[float, Field(ge=0, le=86400, allow_inf_nan=False)] | None = None
     """Between TERM and KILL."""
-    artefact_mb: Megabytes | None = None
-    artefact_files: Annotated[int, Field(ge=0, le=10_000_000)] | None = None
+    artefact_mb: Annotated[int, Field(ge=1, le=MOST_MB)] | None = None
+    """Of all that it leaves, for each of its machines. Who wants nothing fetched asks for no artefacts."""
+    artefact_files: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
 
 
 class RequestedRetries(_Strict):
@@ -68,6 +68,8 @@ class RequestedRetries(_Strict):
     charged: Retries | None = None
     """For all failures together that may be its own fault."""
     per_class: dict[Annotated[FailureClass, Field(strict=False)], Retries] = {}
+    once: bool = False
+    """Once its command has begun it is never begun again, whatever became of it."""
 
 
 class Beyond(_Strict):
@@ -107,7 +109,7 @@ class Beyond(_Strict):
     def retry_policy(self) -> RetryPolicy:
         """For whoever decides what follows a failure."""
         charged = CHARGED_RETRIES if self.retry.charged is None else self.retry.charged
-        return RetryPolicy(charged, self.retry.per_class, self.allow_smaller_batch)
+        return RetryPolicy(charged, self.retry.per_class, self.allow_smaller_batch, self.retry.once)
 
     def manifest(self) -> dict[str, FileEntry]:
         """Its files, as a spec has them."""
@@ -216,7 +218,21 @@ def problems(request: Beyond) -> list[str]:
             if not _AFTER.fullmatch(word)
         ),
         *_webhook(request.webhook),
+        *_retries(request),
     ]
+
+
+def _retries(request: Beyond) -> list[str]:
+    """A job that is to run once has no retries to speak of."""
+    retry = request.retry
+    said = [
+        *(["retry.charged"] if retry.charged else []),
+        *(["retry.per_class"] if any(retry.per_class.values()) else []),
+        *(["allow_smaller_batch"] if request.allow_smaller_batch else []),
+    ]
+    if not retry.once or not said:
+        return []
+    return [f"{said[0]} has no effect on a job that is to run once: leave it or retry.once out"]
 
 
 def _file(path: str, entry: tuple[str, int, int]) -> list[str]:

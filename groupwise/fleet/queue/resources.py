@@ -200,6 +200,17 @@ def _gpus(words: str | None, found: list[str]) -> tuple[int | None, list[int | s
     return None, [int(n) if _COUNT.fullmatch(n) else n for n in names], place or None
 
 
+def megabytes(option: str, words: str) -> int:
+    """A size in the words of the command line, in MB; UsageError where it is none, or nothing."""
+    found: list[str] = []
+    size = _size(option, words, found)
+    if found:
+        raise UsageError(found[0])
+    if not size:
+        raise UsageError(f"{option} {words}: what is wanted is at least 1 MB, as {option} 40GB.")
+    return size
+
+
 def _size(option: str, words: str | None, found: list[str]) -> int | None:
     """Megabytes of `40GB`: as makers count, so that a GPU that is sold with 80 GB has them."""
     if words is None:

@@ -167,11 +167,10 @@ def after(session: Session, position: int, limit: int) -> list[Event]:
     return list(session.scalars(chosen))
 
 
-def newest(session: Session) -> int:
-    """The number up to which all that is to be seen is seen: whoever goes on after it misses none that comes later. As for `after`."""
-    if session.get_bind().dialect.name == "postgresql":
-        return _settled(session)
-    return session.execute(select(func.max(Event.event_id))).scalar() or 0
+def newest(session: Session, before: float) -> int:
+    """The last event that is older than `before`, in seconds: whoever goes on after it misses none that comes later. As for `after`."""
+    last = session.scalar(select(func.max(Event.event_id)).where(Event.at < before)) or 0
+    return min(last, _settled(session)) if session.get_bind().dialect.name == "postgresql" else last
 
 
 def recent(

@@ -213,7 +213,7 @@ class GPUHistory(Base):
 
 
 class Project(Base):
-    """Who jobs are counted for: a weight, quotas, and how far its share of the queue has come."""
+    """Who jobs are counted for: a weight and quotas."""
 
     __tablename__ = "projects"
 
@@ -223,8 +223,6 @@ class Project(Base):
     """Of its running jobs together."""
     max_waiting: Mapped[int | None] = mapped_column(Integer)
     """Jobs that have not begun."""
-    virtual_time: Mapped[float] = mapped_column(Float, server_default="0")
-    """Where its next job starts in the queue: seconds since 1970, ahead of now by what it has submitted lately."""
 
 
 class Job(Base):
@@ -243,7 +241,13 @@ class Job(Base):
             "blocked_on",
             where="status = 'pending' AND blocked_on IS NOT NULL",
         ),
-        _partial("ix_jobs_of_project", "project", where="status IN ('queued', 'pending', 'held')"),
+        _partial(
+            "ix_jobs_of_project",
+            "project",
+            "due",
+            "rank",
+            where="status IN ('queued', 'pending', 'held')",
+        ),
         _partial("ix_jobs_patient", "waiting_since", where="status = 'queued'"),
         Index("ix_jobs_created", "created_at", "job_id", "status"),
         _partial("ix_jobs_new", "created_at", where="admitted_at IS NULL"),
@@ -293,8 +297,10 @@ class Job(Base):
     """Admitted `Resources` (resources.py) as JSON."""
     shape: Mapped[str | None] = mapped_column(Text)
     """Hash of `resources` and project: jobs of one shape can run in the same places."""
+    due: Mapped[float | None] = mapped_column(Float)
+    """Its place in its project, lowest first: when it was made, in seconds since 1970, less an hour for each step of priority."""
     rank: Mapped[float | None] = mapped_column(Float)
-    """Its place in the queue, lowest first: seconds since 1970, less an hour for each step of priority."""
+    """Its place in the queue, lowest first: `due`, or when those before it in its project have had their turns."""
     admitted_at: Mapped[float | None] = mapped_column(Float)
     not_before: Mapped[float] = mapped_column(Float, server_default="0")
     waiting_since: Mapped[float | None] = mapped_column(Float)

@@ -79,7 +79,16 @@ OF_THE_CONTROL_PLANE = (
     *(
         (column, "NULL")
         for column in (
-            *("admitted_at", "spec", "spec_hash", "resources", "shape", "rank", "waiting_since"),
+            *(
+                "admitted_at",
+                "spec",
+                "spec_hash",
+                "resources",
+                "shape",
+                "rank",
+                "due",
+                "waiting_since",
+            ),
             *("blocked_reasons", "blocked_on", "cancel_requested_at", "assigned_vm", "gpu_index"),
             *("start_time", "exit_code"),
         )

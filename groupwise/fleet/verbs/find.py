@@ -6,6 +6,7 @@ Whoever is about to change a row gets it locked, so that what was checked is sti
 from __future__ import annotations
 
 import difflib
+import re
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -18,6 +19,8 @@ MOST_NAMES = 20
 """Names that a refusal lists."""
 NEAR = 200
 """The newest jobs, among which a misspelt one is looked for."""
+_INDEX = re.compile(r"[0-9]{1,9}")
+"""Of a GPU; longer ones stand in no column."""
 
 
 def job(session: Session, actor: Actor, job_id: str, *, lock: bool = False) -> Job:
@@ -53,7 +56,7 @@ def active_machine(session: Session, vm_id: str, *, lock: bool = False) -> VM:
 def gpu(session: Session, vm_id: str, name: str, *, lock: bool = False) -> GPU:
     """A GPU of a machine by its index or UUID. Raises `unknown_gpu`."""
     machine(session, vm_id)
-    wanted = GPU.index == int(name) if name.isdecimal() else GPU.uuid == name
+    wanted = GPU.index == int(name) if _INDEX.fullmatch(name) else GPU.uuid == name
     query = select(GPU).where(GPU.vm_id == vm_id, wanted)
     found = session.scalars(query.with_for_update() if lock else query).first()
     if found is None:

@@ -18,7 +18,7 @@ from groupwise.fleet.states import FINAL, RETRIED_FROM, JobStatus
 from groupwise.fleet.store import events
 from groupwise.fleet.store.database import seconds
 from groupwise.fleet.store.tables import GPU, Attempt, Job, Member, Reservation
-from groupwise.fleet.verbs import find, status
+from groupwise.fleet.verbs import bound, find, status
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.fleet.verbs.documents import Document, attempt_document, job_document, job_summary
 from groupwise.wire.problems import Refusal
@@ -32,6 +32,8 @@ MOST_EVENTS = 200
 class JobFilter:
     """Which jobs a list is of; what is left out does not matter."""
 
+    ids: tuple[str, ...] | None = None
+    """These; those of them that there are not, or that the actor may not see, are left out."""
     status: frozenset[JobStatus] | None = None
     project: str | None = None
     name: str | None = None
@@ -46,6 +48,7 @@ class JobFilter:
 
 def filter_of(
     *,
+    ids: Sequence[str] | None = None,
     status: Iterable[str] | None = None,
     project: str | None = None,
     name: str | None = None,
@@ -56,7 +59,10 @@ def filter_of(
     limit: int = 50,
 ) -> JobFilter:
     """The filter, as GET /jobs and the client name its parts. Raises `invalid_request`."""
+    if ids is not None and len(ids) > MOST_LISTED:
+        raise Refusal("invalid_request", f"{len(ids)} ids: at most {MOST_LISTED} ids at once.")
     return JobFilter(
+        ids=None if ids is None else tuple(ids),
         status=None if status is None else _statuses(status),
         project=project,
         name=name,
@@ -108,12 +114,14 @@ def listing(session: Session, actor: Actor, wanted: JobFilter) -> list[Document]
     if wanted.older_than is not None:
         query = query.where(_made_before(find.job(session, actor, wanted.older_than)))
     newest_first = query.order_by(Job.created_at.desc(), Job.job_id.desc()).limit(wanted.limit)
-    return [job_summary(job) for job in session.scalars(newest_first)]
+    return [bound.job(session, actor, job_summary(job)) for job in session.scalars(newest_first)]
 
 
 def _filtered(query: Select[Job], actor: Actor, wanted: JobFilter) -> Select[Job]:
     if actor.projects is not None:
         query = query.where(Job.project.in_(actor.projects))
+    if wanted.ids is not None:
+        query = query.where(Job.job_id.in_(wanted.ids))
     if wanted.status is not None:
         query = query.where(Job.status.in_(wanted.status))
     for column, value in (
@@ -140,11 +148,12 @@ def _made_before(last: Job) -> ColumnElement[bool]:
 def show(session: Session, actor: Actor, job_id: str) -> Document:
     """All about one job: its row, its attempts with members and evidence, why it waits, and what happened to it."""
     job = find.job(session, actor, job_id)
-    return job_document(job) | {
+    found = job_document(job) | {
         "waiting": why_waiting(session, job),
         "attempts": attempts(session, job_id),
         "events": events.recent(session, job_id=job_id, limit=MOST_EVENTS),
     }
+    return bound.job(session, actor, found)
 
 
 def attempts(session: Session, job_id: str) -> list[Document]:
@@ -205,7 +214,7 @@ def cancel(session: Session, actor: Actor, job_id: str, reason: str | None = Non
     """
     job = find.job(session, actor, job_id, lock=True)
     if job.status == JobStatus.CANCELLED:
-        return job_document(job)
+        return bound.job(session, actor, job_document(job))
     if job.status in FINAL:
         raise Refusal(
             "job_state", f"{job_id} has {job.status} already; there is nothing to cancel."
@@ -223,18 +232,18 @@ def cancel(session: Session, actor: Actor, job_id: str, reason: str | None = Non
                 after=after,
                 detail=detail,
             )
-        return job_document(job)
+        return bound.job(session, actor, job_document(job))
     _move(session, actor, job, JobStatus.CANCELLED, detail)
     session.refresh(job)
     capacity.wake(session, actor=actor.name)
-    return job_document(job)
+    return bound.job(session, actor, job_document(job))
 
 
 def hold(session: Session, actor: Actor, job_id: str) -> Document:
     """Have a job wait until it is released. Raises `job_state` for one that runs or has ended."""
     job = find.job(session, actor, job_id, lock=True)
     if job.status == JobStatus.HELD:
-        return job_document(job)
+        return bound.job(session, actor, job_document(job))
     if job.status == JobStatus.RUNNING:
         raise Refusal(
             "job_state",
@@ -244,26 +253,27 @@ def hold(session: Session, actor: Actor, job_id: str) -> Document:
     if job.status in FINAL:
         raise Refusal("job_state", f"{job_id} has {job.status} already; there is nothing to hold.")
     _move(session, actor, job, JobStatus.HELD)
-    return job_document(job)
+    return bound.job(session, actor, job_document(job))
 
 
 def release(session: Session, actor: Actor, job_id: str) -> Document:
     """Let a held job go on. Raises `job_state` for one that is not held."""
     job = find.job(session, actor, job_id, lock=True)
     if job.status in (JobStatus.QUEUED, JobStatus.PENDING):
-        return job_document(job)
+        return bound.job(session, actor, job_document(job))
     if job.status != JobStatus.HELD:
         raise Refusal(
             "job_state", f"{job_id} is {job.status}, not held; there is nothing to release."
         )
     _move(session, actor, job, JobStatus.QUEUED)
-    return job_document(job)
+    return bound.job(session, actor, job_document(job))
 
 
 def retry(
     session: Session, actor: Actor, job_id: str, *, allowed: AllowedSecrets = UNLESS_TOLD
 ) -> Document:
-    """Begin a failed or cancelled job anew, with its budgets of failures whole again. Raises `job_state` for any other.
+    """Begin a failed or cancelled job anew, with its budgets of failures whole again. Raises `job_state` for any other, and where as many
+    jobs of its project wait as may.
 
     It is read and expanded anew, and goes on from its last checkpoint where it has left one. It has failed again at once, with the
     reason, where admission finds that it cannot be run.
@@ -271,6 +281,8 @@ def retry(
     job = find.job(session, actor, job_id, lock=True)
     if job.status not in RETRIED_FROM:
         raise Refusal("job_state", _not_retried(job))
+    if (full := admission.no_room(session, job.project)) is not None:
+        raise Refusal("job_state", f"{job_id} stays {job.status}: {full}.")
     before = {"status": job.status, "generation": job.generation}
     job.generation += 1
     job.status = JobStatus.QUEUED
@@ -289,7 +301,7 @@ def retry(
         after=after,
     )
     admission.admit(session, job, allowed)
-    return job_document(job)
+    return bound.job(session, actor, job_document(job))
 
 
 def _not_retried(job: Job) -> str:

@@ -15,6 +15,7 @@ from groupwise.fleet.store.database import seconds
 from groupwise.fleet.store.tables import ApiKey
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.fleet.verbs.documents import Document, key_document
+from groupwise.wire.fleet import MOST_SECONDS
 from groupwise.wire.keys import Role, new_key
 from groupwise.wire.problems import Refusal
 
@@ -35,8 +36,12 @@ def make(
     actor.require_all_projects("make a key")
     if role not in ROLES:
         raise Refusal("invalid_request", f"{role!r} is no role; there are {', '.join(ROLES)}.")
-    if lasts is not None and lasts <= 0:
-        raise Refusal("invalid_request", f"a key that lasts {lasts:g} seconds is none.")
+    if lasts is not None and not 0 < lasts <= MOST_SECONDS:
+        raise Refusal(
+            "invalid_request",
+            f"a key cannot last {lasts:g} seconds: more than 0 and at most {MOST_SECONDS:.0f} are wanted, or nothing at all: until it is "
+            "revoked.",
+        )
     made, now = new_key(ROLES[role]), seconds(session)
     bound = None if projects is None else sorted(set(projects))
     row = ApiKey(

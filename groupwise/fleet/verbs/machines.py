@@ -30,7 +30,7 @@ from groupwise.fleet.states import AttemptState, Cleanup, Contact
 from groupwise.fleet.store import events
 from groupwise.fleet.store.database import seconds
 from groupwise.fleet.store.tables import GPU, VM, Attempt, Event, Job, Member, Reservation
-from groupwise.fleet.verbs import find
+from groupwise.fleet.verbs import bound, find
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.fleet.verbs.documents import (
     Document,
@@ -39,6 +39,7 @@ from groupwise.fleet.verbs.documents import (
     machine_document,
     machine_state,
 )
+from groupwise.wire.fleet import LEAST_DEADMAN, MOST_INTEGER, MOST_SECONDS, MOST_SLOTS
 from groupwise.wire.problems import Refusal
 
 VM_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -46,6 +47,10 @@ MOST_EVENTS = 20
 """Of one machine, the newest."""
 LOCAL = "local"
 """The transport of the machine that the control plane runs on."""
+WAY = ("ip_address", "port", "user", "ssh_key_path")
+"""How one is reached. An address may change with the network, while something runs there."""
+PLACE = ("user", "workdir")
+"""What makes it another place for its runner, which may not change meanwhile; a trigger says so too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,7 @@ class NewMachine:
     cpu_slots: int | None = None
     deadman: float | None = None
     probe: Sequence[str] | None = None
+    idle_memory_mb: int | None = None
 
     def problems(self) -> Iterable[str]:
         """What is wrong with it, in words for whoever said it."""
@@ -80,10 +86,14 @@ class NewMachine:
             yield f"port {self.port}: ports are 1 to 65535"
         if self.transport == "ssh" and not self.user:
             yield "no user: say as whom to log in there (--user)"
-        if self.cpu_slots is not None and self.cpu_slots < 0:
-            yield f"cpu_slots {self.cpu_slots}: 0 or more jobs without GPUs at once"
-        if self.deadman is not None and self.deadman < 30:
-            yield f"deadman {self.deadman:g}: at least 30 seconds, or a short silence ends healthy jobs"
+        if self.cpu_slots is not None and not 0 <= self.cpu_slots <= MOST_SLOTS:
+            yield f"cpu_slots {self.cpu_slots}: 0 to {MOST_SLOTS} jobs without GPUs at once"
+        if self.probe is not None and (not self.probe or not self.probe[0]):
+            yield "probe is empty: the command that is asked for the GPUs, as nvidia-smi"
+        if self.idle_memory_mb is not None and not 0 <= self.idle_memory_mb <= MOST_INTEGER:
+            yield f"idle_memory_mb {self.idle_memory_mb}: 0 to {MOST_INTEGER} MB"
+        if self.deadman is not None and not LEAST_DEADMAN <= self.deadman <= MOST_SECONDS:
+            yield f"deadman {self.deadman:g}: {LEAST_DEADMAN:.0f} to {MOST_SECONDS:.0f} seconds; a shorter silence would end healthy jobs"
 
 
 def add(session: Session, actor: Actor, new: NewMachine) -> Document:
@@ -162,6 +172,8 @@ def _describe(vm: VM, new: NewMachine) -> None:
         vm.workdir = new.workdir
     if new.python is not None:
         vm.python = new.python
+    if new.idle_memory_mb is not None:
+        vm.idle_memory_mb = new.idle_memory_mb
     vm.active, vm.draining, vm.cordoned = True, False, None
     vm.contact, vm.unreachable_since, vm.misses = Contact.NEW, None, 0
     vm.problem, vm.launch_failures, vm.boot_id = None, 0, None
@@ -180,14 +192,15 @@ def listing(session: Session, actor: Actor, *, removed: bool = False) -> list[Do
 def show(session: Session, actor: Actor, vm_id: str) -> Document:
     """One machine with its GPUs, what runs there, and what was done with it. Raises `unknown_vm`."""
     vm = find.machine(session, vm_id)
-    return _with_gpus(session, actor, vm) | {"events": _history(session, vm_id)}
+    return _with_gpus(session, actor, vm) | {"events": _history(session, actor, vm_id)}
 
 
-def _history(session: Session, vm_id: str) -> list[Document]:
+def _history(session: Session, actor: Actor, vm_id: str) -> list[Document]:
     """What happened to the machine itself; what its jobs did stands with them."""
     of_itself = select(Event).where(Event.vm_id == vm_id, Event.job_id.is_(None))
     newest = of_itself.order_by(Event.event_id.desc()).limit(MOST_EVENTS)
-    return [event_document(event) for event in reversed(session.scalars(newest).all())]
+    found = reversed(session.scalars(newest).all())
+    return [bound.event(actor, event_document(event)) for event in found]
 
 
 def _with_gpus(session: Session, actor: Actor, vm: VM) -> Document:
@@ -205,11 +218,11 @@ def _with_gpus(session: Session, actor: Actor, vm: VM) -> Document:
             slots.append(holder)
         else:
             held.setdefault(reservation.gpu_id, []).append(holder)
-    documents = [gpu_document(gpu, held.get(gpu.gpu_id, [])) for gpu in gpus]
+    documents = [bound.gpu(actor, gpu_document(gpu, held.get(gpu.gpu_id, []))) for gpu in gpus]
     usable = [
         each for each in documents if each["observed"] == "ok" and each["quarantined"] is None
     ]
-    return machine_document(vm) | {
+    return bound.machine(actor, machine_document(vm)) | {
         "state": machine_state(vm),
         "total_gpus": len(documents),
         "available_gpus": sum(not each["held_by"] for each in usable) if _takes_work(vm) else 0,
@@ -341,21 +354,27 @@ def remove(session: Session, actor: Actor, vm_id: str) -> Document:
     vm = find.machine(session, vm_id, lock=True)
     if not vm.active:
         return machine_document(vm)
-    if attempts := _open_attempts(session, vm_id):
-        named = ", ".join(
-            f"{each.job_id} (attempt {each.epoch}, {_condition(each)})" for each in attempts[:5]
-        )
-        more = f" and {len(attempts) - 5} more" if len(attempts) > 5 else ""
-        remedy = (
-            "It was declared lost: a dispatcher gives them up within seconds, if one is running."
-            if vm.lost_at is not None
-            else f"`groupwise fleet vm drain {vm_id}` lets them finish; if the machine never comes back, "
-            f"`groupwise fleet vm lost {vm_id}`."
-        )
-        raise Refusal("vm_in_use", f"{vm_id} is still used by {named}{more}. {remedy}")
+    _require_unused(session, vm)
     vm.active = False
     _tell(session, actor, events.VM_REMOVED, vm, before={"active": True}, after={"active": False})
     return machine_document(vm)
+
+
+def _require_unused(session: Session, vm: VM, what: str = "", then: str = "") -> None:
+    attempts = _open_attempts(session, vm.vm_id)
+    if not attempts:
+        return
+    named = ", ".join(
+        f"{each.job_id} (attempt {each.epoch}, {_condition(each)})" for each in attempts[:5]
+    )
+    more = f" and {len(attempts) - 5} more" if len(attempts) > 5 else ""
+    remedy = (
+        "It was declared lost: a dispatcher gives them up within seconds, if one is running."
+        if vm.lost_at is not None
+        else f"`groupwise fleet vm drain {vm.vm_id}` lets them finish{then and f', {then}'}; if the machine never comes back, "
+        f"`groupwise fleet vm lost {vm.vm_id}`."
+    )
+    raise Refusal("vm_in_use", f"{vm.vm_id} is still used by {named}{more}{what}. {remedy}")
 
 
 def _open_attempts(session: Session, vm_id: str) -> list[Attempt]:
@@ -432,27 +451,99 @@ def change(
     actor: Actor,
     vm_id: str,
     *,
+    ip_address: str | None = None,
+    port: int | None = None,
+    user: str | None = None,
+    ssh_key_path: str | None = None,
+    workdir: str | None = None,
     python: str | None = None,
     cpu_slots: int | None = None,
+    labels: Mapping[str, str | None] | None = None,
+    deadman: float | None = None,
+    probe: Sequence[str] | None = None,
+    idle_memory_mb: int | None = None,
 ) -> Document:
-    """What jobs there are run with, and how many without GPUs at once; None: as it was. Attempts that run keep what they have."""
+    """How it is reached (ip_address, port, user, ssh_key_path), where its runner keeps everything (workdir), what jobs there are run with
+    (python), and how many without GPUs at once (cpu_slots); by what jobs find it (labels: these, None takes one away), after how long a
+    silence jobs end that begin there from now on (deadman; 0: never), and how its GPUs are looked at (probe, idle_memory_mb). What is
+    left out, or None, stays as it was.
+
+    Attempts that run keep their interpreter and their deadman. What leads to another root of the runner is refused meanwhile: `vm_in_use`.
+    """
     actor.require_all_projects("change a machine")
-    wanted = {"python": python, "cpu_slots": cpu_slots}
+    wanted: dict[str, Any] = {
+        "ip_address": ip_address,
+        "port": port,
+        "user": user,
+        "ssh_key_path": ssh_key_path,
+        "workdir": workdir,
+        "python": python,
+        "cpu_slots": cpu_slots,
+        "labels": labels,
+        "deadman": deadman,
+        "probe": probe,
+        "idle_memory_mb": idle_memory_mb,
+    }
     after = {name: value for name, value in wanted.items() if value is not None}
     if not after:
-        raise Refusal("invalid_request", "nothing to change: give python or cpu_slots.")
-    if cpu_slots is not None and cpu_slots < 0:
-        raise Refusal(
-            "invalid_request", f"cpu_slots {cpu_slots}: 0 or more jobs without GPUs at once."
-        )
+        raise Refusal("invalid_request", f"nothing to change: give {', '.join(wanted)}.")
+    _require_sound(after)
     vm = find.active_machine(session, vm_id, lock=True)
-    before = {name: getattr(vm, name) for name in after}
-    if before != after:
-        for name, value in after.items():
-            setattr(vm, name, value)
-        _tell(session, actor, events.VM_CHANGED, vm, before=before, after=after)
-        capacity.wake(session, vm_ids=[vm_id], actor=actor.name)
+    if vm.transport == LOCAL and (ways := [name for name in WAY if name in after]):
+        raise Refusal(
+            "vm_state",
+            f"{vm_id} is the machine that the fleet itself runs on; nobody logs in there, so it has no {' or '.join(ways)}.",
+        )
+    before, after = {name: getattr(vm, name) for name in after}, _as_columns(vm, after)
+    if before == after:
+        return _with_gpus(session, actor, vm)
+    if moved := [name for name in PLACE if before.get(name) != after.get(name)]:
+        _require_empty(session, vm, f"its {' and '.join(moved)} cannot be changed")
+    for name, value in after.items():
+        setattr(vm, name, value)
+    if any(before.get(name) != after.get(name) for name in (*WAY, *PLACE)):
+        vm.observed_round = seconds(session)  # who is looking at this moment looks at what it was
+        vm.contact, vm.misses, vm.problem, vm.unreachable_since = Contact.NEW, 0, None, None
+    _tell(session, actor, events.VM_CHANGED, vm, before=before, after=after)
+    capacity.wake(session, vm_ids=[vm_id], actor=actor.name)
     return _with_gpus(session, actor, vm)
+
+
+def _require_sound(after: Mapping[str, Any]) -> None:
+    """What is said; a row by hand may have a name that none can be added by."""
+    wrong = [f"{name} is empty" for name, value in after.items() if value == ""]
+    as_new: dict[str, Any] = {"vm_id": "vm", "user": "-", **after}
+    if after.get("deadman") == 0:
+        del as_new["deadman"]
+    wrong += NewMachine(**as_new).problems()
+    if wrong:
+        raise Refusal("invalid_request", "; ".join(wrong) + ".")
+
+
+def _as_columns(vm: VM, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """What is to stand in the row."""
+    found = dict(wanted)
+    if "labels" in wanted:
+        labels = {**(vm.labels or {}), **wanted["labels"]}
+        found["labels"] = {name: value for name, value in labels.items() if value is not None}
+    if "probe" in wanted:
+        found["probe"] = list(wanted["probe"])
+    if wanted.get("deadman") == 0:
+        found["deadman"] = None
+    return found
+
+
+def _require_empty(session: Session, vm: VM, what: str) -> None:
+    """Whatever is there would be looked for in another place."""
+    _require_unused(
+        session, vm, f", so {what} now", then=f"then `groupwise fleet vm set {vm.vm_id}` again"
+    )
+    if _left_there(session, vm.vm_id):
+        raise Refusal(
+            "vm_in_use",
+            f"of what was given up on {vm.vm_id} something may be left, so {what}: a dispatcher ends that where it was begun, as soon as "
+            "the machine answers.",
+        )
 
 
 def clear_quarantine(session: Session, actor: Actor, vm_id: str, gpu: str) -> Document:

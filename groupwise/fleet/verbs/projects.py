@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from sqlalchemy import func, select
@@ -15,6 +14,7 @@ from groupwise.fleet.store.tables import Attempt, Job, Project, Reservation
 from groupwise.fleet.verbs import find
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.fleet.verbs.documents import Document, project_document
+from groupwise.wire.fleet import LEAST_WEIGHT, MOST_INTEGER, MOST_WEIGHT
 from groupwise.wire.problems import Refusal
 
 WAITING = (JobStatus.QUEUED, JobStatus.PENDING, JobStatus.HELD)
@@ -93,14 +93,18 @@ def _check(wanted: dict[str, float | int | None]) -> None:
     if not wanted:
         raise Refusal("invalid_request", "nothing to change: give weight, max_gpus or max_waiting.")
     weight = wanted.get("weight", 1.0)
-    if weight is None or not (0 < weight < math.inf):
+    if weight is None or not LEAST_WEIGHT <= weight <= MOST_WEIGHT:
         raise Refusal(
-            "invalid_request", f"weight {weight}: a number above 0; 2 gets twice as much as 1."
+            "invalid_request",
+            f"weight {weight}: a number from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}; 2 gets twice as much as 1.",
         )
     for quota in ("max_gpus", "max_waiting"):
         value = wanted.get(quota)
-        if value is not None and value < 0:
-            raise Refusal("invalid_request", f"{quota} {value}: 0 or more, or none for no limit.")
+        if value is not None and not 0 <= value <= MOST_INTEGER:
+            raise Refusal(
+                "invalid_request",
+                f"{quota} {value}: a whole number from 0 to {MOST_INTEGER}, or none for no limit.",
+            )
 
 
 def _check_name(name: str) -> None:

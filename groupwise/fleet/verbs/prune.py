@@ -24,6 +24,8 @@ from groupwise.fleet.store.tables import VM, Attempt, Checkpoint, Job, Member, R
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.fleet.verbs.documents import Document
 from groupwise.hosts.files import BlobStore
+from groupwise.wire.fleet import MOST_SECONDS
+from groupwise.wire.problems import Refusal
 
 AT_ONCE = 500
 """Jobs of one transaction, and of one question."""
@@ -40,6 +42,11 @@ def old_jobs(
     status: frozenset[JobStatus] | None = None,
 ) -> list[str]:
     """Jobs that ended more than `older_than` seconds ago and that nothing needs any more, the oldest first."""
+    if not 0 <= older_than <= MOST_SECONDS:
+        raise Refusal(
+            "invalid_request",
+            f"older than {older_than:g} seconds: 0 to {MOST_SECONDS:.0f} seconds are wanted, which is 31 years.",
+        )
     before = datetime.fromtimestamp(seconds(session) - older_than, UTC)
     query = (
         select(Job.job_id)

@@ -17,8 +17,10 @@ from groupwise.fleet.queue.request import JobRequest
 from groupwise.fleet.secrets import UNLESS_TOLD, AllowedSecrets
 from groupwise.fleet.states import JobStatus
 from groupwise.fleet.store.tables import Job
+from groupwise.fleet.verbs import bound
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.fleet.verbs.documents import Document, job_document
+from groupwise.wire.idempotency import key_problem
 from groupwise.wire.problems import LONGEST_MESSAGE, FieldError, Refusal
 
 DEFAULT_PROJECT = "default"
@@ -35,10 +37,13 @@ def submit_all(
 ) -> list[Document]:
     """A job for each request, in one transaction. `key`: submitted again with it, they are the same jobs.
 
-    Raises `invalid_request` where one could never run; of several, its `errors` begin with the field `jobs.N`, counted from 0. A row that
-    somebody writes by hand cannot be refused: it fails, with its reason.
+    Raises `idempotency_key_reused` where the key came with anything else before, be it with a job more or one fewer, and `invalid_request`
+    where one could never run; of several, its `errors` begin with the field `jobs.N`, counted from 0. A row that somebody writes by hand
+    cannot be refused: it fails, with its reason.
     """
     name = project_for(actor, project)
+    if key is not None and (wrong := key_problem(key)) is not None:
+        raise Refusal("invalid_request", f"The idempotency key {wrong}.")
     if len(requests) == 1:
         return [_submitted(session, actor, requests[0], name, key, allowed)]
     jobs = admission.submit_array(
@@ -46,13 +51,13 @@ def submit_all(
         requests,
         actor=actor.name,
         project=name,
-        keys=[key and f"{key}:{n}" for n in range(len(requests))],
+        idempotency_key=key,
         allowed=allowed,
     )
     accepted: list[Document] = []
     try:
         for request, job in zip(requests, jobs, strict=True):
-            accepted.append(_accepted(request, job))
+            accepted.append(bound.job(session, actor, _accepted(request, job)))
     except (UsageError, Refusal) as error:
         raise _of_several(error, len(accepted), len(requests)) from error
     return accepted
@@ -72,12 +77,13 @@ def plan(
     try:
         job = admission.submit(session, request, actor=actor.name, project=name, allowed=allowed)
         _refuse_failed(job)
-        return job_document(job) | {
+        found = job_document(job) | {
             "job_id": None,
             "files": sorted(request.files),
             "notes": _notes(request, job),
             **_prospects(session, job),
         }
+        return bound.job(session, actor, found)
     finally:
         trial.rollback()
 
@@ -88,8 +94,8 @@ def project_for(actor: Actor, project: str | None) -> str:
         return next(iter(actor.projects))
     name = DEFAULT_PROJECT if project is None else project
     if not actor.may_see(name):
-        bound = ", ".join(sorted(actor.projects or ()))
-        raise Refusal("forbidden", f"{actor.name} may submit for {bound}, not for {name}.")
+        theirs = ", ".join(sorted(actor.projects or ()))
+        raise Refusal("forbidden", f"{actor.name} may submit for {theirs}, not for {name}.")
     return name
 
 
@@ -109,7 +115,7 @@ def _submitted(
         idempotency_key=key,
         allowed=allowed,
     )
-    return _accepted(request, job)
+    return bound.job(session, actor, _accepted(request, job))
 
 
 def _accepted(request: JobRequest, job: Job) -> Document:
@@ -118,8 +124,10 @@ def _accepted(request: JobRequest, job: Job) -> Document:
 
 
 def _of_several(error: UsageError | Refusal, place: int, number: int) -> Refusal:
-    """Which of them it was."""
+    """Which of them it was, if it was one: a key is that of all."""
     code = error.code if isinstance(error, Refusal) else "invalid_request"
+    if isinstance(error, Refusal) and code == "idempotency_key_reused":
+        return error
     told = FieldError(field=f"jobs.{place}", message=error.message[:LONGEST_MESSAGE])
     return Refusal(code, f"job {place + 1} of {number}: {error.message}", errors=[told])
 

@@ -24,8 +24,9 @@ import groupwise
 from groupwise.cli.main import main
 from groupwise.fleet import doctor
 from groupwise.fleet.machines import packing
+from groupwise.fleet.machines.builder import MARKER
 from groupwise.fleet.machines.locks import Lock, normal
-from groupwise.fleet.machines.prepare import PrepareError, builds_of, prune
+from groupwise.fleet.machines.prepare import PrepareError, Pruned, builds_of, prune
 from groupwise.fleet.store.database import connect, migrate
 from groupwise.fleet.store.tables import VM, Event
 from groupwise.hosts.ssh import Address, SshHost
@@ -101,8 +102,16 @@ async def test_others_are_removed_when_nobody_uses_them(place: Place) -> None:
     old = place.plan(lock=Lock(("old==1",)))
     await place.prepare(old)
     await place.prepare()
-    removed, used = await prune(place.machine, [place.plan().name], place.store, place.host)
-    assert (removed, used) == ([old.name], [])
+
+    async def keep() -> list[str]:
+        return [place.plan().name]
+
+    async def pruned() -> Pruned:
+        return await prune(place.machine, keep, place.store, place.host)
+
+    assert await pruned() == Pruned([], [], [old.name])
+    os.utime(place.environment(old) / MARKER, (0, 0))
+    assert await pruned() == Pruned([old.name], [], [])
     assert not place.environment(old).exists()
     assert place.environment().exists()
 

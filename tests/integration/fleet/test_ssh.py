@@ -75,10 +75,13 @@ async def test_another_key_than_the_pinned_one_stops_everything(
     one, other = machines
     mark, before = marker(one), logins(one)
     host = SshHost(dataclasses.replace(address(one), host_key=other.host_key))
-    with pytest.raises(
-        HostKeyError, match=r"shows the key SHA256:.*the pinned one is SHA256:"
-    ) as refused:
-        await ask(host, "echo", mark=str(mark))
+    try:
+        with pytest.raises(
+            HostKeyError, match=r"shows the key SHA256:.*the pinned one is SHA256:"
+        ) as refused:
+            await ask(host, "echo", mark=str(mark))
+    finally:
+        await host.close()
     assert refused.value.seen == one.host_key
     assert logins(one) == before
     assert not mark.read_text()

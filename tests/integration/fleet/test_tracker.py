@@ -13,7 +13,7 @@ import pytest
 from groupwise.fleet.doorbells.nats import NatsAccess, NatsLink
 from groupwise.fleet.store import events
 from groupwise.fleet.store.database import Database
-from groupwise.fleet.store.tables import Job
+from groupwise.fleet.store.tables import Cursor, Job
 from groupwise.fleet.tasks import ended
 from groupwise.fleet.tracker import NatsOutlet, Tracker, position_of
 from tests import nats
@@ -34,6 +34,7 @@ async def tracking(server: nats.Nats, database: Database):
     link = NatsLink(NatsAccess(server.url, token=server.token))
     link.open()
     running = asyncio.create_task(Tracker(database, NatsOutlet(link), interval=0.02).run())
+    await until(lambda: database.read(lambda s: s.get(Cursor, NatsOutlet.name)) is not None)
     try:
         yield
     finally:
@@ -75,6 +76,16 @@ async def test_a_plain_subscriber_hears_how_jobs_ended(server: nats.Nats, databa
             first, second = await heard(good), await heard(bad)
     assert (first["job_id"], first["exit_code"], first["log_tail"]) == ("a", 0, ["last line of a"])
     assert (second["job_id"], second["status"], second["exit_code"]) == ("b", "failed", 1)
+
+
+async def test_where_it_is_new_it_begins_with_what_ends_from_now_on(
+    server: nats.Nats, database: Database
+):
+    end(database, "long-ago")
+    with server.subscribed("jobs.*") as payloads:
+        async with tracking(server, database):
+            end(database, "new")
+            assert (await heard(payloads))["job_id"] == "new"
 
 
 async def test_a_restart_of_the_tracker_loses_nothing(server: nats.Nats, database: Database):

@@ -4,12 +4,13 @@ Those that only look, or are refused, share one fleet (`still`), and look that i
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from groupwise.cli import fleet_follow
+from groupwise.cli import fleet_follow, fleet_progress
 from groupwise.cli.fleet_words import (
     hyperparams,
     number,
@@ -22,6 +23,7 @@ from groupwise.cli.fleet_words import (
 from groupwise.errors import UsageError
 from groupwise.fleet.files.logs import append, make
 from groupwise.fleet.store.database import connect
+from groupwise.hosts.files import hash_of
 from tests.unit.cli.fleet_folder import Command
 from tests.unit.fleet.small_fleet import claim_some
 
@@ -51,6 +53,33 @@ def test_help_loads_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+VERBS = {
+    "": "up vm submit jobs show logs exec cancel retry hold release prune poller dispatcher requeue tracker migrate doctor "
+    "fetch status project key",
+    "vm": "add list show prepare set drain undrain cordon uncordon lost remove trust clear-quarantine",
+    "project": "list set",
+    "key": "new list revoke",
+}
+
+
+@pytest.mark.parametrize("group", VERBS)
+def test_help_lists_every_verb_with_a_whole_sentence(still: Command, group: str) -> None:
+    code, out, _ = still(*group.split(), "--help")
+    assert code == 0
+    listed = out.partition("Commands:\n")[2].splitlines()
+    found = dict(line.split(maxsplit=1) for line in listed)
+    assert set(found) == set(VERBS[group].split())
+    assert [text for text in found.values() if not text.endswith(".") or "..." in text] == []
+
+
+def test_help_names_no_verb_that_is_not_there(still: Command) -> None:
+    about = re.search(r"Machines: ([^.]*)\.", still("vm", "--help")[1])
+    assert about is not None
+    named = set(about[1].replace(",", "").split())
+    assert {"add", "list", "prepare", "drain", "lost", "remove", "trust"} <= named
+    assert named <= set(VERBS["vm"].split())
 
 
 # --- submitting
@@ -84,6 +113,7 @@ def test_everything_is_handed_on(seen: Command, tmp_path: Path) -> None:
         *("--retries", "1", "--after", f"{first}:ok", "--env", "A=b=c", "--secret", "HF_TOKEN"),
         *("--file", f"{file}:in/data.jsonl", "--artefact", "out", "--ram", "2GB"),
         *("--checkpoint", "out/ckpt", "--allow-smaller-batch"),
+        *("--artefact-limit", "40GB", "--artefact-files", "7", "--grace", "2m"),
         *("--webhook", "https://example.org/x", "--", "true"),
     )
     found = json.loads(seen("show", job_id, "--json")[1])
@@ -91,13 +121,39 @@ def test_everything_is_handed_on(seen: Command, tmp_path: Path) -> None:
     assert (found["priority"], found["name"]) == (3, "n")
     assert asked["checkpoints"] == ["out/ckpt"]
     assert asked["allow_smaller_batch"] is True
-    assert asked["limits"] == {"time_seconds": 7200.0}
+    assert asked["limits"] == {
+        "time_seconds": 7200.0, "grace_seconds": 120.0, "artefact_mb": 40_000, "artefact_files": 7
+    }  # fmt: skip
     assert asked["environment"] == {"A": "b=c"}
     assert asked["secrets"] == {"HF_TOKEN": "env:HF_TOKEN"}
     assert asked["after"] == [f"{first}:ok"]
     assert asked["retry"] == {"charged": 1}
     assert list(asked["files"]) == ["in/data.jsonl"]
     assert found["resources"]["ram_mb"] == 2000
+
+
+def test_a_job_that_is_to_run_once(seen: Command) -> None:
+    job_id = submitted(seen, "--retries", "none", "--", "true")
+    assert json.loads(seen("show", job_id, "--json")[1])["request"]["retry"] == {"once": True}
+
+
+def test_a_command_on_one_machine_runs_once(seen: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_follow, "follow_log", lambda access, job_id: access.show(job_id))
+    assert seen("exec", "vm-1", "nproc")[0] == 0
+    (job,) = json.loads(seen("jobs", "--json")[1])
+    found = json.loads(seen("show", job["job_id"], "--json")[1])
+    assert found["request"]["retry"] == {"once": True}
+
+
+def test_the_lengths_are_flags_of_a_grpo_as_of_its_command(seen: Command) -> None:
+    lengths = ("--max_prompt_length", "99", "--max_completion_length", "64")
+    rewarded = ("--reward_function", "correctness", "--hyperparams", "algorithm.beta=0.5")
+    job_id = submitted(
+        seen, "--kind", "GRPO", "--model", "tiny", "--dataset", "org/d", *rewarded, *lengths
+    )
+    found = json.loads(seen("show", job_id, "--json")[1])
+    assert {"--max_prompt_length=99", "--max_completion_length=64"} <= {*found["arguments"]}
+    assert "algorithm.beta=0.5" in found["arguments"]
 
 
 def test_an_array_has_a_job_for_each_line(seen: Command, tmp_path: Path) -> None:
@@ -132,6 +188,120 @@ def test_the_line_of_an_array_that_is_wrong_is_told(
     assert "no jobs" in seen("jobs")[2]
 
 
+GRPO = ("--kind", "GRPO", "--gpus", "0", "--model", "tiny", "--reward_function", "correctness")
+
+
+def test_files_that_lines_of_an_array_name_travel_with_their_jobs(
+    seen: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in "abc":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "sums.jsonl").write_text(json.dumps({"of": name}))
+    (tmp_path / "my.py").write_text("def score(): ...")
+    lines = (
+        {"dataset": "a/sums.jsonl"},
+        {"dataset": str(tmp_path / "b" / "sums.jsonl"), "reward_function": "my.py:score,length"},
+        {"name": "the options'"},
+        {"dataset": "org/name"},
+    )
+    (tmp_path / "lines").write_text("\n".join(json.dumps(line) for line in lines))
+    asked = ("submit", *GRPO, "--dataset", "c/sums.jsonl", "--array", "lines")
+    code, out, err = seen(*asked)
+    assert code == 0, err
+    made = [json.loads(seen("show", job_id, "--json")[1]) for job_id in out.split()]
+    assert [each["dataset"] for each in made] == ["file:sums.jsonl"] * 3 + ["org/name"]
+    assert [each["reward_function"] for each in made][:2] == ["correctness", "my.py:score,length"]
+    sent = [each["request"].get("files", {}) for each in made]
+    assert [[*each] for each in sent] == [
+        ["sums.jsonl"], ["sums.jsonl", "my.py"], ["sums.jsonl"], []
+    ]  # fmt: skip
+    hashes = [each["sums.jsonl"][0] for each in sent[:3]]
+    assert hashes == [hash_of(tmp_path / name / "sums.jsonl") for name in "abc"]
+    assert seen(*asked, "--dry-run")[0] == 0
+
+
+@pytest.mark.parametrize("dry_run", [(), ("--dry-run",)])
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ({"dataset": "./nowhere.jsonl"}, "there is no such file here"),
+        ({"dataset": "nowhere.jsonl"}, "neither an absolute path"),
+        ({"dataset": 3}, "dataset"),
+        ({"dataset": "other/data"}, "would both be data"),
+        ({"hyperparams": {"algorithm.beto": 1}}, "algorithm.beto"),
+    ],
+)
+def test_the_line_that_names_what_is_not_there_is_told(
+    seen: Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    line: dict[str, object],
+    told: str,
+    dry_run: tuple[str, ...],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").write_text("{}")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "data").write_text("{}")
+    (tmp_path / "lines").write_text('{"name": "fine"}\n' + json.dumps(line))
+    asked = ("submit", *GRPO, *dry_run, "--dataset", "org/d", "--file", "data", "--array", "lines")
+    code, out, err = seen(*asked)
+    assert (code, out) == (2, "")
+    assert "--array lines:2: " in err
+    assert told in err
+
+
+def test_an_array_that_is_too_long_is_told_before_anything_is_sent(
+    seen: Command, tmp_path: Path, folder: Path
+) -> None:
+    (tmp_path / "lines").write_text("x\n" * 10_001)
+    (tmp_path / "data").write_text("never sent")
+    words = ("--file", str(tmp_path / "data"), "--array", str(tmp_path / "lines"), "--", "true")
+    code, _, err = seen("submit", *words)
+    assert code == 2
+    assert "10001 jobs: at most 10000 are submitted at once" in err
+    assert not (folder / "blobs").exists()
+
+
+def test_a_folder_travels_under_its_name_or_as_its_contents(seen: Command, tmp_path: Path) -> None:
+    (tmp_path / "code" / ".hidden").mkdir(parents=True)
+    (tmp_path / "code" / "a.py").write_text("1")
+    (tmp_path / "code" / ".hidden" / "b").write_text("2")
+    (tmp_path / "link").symlink_to("code")
+
+    def sent(word: str) -> list[str]:
+        job_id = submitted(seen, "--file", word, "--", "true")
+        return sorted(json.loads(seen("show", job_id, "--json")[1])["request"]["files"])
+
+    assert sent(str(tmp_path / "code")) == ["code/.hidden/b", "code/a.py"]
+    assert sent(f"{tmp_path}/code:.") == [".hidden/b", "a.py"]
+    assert sent(f"{tmp_path}/code/:./") == [".hidden/b", "a.py"]
+    assert sent(f"{tmp_path}/code:src/x/") == ["src/x/.hidden/b", "src/x/a.py"]
+    assert sent(str(tmp_path / "link")) == ["link/.hidden/b", "link/a.py"]
+    assert sent(f"{tmp_path}/code/a.py:.") == ["a.py"]
+    (tmp_path / "code" / "there").symlink_to("a.py")
+    code, _, err = seen("submit", "--gpus", "0", "--file", str(tmp_path / "code"), "--", "true")
+    assert code == 2
+    assert "there is a link" in err
+
+
+def test_a_terminal_sees_how_far_files_are(
+    seen: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_progress, "SHOW_SECONDS", 0.0)
+    (tmp_path / "big.bin").write_bytes(b"b" * 3_000_000)
+    words = ("submit", "--gpus", "0", "--file", str(tmp_path / "big.bin"), "--", "true")
+    code, out, err = seen(*words)
+    assert (code, err) == (0, "")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    code, again, err = seen(*words)
+    assert code == 0
+    assert "\r\x1b[K1.05 MB of 3 MB, copying big.bin\r" in err
+    assert err.endswith("\r\x1b[K")
+    assert "\x1b" not in out + again
+
+
 def test_one_key_is_one_job(seen: Command) -> None:
     first = submitted(seen, "--idempotency-key", "k", "--", "true")
     assert submitted(seen, "--idempotency-key", "k", "--", "true") == first
@@ -164,6 +334,7 @@ def test_a_dry_run_keeps_nothing(seen: Command) -> None:
         (("--label", "a=1", "--label", "a=2", "true"), "given twice"),
         (("--secret", "T=hunter2", "true"), "a secret is named, never given"),
         (("--file", "not-there.txt", "true"), "there is no file or folder"),
+        (("--file", "pyproject.toml:/etc/x", "true"), "without `..`"),
         (("--dataset", "./not-there.jsonl", "--kind", "GRPO"), "there is no such file here"),
         (("--array", "not-there", "true"), "cannot be read"),
         (("--hyperparams", "beta", "--kind", "GRPO"), "key=value, or a JSON object"),
@@ -171,7 +342,23 @@ def test_a_dry_run_keeps_nothing(seen: Command) -> None:
         (("--webhook", "ftp://x", "true"), "http:// or https://"),
         (("--after", "no such", "true"), "a job's id is wanted"),
         (("--kind", "GRPOO", "--gpus", "0", "--model", "m"), "Did you mean GRPO?"),
-        (("--retries", "many", "true"), "a whole number, 0 to 100, as --retries 2"),
+        (("--retries", "many", "true"), "a whole number, 0 to 100, as --retries 2, or none"),
+        (("--retries", "none", "--allow-smaller-batch", "true"), "a job that is to run once"),
+        (("--artefact-limit", "0", "true"), "at least 1 MB, as --artefact-limit 40GB"),
+        (("--artefact-limit", "much", "true"), "--artefact-limit 'much': a size such as 40GB"),
+        (("--artefact-files", "0", "true"), "a whole number, 1 to 10000000"),
+        (("--grace", "soon", "true"), "--grace soon: a time is wanted"),
+        (("--grace", "2d", "true"), "--grace 2d: at most a day"),
+        (("--max_completion_length", "64", "true"), "Leave one of the two out"),
+        (("--max_completion_length", "64"), "add --kind GRPO"),
+        (
+            ("--max_completion_length", "64", "--kind", "EVAL"),
+            "--hyperparams sampler.max_completion_length=64",
+        ),
+        (
+            ("--kind", "GRPO", "--max_prompt_length", "9", "--hyperparams", "max_prompt_length=8"),
+            "max_prompt_length is given twice",
+        ),
         (("--priority", "1e3", "true"), "a whole number, -1000 to 1000"),
         (("--machines", "0", "true"), "a whole number, 1 to 1024"),
         (("--learning_rate", "nan", "--kind", "GRPO"), "a number above 0, as --learning_rate 5e-6"),
@@ -206,6 +393,45 @@ def test_jobs_are_listed_shown_and_changed(seen: Command) -> None:
     assert json.loads(seen("retry", job_id, "--json")[1])["generation"] == 1
 
 
+def test_what_is_refused_of_several_keeps_nothing_of_the_others(seen: Command) -> None:
+    one, two = (submitted(seen, "--", "true") for _ in range(2))
+    asked = ("cancel", one, "job-none", two)
+    code, out, err = seen(*asked)
+    assert (code, out) == (2, "")
+    first, refused, last = err.splitlines()
+    assert (first, last) == (f"{one} is cancelled", f"{two} is cancelled")
+    assert refused.startswith("not done: there is no job 'job-none'")
+    code, out, _ = seen(*asked, "--json")
+    assert code == 2
+    done, failed, also = json.loads(out)
+    assert [done["status"], also["status"]] == ["cancelled", "cancelled"]
+    assert failed["job_id"] == "job-none"
+    assert failed["error"]["code"] == "unknown_job"
+    assert seen("retry", two, one)[0] == 0
+
+
+def test_a_sweep_is_ended_by_its_label(seen: Command) -> None:
+    ids = [submitted(seen, "--label", "sweep=a", "--name", str(n), "--", "true") for n in range(3)]
+    other = submitted(seen, "--", "true")
+    assert seen("cancel", ids[0])[0] == 0
+    of_sweep = ("--label", "sweep=a")
+    assert seen("hold", *of_sweep)[2].splitlines() == [
+        *(f"{ids[2]} is held", f"{ids[1]} is held", "hold: 2 jobs")
+    ]
+    assert seen("release", *of_sweep, "--name", "1")[2].endswith("release: 1 job\n")
+    assert seen("cancel", *of_sweep)[2].endswith("cancel: 2 jobs\n")
+    assert json.loads(seen("cancel", *of_sweep, "--json")[1]) == []
+    assert seen("cancel", *of_sweep)[::2] == (0, "cancel: no jobs like that\n")
+    assert json.loads(seen("show", other, "--json")[1])["status"] == "queued"
+    code, _, err = seen("cancel", *of_sweep, "--status", "cancelled,queued")
+    assert code == 0  # what is cancelled already stays so
+    again = json.loads(seen("retry", "--project", "default", "--json")[1])
+    assert {each["job_id"] for each in again} == set(ids)
+    code, _, err = seen("retry", *of_sweep, "--status", "queued")
+    assert code == 2
+    assert err.endswith("retry: 0 of 3 jobs, 3 refused\n")
+
+
 def test_the_events_of_a_job_say_why_it_began_to_wait(seen: Command, folder: Path) -> None:
     _, second = (submitted(seen, "--", "true") for _ in range(2))
     database = connect(f"sqlite:///{folder / 'fleet.db'}")
@@ -221,6 +447,10 @@ def test_the_events_of_a_job_say_why_it_began_to_wait(seen: Command, folder: Pat
         (("show", "job-none"), "there is no job 'job-none'"),
         (("jobs", "--status", "runing"), "did you mean running?"),
         (("jobs", "--label", "x"), "KEY=VALUE"),
+        (("cancel",), "name the jobs, or choose them"),
+        (("hold", "job-1", "--label", "a=1"), "ids and by --label"),
+        (("retry", "--status", "sometimes"), "there is no such status"),
+        (("release", "--label", "a"), "KEY=VALUE"),
         (("prune", "--older-than", "long"), "a time is wanted"),
         (("prune", "--older-than", "1d", "--status", "running"), "only jobs that have ended"),
         (("logs", "job-none"), "there is no job"),

@@ -152,6 +152,8 @@ def leave(place: FleetPlace, job_id: str, epoch: int, data: bytes) -> None:
         "vm show vm-1",
         "project list",
         "key list",
+        "hold --label is=held",
+        "retry --name nobody",
         "prune --older-than 0s --dry-run",
         "prune --older-than 1d --status cancelled --dry-run",
     ],
@@ -234,6 +236,8 @@ def test_what_is_done_twice_says_the_same(ways: BothWays, jobs: dict[str, str]) 
         "vm drain vm-1",
         "vm undrain vm-1",
         "vm set vm-1 --cpu-slots 3",
+        "vm set vm-1 --label disk=fast --deadman 10min --probe /opt/smi --idle-memory-mb 40",
+        "vm set vm-1 --unlabel disk --deadman off",
         "project set red --weight 2 --max-gpus 4",
         "project set red --max-gpus none",
     ):
@@ -292,6 +296,8 @@ def test_keys_and_machines_from_afar(ways: BothWays) -> None:
         "show job-none",
         "cancel job-none",
         "cancel {done}",
+        "release {held} {done} --label a=1",
+        "hold",
         "hold {done}",
         "retry {done}",
         "fetch {waits}",
@@ -305,6 +311,9 @@ def test_keys_and_machines_from_afar(ways: BothWays) -> None:
         "vm drain vm-2",
         "vm clear-quarantine vm-1 7",
         "vm trust vm-1 SHA256:{a43}",
+        "vm set vm-1",
+        "vm set vm-1 --deadman 5",
+        "vm set vm-1 --label a=b --unlabel a",
         "project set p --max-gpus few",
         "key revoke nobody",
         "submit --json --gpus 0 --env LD_PRELOAD=x -- true",
@@ -328,6 +337,25 @@ def test_mistakes_are_told_in_the_same_words(
 
 
 @pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        ("cancel {cancelled} {done} job-none", 2),
+        ("retry --name done --status completed", 1),
+        ("hold --label is=held --label is=held", 0),
+    ],
+)
+def test_what_is_refused_of_several_is_told_in_the_same_words(
+    ways: BothWays, jobs: dict[str, str], words: str, refused: int
+) -> None:
+    told = words.format(**jobs).split()
+    code, _, err = ways.both(*told)
+    assert code == 2
+    assert err.count("not done: ") == refused
+    found = ways.both(*told, "--json")[1]
+    assert found.count('"error"') == max(refused, 1)
+
+
+@pytest.mark.parametrize(
     "words", ["up", "dispatcher", "poller", "requeue", "tracker", "migrate", "doctor"]
 )
 def test_what_works_on_the_fleet_itself_says_where_to_type_it(ways: BothWays, words: str) -> None:
@@ -342,6 +370,7 @@ def test_what_works_on_the_fleet_itself_says_where_to_type_it(ways: BothWays, wo
         (("--host", "h", "--user", "u"), "say --key too"),
         (("--from-ssh-config", "x"), "names keys of this machine"),
         (("--host", "h", "--user", "u", "--key", "k", "--yes"), "where the fleet runs"),
+        (("--host", "h", "--user", "u", "--key", "k", "--prepare"), "vm prepare far` there"),
     ],
 )
 def test_a_machine_is_not_looked_at_from_afar(

@@ -5,11 +5,14 @@ from typing import Any, cast
 
 import pytest
 
+from groupwise.cli import fleet_follow
 from groupwise.cli.fleet_follow import follow_log, print_log, until_ended
 from groupwise.errors import UsageError
 from groupwise.wire.fleet import LogPart
+from groupwise.wire.problems import Refusal
 
 PIECE = 4
+NOTHING_SAID: dict[str, Any] = {"failure_reason": None, "exit_code": None}
 
 
 class Fleet:
@@ -95,6 +98,37 @@ def test_all_attempts_to_the_end(said: Said) -> None:
     assert said() == ("first\nsecond\nand last\n", "— job-1 is tried again: epoch 7 —\n")
 
 
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_follow, "_is_terminal", lambda: True)
+
+
+@pytest.mark.usefixtures("terminal")
+def test_letters_that_are_cut_by_a_piece_are_whole_in_a_terminal(said: Said) -> None:
+    text = "naïve €uro — 日本\n"
+    assert "\ufffd" in text.encode()[: 2 * PIECE].decode("utf-8", "replace")
+    fleet = Fleet(of_3=text.encode())
+    print_log(cast("Any", fleet), "job-1", epoch=None, tail=None)
+    fleet.status = "completed"
+    follow(fleet)
+    assert said()[0] == text * 2
+
+
+@pytest.mark.usefixtures("terminal")
+def test_a_letter_that_never_came_whole_is_told_and_spoils_no_other_attempt(said: Said) -> None:
+    fleet = Fleet(of_3="cut €".encode()[:-1])
+
+    def again() -> None:
+        fleet.logs[7], fleet.epochs = "€ whole €".encode()[2:-2], [3, 7]
+
+    def ends() -> None:
+        fleet.status = "completed"
+
+    fleet.later = [again, ends]
+    follow(fleet)
+    assert said() == ("cut \ufffd\ufffd whole \ufffd", "— job-1 is tried again: epoch 7 —\n")
+
+
 def test_only_the_attempt_that_is_wanted(said: Said) -> None:
     fleet = Fleet(of_3=b"first\n", of_7=b"second\n")
     assert follow(fleet, epoch=3)["status"] == "running"
@@ -164,8 +198,11 @@ def test_each_change_is_told_and_what_has_ended_is_not_asked_again(said: Said) -
     ends = {"job-1": 1, "job-2": 3}
 
     class Several(Fleet):
-        def progress(self, job_id: str) -> dict[str, Any]:
-            asked.append(job_id)
+        def jobs(self, *, ids: list[str], limit: int) -> list[dict[str, Any]]:
+            asked.extend(ids)
+            return [self._found(job_id) for job_id in reversed(ids)]
+
+        def _found(self, job_id: str) -> dict[str, Any]:
             over = asked.count(job_id) > ends[job_id]
             return fleet.progress(job_id) | {"status": "completed" if over else "running"}
 
@@ -175,6 +212,31 @@ def test_each_change_is_told_and_what_has_ended_is_not_asked_again(said: Said) -
     assert said()[1].splitlines() == [
         *("job-1 runs", "job-2 runs", "job-1 has completed", "job-2 has completed")
     ]
+
+
+def test_a_long_array_is_asked_for_in_portions_and_one_that_was_removed_is_told(said: Said) -> None:
+    ids = [f"job-{n}" for n in range(fleet_follow.PORTION + 1)]
+    portions: list[int] = []
+
+    class Many(Fleet):
+        removed = ""
+
+        def jobs(self, *, ids: list[str], limit: int) -> list[dict[str, Any]]:
+            assert limit >= len(ids)
+            portions.append(len(ids))
+            found = [{"job_id": each, "status": "completed"} for each in ids]
+            return [each | NOTHING_SAID for each in found if each["job_id"] != self.removed]
+
+        def progress(self, job_id: str) -> dict[str, Any]:
+            raise Refusal("unknown_job", f"there is no job {job_id!r}")
+
+    fleet = Many()
+    found = until_ended(cast("Any", fleet), [*ids, "job-0"], lambda _: None)
+    assert [each["job_id"] for each in found] == [*ids, "job-0"]
+    assert portions == [fleet_follow.PORTION, 1]
+    fleet.removed = "job-7"
+    with pytest.raises(Refusal, match="no job 'job-7'"):
+        until_ended(cast("Any", fleet), ids, lambda _: None)
 
 
 def test_the_log_of_another_machine_of_the_job(said: Said) -> None:

@@ -3,17 +3,20 @@
 The building itself is that of `tests/unit/fleet/machines` and `tests/integration/fleet/test_prepare.py`; here it is played.
 """
 
+import base64
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from groupwise.cli import fleet_reach
 from groupwise.fleet.attempts.records import Machine
 from groupwise.fleet.machines import prepare as preparing
 from groupwise.fleet.machines.plans import Plan
-from groupwise.fleet.machines.prepare import Prepared, PrepareError
+from groupwise.fleet.machines.prepare import Prepared, PrepareError, Pruned
+from groupwise.hosts import keys
 from groupwise.hosts.files import BlobStore
 from tests.unit.cli.fleet_folder import Command
 
@@ -71,6 +74,49 @@ def test_one_that_fails_changes_nothing_for_the_others(trusted: Command, builds:
     assert json.loads(trusted("vm", "show", "vm-2", "--json")[1])["python"] == "python3"
 
 
+def _host_key() -> str:
+    data = b"\0\0\0\x0bssh-ed25519\0\0\0 " + bytes(32)
+    return f"ssh-ed25519 {base64.b64encode(data).decode()}"
+
+
+@pytest.fixture
+def new(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Words of `vm add` for a machine that shows its key."""
+    monkeypatch.setattr(fleet_reach, "_scanned", lambda *_: keys.parse(_host_key()))
+    (tmp_path / "id").touch()
+    return ["--host", "h", "--user", "u", "--key", str(tmp_path / "id"), "--prepare", "--json"]
+
+
+def test_a_new_machine_is_prepared_at_once(
+    trusted: Command, builds: list[str], new: list[str]
+) -> None:
+    code, out, err = trusted("vm", "add", "vm-3", "--yes", *new)
+    assert code == 0, err
+    found = json.loads(out)
+    assert (found["vm_id"], builds) == ("vm-3", ["vm-3"])
+    shown = json.loads(trusted("vm", "show", "vm-3", "--json")[1])
+    assert shown["python"] == found["prepared"]["python"]
+    assert "vm-3 is in the fleet" in err
+    assert "vm-3 is prepared" in err
+
+
+def test_one_that_nobody_trusts_yet_is_added_and_not_prepared(
+    trusted: Command, builds: list[str], new: list[str]
+) -> None:
+    code, out, err = trusted("vm", "add", "vm-3", *new)
+    assert (code, builds) == (1, [])
+    assert "once it is, `groupwise fleet vm prepare vm-3`" in json.loads(out)["prepared"]["problem"]
+    assert "vm-3 is in the fleet" in err
+
+
+def test_what_a_new_machine_is_prepared_with_is_said_once(
+    trusted: Command, builds: list[str], new: list[str]
+) -> None:
+    code, _, err = trusted("vm", "add", "vm-3", "--python", "p", *new)
+    assert code == 2
+    assert "--prepare and --python contradict each other" in err
+
+
 def test_a_list_says_who_is_not_prepared(trusted: Command, builds: list[str]) -> None:
     trusted("vm", "prepare", "vm-1")
     lines = trusted("vm", "list")[1].splitlines()
@@ -83,7 +129,8 @@ def test_nothing_is_removed_while_jobs_begin(
 ) -> None:
     monkeypatch.setattr(preparing, "beginning", lambda *_: [7])
     code, out, err = trusted("vm", "prepare", "vm-1", "--prune", "--json")
-    assert (code, json.loads(out)[0]["removed"]) == (0, [])
+    assert code == 0
+    assert [json.loads(out)[0][each] for each in ("removed", "used", "recent")] == [[], [], []]
     assert "jobs are just beginning there" in err
 
 
@@ -94,10 +141,10 @@ def test_what_any_row_names_is_kept(
     other = "0123456789abcdef0123"
 
     async def prune(
-        machine: Machine, keep: list[str], store: BlobStore
-    ) -> tuple[list[str], list[str]]:
-        kept.append(set(keep))
-        return ["a"], ["b", "c"]
+        machine: Machine, keep: Callable[[], Awaitable[list[str]]], store: BlobStore
+    ) -> Pruned:
+        kept.append(set(await keep()))
+        return Pruned(["a"], ["b", "c"], ["d"])
 
     monkeypatch.setattr(preparing, "prune", prune)
     trusted("vm", "set", "vm-2", "--python", f"/w/environments/{other}/bin/python")
@@ -105,7 +152,7 @@ def test_what_any_row_names_is_kept(
     [made] = json.loads(out)
     assert (code, made["removed"], made["used"]) == (0, ["a"], ["b", "c"])
     assert kept == [{made["environment"], other}]
-    assert "1 other environments were removed, 2 are still used" in err
+    assert "1 other environments were removed, 2 are still used, 1 were prepared within" in err
 
 
 def test_a_dry_run_prints_a_lock_and_does_nothing(trusted: Command, builds: list[str]) -> None:

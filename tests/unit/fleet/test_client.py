@@ -10,6 +10,8 @@ from typing import Any
 import httpx2
 import pytest
 
+from groupwise.errors import UsageError
+from groupwise.fleet import client
 from groupwise.fleet.client import FleetAway, FleetClient
 from groupwise.fleet.files.logs import append, make
 from groupwise.fleet.queue import admission
@@ -17,11 +19,11 @@ from groupwise.fleet.settings import FleetPlace
 from groupwise.fleet.states import JobStatus
 from groupwise.fleet.store.database import Database
 from groupwise.fleet.store.tables import ApiKey, Checkpoint, Job
-from groupwise.hosts.files import BlobStore
+from groupwise.hosts.files import PIECE, BlobStore
 from groupwise.wire.fleet import LogPart
 from groupwise.wire.problems import Refusal
 from tests.fleet_api import api, place_in
-from tests.unit.fleet.small_fleet import execute
+from tests.unit.fleet.small_fleet import add_machine, claim_some, execute
 
 PLAIN = "environment-key-0123456789"
 COMMAND = {"arguments": ["true"], "resources": {"gpus": 0}}
@@ -58,6 +60,8 @@ def test_a_job_is_submitted_found_and_cancelled(fleet: FleetClient) -> None:
     fleet.submit({**COMMAND, "name": "two"})
     assert [each["name"] for each in fleet.jobs()] == ["two", "one"]
     assert [each["name"] for each in fleet.jobs(label="team=red", status=["queued"])] == ["one"]
+    assert [each["name"] for each in fleet.jobs(ids=[job["job_id"], "job-none"])] == ["one"]
+    assert fleet.jobs(ids=[]) == []
     assert fleet.cancel(job["job_id"])["status"] == "cancelled"
     assert fleet.cancel(job["job_id"])["status"] == "cancelled"
     assert fleet.retry(job["job_id"])["generation"] == 1
@@ -86,6 +90,20 @@ def test_a_request_that_is_wrong_says_what_is(fleet: FleetClient) -> None:
         fleet.submit({"arguments": ["true"], "environment": {"LD_PRELOAD": "x"}})
     assert "LD_PRELOAD" in caught.value.detail
     assert fleet.jobs() == []
+
+
+def test_what_no_database_keeps_is_refused_where_it_was_typed(fleet: FleetClient) -> None:
+    for odd in (
+        lambda: fleet.machine("\udcff"),
+        lambda: fleet.jobs(name="\udcff"),
+        lambda: fleet.make_key("read", note="\udcff"),
+        lambda: fleet.submit({**COMMAND, "name": "\udcff"}, project="p"),
+    ):
+        with refused("invalid_request") as caught:
+            odd()
+        assert "bytes that are no UTF-8" in caught.value.detail
+    with refused("invalid_request"):  # a column that a request cannot name, beside the parameter
+        fleet.submit({**COMMAND, "project": "p"}, project="q")
 
 
 def test_a_plan_submits_nothing(fleet: FleetClient) -> None:
@@ -117,6 +135,8 @@ def test_several_jobs_are_submitted_together_or_not_at_all(fleet: FleetClient) -
     with refused("invalid_request"):
         fleet.submit_all([COMMAND, {**COMMAND, "environment": {"LD_PRELOAD": "x"}}])
     assert len(fleet.jobs()) == 2
+    with pytest.raises(UsageError, match="10001 jobs: at most 10000 are submitted at once"):
+        fleet.submit_all([COMMAND] * 10_001)
 
 
 def test_how_far_a_job_is(fleet: FleetClient) -> None:
@@ -168,6 +188,21 @@ def test_files_travel_once_and_only_what_is_missing(
     stored = place.blobs / sent["code/b.bin"][0][:2] / sent["code/b.bin"][0]
     assert stored.read_bytes() == (folder / "b.bin").read_bytes()
     assert fleet.upload({"again": folder / "b.bin"})["again"][0] == sent["code/b.bin"][0]
+
+
+def test_an_upload_says_how_far_it_is(fleet: FleetClient, tmp_path: Path) -> None:
+    piece = client.UPLOAD_PIECE
+    (tmp_path / "big").write_bytes(b"b" * (piece + 5))
+    (tmp_path / "small").write_bytes(b"s")
+    told: list[tuple[int, int, str]] = []
+    fleet.upload([tmp_path / "small"])
+    fleet.upload([tmp_path / "big", tmp_path / "small"], tell=lambda *said: told.append(said))
+    looked = [said for said in told if said[2].startswith("looking at")]
+    assert looked[-1] == (piece + 6, piece + 6, "looking at small")
+    assert looked[0] == (PIECE, piece + 6, "looking at big")
+    sent = [said for said in told if said[2] == "sending big"]
+    assert sent == [(n, piece + 5, "sending big") for n in (0, piece, piece + 5)]
+    assert told == looked + sent
 
 
 def test_an_upload_that_was_cut_off_goes_on(url: str, fleet: FleetClient) -> None:
@@ -353,6 +388,15 @@ def test_machines_are_added_looked_at_and_changed(fleet: FleetClient) -> None:
     assert fleet.change_machine("gpu-1", cpu_slots=3)["cpu_slots"] == 3
     with refused("invalid_request"):
         fleet.change_machine("gpu-1")
+    known = fleet.change_machine(
+        "gpu-1", labels={"disk": "fast"}, deadman=600, probe=["/opt/smi"], idle_memory_mb=40
+    )
+    assert (known["labels"], known["deadman"]) == ({"disk": "fast"}, 600)
+    assert (known["probe"], known["idle_memory_mb"]) == (["/opt/smi"], 40)
+    known = fleet.change_machine("gpu-1", labels={"disk": None}, deadman=0)
+    assert (known["labels"], known["deadman"]) == ({}, None)
+    moved = fleet.change_machine("gpu-1", ip_address="10.0.0.2", user="me", workdir="/w")
+    assert (moved["ip_address"], moved["user"], moved["workdir"]) == ("10.0.0.2", "me", "/w")
     assert fleet.cordon("gpu-1", "fan is loud")["cordoned"] == "fan is loud"
     assert fleet.uncordon("gpu-1")["cordoned"] is None
     with refused("host_key_mismatch"):
@@ -366,6 +410,18 @@ def test_machines_are_added_looked_at_and_changed(fleet: FleetClient) -> None:
     kinds = [event["kind"] for event in fleet.events()]
     assert kinds[0] == "vm.added"
     assert kinds[-1] == "vm.removed"
+
+
+def test_a_machine_that_runs_something_stays_where_it_is(
+    fleet: FleetClient, database: Database
+) -> None:
+    add_machine(database, "vm-1", user="ml")
+    fleet.submit(COMMAND)
+    assert claim_some(database)
+    for wanted in ({"user": "you"}, {"workdir": "/elsewhere"}):
+        with refused("vm_in_use"):
+            fleet.change_machine("vm-1", **wanted)
+    assert fleet.change_machine("vm-1", ip_address="10.0.0.2")["ip_address"] == "10.0.0.2"
 
 
 def test_projects_have_quotas(fleet: FleetClient) -> None:

@@ -825,13 +825,15 @@ async def test_a_lease_is_counted_from_before_it_was_asked_for(rig: Rig, work: s
     assert 0.0 < mine_until <= asked[0] + records.LEASE
 
 
-async def test_a_dispatcher_that_cannot_renew_stops_before_others_take_over(rig: Rig) -> None:
+async def test_a_dispatcher_that_cannot_renew_stops_before_others_take_over(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     """Its database is gone for longer than its lease; machines hear nothing of it any more."""
     rig.rack.scripts["job"] = [LONG]
     away = False
 
     def hook(name: str, side: Side) -> None:
-        if away and name.startswith(("lease.", "job.", "attempt.")):
+        if away and side is Side.BEFORE and name.startswith(("lease.", "job.", "attempt.")):
             raise DatabaseIsAway
 
     dispatcher = rig.dispatcher(hook=hook)
@@ -841,6 +843,7 @@ async def test_a_dispatcher_that_cannot_renew_stops_before_others_take_over(rig:
         away = True
         dispatcher._mine_until = 0.0  # pyright: ignore[reportPrivateUsage]
         await rig.until(lambda: not dispatcher.driven, ticks=False)
+        assert "the lease of 1 attempts could not be renewed" in caplog.text
         assert rig.rack.running() != []
         away = False
         await rig.until(lambda: bool(dispatcher.driven))

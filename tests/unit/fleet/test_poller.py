@@ -2,6 +2,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -156,6 +157,13 @@ async def test_every_machine_is_looked_at_again_and_again_on_one_connection(flee
     assert fleet.rack.open == {"a": 0, "b": 0}
     assert [fleet.contact("a"), fleet.contact("b")] == ["ok", "ok"]
     assert fleet.database.read(lambda s: sorted(s.scalars(select(GPU.uuid)))) == ["GPU-a", "GPU-b"]
+
+
+async def test_how_often_it_is_looked_at_stands_beside_what_was_seen(fleet: Fleet):
+    fleet.add("a")
+    async with fleet.polled(pace=replace(QUICK, interval=500.0)):
+        await until(lambda: fleet.contact("a") == "ok")
+    assert fleet.get("a", VM.facts)["look_seconds"] == 500.0
 
 
 async def test_a_row_is_enough_and_one_that_goes_is_left_alone(fleet: Fleet):

@@ -17,6 +17,7 @@ class Outlet:
     """Takes what it is told, unless it is away or refuses single ones."""
 
     name = "outlet"
+    tells_history = True
 
     def __init__(self) -> None:
         self.told: list[Ended] = []
@@ -141,6 +142,65 @@ async def test_one_that_nobody_takes_holds_up_no_other(database: Database):
     await tracking.round()
     assert outlet.names == ["b", "a"]
     assert position(database) == 2
+
+
+async def test_news_that_are_new_begin_with_the_last_hour_and_say_so(
+    database: Database, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """NATS in a fleet that did without it: nobody wants to hear of a year's jobs at once."""
+    for name in ("long-ago", "yesterday"):
+        end(database, name)
+    monkeypatch.setattr(tracker, "RECENT", -3600.0)  # an hour later
+    news = Outlet()
+    news.tells_history = False
+    await Tracker(database, news).round()
+    assert news.names == []
+    [record] = caplog.records
+    assert record.getMessage() == (
+        "outlet is new in this fleet and begins with what ended in the last hour: it is not told of 2 ends of jobs before event 3"
+    )
+    caplog.clear()
+    end(database, "new")
+    await Tracker(database, news).round()  # as after a restart
+    assert (news.names, caplog.records) == (["new"], [])
+
+
+async def test_news_of_a_fleet_that_is_new_lose_nothing(
+    database: Database, caplog: pytest.LogCaptureFixture
+):
+    """Also where nobody listens yet, and the tracker begins again before anybody does; or where it was begun last of all roles."""
+    end(database, "before-the-tracker")
+    away = Outlet()
+    away.tells_history, away.away = False, True
+    await Tracker(database, away).round()
+    end(database, "first")
+    news = Outlet()
+    news.tells_history = False
+    await Tracker(database, news).round()
+    assert (news.names, caplog.records) == (["before-the-tracker", "first"], [])
+
+
+async def test_an_outlet_of_jobs_begins_with_the_oldest_end_that_can_be_told(
+    database: Database, caplog: pytest.LogCaptureFixture
+):
+    """Nothing is lost between the first job and the first tracker; listeners know by `at` how old an end is."""
+    for name in ("gone-1", "gone-2"):
+        database.run(
+            lambda s, name=name: events.append(s, actor="d", kind="job.completed", job_id=name)
+        )
+    end(database, "long-ago")
+    before = Outlet()
+    await Tracker(database, before).round()
+    later = Outlet()
+    later.name = "later"
+    caplog.clear()
+    await Tracker(database, later).round()
+    assert (before.names, later.names) == (["long-ago"], ["long-ago"])
+    assert later.told[0].at > 0
+    [record] = caplog.records
+    assert record.getMessage() == (
+        "later: 2 jobs were pruned before their ends could be told there: gone-1, gone-2"
+    )
 
 
 async def test_a_job_that_was_pruned_before_its_end_was_told_stops_nothing(database: Database):

@@ -20,7 +20,14 @@ from groupwise.fleet.verbs import jobs, left
 from groupwise.hosts.files import LARGEST_BLOB, BlobError
 from groupwise.hosts.spec import SHA256
 from groupwise.http.declared import Route
-from groupwise.wire.fleet import ENDED_HEADER, EPOCH_HEADER, OFFSET_HEADER, FleetBody
+from groupwise.wire.fleet import (
+    ENDED_HEADER,
+    EPOCH_HEADER,
+    MOST_INTEGER,
+    MOST_SERIAL,
+    OFFSET_HEADER,
+    FleetBody,
+)
 from groupwise.wire.keys import Role
 from groupwise.wire.problems import Refusal
 
@@ -29,9 +36,12 @@ LONGEST_WAIT = 30.0
 """Seconds for which a request for more of a log waits."""
 
 Size = Annotated[int, Query(ge=0, le=LARGEST_BLOB, description="Bytes of the whole file.")]
-Rank = Annotated[int, Query(ge=0, description="Of the member of a gang.")]
+Rank = Annotated[int, Query(ge=0, le=MOST_INTEGER, description="Of the member of a gang.")]
 Epoch = Annotated[
-    int | None, Query(ge=0, description="Of the attempt; without it: the newest that left any.")
+    int | None,
+    Query(
+        ge=0, le=MOST_SERIAL, description="Of the attempt; without it: the newest that left any."
+    ),
 ]
 
 
@@ -60,7 +70,9 @@ async def put_blob(
     request: Request,
     sha256: str,
     size: Size,
-    offset: Annotated[int, Query(ge=0, description="Where this piece belongs.")] = 0,
+    offset: Annotated[
+        int, Query(ge=0, le=LARGEST_BLOB, description="Where this piece belongs.")
+    ] = 0,
 ) -> Response:
     """A piece of a file, or all of it. `stored` is true once all of it is on disk and is what its name says."""
     data = await request.body()
@@ -110,14 +122,20 @@ async def read_log(
     job_id: str,
     epoch: Annotated[
         int | None,
-        Query(ge=0, description="Of the attempt; without it: the newest, from its beginning."),
+        Query(
+            ge=0,
+            le=MOST_SERIAL,
+            description="Of the attempt; without it: the newest, from its beginning.",
+        ),
     ] = None,
-    offset: Annotated[int, Query(ge=0)] = 0,
+    offset: Annotated[int, Query(ge=0, le=MOST_SERIAL)] = 0,
     rank: Rank = 0,
     tail: Annotated[
         int | None,
         Query(
-            ge=0, description="Begin so many lines before its present end, in place of `offset`."
+            ge=0,
+            le=MOST_INTEGER,
+            description="Begin so many lines before its present end, in place of `offset`.",
         ),
     ] = None,
     wait: Annotated[

@@ -17,15 +17,13 @@ from groupwise.fleet.queue.request import JobRequest
 from groupwise.fleet.states import JobStatus
 from groupwise.fleet.verbs import jobs, prune, submission
 from groupwise.http.declared import Route
-from groupwise.wire.fleet import CancelBody, FleetBody, PruneBody
+from groupwise.wire.fleet import MOST_JOBS, CancelBody, FleetBody, PruneBody
 from groupwise.wire.idempotency import idempotency_key
 from groupwise.wire.keys import Role
 from groupwise.wire.problems import Refusal
 
 T = TypeVar("T")
 TAG = "jobs"
-MOST_AT_ONCE = 10_000
-"""Jobs of an array."""
 
 Project = Annotated[
     str | None,
@@ -36,7 +34,7 @@ Project = Annotated[
 class ArrayBody(FleetBody):
     """Jobs that are accepted together or not at all."""
 
-    jobs: list[JobRequest] = Field(min_length=1, max_length=MOST_AT_ONCE)
+    jobs: list[JobRequest] = Field(min_length=1, max_length=MOST_JOBS)
 
 
 async def submit_job(
@@ -95,6 +93,10 @@ async def _as_asked(asked: Asked, fn: Callable[[Session], T]) -> T:
 
 async def list_jobs(
     asked: AskedHere,
+    ids: Annotated[
+        list[str] | None,
+        Query(max_length=jobs.MOST_LISTED, description="Only these; several times for several."),
+    ] = None,
     status: Annotated[list[JobStatus] | None, Query(description="One or several.")] = None,
     project: Annotated[str | None, Query(max_length=80)] = None,
     name: Annotated[str | None, Query(max_length=256)] = None,
@@ -111,6 +113,7 @@ async def list_jobs(
 ) -> Response:
     """Jobs, the newest first."""
     wanted = jobs.filter_of(
+        ids=ids,
         status=status,
         project=project,
         name=name,

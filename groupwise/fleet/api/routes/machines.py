@@ -38,12 +38,10 @@ async def show_machine(asked: AskedHere, vm_id: str) -> Response:
 
 
 async def change_machine(asked: AskedHere, vm_id: str, body: MachineChangeBody) -> Response:
-    """Say what jobs there are run with."""
+    """Change how it is reached, and what jobs there are run with."""
     return document(
         await asked.run(
-            lambda session: machines.change(
-                session, asked.actor, vm_id, python=body.python, cpu_slots=body.cpu_slots
-            )
+            lambda session: machines.change(session, asked.actor, vm_id, **body.model_dump())
         )
     )
 
@@ -131,7 +129,15 @@ ROUTES = (
         answer=dict[str, Any],
         codes=("unknown_vm",),
     ),
-    _changing("/vms/{vm_id}", change_machine, "unknown_vm", "vm_state", body=True, method="PUT"),
+    _changing(
+        "/vms/{vm_id}",
+        change_machine,
+        "unknown_vm",
+        "vm_state",
+        "vm_in_use",
+        body=True,
+        method="PUT",
+    ),
     _changing("/vms/{vm_id}/drain", drain_machine, "unknown_vm", "vm_state"),
     _changing("/vms/{vm_id}/undrain", undrain_machine, "unknown_vm", "vm_state"),
     _changing("/vms/{vm_id}/cordon", cordon_machine, "unknown_vm", "vm_state", body=True),

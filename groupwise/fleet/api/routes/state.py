@@ -19,6 +19,7 @@ from groupwise.fleet.verbs.actor import Actor
 from groupwise.fleet.verbs.documents import event_document
 from groupwise.http.declared import Route
 from groupwise.http.prometheus import MEDIA_TYPE
+from groupwise.wire.fleet import MOST_SERIAL
 from groupwise.wire.keys import Role
 
 TAG = "state"
@@ -59,7 +60,7 @@ async def overview(asked: AskedHere) -> Response:
 
 async def list_events(
     asked: AskedHere,
-    after: Annotated[int, Query(ge=0, description="Those after this one.")] = 0,
+    after: Annotated[int, Query(ge=0, le=MOST_SERIAL, description="Those after this one.")] = 0,
     limit: Annotated[int, Query(ge=1, le=MOST_EVENTS)] = 100,
 ) -> Response:
     """What happened, the oldest first: every change of a job, an attempt, a machine, a key, with who made it. Ask again after the last

@@ -214,8 +214,8 @@ async def test_output_that_nobody_reads_stops_nothing_else_and_loses_nothing(
 
 def _read(end: int, size: int) -> bytes:
     found = b""
-    while len(found) < size:
-        found += os.read(end, 1 << 16)
+    while len(found) < size and (piece := os.read(end, 1 << 16)):
+        found += piece
     return found
 
 

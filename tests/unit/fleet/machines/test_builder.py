@@ -7,13 +7,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from groupwise.fleet.machines import builder
-from groupwise.fleet.machines.builder import MARKER, Order, Pip, advice, users_of
+from groupwise.fleet.machines.builder import MARKER, SPARED, Order, Pip, advice, users_of
 from tests.runner_machine import oldest_python
 from tests.unit.fleet.machines.builder_desk import NAME, Desk
 
@@ -201,8 +202,7 @@ class _user_of:
 def test_only_what_nobody_uses_or_keeps_is_removed(desk: Desk) -> None:
     names = ["1" * 20, "2" * 20, "3" * 20, "4" * 20]
     for name in names:
-        (desk.environments / name).mkdir(parents=True)
-        (desk.environments / name / MARKER).touch()
+        _old_environment(desk, name)
     (desk.environments / "builds").mkdir()
     lock = os.open(desk.environments / f"{names[3]}.lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -212,6 +212,36 @@ def test_only_what_nobody_uses_or_keeps_is_removed(desk: Desk) -> None:
     assert (said["removed"], said["used"]) == ([names[2]], [names[1]])
     there = {path.name for path in desk.environments.iterdir() if path.is_dir()}
     assert there == {names[0], names[1], names[3], "builds"}
+
+
+def _old_environment(desk: Desk, name: str) -> None:
+    (desk.environments / name).mkdir(parents=True)
+    (desk.environments / name / MARKER).touch()
+    os.utime(desk.environments / name / MARKER, (0, 0))
+
+
+def test_one_that_was_just_made_or_found_is_not_removed_before_a_row_names_it(desk: Desk) -> None:
+    """Who has prepared a machine with it has yet to write that down."""
+    desk.build()
+    assert desk.build(prune=True)["removed"] == []
+    os.utime(desk.place / MARKER, (0, 0))
+    desk.build()  # it is found
+    said = desk.build(prune=True)
+    assert (said["removed"], said["used"], said["recent"]) == ([], [], [NAME])
+    later = time.time() + 2 * SPARED
+    assert desk.build(prune=True, asked_at=later)["removed"] == [NAME]
+
+
+def test_what_is_recent_is_counted_from_when_the_rows_were_read(desk: Desk) -> None:
+    """Not from when it comes to that: what rows have come to name since is not among those to keep."""
+    _old_environment(desk, NAME)
+    assert desk.build(prune=True, asked_at=SPARED / 2)["recent"] == [NAME]
+    assert desk.build(prune=True, asked_at=SPARED * 2)["removed"] == [NAME]
+
+
+def test_half_an_environment_is_removed_however_young_it_is(desk: Desk) -> None:
+    (desk.place / "bin").mkdir(parents=True)
+    assert desk.build(prune=True)["removed"] == [NAME]
 
 
 def test_users_are_seen_by_what_they_have_mapped(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """A machine is prepared: by the real runner on this machine, with a program that plays Python and pip there."""
 
 import asyncio
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +115,28 @@ async def test_who_stays_silent_is_given_up(place: Place, monkeypatch: pytest.Mo
 
     with pytest.raises(PrepareError, match=r"vm-1 cannot be asked: cut.*doctor --vm vm-1"):
         await place.prepare(host=Silent(place.host))
+
+
+async def test_what_was_made_long_ago_is_looked_at_before_it_is_taken_in(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever asked has slept meanwhile, and somebody else has pruned."""
+    hello = preparing.Runner.hello
+    said: list[float] = []
+
+    async def after_a_night(runner: preparing.Runner) -> preparing.Hello:
+        found = await hello(runner)
+        said.append(found.time or 0.0)
+        if len(said) != 2:
+            return found
+        shutil.rmtree(place.environment())
+        return replace(found, time=said[0] + 2 * preparing.SPARED)
+
+    monkeypatch.setattr(preparing.Runner, "hello", after_a_night)
+    made = await place.prepare()
+    assert made.made
+    assert place.environment().exists()
+    assert sum("still there" in line for line in place.told) == 1
 
 
 @pytest.mark.parametrize(

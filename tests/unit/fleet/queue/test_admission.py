@@ -9,8 +9,11 @@
 """
 
 import json
+import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -19,10 +22,12 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from groupwise.errors import UsageError
-from groupwise.fleet.queue import admission, kinds
+from groupwise.fleet.queue import admission, kinds, turns
 from groupwise.fleet.queue.request import JobRequest, from_document
 from groupwise.fleet.store.database import Database, seconds
 from groupwise.fleet.store.tables import Job, Project
+from groupwise.fleet.verbs import jobs
+from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts.spec import JobSpec
 from groupwise.wire.problems import Refusal
 from tests.unit.fleet.small_fleet import (
@@ -333,11 +338,12 @@ VARIED = [
 def array_of(
     database: Database, requests: Sequence[JobRequest], key: str | None = None, project: str = "p"
 ) -> list[Job]:
-    """As a user's program submits them, with a key for each."""
-    keys = [key and f"{key}:{n}" for n in range(len(requests))]
+    """As a user's program submits them, with a key for all of them."""
     return database.run(
         lambda s: list(
-            admission.submit_array(s, requests, actor="user:x", project=project, keys=keys)
+            admission.submit_array(
+                s, requests, actor="user:x", project=project, idempotency_key=key
+            )
         )
     )
 
@@ -348,15 +354,13 @@ def small_portions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def told(database: Database, jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    """All that the database says of them but who and when they are; times beside that of the first."""
-    first = jobs[0]
-    whenever = {"job_id", "idempotency_key", "created_at", "end_time"}
+    """All that the database says of them but who and when they are."""
+    whenever = {"job_id", "idempotency_key", "request_hash", "created_at", "end_time", "rank"}
     found: list[dict[str, Any]] = []
     for job in jobs:
         row = {c.name: getattr(job, c.name) for c in Job.__table__.columns}
-        for name in ("admitted_at", "waiting_since"):
+        for name in ("admitted_at", "waiting_since", "due"):
             row[name] = row[name] is not None
-        row["rank"] = None if job.rank is None else round(job.rank - (first.rank or 0.0), 3)
         row["events"] = kinds_of_events(database, job.job_id)
         found.append({name: value for name, value in row.items() if name not in whenever})
     return found
@@ -366,11 +370,23 @@ def told(database: Database, jobs: Sequence[Job]) -> list[dict[str, Any]]:
 def test_many_at_once_become_what_they_become_one_by_one(database: Database) -> None:
     requests = [from_document(each) for each in VARIED]
     submit(database, "there", project="p", gpus=1)
-    execute(database, "UPDATE projects SET virtual_time = 0")
+    kept = f"UPDATE jobs SET status = 'cancelled' WHERE status IN {('queued', 'held')} AND job_id <> 'there'"
+    submit_each: list[Callable[[], list[Job]]] = [
+        lambda: array_of(database, requests),
+        lambda: [submit_with(database, each, project="p") for each in requests],
+    ]
+    found: list[list[dict[str, Any]]] = []
+    places: list[list[float]] = []
+    for submit_them in submit_each:
+        together = submit_them()
+        found.append(told(database, together))
+        ranks_now = ranks(database)
+        known = [ranks_now[job.job_id] for job in together if ranks_now[job.job_id]]
+        places.append([rank - known[0] for rank in known])
+        execute(database, kept)
+    assert found[0] == found[1]
+    assert places[0] == pytest.approx(places[1], abs=5)
     together = array_of(database, requests)
-    execute(database, "UPDATE projects SET virtual_time = 0")
-    one_by_one = [submit_with(database, each, project="p") for each in requests]
-    assert told(database, together) == told(database, one_by_one)
     assert [job.status for job in together].count("failed") == 1
     assert together[0].name == "plain"
 
@@ -403,12 +419,12 @@ def test_many_at_once_are_few_statements(database: Database) -> None:
 def test_one_key_one_array(database: Database) -> None:
     first = [job.job_id for job in array_of(database, [REQUEST] * 4, "k")]
     again = [job.job_id for job in array_of(database, [REQUEST] * 4, "k")]
-    longer = [job.job_id for job in array_of(database, [REQUEST] * 5, "k")]
-    assert first == again == longer[:4]
-    assert len(database.run(lambda s: s.scalars(select(Job)).all())) == 5
-    with pytest.raises(Refusal) as refused:
-        array_of(database, [REQUEST, OTHER], "k")
-    assert refused.value.code == "idempotency_key_reused"
+    assert first == again
+    for other in ([REQUEST] * 5, [REQUEST] * 3, [REQUEST, OTHER], [REQUEST] * 3 + [OTHER]):
+        with pytest.raises(Refusal) as refused:
+            array_of(database, other, "k")
+        assert refused.value.code == "idempotency_key_reused"
+    assert len(database.run(lambda s: s.scalars(select(Job)).all())) == 4
 
 
 @pytest.mark.usefixtures("small_portions")
@@ -416,7 +432,8 @@ def test_an_array_that_loses_the_race_gets_the_jobs_of_the_other(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rows of the first become visible between the second's look and its insert, some of them."""
-    first = array_of(database, [REQUEST] * 2, "k")
+    first = array_of(database, [REQUEST] * 4, "k")
+    execute(database, "DELETE FROM jobs WHERE job_id = :gone", gone=first.pop().job_id)
     real, looks = admission._by_key, list[str]()
 
     def blind_at_first(*given: Any) -> dict[str, Job]:
@@ -425,7 +442,7 @@ def test_an_array_that_loses_the_race_gets_the_jobs_of_the_other(
 
     monkeypatch.setattr(admission, "_by_key", blind_at_first)
     second = array_of(database, [REQUEST] * 4, "k")
-    assert [job.job_id for job in second[:2]] == [job.job_id for job in first]
+    assert [job.job_id for job in second[:3]] == [job.job_id for job in first]
     assert [job.status for job in second] == ["queued"] * 4
     assert in_order(database) == [job.job_id for job in second]
 
@@ -452,6 +469,21 @@ def test_a_row_that_cannot_be_read_stops_nobody(database: Database, column: str)
     assert f"{column}: '{UNREADABLE[column]}' cannot be read as" in failure(database, "bad")
     assert job_of(database, "good").status == "queued"
     assert database.run(lambda s: len(s.scalars(select(Job)).all())) == 2
+
+
+@pytest.mark.parametrize("column", UNREADABLE)
+def test_it_hides_no_other_even_before_it_is_admitted(database: Database, column: str) -> None:
+    """Nobody may be there to admit it."""
+    if database.dialect == "postgresql":
+        pytest.skip("PostgreSQL refuses such a row itself")
+    insert(database, "bad", **{column: UNREADABLE[column]})
+    insert(database, "good")
+
+    def look(session: Session) -> list[dict[str, Any]]:
+        found = jobs.listing(session, Actor("user:ada"), jobs.filter_of())
+        return [*found, jobs.show(session, Actor("user:ada"), "bad")]
+
+    assert {each["job_id"] for each in database.read(look)} == {"bad", "good"}
 
 
 @pytest.mark.parametrize("column", UNREADABLE)
@@ -507,6 +539,20 @@ def test_a_document_that_no_parser_descends_into_is_refused(
     assert job_of(database, "good").status == "queued"
 
 
+@pytest.mark.parametrize("column", ["request", "hyperparams"])
+def test_a_number_that_python_does_not_read_is_refused(database: Database, column: str) -> None:
+    insert(database, "bad", **{column: f'{{"a": {"9" * 5000}}}'})
+    insert(database, "good")
+    assert admit_new(database) == 2
+    if database.dialect == "sqlite":
+        said = f"{column}: "
+    else:
+        said = {"request": "request.unreadable", "hyperparams": "hyperparams is given, but"}[column]
+    assert failure(database, "bad").startswith(said)
+    assert job_of(database, "good").status == "queued"
+    assert len(database.read(lambda s: s.scalars(select(Job)).all())) == 2
+
+
 @pytest.mark.parametrize("time", ["infinity", "-infinity", "0044-03-15 BC", "294276-01-01"])
 @pytest.mark.parametrize("column", ["created_at", "start_time", "end_time"])
 def test_a_time_that_is_none_is_no_row(database: Database, column: str, time: str) -> None:
@@ -532,6 +578,61 @@ def test_a_row_that_breaks_admission_itself_is_the_end_of_it_alone(
     assert admit_new(database) == 3
     assert "nobody thought of this" in failure(database, "bad")
     assert [job_of(database, name).status for name in ("first", "last")] == ["queued"] * 2
+
+
+def test_rows_that_the_database_lets_nobody_refuse_stand_before_no_other(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a trigger that somebody has made for a purpose of their own."""
+    refuse = admission._refuse
+
+    def refused(session: Session, row: Any, found: Sequence[str]) -> None:
+        refuse(session, row, found)
+        if row.job_id.startswith("stuck"):
+            raise IntegrityError("UPDATE jobs", None, Exception("not in my table"))
+
+    monkeypatch.setattr(admission, "_refuse", refused)
+    for name in [*(f"stuck-{n}" for n in range(5)), "bad", "good-1", "good-2"]:
+        kind = "COMMAND" if name.startswith("good") else "no such kind"
+        insert(database, name, job_type=kind)
+    assert admit_new(database, 3) == 3
+    assert "no such kind" in failure(database, "bad")
+    assert [job_of(database, name).status for name in ("good-1", "good-2")] == ["queued"] * 2
+    assert job_of(database, "good-2").admitted_at is not None
+    assert job_of(database, "stuck-0").status == "queued"
+    assert kinds_of_events(database, "stuck-0") == []
+    assert admit_new(database, 3) == 0
+
+
+def test_one_row_that_breaks_admission_costs_the_others_little(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = admission._answer
+    looks = 0
+
+    def breaks(row: Any, fleet: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        if row.job_id == "job-17":
+            raise ZeroDivisionError("nobody thought of this")
+        return answer(row, fleet)
+
+    together = admission._admit_together
+    batches = 0
+
+    def counted(*arguments: Any) -> int:
+        nonlocal batches
+        batches += 1
+        return together(*arguments)
+
+    monkeypatch.setattr(admission, "_answer", breaks)
+    monkeypatch.setattr(admission, "_admit_together", counted)
+    for n in range(64):
+        insert(database, f"job-{n}")
+    assert admit_new(database) == 64
+    assert failure(database, "job-17")
+    assert batches <= 2 * 6 + 1
+    assert looks < 2 * 64
 
 
 @pytest.mark.parametrize("document", ["[]", "3", '"text"', "true"])
@@ -561,6 +662,87 @@ def test_a_step_of_priority_is_worth_an_hour(database: Database) -> None:
     submit(database, "urgent", project="q", gpus=1, priority=2)
     found = ranks(database)
     assert found["plain"] - found["urgent"] == pytest.approx(7200, abs=5)
+
+
+def created(database: Database, hours: float) -> str:
+    """A time as people write it into a row: so many hours ago."""
+    then = datetime.fromtimestamp(database.run(seconds) - 3600 * hours, UTC)
+    text_of = "%Y-%m-%d %H:%M:%S.%f"
+    return then.strftime(text_of if database.dialect == "sqlite" else f"{text_of}+00:00")
+
+
+def test_within_a_project_priority_goes_before_all_that_has_not_waited_for_long(
+    database: Database,
+) -> None:
+    """However many of the project wait already, and whatever each of them takes."""
+    sweep = [submit(database, f"sweep-{n:03}", gpus=1) for n in range(200)]
+    submit(database, "urgent", gpus=4, machines=2, priority=1)
+    submit(database, "urgent-too", gpus=1, priority=1)
+    submit(database, "more-urgent", gpus=1, priority=2)
+    submit(database, "whenever", gpus=1, priority=-1)
+    submit(database, "plain", gpus=1)
+    before = ["more-urgent", "urgent", "urgent-too"]
+    assert in_order(database) == [*before, *sweep, "plain", "whenever"]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_the_order_within_a_project_is_by_time_less_priority(
+    database: Database, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In whatever order, and by how many at once, they are admitted; and each has its own turn."""
+    draw = random.Random(7)
+    monkeypatch.setattr(turns, "TURN_SECONDS", 900.0)
+    due: dict[str, float] = {}
+    for n in range(60):
+        hours, priority = draw.randrange(5) + n / 1000, draw.randrange(-2, 3)
+        insert(database, f"j{n:02}", created_at=created(database, hours), priority=priority)
+        due[f"j{n:02}"] = -hours - priority
+        if not together:
+            assert admit_new(database) == 1
+    while admit_new(database, 7):
+        pass
+    found = ranks(database)
+    ordered = in_order(database)
+    assert ordered == sorted(due, key=lambda job_id: due[job_id])
+    apart = [found[b] - found[a] for a, b in pairwise(ordered)]
+    assert min(apart) > 900 - 1e-3
+    now = database.run(seconds)
+    assert all(found[name] - now > due[name] * 3600 - 5 for name in ordered)
+
+
+def test_priority_within_a_project_takes_no_turns_from_others(database: Database) -> None:
+    """Of many urgent jobs no more go before another project's than an hour is worth."""
+    worth = int(turns.PRIORITY_SECONDS / turns.TURN_SECONDS)
+    for n in range(30):
+        submit(database, f"plain-{n}", project="many", gpus=1)
+    urgent = from_document(
+        {"arguments": ["true"], "resources": {"gpus": 1, "machines": 6}, "priority": 1}
+    )
+    array_of(database, [urgent] * 30, project="many")
+    submit(database, "one", project="few", gpus=1)
+    ordered = in_order(database)
+    assert ordered.index("one") == pytest.approx(worth / 6, abs=1)
+    assert ordered.index("plain-0") == 31  # and its own come after all of the urgent ones
+    found = ranks(database)
+    turn = turns.TURN_SECONDS
+    assert found["plain-1"] - found["plain-0"] == pytest.approx(turn)
+    reach = found["plain-29"] - found["plain-0"]
+    assert 0 <= found["plain-0"] - found[ordered[30]] - 6 * turn <= turns.MARGIN * reach + 1e-3
+
+
+def test_a_retried_job_has_waited_since_it_was_retried(database: Database) -> None:
+    insert(database, "old", created_at=created(database, 50))
+    admit_new(database)
+    submit(database, "young", gpus=1)
+    execute(database, "UPDATE jobs SET status = 'cancelled' WHERE job_id = 'old'")
+    database.run(lambda s: jobs.retry(s, Actor("user:x"), "old"))
+    assert in_order(database) == ["young", "old"]
+
+
+def test_a_time_to_come_is_not_waited_for(database: Database) -> None:
+    insert(database, "early", created_at=created(database, -30))
+    admit_new(database)
+    assert ranks(database)["early"] <= database.run(seconds)
 
 
 def test_thousands_of_one_project_do_not_keep_others_from_theirs(database: Database) -> None:

@@ -234,6 +234,11 @@ def test_what_may_not_begin_does_not(database: Database) -> None:
         ("lost_at = 1", "lost"),
         ("degraded = true", "cannot be read"),
         ("observed_round = observed_round - 1000", "not observed for"),
+        ("observed_round = observed_round - 130", "not observed for over two minutes"),
+        (
+            """observed_round = observed_round - 1300, facts = '{"look_seconds": 300}'""",
+            "not observed for over 20 minutes",
+        ),
         ("active = false", "no machine"),
     ],
 )
@@ -243,6 +248,17 @@ def test_machines_that_get_nothing(database: Database, change: str, why: str) ->
     execute(database, f"UPDATE vms SET {change}")
     assert claimed_ids(database) == []
     assert why in "\n".join(job_of(database, "one").blocked_reasons or [])
+
+
+@pytest.mark.parametrize("facts", ["{}", '{"look_seconds": "often"}', '{"look_seconds": 300}'])
+def test_a_machine_is_given_jobs_for_as_long_as_its_poller_may_take(
+    database: Database, facts: str
+) -> None:
+    add_machine(database, "vm-1", 1)
+    submit(database, "one", gpus=1)
+    age = 1100 if "300" in facts else 110
+    execute(database, f"UPDATE vms SET observed_round = observed_round - {age}, facts = '{facts}'")
+    assert claimed_ids(database) == ["one"]
 
 
 @pytest.mark.parametrize("state", ["foreign_busy", "missing", "degraded", "mig"])
@@ -333,6 +349,79 @@ def test_a_project_stays_within_its_quota(database: Database) -> None:
     assert waiting.waiting_since is None  # it waits for its project, so that nothing is kept for it
     assert finish(database, "p0") == 1
     assert claimed_ids(database) == ["p2"]
+
+
+def test_a_share_of_a_gpu_that_the_project_holds_takes_nothing_of_its_quota(
+    database: Database,
+) -> None:
+    add_machine(database, "vm-1", 2)
+    for n in range(3):
+        submit(database, f"p{n}", project="p", share_mb=30_000)
+    submit(database, "q", project="q", gpus=1)
+    execute(database, "UPDATE projects SET max_gpus = 1 WHERE name = 'p'")
+    begun = claim_some(database)
+    assert [each.job_id for each in begun] == ["p0", "q", "p1"]
+    places = {each.job_id: each.placement.seats[0].gpus[0].index for each in begun}
+    assert places["p0"] == places["p1"]
+    waiting = job_of(database, "p2")
+    assert waiting.blocked_reasons == [
+        "project p uses 1 of its 1 GPUs, and those have no room for a share of 30000 MB"
+    ]
+    assert finish(database, "q") == 0  # the other GPU is one too many
+    assert finish(database, "p0") == 1
+    assert claimed_ids(database) == ["p2"]
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_a_share_is_not_begun_on_one_gpu_more_than_the_quota_has(
+    database: Database, machines: int
+) -> None:
+    """Though another one, there or elsewhere, would suit it better."""
+    for n in range(machines):
+        add_machine(database, f"vm-{n}", 2 // machines)
+    for n, (project, share) in enumerate((("p", 20_000), ("q", 70_000), ("p", 5_000))):
+        submit(database, f"j{n}", project=project, share_mb=share)
+        execute(database, "UPDATE projects SET max_gpus = 1 WHERE name = 'p'")
+        assert claimed_ids(database) == [f"j{n}"]
+    query = select(Reservation.gpu_id).order_by(Reservation.reservation_id)
+    held = database.run(lambda s: s.scalars(query).all())
+    assert held[0] == held[2] != held[1]
+
+
+def test_shares_of_one_claim_count_as_the_gpus_that_they_are_on(database: Database) -> None:
+    add_machine(database, "vm-1", 4)
+    for n in range(5):
+        submit(database, f"p{n}", project="p", share_mb=50_000)
+    execute(database, "UPDATE projects SET max_gpus = 2")
+    assert claimed_ids(database) == ["p0", "p1"]
+
+
+def test_a_quota_of_none_is_for_shares_too(database: Database) -> None:
+    add_machine(database, "vm-1", 1)
+    submit(database, "p", project="p", share_mb=50_000)
+    execute(database, "UPDATE projects SET max_gpus = 0")
+    assert claimed_ids(database) == []
+    assert job_of(database, "p").blocked_reasons == ["project p uses 0 of its 0 GPUs, 1 wanted"]
+
+
+def test_a_share_that_waits_for_long_is_kept_room_on_what_its_project_holds(
+    database: Database,
+) -> None:
+    add_machine(database, "vm-1", 2)
+    submit(database, "p0", project="p", share_mb=30_000)
+    submit(database, "p1", project="p", share_mb=30_000)
+    execute(database, "UPDATE projects SET max_gpus = 1 WHERE name = 'p'")
+    assert claimed_ids(database) == ["p0", "p1"]
+    submit(database, "large", project="p", share_mb=70_000)
+    assert claimed_ids(database) == []
+    execute(database, "UPDATE jobs SET waiting_since = waiting_since - 700 WHERE job_id = 'large'")
+    submit(database, "small", project="p", share_mb=20_000)
+    submit(database, "q", project="q", gpus=1)
+    assert claimed_ids(database) == ["q"]
+    finish(database, "p0")
+    assert claimed_ids(database) == []
+    finish(database, "p1")
+    assert claimed_ids(database) == ["large"]
 
 
 def test_a_patient_gang_is_served_among_small_jobs(database: Database) -> None:

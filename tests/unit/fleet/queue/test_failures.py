@@ -27,10 +27,11 @@ def record(
     reason: ExitReason = ExitReason.EXITED,
     tail: str = "",
     oom_kill: int = 0,
+    gpus: int | None = 1,
 ) -> ExitRecord:
     return ExitRecord(
         code, signal, reason, "", oom_kill, seconds=1.0, cpu_seconds=None, max_rss_mb=None,
-        finished_at=None, tail=tail,
+        finished_at=None, tail=tail, gpus=gpus,
     )  # fmt: skip
 
 
@@ -77,6 +78,18 @@ def test_what_the_machine_says_of_its_gpus_goes_before_what_the_log_says() -> No
 def test_a_connection_that_was_lost_long_before_the_end_did_not_end_it() -> None:
     tail = "ConnectionResetError: tried again\n" + "step\n" * 30 + "AssertionError: no"
     assert classify(record(tail=tail)).failure is FailureClass.CRASHED
+
+
+@pytest.mark.parametrize(
+    ("gpus", "failure"),
+    [
+        (0, FailureClass.CRASHED),
+        (1, FailureClass.GPU_FAULT),
+        (None, FailureClass.GPU_FAULT),  # a runner of before does not say
+    ],
+)
+def test_a_job_without_a_gpu_has_no_gpu_fault(gpus: int | None, failure: FailureClass) -> None:
+    assert classify(record(tail="GPU is lost", gpus=gpus)).failure is failure
 
 
 def test_the_evidence_is_the_line_that_was_believed() -> None:
@@ -212,3 +225,18 @@ def test_why_there_is_no_further_attempt(
         spent = dict(found.spent)
     assert found.reason is not None
     assert found.reason.endswith(f"({said})")
+
+
+@pytest.mark.parametrize("failure", list(FailureClass))
+def test_a_job_that_is_to_run_once_is_not_begun_again_whatever_happens(
+    failure: FailureClass,
+) -> None:
+    found = follows(failure, policy=RetryPolicy(once=True))
+    assert found.status is JobStatus.FAILED
+    assert found.reason == f"{failure}: why (the job allows no second execution)"
+
+
+@pytest.mark.parametrize("failure", [None, FailureClass.LAUNCH_FAILURE])
+def test_what_never_ran_is_no_execution(failure: FailureClass | None) -> None:
+    found = follows(failure, outcome=Outcome.VOID, policy=RetryPolicy(once=True))
+    assert found.status is JobStatus.QUEUED

@@ -71,6 +71,8 @@ def test_the_digest_tells_requests_apart() -> None:
         ({"argments": []}, "argments"),
         ({"max_steps": "3"}, "max_steps"),
         ({"max_steps": 0}, "max_steps"),
+        ({"limits": {"artefact_mb": 0}}, "limits.artefact_mb"),
+        ({"limits": {"artefact_files": 0}}, "limits.artefact_files"),
         ({"max_steps": 2**31}, "max_steps"),
         ({"learning_rate": float("nan")}, "learning_rate"),
         ({"priority": 1001}, "priority"),
@@ -107,6 +109,9 @@ def test_wrong_types_and_unknown_names(document: dict[str, object], said: str) -
         ({"webhook": "http://[::1/"}, "webhook"),
         ({"webhook": "https://user:pw@x/"}, "webhook"),
         ({"resources": {"gpus": 0, "share_mb": 1}}, "resources: "),
+        ({"retry": {"once": True, "charged": 1}}, "retry.charged has no effect"),
+        ({"retry": {"once": True, "per_class": {"reboot": 1}}}, "retry.per_class has no effect"),
+        ({"retry": {"once": True}, "allow_smaller_batch": True}, "allow_smaller_batch has no"),
     ],
 )
 def test_values_that_cannot_be_meant(document: dict[str, object], said: str) -> None:
@@ -122,5 +127,6 @@ def test_what_is_right_has_no_problems() -> None:
         "secrets": {"A": "env:TOKEN", "B": "file:/run/secrets/b"},
         "after": ["job-1", "job-2:ok"],
         "webhook": "https://example.org/hook?x=1",
+        "retry": {"once": True, "charged": 0},
     }
     assert problems(from_document(document)) == []

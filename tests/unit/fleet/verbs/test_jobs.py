@@ -12,9 +12,10 @@ import pytest
 from sqlalchemy import update
 from sqlalchemy.orm import Session
 
+from groupwise.fleet.queue.request import JobRequest
 from groupwise.fleet.states import JobStatus
 from groupwise.fleet.store.tables import ControlProcess, Job
-from groupwise.fleet.verbs import jobs
+from groupwise.fleet.verbs import jobs, projects, submission
 from groupwise.fleet.verbs.jobs import JobFilter
 from groupwise.wire.problems import Refusal
 
@@ -43,6 +44,16 @@ def test_filters_are_laid_over_each_other(small: Any) -> None:
         status=frozenset({JobStatus.RUNNING}), project="a", name="n", labels={"team": "x"}
     )
     assert [each["job_id"] for each in small.do(jobs.listing, wanted)] == [one]
+
+
+def test_jobs_are_listed_by_their_ids(small: Any) -> None:
+    one, _, three, theirs = (small.job(project=p) for p in ("a", "a", "a", "b"))
+    wanted = jobs.filter_of(ids=[three, one, "job-none", theirs])
+    assert [each["job_id"] for each in small.do(jobs.listing, wanted)] == [theirs, three, one]
+    assert [each["job_id"] for each in small.as_("a").do(jobs.listing, wanted)] == [three, one]
+    assert small.do(jobs.listing, jobs.filter_of(ids=[])) == []
+    with pytest.raises(Refusal, match="1000 ids"):
+        jobs.filter_of(ids=["j"] * 1001)
 
 
 def test_a_list_has_no_job_of_another_project(small: Any) -> None:
@@ -181,6 +192,30 @@ def test_retry_begins_a_new_generation(small: Any, status: str) -> None:
     assert row.failure_reason is row.end_time is row.cancel_requested_at is None
     assert found["generation"] == 1
     assert small.events() == [("user:ada", "job.retried")]
+
+
+def test_what_was_held_once_is_not_held_again_by_a_retry(small: Any) -> None:
+    small.machine("vm-1")
+    asked = JobRequest.model_validate({"arguments": ["true"], "hold": True})
+    (made,) = small.do(submission.submit_all, [asked])
+    assert made["status"] == "held"
+    small.do(jobs.release, made["job_id"])
+    small.do(jobs.cancel, made["job_id"])
+    assert small.do(jobs.retry, made["job_id"])["status"] == "queued"
+
+
+def test_a_retry_that_has_no_room_in_its_project_changes_nothing(small: Any) -> None:
+    job = small.job("failed", project="p", failure_reason="exit code 9")
+    small.job(project="p")
+    small.do(projects.change, "p", max_waiting=1)
+    before, told = small.do(jobs.show, job), small.events()
+    with pytest.raises(Refusal, match=r"has 1 jobs waiting and may have 1: retry it") as refused:
+        small.do(jobs.retry, job)
+    assert refused.value.code == "job_state"
+    assert small.do(jobs.show, job) == before
+    assert small.events() == told
+    small.do(projects.change, "p", max_waiting=2)
+    assert small.do(jobs.retry, job)["status"] == "queued"
 
 
 @pytest.mark.parametrize(

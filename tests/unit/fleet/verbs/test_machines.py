@@ -89,9 +89,9 @@ def test_what_was_given_up_on_a_lost_machine_is_not_pruned_before_it_is_back(sma
     (lost,) = small.database.read(lambda s: list(s.scalars(select(Job.job_id))))
     failed = update(Job).values(status="failed")
     small.database.run(lambda s: s.execute(failed))
-    assert small.do(prune.remove, lost) is False
+    assert small.do(prune.remove, [lost]) == []
     small.do(machines.remove, "gpu-1")
-    assert small.do(prune.remove, lost) is True
+    assert small.do(prune.remove, [lost]) == [lost]
 
 
 def test_a_look_that_was_under_way_at_what_it_was_before_says_nothing(small: Any) -> None:
@@ -212,6 +212,92 @@ def test_holders_of_other_projects_have_no_name(small: Any) -> None:
     assert gpu["held_by"][0]["job_id"] is None
     (gpu,) = small.do(machines.show, "vm-1")["gpus"]
     assert gpu["held_by"][0]["job_id"] == job
+
+
+def test_a_machine_in_use_stays_the_place_that_it_is(small: Any) -> None:
+    small.machine("vm-1", gpus=1, user="ml", workdir="groupwise-fleet")
+    job = small.job("running")
+    epoch = small.attempt(job, "vm-1", gpu=0)
+    for column in ("user", "workdir"):
+        with pytest.raises(Refusal, check=lambda refused: refused.code == "vm_in_use") as error:
+            small.do(machines.change, "vm-1", **{column: "other"})
+        said = str(error.value)
+        assert (
+            f"used by {job} (attempt {epoch}, running), so its {column} cannot be changed" in said
+        )
+        assert "vm drain vm-1` lets them finish, then `groupwise fleet vm set vm-1` again" in said
+    small.do(machines.change, "vm-1", user="ml", workdir="groupwise-fleet", cpu_slots=2)
+    assert small.do(machines.change, "vm-1", ip_address="10.0.0.9")["contact"] == "new"
+    assert [kind for _, kind in small.events()] == ["vm.changed", "vm.changed"]
+
+
+def test_one_that_was_given_up_is_emptied_where_it_was(small: Any) -> None:
+    small.machine("vm-1", user="ml")
+    small.attempt(small.job("failed"), "vm-1", state="ended", cleanup="clean")
+    with pytest.raises(Refusal, match="something may be left, so its workdir cannot be changed"):
+        small.do(machines.change, "vm-1", workdir="other")
+
+
+def test_a_row_by_hand_is_changed_whatever_its_name(small: Any) -> None:
+    small.machine("vm 1")
+    assert small.do(machines.change, "vm 1", cpu_slots=2)["cpu_slots"] == 2
+
+
+def test_how_a_machine_is_reached_is_changed(small: Any) -> None:
+    small.machine("vm-1", user="ml", problem="it does not answer", misses=9)
+    asked_at = small.database.run(seconds)
+    found = small.do(
+        machines.change, "vm-1", ip_address="10.0.0.9", port=2222, user="me", workdir="w"
+    )
+    assert [found[each] for each in ("ip_address", "port", "user", "workdir")] == [
+        "10.0.0.9",
+        2222,
+        "me",
+        "w",
+    ]
+    assert (found["contact"], found["problem"]) == ("new", None)
+    missed = small.database.run(lambda s: observation.missed(s, "vm-1", asked_at, "no route"))
+    assert (missed, small.vm("vm-1").problem) == (0, None)
+    for wanted, why in (({"port": 0}, "1 to 65535"), ({"user": ""}, "user is empty")):
+        with pytest.raises(Refusal, match=why):
+            small.do(machines.change, "vm-1", **wanted)
+    small.machine("local", transport="local")
+    with pytest.raises(Refusal, match="nobody logs in there, so it has no port"):
+        small.do(machines.change, "local", port=22)
+
+
+def test_what_is_known_of_a_machine_is_changed_while_it_is_used(small: Any) -> None:
+    small.machine("vm-1", gpus=1, labels={"disk": "fast", "rack": "7"})
+    small.attempt(small.job("running"), "vm-1", gpu=0)
+    found = small.do(
+        machines.change,
+        "vm-1",
+        labels={"disk": "slow", "rack": None, "zone": "b"},
+        deadman=600.0,
+        probe=["sudo", "-n", "nvidia-smi"],
+        idle_memory_mb=900,
+    )
+    assert found["labels"] == {"disk": "slow", "zone": "b"}
+    assert (found["deadman"], found["idle_memory_mb"]) == (600.0, 900)
+    assert found["probe"] == ["sudo", "-n", "nvidia-smi"]
+    assert found["contact"] == "ok", "it is the same place, reached the same way"
+    assert small.do(machines.change, "vm-1", deadman=0)["deadman"] is None
+    small.do(machines.change, "vm-1", deadman=0, labels={"rack": None})
+    assert [kind for _, kind in small.events()] == ["vm.changed", "vm.changed"]
+    for wanted, why in (
+        ({"deadman": 5.0}, "deadman 5: 120 to"),
+        ({"probe": []}, "probe is empty"),
+        ({"idle_memory_mb": -1}, "idle_memory_mb -1: 0 to"),
+        ({"labels": {"a": "\0"}}, "labels.a: a NUL character"),
+    ):
+        with pytest.raises(Refusal, match=why):
+            small.do(machines.change, "vm-1", **wanted)
+
+
+def test_what_is_said_of_its_gpus_when_it_is_added(small: Any) -> None:
+    new = NewMachine("vm-1", user="u", probe=["/opt/smi"], idle_memory_mb=40)
+    found = small.do(machines.add, new)
+    assert (found["probe"], found["idle_memory_mb"]) == (["/opt/smi"], 40)
 
 
 def test_what_jobs_are_run_with_is_changed(small: Any) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import func, select, update
+from sqlalchemy import delete, func, select, update
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.queue.request import JobRequest
@@ -28,9 +28,11 @@ def test_a_project_is_made_and_changed(small: Any) -> None:
     ("wanted", "told"),
     [
         ({}, "nothing to change"),
-        ({"weight": 0.0}, "a number above 0"),
-        ({"weight": float("nan")}, "a number above 0"),
+        ({"weight": 0.0}, "a number from 1e-06 to 1e[+]06"),
+        ({"weight": float("nan")}, "a number from 1e-06"),
+        ({"weight": 1e300}, "a number from 1e-06"),
         ({"max_gpus": -1}, "max_gpus -1"),
+        ({"max_waiting": 10**20}, "0 to 2147483647"),
     ],
 )
 def test_a_project_that_cannot_be(small: Any, wanted: dict[str, Any], told: str) -> None:
@@ -144,12 +146,69 @@ def test_the_first_of_several_that_is_wrong_is_told(small: Any, first: str, seco
     assert small.events() == []
 
 
-def test_a_key_that_had_another_job_is_told_with_its_place(small: Any) -> None:
+def test_a_key_that_had_other_jobs_is_refused_as_a_whole(small: Any) -> None:
     small.machine("vm-1")
     small.do(submission.submit_all, [request(name="a"), request(name="b")], key="k")
-    with pytest.raises(Refusal, match=r"job 2 of 2: ") as refused:
+    with pytest.raises(Refusal, match=r"^The same key came with another body") as refused:
         small.do(submission.submit_all, [request(name="a"), request(name="c")], key="k")
-    assert refused.value.code == "idempotency_key_reused"
+    assert (refused.value.code, refused.value.errors) == ("idempotency_key_reused", ())
+
+
+LINES = ("a", "b", "c")
+
+
+@pytest.mark.parametrize("before", [1, 2, 3])
+@pytest.mark.parametrize("after", [1, 2, 3])
+def test_a_key_stands_for_all_of_an_array(small: Any, before: int, after: int) -> None:
+    """As many lines, or it is another request."""
+    small.machine("vm-1")
+    several = [request(name=name) for name in LINES]
+    made = small.do(submission.submit_all, several[:before], key="k")
+    if before == after:
+        again = small.do(submission.submit_all, several[:after], key="k")
+        assert [job["job_id"] for job in again] == [job["job_id"] for job in made]
+    else:
+        with pytest.raises(Refusal) as refused:
+            small.do(submission.submit_all, several[:after], key="k")
+        assert refused.value.code == "idempotency_key_reused"
+    assert len(small.do(jobs.listing, jobs.JobFilter())) == before
+
+
+def test_no_key_of_a_user_is_one_of_an_array(small: Any) -> None:
+    small.machine("vm-1")
+    array = small.do(submission.submit_all, [request(name=name) for name in LINES], key="k")
+    keys = [small.row(job["job_id"]).idempotency_key for job in array]
+    assert keys[0] == "k"
+    for key in ("k:0", "k:1", "k 1", "k1"):
+        (other,) = small.do(submission.submit_all, [request(name="b")], key=key)
+        assert other["job_id"] not in {job["job_id"] for job in array}
+    for key in keys[1:]:
+        with pytest.raises(Refusal, match="printable ASCII"):
+            small.do(submission.submit_all, [request(name="b")], key=key)
+
+
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [("", "has 0 characters; a key has 1 to 255"), ("k" * 256, "256"), ("k\n", "printable")],
+)
+@pytest.mark.parametrize("number", [1, 2])
+def test_what_is_no_key_is_refused(small: Any, key: str, told: str, number: int) -> None:
+    small.machine("vm-1")
+    with pytest.raises(Refusal, match=told) as refused:
+        small.do(submission.submit_all, [request()] * number, key=key)
+    assert refused.value.code == "invalid_request"
+    assert small.do(jobs.listing, jobs.JobFilter()) == []
+
+
+def test_what_was_cleared_away_of_an_array_is_submitted_again(small: Any) -> None:
+    small.machine("vm-1")
+    several = [request(name=name) for name in LINES]
+    made = [job["job_id"] for job in small.do(submission.submit_all, several, key="k")]
+    gone = delete(Job).where(Job.job_id == made[0])
+    small.database.run(lambda s: s.execute(gone) and None)
+    again = [job["job_id"] for job in small.do(submission.submit_all, several, key="k")]
+    assert again[1:] == made[1:]
+    assert again[0] not in made
 
 
 def test_no_more_of_an_array_than_may_wait_is_none_of_it(small: Any) -> None:

@@ -103,6 +103,7 @@ def upgrade() -> None:
         sa.Column("spec_hash", sa.Text(), nullable=True),
         sa.Column("resources", DOCUMENT, nullable=True),
         sa.Column("shape", sa.Text(), nullable=True),
+        sa.Column("due", sa.Float(), nullable=True),
         sa.Column("rank", sa.Float(), nullable=True),
         sa.Column("admitted_at", sa.Float(), nullable=True),
         sa.Column("not_before", sa.Float(), server_default="0", nullable=False),
@@ -129,7 +130,7 @@ def upgrade() -> None:
     op.create_index(
         "ix_jobs_of_project",
         "jobs",
-        ["project"],
+        ["project", "due", "rank"],
         **_where("status IN ('queued', 'pending', 'held')"),
     )
     op.create_index("ix_jobs_patient", "jobs", ["waiting_since"], **_where("status = 'queued'"))
@@ -147,7 +148,6 @@ def upgrade() -> None:
         sa.Column("weight", sa.Float(), server_default="1", nullable=False),
         sa.Column("max_gpus", sa.Integer(), nullable=True),
         sa.Column("max_waiting", sa.Integer(), nullable=True),
-        sa.Column("virtual_time", sa.Float(), server_default="0", nullable=False),
         sa.PrimaryKeyConstraint("name", name="pk_projects"),
     )
     op.create_table(
