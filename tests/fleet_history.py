@@ -323,15 +323,21 @@ def _contests(record: Record, run: Execution) -> bool:
             return False
 
 
-def _killed_before_its_first_word(ordered: Sequence[Record], job: str, newest: int) -> bool:
-    """Its last attempt, cancelled while the interpreter began: of that nobody wrote anything but the fleet."""
-    return any(
-        r["what"] == "attempt"
-        and r["job"] == job
-        and r["epoch"] > newest
-        and r["outcome"] == "cancelled"
+def _codes(
+    ordered: Sequence[Record], job: str, attempts: Mapping[int, Sequence[Execution]]
+) -> set[int | None]:
+    """With which the last attempt of a job may have exited, as a shell would say it. What was killed for a cancellation need not have had
+    a last word, nor a first one: of that nobody wrote anything but the fleet."""
+    newest = max(attempts)
+    codes = {_as_shell(run.code) for run in attempts[newest]}
+    cancelled = {
+        r["epoch"]
         for r in ordered
-    )
+        if r["what"] == "attempt" and r["job"] == job and r["outcome"] == "cancelled"
+    }
+    if any(epoch > newest for epoch in cancelled):
+        return {143, 137}
+    return codes | {143, 137} if newest in cancelled and None in codes else codes
 
 
 def _wrong_outcomes(ordered: Sequence[Record], runs: Sequence[Execution]) -> list[str]:
@@ -349,9 +355,7 @@ def _wrong_outcomes(ordered: Sequence[Record], runs: Sequence[Execution]) -> lis
         if thrown_away and last["generation"] == 0:
             found.append(f"{job} is {last['status']}, and an attempt of it succeeded")
         if (code := last.get("exit_code")) is not None and last["status"] in FINAL and attempts:
-            codes = {_as_shell(run.code) for run in attempts[max(attempts)]}
-            if _killed_before_its_first_word(ordered, job, max(attempts)):
-                codes = {143, 137}
+            codes = _codes(ordered, job, attempts)
             if code not in codes:
                 found.append(f"{job} is said to have exited with {code}; it did with {codes}")
     return found

@@ -291,6 +291,7 @@ class SshHost:
         """Open a connection, together with all who want one now; a failure is everybody's."""
         if self._opening is None or self._opening.done():
             self._opening = asyncio.create_task(self._connect())
+            self._opening.add_done_callback(_noticed)
         opening = self._opening
         await asyncio.wait(
             {opening}
@@ -334,6 +335,12 @@ class SshHost:
                 if link.jump is not None:
                     link.jump.abort()
         self._links = [link for link in self._links if link.usable or link.waiting]
+
+
+def _noticed(opening: asyncio.Task[_Link]) -> None:
+    """Whoever wanted the connection may have gone before it failed: nobody has to hear of that."""
+    if not opening.cancelled():
+        opening.exception()
 
 
 def connecting() -> asyncio.Semaphore:

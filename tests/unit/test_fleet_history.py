@@ -77,6 +77,16 @@ def test_one_that_was_killed_before_its_first_word_has_the_code_of_a_signal() ->
     assert_kept(killed_early(143).records)
 
 
+def without_a_last_word(code: int, outcome: str = "cancelled") -> Written:
+    """Killed in a cancellation, and then its machine loses its power."""
+    h = good().start("d", 6).add("cancel_requested", job="d").add("power_off", vm="vm-1")
+    return h.attempt("d", 6, outcome).status("d", "cancelled", exit_code=code)
+
+
+def test_one_that_was_killed_has_no_last_word() -> None:
+    assert_kept(without_a_last_word(137).records)
+
+
 PLANTED: dict[str, tuple[Callable[[], Written], str]] = {
     "lost": (lambda: good().add("accepted", job="d"), "d was accepted and is nowhere"),
     "stuck": (
@@ -125,6 +135,14 @@ PLANTED: dict[str, tuple[Callable[[], Written], str]] = {
     "wrong code of one that was killed early": (
         lambda: killed_early(1),
         "is said to have exited with 1",
+    ),
+    "wrong code of one without a last word": (
+        lambda: without_a_last_word(1),
+        "is said to have exited with 1",
+    ),
+    "the code of a signal where nobody sent one": (
+        lambda: without_a_last_word(137, "failed"),
+        "is said to have exited with 137",
     ),
     "run again": (
         lambda: good().start("d", 6).stop("d", 6, 0).start("d", 7).stop("d", 7, 0),
