@@ -146,11 +146,17 @@ class Postgres:
         """As it is given to `connect`."""
         return f"postgresql://fleet@127.0.0.1:{self.port}/{database}"
 
-    def new_database(self) -> str:
-        """The URL of an empty one."""
+    def new_database(self, like: str = "template1") -> str:
+        """The URL of an empty one, or of a copy of another one to which nobody is connected."""
         name = f"test_{next(self._numbers)}"
-        self.execute(f"CREATE DATABASE {name}")
+        self.execute(f"CREATE DATABASE {name} TEMPLATE {like}")
         return self.url(name)
+
+    def has(self, name: str) -> bool:
+        """Whether there is a database of that name."""
+        with psycopg.connect(self.url("postgres")) as connection:
+            found = connection.execute("SELECT 1 FROM pg_database WHERE datname = %s", [name])
+            return found.fetchone() is not None
 
     def execute(self, statement: str) -> None:
         """Outside of any transaction, by the owner of everything."""

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.fleet.store.database import Database, connect, migrate
+from groupwise.fleet.store.database import Database
+from tests.fleet_databases import copied, migrated_file, new_fleet, opened
 from tests.postgres import Postgres, server
 from tests.ssh_hosts import full_machines, network_of_the_fleet, plain_machines
 
-__all__ = ["full_machines", "network_of_the_fleet", "plain_machines"]
+__all__ = ["full_machines", "migrated_file", "network_of_the_fleet", "plain_machines"]
 
 
 @pytest.fixture(scope="session")
@@ -28,12 +29,16 @@ def empty_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return running.new_database()
 
 
+@pytest.fixture(params=["sqlite", "postgresql"])
+def ready_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Of a database with all tables."""
+    if request.param == "sqlite":
+        return copied(request.getfixturevalue("migrated_file"), tmp_path)
+    return new_fleet(request.getfixturevalue("postgres"))
+
+
 @pytest.fixture
-def database(empty_url: str) -> Iterator[Database]:
+def database(ready_url: str) -> Iterator[Database]:
     """Empty, with all tables."""
-    made = connect(empty_url)
-    try:
-        migrate(made)
+    with opened(ready_url) as made:
         yield made
-    finally:
-        made.close()

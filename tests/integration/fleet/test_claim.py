@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.fleet_databases import new_fleet
 from tests.postgres import Postgres
 from tests.unit.fleet.queue.test_claim import *  # noqa: F403
 
@@ -9,6 +10,6 @@ pytestmark = pytest.mark.fleet
 
 
 @pytest.fixture
-def empty_url(postgres: Postgres) -> str:
+def ready_url(postgres: Postgres) -> str:
     """Not on SQLite once more."""
-    return postgres.new_database()
+    return new_fleet(postgres)

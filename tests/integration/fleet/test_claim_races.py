@@ -22,8 +22,9 @@ from sqlalchemy.orm import Session
 
 from groupwise.fleet.queue import admission, capacity, claim
 from groupwise.fleet.queue.request import from_document
-from groupwise.fleet.store.database import Database, connect, migrate
+from groupwise.fleet.store.database import Database, connect
 from groupwise.fleet.store.tables import Attempt, Event, Job, Project, Reservation
+from tests.fleet_databases import new_fleet, opened
 from tests.integration.fleet import dispatchers
 from tests.postgres import Postgres
 from tests.unit.fleet.small_fleet import (
@@ -45,12 +46,8 @@ SECONDS = 120.0
 
 @pytest.fixture
 def database(postgres: Postgres) -> Iterator[Database]:
-    made = connect(postgres.new_database())
-    try:
-        migrate(made)
+    with opened(new_fleet(postgres)) as made:
         yield made
-    finally:
-        made.close()
 
 
 @pytest.fixture

@@ -10,12 +10,13 @@ from sqlalchemy import text
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.queue import claim
-from groupwise.fleet.store.database import Database, connect, migrate
+from groupwise.fleet.store.database import Database
 from groupwise.fleet.store.tables import VM
 from groupwise.fleet.verbs import machines
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.fleet.verbs.machines import NewMachine
 from groupwise.wire.problems import Refusal
+from tests.fleet_databases import new_fleet, opened
 from tests.postgres import Postgres
 from tests.unit.fleet.small_fleet import add_machine, claim_some, statuses, submit
 
@@ -30,12 +31,8 @@ WAITING = text(
 
 @pytest.fixture
 def database(postgres: Postgres) -> Iterator[Database]:
-    made = connect(postgres.new_database())
-    try:
-        migrate(made)
+    with opened(new_fleet(postgres)) as made:
         yield made
-    finally:
-        made.close()
 
 
 @pytest.fixture

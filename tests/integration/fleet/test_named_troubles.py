@@ -315,7 +315,7 @@ def test_a_full_disk_is_told_and_holds_nothing(place: Place) -> None:
     fleet.until(lambda: fleet.status(filler) == "cancelled", PATIENCE, "its cancellation")
     completed(fleet, quiet, fleet.submit([{"steps": 1}], resources={"gpus": 2, "vm": "h2"}))
     rests(place)
-    subprocess.run(within(fleet.hosts["h1"], f"rm {DISK}/attempts/*/work/filler"), check=True)
+    subprocess.run(within(fleet.hosts["h1"], f"rm {DISK}/attempts/*/*/filler"), check=True)
     completed(fleet, fleet.submit([{"steps": 1}], resources={"gpus": 2, "vm": "h1"}))
     judge(place)
 

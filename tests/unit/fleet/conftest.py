@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.fleet.store.database import Database, connect, migrate
+from groupwise.fleet.store.database import Database
+from tests.fleet_databases import copied, migrated_file, opened
+
+__all__ = ["migrated_file"]
 
 
 @pytest.fixture
@@ -15,11 +18,7 @@ def empty_url(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def database(empty_url: str) -> Iterator[Database]:
+def database(migrated_file: Path, tmp_path: Path) -> Iterator[Database]:
     """Empty, with all tables."""
-    made = connect(empty_url)
-    try:
-        migrate(made)
+    with opened(copied(migrated_file, tmp_path)) as made:
         yield made
-    finally:
-        made.close()

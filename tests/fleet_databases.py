@@ -1,0 +1,48 @@
+"""Databases of a fleet with all tables, for tests: copies of one that was migrated once, since that takes longer than most tests."""
+
+import shutil
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from groupwise.fleet.store.database import Database, connect, migrate
+from tests.postgres import Postgres
+
+READY = "ready"
+"""The name of that one on a PostgreSQL."""
+
+
+@pytest.fixture(scope="session")
+def migrated_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An SQLite file."""
+    file = tmp_path_factory.mktemp("ready") / "fleet.db"
+    _migrate(f"sqlite:///{file}")
+    assert [path.name for path in file.parent.iterdir()] == [file.name], "it is whole by itself"
+    return file
+
+
+def copied(file: Path, folder: Path) -> str:
+    """The URL of a copy."""
+    return f"sqlite:///{shutil.copyfile(file, folder / file.name)}"
+
+
+def new_fleet(postgres: Postgres) -> str:
+    """The URL of a database of this server."""
+    if not postgres.has(READY):
+        postgres.execute(f"CREATE DATABASE {READY}")
+        _migrate(postgres.url(READY))
+    return postgres.new_database(READY)
+
+
+def _migrate(url: str) -> None:
+    with closing(connect(url)) as database:
+        migrate(database)
+
+
+@contextmanager
+def opened(url: str) -> Iterator[Database]:
+    """Connected to it."""
+    with closing(connect(url)) as database:
+        yield database
