@@ -329,6 +329,11 @@ class _Task:
         await self._tidy(state, files)
         return said
 
+    async def _highest(self) -> int:
+        """Epoch of that name, ended or not: a launch under one that was there is none."""
+        seen = await self.runner.observe(probe=NO_PROBE)
+        return max((s.epoch for s in seen.attempts if s.job == self.job), default=0)
+
     async def _live(self) -> MemberState | None:
         seen = await self.runner.observe(probe=NO_PROBE)
         alive = [s for s in seen.attempts if s.job == self.job and s.state in ALIVE]
@@ -338,7 +343,7 @@ class _Task:
         self, spec: JobSpec, files: Manifest, secrets: Mapping[str, str], hello: Hello
     ) -> MemberState:
         """Launched, or found launched by somebody who was quicker."""
-        epoch = int(_now_of(hello))
+        epoch = max(int(_now_of(hello)), await self._highest() + 1)
         for turn in range(LAUNCHES):
             sent = await self.runner.provide(self.store, files)
             if sent:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from groupwise.fleet import tracker
 from groupwise.fleet.doorbells.nats import NatsAccess, NatsLink
 from groupwise.fleet.store import events
 from groupwise.fleet.store.database import Database
@@ -78,10 +79,11 @@ async def test_a_plain_subscriber_hears_how_jobs_ended(server: nats.Nats, databa
     assert (second["job_id"], second["status"], second["exit_code"]) == ("b", "failed", 1)
 
 
-async def test_where_it_is_new_it_begins_with_what_ends_from_now_on(
-    server: nats.Nats, database: Database
+async def test_where_it_is_new_it_begins_with_the_last_hour(
+    server: nats.Nats, database: Database, monkeypatch: pytest.MonkeyPatch
 ):
     end(database, "long-ago")
+    monkeypatch.setattr(tracker, "RECENT", -60.0)
     with server.subscribed("jobs.*") as payloads:
         async with tracking(server, database):
             end(database, "new")

@@ -344,7 +344,8 @@ async def test_a_launch_that_arrives_late_is_the_same_launch(rig: Rig) -> None:
         host.fail("launch", Fault.LATE)
     async with running(rig.dispatcher()):
         rig.submit("job")
-        await rig.until(begun(rig, "job"))
+        await rig.until(lambda: any(h._late for h in rig.rack))  # pyright: ignore[reportPrivateUsage]
+        await rig.until(lambda: any(a.running_at for a in rig.attempts("job")))
         assert sum([await host.deliver() for host in rig.rack]) == 1
         await rig.until(rig.has("job", "completed"))
         await rig.until(rig.is_clean)
