@@ -2,6 +2,8 @@
 # TORCH=cpu|cuda|auto chooses the torch build, PYTHON=python3.12 the interpreter.
 PYTHON ?= python3
 WORKERS ?= 2
+# Those of the fleet wait for their servers most of the time.
+FLEET_WORKERS ?= 3
 READY := @$(PYTHON) scripts/bootstrap.py
 BIN := .venv/bin
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
@@ -19,7 +21,7 @@ test: ## run the tests (ARGS="-k name" selects), but for those of test-server an
 test-server: ## run the tests of the training server that start it, and kill it
 	$(READY) && $(PYTEST) -n $(WORKERS) --dist loadfile -m "server and not soak and not gpu" $(ARGS) tests/integration tests/acceptance
 test-fleet: ## run the tests of the fleet, with real PostgreSQL, NATS and sshd (installs them where it may)
-	$(READY) && $(BIN)/python scripts/real_servers.py && GROUPWISE_REAL_SERVERS=1 $(PYTEST) -n $(WORKERS) --dist loadfile -m "fleet and not soak and not gpu" $(ARGS) tests/integration/fleet tests/contract/test_host_contract.py tests/unit/fleet tests/unit/hosts tests/unit/cli/test_fleet.py tests/acceptance/test_docs.py
+	$(READY) && $(BIN)/python scripts/real_servers.py && GROUPWISE_REAL_SERVERS=1 $(PYTEST) -n $(FLEET_WORKERS) --dist loadfile -m "fleet and not soak and not gpu" $(ARGS) tests/integration/fleet tests/contract/test_host_contract.py tests/unit/fleet tests/unit/hosts tests/unit/cli/test_fleet.py tests/acceptance/test_docs.py
 check: ## lint, format, types, layers, dependencies
 	$(READY) && $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/pyright && $(BIN)/lint-imports && $(BIN)/deptry .
 fix: ## mend what a machine can mend
