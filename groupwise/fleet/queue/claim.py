@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from ipaddress import ip_address
 from typing import Any
 
 from sqlalchemy import (
@@ -55,6 +54,7 @@ from groupwise.fleet.store.tables import (
     this_moment,
 )
 from groupwise.hosts.spec import as_json
+from groupwise.http.addresses import is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -351,15 +351,8 @@ def _book(session: Session, found: View, plan: _Plan, lease: Lease) -> list[Clai
 
 def _led(placement: Placement, addresses: Mapping[str, str]) -> Placement:
     """Rank 0 is where all others meet, so it is not a machine that only itself finds by its address."""
-    seats = sorted(placement.seats, key=lambda seat: _is_of_itself(addresses[seat.vm_id]))
+    seats = sorted(placement.seats, key=lambda seat: is_loopback(addresses[seat.vm_id]))
     return replace(placement, seats=tuple(seats))
-
-
-def _is_of_itself(address: str) -> bool:
-    try:
-        return ip_address(address).is_loopback
-    except ValueError:  # a name
-        return address == "localhost"
 
 
 @dataclass(frozen=True, slots=True)
