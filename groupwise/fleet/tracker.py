@@ -173,9 +173,8 @@ class Tracker:
                 if not failing:
                     logger.warning("%s: the events cannot be read: %s", self._outlet.name, error)
                 failing, more = True, False
-            except (
-                Exception
-            ):  # what stops one outlet must not stop the others, which are told beside it
+            # what stops one outlet must not stop the others, which are told beside it
+            except Exception:
                 if not failing:
                     logger.exception("%s crashed and goes on", self._outlet.name)
                 failing, more = True, False

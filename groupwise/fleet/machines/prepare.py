@@ -319,31 +319,28 @@ class _Task:
         self, spec: JobSpec, files: Manifest, secrets: Mapping[str, str], hello: Hello
     ) -> dict[str, Any]:
         """What it says of itself at its end."""
-        state = await self._live()
+        known = await self._known()
+        state = _live(known)
         if state is not None:
             self.tell("it is being made already, by another `vm prepare`; what follows is its log")
         else:
-            state = await self._begun(spec, files, secrets, hello)
+            # A launch under the epoch of one that was there, ended or not, is none.
+            epoch = max([int(_now_of(hello)), *(each.epoch + 1 for each in known)])
+            state = await self._begun(spec, files, secrets, epoch)
         state = await _Follower(self.runner, self.tell).follow(state)
         said = await self._result(state)
         await self._tidy(state, files)
         return said
 
-    async def _highest(self) -> int:
-        """Epoch of that name, ended or not: a launch under one that was there is none."""
+    async def _known(self) -> list[MemberState]:
+        """All of that name that the machine has a folder of."""
         seen = await self.runner.observe(probe=NO_PROBE)
-        return max((s.epoch for s in seen.attempts if s.job == self.job), default=0)
-
-    async def _live(self) -> MemberState | None:
-        seen = await self.runner.observe(probe=NO_PROBE)
-        alive = [s for s in seen.attempts if s.job == self.job and s.state in ALIVE]
-        return alive[-1] if alive else None
+        return [state for state in seen.attempts if state.job == self.job]
 
     async def _begun(
-        self, spec: JobSpec, files: Manifest, secrets: Mapping[str, str], hello: Hello
+        self, spec: JobSpec, files: Manifest, secrets: Mapping[str, str], epoch: int
     ) -> MemberState:
         """Launched, or found launched by somebody who was quicker."""
-        epoch = max(int(_now_of(hello)), await self._highest() + 1)
         for turn in range(LAUNCHES):
             sent = await self.runner.provide(self.store, files)
             if sent:
@@ -355,7 +352,7 @@ class _Task:
                 return state
             if state.refused.code != "lower_epoch":
                 raise PrepareError(f"the machine's runner will not: {state.refused.message}")
-            live = await self._live()
+            live = _live(await self._known())
             if live is not None:
                 return live
             epoch += (
@@ -396,6 +393,11 @@ class _Task:
             await self.runner.sweep([entry.sha256 for entry in files.values()])
         except HostError:
             pass  # what is left takes room and does no harm; the next build looks again
+
+
+def _live(states: Sequence[MemberState]) -> MemberState | None:
+    alive = [state for state in states if state.state in ALIVE]
+    return alive[-1] if alive else None
 
 
 def _is_old(state: MemberState, own: MemberState) -> bool:
