@@ -1,13 +1,12 @@
 """Databases of a fleet with all tables, for tests: copies of one that was migrated once, since that takes longer than most tests."""
 
 import shutil
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from groupwise.fleet.store.database import Database, connect, migrate
+from groupwise.fleet.store.database import connect, migrate
 from tests.postgres import Postgres
 
 READY = "ready"
@@ -39,10 +38,3 @@ def new_fleet(postgres: Postgres) -> str:
 def _migrate(url: str) -> None:
     with closing(connect(url)) as database:
         migrate(database)
-
-
-@contextmanager
-def opened(url: str) -> Iterator[Database]:
-    """Connected to it."""
-    with closing(connect(url)) as database:
-        yield database

@@ -1,12 +1,13 @@
 """Both databases of a fleet. A suite of `tests/unit/fleet` that is imported here runs on both."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from groupwise.fleet.store.database import Database
-from tests.fleet_databases import copied, migrated_file, new_fleet, opened
+from groupwise.fleet.store.database import Database, connect
+from tests.fleet_databases import copied, migrated_file, new_fleet
 from tests.postgres import Postgres, server
 from tests.ssh_hosts import full_machines, network_of_the_fleet, plain_machines
 
@@ -40,5 +41,5 @@ def ready_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 @pytest.fixture
 def database(ready_url: str) -> Iterator[Database]:
     """Empty, with all tables."""
-    with opened(ready_url) as made:
+    with closing(connect(ready_url)) as made:
         yield made

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from groupwise.fleet.queue import admission, capacity, claim
 from groupwise.fleet.queue.request import from_document
 from groupwise.fleet.store.database import Database, connect
 from groupwise.fleet.store.tables import Attempt, Event, Job, Project, Reservation
-from tests.fleet_databases import new_fleet, opened
+from tests.fleet_databases import new_fleet
 from tests.integration.fleet import dispatchers
 from tests.postgres import Postgres
 from tests.unit.fleet.small_fleet import (
@@ -46,7 +47,7 @@ SECONDS = 120.0
 
 @pytest.fixture
 def database(postgres: Postgres) -> Iterator[Database]:
-    with opened(new_fleet(postgres)) as made:
+    with closing(connect(new_fleet(postgres))) as made:
         yield made
 
 

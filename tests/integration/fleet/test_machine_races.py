@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -10,13 +11,13 @@ from sqlalchemy import text
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.queue import claim
-from groupwise.fleet.store.database import Database
+from groupwise.fleet.store.database import Database, connect
 from groupwise.fleet.store.tables import VM
 from groupwise.fleet.verbs import machines
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.fleet.verbs.machines import NewMachine
 from groupwise.wire.problems import Refusal
-from tests.fleet_databases import new_fleet, opened
+from tests.fleet_databases import new_fleet
 from tests.postgres import Postgres
 from tests.unit.fleet.small_fleet import add_machine, claim_some, statuses, submit
 
@@ -31,7 +32,7 @@ WAITING = text(
 
 @pytest.fixture
 def database(postgres: Postgres) -> Iterator[Database]:
-    with opened(new_fleet(postgres)) as made:
+    with closing(connect(new_fleet(postgres))) as made:
         yield made
 
 

@@ -316,34 +316,41 @@ def by_row(fleet: WholeFleet, job_id: str, secrets: Mapping[str, str]) -> None:
     )
 
 
-def test_a_row_that_is_changed_after_its_admission_gets_no_more(fleet: WholeFleet) -> None:
-    """Whoever may write rows may write them at any time."""
+@contextlib.contextmanager
+def held_job(fleet: WholeFleet) -> Iterator[str]:
+    """Admitted, and released at the end."""
     key = fleet.cli("key", "new", "act").stdout.decode().strip()
     with fleet.api() as address:
         noted = Noted(address, key)
         asked = {"arguments": ["true"], "secrets": SECRETS, "hold": True}
         job_id = noted.ask("POST", "/jobs", json=asked).json()["job_id"]
-        changed = json.dumps({"arguments": ["true"], "secrets": {"TOKEN": "env:OWN_TOKEN"}})
-        change = "UPDATE jobs SET request = %s WHERE job_id = %s"
-        with pytest.raises(psycopg.errors.CheckViolation, match="does not change"):
-            fleet.sql(change, changed, job_id)
+        yield job_id
         noted.ask("POST", f"/jobs/{job_id}/release")
+
+
+def ask_for_another_secret(fleet: WholeFleet, job_id: str) -> None:
+    """By a row."""
+    changed = json.dumps({"arguments": ["true"], "secrets": {"TOKEN": "env:OWN_TOKEN"}})
+    fleet.sql("UPDATE jobs SET request = %s WHERE job_id = %s", changed, job_id)
+
+
+def test_a_row_that_is_changed_after_its_admission_gets_no_more(fleet: WholeFleet) -> None:
+    """Whoever may write rows may write them at any time."""
+    with (
+        held_job(fleet) as job_id,
+        pytest.raises(psycopg.errors.CheckViolation, match="does not change"),
+    ):
+        ask_for_another_secret(fleet, job_id)
     fleet.ended(job_id, status="completed")
     expect_written_nowhere(fleet, *ALL)
 
 
 def test_the_dispatcher_looks_into_what_it_launches_once_more(fleet: WholeFleet) -> None:
     """Whoever owns the database may take its triggers away, too."""
-    key = fleet.cli("key", "new", "act").stdout.decode().strip()
-    with fleet.api() as address:
-        noted = Noted(address, key)
-        asked = {"arguments": ["true"], "secrets": SECRETS, "hold": True}
-        job_id = noted.ask("POST", "/jobs", json=asked).json()["job_id"]
-        changed = json.dumps({"arguments": ["true"], "secrets": {"TOKEN": "env:OWN_TOKEN"}})
+    with held_job(fleet) as job_id:
         fleet.sql("ALTER TABLE jobs DISABLE TRIGGER fleet_job_request")
-        fleet.sql("UPDATE jobs SET request = %s WHERE job_id = %s", changed, job_id)
+        ask_for_another_secret(fleet, job_id)
         fleet.sql("ALTER TABLE jobs ENABLE TRIGGER fleet_job_request")
-        noted.ask("POST", f"/jobs/{job_id}/release")
     assert "allowed_secrets" in str(fleet.ended(job_id, status="failed").failure_reason)
     expect_written_nowhere(fleet, *ALL)
 

@@ -1,12 +1,13 @@
 """A fleet's database for tests of what stands on it: SQLite, which is there in a hundredth of a second."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from groupwise.fleet.store.database import Database
-from tests.fleet_databases import copied, migrated_file, opened
+from groupwise.fleet.store.database import Database, connect
+from tests.fleet_databases import copied, migrated_file
 
 __all__ = ["migrated_file"]
 
@@ -20,5 +21,5 @@ def empty_url(tmp_path: Path) -> str:
 @pytest.fixture
 def database(migrated_file: Path, tmp_path: Path) -> Iterator[Database]:
     """Empty, with all tables."""
-    with opened(copied(migrated_file, tmp_path)) as made:
+    with closing(connect(copied(migrated_file, tmp_path))) as made:
         yield made
