@@ -1916,8 +1916,8 @@ QUICK = (
         (
             (
                 "fleet/machines/prepare.py",
-                "        return alive[-1] if alive else None",
-                "        return None",
+                "    return alive[-1] if alive else None",
+                "    return None",
             ),
         ),
         (f"{PREPARE}::test_two_at_once_make_it_once",),
