@@ -150,6 +150,7 @@ def claim(urls: Mapping[str, Database]) -> list[Figure]:
             Figure("claim, all queued, p99", kind, "ms", seen.queued.p99, most=50),
             Figure("claim, many pending, p99", kind, "ms", seen.pending.p99, most=50),
             Figure("release before a claim, p99", kind, "ms", seen.release.p99),
+            Figure("marking after a claim, p99", kind, "ms", seen.mark.p99),
             Figure("rows admitted", kind, "a second", seen.admitted_per_second),
         ]
         if seen.racing is not None:

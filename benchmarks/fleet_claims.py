@@ -2,8 +2,9 @@
 
 Without a URL it starts a PostgreSQL of its own. 100,000 jobs wait on a fleet that is full: of ten projects, of which two have quotas, with
 one to eight GPUs, some of them on two machines, some with a minimum of memory or a priority, some to come after others. Then one attempt
-after another ends: the release with its waking, and the claim that follows, are timed one by one. Once with the jobs still queued, and once
-with most of them pending, as they are after dispatchers have looked at them. At last eight dispatchers, each a process, claim at once.
+after another ends: the release with its waking, the claim that follows, and the marking of jobs that found no room, for which nothing that
+begins waits, are timed one by one. Once with the jobs still queued, and once with most of them pending, as they are after dispatchers have
+looked at them. At last eight dispatchers, each a process, claim at once.
 """
 
 from __future__ import annotations
@@ -50,13 +51,14 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Of the claims while jobs are queued, while they are pending, and of the releases before the latter."""
+    """Of the claims while jobs are queued, while they are pending, and of the releases before and the marking after the latter."""
 
     jobs: int
     admitted_per_second: float
     queued: Quantiles
     pending: Quantiles
     release: Quantiles
+    mark: Quantiles
     racing: Quantiles | None
     """Eight at once; None: SQLite has one dispatcher."""
 
@@ -86,15 +88,15 @@ def measure(url: str, jobs: int = JOBS) -> Found:
         analyse(database)
         keep_what_is_there()
         show("waiting", waiting(database))
-        _, queued = rounds(database)
+        _, queued, _ = rounds(database)
         show("claim, all queued", queued)
         mark(database)
         analyse(database)
         show("waiting", waiting(database))
-        release, pending = rounds(database)
+        release, pending, marking = rounds(database)
         show("claim, many pending", pending)
         racing = None if database.dialect == "sqlite" else race(url)
-        return Found(jobs, jobs / admitted, queued, pending, release, racing)
+        return Found(jobs, jobs / admitted, queued, pending, release, marking, racing)
 
 
 def add_machines(session: Session) -> None:
@@ -146,21 +148,27 @@ def admit_all(database: Database) -> None:
 
 def fill(database: Database) -> None:
     """Until nothing finds room."""
-    while claim_once(database, limit=32):
+    while claim_once(database, limit=32).made:
         pass
 
 
-def claim_once(database: Database, limit: int, owner: str = "bench") -> list[claim.Claimed]:
+def claim_once(database: Database, limit: int, owner: str = "bench") -> claim.Round:
     """One transaction."""
     return database.run(
         lambda session: claim.claim(session, owner=owner, lease_seconds=3600.0, limit=limit)
     )
 
 
+def mark_once(database: Database, found: claim.Round, owner: str = "bench") -> None:
+    """Another one, as a dispatcher makes it after each claim that met jobs without room."""
+    if (unplaced := found.unplaced) is not None:
+        database.run(lambda session: claim.mark(session, unplaced, owner))
+
+
 def mark(database: Database) -> None:
     """Claims that find no room."""
     for _ in range(MARKED):
-        claim_once(database, limit=32)
+        mark_once(database, claim_once(database, limit=32))
 
 
 def analyse(database: Database) -> None:
@@ -168,18 +176,22 @@ def analyse(database: Database) -> None:
     database.run(lambda session: session.execute(text("ANALYZE")))
 
 
-def rounds(database: Database, count: int = ROUNDS) -> tuple[Quantiles, Quantiles]:
-    """Release one attempt, then claim what was woken, again and again."""
+def rounds(database: Database, count: int = ROUNDS) -> tuple[Quantiles, Quantiles, Quantiles]:
+    """Release one attempt, claim what was woken and mark what found no room, again and again."""
     releases: list[float] = []
     claims: list[float] = []
+    marks: list[float] = []
     for _ in range(count):
         begun = time.perf_counter()
         database.run(release_oldest)
         released = time.perf_counter()
-        claim_once(database, limit=4)
-        claims.append(time.perf_counter() - released)
+        found = claim_once(database, limit=4)
+        claimed = time.perf_counter()
+        mark_once(database, found)
+        marks.append(time.perf_counter() - claimed)
+        claims.append(claimed - released)
         releases.append(released - begun)
-    return quantiles(releases), quantiles(claims)
+    return quantiles(releases), quantiles(claims), quantiles(marks)
 
 
 def release_oldest(session: Session) -> None:
@@ -214,8 +226,9 @@ def racer(url: str, number: int) -> list[float]:
         for _ in range(ROUNDS // RACERS):
             database.run(release_oldest)
             begun = time.perf_counter()
-            claim_once(database, limit=4, owner=f"bench-{number}")
+            found = claim_once(database, limit=4, owner=f"bench-{number}")
             claims.append(time.perf_counter() - begun)
+            mark_once(database, found)
             time.sleep(0.2)
     return claims
 

@@ -326,7 +326,7 @@ QUICK = (
     Mutation(
         "quota",
         "what is booked is not counted again",
-        (("fleet/queue/claim.py", "names), found.held, limits)", "names), found.held)"),),
+        (("fleet/queue/claim.py", "held=found.held, quotas=plan.quotas", "held=found.held"),),
         (f"{CLAIM}::test_a_share_is_not_begun_on_one_gpu_more_than_the_quota_has",),
     ),
     Mutation(

@@ -270,19 +270,28 @@ class GlobalJobDispatcher:
     async def claim(self) -> int:
         """Admit what is new, claim while there is something to claim; how many attempts that made."""
         await self._admit()
-        total, lease = 0, self._tuning.rhythm.lease
+        total = 0
         while True:
-            asked = time.monotonic()
-            made = await self._gateway.commit(
-                "job.claim",
-                lambda s: claim.claim(
-                    s, owner=self.owner, lease_seconds=lease, limit=CLAIMED_AT_ONCE
-                ),
-            )
-            self._own([each.epoch for each in made], asked + lease)
-            total += len(made)
-            if not made:
+            found = await self._claim_once()
+            total += len(found.made)
+            woken = await self._mark(found.unplaced)
+            if not (found.again or (found.made and woken)):
                 return total
+
+    async def _claim_once(self) -> claim.Round:
+        asked, lease = time.monotonic(), self._tuning.rhythm.lease
+        found = await self._gateway.commit(
+            "job.claim",
+            lambda s: claim.claim(s, owner=self.owner, lease_seconds=lease, limit=CLAIMED_AT_ONCE),
+        )
+        self._own([each.epoch for each in found.made], asked + lease)
+        return found
+
+    async def _mark(self, unplaced: claim.Unplaced | None) -> bool:
+        """After those that begin are on their way."""
+        if unplaced is None:
+            return False
+        return await self._gateway.commit("job.mark", lambda s: claim.mark(s, unplaced, self.owner))
 
     async def _admit(self) -> None:
         """Rows that people wrote by hand; the queue gets them a batch at a time."""

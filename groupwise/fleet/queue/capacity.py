@@ -18,6 +18,7 @@ A job that was woken may leave the queue without using what woke it (cancelled, 
 from __future__ import annotations
 
 import heapq
+from collections import deque
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -47,6 +48,7 @@ from groupwise.fleet.queue.placement import (
     apply,
     has_room,
     place,
+    room,
     withhold,
 )
 from groupwise.fleet.queue.request import dependency
@@ -62,7 +64,7 @@ STALE_LOOKS = 4
 """Nor one that is looked at more rarely, and was not for so many times as long as between two looks."""
 LOOK_SECONDS = "look_seconds"
 """Beside the facts of a machine: how often its poller looks at it."""
-MOST_PATIENT = 64
+MOST_PATIENT = 16
 """Jobs for which something is withheld at once."""
 MOST_WOKEN = 64
 """At once; when they are placed, claims that find the queue empty wake the next."""
@@ -102,8 +104,13 @@ class View:
 
     now: float
     machines: dict[str, Machine]
+    patient: deque[tuple[RankKey, Resources, str]] = field(
+        default_factory=deque[tuple[RankKey, Resources, str]]
+    )
+    """Jobs, of projects, that have waited for long, in their order, and for which it has not been found out yet what to withhold: that is
+    done when somebody behind them looks."""
     held: list[tuple[RankKey, Held]] = field(default_factory=list[tuple[RankKey, Held]])
-    """What is withheld for jobs that have waited for long, in their order."""
+    """What is withheld for others of them, in their order."""
     quotas: dict[str, Quota] = field(default_factory=dict[str, Quota])
     """Of projects that have one."""
 
@@ -131,9 +138,8 @@ class View:
         """The same placement without reasons: machines that have nothing free for anybody, most of a full fleet, are passed over."""
         if self.over_quota(resources, project):
             return None
-        roomy = self._open_to(resources, project, filter(has_room, self.machines.values()))
-        found = place(resources, roomy, held_for_others=self.held_before(key), avoid=avoid)
-        return found if isinstance(found, Placement) else None
+        open_to_it = self._open_to(resources, project, self.machines.values())
+        return room(resources, open_to_it, self.held_before(key), avoid)
 
     def take(self, placement: Placement, resources: Resources, project: str) -> None:
         """Book it, so that what is looked at next sees what is left."""
@@ -142,9 +148,10 @@ class View:
             taken = {gpu.gpu_id for seat in placement.seats for gpu in seat.gpus}
             self.quotas[project] = replace(quota, held=quota.held | taken)
 
-    def is_full(self) -> bool:
-        """Nothing whatever is free, so that no job need be looked at."""
-        return not any(map(has_room, self.machines.values()))
+    def is_full(self, after: RankKey | None = None) -> bool:
+        """Nothing whatever is free, or nothing for who stands behind this job, so that none need be looked at."""
+        held = NOTHING_HELD if after is None else self.held_before(after)
+        return not any(has_room(machine, held) for machine in self.machines.values())
 
     def over_quota(self, resources: Resources, project: str) -> Blocked | None:
         """Why the project may not have that much more, wherever it were; a share may be one of a GPU that it has already."""
@@ -184,6 +191,10 @@ class View:
 
     def held_before(self, key: RankKey) -> Held:
         """What is withheld for others: those that stand before it in the queue."""
+        while self.patient and self.patient[0][0] < key:
+            other, resources, project = self.patient.popleft()
+            if self.over_quota(resources, project) is None:
+                self.withhold_for(resources, project, other)
         together = NOTHING_HELD
         for other, held in self.held:
             if other < key:
@@ -213,20 +224,26 @@ def view(session: Session, projects: Collection[str]) -> View:
     now = seconds(session)
     patient = _patient(session, now)
     counted = {*projects, *(project for _, _, project in patient)}
-    found = View(now, machines(session, now), quotas=quotas(session, counted))
-    for key, resources, project in patient:
-        if found.over_quota(resources, project) is None:
-            found.withhold_for(resources, project, key)
-    return found
+    taken = _taken(session, None)
+    limits = {
+        name: Quota(most, frozenset(taken.of_project.get(name, ())))
+        for name, most in _limits(session, counted).items()
+    }
+    return View(now, _machines(session, now, None, taken), deque(patient), quotas=limits)
 
 
 def machines(
     session: Session, now: float, vm_ids: Collection[str] | None = None
 ) -> dict[str, Machine]:
     """The machines of the fleet, or these of them, as placement sees them."""
+    return _machines(session, now, vm_ids, _taken(session, vm_ids))
+
+
+def _machines(
+    session: Session, now: float, vm_ids: Collection[str] | None, taken: _Taken
+) -> dict[str, Machine]:
     of_these = VM.active if vm_ids is None else VM.active & VM.vm_id.in_(vm_ids)
     rows = session.execute(select(*_VM_COLUMNS).where(of_these)).all()
-    taken = _taken(session, vm_ids)
     gpus = _gpus(session, vm_ids, taken)
     found: dict[str, Machine] = {}
     for row in rows:
@@ -305,6 +322,8 @@ class _Taken:
     cpus: dict[str, int] = field(default_factory=dict[str, int])
     ram_mb: dict[str, int] = field(default_factory=dict[str, int])
     """By machine, of the jobs that asked for some."""
+    of_project: dict[str, set[int]] = field(default_factory=dict[str, set[int]])
+    """GPUs, whole or shared."""
 
 
 def _taken(session: Session, vm_ids: Collection[str] | None) -> _Taken:
@@ -316,6 +335,7 @@ def _taken(session: Session, vm_ids: Collection[str] | None) -> _Taken:
             Reservation.slot,
             Reservation.share_mb,
             Reservation.epoch,
+            Job.project,
             Job.resources["cpus"].as_integer().label("cpus"),
             Job.resources["ram_mb"].as_integer().label("ram_mb"),
         )
@@ -333,6 +353,8 @@ def _taken(session: Session, vm_ids: Collection[str] | None) -> _Taken:
             found.whole.add(row.gpu_id)
         else:
             found.shares[row.gpu_id] = found.shares.get(row.gpu_id, 0) + row.share_mb
+        if row.gpu_id is not None:
+            found.of_project.setdefault(row.project, set()).add(row.gpu_id)
         if (row.vm_id, row.epoch) not in members:
             members.add((row.vm_id, row.epoch))
             found.cpus[row.vm_id] = found.cpus.get(row.vm_id, 0) + (row.cpus or 0)
@@ -410,12 +432,7 @@ def lock_quotas(session: Session, projects: Collection[str], *, waiting: bool = 
 
 def quotas(session: Session, projects: Collection[str]) -> dict[str, Quota]:
     """What these projects may have and use, where they have a quota."""
-    if not projects:
-        return {}
-    query = select(Project.name, Project.max_gpus).where(
-        Project.name.in_(projects), Project.max_gpus.is_not(None)
-    )
-    limits = dict(session.execute(query).all())
+    limits = _limits(session, projects)
     if not limits:
         return {}
     used = (
@@ -429,11 +446,14 @@ def quotas(session: Session, projects: Collection[str]) -> dict[str, Quota]:
     for project, gpu_id in session.execute(used):
         if gpu_id is not None:
             held.setdefault(project, set()).add(gpu_id)
-    return {
-        name: Quota(most, frozenset(held.get(name, ())))
-        for name, most in limits.items()
-        if most is not None
-    }
+    return {name: Quota(most, frozenset(held.get(name, ()))) for name, most in limits.items()}
+
+
+def _limits(session: Session, projects: Collection[str]) -> dict[str, int]:
+    """GPUs that these may have at once, where that is limited."""
+    query = select(Project.name, Project.max_gpus).where(Project.name.in_(projects))
+    rows = session.execute(query).all() if projects else ()
+    return {name: most for name, most in rows if most is not None}
 
 
 def _patient(session: Session, now: float) -> list[tuple[RankKey, Resources, str]]:
@@ -478,7 +498,7 @@ def best_of_shapes(session: Session) -> list[Waiting]:
     """One for each shape, in the order of the queue. It reads as many rows as there are shapes, however many jobs wait."""
     waiting = (PENDING, Job.blocked_on.is_(None))
     shapes = _distinct(Job.shape, *waiting)
-    best = (
+    first = (
         select(Job.job_id)
         .where(*waiting, Job.shape == shapes.c.value)
         .order_by(Job.rank, Job.job_id)
@@ -486,12 +506,12 @@ def best_of_shapes(session: Session) -> list[Waiting]:
         .correlate(shapes)
         .scalar_subquery()
     )
-    ids = [job_id for job_id in session.scalars(select(best).select_from(shapes)) if job_id]
-    if not ids:
-        return []
+    # Found by its index first, whatever the statistics say of how many there are.
+    best = select(first.label("job_id")).select_from(shapes).cte("best")
+    best = best.prefix_with("MATERIALIZED", dialect="postgresql")
     query = select(
         Job.job_id, Job.shape, Job.rank, Job.resources, Job.project, Job.waiting_since
-    ).where(Job.job_id.in_(ids))
+    ).join(best, best.c.job_id == Job.job_id)
     found = [
         Waiting(
             row.shape,
@@ -636,8 +656,8 @@ def _wake_in_order(session: Session, found: View, waiting: Sequence[Waiting], ac
     woken: list[str] = []
     while best and len(woken) < MOST_WOKEN:
         key, each = heapq.heappop(best)
-        placement = trial.look(each.resources, each.project, key)
-        if isinstance(placement, Blocked):
+        placement = trial.room_for(each.resources, each.project, key)
+        if placement is None:
             continue
         trial.take(placement, each.resources, each.project)
         woken.append(key[1])

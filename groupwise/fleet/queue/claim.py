@@ -1,4 +1,4 @@
-"""Jobs from the queue onto machines: the one transaction that makes an attempt, with all that it holds.
+"""Jobs from the queue onto machines: the transaction that makes attempts, with all that they hold, and the one for jobs without room.
 
 A dispatcher calls `claim`. It takes the best-ranked jobs that may begin, locked so that no other dispatcher takes them too, looks at the
 fleet once (`capacity.view`) and plans where each would go. Then it locks the machines of that plan, in the order of their names, reads
@@ -6,10 +6,11 @@ them anew and books what is still free: attempt, members, reservations and the j
 meanwhile stays queued for the next round. The database refuses a second reservation of a GPU whatever this file does; such a job is
 rolled back alone.
 
-Jobs that find no room become pending, all queued ones of the same shape with them, so that the head of the queue never fills up with jobs
-that cannot begin. `capacity.py` says how they come back and why none is forgotten.
+Jobs that found no room become pending, all queued ones of the same shape with them, so that the head of the queue never fills up with
+jobs that cannot begin. That is a transaction of its own, `mark`, so that nobody who is to begin waits for it: it looks anew, and a job that
+was not marked because its dispatcher died is simply met again. `capacity.py` says how they come back and why none is forgotten.
 
-Locks are taken in one order everywhere: jobs, projects, machines, marking.
+Locks are taken in one order everywhere: jobs, projects, machines, marking. Who has marked waits for no row.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from sqlalchemy.orm import Session
 
 from groupwise.errors import UsageError
 from groupwise.fleet.queue import capacity, kinds
-from groupwise.fleet.queue.capacity import QUEUED, RankKey, Unmet, View
+from groupwise.fleet.queue.capacity import QUEUED, Quota, RankKey, Unmet, View
 from groupwise.fleet.queue.failures import FailureClass
 from groupwise.fleet.queue.placement import PATIENCE_SECONDS, Blocked, Placement, Seat
 from groupwise.fleet.queue.request import Columns
@@ -83,29 +84,68 @@ class Claimed:
     placement: Placement
 
 
-def claim(session: Session, *, owner: str, lease_seconds: float, limit: int) -> list[Claimed]:
-    """Make attempts for up to `limit` queued jobs, leased to `owner`. An empty list: nothing that is queued can begin now."""
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What came of one look at the queue."""
+
+    made: Sequence[Claimed] = ()
+    unplaced: Unplaced | None = None
+    """What is to be marked, if anything."""
+    again: bool = False
+    """Some were made, and there may be more that can begin now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unplaced:
+    """Jobs that were met in the queue and could not begin."""
+
+    dependent: Sequence[_Candidate]
+    """They are to come after jobs that have not ended yet."""
+    blocked: Sequence[_Candidate]
+    """For each shape the first that found no room."""
+    drained: bool
+    """There was nothing else in the queue."""
+
+
+def claim(session: Session, *, owner: str, lease_seconds: float, limit: int) -> Round:
+    """Make attempts for up to `limit` queued jobs, leased to `owner`."""
     now = seconds(session)
     jobs = _candidates(session, now, limit)
     if not jobs:
         capacity.wake_unnoticed(session, None)
-        return []
-    found = _look(session, jobs)
+        return Round()
     plan = _Plan()
+    found = _look(session, plan, jobs)
     drained = _plan_all(session, found, plan, jobs, limit)
-    claimed = _book(session, found, plan, Lease(owner, lease_seconds))
+    made = _book(session, found, plan, Lease(owner, lease_seconds))
+    more = len(made) < len(plan.placed) or not (drained or plan.full)
+    if plan.dependent or plan.blocked:
+        blocked = sorted(plan.blocked.values(), key=lambda each: each.key)
+        unplaced = Unplaced(plan.dependent, blocked, drained)
+        return Round(made, unplaced, again=bool(made) and more)
+    woken = capacity.wake_unnoticed(session, found) if drained else 0
+    return Round(made, again=bool(made) and (more or bool(woken)))
+
+
+def mark(session: Session, unplaced: Unplaced, owner: str) -> bool:
+    """Jobs become pending that still cannot begin, now that nobody can release anything unnoticed; whether others were woken instead."""
+    actor = f"dispatcher:{owner}"
+    capacity.lock_marking(session)
     with events.gathered(session):
-        marked = _settle(session, plan, f"dispatcher:{owner}")
-    if drained:
-        capacity.wake_unnoticed(session, marked or found)
-    return claimed
+        _let_wait_for_jobs(session, unplaced.dependent, actor)
+        found = capacity.view(session, {job.project for job in unplaced.blocked})
+        _let_wait_for_room(session, unplaced.blocked, found, actor)
+    return unplaced.drained and bool(capacity.wake_unnoticed(session, found))
 
 
-def _look(session: Session, jobs: Sequence[_Candidate]) -> View:
+def _look(session: Session, plan: _Plan, jobs: Sequence[_Candidate]) -> View:
     """The fleet, with the quotas of these jobs' projects locked, since what is booked counts on them."""
     projects = {job.project for job in jobs}
-    capacity.lock_quotas(session, projects)
-    return capacity.view(session, projects)
+    locked = capacity.lock_quotas(session, projects)
+    found = capacity.view(session, projects)
+    plan.projects.update(projects)
+    plan.quotas.update({name: found.quotas[name] for name in locked})
+    return found
 
 
 # --- candidates -----------------------------------------------------------------------------------
@@ -233,7 +273,7 @@ def _earlier_attempts(session: Session, jobs: Sequence[_Candidate]) -> dict[str,
 # --- planning -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Plan:
     """Where candidates would go, by a look at the fleet without locks."""
 
@@ -242,9 +282,14 @@ class _Plan:
         default_factory=list[tuple[_Candidate, Placement]]
     )
     dependent: list[_Candidate] = field(default_factory=list[_Candidate])
-    """They are to come after jobs that have not ended yet."""
     blocked: dict[str, _Candidate] = field(default_factory=dict[str, _Candidate])
-    """By shape: the first that found no room."""
+    """By shape."""
+    projects: set[str] = field(default_factory=set[str])
+    """Of all candidates so far."""
+    quotas: dict[str, Quota] = field(default_factory=dict[str, Quota])
+    """Of those of them that have one and are locked, so that nobody else books on them; as they were before anything was planned."""
+    full: bool = False
+    """Nothing is left for anybody behind them."""
     busy: set[str] = field(default_factory=set[str])
     """Projects whose quota somebody else is booking on."""
 
@@ -270,20 +315,24 @@ def _plan_all(
         if len(jobs) < wanted:
             return True
         wanted = limit - len(plan.placed)
-        if not wanted or found.is_full():
+        plan.full = found.is_full(jobs[-1].key)
+        if not wanted or plan.full:
             return False
         jobs = _candidates(session, found.now, wanted, plan.blocked, jobs[-1].key)
-        plan.busy.update(_look_at_quotas(session, found, {job.project for job in jobs}))
+        _look_at_quotas(session, found, plan, {job.project for job in jobs})
     return False
 
 
-def _look_at_quotas(session: Session, found: View, projects: Collection[str]) -> set[str]:
-    """Of projects that come in addition; which of them somebody else is booking on, so that their jobs are left for the next round."""
-    added = set(projects) - set(found.quotas)
+def _look_at_quotas(session: Session, found: View, plan: _Plan, projects: Collection[str]) -> None:
+    """Of projects that come in addition. The jobs of those that somebody else is booking on are left for the next round."""
+    added = set(projects) - plan.projects
     locked = capacity.lock_quotas(session, added, waiting=False)
     limits = capacity.quotas(session, added)
-    found.quotas.update({name: quota for name, quota in limits.items() if name in locked})
-    return set(limits) - locked
+    quotas = {name: quota for name, quota in limits.items() if name in locked}
+    found.quotas.update(quotas)
+    plan.projects.update(added)
+    plan.quotas.update(quotas)
+    plan.busy.update(set(limits) - locked)
 
 
 def _plan(found: View, plan: _Plan, jobs: Sequence[_Candidate]) -> None:
@@ -328,9 +377,9 @@ def _book(session: Session, found: View, plan: _Plan, lease: Lease) -> list[Clai
         .with_for_update(key_share=True)
     )
     addresses = {row.vm_id: row.ip_address for row in rows}
-    # The plan has counted on quotas; here they are those of before, and locked. A share is one of a GPU that its project has, or is not.
-    limits = capacity.quotas(session, found.quotas)
-    fresh = View(found.now, capacity.machines(session, found.now, names), found.held, limits)
+    fresh = View(
+        found.now, capacity.machines(session, found.now, names), held=found.held, quotas=plan.quotas
+    )
     now = seconds(session)  # read last: nothing begins before what it was seen to follow had ended
     resume = _checkpoints(session, [job for job, _ in plan.placed])
     bookings: list[_Booking] = []
@@ -532,29 +581,19 @@ def _smaller_spec(session: Session, job: _Candidate) -> dict[str, Any] | None:
 # --- those that do not begin ----------------------------------------------------------------------
 
 
-def _settle(session: Session, plan: _Plan, actor: str) -> View | None:
-    """Mark as pending what still cannot begin, now that nobody can release anything unnoticed; what was seen meanwhile."""
-    if not plan.dependent and not plan.blocked:
-        return None
-    capacity.lock_marking(session)
-    unmet = capacity.unmet(session, {job.job_id: job.after for job in plan.dependent})
-    for job in plan.dependent:
-        if job.job_id in unmet:
-            _wait_for_job(session, job, unmet[job.job_id], actor)
-    if not plan.blocked:
-        return None
-    found = capacity.view(session, {job.project for job in plan.blocked.values()})
-    left = MOST_MARKED
-    for job in sorted(plan.blocked.values(), key=lambda each: each.key):
-        if not left:
-            break
-        answer = found.look(job.resources, job.project, job.key)
-        if isinstance(answer, Blocked):
-            left -= _wait_for_room(session, job, answer, found, actor, left)
-    return found
+def _let_wait_for_jobs(session: Session, jobs: Sequence[_Candidate], actor: str) -> None:
+    unmet = capacity.unmet(session, {job.job_id: job.after for job in jobs})
+    still_queued = (
+        select(Job.job_id)
+        .where(QUEUED, Job.cancel_requested_at.is_(None), Job.job_id.in_(unmet))
+        .order_by(Job.job_id)
+        .with_for_update(skip_locked=True, key_share=True)
+    )
+    for job_id in session.scalars(still_queued).all() if unmet else ():
+        _wait_for_job(session, job_id, unmet[job_id], actor)
 
 
-def _wait_for_job(session: Session, job: _Candidate, unmet: Unmet, actor: str) -> None:
+def _wait_for_job(session: Session, job_id: str, unmet: Unmet, actor: str) -> None:
     if unmet.hopeless:
         values: dict[str, Any] = {
             "status": JobStatus.FAILED,
@@ -569,13 +608,26 @@ def _wait_for_job(session: Session, job: _Candidate, unmet: Unmet, actor: str) -
         }
     session.execute(
         update(Job)
-        .where(Job.job_id == job.job_id)
+        .where(Job.job_id == job_id)
         .values(waiting_since=None, **values)
         .execution_options(synchronize_session=False)
     )
     detail = {"reason": unmet.reason}
     to = values["status"]
-    capacity.tell_of_jobs(session, [job.job_id], JobStatus.QUEUED, to, actor, detail)
+    capacity.tell_of_jobs(session, [job_id], JobStatus.QUEUED, to, actor, detail)
+
+
+def _let_wait_for_room(
+    session: Session, heads: Sequence[_Candidate], found: View, actor: str
+) -> None:
+    """Those that stand first in their shapes, and what stands behind them."""
+    left = MOST_MARKED
+    for job in heads:
+        if not left:
+            break
+        answer = found.look(job.resources, job.project, job.key)
+        if isinstance(answer, Blocked):
+            left -= _wait_for_room(session, job, answer, found, actor, left)
 
 
 def _depends() -> ColumnElement[bool]:

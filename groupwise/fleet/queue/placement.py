@@ -121,18 +121,26 @@ def place(
 ) -> Placement | Blocked:
     """Room for the job, or why there is none. Machines in `avoid` are taken only where no other will do."""
     ordered = sorted(machines, key=lambda machine: machine.vm_id)
+    if (found := room(resources, ordered, held_for_others, avoid)) is not None:
+        return found
+    answers = [(machine.vm_id, _seat(resources, machine, held_for_others)) for machine in ordered]
+    refusals = [(vm_id, answer) for vm_id, answer in answers if isinstance(answer, str)]
+    return _blocked(resources, ordered, len(answers) - len(refusals), refusals)
+
+
+def room(
+    resources: Resources, machines: Iterable[Machine], held_for_others: Held, avoid: frozenset[str]
+) -> Placement | None:
+    """The same without words."""
     seats: list[tuple[tuple[object, ...], Seat]] = []
-    refusals: list[tuple[str, str]] = []
-    for machine in ordered:
+    for machine in filter(has_room, machines):
         seat = _seat(resources, machine, held_for_others)
-        if isinstance(seat, str):
-            refusals.append((machine.vm_id, seat))
-        else:
+        if isinstance(seat, Seat):
             seats.append((_waste(resources, machine, seat, avoid), seat))
-    if len(seats) >= resources.machines:
-        best = sorted(seats, key=lambda rated: rated[0])[: resources.machines]
-        return Placement(tuple(sorted((s for _, s in best), key=lambda seat: seat.vm_id)))
-    return _blocked(resources, ordered, len(seats), refusals)
+    if len(seats) < resources.machines:
+        return None
+    best = sorted(seats, key=lambda rated: rated[0])[: resources.machines]
+    return Placement(tuple(sorted((s for _, s in best), key=lambda seat: seat.vm_id)))
 
 
 def apply(placement: Placement, resources: Resources, machines: dict[str, Machine]) -> None:
@@ -155,12 +163,20 @@ def _booked(gpu: MachineGPU, resources: Resources) -> MachineGPU:
     return replace(gpu, shares_mb=gpu.shares_mb + resources.share_mb)
 
 
-def has_room(machine: Machine) -> bool:
-    """Whether any job at all could find room there; a quick look, on the safe side."""
+def has_room(machine: Machine, held: Held = NOTHING_HELD) -> bool:
+    """Whether any job at all could find room there beside what is held; a quick look, on the safe side."""
     if machine.trouble:
         return False
-    return len(machine.taken_slots) < machine.slots or any(
-        gpu.trouble is None and not gpu.whole and (gpu.idle or gpu.shares_mb < (gpu.memory_mb or 0))
+    if len(machine.taken_slots) < machine.slots and any(
+        n not in machine.taken_slots and (machine.vm_id, n) not in held.slots
+        for n in range(machine.slots)
+    ):
+        return True
+    return any(
+        gpu.trouble is None
+        and not gpu.whole
+        and (gpu.idle or gpu.shares_mb < (gpu.memory_mb or 0))
+        and gpu.gpu_id not in held.gpus
         for gpu in machine.gpus
     )
 

@@ -232,9 +232,14 @@ class Job(Base):
     __table_args__ = (
         UniqueConstraint("project", "idempotency_key"),
         _partial("ix_jobs_queue", "rank", "job_id", where="status = 'queued'"),
-        _partial("ix_jobs_shapes", "shape", "rank", where="status = 'queued'"),
+        # With the id, so that no database sorts the jobs of a shape when its statistics tell it that there are few.
+        _partial("ix_jobs_shapes", "shape", "rank", "job_id", where="status = 'queued'"),
         _partial(
-            "ix_jobs_waiting", "shape", "rank", where="status = 'pending' AND blocked_on IS NULL"
+            "ix_jobs_waiting",
+            "shape",
+            "rank",
+            "job_id",
+            where="status = 'pending' AND blocked_on IS NULL",
         ),
         _partial(
             "ix_jobs_blocked_on",

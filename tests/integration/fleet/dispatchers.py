@@ -16,13 +16,16 @@ def main(url: str, owner: str, seed: int) -> None:
     chance = random.Random(seed)
     database = connect(url)
     while not database.run(all_is_done):
-        made = database.run(
+        found = database.run(
             lambda s: claim.claim(s, owner=owner, lease_seconds=60.0, limit=chance.randint(1, 4))
         )
-        for each in made:
+        if (unplaced := found.unplaced) is not None:
+            time.sleep(chance.choice((0.0, 0.01)))  # others may release something meanwhile
+            database.run(lambda s, unplaced=unplaced: claim.mark(s, unplaced, owner))
+        for each in found.made:
             time.sleep(chance.uniform(0, 0.01))  # it "runs"
             database.run(lambda s, epoch=each.epoch: end(s, epoch, "completed"))
-        if not made:
+        if not found.made:
             time.sleep(0.01)
     database.close()
 

@@ -334,15 +334,16 @@ def test_a_quota_holds_for_claims_at_once(
 def two_claims_at_once(
     database: Database, second: Database, monkeypatch: pytest.MonkeyPatch
 ) -> list[Any]:
-    """What both take; the first is stopped before it settles, until the second has done the same or waits for a row."""
-    step, real = Step(), claim._settle
+    """What both take; the first is stopped when it has booked, until the second has done the same or waits for a row."""
+    step, real = Step(), claim._book
 
     def stopped(*given: Any) -> Any:
+        made = real(*given)
         if threading.current_thread() is not threading.main_thread() and not step.go_on.is_set():
             step.stop()
-        return real(*given)
+        return made
 
-    monkeypatch.setattr(claim, "_settle", stopped)
+    monkeypatch.setattr(claim, "_book", stopped)
     first: list[Any] = []
     claiming = in_background(lambda: first.extend(claim_some(second, limit=1)))
     assert step.reached.wait(SECONDS)
@@ -381,7 +382,7 @@ def test_dispatchers_do_not_wait_for_each_others_jobs(database: Database, second
 
     def nested(session: Session) -> list[str]:
         outer = claim.claim(session, owner="one", lease_seconds=30, limit=1)
-        return [each.job_id for each in outer] + claimed_ids(second, limit=1)
+        return [each.job_id for each in outer.made] + claimed_ids(second, limit=1)
 
     # the second transaction runs within the first one, on a connection of its own
     assert database.run(nested) == ["j0", "j1"]
@@ -459,11 +460,18 @@ def claim_all(database: Database, mine: list[str]) -> None:
         mine += claimed_ids(database, limit=32)
 
 
-def test_who_books_on_one_quota_waits_for_no_other(database: Database, second: Database) -> None:
+@pytest.mark.parametrize("patient", [False, True])
+def test_who_books_on_one_quota_waits_for_no_other(
+    database: Database, second: Database, patient: bool
+) -> None:
     """Two claims that each hold the quota that the other one wants next would wait for each other for ever."""
     add_machine(database, "vm-1", 1)
     for name in ("a", "b"):
         execute(database, "INSERT INTO projects (name, max_gpus) VALUES (:name, 8)", name=name)
+    if patient:  # so that the quota of its project is known before somebody thinks of locking it
+        submit(database, "long", project="a", gpus=4)
+        assert claimed_ids(database) == []
+        execute(database, "UPDATE jobs SET waiting_since = waiting_since - 700")
     submit(database, "large", project="b", gpus=2)
     submit(database, "small", project="a", gpus=1)
     held, go_on = threading.Event(), threading.Event()

@@ -81,8 +81,8 @@ def test_of_two_who_add_a_machine_the_second_is_told(
 
 
 def take(session: Session) -> list[str]:
-    made = claim.claim(session, owner="me", lease_seconds=30.0, limit=10)
-    return [each.job_id for each in made]
+    found = claim.claim(session, owner="me", lease_seconds=30.0, limit=10)
+    return [each.job_id for each in found.made]
 
 
 def test_a_machine_on_which_a_job_was_just_placed_is_not_removed(

@@ -67,7 +67,11 @@ def insert_admitted(session: Session, **columns: Any) -> Job:
 
 
 def claim_some(database: Database, limit: int = 100, owner: str = "me") -> list[Claimed]:
-    return database.run(lambda s: claim.claim(s, owner=owner, lease_seconds=30.0, limit=limit))
+    """As a dispatcher does: what begins, and then what cannot."""
+    found = database.run(lambda s: claim.claim(s, owner=owner, lease_seconds=30.0, limit=limit))
+    if (unplaced := found.unplaced) is not None:
+        database.run(lambda s: claim.mark(s, unplaced, owner))
+    return list(found.made)
 
 
 def claimed_ids(database: Database, limit: int = 100) -> list[str]:

@@ -42,7 +42,9 @@ def rig(database: Database, tmp_path: Path) -> Rig:
 def epoch(rig: Rig) -> int:
     """Of an attempt that `me` has claimed."""
     rig.submit("job")
-    (made,) = rig.database.run(lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1))
+    (made,) = rig.database.run(
+        lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1).made
+    )
     return made.epoch
 
 
@@ -104,7 +106,9 @@ def test_who_has_been_replaced_reads_nothing(rig: Rig, epoch: int) -> None:
 
 def test_a_write_is_about_the_attempt_that_it_names(rig: Rig, epoch: int) -> None:
     rig.submit("other")
-    (made,) = rig.database.run(lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1))
+    (made,) = rig.database.run(
+        lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1).made
+    )
     advance(rig, made.epoch, AttemptState.LAUNCHING)
     assert row(rig, Attempt, Attempt.epoch == epoch).state == AttemptState.RESERVED
     assert row(rig, Attempt, Attempt.epoch == made.epoch).state == AttemptState.LAUNCHING
@@ -118,7 +122,9 @@ def test_leases_are_counted_by_the_clock_of_the_database(
     here = time.time()
     monkeypatch.setattr(time, "time", lambda: here + wrong)
     rig.submit("job")
-    (made,) = rig.database.run(lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1))
+    (made,) = rig.database.run(
+        lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1).made
+    )
 
     def left() -> float:
         return row(rig, Attempt).lease_until - rig.database.read(seconds)
@@ -228,7 +234,9 @@ def test_a_job_that_is_tried_again_waits_by_the_databases_clock(rig: Rig, epoch:
 def test_a_gpu_fault_puts_the_gpus_that_it_names_out_of_use(rig: Rig) -> None:
     rig.database.run(_another_gpu)
     rig.submit("big", resources={"gpus": 2})
-    (made,) = rig.database.run(lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1))
+    (made,) = rig.database.run(
+        lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1).made
+    )
     advance(rig, made.epoch, AttemptState.LAUNCHING, AttemptState.RUNNING)
     fault = Move(
         AttemptState.ENDED, Outcome.FAILED, FailureClass.GPU_FAULT, "GPU-a1 has fallen off the bus",
@@ -253,7 +261,9 @@ def _fails_with_words_about_its_gpu(rig: Rig, job: str) -> None:
         rig.submit(job, resources={"gpus": 1, "vm": "a"})
     soon = update(Job).where(Job.job_id == job).values(not_before=0.0)
     rig.database.run(lambda s: s.execute(soon))
-    (made,) = rig.database.run(lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1))
+    (made,) = rig.database.run(
+        lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1).made
+    )
     advance(rig, made.epoch, AttemptState.LAUNCHING, AttemptState.RUNNING)
     said = "GPU 0 has fallen off the bus"
     evidence = {"rank": 0, "members": [{"rank": 0, "vm": "a"}]}
@@ -281,7 +291,9 @@ def refused(code: str = "gpu_busy") -> Move:
 def refuse(rig: Rig, job: str, code: str = "gpu_busy") -> None:
     """A job is refused by machine a."""
     rig.submit(job, resources={"gpus": 1, "vm": "a"})
-    (made,) = rig.database.run(lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1))
+    (made,) = rig.database.run(
+        lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1).made
+    )
     advance(rig, made.epoch, AttemptState.LAUNCHING)
     end(rig, made.epoch, refused(code))
     rig.database.run(
@@ -302,7 +314,9 @@ def test_a_launch_that_succeeds_begins_the_count_anew(rig: Rig) -> None:
     refuse(rig, "job-0")
     refuse(rig, "job-1")
     rig.submit("good", resources={"gpus": 1, "vm": "a"})
-    (made,) = rig.database.run(lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1))
+    (made,) = rig.database.run(
+        lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1).made
+    )
     advance(rig, made.epoch, AttemptState.LAUNCHING, AttemptState.RUNNING)
     assert row(rig, VM, VM.vm_id == "a").launch_failures == 0
 
@@ -311,7 +325,7 @@ async def test_so_does_one_of_many_that_are_written_together(rig: Rig) -> None:
     refuse(rig, "job-0")
     for name in ("good", "other"):
         rig.submit(name, resources={"gpus": 1, "vm": "a" if name == "good" else "b"})
-    made = rig.database.run(lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=2))
+    made = rig.database.run(lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=2).made)
     for each in made:
         advance(rig, each.epoch, AttemptState.LAUNCHING)
     assert row(rig, VM, VM.vm_id == "a").launch_failures == 1
@@ -335,7 +349,9 @@ def begin_and_refuse(rig: Rig, job: str, code: str) -> str:
     """Wherever it is claimed for; the machine."""
     query = update(Job).where(Job.job_id == job)
     rig.database.run(lambda s: s.execute(query.values(not_before=0.0)))
-    (made,) = rig.database.run(lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1))
+    (made,) = rig.database.run(
+        lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1).made
+    )
     advance(rig, made.epoch, AttemptState.LAUNCHING)
     vm_id = made.placement.seats[0].vm_id
     move = refused(code)
@@ -366,7 +382,9 @@ def test_nor_on_others_than_it_may_go_to(rig: Rig, code: str, status: str) -> No
 
 def test_a_gang_is_silent_since_the_first_of_it_is(rig: Rig) -> None:
     rig.submit("gang", resources={"gpus": 1, "machines": 2})
-    (made,) = rig.database.run(lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1))
+    (made,) = rig.database.run(
+        lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=1).made
+    )
 
     def silence(rank: int, silent: bool) -> None:
         rig.database.run(lambda s: records.contact(s, made.epoch, "me", rank, silent=silent))

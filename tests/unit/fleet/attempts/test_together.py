@@ -28,7 +28,7 @@ def rig(database: Database, tmp_path: Path) -> Rig:
 def epochs(rig: Rig) -> list[int]:
     for number in range(4):
         rig.submit(f"job-{number}")
-    made = rig.database.run(lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=8))
+    made = rig.database.run(lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=8).made)
     return [each.epoch for each in made]
 
 

@@ -135,11 +135,13 @@ def upgrade() -> None:
     )
     op.create_index("ix_jobs_patient", "jobs", ["waiting_since"], **_where("status = 'queued'"))
     op.create_index("ix_jobs_queue", "jobs", ["rank", "job_id"], **_where("status = 'queued'"))
-    op.create_index("ix_jobs_shapes", "jobs", ["shape", "rank"], **_where("status = 'queued'"))
+    op.create_index(
+        "ix_jobs_shapes", "jobs", ["shape", "rank", "job_id"], **_where("status = 'queued'")
+    )
     op.create_index(
         "ix_jobs_waiting",
         "jobs",
-        ["shape", "rank"],
+        ["shape", "rank", "job_id"],
         **_where("status = 'pending' AND blocked_on IS NULL"),
     )
     op.create_table(
