@@ -2058,7 +2058,31 @@ SLOW = (
                 "lock_quotas(session, added)",
             ),
         ),
-        (f"{RACES}::test_who_books_on_one_quota_waits_for_no_other",),
+        (f"{RACES}::test_who_books_on_one_quota_waits_for_no_other[False]",),
+    ),
+    Mutation(
+        "quotas are locked in a claim",
+        "one that is known is taken for one that is locked",
+        (
+            (
+                "fleet/queue/claim.py",
+                "added = set(projects) - plan.projects",
+                "added = set(projects) - set(found.quotas)",
+            ),
+        ),
+        (f"{RACES}::test_who_books_on_one_quota_waits_for_no_other[True]",),
+    ),
+    Mutation(
+        "missed wake-ups",
+        "a job is marked that has left the queue meanwhile",
+        (
+            (
+                "fleet/queue/claim.py",
+                "        .where(QUEUED, Job.cancel_requested_at.is_(None), Job.job_id.in_(unmet))\n",
+                "        .where(Job.job_id.in_(unmet))\n",
+            ),
+        ),
+        (f"{CLAIM}::test_what_leaves_the_queue_before_it_is_marked_is_left_alone",),
     ),
     Mutation(
         "missed wake-ups",
@@ -2078,8 +2102,13 @@ SLOW = (
         (
             (
                 "fleet/queue/claim.py",
-                "    found = capacity.view(session, {job.project for job in plan.blocked.values()})\n    left = MOST_MARKED\n",
-                "    left = MOST_MARKED\n",
+                "    capacity.lock_marking(session)\n",
+                "    found = capacity.view(session, {job.project for job in unplaced.blocked})\n    capacity.lock_marking(session)\n",
+            ),
+            (
+                "fleet/queue/claim.py",
+                "        found = capacity.view(session, {job.project for job in unplaced.blocked})\n",
+                "",
             ),
         ),
         (f"{RACES}::test_released_between_the_look_and_the_mark",),

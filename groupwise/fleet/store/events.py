@@ -153,7 +153,8 @@ def append_many(session: Session, rows: Sequence[Mapping[str, Any]]) -> None:
         _announce(session)
         at = session.execute(select(clock())).scalar_one()
         empty = dict.fromkeys(("job_id", "epoch", "vm_id", "before", "after", "detail"))
-        session.execute(insert(Event), [{**empty, "at": at, **row} for row in rows])
+        # Of the table, not of the class: that would make a statement of each run of rows that leave out the same columns.
+        session.execute(insert(_TABLE), [{**empty, "at": at, **row} for row in rows])
 
 
 def after(session: Session, position: int, limit: int) -> list[Event]:

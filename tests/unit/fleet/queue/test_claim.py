@@ -326,6 +326,27 @@ def test_a_job_waits_for_others(database: Database) -> None:
     assert hopeless.end_time is not None
 
 
+def test_what_leaves_the_queue_before_it_is_marked_is_left_alone(database: Database) -> None:
+    add_machine(database, "vm-1", 1)
+    submit(database, "first", gpus=1)
+    submit(database, "then", gpus=1, after=["first"])
+    submit(database, "later", gpus=1, after=["first"])
+    submit(database, "large", gpus=2)
+    found = database.run(lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=10))
+    assert [each.job_id for each in found.made] == ["first"]
+    for job_id in ("then", "large"):
+        database.run(lambda s, job_id=job_id: jobs.cancel(s, Actor("user:test"), job_id))
+    assert found.unplaced is not None
+    unplaced = found.unplaced
+    database.run(lambda s: claim.mark(s, unplaced, "me"))
+    assert statuses(database) == {
+        "first": "running",
+        "then": "cancelled",
+        "later": "pending",
+        "large": "cancelled",
+    }
+
+
 def test_who_waits_for_a_hopeless_job_does_not_wait_for_ever(database: Database) -> None:
     add_machine(database, "vm-1", 4)
     for name, after in (("a", []), ("b", ["a:ok"]), ("c", ["b:ok"]), ("d", ["c"])):
