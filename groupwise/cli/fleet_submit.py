@@ -322,7 +322,7 @@ def submit(
         "max_prompt_length": max_prompt_length,
         "max_completion_length": max_completion_length,
     }
-    _expect_one_kind({**columns, **lengths}, arguments or [])
+    _expect_one_kind({**columns, **lengths}, arguments or [], some=array is None)
     _add_lengths(columns, lengths)
     policy: dict[str, Any] = {
         "priority": priority,
@@ -366,11 +366,12 @@ def submit(
         _submit(access, asked_for, wait, dry_run, as_json)
 
 
-def _expect_one_kind(columns: Mapping[str, Any], arguments: Sequence[str]) -> None:
+def _expect_one_kind(columns: Mapping[str, Any], arguments: Sequence[str], *, some: bool) -> None:
+    """A command or a kind of job. `some`: one of them; else the lines of an array may say all."""
     given = [name for name, value in columns.items() if value is not None]
     training = [name for name in given if name not in ("job_type", "output_dir")]
     kind = columns["job_type"]
-    if not given and not arguments:
+    if some and not given and not arguments:
         raise UsageError(
             "there is nothing to run: give a command, `groupwise fleet submit -- python train.py`, or a kind of job, "
             "`groupwise fleet submit --kind GRPO --model M --dataset D --reward_function R`."
@@ -574,6 +575,10 @@ def _array(file: Path, base: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             found[where] = _laid_over(base, json_object(where, line))
         else:
             found[where] = {**base, "arguments": [*base.get("arguments", ()), *_words(where, line)]}
+        if not any(found[where].get(key) for key in ("arguments", "job_type", "model")):
+            raise UsageError(
+                f"{where}: there is nothing to run: give `arguments` or a `job_type` in the line, or a command behind the options."
+            )
     if not found:
         raise UsageError(f"--array {file} has no line: each makes a job.")
     return found

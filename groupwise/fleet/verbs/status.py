@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
-from groupwise.display.quantities import duration
+from groupwise.display.quantities import byte_size, duration
 from groupwise.fleet.states import AttemptState, Cleanup, Contact, JobStatus
 from groupwise.fleet.store.database import seconds
 from groupwise.fleet.store.tables import GPU, VM, Attempt, ControlProcess, Job, Member
@@ -23,6 +23,8 @@ SILENT_SECONDS = 30.0
 NEEDED_ROLES = ("dispatcher", "poller", "requeue", "tracker")
 FORGOTTEN_SECONDS = 24 * 3600.0
 """A process that ended so long ago is no news."""
+LARGE_LOG = 10_000_000_000
+"""Bytes. A log is kept whole, on the machine and here, so that one that grows for ever fills both disks."""
 
 
 def overview(session: Session, actor: Actor) -> Document:
@@ -179,19 +181,20 @@ def _gpus(session: Session) -> Iterator[Document]:
 def _attempts(session: Session, actor: Actor) -> Iterator[Document]:
     is_open = (Attempt.state != AttemptState.ENDED) | (Attempt.cleanup != Cleanup.CLEAN)
     query = (
-        select(Attempt, Member.vm_id, Member.handle)
+        select(Attempt, Member.vm_id, Member.handle, Member.log_offset)
         .join(Member, Member.epoch == Attempt.epoch)
         .join(Job, Job.job_id == Attempt.job_id)
         .where(
             (Attempt.cleanup == Cleanup.LEAKING)
             | ((Attempt.contact == Contact.UNREACHABLE) & (Attempt.state != AttemptState.ENDED))
             | (is_open & Member.handle["stuck"].as_string().is_not(None))
+            | (is_open & (Member.log_offset >= LARGE_LOG))
         )
         .order_by(Attempt.epoch)
     )
     if actor.projects is not None:
         query = query.where(Job.project.in_(actor.projects))
-    for attempt, vm_id, handle in session.execute(query):
+    for attempt, vm_id, handle, logged in session.execute(query):
         about = {"job_id": attempt.job_id, "epoch": attempt.epoch, "vm_id": vm_id}
         if attempt.cleanup == Cleanup.LEAKING:
             yield _alarm(
@@ -216,10 +219,18 @@ def _attempts(session: Session, actor: Actor) -> Iterator[Document]:
                 f"set the row as it was (`groupwise fleet vm set {vm_id}`); or declare {vm_id} lost once you have ended the job there",
                 **about,
             )
-        else:
+        elif attempt.contact == Contact.UNREACHABLE:
             yield _alarm(
                 "attempt_unreachable",
                 f"{attempt.job_id} may be running on {vm_id}, which does not answer",
                 "nothing is done to it until the machine answers, or is declared lost",
+                **about,
+            )
+        else:
+            yield _alarm(
+                "log_large",
+                f"{attempt.job_id} has logged {byte_size(logged)}, which is kept whole, on {vm_id} and here",
+                f"`groupwise fleet logs {attempt.job_id} --tail 20` shows what it writes; "
+                f"`groupwise fleet cancel {attempt.job_id}` before it fills the disks, and `prune` when it is not needed any more",
                 **about,
             )

@@ -168,6 +168,19 @@ def test_an_array_has_a_job_for_each_line(seen: Command, tmp_path: Path) -> None
     assert two["request"]["environment"] == {"A": "1", "B": "2"}
 
 
+def test_the_lines_of_an_array_may_say_all(seen: Command, tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text('echo one\n{"arguments": ["echo", "two"], "resources": {"gpus": 0}}\n')
+    code, out, _ = seen("submit", "--gpus", "0", "--array", str(file))
+    assert code == 0
+    found = [json.loads(seen("show", job_id, "--json")[1]) for job_id in out.split()]
+    assert [each["arguments"] for each in found] == [["echo", "one"], ["echo", "two"]]
+    file.write_text('{"name": "nothing"}\n')
+    code, _, err = seen("submit", "--gpus", "0", "--array", str(file))
+    assert code == 2
+    assert f"--array {file}:1: there is nothing to run" in err
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [

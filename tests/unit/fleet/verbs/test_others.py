@@ -77,6 +77,28 @@ def test_alarms_say_what_to_do(small: Any) -> None:
     assert seen == {"role_missing"}
 
 
+@pytest.mark.parametrize(
+    ("state", "cleanup", "told"),
+    [("running", "pending", True), ("ended", "pending", True), ("ended", "clean", False)],
+)
+def test_a_log_that_grows_and_grows_is_told(
+    small: Any, state: str, cleanup: str, told: bool
+) -> None:
+    small.machine("vm-1")
+    job = small.job("running")
+    small.attempt(job, "vm-1", state=state, cleanup=cleanup)
+
+    def logged(size: int) -> list[dict[str, Any]]:
+        small.database.run(lambda s: s.execute(update(Member).values(log_offset=size)))
+        found = small.do(status.overview)["alarms"]
+        return [each for each in found if each["kind"] == "log_large"]
+
+    assert logged(status.LARGE_LOG - 1) == []
+    found = logged(status.LARGE_LOG)
+    assert [each["job_id"] for each in found] == ([job] if told else [])
+    assert all("10 GB" in each["message"] for each in found)
+
+
 def test_only_jobs_that_one_may_see_are_counted(small: Any) -> None:
     small.job("running", project="theirs")
     small.job(project="ours")
