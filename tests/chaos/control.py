@@ -23,6 +23,7 @@ from sqlalchemy.orm import Session
 from groupwise.cli.main import main
 from groupwise.fleet import up
 from groupwise.fleet.attempts.effects import Gateway
+from groupwise.fleet.queue.claim import Round
 
 T = TypeVar("T")
 
@@ -98,7 +99,7 @@ class MortalGateway(Gateway):
 
 def is_effect(name: str, result: object) -> bool:
     """A queue that was found empty is none."""
-    return name != "job.claim" or bool(result)
+    return not isinstance(result, Round) or bool(result.made)
 
 
 if __name__ == "__main__":

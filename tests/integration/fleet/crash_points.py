@@ -29,7 +29,7 @@ BESIDE = ("lease.", "job.admit", "host.wait", "host.observe", "stray.", "vm.")
 LOOKS = frozenset({"host.status", "host.log", "host.manifest", "host.release", "host.missing"})
 AGAIN: Effect = ("attempt.launching", 2)
 VARYING = frozenset(
-    "job.claim host.status host.log host.release host.kill attempt.record attempt.leaking "
+    "job.claim job.mark host.status host.log host.release host.kill attempt.record attempt.leaking "
     "attempt.release".split()
 )
 """How often a machine is asked and the queue is looked at depends on how tasks interleave; after the last one nobody may be left to die."""

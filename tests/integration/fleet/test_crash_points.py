@@ -43,6 +43,14 @@ async def turned_down(rig: Rig) -> None:
     await plain(rig)
 
 
+async def waits_for_room(rig: Rig) -> None:
+    """Both want all that the fleet has; who dies may have placed one, and not have marked the other one yet."""
+    rig.rack.scripts["job"] = [Script(ticks=3)]
+    rig.submit("job", resources={"gpus": 1, "vm": "a"})
+    rig.submit("later", resources={"gpus": 1, "vm": "a"}, priority=-1)
+    await rig.until(rig.has("later", "completed"))
+
+
 async def files(rig: Rig) -> None:
     sha256 = rig.store.put(b"print(1)")
     rig.submit("job", files={"train.py": (sha256, 0o644, 8)})
@@ -51,7 +59,7 @@ async def files(rig: Rig) -> None:
 
 SCENARIOS: dict[str, Scenario] = {
     scenario.__name__: scenario
-    for scenario in (plain, fails_first, answer_lost, refused, turned_down, files)
+    for scenario in (plain, fails_first, answer_lost, refused, turned_down, waits_for_room, files)
 }
 
 

@@ -18,7 +18,7 @@ from tests.mutating import Mutation, Nursery, Outcomes, changed, tree
 
 pytestmark = pytest.mark.fleet
 
-DRAWN = 12
+DRAWN = 8
 """A minute's worth of the quick ones."""
 
 
