@@ -2074,6 +2074,18 @@ SLOW = (
     ),
     Mutation(
         "missed wake-ups",
+        "what is kept for a gang is looked for where there is room now",
+        (
+            (
+                "fleet/queue/capacity.py",
+                "trial = replace(found, machines=dict(found.machines), quotas=dict(found.quotas))",
+                "trial = replace(found, machines={m.vm_id: m for m in found._with_room()}, quotas=dict(found.quotas))",
+            ),
+        ),
+        (f"{CLAIM}::test_who_stands_behind_a_patient_gang_is_not_woken_in_vain",),
+    ),
+    Mutation(
+        "missed wake-ups",
         "a job is marked that has left the queue meanwhile",
         (
             (

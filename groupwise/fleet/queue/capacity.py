@@ -113,6 +113,8 @@ class View:
     """What is withheld for others of them, in their order."""
     quotas: dict[str, Quota] = field(default_factory=dict[str, Quota])
     """Of projects that have one."""
+    roomy: list[str] | None = None
+    """Machines that have anything free; fewer and fewer. None: nobody has looked yet."""
 
     def look(
         self,
@@ -138,7 +140,7 @@ class View:
         """The same placement without reasons: machines that have nothing free for anybody, most of a full fleet, are passed over."""
         if self.over_quota(resources, project):
             return None
-        open_to_it = self._open_to(resources, project, self.machines.values())
+        open_to_it = self._open_to(resources, project, self._with_room())
         return room(resources, open_to_it, self.held_before(key), avoid)
 
     def take(self, placement: Placement, resources: Resources, project: str) -> None:
@@ -151,7 +153,12 @@ class View:
     def is_full(self, after: RankKey | None = None) -> bool:
         """Nothing whatever is free, or nothing for who stands behind this job, so that none need be looked at."""
         held = NOTHING_HELD if after is None else self.held_before(after)
-        return not any(has_room(machine, held) for machine in self.machines.values())
+        return not any(has_room(machine, held) for machine in self._with_room())
+
+    def _with_room(self) -> list[Machine]:
+        names = self.machines if self.roomy is None else self.roomy
+        self.roomy = [name for name in names if has_room(self.machines[name])]
+        return [self.machines[name] for name in self.roomy]
 
     def over_quota(self, resources: Resources, project: str) -> Blocked | None:
         """Why the project may not have that much more, wherever it were; a share may be one of a GPU that it has already."""
@@ -647,9 +654,7 @@ def _is_local(waiting: Waiting, now: float) -> bool:
 
 def _wake_in_order(session: Session, found: View, waiting: Sequence[Waiting], actor: str) -> int:
     """The best-ranked of all shapes together, each placed on what those before it leave; a shape that finds no room is done with."""
-    # Only where there is room at all: a full fleet is looked at for each shape that waits.
-    roomy = {vm_id: machine for vm_id, machine in found.machines.items() if has_room(machine)}
-    trial = replace(found, machines=roomy, quotas=dict(found.quotas))
+    trial = replace(found, machines=dict(found.machines), quotas=dict(found.quotas))
     best = [(each.key, each) for each in waiting]
     behind = {each.shape: _behind(session, each) for each in waiting}
     heapq.heapify(best)

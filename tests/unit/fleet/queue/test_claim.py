@@ -326,6 +326,24 @@ def test_a_job_waits_for_others(database: Database) -> None:
     assert hopeless.end_time is not None
 
 
+def test_who_stands_behind_a_patient_gang_is_not_woken_in_vain(database: Database) -> None:
+    """What is kept for the gang is found among all machines, also those that are taken now."""
+    add_machine(database, "full", 2)
+    add_machine(database, "free", 2)
+    submit(database, "runs", gpus=2)
+    assert claimed_ids(database) == ["runs"]
+    submit(database, "gang", gpus=2, machines=2)
+    assert claimed_ids(database) == []
+    execute(database, "UPDATE jobs SET waiting_since = waiting_since - 700 WHERE job_id = 'gang'")
+    submit(database, "small", gpus=1)
+    assert claimed_ids(database) == []
+    told = kinds_of_events(database, "small")
+    assert told[-1] == "job.pending"
+    for _ in range(4):
+        assert claimed_ids(database) == []
+    assert kinds_of_events(database, "small") == told
+
+
 def test_what_leaves_the_queue_before_it_is_marked_is_left_alone(database: Database) -> None:
     add_machine(database, "vm-1", 1)
     submit(database, "first", gpus=1)
