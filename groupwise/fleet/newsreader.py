@@ -1,6 +1,7 @@
 """What `groupwise fleet up` says while it runs: a line for whatever happens to jobs and machines, read from the events.
 
-It begins with those of now; what happened before stands in `groupwise fleet jobs`. Nothing depends on it.
+It begins with those of now; what happened before stands in `groupwise fleet jobs`. Nothing depends on it: where nobody takes what it says,
+and whatever else becomes of it, the fleet goes on.
 """
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, TypeVar
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
@@ -29,6 +30,7 @@ READ = 200
 """Events at once."""
 LONGEST = 120
 
+T = TypeVar("T")
 Say = Callable[[str], None]
 log = logging.getLogger(__name__)
 
@@ -47,19 +49,37 @@ class Newsreader:
         self._position = 0
 
     async def run(self) -> None:
-        """A greeting, then the news."""
+        """A greeting, then the news; until it is cancelled, or cannot be heard any more."""
+        try:
+            await self._tell()
+        except OSError as error:
+            log.warning("nobody takes the news, so there are none any more: %s", error)
+        except Exception:  # a bug in what is said ends no role
+            log.exception("there are no news any more; the fleet goes on")
+
+    async def _tell(self) -> None:
         self._say(f"Fleet in {self._place.folder} ({self._database.name.partition(':')[0]}).")
         await self._greet()
-        self._position = await self._database.read_in_thread(_newest)
+        self._position = await self._read(_newest)
+        while True:
+            lines, self._position = await self._when_it_answers(
+                lambda: self._database.in_thread(self._next)
+            )
+            for line in lines:
+                self._say(line)
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _read(self, look: Callable[[Session], T]) -> T:
+        return await self._when_it_answers(lambda: self._database.read_in_thread(look))
+
+    async def _when_it_answers(self, look: Callable[[], Awaitable[T]]) -> T:
+        """The roles themselves tell of a database that is away."""
         while True:
             try:
-                lines, self._position = await self._database.in_thread(self._next)
+                return await look()
             except RunError as error:
                 log.debug("no news: %s", error)
-            else:
-                for line in lines:
-                    self._say(line)
-            await asyncio.sleep(LOOK_SECONDS)
+                await asyncio.sleep(LOOK_SECONDS)
 
     def _next(self, session: Session) -> tuple[list[str], int]:
         """What has happened since the last time, and up to where that was."""
@@ -76,11 +96,11 @@ class Newsreader:
     async def _greet(self) -> None:
         """As soon as the machines of the fleet have been looked at, or cannot be."""
         for _ in range(int(15 / LOOK_SECONDS)):
-            new = await self._database.read_in_thread(_not_looked_at)
+            new = await self._read(_not_looked_at)
             if not new:
                 break
             await asyncio.sleep(LOOK_SECONDS)
-        for line in await self._database.read_in_thread(_greeting):
+        for line in await self._read(_greeting):
             self._say(line)
         if self._url is not None:
             self._say(f"Its API, for other programs: {self._url}")

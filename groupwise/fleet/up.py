@@ -437,7 +437,8 @@ class _ControlPlane:
             log.warning("the end could not be written down: %s", error)
             return
         if len(self._roles) == len(ROLES):
-            self._say(_farewell(running))
+            with contextlib.suppress(OSError):  # nobody reads it
+                self._say(_farewell(running))
 
 
 def _keeping(settings: FleetSettings) -> Keeping:

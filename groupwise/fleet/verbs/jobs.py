@@ -290,7 +290,9 @@ def retry(
     job.failure_reason = job.exit_code = job.blocked_reasons = job.blocked_on = None
     job.start_time = job.end_time = job.cancel_requested_at = None
     job.not_before = 0.0
+    # It is as new: until it is admitted again nobody may claim it.
     job.admitted_at = job.spec = job.spec_hash = None
+    job.rank = job.due = job.shape = job.resources = None
     after = {"status": job.status, "generation": job.generation}
     events.append(
         session,

@@ -8,7 +8,7 @@ from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.queue import claim, kinds
+from groupwise.fleet.queue import admission, claim, kinds
 from groupwise.fleet.store.database import Database, seconds
 from groupwise.fleet.store.tables import Attempt, Checkpoint, Job, Member, Reservation
 from groupwise.fleet.verbs import jobs
@@ -342,6 +342,24 @@ def test_who_stands_behind_a_patient_gang_is_not_woken_in_vain(database: Databas
     for _ in range(4):
         assert claimed_ids(database) == []
     assert kinds_of_events(database, "small") == told
+
+
+def test_a_retried_job_is_not_claimed_before_it_is_admitted(database: Database) -> None:
+    """While no machine was seen, nobody knows whether it is to have a GPU, so that it is not admitted yet."""
+    add_machine(database, "a", 0)
+    submit(database, "job")
+    assert claimed_ids(database) == ["job"]
+    finish(database, "job", "failed", "user_error")
+    execute(database, "UPDATE vms SET active = false")
+    database.run(lambda s: jobs.retry(s, Actor("user:test"), "job"))
+    assert claimed_ids(database) == []
+    assert statuses(database)["job"] == "queued"
+    add_machine(database, "b", 0)
+    assert claimed_ids(database) == []
+    assert database.run(lambda s: admission.admit_new(s, 10)) == 1
+    (made,) = claim_some(database)
+    assert made.job_id == "job"
+    assert job_of(database, "job").spec is not None
 
 
 def test_what_leaves_the_queue_before_it_is_marked_is_left_alone(database: Database) -> None:
