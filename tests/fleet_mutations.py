@@ -2085,6 +2085,18 @@ SLOW = (
         (f"{CLAIM}::test_who_stands_behind_a_patient_gang_is_not_woken_in_vain",),
     ),
     Mutation(
+        "starvation",
+        "who came after a job that has ended never waits for room",
+        (
+            (
+                "fleet/queue/claim.py",
+                "            or_(~_depends(), Job.job_id == job.job_id),\n",
+                "            ~_depends(),\n",
+            ),
+        ),
+        (f"{CLAIM}::test_who_came_after_a_job_that_has_ended_waits_for_room_like_others",),
+    ),
+    Mutation(
         "missed wake-ups",
         "a job is marked that has left the queue meanwhile",
         (

@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +16,9 @@ from groupwise.cli.fleet_words import number, whole
 from groupwise.cli.output import say
 from groupwise.cli.printing import print_json
 from groupwise.errors import UsageError
+
+if TYPE_CHECKING:
+    from groupwise.cli.fleet_reach import Trust
 
 machines = typer.Typer(
     name="vm",
@@ -47,6 +50,24 @@ IdleOption = Annotated[
 ]
 
 
+FromConfig = Annotated[
+    str | None,
+    typer.Option(
+        "--from-ssh-config",
+        metavar="NAME",
+        help="Host, user, port, key and jump host as `ssh NAME` has them now.",
+    ),
+]
+TrustJump = Annotated[
+    str | None,
+    typer.Option(
+        "--trust-jump",
+        metavar="FINGERPRINT",
+        help="The host key of the jump host, as SHA256:…",
+    ),
+]
+
+
 @machines.command("add")
 def add(
     vm: MachineArgument,
@@ -60,22 +81,16 @@ def add(
     key: Annotated[
         str | None, typer.Option(metavar="FILE", help="The private key, on this machine.")
     ] = None,
-    from_ssh_config: Annotated[
-        str | None,
-        typer.Option(
-            "--from-ssh-config",
-            metavar="NAME",
-            help="Host, user, port, key and jump host as `ssh NAME` has them now.",
-        ),
-    ] = None,
+    from_ssh_config: FromConfig = None,
     trust: Annotated[
         str | None,
         typer.Option(
             metavar="FINGERPRINT", help="Its host key, as SHA256:…; another one is refused."
         ),
     ] = None,
+    trust_jump: TrustJump = None,
     yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Trust the host key that it shows now, unasked.")
+        bool, typer.Option("--yes", "-y", help="Trust the host keys that are shown now, unasked.")
     ] = False,
     workdir: Annotated[
         str | None, typer.Option(metavar="D", help="Without it: groupwise-fleet in the home there.")
@@ -114,6 +129,7 @@ def add(
     from groupwise.cli.fleet_words import pairs
 
     _check_trust(trust, yes)
+    _check_trust(trust_jump, yes, "--trust-jump")
     if prepare and python is not None:
         raise UsageError(
             "--prepare and --python contradict each other: both say what jobs run with."
@@ -135,15 +151,16 @@ def add(
 
         plan = None
         if isinstance(access, FleetClient):
-            if trust is not None or yes:
+            if trust is not None or trust_jump is not None or yes:
                 raise UsageError(reach.NO_KEY_FROM_AFAR.format(vm=vm))
             if prepare:
                 raise UsageError(reach.NO_PREPARING_FROM_AFAR.format(vm=vm))
             where, seen = reach.from_afar(host, port, user, key, from_ssh_config), None
         else:
-            where = reach.described(host, port, user, key, from_ssh_config)
+            by = reach.Trust(trust, trust_jump, yes, _asks())
+            where = reach.described(host, port, user, key, from_ssh_config, by)
             plan = usual_plan() if prepare else None
-            seen = reach.host_key_of(where, trust=trust, yes=yes, ask=_asks())
+            seen = reach.host_key_of(where, by)
             what |= {"host_key": seen.pinned, "seen_host_key": seen.shown}
         found = access.add_machine({**what, **where.as_fields()})
         trusted = seen is not None and bool(seen.pinned)
@@ -175,14 +192,14 @@ def _not_prepared(vm: str, again: str) -> dict[str, Any]:
     return {"vm_id": vm, "problem": problem}
 
 
-def _check_trust(trust: str | None, yes: bool) -> None:
+def _check_trust(trust: str | None, yes: bool, option: str = "--trust") -> None:
     if trust is not None and yes:
         raise UsageError(
-            "--trust and --yes contradict each other: one names the key, one takes any."
+            f"{option} and --yes contradict each other: one names the key, one takes any."
         )
     if trust is not None and not trust.startswith("SHA256:"):
         raise UsageError(
-            f"--trust {trust}: a fingerprint begins with SHA256:, as `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` prints it there."
+            f"{option} {trust}: a fingerprint begins with SHA256:, as `ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` prints it there."
         )
 
 
@@ -362,6 +379,11 @@ def set_machine(
         str | None,
         typer.Option(metavar="FILE", help="The private key, where the fleet runs."),
     ] = None,
+    from_ssh_config: FromConfig = None,
+    trust_jump: TrustJump = None,
+    yes: Annotated[
+        bool, typer.Option("--yes", "-y", help="Trust the jump host's key, unasked.")
+    ] = False,
     workdir: Annotated[
         str | None, typer.Option(metavar="D", help="Its folder there; nothing may run there.")
     ] = None,
@@ -389,13 +411,14 @@ def set_machine(
 ) -> None:
     """Change how a machine is reached, or what jobs run with."""
     labels = _labels(label or (), unlabel or ())
+    _check_trust(trust_jump, yes, "--trust-jump")
     with fleet(told) as access:
+        from groupwise.cli import fleet_reach as reach
+
+        by = reach.Trust(of_jump=trust_jump, unasked=yes, ask=_asks())
         found = access.change_machine(
             vm,
-            ip_address=host,
-            port=port,
-            user=user,
-            ssh_key_path=_key_of(access, key),
+            **_way_of(access, host, port, user, key, from_ssh_config, by),
             workdir=workdir,
             python=python,
             cpu_slots=cpu_slots,
@@ -461,12 +484,35 @@ def _command(given: str | None) -> list[str] | None:
     return words
 
 
-def _key_of(access: Any, key: str | None) -> str | None:
-    """Looked at where it is to be used, which is not here for a fleet that runs elsewhere."""
+def _way_of(
+    access: Any,
+    host: str | None,
+    port: int | None,
+    user: str | None,
+    key: str | None,
+    alias: str | None,
+    trust: Trust,
+) -> dict[str, Any]:
+    """How it is to be reached from now on. What is here is looked at, which for a fleet that runs elsewhere is somebody else's."""
     from groupwise.cli import fleet_reach as reach
     from groupwise.fleet.client import FleetClient
 
-    return key if key is None or isinstance(access, FleetClient) else reach.private_key(key)
+    if alias is None:
+        if trust.of_jump is not None or trust.unasked:
+            raise UsageError(
+                "--trust-jump and --yes are for --from-ssh-config, which finds jump hosts."
+            )
+        is_here = key is not None and not isinstance(access, FleetClient)
+        where = {"ip_address": host, "port": port, "user": user}
+        return {**where, "ssh_key_path": reach.private_key(key) if is_here else key}
+    if isinstance(access, FleetClient):
+        reach.from_afar(host, port, user, key, alias)
+    if host is not None:
+        raise UsageError(
+            "--host and --from-ssh-config contradict each other: both say where it is."
+        )
+    where = reach.of_alias(alias, port, user, key, trust)
+    return {**where.as_fields(), "jump": where.jump or {}}
 
 
 # Projects

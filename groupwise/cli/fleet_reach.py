@@ -52,6 +52,22 @@ class Where:
 
 
 @dataclass(frozen=True, slots=True)
+class Trust:
+    """By what a host key is trusted: a fingerprint that was said before, whatever it is, or a person's answer."""
+
+    fingerprint: str | None = None
+    of_jump: str | None = None
+    unasked: bool = False
+    ask: Callable[[str], bool] | None = None
+
+    def covers(self, fingerprint: str | None, question: str) -> bool:
+        """`fingerprint`: the one that was said, and found to be the same."""
+        return (
+            fingerprint is not None or self.unasked or (self.ask is not None and self.ask(question))
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class SeenKey:
     """The host key of a machine: trusted, or only seen."""
 
@@ -65,8 +81,10 @@ def described(
     user: str | None,
     key: str | None,
     alias: str | None,
+    trust: Trust,
 ) -> Where:
-    """Where a machine is, by options or by a name of the ssh config with options laid over it. Raises UsageError."""
+    """Where a machine is, by options or by a name of the ssh config with options laid over it. Raises UsageError, also where the jump host
+    on the way is not trusted."""
     if host is None and alias is None:
         raise UsageError(
             "where is the machine? --host ADDRESS with --user, or --from-ssh-config NAME."
@@ -76,7 +94,9 @@ def described(
             "--host and --from-ssh-config contradict each other: both say where it is."
         )
     if alias is not None:
-        return _of_alias(alias, port, user, key)
+        return of_alias(alias, port, user, key, trust)
+    if trust.of_jump is not None:
+        raise UsageError("--trust-jump is for a jump host, which --from-ssh-config finds.")
     if user is None:
         raise UsageError(f"as whom is {host} reached? Say it with --user.")
     return Where(str(host), port or 22, user, private_key(key))
@@ -108,11 +128,14 @@ def from_afar(
     return Where(str(host), port or 22, str(user), key)
 
 
-def _of_alias(name: str, port: int | None, user: str | None, key: str | None) -> Where:
+def of_alias(name: str, port: int | None, user: str | None, key: str | None, trust: Trust) -> Where:
+    """Where `ssh NAME` leads now. Raises UsageError."""
     from groupwise.hosts.keys import resolve_alias
 
     found = resolve_alias(name)
-    jump = None if found.jump is None else _jump(found.jump)
+    if found.jump is None and trust.of_jump is not None:
+        raise UsageError(f"--trust-jump: `ssh {name}` goes through no jump host.")
+    jump = None if found.jump is None else _jump(found.jump, trust)
     return Where(
         found.host,
         port or found.port,
@@ -122,9 +145,16 @@ def _of_alias(name: str, port: int | None, user: str | None, key: str | None) ->
     )
 
 
-def _jump(alias: Alias) -> dict[str, Any]:
+def _jump(alias: Alias, trust: Trust) -> dict[str, Any]:
+    """Nothing is reached through a host that nobody has looked at, so that one is trusted here or not at all."""
     seen = _scanned(alias.host, alias.port)
-    say(f"the jump host {alias.host} shows {seen.fingerprint}")
+    say(f"the jump host {alias.host} shows the host key {seen.fingerprint} ({seen.type})")
+    _expect("--trust-jump", trust.of_jump, alias.host, seen)
+    if not trust.covers(trust.of_jump, "Is that the jump host's own key?"):
+        raise UsageError(
+            f"the jump host {alias.host} is not trusted, so that nothing is reached through it. Compare its fingerprint with what it says "
+            f"itself, and say --trust-jump {seen.fingerprint}. Nothing was changed."
+        )
     return {
         "host": alias.host,
         "port": alias.port,
@@ -152,34 +182,30 @@ def private_key(given: str | None) -> str | None:
     return str(path)
 
 
-def host_key_of(
-    where: Where, *, trust: str | None, yes: bool, ask: Callable[[str], bool] | None
-) -> SeenKey:
+def host_key_of(where: Where, trust: Trust) -> SeenKey:
     """The key that the machine shows now, and whether it is trusted. Raises UsageError where it is not the one of --trust."""
-    if where.jump is not None:
-        say(
-            "its host key is read through the jump host by the poller; `groupwise fleet vm trust` then shows it"
-        )
-        return SeenKey(None, None)
-    seen = _scanned(where.host, where.port)
+    seen = _scanned(where.host, where.port, where.jump)
     say(f"{where.host} shows the host key {seen.fingerprint} ({seen.type})")
-    if trust is not None and trust != seen.fingerprint:
-        raise UsageError(
-            f"{where.host} shows the host key {seen.fingerprint}, not {trust}. Either the fingerprint is of another key of "
-            "that machine, or this is not the machine that it should be. Nothing was added."
-        )
-    if trust is not None or yes:
-        return SeenKey(str(seen), None)
-    if ask is not None and ask("Is that the machine's own key?"):
+    _expect("--trust", trust.fingerprint, where.host, seen)
+    if trust.covers(trust.fingerprint, "Is that the machine's own key?"):
         return SeenKey(str(seen), None)
     return SeenKey(None, str(seen))
 
 
-def _scanned(host: str, port: int) -> HostKey:
-    from groupwise.hosts.keys import scan
-    from groupwise.hosts.port import HostUnreachable
+def _expect(option: str, fingerprint: str | None, host: str, seen: HostKey) -> None:
+    if fingerprint is not None and fingerprint != seen.fingerprint:
+        raise UsageError(
+            f"{host} shows the host key {seen.fingerprint}, not {fingerprint} of {option}. Either the fingerprint is of another key of "
+            "that machine, or this is not the machine that it should be. Nothing was changed."
+        )
+
+
+def _scanned(host: str, port: int, jump: Mapping[str, Any] | None = None) -> HostKey:
+    from groupwise.fleet.machines.reaching import jump_address
+    from groupwise.hosts.port import HostError
+    from groupwise.hosts.ssh import read_host_key
 
     try:
-        return asyncio.run(scan(host, port))
-    except HostUnreachable as error:
+        return asyncio.run(read_host_key(host, port, jump=jump_address(jump)))
+    except HostError as error:
         raise UsageError(f"{error}. Is it up, and is {port} its port?") from None

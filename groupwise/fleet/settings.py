@@ -111,7 +111,11 @@ class FleetSettings(Strict):
         ge=1,
     )
     concurrency: int = setting(
-        64, "Machines that one process speaks to at once, at most.", ge=1, le=10_000
+        64,
+        "Machines at once that a poller looks at, or a dispatcher compares with what should be; those that did not answer have as many "
+        "places of their own, 64 at most. What drives a job is not counted.",
+        ge=1,
+        le=10_000,
     )
 
 

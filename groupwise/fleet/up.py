@@ -2,7 +2,7 @@
 
     dispatcher   takes jobs from the queue and sees their attempts to the end
     poller       looks at the machines
-    requeue      wakes what waits for time to pass, and compares what should be with what is
+    requeue      compares what should be with what is, and puts right what a mistake has left
     tracker      tells the world of jobs that have ended
 
 Every role is a loop that is meant to run for ever. Whatever ends one is logged with its reason, and it is begun anew after a pause; the
@@ -321,7 +321,9 @@ class _ControlPlane:
 
     async def _poll(self, role: _Role) -> None:
         settings = self._settings
-        pace = Pace(interval=settings.poll_seconds, at_once=settings.concurrency)
+        at_once = settings.concurrency
+        unsure = min(Pace().unsure_at_once, at_once)
+        pace = Pace(interval=settings.poll_seconds, at_once=at_once, unsure_at_once=unsure)
         poller = Poller(self._database, pace=pace, trust_on_first_use=settings.trust_on_first_use)
         await self._until_stopped(poller.run())
 
@@ -400,10 +402,12 @@ class _ControlPlane:
 
     async def _heartbeats(self) -> None:
         while True:
-            with contextlib.suppress(
-                RunError
-            ):  # the roles themselves tell of a database that is away
+            try:
                 await self._database.in_thread(self._beat)
+            except RunError as error:  # the roles themselves tell of a database that is away
+                log.debug("no heartbeat: %s", error)
+            except Exception:  # a bug here ends no role
+                log.exception("no heartbeat")
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
     def _beat(self, session: Session) -> None:

@@ -128,6 +128,10 @@ class MachineChangeBody(FleetBody):
         max_length=4096,
         description="Of the private key, on the control machine.",
     )
+    jump: dict[str, Any] | None = Field(
+        default=None,
+        description="A host to go through: host, port, user, ssh_key_path, host_key; {}: none.",
+    )
     workdir: str | None = Field(
         default=None,
         min_length=1,

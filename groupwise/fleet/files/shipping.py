@@ -73,7 +73,7 @@ class Sink(Protocol):
     """Takes lines, each a JSON object and a line end."""
 
     async def take(self, lines: bytes) -> None:
-        """Once this returns they are taken. Raises OSError or httpx2.HTTPError where they are not."""
+        """Once this returns they are taken. Raises OSError, httpx2.HTTPError or httpx2.InvalidURL where they are not."""
         ...
 
 
@@ -216,7 +216,7 @@ class Shipper:
                 if pause > self._interval:
                     logger.info("logs are taken again")
                 pause = self._interval
-            except (OSError, httpx2.HTTPError, RunError) as error:
+            except (OSError, httpx2.HTTPError, httpx2.InvalidURL, RunError) as error:
                 if pause == self._interval:
                     logger.warning(
                         "logs are not taken: %s; nothing is lost, it is tried again", error

@@ -23,12 +23,12 @@ def host_of(machine: Machine, patience: Patience | None = None) -> Host:
     """The machine, to be called; whoever made it closes it."""
     if machine.transport == LOCAL:
         return LocalHost()
-    return SshHost(_address(machine), jump=_jump(machine.jump), patience=patience)
+    return SshHost(_address(machine), jump=jump_address(machine.jump), patience=patience)
 
 
 async def shown_key(machine: Machine) -> HostKey:
     """The key that a machine shows; nothing else is asked of it. Raises HostUnreachable; HostKeyError for the jump host's."""
-    return await read_host_key(machine.ip_address, machine.port, jump=_jump(machine.jump))
+    return await read_host_key(machine.ip_address, machine.port, jump=jump_address(machine.jump))
 
 
 def same_way(one: Machine, other: Machine) -> bool:
@@ -50,8 +50,8 @@ def _address(machine: Machine) -> Address:
     )
 
 
-def _jump(row: Mapping[str, Any] | None) -> Address | None:
-    """Written by hand, perhaps: what is missing has the value that SSH gives it."""
+def jump_address(row: Mapping[str, Any] | None) -> Address | None:
+    """The host that a machine is reached through. Written by hand, perhaps: what is missing has the value that SSH gives it."""
     if not row:
         return None
     try:

@@ -28,6 +28,7 @@ from sqlalchemy import (
     func,
     insert,
     null,
+    or_,
     select,
     tuple_,
     update,
@@ -622,9 +623,12 @@ def _let_wait_for_room(
 ) -> None:
     """Those that stand first in their shapes, and what stands behind them."""
     left = MOST_MARKED
+    unmet = capacity.unmet(session, {job.job_id: job.after for job in heads})
     for job in heads:
         if not left:
             break
+        if job.job_id in unmet:
+            continue  # what it comes after was begun anew meanwhile
         answer = found.look(job.resources, job.project, job.key)
         if isinstance(answer, Blocked):
             left -= _wait_for_room(session, job, answer, found, actor, left)
@@ -647,9 +651,9 @@ def _wait_for_room(
             Job.shape == job.shape,
             Job.rank >= job.rank,
             Job.cancel_requested_at.is_(None),
-            # Who waits for a job, or for a time, does not wait for room: it is looked at when it is its turn.
+            # Who waits for a job, or for a time, does not wait for room: it is looked at when it is its turn. The first of them has been.
             Job.not_before <= found.now,
-            ~_depends(),
+            or_(~_depends(), Job.job_id == job.job_id),
         )
         .order_by(Job.rank, Job.job_id)
         .limit(most)

@@ -47,7 +47,7 @@ MOST_EVENTS = 20
 """Of one machine, the newest."""
 LOCAL = "local"
 """The transport of the machine that the control plane runs on."""
-WAY = ("ip_address", "port", "user", "ssh_key_path")
+WAY = ("ip_address", "port", "user", "ssh_key_path", "jump")
 """How one is reached. An address may change with the network, while something runs there."""
 PLACE = ("user", "workdir")
 """What makes it another place for its runner, which may not change meanwhile; a trigger says so too."""
@@ -80,6 +80,8 @@ class NewMachine:
         """What is wrong with it, in words for whoever said it."""
         said = {name: getattr(self, name) for name in NewMachine.__slots__}
         yield from text_problems(said, "")
+        if self.jump is not None:
+            yield from _problems_of_jump(self.jump)
         if not VM_ID.fullmatch(self.vm_id):
             yield f"{self.vm_id!r} is no name for a machine: letters, digits, `.`, `_` and `-`, at most 63, a letter or digit first"
         if not 1 <= self.port <= 65535:
@@ -94,6 +96,23 @@ class NewMachine:
             yield f"idle_memory_mb {self.idle_memory_mb}: 0 to {MOST_INTEGER} MB"
         if self.deadman is not None and not LEAST_DEADMAN <= self.deadman <= MOST_SECONDS:
             yield f"deadman {self.deadman:g}: {LEAST_DEADMAN:.0f} to {MOST_SECONDS:.0f} seconds; a shorter silence would end healthy jobs"
+
+
+def _problems_of_jump(jump: Mapping[str, Any]) -> Iterable[str]:
+    """Of a host to go through."""
+    texts = ("host", "user", "ssh_key_path", "host_key")
+    if unknown := sorted(jump.keys() - {*texts, "port"}):
+        yield f"jump has no {', '.join(unknown)}: host, port, user, ssh_key_path and host_key are what there is"
+    yield from (
+        f"jump.{name} is a text"
+        for name in texts
+        if jump.get(name) is not None and not isinstance(jump[name], str)
+    )
+    if not jump.get("host"):
+        yield "jump has no host"
+    port = jump.get("port", 22)
+    if not isinstance(port, int) or not 1 <= port <= 65535:
+        yield f"jump.port {port}: ports are 1 to 65535"
 
 
 def add(session: Session, actor: Actor, new: NewMachine) -> Document:
@@ -455,6 +474,7 @@ def change(
     port: int | None = None,
     user: str | None = None,
     ssh_key_path: str | None = None,
+    jump: Mapping[str, Any] | None = None,
     workdir: str | None = None,
     python: str | None = None,
     cpu_slots: int | None = None,
@@ -463,10 +483,10 @@ def change(
     probe: Sequence[str] | None = None,
     idle_memory_mb: int | None = None,
 ) -> Document:
-    """How it is reached (ip_address, port, user, ssh_key_path), where its runner keeps everything (workdir), what jobs there are run with
-    (python), and how many without GPUs at once (cpu_slots); by what jobs find it (labels: these, None takes one away), after how long a
-    silence jobs end that begin there from now on (deadman; 0: never), and how its GPUs are looked at (probe, idle_memory_mb). What is
-    left out, or None, stays as it was.
+    """How it is reached (ip_address, port, user, ssh_key_path, jump: {} for none), where its runner keeps everything (workdir), what
+    jobs there are run with (python), and how many without GPUs at once (cpu_slots); by what jobs find it (labels: these, None takes one
+    away), after how long a silence jobs end that begin there from now on (deadman; 0: never), and how its GPUs are looked at (probe,
+    idle_memory_mb). What is left out, or None, stays as it was.
 
     Attempts that run keep their interpreter and their deadman. What leads to another root of the runner is refused meanwhile: `vm_in_use`.
     """
@@ -476,6 +496,7 @@ def change(
         "port": port,
         "user": user,
         "ssh_key_path": ssh_key_path,
+        "jump": jump,
         "workdir": workdir,
         "python": python,
         "cpu_slots": cpu_slots,
@@ -515,6 +536,8 @@ def _require_sound(after: Mapping[str, Any]) -> None:
     as_new: dict[str, Any] = {"vm_id": "vm", "user": "-", **after}
     if after.get("deadman") == 0:
         del as_new["deadman"]
+    if after.get("jump") == {}:
+        del as_new["jump"]
     wrong += NewMachine(**as_new).problems()
     if wrong:
         raise Refusal("invalid_request", "; ".join(wrong) + ".")
@@ -530,6 +553,8 @@ def _as_columns(vm: VM, wanted: Mapping[str, Any]) -> dict[str, Any]:
         found["probe"] = list(wanted["probe"])
     if wanted.get("deadman") == 0:
         found["deadman"] = None
+    if "jump" in wanted:
+        found["jump"] = dict(wanted["jump"]) or None
     return found
 
 

@@ -219,7 +219,7 @@ def _attempts(session: Session, actor: Actor) -> Iterator[Document]:
                 f"set the row as it was (`groupwise fleet vm set {vm_id}`); or declare {vm_id} lost once you have ended the job there",
                 **about,
             )
-        elif attempt.contact == Contact.UNREACHABLE:
+        elif attempt.contact == Contact.UNREACHABLE and attempt.state != AttemptState.ENDED:
             yield _alarm(
                 "attempt_unreachable",
                 f"{attempt.job_id} may be running on {vm_id}, which does not answer",

@@ -265,6 +265,23 @@ async def test_every_sink_takes_lines(tmp_path: Path, pipe: tuple[int, int]) -> 
     assert posted == [b"3\n", b"4\n"]
 
 
+async def test_an_address_that_is_none_is_a_sink_that_is_away(
+    database: Database, logs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Log(database, logs).write(b"one\n")
+    told = asyncio.Event()
+    monkeypatch.setattr(
+        logging.getLogger("groupwise.fleet.files.shipping"), "warning", lambda *_: told.set()
+    )
+    shipping = asyncio.create_task(Shipper(database, logs, sink_of("http://[::1/x")).run())
+    async with asyncio.timeout(30):
+        await told.wait()
+    assert not shipping.done()
+    shipping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await shipping
+
+
 def test_the_setting_names_a_sink() -> None:
     assert isinstance(sink_of("stdout"), StandardOutput)
     assert isinstance(sink_of("https://logs.example/in"), Address)

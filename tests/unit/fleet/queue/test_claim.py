@@ -362,6 +362,50 @@ def test_a_retried_job_is_not_claimed_before_it_is_admitted(database: Database) 
     assert job_of(database, "job").spec is not None
 
 
+def test_who_came_after_a_job_that_has_ended_waits_for_room_like_others(
+    database: Database,
+) -> None:
+    """With reasons, and in time with patience: small jobs do not overtake it for ever."""
+    add_machine(database, "vm-1", 2)
+    submit(database, "first", gpus=1)
+    assert claimed_ids(database) == ["first"]
+    finish(database, "first")
+    submit(database, "small", gpus=1)
+    assert claimed_ids(database) == ["small"]
+    submit(database, "large", gpus=2, after=["first:ok"])
+    submit(database, "another", gpus=2, after=["first"])
+    assert claimed_ids(database) == []
+    assert claimed_ids(database) == []
+    for job_id in ("large", "another"):
+        waiting = job_of(database, job_id)
+        assert (waiting.status, waiting.blocked_on) == ("pending", None)
+        assert waiting.blocked_reasons == ["vm-1: 1 of 2 fitting GPUs free, 2 wanted"]
+        assert waiting.waiting_since is not None
+    execute(database, "UPDATE jobs SET waiting_since = waiting_since - 700 WHERE job_id = 'large'")
+    submit(database, "overtaking", gpus=1)
+    assert claimed_ids(database) == []
+    finish(database, "small")
+    assert claimed_ids(database) == ["large"]
+
+
+def test_who_comes_after_a_job_that_is_begun_anew_does_not_wait_for_room(
+    database: Database,
+) -> None:
+    add_machine(database, "vm-1", 1)
+    submit(database, "first", gpus=1)
+    assert claimed_ids(database) == ["first"]
+    finish(database, "first", "failed", "user_error")
+    submit(database, "small", gpus=1)
+    assert claimed_ids(database) == ["small"]
+    submit(database, "then", gpus=1, after=["first"])
+    found = database.run(lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=10))
+    unplaced = found.unplaced
+    assert unplaced is not None
+    database.run(lambda s: jobs.retry(s, Actor("user:test"), "first"))
+    database.run(lambda s: claim.mark(s, unplaced, "me"))
+    assert statuses(database)["then"] == "queued"
+
+
 def test_what_leaves_the_queue_before_it_is_marked_is_left_alone(database: Database) -> None:
     add_machine(database, "vm-1", 1)
     submit(database, "first", gpus=1)
