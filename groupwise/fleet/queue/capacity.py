@@ -65,7 +65,9 @@ STALE_LOOKS = 4
 LOOK_SECONDS = "look_seconds"
 """Beside the facts of a machine: how often its poller looks at it."""
 MOST_PATIENT = 16
-"""Jobs for which something is withheld at once."""
+"""Jobs for which something is withheld at once; those for which nothing could be are not counted."""
+MOST_ASKED = 256
+"""Jobs that have waited for long, of which those are."""
 MOST_WOKEN = 64
 """At once; when they are placed, claims that find the queue empty wake the next."""
 _READ_AT_ONCE = 16
@@ -200,7 +202,7 @@ class View:
         """What is withheld for others: those that stand before it in the queue."""
         while self.patient and self.patient[0][0] < key:
             other, resources, project = self.patient.popleft()
-            if self.over_quota(resources, project) is None:
+            if len(self.held) < MOST_PATIENT and self.over_quota(resources, project) is None:
                 self.withhold_for(resources, project, other)
         together = NOTHING_HELD
         for other, held in self.held:
@@ -214,8 +216,9 @@ class View:
             before = self.held_before(key)
             open_to_it = self._open_to(resources, project, self.machines.values())
             kept = withhold(resources, open_to_it, job_id=key[1], held=before)
-            self.held.append((key, kept))
-            self.held.sort(key=lambda entry: entry[0])
+            if kept.gpus or kept.slots:
+                self.held.append((key, kept))
+                self.held.sort(key=lambda entry: entry[0])
 
 
 def _uses(project: str, quota: Quota) -> str:
@@ -477,14 +480,14 @@ def _patient(session: Session, now: float) -> list[tuple[RankKey, Resources, str
         select(Job.job_id, Job.rank, Job.resources, Job.project)
         .where(QUEUED, Job.waiting_since <= since, Job.not_before <= now, Job.rank.is_not(None))
         .order_by(Job.waiting_since)
-        .limit(MOST_PATIENT)
+        .limit(MOST_ASKED)
     )
     for job_id, rank, document, project in session.execute(queued):
         assert rank is not None
         resources = Resources.model_validate(document or {})
         if _gpus_of(resources) > 1 or resources.machines > 1:
             found[job_id] = ((rank, job_id), resources, project)
-    return sorted(found.values(), key=lambda entry: entry[0])[:MOST_PATIENT]
+    return sorted(found.values(), key=lambda entry: entry[0])[:MOST_ASKED]
 
 
 # --- shapes that wait -----------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.queue import admission, claim, kinds
+from groupwise.fleet.queue import admission, capacity, claim, kinds
 from groupwise.fleet.store.database import Database, seconds
 from groupwise.fleet.store.tables import Attempt, Checkpoint, Job, Member, Reservation
 from groupwise.fleet.verbs import jobs
@@ -404,6 +404,25 @@ def test_who_comes_after_a_job_that_is_begun_anew_does_not_wait_for_room(
     database.run(lambda s: jobs.retry(s, Actor("user:test"), "first"))
     database.run(lambda s: claim.mark(s, unplaced, "me"))
     assert statuses(database)["then"] == "queued"
+
+
+def test_who_waits_for_what_is_not_there_keeps_nobodys_place_from_being_kept(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only for so many is something withheld; whoever nothing could be withheld for is none of them."""
+    monkeypatch.setattr(capacity, "MOST_PATIENT", 1)
+    add_machine(database, "vm-1", 2)
+    submit(database, "runs", gpus=1)
+    assert claimed_ids(database) == ["runs"]
+    for n in range(3):
+        submit(database, f"never-{n}", gpus=1, labels={"disk": f"kind-{n}"})
+    submit(database, "large", gpus=2)
+    assert claimed_ids(database) == []
+    execute(database, "UPDATE jobs SET waiting_since = waiting_since - 700")
+    submit(database, "small", gpus=1)
+    assert claimed_ids(database) == []
+    finish(database, "runs")
+    assert claimed_ids(database) == ["large"]
 
 
 def test_what_leaves_the_queue_before_it_is_marked_is_left_alone(database: Database) -> None:
