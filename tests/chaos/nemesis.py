@@ -10,6 +10,7 @@ cannot draw is when things happen among many processes: the same seed deals the 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -33,6 +34,8 @@ from tests.fleet_history import violations
 
 MOST_WAITING = 14
 """Jobs that are not over; beyond that clients wait."""
+OPERATED = 0.02
+"""How likely an operator looks, each time that clients do something: without one all machines are cordoned after some minutes."""
 REST = 150.0
 """Seconds in which a healed fleet has to finish everything."""
 MODES = (
@@ -115,6 +118,9 @@ class Nemesis:
                 self._message()
             if self.chance.random() < 0.5:
                 self.fleet.no_pauses()
+            if self.chance.random() < OPERATED:
+                with contextlib.suppress(Refusal):  # an answer was lost, and it is done already
+                    self._repair()
         except RunError:
             pass  # the database is away; whoever asks tries again
 
