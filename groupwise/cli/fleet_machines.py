@@ -506,12 +506,8 @@ def _way_of(
         where = {"ip_address": host, "port": port, "user": user}
         return {**where, "ssh_key_path": reach.private_key(key) if is_here else key}
     if isinstance(access, FleetClient):
-        reach.from_afar(host, port, user, key, alias)
-    if host is not None:
-        raise UsageError(
-            "--host and --from-ssh-config contradict each other: both say where it is."
-        )
-    where = reach.of_alias(alias, port, user, key, trust)
+        raise UsageError(reach.NO_ALIAS_FROM_AFAR.format(alias=alias))
+    where = reach.of_alias(alias, host, port, user, key, trust)
     return {**where.as_fields(), "jump": where.jump or {}}
 
 

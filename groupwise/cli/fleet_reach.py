@@ -26,6 +26,10 @@ NO_PREPARING_FROM_AFAR = (
     "--prepare is for who types on the machine where the fleet runs: it needs SSH keys and the code there. Leave it out, and type "
     "`groupwise fleet vm prepare {vm}` there."
 )
+NO_ALIAS_FROM_AFAR = (
+    "--from-ssh-config {alias}: the ssh config of this machine names keys of this machine, and the fleet runs elsewhere. Say --host, "
+    "--user and --key, the path of the private key on the machine where the fleet runs."
+)
 KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
 """What ssh itself tries, in the folder .ssh."""
 
@@ -89,12 +93,8 @@ def described(
         raise UsageError(
             "where is the machine? --host ADDRESS with --user, or --from-ssh-config NAME."
         )
-    if host is not None and alias is not None:
-        raise UsageError(
-            "--host and --from-ssh-config contradict each other: both say where it is."
-        )
     if alias is not None:
-        return of_alias(alias, port, user, key, trust)
+        return of_alias(alias, host, port, user, key, trust)
     if trust.of_jump is not None:
         raise UsageError("--trust-jump is for a jump host, which --from-ssh-config finds.")
     if user is None:
@@ -111,10 +111,7 @@ def from_afar(
 ) -> Where:
     """Where a machine is, for a fleet that runs elsewhere: nothing of it can be looked at from here. Raises UsageError."""
     if alias is not None:
-        raise UsageError(
-            f"--from-ssh-config {alias}: the ssh config of this machine names keys of this machine, and the fleet runs elsewhere. Say "
-            "--host, --user and --key, the path of the private key on the machine where the fleet runs."
-        )
+        raise UsageError(NO_ALIAS_FROM_AFAR.format(alias=alias))
     missing = [
         name
         for name, value in (("--host", host), ("--user", user), ("--key", key))
@@ -128,10 +125,21 @@ def from_afar(
     return Where(str(host), port or 22, str(user), key)
 
 
-def of_alias(name: str, port: int | None, user: str | None, key: str | None, trust: Trust) -> Where:
-    """Where `ssh NAME` leads now. Raises UsageError."""
+def of_alias(
+    name: str,
+    host: str | None,
+    port: int | None,
+    user: str | None,
+    key: str | None,
+    trust: Trust,
+) -> Where:
+    """Where `ssh NAME` leads now, with options laid over it. Raises UsageError."""
     from groupwise.hosts.keys import resolve_alias
 
+    if host is not None:
+        raise UsageError(
+            "--host and --from-ssh-config contradict each other: both say where it is."
+        )
     found = resolve_alias(name)
     if found.jump is None and trust.of_jump is not None:
         raise UsageError(f"--trust-jump: `ssh {name}` goes through no jump host.")

@@ -134,6 +134,8 @@ def mark(session: Session, unplaced: Unplaced, owner: str) -> bool:
     capacity.lock_marking(session)
     with events.gathered(session):
         _let_wait_for_jobs(session, unplaced.dependent, actor)
+        if not unplaced.blocked and not unplaced.drained:
+            return False
         found = capacity.view(session, {job.project for job in unplaced.blocked})
         _let_wait_for_room(session, unplaced.blocked, found, actor)
     return unplaced.drained and bool(capacity.wake_unnoticed(session, found))
