@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -16,9 +16,6 @@ from groupwise.cli.fleet_words import number, whole
 from groupwise.cli.output import say
 from groupwise.cli.printing import print_json
 from groupwise.errors import UsageError
-
-if TYPE_CHECKING:
-    from groupwise.cli.fleet_reach import Trust
 
 machines = typer.Typer(
     name="vm",
@@ -149,16 +146,16 @@ def add(
         from groupwise.cli.fleet_prepare import prepare_new, usual_plan
         from groupwise.fleet.client import FleetClient
 
-        plan = None
+        way, plan = reach.Way(host, port, user, key, from_ssh_config), None
         if isinstance(access, FleetClient):
             if trust is not None or trust_jump is not None or yes:
                 raise UsageError(reach.NO_KEY_FROM_AFAR.format(vm=vm))
             if prepare:
                 raise UsageError(reach.NO_PREPARING_FROM_AFAR.format(vm=vm))
-            where, seen = reach.from_afar(host, port, user, key, from_ssh_config), None
+            where, seen = way.of_new_from_afar(), None
         else:
             by = reach.Trust(trust, trust_jump, yes, _asks())
-            where = reach.described(host, port, user, key, from_ssh_config, by)
+            where = way.of_new(by)
             plan = usual_plan() if prepare else None
             seen = reach.host_key_of(where, by)
             what |= {"host_key": seen.pinned, "seen_host_key": seen.shown}
@@ -414,11 +411,14 @@ def set_machine(
     _check_trust(trust_jump, yes, "--trust-jump")
     with fleet(told) as access:
         from groupwise.cli import fleet_reach as reach
+        from groupwise.fleet.client import FleetClient
 
+        way = reach.Way(host, port, user, key, from_ssh_config)
         by = reach.Trust(of_jump=trust_jump, unasked=yes, ask=_asks())
+        afar = isinstance(access, FleetClient)
         found = access.change_machine(
             vm,
-            **_way_of(access, host, port, user, key, from_ssh_config, by),
+            **(way.of_known_from_afar(by) if afar else way.of_known(by)),
             workdir=workdir,
             python=python,
             cpu_slots=cpu_slots,
@@ -482,33 +482,6 @@ def _command(given: str | None) -> list[str] | None:
     if not words:
         raise UsageError('--probe is empty: a command is wanted, as --probe "sudo -n nvidia-smi".')
     return words
-
-
-def _way_of(
-    access: Any,
-    host: str | None,
-    port: int | None,
-    user: str | None,
-    key: str | None,
-    alias: str | None,
-    trust: Trust,
-) -> dict[str, Any]:
-    """How it is to be reached from now on. What is here is looked at, which for a fleet that runs elsewhere is somebody else's."""
-    from groupwise.cli import fleet_reach as reach
-    from groupwise.fleet.client import FleetClient
-
-    if alias is None:
-        if trust.of_jump is not None or trust.unasked:
-            raise UsageError(
-                "--trust-jump and --yes are for --from-ssh-config, which finds jump hosts."
-            )
-        is_here = key is not None and not isinstance(access, FleetClient)
-        where = {"ip_address": host, "port": port, "user": user}
-        return {**where, "ssh_key_path": reach.private_key(key) if is_here else key}
-    if isinstance(access, FleetClient):
-        raise UsageError(reach.NO_ALIAS_FROM_AFAR.format(alias=alias))
-    where = reach.of_alias(alias, host, port, user, key, trust)
-    return {**where.as_fields(), "jump": where.jump or {}}
 
 
 # Projects

@@ -79,78 +79,94 @@ class SeenKey:
     shown: str | None
 
 
-def described(
-    host: str | None,
-    port: int | None,
-    user: str | None,
-    key: str | None,
-    alias: str | None,
-    trust: Trust,
-) -> Where:
-    """Where a machine is, by options or by a name of the ssh config with options laid over it. Raises UsageError, also where the jump host
-    on the way is not trusted."""
-    if host is None and alias is None:
-        raise UsageError(
-            "where is the machine? --host ADDRESS with --user, or --from-ssh-config NAME."
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a machine is reached, as its options said it; what was not said is None."""
+
+    host: str | None = None
+    port: int | None = None
+    user: str | None = None
+    key: str | None = None
+    alias: str | None = None
+    """Its name in the ssh config; the other options are laid over it."""
+
+    def of_new(self, trust: Trust) -> Where:
+        """Where a machine is that is taken in. Raises UsageError, also where the jump host on the way is not trusted."""
+        if self.host is None and self.alias is None:
+            raise UsageError(
+                "where is the machine? --host ADDRESS with --user, or --from-ssh-config NAME."
+            )
+        if self.alias is not None:
+            return self._of_alias(self.alias, trust)
+        if trust.of_jump is not None:
+            raise UsageError("--trust-jump is for a jump host, which --from-ssh-config finds.")
+        if self.user is None:
+            raise UsageError(f"as whom is {self.host} reached? Say it with --user.")
+        return Where(str(self.host), self.port or 22, self.user, private_key(self.key))
+
+    def of_new_from_afar(self) -> Where:
+        """Likewise, for a fleet that runs elsewhere: nothing of it can be looked at from here. Raises UsageError."""
+        if self.alias is not None:
+            raise UsageError(NO_ALIAS_FROM_AFAR.format(alias=self.alias))
+        said = {"--host": self.host, "--user": self.user, "--key": self.key}
+        missing = [name for name, value in said.items() if value is None]
+        if missing:
+            raise UsageError(
+                f"the fleet runs elsewhere, and nothing can be looked up there: say {' and '.join(missing)} too. --key is the path of the "
+                "private key on the machine where the fleet runs."
+            )
+        return Where(str(self.host), self.port or 22, str(self.user), self.key)
+
+    def of_known(self, trust: Trust) -> dict[str, Any]:
+        """What changes of a machine that there is. Raises UsageError."""
+        if self.alias is None:
+            _expect_no_jump(trust)
+            key = None if self.key is None else private_key(self.key)
+            return self._changes(key)
+        where = self._of_alias(self.alias, trust)
+        return {**where.as_fields(), "jump": where.jump or {}}
+
+    def of_known_from_afar(self, trust: Trust) -> dict[str, Any]:
+        """Likewise, for a fleet that runs elsewhere. Raises UsageError."""
+        if self.alias is not None:
+            raise UsageError(NO_ALIAS_FROM_AFAR.format(alias=self.alias))
+        _expect_no_jump(trust)
+        return self._changes(self.key)
+
+    def _changes(self, key: str | None) -> dict[str, Any]:
+        return {
+            "ip_address": self.host,
+            "port": self.port,
+            "user": self.user,
+            "ssh_key_path": key,
+        }
+
+    def _of_alias(self, name: str, trust: Trust) -> Where:
+        """Where `ssh NAME` leads now, with options laid over it."""
+        from groupwise.hosts.keys import resolve_alias
+
+        if self.host is not None:
+            raise UsageError(
+                "--host and --from-ssh-config contradict each other: both say where it is."
+            )
+        found = resolve_alias(name)
+        if found.jump is None and trust.of_jump is not None:
+            raise UsageError(f"--trust-jump: `ssh {name}` goes through no jump host.")
+        jump = None if found.jump is None else _jump(found.jump, trust)
+        return Where(
+            found.host,
+            self.port or found.port,
+            self.user or found.user,
+            private_key(self.key or found.identity_file),
+            jump,
         )
-    if alias is not None:
-        return of_alias(alias, host, port, user, key, trust)
-    if trust.of_jump is not None:
-        raise UsageError("--trust-jump is for a jump host, which --from-ssh-config finds.")
-    if user is None:
-        raise UsageError(f"as whom is {host} reached? Say it with --user.")
-    return Where(str(host), port or 22, user, private_key(key))
 
 
-def from_afar(
-    host: str | None,
-    port: int | None,
-    user: str | None,
-    key: str | None,
-    alias: str | None,
-) -> Where:
-    """Where a machine is, for a fleet that runs elsewhere: nothing of it can be looked at from here. Raises UsageError."""
-    if alias is not None:
-        raise UsageError(NO_ALIAS_FROM_AFAR.format(alias=alias))
-    missing = [
-        name
-        for name, value in (("--host", host), ("--user", user), ("--key", key))
-        if value is None
-    ]
-    if missing:
+def _expect_no_jump(trust: Trust) -> None:
+    if trust.of_jump is not None or trust.unasked:
         raise UsageError(
-            f"the fleet runs elsewhere, and nothing can be looked up there: say {' and '.join(missing)} too. --key is the path of the "
-            "private key on the machine where the fleet runs."
+            "--trust-jump and --yes are for --from-ssh-config, which finds jump hosts."
         )
-    return Where(str(host), port or 22, str(user), key)
-
-
-def of_alias(
-    name: str,
-    host: str | None,
-    port: int | None,
-    user: str | None,
-    key: str | None,
-    trust: Trust,
-) -> Where:
-    """Where `ssh NAME` leads now, with options laid over it. Raises UsageError."""
-    from groupwise.hosts.keys import resolve_alias
-
-    if host is not None:
-        raise UsageError(
-            "--host and --from-ssh-config contradict each other: both say where it is."
-        )
-    found = resolve_alias(name)
-    if found.jump is None and trust.of_jump is not None:
-        raise UsageError(f"--trust-jump: `ssh {name}` goes through no jump host.")
-    jump = None if found.jump is None else _jump(found.jump, trust)
-    return Where(
-        found.host,
-        port or found.port,
-        user or found.user,
-        private_key(key or found.identity_file),
-        jump,
-    )
 
 
 def _jump(alias: Alias, trust: Trust) -> dict[str, Any]:

@@ -2990,11 +2990,15 @@ class Supervisor:
         if ended is not None:
             reap_adopted()
         record = self.exit_record(ending, ended)
-        while not save_exit(self.attempt, record):
+        while not self.is_removed() and not save_exit(self.attempt, record):
             self.beat()
             time.sleep(TICK)
         self.group.remove()
         self.say_at_last()
+
+    def is_removed(self) -> bool:
+        """Somebody has removed its folder, and with it the lock that it holds: there is no place for a record, nor anybody to read it."""
+        return os.fstat(self.lock).st_nlink == 0
 
     def say_at_last(self) -> None:
         """To whoever still waits for the first word."""
