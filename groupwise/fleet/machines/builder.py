@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 MARKER = "environment.json"
 NAME = re.compile(r"[0-9a-f]{20}")
+TEMPORARY = ".tmp"
 KEPT_LINES = 60
 """Of what pip says, to see from what went wrong."""
 SPARED = 3600.0
@@ -234,7 +235,7 @@ def clear(place: str) -> None:
 
 def temporary_of(place: str) -> str:
     """For what pip unpacks: /tmp is often too small for it."""
-    return place + ".tmp"
+    return place + TEMPORARY
 
 
 def make(order: Order, place: str, lock: int) -> dict[str, Any]:
@@ -445,14 +446,19 @@ def free_mb(folder: str) -> int:
 
 
 def prune(order: Order) -> None:
-    """Remove environments that are not to be kept, that nobody builds or has just been given, and that no process uses."""
+    """Remove environments that are not to be kept, that nobody builds or has just been given, and that no process uses; what a build that
+    was killed had unpacked goes with its environment."""
     folder = order.folder
     removed: list[str] = []
     used: list[str] = []
     recent: list[str] = []
-    for name in sorted(os.listdir(folder)):
+    there = [
+        re.fullmatch(f"({NAME.pattern})({re.escape(TEMPORARY)})?", name)
+        for name in os.listdir(folder)
+    ]
+    for name in sorted({found[1] for found in there if found}):
         place = os.path.join(folder, name)
-        if not NAME.fullmatch(name) or name in order.keep:
+        if name in order.keep:
             continue
         lock = take_lock(folder, name, wait=False)
         if lock is None:
@@ -465,6 +471,7 @@ def prune(order: Order) -> None:
                 used.append(name)
                 continue
             clear(place)
+            shutil.rmtree(temporary_of(place), ignore_errors=True)
             removed.append(name)
         finally:
             os.close(lock)

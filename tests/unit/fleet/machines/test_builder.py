@@ -241,7 +241,14 @@ def test_what_is_recent_is_counted_from_when_the_rows_were_read(desk: Desk) -> N
 
 def test_half_an_environment_is_removed_however_young_it_is(desk: Desk) -> None:
     (desk.place / "bin").mkdir(parents=True)
-    assert desk.build(prune=True)["removed"] == [NAME]
+    unpacked = desk.environments / f"{NAME}.tmp"
+    alone = desk.environments / f"{'5' * 20}.tmp"
+    for folder in (unpacked, alone):
+        folder.mkdir()
+        (folder / "torch").touch()
+    assert desk.build(prune=True)["removed"] == sorted([NAME, "5" * 20])
+    assert not unpacked.exists()
+    assert not alone.exists()
 
 
 def test_users_are_seen_by_what_they_have_mapped(tmp_path: Path) -> None:
