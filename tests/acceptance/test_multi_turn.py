@@ -63,7 +63,7 @@ def test_it_learns_to_follow_what_the_game_says(tmp_path):
 def test_it_learns_to_use_a_tool(tmp_path):
     found = trained(CALCULATOR, tmp_path, "training.max_steps=90")
     assert found.first < 0.1
-    assert found.last > 0.9
+    assert found.last > 0.8
     assert found.after["accuracy"] == 1.0
     for rollout in found.rollouts:
         assert [segment.source for segment in rollout.segments] == [

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from groupwise.learner import slopes
 from groupwise.learner.native import body
 from groupwise.learner.native.fused_attention import fused_attention
 from groupwise.models.native.weights import NativeModel, Shape
@@ -130,6 +131,7 @@ def test_sampler_and_learner_agree(as_on_a_gpu, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rate", "within"), [(1e-6, 0.25), (1e-4, 0.05)])
-def test_small_steps_act_in_full(as_on_a_gpu, rate, within):
+@pytest.mark.parametrize(("rate", "tokens", "within"), [(1e-6, 8192, 0.5), (1e-4, 2048, 0.1)])
+def test_small_steps_act_in_full(monkeypatch, as_on_a_gpu, rate, tokens, within):
+    monkeypatch.setattr(slopes, "TOKENS", tokens)
     on_device.small_steps_act_in_full(CPU, rate, within)

@@ -130,6 +130,12 @@ def _exp(x: Any) -> Any:
 # Norm and SwiGLU
 
 
+@kernel()
+def _inverse_root(x: Any) -> Any:
+    """By itself: where sums may be reordered, compilers take an estimate for some processors, whose last bit is wrong."""
+    return np.float32(1.0) / np.sqrt(x)
+
+
 @kernel(ANY_ORDER)
 def _norm_row(x_H: Array, weight_H: Array, epsilon: Any, into_H: Array) -> Any:
     """The norm of one row; the factor that it was multiplied with."""
@@ -137,7 +143,7 @@ def _norm_row(x_H: Array, weight_H: Array, epsilon: Any, into_H: Array) -> Any:
     squares = np.float32(0.0)
     for h in range(size):
         squares += x_H[h] * x_H[h]
-    scale = np.float32(1.0) / np.sqrt(squares / np.float32(size) + epsilon)
+    scale = _inverse_root(squares / np.float32(size) + epsilon)
     for h in range(size):
         _store(into_H, h, x_H[h] * scale * weight_H[h])
     return scale
@@ -218,7 +224,7 @@ def _head(
         squares = np.float32(0.0)
         for d in range(size):
             squares += _number(stored_D[d]) * _number(stored_D[d])
-        factor = np.float32(1.0) / np.sqrt(squares / np.float32(size) + epsilon)
+        factor = _inverse_root(squares / np.float32(size) + epsilon)
     for c in range(size // 2):
         x, y = factor * _number(stored_D[2 * c]), factor * _number(stored_D[2 * c + 1])
         if norm_D.shape[0]:
@@ -433,7 +439,7 @@ def attend(
     rows, size = qkv_NO.shape[0], keys_BKDS.shape[2]
     repeat = found_NO.shape[1] // size // kv_heads
     heads = repeat * kv_heads
-    one, scale = np.float32(1.0), np.float32(1.0) / np.sqrt(np.float32(size))
+    one, scale = np.float32(1.0), _inverse_root(np.float32(size))
     width = values_BTD.shape[2]
     room = STRETCH * (keys_BKDS.shape[1] + np.max(prompts_N4[:, 3]))
     scores_RX, sums_RD = np.empty((repeat, room), np.float32), np.empty((repeat, width), np.float32)
