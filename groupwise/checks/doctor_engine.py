@@ -43,6 +43,8 @@ COARSE_RATE = {"adapter": 3e-3, "full": 1e-4}
 """Learning rate of the one update, by what is published: seen in every output, and no output is nonsense."""
 LEAST_SLOPE = 0.9
 """Share of a small change that has to reach a layer's output."""
+SURELY = 4.0
+"""Standard deviations; what is less far below that share is the noise of rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,16 +334,16 @@ def _drawn(group: Group) -> list[tuple[tuple[int, ...], tuple[float, ...] | None
     ]
 
 
-def judge_slopes(slopes: Sequence[tuple[str, float]], learning_rate: float) -> Finding:
-    """How much of a step at the configured learning rate acts. `slopes`: layer, share."""
-    values = [value for _, value in slopes]
-    layer, worst = min(slopes, key=lambda pair: pair[1])
-    data = {"learning_rate": learning_rate, "slopes": dict(slopes)}
+def judge_slopes(slopes: Sequence[tuple[str, float, float]], learning_rate: float) -> Finding:
+    """How much of a step at the configured learning rate acts. `slopes`: layer, share, and the standard deviation of that, by chance."""
+    values = [value for _, value, _ in slopes]
+    layer, worst, error = min(slopes, key=lambda each: each[1] + SURELY * each[2])
+    data = {"learning_rate": learning_rate, "slopes": {layer: value for layer, value, _ in slopes}}
     measured = (
         f"of a step at the learning rate {learning_rate:g}, {fmean(values):.0%} reaches the layers' outputs "
-        f"(least: {worst:.0%}, {layer})"
+        f"(least: {worst:.0%} ± {error:.0%}, {layer})"
     )
-    if worst < LEAST_SLOPE:
+    if worst + SURELY * error < LEAST_SLOPE:
         return Finding(
             "adapter slope",
             "warning",

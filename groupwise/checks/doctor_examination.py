@@ -264,7 +264,7 @@ async def examine(engine: Engine, parts: Parts, patient: Patient, findings: Find
     rate = config.training.learning_rate
     slopes = await parts.slopes(rate)
     if slopes:
-        findings.add(judge_slopes([(slope.layer, slope.value) for slope in slopes], rate))
+        findings.add(judge_slopes([(each.layer, each.value, each.error) for each in slopes], rate))
     findings.extend(await check_publication(engine, published, groups))
     speeds = await doctor_cost.measure(engine, config, layout.all_slots, published.version + 2)
     findings.add(doctor_cost.peak(patient.sizes.memory.total, parts.peak_memory(layout.device)))

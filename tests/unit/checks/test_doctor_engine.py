@@ -318,10 +318,13 @@ async def test_a_sampler_whose_results_depend_on_the_others_is_found(
 
 
 def test_steps_that_rounding_swallows_are_warned_of():
-    assert judge_slopes([("a", 0.99), ("b", 1.01)], 1e-6).level == "ok"
-    said = judge_slopes([("a", 0.99), ("b", 0.4)], 1e-6)
+    assert judge_slopes([("a", 0.99, 0.0), ("b", 1.01, 0.01)], 1e-6).level == "ok"
+    said = judge_slopes([("a", 0.99, 0.01), ("b", 0.4, 0.1)], 1e-6)
     assert said.level == "warning"
-    assert "least: 40%, b" in said.measured
+    assert "least: 40% ± 10%, b" in said.measured
+    by_chance = judge_slopes([("a", 0.99, 0.01), ("b", 0.66, 0.3)], 1e-6)
+    assert by_chance.level == "ok", "rounding is noisy there, and nothing says that it swallows"
+    assert judge_slopes([("a", 0.7, 0.01), ("b", 0.66, 0.3)], 1e-6).level == "warning"
 
 
 def test_an_engine_that_refuses_is_a_problem():
