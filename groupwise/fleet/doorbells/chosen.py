@@ -7,9 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from groupwise.fleet.doorbells.local import LocalDoorbell
-from groupwise.fleet.doorbells.nats import NatsDoorbell, access_from
 from groupwise.fleet.doorbells.port import Doorbell
-from groupwise.fleet.doorbells.postgres import PostgresDoorbell
 from groupwise.fleet.doorbells.several import SeveralDoorbells
 from groupwise.fleet.store.database import Database
 
@@ -17,11 +15,15 @@ from groupwise.fleet.store.database import Database
 def doorbell_of(
     folder: Path, database: Database, nats_url: str | None, environment: Mapping[str, str]
 ) -> SeveralDoorbells:
-    """All of them as one. The secrets of NATS come from the environment, see `access_from`."""
+    """All of them as one; what a fleet does not have is not loaded. The secrets of NATS come from the environment, see `access_from`."""
     doorbells: list[Doorbell] = [LocalDoorbell(folder)]
     if database.dialect == "postgresql":
+        from groupwise.fleet.doorbells.postgres import PostgresDoorbell
+
         doorbells.append(PostgresDoorbell(database.connection_arguments()))
     if nats_url is not None:
+        from groupwise.fleet.doorbells.nats import NatsDoorbell, access_from
+
         doorbells.append(NatsDoorbell(access_from(nats_url, environment)))
     return SeveralDoorbells(doorbells)
 

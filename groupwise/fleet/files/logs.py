@@ -21,16 +21,19 @@ import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.attempts.drive import Part
-from groupwise.fleet.attempts.effects import Gateway
 from groupwise.fleet.attempts.records import guarded
 from groupwise.fleet.store.tables import Member
 from groupwise.hosts.driver import PIECE
 from groupwise.hosts.files import sync_folder
 from groupwise.hosts.spec import JOB_ID
+
+if TYPE_CHECKING:
+    from groupwise.fleet.attempts.drive import Part
+    from groupwise.fleet.attempts.effects import Gateway
 
 _NAME = re.compile(r"(0|[1-9][0-9]*)\.log")
 REMEMBERED = 10_000

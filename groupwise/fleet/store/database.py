@@ -24,7 +24,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NoReturn, TypeVar
 
-import psycopg
 from sqlalchemy import URL, Connection, Float, select
 from sqlalchemy import exc as sql
 from sqlalchemy.ext.compiler import compiles
@@ -319,8 +318,10 @@ def _driver(connection: Connection) -> Any:
 
 def _refuse_swallowed_error(connection: Connection) -> None:
     """PostgreSQL answers the COMMIT of a transaction in which a statement failed with a silent ROLLBACK."""
-    driver = _driver(connection)
-    if isinstance(driver, psycopg.Connection):
+    if connection.dialect.name == "postgresql":
+        import psycopg
+
+        driver = _driver(connection)
         assert driver.info.transaction_status != psycopg.pq.TransactionStatus.INERROR, (
             "a statement of this transaction failed and its error was caught: wrap it in session.begin_nested()"
         )
@@ -354,6 +355,8 @@ def _nothing_lost_by_repeating(error: sql.DBAPIError) -> bool:
 
 def _connection_is_lost(error: sql.DBAPIError) -> bool:
     """Errors without a state come from the network, unless a value was never sent; those worse than ERROR end the connection."""
+    import psycopg
+
     answer = error.orig
     if error.connection_invalidated or not isinstance(answer, psycopg.Error):
         return error.connection_invalidated

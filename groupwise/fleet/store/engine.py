@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import psycopg
 from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import ArgumentError
@@ -267,7 +266,6 @@ SELECT set_config('statement_timeout', '{STATEMENT_SECONDS}s', false),
 def _prepare_postgresql(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
     """A server that acknowledges commits before they are on its disk is told not to, for us."""
     driver: Any = getattr(connection, "driver_connection", connection)
-    assert isinstance(driver, psycopg.Connection)
     driver.autocommit = True
     try:
         driver.execute(_SESSION_SETTINGS.encode())

@@ -1,8 +1,12 @@
 """How a database gets its tables, and who is told that it has others."""
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 from alembic.autogenerate import compare_metadata
@@ -106,6 +110,29 @@ def test_a_missing_schema(empty: Database) -> None:
         migrate(empty)
     check_schema(empty)
     execute(empty, "INSERT INTO jobs (job_id) VALUES ('j')")
+
+
+def test_files_of_migrations_are_named_after_their_revisions() -> None:
+    scripts = schema._scripts()
+    assert schema.newest_revision() == scripts.get_current_head()
+    for each in scripts.walk_revisions():
+        assert Path(each.path).name.startswith(f"{each.revision}_")
+
+
+def test_that_a_database_is_current_is_seen_without_alembic(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/fleet.db"
+    with closing(connect(url)) as database:
+        migrate(database)
+    code = f"""
+import sys
+from groupwise.fleet.store.database import check_schema, connect
+database = connect({url!r})
+check_schema(database)
+database.close()
+print([name for name in ("alembic", "psycopg", "nats") if name in sys.modules])
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
 
 
 def test_a_newer_version_is_left_alone(database: Database) -> None:
