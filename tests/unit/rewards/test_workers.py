@@ -245,12 +245,12 @@ async def test_limit_holds_for_each_function_not_for_all_together(closing):
 
 
 async def test_other_workers_go_on_while_one_hangs(closing, tmp_path):
-    slow = closing(workers_for("hangs", time_limit=0.8, workers=2))
+    slow = closing(workers_for("hangs", time_limit=1.5, workers=2))
     await slow.start()
     started = time.monotonic()
     calls = [slow.score(request(folder=str(tmp_path))) for _ in range(2)]
     assert [outcomes(score) for score in await asyncio.gather(*calls)] == [{"timed_out"}] * 2
-    assert time.monotonic() - started < 1.5  # together, not one after the other
+    assert time.monotonic() - started < 3  # together, not one after the other
 
 
 # 3. nothing stays behind
