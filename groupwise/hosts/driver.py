@@ -86,6 +86,8 @@ class Launch:
     resume: Resume | None = None
     deadman: float | None = None
     """Seconds."""
+    clock: float | None = None
+    """Of the last `MemberState` that came back: its deadman counts from then, so that it does not begin where this arrives too late."""
     method: str | None = None
     """How to detach it; None: the best way that there is."""
 
@@ -184,6 +186,7 @@ class Runner:
             "environment": dict(launch.environment),
             "resume": None if launch.resume is None else _resume(launch.resume),
             "deadman": launch.deadman,
+            "clock": launch.clock,
             "python": self.python,
         }
         if launch.method is not None:

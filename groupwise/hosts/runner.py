@@ -42,8 +42,8 @@ Requests and answers
     put       blobs [[sha256, size], ...], payload; the bytes of all, in order → stored
     join      blob [sha256, size], parts [[sha256, size], ...] → stored. For a blob that is too large for one put; its parts go then
     launch    job, epoch, rank, members, spec, gpus [uuid], share_mb?, slot?, environment, secrets, resume? {manifest, step, path?},
-                deadman?, python?, method?, probe?, probe_timeout? → member. Answers when the command runs, or after LAUNCH_PATIENCE as
-                `claimed`: look again. Repeated, it answers with the state, whatever the body says
+                deadman?, clock?, python?, method?, probe?, probe_timeout? → member. Answers when the command runs, or after
+                LAUNCH_PATIENCE as `claimed`: look again. Repeated, it answers with the state, whatever the body says
     void      job, epoch → member (voided; or what it is, if it had begun)
     status    job, epoch → member
     wait      known {"<job>.<epoch>": {state?, log_size?, checkpoints?, clock?}}, timeout, quiet? → attempts [member], when one differs
@@ -77,7 +77,8 @@ What is promised
       comes after that; a pid is signalled only while its start ticks and boot are those that were seen.
     - Clocks: the wall clock decides nothing. `deadman` counts the seconds of the boot clock since the last contact: `launch`, `wait` and
       `touch` that name the attempt. With `clock` (from the last member that came back) they count from then: so answers that do not
-      arrive cannot keep an attempt alive whose control plane believes it dead. After the deadman at most DEADMAN_GRACE passes until KILL.
+      arrive cannot keep an attempt alive whose control plane believes it dead, nor can a launch that was long on its way begin one.
+      After the deadman at most DEADMAN_GRACE passes until KILL.
     - A full disk: verbs answer `disk_full`; a command never starts without its record; the exit record has room set aside for it, and so
       have `void` and `forget`: a launch that failed there can be given up, and what is old can go.
     - Secrets are in the memory of launch, supervisor and command (and in the command's /proc/…/environ), and in no file.
@@ -2254,6 +2255,10 @@ class Order:
         self.share_mb = None if body.get("share_mb") is None else count_of(body, "share_mb")
         self.slot = None if body.get("slot") is None else count_of(body, "slot")
         self.deadman: float | None = seconds_of(body, "deadman", 0.0) or None
+        self.heard = boot_clock()
+        """When the control plane was last heard: now, or when it had heard from here before it sent this."""
+        if body.get("clock") is not None:
+            self.heard = min(self.heard, seconds_of(body, "clock", 0.0))
         self.method: str | None = body.get("method")
         self.spec: dict[str, Any] = body["spec"]
         self.limits: dict[str, Any] = self.spec.get("limits") or {}
@@ -2372,7 +2377,7 @@ def verb_launch(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     order = Order(root, body)
     attempt = order.attempt
     if os.path.isdir(attempt.path) and not was_unbegun(attempt):
-        contact(attempt)
+        contact(attempt, order.heard)
         return member(attempt), b""
     visible: str | None = None
     refused: dict[str, Any] | None = None
@@ -2447,7 +2452,7 @@ def was_unbegun_file(attempt: Attempt) -> bool:
     return state.get("phase") == "claimed" and not os.path.exists(attempt.at("exit.json"))
 
 
-def claim(attempt: Attempt, state: dict[str, Any]) -> int | None:
+def claim(attempt: Attempt, state: dict[str, Any], heard: float = 0.0) -> int | None:
     """Make the folder of an attempt, whole and at once; OSError if the disk is full. The lock of its supervisor, held."""
     above = make_folder(attempt.root.at("attempts"))
     new = os.path.join(above, f".new-{attempt.name}-{os.urandom(4).hex()}")
@@ -2456,7 +2461,7 @@ def claim(attempt: Attempt, state: dict[str, Any]) -> int | None:
     try:
         if state["phase"] == "claimed":
             lock = take_lock(os.path.join(new, "supervisor.lock"))
-            furnish(new)
+            furnish(new, heard)
         document = {
             "protocol": PROTOCOL,
             "job": attempt.job,
@@ -2476,10 +2481,10 @@ def claim(attempt: Attempt, state: dict[str, Any]) -> int | None:
     return lock
 
 
-def furnish(folder: str) -> None:
+def furnish(folder: str, heard: float) -> None:
     """All files that are written later, so that a full disk does not keep them from being written."""
-    now = f"{boot_clock():.3f}"
-    for name, text in (("contact", now), ("heartbeat", now), ("cancel", "")):
+    cells = {"contact": f"{heard:.3f}", "heartbeat": f"{boot_clock():.3f}", "cancel": ""}
+    for name, text in cells.items():
         write_file(os.path.join(folder, name), text.ljust(CELL).encode("ascii"))
     write_file(os.path.join(folder, "reserve"), b" " * RESERVE)
     for name in ("log", "tether"):
@@ -2656,7 +2661,7 @@ def begin(order: Order, visible: str | None) -> int | None:
     if blobs is None or order.missing():
         raise Refusal("busy", "blobs are being swept; ask again")
     state = {"phase": "claimed", **order.first_state()}
-    lock = claim(attempt, state)
+    lock = claim(attempt, state, order.heard)
     assert lock is not None, "a claimed folder has a lock"
     hear, speak = os.pipe()
     between = os.fork()
@@ -2713,7 +2718,7 @@ class Supervisor:
         self.child = 0
         self.begun = time.monotonic()
         self.next_beat = self.ended_at = 0.0
-        self.last_contact = boot_clock()
+        self.last_contact = order.heard
         self.ending: Ending | None = None
         self.killed = False
         self.waker = self.bell = -1

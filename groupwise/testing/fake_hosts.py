@@ -324,12 +324,20 @@ class FakeHost:
         if not folder.supervisor:
             return  # nobody was there to write it down
         folder.supervisor = False
+        self._write_exit(
+            folder, None if signal is not None else code, signal, why,
+            oom_kill=script.oom_kill if by_itself else 0,
+        )  # fmt: skip
+
+    def _write_exit(
+        self, folder: _Folder, code: int | None, signal: int | None, why: str, oom_kill: int = 0
+    ) -> None:
         folder.exit = {
-            "code": None if signal is not None else code,
+            "code": code,
             "signal": signal,
             "reason": why,
             "message": None,
-            "oom_kill": script.oom_kill if by_itself else 0,
+            "oom_kill": oom_kill,
             "finished_at": float(len(self._rack.history)),
             "tail": folder.log[-4000:].decode("utf-8", "replace"),
             "gpus": len(folder.gpus),
@@ -485,9 +493,10 @@ class FakeHost:
             return self._nothing(job, epoch, "refused") | {
                 "refused": {"code": "lower_epoch", "message": f"{self.highest[job]} has been here"}
             }
+        heard = self._rack.now if body.get("clock") is None else min(self._rack.now, body["clock"])
         folder = _Folder(
             job, epoch, body["rank"], body["members"], boot_id=self.boot_id, gpus=tuple(body["gpus"]),
-            share_mb=body.get("share_mb"), deadman=body.get("deadman"), contact=self._rack.now,
+            share_mb=body.get("share_mb"), deadman=body.get("deadman"), contact=heard,
         )  # fmt: skip
         self.folders[key] = folder
         self.highest[job] = epoch
@@ -495,6 +504,9 @@ class FakeHost:
         if why := self._refusal(folder, script):
             folder.state, folder.refused = "refused", {"code": why[0], "message": why[1]}
             self._rack.record("refused", **self._who(folder), code=why[0])
+            return self._state(folder)
+        if folder.deadman is not None and self._rack.now - heard >= folder.deadman:
+            self._write_exit(folder, None, None, "deadman")  # it arrived too late to begin
             return self._state(folder)
         folder.supervisor = True
         folder.begun, folder.checkpoints = True, script.checkpoints

@@ -24,10 +24,11 @@ from pathlib import Path
 
 from groupwise.fleet.attempts.drive import Part
 from groupwise.fleet.attempts.effects import Gateway
+from groupwise.fleet.files.folders import folder_name
 from groupwise.hosts.answers import WorkTree
 from groupwise.hosts.files import BlobError, BlobStore, hash_of, sync_folder
 from groupwise.hosts.port import RunnerRefused
-from groupwise.hosts.spec import JOB_ID, FileEntry, Limits, Manifest, from_json
+from groupwise.hosts.spec import FileEntry, Limits, Manifest, from_json
 
 KEPT_BACK = {
     "too_large": "larger than the job's limit for artefacts leaves room for",
@@ -54,8 +55,7 @@ class _Changed(Exception):
 
 def artefact_folder(artefacts: Path, job: str, epoch: int, rank: int = 0) -> Path:
     """Where they lie, or would."""
-    assert JOB_ID.fullmatch(job), job  # it becomes part of a path
-    return artefacts / job / (str(epoch) if rank == 0 else f"{epoch}.{rank}")
+    return artefacts / folder_name(job) / (str(epoch) if rank == 0 else f"{epoch}.{rank}")
 
 
 def record_of(folder: Path) -> Path:

@@ -26,6 +26,7 @@ from typing import Any, cast
 from sqlalchemy import delete, exists, select
 from sqlalchemy.orm import Session
 
+from groupwise.fleet.files.folders import folder_name
 from groupwise.fleet.states import AttemptState
 from groupwise.fleet.store import events
 from groupwise.fleet.store.database import Database, clock
@@ -161,9 +162,9 @@ def size_of_files(folders: Iterable[Path], job_id: str) -> int:
 
 
 def _paths(folders: Iterable[Path], job_id: str) -> Iterator[Path]:
-    assert JOB_ID.fullmatch(job_id), job_id  # it becomes part of a path that is removed
+    own = folder_name(job_id)
     for folder in folders:
-        for name in (job_id, f"{job_id}.log"):
+        for name in (own, f"{own}.log"):
             path = folder / name
             if path.is_symlink() or path.exists():
                 yield path

@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.attempts.records import guarded
+from groupwise.fleet.files.folders import folder_name
 from groupwise.fleet.store.tables import Member
 from groupwise.hosts.driver import PIECE
 from groupwise.hosts.files import sync_folder
-from groupwise.hosts.spec import JOB_ID
 
 if TYPE_CHECKING:
     from groupwise.fleet.attempts.drive import Part
@@ -44,14 +44,12 @@ LOOK_AGAIN = 0.25
 
 def log_path(logs: Path, job: str, epoch: int, rank: int = 0) -> Path:
     """Where that log lies, or would."""
-    assert JOB_ID.fullmatch(job), job  # it becomes part of a path
-    return logs / job / (f"{epoch}.log" if rank == 0 else f"{epoch}.{rank}.log")
+    return logs / folder_name(job) / (f"{epoch}.log" if rank == 0 else f"{epoch}.{rank}.log")
 
 
 def newest_link(logs: Path, job: str) -> Path:
     """The link to the newest log of a job."""
-    assert JOB_ID.fullmatch(job), job
-    return logs / f"{job}.log"
+    return logs / f"{folder_name(job)}.log"
 
 
 def epochs(logs: Path, job: str) -> list[int]:

@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from sqlalchemy import text
 
 from groupwise.fleet.client import FleetClient
 from groupwise.fleet.direct import DirectFleet
@@ -75,3 +76,24 @@ def test_events_are_for_who_sees_all_projects(fleet: DirectFleet) -> None:
     bound = DirectFleet(fleet.place, fleet.database, Actor("key:k", frozenset({"red"})))
     with pytest.raises(Refusal, check=lambda refusal: refusal.code == "forbidden"):
         bound.events()
+
+
+@pytest.mark.parametrize("job", ["row 4", "../elsewhere", "a/b", ".", ""])
+def test_a_row_by_hand_whose_id_names_no_folder_stands_in_nobodys_way(
+    fleet: DirectFleet, job: str
+) -> None:
+    for name in ("logs", "artefacts", "elsewhere"):
+        (fleet.place.folder / name / "kept").mkdir(parents=True, exist_ok=True)
+    good = fleet.submit(COMMAND)["job_id"]
+    fleet.cancel(good)
+    failed = "INSERT INTO jobs (job_id, status, end_time) VALUES (:job, 'queued', NULL)"
+    fleet.database.run(lambda session: session.execute(text(failed), {"job": job}))
+    fleet.cancel(job)
+    assert fleet.log(job) == LogPart(b"", None, 0, True)
+    with pytest.raises(Refusal, check=lambda refusal: refusal.code == "unknown_file"):
+        fleet.artefacts(job)
+    assert sorted(fleet.prune(0.0, dry_run=True)["jobs"]) == sorted([good, job])
+    fleet.prune(0.0)
+    assert fleet.jobs() == []
+    for name in ("logs", "artefacts", "elsewhere"):
+        assert (fleet.place.folder / name / "kept").is_dir()

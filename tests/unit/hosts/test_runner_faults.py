@@ -498,6 +498,28 @@ def test_a_command_whose_deadman_has_passed_never_begins(here: Machine) -> None:
     assert not (here.folder() / "started").exists()
 
 
+def test_a_launch_that_was_long_on_its_way_begins_nothing(here: Machine) -> None:
+    """The control plane has given up who did not answer for so long, and the job may be running elsewhere."""
+    clock = here.status()["clock"]
+    here.sh("touch ../started", deadman=60, clock=clock - 61)
+    told = here.comes_to_without_contact("exited")
+    assert (told["pid"], told["exit"]["reason"], told["exit"]["code"]) == (None, "deadman", None)
+    assert not (here.folder() / "started").exists()
+
+
+def test_nor_does_one_that_is_repeated_keep_it_alive(here: Machine) -> None:
+    clock = here.status()["clock"]
+    here.sh(FOR_EVER, deadman=3600, clock=clock - 10)
+    contact = here.folder() / "contact"
+    assert float(contact.read_text()) == round(clock - 10, 3)
+    here.sh(FOR_EVER, deadman=3600, clock=clock - 20)
+    assert float(contact.read_text()) == round(clock - 10, 3)
+    here.sh(FOR_EVER, deadman=3600, clock=clock)
+    assert float(contact.read_text()) == round(clock, 3)
+    here.sh(FOR_EVER, deadman=3600, clock=clock + 1e9)  # of before it booted
+    assert float(contact.read_text()) <= runner.boot_clock()
+
+
 def test_a_machine_that_slept_through_its_deadman_kills_at_once(here: Machine) -> None:
     here.sh(f"trap '' TERM; echo > ready; {FOR_EVER}", deadman=3600, limits={"grace_seconds": 600})
     here.written("ready")
