@@ -15,6 +15,7 @@ from rich.cells import cell_len
 from groupwise.cli.printing import print_pairs, print_section, print_table, print_text
 from groupwise.display.quantities import duration
 from groupwise.display.text import one_line, shorten
+from groupwise.wire.fleet import UNPREPARED
 
 Document = Mapping[str, Any]
 
@@ -237,10 +238,6 @@ def event_line(event: Document) -> tuple[str, str]:
 
 
 # Machines
-
-
-UNPREPARED = "python3"
-"""The interpreter of a machine for which nobody has named another."""
 
 
 def print_machines(machines: Sequence[Document]) -> None:

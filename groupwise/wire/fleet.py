@@ -24,6 +24,8 @@ MOST_SLOTS = 1024
 """CPU slots of a machine."""
 LEAST_DEADMAN = 120.0
 """Seconds: a dispatcher that is killed, and another that takes over, are silent for up to one of them."""
+UNPREPARED = "python3"
+"""The interpreter of a machine for which nobody has named another: no environment with Groupwise, as far as anybody knows."""
 LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6
 """Of a project."""
 

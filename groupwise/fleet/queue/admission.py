@@ -44,6 +44,7 @@ from groupwise.errors import UsageError
 from groupwise.fleet.passable import text_problems
 from groupwise.fleet.queue import kinds
 from groupwise.fleet.queue.request import (
+    COMMAND,
     Beyond,
     Columns,
     InvalidRequest,
@@ -71,6 +72,8 @@ PORTION = 500
 PASSES = 5
 """In one look for new rows, over those with which nothing can be done."""
 ADMISSION = "admission"
+OWN_PROGRAMS = "groupwise"
+"""How they begin. A kind of job that runs one needs a machine that has it; whoever names a command knows by himself where that is."""
 _KEPT = frozenset({"job_id", "status", "project", "generation", "idempotency_key", "request_hash"})
 """Columns of a row that no reading of it has to do without."""
 
@@ -505,6 +508,8 @@ def _admitted(row: _Row, spec: JobSpec, beyond: Beyond, fleet: _Fleet) -> _Admit
         resources = resources.settled(fleet.gpus_by_default)
     else:
         resources = resources.settled(0)
+    if row.values["job_type"] != COMMAND and spec.arguments[0].startswith(OWN_PROGRAMS):
+        resources = resources.model_copy(update={"prepared": True})
     # Who was released once is not held again because it was to be held at first.
     to_be_held = beyond.hold and row.values["generation"] == 0
     held = to_be_held or row.values["status"] == JobStatus.HELD

@@ -57,6 +57,7 @@ from groupwise.fleet.states import FINAL, Contact, JobStatus
 from groupwise.fleet.store import events
 from groupwise.fleet.store.database import seconds
 from groupwise.fleet.store.tables import GPU, VM, Attempt, Job, Project, Reservation
+from groupwise.wire.fleet import UNPREPARED
 
 STALE_SECONDS = 120.0
 """A machine that was not observed for longer gets nothing new; it is polled every 15, unless told otherwise."""
@@ -267,6 +268,7 @@ def _machines(
             slots=row.cpu_slots if row.cpu_slots is not None else int(not own),
             taken_slots=frozenset(taken.slots.get(row.vm_id, ())),
             labels={name: str(value) for name, value in labels.items()},
+            prepared=row.python != UNPREPARED,
             cpus=_whole(facts.get("cpus")),
             ram_mb=_whole(facts.get("ram_mb")),
             disk_free_mb=_whole(facts.get("disk_free_mb")),
@@ -279,6 +281,7 @@ def _machines(
 _VM_COLUMNS = (
     VM.vm_id,
     VM.labels,
+    VM.python,
     VM.facts,
     VM.cpu_slots,
     VM.lost_at,

@@ -61,6 +61,8 @@ class Machine:
     """For jobs without GPUs."""
     taken_slots: frozenset[int] = frozenset()
     labels: Mapping[str, str] = field(default_factory=dict[str, str])
+    prepared: bool = True
+    """Somebody has named the environment that jobs run with."""
     cpus: int | None = None
     """That it has; None: not known yet."""
     ram_mb: int | None = None
@@ -235,6 +237,8 @@ def _unfit(resources: Resources, machine: Machine) -> str | None:
         has = machine.labels.get(name)
         if has != value:
             return f"label {name} is {'not set' if has is None else repr(has)}, not {value!r}"
+    if resources.prepared and not machine.prepared:
+        return f"not prepared for training kinds: `groupwise fleet vm prepare {machine.vm_id}`"
     return (
         _less("CPUs", resources.cpus, machine.cpus)
         or _less("MB of RAM", resources.ram_mb, machine.ram_mb)

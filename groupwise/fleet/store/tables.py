@@ -39,6 +39,8 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from sqlalchemy.sql.functions import FunctionElement
 
+from groupwise.wire.fleet import UNPREPARED
+
 Document = JSON(none_as_null=True).with_variant(JSONB(none_as_null=True), "postgresql")
 """A JSON value; binary in PostgreSQL. None is NULL, never JSON's own null."""
 Serial = BigInteger().with_variant(Integer(), "sqlite")
@@ -137,7 +139,7 @@ class VM(Base):
     """The one that it showed last, where that is not the pinned one."""
     workdir: Mapped[str] = mapped_column(Text, server_default="groupwise-fleet")
     """Where its runner keeps attempts, files and locks; relative to the home of `user`."""
-    python: Mapped[str] = mapped_column(Text, server_default="python3")
+    python: Mapped[str] = mapped_column(Text, server_default=UNPREPARED)
     """The interpreter of the environment that jobs run in; its folder stands first on their PATH."""
     labels: Mapped[dict[str, Any]] = mapped_column(Document, server_default=text("'{}'"))
     cpu_slots: Mapped[int | None] = mapped_column(Integer)
