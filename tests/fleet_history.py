@@ -327,7 +327,7 @@ def _codes(
     ordered: Sequence[Record], job: str, attempts: Mapping[int, Sequence[Execution]]
 ) -> set[int | None]:
     """With which the last attempt of a job may have exited, as a shell would say it. What was killed for a cancellation need not have had
-    a last word, nor a first one: of that nobody wrote anything but the fleet."""
+    a last word, nor a first one: of that nobody wrote anything but the fleet. Nor need one that was killed at its time limit."""
     newest = max(attempts)
     codes = {_as_shell(run.code) for run in attempts[newest]}
     cancelled = {
@@ -337,7 +337,10 @@ def _codes(
     }
     if any(epoch > newest for epoch in cancelled):
         return {143, 137}
-    return codes | {143, 137} if newest in cancelled and None in codes else codes
+    killed = cancelled | {
+        r["epoch"] for r in ordered if r["what"] == "attempt" and r["failure"] == "time_limit"
+    }
+    return codes | {143, 137} if newest in killed and None in codes else codes
 
 
 def _wrong_outcomes(ordered: Sequence[Record], runs: Sequence[Execution]) -> list[str]:

@@ -185,6 +185,7 @@ def _attempts(fleet: RealFleet) -> list[Record]:
                 "failure": attempt.failure_class,
                 "charged": bool(attempt.charged),
                 "because": attempt.evidence.get("because"),
+                "vm_lost": any(m.get("vm_lost") for m in attempt.evidence.get("members") or ()),
             }
             for attempt in session.scalars(query.order_by(Attempt.epoch))
         ]
@@ -243,8 +244,9 @@ def _reservations(fleet: RealFleet) -> list[Record]:
 
 
 def _logs(fleet: RealFleet, told: list[Record], ends: list[Record]) -> list[Record]:
-    """What each attempt printed follows from its name; how much of it at least, it has told."""
-    how = {(r["job"], r["epoch"]): r["failure"] or r["outcome"] for r in ends}
+    """What each attempt printed follows from its name; how much of it at least, it has told. Of one whose machine was declared lost before
+    its log had come, the end is lost with the machine, however it had exited."""
+    how = {(r["job"], r["epoch"]): r["failure"] or r["outcome"] for r in ends if not r["vm_lost"]}
     found: list[Record] = []
     for (job, epoch, rank, _), mine in _by_member(told).items():
         starts = [r for r in mine if r["what"] == "start"]

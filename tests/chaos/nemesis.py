@@ -15,9 +15,11 @@ import json
 import os
 import random
 import signal
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from groupwise.errors import RunError
 from groupwise.fleet.store.tables import GPU, VM, Cursor, Event, Job
 from groupwise.fleet.tracker import ENDS, NatsOutlet
 from groupwise.fleet.verbs import machines as machine_verbs
+from groupwise.models.machine import describe_processor
 from groupwise.wire.problems import Refusal
 from tests.chaos import history
 from tests.chaos.fleet import LEASE, OPERATOR, RealFleet, state_and_parent
@@ -464,8 +467,13 @@ def _name_of(pid: int) -> str:
 
 
 def report(seed: int, seconds: float, nemesis: Nemesis, broken: list[str]) -> dict[str, Any]:
-    """As it is stored."""
+    """As it is stored. `version`: what was run, as git names it."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    version = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
     return {
+        "on": date.today().isoformat(),
+        "machine": {"processor": describe_processor("cpu"), "cores": os.cpu_count()},
+        "version": version or None,
         "seed": seed,
         "seconds": seconds,
         "blows": dict(nemesis.blows),

@@ -83,8 +83,15 @@ def without_a_last_word(code: int, outcome: str = "cancelled") -> Written:
     return h.attempt("d", 6, outcome).status("d", "cancelled", exit_code=code)
 
 
+def at_its_limit(code: int, failure: str = "time_limit") -> Written:
+    """Likewise, at its time limit."""
+    h = good().add("accepted", job="d", time_limit=0.5).start("d", 6).add("power_off", vm="vm-1")
+    return h.attempt("d", 6, "failed", failure).status("d", "failed", exit_code=code)
+
+
 def test_one_that_was_killed_has_no_last_word() -> None:
     assert_kept(without_a_last_word(137).records)
+    assert_kept(at_its_limit(137).records)
 
 
 PLANTED: dict[str, tuple[Callable[[], Written], str]] = {
@@ -139,6 +146,14 @@ PLANTED: dict[str, tuple[Callable[[], Written], str]] = {
     "wrong code of one without a last word": (
         lambda: without_a_last_word(1),
         "is said to have exited with 1",
+    ),
+    "wrong code of one that was killed at its limit": (
+        lambda: at_its_limit(1),
+        "is said to have exited with 1",
+    ),
+    "the code of a signal of one that was not at its limit": (
+        lambda: at_its_limit(137, "reboot"),
+        "is said to have exited with 137",
     ),
     "the code of a signal where nobody sent one": (
         lambda: without_a_last_word(137, "failed"),

@@ -185,7 +185,7 @@ def why_waiting(session: Session, job: Job) -> list[str]:
     """Why a job does not run, in words; empty where it runs or has ended."""
     reasons = capacity.explain(session, job)
     if reasons and job.status != JobStatus.HELD and "dispatcher" in status.missing_roles(session):
-        reasons.insert(0, "no dispatcher is running; `groupwise fleet up` starts one")
+        reasons.insert(0, status.NO_DISPATCHER)
     return reasons
 
 

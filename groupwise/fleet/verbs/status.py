@@ -61,6 +61,9 @@ def processes(session: Session) -> list[Document]:
     return sorted(documents, key=lambda each: not each["alive"])
 
 
+NO_DISPATCHER = "no dispatcher is running; `groupwise fleet up` starts one"
+
+
 def missing_roles(session: Session) -> list[str]:
     """The roles that no living process plays."""
     alive = {each["role"] for each in processes(session) if each["alive"]}

@@ -17,7 +17,7 @@ from groupwise.fleet.queue.request import JobRequest
 from groupwise.fleet.secrets import UNLESS_TOLD, AllowedSecrets
 from groupwise.fleet.states import JobStatus
 from groupwise.fleet.store.tables import Job
-from groupwise.fleet.verbs import bound
+from groupwise.fleet.verbs import bound, status
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.fleet.verbs.documents import Document, job_document
 from groupwise.wire.idempotency import key_problem
@@ -45,7 +45,7 @@ def submit_all(
     if key is not None and (wrong := key_problem(key)) is not None:
         raise Refusal("invalid_request", f"The idempotency key {wrong}.")
     if len(requests) == 1:
-        return [_submitted(session, actor, requests[0], name, key, allowed)]
+        return _noted(session, [_submitted(session, actor, requests[0], name, key, allowed)])
     jobs = admission.submit_array(
         session,
         requests,
@@ -60,7 +60,7 @@ def submit_all(
             accepted.append(bound.job(session, actor, _accepted(request, job)))
     except (UsageError, Refusal) as error:
         raise _of_several(error, len(accepted), len(requests)) from error
-    return accepted
+    return _noted(session, accepted)
 
 
 def plan(
@@ -121,6 +121,14 @@ def _submitted(
 def _accepted(request: JobRequest, job: Job) -> Document:
     _refuse_failed(job)
     return job_document(job) | {"notes": _notes(request, job)}
+
+
+def _noted(session: Session, accepted: list[Document]) -> list[Document]:
+    """That nobody runs them is told to whoever has mistyped the fleet, or forgotten to begin it."""
+    if "dispatcher" in status.missing_roles(session):
+        for each in accepted:
+            each["notes"].append(status.NO_DISPATCHER)
+    return accepted
 
 
 def _of_several(error: UsageError | Refusal, place: int, number: int) -> Refusal:

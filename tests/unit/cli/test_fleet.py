@@ -23,6 +23,7 @@ from groupwise.cli.fleet_words import (
 from groupwise.errors import UsageError
 from groupwise.fleet.files.logs import append, make
 from groupwise.fleet.store.database import connect
+from groupwise.fleet.verbs.status import NO_DISPATCHER
 from groupwise.hosts.files import hash_of
 from tests.unit.cli.fleet_folder import Command
 from tests.unit.fleet.small_fleet import claim_some
@@ -306,12 +307,12 @@ def test_a_terminal_sees_how_far_files_are(
     (tmp_path / "big.bin").write_bytes(b"b" * 3_000_000)
     words = ("submit", "--gpus", "0", "--file", str(tmp_path / "big.bin"), "--", "true")
     code, out, err = seen(*words)
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, f"{NO_DISPATCHER}\n")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     code, again, err = seen(*words)
     assert code == 0
     assert "\r\x1b[K1.05 MB of 3 MB, copying big.bin\r" in err
-    assert err.endswith("\r\x1b[K")
+    assert err.endswith(f"\r\x1b[K{NO_DISPATCHER}\n")
     assert "\x1b" not in out + again
 
 

@@ -26,7 +26,7 @@ from groupwise.fleet.queue import admission, kinds, turns
 from groupwise.fleet.queue.request import JobRequest, from_document
 from groupwise.fleet.store.database import Database, seconds
 from groupwise.fleet.store.tables import Job, Project
-from groupwise.fleet.verbs import jobs
+from groupwise.fleet.verbs import jobs, machines
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts.spec import JobSpec
 from groupwise.wire.problems import Refusal
@@ -106,6 +106,36 @@ def test_four_columns_are_a_full_submission(
     assert job.spec is not None
     assert job.spec["arguments"] == ["train", "m", "500", "outputs"]
     assert claimed_ids(database) == ["j"]
+
+
+def test_a_kind_that_runs_groupwise_waits_for_a_machine_that_has_it(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Training:
+        def expand(self, row: kinds.Row) -> JobSpec:
+            return JobSpec(("groupwise", "sft", row["model"]))
+
+    monkeypatch.setattr(kinds, "_announced", lambda: {"SFT": "somewhere"})
+    monkeypatch.setattr(kinds, "_load", lambda place: Training())
+    add_machine(database, "vm-1", 1)
+    insert(database, "training", job_type="SFT", model="m", dataset="d", request="{}")
+    admit_new(database)
+    assert job_of(database, "training").resources == {"gpus": 1, "prepared": True}
+    assert claimed_ids(database) == []
+    job = job_of(database, "training")
+    assert job.status == "pending"
+    assert "not prepared for training kinds: `groupwise fleet vm prepare vm-1`" in str(
+        job.blocked_reasons
+    )
+    change = {"python": "/opt/train/bin/python"}
+    database.run(lambda s: machines.change(s, Actor("user:ada"), "vm-1", **change))
+    assert claimed_ids(database) == ["training"]
+
+
+def test_whoever_names_a_command_knows_where_it_is(database: Database) -> None:
+    add_machine(database, "vm-1", 1)
+    submit(database, "own", arguments=["groupwise", "eval"], gpus=1)
+    assert claimed_ids(database) == ["own"]
 
 
 def test_held_jobs_are_admitted_and_wait(database: Database) -> None:

@@ -132,6 +132,17 @@ def test_labels_cpus_ram_and_disk() -> None:
     assert "unknown MB of RAM" in reasons(place(Resources(gpus=1, ram_mb=1), [unknown]))
 
 
+def test_what_needs_an_environment_goes_where_one_was_named() -> None:
+    asked, bare, named = (
+        Resources(gpus=1, prepared=True), machine("a", 1, prepared=False), machine("b", 1, 8)
+    )  # fmt: skip
+    assert placed(place(asked, [bare, named])) == {"b": [0]}
+    taken = with_gpu(named, 0, whole=True)
+    why = reasons(place(asked, [bare, taken]))
+    assert "a: not prepared for training kinds: `groupwise fleet vm prepare a`" in why
+    assert placed(place(Resources(gpus=1), [bare, taken])) == {"a": [0]}
+
+
 def test_ram_is_promised_once() -> None:
     fleet = {"a": machine("a", 4, ram_mb=1000, cpus=4)}
     asked = Resources(gpus=1, ram_mb=600, cpus=1)
@@ -222,6 +233,7 @@ def fleets(draw: st.DrawFn) -> list[Machine]:
                 slots=slots,
                 taken_slots=frozenset(draw(st.sets(st.integers(0, max(0, slots - 1))))),
                 labels=draw(st.sampled_from([{}, {"rack": "1"}])),
+                prepared=draw(st.booleans()),
                 ram_mb=draw(st.sampled_from([None, 100, 200])),
                 promised_ram_mb=draw(st.sampled_from([0, 50])),
             )
@@ -252,7 +264,13 @@ def needs(draw: st.DrawFn) -> Resources:
     ram = draw(st.sampled_from([None, 100]))
     kind = draw(st.sampled_from(["whole", "share", "slot", "index", "uuid"]))
     if kind == "slot":
-        return Resources(gpus=0, machines=draw(st.integers(1, 3)), labels=labels, ram_mb=ram)
+        return Resources(
+            gpus=0,
+            machines=draw(st.integers(1, 3)),
+            labels=labels,
+            ram_mb=ram,
+            prepared=draw(st.booleans()),
+        )
     if kind == "index":
         names = tuple(draw(st.lists(st.integers(0, 2), min_size=1, max_size=2, unique=True)))
         return Resources(gpus=len(names), named=names, vm=draw(st.sampled_from("abcd")))
@@ -279,6 +297,8 @@ def gives(machine: Machine, asked: Resources, held: Held) -> bool:
     if machine.trouble or (asked.vm and asked.vm != machine.vm_id):
         return False
     if any(machine.labels.get(name) != value for name, value in asked.labels.items()):
+        return False
+    if asked.prepared and not machine.prepared:
         return False
     if asked.ram_mb and (machine.ram_mb or 0) - machine.promised_ram_mb < asked.ram_mb:
         return False

@@ -113,8 +113,16 @@ def request(**more: Any) -> JobRequest:
     return JobRequest.model_validate({"arguments": ["true"], **more})
 
 
+def test_that_nobody_runs_it_is_noted(small: Any) -> None:
+    asked = [request(resources={"gpus": 0}), request(resources={"gpus": 0})]
+    for count in (1, 2):
+        for job in small.do(submission.submit_all, asked[:count]):
+            assert job["notes"] == [status.NO_DISPATCHER]
+
+
 def test_what_was_settled_unasked_is_noted(small: Any) -> None:
     small.machine("vm-1")
+    process(small, "dispatcher", 0.0, "a")
     (job,) = small.do(submission.submit_all, [request()])
     assert job["notes"] == ["--gpus was not given: the job gets no GPU, as the fleet has none"]
     small.machine("vm-2", gpus=1)
