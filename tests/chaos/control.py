@@ -45,8 +45,10 @@ class MortalGateway(Gateway):
             self.perhaps(f"{name}:after")
         return result
 
-    async def commit_of(self, epoch: int, name: str, fn: Callable[[Session], T]) -> T:
-        result = await super().commit_of(epoch, name, self.dying(name, fn))
+    async def commit_of(
+        self, epoch: int, name: str, fn: Callable[[Session], T], *, ends: bool = False
+    ) -> T:
+        result = await super().commit_of(epoch, name, self.dying(name, fn), ends=ends)
         if is_effect(name, result):
             self.perhaps(f"{name}:after")
         return result

@@ -412,19 +412,19 @@ class Drive:
     async def _move(self, row: Snapshot, move: Move) -> None:
         """The next state, in one transaction with what was seen that led there."""
         owner, epoch, chance = self._desk.owner, self.epoch, self._desk.chance
-        seen = self._unwritten(row)
+        seen, ends = self._unwritten(row), move.to is AttemptState.ENDED
 
         def write(session: Any) -> None:
             for rank, state in seen:
                 records.record(session, epoch, owner, state, rank)
-            if move.to is AttemptState.ENDED:
+            if ends:
                 ending.end(session, epoch, owner, move, chance)
             else:
                 records.move(session, epoch, owner, move.to)
 
-        if move.to is AttemptState.ENDED:
+        if ends:
             await self._last_of_what_it_left(row)
-        await self._desk.gateway.commit_of(epoch, f"attempt.{move.to}", write)
+        await self._desk.gateway.commit_of(epoch, f"attempt.{move.to}", write, ends=ends)
 
     async def _write_down(self, row: Snapshot) -> None:
         """What machines say that the database does not know yet."""

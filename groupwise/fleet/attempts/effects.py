@@ -58,9 +58,12 @@ class Gateway:
         """One transaction; `fn` may be called several times, see `Database.run`."""
         return await self._through(name, lambda: self.database.in_thread(fn))
 
-    async def commit_of(self, epoch: int, name: str, fn: Callable[[Session], T]) -> T:
-        """The same for what is short, and about one attempt: it may share its transaction with others of the same moment."""
-        return await self._through(name, lambda: self._writes.commit(epoch, fn))
+    async def commit_of(
+        self, epoch: int, name: str, fn: Callable[[Session], T], *, ends: bool = False
+    ) -> T:
+        """The same for what is short, and about one attempt: it may share its transaction with others of the same moment. Whether it `ends`
+        that attempt."""
+        return await self._through(name, lambda: self._writes.commit(epoch, fn, ends=ends))
 
     async def look(self, fn: Callable[[Session], T]) -> T:
         """Read the database. Changes nothing, so that it is no effect, but the dead do not look either."""

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 from sqlalchemy import Table, bindparam, select, update
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.attempts.decide import Move
-from groupwise.fleet.attempts.records import guarded, members_of
+from groupwise.fleet.attempts.records import guarded, job_of, members_of
 from groupwise.fleet.queue import capacity
 from groupwise.fleet.queue.failures import FailureClass, JobFacts, RetryPolicy, Verdict, after_end
 from groupwise.fleet.queue.request import Beyond
@@ -25,7 +26,8 @@ from groupwise.fleet.queue.resources import Resources
 from groupwise.fleet.states import FINAL, AttemptState, Cleanup, Contact, JobStatus, Outcome
 from groupwise.fleet.store import events
 from groupwise.fleet.store.database import seconds
-from groupwise.fleet.store.tables import GPU, VM, Attempt, Job, Member, Reservation, this_moment
+from groupwise.fleet.store.steps import Step, Steps, in_steps
+from groupwise.fleet.store.tables import GPU, VM, Attempt, Job, Member, Reservation
 
 ACCUSATION_SECONDS = 86_400.0
 """For so long it counts what a job said of a GPU."""
@@ -35,26 +37,33 @@ JOBS_OWN_REFUSALS = frozenset({"bad_spec", "unknown_program", "secret", "blob"})
 """Words of a runner that speak of the job, not of the machine."""
 
 
-def end(session: Session, epoch: int, owner: str, move: Move, chance: random.Random) -> None:
+@in_steps
+def end(session: Session, epoch: int, owner: str, move: Move, chance: random.Random) -> Steps:
     """The attempt ends, and its job goes where it has to. Done once or twice, it is the same."""
     attempt = guarded(session, epoch, owner)
     if attempt.state == AttemptState.ENDED:
         return
     assert move.outcome is not None, "the end of an attempt has an outcome"
-    job = session.get_one(Job, attempt.job_id, with_for_update=True, populate_existing=True)
+    job = job_of(session, attempt)
     blamed = _machine_to_blame(move)
     same = blamed is not None and _was_refused_here_before(session, attempt, blamed)
     facts = _facts(job, same_machine=same, hopeless=_is_hopeless(session, job, move))
     verdict = after_end(facts, move.outcome, move.failure, move.because, chance)
     _end_attempt(session, attempt, owner, move, verdict)
-    session.flush()  # its job moves after it, as the database demands
+    yield None  # its job moves after it, as the database demands
     if move.failure is FailureClass.GPU_FAULT:
         _quarantine(session, attempt, owner, move)
     if move.failure is FailureClass.LAUNCH_FAILURE:
         _blame_machine(session, attempt, owner, move)
     _move_job(session, job, attempt, owner, move, verdict)
-    session.flush()
-    freed = _give_back_all(session, attempt, owner) if move.outcome is Outcome.VOID else []
+    freed: list[str] = []
+    if move.outcome is Outcome.VOID:
+        # It never ran, and every machine that was told of it has made sure that it never will.
+        for member in members_of(session, epoch):
+            member.released = True
+            freed.append(member.vm_id)
+            yield _closed(session, epoch, member.rank)
+        _perhaps_clean(session, attempt, owner)
     capacity.wake(session, vm_ids=freed, actor=_actor(owner))
 
 
@@ -105,7 +114,7 @@ def _move_job(
     if verdict.status is JobStatus.FAILED:
         job.failure_reason = verdict.reason
     if verdict.status in FINAL:
-        job.end_time = this_moment()  # pyright: ignore[reportAttributeAccessIssue] — the database's clock
+        job.end_time = datetime.fromtimestamp(now, UTC)
     detail = {
         "exit_code": exit_code,
         "outcome": move.outcome,
@@ -257,52 +266,45 @@ def _was_refused_here_before(session: Session, attempt: Attempt, vm_id: str) -> 
 # ---------------------------------------------------------------------------------------------------------------------------------------
 
 
-def release(session: Session, epoch: int, owner: str, rank: int) -> None:
+@in_steps
+def release(session: Session, epoch: int, owner: str, rank: int) -> Steps:
     """Its machine was seen to hold nothing of this member: what was reserved for it is free."""
     attempt = guarded(session, epoch, owner)
     assert attempt.state == AttemptState.ENDED, "nothing of a live attempt is given back"
     member = session.get_one(Member, (epoch, rank))
     member.released = True
-    session.flush()
-    _close(session, epoch, rank)
+    yield _closed(session, epoch, rank)
     _perhaps_clean(session, attempt, owner)
     capacity.wake(session, vm_ids=[member.vm_id], actor=_actor(owner))
 
 
-def abandon(session: Session, epoch: int, owner: str, rank: int) -> None:
+@in_steps
+def abandon(session: Session, epoch: int, owner: str, rank: int) -> Steps:
     """The machine of this member does not come back, an operator says: what was reserved there holds nobody up."""
     attempt = guarded(session, epoch, owner)
     assert attempt.state == AttemptState.ENDED, "nothing of a live attempt is given back"
     member = session.get_one(Member, (epoch, rank), populate_existing=True)
     member.handle = {**member.handle, "abandoned": True}
-    session.flush()
-    _close(session, epoch, rank)
+    yield _closed(session, epoch, rank)
     _perhaps_clean(session, attempt, owner)
     capacity.wake(session, vm_ids=[member.vm_id], actor=_actor(owner))
 
 
-def _give_back_all(session: Session, attempt: Attempt, owner: str) -> list[str]:
-    """It never ran, and every machine that was told of it has made sure that it never will. The machines."""
-    here = update(Member).where(Member.epoch == attempt.epoch).values(released=True)
-    vm_ids = list(session.scalars(here.returning(Member.vm_id)))
-    _close(session, attempt.epoch)
-    _clean(session, attempt, owner)
-    return vm_ids
-
-
-def _close(session: Session, epoch: int, rank: int | None = None) -> None:
-    """Of one member, or of all."""
-    given = {"of_epoch": epoch, "of_rank": rank, "now": seconds(session)}
-    session.execute(_CLOSED if rank is None else _CLOSED_OF_RANK, given)
+def _closed(session: Session, epoch: int, rank: int) -> Step:
+    """What it held is free."""
+    return _CLOSED, {"of_epoch": epoch, "of_rank": rank, "now": seconds(session)}
 
 
 _HELD: Table = Reservation.__table__  # pyright: ignore[reportAssignmentType] — a mapped class's table is a Table
 _CLOSED = (
     update(_HELD)
-    .where(_HELD.c.epoch == bindparam("of_epoch"), _HELD.c.released_at.is_(None))
+    .where(
+        _HELD.c.epoch == bindparam("of_epoch"),
+        _HELD.c.rank == bindparam("of_rank"),
+        _HELD.c.released_at.is_(None),
+    )
     .values(released_at=bindparam("now"))
 )
-_CLOSED_OF_RANK = _CLOSED.where(_HELD.c.rank == bindparam("of_rank"))
 
 
 def _perhaps_clean(session: Session, attempt: Attempt, owner: str) -> None:

@@ -398,12 +398,18 @@ _GUARDED = (
     .with_for_update(key_share=True)
 )
 _LOCKED, _READ, _BLAMED = "groupwise_attempts", "groupwise_members", "groupwise_blamed"
+_JOBS = "groupwise_jobs"
 
 
-def lock(session: Session, epochs: Iterable[int]) -> None:
-    """Attempts that are about to be written, with their members, at once; `guarded` and `members_of` then find them. To be called first."""
+def lock(session: Session, epochs: Iterable[int], ending: Iterable[int] = ()) -> None:
+    """Attempts that are about to be written, with their members, and the jobs of those that end, at once; `guarded`, `members_of` and
+    `job_of` then find them. To be called first."""
     given = {"epochs": sorted(set(epochs))}
-    session.info[_LOCKED] = {each.epoch: each for each in session.scalars(_GUARDED, given)}
+    locked = {each.epoch: each for each in session.scalars(_GUARDED, given)}
+    session.info[_LOCKED] = locked
+    if ended := [locked[epoch].job_id for epoch in ending if epoch in locked]:
+        jobs = select(Job).where(Job.job_id.in_(ended)).order_by(Job.job_id).with_for_update()
+        session.info[_JOBS] = {each.job_id: each for each in session.scalars(jobs)}
     of: dict[int, list[Member]] = {epoch: [] for epoch in given["epochs"]}
     blamed: set[int] = set()
     for member, failures in session.execute(_WITH_FAILURES, given):
@@ -419,6 +425,14 @@ _WITH_FAILURES = (
     .where(Member.epoch.in_(_GIVEN))
     .order_by(Member.epoch, Member.rank)
 )
+
+
+def job_of(session: Session, attempt: Attempt) -> Job:
+    """Locked."""
+    jobs: dict[str, Job] = session.info.get(_JOBS, {})
+    return jobs.get(attempt.job_id) or session.get_one(
+        Job, attempt.job_id, with_for_update=True, populate_existing=True
+    )
 
 
 def members_of(session: Session, epoch: int) -> Sequence[Member]:

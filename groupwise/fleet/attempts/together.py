@@ -30,6 +30,7 @@ from groupwise.fleet.store.database import (
     DatabaseFailure,
     at_one_moment,
 )
+from groupwise.fleet.store.steps import side_by_side
 
 One = TypeVar("One")
 Result = TypeVar("Result")
@@ -118,6 +119,8 @@ class Write:
 
     epoch: int
     fn: Callable[[Session], Any]
+    ends: bool
+    """And so writes its job as well."""
 
 
 class Writes:
@@ -127,9 +130,9 @@ class Writes:
         self._database = database
         self._gathered = Gathered[Write, Any](self._deal)
 
-    async def commit(self, epoch: int, fn: Callable[[Session], Any]) -> Any:
-        """As `Database.in_thread`, for what is about this attempt."""
-        return await self._gathered.ask(Write(epoch, fn))
+    async def commit(self, epoch: int, fn: Callable[[Session], Any], *, ends: bool = False) -> Any:
+        """As `Database.in_thread`, for what is about this attempt. Whether it `ends` it."""
+        return await self._gathered.ask(Write(epoch, fn, ends))
 
     async def _deal(self, writes: Sequence[Write]) -> Sequence[Any]:
         if len(writes) > 1:
@@ -181,10 +184,12 @@ class _Apart(Exception):
 def _all(session: Session, writes: Sequence[Write]) -> list[Any]:
     try:
         _wait_for_locks(session, LOCK_SECONDS)
-        records.lock(session, (write.epoch for write in writes))
+        ending = (write.epoch for write in writes if write.ends)
+        records.lock(session, (write.epoch for write in writes), ending)
         with capacity.woken_once(session):
             with events.gathered(session), at_one_moment(session):
-                done = [write.fn(session) for write in writes]
+                with side_by_side(session):
+                    done = [write.fn(session) for write in writes]
                 session.flush()
             _wait_for_locks(session, engine.LOCK_SECONDS)  # waking waits for claims, which are many
         return done

@@ -1,0 +1,62 @@
+"""Writes that go in steps, so that many of them go side by side in one transaction.
+
+Where the database demands an order, what was changed first has to be sent before what is changed next. A write that has such places is a
+generator that yields there. Done alone it is sent step by step; within `side_by_side` a step of all of them is sent before the next step of
+any, so that each table is told of it in one statement, however many they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from itertools import zip_longest
+from typing import Any, Concatenate, ParamSpec, TypeAlias
+
+from sqlalchemy.orm import Session
+from sqlalchemy.sql.dml import Update
+
+Step: TypeAlias = tuple[Update, Mapping[str, Any]] | None
+"""What is to be sent besides the rows that were changed: a statement on a table, which is made once, and its values."""
+Steps: TypeAlias = Generator[Step]
+P = ParamSpec("P")
+
+_BEGUN = "groupwise_steps"
+
+
+def in_steps(
+    write: Callable[Concatenate[Session, P], Steps],
+) -> Callable[Concatenate[Session, P], None]:
+    """To be called as a function: all of it is done when that returns, or when the `side_by_side` around it ends."""
+
+    @wraps(write)
+    def whole(session: Session, *args: P.args, **kwargs: P.kwargs) -> None:
+        steps = write(session, *args, **kwargs)
+        if (begun := session.info.get(_BEGUN)) is not None:
+            begun.append(steps)
+        else:
+            _drive(session, [steps])
+
+    return whole
+
+
+@contextmanager
+def side_by_side(session: Session) -> Generator[None]:
+    """Writes in steps that are called within it begin at its end, and go on together."""
+    begun: list[Steps] = []
+    session.info[_BEGUN] = begun
+    try:
+        yield
+    finally:
+        del session.info[_BEGUN]
+    _drive(session, begun)
+
+
+def _drive(session: Session, writes: Iterable[Steps]) -> None:
+    for taken in zip_longest(*writes):
+        session.flush()
+        of: dict[Update, list[Mapping[str, Any]]] = {}
+        for statement, values in filter(None, taken):
+            of.setdefault(statement, []).append(values)
+        for statement, values in of.items():
+            session.execute(statement, values)

@@ -1,0 +1,68 @@
+"""Writes in steps: in the order that the database demands, and many of them side by side."""
+
+from sqlalchemy import Table, func, select, update
+from sqlalchemy.orm import Session
+
+from groupwise.fleet.store.database import Database
+from groupwise.fleet.store.steps import Steps, in_steps, side_by_side
+from groupwise.fleet.store.tables import Project
+
+
+@in_steps
+def two_steps(session: Session, name: str, told: list[str]) -> Steps:
+    told.append(f"{name} 1")
+    session.add(Project(name=name))
+    yield None
+    told.append(f"{name} 2")
+
+
+@in_steps
+def one_step(_: Session, name: str, told: list[str]) -> Steps:
+    told.append(f"{name} 1")
+    yield from ()
+
+
+def test_alone_all_of_it_is_done_at_once(database: Database) -> None:
+    told: list[str] = []
+
+    def write(session: Session) -> None:
+        two_steps(session, "a", told)
+        one_step(session, "b", told)
+
+    database.run(write)
+    assert told == ["a 1", "a 2", "b 1"]
+
+
+def test_a_step_of_all_comes_before_the_next_of_any(database: Database) -> None:
+    told: list[str] = []
+
+    def write(session: Session) -> None:
+        with side_by_side(session):
+            two_steps(session, "a", told)
+            one_step(session, "b", told)
+            two_steps(session, "c", told)
+        two_steps(session, "d", told)
+
+    database.run(write)
+    assert told == ["a 1", "b 1", "c 1", "a 2", "c 2", "d 1", "d 2"]
+
+
+def test_a_step_is_sent_before_the_next_begins(database: Database) -> None:
+    seen: list[float | None] = []
+    table: Table = Project.__table__  # pyright: ignore[reportAssignmentType] — a mapped class's table is a Table
+    heavier = update(table).values(weight=table.c.weight + 1)
+
+    @in_steps
+    def write(session: Session, name: str) -> Steps:
+        session.add(Project(name=name))
+        yield heavier, {}
+        with session.no_autoflush:
+            seen.append(session.scalar(select(func.sum(Project.weight))))
+
+    def both(session: Session) -> None:
+        with side_by_side(session):
+            write(session, "a")
+            write(session, "b")
+
+    database.run(both)
+    assert seen == [6.0, 6.0]
