@@ -657,15 +657,39 @@ QUICK = (
     ),
     Mutation(
         "deadman",
-        "a launch that nobody has heard of is over by it",
+        "one without a supervisor is over by it",
         (
             (
                 "fleet/attempts/drive.py",
-                "    if member.recorded not in {Reading.CLAIMED, Reading.RUNNING}:\n",
-                "    if False:\n",
+                " or member.recorded is Reading.LOST:\n",
+                ":\n",
             ),
         ),
-        (f"{DRIVE}::test_only_of_what_was_seen_to_run_or_about_to",),
+        (f"{DRIVE}::test_whatever_was_heard_but_that_its_supervisor_is_dead",),
+    ),
+    Mutation(
+        "deadman",
+        "a launch counts from when it arrives",
+        (
+            (
+                "fleet/attempts/launching.py",
+                "    if launch.deadman is None:\n        return launch\n",
+                "    return launch\n",
+            ),
+        ),
+        (f"{DISPATCHER}::test_a_deadman_frees_a_job_whose_launch_may_still_be_on_its_way",),
+    ),
+    Mutation(
+        "deadman",
+        "a machine begins what arrives after it",
+        (
+            (
+                "hosts/runner.py",
+                "        self.last_contact = order.heard\n",
+                "        self.last_contact = boot_clock()\n",
+            ),
+        ),
+        (f"{FAULTS}::test_a_launch_that_was_long_on_its_way_begins_nothing",),
     ),
     Mutation(
         "deadman",

@@ -38,7 +38,7 @@ from groupwise.fleet.attempts.decide import (
     over,
 )
 from groupwise.fleet.attempts.effects import Gateway
-from groupwise.fleet.attempts.launching import deadman_of, files_of, launch_of
+from groupwise.fleet.attempts.launching import deadman_of, files_of, launch_of, timed
 from groupwise.fleet.attempts.records import Machine, MemberRow, Snapshot, Stale
 from groupwise.fleet.attempts.together import Reads
 from groupwise.fleet.attempts.watching import CHANGEABLE, Watch, Watches
@@ -413,8 +413,11 @@ class Drive:
         """The next state, in one transaction with what was seen that led there."""
         owner, epoch, chance = self._desk.owner, self.epoch, self._desk.chance
         seen, ends = self._unwritten(row), move.to is AttemptState.ENDED
+        deadmen = _deadmen(row) if move.to is AttemptState.LAUNCHING else {}
 
         def write(session: Any) -> None:
+            for rank, deadman in deadmen.items():
+                records.sending(session, epoch, owner, rank, deadman)
             for rank, state in seen:
                 records.record(session, epoch, owner, state, rank)
             if ends:
@@ -456,12 +459,11 @@ class Drive:
         except SecretMissing as error:
             ear.refusal = f"secret: {error}"
             return
-        await self._write_deadman(member)
         refused: list[RunnerRefused] = []
 
         async def tell(runner: Runner, _: MemberRow) -> MemberState:
             try:
-                return await runner.launch(launch)
+                return await runner.launch(await timed(launch, runner))
             except RunnerRefused as error:
                 refused.append(error)
                 return await runner.status(row.job_id, row.epoch)
@@ -476,18 +478,6 @@ class Drive:
     async def _kill(self, row: Snapshot, member: MemberRow) -> None:
         grace = float(row.spec["limits"]["grace_seconds"])
         await self._ask(row, member, lambda r, _: r.kill(row.job_id, row.epoch, grace=grace))
-
-    async def _write_deadman(self, member: MemberRow) -> None:
-        """Which deadman a machine is told is on record before it is told."""
-        deadman = deadman_of(member)
-        if deadman is None or "deadman" in member.handle:
-            return
-        owner, epoch = self._desk.owner, self.epoch
-        await self._desk.gateway.commit_of(
-            epoch,
-            "attempt.deadman",
-            lambda s: records.sending(s, epoch, owner, member.rank, deadman),
-        )
 
     async def _provide(self, row: Snapshot, member: MemberRow) -> None:
         """Bring the files of an attempt to its machine; the launch follows in the next round."""
@@ -643,12 +633,17 @@ def _is_ours(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno not in (errno.ENAMETOOLONG, errno.EILSEQ)
 
 
+def _deadmen(row: Snapshot) -> dict[int, float]:
+    """By rank; what is on record before a machine is told of it, and stays, whatever its row says later."""
+    found = {member.rank: member.machine.deadman for member in row.members}
+    return {rank: deadman for rank, deadman in found.items() if deadman is not None}
+
+
 def _deadman_is_over(row: Snapshot, member: MemberRow) -> bool:
-    """Its command was seen to run, with a deadman, and that has had more than its time since the machine fell silent."""
-    deadman = member.handle.get("deadman")
-    if deadman is None or member.silent_since is None:
-        return False
-    if member.recorded not in {Reading.CLAIMED, Reading.RUNNING}:
+    """Nothing of it runs, and nothing will: what has begun there was ended by its deadman, which has had more than its time since the
+    machine fell silent, and what was sent before that begins nothing. But for one whose supervisor is dead, and keeps no deadman."""
+    deadman = deadman_of(member)
+    if deadman is None or member.silent_since is None or member.recorded is Reading.LOST:
         return False
     return row.now - member.silent_since > deadman + DEADMAN_MARGIN
 

@@ -7,9 +7,11 @@ named after the attempt and its port follows from the epoch, so that what is lef
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from groupwise.fleet.attempts.records import MemberRow, Snapshot
 from groupwise.fleet.secrets import Secrets
-from groupwise.hosts.driver import Launch, Resume
+from groupwise.hosts.driver import Launch, Resume, Runner
 from groupwise.hosts.spec import FileEntry, Manifest, from_json
 
 FIRST_PORT, PORTS = 20_000, 12_000
@@ -34,9 +36,16 @@ def launch_of(row: Snapshot, member: MemberRow, secrets: Secrets) -> Launch:
     )
 
 
+async def timed(launch: Launch, runner: Runner) -> Launch:
+    """With the clock of its machine, from which its deadman counts: where it arrives later than that, nothing begins there any more."""
+    if launch.deadman is None:
+        return launch
+    return replace(launch, clock=(await runner.status(launch.job, launch.epoch)).clock)
+
+
 def deadman_of(member: MemberRow) -> float | None:
-    """The one that its machine was told of first; else what stands in the machine's row."""
-    return member.handle.get("deadman", member.machine.deadman)
+    """The one that was on record before its machine was told anything."""
+    return member.handle.get("deadman")
 
 
 def files_of(row: Snapshot) -> Manifest:

@@ -75,7 +75,7 @@ class MemberRow:
     rank: int
     machine: Machine
     recorded: Reading | None
-    """What its runner said last; None where nothing was ever sent."""
+    """What its runner said last; None where it has said nothing yet."""
     handle: Mapping[str, Any]
     log_offset: int
     released: bool
@@ -490,13 +490,11 @@ def record(session: Session, epoch: int, owner: str, state: MemberState, rank: i
     }
 
 
-def sending(session: Session, epoch: int, owner: str, rank: int, deadman: float | None) -> None:
-    """From here on a machine may have been told; and with which deadman."""
+def sending(session: Session, epoch: int, owner: str, rank: int, deadman: float) -> None:
+    """From here on a machine may have been told, with this deadman."""
     guarded(session, epoch, owner)
     member = session.get_one(Member, (epoch, rank))
     member.handle = {**member.handle, "deadman": deadman}
-    if member.state is None:
-        member.state = Reading.UNKNOWN
 
 
 def contact(

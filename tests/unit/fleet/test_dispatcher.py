@@ -450,6 +450,56 @@ async def test_a_deadman_ends_a_job_before_it_is_begun_elsewhere(rig: Rig) -> No
     assert rig.attempts("job")[0].failure_class == "host_lost"
 
 
+async def test_a_deadman_frees_a_job_whose_launch_may_still_be_on_its_way(rig: Rig) -> None:
+    """It arrives when the job runs elsewhere, and begins nothing: its deadman counts from before it was sent."""
+    rig.database.run(lambda s: s.execute(update(VM).values(deadman=100.0)))
+    rig.rack.scripts["job"] = [LONG, LONG]
+    for host in rig.rack:
+        host.fail("launch", Fault.LATE)
+    async with running(rig.dispatcher()):
+        rig.submit("job")
+        await rig.until(lambda: any(h._late for h in rig.rack), ticks=False)  # pyright: ignore[reportPrivateUsage]
+        gone = host_of(rig, "job")
+        gone.cut()
+        await rig.until(lambda: rig.attempts("job")[0].contact == "unreachable", ticks=False)
+        assert rig.attempts("job")[0].state == "launching"
+        rig.rack.advance(165.0)
+        silent_for(rig, 165.0)
+        await rig.until(lambda: len(rig.rack.running()) == 1)
+        assert await gone.deliver() == 1
+        assert gone.folders[f"job.{rig.attempts('job')[0].epoch}"].exit["reason"] == "deadman"
+        assert len(rig.rack.running()) == 1
+        gone.heal()
+        rig.cancel("job")
+        await rig.until(rig.is_clean)
+    rig.judge()
+    assert rig.attempts("job")[0].failure_class == "host_lost"
+
+
+async def test_a_deadman_frees_a_job_whose_artefacts_went_with_its_machine(rig: Rig) -> None:
+    rig.database.run(lambda s: s.execute(update(VM).values(deadman=100.0)))
+    for host in rig.rack:
+        host.fail("manifest", Fault.REQUEST_LOST, times=2)
+    async with running(rig.dispatcher()):
+        rig.submit("job")
+        await rig.until(lambda: any(a.state == "collecting" for a in rig.attempts("job")))
+        gone = host_of(rig, "job")
+        gone.cut()
+        await rig.until(lambda: rig.attempts("job")[0].contact == "unreachable")
+        silent_for(rig, 155.0)
+        await asyncio.sleep(0.1)
+        assert rig.job("job").status == "running"
+        silent_for(rig, 165.0)
+        await rig.until(rig.has("job", "completed"))
+        gone.heal()
+        await rig.until(rig.is_clean)
+    first = rig.attempts("job")[0]
+    assert (first.failure_class, first.evidence["because"]) == (
+        "host_lost",
+        f"it succeeded, but {gone.name} was lost before its artefacts were fetched",
+    )
+
+
 def silent_for(rig: Rig, age: float) -> None:
     """The machines that are silent have been so for this long."""
 
