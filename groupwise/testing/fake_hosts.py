@@ -226,6 +226,10 @@ class FakeHost:
         """The next `times` calls of this verb go wrong."""
         self._faults += [(verb, fault)] * times
 
+    def faultless(self) -> None:
+        """Nothing goes wrong any more by itself."""
+        self._faults.clear()
+
     def cut(self) -> None:
         """Nobody reaches it; what runs there goes on."""
         self.connected = False

@@ -455,18 +455,20 @@ async def test_a_deadman_frees_a_job_whose_launch_may_still_be_on_its_way(rig: R
     rig.database.run(lambda s: s.execute(update(VM).values(deadman=100.0)))
     rig.rack.scripts["job"] = [LONG, LONG]
     for host in rig.rack:
-        host.fail("launch", Fault.LATE)
+        host.fail("launch", Fault.LATE, times=1000)
     async with running(rig.dispatcher()):
         rig.submit("job")
         await rig.until(lambda: any(h._late for h in rig.rack), ticks=False)  # pyright: ignore[reportPrivateUsage]
         gone = host_of(rig, "job")
         gone.cut()
+        for host in rig.rack:
+            host.faultless()
         await rig.until(lambda: rig.attempts("job")[0].contact == "unreachable", ticks=False)
         assert rig.attempts("job")[0].state == "launching"
         rig.rack.advance(165.0)
         silent_for(rig, 165.0)
         await rig.until(lambda: len(rig.rack.running()) == 1)
-        assert await gone.deliver() == 1
+        assert await gone.deliver() >= 1
         assert gone.folders[f"job.{rig.attempts('job')[0].epoch}"].exit["reason"] == "deadman"
         assert len(rig.rack.running()) == 1
         gone.heal()
