@@ -35,6 +35,8 @@ CORDONED_AFTER = 3
 """Launches in a row that a machine would not do, each of another job."""
 JOBS_OWN_REFUSALS = frozenset({"bad_spec", "unknown_program", "secret", "blob"})
 """Words of a runner that speak of the job, not of the machine."""
+OF_A_GPU = {"gpu_busy": "foreign_busy", "foreign_busy": "foreign_busy", "gpu_missing": "degraded"}
+"""Those that speak of a GPU, and as what the poller would have seen that."""
 
 
 @in_steps
@@ -55,6 +57,7 @@ def end(session: Session, epoch: int, owner: str, move: Move, chance: random.Ran
         _quarantine(session, attempt, owner, move)
     if move.failure is FailureClass.LAUNCH_FAILURE:
         _blame_machine(session, attempt, owner, move)
+        _note_gpus(session, attempt, owner, move)
     _move_job(session, job, attempt, owner, move, verdict)
     freed: list[str] = []
     if move.outcome is Outcome.VOID:
@@ -220,7 +223,33 @@ def _machine_to_blame(move: Move) -> str | None:
     refusal: str | None = culprit.get("refusal")
     if move.failure is not FailureClass.LAUNCH_FAILURE or refusal is None:
         return None
-    return None if refusal.partition(":")[0] in JOBS_OWN_REFUSALS else culprit.get("vm")
+    word = refusal.partition(":")[0]
+    return None if word in JOBS_OWN_REFUSALS or word in OF_A_GPU else culprit.get("vm")
+
+
+def _note_gpus(session: Session, attempt: Attempt, owner: str, move: Move) -> None:
+    """What a runner saw of GPUs counts until the poller's next look: nobody else is sent there meanwhile, and the rest of the machine is as
+    good as before."""
+    culprit = _member_at_fault(move)
+    refusal: str = culprit.get("refusal") or ""
+    observed = OF_A_GPU.get(refusal.partition(":")[0])
+    if observed is None:
+        return
+    gpus = session.scalars(
+        select(GPU)
+        .join(Reservation, Reservation.gpu_id == GPU.gpu_id)
+        .where(Reservation.epoch == attempt.epoch, Reservation.rank == culprit.get("rank", 0))
+        .order_by(GPU.gpu_id)
+        .with_for_update(of=GPU)
+    ).all()
+    for gpu in [gpu for gpu in gpus if gpu.uuid in refusal] or gpus:
+        if gpu.observed == "ok":
+            gpu.observed, gpu.detail = observed, refusal
+            _tell(
+                session, attempt, owner, events.GPU_OBSERVED, vm_id=gpu.vm_id,
+                before={"observed": "ok"}, after={"observed": observed},
+                detail={"index": gpu.index, "uuid": gpu.uuid, "why": refusal},
+            )  # fmt: skip
 
 
 def _is_hopeless(session: Session, job: Job, move: Move) -> bool:

@@ -223,7 +223,7 @@ async def test_a_machine_that_launches_nothing_is_cordoned_and_the_queue_is_not_
 async def test_one_job_that_nobody_can_launch_cordons_no_machine_and_comes_to_an_end(
     rig: Rig,
 ) -> None:
-    rig.rack.scripts["job"] = [Script(refusal="gpu_busy")]
+    rig.rack.scripts["job"] = [Script(refusal="disk_full")]
     async with running(rig.dispatcher()):
         rig.submit("job")
         await rig.until(rig.has("job", "failed"))

@@ -281,14 +281,14 @@ def _another_gpu(session: Session) -> None:
     session.add(GPU(vm_id="a", index=1, uuid="GPU-a1", model="Fake 80GB", memory_mb=81_920))
 
 
-def refused(code: str = "gpu_busy") -> Move:
+def refused(code: str = "disk_full", why: str = "no") -> Move:
     return Move(
         AttemptState.ENDED, Outcome.VOID, FailureClass.LAUNCH_FAILURE, "why",
-        {"rank": 0, "members": [{"rank": 0, "vm": "a", "refusal": f"{code}: no"}]},
+        {"rank": 0, "members": [{"rank": 0, "vm": "a", "refusal": f"{code}: {why}"}]},
     )  # fmt: skip
 
 
-def refuse(rig: Rig, job: str, code: str = "gpu_busy") -> None:
+def refuse(rig: Rig, job: str, code: str = "disk_full") -> None:
     """A job is refused by machine a."""
     rig.submit(job, resources={"gpus": 1, "vm": "a"})
     (made,) = rig.database.run(
@@ -336,6 +336,36 @@ async def test_so_does_one_of_many_that_are_written_together(rig: Rig) -> None:
 
     await asyncio.gather(*(begin(each.epoch) for each in made))
     assert row(rig, VM, VM.vm_id == "a").launch_failures == 0
+
+
+@pytest.mark.parametrize(
+    ("code", "observed"),
+    [("foreign_busy", "foreign_busy"), ("gpu_busy", "foreign_busy"), ("gpu_missing", "degraded")],
+)
+def test_a_refusal_for_the_sake_of_a_gpu_is_that_gpus(
+    rig: Rig, epoch: int, code: str, observed: str
+) -> None:
+    """Nobody else is sent there before the poller has looked, and the other GPUs of the machine are as good as before."""
+    rig.database.run(_another_gpu)
+    advance(rig, epoch, AttemptState.LAUNCHING)
+    (mine,) = rig.open_reservations()
+    uuid = value_of(rig, GPU.uuid, GPU.gpu_id == mine.gpu_id)
+    end(rig, epoch, refused(code, f"{uuid} is used by bash (pid 7)"))
+    gpu = row(rig, GPU, GPU.uuid == uuid)
+    assert (gpu.observed, uuid in gpu.detail) == (observed, True)
+    assert events(rig).count("gpu.observed") == 1
+    machine = row(rig, VM, VM.vm_id == gpu.vm_id)
+    assert (machine.launch_failures, machine.cordoned) == (0, None)
+    other = value_of(rig, GPU.uuid, GPU.vm_id == "a", GPU.uuid != uuid)
+    rig.submit("next", resources={"gpus": 1, "vm": "a"})
+    rig.submit("last", resources={"gpus": 1, "vm": "a"})
+    made = rig.database.run(lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=9).made)
+    seats = [each.placement.seats[0] for each in made]
+    assert [[gpu.uuid for gpu in seat.gpus] for seat in seats if seat.vm_id == "a"] == [[other]]
+
+
+def value_of(rig: Rig, column: Any, *where: Any) -> Any:
+    return rig.database.read(lambda s: s.scalars(select(column).where(*where)).one())
 
 
 @pytest.mark.parametrize("code", sorted(ending.JOBS_OWN_REFUSALS))
