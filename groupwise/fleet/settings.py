@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator
 
@@ -48,6 +49,25 @@ def _checked(patterns: tuple[str, ...]) -> tuple[str, ...]:
     return patterns
 
 
+def _checked_nats(url: str | None) -> str | None:
+    """Told now, since a fleet that waits for a server is as silent as one that waits for a mistake. No message holds what may be secret."""
+    for one in () if url is None or url == OFF else url.split(","):
+        if not _is_nats(one.strip()):
+            shown = "one with a user or a token in it" if "@" in one else repr(one.strip())
+            raise ValueError(
+                f"{shown} is no URL of NATS; it is nats://host:4222 or tls://host:4222, several with a comma between, or `{OFF}`"
+            )
+    return url
+
+
+def _is_nats(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("nats", "tls") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # no number where the port should be
+        return False
+
+
 class FleetSettings(Strict):
     """Each key stands in `fleet.yaml`, or in the environment as GROUPWISE_FLEET_<KEY>."""
 
@@ -61,7 +81,7 @@ class FleetSettings(Strict):
         f"URL of the database, as postgresql://user@host/groupwise; null: SQLite, {DATABASE_FILE} in the folder.",
         min_length=1,
     )
-    nats_url: str | None = setting(
+    nats_url: Annotated[str | None, AfterValidator(_checked_nats)] = setting(
         None,
         "URL of NATS, which wakes dispatchers and hears of finished jobs; `off`: without; null: without for an embedded fleet, "
         f"{DEFAULT_NATS} otherwise. No job is ever lost with it or by it.",

@@ -384,7 +384,9 @@ class _ControlPlane:
         ]
         link = None
         if (url := self._place.nats_url) is not None:
-            link = NatsLink(access_from(url, os.environ))
+            # whoever named an address hears if it is wrong; nobody has to have NATS where it is looked for unasked
+            absent = logging.WARNING if self._settings.nats_url else logging.INFO
+            link = NatsLink(access_from(url, os.environ), absent=absent)
             link.open()
             outlets.append(NatsOutlet(link))
         try:

@@ -103,8 +103,11 @@ class NatsLink:
         access: NatsAccess,
         subject: str | None = None,
         heard: Callable[[bytes], None] | None = None,
+        absent: int = logging.INFO,
     ) -> None:
+        """`absent`: the level at which is told that it was not there from the start."""
         self._access = access
+        self._absent = absent
         self._subject = subject
         self._heard = heard
         self._listening = False
@@ -249,7 +252,7 @@ class NatsLink:
     def _went(self, reason: str) -> None:
         if self._was_there is not False:
             logger.log(
-                logging.INFO if self._was_there is None else logging.WARNING,
+                self._absent if self._was_there is None else logging.WARNING,
                 "NATS at %s %s (%s). It is tried again until it comes; the database is looked at regularly, so that no job waits for it",
                 self._access.shown,
                 "is not there" if self._was_there is None else "has gone",

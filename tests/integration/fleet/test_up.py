@@ -5,6 +5,7 @@
 3. Cancel leaves no process; retry begins a new generation.
 4. When the fleet is killed its jobs run on, and the next `up` finishes them: once.
 5. One folder, one fleet.
+6. An address of NATS where nothing answers is told, once.
 """
 
 import contextlib
@@ -69,11 +70,11 @@ class Fleet:
             text=True,
         )
 
-    def up(self) -> None:
+    def up(self, *words: str) -> None:
         with self.log.open("ab") as log:
             begin = log.tell()
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "groupwise", "fleet", "up"],
+                [sys.executable, "-m", "groupwise", "fleet", "up", *words],
                 env=self._environment,
                 stdout=log,
                 stderr=log,
@@ -258,3 +259,11 @@ def test_what_ends_while_the_fleet_is_down_is_found(tmp_path: Path) -> None:
         fleet.up()
         assert fleet.until(job_id, "failed")["exit_code"] == 65
         assert fleet.end() == 0
+
+
+def test_a_nats_that_does_not_answer_is_told_once(tmp_path: Path) -> None:
+    with fleet_in(tmp_path / "fleet") as fleet:
+        fleet.up("--nats-url", "nats://127.0.0.1:1")
+        until(lambda: "NATS at nats://127.0.0.1:1 is not there" in fleet.log.read_text(), "told")
+        assert fleet.end() == 0
+        assert fleet.log.read_text().count("is not there") == 1

@@ -78,6 +78,28 @@ def test_a_url_in_the_environment_may_hold_a_password(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "url", ["nats://a", "tls://u:p@a:4222", "nats://[::1]:4222", "nats://a:1, tls://b", "off"]
+)
+def test_what_is_a_url_of_nats_is_taken(url: str, tmp_path: Path) -> None:
+    assert place(str(tmp_path), {f"{ENVIRONMENT}NATS_URL": url}).settings.nats_url == url
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["foo", "a:4222", "http://a", "nats://", "nats://:1", "nats://a:port", "nats://a,", "OFF"],
+)
+def test_what_is_no_url_of_nats_is_refused(url: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--nats-url: .* no URL of NATS; it is nats://host:4222"):
+        find(str(tmp_path), {}, {"nats_url": url})
+
+
+def test_no_refusal_of_a_url_of_nats_holds_its_password(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no URL of NATS") as refused:
+        find(str(tmp_path), {}, {"nats_url": "nats://user:canary@a:port"})
+    assert "canary" not in refused.value.message
+
+
+@pytest.mark.parametrize(
     ("variable", "told"),
     [
         ("GROUPWISE_FLEET_POLL_SECOND", "did you mean GROUPWISE_FLEET_POLL_SECONDS?"),
