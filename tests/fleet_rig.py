@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from sqlalchemy import Select, select, update
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.attempts.drive import Part, Pauses
+from groupwise.fleet.attempts.drive import Collected, Part, Pauses
 from groupwise.fleet.attempts.effects import Gateway, Hook, Side
 from groupwise.fleet.attempts.records import Machine
 from groupwise.fleet.attempts.watching import Pauses as WatchPauses
@@ -72,12 +72,12 @@ class Fetched:
     async def mirror(self, part: Part) -> None:
         self.mirrored.append((part.job_id, part.epoch))
 
-    async def collect(self, part: Part) -> str | None:
+    async def collect(self, part: Part) -> Collected:
         self.collections += 1
         if self.fault is not None:
             raise self.fault
         await part.runner.manifest(part.job_id, part.epoch)
-        return self.problem
+        return Collected(self.problem)
 
 
 def quick() -> Tuning:

@@ -195,10 +195,17 @@ def _evidence(evidence: Document) -> list[tuple[str, str]]:
     found = [("because", str(evidence["because"]))] if evidence.get("because") else []
     members: list[Document] = evidence.get("members") or []
     for member in members:
+        where = f"rank {member['rank']} " if len(members) > 1 else ""
+        if left_out := member.get("left_out"):
+            found.append(
+                (
+                    f"{where}left out",
+                    f"{left_out} links or the like; `groupwise fleet fetch` names them",
+                )
+            )
         record: Document | None = member.get("exit")
         if record is None:
             continue
-        where = f"rank {member['rank']} " if len(members) > 1 else ""
         found.append((f"{where}exit", _exit(record)))
         found += [
             ("" if n else f"{where}said", line) for n, line in enumerate(_last(record["tail"]))

@@ -80,6 +80,8 @@ class MemberView:
     """Log and artefacts are on the control side, or it is known that they never will be."""
     collection_problem: str | None = None
     """Why artefacts are not whole."""
+    left_out: int = 0
+    """Links, devices and the like among them, which are never fetched."""
     quiet: bool | None = None
     """Whether its machine was seen to run nothing of it; None: not looked."""
     released: bool = False
@@ -416,6 +418,8 @@ def _evidence(member: MemberView) -> dict[str, Any]:
         found["vm_lost"] = True
     if member.deadman_over:
         found["deadman_over"] = True
+    if member.left_out:
+        found["left_out"] = member.left_out
     if member.gpu_problems:
         found["gpu_problems"] = list(member.gpu_problems)
     if member.exit:

@@ -73,6 +73,16 @@ class Part:
     """How much of the log is on the control side's disk for certain, as the database said when this was made."""
 
 
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """How the fetching of artefacts went."""
+
+    problem: str | None = None
+    """Why they are not whole and never will be."""
+    left_out: int = 0
+    """Links, devices and the like beside them, which are never fetched."""
+
+
 class LogMirror(Protocol):
     """Brings logs to the control machine's disk."""
 
@@ -92,8 +102,8 @@ class CheckpointMirror(Protocol):
 class Collector(Protocol):
     """Brings artefacts to the control machine's disk."""
 
-    async def collect(self, part: Part) -> str | None:
-        """Fetch them all and verify them; why they are not whole and never will be, or None. Raises HostError, OSError, BlobError."""
+    async def collect(self, part: Part) -> Collected:
+        """Fetch them all and verify them. Raises HostError, OSError, BlobError."""
         ...
 
 
@@ -146,6 +156,7 @@ class _Ear:
         self.quiet: bool | None = None
         self.collected = False
         self.problem: str | None = None
+        self.left_out = 0
         self.tries = 0
         self.fetched: tuple[int, int] = (0, 0)
         """Size of the log and number of checkpoints that are on the control side."""
@@ -370,6 +381,7 @@ class Drive:
             rejected=ear.refusal is not None,
             collected=ear.collected,
             collection_problem=ear.problem,
+            left_out=ear.left_out,
             quiet=ear.quiet,
         )
 
@@ -565,8 +577,8 @@ class Drive:
             await self._desk.logs.catch_up(part, last.log_size)
             if last.checkpoints:
                 await self._desk.checkpoints.mirror(part)
-            ear.problem = await self._desk.collector.collect(part)
-            ear.collected = True
+            found = await self._desk.collector.collect(part)
+            ear.problem, ear.left_out, ear.collected = found.problem, found.left_out, True
         except RunnerRefused as error:
             ear.problem, ear.collected = f"{member.machine.vm_id} refused: {error}", True
         except HostError as error:

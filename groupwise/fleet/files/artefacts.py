@@ -5,7 +5,8 @@ so that a folder of that name is whole and right. What was fetched before a cras
 
 The machine is not trusted with this disk: only plain files inside the folder are made, none beyond the job's limits. What is no plain file
 (a link, a pipe, a device) is left out, and stands with its reason in `<epoch>.json`, beside the hashes of what came. What should have come
-and cannot, is why the artefacts are not whole.
+and cannot, is why the artefacts are not whole; so is an artefact that the job names and that is no plain file or folder itself: all of it
+would be lost, and nobody would know.
 
 In a gang, those of rank r lie in `<epoch>.<r>/`.
 """
@@ -19,10 +20,11 @@ import json
 import os
 import shutil
 import uuid
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 
-from groupwise.fleet.attempts.drive import Part
+from groupwise.fleet.attempts.drive import Collected, Part
 from groupwise.fleet.attempts.effects import Gateway
 from groupwise.fleet.files.folders import folder_name
 from groupwise.hosts.answers import WorkTree
@@ -39,6 +41,13 @@ KEPT_BACK = {
     "not_utf8": "a name that is not UTF-8",
 }
 """Why the machine does not offer a plain file. Everything else that it refuses is none."""
+NAMED = {
+    "link": "a symbolic link stands there or above it, and links are not followed: write into the folder itself",
+    "device": "a device stands there, and only files and folders are fetched",
+    "pipe": "a pipe stands there, and only files and folders are fetched",
+    "socket": "a socket stands there, and only files and folders are fetched",
+}
+"""Why the machine does not offer what the job names as an artefact. Below one, these are left out and nothing more."""
 CHANGED = frozenset({"not_found", "changed", "refused_path"})
 """How a machine refuses to read a file that it offered before: something has changed it since."""
 TRIES = 2
@@ -72,16 +81,16 @@ class Collector:
         self._store = store
         self._gateway = gateway
 
-    async def collect(self, part: Part) -> str | None:
-        """Fetch and verify them all; why they are not whole and never will be, or None. Raises HostError, OSError."""
+    async def collect(self, part: Part) -> Collected:
+        """Fetch and verify them all. Raises HostError, OSError."""
         target = artefact_folder(self._artefacts, part.job_id, part.epoch, part.rank)
         if not target.exists():
             problem = await self._fetch(part, target)
             if problem is not None:
-                return problem
+                return Collected(problem)
         if part.rank == 0:
             await self._gateway.write("artefacts.current", lambda: _link_current(target))
-        return await asyncio.to_thread(_problem, target)
+        return await asyncio.to_thread(_collected, target, from_json(part.spec).artefacts)
 
     async def _fetch(self, part: Part, target: Path) -> str | None:
         limits = from_json(part.spec).limits
@@ -238,14 +247,21 @@ def _write_record(path: Path, tree: WorkTree) -> None:
     temporary.replace(path)
 
 
-def _problem(target: Path) -> str | None:
-    """What should be there and is not."""
+def _collected(target: Path, named: Collection[str]) -> Collected:
+    """What should be there and is not, and how much else was left out. `named`: the paths that the job calls its artefacts."""
     document = json.loads(record_of(target).read_text())
-    lacking = [(path, KEPT_BACK[why]) for path, why in document["left_out"] if why in KEPT_BACK]
+    left_out: list[tuple[str, str]] = document["left_out"]
+    reasons = [(path, _lacking(path, why, named)) for path, why in left_out]
+    lacking = [f"{path}: {reason}" for path, reason in reasons if reason]
     if not lacking:
-        return None
-    shown = "; ".join(f"{path}: {why}" for path, why in lacking[:SHOWN])
-    return f"{len(lacking)} of the artefacts did not come: {shown}"
+        return Collected(left_out=len(left_out))
+    told = f"{len(lacking)} of the artefacts did not come: {'; '.join(lacking[:SHOWN])}"
+    return Collected(told, len(left_out) - len(lacking))
+
+
+def _lacking(path: str, why: str, named: Collection[str]) -> str | None:
+    """Why it should have come and cannot; None: it is left out, as is said beforehand."""
+    return KEPT_BACK.get(why) or (NAMED.get(why, why) if path in named else None)
 
 
 def _link_current(target: Path) -> None:

@@ -10,9 +10,9 @@ import pytest
 from sqlalchemy import select
 
 from groupwise.fleet.attempts.drive import CheckpointMirror as MirrorsCheckpoints
+from groupwise.fleet.attempts.drive import Collected, Part
 from groupwise.fleet.attempts.drive import Collector as Collects
 from groupwise.fleet.attempts.drive import LogMirror as MirrorsLogs
-from groupwise.fleet.attempts.drive import Part
 from groupwise.fleet.attempts.effects import Gateway
 from groupwise.fleet.files.artefacts import Collector
 from groupwise.fleet.files.logs import LogMirror, newest_link
@@ -102,7 +102,7 @@ async def test_there_and_back_and_on_from_the_checkpoint(
         said = newest_link(tmp_path / "logs", JOB).read_text().splitlines()
         assert said == [f"big {files['data/big.bin'].sha256} 0o100755", f"from {turn * 10}"]
         await checkpoints.mirror(part)
-        assert await collector.collect(part) is None
+        assert await collector.collect(part) == Collected(left_out=2)
         left = tmp_path / "artefacts" / JOB / "current" / "outputs"
         step = (turn + 1) * 10
         assert (left / f"checkpoint-{step}" / "weights").read_bytes().endswith(str(step).encode())

@@ -175,6 +175,22 @@ def test_files_travel_and_what_is_left_is_fetched(running: Fleet, tmp_path: Path
     assert left.read_text() == "apples and pears"
 
 
+def test_links_are_left_out_and_told(running: Fleet) -> None:
+    left = running.submit("--", "sh", "-c", "mkdir outputs; ln -s /etc outputs/latest")
+    assert running.until(left, "completed", "failed")["status"] == "completed"
+    shown = running.call("show", left)
+    assert "left out" in shown.stdout + shown.stderr
+
+
+def test_a_job_whose_artefacts_are_elsewhere_has_not_succeeded(running: Fleet) -> None:
+    linked = running.submit("--", "sh", "-c", "ln -s /etc outputs")
+    job = running.until(linked, "completed", "failed")
+    assert job["status"] == "failed"
+    assert job["attempts"][-1]["failure_class"] == "artefacts"
+    assert "outputs: a symbolic link stands there" in job["failure_reason"]
+    assert len(job["attempts"]) == 1
+
+
 def test_cancel_leaves_no_process(running: Fleet, tmp_path: Path) -> None:
     note = tmp_path / "pid"
     text = f"import os, time; open({str(note)!r}, 'w').write(str(os.getpid())); time.sleep(600)"

@@ -337,6 +337,12 @@ def test_what_cannot_be_fetched_whole_is_not_a_success() -> None:
     assert the_end(found) == failed(FailureClass.ARTEFACTS)
 
 
+def test_what_was_left_out_stands_in_the_evidence() -> None:
+    [end] = decide(view(COLLECTING, member(Reading.EXITED, collected=True, left_out=3)))
+    assert isinstance(end, Move)
+    assert (end.outcome, end.evidence["members"][0]["left_out"]) == (Outcome.SUCCEEDED, 3)
+
+
 def test_a_machine_that_is_lost_before_its_artefacts_were_fetched() -> None:
     gone = member(Reading.UNREACHABLE, exit=exited(), lost=True)
     assert the_end(decide(view(COLLECTING, gone))) == failed(FailureClass.HOST_LOST)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.fleet.attempts.drive import Part
+from groupwise.fleet.attempts.drive import Collected, Part
 from groupwise.fleet.attempts.effects import Death, Gateway, Side
 from groupwise.fleet.files import artefacts
 from groupwise.fleet.files.artefacts import Collector, artefact_folder, record_of
@@ -67,13 +67,13 @@ async def test_everything_comes_and_is_what_it_was(
     database: Database, place: Path, host: WorkFolder
 ) -> None:
     part = begin(database, host)
-    assert await collector(place, database).collect(part) is None
+    assert await collector(place, database).collect(part) == Collected()
     folder = artefact_folder(place, JOB, part.epoch)
     assert tree(folder) == tree(place / JOB / "current") == FILES
     assert json.loads(record_of(folder).read_text())["files"].keys() == FILES.keys()
     assert names(place) == {str(part.epoch), f"{part.epoch}.json", "current"}
     asked = len(host.asked)
-    assert await collector(place, database).collect(part) is None
+    assert await collector(place, database).collect(part) == Collected()
     assert len(host.asked) == asked
 
 
@@ -82,7 +82,7 @@ async def test_nothing_at_all_is_whole_too(
 ) -> None:
     host.files = {}
     part = begin(database, host)
-    assert await collector(place, database).collect(part) is None
+    assert await collector(place, database).collect(part) == Collected()
     assert tree(artefact_folder(place, JOB, part.epoch)) == {}
 
 
@@ -91,7 +91,7 @@ async def test_current_is_the_newest_and_other_ranks_stand_beside(
 ) -> None:
     old, new, second = begin(database, host), begin(database, host), begin(database, host, rank=1)
     for part in (new, old, second):
-        assert await collector(place, database).collect(part) is None
+        assert await collector(place, database).collect(part) == Collected()
     assert (place / JOB / "current").readlink() == Path(str(new.epoch))
     assert tree(place / JOB / f"{second.epoch}.1") == FILES
 
@@ -107,7 +107,7 @@ async def test_a_fetch_that_was_cut_off_goes_on(
         await collector(place, database).collect(part)
     assert not artefact_folder(place, JOB, part.epoch).exists()
     host.cut_after = None
-    assert await collector(place, database).collect(part) is None
+    assert await collector(place, database).collect(part) == Collected()
     assert tree(artefact_folder(place, JOB, part.epoch)) == FILES
     assert host.read_bytes() == sum(map(len, FILES.values()))
 
@@ -129,7 +129,7 @@ async def test_dying_at_any_effect_leaves_what_another_goes_on_with(
     dying = Collector(place, BlobStore(place.parent / "blobs"), Gateway(database, hook))
     with pytest.raises(Death):
         await dying.collect(part)
-    assert await collector(place, database).collect(part) is None
+    assert await collector(place, database).collect(part) == Collected()
     assert tree(place / JOB / "current") == FILES
     assert names(place) == {str(part.epoch), f"{part.epoch}.json", "current"}
 
@@ -143,7 +143,7 @@ async def test_what_an_earlier_try_left_torn_is_fetched_again(
     (partial / "model.bin").write_bytes(bytes(50))
     (partial / "empty").write_bytes(b"not empty")
     (partial / "foreign").write_bytes(b"of another list")
-    assert await collector(place, database).collect(part) is None
+    assert await collector(place, database).collect(part) == Collected()
     assert tree(artefact_folder(place, JOB, part.epoch)) == FILES
 
 
@@ -154,7 +154,7 @@ async def test_what_is_no_plain_file_is_left_out_and_named(
     host.refused = [["outputs/latest", "link"], ["outputs/pipe", "fifo"]]
     evil = dict.fromkeys(("../../escaped", "/tmp/escaped"), b"x")
     host.files |= evil
-    assert await collector(place, database).collect(part) is None
+    assert await collector(place, database).collect(part) == Collected(left_out=4)
     folder = artefact_folder(place, JOB, part.epoch)
     assert tree(folder) == FILES
     left_out = {path for path, _ in json.loads(record_of(folder).read_text())["left_out"]}
@@ -168,10 +168,22 @@ async def test_a_plain_file_that_is_kept_back_is_a_problem_every_time(
     part = begin(database, host)
     host.refused = [["outputs/huge", why]]
     for _ in range(2):
-        problem = await collector(place, database).collect(part)
+        problem = (await collector(place, database).collect(part)).problem
         assert problem is not None
         assert "outputs/huge" in problem
     assert tree(artefact_folder(place, JOB, part.epoch)) == FILES
+
+
+@pytest.mark.parametrize("why", ["link", "device", "pipe", "socket", "special"])
+async def test_an_artefact_that_is_itself_no_file_or_folder_is_a_problem_every_time(
+    why: str, database: Database, place: Path, host: WorkFolder
+) -> None:
+    part = begin(database, host)
+    host.files, host.refused = {}, [["outputs", why]]
+    for _ in range(2):
+        problem = (await collector(place, database).collect(part)).problem
+        assert problem is not None
+        assert re.search(f"outputs: .*{why}", problem)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +194,7 @@ async def test_more_than_the_job_may_leave_is_not_fetched(
     limits: Limits, why: str, database: Database, place: Path, host: WorkFolder
 ) -> None:
     part = begin(database, host, limits=limits)
-    problem = await collector(place, database).collect(part)
+    problem = (await collector(place, database).collect(part)).problem
     assert problem is not None
     assert re.search(why, problem)
     assert host.read_bytes() == 0
@@ -201,7 +213,7 @@ async def test_a_file_that_changed_once_is_read_again(
         return answer
 
     host._manifest = list_and_change  # type: ignore[method-assign]
-    assert await collector(place, database).collect(part) is None
+    assert await collector(place, database).collect(part) == Collected()
     assert (place / JOB / "current/outputs/model.bin").read_bytes() == b"other"
 
 
@@ -221,7 +233,7 @@ async def test_a_file_that_never_is_what_the_list_says_is_a_problem(
         return answer
 
     host._manifest = lie  # type: ignore[method-assign]
-    problem = await collector(place, database).collect(part)
+    problem = (await collector(place, database).collect(part)).problem
     assert problem is not None
     assert "outputs/model.bin has been changed" in problem
     assert not artefact_folder(place, JOB, part.epoch).exists()
@@ -232,7 +244,7 @@ async def test_what_the_store_has_does_not_come_again(
 ) -> None:
     part = begin(database, host)
     BlobStore(place.parent / "blobs").put(FILES["outputs/model.bin"])
-    assert await collector(place, database).collect(part) is None
+    assert await collector(place, database).collect(part) == Collected()
     assert tree(place / JOB / "current") == FILES
     assert host.read_bytes() == 2
 
@@ -243,7 +255,7 @@ async def test_while_somebody_else_fetches_it_comes_all_the_same(
     part = begin(database, host)
     folder, lock = artefacts._partial(artefact_folder(place, JOB, part.epoch))
     try:
-        assert await collector(place, database).collect(part) is None
+        assert await collector(place, database).collect(part) == Collected()
         assert tree(place / JOB / "current") == FILES
         assert folder.is_dir()
     finally:
@@ -261,5 +273,5 @@ async def test_a_full_disk_is_told_and_can_be_mended(
         with pytest.raises(OSError, match="No space left"):
             await collector(disk / "artefacts", database).collect(part)
         ballast.unlink()
-        assert await collector(disk / "artefacts", database).collect(part) is None
+        assert await collector(disk / "artefacts", database).collect(part) == Collected()
         assert (disk / "artefacts" / JOB / "current/outputs/model.bin").stat().st_size == 300_000
