@@ -9,7 +9,8 @@ at each attempt. What comes of a row is checked as the command itself would chec
 Nothing that a row names is imported here: rewards and pipelines are looked for on the machine, where the job runs.
 
 `hyperparams` are keys of the config by their names, `{"algorithm.beta": 0.04}` or `{"algorithm": {"beta": 0.04}}`, and of GRPO the two
-lengths that are flags without a column. A column that could not take effect is refused, as an option would be.
+lengths that are flags without a column. A column that could not take effect is refused, as an option would be, and so are machines and
+GPUs that would stand idle: training and evaluation compute on one machine, and on one GPU of it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any, cast
 
 from groupwise.config import LoadedConfig, load_config
 from groupwise.errors import ConfigError, TaskError
+from groupwise.fleet.queue.request import beyond_from_document
 from groupwise.hosts.spec import JobSpec, path_problems
 from groupwise.launch.train_grpo import BESIDE, DEFAULTS, KEYS, Flags, arguments_of, config_of
 from groupwise.launch.train_grpo import problems as flag_problems
@@ -40,6 +42,10 @@ LEAST_MICROBATCH = 256
 SMALL_SLOTS = 32
 """Where the machine chose how many, which the row does not tell."""
 LEAST_SLOTS = 8
+
+CALLBACKS = "callbacks"
+IN_PROCESS = "rewards.in_process"
+"""What else of a job may compute on a GPU: rewards in processes of their own see none."""
 
 _KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -80,7 +86,11 @@ class TrainingKind:
 
 
 def _grpo(row: Row) -> JobSpec:
-    found = [*_missing(row, "reward_function"), *_place_problems(row)]
+    found = [
+        *_missing(row, "reward_function"),
+        *_place_problems(row),
+        *_idle_resources(row, "GRPO", (CALLBACKS, IN_PROCESS)),
+    ]
     hyperparams = _flat(row.get("hyperparams") or {})
     lengths = _lengths(hyperparams, found)
     flags = Flags(
@@ -107,6 +117,7 @@ def _sft(row: Row) -> JobSpec:
     found = [
         *_missing(row),
         *_place_problems(row),
+        *_idle_resources(row, "SFT", (CALLBACKS,)),
         *_without_effect(row, "SFT", ("num_generations",)),
     ]
     if row.get("reward_function"):
@@ -135,6 +146,7 @@ def _eval(row: Row) -> JobSpec:
     found = [
         *_missing(row, "reward_function"),
         *_place_problems(row),
+        *_idle_resources(row, "EVAL", (IN_PROCESS,)),
         *_without_effect(row, "EVAL", idle),
     ]
     given: dict[str, Any] = {
@@ -199,6 +211,22 @@ def _place_problems(row: Row) -> Iterator[str]:
         )
     if (row.get("model") or "").startswith((".", "~")):
         yield f"model {row['model']!r}: a folder on the machine is named by its absolute path"
+
+
+def _idle_resources(row: Row, kind: str, further: Sequence[str]) -> Iterator[str]:
+    """Machines and GPUs that the job would hold for nothing; what `further` names may compute on GPUs of its own."""
+    needs = beyond_from_document(row.get("request") or {}).resources.settled(1)
+    if needs.machines > 1:
+        yield (
+            f"resources.machines is {needs.machines}, but {kind} knows nothing of the others: each machine would do the same. Leave it "
+            "out. Several machines are for commands that share their work out, such as `groupwise fleet submit --machines 2 -- torchrun …`."
+        )
+    hyperparams = _flat(row.get("hyperparams") or {})
+    if needs.gpu_count > 1 and not any(hyperparams.get(key) for key in further):
+        yield (
+            f"resources: {needs.gpu_count} GPUs are asked for, but {kind} computes on one: ask for one (--gpus 1, --gpus VM:0), or leave "
+            f"it out. Only with {' or '.join(further)} in its hyperparams may a job use others."
+        )
 
 
 def _is_of_hub(dataset: str | None) -> bool:

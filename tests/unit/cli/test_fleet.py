@@ -203,6 +203,7 @@ def test_the_line_of_an_array_that_is_wrong_is_told(
 
 
 GRPO = ("--kind", "GRPO", "--gpus", "0", "--model", "tiny", "--reward_function", "correctness")
+TRAINING = (*GRPO[:2], *GRPO[4:], "--dataset", "org/d")
 
 
 def test_files_that_lines_of_an_array_name_travel_with_their_jobs(
@@ -244,6 +245,7 @@ def test_files_that_lines_of_an_array_name_travel_with_their_jobs(
         ({"dataset": 3}, "dataset"),
         ({"dataset": "other/data"}, "would both be data"),
         ({"hyperparams": {"algorithm.beto": 1}}, "algorithm.beto"),
+        ({"resources": {"gpus": 8}}, "8 GPUs are asked for"),
     ],
 )
 def test_the_line_that_names_what_is_not_there_is_told(
@@ -377,6 +379,9 @@ def test_a_dry_run_keeps_nothing(seen: Command) -> None:
         (("--machines", "0", "true"), "a whole number, 1 to 1024"),
         (("--learning_rate", "nan", "--kind", "GRPO"), "a number above 0, as --learning_rate 5e-6"),
         (("--learning_rate", "0", "--kind", "GRPO"), "a number above 0"),
+        ((*TRAINING, "--machines", "2"), "each machine would do the same"),
+        ((*TRAINING, "--machines", "2", "--dry-run"), "each machine would do the same"),
+        ((*TRAINING, "--gpus", "vm-1:0,1"), "GRPO computes on one"),
     ],
 )
 def test_a_submission_that_cannot_be(still: Command, words: tuple[str, ...], told: str) -> None:

@@ -204,6 +204,47 @@ def test_columns_without_effect_are_refused() -> None:
     )
 
 
+def kind_and_row(name: str) -> tuple[TrainingKind, dict[str, Any]]:
+    """A kind, and columns that are right for it."""
+    kinds = {"GRPO": GRPO, "SFT": SFT, "EVAL": EVAL}
+    return kinds[name], {"reward_function": None} if name == "SFT" else {}
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "SFT", "EVAL"])
+def test_machines_and_gpus_that_would_stand_idle_are_refused(kind: str) -> None:
+    made, columns = kind_and_row(kind)
+
+    def said(**resources: Any) -> str:
+        return told(made, **columns, request={"resources": resources})
+
+    assert f"resources.machines is 2, but {kind}" in said(machines=2, gpus=0)
+    assert "-- torchrun" in said(machines=2)
+    assert f"8 GPUs are asked for, but {kind} computes on one" in said(gpus=8)
+    assert "2 GPUs are asked for" in said(vm="a", named=[0, 1])
+    assert len(said(gpus=2, machines=2).splitlines()) == 2
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "SFT", "EVAL"])
+@pytest.mark.parametrize(
+    "resources", [{}, {"gpus": 0}, {"gpus": 1}, {"vm": "a", "named": [1]}, {"share_mb": 8000}]
+)
+def test_one_gpu_a_share_of_it_or_none_will_do(kind: str, resources: dict[str, Any]) -> None:
+    made, columns = kind_and_row(kind)
+    assert made.expand(row(**columns, request={"resources": resources})).arguments
+
+
+def test_what_may_compute_beside_a_training_may_have_further_gpus() -> None:
+    two = {"request": {"resources": {"gpus": 2}}}
+    beside = {"callbacks": [{"name": "benchmark_on_checkpoint", "config": "held_out.yaml"}]}
+    assert GRPO.expand(row(**two, hyperparams=beside))
+    assert GRPO.expand(row(**two, hyperparams={"rewards": {"in_process": True}}))
+    assert SFT.expand(row(**two, reward_function=None, hyperparams=beside))
+    assert EVAL.expand(row(**two, hyperparams={"rewards.in_process": True}))
+    for idle in ({"rewards.in_process": False}, {"callbacks": []}):
+        assert "2 GPUs are asked for" in told(GRPO, **two, hyperparams=idle)
+    assert "2 GPUs are asked for" in told(EVAL, **two, hyperparams=beside)
+
+
 # smaller
 
 

@@ -187,6 +187,21 @@ def test_every_problem_at_once(database: Database) -> None:
     assert kinds_of_events(database, "bad2") == ["job.failed"]
 
 
+TRAINING = {"model": "tiny", "dataset": "org/d", "reward_function": "correctness"}
+"""A row of a training kind, but for the kind."""
+
+
+def test_a_training_that_would_leave_machines_or_gpus_idle_fails_with_the_reason(
+    database: Database,
+) -> None:
+    of_two = '{"resources": {"machines": 2, "gpus": 4}}'
+    insert(database, "wide", job_type="GRPO", request=of_two, **TRAINING)
+    admit_new(database)
+    said = failure(database, "wide")
+    assert "resources.machines is 2, but GRPO" in said
+    assert "4 GPUs are asked for" in said
+
+
 def test_a_secret_that_the_operator_has_not_named_is_refused(database: Database) -> None:
     """Of both entrances; whoever reads secrets for a launch looks at it once more."""
     secrets = {"TOKEN": "env:PGPASSWORD"}
