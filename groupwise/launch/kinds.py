@@ -6,7 +6,8 @@
 
 The fleet finds them as entry points of the group `groupwise.fleet_kinds`, asks `expand` once when it takes a job in, and runs the command
 at each attempt. What comes of a row is checked as the command itself would check it, so that a wrong key fails before a machine is taken.
-Nothing that a row names is imported here: rewards and pipelines are looked for on the machine, where the job runs.
+Nothing that a row names is imported here: rewards of a file or a module, and pipelines, are looked for on the machine, where the job
+runs. Of a reward by its name alone it is known here whether there is one.
 
 `hyperparams` are keys of the config by their names, `{"algorithm.beta": 0.04}` or `{"algorithm": {"beta": 0.04}}`, and of GRPO the two
 lengths that are flags without a column. A column that could not take effect is refused, as an option would be, and so are machines and
@@ -27,6 +28,7 @@ from groupwise.fleet.queue.request import beyond_from_document
 from groupwise.hosts.spec import JobSpec, path_problems
 from groupwise.launch.train_grpo import BESIDE, DEFAULTS, KEYS, Flags, arguments_of, config_of
 from groupwise.launch.train_grpo import problems as flag_problems
+from groupwise.rewards.registry import unknown_reward
 from groupwise.sft_config import load_sft_config
 
 Row = Mapping[str, Any]
@@ -88,6 +90,7 @@ class TrainingKind:
 def _grpo(row: Row) -> JobSpec:
     found = [
         *_missing(row, "reward_function"),
+        *_unknown_rewards(row),
         *_place_problems(row),
         *_idle_resources(row, "GRPO", (CALLBACKS, IN_PROCESS)),
     ]
@@ -145,6 +148,7 @@ def _eval(row: Row) -> JobSpec:
     idle = ("max_steps", "learning_rate", "batch_size", "num_generations")
     found = [
         *_missing(row, "reward_function"),
+        *_unknown_rewards(row),
         *_place_problems(row),
         *_idle_resources(row, "EVAL", (IN_PROCESS,)),
         *_without_effect(row, "EVAL", idle),
@@ -242,6 +246,12 @@ def _dataset(row: Row) -> str:
 def _rewards(row: Row) -> tuple[str, ...]:
     given: str = row.get("reward_function") or ""
     return tuple(name.strip() for name in given.split(",")) if given else ()
+
+
+def _unknown_rewards(row: Row) -> Iterator[str]:
+    for name in _rewards(row):
+        if name and (problem := unknown_reward(name)):
+            yield f"reward_function: {' '.join(problem.splitlines())}"
 
 
 def _without_effect(row: Row, kind: str, columns: Sequence[str]) -> Iterator[str]:

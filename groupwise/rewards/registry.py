@@ -225,6 +225,21 @@ def _loaded(name: str) -> object:
     return plugin.object
 
 
+def unknown_reward(name: str) -> str | None:
+    """What is wrong with a name by which no reward is found, as far as that shows where nobody's code may be loaded; None otherwise.
+
+    What a module or a file has shows only when it runs. A name without a function is registered, or announced by an installed package.
+    """
+    known = {each: kind.__module__ for each, kind in registered().items()}
+    return None if ":" in name or name in known or name in _announced() else _unknown(name, known)
+
+
+@functools.cache
+def _announced() -> frozenset[str]:
+    """Looked up once: to go through all installed packages takes a tenth of a second."""
+    return frozenset(point.name for point in importlib.metadata.entry_points(group=ENTRY_POINTS))
+
+
 def _is_nothing(name: str, known: Mapping[str, str]) -> bool:
     """Whether a name stands for nothing that `load` would find, though Python or somebody else may have something of that name."""
     if Path(name).is_file() or any(
@@ -237,10 +252,12 @@ def _is_nothing(name: str, known: Mapping[str, str]) -> bool:
 
 def _unknown(name: str, known: Mapping[str, str]) -> str:
     meant = meant_by(name, known)
+    shown = f"`{name:.80}`" if name.isprintable() else f"{name!r:.80}"
     if meant is None:
         near = nearest(name, known)
         hint = f" Did you mean {' or '.join(f'`{each}`' for each in near)}?" if near else ""
-        said = f"There is no reward `{name}`, which is a module of Python itself.{hint}"
+        of_python = ", which is a module of Python itself" * (name in sys.stdlib_module_names)
+        said = f"There is no reward {shown}{of_python}.{hint}"
     else:
-        said = f"There is no reward `{name}`. {meant.told}"
+        said = f"There is no reward {shown}. {meant.told}"
     return f"{said}\nBuilt-in: {', '.join(sorted(known))}.\nYour own are named path/to/file.py:function or module:function."

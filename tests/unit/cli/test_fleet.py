@@ -246,6 +246,7 @@ def test_files_that_lines_of_an_array_name_travel_with_their_jobs(
         ({"dataset": "other/data"}, "would both be data"),
         ({"hyperparams": {"algorithm.beto": 1}}, "algorithm.beto"),
         ({"resources": {"gpus": 8}}, "8 GPUs are asked for"),
+        ({"reward_function": "corectness"}, "Did you mean `correctness` or"),
     ],
 )
 def test_the_line_that_names_what_is_not_there_is_told(

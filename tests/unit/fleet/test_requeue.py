@@ -190,7 +190,7 @@ async def test_a_row_that_nobody_has_admitted_is(fleet: Fleet):
     def insert(session: Session) -> None:
         session.execute(
             text(
-                "INSERT INTO jobs (job_id, model, dataset, reward_function) VALUES ('row', 'm', 'o/d', 'r')"
+                "INSERT INTO jobs (job_id, model, dataset, reward_function) VALUES ('row', 'm', 'o/d', 'm:r')"
             )
         )
 

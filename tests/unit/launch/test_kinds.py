@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from importlib import metadata
@@ -16,6 +17,7 @@ from groupwise.hosts.spec import JobSpec, problems
 from groupwise.launch import train_grpo
 from groupwise.launch.kinds import EVAL, GRPO, MICROBATCH, SFT, SLOTS, TrainingKind, as_word
 from groupwise.launch.train_grpo import Flags
+from groupwise.rewards import registry
 from groupwise.settings.overrides import parse_override
 from groupwise.sft_config import load_sft_config
 from tests.integration.fleet import tiny_grpo
@@ -80,7 +82,7 @@ def test_whatever_a_row_holds_arrives_exactly(monkeypatch: pytest.MonkeyPatch) -
     odd = row(
         model=ODD,
         dataset="/" + ODD,
-        reward_function=f"{'-a.py:f'}, --model=evil , m:g",
+        reward_function=f"{'-a.py:f'}, --model=evil:f , m:g",
         preprocessing_pipeline="--use_unsloth",
         hyperparams={"run.license": ODD, "sampler": {"stop": [ODD, "--x"]}, "algorithm.beta": 1e-7},
         output_dir="-out put/a",
@@ -90,7 +92,7 @@ def test_whatever_a_row_holds_arrives_exactly(monkeypatch: pytest.MonkeyPatch) -
     assert problems(spec) == []
     flags, overrides = given_to_train(spec, monkeypatch)
     assert (flags.model, flags.dataset, flags.max_steps) == (ODD, "/" + ODD, 3)
-    assert flags.reward_function == ("-a.py:f", "--model=evil", "m:g")
+    assert flags.reward_function == ("-a.py:f", "--model=evil:f", "m:g")
     assert (flags.preprocessing_pipeline, flags.use_unsloth) == ("--use_unsloth", False)
     assert flags.output_dir == "-out put/a"
     config = load_config(train_grpo.config_of(flags), overrides).config
@@ -141,9 +143,19 @@ def test_lengths_have_no_column_and_are_hyperparams(monkeypatch: pytest.MonkeyPa
             ["model is missing", "dataset is missing", "reward_function is missing"],
         ),
         ({"dataset": "sums.jsonl", "output_dir": "/x"}, ["neither an absolute path", "'/x'"]),
+        (
+            {"reward_function": "nosuch, corectness,correctness,antigravity"},
+            [
+                "no reward `nosuch`",
+                "no reward `corectness`. Did you mean `correctness`",
+                "gravity`",
+            ],
+        ),
+        ({"reward_function": "rewards.py"}, ["reward_function: There is no", "file.py:function"]),
+        ({"reward_function": "a\x1b\nb" * 9}, [r"There is no reward 'a\x1b\nba"]),
         ({"dataset": "file:../x"}, ["dataset '../x'"]),
         ({"model": "./mine"}, ["absolute path"]),
-        ({"reward_function": "a,,b"}, ["--reward_function is empty"]),
+        ({"reward_function": "a:f,,b:f"}, ["--reward_function is empty"]),
         ({"output_dir": "../up"}, ["output_dir '../up'"]),
         ({"use_unsloth": True, "model": ""}, ["no backend for Unsloth", "model is missing"]),
         ({"max_steps": 0, "learning_rate": -1.0}, ["--max_steps is 0", "--learning_rate is -1"]),
@@ -169,6 +181,26 @@ def test_a_dataset_is_on_the_machine_in_the_hub_or_sent_along() -> None:
         ("file:data/x.jsonl", "--dataset=./data/x.jsonl"),
     ):
         assert word in GRPO.expand(row(dataset=given)).arguments
+
+
+def test_a_reward_by_its_name_is_known_where_the_job_is_submitted() -> None:
+    assert "no reward `nosuch`" in told(EVAL, reward_function="nosuch")
+    for kind, given in itertools.product((GRPO, EVAL), ("math_answer", "my/own.py:f", "mine:f")):
+        assert kind.expand(row(reward_function=given)).arguments
+
+
+def test_a_reward_that_an_installed_package_announces_is_known_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    points = [metadata.EntryPoint("theirs", "nowhere:f", registry.ENTRY_POINTS)]
+    monkeypatch.setattr(
+        metadata, "entry_points", lambda group: points * (group == registry.ENTRY_POINTS)
+    )
+    registry._announced.cache_clear()
+    try:
+        assert GRPO.expand(row(reward_function="theirs")).arguments
+    finally:
+        registry._announced.cache_clear()
 
 
 # SFT, EVAL
@@ -296,7 +328,7 @@ def test_the_kinds_are_announced() -> None:
 def test_expanding_loads_no_training_library_and_no_user_code() -> None:
     script = (
         "import sys; from groupwise.launch.kinds import GRPO;"
-        f"GRPO.expand({row(reward_function='antigravity:fly', preprocessing_pipeline='this:that')!r});"
+        f"GRPO.expand({row(reward_function='antigravity:fly,correctness', preprocessing_pipeline='this:that')!r});"
         "sys.exit(str({'torch', 'transformers', 'peft', 'antigravity', 'this'} & sys.modules.keys() or ''))"
     )
     done = subprocess.run(

@@ -266,7 +266,10 @@ def test_modules_that_a_row_names_are_not_imported(
             reward_function="evil_reward:f",
             preprocessing_pipeline="evil_reward:f",
         )
-    assert admit_new(database) == 4
+    plain = {**TRAINING, "reward_function": "evil_reward"}
+    insert(database, "plain", job_type="GRPO", request="{}", **plain)
+    assert admit_new(database) == 5
+    assert failure(database, "plain").startswith("reward_function: There is no reward `evil_rew")
     assert "evil_reward" not in sys.modules
     assert not (tmp_path / "ran").exists()
 
