@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from groupwise.display.text import one_line, shorten
 from groupwise.fleet.states import JobStatus, Outcome
 from groupwise.hosts.answers import ExitReason, ExitRecord
 
@@ -103,6 +104,8 @@ _NETWORK = re.compile(
     r"|Connection(?:Error|ResetError|RefusedError)\b|ConnectTimeout|ReadTimeout|Network is unreachable|No route to host"
     r"|HTTP(?:Status)?Error.*\b(?:429|50[0234])\b|\b(?:502 Bad Gateway|503 Service Unavailable|504 Gateway Time-?out)\b"
 )
+LONGEST_LINE = 300
+"""Characters of a line that is given as a reason."""
 _LAST_LINES = 20
 """A log speaks of connections that were lost and found again; only what stands at its end ended the job."""
 
@@ -115,7 +118,7 @@ def classify(record: ExitRecord, *, gpu_problems: Sequence[str] = ()) -> Diagnos
         or _by_machine(record, gpu_problems)
         or _by_log(record)
         or _by_signal(record)
-        or Diagnosis(FailureClass.CRASHED, f"exit code {record.code}")
+        or Diagnosis(FailureClass.CRASHED, _with_last_line(f"exit code {record.code}", record))
     )
 
 
@@ -134,9 +137,11 @@ def _by_reason(record: ExitRecord) -> Diagnosis | None:
 
 def _by_code(record: ExitRecord) -> Diagnosis | None:
     if record.code in _USER_CODES:
-        return Diagnosis(FailureClass.USER_ERROR, f"exit code {record.code}")
+        said = _with_last_line(f"exit code {record.code}", record)
+        return Diagnosis(FailureClass.USER_ERROR, said)
     if record.code == _TRY_LATER:
-        return Diagnosis(FailureClass.NETWORK, f"exit code {record.code}: it may succeed later")
+        said = _with_last_line(f"exit code {record.code}, it may succeed later", record)
+        return Diagnosis(FailureClass.NETWORK, said)
     return None
 
 
@@ -179,7 +184,17 @@ def _by_signal(record: ExitRecord) -> Diagnosis | None:
 def _line_of(text: str, position: int) -> str:
     begin = text.rfind("\n", 0, position) + 1
     end = text.find("\n", position)
-    return text[begin : end if end >= 0 else len(text)].strip()[:300]
+    return _shown(text[begin : end if end >= 0 else len(text)])
+
+
+def _with_last_line(said: str, record: ExitRecord) -> str:
+    """A code alone says little, and the last line is what programs end with that give up, a traceback's message too."""
+    last = next((line for line in reversed(record.tail.splitlines()) if line.strip()), None)
+    return said if last is None else f"{said}: {_shown(last)}"
+
+
+def _shown(line: str) -> str:
+    return shorten(one_line(line.strip()), LONGEST_LINE)
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ LONG = Script(ticks=10**6)
 
 async def test_jobs_run_to_their_ends(rig: Rig) -> None:
     rig.rack.scripts["bad"] = [Script(code=3, tail="Traceback\nKeyError: 'x'\n")]
-    rig.rack.scripts["wrong"] = [Script(code=2)]
+    rig.rack.scripts["wrong"] = [Script(code=2, tail="train: error: there is no --lr\n")]
     async with running(rig.dispatcher()):
         for job in ("good", "bad", "wrong"):
             rig.submit(job)
@@ -84,8 +84,12 @@ async def test_jobs_run_to_their_ends(rig: Rig) -> None:
     rig.judge()
     assert rig.job("good").exit_code == 0
     assert (rig.job("bad").exit_code, rig.job("bad").retry_count) == (3, 2)
-    assert rig.job("bad").failure_reason == "crashed: exit code 3 (retries: all 2 used)"
+    assert (
+        rig.job("bad").failure_reason == "crashed: exit code 3: KeyError: 'x' (retries: all 2 used)"
+    )
     assert (rig.job("wrong").exit_code, rig.job("wrong").retry_count) == (2, 0)
+    said_of_it = "user_error: exit code 2: train: error: there is no --lr (never tried again)"
+    assert rig.job("wrong").failure_reason == said_of_it
     assert rig.fetched.logs["bad", epoch_of(rig, "bad")] == b"Traceback\nKeyError: 'x'\n"
     assert "Traceback" in {detail["tail"].partition("\n")[0] for detail in said(rig, "job.failed")}
 

@@ -8,6 +8,7 @@ from groupwise.fleet.queue.failures import (
     BACKOFF_CAP,
     BUDGETS,
     FREE_RETRIES,
+    LONGEST_LINE,
     FailureClass,
     JobFacts,
     RetryPolicy,
@@ -95,6 +96,27 @@ def test_a_job_without_a_gpu_has_no_gpu_fault(gpus: int | None, failure: Failure
 def test_the_evidence_is_the_line_that_was_believed() -> None:
     found = classify(record(tail="a\n  CUDA out of memory. Tried to allocate 2 GiB\nb"))
     assert found.because == "CUDA out of memory. Tried to allocate 2 GiB"
+
+
+@pytest.mark.parametrize(
+    ("given", "because"),
+    [
+        (record(2, tail="usage: train\ntrain: error: no --lr\n\n  \n"), "exit code 2: train: error: no --lr"),
+        (record(64, tail="refused"), "exit code 64: refused"),
+        (record(75, tail="the hub did not answer\n"), "exit code 75, it may succeed later: the hub did not answer"),
+        (record(1, tail="Traceback\n  File x\nKeyError: 'lr'\n"), "exit code 1: KeyError: 'lr'"),
+        (record(3, tail=" \n\n"), "exit code 3"),
+        (record(2), "exit code 2"),
+        (record(2, tail="a\rno\x1b[31m \u202ered\tb"), "exit code 2: no␛[31m <U+202E>red    b"),
+        (record(2, tail="x" * 4000), f"exit code 2: {'x' * (LONGEST_LINE - 1)}…"),
+        (record(tail="\x1b[1mCUDA out of memory\x1b[0m\n"), "␛[1mCUDA out of memory␛[0m"),
+        (record(None, signal=11, tail="step 3"), "signal 11"),
+    ],
+)  # fmt: skip
+def test_where_a_code_alone_says_little_the_last_line_says_more(
+    given: ExitRecord, because: str
+) -> None:
+    assert classify(given).because == because
 
 
 # what follows
