@@ -196,6 +196,8 @@ class FakeHost:
         """Everything that arrived."""
         self.launches: list[Mapping[str, Any]] = []
         self._rack = rack
+        self.refuses: str | None = None
+        """Code with which it refuses whatever is to begin there."""
         self._faults: list[tuple[str, Fault]] = []
         self._late: list[Request] = []
         self._raw = {"log": self._log, "read": self._read}
@@ -519,8 +521,8 @@ class FakeHost:
         return self._state(folder)
 
     def _refusal(self, folder: _Folder, script: Script) -> tuple[str, str] | None:
-        if script.refusal:
-            return script.refusal, "as scripted"
+        if code := script.refusal or self.refuses:
+            return code, "as scripted"
         for uuid in folder.gpus:
             if uuid not in self.gpus:
                 return "gpu_missing", f"{uuid} is not here"

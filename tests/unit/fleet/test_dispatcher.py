@@ -213,7 +213,7 @@ async def test_a_machine_that_launches_nothing_is_cordoned_and_the_queue_is_not_
 ) -> None:
     """A job that was refused waits a moment, as in life: else it would be the next to go there, again and again."""
     monkeypatch.setattr(NoChance, "uniform", lambda _, a, b: min(b, 0.3))  # pyright: ignore[reportUnknownArgumentType, reportUnknownLambdaType]
-    rig.rack["a"].foreign.add("GPU-a0")
+    rig.rack["a"].refuses = "disk_full"
     async with running(rig.dispatcher()):
         for number in range(8):
             rig.submit(f"job-{number}")
@@ -246,7 +246,7 @@ async def test_a_job_outlasts_a_machine_that_starts_nothing_while_the_other_one_
     most = BUDGETS[FailureClass.LAUNCH_FAILURE].most
     assert most is not None
     rig.rack.scripts["long"] = [LONG]
-    rig.rack["a"].foreign.add("GPU-a0")
+    rig.rack["a"].refuses = "disk_full"
     async with running(rig.dispatcher()):
         rig.submit("long", resources={"gpus": 1, "vm": "b"})
         await rig.until(begun(rig, "long"))
