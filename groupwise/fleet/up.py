@@ -55,10 +55,11 @@ from groupwise.fleet.machines.reaching import LOCAL, host_of, same_way
 from groupwise.fleet.newsreader import Newsreader
 from groupwise.fleet.poller import Pace, Poller
 from groupwise.fleet.requeue import RequeueManager
-from groupwise.fleet.settings import FleetPlace, FleetSettings
+from groupwise.fleet.settings import DATABASE_FILE, FleetPlace, FleetSettings
 from groupwise.fleet.states import JobStatus
+from groupwise.fleet.store import events
 from groupwise.fleet.store.database import Database, check_schema, connect, seconds
-from groupwise.fleet.store.tables import VM, ControlProcess, Job
+from groupwise.fleet.store.tables import VM, ControlProcess, Event, Job
 from groupwise.fleet.tracker import NatsOutlet, Outlet, Tracker
 from groupwise.fleet.verbs import machines
 from groupwise.fleet.verbs.actor import Actor
@@ -66,6 +67,7 @@ from groupwise.fleet.webhooks import WebhookOutlet
 from groupwise.hosts.files import BlobStore
 from groupwise.hosts.port import Host
 from groupwise.hosts.ssh import SshHost
+from groupwise.wire.problems import Refusal
 
 if TYPE_CHECKING:
     from groupwise.fleet.api.serve import Address
@@ -98,7 +100,9 @@ def run(
         held.callback(database.close)
         check_schema(database)
         if set(roles) == set(ROLES):
-            database.run(_add_this_machine(place.folder))
+            told = database.run(_add_this_machine(place))
+            if told is not None:
+                say(told)
         keep_what_is_there()
         return asyncio.run(_ControlPlane(place, database, roles, say).run(address))
 
@@ -137,23 +141,73 @@ def _taken(folder: Path, role: str, file: IO[str]) -> str:
     )
 
 
-def _add_this_machine(folder: Path) -> Callable[[Session], None]:
-    """The machine that the fleet runs on, as its first one; one that somebody has removed stays so."""
+def _add_this_machine(place: FleetPlace) -> Callable[[Session], str | None]:
+    """The machine that the fleet runs on, as its first one; one that somebody has removed stays so. Returns what people are told of it."""
 
-    def add(session: Session) -> None:
+    def add(session: Session) -> str | None:
         vm = session.get(VM, LOCAL_MACHINE)
         if vm is None:
             new = machines.NewMachine(
                 LOCAL_MACHINE,
                 transport=LOCAL,
-                workdir=str(folder / "work"),
+                workdir=str(place.folder / "work"),
                 python=sys.executable,
             )
             machines.add(session, UP, new)
-        elif vm.transport == LOCAL and vm.active and not Path(vm.python).exists():
+            return None
+        if vm.transport != LOCAL or not vm.active:
+            return None
+        if not Path(vm.python).exists():
             machines.change(session, UP, LOCAL_MACHINE, python=sys.executable)
+        # with a database of its own, a fleet is not the one of its folder
+        return _followed(session, vm, place.folder) if place.settings.database is None else None
 
     return add
+
+
+def _followed(session: Session, vm: VM, folder: Path) -> str | None:
+    """Where the fleet was moved, this machine's working folder moved with it. Raises UsageError where two fleets would share it."""
+    old, new = Path(vm.workdir), folder / "work"
+    if old == new or not _is_by_up(session) or _is_same(old.parent, folder):
+        return None
+    if os.path.exists(old.parent / DATABASE_FILE):
+        raise UsageError(
+            f"{folder} is a copy of the fleet in {old.parent}, and that one is still there: both would run their jobs in {old}, and take "
+            f"each other's for their own. To go on with {folder} instead of {old.parent}, move {old.parent} away. To have both, give this "
+            f"one a working folder of its own, while no job of it runs: `groupwise fleet vm set --fleet {folder} local --workdir {new}`."
+        )
+    try:
+        machines.change(session, UP, LOCAL_MACHINE, workdir=str(new))
+    except (
+        Refusal
+    ) as refusal:  # what watches over a job writes how it ended to the path that it knows
+        raise UsageError(
+            f"the fleet was moved from {old.parent} to {folder} while jobs were on this machine, and these know the old path alone. "
+            f"`ln -s {folder} {old.parent}` lets them go on; once they have ended the link may go. ({refusal.message})"
+        ) from None
+    return f"The fleet was moved from {old.parent}: jobs of this machine run in {new} from now on."
+
+
+def _is_by_up(session: Session) -> bool:
+    """Whether nobody else has said where this machine keeps everything."""
+    query = (
+        select(Event)
+        .where(Event.vm_id == LOCAL_MACHINE, Event.kind.in_((events.VM_ADDED, events.VM_CHANGED)))
+        .order_by(Event.event_id.desc())
+    )
+    said = (
+        event.actor == UP.name
+        for event in session.scalars(query)
+        if event.kind == events.VM_ADDED or "workdir" in (event.after or {})
+    )
+    return next(said, False)
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    """Whether they are one folder, by whatever links."""
+    with contextlib.suppress(OSError):
+        return one.samefile(other)
+    return False
 
 
 def _set_up_logging(*, alone: bool) -> None:

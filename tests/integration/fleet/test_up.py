@@ -5,7 +5,8 @@
 3. Cancel leaves no process; retry begins a new generation.
 4. When the fleet is killed its jobs run on, and the next `up` finishes them: once.
 5. One folder, one fleet.
-6. An address of NATS where nothing answers is told, once.
+6. A folder that was moved is a fleet as before; a copy beside the original is none.
+7. An address of NATS where nothing answers is told, once.
 """
 
 import contextlib
@@ -274,6 +275,47 @@ def test_what_ends_while_the_fleet_is_down_is_found(tmp_path: Path) -> None:
         until(ended.exists, "the job has ended")
         fleet.up()
         assert fleet.until(job_id, "failed")["exit_code"] == 65
+        assert fleet.end() == 0
+
+
+def test_a_fleet_that_was_moved_runs_its_jobs_where_it_is(tmp_path: Path) -> None:
+    with fleet_in(tmp_path / "before") as fleet:
+        fleet.up()
+        assert fleet.end() == 0
+    (tmp_path / "before").rename(tmp_path / "now")
+    with fleet_in(tmp_path / "now") as fleet:
+        fleet.up()
+        job_id = fleet.submit("--", "pwd")
+        fleet.until(job_id, "completed")
+        assert fleet.call("logs", job_id).stdout.startswith(f"{tmp_path / 'now' / 'work'}/")
+        assert f"The fleet was moved from {tmp_path / 'before'}" in fleet.log.read_text()
+        assert not (tmp_path / "before").exists()
+        assert fleet.end() == 0
+
+
+def test_a_job_of_a_fleet_that_was_moved_goes_on_by_a_link(tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+    text = (
+        "import os, time\n"
+        f"while not os.path.exists({str(flag)!r}): time.sleep(0.05)\n"
+        "os.mkdir('outputs'); open('outputs/x', 'w').close()"
+    )
+    old, new = tmp_path / "before", tmp_path / "now"
+    with fleet_in(old) as fleet:
+        fleet.up()
+        job_id = fleet.submit(*python(text))
+        fleet.until(job_id, "running")
+        assert fleet.end() == 0
+    old.rename(new)
+    with fleet_in(new) as fleet:
+        refused = fleet.call("up")
+        assert refused.returncode == 2
+        assert f"ln -s {new} {old}" in refused.stderr
+        old.symlink_to(new)
+        fleet.up()
+        flag.touch()
+        assert len(fleet.until(job_id, "completed")["attempts"]) == 1
+        assert (new / "artefacts" / job_id / "current/outputs/x").exists()
         assert fleet.end() == 0
 
 

@@ -1,12 +1,20 @@
-"""The connections that the roles of a process keep."""
+"""The connections that the roles of a process keep, and where this machine keeps everything once the fleet's folder was moved."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from sqlalchemy import select
 
+from groupwise.errors import UsageError
 from groupwise.fleet import up
 from groupwise.fleet.attempts.records import Machine
+from groupwise.fleet.settings import FleetPlace, FleetSettings
+from groupwise.fleet.store.database import Database
+from groupwise.fleet.store.tables import VM, Event
 from groupwise.fleet.up import Hosts
+from groupwise.fleet.verbs import machines
+from groupwise.fleet.verbs.actor import Actor
 
 
 class Way:
@@ -54,3 +62,75 @@ async def test_a_way_is_kept_until_its_machine_is_gone_or_somewhere_else(
     assert way(machine("a", "10.0.0.3")) is moved
     await hosts.close()
     assert (first.closed, moved.closed, other.closed) == (1, 1, 1)
+
+
+def begin(database: Database, folder: Path, *, url: str | None = None) -> str | None:
+    folder.mkdir(exist_ok=True)
+    return database.run(up._add_this_machine(FleetPlace(folder, FleetSettings(database=url))))
+
+
+def workdir(database: Database) -> Path:
+    return Path(database.read(lambda s: s.get_one(VM, "local").workdir))
+
+
+def changes(database: Database) -> int:
+    query = select(Event).where(Event.kind == "vm.changed")
+    return len(database.read(lambda s: s.scalars(query).all()))
+
+
+def test_the_working_folder_follows_a_fleet_that_was_moved_every_time(
+    database: Database, tmp_path: Path
+) -> None:
+    assert begin(database, tmp_path / "a") is None
+    (tmp_path / "a").rename(tmp_path / "b")
+    told = begin(database, tmp_path / "b")
+    assert told is not None
+    assert str(tmp_path / "a") in told
+    (tmp_path / "b").rename(tmp_path / "c")
+    begin(database, tmp_path / "c")
+    assert begin(database, tmp_path / "c") is None
+    assert (workdir(database), changes(database)) == (tmp_path / "c" / "work", 2)
+
+
+def test_a_copy_beside_its_original_is_refused_until_the_original_is_away(
+    database: Database, tmp_path: Path
+) -> None:
+    begin(database, tmp_path / "a")
+    (tmp_path / "a" / "fleet.db").touch()
+    with pytest.raises(UsageError, match="is a copy of the fleet in") as refused:
+        begin(database, tmp_path / "b")
+    assert all(str(tmp_path / name) in refused.value.message for name in "ab")
+    assert workdir(database) == tmp_path / "a" / "work"
+    (tmp_path / "a").rename(tmp_path / "old")
+    begin(database, tmp_path / "b")
+    assert workdir(database) == tmp_path / "b" / "work"
+
+
+def test_a_copy_that_was_given_another_working_folder_is_a_fleet_of_its_own(
+    database: Database, tmp_path: Path
+) -> None:
+    begin(database, tmp_path / "a")
+    (tmp_path / "a" / "fleet.db").touch()
+    there = str(tmp_path / "b" / "work")
+    database.run(lambda s: machines.change(s, Actor("user:me"), "local", workdir=there))
+    assert begin(database, tmp_path / "b") is None
+
+
+def test_a_working_folder_that_somebody_has_chosen_stays(
+    database: Database, tmp_path: Path
+) -> None:
+    begin(database, tmp_path / "a")
+    chosen = str(tmp_path / "scratch" / "work")
+    database.run(lambda s: machines.change(s, Actor("user:me"), "local", workdir=chosen))
+    begin(database, tmp_path / "b")
+    assert str(workdir(database)) == chosen
+
+
+def test_the_same_folder_by_another_name_and_a_database_elsewhere_change_nothing(
+    database: Database, tmp_path: Path
+) -> None:
+    begin(database, tmp_path / "a")
+    (tmp_path / "link").symlink_to("a")
+    assert begin(database, tmp_path / "link") is None
+    assert begin(database, tmp_path / "b", url="postgresql://db/fleet") is None
+    assert changes(database) == 0
