@@ -24,8 +24,8 @@ LONGEST_COMMAND = 400
 TAIL_LINES = 5
 NOT_SHOWN = frozenset({"spec_hash", "seats", "tail", "state"})
 """Parts of events that stand elsewhere on the page, or say nothing to people; `--json` has them."""
-NOT_FACTS = frozenset({"machine_time"})
-"""What a machine says that is for programs; likewise."""
+NOT_FACTS = frozenset({"machine_time", "quarantined"})
+"""What a machine says that is for programs, or is told in other words; likewise."""
 FINAL = frozenset({"completed", "failed", "cancelled"})
 
 
@@ -321,6 +321,7 @@ def print_machine(vm: Document, now: float) -> None:
                 if value not in (None, "", [], {}) and name not in NOT_FACTS
             ),
             ("jobs", ", ".join(_jobs_on(vm))),
+            ("quarantined", ", ".join(_stray(each) for each in facts.get("quarantined") or ())),
         ]
     )
     if vm["gpus"]:
@@ -328,6 +329,13 @@ def print_machine(vm: Document, now: float) -> None:
         head = ("GPU", "model", "memory", "used", "busy", "°C", "state", "held by")
         print_table([head, *(_gpu_row(gpu) for gpu in vm["gpus"])])
     print_section("events", [event_line(event) for event in vm.get("events", ())])
+
+
+def _stray(found: Document) -> str:
+    """What the machine has there and nobody knows."""
+    since = f" since {clock_time(found['since'])}" if found.get("since") else ""
+    pid = f" (pid {found['pid']})" if found.get("pid") else ""
+    return f"{found['what']} {found['detail']}{pid}{since}"
 
 
 def _gpu_row(gpu: Document) -> tuple[str, ...]:

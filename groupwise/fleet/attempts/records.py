@@ -40,6 +40,8 @@ LEASE = 25.0
 """Seconds without renewal after which another dispatcher takes over; with the next look and some work, under half a minute."""
 ADOPTED_AT_ONCE = 200
 """The rest is there for other dispatchers, or for the next look."""
+ATTEMPT = "attempt"
+"""In quarantine on a machine, beside the `folder` and `process` that its runner finds."""
 
 
 class Stale(Exception):
@@ -581,6 +583,11 @@ def quarantine(session: Session, owner: str, vm_id: str, job_id: str, epoch: int
         detail={"why": "it runs there and stands in no table; nothing is done to it"},
     )  # fmt: skip
     return True
+
+
+def in_quarantine(vm: VM) -> list[dict[str, Any]]:
+    """What a machine ran and no table knew when it was looked at last: job_id, epoch, and since when it was seen there."""
+    return [each for each in vm.facts.get("quarantined") or () if each.get("what") == ATTEMPT]
 
 
 @dataclass(frozen=True, slots=True)

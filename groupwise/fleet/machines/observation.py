@@ -4,6 +4,8 @@ The poller looks; this says what follows. Reservations are the truth about what 
 GPU must not be given away (somebody else uses it, it is gone, it does not answer as it should, it is split by MIG), and take that word
 back; it never closes a reservation and never ends an attempt.
 
+Attempts that run there and stand in no table are written down with the machine for as long as it runs them, and are left alone.
+
 Absence proves nothing by itself. Only a probe that was answered whole can say that a GPU is missing; one that failed, hung or gave lines
 that nobody could read makes the machine `degraded` and leaves its GPUs as they were last seen. A machine that does not answer is
 `unreachable` after several misses in a row, and that is all that it is.
@@ -24,13 +26,16 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session, aliased
 
 from groupwise.errors import UsageError
+from groupwise.fleet.attempts import records
+from groupwise.fleet.attempts.decide import Reading, Stray, stray
+from groupwise.fleet.machines.clearing import is_doctors
 from groupwise.fleet.queue import capacity
 from groupwise.fleet.states import Contact
 from groupwise.fleet.store import events
 from groupwise.fleet.store.database import seconds
 from groupwise.fleet.store.tables import GPU, VM, Attempt, GPUHistory, Reservation
 from groupwise.hosts import keys
-from groupwise.hosts.answers import Observation, ProbeStatus, SeenApp, SeenGPU
+from groupwise.hosts.answers import Observation, ProbeStatus, RunnerState, SeenApp, SeenGPU
 
 MISSES = 3
 """In a row make a machine unreachable."""
@@ -41,6 +46,7 @@ KEPT_MINUTES = 7 * 24 * 60
 LONGEST = 500
 """Characters of a problem."""
 ACTOR = "poller"
+RUNS = frozenset({RunnerState.CLAIMED, RunnerState.RUNNING})
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +83,8 @@ def apply(
     trouble = _trouble_of_probe(session, vm, seen)
     vm.degraded, vm.problem = trouble is not None, trouble
     vm.observed_round = asked_at
-    vm.facts = {**vm.facts, **_facts(seen), capacity.LOOK_SECONDS: look_seconds}
+    quarantined = _quarantined(session, vm, now, seen)
+    vm.facts = {**vm.facts, **_facts(seen), **quarantined, capacity.LOOK_SECONDS: look_seconds}
     vm.last_polled = func.now()  # pyright: ignore[reportAttributeAccessIssue] — the database's clock
     more = seen.probe.status is ProbeStatus.OK and _write_gpus(session, vm, asked_at, now, seen)
     session.flush()
@@ -203,9 +210,23 @@ def _facts(seen: Observation) -> dict[str, Any]:
         "ram_free_mb": seen.ram_free_mb,
         "disk_free_mb": seen.disk_free_mb,
         "machine_time": seen.time,
-        "quarantined": [asdict(stray) for stray in seen.quarantined],
         "missed_at": None,
     }
+
+
+def _quarantined(session: Session, vm: VM, now: float, seen: Observation) -> dict[str, Any]:
+    """What is there and nobody knows: its runner's own finds, and attempts that run and stand in no table, each since it was first seen."""
+    before = {each["detail"]: each["since"] for each in records.in_quarantine(vm)}
+    found: list[dict[str, Any]] = [asdict(each) for each in seen.quarantined]
+    running = [each for each in seen.attempts if each.state in RUNS]
+    known = records.known(session, vm.vm_id, {e.job for e in running}) if running else {}
+    for each in running:
+        verdict = stray(each.epoch, Reading(each.state), known.get(each.job))
+        if verdict is Stray.QUARANTINE and not is_doctors(each.job, each.epoch):
+            name = f"{each.job}.{each.epoch}"
+            about = {"job_id": each.job, "epoch": each.epoch, "since": before.get(name, now)}
+            found.append({"what": records.ATTEMPT, "detail": name, **about})
+    return {"quarantined": found}
 
 
 def _is_whole(seen: Observation) -> bool:

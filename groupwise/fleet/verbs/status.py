@@ -11,6 +11,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from groupwise.display.quantities import byte_size, duration
+from groupwise.fleet.attempts import records
 from groupwise.fleet.states import AttemptState, Cleanup, Contact, JobStatus
 from groupwise.fleet.store.database import seconds
 from groupwise.fleet.store.tables import GPU, VM, Attempt, ControlProcess, Job, Member
@@ -75,6 +76,7 @@ def alarms(session: Session, actor: Actor) -> Iterator[Document]:
     yield from _roles(session)
     if actor.projects is None:
         yield from _machines(session)
+        yield from _strays(session)
         yield from _gpus(session)
     yield from _attempts(session, actor)
 
@@ -161,6 +163,23 @@ def _machines(session: Session) -> Iterator[Document]:
                 f"{vm.vm_id} is cordoned: {vm.cordoned}",
                 f"`groupwise fleet vm uncordon {vm.vm_id}` once it is mended",
                 **about,
+            )
+
+
+def _strays(session: Session) -> Iterator[Document]:
+    now = seconds(session)
+    known = select(VM).where(VM.active, VM.lost_at.is_(None)).order_by(VM.vm_id)
+    for vm in session.scalars(known):
+        for each in records.in_quarantine(vm):
+            yield _alarm(
+                "attempt_quarantined",
+                f"{vm.vm_id} runs {each['detail']}, which stands in no table, for {duration(now - each['since'])} or longer",
+                f"nothing is done to it: end its processes on {vm.vm_id} if nobody wants it any more; it belongs to a database of "
+                "before, or to another fleet",
+                vm_id=vm.vm_id,
+                job_id=each["job_id"],
+                epoch=each["epoch"],
+                since=each["since"],
             )
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sqlalchemy import update
 
 from groupwise.cli import fleet_follow, fleet_progress
 from groupwise.cli.fleet_words import (
@@ -23,6 +24,7 @@ from groupwise.cli.fleet_words import (
 from groupwise.errors import UsageError
 from groupwise.fleet.files.logs import append, make
 from groupwise.fleet.store.database import connect
+from groupwise.fleet.store.tables import VM
 from groupwise.fleet.verbs.status import NO_DISPATCHER
 from groupwise.hosts.files import hash_of
 from tests.unit.cli.fleet_folder import Command
@@ -528,6 +530,22 @@ def test_the_state_of_a_fleet(seen: Command) -> None:
     assert "1 queued" in out
     assert "no part of the control plane is running" in out
     assert json.loads(seen("status", "--json")[1])["machines"]["total"] == 1
+
+
+def test_what_runs_on_a_machine_and_stands_in_no_table_is_shown(
+    seen: Command, folder: Path
+) -> None:
+    attempt = {"what": "attempt", "detail": "x.5", "job_id": "x", "epoch": 5, "since": 1e9}
+    process = {"what": "process", "detail": "y.6", "pid": 77}
+    database = connect(f"sqlite:///{folder / 'fleet.db'}")
+    facts = {"quarantined": [attempt, process]}
+    database.run(lambda s: s.execute(update(VM).values(facts=facts)))
+    database.close()
+    shown = seen("vm", "show", "vm-1")[1]
+    assert "attempt x.5 since 2001-09-0" in shown
+    assert "process y.6 (pid 77)" in shown
+    assert "{" not in shown
+    assert json.loads(seen("vm", "show", "vm-1", "--json")[1])["facts"] == facts
 
 
 def test_machines_are_listed(seen: Command) -> None:

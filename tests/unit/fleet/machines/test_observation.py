@@ -5,6 +5,7 @@ import pytest
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
+from groupwise.fleet.attempts import records
 from groupwise.fleet.machines import observation
 from groupwise.fleet.queue.resources import Resources
 from groupwise.fleet.store import database as databases
@@ -174,6 +175,32 @@ def test_the_same_look_again_tells_nothing_new(fleet: Fleet):
     before = fleet.events()
     fleet.look(gpu(0))
     assert fleet.events() == before
+
+
+def running(job: str, epoch: int, state: str = "running") -> dict[str, Any]:
+    return {"job": job, "epoch": epoch, "state": state}
+
+
+def strays(fleet: Fleet) -> list[tuple[str, int, float]]:
+    found = records.in_quarantine(fleet.vm)
+    return [(each["job_id"], each["epoch"], each["since"]) for each in found]
+
+
+def test_what_runs_and_stands_in_no_table_is_told_with_the_machine_while_it_runs(fleet: Fleet):
+    fleet.look(gpu(0))
+    own = fleet.reserve("GPU-0")
+    here = [running("job", own), running("stranger", 5), running("gone", 6, "lost")]
+    fleet.look(gpu(0), attempts=[*here, running("doctor-0123456789", 1)])
+    ((job, epoch, since),) = strays(fleet)
+    assert (job, epoch) == ("stranger", 5)
+    assert since >= fleet.start
+    fleet.look(gpu(0), attempts=[*here, running("job", own + 1)])
+    assert strays(fleet)[0] == ("stranger", 5, since)
+    assert strays(fleet)[1][:2] == ("job", own + 1)
+    fleet.miss()
+    assert strays(fleet)[0] == ("stranger", 5, since)
+    fleet.look(gpu(0), attempts=[running("job", own), running("stranger", 5, "lost")])
+    assert strays(fleet) == []
 
 
 def test_an_older_look_never_overwrites_a_newer_one(fleet: Fleet):

@@ -9,8 +9,8 @@ from sqlalchemy.orm import Session
 
 from groupwise.fleet.queue.request import JobRequest
 from groupwise.fleet.store.database import seconds
-from groupwise.fleet.store.tables import Attempt, ControlProcess, Job, Member, Reservation
-from groupwise.fleet.verbs import jobs, projects, prune, status, submission
+from groupwise.fleet.store.tables import VM, Attempt, ControlProcess, Job, Member, Reservation
+from groupwise.fleet.verbs import jobs, machines, projects, prune, status, submission
 from groupwise.wire.problems import Refusal
 
 # --- projects
@@ -75,6 +75,26 @@ def test_alarms_say_what_to_do(small: Any) -> None:
     assert found["leaking"]["job_id"] == job
     seen = {each["kind"] for each in small.as_("ours").do(status.overview)["alarms"]}
     assert seen == {"role_missing"}
+
+
+def test_what_stands_in_no_table_is_told_while_a_machine_runs_it(small: Any) -> None:
+    since = small.database.read(seconds) - 61
+    found = {"what": "attempt", "detail": "x.5", "job_id": "x", "epoch": 5, "since": since}
+    folder = {"what": "folder", "detail": "odd", "pid": None}
+    small.machine("vm-1", facts={"quarantined": [folder, found]})
+    small.machine("lost", facts={"quarantined": [found]}, lost_at=1.0)
+
+    def told(fleet: Any) -> list[dict[str, Any]]:
+        alarms = fleet.do(status.overview)["alarms"]
+        return [each for each in alarms if each["kind"] == "attempt_quarantined"]
+
+    (alarm,) = told(small)
+    assert "vm-1 runs x.5" in alarm["message"]
+    assert (alarm["job_id"], alarm["epoch"], alarm["since"]) == ("x", 5, since)
+    assert small.do(machines.show, "vm-1")["facts"]["quarantined"][1] == found
+    assert told(small.as_("ours")) == []
+    small.database.run(lambda s: s.execute(update(VM).values(facts={"quarantined": [folder]})))
+    assert told(small) == []
 
 
 @pytest.mark.parametrize(
