@@ -69,7 +69,8 @@ def statements(dialect: str) -> Iterator[str]:
     for rule in (*rules(), *_of_machines(dialect), *_of_documents(dialect), *own):
         yield from _sqlite(rule) if dialect == "sqlite" else _postgresql(rule)
     if dialect == "postgresql":
-        yield from _no_truncation("events")
+        for table in NEVER_EMPTIED:
+            yield from _no_truncation(table)
 
 
 # --- the rules ------------------------------------------------------------------------------------
@@ -96,6 +97,16 @@ OF_THE_CONTROL_PLANE = (
     ("spent", "'{}'"),
 )
 """Columns of a job that its row begins without: what stands there decides what is run, and when."""
+
+
+FROZEN = ("spec", "spec_hash", "resources", "admitted_at")
+"""What admission has written; a retry has it written anew."""
+ASKED = (
+    *("request", "job_type", "model", "dataset", "reward_function", "preprocessing_pipeline"),
+    *("hyperparams", "use_unsloth", "output_dir", "max_steps", "learning_rate", "batch_size"),
+    *("num_generations", "priority", "project"),
+)
+"""What somebody has written, and admission has read."""
 
 
 def _of_jobs() -> Iterator[Rule]:
@@ -151,14 +162,14 @@ def _of_jobs() -> Iterator[Rule]:
         "job_frozen",
         "jobs",
         "UPDATE",
-        f"{_set_once('spec_hash')} AND NEW.generation = OLD.generation",
+        f"({' OR '.join(map(_set_once, FROZEN))}) AND NEW.generation = OLD.generation",
         "what an admitted job runs does not change: cancel it and submit another",
     )
     yield Rule(
         "job_request",
         "jobs",
         "UPDATE",
-        "OLD.admitted_at IS NOT NULL AND NEW.request <~> OLD.request",
+        f"OLD.admitted_at IS NOT NULL AND ({' OR '.join(f'NEW.{name} <~> OLD.{name}' for name in ASKED)})",
         "what was asked of an admitted job does not change: cancel it and submit another",
     )
     yield Rule(
@@ -530,10 +541,15 @@ def _postgresql(rule: Rule) -> Iterator[str]:
     )
 
 
+NEVER_EMPTIED = ("events", "jobs", "attempts", "attempt_members", "reservations", "vms", "gpus")
+"""Tables with rows that must not go, which TRUNCATE would not ask about."""
+
+
 def _no_truncation(table: str) -> Iterator[str]:
     name = f"{PREFIX}{table}_truncate"
     yield (
         f"CREATE FUNCTION {name}() RETURNS trigger LANGUAGE plpgsql AS $rule$ BEGIN "
-        f"RAISE EXCEPTION USING ERRCODE = 'check_violation', MESSAGE = '{table} are only ever appended'; END $rule$"
+        "RAISE EXCEPTION USING ERRCODE = 'check_violation', "
+        f"MESSAGE = '{table}: TRUNCATE would take rows that no DELETE may; `groupwise fleet prune` clears jobs away'; END $rule$"
     )
     yield f"CREATE TRIGGER {name} BEFORE TRUNCATE ON {table} EXECUTE FUNCTION {name}()"

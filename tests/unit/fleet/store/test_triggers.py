@@ -20,6 +20,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 
+from groupwise.fleet.store import triggers
 from groupwise.fleet.store.database import Database
 
 JOBS = {
@@ -203,6 +204,19 @@ def test_what_an_admitted_job_runs_does_not_change(database: Database) -> None:
     job(database, "j")
     execute(database, "UPDATE jobs SET spec_hash = 'a'")
     refused(database, "cancel it and submit another", "UPDATE jobs SET spec_hash = 'b'")
+    for column, before, after in (
+        ("spec", '{"arguments": ["a"]}', '{"arguments": ["b"]}'),
+        ("resources", '{"gpus": 1}', '{"gpus": 2}'),
+        ("admitted_at", 1.0, None),
+    ):
+        change = f"UPDATE jobs SET {column} = :value"
+        execute(database, change, value=before)
+        refused(database, "cancel it and submit another", change, value=after)
+    for column in triggers.ASKED[1:]:
+        other = {"use_unsloth": True, "hyperparams": '{"a": 1}', "priority": 7}.get(column, 7)
+        words = ("job_type", "model", "dataset", "reward_function", "project", "output_dir")
+        changed = "other" if column in (*words, "preprocessing_pipeline") else other
+        refused(database, "what was asked", f"UPDATE jobs SET {column} = :value", value=changed)
     refused(database, "the id of a job", "UPDATE jobs SET job_id = 'k'")
 
 
@@ -389,7 +403,8 @@ def test_events_are_only_appended(database: Database) -> None:
     refused(database, "only ever appended", "UPDATE events SET actor = 'nobody'")
     refused(database, "only ever appended", "DELETE FROM events")
     if database.dialect == "postgresql":
-        refused(database, "only ever appended", "TRUNCATE events")
+        for table in triggers.NEVER_EMPTIED:
+            refused(database, f"{table}: TRUNCATE would take", f"TRUNCATE {table} CASCADE")
     assert value(database, "SELECT actor FROM events") == "user:ada"
 
 
