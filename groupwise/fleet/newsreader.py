@@ -207,6 +207,10 @@ def _plain(session: Session, event: Event) -> str:
     return f"{who} {word}"
 
 
+def _of_gpu(session: Session, event: Event) -> str:
+    return f"GPU {(event.detail or {}).get('index')} of {_plain(session, event)}"
+
+
 _WRITERS: Mapping[str, Callable[[Session, Event], str | None]] = {
     events.JOB_SUBMITTED: _submitted,
     events.JOB_PENDING: _pending,
@@ -229,5 +233,6 @@ _WRITERS: Mapping[str, Callable[[Session, Event], str | None]] = {
     events.VM_UNTRUSTED: _plain,
     events.VM_TRUSTED: _plain,
     events.VM_CORDONED: _plain,
-    events.GPU_QUARANTINED: _plain,
+    events.GPU_ACCUSED: _of_gpu,
+    events.GPU_QUARANTINED: _of_gpu,
 }

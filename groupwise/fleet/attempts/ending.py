@@ -10,7 +10,7 @@ machine does not come back (`abandon`). Only an attempt that never ran anywhere 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -160,7 +160,7 @@ def _tail(move: Move) -> str:
 def _quarantine(session: Session, attempt: Attempt, owner: str, move: Move) -> None:
     """The GPUs of the member that failed get no job until an operator has looked; those that the evidence names, if it names any.
 
-    What a job printed is no evidence by itself, or one job could empty a fleet: it counts once another job has said the same of a GPU.
+    What a job printed is no evidence by itself, or one job could empty a fleet: it accuses the GPU, and counts once another job does too.
     """
     member = _member_at_fault(move)
     rank = member.get("rank", 0)
@@ -171,33 +171,39 @@ def _quarantine(session: Session, attempt: Attempt, owner: str, move: Move) -> N
         .order_by(GPU.gpu_id)
         .with_for_update(of=GPU)
     ).all()
-    named = [gpu for gpu in gpus if gpu.uuid in move.because] or list(gpus)
-    if not member.get("gpu_problems"):
-        accused = _accused_before(session, attempt, [gpu.gpu_id for gpu in named])
-        named = [gpu for gpu in named if gpu.gpu_id in accused]
-    for gpu in named:
-        if gpu.quarantined is None:
-            gpu.quarantined = f"{move.because} (attempt {attempt.job_id}.{attempt.epoch})"
-            _tell(
-                session, attempt, owner, "gpu.quarantined", vm_id=gpu.vm_id,
-                before={"quarantined": None}, after={"quarantined": gpu.quarantined},
-                detail={"index": gpu.index, "uuid": gpu.uuid},
-            )  # fmt: skip
+    proven = bool(member.get("gpu_problems"))
+    for gpu in [gpu for gpu in gpus if gpu.uuid in move.because] or gpus:
+        if gpu.quarantined is not None:
+            continue
+        if not proven and not _accused_before(session, attempt, gpu):
+            _accuse(session, attempt, owner, move, gpu)
+            continue
+        gpu.quarantined = f"{move.because} (attempt {attempt.job_id}.{attempt.epoch})"
+        _tell(
+            session, attempt, owner, "gpu.quarantined", vm_id=gpu.vm_id,
+            before={"quarantined": None}, after={"quarantined": gpu.quarantined},
+            detail={"index": gpu.index, "uuid": gpu.uuid},
+        )  # fmt: skip
 
 
-def _accused_before(session: Session, attempt: Attempt, gpu_ids: Sequence[int]) -> set[int]:
-    """Those that an attempt of another job had when it failed likewise, of late."""
-    rows = session.scalars(
-        select(Reservation.gpu_id)
-        .join(Attempt, Attempt.epoch == Reservation.epoch)
-        .where(
-            Reservation.gpu_id.in_(gpu_ids),
-            Attempt.job_id != attempt.job_id,
-            Attempt.failure_class == FailureClass.GPU_FAULT,
-            Attempt.ended_at > seconds(session) - ACCUSATION_SECONDS,
-        )
-    )
-    return {gpu_id for gpu_id in rows if gpu_id is not None}
+def _accused_before(session: Session, attempt: Attempt, gpu: GPU) -> bool:
+    """Whether another job has said the same of it, of late."""
+    found = gpu.accused
+    if found is None or found["job_id"] == attempt.job_id:
+        return False
+    return found["at"] > seconds(session) - ACCUSATION_SECONDS
+
+
+def _accuse(session: Session, attempt: Attempt, owner: str, move: Move, gpu: GPU) -> None:
+    """An operator is told what was said of it; other jobs still get it."""
+    before, now = gpu.accused, seconds(session)
+    by = {"job_id": attempt.job_id, "epoch": attempt.epoch}
+    gpu.accused = {**by, "at": now, "said": move.because}
+    _tell(
+        session, attempt, owner, events.GPU_ACCUSED, vm_id=gpu.vm_id,
+        before={"accused": before}, after={"accused": gpu.accused},
+        detail={"index": gpu.index, "uuid": gpu.uuid},
+    )  # fmt: skip
 
 
 def _blame_machine(session: Session, attempt: Attempt, owner: str, move: Move) -> None:

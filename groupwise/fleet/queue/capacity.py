@@ -38,8 +38,10 @@ from sqlalchemy import (
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
 from groupwise.fleet.queue.placement import (
+    NOTHING_AVOIDED,
     NOTHING_HELD,
     PATIENCE_SECONDS,
+    Avoid,
     Blocked,
     Held,
     Machine,
@@ -124,7 +126,7 @@ class View:
         resources: Resources,
         project: str,
         key: RankKey,
-        avoid: frozenset[str] = frozenset(),
+        avoid: Avoid = NOTHING_AVOIDED,
     ) -> Placement | Blocked:
         """Room for a job, or why there is none."""
         if (why := self.over_quota(resources, project)) is not None:
@@ -138,7 +140,7 @@ class View:
         return found
 
     def room_for(
-        self, resources: Resources, project: str, key: RankKey, avoid: frozenset[str] = frozenset()
+        self, resources: Resources, project: str, key: RankKey, avoid: Avoid = NOTHING_AVOIDED
     ) -> Placement | None:
         """The same placement without reasons: machines that have nothing free for anybody, most of a full fleet, are passed over."""
         if self.over_quota(resources, project):

@@ -40,7 +40,7 @@ from groupwise.errors import UsageError
 from groupwise.fleet.queue import capacity, kinds
 from groupwise.fleet.queue.capacity import QUEUED, Quota, RankKey, Unmet, View
 from groupwise.fleet.queue.failures import FailureClass
-from groupwise.fleet.queue.placement import PATIENCE_SECONDS, Blocked, Placement, Seat
+from groupwise.fleet.queue.placement import PATIENCE_SECONDS, Avoid, Blocked, Placement, Seat
 from groupwise.fleet.queue.request import Columns
 from groupwise.fleet.queue.resources import Resources
 from groupwise.fleet.states import AttemptState, JobStatus, Outcome
@@ -241,7 +241,15 @@ class _Earlier:
     number: int = 0
     """Of the next one."""
     previous_failure: str | None = None
-    avoid: set[str] = field(default_factory=set[str])
+    machines: set[str] = field(default_factory=set[str])
+    """Where it failed by no fault of its own."""
+    gpus: set[int] = field(default_factory=set[int])
+    """That it called broken."""
+
+    @property
+    def avoid(self) -> Avoid:
+        """What it gets only where nothing else will do."""
+        return Avoid(frozenset(self.machines), frozenset(self.gpus))
 
 
 def _earlier_attempts(session: Session, jobs: Sequence[_Candidate]) -> dict[str, _Earlier]:
@@ -253,6 +261,7 @@ def _earlier_attempts(session: Session, jobs: Sequence[_Candidate]) -> dict[str,
             Attempt.number,
             Attempt.outcome,
             Attempt.failure_class,
+            Attempt.epoch,
             Member.vm_id,
         )
         .join(Member, Member.epoch == Attempt.epoch)
@@ -260,6 +269,7 @@ def _earlier_attempts(session: Session, jobs: Sequence[_Candidate]) -> dict[str,
         .order_by(Attempt.epoch, Member.rank)
     ).all()
     found: dict[str, _Earlier] = {}
+    broken: dict[int, _Earlier] = {}
     for row in rows:
         if row.generation != generations[row.job_id]:
             continue
@@ -269,7 +279,13 @@ def _earlier_attempts(session: Session, jobs: Sequence[_Candidate]) -> dict[str,
         )  # one that never ran is no attempt
         earlier.previous_failure = row.failure_class or earlier.previous_failure
         if row.failure_class in ELSEWHERE:
-            earlier.avoid.add(row.vm_id)
+            earlier.machines.add(row.vm_id)
+        if row.failure_class == FailureClass.GPU_FAULT:
+            broken[row.epoch] = earlier
+    had = select(Reservation.epoch, Reservation.gpu_id).where(Reservation.epoch.in_(broken))
+    for epoch, gpu_id in session.execute(had) if broken else ():
+        if gpu_id is not None:
+            broken[epoch].gpus.add(gpu_id)
     return found
 
 
@@ -342,7 +358,7 @@ def _plan(found: View, plan: _Plan, jobs: Sequence[_Candidate]) -> None:
     for job in jobs:
         if job.shape in plan.blocked:
             continue
-        avoid = frozenset(plan.earlier(job).avoid)
+        avoid = plan.earlier(job).avoid
         placement = found.room_for(job.resources, job.project, job.key, avoid)
         if placement is not None:
             found.take(placement, job.resources, job.project)
@@ -388,7 +404,7 @@ def _book(session: Session, found: View, plan: _Plan, lease: Lease) -> list[Clai
     bookings: list[_Booking] = []
     for job, planned in plan.placed:
         earlier = plan.earlier(job)
-        placement = fresh.look(job.resources, job.project, job.key, frozenset(earlier.avoid))
+        placement = fresh.look(job.resources, job.project, job.key, earlier.avoid)
         if isinstance(placement, Blocked):
             continue  # somebody was quicker; the next round looks at the whole fleet
         assert len(placement.seats) == len(planned.seats)

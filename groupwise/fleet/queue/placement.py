@@ -114,29 +114,41 @@ class Held:
 NOTHING_HELD = Held()
 
 
+@dataclass(frozen=True, slots=True)
+class Avoid:
+    """What a job gets only where nothing else will do."""
+
+    machines: frozenset[str] = frozenset()
+    gpus: frozenset[int] = frozenset()
+    """By gpu_id."""
+
+
+NOTHING_AVOIDED = Avoid()
+
+
 def place(
     resources: Resources,
     machines: Iterable[Machine],
     *,
     held_for_others: Held = NOTHING_HELD,
-    avoid: frozenset[str] = frozenset(),
+    avoid: Avoid = NOTHING_AVOIDED,
 ) -> Placement | Blocked:
-    """Room for the job, or why there is none. Machines in `avoid` are taken only where no other will do."""
+    """Room for the job, or why there is none. What is in `avoid` is taken only where nothing else will do."""
     ordered = sorted(machines, key=lambda machine: machine.vm_id)
     if (found := room(resources, ordered, held_for_others, avoid)) is not None:
         return found
-    answers = [(machine.vm_id, _seat(resources, machine, held_for_others)) for machine in ordered]
+    answers = [(m.vm_id, _seat(resources, m, held_for_others, avoid)) for m in ordered]
     refusals = [(vm_id, answer) for vm_id, answer in answers if isinstance(answer, str)]
     return _blocked(resources, ordered, len(answers) - len(refusals), refusals)
 
 
 def room(
-    resources: Resources, machines: Iterable[Machine], held_for_others: Held, avoid: frozenset[str]
+    resources: Resources, machines: Iterable[Machine], held_for_others: Held, avoid: Avoid
 ) -> Placement | None:
     """The same without words."""
     seats: list[tuple[tuple[object, ...], Seat]] = []
     for machine in filter(has_room, machines):
-        seat = _seat(resources, machine, held_for_others)
+        seat = _seat(resources, machine, held_for_others, avoid)
         if isinstance(seat, Seat):
             seats.append((_waste(resources, machine, seat, avoid), seat))
     if len(seats) < resources.machines:
@@ -212,7 +224,7 @@ def withhold(
 # --- one machine ----------------------------------------------------------------------------------
 
 
-def _seat(resources: Resources, machine: Machine, held: Held) -> Seat | str:
+def _seat(resources: Resources, machine: Machine, held: Held, avoid: Avoid) -> Seat | str:
     """What the machine gives, or why nothing."""
     if why := _unfit(resources, machine) or _short(resources, machine):
         return why
@@ -224,7 +236,7 @@ def _seat(resources: Resources, machine: Machine, held: Held) -> Seat | str:
     free = [g for g in fitting if _is_free(g, resources) and g.gpu_id not in held.gpus]
     if len(free) < resources.gpu_count:
         return _too_few(resources, fitting, free, held)
-    return Seat(machine.vm_id, _best(resources, free))
+    return Seat(machine.vm_id, _best(resources, free, avoid))
 
 
 def _unfit(resources: Resources, machine: Machine) -> str | None:
@@ -348,20 +360,19 @@ def _too_few(
     )
 
 
-def _best(resources: Resources, free: Sequence[MachineGPU]) -> tuple[MachineGPU, ...]:
+def _best(resources: Resources, free: Sequence[MachineGPU], avoid: Avoid) -> tuple[MachineGPU, ...]:
     """The smallest that do; for a share the fullest that still has room."""
     if resources.named:
         return tuple(free)
     rated = sorted(free, key=lambda g: ((g.memory_mb or 0) - g.shares_mb, g.index, g.gpu_id))
     if resources.share_mb is not None:
         rated.sort(key=lambda g: g.idle)  # a GPU that is shared already, if any
+    rated.sort(key=lambda g: g.gpu_id in avoid.gpus)
     chosen = rated[: resources.gpu_count]
     return tuple(sorted(chosen, key=lambda g: (g.index, g.gpu_id)))
 
 
-def _waste(
-    resources: Resources, machine: Machine, seat: Seat, avoid: frozenset[str]
-) -> tuple[object, ...]:
+def _waste(resources: Resources, machine: Machine, seat: Seat, avoid: Avoid) -> tuple[object, ...]:
     """How good a hole would be spoilt, least first."""
     idle = sum(gpu.idle and gpu.trouble is None for gpu in machine.gpus)
     used = sum(gpu.idle for gpu in seat.gpus)
@@ -369,7 +380,8 @@ def _waste(
     memory = sum((gpu.memory_mb or 0) - gpu.shares_mb for gpu in seat.gpus)
     breaks_new = resources.share_mb is not None and used
     return (
-        machine.vm_id in avoid,
+        machine.vm_id in avoid.machines,
+        sum(gpu.gpu_id in avoid.gpus for gpu in seat.gpus),
         breaks_new,
         idle - used if seat.gpus else slots,
         memory,

@@ -199,6 +199,8 @@ class GPU(Base):
     """Degrees Celsius."""
     quarantined: Mapped[str | None] = mapped_column(Text)
     """Why no job gets it until an operator clears it."""
+    accused: Mapped[dict[str, Any] | None] = mapped_column(Document)
+    """When a job's log said last that it is broken, which is no proof: job_id, epoch, at, said. NULL once an operator clears it."""
     observed_at: Mapped[float | None] = mapped_column(Float)
 
 

@@ -23,6 +23,7 @@ UNTOLD = "why is told to keys that are bound to no project"
 OTHERS = "jobs of other projects"
 FACTS = ("load", "cpus", "ram_mb", "ram_free_mb", "disk_free_mb", "machine_time", "missed_at")
 """Of a machine; what stands there beside them names attempts."""
+TOLD_OF_GPU = ("quarantined", "accused", "detail")
 REASONS = ("blocked_reasons", "waiting", "waits")
 """Where the document of a job says why it waits."""
 
@@ -50,7 +51,7 @@ def gpu(actor: Actor, document: Document) -> Document:
     """A GPU's document, likewise."""
     if actor.projects is None:
         return document
-    return {**document, **{name: document[name] and UNTOLD for name in ("quarantined", "detail")}}
+    return {**document, **{name: document[name] and UNTOLD for name in TOLD_OF_GPU}}
 
 
 def event(actor: Actor, document: Document) -> Document:

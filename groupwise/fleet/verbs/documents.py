@@ -200,6 +200,7 @@ def gpu_document(gpu: GPU, open_reservations: list[Document]) -> Document:
         "utilisation": gpu.utilisation,
         "temperature": gpu.temperature,
         "quarantined": gpu.quarantined,
+        "accused": gpu.accused,
         "observed_at": gpu.observed_at,
         "held_by": open_reservations,
     }

@@ -572,19 +572,20 @@ def _require_empty(session: Session, vm: VM, what: str) -> None:
 
 
 def clear_quarantine(session: Session, actor: Actor, vm_id: str, gpu: str) -> Document:
-    """Let jobs have a GPU again. `gpu`: its index or UUID. Raises `unknown_gpu`."""
+    """Let jobs have a GPU again, whatever was said of it. `gpu`: its index or UUID. Raises `unknown_gpu`."""
     actor.require_all_projects("clear the quarantine of a GPU")
     row = find.gpu(session, vm_id, gpu, lock=True)
     vm = find.machine(session, vm_id)
-    if row.quarantined is not None:
-        before, row.quarantined = row.quarantined, None
+    before = {"quarantined": row.quarantined, "accused": row.accused}
+    if any(before.values()):
+        row.quarantined = row.accused = None
         _tell(
             session,
             actor,
             events.GPU_CLEARED,
             vm,
-            before={"quarantined": before},
-            after={"quarantined": None},
+            before=before,
+            after=dict.fromkeys(before),
             detail={"index": row.index, "uuid": row.uuid},
         )
         capacity.wake(session, vm_ids=[vm_id], actor=actor.name)

@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 
 from groupwise.display.quantities import byte_size, duration
 from groupwise.fleet.attempts import records
+from groupwise.fleet.attempts.ending import ACCUSATION_SECONDS
 from groupwise.fleet.states import AttemptState, Cleanup, Contact, JobStatus
 from groupwise.fleet.store.database import seconds
 from groupwise.fleet.store.tables import GPU, VM, Attempt, ControlProcess, Job, Member
@@ -78,6 +79,7 @@ def alarms(session: Session, actor: Actor) -> Iterator[Document]:
         yield from _machines(session)
         yield from _strays(session)
         yield from _gpus(session)
+        yield from _accused(session)
     yield from _attempts(session, actor)
 
 
@@ -197,6 +199,31 @@ def _gpus(session: Session) -> Iterator[Document]:
             f"`groupwise fleet vm clear-quarantine {gpu.vm_id} {gpu.index}` once it is sound",
             vm_id=gpu.vm_id,
             gpu=gpu.index,
+        )
+
+
+def _accused(session: Session) -> Iterator[Document]:
+    """What a job's log said of late, and nobody else yet."""
+    now = seconds(session)
+    rows = session.scalars(
+        select(GPU)
+        .join(VM, VM.vm_id == GPU.vm_id)
+        .where(VM.active, GPU.quarantined.is_(None), GPU.accused.is_not(None))
+        .order_by(GPU.vm_id, GPU.index)
+    )
+    for gpu in rows:
+        said = gpu.accused or {}
+        if now - said["at"] >= ACCUSATION_SECONDS:
+            continue
+        yield _alarm(
+            "accused",
+            f"GPU {gpu.index} of {gpu.vm_id} may be broken: {said['said']} (attempt {said['job_id']}.{said['epoch']}, "
+            f"{duration(now - said['at'])} ago); jobs still get it",
+            f"look at it; it is put in quarantine when another job says so too. `groupwise fleet vm clear-quarantine {gpu.vm_id} "
+            f"{gpu.index}` if it is sound",
+            vm_id=gpu.vm_id,
+            gpu=gpu.index,
+            job_id=said["job_id"],
         )
 
 

@@ -20,9 +20,12 @@ from groupwise.fleet.queue.failures import FailureClass
 from groupwise.fleet.states import AttemptState, Cleanup, Outcome
 from groupwise.fleet.store.database import Database, seconds
 from groupwise.fleet.store.tables import GPU, VM, Attempt, Event, Job, Member, Reservation
+from groupwise.fleet.verbs import machines, status
+from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts.answers import MemberState, RunnerState
 from tests.fleet_rig import NoChance, Rig
 
+ADA = Actor("user:ada")
 SUCCESS = Move(AttemptState.ENDED, Outcome.SUCCEEDED, because="exit code 0")
 
 
@@ -254,6 +257,34 @@ def test_what_one_job_says_of_a_gpu_puts_none_out_of_use(rig: Rig) -> None:
             assert row(rig, GPU, GPU.uuid == "GPU-a0").quarantined is None
         _fails_with_words_about_its_gpu(rig, job)
     assert "fallen off" in row(rig, GPU, GPU.uuid == "GPU-a0").quarantined
+
+
+def test_what_one_job_says_of_a_gpu_is_told_until_an_operator_clears_it_or_a_day_is_over(
+    rig: Rig,
+) -> None:
+    def told() -> list[Any]:
+        found = rig.database.read(lambda s: list(status.alarms(s, ADA)))
+        return [each for each in found if each["kind"] == "accused"]
+
+    _fails_with_words_about_its_gpu(rig, "one")
+    (alarm,) = told()
+    assert "fallen off the bus (attempt one.1, " in alarm["message"]
+    assert (alarm["vm_id"], alarm["gpu"], alarm["job_id"]) == ("a", 0, "one")
+    assert row(rig, Event, Event.kind == "gpu.accused").after["accused"]["job_id"] == "one"
+    rig.database.run(lambda s: machines.clear_quarantine(s, ADA, "a", "0"))
+    assert told() == []
+    assert row(rig, Event, Event.kind == "gpu.cleared").before["accused"]["job_id"] == "one"
+    _fails_with_words_about_its_gpu(rig, "two")
+    assert row(rig, GPU, GPU.uuid == "GPU-a0").quarantined is None
+    assert [each["job_id"] for each in told()] == ["two"]
+    long_ago = {**row(rig, GPU, GPU.uuid == "GPU-a0").accused, "at": 0.0}
+    rig.database.run(lambda s: s.execute(update(GPU).values(accused=long_ago)))
+    assert told() == []
+    _fails_with_words_about_its_gpu(rig, "three")
+    assert row(rig, GPU, GPU.uuid == "GPU-a0").quarantined is None
+    _fails_with_words_about_its_gpu(rig, "four")
+    assert row(rig, GPU, GPU.uuid == "GPU-a0").quarantined is not None
+    assert told() == []
 
 
 def _fails_with_words_about_its_gpu(rig: Rig, job: str) -> None:

@@ -158,6 +158,21 @@ def test_after_a_failed_launch_another_machine_is_tried(database: Database) -> N
     }  # and the third time on one of them, since there is no other
 
 
+def test_what_a_job_called_broken_it_gets_only_where_nothing_else_will_do(
+    database: Database,
+) -> None:
+    add_machine(database, "vm-1", 2)
+    submit(database, "one", gpus=1)
+    given: list[int] = []
+    for busy in (False, False, True):
+        if busy:
+            submit(database, "other", named=[1], vm="vm-1", priority=900)
+        made = claim_some(database)[-1]
+        given.append(made.placement.seats[0].gpus[0].index)
+        finish(database, "one", "queued", "gpu_fault")
+    assert given == [0, 1, 0]
+
+
 def test_gangs_are_all_or_nothing(database: Database) -> None:
     add_machine(database, "vm-1", 2)
     add_machine(database, "vm-2", 2)

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from groupwise.fleet.queue.placement import (
     NOTHING_HELD,
+    Avoid,
     Blocked,
     Held,
     Machine,
@@ -196,8 +197,24 @@ def test_a_gang_gets_distinct_machines_or_nothing() -> None:
 def test_machines_to_avoid_are_the_last_resort() -> None:
     fleet = [machine("a", 1), machine("b", 8, first=10)]
     asked = Resources(gpus=1)
-    assert placed(place(asked, fleet, avoid=frozenset({"a"}))) == {"b": [0]}
-    assert placed(place(asked, fleet[:1], avoid=frozenset({"a"}))) == {"a": [0]}
+    avoid = Avoid(frozenset({"a"}))
+    assert placed(place(asked, fleet, avoid=avoid)) == {"b": [0]}
+    assert placed(place(asked, fleet[:1], avoid=avoid)) == {"a": [0]}
+
+
+@pytest.mark.parametrize("asked", [Resources(gpus=1), Resources(gpus=1, share_mb=1000)])
+def test_gpus_to_avoid_are_the_last_resort(asked: Resources) -> None:
+    box = machine("a", 2)
+    first, second = box.gpus
+    avoid = Avoid(gpus=frozenset({first.gpu_id}))
+    assert placed(place(asked, [box])) == {"a": [0]}
+    assert placed(place(asked, [box], avoid=avoid)) == {"a": [1]}
+    shared = replace(box, gpus=(replace(first, shares_mb=10), second))
+    assert placed(place(asked, [shared], avoid=avoid)) == {"a": [1]}
+    assert placed(place(asked, [with_gpu(box, 1, whole=True)], avoid=avoid)) == {"a": [0]}
+    other = machine("b", 8, first=10)  # where a larger hole is spoilt
+    both = Avoid(gpus=frozenset({first.gpu_id, second.gpu_id}))
+    assert placed(place(asked, [box, other], avoid=both)) == {"b": [0]}
 
 
 def test_an_empty_fleet_says_how_to_add_a_machine() -> None:

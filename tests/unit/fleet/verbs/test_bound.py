@@ -47,6 +47,7 @@ def spoken_of(small: Any) -> Any:
                 setattr(vm, name, value)
         for gpu in session.query(GPU):
             gpu.quarantined, gpu.detail = f"{CANARY} (attempt {CANARY}.7)", CANARY
+            gpu.accused = {"job_id": CANARY, "epoch": 7, "at": 1.0, "said": CANARY}
         for vm_id in ("vm-1", "vm-2", "vm-3"):
             said = {"user": CANARY}
             events.append(

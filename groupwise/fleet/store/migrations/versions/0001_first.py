@@ -249,6 +249,7 @@ def upgrade() -> None:
         sa.Column("utilisation", sa.Integer(), nullable=True),
         sa.Column("temperature", sa.Integer(), nullable=True),
         sa.Column("quarantined", sa.Text(), nullable=True),
+        sa.Column("accused", DOCUMENT, nullable=True),
         sa.Column("observed_at", sa.Float(), nullable=True),
         sa.ForeignKeyConstraint(["vm_id"], ["vms.vm_id"], name="fk_gpus_vm_id"),
         sa.PrimaryKeyConstraint("gpu_id", name="pk_gpus"),
