@@ -299,11 +299,47 @@ QUICK = (
         (
             (
                 "fleet/store/triggers.py",
-                "{_set_once('spec_hash')} AND NEW.generation = OLD.generation",
+                "({' OR '.join(map(_set_once, FROZEN))}) AND NEW.generation = OLD.generation",
                 "1 = 0",
             ),
         ),
         (f"{TRIGGERS}::test_what_an_admitted_job_runs_does_not_change",),
+    ),
+    Mutation(
+        "admission freezes",
+        "only the hash of what it runs may not",
+        (
+            (
+                "fleet/store/triggers.py",
+                'FROZEN = ("spec", "spec_hash", "resources", "admitted_at")',
+                'FROZEN = ("spec_hash",)',
+            ),
+        ),
+        (f"{TRIGGERS}::test_what_an_admitted_job_runs_does_not_change",),
+    ),
+    Mutation(
+        "admission freezes",
+        "what was written in columns may change after it was read",
+        (
+            (
+                "fleet/store/triggers.py",
+                "OLD.admitted_at IS NOT NULL AND ({' OR '.join(f'NEW.{name} <~> OLD.{name}' for name in ASKED)})",
+                "OLD.admitted_at IS NOT NULL AND NEW.request <~> OLD.request",
+            ),
+        ),
+        (f"{TRIGGERS}::test_what_an_admitted_job_runs_does_not_change",),
+    ),
+    Mutation(
+        "a machine that launches nothing",
+        "a GPU that somebody uses counts against its machine",
+        (
+            (
+                "fleet/attempts/ending.py",
+                "word in JOBS_OWN_REFUSALS or word in OF_A_GPU",
+                "word in JOBS_OWN_REFUSALS",
+            ),
+        ),
+        (f"{RECORDS}::test_a_refusal_for_the_sake_of_a_gpu_is_that_gpus",),
     ),
     Mutation(
         "turns",
@@ -2191,8 +2227,8 @@ SLOW = (
         (
             (
                 "fleet/store/triggers.py",
-                '        yield from _no_truncation("events")\n',
-                "        yield from ()\n",
+                "            yield from _no_truncation(table)\n",
+                "            yield from ()\n",
             ),
         ),
         (f"{REAL}/test_triggers.py::test_events_are_only_appended",),
