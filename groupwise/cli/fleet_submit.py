@@ -688,12 +688,16 @@ def _print_plans(planned: Sequence[Mapping[str, Any]], as_json: bool) -> None:
         print_pairs(
             [
                 ("command", shlex.join(each["arguments"])),
-                ("needs", ", ".join(f"{k} {v}" for k, v in each["resources"].items())),
+                ("needs", ", ".join(_need(k, v) for k, v in each["resources"].items())),
                 ("files", len(each["files"]) or None),
                 ("could run now on", ", ".join(each["where"])),
                 *(("would wait" if n == 0 else "", text) for n, text in enumerate(each["waits"])),
             ]
         )
+
+
+def _need(name: str, value: Any) -> str:
+    return "a prepared machine" if name == "prepared" else f"{name} {value}"
 
 
 # On one machine

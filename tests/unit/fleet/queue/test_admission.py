@@ -127,8 +127,8 @@ def test_a_kind_that_runs_groupwise_waits_for_a_machine_that_has_it(
     assert "not prepared for training kinds: `groupwise fleet vm prepare vm-1`" in str(
         job.blocked_reasons
     )
-    change = {"python": "/opt/train/bin/python"}
-    database.run(lambda s: machines.change(s, Actor("user:ada"), "vm-1", **change))
+    python = "/opt/train/bin/python"
+    database.run(lambda s: machines.change(s, Actor("user:ada"), "vm-1", python=python))
     assert claimed_ids(database) == ["training"]
 
 
