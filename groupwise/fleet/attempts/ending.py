@@ -10,7 +10,7 @@ machine does not come back (`abandon`). Only an attempt that never ran anywhere 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -163,16 +163,8 @@ def _quarantine(session: Session, attempt: Attempt, owner: str, move: Move) -> N
     What a job printed is no evidence by itself, or one job could empty a fleet: it accuses the GPU, and counts once another job does too.
     """
     member = _member_at_fault(move)
-    rank = member.get("rank", 0)
-    gpus = session.scalars(
-        select(GPU)
-        .join(Reservation, Reservation.gpu_id == GPU.gpu_id)
-        .where(Reservation.epoch == attempt.epoch, Reservation.rank == rank)
-        .order_by(GPU.gpu_id)
-        .with_for_update(of=GPU)
-    ).all()
     proven = bool(member.get("gpu_problems"))
-    for gpu in [gpu for gpu in gpus if gpu.uuid in move.because] or gpus:
+    for gpu in _gpus_meant(session, attempt, member, move.because):
         if gpu.quarantined is not None:
             continue
         if not proven and not _accused_before(session, attempt, gpu):
@@ -184,6 +176,20 @@ def _quarantine(session: Session, attempt: Attempt, owner: str, move: Move) -> N
             before={"quarantined": None}, after={"quarantined": gpu.quarantined},
             detail={"index": gpu.index, "uuid": gpu.uuid},
         )  # fmt: skip
+
+
+def _gpus_meant(
+    session: Session, attempt: Attempt, member: Mapping[str, Any], text: str
+) -> Sequence[GPU]:
+    """Of those that a member holds, the ones that a text names, locked; all of them where it names none."""
+    gpus = session.scalars(
+        select(GPU)
+        .join(Reservation, Reservation.gpu_id == GPU.gpu_id)
+        .where(Reservation.epoch == attempt.epoch, Reservation.rank == member.get("rank", 0))
+        .order_by(GPU.gpu_id)
+        .with_for_update(of=GPU)
+    ).all()
+    return [gpu for gpu in gpus if gpu.uuid in text] or gpus
 
 
 def _accused_before(session: Session, attempt: Attempt, gpu: GPU) -> bool:
@@ -241,14 +247,7 @@ def _note_gpus(session: Session, attempt: Attempt, owner: str, move: Move) -> No
     observed = OF_A_GPU.get(refusal.partition(":")[0])
     if observed is None:
         return
-    gpus = session.scalars(
-        select(GPU)
-        .join(Reservation, Reservation.gpu_id == GPU.gpu_id)
-        .where(Reservation.epoch == attempt.epoch, Reservation.rank == culprit.get("rank", 0))
-        .order_by(GPU.gpu_id)
-        .with_for_update(of=GPU)
-    ).all()
-    for gpu in [gpu for gpu in gpus if gpu.uuid in refusal] or gpus:
+    for gpu in _gpus_meant(session, attempt, culprit, refusal):
         if gpu.observed == "ok":
             gpu.observed, gpu.detail = observed, refusal
             _tell(
