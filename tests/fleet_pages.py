@@ -31,7 +31,7 @@ from tests import nats, postgres
 from tests.ssh_hosts import Host, loopback_hosts
 
 T = TypeVar("T")
-ROLES = ("up", "poller", "dispatcher", "requeue", "tracker")
+ROLES = ("up", "poller", "dispatcher", "requeue", "tracker", "api")
 API = "http://127.0.0.1:8010"
 SECONDS = 120.0
 """For anything, on a machine with other work."""
@@ -147,7 +147,7 @@ class Follower:
         if "--port" in options:
             place = options.index("--port")
             options = [*options[:place], *options[place + 2 :]]
-        if role == "up":
+        if role in ("up", "api"):
             options = [*options, "--port", "0"]
         with (self._logs / role).open("wb") as log:
             self._running[role] = subprocess.Popen(
@@ -159,10 +159,12 @@ class Follower:
             )
         if role == "up":
             self.until(lambda: "Ready." in self._said(), "the fleet is ready")
-            self.api = self.until(self._address, "the fleet tells its address")[0]
+        if role in ("up", "api"):
+            self.api = self.until(lambda: self._address(role), "the fleet tells its address")[-1]
 
-    def _address(self) -> list[str]:
-        return re.findall(r"http://127\.0\.0\.1:\d+", self._said())
+    def _address(self, role: str) -> list[str]:
+        said = (self._logs / role).read_text()
+        return re.findall(r"http://127\.0\.0\.1:\d+", said)
 
     def _end_roles(self) -> None:
         for process in self._running.values():

@@ -47,6 +47,19 @@ ConcurrencyOption = Annotated[
 ]
 
 
+PORT = whole("--port", 8010, least=0, most=65535)
+HostOption = Annotated[
+    str | None,
+    typer.Option(metavar="ADDRESS", help="Where the API listens; without it: 127.0.0.1."),
+]
+CertificateOption = Annotated[
+    str | None, typer.Option("--tls-certificate", metavar="FILE", help="PEM, for the API.")
+]
+TlsKeyOption = Annotated[
+    str | None, typer.Option("--tls-key", metavar="FILE", help="Its private key, PEM.")
+]
+
+
 def up(
     told: FleetOption = None,
     database: DatabaseOption = None,
@@ -55,21 +68,12 @@ def up(
     port: Annotated[
         int | None,
         typer.Option(
-            metavar="N",
-            help="Answer the HTTP API here as well; 0: any free port.",
-            parser=whole("--port", 8010, least=0, most=65535),
+            metavar="N", help="Answer the HTTP API here as well; 0: any free port.", parser=PORT
         ),
     ] = None,
-    host: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS", help="Where the API listens; without it: 127.0.0.1."),
-    ] = None,
-    tls_certificate: Annotated[
-        str | None, typer.Option("--tls-certificate", metavar="FILE", help="PEM, for the API.")
-    ] = None,
-    tls_key: Annotated[
-        str | None, typer.Option("--tls-key", metavar="FILE", help="Its private key, PEM.")
-    ] = None,
+    host: HostOption = None,
+    tls_certificate: CertificateOption = None,
+    tls_key: TlsKeyOption = None,
 ) -> None:
     """Start a fleet in this process.
 
@@ -124,6 +128,26 @@ def tracker(
     It also sends lines of logs on, where the setting `ship_logs` says so.
     """
     _run(told, "tracker", database=database, nats_url=nats_url)
+
+
+def api(
+    told: FleetOption = None,
+    database: DatabaseOption = None,
+    nats_url: NatsOption = None,
+    port: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Without it: 8010. 0: any free port.", parser=PORT),
+    ] = None,
+    host: HostOption = None,
+    tls_certificate: CertificateOption = None,
+    tls_key: TlsKeyOption = None,
+) -> None:
+    """Answer the HTTP API, and nothing else.
+
+    It needs the database and the fleet's folder; there may be several at once. `up --port` answers by itself.
+    """
+    address = _address(8010 if port is None else port, host, tls_certificate, tls_key)
+    _run(told, "api", address, database=database, nats_url=nats_url)
 
 
 def _address(

@@ -1,4 +1,4 @@
-"""`groupwise fleet up`: the control plane in one process. And each of its roles alone, for a fleet that has grown.
+"""`groupwise fleet up`: the control plane in one process. And each of its roles alone, and its API, for a fleet that has grown.
 
     dispatcher   takes jobs from the queue and sees their attempts to the end
     poller       looks at the machines
@@ -73,6 +73,8 @@ if TYPE_CHECKING:
     from groupwise.fleet.api.serve import Address
 
 ROLES = ("dispatcher", "poller", "requeue", "tracker")
+API = "api"
+"""A process that answers, and does nothing else."""
 HEARTBEAT_SECONDS = 10.0
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 """Seconds before a role that crashed is begun anew; doubled each time it crashes again soon."""
@@ -288,6 +290,7 @@ class _ControlPlane:
             "poller": self._poll,
             "requeue": self._requeue,
             "tracker": self._track,
+            API: self._answer,
         }
 
     async def run(self, address: Address | None) -> int:
@@ -310,6 +313,8 @@ class _ControlPlane:
             if len(self._roles) == len(ROLES):
                 news = Newsreader(self._place, self._database, self._say, url)
                 beside.append(group.create_task(news.run()))
+            elif url is not None:
+                self._say(f"The API answers at {url}.")
             await self._stopping.wait()
             await asyncio.wait(playing)
             for task in beside:
@@ -325,6 +330,10 @@ class _ControlPlane:
 
         async with serving(self._place, self._database, self._bell, address) as url:
             yield url
+
+    async def _answer(self, _: _Role) -> None:
+        """What answers runs beside all roles (`_answering`)."""
+        await self._stopping.wait()
 
     def _listen_for_signals(self) -> None:
         loop = asyncio.get_running_loop()

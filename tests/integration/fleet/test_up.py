@@ -12,6 +12,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from groupwise.fleet.client import FleetClient
 
 pytestmark = pytest.mark.fleet
 
@@ -225,6 +228,27 @@ def test_a_folder_has_one_fleet(running: Fleet) -> None:
     assert done.returncode == 2
     assert f"process {running.process.pid}" in done.stderr
     assert "fleet status" in done.stderr
+
+
+def test_the_api_answers_in_a_process_of_its_own(running: Fleet) -> None:
+    process = running.begin("api", "--port", "0")
+    try:
+        assert process.stderr is not None
+        told = (re.search(r"The API answers at (\S+)\.$", line) for line in process.stderr)
+        url = next(found[1] for found in told if found)
+        with FleetClient(url) as client:
+            job = client.submit({"arguments": ["true"], "resources": {"gpus": 0}})
+            assert job["notes"] == []
+            until(lambda: client.progress(job["job_id"])["status"] == "completed", "it has run")
+            roles = {each["role"] for each in client.status()["processes"] if each["alive"]}
+        assert roles == {"dispatcher", "poller", "requeue", "tracker", "api"}
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(SECONDS) == 0
+    finally:
+        process.kill()
+        process.communicate()
+    found = json.loads(running.call("status", "--json").stdout)["processes"]
+    assert "api" not in {each["role"] for each in found}
 
 
 def test_everything_is_well(running: Fleet) -> None:

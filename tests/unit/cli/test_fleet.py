@@ -59,7 +59,7 @@ def test_help_loads_nothing_heavy() -> None:
 
 
 VERBS = {
-    "": "up vm submit jobs show logs exec cancel retry hold release prune poller dispatcher requeue tracker migrate doctor "
+    "": "up vm submit jobs show logs exec cancel retry hold release prune poller dispatcher requeue tracker api migrate doctor "
     "fetch status project key",
     "vm": "add list show prepare set drain undrain cordon uncordon lost remove trust clear-quarantine",
     "project": "list set",

@@ -356,7 +356,7 @@ def test_what_is_refused_of_several_is_told_in_the_same_words(
 
 
 @pytest.mark.parametrize(
-    "words", ["up", "dispatcher", "poller", "requeue", "tracker", "migrate", "doctor"]
+    "words", ["up", "dispatcher", "poller", "requeue", "tracker", "api", "migrate", "doctor"]
 )
 def test_what_works_on_the_fleet_itself_says_where_to_type_it(ways: BothWays, words: str) -> None:
     code, _, err = ways.afar(words)
