@@ -20,12 +20,12 @@ async def gang(rig: Rig) -> None:
 
 
 async def gang_refused(rig: Rig) -> None:
-    """One of two machines has a stranger on its GPU; it is gone when the gang has been taken back."""
-    rig.rack["b"].foreign.add("GPU-b0")
+    """One of two machines has no room left on its disk; it has again when the gang has been taken back."""
+    rig.rack["b"].refuses = "disk_full"
     rig.rack.scripts["job"] = [LONG, Script()]
     rig.submit("job", resources={"gpus": 1, "machines": 2})
     await rig.until(lambda: any(r["what"] == "refused" for r in rig.rack.history))
-    rig.rack["b"].foreign.clear()
+    rig.rack["b"].refuses = None
     rig.rack.scripts["job"] = [Script()]
     await rig.until(rig.has("job", "completed"))
 
