@@ -98,12 +98,13 @@ def show(job: JobArgument, told: FleetOption = None, as_json: AsJson = False) ->
 
 @dataclass(frozen=True, slots=True)
 class _Verb:
-    """What is done to jobs, one after the other."""
+    """What is done to jobs."""
 
     name: str
     statuses: frozenset[str]
     """Of the jobs that it is for: of those that options choose, the others are left alone."""
-    do: Callable[[Fleet, str], dict[str, Any]]
+    do: Callable[[Fleet, Sequence[str]], list[dict[str, Any]]]
+    """Each as it is then, or its `error`."""
     said: Callable[[dict[str, Any]], str]
     """What became of a job, in words."""
 
@@ -146,6 +147,9 @@ def _do(
     told: str | None, ids: Sequence[str] | None, wanted: _Wanted, verb: _Verb, as_json: bool
 ) -> None:
     """One that is named alone is done or refused; of several each, whatever becomes of the others."""
+    from groupwise.wire.fleet import portions
+    from groupwise.wire.problems import Refusal
+
     given = wanted.given()
     if not ids and not given:
         raise UsageError(
@@ -157,11 +161,14 @@ def _do(
         )
     with fleet(told) as access:
         if ids and len(ids) == 1:
-            found = verb.do(access, ids[0])
+            (found,) = verb.do(access, ids)
+            if "error" in found:
+                raise Refusal(found["error"]["code"], found["error"]["message"])
             print_json(found) if as_json else say(verb.said(found))
             return
-        chosen = ids or wanted.ids(access, verb.statuses)
-        done = [_done(access, verb, each, as_json) for each in chosen]
+        done: list[dict[str, Any]] = []
+        for some in portions(ids or wanted.ids(access, verb.statuses)):
+            done += _told(verb, verb.do(access, some), as_json)
     refused = sum("error" in each for each in done)
     if as_json:
         print_json(done)
@@ -171,21 +178,15 @@ def _do(
         raise typer.Exit(UsageError.exit_code)
 
 
-def _done(access: Fleet, verb: _Verb, job_id: str, as_json: bool) -> dict[str, Any]:
-    """The job, or why it was refused; said at once, so that it is known even where the next one breaks off."""
-    from groupwise.wire.problems import Refusal
-
-    try:
-        found = verb.do(access, job_id)
-    except (Refusal, UsageError) as refused:
-        if refused.exit_code != UsageError.exit_code or refused.code == "unauthorised":
-            raise  # it is none of this job's
-        message = refused.message if job_id in refused.message else f"{job_id}: {refused.message}"
-        say(f"not done: {message}")
-        return {"job_id": job_id, "error": {"code": refused.code, "message": refused.message}}
-    if not as_json:
-        say(verb.said(found))
-    return found
+def _told(verb: _Verb, done: list[dict[str, Any]], as_json: bool) -> list[dict[str, Any]]:
+    """Said at once, so that it is known even where what comes next breaks off."""
+    for each in done:
+        if "error" in each:
+            job_id, message = each["job_id"], each["error"]["message"]
+            say(f"not done: {message}" if job_id in message else f"not done: {job_id}: {message}")
+        elif not as_json:
+            say(verb.said(each))
+    return done
 
 
 def _count(number: int, refused: int) -> str:
@@ -217,7 +218,7 @@ def cancel(
     verb = _Verb(
         "cancel",
         frozenset(JobStatus) - FINAL,
-        lambda access, each: access.cancel(each, reason),
+        lambda access, ids: access.cancel_all(ids, reason),
         _cancelled,
     )
     _do(told, job, _Wanted(status, project, name, label), verb, as_json)
@@ -251,7 +252,7 @@ def retry(
     verb = _Verb(
         "retry",
         frozenset(RETRIED_FROM),
-        lambda access, each: access.retry(each),
+        lambda access, ids: access.retry_all(ids),
         lambda job: f"{_is_now(job)} again",
     )
     _do(told, job, _Wanted(status, project, name, label), verb, as_json)
@@ -271,7 +272,7 @@ def hold(
     Options choose among all that wait.
     """
     waiting = frozenset(("queued", "pending"))
-    verb = _Verb("hold", waiting, lambda access, each: access.hold(each), _is_now)
+    verb = _Verb("hold", waiting, lambda access, ids: access.hold_all(ids), _is_now)
     _do(told, job, _Wanted(status, project, name, label), verb, as_json)
 
 
@@ -289,7 +290,7 @@ def release(
     Options choose among all that are held.
     """
     held = frozenset(("held",))
-    verb = _Verb("release", held, lambda access, each: access.release(each), _is_now)
+    verb = _Verb("release", held, lambda access, ids: access.release_all(ids), _is_now)
     _do(told, job, _Wanted(status, project, name, label), verb, as_json)
 
 

@@ -36,6 +36,7 @@ from groupwise.wire.fleet import (
     OFFSET_HEADER,
     LogPart,
     expect_few,
+    portions,
 )
 from groupwise.wire.idempotency import HEADER, new_idempotency_key
 from groupwise.wire.keys import VARIABLE
@@ -169,6 +170,30 @@ class FleetClient:
     def retry(self, job_id: str) -> Document:
         """Begin a failed or cancelled job anew. Sent once: where no answer came, look at the job first."""
         return self._json("POST", f"/jobs/{_part(job_id)}/retry", tries=1)
+
+    def cancel_all(self, ids: Sequence[str], reason: str | None = None) -> list[Document]:
+        """`cancel` for many: the document of each, or `job_id` and `error` (`code`, `message`) where it was refused."""
+        return self._changed_all("cancel", ids, reason=reason)
+
+    def hold_all(self, ids: Sequence[str]) -> list[Document]:
+        """`hold` for many, answered as `cancel_all`."""
+        return self._changed_all("hold", ids)
+
+    def release_all(self, ids: Sequence[str]) -> list[Document]:
+        """`release` for many, answered as `cancel_all`."""
+        return self._changed_all("release", ids)
+
+    def retry_all(self, ids: Sequence[str]) -> list[Document]:
+        """`retry` for many, answered as `cancel_all`; sent once."""
+        return self._changed_all("retry", ids, tries=1)
+
+    def _changed_all(
+        self, verb: str, ids: Sequence[str], *, tries: int = TRIES, **more: Any
+    ) -> list[Document]:
+        found: list[Document] = []
+        for some in portions(ids):
+            found += self._json("POST", f"/jobs/{verb}", body={"jobs": some, **more}, tries=tries)
+        return found
 
     def prune(
         self,

@@ -30,7 +30,7 @@ from groupwise.fleet.verbs import jobs, keys, left, machines, projects, prune, s
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.fleet.verbs.documents import Document, event_document
 from groupwise.hosts.files import PIECE, BlobStore
-from groupwise.wire.fleet import LogPart, expect_few
+from groupwise.wire.fleet import LogPart, expect_few, portions
 from groupwise.wire.problems import Refusal
 
 P = ParamSpec("P")
@@ -151,6 +151,32 @@ class DirectFleet:
     def retry(self, job_id: str) -> Document:
         """Begin a failed or cancelled job anew."""
         return self._rung(job_id, self.change(jobs.retry, job_id, allowed=self.place.secrets))
+
+    def cancel_all(self, ids: Sequence[str], reason: str | None = None) -> list[Document]:
+        """`cancel` for many: the document of each, or `job_id` and `error` (`code`, `message`) where it was refused."""
+        return self._changed_all(ids, jobs.cancelling(reason), reason)
+
+    def hold_all(self, ids: Sequence[str]) -> list[Document]:
+        """`hold` for many, answered as `cancel_all`."""
+        return self._changed_all(ids, jobs.holding)
+
+    def release_all(self, ids: Sequence[str]) -> list[Document]:
+        """`release` for many, answered as `cancel_all`."""
+        return self._changed_all(ids, jobs.releasing)
+
+    def retry_all(self, ids: Sequence[str]) -> list[Document]:
+        """`retry` for many, answered as `cancel_all`."""
+        return self._changed_all(ids, jobs.retrying(self.place.secrets))
+
+    def _changed_all(
+        self, ids: Sequence[str], change: jobs.Change, reason: str | None = None
+    ) -> list[Document]:
+        require_passable(ids=list(ids), reason=reason)
+        found: list[Document] = []
+        for some in portions(ids):
+            found += self.change(jobs.together, some, change)
+            self.ring(*some)
+        return found
 
     def _rung(self, job_id: str, found: Document) -> Document:
         self.ring(job_id)

@@ -6,6 +6,7 @@ a log is answered as it is, and headers say where the next one begins.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -32,6 +33,9 @@ LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6
 MOST_JOBS = 10_000
 """Submitted at once."""
 
+MOST_CHANGED = 200
+"""Cancelled, held, released or tried again at once: in one transaction, for which others wait."""
+
 EPOCH_HEADER = "X-Log-Epoch"
 OFFSET_HEADER = "X-Log-Offset"
 """Where the next piece begins."""
@@ -45,6 +49,12 @@ def expect_few(number: int) -> None:
         raise UsageError(
             f"{number} jobs: at most {MOST_JOBS} are submitted at once, all or none of them. Make several arrays of them."
         )
+
+
+def portions(ids: Sequence[str]) -> Iterator[list[str]]:
+    """Jobs that are changed together; of a client, and of whoever tells people how far it is."""
+    for start in range(0, len(ids), MOST_CHANGED):
+        yield list(ids[start : start + MOST_CHANGED])
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +187,18 @@ class ReasonBody(FleetBody):
 
 class CancelBody(FleetBody):
     """Why a job is cancelled, for whoever wonders later."""
+
+    reason: str | None = Field(default=None, max_length=1000)
+
+
+class JobsBody(FleetBody):
+    """Of which jobs, by their ids."""
+
+    jobs: list[Annotated[str, Field(max_length=256)]] = Field(min_length=1, max_length=MOST_CHANGED)
+
+
+class CancelJobsBody(JobsBody):
+    """Which jobs are cancelled, and why."""
 
     reason: str | None = Field(default=None, max_length=1000)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterable
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -29,6 +30,16 @@ def job(session: Session, actor: Actor, job_id: str, *, lock: bool = False) -> J
     if found is None or not actor.may_see(found.project):
         raise Refusal("unknown_job", _no_job(session, actor, job_id))
     return found
+
+
+def jobs(
+    session: Session, actor: Actor, ids: Iterable[str], *, lock: bool = False
+) -> dict[str, Job]:
+    """As they stand there now; without those that there are not, or that the actor may not see."""
+    query = select(Job).where(Job.job_id.in_(ids)).order_by(Job.job_id)
+    query = query.execution_options(populate_existing=True)
+    found = session.scalars(query.with_for_update() if lock else query)
+    return {each.job_id: each for each in found if actor.may_see(each.project)}
 
 
 def machine(session: Session, vm_id: str, *, lock: bool = False) -> VM:

@@ -6,23 +6,29 @@ ask for it in its row, and the dispatcher that owns its attempt ends it and says
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from typing import TypeAlias
 
-from sqlalchemy import ColumnElement, Select, and_, func, or_, select
+from sqlalchemy import ColumnElement, Select, and_, or_, select
 from sqlalchemy.orm import Session, aliased
 
 from groupwise.fleet.queue import admission, capacity
 from groupwise.fleet.secrets import UNLESS_TOLD, AllowedSecrets
 from groupwise.fleet.states import FINAL, RETRIED_FROM, JobStatus
 from groupwise.fleet.store import events
-from groupwise.fleet.store.database import seconds
+from groupwise.fleet.store.database import at_one_moment, seconds
 from groupwise.fleet.store.tables import GPU, Attempt, Job, Member, Reservation
 from groupwise.fleet.verbs import bound, find, status
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.fleet.verbs.documents import Document, attempt_document, job_document, job_summary
+from groupwise.wire.fleet import MOST_CHANGED
 from groupwise.wire.problems import Refusal
 
+Change: TypeAlias = Callable[[Session, Actor, Job], None]
+"""What is done to a job whose row is locked; raises Refusal before it has changed anything."""
 MOST_LISTED = 1000
 MOST_EVENTS = 200
 """Of one job, the newest."""
@@ -212,61 +218,17 @@ def cancel(session: Session, actor: Actor, job_id: str, reason: str | None = Non
 
     Asked twice, it is the same. Raises `job_state` for a job that has ended otherwise.
     """
-    job = find.job(session, actor, job_id, lock=True)
-    if job.status == JobStatus.CANCELLED:
-        return bound.job(session, actor, job_document(job))
-    if job.status in FINAL:
-        raise Refusal(
-            "job_state", f"{job_id} has {job.status} already; there is nothing to cancel."
-        )
-    detail = None if reason is None else {"reason": reason}
-    if job.status == JobStatus.RUNNING:
-        if job.cancel_requested_at is None:
-            job.cancel_requested_at = seconds(session)
-            after = {"cancel_requested_at": job.cancel_requested_at}
-            events.append(
-                session,
-                actor=actor.name,
-                kind=events.JOB_CANCEL_REQUESTED,
-                job_id=job_id,
-                after=after,
-                detail=detail,
-            )
-        return bound.job(session, actor, job_document(job))
-    _move(session, actor, job, JobStatus.CANCELLED, detail)
-    session.refresh(job)
-    capacity.wake(session, actor=actor.name)
-    return bound.job(session, actor, job_document(job))
+    return _alone(session, actor, job_id, cancelling(reason))
 
 
 def hold(session: Session, actor: Actor, job_id: str) -> Document:
     """Have a job wait until it is released. Raises `job_state` for one that runs or has ended."""
-    job = find.job(session, actor, job_id, lock=True)
-    if job.status == JobStatus.HELD:
-        return bound.job(session, actor, job_document(job))
-    if job.status == JobStatus.RUNNING:
-        raise Refusal(
-            "job_state",
-            f"{job_id} is running, and only a job that waits can be held. `groupwise fleet cancel {job_id}` ends it; "
-            f"`groupwise fleet retry {job_id}` then begins it anew, from its last checkpoint where it has one.",
-        )
-    if job.status in FINAL:
-        raise Refusal("job_state", f"{job_id} has {job.status} already; there is nothing to hold.")
-    _move(session, actor, job, JobStatus.HELD)
-    return bound.job(session, actor, job_document(job))
+    return _alone(session, actor, job_id, holding)
 
 
 def release(session: Session, actor: Actor, job_id: str) -> Document:
     """Let a held job go on. Raises `job_state` for one that is not held."""
-    job = find.job(session, actor, job_id, lock=True)
-    if job.status in (JobStatus.QUEUED, JobStatus.PENDING):
-        return bound.job(session, actor, job_document(job))
-    if job.status != JobStatus.HELD:
-        raise Refusal(
-            "job_state", f"{job_id} is {job.status}, not held; there is nothing to release."
-        )
-    _move(session, actor, job, JobStatus.QUEUED)
-    return bound.job(session, actor, job_document(job))
+    return _alone(session, actor, job_id, releasing)
 
 
 def retry(
@@ -278,11 +240,111 @@ def retry(
     It is read and expanded anew, and goes on from its last checkpoint where it has left one. It has failed again at once, with the
     reason, where admission finds that it cannot be run.
     """
+    return _alone(session, actor, job_id, retrying(allowed))
+
+
+def together(session: Session, actor: Actor, ids: Sequence[str], change: Change) -> list[Document]:
+    """The same done to many jobs, in one transaction: each as it is then, or `job_id` and `error` of one for which it was refused.
+
+    They are locked in one order, so that two who do this wait for each other; what becomes free lets others begin once, at the end.
+    """
+    if len(ids) > MOST_CHANGED:
+        raise Refusal("invalid_request", f"{len(ids)} ids: at most {MOST_CHANGED} jobs at once.")
+    found = find.jobs(session, actor, ids, lock=True)
+    refused: dict[str, Refusal] = {}
+    with capacity.woken_once(session), events.gathered(session), at_one_moment(session):
+        for job_id in sorted(set(ids)):
+            try:
+                change(session, actor, found.get(job_id) or find.job(session, actor, job_id))
+            except Refusal as refusal:
+                refused[job_id] = refusal
+        session.flush()
+    found = find.jobs(session, actor, ids)
+    return [
+        _refused(job_id, refused[job_id])
+        if job_id in refused
+        else bound.job(session, actor, job_document(found[job_id]))
+        for job_id in ids
+    ]
+
+
+def _refused(job_id: str, refusal: Refusal) -> Document:
+    return {"job_id": job_id, "error": {"code": refusal.code, "message": refusal.message}}
+
+
+def _alone(session: Session, actor: Actor, job_id: str, change: Change) -> Document:
     job = find.job(session, actor, job_id, lock=True)
+    change(session, actor, job)
+    session.flush()
+    session.refresh(job)
+    return bound.job(session, actor, job_document(job))
+
+
+def cancelling(reason: str | None = None) -> Change:
+    """What `cancel` does."""
+    return partial(_cancel, detail=None if reason is None else {"reason": reason})
+
+
+def _cancel(session: Session, actor: Actor, job: Job, *, detail: Document | None) -> None:
+    if job.status == JobStatus.CANCELLED:
+        return
+    if job.status in FINAL:
+        raise Refusal(
+            "job_state", f"{job.job_id} has {job.status} already; there is nothing to cancel."
+        )
+    if job.status != JobStatus.RUNNING:
+        _move(session, actor, job, JobStatus.CANCELLED, detail)
+        capacity.wake(session, actor=actor.name)
+    elif job.cancel_requested_at is None:
+        job.cancel_requested_at = seconds(session)
+        events.append(
+            session,
+            actor=actor.name,
+            kind=events.JOB_CANCEL_REQUESTED,
+            job_id=job.job_id,
+            after={"cancel_requested_at": job.cancel_requested_at},
+            detail=detail,
+        )
+
+
+def holding(session: Session, actor: Actor, job: Job) -> None:
+    """What `hold` does."""
+    if job.status == JobStatus.HELD:
+        return
+    if job.status == JobStatus.RUNNING:
+        raise Refusal(
+            "job_state",
+            f"{job.job_id} is running, and only a job that waits can be held. `groupwise fleet cancel {job.job_id}` ends it; "
+            f"`groupwise fleet retry {job.job_id}` then begins it anew, from its last checkpoint where it has one.",
+        )
+    if job.status in FINAL:
+        raise Refusal(
+            "job_state", f"{job.job_id} has {job.status} already; there is nothing to hold."
+        )
+    _move(session, actor, job, JobStatus.HELD)
+
+
+def releasing(session: Session, actor: Actor, job: Job) -> None:
+    """What `release` does."""
+    if job.status in (JobStatus.QUEUED, JobStatus.PENDING):
+        return
+    if job.status != JobStatus.HELD:
+        raise Refusal(
+            "job_state", f"{job.job_id} is {job.status}, not held; there is nothing to release."
+        )
+    _move(session, actor, job, JobStatus.QUEUED)
+
+
+def retrying(allowed: AllowedSecrets = UNLESS_TOLD) -> Change:
+    """What `retry` does."""
+    return partial(_retry, allowed=allowed)
+
+
+def _retry(session: Session, actor: Actor, job: Job, *, allowed: AllowedSecrets) -> None:
     if job.status not in RETRIED_FROM:
         raise Refusal("job_state", _not_retried(job))
     if (full := admission.no_room(session, job.project)) is not None:
-        raise Refusal("job_state", f"{job_id} stays {job.status}: {full}.")
+        raise Refusal("job_state", f"{job.job_id} stays {job.status}: {full}.")
     before = {"status": job.status, "generation": job.generation}
     job.generation += 1
     job.status = JobStatus.QUEUED
@@ -293,17 +355,15 @@ def retry(
     # It is as new: until it is admitted again nobody may claim it.
     job.admitted_at = job.spec = job.spec_hash = None
     job.rank = job.due = job.shape = job.resources = None
-    after = {"status": job.status, "generation": job.generation}
     events.append(
         session,
         actor=actor.name,
         kind=events.JOB_RETRIED,
-        job_id=job_id,
+        job_id=job.job_id,
         before=before,
-        after=after,
+        after={"status": job.status, "generation": job.generation},
     )
     admission.admit(session, job, allowed)
-    return bound.job(session, actor, job_document(job))
 
 
 def _not_retried(job: Job) -> str:
@@ -325,7 +385,7 @@ def _move(
     job.blocked_reasons = job.blocked_on = None
     job.waiting_since = seconds(session) if to == JobStatus.QUEUED else None
     if to in FINAL:
-        job.end_time = func.now()  # pyright: ignore[reportAttributeAccessIssue] — the database's clock
+        job.end_time = datetime.fromtimestamp(seconds(session), UTC)
     events.append(
         session,
         actor=actor.name,
@@ -335,4 +395,3 @@ def _move(
         after={"status": to},
         detail=detail,
     )
-    session.flush()

@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from groupwise.fleet.states import JobStatus
 from groupwise.fleet.store.database import Database
 from groupwise.fleet.store.tables import ApiKey, Checkpoint, Job
 from groupwise.hosts.files import PIECE, BlobStore
-from groupwise.wire.fleet import LogPart
+from groupwise.wire.fleet import MOST_CHANGED, LogPart
 from groupwise.wire.problems import Refusal
 from tests.fleet_api import api, place_in
 from tests.unit.fleet.small_fleet import add_machine, claim_some, execute
@@ -126,6 +127,25 @@ def test_why_a_job_was_cancelled_stands_in_its_events(fleet: FleetClient) -> Non
     fleet.cancel(job, "wrong data")
     (event,) = [e for e in fleet.show(job)["events"] if e["kind"] == "job.cancelled"]
     assert event["detail"] == {"reason": "wrong data"}
+
+
+def test_many_are_changed_in_portions(fleet: FleetClient) -> None:
+    """More than one request may name; each is answered, in the order asked."""
+    ids = [each["job_id"] for each in fleet.submit_all([COMMAND] * (MOST_CHANGED + 1))]
+    asked = [*ids[::-1], "job-none"]
+    for change, status in (
+        (fleet.hold_all, "held"),
+        (fleet.release_all, "queued"),
+        (partial(fleet.cancel_all, reason="wrong data"), "cancelled"),
+        (fleet.retry_all, "queued"),
+    ):
+        *done, unknown = change(asked)
+        assert [each["job_id"] for each in done] == ids[::-1]
+        assert {each["status"] for each in done} == {status}
+        assert unknown["error"]["code"] == "unknown_job"
+    events = {e["kind"]: e["detail"] for e in fleet.show(ids[0])["events"]}
+    assert events["job.cancelled"] == {"reason": "wrong data"}
+    assert fleet.cancel_all([]) == []
 
 
 def test_several_jobs_are_submitted_together_or_not_at_all(fleet: FleetClient) -> None:

@@ -17,7 +17,14 @@ from groupwise.fleet.queue.request import JobRequest
 from groupwise.fleet.states import JobStatus
 from groupwise.fleet.verbs import jobs, prune, submission
 from groupwise.http.declared import Route
-from groupwise.wire.fleet import MOST_JOBS, CancelBody, FleetBody, PruneBody
+from groupwise.wire.fleet import (
+    MOST_JOBS,
+    CancelBody,
+    CancelJobsBody,
+    FleetBody,
+    JobsBody,
+    PruneBody,
+)
 from groupwise.wire.idempotency import idempotency_key
 from groupwise.wire.keys import Role
 from groupwise.wire.problems import Refusal
@@ -165,6 +172,32 @@ async def retry_job(asked: AskedHere, job_id: str) -> Response:
     return document(found)
 
 
+async def cancel_jobs(asked: AskedHere, body: CancelJobsBody) -> Response:
+    """Have many end: each as it is then, or `job_id` and `error` where it was refused."""
+    return await _together(asked, body, jobs.cancelling(body.reason))
+
+
+async def hold_jobs(asked: AskedHere, body: JobsBody) -> Response:
+    """Have many wait until they are released, answered likewise."""
+    return await _together(asked, body, jobs.holding)
+
+
+async def release_jobs(asked: AskedHere, body: JobsBody) -> Response:
+    """Let many go on that are held, answered likewise."""
+    return await _together(asked, body, jobs.releasing)
+
+
+async def retry_jobs(asked: AskedHere, body: JobsBody) -> Response:
+    """Begin many anew that failed or were cancelled, answered likewise."""
+    return await _together(asked, body, jobs.retrying(asked.serving.allowed))
+
+
+async def _together(asked: Asked, body: JobsBody, change: jobs.Change) -> Response:
+    found = await asked.run(lambda session: jobs.together(session, asked.actor, body.jobs, change))
+    asked.serving.doorbell.ring(body.jobs)
+    return document(found)
+
+
 async def prune_jobs(asked: AskedHere, body: PruneBody) -> Response:
     """Remove jobs that ended long ago, with their logs and artefacts: their ids, and how many bytes that frees."""
     folders = asked.serving.folders
@@ -194,6 +227,19 @@ def _changing(path: str, handler: Any, later: str = "", *, takes_body: bool = Fa
         takes_body=takes_body,
         works=True,
         later=later,
+    )
+
+
+def _of_many(path: str, handler: Any) -> Route:
+    return Route(
+        method="POST",
+        path=path,
+        handler=handler,
+        role=Role.ACT,
+        tag=TAG,
+        answer=list[dict[str, Any]],
+        takes_body=True,
+        works=True,
     )
 
 
@@ -267,6 +313,10 @@ ROUTES = (
     _changing("/jobs/{job_id}/hold", hold_job),
     _changing("/jobs/{job_id}/release", release_job),
     _changing("/jobs/{job_id}/retry", retry_job),
+    _of_many("/jobs/cancel", cancel_jobs),
+    _of_many("/jobs/hold", hold_jobs),
+    _of_many("/jobs/release", release_jobs),
+    _of_many("/jobs/retry", retry_jobs),
     Route(
         method="POST",
         path="/jobs/prune",

@@ -9,7 +9,7 @@
 from typing import Any
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import event, update
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.queue.request import JobRequest
@@ -178,6 +178,91 @@ def test_only_a_job_that_waits_is_held(small: Any, status: str) -> None:
         small.do(jobs.hold, job)
     with pytest.raises(Refusal, match="not held"):
         small.do(jobs.release, job)
+
+
+# --- many at once
+
+CHANGES = {
+    "cancel": (jobs.cancel, jobs.cancelling()),
+    "hold": (jobs.hold, jobs.holding),
+    "release": (jobs.release, jobs.releasing),
+    "retry": (jobs.retry, jobs.retrying()),
+}
+
+
+@pytest.mark.parametrize("verb", CHANGES)
+def test_many_become_what_each_becomes_alone(small: Any, verb: str) -> None:
+    alone, change = CHANGES[verb]
+    single, many = ([small.job(status) for status in (*WAITING, "running", *FINAL)] for _ in "12")
+    told: list[str | None] = []
+    for job in single:
+        try:
+            small.do(alone, job)
+            told.append(None)
+        except Refusal as refusal:
+            told.append(refusal.message)
+    events_of_single = small.events()
+    found = small.do(jobs.together, many, change)
+    many_events = small.events()[len(events_of_single) :]
+    assert [each["job_id"] for each in found] == many
+    assert [each.get("error", {}).get("message") for each in found] == [
+        said and said.replace(one, other)
+        for said, one, other in zip(told, single, many, strict=True)
+    ]
+    for one, other, document in zip(single, many, found, strict=True):
+        assert small.row(other).status == small.row(one).status
+        assert small.row(other).generation == small.row(one).generation
+        assert (small.row(other).end_time is None) == (small.row(one).end_time is None)
+        if "error" not in document:
+            assert document.items() <= small.do(jobs.show, other).items()
+    assert sorted(many_events) == sorted(events_of_single)
+
+
+def test_what_is_refused_or_not_there_keeps_none_of_the_others(small: Any) -> None:
+    waits, theirs, done = (
+        small.job(project="p"),
+        small.job(project="q"),
+        small.job("completed", project="p"),
+    )
+    found = small.as_("p").do(
+        jobs.together, [done, theirs, "job-none", waits], jobs.cancelling("x")
+    )
+    assert [each.get("error", {}).get("code") for each in found] == [
+        *("job_state", "unknown_job", "unknown_job", None)
+    ]
+    assert [small.row(job).status for job in (waits, theirs, done)] == [
+        *("cancelled", "queued", "completed")
+    ]
+    with pytest.raises(Refusal, match="201 ids: at most 200"):
+        small.do(jobs.together, ["job"] * 201, jobs.holding)
+
+
+def test_what_waits_for_many_that_are_cancelled_is_woken_in_the_same_transaction(
+    small: Any,
+) -> None:
+    first = [small.job() for _ in range(3)]
+    last = small.job("pending", request={"after": first})
+
+    def block(session: Session) -> None:
+        session.execute(update(Job).where(Job.job_id == last).values(blocked_on=first[0]))
+
+    small.database.run(block)
+    small.do(jobs.together, first, jobs.cancelling())
+    assert small.row(last).status == "queued"
+
+
+@pytest.mark.parametrize("verb", ["cancel", "hold", "release"])
+def test_many_need_few_statements(small: Any, verb: str) -> None:
+    """A sweep of thousands is ended before many more of it have begun."""
+    ids = [small.job("held" if verb == "release" else "queued") for _ in range(100)]
+    sent: list[str] = []
+
+    def note(_connection: Any, _cursor: Any, statement: str, *_more: Any) -> None:
+        sent.append(statement)
+
+    event.listen(small.database.engine, "before_cursor_execute", note)
+    small.do(jobs.together, ids, CHANGES[verb][1])
+    assert len(sent) < 30, sent
 
 
 # --- again
