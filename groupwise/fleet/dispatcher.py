@@ -159,6 +159,8 @@ class GlobalJobDispatcher:
         self._wishes: dict[int, Any] = {}
         self._sightings: dict[str, tuple[str | None, bool]] = {}
         self._mine_until = 0.0
+        self._unknown_since: float | None = None
+        """What began on machines since then may stand in no table; 0.0: all does. None: nobody has asked yet."""
         self._clearing = MachineClearing(self._gateway, self._tuning.keeping)
         self._watches = Watches(self._watch, self._tuning.watch_pauses)
         self._desk = Desk(
@@ -265,7 +267,21 @@ class GlobalJobDispatcher:
     async def _claim_when_rung(self) -> None:
         """At once when it begins, at a ring, and whenever the sweep is due."""
         await self._parts.bell.wait(self._tuning.rhythm.sweep)
-        await self.claim()
+        if await self._knows_what_runs():
+            await self.claim()
+
+    async def _knows_what_runs(self) -> bool:
+        """A database that was restored does not know what machines have begun since: after a standstill all that answer are looked at
+        before anything begins."""
+        if self._unknown_since is None:
+            self._unknown_since = await self._gateway.look(records.stood_still_since)
+            if self._unknown_since:
+                log.info("the fleet stood still: nothing begins before its machines were looked at")
+        if since := self._unknown_since:
+            if await self._gateway.look(lambda s: records.not_looked_at(s, since)):
+                return False
+            self._unknown_since = 0.0
+        return True
 
     async def claim(self) -> int:
         """Admit what is new, claim while there is something to claim; how many attempts that made."""

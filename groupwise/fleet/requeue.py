@@ -10,6 +10,9 @@ whoever is at work on a row is not disturbed, and several managers do each repai
     never admitted                    is admitted, or fails with its reason
     reserved for an attempt that is   closed: that its machine holds nothing of it has been seen
       over and clean
+    a machine runs of it what no      held back for longer: its machine may be silent, and run it on
+      table knows
+    to wait longer than any pause     may begin now: the database's clock was set back
     silent beyond its deadman         told to the operator: whoever drives the attempt should have ended it
 
 It never asks a machine anything, and never touches a job that has a live attempt.
@@ -28,8 +31,8 @@ from sqlalchemy.orm import Session
 
 from groupwise.errors import RunError
 from groupwise.fleet.attempts.decide import DEADMAN_MARGIN
-from groupwise.fleet.queue import admission, capacity
-from groupwise.fleet.queue.failures import FailureClass, JobFacts, Verdict, after_end
+from groupwise.fleet.queue import admission, capacity, unknown
+from groupwise.fleet.queue.failures import BACKOFF_CAP, FailureClass, JobFacts, Verdict, after_end
 from groupwise.fleet.queue.request import Beyond
 from groupwise.fleet.secrets import UNLESS_TOLD, AllowedSecrets
 from groupwise.fleet.states import FINAL, AttemptState, Cleanup, Contact, JobStatus, Outcome
@@ -39,6 +42,8 @@ from groupwise.fleet.store.tables import Attempt, Event, Job, Member, Reservatio
 
 INTERVAL = 60.0
 """Seconds between two sweeps."""
+LONGEST_PAUSE = max(BACKOFF_CAP, unknown.HELD_BACK) + 5.0
+"""Seconds until a job may begin, whatever it waits for."""
 AT_ONCE = 100
 """Rows of one kind that are repaired in one transaction; the rest follows at once."""
 DRIVEN_LATE = 120.0
@@ -77,6 +82,8 @@ class RequeueManager:
             "reserved for what is over": close_leaked,
             "never admitted": lambda s: admit_late(s, self._secrets),
             "waiting although they could begin": wake_waiting,
+            "of which a machine runs what no table knows": hold_back,
+            "waiting longer than any pause": shorten_pauses,
             "silent beyond its deadman": tell_overdue,
         }
         found: dict[str, int] = {}
@@ -142,7 +149,8 @@ def _move(session: Session, job: Job, chance: random.Random) -> None:
     before, job.status = job.status, verdict.status
     job.spent = dict(verdict.spent)
     if verdict.status is JobStatus.QUEUED:
-        job.not_before, job.waiting_since, job.blocked_reasons = now + verdict.delay, now, None
+        job.not_before = max(job.not_before, now + verdict.delay)
+        job.waiting_since, job.blocked_reasons = now, None
         job.retry_count += int(verdict.counts_as_retry)
     if verdict.status is JobStatus.FAILED:
         job.failure_reason = verdict.reason
@@ -231,6 +239,26 @@ def admit_late(session: Session, secrets: AllowedSecrets) -> int:
 def wake_waiting(session: Session) -> int:
     """Jobs that could begin now, and of which nobody was told; a batch in each sweep."""
     return min(capacity.wake(session, actor=ACTOR), AT_ONCE - 1)
+
+
+def hold_back(session: Session) -> int:
+    """What the last looks at machines found and no table knows; that is no repair, and nothing to tell again."""
+    unknown.hold_back(session, {each["job_id"] for _, each in unknown.on_machines(session)})
+    return 0
+
+
+def shorten_pauses(session: Session) -> int:
+    """Pauses that were counted before the database's clock was set back. It keeps on until there are none, so that none is passed over."""
+    now = seconds(session)
+    late = select(Job.job_id).where(
+        Job.status.in_((JobStatus.QUEUED, JobStatus.PENDING, JobStatus.HELD)),
+        Job.not_before > now + LONGEST_PAUSE,
+    )
+    ids = session.scalars(
+        late.order_by(Job.job_id).limit(AT_ONCE).with_for_update(skip_locked=True, key_share=True)
+    ).all()
+    session.execute(update(Job).where(Job.job_id.in_(ids)).values(not_before=now))
+    return len(ids)
 
 
 def tell_overdue(session: Session) -> int:

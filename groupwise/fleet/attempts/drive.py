@@ -15,6 +15,7 @@ import asyncio
 import errno
 import logging
 import random
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -203,6 +204,8 @@ class Drive:
         self.epoch = epoch
         self._desk = desk
         self._ears: dict[int, _Ear] = {}
+        self._silences: dict[tuple[int, float], float] = {}
+        """Of a member, by when it fell silent as the database says: that moment by this process's own clock."""
         self._news = asyncio.Event()
         self._pause = desk.pauses.first
 
@@ -362,7 +365,7 @@ class Drive:
             reading=Reading.UNKNOWN,
             exit=m.exit,
             lost=m.machine.lost,
-            deadman_over=_deadman_is_over(row, m),
+            deadman_over=self._deadman_is_over(row, m),
             drained=not m.machine.takes_new,
             released=m.released,
             abandoned=m.abandoned,
@@ -384,6 +387,18 @@ class Drive:
             left_out=ear.left_out,
             quiet=ear.quiet,
         )
+
+    def _deadman_is_over(self, row: Snapshot, member: MemberRow) -> bool:
+        """Nothing of it runs, and nothing will: what has begun there was ended by its deadman, which has had more than its time since the
+        machine fell silent, and what was sent before that begins nothing. But for one whose supervisor is dead, and keeps no deadman.
+
+        Two clocks have to say so, that of the database, which outlives this process, and this one's, which nobody can set."""
+        deadman, since = deadman_of(member), member.silent_since
+        if deadman is None or since is None or member.recorded is Reading.LOST:
+            return False
+        silent = row.now - since
+        began = self._silences.setdefault((member.rank, since), time.monotonic() - silent)
+        return min(silent, time.monotonic() - began) > deadman + DEADMAN_MARGIN
 
     # Doing
 
@@ -649,15 +664,6 @@ def _deadmen(row: Snapshot) -> dict[int, float]:
     """By rank; what is on record before a machine is told of it, and stays, whatever its row says later."""
     found = {member.rank: member.machine.deadman for member in row.members}
     return {rank: deadman for rank, deadman in found.items() if deadman is not None}
-
-
-def _deadman_is_over(row: Snapshot, member: MemberRow) -> bool:
-    """Nothing of it runs, and nothing will: what has begun there was ended by its deadman, which has had more than its time since the
-    machine fell silent, and what was sent before that begins nothing. But for one whose supervisor is dead, and keeps no deadman."""
-    deadman = deadman_of(member)
-    if deadman is None or member.silent_since is None or member.recorded is Reading.LOST:
-        return False
-    return row.now - member.silent_since > deadman + DEADMAN_MARGIN
 
 
 async def _all(work: Any) -> None:

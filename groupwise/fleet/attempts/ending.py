@@ -110,7 +110,7 @@ def _move_job(
     job.spent = dict(verdict.spent)
     job.exit_code = exit_code
     if verdict.status is JobStatus.QUEUED:
-        job.not_before = now + verdict.delay
+        job.not_before = max(job.not_before, now + verdict.delay)  # something else may hold it back
         job.waiting_since = now
         job.blocked_reasons = None
         job.retry_count += int(verdict.counts_as_retry and move.outcome is not Outcome.VOID)

@@ -21,6 +21,7 @@ from sqlalchemy import (
     and_,
     bindparam,
     exists,
+    func,
     or_,
     select,
     update,
@@ -38,10 +39,10 @@ from groupwise.hosts.answers import ExitRecord, MemberState
 
 LEASE = 25.0
 """Seconds without renewal after which another dispatcher takes over; with the next look and some work, under half a minute."""
+LONGEST_LEASES = 2.0
+"""No lease of now ends later than in so many times its length."""
 ADOPTED_AT_ONCE = 200
 """The rest is there for other dispatchers, or for the next look."""
-ATTEMPT = "attempt"
-"""In quarantine on a machine, beside the `folder` and `process` that its runner finds."""
 
 
 class Stale(Exception):
@@ -354,11 +355,17 @@ def renew(session: Session, owner: str, lease: float = LEASE) -> list[int]:
 
 
 def adopt(session: Session, owner: str, lease: float = LEASE) -> list[int]:
-    """Take over open attempts whose lease has run out; their epochs, the oldest first."""
+    """Take over open attempts whose lease has run out; their epochs, the oldest first.
+
+    One that lasts longer than any was given before the database's clock was set back; its owner has renewed it since, unless it is dead.
+    """
     now = seconds(session)
     found = session.scalars(
         select(Attempt)
-        .where(_open(), Attempt.lease_until < now)
+        .where(
+            _open(),
+            or_(Attempt.lease_until < now, Attempt.lease_until > now + LONGEST_LEASES * lease),
+        )
         .order_by(Attempt.epoch)
         .limit(ADOPTED_AT_ONCE)
         .with_for_update(skip_locked=True)
@@ -585,11 +592,6 @@ def quarantine(session: Session, owner: str, vm_id: str, job_id: str, epoch: int
     return True
 
 
-def in_quarantine(vm: VM) -> list[dict[str, Any]]:
-    """What a machine ran and no table knew when it was looked at last: job_id, epoch, and since when it was seen there."""
-    return [each for each in vm.facts.get("quarantined") or () if each.get("what") == ATTEMPT]
-
-
 @dataclass(frozen=True, slots=True)
 class LeftBehind:
     """A member that was given up when its machine was declared lost."""
@@ -599,6 +601,29 @@ class LeftBehind:
     rank: int
     gpus: tuple[str, ...]
     share_mb: int | None
+
+
+def stood_still_since(session: Session) -> float:
+    """0.0, unless nobody has looked at any machine for long: the fleet stood still, and its database may have been set back. Then a time
+    before now and after the last look."""
+    newest = session.scalar(select(func.max(VM.observed_round)).where(*_ANSWERS))
+    lately = seconds(session) - capacity.STALE_SECONDS
+    return 0.0 if newest is None or newest >= lately else lately
+
+
+def not_looked_at(session: Session, since: float) -> list[str]:
+    """Of the machines that answered when they were asked last, those that nobody has asked since."""
+    rows = session.execute(
+        select(VM.vm_id, VM.observed_round, VM.facts).where(*_ANSWERS).order_by(VM.vm_id)
+    )
+    return [
+        vm_id
+        for vm_id, observed, facts in rows
+        if max(observed, facts.get("missed_at") or 0.0) < since
+    ]
+
+
+_ANSWERS = (VM.active, VM.lost_at.is_(None), VM.contact == Contact.OK)
 
 
 def left_behind(session: Session, vm_id: str) -> list[LeftBehind]:

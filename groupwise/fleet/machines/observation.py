@@ -29,9 +29,9 @@ from groupwise.errors import UsageError
 from groupwise.fleet.attempts import records
 from groupwise.fleet.attempts.decide import Reading, Stray, stray
 from groupwise.fleet.machines.clearing import is_doctors
-from groupwise.fleet.queue import capacity
+from groupwise.fleet.queue import capacity, unknown
 from groupwise.fleet.states import Contact
-from groupwise.fleet.store import events
+from groupwise.fleet.store import epochs, events
 from groupwise.fleet.store.database import seconds
 from groupwise.fleet.store.tables import GPU, VM, Attempt, GPUHistory, Reservation
 from groupwise.hosts import keys
@@ -39,6 +39,8 @@ from groupwise.hosts.answers import Observation, ProbeStatus, RunnerState, SeenA
 
 MISSES = 3
 """In a row make a machine unreachable."""
+AHEAD = 5.0
+"""Seconds that a time may lie ahead and still be one of now: two processes ask for the time, and write it down, in either order."""
 MISSES_APART = 5.0
 """Seconds between two misses that count, so that several pollers do not count the same silence."""
 KEPT_MINUTES = 7 * 24 * 60
@@ -74,9 +76,9 @@ def apply(
     `look_seconds`: when the next look follows, where whoever looks keeps to that.
     """
     vm = _locked(session, vm_id)
-    if vm is None or asked_at <= vm.observed_round or _is_barred(vm):
-        return False
     now = seconds(session)
+    if vm is None or not _is_newer(asked_at, vm.observed_round, now) or _is_barred(vm):
+        return False
     was_fresh = asked_at - vm.observed_round <= capacity.stale_after(vm.facts)
     was_usable = _usable(vm) and was_fresh
     _answered(session, vm, seen)
@@ -85,6 +87,8 @@ def apply(
     vm.observed_round = asked_at
     quarantined = _quarantined(session, vm, now, seen)
     vm.facts = {**vm.facts, **_facts(seen), **quarantined, capacity.LOOK_SECONDS: look_seconds}
+    unknown.hold_back(session, {each["job_id"] for each in unknown.in_quarantine(vm)})
+    epochs.raise_above(session, max((each.epoch for each in seen.attempts), default=0))
     vm.last_polled = func.now()  # pyright: ignore[reportAttributeAccessIssue] — the database's clock
     more = seen.probe.status is ProbeStatus.OK and _write_gpus(session, vm, asked_at, now, seen)
     session.flush()
@@ -96,22 +100,29 @@ def apply(
 def missed(session: Session, vm_id: str, asked_at: float, problem: str) -> int:
     """Write down that a machine gave no answer when it was asked at `asked_at`; how many times in a row it has given none."""
     vm = _locked(session, vm_id)
-    if vm is None or asked_at <= vm.observed_round:
+    now = seconds(session)
+    if vm is None or not _is_newer(asked_at, vm.observed_round, now):
         return 0
     counted_at = vm.facts.get("missed_at") or 0.0
     vm.last_polled = func.now()  # pyright: ignore[reportAttributeAccessIssue] — the database's clock
     if not _is_barred(vm):  # which key it showed is still what its operator has to know
         vm.problem = problem[:LONGEST]
-    if asked_at - counted_at < MISSES_APART and vm.misses:
+    if vm.misses and not _is_newer(asked_at - MISSES_APART, counted_at, now):
         return vm.misses
     vm.misses += 1
     vm.facts = {**vm.facts, "missed_at": asked_at}
     if vm.misses >= MISSES and vm.contact in (Contact.NEW, Contact.OK):
         before, vm.contact = vm.contact, Contact.UNREACHABLE
-        vm.unreachable_since = seconds(session)
+        vm.unreachable_since = now
         _tell(session, vm, events.VM_UNREACHABLE, before, detail={"problem": vm.problem})
         logger.warning("machine %s does not answer: %s", vm_id, vm.problem)
     return vm.misses
+
+
+def _is_newer(asked_at: float, known: float, now: float) -> bool:
+    """Whether a look at `asked_at` is newer than what is known. What is dated in the future was written before the clock of the database
+    was set back."""
+    return asked_at > known or known > now + AHEAD
 
 
 def key_shown(session: Session, vm_id: str, shown: keys.HostKey, *, pin: bool = False) -> None:
@@ -216,7 +227,7 @@ def _facts(seen: Observation) -> dict[str, Any]:
 
 def _quarantined(session: Session, vm: VM, now: float, seen: Observation) -> dict[str, Any]:
     """What is there and nobody knows: its runner's own finds, and attempts that run and stand in no table, each since it was first seen."""
-    before = {each["detail"]: each["since"] for each in records.in_quarantine(vm)}
+    before = {each["detail"]: each["since"] for each in unknown.in_quarantine(vm)}
     found: list[dict[str, Any]] = [asdict(each) for each in seen.quarantined]
     running = [each for each in seen.attempts if each.state in RUNS]
     known = records.known(session, vm.vm_id, {e.job for e in running}) if running else {}
@@ -225,7 +236,7 @@ def _quarantined(session: Session, vm: VM, now: float, seen: Observation) -> dic
         if verdict is Stray.QUARANTINE and not is_doctors(each.job, each.epoch):
             name = f"{each.job}.{each.epoch}"
             about = {"job_id": each.job, "epoch": each.epoch, "since": before.get(name, now)}
-            found.append({"what": records.ATTEMPT, "detail": name, **about})
+            found.append({"what": unknown.ATTEMPT, "detail": name, **about})
     return {"quarantined": found}
 
 

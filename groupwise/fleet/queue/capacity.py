@@ -37,6 +37,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.orm import InstrumentedAttribute, Session
 
+from groupwise.fleet.queue import unknown
 from groupwise.fleet.queue.placement import (
     NOTHING_AVOIDED,
     NOTHING_HELD,
@@ -55,7 +56,7 @@ from groupwise.fleet.queue.placement import (
 )
 from groupwise.fleet.queue.request import dependency
 from groupwise.fleet.queue.resources import Resources
-from groupwise.fleet.states import FINAL, Contact, JobStatus
+from groupwise.fleet.states import FINAL, AttemptState, Contact, JobStatus
 from groupwise.fleet.store import events
 from groupwise.fleet.store.database import seconds
 from groupwise.fleet.store.tables import GPU, VM, Attempt, Job, Project, Reservation
@@ -338,7 +339,11 @@ class _Taken:
     ram_mb: dict[str, int] = field(default_factory=dict[str, int])
     """By machine, of the jobs that asked for some."""
     of_project: dict[str, set[int]] = field(default_factory=dict[str, set[int]])
-    """GPUs, whole or shared."""
+    """GPUs, whole or shared, that count for its quota."""
+
+
+_COUNTS = or_(Attempt.state != AttemptState.ENDED, VM.contact != Contact.UNREACHABLE)
+"""For a quota. What is over, on a machine that has fallen silent, stays reserved there until it answers; its project goes on elsewhere."""
 
 
 def _taken(session: Session, vm_ids: Collection[str] | None) -> _Taken:
@@ -350,12 +355,14 @@ def _taken(session: Session, vm_ids: Collection[str] | None) -> _Taken:
             Reservation.slot,
             Reservation.share_mb,
             Reservation.epoch,
+            _COUNTS.label("counts"),
             Job.project,
             Job.resources["cpus"].as_integer().label("cpus"),
             Job.resources["ram_mb"].as_integer().label("ram_mb"),
         )
         .outerjoin(Attempt, Attempt.epoch == Reservation.epoch)
         .outerjoin(Job, Job.job_id == Attempt.job_id)
+        .outerjoin(VM, VM.vm_id == Reservation.vm_id)
         .where(Reservation.released_at.is_(None))
     )
     if vm_ids is not None:
@@ -368,7 +375,7 @@ def _taken(session: Session, vm_ids: Collection[str] | None) -> _Taken:
             found.whole.add(row.gpu_id)
         else:
             found.shares[row.gpu_id] = found.shares.get(row.gpu_id, 0) + row.share_mb
-        if row.gpu_id is not None:
+        if row.gpu_id is not None and row.counts:
             found.of_project.setdefault(row.project, set()).add(row.gpu_id)
         if (row.vm_id, row.epoch) not in members:
             members.add((row.vm_id, row.epoch))
@@ -455,7 +462,8 @@ def quotas(session: Session, projects: Collection[str]) -> dict[str, Quota]:
         .select_from(Reservation)
         .join(Attempt, Attempt.epoch == Reservation.epoch)
         .join(Job, Job.job_id == Attempt.job_id)
-        .where(Reservation.released_at.is_(None), Job.project.in_(limits))
+        .join(VM, VM.vm_id == Reservation.vm_id)
+        .where(Reservation.released_at.is_(None), Job.project.in_(limits), _COUNTS)
     )
     held: dict[str, set[int]] = {}
     for project, gpu_id in session.execute(used):
@@ -805,8 +813,10 @@ def explain(session: Session, job: Job) -> list[str]:
     reasons: list[str] = []
     if missing := unmet(session, {job.job_id: job.request.get("after", [])}):
         reasons += [each.reason for each in missing.values()]
+    held_back = unknown.held_back_by(session, job.job_id)
+    reasons += held_back
     pause = job.not_before - seconds(session)
-    if pause > 0:
+    if pause > 0 and not held_back:
         reasons.append(f"it is tried again in {pause:.0f} s")
     found = outlook(session, job)
     if isinstance(found, Blocked):

@@ -15,7 +15,7 @@ from typing import TypeAlias
 from sqlalchemy import ColumnElement, Select, and_, or_, select
 from sqlalchemy.orm import Session, aliased
 
-from groupwise.fleet.queue import admission, capacity
+from groupwise.fleet.queue import admission, capacity, unknown
 from groupwise.fleet.secrets import UNLESS_TOLD, AllowedSecrets
 from groupwise.fleet.states import FINAL, RETRIED_FROM, JobStatus
 from groupwise.fleet.store import events
@@ -364,6 +364,8 @@ def _retry(session: Session, actor: Actor, job: Job, *, allowed: AllowedSecrets)
         after={"status": job.status, "generation": job.generation},
     )
     admission.admit(session, job, allowed)
+    if unknown.held_back_by(session, job.job_id):
+        unknown.hold_back(session, [job.job_id])
 
 
 def _not_retried(job: Job) -> str:

@@ -11,8 +11,8 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from groupwise.display.quantities import byte_size, duration
-from groupwise.fleet.attempts import records
 from groupwise.fleet.attempts.ending import ACCUSATION_SECONDS
+from groupwise.fleet.queue import unknown
 from groupwise.fleet.states import AttemptState, Cleanup, Contact, JobStatus
 from groupwise.fleet.store.database import seconds
 from groupwise.fleet.store.tables import GPU, VM, Attempt, ControlProcess, Job, Member
@@ -170,19 +170,17 @@ def _machines(session: Session) -> Iterator[Document]:
 
 def _strays(session: Session) -> Iterator[Document]:
     now = seconds(session)
-    known = select(VM).where(VM.active, VM.lost_at.is_(None)).order_by(VM.vm_id)
-    for vm in session.scalars(known):
-        for each in records.in_quarantine(vm):
-            yield _alarm(
-                "attempt_quarantined",
-                f"{vm.vm_id} runs {each['detail']}, which stands in no table, for {duration(now - each['since'])} or longer",
-                f"nothing is done to it: end its processes on {vm.vm_id} if nobody wants it any more; it belongs to a database of "
-                "before, or to another fleet",
-                vm_id=vm.vm_id,
-                job_id=each["job_id"],
-                epoch=each["epoch"],
-                since=each["since"],
-            )
+    for vm_id, each in unknown.on_machines(session):
+        yield _alarm(
+            "attempt_quarantined",
+            f"{vm_id} runs {each['detail']}, which stands in no table, for {duration(now - each['since'])} or longer",
+            f"nothing is done to it, and its job does not begin meanwhile: end its processes on {vm_id} if nobody wants it any more; it "
+            "belongs to a database of before, or to another fleet",
+            vm_id=vm_id,
+            job_id=each["job_id"],
+            epoch=each["epoch"],
+            since=each["since"],
+        )
 
 
 def _gpus(session: Session) -> Iterator[Document]:

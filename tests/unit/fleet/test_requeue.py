@@ -7,7 +7,7 @@ from sqlalchemy.orm import Session
 
 from groupwise.fleet import requeue
 from groupwise.fleet.queue.resources import Resources
-from groupwise.fleet.requeue import RequeueManager
+from groupwise.fleet.requeue import LONGEST_PAUSE, RequeueManager
 from groupwise.fleet.store.database import Database, DatabaseFailure, seconds
 from groupwise.fleet.store.tables import GPU, VM, Attempt, Event, Job, Member, Reservation
 from tests.unit.fleet.small_fleet import insert_admitted
@@ -102,9 +102,19 @@ def fleet(database: Database) -> Fleet:
     return Fleet(database)
 
 
+async def test_a_pause_that_was_counted_by_a_clock_of_before_ends(fleet: Fleet):
+    for status in ("queued", "pending", "held"):
+        fleet.job(status, status, not_before=fleet.now + 3600)
+    fleet.job("over", "failed", not_before=fleet.now + 3600)
+    assert (await fleet.sweep())["waiting longer than any pause"] == 3
+    ends = [fleet.get(j, Job.not_before) - fleet.now for j in ("queued", "pending", "held")]
+    assert all(0 <= end < 60 for end in ends)
+    assert await fleet.sweep() == {}
+
+
 async def test_in_a_fleet_that_works_there_is_nothing_to_do(fleet: Fleet):
     fleet.job("waits")
-    fleet.job("later", not_before=fleet.now + 3600)
+    fleet.job("later", not_before=fleet.now + LONGEST_PAUSE - 1)
     fleet.job("held", "held")
     fleet.job("runs", "running")
     fleet.attempt("runs")

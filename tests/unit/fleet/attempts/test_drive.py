@@ -1,6 +1,7 @@
 """When a deadman has certainly ended what a silent machine ran; all else of a drive is tried in `test_dispatcher.py`."""
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -17,20 +18,51 @@ MACHINE = Machine(
 
 
 def is_over(recorded: Reading | None, silent_for: float | None, **handle: Any) -> bool:
-    now = 10_000.0
+    return looked_at(new_drive(), recorded, silent_for, **handle)
+
+
+def new_drive() -> drive.Drive:
+    return drive.Drive(1, cast("Any", SimpleNamespace(pauses=drive.Pauses())))
+
+
+def looked_at(
+    driving: drive.Drive,
+    recorded: Reading | None,
+    silent_for: float | None,
+    now: float = 10_000.0,
+    **handle: Any,
+) -> bool:
     if silent_for is not None:
         handle["silent_since"] = now - silent_for
     member = MemberRow(0, MACHINE, recorded, handle, 0, False, (), None, None, ())
     row = Snapshot(
         1, "job", 0, 0, AttemptState.RUNNING, Cleanup.PENDING, False, {}, {}, None, None, (member,), now,
     )  # fmt: skip
-    return drive._deadman_is_over(row, member)  # pyright: ignore[reportPrivateUsage]
+    return driving._deadman_is_over(row, member)  # pyright: ignore[reportPrivateUsage]
 
 
 def test_only_after_the_deadman_and_a_margin() -> None:
     for silent_for in (None, 0.0, DEADMAN + 1, DEADMAN + DEADMAN_MARGIN):
         assert not is_over(Reading.RUNNING, silent_for, deadman=DEADMAN)
     assert is_over(Reading.RUNNING, DEADMAN + DEADMAN_MARGIN + 1, deadman=DEADMAN)
+
+
+def test_a_jump_of_the_databases_clock_ends_no_deadman_early(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What runs there has its own clock, which did not jump. One who takes over goes by what the database says until then."""
+    driving, over = new_drive(), DEADMAN + DEADMAN_MARGIN + 1
+    passed = [1000.0]
+    monkeypatch.setattr(drive.time, "monotonic", lambda: passed[0])
+    handle = {"deadman": DEADMAN, "silent_since": 10_000.0}
+    assert not looked_at(driving, Reading.RUNNING, None, now=10_001.0, **handle)
+    assert not looked_at(driving, Reading.RUNNING, None, now=20_000.0, **handle)
+    passed[0] += over - 2
+    assert not looked_at(driving, Reading.RUNNING, None, now=20_000.0, **handle)
+    passed[0] += 2
+    assert not looked_at(driving, Reading.RUNNING, None, now=10_000.0, **handle)
+    assert looked_at(driving, Reading.RUNNING, None, now=20_000.0, **handle)
+    assert looked_at(new_drive(), Reading.RUNNING, None, now=10_000.0 + over, **handle)
 
 
 @pytest.mark.parametrize("recorded", [None, *Reading])

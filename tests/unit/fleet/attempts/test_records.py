@@ -168,6 +168,21 @@ def test_an_attempt_is_adopted_once(rig: Rig, epoch: int) -> None:
     assert "attempt.adopted" in events(rig)
 
 
+def test_a_lease_that_was_given_before_the_clock_was_set_back_holds_nobody_up(
+    rig: Rig, epoch: int
+) -> None:
+    def ends_in(time: float) -> None:
+        rig.database.run(lambda s: s.execute(update(Attempt).values(lease_until=seconds(s) + time)))
+
+    ends_in(records.LEASE + 10)
+    assert rig.database.run(lambda s: records.adopt(s, "other")) == []
+    ends_in(3600)
+    assert rig.database.run(lambda s: records.renew(s, "me")) == [epoch]
+    assert rig.database.run(lambda s: records.adopt(s, "other")) == []
+    ends_in(3600)
+    assert rig.database.run(lambda s: records.adopt(s, "other")) == [epoch]
+
+
 def test_what_somebody_lets_go_is_free_at_once(rig: Rig, epoch: int) -> None:
     rig.database.run(lambda s: records.let_go(s, "me"))
     assert rig.database.run(lambda s: records.adopt(s, "other")) == [epoch]

@@ -1,3 +1,4 @@
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -5,10 +6,12 @@ import pytest
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.attempts import records
 from groupwise.fleet.machines import observation
+from groupwise.fleet.queue import unknown
 from groupwise.fleet.queue.resources import Resources
+from groupwise.fleet.requeue import RequeueManager
 from groupwise.fleet.store import database as databases
+from groupwise.fleet.store import epochs
 from groupwise.fleet.store.database import Database
 from groupwise.fleet.store.tables import (
     GPU,
@@ -20,9 +23,11 @@ from groupwise.fleet.store.tables import (
     Member,
     Reservation,
 )
+from groupwise.fleet.verbs import jobs
+from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts import answers, keys
 from groupwise.hosts.answers import Observation
-from tests.unit.fleet.small_fleet import insert_admitted
+from tests.unit.fleet.small_fleet import claimed_ids, execute, insert_admitted, submit
 
 KEY = keys.parse("ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIDlRAkn4LWJgZI0BlxNTR1aRJX4sMuoTdxkKPJVyCoIz")
 OTHER = keys.parse(
@@ -75,7 +80,8 @@ class Fleet:
 
     def __init__(self, database: Database) -> None:
         self.database = database
-        self.start = database.run(databases.seconds)
+        self.start = database.run(databases.seconds) - 10_000
+        """So that all looks of a test lie behind us, as looks do."""
         self.round = 0
 
     def look(self, *gpus: dict[str, Any], at: float | None = None, **more: Any) -> bool:
@@ -160,7 +166,7 @@ def test_a_first_look_makes_a_machine_usable_and_wakes_who_waits(fleet: Fleet):
         job.status = "pending"
 
     fleet.database.run(wait)
-    assert fleet.look(gpu(0), gpu(1))
+    assert fleet.look(gpu(0), gpu(1), at=fleet.database.run(databases.seconds))
     vm = fleet.vm
     assert (vm.contact, vm.degraded, vm.boot_id, vm.problem) == ("ok", False, "boot-1", None)
     assert vm.facts["cpus"] == 8
@@ -182,7 +188,7 @@ def running(job: str, epoch: int, state: str = "running") -> dict[str, Any]:
 
 
 def strays(fleet: Fleet) -> list[tuple[str, int, float]]:
-    found = records.in_quarantine(fleet.vm)
+    found = unknown.in_quarantine(fleet.vm)
     return [(each["job_id"], each["epoch"], each["since"]) for each in found]
 
 
@@ -201,6 +207,52 @@ def test_what_runs_and_stands_in_no_table_is_told_with_the_machine_while_it_runs
     assert strays(fleet)[0] == ("stranger", 5, since)
     fleet.look(gpu(0), attempts=[running("job", own), running("stranger", 5, "lost")])
     assert strays(fleet) == []
+
+
+def test_the_job_of_what_stands_in_no_table_does_not_begin_meanwhile(fleet: Fleet):
+    """As after a restore from a backup: the machine runs what was begun since."""
+    fleet.look(gpu(0), gpu(1))
+    job = submit(fleet.database, "back", gpus=1)
+    cancelled = submit(fleet.database, "over", gpus=1)
+    fleet.database.run(lambda s: jobs.cancel(s, Actor("user:x"), cancelled))
+    now = fleet.database.run(databases.seconds)
+    fleet.look(gpu(0), gpu(1), at=now, attempts=[running("back", 7), running("over", 8)])
+    assert claimed_ids(fleet.database) == []
+    shown = fleet.database.run(lambda s: jobs.show(s, Actor("user:x"), job))
+    assert any("vm runs back.7, which stands in no table" in why for why in shown["waiting"])
+    fleet.database.run(lambda s: jobs.retry(s, Actor("user:x"), cancelled))
+    assert claimed_ids(fleet.database) == []
+    execute(fleet.database, "UPDATE jobs SET not_before = 0")
+    asyncio.run(RequeueManager(fleet.database).sweep())
+    assert claimed_ids(fleet.database) == []
+    fleet.look(gpu(0), gpu(1), at=now + 1)
+    execute(fleet.database, "UPDATE jobs SET not_before = 0")
+    assert sorted(claimed_ids(fleet.database)) == ["back", "over"]
+    made = fleet.database.read(lambda s: s.scalars(select(Attempt.epoch)).all())
+    assert sorted(made) == [9, 10]
+
+
+@pytest.mark.parametrize("seen", [7, 40])
+def test_numbers_of_attempts_go_on_above_what_machines_have_seen(fleet: Fleet, seen: int):
+    gpus = [gpu(0), gpu(1), gpu(2)]
+    fleet.look(*gpus)
+    own = fleet.reserve("GPU-0")
+    fleet.look(*gpus, attempts=[running("job", own), running("other", seen, "lost")])
+    assert fleet.reserve("GPU-1", job_id="next") == seen + 1
+    fleet.look(*gpus, attempts=[running("other", seen, "lost")])
+    fleet.look(*gpus, attempts=[running("other", seen + epochs.MOST_AHEAD + 2)])
+    assert fleet.reserve("GPU-2", job_id="third") == seen + 2
+
+
+def test_what_is_dated_in_the_future_was_written_before_the_clock_was_set_back(fleet: Fleet):
+    now = fleet.database.run(databases.seconds)
+    fleet.look(gpu(0), at=now)
+    fleet.set(observed_round=now + 3600, facts={"missed_at": now + 3600})
+    assert fleet.look(gpu(0, mig=True), at=now + 1)
+    assert fleet.vm.observed_round == now + 1
+    fleet.set(observed_round=now + 3600, facts={"missed_at": now + 3600}, misses=1)
+    assert [fleet.miss(at=now + at) for at in (2, 3, 8)] == [2, 2, 3]
+    assert fleet.vm.contact == "unreachable"
 
 
 def test_an_older_look_never_overwrites_a_newer_one(fleet: Fleet):

@@ -120,6 +120,27 @@ def test_a_quota_that_frees_room_on_another_machine(database: Database) -> None:
     assert claimed_ids(database) == ["two"]
 
 
+def test_a_quota_does_not_count_what_is_over_on_a_machine_that_fell_silent(
+    database: Database,
+) -> None:
+    """Nobody knows when that machine comes back, and its GPU stays reserved as long; what still runs there counts."""
+    add_machine(database, "a", 1)
+    submit(database, "one", project="p", gpus=1)
+    execute(database, "UPDATE projects SET max_gpus = 1")
+    assert claimed_ids(database) == ["one"]
+    add_machine(database, "b", 1)
+    submit(database, "two", project="p", gpus=1)
+    execute(database, "UPDATE vms SET contact = 'unreachable' WHERE vm_id = 'a'")
+    assert claimed_ids(database) == []
+    over = "state = 'ended', outcome = 'failed', failure_class = 'host_lost', ended_at = 1"
+    execute(database, f"UPDATE attempts SET {over}")
+    execute(database, "UPDATE jobs SET status = 'failed' WHERE job_id = 'one'")
+    assert wake(database) == 1
+    assert claimed_ids(database) == ["two"]
+    submit(database, "three", project="p", gpus=1)
+    assert "uses 1 of its 1 GPUs" in str(explain(database, "three"))
+
+
 def test_a_raised_quota(database: Database) -> None:
     add_machine(database, "vm-1", 2)
     submit(database, "one", project="p", gpus=1)

@@ -1,0 +1,59 @@
+"""Attempts that a machine runs and that stand in no table, as after a database was restored from a backup: nothing is done to them, and
+their jobs do not begin anew beside them.
+
+The poller writes down what it finds with what else it knows of the machine, and holds the jobs back for a while, with each look for a
+while longer. A machine that has fallen silent runs on what it ran, for all that anybody knows, so that the requeue manager holds back what
+the last look at it found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from sqlalchemy import select, update
+from sqlalchemy.orm import Session
+
+from groupwise.fleet.states import FINAL
+from groupwise.fleet.store.database import seconds
+from groupwise.fleet.store.tables import VM, Job
+
+ATTEMPT = "attempt"
+"""In quarantine on a machine, beside the `folder` and `process` that its runner finds."""
+HELD_BACK = 180.0
+"""Seconds: several looks of the poller, and sweeps of the requeue manager."""
+
+
+def in_quarantine(vm: VM) -> list[dict[str, Any]]:
+    """What a machine ran and no table knew when it was looked at last: job_id, epoch, and since when it was seen there."""
+    return [each for each in vm.facts.get("quarantined") or () if each.get("what") == ATTEMPT]
+
+
+def on_machines(session: Session) -> list[tuple[str, dict[str, Any]]]:
+    """Likewise of all that were not given up, by machine."""
+    known = select(VM).where(VM.active, VM.lost_at.is_(None)).order_by(VM.vm_id)
+    return [(vm.vm_id, each) for vm in session.scalars(known) for each in in_quarantine(vm)]
+
+
+def held_back_by(session: Session, job_id: str) -> list[str]:
+    """What keeps a job from beginning, in words."""
+    return [
+        f"{vm_id} runs {each['detail']}, which stands in no table: it begins once that has ended, or `groupwise fleet vm lost {vm_id}`"
+        for vm_id, each in on_machines(session)
+        if each["job_id"] == job_id
+    ]
+
+
+def hold_back(session: Session, job_ids: Collection[str]) -> int:
+    """Have none of these begin for a while; how many that changed."""
+    until = seconds(session) + HELD_BACK
+    if not job_ids:
+        return 0
+    found = session.execute(
+        update(Job)
+        .where(Job.job_id.in_(job_ids), Job.status.not_in(FINAL), Job.not_before < until)
+        .values(not_before=until)
+        .execution_options(synchronize_session=False)
+        .returning(Job.job_id)
+    )
+    return len(found.all())
