@@ -128,6 +128,8 @@ class Tuning:
     concurrency: int = 64
     """Machines that are reconciled at once."""
     keeping: Keeping = field(default_factory=Keeping)
+    clock: Callable[[], float] = time.monotonic
+    """Seconds of this process."""
 
 
 def new_owner() -> str:
@@ -179,6 +181,7 @@ class GlobalJobDispatcher:
             spawn=self._beside,
             chance=self._tuning.chance,
             pauses=self._tuning.pauses,
+            clock=self._tuning.clock,
         )
 
     @property

@@ -137,6 +137,8 @@ class Desk:
     """Runs it beside; what goes wrong in it is logged."""
     chance: random.Random
     pauses: Pauses = field(default_factory=Pauses)
+    clock: Callable[[], float] = time.monotonic
+    """Seconds of this process, which nobody can set."""
 
 
 class _Ear:
@@ -204,8 +206,8 @@ class Drive:
         self.epoch = epoch
         self._desk = desk
         self._ears: dict[int, _Ear] = {}
-        self._silences: dict[tuple[int, float], float] = {}
-        """Of a member, by when it fell silent as the database says: that moment by this process's own clock."""
+        self._silences: dict[int, float] = {}
+        """Since when a member is known to be silent, by this process's own clock."""
         self._news = asyncio.Event()
         self._pause = desk.pauses.first
 
@@ -392,13 +394,17 @@ class Drive:
         """Nothing of it runs, and nothing will: what has begun there was ended by its deadman, which has had more than its time since the
         machine fell silent, and what was sent before that begins nothing. But for one whose supervisor is dead, and keeps no deadman.
 
-        Two clocks have to say so, that of the database, which outlives this process, and this one's, which nobody can set."""
+        Two clocks have to say so: that of the database, and this process's own, which nobody can set. Whoever takes over counts anew, since
+        a jump of the first makes leases run out as well."""
         deadman, since = deadman_of(member), member.silent_since
-        if deadman is None or since is None or member.recorded is Reading.LOST:
+        if since is None:
+            self._silences.pop(member.rank, None)
             return False
-        silent = row.now - since
-        began = self._silences.setdefault((member.rank, since), time.monotonic() - silent)
-        return min(silent, time.monotonic() - began) > deadman + DEADMAN_MARGIN
+        now = self._desk.clock()
+        silent = min(row.now - since, now - self._silences.setdefault(member.rank, now))
+        if deadman is None or member.recorded is Reading.LOST:
+            return False
+        return silent > deadman + DEADMAN_MARGIN
 
     # Doing
 
