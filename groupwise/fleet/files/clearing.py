@@ -1,4 +1,5 @@
-"""Clearing away what nothing names any more on the control machine: blobs, and what pruned jobs have left of logs and artefacts.
+"""Clearing away what nothing names any more on the control machine: blobs, and what pruned jobs have left of logs and artefacts; and rows
+of which only the last week is of use.
 
 Whoever wants something gone takes it out of the database, and that is committed. Then its files go: here, by whoever comes first of
 `prune` and the dispatchers, which look now and then. A crash in between leaves files without a row, which the next look finds; there is
@@ -20,6 +21,7 @@ import os
 import shutil
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,8 +31,16 @@ from sqlalchemy.orm import Session
 from groupwise.fleet.files.folders import folder_name
 from groupwise.fleet.states import AttemptState
 from groupwise.fleet.store import events
-from groupwise.fleet.store.database import Database, clock
-from groupwise.fleet.store.tables import Attempt, Checkpoint, ControlProcess, Event, Job
+from groupwise.fleet.store.database import Database, clock, seconds
+from groupwise.fleet.store.tables import (
+    GPU,
+    Attempt,
+    Checkpoint,
+    ControlProcess,
+    Event,
+    GPUHistory,
+    Job,
+)
 from groupwise.hosts.files import BlobStore
 from groupwise.hosts.spec import JOB_ID
 
@@ -39,6 +49,10 @@ EVERY = 3600.0
 """Seconds between two looks of dispatchers."""
 SILENT = 7 * 86_400.0
 """Seconds after which nobody asks any more about a process of the control plane that was killed."""
+HISTORY_MINUTES = 7 * 24 * 60
+"""Of what was seen of each GPU."""
+GPUS_AT_ONCE = 20
+"""In one transaction: a week of one is ten thousand rows."""
 CLEARING = ".clearing"
 
 
@@ -56,6 +70,7 @@ def clear_away(
         for job_id in database.read(lambda s: pruned(s, _names(folders))):
             remove_files(folders, job_id)
         database.run(forget_processes)
+        forget_history(database)
         now = store.now()
         named = database.read(named_blobs)
         return 0 if named is None else store.collect(named, now=now)
@@ -79,6 +94,19 @@ def _alone(store: BlobStore, after: float) -> Generator[bool]:
 def forget_processes(session: Session) -> None:
     """Rows of processes that were killed; whoever ends in order takes its own away."""
     session.execute(delete(ControlProcess).where(ControlProcess.seen_at < clock() - SILENT))
+
+
+def forget_history(database: Database) -> None:
+    """What was seen of GPUs more than a week ago, of those too whose machines have left; the key of the table finds it."""
+    gpus = database.read(lambda s: list(s.scalars(select(GPU.gpu_id))))
+    for start in range(0, len(gpus), GPUS_AT_ONCE):
+        database.run(partial(_forget_minutes, gpus[start : start + GPUS_AT_ONCE]))
+
+
+def _forget_minutes(gpus: Sequence[int], session: Session) -> None:
+    first = int(seconds(session) // 60) - HISTORY_MINUTES
+    old = GPUHistory.gpu_id.in_(gpus) & (GPUHistory.minute < first)
+    session.execute(delete(GPUHistory).where(old).execution_options(synchronize_session=False))
 
 
 # --- blobs ----------------------------------------------------------------------------------------

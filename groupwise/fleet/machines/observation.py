@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
-from sqlalchemy import and_, delete, func, or_, select
+from sqlalchemy import and_, func, or_, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session, aliased
 
@@ -43,8 +43,6 @@ AHEAD = 5.0
 """Seconds that a time may lie ahead and still be one of now: two processes ask for the time, and write it down, in either order."""
 MISSES_APART = 5.0
 """Seconds between two misses that count, so that several pollers do not count the same silence."""
-KEPT_MINUTES = 7 * 24 * 60
-"""Of the history of a GPU."""
 LONGEST = 500
 """Characters of a problem."""
 ACTOR = "poller"
@@ -464,7 +462,7 @@ def _held(session: Session, vm_id: str, asked_at: float) -> _Held:
 
 
 def _keep_history(session: Session, gpus: list[GPU], now: float) -> None:
-    """The first look of each minute; what is older than a week goes when an hour begins."""
+    """The first look of each minute. What is old goes elsewhere (`files/clearing.py`), with that of GPUs that nobody looks at any more."""
     minute = int(now // 60)
     lines = [
         {
@@ -480,7 +478,3 @@ def _keep_history(session: Session, gpus: list[GPU], now: float) -> None:
         return
     insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
     session.execute(insert(GPUHistory).on_conflict_do_nothing(), lines)
-    if minute % 60 == 0:
-        numbers = [gpu.gpu_id for gpu in gpus]
-        old = GPUHistory.gpu_id.in_(numbers) & (GPUHistory.minute < minute - KEPT_MINUTES)
-        session.execute(delete(GPUHistory).where(old))

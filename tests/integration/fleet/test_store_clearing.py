@@ -4,6 +4,7 @@ import pytest
 
 from tests.unit.fleet.files.test_clearing import (
     disk,
+    test_a_week_of_each_gpu_is_kept_of_machines_that_have_left_too,
     test_only_what_nothing_names_goes,
     test_pruning_is_what_the_events_say,
     test_rows_of_processes_that_were_killed_long_ago_go,
@@ -12,6 +13,7 @@ from tests.unit.fleet.files.test_clearing import (
 
 __all__ = [
     "disk",
+    "test_a_week_of_each_gpu_is_kept_of_machines_that_have_left_too",
     "test_only_what_nothing_names_goes",
     "test_pruning_is_what_the_events_say",
     "test_rows_of_processes_that_were_killed_long_ago_go",

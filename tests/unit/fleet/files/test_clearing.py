@@ -8,14 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import select, update
+from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.files import clearing
 from groupwise.fleet.files.clearing import clear_away, named_blobs
 from groupwise.fleet.store import events
-from groupwise.fleet.store.database import Database
-from groupwise.fleet.store.tables import Attempt, Checkpoint, ControlProcess, Job
+from groupwise.fleet.store.database import Database, seconds
+from groupwise.fleet.store.tables import (
+    GPU,
+    VM,
+    Attempt,
+    Checkpoint,
+    ControlProcess,
+    GPUHistory,
+    Job,
+)
 from groupwise.fleet.verbs import prune
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts.files import SPARED, BlobStore
@@ -256,6 +264,28 @@ def test_rows_of_processes_that_were_killed_long_ago_go(disk: Disk) -> None:
     disk.clear()
     owners = select(ControlProcess.owner)
     assert disk.database.read(lambda s: list(s.scalars(owners))) == ["alive"]
+
+
+def test_a_week_of_each_gpu_is_kept_of_machines_that_have_left_too(disk: Disk) -> None:
+    now = int(disk.database.read(seconds) // 60)
+    old, young = now - clearing.HISTORY_MINUTES - 2, now - clearing.HISTORY_MINUTES + 2
+
+    def write(session: Session) -> None:
+        for vm_id, active in (("here", True), ("removed", False)):
+            session.add(VM(vm_id=vm_id, active=active))
+            session.flush()
+            for index in range(clearing.GPUS_AT_ONCE):
+                session.add(GPU(vm_id=vm_id, index=index, uuid=f"{vm_id}-{index}"))
+        session.flush()
+        for gpu_id in session.scalars(select(GPU.gpu_id)):
+            session.add_all([GPUHistory(gpu_id=gpu_id, minute=each) for each in (old, young, now)])
+
+    disk.database.run(write)
+    disk.clear()
+    lines = select(GPUHistory.minute, func.count()).group_by(GPUHistory.minute)
+    gpus = 2 * clearing.GPUS_AT_ONCE
+    kept = disk.database.read(lambda s: dict(s.execute(lines).all()))
+    assert kept == {young: gpus, now: gpus}
 
 
 # --- what is named --------------------------------------------------------------------------------
