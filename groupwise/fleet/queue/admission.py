@@ -24,10 +24,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 from sqlalchemy import (
     ColumnElement,
     Dialect,
+    Engine,
     Table,
     func,
     insert,
@@ -79,6 +81,8 @@ _KEPT = frozenset({"job_id", "status", "project", "generation", "idempotency_key
 
 log = logging.getLogger(__name__)
 
+_TOLD: WeakKeyDictionary[Engine, set[str]] = WeakKeyDictionary()
+"""Jobs of each database that can be neither admitted nor refused, and that this process has told of: every sweep meets them again."""
 _JOBS: Table = Job.__table__  # pyright: ignore[reportAssignmentType] — a mapped class's table is a Table
 _TIME = re.compile(r"\d{4}-\d\d-\d\d([ T]\d\d:\d\d(:\d\d(\.\d+)?)?)?(Z|[+-]\d\d:\d\d)?", re.ASCII)
 """As SQLite reads times; Python reads more, and what the database does not read it does not let be written again."""
@@ -358,7 +362,9 @@ def _admit(
 
 def _give_up(session: Session, job_id: str, error: Exception, stuck: set[str]) -> int:
     """A row that admission broke at has failed, with all that can be said about it; how many that are."""
-    log.error("job %r cannot be admitted", job_id, exc_info=error)
+    told = _TOLD.setdefault(session.connection().engine, set())
+    if job_id not in told:
+        log.error("job %r cannot be admitted", job_id, exc_info=error)
     status = session.scalar(select(Job.status).where(Job.job_id == job_id))
     because = [f"it cannot be read: {type(error).__name__}: {error}"]
     row = _Row({"job_id": job_id, "status": status})
@@ -367,10 +373,13 @@ def _give_up(session: Session, job_id: str, error: Exception, stuck: set[str]) -
         try:
             with session.begin_nested():
                 _refuse(session, each, because)
+            told.discard(job_id)
             return 1
         except (DataError, IntegrityError) as refused:
             problem = refused
-    log.error("nor can it be refused, and it stays as it is", exc_info=problem)
+    if job_id not in told:
+        log.error("nor can it be refused, and it stays as it is", exc_info=problem)
+    told.add(job_id)
     stuck.add(job_id)
     return 0
 

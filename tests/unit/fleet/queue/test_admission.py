@@ -629,9 +629,9 @@ def test_a_row_that_breaks_admission_itself_is_the_end_of_it_alone(
 
 
 def test_rows_that_the_database_lets_nobody_refuse_stand_before_no_other(
-    database: Database, monkeypatch: pytest.MonkeyPatch
+    database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As with a trigger that somebody has made for a purpose of their own."""
+    """As with a trigger that somebody has made for a purpose of their own; each is told of once, whatever the number of sweeps."""
     refuse = admission._refuse
 
     def refused(session: Session, row: Any, found: Sequence[str]) -> None:
@@ -650,6 +650,10 @@ def test_rows_that_the_database_lets_nobody_refuse_stand_before_no_other(
     assert job_of(database, "stuck-0").status == "queued"
     assert kinds_of_events(database, "stuck-0") == []
     assert admit_new(database, 3) == 0
+    said = [record.getMessage() for record in caplog.records]
+    for number in range(5):
+        assert said.count(f"job 'stuck-{number}' cannot be admitted") == 1
+    assert said.count("nor can it be refused, and it stays as it is") == 5
 
 
 def test_one_row_that_breaks_admission_costs_the_others_little(
