@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from groupwise.errors import UsageError
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
+"""Of a machine: commands, messages and addresses have it."""
 MOST_INTEGER = 2**31 - 1
 """That a column of the database holds."""
 MOST_SERIAL = 2**63 - 1

@@ -32,6 +32,7 @@ from sqlalchemy.types import TypeEngine
 
 from groupwise.fleet import states
 from groupwise.fleet.store.tables import Attempt, Base, Event, Job, Member, Moment, Reservation
+from groupwise.wire.fleet import NAME
 
 Word = TypeVar("Word", bound=StrEnum)
 
@@ -365,6 +366,24 @@ def _of_machines(dialect: str) -> Iterator[Rule]:
             wanted = f"a JSON {kind} is wanted" if kind else "this is no value for it"
             message = f"{column} of a machine: {wanted}"
             yield Rule(f"vm_{column}_{on.lower()}", "vms", on, refused, message)
+        yield Rule(
+            f"vm_named_{on.lower()}",
+            "vms",
+            on,
+            _no_name(dialect, "NEW.vm_id"),
+            "vm_id of a machine: letters, digits, `.`, `_` and `-` are wanted, at most 63, a letter or digit first, since commands name it",
+            about="" if on == "INSERT" else "NEW.vm_id <~> OLD.vm_id",
+        )
+
+
+def _no_name(dialect: str, value: str) -> str:
+    """Whether it is none as `wire/fleet.py` says it. GLOB reads no further than a NUL, and counts no bytes."""
+    if dialect == "postgresql":
+        return f"{value} !~ '{NAME}'"
+    return (
+        f"typeof({value}) <> 'text' OR length(CAST({value} AS BLOB)) NOT BETWEEN 1 AND 63 OR instr({value}, char(0)) > 0 "
+        f"OR {value} GLOB '[._-]*' OR {value} GLOB '*[^A-Za-z0-9._-]*'"
+    )
 
 
 _WHOLE, _ANY = "('integer')", "('integer', 'real', 'null')"

@@ -39,10 +39,11 @@ from groupwise.fleet.verbs.documents import (
     machine_document,
     machine_state,
 )
-from groupwise.wire.fleet import LEAST_DEADMAN, MOST_INTEGER, MOST_SECONDS, MOST_SLOTS
+from groupwise.wire.fleet import LEAST_DEADMAN, MOST_INTEGER, MOST_SECONDS, MOST_SLOTS, NAME
 from groupwise.wire.problems import Refusal
 
-VM_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+VM_ID = re.compile(NAME)
+"""A trigger refuses others in rows by hand."""
 MOST_EVENTS = 20
 """Of one machine, the newest."""
 LOCAL = "local"
@@ -531,7 +532,7 @@ def change(
 
 
 def _require_sound(after: Mapping[str, Any]) -> None:
-    """What is said; a row by hand may have a name that none can be added by."""
+    """What is said, as it has to be of a new machine."""
     wrong = [f"{name} is empty" for name, value in after.items() if value == ""]
     as_new: dict[str, Any] = {"vm_id": "vm", "user": "-", **after}
     if after.get("deadman") == 0:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import psycopg
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -449,14 +450,21 @@ def test_every_column_of_a_row(fleet: WholeFleet, canary: Path) -> None:
     assert {job.status for job in jobs.values()} == {"held", "failed"}
 
 
-MACHINE_COLUMNS = ("vm_id", "ip_address", "user", "ssh_key_path", "workdir", "python", "host_key")
+MACHINE_COLUMNS = ("ip_address", "user", "ssh_key_path", "workdir", "python", "host_key")
+
+
+@pytest.mark.parametrize("name", nasty(Path(f"/open/{CANARY}")))
+def test_no_machine_has_such_a_name(fleet: WholeFleet, canary: Path, name: str) -> None:
+    """Commands, addresses and lines of advice hold it: whoever writes the row hears what it may be."""
+    statement = "INSERT INTO vms (vm_id, ip_address) VALUES (%s, '127.0.0.1')"
+    with pytest.raises(psycopg.errors.CheckViolation, match="vm_id of a machine: letters, digits"):
+        fleet.sql(statement, nasty(canary)[name])
 
 
 def odd_machines(base: dict[str, Any], canary: Path) -> Iterator[dict[str, Any]]:
     """Rows with one text each in one column."""
-    for column, (name, text) in itertools.product(MACHINE_COLUMNS, nasty(canary).items()):
-        if (column, name) != ("vm_id", "empty"):
-            yield base | {column: text}
+    for column, text in itertools.product(MACHINE_COLUMNS, nasty(canary).values()):
+        yield base | {column: text}
     for text in nasty(canary).values():
         yield base | {"probe": json.dumps([text, text])}
         yield base | {"labels": json.dumps({text: text})}
@@ -481,7 +489,7 @@ def test_every_column_of_a_machine(fleet: WholeFleet, canary: Path, third: int) 
     base = fleet.hosts["h1"].vm_row() | {"python": "python3"}
     rows: dict[str, dict[str, Any]] = {}
     for number, row in [*enumerate(odd_machines(base, canary))][third::3]:
-        whole = row if row["vm_id"] != base["vm_id"] else row | {"vm_id": f"odd-{number}"}
+        whole = row | {"vm_id": f"odd-{number}"}
         rows[whole["vm_id"]] = whole
         names, marks = ", ".join(f'"{n}"' for n in whole), ", ".join(["%s"] * len(whole))
         fleet.sql(f"INSERT INTO vms ({names}) VALUES ({marks})", *whole.values())

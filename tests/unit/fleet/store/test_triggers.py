@@ -7,7 +7,7 @@
 5. One live attempt for each job, with an epoch above all earlier ones.
 6. A GPU is held once as a whole, or by shares that fit; reservations are released once.
 7. Events are only appended.
-8. A row of a machine can be read: its documents are documents, its numbers numbers. So can one of a job once it is changed.
+8. A row of a machine can be read, and named: its documents are documents, its numbers numbers. So can one of a job once it is changed.
 9. No row begins with what admission writes, or is admitted without it.
 10. SQLite's REPLACE is no way around any of it.
 11. A job that runs stays so until its attempt has ended.
@@ -22,6 +22,7 @@ from sqlalchemy.exc import IntegrityError
 
 from groupwise.fleet.store import triggers
 from groupwise.fleet.store.database import Database
+from groupwise.fleet.verbs.machines import VM_ID
 
 JOBS = {
     "queued": ["pending", "running", "held", "cancelled", "failed"],
@@ -434,6 +435,48 @@ def test_sqlite_keeps_no_words_where_numbers_belong(database: Database) -> None:
     refused(database, "port of a machine", "UPDATE vms SET port = 'x'")
     execute(database, "UPDATE vms SET port = '23', draining = true, labels = '{\"a\": 1}'")
     assert value(database, "SELECT port FROM vms") == 23
+
+
+NO_NAMES = [
+    *("", " ", "odd name; x", "-rf", ".hidden", "_x", "a b", "a/b", "a\n", "\na", "a\x1b", "a\x7f"),
+    *(
+        "é",
+        "aé",
+        "a:b",
+        "a,b",
+        "a'b",
+        'a"b',
+        "a%b",
+        "a[b",
+        "a]b",
+        "a^b",
+        "a\\b",
+        "x" * 64,
+        "x" * 9999,
+    ),
+]
+
+
+@pytest.mark.parametrize("name", ["a", "7", "gpu-1", "A.b_c-", "x" * 63, *NO_NAMES])
+def test_a_machine_has_a_name_that_commands_can_say(database: Database, name: str) -> None:
+    statement = "INSERT INTO vms (vm_id) VALUES (:name)"
+    if name not in NO_NAMES:
+        assert VM_ID.fullmatch(name)
+        execute(database, statement, name=name)
+        assert value(database, "SELECT vm_id FROM vms") == name
+        return
+    assert not VM_ID.fullmatch(name)
+    refused(database, "letters, digits, `.`, `_` and `-` are wanted", statement, name=name)
+    execute(database, statement, name="right")
+    refused(database, "since commands name it", "UPDATE vms SET vm_id = :name", name=name)
+    execute(database, "UPDATE vms SET vm_id = 'right-too', port = 23")
+
+
+@pytest.mark.parametrize("name", [b"bytes", "a\0b", "\0"])
+def test_nor_is_a_name_cut_short_or_no_text(database: Database, name: Any) -> None:
+    only_sqlite(database)
+    statement = "INSERT INTO vms (vm_id) VALUES (:name)"
+    refused(database, "since commands name it", statement, name=name)
 
 
 # --- what a row may begin with, and be replaced by ------------------------------------------------

@@ -238,11 +238,6 @@ def test_one_that_was_given_up_is_emptied_where_it_was(small: Any) -> None:
         small.do(machines.change, "vm-1", workdir="other")
 
 
-def test_a_row_by_hand_is_changed_whatever_its_name(small: Any) -> None:
-    small.machine("vm 1")
-    assert small.do(machines.change, "vm 1", cpu_slots=2)["cpu_slots"] == 2
-
-
 def test_how_a_machine_is_reached_is_changed(small: Any) -> None:
     small.machine("vm-1", user="ml", problem="it does not answer", misses=9)
     asked_at = small.database.run(seconds)
