@@ -34,6 +34,7 @@ from groupwise.fleet.attempts.records import Machine
 from groupwise.fleet.doorbells.nats import access_from
 from groupwise.fleet.machines import packing
 from groupwise.fleet.machines.reaching import LOCAL, host_of
+from groupwise.fleet.processes import is_gone
 from groupwise.fleet.settings import DATABASE_FILE, FleetPlace
 from groupwise.fleet.store import schema
 from groupwise.fleet.store.database import Database, connect, seconds
@@ -263,13 +264,23 @@ async def _nats_version(url: str) -> str:
 
 
 def _roles(database: Database, tell: Tell) -> None:
-    processes = database.read(status.processes)
+    known = database.read(status.processes)
     missing = database.read(status.missing_roles)
-    for each in processes:
+    for each in known:
         name = each["role"]
         where = f"process {each['pid']} on {each['host']}"
         crashes = each["facts"].get("crashes", 0)
-        if not each["alive"]:
+        if not each["alive"] and is_gone(each["pid"], each["facts"]):
+            if name in missing:
+                tell(
+                    Seen(
+                        name,
+                        "problem",
+                        f"{where} has ended without a word, and nobody else plays the role",
+                        remedy=f"`groupwise fleet {name}` starts another",
+                    )
+                )
+        elif not each["alive"]:
             tell(
                 Seen(
                     name,
@@ -292,7 +303,7 @@ def _roles(database: Database, tell: Tell) -> None:
         else:
             tell(Seen(name, "ok", where))
     for role in missing:
-        if role not in {each["role"] for each in processes}:
+        if role not in {each["role"] for each in known}:
             tell(
                 Seen(
                     role,

@@ -8,8 +8,8 @@
 Every role is a loop that is meant to run for ever. Whatever ends one is logged with its reason, and it is begun anew after a pause; the
 others go on. Each writes a line into `control_processes` every ten seconds: so `fleet status` and `doctor` know who is alive.
 
-A signal ends all of it cleanly: the dispatcher lets go of its attempts, and jobs run on, because runners do not need us. The second signal
-does not wait. An embedded fleet has one process for each role, held by a lock on a file of its folder that ends with the process.
+A signal ends all of it cleanly: the dispatcher lets go of its attempts, and jobs run on, because runners do not need us. A later second
+one does not wait. An embedded fleet has one process for each role, held by a lock on a file of its folder that ends with the process.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import (
     AsyncGenerator,
     Awaitable,
@@ -40,6 +41,7 @@ from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from groupwise.errors import GroupwiseError, RunError, UsageError
+from groupwise.fleet import processes
 from groupwise.fleet.attempts import records
 from groupwise.fleet.attempts.effects import Gateway
 from groupwise.fleet.attempts.records import Machine
@@ -78,6 +80,8 @@ API = "api"
 HEARTBEAT_SECONDS = 10.0
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 """Seconds before a role that crashed is begun anew; doubled each time it crashes again soon."""
+ONE_WISH = 1.0
+"""Seconds: `timeout`, or a terminal and a wrapper, send the same signal to a process and at once to its whole group."""
 LOCAL_MACHINE = "local"
 UP = Actor("up")
 
@@ -283,7 +287,9 @@ class _ControlPlane:
         self._roles = [_Role(name) for name in roles]
         self._say = say
         self._stopping = asyncio.Event()
+        self._asked_at: float | None = None
         self._hosts = Hosts()
+        self._identity = processes.identity(os.getpid())
         self._bell = doorbell_of(place.folder, database, place.nats_url, os.environ)
         self._players: Mapping[str, Callable[[_Role], Awaitable[None]]] = {
             "dispatcher": self._dispatch,
@@ -341,7 +347,10 @@ class _ControlPlane:
             loop.add_signal_handler(number, self._asked_to_stop, number)
 
     def _asked_to_stop(self, number: int) -> None:
-        if self._stopping.is_set():  # the second time: whoever runs it does not want to wait
+        now = time.monotonic()
+        if self._asked_at is None:
+            self._asked_at = now
+        elif now - self._asked_at > ONE_WISH:  # whoever runs it does not want to wait
             os._exit(128 + number)
         self._stopping.set()
 
@@ -480,6 +489,9 @@ class _ControlPlane:
         for role in self._roles:
             row = session.get(ControlProcess, role.owner)
             if row is None:
+                # the lock of the folder says that whoever played it there before is gone
+                alone = self._settings.database is None
+                processes.forget_gone(session, role.name, alone=alone)
                 row = ControlProcess(
                     owner=role.owner,
                     role=role.name,
@@ -489,7 +501,11 @@ class _ControlPlane:
                 )
                 session.add(row)
             row.seen_at = now
-            row.facts = {"crashes": role.crashes, "last_error": role.last_error}
+            row.facts = {
+                "crashes": role.crashes,
+                "last_error": role.last_error,
+                processes.PROCESS: self._identity,
+            }
 
     async def _sign_off(self) -> None:
         """Nobody is to wonder where they are; and how many jobs run on."""

@@ -3,7 +3,7 @@
 1. A submission prints its job's id alone, and a fleet that runs takes it at once.
 2. `--wait` ends with the job's exit code; `logs -f` shows all of a log and ends with the job.
 3. Cancel leaves no process; retry begins a new generation.
-4. When the fleet is killed its jobs run on, and the next `up` finishes them: once.
+4. When the fleet is killed its jobs run on, and the next `up` finishes them: once. Of the one that was killed no row is left.
 5. One folder, one fleet.
 6. A folder that was moved is a fleet as before; a copy beside the original is none.
 7. An address of NATS where nothing answers is told, once.
@@ -105,6 +105,11 @@ class Fleet:
         done = self.call("show", job_id, "--json")
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
+
+    def roles(self) -> list[str]:
+        """Of all rows of processes, dead or alive."""
+        found = json.loads(self.call("status", "--json").stdout)["processes"]
+        return sorted(each["role"] for each in found)
 
     def until(self, job_id: str, *statuses: str) -> dict[str, Any]:
         def there() -> dict[str, Any] | None:
@@ -272,12 +277,24 @@ def test_a_job_survives_the_fleet_and_is_finished_once(tmp_path: Path) -> None:
         fleet.end(signal.SIGKILL)
         assert fleet.job(job_id)["status"] == "running"
         fleet.up()
+        assert fleet.roles() == ["dispatcher", "poller", "requeue", "tracker"]
         flag.touch()
         found = fleet.until(job_id, "completed")
         assert begun.read_text() == "x"
         assert len(found["attempts"]) == 1
         assert fleet.call("logs", job_id).stdout == "done\n"
         assert fleet.end(signal.SIGTERM) == 0
+    assert "The fleet has ended." in fleet.log.read_text()
+
+
+def test_a_signal_that_comes_twice_at_once_ends_it_in_order(tmp_path: Path) -> None:
+    """As from `timeout`, which sends it to the process and then to its group."""
+    with fleet_in(tmp_path / "fleet") as fleet:
+        fleet.up()
+        assert fleet.process is not None
+        fleet.process.send_signal(signal.SIGTERM)
+        assert fleet.end(signal.SIGTERM) == 0
+        assert fleet.roles() == []
     assert "The fleet has ended." in fleet.log.read_text()
 
 

@@ -1,9 +1,12 @@
-"""What the doctor says of a machine's environment: the tiny command on interpreters that tests make up, and what follows from it."""
+"""What the doctor says of a machine's environment: the tiny command on interpreters that tests make up, and what follows from it; and of
+the processes of the control plane."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+import time
 from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +17,10 @@ import pytest
 from groupwise.fleet import doctor
 from groupwise.fleet.doctor import LOOK, Seen
 from groupwise.fleet.machines import packing
+from groupwise.fleet.processes import identity
 from groupwise.fleet.settings import FleetPlace, FleetSettings
-from groupwise.fleet.store.database import connect, migrate
+from groupwise.fleet.store.database import Database, connect, migrate
+from groupwise.fleet.store.tables import ControlProcess
 from groupwise.hosts import answers
 from groupwise.hosts.answers import MemberState
 
@@ -170,3 +175,43 @@ def test_the_disk_of_the_control_machine_is_looked_at(
     doctor.examine(place, None, tell=told.append)
     (found,) = [each for each in told if each.name == "own disk"]
     assert (found.level, found.measured) == (level, f"{free / 1e9:.0f} GB free in {tmp_path}")
+
+
+# --- roles ----------------------------------------------------------------------------------------
+
+
+def silent(role: str, owner: str, *, gone: bool) -> ControlProcess:
+    """A row of this process, which has not been renewed for an hour; `gone`: it was another one's."""
+    known = identity(os.getpid())
+    assert known is not None
+    about = {"host": "vm", "pid": os.getpid(), "started_at": 0.0, "seen_at": time.time() - 3600}
+    there = known | {"ticks": 1} if gone else known
+    return ControlProcess(owner=owner, role=role, facts={"process": there}, **about)
+
+
+def seen_of_roles(database: Database, *rows: ControlProcess) -> dict[str, list[Seen]]:
+    database.run(lambda s: s.add_all(rows))
+    told: dict[str, list[Seen]] = {}
+    doctor._roles(database, lambda seen: told.setdefault(seen.name, []).append(seen))
+    return told
+
+
+def test_a_process_that_was_killed_worries_nobody_where_another_plays_its_role(
+    database: Database,
+) -> None:
+    alive = silent("dispatcher", "new", gone=False)
+    alive.seen_at = time.time()
+    found = seen_of_roles(
+        database, alive, silent("dispatcher", "old", gone=True), silent("poller", "p", gone=True)
+    )
+    assert [each.level for each in found["dispatcher"]] == ["ok"]
+    [poller] = found["poller"]
+    assert (poller.level, "has ended without a word" in poller.measured) == ("problem", True)
+
+
+def test_a_process_that_hangs_is_told_of(database: Database) -> None:
+    alive = silent("dispatcher", "new", gone=False)
+    alive.seen_at = time.time()
+    found = seen_of_roles(database, alive, silent("dispatcher", "hangs", gone=False))
+    assert [each.level for each in found["dispatcher"]] == ["ok", "warning"]
+    assert "it hangs" in found["dispatcher"][1].meaning

@@ -1,7 +1,9 @@
-"""The connections that the roles of a process keep, and where this machine keeps everything once the fleet's folder was moved."""
+"""The connections that the roles of a process keep, where this machine keeps everything once the fleet's folder was moved, and the end."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from sqlalchemy import select
@@ -134,3 +136,21 @@ def test_the_same_folder_by_another_name_and_a_database_elsewhere_change_nothing
     assert begin(database, tmp_path / "link") is None
     assert begin(database, tmp_path / "b", url="postgresql://db/fleet") is None
     assert changes(database) == 0
+
+
+# --- an end ---------------------------------------------------------------------------------------
+
+
+async def test_the_second_signal_does_not_wait_unless_it_is_the_first_once_more(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, ended = [100.0], list[int]()
+    monkeypatch.setattr(up, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(os, "_exit", ended.append)
+    place = FleetPlace(tmp_path, FleetSettings())
+    control = up._ControlPlane(place, database, ("requeue",), lambda text: None)
+    for later, expected in ((0.0, []), (0.1, []), (up.ONE_WISH + 0.1, [143])):
+        now[0] = 100.0 + later
+        control._asked_to_stop(15)
+        assert control._stopping.is_set()
+        assert ended == expected

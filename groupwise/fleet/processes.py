@@ -1,0 +1,70 @@
+"""The processes of the control plane, as they stand in the database: who is there, and who surely is not any more.
+
+Each process has a row for each of its roles, and renews it every few seconds. Whoever ends in order takes its rows away. One that was
+killed leaves them, and by its silence alone nobody can tell it from one that hangs. So a row also says which process it is: where it ran,
+the system knows whether it still does. Whoever begins to play a role takes the rows of those away that are gone for certain; about a
+process elsewhere nobody knows more than that it is silent.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import delete, select
+from sqlalchemy.orm import Session
+
+from groupwise.fleet.store.tables import ControlProcess
+
+PROCESS = "process"
+"""In `facts`: what tells a process from all others that have its pid."""
+OVER = ("Z", "X")
+"""States of what has ended, and stands in the system's table until its parent has asked how."""
+
+
+def identity(pid: int) -> dict[str, Any] | None:
+    """Of a process that is seen from here: in which run of the system, among which pids, since when. None: there is none, or no Linux."""
+    about = _seen(pid)
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        among = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return None
+    return None if about is None else {"boot_id": boot, "pids": among, "ticks": about[1]}
+
+
+def _seen(pid: int) -> tuple[str, int] | None:
+    """Its state, and the clock ticks from the start of the system to its own."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        fields = text[text.rindex(")") + 2 :].split()
+        return fields[0], int(fields[19])
+    except (OSError, ValueError, IndexError):  # it has just ended, perhaps
+        return None
+
+
+def is_gone(pid: int, facts: Mapping[str, Any]) -> bool:
+    """Whether the process of a row has ended for certain: it ran on this system, and its pid is nobody's now, or another's."""
+    then: dict[str, Any] = facts.get(PROCESS) or {}
+    own = identity(os.getpid())
+    if own is None:
+        return False
+    if any(then.get(name) != own[name] for name in ("boot_id", "pids")):
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:  # somebody else's, and there
+        pass
+    now = _seen(pid)
+    return now is not None and (now[0] in OVER or now[1] != then.get("ticks"))
+
+
+def forget_gone(session: Session, role: str, *, alone: bool) -> None:
+    """Take away the rows of those who have played the role and are gone. `alone`: nobody but the caller can be playing it."""
+    rows = session.scalars(select(ControlProcess).where(ControlProcess.role == role))
+    gone = [row.owner for row in rows if alone or is_gone(row.pid, row.facts)]
+    session.execute(delete(ControlProcess).where(ControlProcess.owner.in_(gone)))

@@ -1,0 +1,93 @@
+"""Who of those that have played a role is gone for certain: told of real processes.
+
+1. One that was killed is gone, whether its parent has asked for it or not; so is one whose pid another has now.
+2. One that hangs is not, nor one of another system, of other pids, or of which nothing is known.
+3. Whoever begins takes away the rows of those who are gone, and all of its role where nobody else can be playing it.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import select
+from sqlalchemy.orm import Session
+
+from groupwise.fleet.processes import forget_gone, identity, is_gone
+from groupwise.fleet.store.database import Database
+from groupwise.fleet.store.tables import ControlProcess
+
+
+@pytest.fixture
+def other() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def facts(pid: int, **changed: Any) -> dict[str, Any]:
+    known = identity(pid)
+    assert known is not None
+    return {"process": known | changed}
+
+
+def test_a_process_that_hangs_is_there(other: subprocess.Popen[bytes]) -> None:
+    known = facts(other.pid)
+    assert not is_gone(other.pid, known)
+    other.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, other.pid, os.WSTOPPED | os.WNOWAIT)
+    assert not is_gone(other.pid, known)
+
+
+def test_one_that_was_killed_is_gone(other: subprocess.Popen[bytes]) -> None:
+    known = facts(other.pid)
+    other.kill()
+    os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)
+    assert is_gone(other.pid, known), "its parent has not asked for it yet"
+    other.wait()
+    assert is_gone(other.pid, known)
+
+
+def test_a_pid_that_another_has_now() -> None:
+    assert is_gone(os.getpid(), facts(os.getpid(), ticks=1))
+
+
+@pytest.mark.parametrize("changed", [{"boot_id": "another"}, {"pids": "pid:[1]"}])
+def test_nobody_knows_of_a_process_elsewhere(
+    other: subprocess.Popen[bytes], changed: dict[str, Any]
+) -> None:
+    known = facts(other.pid, **changed)
+    other.kill()
+    other.wait()
+    assert not is_gone(other.pid, known)
+    assert not is_gone(other.pid, {})
+    assert not is_gone(other.pid, {"process": None})
+
+
+@pytest.mark.parametrize(
+    ("alone", "left"), [(False, ["hangs", "unknown", "watches"]), (True, ["watches"])]
+)
+def test_whoever_begins_takes_away_what_is_left(
+    database: Database, alone: bool, left: list[str]
+) -> None:
+    here = facts(os.getpid())
+    rows = {
+        "gone": ("dispatcher", facts(os.getpid(), ticks=1)),
+        "hangs": ("dispatcher", here),
+        "unknown": ("dispatcher", {}),
+        "watches": ("poller", facts(os.getpid(), ticks=1)),
+    }
+
+    def write(session: Session) -> None:
+        for owner, (role, known) in rows.items():
+            about = {"host": "h", "pid": os.getpid(), "started_at": 0.0, "seen_at": 0.0}
+            session.add(ControlProcess(owner=owner, role=role, facts=known, **about))
+
+    database.run(write)
+    database.run(lambda s: forget_gone(s, "dispatcher", alone=alone))
+    found = database.read(lambda s: list(s.scalars(select(ControlProcess.owner))))
+    assert sorted(found) == left
