@@ -105,10 +105,9 @@ def run(
         database = connect(place.database_url)
         held.callback(database.close)
         check_schema(database)
-        if set(roles) == set(ROLES):
-            told = database.run(_add_this_machine(place))
-            if told is not None:
-                say(told)
+        told = database.run(_at_home(place, roles))
+        if told is not None:
+            say(told)
         keep_what_is_there()
         return asyncio.run(_ControlPlane(place, database, roles, say).run(address))
 
@@ -147,28 +146,36 @@ def _taken(folder: Path, role: str, file: IO[str]) -> str:
     )
 
 
-def _add_this_machine(place: FleetPlace) -> Callable[[Session], str | None]:
-    """The machine that the fleet runs on, as its first one; one that somebody has removed stays so. Returns what people are told of it."""
+def _at_home(place: FleetPlace, roles: Sequence[str]) -> Callable[[Session], str | None]:
+    """This machine stands in the fleet as what it is now, before a role looks at it. Returns what people are told of it."""
 
-    def add(session: Session) -> str | None:
+    def look(session: Session) -> str | None:
+        if set(roles) == set(ROLES):
+            _add_this_machine(session, place)
+        # with a database of its own, a fleet is not the one of its folder; and an API speaks with no machine
+        if place.settings.database is not None or API in roles:
+            return None
         vm = session.get(VM, LOCAL_MACHINE)
-        if vm is None:
-            new = machines.NewMachine(
-                LOCAL_MACHINE,
-                transport=LOCAL,
-                workdir=str(place.folder / "work"),
-                python=sys.executable,
-            )
-            machines.add(session, UP, new)
+        if vm is None or vm.transport != LOCAL or not vm.active:
             return None
-        if vm.transport != LOCAL or not vm.active:
-            return None
-        if not Path(vm.python).exists():
-            machines.change(session, UP, LOCAL_MACHINE, python=sys.executable)
-        # with a database of its own, a fleet is not the one of its folder
-        return _followed(session, vm, place.folder) if place.settings.database is None else None
+        return _followed(session, vm, place.folder)
 
-    return add
+    return look
+
+
+def _add_this_machine(session: Session, place: FleetPlace) -> None:
+    """The machine that the fleet runs on, as its first one; one that somebody has removed stays so."""
+    vm = session.get(VM, LOCAL_MACHINE)
+    if vm is None:
+        new = machines.NewMachine(
+            LOCAL_MACHINE,
+            transport=LOCAL,
+            workdir=str(place.folder / "work"),
+            python=sys.executable,
+        )
+        machines.add(session, UP, new)
+    elif vm.transport == LOCAL and vm.active and not Path(vm.python).exists():
+        machines.change(session, UP, LOCAL_MACHINE, python=sys.executable)
 
 
 def _followed(session: Session, vm: VM, folder: Path) -> str | None:

@@ -66,9 +66,11 @@ async def test_a_way_is_kept_until_its_machine_is_gone_or_somewhere_else(
     assert (first.closed, moved.closed, other.closed) == (1, 1, 1)
 
 
-def begin(database: Database, folder: Path, *, url: str | None = None) -> str | None:
+def begin(database: Database, folder: Path, *roles: str, url: str | None = None) -> str | None:
+    """With all roles, if none are named."""
     folder.mkdir(exist_ok=True)
-    return database.run(up._add_this_machine(FleetPlace(folder, FleetSettings(database=url))))
+    place = FleetPlace(folder, FleetSettings(database=url))
+    return database.run(up._at_home(place, roles or up.ROLES))
 
 
 def workdir(database: Database) -> Path:
@@ -106,6 +108,27 @@ def test_a_copy_beside_its_original_is_refused_until_the_original_is_away(
     (tmp_path / "a").rename(tmp_path / "old")
     begin(database, tmp_path / "b")
     assert workdir(database) == tmp_path / "b" / "work"
+
+
+@pytest.mark.parametrize("role", up.ROLES)
+def test_a_role_alone_follows_the_folder_as_all_do(
+    database: Database, tmp_path: Path, role: str
+) -> None:
+    begin(database, tmp_path / "a")
+    (tmp_path / "a" / "fleet.db").touch()
+    with pytest.raises(UsageError, match="is a copy of the fleet in"):
+        begin(database, tmp_path / "b", role)
+    assert begin(database, tmp_path / "b", up.API) is None
+    assert workdir(database) == tmp_path / "a" / "work"
+    (tmp_path / "a").rename(tmp_path / "old")
+    told = begin(database, tmp_path / "b", role)
+    assert told is not None
+    assert workdir(database) == tmp_path / "b" / "work"
+
+
+def test_a_role_alone_adds_no_machine(database: Database, tmp_path: Path) -> None:
+    begin(database, tmp_path / "a", "dispatcher")
+    assert database.read(lambda s: s.get(VM, "local")) is None
 
 
 def test_a_copy_that_was_given_another_working_folder_is_a_fleet_of_its_own(
