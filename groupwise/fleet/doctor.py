@@ -2,7 +2,7 @@
 
     database     reachable, its tables those of this version, its clock near ours
     own disk     room for what jobs leave
-    NATS         where one is used: reachable, and no release with known holes
+    NATS         where one is used, by what runs or else by the settings: reachable, and no release with known holes
     roles        alive, and not crashing again and again
     machines     each: trusted, reachable, Python, disk, GPUs as the fleet knows them, and one tiny command from launch to exit,
                  run with the interpreter that its jobs get: whether it has this groupwise, and a torch that sees these GPUs
@@ -34,7 +34,7 @@ from groupwise.fleet.attempts.records import Machine
 from groupwise.fleet.doorbells.nats import access_from
 from groupwise.fleet.machines import packing
 from groupwise.fleet.machines.reaching import LOCAL, host_of
-from groupwise.fleet.processes import is_gone
+from groupwise.fleet.processes import NATS, is_gone
 from groupwise.fleet.settings import DATABASE_FILE, FleetPlace
 from groupwise.fleet.store import schema
 from groupwise.fleet.store.database import Database, connect, seconds
@@ -129,7 +129,7 @@ def _examine(place: FleetPlace, only: Sequence[str] | None, tell: Tell) -> None:
     try:
         if not _database(database, tell):
             return
-        _nats(place, tell)
+        _nats(place, database, tell)
         if only is None:
             tell(_own_disk(place))
             _roles(database, tell)
@@ -202,36 +202,56 @@ def _own_disk(place: FleetPlace) -> Seen:
 # --- NATS -----------------------------------------------------------------------------------------
 
 
-def _nats(place: FleetPlace, tell: Tell) -> None:
-    url = place.nats_url
-    if url is None:
+def _nats(place: FleetPlace, database: Database, tell: Tell) -> None:
+    addresses = _nats_in_use(place, database)
+    if not addresses:
         tell(Seen("NATS", "ok", "none is used; dispatchers look into the database by themselves"))
-        return
-    shown = access_from(url, os.environ).shown
+    for shown, url in addresses.items():
+        tell(_secret_nats(shown) if url is None else _nats_at(shown, url))
+
+
+def _nats_in_use(place: FleetPlace, database: Database) -> dict[str, str | None]:
+    """As people are shown it → the whole address, or None where nobody here knows that. What runs may have been begun with options; where
+    nothing does, the settings say what will."""
+    own = place.nats_url
+    whole = {} if own is None else {access_from(own, os.environ).shown: own}
+    facts = [each["facts"] for each in database.read(status.processes) if each["alive"]]
+    told = [each[NATS] for each in facts if NATS in each]
+    if not told:
+        return dict(whole)
+    used = {each["url"]: each["url"] if each["whole"] else None for each in told if each}
+    return {shown: whole.get(shown, url) for shown, url in used.items()}
+
+
+def _secret_nats(shown: str) -> Seen:
+    return Seen(
+        "NATS",
+        "skipped",
+        f"{shown} is used, by an address that was given with a user or token in it, which is written down nowhere",
+        remedy="name that address to this command alone: GROUPWISE_FLEET_NATS_URL=nats://…",
+    )
+
+
+def _nats_at(shown: str, url: str) -> Seen:
     try:
         version = asyncio.run(_nats_version(url))
     except Exception as error:  # noqa: BLE001 — whatever its library raises, it is not reachable
-        tell(
-            Seen(
-                "NATS",
-                "warning",
-                f"{shown} does not answer: {error or type(error).__name__}",
-                "no job is lost by it: dispatchers look into the database every few seconds. Nobody hears of finished jobs there",
-                "start it, or set nats_url to another address, or to off",
-            )
+        return Seen(
+            "NATS",
+            "warning",
+            f"{shown} does not answer: {error or type(error).__name__}",
+            "no job is lost by it: dispatchers look into the database every few seconds. Nobody hears of finished jobs there",
+            "start it, or set nats_url to another address, or to off",
         )
-        return
     numbers = tuple(int(each) for each in re.findall(r"\d+", version)[:3])
     old = numbers < LEAST_NATS
-    tell(
-        Seen(
-            "NATS",
-            "warning" if old else "ok",
-            f"{shown}, version {version}",
-            "this release has known holes" if old else "",
-            f"use {'.'.join(map(str, LEAST_NATS))} or newer",
-            {"version": version},
-        )
+    return Seen(
+        "NATS",
+        "warning" if old else "ok",
+        f"{shown}, version {version}",
+        "this release has known holes" if old else "",
+        f"use {'.'.join(map(str, LEAST_NATS))} or newer",
+        {"version": version},
     )
 
 

@@ -20,6 +20,8 @@ from groupwise.fleet.store.tables import ControlProcess
 
 PROCESS = "process"
 """In `facts`: what tells a process from all others that have its pid."""
+NATS = "nats"
+"""In `facts` of who uses it: its address as people are shown it, and whether that is enough to get there; None: none is used."""
 OVER = ("Z", "X")
 """States of what has ended, and stands in the system's table until its parent has asked how."""
 

@@ -35,7 +35,7 @@ from collections.abc import (
 )
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
@@ -77,6 +77,8 @@ if TYPE_CHECKING:
 ROLES = ("dispatcher", "poller", "requeue", "tracker")
 API = "api"
 """A process that answers, and does nothing else."""
+SPEAK_WITH_NATS = ("dispatcher", "tracker", API)
+"""Woken by it, telling it, waking others by it."""
 HEARTBEAT_SECONDS = 10.0
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 """Seconds before a role that crashed is begun anew; doubled each time it crashes again soon."""
@@ -297,6 +299,7 @@ class _ControlPlane:
         self._asked_at: float | None = None
         self._hosts = Hosts()
         self._identity = processes.identity(os.getpid())
+        self._nats = _nats_shown(place.nats_url)
         self._bell = doorbell_of(place.folder, database, place.nats_url, os.environ)
         self._players: Mapping[str, Callable[[_Role], Awaitable[None]]] = {
             "dispatcher": self._dispatch,
@@ -508,11 +511,17 @@ class _ControlPlane:
                 )
                 session.add(row)
             row.seen_at = now
-            row.facts = {
-                "crashes": role.crashes,
-                "last_error": role.last_error,
-                processes.PROCESS: self._identity,
-            }
+            row.facts = self._facts(role)
+
+    def _facts(self, role: _Role) -> dict[str, Any]:
+        found = {
+            "crashes": role.crashes,
+            "last_error": role.last_error,
+            processes.PROCESS: self._identity,
+        }
+        if role.name in SPEAK_WITH_NATS:
+            found[processes.NATS] = self._nats
+        return found
 
     async def _sign_off(self) -> None:
         """Nobody is to wonder where they are; and how many jobs run on."""
@@ -531,6 +540,14 @@ class _ControlPlane:
         if len(self._roles) == len(ROLES):
             with contextlib.suppress(OSError):  # nobody reads it
                 self._say(_farewell(running))
+
+
+def _nats_shown(url: str | None) -> dict[str, Any] | None:
+    """Without what may be secret: it stands in the database, where everybody reads."""
+    if url is None:
+        return None
+    access = access_from(url, os.environ)
+    return {"url": access.shown, "whole": access.is_shown_whole}
 
 
 def _keeping(settings: FleetSettings) -> Keeping:

@@ -73,6 +73,11 @@ class NatsAccess:
         parts = [urlsplit(one.strip()) for one in self.url.split(",")]
         return ",".join(f"{p.scheme}://{p.netloc.rpartition('@')[2]}" for p in parts)
 
+    @property
+    def is_shown_whole(self) -> bool:
+        """Whether `shown` is enough to get there, with what stands in the environment."""
+        return "@" not in self.url
+
     def __repr__(self) -> str:
         return f"NatsAccess({self.shown})"
 

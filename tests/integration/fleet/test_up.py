@@ -6,7 +6,7 @@
 4. When the fleet is killed its jobs run on, and the next `up` finishes them: once. Of the one that was killed no row is left.
 5. One folder, one fleet.
 6. A folder that was moved is a fleet as before; a copy beside the original is none.
-7. An address of NATS where nothing answers is told, once.
+7. An address of NATS where nothing answers is told, once, and doctor sees it though only `up` was given it.
 """
 
 import contextlib
@@ -364,5 +364,8 @@ def test_a_nats_that_does_not_answer_is_told_once(tmp_path: Path) -> None:
     with fleet_in(tmp_path / "fleet") as fleet:
         fleet.up("--nats-url", "nats://127.0.0.1:1")
         until(lambda: "NATS at nats://127.0.0.1:1 is not there" in fleet.log.read_text(), "told")
+        found = json.loads(fleet.call("doctor", "--json").stdout)["findings"]
+        [(level, measured)] = [(e["level"], e["measured"]) for e in found if e["name"] == "NATS"]
+        assert (level, "127.0.0.1:1 does not answer" in measured) == ("warning", True)
         assert fleet.end() == 0
         assert fleet.log.read_text().count("is not there") == 1

@@ -8,13 +8,15 @@ import subprocess
 import sys
 import time
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from sqlalchemy import select
 
-from groupwise.fleet import doctor
+from groupwise.fleet import doctor, up
 from groupwise.fleet.doctor import LOOK, Seen
 from groupwise.fleet.machines import packing
 from groupwise.fleet.processes import identity
@@ -215,3 +217,54 @@ def test_a_process_that_hangs_is_told_of(database: Database) -> None:
     found = seen_of_roles(database, alive, silent("dispatcher", "hangs", gone=False))
     assert [each.level for each in found["dispatcher"]] == ["ok", "warning"]
     assert "it hangs" in found["dispatcher"][1].meaning
+
+
+# --- NATS -----------------------------------------------------------------------------------------
+
+
+def seen_of_nats(
+    tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch, settings: str | None
+) -> dict[str, str]:
+    """What is measured → level, of a server that answers everybody, and by which address it was asked."""
+
+    async def version(url: str) -> str:
+        return f"2.14.0 at {url}"
+
+    monkeypatch.setattr(doctor, "_nats_version", version)
+    found: list[Seen] = []
+    place = FleetPlace(tmp_path, FleetSettings(nats_url=settings))
+    doctor._nats(place, database, found.append)
+    return {seen.measured: seen.level for seen in found}
+
+
+def runs(tmp_path: Path, database: Database, url: str | None, role: str = "dispatcher") -> None:
+    """A process that was begun with this address."""
+    place = FleetPlace(tmp_path, FleetSettings(nats_url=url))
+    control = up._ControlPlane(place, database, (role,), lambda text: None)
+    database.run(control._beat)
+
+
+def test_the_nats_of_what_runs_is_looked_at_whatever_the_settings_say(
+    tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs(tmp_path, database, None, role="poller")
+    look = partial(seen_of_nats, tmp_path, database, monkeypatch)
+    set_url = "nats://set:4222"
+    assert "none is used" in next(iter(look(None)))
+    assert look(set_url) == {f"{set_url}, version 2.14.0 at {set_url}": "ok"}
+    runs(tmp_path, database, "nats://told:4222")
+    assert look(None) == {"nats://told:4222, version 2.14.0 at nats://told:4222": "ok"}
+    assert look(set_url) == look(None)
+
+
+def test_what_is_secret_in_an_address_is_written_nowhere(
+    tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = "nats://ada:canary@told:4222"
+    runs(tmp_path, database, secret)
+    facts = database.read(lambda s: s.scalars(select(ControlProcess)).one().facts)
+    assert "canary" not in json.dumps(facts)
+    [(measured, level)] = seen_of_nats(tmp_path, database, monkeypatch, None).items()
+    assert (level, "nats://told:4222 is used" in measured) == ("skipped", True)
+    whole = seen_of_nats(tmp_path, database, monkeypatch, secret)
+    assert whole == {f"nats://told:4222, version 2.14.0 at {secret}": "ok"}
