@@ -2000,6 +2000,97 @@ QUICK = (
         (("cli/fleet_prepare.py", "    if epochs:\n", "    if not epochs and epochs:\n"),),
         ("tests/unit/cli/test_fleet_prepare.py::test_nothing_is_removed_while_jobs_begin",),
     ),
+    # --- the control plane itself -----------------------------------------------------------------
+    Mutation(
+        "clearing",
+        "the history of GPUs that nobody looks at stays",
+        (("fleet/files/clearing.py", "        forget_history(database)\n", ""),),
+        (f"{STORE}::test_a_week_of_each_gpu_is_kept_of_machines_that_have_left_too",),
+    ),
+    Mutation(
+        "clearing",
+        "the history of GPUs goes altogether",
+        (("fleet/files/clearing.py", " & (GPUHistory.minute < first)", ""),),
+        (f"{STORE}::test_a_week_of_each_gpu_is_kept_of_machines_that_have_left_too",),
+    ),
+    Mutation(
+        "logs of the control plane",
+        "a row that nobody can refuse is told of at every sweep",
+        (("fleet/queue/admission.py", "    told.add(job_id)\n", ""),),
+        (f"{ADMISSION}::test_rows_that_the_database_lets_nobody_refuse_stand_before_no_other",),
+    ),
+    Mutation(
+        "names of machines",
+        "GLOB reads to the first NUL",
+        (("fleet/store/triggers.py", " OR instr({value}, char(0)) > 0 ", " "),),
+        (f"{TRIGGERS}::test_nor_is_a_name_cut_short_or_no_text",),
+    ),
+    Mutation(
+        "names of machines",
+        "a row may have any",
+        (("fleet/store/triggers.py", '_no_name(dialect, "NEW.vm_id")', '"1 = 0"'),),
+        (f"{TRIGGERS}::test_a_machine_has_a_name_that_commands_can_say",),
+    ),
+    Mutation(
+        "killed processes",
+        "a process of another system is judged by its pid",
+        (("fleet/processes.py", 'for name in ("boot_id", "pids")', "for name in ()"),),
+        (f"{UNIT}/test_processes.py::test_nobody_knows_of_a_process_elsewhere",),
+    ),
+    Mutation(
+        "killed processes",
+        "whoever has the pid now is taken for it",
+        (("fleet/processes.py", ' or now[1] != then.get("ticks")', ""),),
+        (f"{UNIT}/test_processes.py::test_a_pid_that_another_has_now",),
+    ),
+    Mutation(
+        "killed processes",
+        "one that hangs is forgotten",
+        (("fleet/processes.py", "if alone or is_gone(row.pid, row.facts)]", "]"),),
+        (f"{UNIT}/test_processes.py::test_whoever_begins_takes_away_what_is_left",),
+    ),
+    Mutation(
+        "killed processes",
+        "doctor warns of those that are gone",
+        (("fleet/doctor.py", 'and is_gone(each["pid"], each["facts"])', "and False"),),
+        (
+            f"{UNIT}/test_doctor.py::test_a_process_that_was_killed_worries_nobody_where_another_plays_its_role",
+        ),
+    ),
+    Mutation(
+        "one signal",
+        "the group's copy of it ends everything",
+        (("fleet/up.py", "elif now - self._asked_at > ONE_WISH:", "else:"),),
+        (
+            f"{UNIT}/test_up.py::test_the_second_signal_does_not_wait_unless_it_is_the_first_once_more",
+        ),
+    ),
+    Mutation(
+        "a fleet that was moved",
+        "a role alone does not look",
+        (
+            (
+                "fleet/up.py",
+                "if place.settings.database is not None or API in roles:",
+                "if place.settings.database is not None or set(roles) != set(ROLES):",
+            ),
+        ),
+        (f"{UNIT}/test_up.py::test_a_role_alone_follows_the_folder_as_all_do",),
+    ),
+    Mutation(
+        "NATS of what runs",
+        "its secrets stand in the database",
+        (("fleet/up.py", '{"url": access.shown, ', '{"url": access.url, '),),
+        (f"{UNIT}/test_doctor.py::test_what_is_secret_in_an_address_is_written_nowhere",),
+    ),
+    Mutation(
+        "NATS of what runs",
+        "doctor believes the settings",
+        (("fleet/doctor.py", "    if not told:\n", "    if True:\n"),),
+        (
+            f"{UNIT}/test_doctor.py::test_the_nats_of_what_runs_is_looked_at_whatever_the_settings_say",
+        ),
+    ),
 )
 """Seconds each."""
 
