@@ -129,6 +129,7 @@ def _add(app: FastAPI, route: Route, words: Mapping[Role, str]) -> None:
         tags=[route.tag],
         name=route.handler.__name__,
         operation_id=route.handler.__name__,
+        status_code=route.status,
         response_model=route.answer,
         response_class=route.response_class,
         responses=cast("Any", responses),

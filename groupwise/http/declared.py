@@ -61,6 +61,8 @@ class Route:
     """Whether what is done for it is cancelled when the client goes away."""
     named: bool = False
     """Whether it takes an Idempotency-Key."""
+    status: int = 200
+    """What it answers with where all is well."""
     later: str = ""
     """What it means when it answers 202; empty: it does not."""
     example: Any = None

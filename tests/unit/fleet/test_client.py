@@ -68,6 +68,26 @@ def test_a_job_is_submitted_found_and_cancelled(fleet: FleetClient) -> None:
     assert fleet.retry(job["job_id"])["generation"] == 1
 
 
+def test_a_cancellation_is_accepted_in_whatever_state_the_job_is(
+    url: str, fleet: FleetClient, database: Database
+) -> None:
+    add_machine(database, "vm-1", cpu_slots=1)
+    runs = fleet.submit(COMMAND)["job_id"]
+    claim_some(database, 1)
+    queued = fleet.submit(COMMAND)["job_id"]
+    held = fleet.submit({**COMMAND, "hold": True})["job_id"]
+    headers = {"Authorization": f"Bearer {PLAIN}"}
+    with httpx2.Client(base_url=url, headers=headers) as http:
+        for job, status in ((runs, "running"), (queued, "cancelled"), (held, "cancelled")):
+            for _ in range(2):
+                answer = http.post(f"/jobs/{job}/cancel")
+                assert (answer.status_code, answer.json()["status"]) == (202, status)
+        told = http.get("/openapi.json").json()["paths"]
+    done = {"/jobs": "201", "/jobs/array": "201", "/jobs/{job_id}/cancel": "202", "/vms": "201"}
+    for path, status in done.items():
+        assert {code for code in told[path]["post"]["responses"] if code < "300"} == {status}
+
+
 def test_hold_and_release(fleet: FleetClient) -> None:
     job = fleet.submit({**COMMAND, "hold": True})["job_id"]
     assert fleet.show(job)["status"] == "held"

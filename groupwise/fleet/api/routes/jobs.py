@@ -144,11 +144,11 @@ async def follow_job(asked: AskedHere, job_id: str) -> Response:
 
 
 async def cancel_job(asked: AskedHere, job_id: str, body: CancelBody | None = None) -> Response:
-    """Have it end. 202: it is running, and `cancelled` once nothing of it is left; asked twice, it is the same."""
+    """Have it end, in whatever state it is: 202, and `cancelled` once nothing of it is left; asked twice, it is the same."""
     reason = None if body is None else body.reason
     found = await asked.run(lambda session: jobs.cancel(session, asked.actor, job_id, reason))
     asked.serving.doorbell.ring([job_id])
-    return document(found, 200 if found["status"] == JobStatus.CANCELLED else 202)
+    return document(found, 202)
 
 
 async def hold_job(asked: AskedHere, job_id: str) -> Response:
@@ -216,6 +216,7 @@ async def prune_jobs(asked: AskedHere, body: PruneBody) -> Response:
 
 
 def _changing(path: str, handler: Any, later: str = "", *, takes_body: bool = False) -> Route:
+    """`later`: it is answered before it is done."""
     return Route(
         method="POST",
         path=path,
@@ -226,6 +227,7 @@ def _changing(path: str, handler: Any, later: str = "", *, takes_body: bool = Fa
         codes=("unknown_job", "job_state"),
         takes_body=takes_body,
         works=True,
+        status=202 if later else 200,
         later=later,
     )
 
@@ -250,6 +252,7 @@ ROUTES = (
         handler=submit_job,
         role=Role.ACT,
         tag=TAG,
+        status=201,
         answer=dict[str, Any],
         codes=("idempotency_key_reused",),
         takes_body=True,
@@ -262,6 +265,7 @@ ROUTES = (
         handler=submit_jobs,
         role=Role.ACT,
         tag=TAG,
+        status=201,
         answer=list[dict[str, Any]],
         codes=("idempotency_key_reused",),
         takes_body=True,
@@ -307,7 +311,7 @@ ROUTES = (
     _changing(
         "/jobs/{job_id}/cancel",
         cancel_job,
-        "It is asked to end, and has not yet.",
+        "It was heard. The status is `cancelled` once nothing of it is left: at once where it waited.",
         takes_body=True,
     ),
     _changing("/jobs/{job_id}/hold", hold_job),

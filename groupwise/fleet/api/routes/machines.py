@@ -95,7 +95,12 @@ async def clear_gpu(asked: AskedHere, vm_id: str, gpu: str) -> Response:
 
 
 def _changing(
-    path: str, handler: Any, *codes: str, body: bool = False, method: str = "POST"
+    path: str,
+    handler: Any,
+    *codes: str,
+    body: bool = False,
+    method: str = "POST",
+    status: int = 200,
 ) -> Route:
     return Route(
         method=method,
@@ -103,6 +108,7 @@ def _changing(
         handler=handler,
         role=Role.ADMIN,
         tag=TAG,
+        status=status,
         answer=dict[str, Any],
         codes=codes,
         takes_body=body,
@@ -119,7 +125,7 @@ ROUTES = (
         tag=TAG,
         answer=list[dict[str, Any]],
     ),
-    _changing("/vms", add_machine, "vm_exists", body=True),
+    _changing("/vms", add_machine, "vm_exists", body=True, status=201),
     Route(
         method="GET",
         path="/vms/{vm_id}",

@@ -96,6 +96,7 @@ ROUTES = (
         handler=make_key,
         role=Role.ADMIN,
         tag=TAG,
+        status=201,
         answer=dict[str, Any],
         takes_body=True,
         works=True,
