@@ -335,8 +335,8 @@ QUICK = (
         (
             (
                 "fleet/attempts/ending.py",
-                "word in JOBS_OWN_REFUSALS or word in OF_A_GPU",
-                "word in JOBS_OWN_REFUSALS",
+                "elsewhere = word in refusals.OF_JOBS or word in refusals.OF_GPUS",
+                "elsewhere = word in refusals.OF_JOBS",
             ),
         ),
         (f"{RECORDS}::test_a_refusal_for_the_sake_of_a_gpu_is_that_gpus",),

@@ -6,7 +6,7 @@ is remembered between two calls but what the database and the machines hold, so 
     reserved     nothing sent             launching is written before anything is sent; ended(void) where it is no longer wanted
     launching    folder absent            launch, with the same epoch; void instead, where it is to be given up
                  all members have begun   running
-                 a member refused         members that have begun are killed, others made void; then ended(void, launch_failure)
+                 a member refused         members that have begun are killed, others made void; then ended(void), and whose fault it was
     running      all have an exit record  collecting
                  one failed, or cancel    the others are killed; then as their exit records say
                  rebooted, lost, gone     ended(reboot, supervisor_lost, host_lost) once nothing of it runs anywhere
@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from groupwise.fleet.attempts import refusals
 from groupwise.fleet.queue.failures import Diagnosis, FailureClass, classify, succeeded
 from groupwise.fleet.states import AttemptState, Cleanup, Outcome
 from groupwise.hosts.answers import ExitReason, ExitRecord
@@ -222,13 +223,22 @@ def _launch_given_up(view: View) -> Move | None:
         return _end(view, outcome, failure, _gone_because(lost[0]))
     if refused := [m for m in view.members if m.reading is Reading.REFUSED or m.rejected]:
         outcome = Outcome.FAILED if ran else Outcome.VOID
-        because = f"{refused[0].vm_id} would not start it: {refused[0].refusal}"
-        return _end(view, outcome, FailureClass.LAUNCH_FAILURE, because)
+        return _end(view, outcome, *_refused_because(refused[0]))
     if voided := [m for m in view.members if m.reading is Reading.VOIDED]:
         outcome = Outcome.FAILED if ran else Outcome.VOID
         failure = FailureClass.LAUNCH_FAILURE if ran else None
         return _end(view, outcome, failure, f"it had been made void on {voided[0].vm_id}")
     return None
+
+
+def _refused_because(member: MemberView) -> tuple[FailureClass, str]:
+    """A machine is named only for what it said itself."""
+    if refusals.code_of(member.refusal) in refusals.OURS:
+        message = refusals.message_of(member.refusal)
+        because = f"the control machine cannot give what the job needs: {message}"
+        return FailureClass.NOT_PROVIDED, because
+    because = f"{member.vm_id} would not start it: {member.refusal}"
+    return FailureClass.LAUNCH_FAILURE, because
 
 
 def _running(view: View) -> tuple[Effect, ...]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from groupwise.errors import RunError
-from groupwise.fleet.attempts import ending, records
+from groupwise.fleet.attempts import ending, records, refusals
 from groupwise.fleet.attempts.decide import (
     DEADMAN_MARGIN,
     Abandon,
@@ -49,6 +49,7 @@ from groupwise.hosts.answers import MemberState, RunnerState
 from groupwise.hosts.driver import Runner
 from groupwise.hosts.files import BlobError, BlobStore
 from groupwise.hosts.port import HostError, HostUnreachable, RunnerRefused
+from groupwise.hosts.spec import Manifest
 
 log = logging.getLogger(__name__)
 
@@ -490,7 +491,7 @@ class Drive:
         try:
             launch = launch_of(row, member, self._desk.secrets)
         except SecretMissing as error:
-            ear.refusal = f"secret: {error}"
+            ear.refusal = f"{refusals.SECRET}: {error}"
             return
         refused: list[RunnerRefused] = []
 
@@ -514,16 +515,19 @@ class Drive:
 
     async def _provide(self, row: Snapshot, member: MemberRow) -> None:
         """Bring the files of an attempt to its machine; the launch follows in the next round."""
-        ear = self._ear(row, member)
+        ear, store, files = self._ear(row, member), self._desk.store, files_of(row)
         try:
-            await self._desk.runner(member.machine).provide(self._desk.store, files_of(row))
+            await self._desk.runner(member.machine).provide(store, files)
             self._news.set()
         except RunnerRefused as error:
             ear.refusal = str(error)
         except HostError as error:
             self._silent(ear, error)
-        except OWN_DISK as error:
-            ear.refusal = f"blob: the control machine does not have all files of the job: {error}"
+        except BlobError as error:
+            lacking = await asyncio.to_thread(_lacking, store, files)
+            ear.refusal = refusals.of_files(row.job_id, lacking, error)
+        except OSError as error:
+            ear.refusal = f"{refusals.DISK}: a file of the job cannot be read: {error}"
 
     async def _check_release(self, row: Snapshot, member: MemberRow) -> None:
         """Does its machine still run or hold anything of it? What is given back is given back in one transaction."""
@@ -659,6 +663,10 @@ class Drive:
                 ear.fetching.cancel()
             if ear.watch is not None:
                 ear.watch.remove(ear)
+
+
+def _lacking(store: BlobStore, files: Manifest) -> list[str]:
+    return [path for path, entry in files.items() if entry.sha256 not in store]
 
 
 def _is_ours(error: Exception) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 from sqlalchemy import Table, bindparam, select, update
 from sqlalchemy.orm import Session
 
+from groupwise.fleet.attempts import refusals
 from groupwise.fleet.attempts.decide import Move
 from groupwise.fleet.attempts.records import guarded, job_of, members_of
 from groupwise.fleet.queue import capacity
@@ -33,10 +34,8 @@ ACCUSATION_SECONDS = 86_400.0
 """For so long it counts what a job said of a GPU."""
 CORDONED_AFTER = 3
 """Launches in a row that a machine would not do, each of another job."""
-JOBS_OWN_REFUSALS = frozenset({"bad_spec", "unknown_program", "secret", "blob"})
-"""Words of a runner that speak of the job, not of the machine."""
-OF_A_GPU = {"gpu_busy": "foreign_busy", "foreign_busy": "foreign_busy", "gpu_missing": "degraded"}
-"""Those that speak of a GPU, and as what the poller would have seen that."""
+REFUSED = frozenset({FailureClass.LAUNCH_FAILURE, FailureClass.NOT_PROVIDED})
+"""It was never begun, and somebody said why."""
 
 
 @in_steps
@@ -235,8 +234,9 @@ def _machine_to_blame(move: Move) -> str | None:
     refusal: str | None = culprit.get("refusal")
     if move.failure is not FailureClass.LAUNCH_FAILURE or refusal is None:
         return None
-    word = refusal.partition(":")[0]
-    return None if word in JOBS_OWN_REFUSALS or word in OF_A_GPU else culprit.get("vm")
+    word = refusals.code_of(refusal)
+    elsewhere = word in refusals.OF_JOBS or word in refusals.OF_GPUS
+    return None if elsewhere else culprit.get("vm")
 
 
 def _note_gpus(session: Session, attempt: Attempt, owner: str, move: Move) -> None:
@@ -244,7 +244,7 @@ def _note_gpus(session: Session, attempt: Attempt, owner: str, move: Move) -> No
     good as before."""
     culprit = _member_at_fault(move)
     refusal: str = culprit.get("refusal") or ""
-    observed = OF_A_GPU.get(refusal.partition(":")[0])
+    observed = refusals.OF_GPUS.get(refusals.code_of(refusal))
     if observed is None:
         return
     for gpu in _gpus_meant(session, attempt, culprit, refusal):
@@ -258,14 +258,13 @@ def _note_gpus(session: Session, attempt: Attempt, owner: str, move: Move) -> No
 
 
 def _is_hopeless(session: Session, job: Job, move: Move) -> bool:
-    """It would be refused everywhere. A program that one machine lacks may be on another, if there is one that it may go to; a secret or a
-    file that was not to be had here may be there again later."""
-    refusal: str | None = _member_at_fault(move).get("refusal")
-    if move.failure is not FailureClass.LAUNCH_FAILURE or refusal is None:
+    """It would be refused everywhere, and later too. A program that one machine lacks may be on another, if there is one that it may go to;
+    a secret, or a disk of the control machine, may be there again later."""
+    if move.failure not in REFUSED:
         return False
-    word = refusal.partition(":")[0]
+    word = refusals.code_of(_member_at_fault(move).get("refusal"))
     if word != "unknown_program":
-        return word == "bad_spec"
+        return word in refusals.FOR_GOOD
     wanted = Resources.model_validate(job.resources or {})
     if wanted.vm is not None or wanted.named:
         return True

@@ -45,6 +45,8 @@ class FailureClass(StrEnum):
     """What watched over the command was killed, so that nobody knows how it ended."""
     LAUNCH_FAILURE = "launch_failure"
     """The machine would not start it; nothing ran."""
+    NOT_PROVIDED = "not_provided"
+    """The control machine does not have what the job needs, a secret or a file; nothing ran, and no machine is to blame."""
     TIME_LIMIT = "time_limit"
     USER_ERROR = "user_error"
     """The job says that it was asked for something impossible: exit code 2, or 64 to 78 but 75."""
@@ -222,6 +224,7 @@ BUDGETS: Mapping[FailureClass, Budget] = {
     FailureClass.HOST_LOST: Budget(charged=False),
     FailureClass.SUPERVISOR_LOST: Budget(charged=True),
     FailureClass.LAUNCH_FAILURE: Budget(charged=False, most=5),
+    FailureClass.NOT_PROVIDED: Budget(charged=False, most=5),  # a secret may be put back
     FailureClass.TIME_LIMIT: Budget(charged=False, most=0),
     FailureClass.USER_ERROR: Budget(charged=False, most=0),
     FailureClass.KILLED: Budget(charged=True, most=1),

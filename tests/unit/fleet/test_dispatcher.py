@@ -292,8 +292,36 @@ async def test_a_file_that_the_control_side_has_lost_is_no_fault_of_machines(rig
         await rig.until(rig.has("job", "failed"))
         await rig.until(rig.is_clean)
     rig.judge()
-    assert "does not have all files" in str(rig.job("job").failure_reason)
+    (attempt,) = rig.attempts("job")
+    assert attempt.failure_class == "not_provided"
+    said = str(rig.job("job").failure_reason)
+    assert said.startswith("not_provided: the control machine cannot give what the job needs: ")
+    assert "train.py is not in the fleet's store of files" in said
+    assert "`groupwise fleet retry job`" in said
     assert value(rig, VM.launch_failures, VM.vm_id == "a") == 0
+
+
+async def test_a_disk_of_the_control_side_that_cannot_be_read_may_be_mended(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sha256 = rig.store.put(b"print(1)")
+    broken = [OSError(5, "Input/output error")]
+    read = rig.store.read
+
+    def failing(sha256: str) -> bytes:
+        if broken:
+            raise broken.pop()
+        return read(sha256)
+
+    monkeypatch.setattr(rig.store, "read", failing)
+    async with running(rig.dispatcher()):
+        rig.submit("job", files={"train.py": (sha256, 0o644, 8)})
+        await rig.until(rig.has("job", "completed"))
+        await rig.until(rig.is_clean)
+    rig.judge()
+    first, _ = rig.attempts("job")
+    assert first.failure_class == "not_provided"
+    assert "Input/output error" in first.evidence["because"]
 
 
 async def test_secrets_travel_beside_the_launch_and_are_nowhere_in_the_database(
@@ -306,6 +334,10 @@ async def test_secrets_travel_beside_the_launch_and_are_nowhere_in_the_database(
         rig.submit("none", secrets={"TOKEN": "env:WANDB_API_KEY"})
         await rig.until(rig.has("none", "failed"))
         await rig.until(rig.is_clean)
+    most = BUDGETS[FailureClass.NOT_PROVIDED].most
+    assert most is not None
+    assert [a.failure_class for a in rig.attempts("none")] == (most + 1) * ["not_provided"]
+    assert "the control machine cannot give" in str(rig.job("none").failure_reason)
     sent = [c for host in rig.rack for c in host.calls if c.verb == "launch"]
     assert {"TOKEN": "canary-4711"} in [c.secrets for c in sent]
     assert "canary-4711" not in repr(sent)

@@ -12,6 +12,7 @@ What must hold, and stands here line by line:
 
 import pytest
 
+from groupwise.fleet.attempts import refusals
 from groupwise.fleet.attempts.decide import (
     Abandon,
     CheckRelease,
@@ -125,6 +126,16 @@ def test_launching(reading: Reading, effects: tuple[Effect, ...]) -> None:
 def test_a_launch_that_is_refused_never_ran() -> None:
     refused = member(Reading.REFUSED, refusal="gpu_busy: held by x.3")
     assert the_end(decide(view(LAUNCHING, refused))) == REFUSED_VOID
+
+
+@pytest.mark.parametrize("code", sorted(refusals.OURS))
+def test_what_the_control_machine_does_not_have_is_no_word_of_a_machine(code: str) -> None:
+    (move,) = decide(
+        view(LAUNCHING, member(Reading.VOIDED, rejected=True, refusal=f"{code}: it is gone"))
+    )
+    assert isinstance(move, Move)
+    assert the_end((move,)) == (Outcome.VOID, FailureClass.NOT_PROVIDED)
+    assert move.because == "the control machine cannot give what the job needs: it is gone"
 
 
 def test_a_launch_that_was_made_void_is_begun_anew_and_blamed_on_nobody() -> None:

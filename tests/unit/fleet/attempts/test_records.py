@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.attempts import ending, records
+from groupwise.fleet.attempts import ending, records, refusals
 from groupwise.fleet.attempts.decide import Known, Move
 from groupwise.fleet.attempts.records import Stale
 from groupwise.fleet.attempts.together import Writes
@@ -328,8 +328,10 @@ def _another_gpu(session: Session) -> None:
 
 
 def refused(code: str = "disk_full", why: str = "no") -> Move:
+    ours = code in refusals.OURS
+    failure = FailureClass.NOT_PROVIDED if ours else FailureClass.LAUNCH_FAILURE
     return Move(
-        AttemptState.ENDED, Outcome.VOID, FailureClass.LAUNCH_FAILURE, "why",
+        AttemptState.ENDED, Outcome.VOID, failure, "why",
         {"rank": 0, "members": [{"rank": 0, "vm": "a", "refusal": f"{code}: {why}"}]},
     )  # fmt: skip
 
@@ -414,7 +416,7 @@ def value_of(rig: Rig, column: Any, *where: Any) -> Any:
     return rig.database.read(lambda s: s.scalars(select(column).where(*where)).one())
 
 
-@pytest.mark.parametrize("code", sorted(ending.JOBS_OWN_REFUSALS))
+@pytest.mark.parametrize("code", sorted(refusals.OF_JOBS | refusals.OURS))
 def test_a_refusal_that_speaks_of_the_job_is_not_the_machines_fault(rig: Rig, code: str) -> None:
     for number in range(4):
         refuse(rig, f"job-{number}", code)
@@ -434,6 +436,22 @@ def begin_and_refuse(rig: Rig, job: str, code: str) -> str:
     move.evidence["members"][0]["vm"] = vm_id
     end(rig, made.epoch, move)
     return vm_id
+
+
+def test_nor_is_it_avoided_for_what_the_control_machine_does_not_have(rig: Rig) -> None:
+    """What a runner says about the job afterwards is as new as if nothing had been said before."""
+    rig.submit("job")
+    first = begin_and_refuse(rig, "job", "secret")
+    assert begin_and_refuse(rig, "job", "disk_full") == first
+    assert row(rig, VM, VM.vm_id == first).launch_failures == 1
+    assert begin_and_refuse(rig, "job", "disk") != first
+
+
+def test_a_file_that_is_gone_is_asked_for_once(rig: Rig) -> None:
+    rig.submit("job")
+    begin_and_refuse(rig, "job", "blob")
+    job = row(rig, Job, Job.job_id == "job")
+    assert (job.status, job.failure_reason.partition(":")[0]) == ("failed", "not_provided")
 
 
 def test_a_program_that_no_machine_has_is_looked_for_once_on_each(rig: Rig) -> None:

@@ -177,6 +177,7 @@ def tries(failure: FailureClass, policy: RetryPolicy | None = None) -> int:
         (FailureClass.HOST_LOST, FREE_RETRIES + 1),
         (FailureClass.SUPERVISOR_LOST, 3),
         (FailureClass.LAUNCH_FAILURE, 6),
+        (FailureClass.NOT_PROVIDED, 6),
         (FailureClass.TIME_LIMIT, 1),
         (FailureClass.USER_ERROR, 1),
         (FailureClass.KILLED, 2),

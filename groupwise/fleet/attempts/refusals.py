@@ -1,0 +1,41 @@
+"""Why an attempt was not begun, as `code: message`, and whom the code speaks of: its machine, a GPU there, the job, or the control machine.
+
+All but the last are words of a runner. What the control machine refuses never reached one: what it does not have is to be had nowhere
+else either, so that no machine is to blame for it and no other one would be better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+SECRET, BLOB, DISK = "secret", "blob", "disk"
+OURS = frozenset({SECRET, BLOB, DISK})
+"""Of the control machine."""
+OF_JOBS = frozenset({"bad_spec", "unknown_program"})
+"""Of a runner, about the job."""
+OF_GPUS = {"gpu_busy": "foreign_busy", "foreign_busy": "foreign_busy", "gpu_missing": "degraded"}
+"""Of a runner, about a GPU; and as what the poller would have seen that."""
+FOR_GOOD = frozenset({"bad_spec", BLOB})
+"""No later attempt would be begun either."""
+_NAMED = 3
+"""Files that a message names."""
+
+
+def code_of(refusal: str | None) -> str:
+    """Its first word."""
+    return (refusal or "").partition(":")[0]
+
+
+def message_of(refusal: str | None) -> str:
+    """The rest of it."""
+    return (refusal or "").partition(":")[2].strip()
+
+
+def of_files(job_id: str, lacking: Sequence[str], error: Exception) -> str:
+    """Files that the store does not have will not come back by themselves: whoever sent them has them."""
+    more = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
+    which = ", ".join(lacking[:_NAMED]) + more or "a file"
+    return (
+        f"{BLOB}: {which} is not in the fleet's store of files: {error}. Submit the job anew, which sends its files, or put them back "
+        f"and `groupwise fleet retry {job_id}`"
+    )
