@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from sqlalchemy import select
 from sqlalchemy.orm import Session
@@ -48,7 +48,8 @@ def machine(session: Session, vm_id: str, *, lock: bool = False) -> VM:
     if found is None:
         there = sorted(session.scalars(select(VM.vm_id).where(VM.active)).all())
         raise Refusal(
-            "unknown_vm", f"there is no machine {vm_id!r}; {_there(vm_id, there, 'vm add')}"
+            "unknown_vm",
+            f"there is no machine {vm_id!r}; {which_there_are(vm_id, there, 'vm add')}",
         )
     return found
 
@@ -88,7 +89,8 @@ def project(session: Session, actor: Actor, name: str, *, lock: bool = False) ->
         names = session.scalars(select(Project.name).order_by(Project.name)).all()
         there = [each for each in names if actor.may_see(each)]
         raise Refusal(
-            "unknown_project", f"there is no project {name!r}; {_there(name, there, 'submit')}"
+            "unknown_project",
+            f"there is no project {name!r}; {which_there_are(name, there, 'submit')}",
         )
     return found
 
@@ -102,7 +104,7 @@ def _no_job(session: Session, actor: Actor, job_id: str) -> str:
     return f"there is no job {job_id!r}; {hint}`groupwise fleet jobs` lists them."
 
 
-def _there(name: str, names: list[str], otherwise: str) -> str:
+def which_there_are(name: str, names: Sequence[str], otherwise: str) -> str:
     """Which there are, the nearest first of all."""
     if not names:
         return f"there are none yet; `groupwise fleet {otherwise}` makes one."

@@ -1,7 +1,8 @@
 """Submitting: requests become jobs, all of them or none; and what would become of one, without making it.
 
 Of several, the first that is wrong is told by its place among them, and keeps all others from being made.
-Whoever submits may only do so for projects that it may see. What admission settled without being told stands in `notes`.
+Whoever submits may only do so for projects that it may see. What admission settled without being told stands in `notes`, and
+what the job waits for that the fleet does not have.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from groupwise.fleet.queue.request import JobRequest
 from groupwise.fleet.secrets import UNLESS_TOLD, AllowedSecrets
 from groupwise.fleet.states import JobStatus
 from groupwise.fleet.store.tables import Job
-from groupwise.fleet.verbs import bound, status
+from groupwise.fleet.verbs import bound, status, wanted
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.fleet.verbs.documents import Document, job_document
 from groupwise.wire.idempotency import key_problem
@@ -45,7 +46,8 @@ def submit_all(
     if key is not None and (wrong := key_problem(key)) is not None:
         raise Refusal("invalid_request", f"The idempotency key {wrong}.")
     if len(requests) == 1:
-        return _noted(session, [_submitted(session, actor, requests[0], name, key, allowed)])
+        made = [_submitted(session, actor, requests[0], name, key, allowed)]
+        return _noted(session, requests, made)
     jobs = admission.submit_array(
         session,
         requests,
@@ -60,7 +62,7 @@ def submit_all(
             accepted.append(bound.job(session, actor, _accepted(request, job)))
     except (UsageError, Refusal) as error:
         raise _of_several(error, len(accepted), len(requests)) from error
-    return _noted(session, accepted)
+    return _noted(session, requests, accepted)
 
 
 def plan(
@@ -123,8 +125,14 @@ def _accepted(request: JobRequest, job: Job) -> Document:
     return job_document(job) | {"notes": _notes(request, job)}
 
 
-def _noted(session: Session, accepted: list[Document]) -> list[Document]:
-    """That nobody runs them is told to whoever has mistyped the fleet, or forgotten to begin it."""
+def _noted(
+    session: Session, requests: Sequence[JobRequest], accepted: list[Document]
+) -> list[Document]:
+    """That they wait for a machine that the fleet does not have is told to whoever has mistyped it; that nobody runs them, to whoever has
+    mistyped the fleet, or forgotten to begin it."""
+    waits = wanted.nowhere(session, [request.resources for request in requests])
+    for each, notes in zip(accepted, waits, strict=True):
+        each["notes"].extend(notes)
     if "dispatcher" in status.missing_roles(session):
         for each in accepted:
             each["notes"].append(status.NO_DISPATCHER)

@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 from sqlalchemy import delete, func, select, update
+from sqlalchemy.event import listen
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.queue.request import JobRequest
+from groupwise.fleet.queue.resources import Resources
 from groupwise.fleet.store.database import seconds
-from groupwise.fleet.store.tables import VM, Attempt, ControlProcess, Job, Member, Reservation
-from groupwise.fleet.verbs import jobs, machines, projects, prune, status, submission
+from groupwise.fleet.store.tables import GPU, VM, Attempt, ControlProcess, Job, Member, Reservation
+from groupwise.fleet.verbs import jobs, machines, projects, prune, status, submission, wanted
 from groupwise.wire.problems import Refusal
 
 # --- projects
@@ -150,6 +152,79 @@ def test_what_was_settled_unasked_is_noted(small: Any) -> None:
     assert job["notes"] == ["--gpus was not given: the job gets 1 GPU"]
     (job,) = small.do(submission.submit_all, [request(resources={"gpus": 0})])
     assert job["notes"] == []
+
+
+@pytest.mark.parametrize(
+    ("needs", "said"),
+    [
+        (
+            {"vm": "h11"},
+            "no machine is called 'h11', so the job waits until that changes; did you mean h1?",
+        ),
+        (
+            {"vm": "0", "named": [1]},
+            "no machine is called '0' (GPU 1 of it is asked for), so the job waits until that changes; there are h1, h2.",
+        ),
+        (
+            {"labels": {"disk": "fat"}},
+            "no machine has the label disk=fat, so the job waits until that changes; did you mean disk=fast?",
+        ),
+        (
+            {"labels": {"zone": "b", "disk": "fast"}},
+            "no machine has disk=fast and zone=b together, so the job waits until that changes",
+        ),
+        (
+            {"vm": "h2", "labels": {"disk": "fast"}},
+            "machine h2 does not have the label disk=fast, so the job waits until that changes; there are zone=b.",
+        ),
+        (
+            {"gpu_model": "h900"},
+            "no GPU that was seen is a h900, so the job waits until that changes; there are NVIDIA A100.",
+        ),
+        (
+            {"vm": "h1", "named": [0, 7]},
+            "machine h1 does not have a GPU 7 that was seen, so the job waits until that changes",
+        ),
+        (
+            {"named": ["GPU-x"]},
+            "no machine has a GPU GPU-x that was seen, so the job waits until that changes",
+        ),
+        ({"vm": "h1", "named": [0], "gpu_model": "a100", "labels": {"zone": "a"}}, None),
+        ({"labels": {"cores": "8"}}, None),
+    ],
+)
+def test_a_wish_that_no_machine_fulfils_is_noted(
+    small: Any, needs: dict[str, Any], said: str | None
+) -> None:
+    """Accepted all the same: the machine may come. A plan has told it anyway."""
+    process(small, "dispatcher", 0.0, "a")
+    small.machine("h1", gpus=2, labels={"zone": "a", "disk": "fast", "cores": 8})
+    small.machine("h2", gpus=1, labels={"zone": "b"})
+    small.machine("h11", active=False, labels={"zone": "c"})
+    small.database.run(lambda s: s.execute(update(GPU).values(model="NVIDIA A100")))
+    asked = request(resources={"gpus": len(needs.get("named", "1")), **needs})
+    (job,) = small.do(submission.submit_all, [asked])
+    assert job["notes"] == ([] if said is None else [said])
+    assert small.do(submission.plan, asked)["notes"] == []
+
+
+def test_the_fleet_is_read_once_for_all_jobs_of_an_array(small: Any) -> None:
+    small.machine("h1")
+    asked = [Resources(vm=f"h1-{number}") for number in range(500)]
+    asked += [Resources(vm="h2")] * 500
+
+    def look(session: Session) -> tuple[list[list[str]], int]:
+        counted: list[str] = []
+        connection = session.connection()
+        listen(connection, "before_cursor_execute", lambda *seen: counted.append(seen[2]))
+        return wanted.nowhere(session, asked), len(counted)
+
+    found, statements = small.database.read(look)
+    assert (len(found), statements) == (1000, 2)
+    assert [len(notes) for notes in found] == [1] * 1000
+    assert found[0][0].endswith("did you mean h1?")
+    assert found[499] == ["no machine is called 'h1-499', so the job waits until that changes"]
+    assert small.database.read(lambda s: wanted.nowhere(s, [Resources()])) == [[]]
 
 
 def test_a_plan_leaves_nothing(small: Any) -> None:
