@@ -342,6 +342,126 @@ QUICK = (
         (f"{RECORDS}::test_a_refusal_for_the_sake_of_a_gpu_is_that_gpus",),
     ),
     Mutation(
+        "a machine that launches nothing",
+        "is one whose job names a secret or a file that the control machine does not have",
+        (
+            (
+                "fleet/attempts/decide.py",
+                "    if refusals.code_of(member.refusal) in refusals.OURS:\n",
+                "    if False:\n",
+            ),
+        ),
+        (
+            f"{DECIDE}::test_what_the_control_machine_does_not_have_is_no_word_of_a_machine",
+            f"{DISPATCHER}::test_a_file_that_the_control_side_has_lost_is_no_fault_of_machines",
+        ),
+    ),
+    # --- broken GPUs and strangers ----------------------------------------------------------------
+    Mutation(
+        "accused",
+        "what one job prints puts a GPU out of use",
+        (
+            (
+                "fleet/attempts/ending.py",
+                "        if not proven and not _accused_before(session, attempt, gpu):\n",
+                "        if False:\n",
+            ),
+        ),
+        (f"{RECORDS}::test_what_one_job_says_of_a_gpu_puts_none_out_of_use",),
+    ),
+    Mutation(
+        "accused",
+        "one job that says it twice is believed",
+        (
+            (
+                "fleet/attempts/ending.py",
+                'if found is None or found["job_id"] == attempt.job_id:',
+                "if found is None:",
+            ),
+        ),
+        (f"{RECORDS}::test_what_one_job_says_of_a_gpu_puts_none_out_of_use",),
+    ),
+    Mutation(
+        "accused",
+        "what was said long ago counts",
+        (
+            (
+                "fleet/attempts/ending.py",
+                'return found["at"] > seconds(session) - ACCUSATION_SECONDS',
+                "return True",
+            ),
+        ),
+        (
+            f"{RECORDS}::test_what_one_job_says_of_a_gpu_is_told_until_an_operator_clears_it_or_a_day_is_over",
+        ),
+    ),
+    Mutation(
+        "accused",
+        "what an operator has cleared counts",
+        (
+            (
+                "fleet/verbs/machines.py",
+                "row.quarantined = row.accused = None",
+                "row.quarantined = None",
+            ),
+        ),
+        (
+            f"{RECORDS}::test_what_one_job_says_of_a_gpu_is_told_until_an_operator_clears_it_or_a_day_is_over",
+        ),
+    ),
+    Mutation(
+        "accused",
+        "a job gets the GPU again that it called broken",
+        (
+            (
+                "fleet/queue/claim.py",
+                "return Avoid(frozenset(self.machines), frozenset(self.gpus))",
+                "return Avoid(frozenset(self.machines))",
+            ),
+        ),
+        (f"{CLAIM}::test_what_a_job_called_broken_it_gets_only_where_nothing_else_will_do",),
+    ),
+    Mutation(
+        "quarantined",
+        "a machine that says so itself is believed no more than a log",
+        (
+            (
+                "fleet/attempts/ending.py",
+                'proven = bool(member.get("gpu_problems"))',
+                "proven = False",
+            ),
+        ),
+        (f"{RECORDS}::test_a_gpu_fault_puts_the_gpus_that_it_names_out_of_use",),
+    ),
+    Mutation(
+        "quarantined",
+        "a machine runs what stands in no table, and nobody is told",
+        (
+            (
+                "fleet/machines/observation.py",
+                "        if verdict is Stray.QUARANTINE and ",
+                "        if False and ",
+            ),
+        ),
+        (
+            f"{OBSERVATION}::test_what_runs_and_stands_in_no_table_is_told_with_the_machine_while_it_runs",
+        ),
+    ),
+    Mutation(
+        "quarantined",
+        "the tiny jobs of `doctor` are taken for strangers",
+        (
+            (
+                "fleet/machines/observation.py",
+                "Stray.QUARANTINE and not is_doctors(each.job, each.epoch):",
+                "Stray.QUARANTINE:",
+            ),
+        ),
+        (
+            f"{OBSERVATION}::test_what_runs_and_stands_in_no_table_is_told_with_the_machine_while_it_runs",
+        ),
+    ),
+    Mutation(
         "turns",
         "who goes before others of a project takes none of theirs",
         (("fleet/queue/turns.py", "missing += MARGIN * self._reach(gap)", "missing = 0.0"),),
