@@ -78,6 +78,16 @@ class Contact(StrEnum):
     """Its host key is not pinned, or differs from the pinned one."""
 
 
+class Observed(StrEnum):
+    """What was seen of a GPU: the column `gpus.observed`. Anything but `ok` takes no new job."""
+
+    OK = "ok"
+    FOREIGN_BUSY = "foreign_busy"
+    MISSING = "missing"
+    DEGRADED = "degraded"
+    MIG = "mig"
+
+
 JOB_BEGINS = frozenset({JobStatus.QUEUED, JobStatus.HELD, JobStatus.FAILED})
 """What a new row may say; failed is for one that is not valid, with its reason."""
 

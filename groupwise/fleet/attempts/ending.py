@@ -24,9 +24,18 @@ from groupwise.fleet.queue import capacity
 from groupwise.fleet.queue.failures import FailureClass, JobFacts, RetryPolicy, Verdict, after_end
 from groupwise.fleet.queue.request import Beyond
 from groupwise.fleet.queue.resources import Resources
-from groupwise.fleet.states import FINAL, AttemptState, Cleanup, Contact, JobStatus, Outcome
+from groupwise.fleet.states import (
+    FINAL,
+    AttemptState,
+    Cleanup,
+    Contact,
+    JobStatus,
+    Observed,
+    Outcome,
+)
 from groupwise.fleet.store import events
 from groupwise.fleet.store.database import seconds
+from groupwise.fleet.store.gpus import note_observed
 from groupwise.fleet.store.steps import Step, Steps, in_steps
 from groupwise.fleet.store.tables import GPU, VM, Attempt, Job, Member, Reservation
 
@@ -248,12 +257,10 @@ def _note_gpus(session: Session, attempt: Attempt, owner: str, move: Move) -> No
     if observed is None:
         return
     for gpu in _gpus_meant(session, attempt, culprit, refusal):
-        if gpu.observed == "ok":
-            gpu.observed, gpu.detail = observed, refusal
-            _tell(
-                session, attempt, owner, events.GPU_OBSERVED, vm_id=gpu.vm_id,
-                before={"observed": "ok"}, after={"observed": observed},
-                detail={"index": gpu.index, "uuid": gpu.uuid, "why": refusal},
+        if gpu.observed == Observed.OK:  # what a poller saw says more
+            note_observed(
+                session, gpu, observed, refusal,
+                actor=_actor(owner), job_id=attempt.job_id, epoch=attempt.epoch,
             )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from sqlalchemy.orm import Session
 
 from groupwise.fleet.attempts.decide import Known, Reading
 from groupwise.fleet.queue import capacity
-from groupwise.fleet.states import AttemptState, Cleanup, Contact
+from groupwise.fleet.states import AttemptState, Cleanup, Contact, Observed
 from groupwise.fleet.store import events
 from groupwise.fleet.store.database import clock, seconds
 from groupwise.fleet.store.tables import GPU, VM, Attempt, Event, Job, Member, Reservation
@@ -253,7 +253,7 @@ def _member(row: Any, held: Sequence[Any]) -> MemberRow:
         gpu_problems=tuple(
             f"GPU {gpu.index} ({gpu.uuid}) has vanished"
             for gpu in gpus
-            if gpu.observed == "missing"
+            if gpu.observed == Observed.MISSING
         ),
     )
 

@@ -8,12 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from groupwise.fleet.states import Observed
+
 SECRET, BLOB, DISK = "secret", "blob", "disk"
 OURS = frozenset({SECRET, BLOB, DISK})
 """Of the control machine."""
 OF_JOBS = frozenset({"bad_spec", "unknown_program"})
 """Of a runner, about the job."""
-OF_GPUS = {"gpu_busy": "foreign_busy", "foreign_busy": "foreign_busy", "gpu_missing": "degraded"}
+OF_GPUS = {
+    "gpu_busy": Observed.FOREIGN_BUSY,
+    "foreign_busy": Observed.FOREIGN_BUSY,
+    "gpu_missing": Observed.DEGRADED,
+}
 """Of a runner, about a GPU; and as what the poller would have seen that."""
 FOR_GOOD = frozenset({"bad_spec", BLOB})
 """No later attempt would be begun either."""

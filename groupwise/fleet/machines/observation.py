@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from typing import Any
 
 from sqlalchemy import and_, func, or_, select
@@ -30,9 +29,10 @@ from groupwise.fleet.attempts import records
 from groupwise.fleet.attempts.decide import Reading, Stray, stray
 from groupwise.fleet.machines.clearing import is_doctors
 from groupwise.fleet.queue import capacity, unknown
-from groupwise.fleet.states import Contact
+from groupwise.fleet.states import Contact, Observed
 from groupwise.fleet.store import epochs, events
 from groupwise.fleet.store.database import seconds
+from groupwise.fleet.store.gpus import note_observed
 from groupwise.fleet.store.tables import GPU, VM, Attempt, GPUHistory, Reservation
 from groupwise.hosts import keys
 from groupwise.hosts.answers import Observation, ProbeStatus, RunnerState, SeenApp, SeenGPU
@@ -49,16 +49,6 @@ ACTOR = "poller"
 RUNS = frozenset({RunnerState.CLAIMED, RunnerState.RUNNING})
 
 logger = logging.getLogger(__name__)
-
-
-class Observed(StrEnum):
-    """What was seen of a GPU: the column `gpus.observed`."""
-
-    OK = "ok"
-    FOREIGN_BUSY = "foreign_busy"
-    MISSING = "missing"
-    DEGRADED = "degraded"
-    MIG = "mig"
 
 
 def apply(
@@ -358,11 +348,12 @@ def _write_gpus(session: Session, vm: VM, asked_at: float, now: float, seen: Obs
             )
         if judged[0] is Observed.OK and gpu.observed == Observed.FOREIGN_BUSY and not apps_known:
             judged = Observed.FOREIGN_BUSY, gpu.detail
-        more |= _set_observed(session, gpu, *judged)
+        more |= note_observed(session, gpu, *judged, actor=ACTOR) and judged[0] is Observed.OK
         more |= shown.uuid in new and judged[0] is Observed.OK
     if _is_whole(seen):
         for uuid in rows.keys() - {gpu.uuid for gpu in seen.gpus}:
-            _set_observed(session, rows[uuid], Observed.MISSING, "the machine shows it no more")
+            why = "the machine shows it no more"
+            note_observed(session, rows[uuid], Observed.MISSING, why, actor=ACTOR)
     _keep_history(session, [rows[gpu.uuid] for gpu in seen.gpus], now)
     return more
 
@@ -419,25 +410,6 @@ def _who(apps: list[SeenApp]) -> str:
     """Without amounts, which change at every look."""
     named = sorted({app.attempt or (f"pid {app.pid}" if app.pid else "somebody") for app in apps})
     return f"in use by {', '.join(named[:5])}" + (" and others" if len(named) > 5 else "")
-
-
-def _set_observed(session: Session, gpu: GPU, observed: Observed, detail: str | None) -> bool:
-    """Whether it has become usable; every change is told."""
-    before = gpu.observed
-    gpu.detail = detail
-    if before == observed:
-        return False
-    gpu.observed = observed
-    events.append(
-        session,
-        actor=ACTOR,
-        kind=events.GPU_OBSERVED,
-        vm_id=gpu.vm_id,
-        before={"observed": before},
-        after={"observed": observed},
-        detail={"index": gpu.index, "uuid": gpu.uuid, "why": detail},
-    )
-    return observed is Observed.OK
 
 
 def _held(session: Session, vm_id: str, asked_at: float) -> _Held:

@@ -56,7 +56,7 @@ from groupwise.fleet.queue.placement import (
 )
 from groupwise.fleet.queue.request import dependency
 from groupwise.fleet.queue.resources import Resources
-from groupwise.fleet.states import FINAL, AttemptState, Contact, JobStatus
+from groupwise.fleet.states import FINAL, AttemptState, Contact, JobStatus, Observed
 from groupwise.fleet.store import events
 from groupwise.fleet.store.database import seconds
 from groupwise.fleet.store.tables import GPU, VM, Attempt, Job, Project, Reservation
@@ -418,18 +418,18 @@ def _gpus(
     return found
 
 
-_OBSERVED = {
-    "foreign_busy": "is in use by somebody outside of the fleet",
-    "missing": "is not there any more",
-    "degraded": "does not answer as it should",
-    "mig": "is split by MIG, which is not placed on",
+_OBSERVED: Mapping[str, str] = {
+    Observed.FOREIGN_BUSY: "is in use by somebody outside of the fleet",
+    Observed.MISSING: "is not there any more",
+    Observed.DEGRADED: "does not answer as it should",
+    Observed.MIG: "is split by MIG, which is not placed on",
 }
 
 
 def _gpu_trouble(observed: str, detail: str | None, quarantined: str | None) -> str | None:
     if quarantined is not None:
         return f"is quarantined: {quarantined}"
-    if observed == "ok":
+    if observed == Observed.OK:
         return None
     words = _OBSERVED.get(observed, f"is {observed}")
     return f"{words} ({detail})" if detail else words

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from sqlalchemy import Boolean, Column, Integer, MetaData, Table, Text
 
-from groupwise.fleet.states import Contact
+from groupwise.fleet.states import Contact, Observed
 from groupwise.fleet.store.tables import VM
 
 _GPU_FREE = f"""
@@ -19,9 +19,9 @@ SELECT gpus.gpu_id, gpus.vm_id, gpus."index", gpus.uuid, gpus.model, gpus.memory
        COALESCE(held.whole, 0) > 0 AS reserved,
        COALESCE(held.share_mb, 0) AS shared_mb,
        (vms.active AND NOT vms.draining AND NOT vms.degraded AND vms.cordoned IS NULL AND vms.lost_at IS NULL
-           AND vms.contact = '{Contact.OK}' AND gpus.observed = 'ok' AND gpus.quarantined IS NULL) AS usable,
+           AND vms.contact = '{Contact.OK}' AND gpus.observed = '{Observed.OK}' AND gpus.quarantined IS NULL) AS usable,
        (vms.active AND NOT vms.draining AND NOT vms.degraded AND vms.cordoned IS NULL AND vms.lost_at IS NULL
-           AND vms.contact = '{Contact.OK}' AND gpus.observed = 'ok' AND gpus.quarantined IS NULL
+           AND vms.contact = '{Contact.OK}' AND gpus.observed = '{Observed.OK}' AND gpus.quarantined IS NULL
            AND held.gpu_id IS NULL) AS available
 FROM gpus
 JOIN vms ON vms.vm_id = gpus.vm_id

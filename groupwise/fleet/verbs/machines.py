@@ -26,7 +26,7 @@ from sqlalchemy.orm import Session
 from groupwise.errors import UsageError
 from groupwise.fleet.passable import text_problems
 from groupwise.fleet.queue import capacity
-from groupwise.fleet.states import AttemptState, Cleanup, Contact
+from groupwise.fleet.states import AttemptState, Cleanup, Contact, Observed
 from groupwise.fleet.store import events
 from groupwise.fleet.store.database import seconds
 from groupwise.fleet.store.tables import GPU, VM, Attempt, Event, Job, Member, Reservation
@@ -240,7 +240,9 @@ def _with_gpus(session: Session, actor: Actor, vm: VM) -> Document:
             held.setdefault(reservation.gpu_id, []).append(holder)
     documents = [bound.gpu(actor, gpu_document(gpu, held.get(gpu.gpu_id, []))) for gpu in gpus]
     usable = [
-        each for each in documents if each["observed"] == "ok" and each["quarantined"] is None
+        each
+        for each in documents
+        if each["observed"] == Observed.OK and each["quarantined"] is None
     ]
     return bound.machine(actor, machine_document(vm)) | {
         "state": machine_state(vm),
