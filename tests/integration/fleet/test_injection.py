@@ -18,6 +18,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx2
 import psycopg
@@ -610,6 +611,115 @@ def test_no_command_prints_a_control_character(
         said = shown(fleet, capfdbinary, *asked)
         assert raw(said) == set(), (asked, said)
     fleet.sql("UPDATE vms SET active = false WHERE vm_id = 'painted'")
+
+
+LEADING_ELSEWHERE = ("../outside", "../../outside", "a/../../../outside", "..", ".", "a/b", ".none")
+"""Ids that would be paths, from the folders of logs and artefacts on."""
+VICTIMS = ("outside.log", "outside/0.log", "outside/0.json", "outside/0/file", "outside/current")
+
+
+def rows_with_odd_ids(fleet: WholeFleet, canary: Path) -> list[str]:
+    """Written by hand, once admission has said what it thinks of them."""
+    ids = [*nasty(canary).values(), *LEADING_ELSEWHERE]
+    for job_id in ids:
+        fleet.sql(
+            "INSERT INTO jobs (job_id, status, model, dataset, reward_function)"
+            " VALUES (%s, 'held', 'tiny', '/d', 'correctness') ON CONFLICT DO NOTHING",
+            job_id,
+        )
+    waiting = select(Job.job_id).where(Job.status == "held", Job.admitted_at.is_(None))
+    fleet.until(lambda: not fleet.rows(waiting), "admission of all rows")
+    return ids
+
+
+def outside(places: list[Path]) -> dict[Path, bytes | None]:
+    """What stands beside the folders of logs and artefacts, and of the fleet, and where a command is called: names, and victims whole."""
+    names = [path for place in places for path in place.iterdir()]
+    files = [path for each in names if each.name == "outside" for path in each.rglob("*")]
+    found = [*names, *files]
+    return {
+        path: path.read_bytes() if path.is_file() and "outside" in str(path) else None
+        for path in found
+    }
+
+
+@pytest.fixture
+def places(fleet: WholeFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Those, with a file wherever an odd id would lead."""
+    here = tmp_path / "deep" / "here"
+    here.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    for name, value in fleet.environment.items():
+        monkeypatch.setenv(name, value)
+    found = [fleet.folder, fleet.folder.parent, here.parent]
+    for victim in (place / name for place in found for name in VICTIMS):
+        victim.parent.mkdir(parents=True, exist_ok=True)
+        victim.write_text("a victim")
+    return [*found, here]
+
+
+def test_commands_about_rows_with_odd_ids(
+    fleet: WholeFleet, canary: Path, places: list[Path], capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """Whatever is asked of them is answered in words, and no file appears or goes elsewhere than in folders of the fleet's own."""
+    ids = rows_with_odd_ids(fleet, canary)
+    before = outside(places)
+    verbs = (
+        *(("show",), ("show", "--json"), ("logs",), ("logs", "--tail", "3", "--epoch", "0")),
+        *(("fetch",), ("fetch", "--checkpoints"), ("fetch", "--epoch", "0", "--force")),
+        *(("hold",), ("release",), ("cancel", "--reason", "odd"), ("retry",), ("jobs", "--name")),
+    )
+    for job_id, (verb, *options) in itertools.product(ids, verbs):
+        capfdbinary.readouterr()
+        words = [f"--name={job_id}"] if verb == "jobs" else [*options, "--", job_id]
+        code = main(["fleet", verb, *words])
+        said = capfdbinary.readouterr()
+        told = said.out + said.err
+        assert told, (verb, options, job_id[:80])
+        assert code in (0, 2), (verb, options, job_id[:80], code, told)
+        assert b"Traceback" not in told, (verb, job_id[:80], told)
+        assert raw(told) == set(), (verb, job_id[:80], told)
+    assert outside(places) == before
+    fleet.until(lambda: not fleet.rows(odd_and_unadmitted(ids)), "admission once more")
+    assert main(["fleet", "prune", "--older-than", "0s"]) == 0
+    assert fleet.rows(select(Job.job_id).where(Job.job_id.in_(ids))) == []
+    assert outside(places) == before
+
+
+def test_routes_about_rows_with_odd_ids(
+    fleet: WholeFleet, canary: Path, places: list[Path]
+) -> None:
+    ids = rows_with_odd_ids(fleet, canary)
+    before = outside(places)
+    gets = ("", "/progress", "/log?tail=3", "/log?epoch=0", "/artefacts", "/artefacts?epoch=0")
+    gets += ("/artefacts/file?epoch=0", "/checkpoints", f"/checkpoints/{'0' * 64}")
+    with fleet.api() as address, httpx2.Client(base_url=address, timeout=60) as http:
+        for job_id in ids:
+            name = quote(job_id, safe="")
+            if len(name) > 10_000:
+                continue  # no address is as long
+            for path in gets:
+                check_words(http.get(f"/jobs/{name}{path}"), job_id)
+            for verb in ("hold", "release", "cancel", "retry"):
+                check_words(http.post(f"/jobs/{name}/{verb}"), job_id)
+        assert outside(places) == before
+        fleet.until(lambda: not fleet.rows(odd_and_unadmitted(ids)), "admission once more")
+        answer = http.post("/jobs/prune", json={"older_than": 0.0})
+        assert answer.status_code == 200
+    assert fleet.rows(select(Job.job_id).where(Job.job_id.in_(ids))) == []
+    assert outside(places) == before
+
+
+def odd_and_unadmitted(ids: list[str]) -> Any:
+    """That somebody began anew, and that will be refused anew."""
+    return select(Job.job_id).where(Job.job_id.in_(ids), Job.status.not_in(("failed", "cancelled")))
+
+
+def check_words(answer: httpx2.Response, job_id: str) -> None:
+    assert answer.status_code < 500, (answer.request.url, answer.text)
+    assert "a victim" not in answer.text, job_id
+    if answer.status_code >= 400:
+        assert answer.text, answer.request.url
 
 
 def test_a_file_of_another_program_is_not_reached_by_names_of_jobs(client: FleetClient) -> None:
