@@ -9,11 +9,13 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from groupwise.fleet.queue import admission, capacity, claim, kinds
+from groupwise.fleet.queue.request import from_document
 from groupwise.fleet.store.database import Database, seconds
 from groupwise.fleet.store.tables import Attempt, Checkpoint, Job, Member, Reservation
 from groupwise.fleet.verbs import jobs
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.hosts.spec import JobSpec
+from groupwise.wire.fleet import UNPREPARED
 from tests.unit.fleet.small_fleet import (
     add_machine,
     claim_some,
@@ -24,6 +26,7 @@ from tests.unit.fleet.small_fleet import (
     kinds_of_events,
     statuses,
     submit,
+    submit_request,
 )
 
 
@@ -171,6 +174,17 @@ def test_what_a_job_called_broken_it_gets_only_where_nothing_else_will_do(
         given.append(made.placement.seats[0].gpus[0].index)
         finish(database, "one", "queued", "gpu_fault")
     assert given == [0, 1, 0]
+
+
+def test_a_training_kind_goes_past_machines_that_nobody_has_prepared(database: Database) -> None:
+    """Though they have room that fits better, and though a command takes them."""
+    for name, gpus, python in (("a", 1, UNPREPARED), ("b", 1, UNPREPARED), ("c", 4, "/opt/python")):
+        add_machine(database, name, gpus, python=python)
+    grpo = {"job_type": "GRPO", "model": "tiny", "dataset": "/d", "reward_function": "correctness"}
+    submit_request(database, from_document(grpo), "grpo")
+    submit(database, "command", gpus=1)
+    placed = {made.job_id: made.placement.seats[0].vm_id for made in claim_some(database)}
+    assert placed == {"grpo": "c", "command": "a"}
 
 
 def test_gangs_are_all_or_nothing(database: Database) -> None:
