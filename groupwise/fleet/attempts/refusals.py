@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from groupwise.display.text import shorten
+from groupwise.fleet.queue.failures import LONGEST_LINE
 from groupwise.fleet.states import Observed
 
 SECRET, BLOB, DISK = "secret", "blob", "disk"
@@ -40,8 +42,9 @@ def message_of(refusal: str | None) -> str:
 def of_files(job_id: str, lacking: Sequence[str], error: Exception) -> str:
     """Files that the store does not have will not come back by themselves: whoever sent them has them."""
     more = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
-    which = ", ".join(lacking[:_NAMED]) + more or "a file"
+    which = shorten(", ".join(lacking[:_NAMED]), LONGEST_LINE) + more or "a file"
+    are = "is" if len(lacking) < 2 else "are"
     return (
-        f"{BLOB}: {which} is not in the fleet's store of files: {error}. Submit the job anew, which sends its files, or put them back "
+        f"{BLOB}: {which} {are} not in the fleet's store of files: {error}. Submit the job anew, which sends its files, or put them back "
         f"and `groupwise fleet retry {job_id}`"
     )
