@@ -111,8 +111,8 @@ QUICK = (
         (
             (
                 "fleet/attempts/records.py",
-                ".where(_open(), Attempt.lease_until < now)",
-                ".where(_open())",
+                "or_(Attempt.lease_until < now, ",
+                "or_(Attempt.lease_until > 0, ",
             ),
         ),
         (f"{RECORDS}::test_an_attempt_is_adopted_once",),
@@ -914,7 +914,7 @@ QUICK = (
         (
             (
                 "fleet/machines/observation.py",
-                "if asked_at - counted_at < MISSES_APART and vm.misses:",
+                "if vm.misses and not _is_newer(asked_at - MISSES_APART, counted_at, now):",
                 "if False:",
             ),
         ),
@@ -926,11 +926,123 @@ QUICK = (
         (
             (
                 "fleet/machines/observation.py",
-                "asked_at <= vm.observed_round or _is_barred(vm)",
+                "not _is_newer(asked_at, vm.observed_round, now) or _is_barred(vm)",
                 "_is_barred(vm)",
             ),
         ),
         (f"{OBSERVATION}::test_an_older_look_never_overwrites_a_newer_one",),
+    ),
+    Mutation(
+        "jumps of the database's clock",
+        "a look of before the clock was set back stays the newest",
+        (
+            (
+                "fleet/machines/observation.py",
+                "return asked_at > known or known > now + AHEAD",
+                "return asked_at > known",
+            ),
+        ),
+        (
+            f"{OBSERVATION}::test_what_is_dated_in_the_future_was_written_before_the_clock_was_set_back",
+        ),
+    ),
+    Mutation(
+        "jumps of the database's clock",
+        "a lease of before the clock was set back holds for as long",
+        (
+            (
+                "fleet/attempts/records.py",
+                ", Attempt.lease_until > now + LONGEST_LEASES * lease",
+                "",
+            ),
+        ),
+        (f"{RECORDS}::test_a_lease_that_was_given_before_the_clock_was_set_back_holds_nobody_up",),
+    ),
+    Mutation(
+        "jumps of the database's clock",
+        "a pause of before the clock was set back lasts as long",
+        (
+            (
+                "fleet/requeue.py",
+                "Job.not_before > now + LONGEST_PAUSE,",
+                "Job.not_before > now + 1e9,",
+            ),
+        ),
+        (f"{UNIT}/test_requeue.py::test_a_pause_that_was_counted_by_a_clock_of_before_ends",),
+    ),
+    Mutation(
+        "jumps of the database's clock",
+        "a deadman is over by the database's clock alone",
+        (
+            (
+                "fleet/attempts/drive.py",
+                "silent = min(row.now - since, now - self._silences.setdefault(member.rank, now))",
+                "silent = row.now - since",
+            ),
+        ),
+        (
+            f"{UNIT}/attempts/test_drive.py::test_a_jump_of_the_databases_clock_ends_no_deadman_early",
+        ),
+    ),
+    Mutation(
+        "a restored database",
+        "numbers of attempts that a machine has seen are given out again",
+        (
+            (
+                "fleet/machines/observation.py",
+                "    epochs.raise_above(session, max(",
+                "    (lambda *_: None)(session, max(",
+            ),
+        ),
+        (f"{OBSERVATION}::test_numbers_of_attempts_go_on_above_what_machines_have_seen",),
+    ),
+    Mutation(
+        "a restored database",
+        "a number that was refused as too low is followed by the next one",
+        (("fleet/attempts/ending.py", "        epochs.raise_above(session, ", "        bool("),),
+        (
+            f"{UNIT}/test_dispatcher.py::test_after_a_restore_numbers_that_machines_have_seen_are_passed_over",
+        ),
+    ),
+    Mutation(
+        "a restored database",
+        "a job begins beside what a machine runs of it and no table knows",
+        (
+            (
+                "fleet/machines/observation.py",
+                "    unknown.hold_back(session, {",
+                "    dict.fromkeys({",
+            ),
+        ),
+        (f"{OBSERVATION}::test_the_job_of_what_stands_in_no_table_does_not_begin_meanwhile",),
+    ),
+    Mutation(
+        "a restored database",
+        "jobs begin before it was looked what machines run",
+        (
+            (
+                "fleet/dispatcher.py",
+                "            if await self._gateway.look(lambda s: records.not_looked_at(s, since)):",
+                "            if False:",
+            ),
+        ),
+        (
+            f"{UNIT}/test_dispatcher.py::test_after_a_standstill_nothing_begins_before_all_that_answered_were_looked_at",
+        ),
+    ),
+    Mutation(
+        "quotas",
+        "what is over on a machine that fell silent counts for ever",
+        (
+            (
+                "fleet/queue/capacity.py",
+                'VM.contact != Contact.UNREACHABLE)\n"""For a quota',
+                'VM.contact.is_not(None))\n"""For a quota',
+            ),
+        ),
+        (
+            f"{UNIT}/queue/test_capacity.py::test_a_quota_does_not_count_what_is_over_on_a_machine_that_fell_silent",
+        ),
     ),
     Mutation(
         "absence proves nothing",

@@ -270,10 +270,10 @@ class GlobalJobDispatcher:
     async def _claim_when_rung(self) -> None:
         """At once when it begins, at a ring, and whenever the sweep is due."""
         await self._parts.bell.wait(self._tuning.rhythm.sweep)
-        if await self._knows_what_runs():
+        if await self.knows_what_runs():
             await self.claim()
 
-    async def _knows_what_runs(self) -> bool:
+    async def knows_what_runs(self) -> bool:
         """A database that was restored does not know what machines have begun since: after a standstill all that answer are looked at
         before anything begins."""
         if self._unknown_since is None:

@@ -79,6 +79,8 @@ class Refusal:
     """lower_epoch, voided, gpu_busy, gpu_missing, foreign_busy, disk_full, ram, bad_spec, unknown_program …"""
     message: str
     holder: str | None = None
+    highest: int | None = None
+    """Of lower_epoch: that the machine has seen of the job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,7 +403,10 @@ def _exit_record(f: Fields) -> ExitRecord:
 def _refusal(f: Fields) -> Refusal:
     holder = f.plain().get("holder")
     return Refusal(
-        f.text("code"), f.text_or_none("message") or "", None if holder is None else str(holder)
+        code=f.text("code"),
+        message=f.text_or_none("message") or "",
+        holder=None if holder is None else str(holder),
+        highest=f.number_or_none("highest"),
     )
 
 

@@ -2425,7 +2425,7 @@ def too_late(attempt: Attempt, known: dict[str, Any]) -> dict[str, Any]:
     return {
         **blank(attempt),
         "state": "refused",
-        "refused": {"code": "lower_epoch", "message": message},
+        "refused": {"code": "lower_epoch", "message": message, "highest": known["highest"]},
     }
 
 

@@ -497,7 +497,11 @@ class FakeHost:
         self.launches.append(body)
         if epoch < self.highest.get(job, 0):
             return self._nothing(job, epoch, "refused") | {
-                "refused": {"code": "lower_epoch", "message": f"{self.highest[job]} has been here"}
+                "refused": {
+                    "code": "lower_epoch",
+                    "message": f"{self.highest[job]} has been here",
+                    "highest": self.highest[job],
+                }
             }
         heard = self._rack.now if body.get("clock") is None else min(self._rack.now, body["clock"])
         folder = _Folder(

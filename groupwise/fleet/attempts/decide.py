@@ -69,6 +69,8 @@ class MemberView:
     """As read now or before."""
     refusal: str | None = None
     """`code: message` of a runner that would not, or of a launch that could not be put together."""
+    highest: int | None = None
+    """Of a refusal as `lower_epoch`: that its machine has seen of the job."""
     rejected: bool = False
     """The launch was turned down before the runner had claimed anything, so that the folder is absent and no launch will help."""
     lost: bool = False
@@ -424,6 +426,8 @@ def _evidence(member: MemberView) -> dict[str, Any]:
     }
     if member.refusal:
         found["refusal"] = member.refusal
+    if member.highest is not None:
+        found["highest"] = member.highest
     if member.lost:
         found["vm_lost"] = True
     if member.deadman_over:

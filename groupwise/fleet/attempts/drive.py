@@ -384,6 +384,7 @@ class Drive:
             reading=ear.reading,
             exit=last.exit if last and last.exit else m.exit,
             refusal=f"{refused.code}: {refused.message}" if refused else ear.refusal,
+            highest=refused.highest if refused else None,
             rejected=ear.refusal is not None,
             collected=ear.collected,
             collection_problem=ear.problem,

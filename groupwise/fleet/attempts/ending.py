@@ -33,7 +33,7 @@ from groupwise.fleet.states import (
     Observed,
     Outcome,
 )
-from groupwise.fleet.store import events
+from groupwise.fleet.store import epochs, events
 from groupwise.fleet.store.database import seconds
 from groupwise.fleet.store.gpus import note_observed
 from groupwise.fleet.store.steps import Step, Steps, in_steps
@@ -66,6 +66,7 @@ def end(session: Session, epoch: int, owner: str, move: Move, chance: random.Ran
     if move.failure is FailureClass.LAUNCH_FAILURE:
         _blame_machine(session, attempt, owner, move)
         _note_gpus(session, attempt, owner, move)
+        epochs.raise_above(session, _member_at_fault(move).get("highest") or 0)
     _move_job(session, job, attempt, owner, move, verdict)
     freed: list[str] = []
     if move.outcome is Outcome.VOID:

@@ -15,8 +15,8 @@ from groupwise.fleet.states import Observed
 SECRET, BLOB, DISK = "secret", "blob", "disk"
 OURS = frozenset({SECRET, BLOB, DISK})
 """Of the control machine."""
-OF_JOBS = frozenset({"bad_spec", "unknown_program"})
-"""Of a runner, about the job."""
+OF_JOBS = frozenset({"bad_spec", "unknown_program", "lower_epoch"})
+"""Of a runner, about the job or this attempt of it."""
 OF_GPUS = {
     "gpu_busy": Observed.FOREIGN_BUSY,
     "foreign_busy": Observed.FOREIGN_BUSY,

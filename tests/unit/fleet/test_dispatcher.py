@@ -208,6 +208,55 @@ async def test_a_launch_that_is_refused_goes_to_another_machine_and_costs_nothin
     assert rig.job("job").assigned_vm == "b"
 
 
+async def test_after_a_restore_numbers_that_machines_have_seen_are_passed_over(rig: Rig) -> None:
+    """Whoever is told of one that is higher goes on above it, and blames nobody."""
+    for number in range(4):
+        for host in rig.rack:
+            host.highest[f"job-{number}"] = 40 + number
+    async with running(rig.dispatcher()):
+        for number in range(4):
+            rig.submit(f"job-{number}")
+        await rig.until(lambda: all(rig.job(f"job-{n}").status == "completed" for n in range(4)))
+        await rig.until(rig.is_clean)
+    rig.judge()
+    for number in range(4):
+        *refused, last = rig.attempts(f"job-{number}")
+        assert last.epoch > 40 + number
+        assert not any(attempt.charged for attempt in refused)
+    assert value(rig, VM.launch_failures, VM.vm_id == "a") == 0
+    assert value(rig, VM.cordoned, VM.vm_id == "a") is None
+
+
+async def test_after_a_standstill_nothing_begins_before_all_that_answered_were_looked_at(
+    rig: Rig,
+) -> None:
+    """The database may have been restored, and a machine may run what it does not know."""
+    rig.database.run(lambda s: s.execute(update(VM).values(observed_round=seconds(s) - 1000)))
+    rig.submit("job")
+    dispatcher = rig.dispatcher()
+    assert not await dispatcher.knows_what_runs()
+    looked_at(rig, "a", observed_round=seconds)
+    assert not await dispatcher.knows_what_runs()
+    looked_at(rig, "b", facts=lambda s: {"missed_at": seconds(s)})
+    assert await dispatcher.knows_what_runs()
+    rig.database.run(lambda s: s.execute(update(VM).values(observed_round=seconds(s) - 1000)))
+    assert await dispatcher.knows_what_runs()
+    assert not await rig.dispatcher("two").knows_what_runs()
+    rig.database.run(lambda s: s.execute(update(VM).values(observed_round=seconds(s))))
+    async with running(rig.dispatcher("three")):
+        await rig.until(rig.has("job", "completed"))
+        await rig.until(rig.is_clean)
+    rig.judge()
+
+
+def looked_at(rig: Rig, vm_id: str, **columns: Callable[[Session], Any]) -> None:
+    def write(session: Session) -> None:
+        values = {name: value(session) for name, value in columns.items()}
+        session.execute(update(VM).where(VM.vm_id == vm_id).values(**values))
+
+    rig.database.run(write)
+
+
 async def test_a_machine_that_launches_nothing_is_cordoned_and_the_queue_is_not_drained_into_it(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
