@@ -130,6 +130,8 @@ class Tuning:
     keeping: Keeping = field(default_factory=Keeping)
     clock: Callable[[], float] = time.monotonic
     """Seconds of this process."""
+    unknown_since: float | None = None
+    """By the database's clock: until then nobody looked at machines, and what they began may stand in no table. None: that is found out."""
 
 
 def new_owner() -> str:
@@ -161,7 +163,7 @@ class GlobalJobDispatcher:
         self._wishes: dict[int, Any] = {}
         self._sightings: dict[str, tuple[str | None, bool]] = {}
         self._mine_until = 0.0
-        self._unknown_since: float | None = None
+        self._unknown_since = self._tuning.unknown_since
         """What began on machines since then may stand in no table; 0.0: all does. None: nobody has asked yet."""
         self._clearing = MachineClearing(self._gateway, self._tuning.keeping)
         self._watches = Watches(self._watch, self._tuning.watch_pauses)

@@ -297,6 +297,7 @@ class _ControlPlane:
         self._say = say
         self._stopping = asyncio.Event()
         self._asked_at: float | None = None
+        self._began = time.monotonic()
         self._hosts = Hosts()
         self._identity = processes.identity(os.getpid())
         self._nats = _nats_shown(place.nats_url)
@@ -419,12 +420,20 @@ class _ControlPlane:
             reconcile=settings.requeue_seconds,
         )
         gateway = Gateway(self._database)
+        unknown_since = None
         if settings.database is None:
             # the lock of the folder says that whoever drove before is gone, so that no lease has to run out
             await self._database.in_thread(records.let_all_go)
+            now = await self._database.read_in_thread(seconds)
+            unknown_since = now - (time.monotonic() - self._began)
         dispatcher = GlobalJobDispatcher(
             self._parts(gateway),
-            Tuning(rhythm=rhythm, concurrency=settings.concurrency, keeping=_keeping(settings)),
+            Tuning(
+                rhythm=rhythm,
+                concurrency=settings.concurrency,
+                keeping=_keeping(settings),
+                unknown_since=unknown_since,
+            ),
             owner=role.owner,
             gateway=gateway,
         )

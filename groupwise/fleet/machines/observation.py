@@ -73,9 +73,11 @@ def apply(
     trouble = _trouble_of_probe(session, vm, seen)
     vm.degraded, vm.problem = trouble is not None, trouble
     vm.observed_round = asked_at
-    quarantined = _quarantined(session, vm, now, seen)
+    ran, quarantined = _unknown_jobs(vm), _quarantined(session, vm, now, seen)
     vm.facts = {**vm.facts, **_facts(seen), **quarantined, capacity.LOOK_SECONDS: look_seconds}
-    unknown.hold_back(session, {each["job_id"] for each in unknown.in_quarantine(vm)})
+    session.flush()
+    unknown.hold_back(session, _unknown_jobs(vm))
+    unknown.let_go(session, ran - _unknown_jobs(vm))
     epochs.raise_above(session, max((each.epoch for each in seen.attempts), default=0))
     vm.last_polled = func.now()  # pyright: ignore[reportAttributeAccessIssue] — the database's clock
     more = seen.probe.status is ProbeStatus.OK and _write_gpus(session, vm, asked_at, now, seen)
@@ -226,6 +228,10 @@ def _quarantined(session: Session, vm: VM, now: float, seen: Observation) -> dic
             about = {"job_id": each.job, "epoch": each.epoch, "since": before.get(name, now)}
             found.append({"what": unknown.ATTEMPT, "detail": name, **about})
     return {"quarantined": found}
+
+
+def _unknown_jobs(vm: VM) -> set[str]:
+    return {each["job_id"] for each in unknown.in_quarantine(vm)}
 
 
 def _is_whole(seen: Observation) -> bool:

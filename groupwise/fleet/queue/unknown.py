@@ -57,3 +57,16 @@ def hold_back(session: Session, job_ids: Collection[str]) -> int:
         .returning(Job.job_id)
     )
     return len(found.all())
+
+
+def let_go(session: Session, job_ids: Collection[str]) -> None:
+    """What ran of these on a machine has ended: they may begin, unless another one runs something of them."""
+    elsewhere = {each["job_id"] for _, each in on_machines(session)}
+    if free := set(job_ids) - elsewhere:
+        now = seconds(session)
+        session.execute(
+            update(Job)
+            .where(Job.job_id.in_(free), Job.not_before > now, Job.not_before <= now + HELD_BACK)
+            .values(not_before=now)
+            .execution_options(synchronize_session=False)
+        )

@@ -334,6 +334,37 @@ def test_a_fleet_that_was_moved_runs_its_jobs_where_it_is(tmp_path: Path) -> Non
         assert fleet.end() == 0
 
 
+def test_a_fleet_that_was_restored_begins_nothing_beside_what_runs(tmp_path: Path) -> None:
+    """What was begun after the backup runs on, unknown; its job waits for its end, and goes on under a number of its own."""
+    begun, flag = tmp_path / "begun", tmp_path / "flag"
+    text = (
+        f"import os, time; open({str(begun)!r}, 'a').write(os.environ['GROUPWISE_ATTEMPT'] + ' ')\n"
+        f"while not os.path.exists({str(flag)!r}): time.sleep(0.05)\n"
+        f"open({str(begun)!r}, 'a').write('ended ')"
+    )
+    with fleet_in(tmp_path / "fleet") as fleet:
+        fleet.up()
+        job_id = fleet.submit("--hold", *python(text))
+        assert fleet.end() == 0
+        backup = (tmp_path / "fleet" / "fleet.db").read_bytes()
+        fleet.up()
+        assert fleet.call("release", job_id).returncode == 0
+        until(begun.exists, "the job has begun")
+        assert fleet.end() == 0
+        (tmp_path / "fleet" / "fleet.db").write_bytes(backup)
+        fleet.up()
+        assert fleet.call("release", job_id).returncode == 0
+        waiting = until(lambda: fleet.job(job_id)["waiting"], "why it waits")
+        assert f"runs {job_id}.1, which stands in no table" in waiting[0]
+        assert "attempt_quarantined" in fleet.call("status", "--json").stdout
+        assert fleet.job(job_id)["attempts"] == []
+        flag.touch()
+        found = fleet.until(job_id, "completed")
+        assert [each["epoch"] for each in found["attempts"]] == [2]
+        assert begun.read_text() == f"{job_id}.1 ended {job_id}.2 ended "
+        assert fleet.end() == 0
+
+
 def test_a_job_of_a_fleet_that_was_moved_goes_on_by_a_link(tmp_path: Path) -> None:
     flag = tmp_path / "flag"
     text = (

@@ -225,9 +225,10 @@ def test_the_job_of_what_stands_in_no_table_does_not_begin_meanwhile(fleet: Flee
     execute(fleet.database, "UPDATE jobs SET not_before = 0")
     asyncio.run(RequeueManager(fleet.database).sweep())
     assert claimed_ids(fleet.database) == []
-    fleet.look(gpu(0), gpu(1), at=now + 1)
-    execute(fleet.database, "UPDATE jobs SET not_before = 0")
-    assert sorted(claimed_ids(fleet.database)) == ["back", "over"]
+    fleet.look(gpu(0), gpu(1), at=now + 1, attempts=[running("over", 8)])
+    assert claimed_ids(fleet.database) == ["back"]
+    fleet.look(gpu(0), gpu(1), at=now + 2)
+    assert claimed_ids(fleet.database) == ["over"]
     made = fleet.database.read(lambda s: s.scalars(select(Attempt.epoch)).all())
     assert sorted(made) == [9, 10]
 
