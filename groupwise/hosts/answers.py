@@ -69,6 +69,8 @@ class ExitRecord:
     """The last of its log."""
     gpus: int | None = None
     """That it held on its machine; None: its runner does not say."""
+    age: float | None = None
+    """Seconds since then, when this was said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,6 +399,7 @@ def _exit_record(f: Fields) -> ExitRecord:
         finished_at=f.real_or_none("finished_at"),
         tail=f.text_or_none("tail") or "",
         gpus=f.number_or_none("gpus"),
+        age=f.real_or_none("age"),
     )
 
 

@@ -1579,11 +1579,19 @@ def member(attempt: Attempt, progress: tuple[int, int | None] | None = None) -> 
         heartbeat_age=heartbeat_age(attempt) if same_boot else None,
         checkpoints=count,
         step=step,
-        exit=ended if word == "exited" else None,
+        exit=aged(ended) if word == "exited" else None,
         refused=state.get("refused"),
         survivors=survivors(attempt, state) if word == "lost" else None,
     )
     return found
+
+
+def aged(ended: dict[str, Any] | None) -> dict[str, Any] | None:
+    """An exit record, and how long ago that was: who compares several machines knows nothing of their clocks."""
+    then = (ended or {}).get("finished_at")
+    if ended is None or not isinstance(then, (int, float)):
+        return ended
+    return {**ended, "age": max(0.0, time.time() - then)}
 
 
 def blank(attempt: Attempt) -> dict[str, Any]:

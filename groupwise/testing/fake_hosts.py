@@ -660,6 +660,11 @@ class FakeHost:
 
     # Answers
 
+    def _aged(self, ended: dict[str, Any] | None) -> dict[str, Any] | None:
+        if ended is None:
+            return None
+        return {**ended, "age": len(self._rack.history) - ended["finished_at"]}
+
     def _state(self, folder: _Folder) -> dict[str, Any]:
         return self._nothing(folder.job, folder.epoch, self._word(folder)) | {
             "rank": folder.rank,
@@ -670,7 +675,7 @@ class FakeHost:
             "method": "fork",
             "log_size": len(folder.log),
             "checkpoints": folder.checkpoints,
-            "exit": folder.exit,
+            "exit": self._aged(folder.exit),
             "refused": folder.refused,
         }
 

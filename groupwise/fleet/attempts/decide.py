@@ -67,6 +67,8 @@ class MemberView:
     reading: Reading
     exit: ExitRecord | None = None
     """As read now or before."""
+    ended: float | None = None
+    """When that was, by a clock that all members share; None: nobody has said how long ago it was."""
     refusal: str | None = None
     """`code: message` of a runner that would not, or of a launch that could not be put together."""
     highest: int | None = None
@@ -372,11 +374,10 @@ def _result(view: View) -> Move:
 
 
 def _cause_order(member: MemberView) -> tuple[bool, float, int]:
-    """The first to fail by itself is the cause; those that were killed for its sake say nothing."""
+    """The first to fail by itself is the cause; those that were killed for its sake say nothing. Clocks of machines are not compared."""
     record = member.exit
     killed = record is not None and record.reason is ExitReason.CANCELLED
-    finished = record.finished_at if record and record.finished_at is not None else 0.0
-    return killed, finished, member.rank
+    return killed, member.ended or 0.0, member.rank
 
 
 def _fetched(view: View) -> Move:

@@ -145,7 +145,13 @@ class Desk:
 class _Ear:
     """What is known of one member on its machine; a `watching.Listener`."""
 
-    def __init__(self, job_id: str, epoch: int, wake: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        job_id: str,
+        epoch: int,
+        wake: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.name = (job_id, epoch)
         self.last: MemberState | None = None
         self.hearing = False
@@ -154,6 +160,8 @@ class _Ear:
         """The root in which it was begun, as the machine names it."""
         self.elsewhere = False
         """Who answers has another root: a machine or a folder that knows nothing of it."""
+        self.ended: float | None = None
+        """When its command ended, by the clock of this process."""
         self.asked = False
         """It has been asked, and the answer has not been made worthless since."""
         self.refusal: str | None = None
@@ -167,6 +175,7 @@ class _Ear:
         self.fetching: asyncio.Task[None] | None = None
         self.watch: Watch | None = None
         self._wake = wake
+        self._clock = clock
 
     def heard(self, state: MemberState) -> None:
         self.elsewhere = self.place not in (None, state.place)
@@ -174,6 +183,8 @@ class _Ear:
             self.last, self.reachable, self.asked = None, False, False
             return  # nobody is woken: it is asked again after a while
         self.place = state.place
+        if self.ended is None and state.exit is not None and state.exit.age is not None:
+            self.ended = self._clock() - state.exit.age
         self.last, self.reachable, self.asked = state, True, True
         self._wake()
 
@@ -386,6 +397,7 @@ class Drive:
             refusal=f"{refused.code}: {refused.message}" if refused else ear.refusal,
             highest=refused.highest if refused else None,
             rejected=ear.refusal is not None,
+            ended=ear.ended,
             collected=ear.collected,
             collection_problem=ear.problem,
             left_out=ear.left_out,

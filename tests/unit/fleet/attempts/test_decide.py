@@ -321,10 +321,11 @@ def test_the_end_of_a_gang_is_that_of_the_machine_that_was_lost() -> None:
 
 
 def test_the_cause_is_the_member_that_failed_first_by_itself() -> None:
+    """By a clock that all share: that of its machine may be years behind."""
     members = (
-        member(Reading.EXITED, 0, exit=exited(3, finished_at=9.0), collected=True),
-        member(Reading.EXITED, 1, exit=exited(64, finished_at=5.0), collected=True),
-        member(Reading.EXITED, 2, exit=KILLED, collected=True),
+        member(Reading.EXITED, 0, exit=exited(3, finished_at=1.0), ended=9.0, collected=True),
+        member(Reading.EXITED, 1, exit=exited(64, finished_at=5.0), ended=5.0, collected=True),
+        member(Reading.EXITED, 2, exit=KILLED, ended=2.0, collected=True),
     )
     (move,) = decide(view(COLLECTING, *members))
     assert the_end((move,)) == failed(FailureClass.USER_ERROR)

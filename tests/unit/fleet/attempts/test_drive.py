@@ -10,6 +10,7 @@ from groupwise.fleet.attempts import drive
 from groupwise.fleet.attempts.decide import DEADMAN_MARGIN, Reading
 from groupwise.fleet.attempts.records import Machine, MemberRow, Snapshot
 from groupwise.fleet.states import AttemptState, Cleanup
+from groupwise.hosts.answers import ExitReason, ExitRecord, MemberState, RunnerState
 
 DEADMAN = 100.0
 MACHINE = Machine(
@@ -82,3 +83,18 @@ def test_only_of_a_machine_that_was_told_of_a_deadman() -> None:
     """What stands in its row now may have been written since."""
     assert not is_over(Reading.RUNNING, 1e4)
     assert not is_over(Reading.RUNNING, 1e4, deadman=None)
+
+
+def test_when_a_member_ended_is_reckoned_from_how_long_ago_its_machine_says_that_was() -> None:
+    """Its clock is 25 years ahead; what it says later is no better known."""
+    passed = [1000.0]
+    ear = drive._Ear("job", 1, lambda: None, lambda: passed[0])  # pyright: ignore[reportPrivateUsage]
+    ear.heard(ended(age=4.0))
+    passed[0] += 100
+    ear.heard(ended(age=105.0))
+    assert ear.ended == 996.0
+
+
+def ended(age: float) -> MemberState:
+    record = ExitRecord(1, None, ExitReason.EXITED, "", 0, 1.0, None, None, 2.5e9, "", age=age)
+    return MemberState("job", 1, RunnerState.EXITED, exit=record)
