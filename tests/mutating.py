@@ -8,6 +8,7 @@ that breaks or a test that is not there are no failed tests.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -24,9 +25,11 @@ LINKED = ("tests", "examples", "configs", "pyproject.toml")
 SLOW_IMPORTS = (
     "torch",
     "hypothesis",
+    "numba",
     "numpy",
     "peft",
     "pydantic",
+    "rich.table",
     "safetensors.torch",
     "tokenizers",
     "torch._dynamo",
@@ -161,6 +164,8 @@ class _Witness:
 def _nursery() -> None:
     for name in (*sys.argv[1:], "pytest"):
         __import__(name)
+    gc.collect()
+    gc.freeze()  # or each child would look through all that for garbage, and so copy it
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         folder, tests = json.loads(line)
