@@ -396,7 +396,14 @@ def bundled(device: torch.device, dtype: Dtype) -> TrainedAdapter:
 
 
 def sampler_and_learner_agree(
-    device: torch.device, make_record: MakeRecord, folder: Path, dtype: Dtype, most: float
+    device: torch.device,
+    make_record: MakeRecord,
+    folder: Path,
+    dtype: Dtype,
+    most: float,
+    *,
+    members: int = 8,
+    tokens: int = 24,
 ) -> None:
     """The mean gap of log-probabilities of sampled tokens is at most so much, and on neither side, with an adapter that changes a lot."""
     trained = bundled(device, dtype)
@@ -404,11 +411,13 @@ def sampler_and_learner_agree(
     tokenizer = load_tokenizer(BUNDLED)
     prompts = ("Sort these words: pear apple fig", "Once upon a time, in a small house by the sea")
     asked = [
-        GroupRequest(n, tuple(tokenizer(prompt)["input_ids"]), tuple(range(8)), SamplingParams(24))
+        GroupRequest(
+            n, tuple(tokenizer(prompt)["input_ids"]), tuple(range(members)), SamplingParams(tokens)
+        )
         for n, prompt in enumerate(prompts)
     ]
     found = gaps(trained, make_record, folder, tokenizer, asked)
-    assert len(found) > 200
+    assert len(found) > members * tokens
     assert float(found.abs().mean()) < most
     assert abs(float(found.mean())) < most / 4
 
