@@ -5,7 +5,7 @@
     2. Every ```python block runs. Every ```yaml block is a config or a part of one.
     3. Links lead somewhere; files, options, config keys, metrics and Python names in `code` exist.
     4. The index lists every page, and the README's task is the example's file.
-    5. Configs as shipped are valid, and the command in their first line runs.
+    5. Configs as shipped are valid, and the command in their first line runs: with the page on which it stands, or else by itself.
     6. `groupwise serve` begins a real server, beside which the commands after it run. Pages about the server (SERVED) are followed
        from top to bottom: a ```yaml block whose first line is `# NAME.yaml` is that file, a ```bash block is one script, and what
        asks http://127.0.0.1:8000 asks the server. Their tables are what the code says.
@@ -377,12 +377,26 @@ def test_commands_run(page: Path, furnished: Path, run: Run) -> None:
             run(words)
 
 
+def runs_with_its_page(config: Path) -> bool:
+    """Whether the command in its first line stands on a page, too, whose commands are run."""
+    return any(
+        first_line_command(config) in block
+        for page in ALONE
+        if not begins_a_server(page)
+        for block in commands(page)
+    )
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=name)
-def test_configs_run_by_their_first_line(config: Path, run: Run) -> None:
+def test_first_lines_of_configs_are_commands_that_run_them(config: Path) -> None:
     words = first_line_command(config)
     assert words[:2] in (["groupwise", "rl"], ["groupwise", "sft"])
     assert name(config) in words
-    run(words)
+
+
+@pytest.mark.parametrize("config", [c for c in CONFIGS if not runs_with_its_page(c)], ids=name)
+def test_configs_of_no_page_run_by_their_first_line(config: Path, run: Run) -> None:
+    run(first_line_command(config))
 
 
 def test_commands_that_the_quickstart_prints_run(
