@@ -107,9 +107,9 @@ def trained(
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
 def test_it_learns_and_what_it_learns_holds_for_prompts_it_never_saw(model, algorithm):
-    found = trained(model, algorithm, steps=45, rate=0.003)
+    found = trained(model, algorithm, steps=36, rate=0.003)
     assert found.first < 0.25
-    assert found.last > 0.65
+    assert found.last > 0.55
     assert found.before < 0.1
     assert found.after > 0.65
     assert found.summary["held_out"]["rises"]
@@ -137,7 +137,7 @@ def test_with_the_sign_of_the_advantage_turned_it_unlearns(model, monkeypatch, a
         ]
 
     monkeypatch.setattr(kind, "weights", turned)
-    found = trained(model, algorithm, steps=24, rate=0.003)
+    found = trained(model, algorithm, steps=16, rate=0.003)
     assert found.last < 0.03
     assert found.after < 0.1
     assert not found.summary["held_out"]["rises"]
@@ -150,6 +150,6 @@ def test_with_the_sign_of_the_advantage_turned_it_unlearns(model, monkeypatch, a
     ids=["lag", "free", "updates"],
 )
 def test_it_learns_off_policy_too(model, way):
-    found = trained(model, "dr_grpo", steps=45, rate=0.003, **way)
-    assert found.last > 0.65
+    found = trained(model, "dr_grpo", steps=36, rate=0.003, **way)
+    assert found.last > 0.55
     assert found.after > 0.65
