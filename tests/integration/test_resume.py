@@ -136,7 +136,10 @@ WAYS = {
     },
     "a step ahead": {"training": {"lag": 1}},
     "an environment": {"rollout": {"type": "environment", "max_turns": 3}},
-    "an environment ahead": {"rollout": {"type": "environment"}, "training": {"lag": 1}},
+    "an environment ahead": {
+        "rollout": {"type": "environment", "max_turns": 3},
+        "training": {"lag": 1},
+    },
     "easy pool": {"data": {"easy_pool": EASY}},
     "prompts again": {"data": {"replay": REPLAY}},
     "prompts again ahead": {"data": {"replay": REPLAY}, "training": {"lag": 2}},
