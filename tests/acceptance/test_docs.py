@@ -102,6 +102,8 @@ SMALL = {
 """With beta a step computes something even where all rewards are the same, as those of the tiny model mostly are."""
 LONGEST = 8
 """Tokens of a completion, where a config has more: the tiny model mostly goes on to the end."""
+IN_PROCESS = ("configs/quickstart.yaml", "my.yaml")
+"""Of which most pages speak: their rewards are scored by worker processes where the quickstart's own commands run, and elsewhere here."""
 ROWS = 32
 """For training, of a task that comes with the package: each is written, asked for and masked before a run begins."""
 SMALL_SFT = {
@@ -178,6 +180,8 @@ def made_small(config: Path, target: Path) -> None:
     for key, value in (SMALL_SFT if is_supervised(config) else SMALL).items():
         section, leaf = key.split(".")
         content.setdefault(section, {})[leaf] = value
+    if target.as_posix().endswith(IN_PROCESS):
+        content.setdefault("rewards", {})["in_process"] = True
     sampler = content.get("sampler", {})
     if "max_completion_length" in sampler:
         sampler["max_completion_length"] = min(LONGEST, sampler["max_completion_length"])
