@@ -1,6 +1,6 @@
 """kill -9 of a real run at random instants, again and again until it is done: always the same run.
 
-Each run of the tests kills 6 times, with sampling a step ahead, processes that are forked from this one, which has imported everything:
+Each run of the tests kills 4 times, with sampling a step ahead, processes that are forked from this one, which has imported everything:
 what an interpreter imports is not what dies here. `make soak SUITE=kills` kills whole interpreters, KILLS times (default 200), half of
 them without a lag. The instants are drawn from a printed seed.
 """
@@ -171,7 +171,7 @@ def whole(tmp_path_factory):
 @pytest.mark.timeout(400)
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_some_kills_leave_every_run_as_it_would_have_been(whole, tmp_path):
-    kill(forked, 6, 1, tmp_path, random.Random(1), whole(forked, 1))
+    kill(forked, 4, 1, tmp_path, random.Random(1), whole(forked, 1))
 
 
 @pytest.mark.soak
