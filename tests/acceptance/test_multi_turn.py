@@ -2,7 +2,8 @@
 in one process.
 
 In both the full reward needs a look at what the environment said: the game is won in every case only by following `<` and `>`, and the
-calculator's sum stands nowhere else. With the sign of the advantage turned round, neither is learnt.
+calculator's sum stands nowhere else. With the sign of the advantage turned round, neither is learnt. The game, which takes most of the
+time, is learnt in `make soak SUITE=the_game_says`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def trained(example: Path, folder: Path, *more: str) -> Progress:
     return Progress(fmean(rewards[:10]), fmean(rewards[-10:]), result.after.metrics, rollouts)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_it_learns_to_follow_what_the_game_says(tmp_path):
     found = trained(GAME, tmp_path, "training.max_steps=125")
     assert found.first < 0
