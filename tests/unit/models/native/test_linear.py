@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -163,12 +165,18 @@ def test_products_that_are_to_be_quick_are_not_rounded_here():
 # Small changes on a base in bfloat16
 
 
+@cache
+def many_rows(inputs: int) -> torch.Tensor:
+    """So many that they make a slope sure to about 1 %."""
+    return random(1 << 16, inputs, seed=3).bfloat16()
+
+
 def slope(linear: Linear, learning_rate: float, *, few: bool) -> float:
     """How much reaches the output of a change of B by ± the learning rate, as one AdamW step makes it."""
     outputs, inputs = linear.weight_OI.shape
     down = (torch.rand(16, inputs, generator=torch.Generator().manual_seed(1)) * 2 - 1) / 16
     step = learning_rate * torch.sign(random(outputs, 16, seed=2))
-    x = random(1 << 16, inputs, seed=3).bfloat16()  # so many make the slope sure to about 1 %
+    x = many_rows(inputs)
 
     def product(up: torch.Tensor) -> torch.Tensor:
         given = {"x": Factors(down, up, 2.0)}
