@@ -410,6 +410,13 @@ class _ControlPlane:
         poller = Poller(self._database, pace=pace, trust_on_first_use=settings.trust_on_first_use)
         await self._until_stopped(poller.run())
 
+    async def _unknown_since(self) -> float | None:
+        """When this began, by the database's clock, where its own poller is about to look at all machines."""
+        if len(self._roles) < len(ROLES):
+            return None
+        now = await self._database.read_in_thread(seconds)
+        return now - (time.monotonic() - self._began)
+
     async def _dispatch(self, role: _Role) -> None:
         settings = self._settings
         rhythm = Rhythm(
@@ -420,19 +427,16 @@ class _ControlPlane:
             reconcile=settings.requeue_seconds,
         )
         gateway = Gateway(self._database)
-        unknown_since = None
         if settings.database is None:
             # the lock of the folder says that whoever drove before is gone, so that no lease has to run out
             await self._database.in_thread(records.let_all_go)
-            now = await self._database.read_in_thread(seconds)
-            unknown_since = now - (time.monotonic() - self._began)
         dispatcher = GlobalJobDispatcher(
             self._parts(gateway),
             Tuning(
                 rhythm=rhythm,
                 concurrency=settings.concurrency,
                 keeping=_keeping(settings),
-                unknown_since=unknown_since,
+                unknown_since=await self._unknown_since(),
             ),
             owner=role.owner,
             gateway=gateway,
