@@ -194,10 +194,13 @@ class BlobStore:
         sync_folder(target.parent)
 
     @contextlib.contextmanager
-    def incoming(self, sha256: str, size: int) -> Generator[Incoming]:
-        """A blob that comes piece by piece; what came before a crash is still there. BlobError where somebody else is receiving it."""
+    def incoming(self, sha256: str, size: int, sender: str = "") -> Generator[Incoming]:
+        """A blob that comes piece by piece; what came before a crash is still there. BlobError where somebody else is receiving it.
+
+        `sender`: letters and digits; what two of them send is kept apart, so that neither completes what the other has begun.
+        """
         self._check_size(size, sha256)
-        path = self._incoming_folder() / self.path(sha256).name
+        path = self._incoming_folder() / (self.path(sha256).name + sender)
         with path.open("a+b") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -30,7 +30,7 @@ from sqlalchemy.orm import Session
 
 from groupwise.fleet.files.folders import folder_name
 from groupwise.fleet.states import AttemptState
-from groupwise.fleet.store import events
+from groupwise.fleet.store import events, rights
 from groupwise.fleet.store.database import Database, clock, seconds
 from groupwise.fleet.store.tables import (
     GPU,
@@ -41,7 +41,7 @@ from groupwise.fleet.store.tables import (
     GPUHistory,
     Job,
 )
-from groupwise.hosts.files import BlobStore
+from groupwise.hosts.files import SPARED, BlobStore
 from groupwise.hosts.spec import JOB_ID
 
 READ_AT_ONCE = 1000
@@ -73,7 +73,11 @@ def clear_away(
         forget_history(database)
         now = store.now()
         named = database.read(named_blobs)
-        return 0 if named is None else store.collect(named, now=now)
+        if named is None:
+            return 0
+        freed = store.collect(named, now=now)
+        forget_rights(database, store)
+        return freed
 
 
 @contextmanager
@@ -142,6 +146,15 @@ def _names_in(session: Session, query: Any) -> Iterator[str]:
             for entry in cast("dict[str, Any]", manifest).values():
                 if isinstance(entry, list) and entry:
                     yield str(cast("list[Any]", entry)[0])
+
+
+def forget_rights(database: Database, store: BlobStore) -> None:
+    """Those to blobs that are gone. One that was sent again meanwhile has its right of then, which is young and stays."""
+    known = database.read(partial(rights.old, age=SPARED))
+    gone = [sha256 for sha256 in known if sha256 not in store]
+    for start in range(0, len(gone), READ_AT_ONCE):
+        some = gone[start : start + READ_AT_ONCE]
+        database.run(partial(rights.forget, hashes=some, age=SPARED))
 
 
 # --- logs and artefacts ---------------------------------------------------------------------------

@@ -60,7 +60,7 @@ from groupwise.fleet.queue.resources import Resources
 from groupwise.fleet.queue.turns import PRIORITY_SECONDS, WAITING, Line, Place
 from groupwise.fleet.secrets import UNLESS_TOLD, AllowedSecrets
 from groupwise.fleet.states import JobStatus
-from groupwise.fleet.store import events
+from groupwise.fleet.store import events, rights
 from groupwise.fleet.store.database import seconds
 from groupwise.fleet.store.engine import strict_json
 from groupwise.fleet.store.tables import GPU, VM, Job, Moment, Project, this_moment
@@ -704,6 +704,7 @@ def _freeze(session: Session, jobs: Sequence[_Admitted], fleet: _Fleet) -> None:
             }
         )
     session.execute(update(Job), values)
+    rights.record(session, _named(jobs))
     events.append_many(
         session,
         [
@@ -716,6 +717,13 @@ def _freeze(session: Session, jobs: Sequence[_Admitted], fleet: _Fleet) -> None:
             for row in values
         ],
     )
+
+
+def _named(jobs: Iterable[_Admitted]) -> Iterator[tuple[str, str]]:
+    """The blobs that their requests name, each with the project."""
+    for job in jobs:
+        for sha256, _, _ in (job.row.request or {}).get("files", {}).values():
+            yield sha256, job.project
 
 
 def _placed(job: _Admitted, fleet: _Fleet) -> Place:

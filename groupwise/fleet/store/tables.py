@@ -435,6 +435,17 @@ class Checkpoint(Base):
     mirrored_at: Mapped[float] = mapped_column(Float)
 
 
+class BlobRight(Base):
+    """A project that may name a blob; see `rights.py`."""
+
+    __tablename__ = "blob_rights"
+
+    sha256: Mapped[str] = mapped_column(Text, primary_key=True)
+    project: Mapped[str] = mapped_column(Text, primary_key=True)
+    at: Mapped[float] = mapped_column(Float)
+    """When it was recorded last."""
+
+
 class Event(Base):
     """What happened: appended in the transaction that made it happen, never changed."""
 

@@ -7,7 +7,7 @@ what the job waits for that the fleet does not have.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from sqlalchemy.orm import Session
 
@@ -17,6 +17,7 @@ from groupwise.fleet.queue.placement import Placement
 from groupwise.fleet.queue.request import JobRequest
 from groupwise.fleet.secrets import UNLESS_TOLD, AllowedSecrets
 from groupwise.fleet.states import JobStatus
+from groupwise.fleet.store import rights
 from groupwise.fleet.store.tables import Job
 from groupwise.fleet.verbs import bound, status, wanted
 from groupwise.fleet.verbs.actor import Actor
@@ -45,8 +46,9 @@ def submit_all(
     name = project_for(actor, project)
     if key is not None and (wrong := key_problem(key)) is not None:
         raise Refusal("invalid_request", f"The idempotency key {wrong}.")
+    unsent = _unsent(session, actor, requests)
     if len(requests) == 1:
-        made = [_submitted(session, actor, requests[0], name, key, allowed)]
+        made = [_submitted(session, actor, requests[0], name, key, allowed, unsent)]
         return _noted(session, requests, made)
     jobs = admission.submit_array(
         session,
@@ -59,7 +61,7 @@ def submit_all(
     accepted: list[Document] = []
     try:
         for request, job in zip(requests, jobs, strict=True):
-            accepted.append(bound.job(session, actor, _accepted(request, job)))
+            accepted.append(bound.job(session, actor, _accepted(request, job, unsent)))
     except (UsageError, Refusal) as error:
         raise _of_several(error, len(accepted), len(requests)) from error
     return _noted(session, requests, accepted)
@@ -75,10 +77,11 @@ def plan(
 ) -> Document:
     """What the job would be, and where it could begin now or why it would wait; nothing is kept of it. Raises as `submit_all`."""
     name = project_for(actor, project)
+    unsent = _unsent(session, actor, [request])
     trial = session.begin_nested()
     try:
         job = admission.submit(session, request, actor=actor.name, project=name, allowed=allowed)
-        _refuse_failed(job)
+        _refuse_wrong(request, job, unsent)
         found = job_document(job) | {
             "job_id": None,
             "files": sorted(request.files),
@@ -108,6 +111,7 @@ def _submitted(
     project: str,
     key: str | None,
     allowed: AllowedSecrets,
+    unsent: frozenset[str],
 ) -> Document:
     job = admission.submit(
         session,
@@ -117,11 +121,17 @@ def _submitted(
         idempotency_key=key,
         allowed=allowed,
     )
-    return bound.job(session, actor, _accepted(request, job))
+    return bound.job(session, actor, _accepted(request, job, unsent))
 
 
-def _accepted(request: JobRequest, job: Job) -> Document:
-    _refuse_failed(job)
+def _unsent(session: Session, actor: Actor, requests: Iterable[JobRequest]) -> frozenset[str]:
+    """Blobs that these name and no project of the actor has; asked before the jobs are made, as a job gives its project its files."""
+    named = {sha256 for request in requests for sha256, _, _ in request.files.values()}
+    return rights.lacking(session, actor.projects, named)
+
+
+def _accepted(request: JobRequest, job: Job, unsent: frozenset[str]) -> Document:
+    _refuse_wrong(request, job, unsent)
     return job_document(job) | {"notes": _notes(request, job)}
 
 
@@ -148,10 +158,16 @@ def _of_several(error: UsageError | Refusal, place: int, number: int) -> Refusal
     return Refusal(code, f"job {place + 1} of {number}: {error.message}", errors=[told])
 
 
-def _refuse_failed(job: Job) -> None:
-    """A request that admission found wrong is told at once; nothing is kept of it."""
+def _refuse_wrong(request: JobRequest, job: Job, unsent: frozenset[str]) -> None:
+    """A request that admission found wrong, or that names what only others have sent, is told at once; nothing is kept of it."""
     if job.status == JobStatus.FAILED and job.generation == 0 and job.start_time is None:
         raise Refusal("invalid_request", job.failure_reason)
+    for path, (sha256, _, _) in request.files.items() if unsent else ():
+        if sha256 in unsent:
+            raise Refusal(
+                "invalid_request",
+                f"file {path!r}: nobody has sent {sha256} for a project of yours. Send it first: by `upload` of our client, or PUT /blobs.",
+            )
 
 
 def _notes(request: JobRequest, job: Job) -> list[str]:

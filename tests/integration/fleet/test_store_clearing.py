@@ -4,6 +4,8 @@ import pytest
 
 from tests.unit.fleet.files.test_clearing import (
     disk,
+    test_a_right_goes_with_its_blob,
+    test_a_right_to_what_is_sent_again_while_it_is_cleared_away_stays,
     test_a_week_of_each_gpu_is_kept_of_machines_that_have_left_too,
     test_only_what_nothing_names_goes,
     test_pruning_is_what_the_events_say,
@@ -13,6 +15,8 @@ from tests.unit.fleet.files.test_clearing import (
 
 __all__ = [
     "disk",
+    "test_a_right_goes_with_its_blob",
+    "test_a_right_to_what_is_sent_again_while_it_is_cleared_away_stays",
     "test_a_week_of_each_gpu_is_kept_of_machines_that_have_left_too",
     "test_only_what_nothing_names_goes",
     "test_pruning_is_what_the_events_say",

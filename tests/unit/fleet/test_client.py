@@ -261,6 +261,101 @@ def test_an_upload_that_was_cut_off_goes_on(url: str, fleet: FleetClient) -> Non
     assert torn.json()["code"] == "invalid_request"
 
 
+# Files of other projects
+
+
+@pytest.fixture
+def red_and_blue(url: str, fleet: FleetClient) -> Iterator[tuple[FleetClient, FleetClient]]:
+    """Each with a key that is bound to its project."""
+    red, blue = (fleet.make_key("act", projects=[name])["key"] for name in ("red", "blue"))
+    with FleetClient(url, red) as first, FleetClient(url, blue) as second:
+        yield first, second
+
+
+def _asked(of: FleetClient, verb: str, path: str, **more: Any) -> Any:
+    return of._json(verb, path, **more)  # what none of its words asks
+
+
+def test_nobody_gets_a_file_of_another_project_by_its_hash(
+    red_and_blue: tuple[FleetClient, FleetClient], fleet: FleetClient, tmp_path: Path
+) -> None:
+    red, blue = red_and_blue
+    (tmp_path / "f").write_bytes(b"of red alone")
+    manifest = red.upload([tmp_path / "f"])
+    sha256 = manifest["f"][0]
+    assert red.submit({**COMMAND, "files": manifest})["project"] == "red"
+    for name in ("submit", "plan"):
+        with refused("invalid_request") as caught:
+            getattr(blue, name)({**COMMAND, "files": manifest})
+        assert f"file 'f': nobody has sent {sha256} for a project of yours" in caught.value.detail
+    with refused("invalid_request") as caught:
+        blue.submit_all([COMMAND, {**COMMAND, "files": manifest}])
+    assert caught.value.detail.startswith("job 2 of 2: file 'f': nobody has sent")
+    assert blue.jobs() == []
+    for who, missing, received in ((red, [], 12), (blue, [sha256], 0), (fleet, [], 12)):
+        body = {"sha256": [sha256, sha256]}
+        assert _asked(who, "POST", "/blobs/missing", body=body) == {"missing": missing}
+        answer = _asked(who, "GET", f"/blobs/{sha256}", query={"size": 12})
+        assert answer == {"received": received}
+
+
+def test_what_another_project_has_is_sent_whole_all_the_same(
+    red_and_blue: tuple[FleetClient, FleetClient], fleet: FleetClient, tmp_path: Path
+) -> None:
+    red, blue = red_and_blue
+    (tmp_path / "f").write_bytes(b"the same in both")
+    manifest = red.upload([tmp_path / "f"])
+    sha256 = manifest["f"][0]
+    put = {"query": {"size": 16, "offset": 0}}
+    answer = _asked(blue, "PUT", f"/blobs/{sha256}", content=b"the same", **put)
+    assert answer == {"received": 8, "stored": False}
+    with refused("invalid_request"):
+        blue.submit({**COMMAND, "files": manifest})
+    rest = {"query": {"size": 16, "offset": 8}}
+    with refused("invalid_request") as caught:
+        _asked(blue, "PUT", f"/blobs/{sha256}", content=b" in none", **rest)
+    assert "has the sha256" in caught.value.detail
+    assert blue.upload([tmp_path / "f"]) == manifest
+    assert blue.submit({**COMMAND, "files": manifest})["project"] == "blue"
+
+
+@pytest.mark.parametrize("first", ["bound", "unbound"])
+def test_the_end_of_a_file_does_not_complete_what_somebody_else_has_begun(
+    red_and_blue: tuple[FleetClient, FleetClient], fleet: FleetClient, first: str
+) -> None:
+    red, blue = red_and_blue
+    sha256 = hashlib.sha256(b"secret, known end").hexdigest()
+    begun = red if first == "bound" else fleet
+    query = {"size": 17, "offset": 0}
+    _asked(begun, "PUT", f"/blobs/{sha256}", query=query, content=b"secret, ")
+    assert _asked(blue, "GET", f"/blobs/{sha256}", query={"size": 17}) == {"received": 0}
+    end = {"size": 17, "offset": 8}
+    answer = _asked(blue, "PUT", f"/blobs/{sha256}", query=end, content=b"known end")
+    assert answer == {"received": 0, "stored": False}
+    answer = _asked(begun, "PUT", f"/blobs/{sha256}", query=end, content=b"known end")
+    assert answer == {"received": 17, "stored": True}
+
+
+def test_a_job_gives_its_project_the_files_that_it_names(
+    url: str, red_and_blue: tuple[FleetClient, FleetClient], fleet: FleetClient, tmp_path: Path
+) -> None:
+    (tmp_path / "f").write_bytes(b"of somebody who may name all")
+    red, blue = red_and_blue
+    manifest = fleet.upload([tmp_path / "f"])
+    with refused("invalid_request"):
+        red.submit({**COMMAND, "files": manifest})
+    fleet.submit_all([{**COMMAND, "files": manifest}, COMMAND], project="red")
+    job = red.submit({**COMMAND, "files": manifest})["job_id"]
+    red.cancel(job)
+    assert red.retry(job)["status"] == "queued"
+    with refused("invalid_request"):
+        blue.submit({**COMMAND, "files": manifest})
+    both = fleet.make_key("act", projects=["red", "blue"])["key"]
+    with FleetClient(url, both) as of_two:
+        of_two.submit({**COMMAND, "files": manifest}, project="blue")
+    blue.submit({**COMMAND, "files": manifest})
+
+
 def test_a_log_is_followed_across_attempts_to_its_end(
     fleet: FleetClient, place: FleetPlace, database: Database
 ) -> None:

@@ -7,6 +7,9 @@ sends the rest. A log is read by position: the epoch of an attempt and an offset
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 from fastapi import Query, Request
@@ -16,6 +19,7 @@ from pydantic import Field
 from groupwise.fleet.api.serving import Asked, AskedHere, document
 from groupwise.fleet.files.logs import LOOK_AGAIN, Follower, LogPiece, follower_at
 from groupwise.fleet.states import FINAL
+from groupwise.fleet.store import rights
 from groupwise.fleet.verbs import jobs, left
 from groupwise.hosts.files import LARGEST_BLOB, BlobError
 from groupwise.hosts.spec import SHA256
@@ -56,8 +60,7 @@ class MissingBody(FleetBody):
 
 async def missing_blobs(asked: AskedHere, body: MissingBody) -> Response:
     """Which of these are to be sent. The others are kept for a day, in which a job may name them."""
-    store = asked.serving.folders.blobs
-    return document({"missing": await asyncio.to_thread(store.missing, body.sha256)})
+    return document({"missing": await asyncio.to_thread(_missing, asked, body.sha256)})
 
 
 async def blob_received(asked: AskedHere, sha256: str, size: Size) -> Response:
@@ -79,10 +82,28 @@ async def put_blob(
     return document(await asyncio.to_thread(_put, asked, sha256, size, offset, data))
 
 
+def _missing(asked: Asked, hashes: Sequence[str]) -> list[str]:
+    lacking = _lacking(asked, hashes)
+    known = [sha256 for sha256 in hashes if sha256 not in lacking]
+    missing = lacking.union(asked.serving.folders.blobs.missing(known))
+    return [sha256 for sha256 in dict.fromkeys(hashes) if sha256 in missing]
+
+
+def _lacking(asked: Asked, hashes: Iterable[str]) -> frozenset[str]:
+    """Those that the caller has to send whether they are here or not: only other projects have."""
+    projects = asked.actor.projects
+    if projects is None:
+        return frozenset()
+    return asked.serving.database.read(lambda session: rights.lacking(session, projects, hashes))
+
+
+def _is_here(asked: Asked, sha256: str) -> bool:
+    return sha256 in asked.serving.folders.blobs and not _lacking(asked, [sha256])
+
+
 def _received(asked: Asked, sha256: str, size: int) -> int:
     _check_hash(sha256)
-    store = asked.serving.folders.blobs
-    if sha256 in store:
+    if _is_here(asked, sha256):
         return size
     with _incoming(asked, sha256, size) as incoming:
         return incoming.received
@@ -90,7 +111,7 @@ def _received(asked: Asked, sha256: str, size: int) -> int:
 
 def _put(asked: Asked, sha256: str, size: int, offset: int, data: bytes) -> dict[str, Any]:
     _check_hash(sha256)
-    if sha256 in asked.serving.folders.blobs:
+    if _is_here(asked, sha256):
         return {"received": size, "stored": True}
     try:
         with _incoming(asked, sha256, size) as incoming:
@@ -102,11 +123,21 @@ def _put(asked: Asked, sha256: str, size: int, offset: int, data: bytes) -> dict
             incoming.finish()
     except BlobError as error:
         raise Refusal("invalid_request", error.message) from error
+    sent = {(sha256, project) for project in asked.actor.projects or ()}
+    if sent:
+        asked.serving.database.run(lambda session: rights.record(session, sent))
     return {"received": size, "stored": True}
 
 
 def _incoming(asked: Asked, sha256: str, size: int) -> Any:
-    return asked.serving.folders.blobs.incoming(sha256, size)
+    return asked.serving.folders.blobs.incoming(sha256, size, _sender(asked.actor.projects))
+
+
+def _sender(projects: frozenset[str] | None) -> str:
+    """The end of a file of another project must not make it whole: that shows it to whoever has the end alone."""
+    if projects is None:
+        return ""
+    return hashlib.sha256(json.dumps(sorted(projects)).encode()).hexdigest()[:16]
 
 
 def _check_hash(sha256: str) -> None:

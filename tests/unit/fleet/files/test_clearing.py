@@ -13,12 +13,13 @@ from sqlalchemy.orm import Session
 
 from groupwise.fleet.files import clearing
 from groupwise.fleet.files.clearing import clear_away, named_blobs
-from groupwise.fleet.store import events
+from groupwise.fleet.store import events, rights
 from groupwise.fleet.store.database import Database, seconds
 from groupwise.fleet.store.tables import (
     GPU,
     VM,
     Attempt,
+    BlobRight,
     Checkpoint,
     ControlProcess,
     GPUHistory,
@@ -94,6 +95,11 @@ class Disk:
         return names | {path.name for path in self.store.root.glob("??/*")}
 
 
+def rights_of(database: Database) -> set[tuple[str, str]]:
+    query = select(BlobRight.sha256, BlobRight.project)
+    return database.run(lambda s: {(sha256, project) for sha256, project in s.execute(query)})
+
+
 @pytest.fixture
 def disk(tmp_path: Path, database: Database) -> Disk:
     return Disk(tmp_path, database)
@@ -111,6 +117,45 @@ def test_only_what_nothing_names_goes(disk: Disk) -> None:
     assert disk.clear() == len(b"own")
     assert disk.left() == {"two", "two.log", shared, young}
     disk.check()
+
+
+def test_a_right_goes_with_its_blob(disk: Disk) -> None:
+    kept, gone, young = (disk.blob(data) for data in (b"kept", b"gone", b"young"))
+    disk.job("one", f=kept)
+    given = {(sha256, name) for sha256 in (kept, gone, young) for name in ("red", "blue")}
+    disk.database.run(lambda s: rights.record(s, given))
+    age(disk.database)
+    disk.database.run(lambda s: rights.record(s, {(young, "red")}))
+    disk.clear()
+    assert {path.name for path in disk.store.root.glob("??/*")} == {kept}
+    assert rights_of(disk.database) == {(kept, "red"), (kept, "blue"), (young, "red")}
+
+
+def age(database: Database) -> None:
+    """All rights are two days old."""
+    write = update(BlobRight).values(at=BlobRight.at - 2 * SPARED)
+    database.run(lambda s: s.execute(write))
+
+
+def test_a_right_to_what_is_sent_again_while_it_is_cleared_away_stays(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk.job("one")
+    sha256 = disk.blob(b"again")
+    given = {(sha256, "red"), (sha256, "blue")}
+    disk.database.run(lambda s: rights.record(s, given))
+    age(disk.database)
+    forget = rights.forget
+
+    def late(session: Session, hashes: Sequence[str], age: float) -> None:
+        disk.store.put(b"again")
+        rights.record(session, {(sha256, "red")})
+        forget(session, hashes, age)
+
+    monkeypatch.setattr(rights, "forget", late)
+    disk.clear()
+    assert sha256 in disk.store
+    assert rights_of(disk.database) == {(sha256, "red")}
 
 
 def test_what_has_no_row_is_left_unless_it_was_pruned(disk: Disk) -> None:

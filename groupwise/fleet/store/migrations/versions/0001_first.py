@@ -37,6 +37,13 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("key_id", name="pk_api_keys"),
     )
     op.create_table(
+        "blob_rights",
+        sa.Column("sha256", sa.Text(), nullable=False),
+        sa.Column("project", sa.Text(), nullable=False),
+        sa.Column("at", sa.Float(), nullable=False),
+        sa.PrimaryKeyConstraint("sha256", "project", name="pk_blob_rights"),
+    )
+    op.create_table(
         "control_processes",
         sa.Column("owner", sa.Text(), nullable=False),
         sa.Column("role", sa.Text(), nullable=False),
