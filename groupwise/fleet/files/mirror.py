@@ -5,6 +5,9 @@ step, files, sizes and hashes. Only blobs that are not in the store come; each i
 as it was read, is skipped: the one before is still there, and a later one will come. The row in the table is written when all of its
 blobs are on the disk, so that a checkpoint which stands there is whole.
 
+What the manifest says, the job has written. So a blob that is in the store, and that its project may not name (`store/rights.py`), comes
+too, or it would get the file of another project by its hash; what has come, the project may name from then on.
+
 Of a gang, what rank 0 wrote is the checkpoint.
 """
 
@@ -19,8 +22,9 @@ from sqlalchemy.orm import Session
 from groupwise.fleet.attempts.drive import Part
 from groupwise.fleet.attempts.effects import Gateway
 from groupwise.fleet.attempts.records import guarded
+from groupwise.fleet.store import rights
 from groupwise.fleet.store.database import seconds
-from groupwise.fleet.store.tables import Checkpoint
+from groupwise.fleet.store.tables import Checkpoint, Job
 from groupwise.hosts.answers import CheckpointTree
 from groupwise.hosts.files import BlobError, BlobStore
 from groupwise.hosts.port import RunnerRefused
@@ -68,20 +72,26 @@ class CheckpointMirror:
     async def _fetch(self, part: Part, checkpoint: CheckpointTree) -> None:
         """All its blobs are in the store. Raises _Torn."""
         entries = {entry.sha256: (path, entry) for path, entry in checkpoint.files.items()}
-        lacking = await self._gateway.write(
-            "checkpoint.missing", lambda: self._store.missing(entries)
+        project = await self._gateway.look(lambda session: _project_of(session, part))
+        lacking = await self._gateway.look(
+            lambda session: rights.lacking(session, [project], entries)
         )
-        for sha256 in lacking:
-            path, entry = entries[sha256]
+        missing = await self._gateway.write(
+            "checkpoint.missing", lambda: self._store.missing(entries.keys() - lacking)
+        )
+        for sha256, (path, entry) in entries.items():
+            if sha256 not in lacking and sha256 not in missing:
+                continue
             try:
-                await self._blob(part, path, entry)
+                await self._blob(part, path, entry, project)
             except RunnerRefused as error:
                 raise _Torn(str(error)) from error
             except BlobError as error:
                 raise _Torn(f"{path}: {error}") from error
 
-    async def _blob(self, part: Part, path: str, entry: FileEntry) -> None:
-        with self._store.incoming(entry.sha256, entry.size) as incoming:
+    async def _blob(self, part: Part, path: str, entry: FileEntry, project: str) -> None:
+        sender = rights.sender([project])
+        with self._store.incoming(entry.sha256, entry.size, sender) as incoming:
             while incoming.received < entry.size:
                 data = await part.runner.read(
                     part.job_id, part.epoch, path, offset=incoming.received
@@ -90,6 +100,12 @@ class CheckpointMirror:
                     raise BlobError(f"only {incoming.received} of {entry.size} bytes are there")
                 await self._gateway.write("checkpoint.piece", partial(incoming.add, data))
             await self._gateway.write("checkpoint.blob", incoming.finish)
+        sent = [(entry.sha256, project)]
+        await self._gateway.commit("checkpoint.right", partial(rights.record, rights=sent))
+
+
+def _project_of(session: Session, part: Part) -> str:
+    return session.scalars(select(Job.project).where(Job.job_id == part.job_id)).one()
 
 
 def _newest_step(session: Session, part: Part) -> int | None:

@@ -1,4 +1,5 @@
-"""Which project may name which blob: one that has sent all of its bytes, or in whose name a job was submitted that takes it along.
+"""Which project may name which blob: one that has sent all of its bytes, in whose name a job was submitted that takes it along, or of
+which a job has it in a checkpoint.
 
 Blobs are stored once, whoever sends them, and are named by their sha256; who knows that of a file of another project must not get the file
 by it, nor learn whether it is there. So whoever is bound to projects is told of a blob that none of them has as of one that is missing, and
@@ -7,6 +8,8 @@ has to send it. Who is bound to none may name any.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Collection, Iterable
 
 from sqlalchemy import Table, delete, select
@@ -47,6 +50,14 @@ def record(session: Session, rights: Iterable[tuple[str, str]]) -> None:
         index_elements=["sha256", "project"], set_={"at": made.excluded.at}
     )
     session.execute(again, rows)
+
+
+def sender(projects: Collection[str] | None) -> str:
+    """By which what they send is kept apart until it is whole: who has the end of a file alone must not get it by completing what another
+    project has begun to send."""
+    if projects is None:
+        return ""
+    return hashlib.sha256(json.dumps(sorted(projects)).encode()).hexdigest()[:16]
 
 
 def old(session: Session, age: float) -> list[str]:

@@ -7,8 +7,6 @@ sends the rest. A log is read by position: the epoch of an attempt and an offset
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
@@ -130,14 +128,8 @@ def _put(asked: Asked, sha256: str, size: int, offset: int, data: bytes) -> dict
 
 
 def _incoming(asked: Asked, sha256: str, size: int) -> Any:
-    return asked.serving.folders.blobs.incoming(sha256, size, _sender(asked.actor.projects))
-
-
-def _sender(projects: frozenset[str] | None) -> str:
-    """The end of a file of another project must not make it whole: that shows it to whoever has the end alone."""
-    if projects is None:
-        return ""
-    return hashlib.sha256(json.dumps(sorted(projects)).encode()).hexdigest()[:16]
+    sender = rights.sender(asked.actor.projects)
+    return asked.serving.folders.blobs.incoming(sha256, size, sender)
 
 
 def _check_hash(sha256: str) -> None:

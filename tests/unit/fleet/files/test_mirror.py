@@ -10,6 +10,7 @@ from groupwise.fleet.attempts.effects import Death, Gateway, Side
 from groupwise.fleet.attempts.records import Stale
 from groupwise.fleet.files.clearing import named_blobs
 from groupwise.fleet.files.mirror import KEPT, CheckpointMirror
+from groupwise.fleet.store import rights
 from groupwise.fleet.store.database import Database
 from groupwise.fleet.store.tables import Attempt, Checkpoint
 from groupwise.hosts.files import BlobStore
@@ -74,6 +75,24 @@ async def test_older_ones_are_forgotten_and_their_blobs_collected(
         for listed in row.manifest.values():
             assert listed[0] in store
     assert entry(b"30" * 50)[0] not in store
+
+
+async def test_a_manifest_that_names_the_file_of_another_project_does_not_get_it(
+    database: Database, store: BlobStore, host: WorkFolder
+) -> None:
+    """It is written by the job, which may say anything."""
+    part = begin(database, host)
+    others = store.put(b"of others")
+    database.run(lambda s: rights.record(s, {(others, "others")}))
+    host.checkpoint("outputs/c-10", 10, weights=b"of others")
+    host.files["outputs/c-10/weights"] = b"unrelated"
+    mirror = CheckpointMirror(store, Gateway(database))
+    await mirror.mirror(part)
+    assert steps(database) == []
+    assert store.read(others) == b"of others"
+    host.files["outputs/c-10/weights"] = b"of others"
+    await mirror.mirror(part)
+    assert steps(database) == [10]
 
 
 @pytest.mark.parametrize("torn", ["changed", "gone", "short"])
