@@ -1185,6 +1185,47 @@ QUICK = (
         (("fleet/files/mirror.py", "guarded(session, part.epoch, part.owner)", "None"),),
         (f"{UNIT}/files/test_mirror.py::test_who_does_not_own_the_attempt_any_more_writes_no_row",),
     ),
+    # --- whose files they are ---------------------------------------------------------------------
+    Mutation(
+        "files of other projects",
+        "are named by their hash",
+        (
+            (
+                "fleet/store/rights.py",
+                "    return frozenset(wanted) - found\n",
+                "    return frozenset()\n",
+            ),
+        ),
+        (
+            f"{API}::test_nobody_gets_a_file_of_another_project_by_its_hash",
+            f"{API}::test_what_another_project_has_is_sent_whole_all_the_same",
+            f"{UNIT}/files/test_mirror.py::test_a_manifest_that_names_the_file_of_another_project_does_not_get_it",
+        ),
+    ),
+    Mutation(
+        "what others have begun to send",
+        "is completed by whoever has the end",
+        (
+            (
+                "fleet/store/rights.py",
+                '    if projects is None:\n        return ""\n    return hash',
+                '    return ""\n    return hash',
+            ),
+        ),
+        (f"{API}::test_the_end_of_a_file_does_not_complete_what_somebody_else_has_begun",),
+    ),
+    Mutation(
+        "a right that was given anew",
+        "goes with the old blob",
+        (
+            (
+                "fleet/store/rights.py",
+                " & (BlobRight.at < clock() - age)\n    session",
+                "\n    session",
+            ),
+        ),
+        (f"{STORE}::test_a_right_to_what_is_sent_again_while_it_is_cleared_away_stays",),
+    ),
     # --- what goes --------------------------------------------------------------------------------
     Mutation(
         "blobs that are young",
