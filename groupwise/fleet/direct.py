@@ -370,7 +370,7 @@ class DirectFleet:
 
     def status(self) -> Document:
         """Jobs by status, machines, the control plane, alarms."""
-        return self.read(status.overview)
+        return self.read(status.overview, self.place.growing)
 
     def events(self, *, after: int = 0, limit: int = 100) -> list[Document]:
         """What happened after that event, the oldest first."""

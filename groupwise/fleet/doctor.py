@@ -28,6 +28,7 @@ from typing import Any, Literal
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from groupwise.display.quantities import byte_size
 from groupwise.errors import GroupwiseError
 from groupwise.fleet.attempts import records
 from groupwise.fleet.attempts.records import Machine
@@ -134,7 +135,7 @@ def _examine(place: FleetPlace, only: Sequence[str] | None, tell: Tell) -> None:
             tell(_own_disk(place))
             _roles(database, tell)
         _machines(database, only, tell)
-        _alarms(database, tell)
+        _alarms(place, database, tell)
     finally:
         database.close()
 
@@ -188,11 +189,13 @@ def _database(database: Database, tell: Tell) -> bool:
 
 def _own_disk(place: FleetPlace) -> Seen:
     """Where logs, checkpoints and artefacts of all jobs come to."""
-    free = shutil.disk_usage(place.folder).free // 1_000_000
+    left = shutil.disk_usage(place.folder).free
+    free = left // 1_000_000
+    full: Level = "problem" if left < status.LEAST_FREE else "warning"
     return Seen(
         "own disk",
-        "ok" if free >= LEAST_DISK_MB else "warning",
-        f"{free / 1000:.0f} GB free in {place.folder}",
+        "ok" if free >= LEAST_DISK_MB else full,
+        f"{byte_size(left)} free in {place.folder}",
         "once it is full no job can end, since what it has made cannot be kept",
         "make room there, or `groupwise fleet prune`",
         {"free_mb": free},
@@ -334,9 +337,10 @@ def _roles(database: Database, tell: Tell) -> None:
             )
 
 
-def _alarms(database: Database, tell: Tell) -> None:
+def _alarms(place: FleetPlace, database: Database, tell: Tell) -> None:
     told = {"role_missing", "untrusted", "unreachable", "degraded"}
-    for alarm in database.read(lambda s: list(status.alarms(s, Actor("doctor")))):
+    asks = Actor("doctor")
+    for alarm in database.read(lambda s: list(status.alarms(s, asks, place.growing))):
         if alarm["kind"] not in told:
             tell(Seen(alarm["kind"], "warning", alarm["message"], remedy=alarm["remedy"]))
 

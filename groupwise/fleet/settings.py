@@ -185,6 +185,11 @@ class FleetPlace:
         """Files that jobs take along, and mirrored checkpoints, by their hash."""
         return self.folder / "blobs"
 
+    @property
+    def growing(self) -> tuple[Path, ...]:
+        """Folders of the control machine that jobs fill, each maybe on a disk of its own."""
+        return self.logs, self.artefacts, self.blobs
+
 
 @dataclass(frozen=True, slots=True)
 class FleetAddress:

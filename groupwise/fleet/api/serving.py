@@ -45,6 +45,11 @@ class Folders:
     artefacts: Path
     blobs: BlobStore
 
+    @property
+    def all(self) -> tuple[Path, ...]:
+        """What grows, on whatever disk."""
+        return self.logs, self.artefacts, self.blobs.root
+
 
 class Serving(Shared):
     """What all requests to one API share."""

@@ -5,7 +5,9 @@ An alarm is something that the fleet cannot mend by itself, or that nobody would
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 from sqlalchemy import func, select
 from sqlalchemy.orm import Session
@@ -29,8 +31,12 @@ LARGE_LOG = 10_000_000_000
 """Bytes. A log is kept whole, on the machine and here, so that one that grows for ever fills both disks."""
 
 
-def overview(session: Session, actor: Actor) -> Document:
-    """All of it. What it counts are the jobs that the actor may see."""
+LEAST_FREE = 1_000_000_000
+"""Bytes on a disk of the control machine below which it is as good as full: whoever is told then has some time left."""
+
+
+def overview(session: Session, actor: Actor, folders: Sequence[Path] = ()) -> Document:
+    """All of it. What it counts are the jobs that the actor may see. `folders`: of the control machine, whose disks fill up."""
     now = seconds(session)
     found = machines.listing(session, actor)
     running = processes(session)
@@ -44,7 +50,7 @@ def overview(session: Session, actor: Actor) -> Document:
             "gpus_available": sum(each["available_gpus"] for each in found),
         },
         "processes": running,
-        "alarms": list(alarms(session, actor)),
+        "alarms": list(alarms(session, actor, folders)),
         "time": now,
     }
 
@@ -72,8 +78,10 @@ def missing_roles(session: Session) -> list[str]:
     return [role for role in NEEDED_ROLES if role not in alive]
 
 
-def alarms(session: Session, actor: Actor) -> Iterator[Document]:
-    """What somebody should look at, the worst first."""
+def alarms(session: Session, actor: Actor, folders: Sequence[Path] = ()) -> Iterator[Document]:
+    """What somebody should look at, the worst first. A full disk may be why nobody plays a role."""
+    if actor.projects is None:
+        yield from _disks([*_of_database(session), *folders])
     yield from _roles(session)
     if actor.projects is None:
         yield from _machines(session)
@@ -119,6 +127,33 @@ def _roles(session: Session) -> Iterator[Document]:
             f"`groupwise fleet {missing[0]}` {'the first' if nothing else 'it'} alone",
             roles=missing,
         )
+
+
+def _of_database(session: Session) -> list[Path]:
+    """The folder of its file, where it is one: that can be read on a full disk, and not written."""
+    url = session.connection().engine.url
+    if url.get_backend_name() != "sqlite" or not url.database:
+        return []
+    return [Path(url.database).absolute().parent]
+
+
+def _disks(folders: Iterable[Path]) -> Iterator[Document]:
+    """Asked of the disks themselves, since on a full one nobody could write into the database that it is."""
+    looked_at = set[int]()
+    for folder in folders:
+        there = next((each for each in (folder, *folder.parents) if each.exists()), folder.parent)
+        disk = there.stat().st_dev
+        free = shutil.disk_usage(there).free
+        if free < LEAST_FREE and disk not in looked_at:
+            yield _alarm(
+                "disk_full",
+                f"the control machine has {byte_size(free)} left on the disk of {there}",
+                "make room there; `groupwise fleet prune` does as long as some is left. Once it is full nothing is written down, no job "
+                "begins, and none can end; all goes on by itself when there is room",
+                folder=str(there),
+                free=free,
+            )
+        looked_at.add(disk)
 
 
 def _machines(session: Session) -> Iterator[Document]:

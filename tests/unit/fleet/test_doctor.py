@@ -165,9 +165,16 @@ def test_an_interpreter_that_fails() -> None:
     assert f"{PYTHON} cannot be run there: no such file" in found["jobs"].measured
 
 
-@pytest.mark.parametrize(("free", "level"), [(4_000_000_000, "warning"), (500_000_000_000, "ok")])
+@pytest.mark.parametrize(
+    ("free", "level", "measured"),
+    [
+        (300_000_000, "problem", "300 MB"),
+        (4_000_000_000, "warning", "4 GB"),
+        (500_000_000_000, "ok", "500 GB"),
+    ],
+)
 def test_the_disk_of_the_control_machine_is_looked_at(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, level: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, level: str, measured: str
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=free))
     told: list[Seen] = []
@@ -176,7 +183,8 @@ def test_the_disk_of_the_control_machine_is_looked_at(
     place = FleetPlace(tmp_path, FleetSettings())
     doctor.examine(place, None, tell=told.append)
     (found,) = [each for each in told if each.name == "own disk"]
-    assert (found.level, found.measured) == (level, f"{free / 1e9:.0f} GB free in {tmp_path}")
+    assert (found.level, found.measured) == (level, f"{measured} free in {tmp_path}")
+    assert any(each.name == "disk_full" for each in told) == (level == "problem")
 
 
 # --- roles ----------------------------------------------------------------------------------------

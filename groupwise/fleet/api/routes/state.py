@@ -55,7 +55,10 @@ async def readyz(request: Request) -> Response:
 
 async def overview(asked: AskedHere) -> Response:
     """Jobs by status, machines and GPUs, the control plane, and what somebody should look at."""
-    return document(await asked.read(lambda session: status.overview(session, asked.actor)))
+    folders = asked.serving.folders.all
+    return document(
+        await asked.read(lambda session: status.overview(session, asked.actor, folders))
+    )
 
 
 async def list_events(
@@ -76,7 +79,8 @@ async def list_events(
 async def metrics(asked: AskedHere) -> Response:
     """Numbers of the fleet and of this process, in the text format of Prometheus."""
     asked.actor.require_all_projects("read the numbers of all projects")
-    found = await asked.read(lambda session: status.overview(session, EVERYTHING))
+    folders = asked.serving.folders.all
+    found = await asked.read(lambda session: status.overview(session, EVERYTHING, folders))
     text = "\n".join([*render(found), *asked.serving.metrics.lines()]) + "\n"
     return Response(text, media_type=MEDIA_TYPE)
 

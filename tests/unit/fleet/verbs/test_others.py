@@ -1,6 +1,8 @@
 """Projects, the state of the fleet, submissions and what is cleared away."""
 
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,6 +79,25 @@ def test_alarms_say_what_to_do(small: Any) -> None:
     assert found["leaking"]["job_id"] == job
     seen = {each["kind"] for each in small.as_("ours").do(status.overview)["alarms"]}
     assert seen == {"role_missing"}
+
+
+def test_a_disk_that_is_almost_full_is_told_once(
+    small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = (tmp_path / "logs" / "not yet made", tmp_path)
+
+    def told(fleet: Any) -> list[dict[str, Any]]:
+        alarms = fleet.do(status.overview, folders)["alarms"]
+        return [each for each in alarms if each["kind"] == "disk_full"]
+
+    free = SimpleNamespace(free=status.LEAST_FREE)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    assert told(small) == []
+    free.free = 12_000
+    (alarm,) = told(small)
+    assert alarm["message"].startswith("the control machine has 12 kB left on the disk of /")
+    assert small.do(status.overview)["alarms"][0]["kind"] == "disk_full", "of the database's file"
+    assert told(small.as_("ours")) == []
 
 
 def test_what_stands_in_no_table_is_told_while_a_machine_runs_it(small: Any) -> None:
