@@ -7,7 +7,8 @@
 
 Every method gives the documents that `--json` prints, and `groupwise.fleet.direct` has the same methods for a fleet of this machine. A
 refusal is raised as `Refusal`, with the server's code and words; where no answer came, a call that may be repeated is, and `FleetAway` is
-raised when that has not helped. A submission names itself, so that repeating it makes no second job.
+raised when that has not helped: within seconds, but after minutes only by what follows, waits, submits or has files on their way
+(`groupwise.fleet.patience`). A submission names itself, so that repeating it makes no second job.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from urllib.parse import quote
 
 import httpx2
 
-from groupwise.errors import RunError, UsageError
+from groupwise.errors import UsageError
 from groupwise.fleet.download import Sum, Tell, Wanted, fetch, tell_nobody
 from groupwise.fleet.passable import require_passable
+from groupwise.fleet.patience import ASK_ON, AwayError, Patience, is_passing
 from groupwise.hosts.files import PIECE, files_below
 from groupwise.wire.fleet import (
     ENDED_HEADER,
@@ -51,9 +53,11 @@ WAIT_SECONDS = 20.0
 UPLOAD_PIECE = 16 * PIECE
 MOST_HASHES = 10_000
 """That one request asks for."""
+OF_A_PROXY = frozenset({502, 503, 504})
+"""What a proxy says in place of an API that is not there."""
 
 
-class FleetAway(RunError):
+class FleetAway(AwayError):
     """The fleet's API does not answer. What was asked may have been done; a submission with the same key may be sent again."""
 
     code = "fleet_away"
@@ -69,14 +73,23 @@ class FleetClient:
         *,
         timeout: float = 60.0,
         transport: httpx2.BaseTransport | None = None,
+        patience: float = ASK_ON,
+        tell: Callable[[str], None] | None = None,
         sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`key`: without it, GROUPWISE_API_KEY of the environment. `timeout`: seconds for one request."""
+        """`key`: without it, GROUPWISE_API_KEY of the environment. `timeout`: seconds for one request.
+
+        `patience`: seconds for which `follow`, `wait`, submissions and files on their way go on where the fleet does not answer. `tell`: is
+        told when that begins, and when it is over; without it a warning is logged.
+        """
         key = os.environ.get(VARIABLE) if key is None else key
         headers = {} if not key else {"Authorization": f"Bearer {key}"}
         self._has_key = bool(key)
         self.url = url.rstrip("/")
         self._sleep = sleep
+        told = {} if tell is None else {"tell": tell}
+        self.patience = Patience(patience, **told, sleep=sleep, clock=clock)
         self._http = httpx2.Client(
             base_url=self.url, headers=headers, timeout=timeout, transport=transport
         )
@@ -135,7 +148,7 @@ class FleetClient:
     ) -> Any:
         key = new_idempotency_key() if named is None else named
         query = {"project": project}
-        return self._json("POST", path, body=body, query=query, headers={HEADER: key})
+        return self._patiently("POST", path, body=body, query=query, headers={HEADER: key})
 
     def plan(self, request: Mapping[str, Any], *, project: str | None = None) -> Document:
         """What the job would be and where it could run now; nothing is submitted."""
@@ -216,7 +229,7 @@ class FleetClient:
         """The job, once it has ended."""
         for _ in self.follow(job_id):
             pass
-        return self.show(job_id)
+        return self.patience.ask(lambda: self.show(job_id))
 
     # Bytes
 
@@ -249,7 +262,10 @@ class FleetClient:
     ) -> Generator[bytes]:
         """The log as it grows, attempt after attempt, until the job has ended. Without `epoch`: from the beginning of the newest."""
         while True:
-            part = self.log(job_id, epoch=epoch, offset=offset, rank=rank, wait=WAIT_SECONDS)
+            more = partial(
+                self.log, job_id, epoch=epoch, offset=offset, rank=rank, wait=WAIT_SECONDS
+            )
+            part = self.patience.ask(more)
             if part.epoch is not None:
                 epoch, offset = part.epoch, part.offset
             if part.data:
@@ -274,7 +290,7 @@ class FleetClient:
         wanted: list[str] = []
         for start in range(0, len(every), MOST_HASHES):
             some = {"sha256": every[start : start + MOST_HASHES]}
-            wanted += self._json("POST", "/blobs/missing", body=some)["missing"]
+            wanted += self._patiently("POST", "/blobs/missing", body=some)["missing"]
         total = Sum(tell, sum(found[names[sha256]].stat().st_size for sha256 in wanted))
         for sha256 in wanted:
             self._send(
@@ -287,12 +303,12 @@ class FleetClient:
 
     def _send(self, sha256: str, path: Path, more: Callable[[int], None]) -> None:
         size = path.stat().st_size
-        sent = self._json("GET", f"/blobs/{sha256}", query={"size": size})["received"]
+        sent = self._patiently("GET", f"/blobs/{sha256}", query={"size": size})["received"]
         more(sent)
         with path.open("rb") as file:
             while True:
                 file.seek(sent)
-                answer = self._json(
+                answer = self._patiently(
                     "PUT",
                     f"/blobs/{sha256}",
                     query={"size": size, "offset": sent},
@@ -341,8 +357,8 @@ class FleetClient:
         return self._pieces(f"/jobs/{_part(job_id)}/checkpoints/{_part(sha256)}", {}, offset)
 
     def _pieces(self, path: str, query: Mapping[str, Any], offset: int) -> Generator[bytes]:
-        """What is cut off goes on where it ended, as long as anything comes."""
-        pause, failures = FIRST_PAUSE, 0
+        """What is cut off goes on where it ended."""
+        pause, failures, silence = FIRST_PAUSE, 0, self.patience.silence()
         while True:
             headers = {"Range": f"bytes={offset}-", "Accept-Encoding": "identity"}
             try:
@@ -355,12 +371,17 @@ class FleetClient:
                         piece, skip = data[skip:], max(0, skip - len(data))
                         offset += len(piece)
                         pause, failures = FIRST_PAUSE, 0
+                        silence.is_over()
                         yield piece
+                    silence.is_over()
                     return
             except httpx2.TransportError as error:
-                failures += 1
-                if failures == TRIES or _not_trusted(error) is not None:
-                    raise self._away("GET", path, error) from error
+                failed = self._away("GET", path, error)
+            except (FleetAway, Refusal) as error:
+                failed = error
+            failures += 1
+            if failures % TRIES == 0 or not is_passing(failed):
+                silence.goes_on(failed)
             self._sleep(pause * random.uniform(0.5, 1))
             pause = min(2 * pause, LONGEST_PAUSE)
 
@@ -461,6 +482,10 @@ class FleetClient:
     def _json(self, method: str, path: str, **more: Any) -> Any:
         return self._answer(method, path, **more).json()
 
+    def _patiently(self, method: str, path: str, **more: Any) -> Any:
+        """The same, of what may be asked any number of times: where the fleet does not answer, for minutes."""
+        return self.patience.ask(lambda: self._json(method, path, **more))
+
     def _answer(
         self,
         method: str,
@@ -475,45 +500,58 @@ class FleetClient:
         known = {name: value for name, value in (query or {}).items() if value is not None}
         require_passable(**known)
         require_passable(**(body or {}))
-        pause, last = FIRST_PAUSE, None
-        for number in range(tries):
-            if number:
-                self._sleep(pause * random.uniform(0.5, 1))
-                pause = min(2 * pause, LONGEST_PAUSE)
+        request = partial(
+            self._http.request,
+            *(method, path),
+            json=body,
+            content=content,
+            params=known,
+            headers=headers,
+        )
+        pause = FIRST_PAUSE
+        for _ in range(tries - 1):
             try:
-                answer = self._http.request(
-                    method, path, json=body, content=content, params=known, headers=headers
-                )
-            except httpx2.TransportError as error:
-                last = error
-                if _not_trusted(error) is not None:
-                    break
-                continue
-            if answer.is_success:
-                return answer
-            refusal = self._refusal(answer)
-            if not refusal.kind.retry or number == tries - 1:
-                raise refusal
-            pause = max(pause, min(refusal.retry_after or 0, LONGEST_PAUSE))
-        assert last is not None, "the last try was answered"
-        raise self._away(method, path, last) from last
+                return self._once(request, method, path)
+            except FleetAway as away:
+                if not away.passing:
+                    raise
+            except Refusal as refusal:
+                if not refusal.kind.retry:
+                    raise
+                pause = max(pause, min(refusal.retry_after or 0, LONGEST_PAUSE))
+            self._sleep(pause * random.uniform(0.5, 1))
+            pause = min(2 * pause, LONGEST_PAUSE)
+        return self._once(request, method, path)
+
+    def _once(
+        self, request: Callable[[], httpx2.Response], method: str, path: str
+    ) -> httpx2.Response:
+        try:
+            answer = request()
+        except httpx2.TransportError as error:
+            raise self._away(method, path, error) from error
+        if not answer.is_success:
+            raise self._refusal(answer)
+        return answer
 
     def _away(self, method: str, path: str, error: httpx2.TransportError) -> FleetAway:
         if (untrusted := _not_trusted(error)) is not None:
             return FleetAway(
                 f"{self.url} shows a certificate that is not trusted here ({untrusted.verify_message}). Where an authority of your own "
                 "has signed it, set SSL_CERT_FILE to the file with that authority's certificate; where it is for another name, use that "
-                "name in the address."
+                "name in the address.",
+                passing=False,
             )
         return FleetAway(
             f"{self.url} gave no answer to {method} {path} ({type(error).__name__}: {error}). Is `groupwise fleet up --port` running "
-            "there, and the address right?"
+            "there, and the address right?",
+            passing=not isinstance(error, httpx2.UnsupportedProtocol),
         )
 
-    def _refusal(self, answer: httpx2.Response) -> Refusal:
+    def _refusal(self, answer: httpx2.Response) -> Refusal | FleetAway:
         """What the server said, with the client's part in it."""
         refusal = _refusal(answer)
-        if refusal.code != "unauthorised":
+        if isinstance(refusal, FleetAway) or refusal.code != "unauthorised":
             return refusal
         if self._has_key:
             return Refusal(
@@ -567,17 +605,14 @@ def _part(name: str) -> str:
     return quote(name, safe="")
 
 
-def _refusal(answer: httpx2.Response) -> Refusal:
+def _refusal(answer: httpx2.Response) -> Refusal | FleetAway:
     """What the server said; what is no word of a fleet is told as such."""
     try:
         problem = Problem.model_validate(answer.json())
     except ValueError:
         problem = None
     if problem is None or problem.code not in KINDS:
-        text = answer.text[:200]
-        return Refusal(
-            "internal",
-            f"{answer.status_code} from {answer.url}, which is no fleet's answer: {text}",
-        )
+        words = f"{answer.status_code} from {answer.url}, which is no fleet's answer: {answer.text[:200]}"
+        return FleetAway(words) if answer.status_code in OF_A_PROXY else Refusal("internal", words)
     errors = [FieldError(field=each.field, message=each.message) for each in problem.errors]
     return Refusal(problem.code, problem.detail, errors=errors, retry_after=problem.retry_after)

@@ -15,13 +15,14 @@ from groupwise.errors import UsageError
 from groupwise.fleet import client
 from groupwise.fleet.client import FleetAway, FleetClient
 from groupwise.fleet.files.logs import append, make
+from groupwise.fleet.patience import ASK_ON
 from groupwise.fleet.queue import admission
 from groupwise.fleet.settings import FleetPlace
 from groupwise.fleet.states import JobStatus
 from groupwise.fleet.store.database import Database
 from groupwise.fleet.store.tables import ApiKey, Checkpoint, Job
 from groupwise.hosts.files import PIECE, BlobStore
-from groupwise.wire.fleet import MOST_CHANGED, LogPart
+from groupwise.wire.fleet import ENDED_HEADER, EPOCH_HEADER, MOST_CHANGED, OFFSET_HEADER, LogPart
 from groupwise.wire.problems import Refusal
 from tests.fleet_api import api, place_in
 from tests.unit.fleet.small_fleet import add_machine, claim_some, execute
@@ -697,3 +698,139 @@ def test_a_job_that_has_ended_is_waited_for(fleet: FleetClient, database: Databa
 
     database.run(fail)
     assert fleet.wait(job)["status"] == "failed"
+
+
+# Patience
+
+
+class Away:
+    """A server with one log that is not there for a while, in a time that passes only where somebody sleeps."""
+
+    LOG = b"".join(b"line %d\n" % number for number in range(40))
+
+    def __init__(self, seconds: float, how: httpx2.Response | None = None) -> None:
+        """`seconds`: from the third request on. `how`: what a proxy or the API says meanwhile; None: nothing at all."""
+        self._seconds, self._how = seconds, how
+        self._until: float | None = None
+        self.now = 0.0
+        self.asked: list[httpx2.Request] = []
+        self.told: list[str] = []
+
+    def client(self) -> FleetClient:
+        return FleetClient(
+            "http://fleet",
+            "k",
+            transport=httpx2.MockTransport(self._answer),
+            sleep=self._sleep,
+            clock=lambda: self.now,
+            tell=self.told.append,
+        )
+
+    def _sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def _answer(self, request: httpx2.Request) -> httpx2.Response:
+        self.asked.append(request)
+        if len(self.asked) == 3:
+            self._until = self.now + self._seconds
+        if self._until is not None and self.now < self._until:
+            if self._how is None:
+                raise httpx2.ConnectError("connection refused")
+            return self._how
+        return self._of_fleet(request)
+
+    def _of_fleet(self, request: httpx2.Request) -> httpx2.Response:
+        if request.method == "POST":
+            return httpx2.Response(200, json={"job_id": "job-1"})
+        if not request.url.path.endswith("/log"):
+            return httpx2.Response(200, json={"status": "completed"})
+        offset = int(request.url.params["offset"])
+        data = self.LOG[offset : offset + 50]
+        headers = {EPOCH_HEADER: "3", OFFSET_HEADER: str(offset + len(data))}
+        ended = {} if data else {ENDED_HEADER: "true"}
+        return httpx2.Response(200, content=data, headers={**headers, **ended})
+
+
+def problem(code: str) -> httpx2.Response:
+    return httpx2.Response(503, json=Refusal(code).problem().model_dump())
+
+
+@pytest.mark.parametrize(
+    "how",
+    [None, problem("database_away"), problem("shutting_down"), httpx2.Response(502, text="nginx")],
+    ids=["gone", "database", "ending", "proxy"],
+)
+def test_who_follows_goes_on_where_the_fleet_was_away_and_loses_no_byte(
+    how: httpx2.Response | None,
+) -> None:
+    server = Away(300.0, how)
+    with server.client() as fleet:
+        assert b"".join(fleet.follow("job-1")) == Away.LOG
+        assert fleet.wait("job-1") == {"status": "completed"}
+    assert server.now >= 300.0
+    away, back = server.told
+    assert away.startswith("the fleet does not answer, and is asked on for 10 minutes: ")
+    assert back == "the fleet answers again"
+
+
+def test_patience_ends_with_the_words_that_a_short_question_has() -> None:
+    server = Away(2 * ASK_ON)
+    with server.client() as fleet, pytest.raises(FleetAway, match="groupwise fleet up --port"):
+        list(fleet.follow("job-1"))
+    assert ASK_ON <= server.now < ASK_ON + 30
+    assert len(server.told) == 1
+    short = Away(ASK_ON)
+    with short.client() as fleet:
+        fleet.show("job-1")
+        fleet.show("job-1")
+        with pytest.raises(FleetAway, match="groupwise fleet up --port"):
+            fleet.show("job-1")
+    assert short.now < 15
+    assert short.told == []
+
+
+def test_a_submission_goes_on_under_its_name() -> None:
+    server = Away(300.0)
+    with server.client() as fleet:
+        for _ in range(3):
+            fleet.submit(COMMAND)
+    assert len(server.told) == 2
+    names = [request.headers["idempotency-key"] for request in server.asked]
+    assert len(names) > 20
+    assert len(set(names)) == 3
+
+
+def test_what_waiting_does_not_mend_is_told_at_once() -> None:
+    told: list[str] = []
+    with (
+        FleetClient("ftp://fleet", "k", sleep=lambda _: None, tell=told.append) as fleet,
+        pytest.raises(FleetAway),
+    ):
+        list(fleet.follow("job-1"))
+    refusing = httpx2.MockTransport(lambda _: httpx2.Response(500, text="a bug"))
+    with (
+        FleetClient("http://fleet", "k", transport=refusing, tell=told.append) as fleet,
+        refused("internal"),
+    ):
+        list(fleet.follow("job-1"))
+    assert told == []
+
+
+@pytest.mark.parametrize("how", [None, problem("database_away")], ids=["gone", "database"])
+def test_a_file_on_its_way_goes_on_where_the_fleet_was_away(
+    how: httpx2.Response | None,
+) -> None:
+    server = Away(300.0, how)
+    data = bytes(range(256)) * 40
+
+    def of_fleet(request: httpx2.Request) -> httpx2.Response:
+        start = int(request.headers["range"].removeprefix("bytes=").removesuffix("-"))
+        end = start + 4000
+        torn = Torn(data[start:end], whole=end >= len(data))
+        return httpx2.Response(206, stream=torn)
+
+    server._of_fleet = of_fleet  # type: ignore[method-assign]
+    with server.client() as fleet:
+        assert b"".join(fleet.artefact_pieces("job-1", "a", epoch=3)) == data
+    assert server.now >= 300.0
+    assert len(server.told) == 2
