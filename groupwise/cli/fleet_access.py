@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from groupwise.cli.output import say
 from groupwise.errors import UsageError
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def fleet(told: str | None, *, make: bool = False) -> Generator[Fleet, None, Non
     if isinstance(found, FleetAddress):
         from groupwise.fleet.client import FleetClient
 
-        with FleetClient(found.url) as client:
+        with FleetClient(found.url, tell=say) as client:
             yield client
     else:
         with fleet_here(told, make=make) as direct:
@@ -61,6 +62,7 @@ def fleet_here(told: str | None, *, make: bool = False) -> Generator[DirectFleet
     """The fleet that is meant, which has to be one whose database this machine can reach, opened."""
     place = place_of(told)
     from groupwise.fleet.direct import DirectFleet
+    from groupwise.fleet.patience import Patience
     from groupwise.fleet.settings import DATABASE_FILE
     from groupwise.fleet.store import database as databases
 
@@ -69,7 +71,7 @@ def fleet_here(told: str | None, *, make: bool = False) -> Generator[DirectFleet
     database = databases.connect(place.database_url)
     try:
         databases.check_schema(database)
-        yield DirectFleet(place, database, whoever_types())
+        yield DirectFleet(place, database, whoever_types(), Patience(tell=say))
     finally:
         database.close()
 

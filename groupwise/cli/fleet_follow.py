@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import typer
 
@@ -23,6 +23,7 @@ from groupwise.errors import UsageError
 
 if TYPE_CHECKING:
     from groupwise.cli.fleet_access import Fleet
+    from groupwise.wire.fleet import LogPart
 
 LOOK_SECONDS = 0.3
 """Between two looks for a log that has not begun."""
@@ -43,6 +44,43 @@ _SAID = {
 }
 CANCELLED_CODE = 130
 """What shells say of a program that was interrupted."""
+
+
+class _Asked(Protocol):
+    """A fleet, as far as whoever reads a log or follows a job asks it."""
+
+    def progress(self, job_id: str) -> dict[str, Any]: ...
+    def show(self, job_id: str) -> dict[str, Any]: ...
+    def jobs(self, **wanted: Any) -> list[dict[str, Any]]: ...
+    def log(
+        self,
+        job_id: str,
+        *,
+        epoch: int | None = None,
+        offset: int = 0,
+        rank: int = 0,
+        tail: int | None = None,
+        wait: float = 0.0,
+    ) -> LogPart: ...
+
+
+class _Patiently:
+    """A fleet that is asked on where it does not answer. What is asked says where it goes on, so that nothing is told twice."""
+
+    def __init__(self, access: Fleet) -> None:
+        self._access, self._ask = access, access.patience.ask
+
+    def progress(self, job_id: str) -> dict[str, Any]:
+        return self._ask(lambda: self._access.progress(job_id))
+
+    def show(self, job_id: str) -> dict[str, Any]:
+        return self._ask(lambda: self._access.show(job_id))
+
+    def jobs(self, **wanted: Any) -> list[dict[str, Any]]:
+        return self._ask(lambda: self._access.jobs(**wanted))
+
+    def log(self, job_id: str, **wanted: Any) -> LogPart:
+        return self._ask(lambda: self._access.log(job_id, **wanted))
 
 
 class _Writer:
@@ -84,7 +122,7 @@ class _Reading:
     offset: int = 0
     to: _Writer = field(default_factory=_Writer)
 
-    def copy(self, access: Fleet, wait: float) -> bool:
+    def copy(self, access: _Asked, wait: float) -> bool:
         """Write all that is new; False where it would go on with another attempt than the one that is wanted."""
         while True:
             epoch = self.only if self.epoch is None else self.epoch
@@ -136,16 +174,16 @@ def follow_log(
 ) -> dict[str, Any]:
     """The log as it grows, attempt after attempt, until the job has ended; what it was then. `epoch`: only that attempt."""
     reading = _Reading(job_id, epoch, tail, rank)
-    said = ""
+    said, asked = "", _Patiently(access)
     while True:
-        found = _look(access, job_id, epoch)
+        found = _look(asked, job_id, epoch)
         over = found["status"] in FINAL or _is_over(found, epoch)
         begun = reading.epoch is not None
-        if not reading.copy(access, 0.0 if over or not begun else WAIT_SECONDS) or over:
+        if not reading.copy(asked, 0.0 if over or not begun else WAIT_SECONDS) or over:
             reading.to.end()
             return found
         if reading.epoch is None:
-            said = _say_what_it_waits_for(access, found, said)
+            said = _say_what_it_waits_for(asked, found, said)
             sleep(LOOK_SECONDS)
 
 
@@ -154,7 +192,7 @@ def _is_over(found: dict[str, Any], epoch: int | None) -> bool:
     return epoch is not None and (found["status"] != "running" or found["epochs"][-1:] != [epoch])
 
 
-def _look(access: Fleet, job_id: str, epoch: int | None) -> dict[str, Any]:
+def _look(access: _Asked, job_id: str, epoch: int | None) -> dict[str, Any]:
     """How far it is. Raises UsageError where it has no such attempt."""
     found = access.progress(job_id)
     if epoch is not None and epoch not in found["epochs"]:
@@ -163,7 +201,7 @@ def _look(access: Fleet, job_id: str, epoch: int | None) -> dict[str, Any]:
     return found
 
 
-def _say_what_it_waits_for(access: Fleet, found: dict[str, Any], before: str) -> str:
+def _say_what_it_waits_for(access: _Asked, found: dict[str, Any], before: str) -> str:
     """Why there is no log yet, once for each reason."""
     reasons = access.show(found["job_id"])["waiting"]
     text = f"{found['job_id']} is {found['status']}" + (
@@ -175,7 +213,7 @@ def _say_what_it_waits_for(access: Fleet, found: dict[str, Any], before: str) ->
     return without_numbers
 
 
-def _say_why_empty(access: Fleet, found: dict[str, Any]) -> None:
+def _say_why_empty(access: _Asked, found: dict[str, Any]) -> None:
     if not found["epochs"]:
         _say_what_it_waits_for(access, found, "")
     else:
@@ -201,22 +239,22 @@ def until_ended(
     access: Fleet, job_ids: Sequence[str], sleep: Callable[[float], None] = time.sleep
 ) -> list[dict[str, Any]]:
     """Wait until all of these jobs have ended; what they were then."""
-    wanted = list(dict.fromkeys(job_ids))
+    wanted, asked = list(dict.fromkeys(job_ids)), _Patiently(access)
     said: dict[str, str] = {}
     ended: dict[str, dict[str, Any]] = {}
     while True:
-        found = _looked_at(access, [each for each in wanted if each not in ended])
+        found = _looked_at(asked, [each for each in wanted if each not in ended])
         for job_id, each in found.items():
             if said.get(job_id) != each["status"]:
                 said[job_id] = each["status"]
-                _tell_change(access, each, why=len(wanted) <= MOST_EXPLAINED)
+                _tell_change(asked, each, why=len(wanted) <= MOST_EXPLAINED)
         ended |= {job_id: each for job_id, each in found.items() if each["status"] in FINAL}
         if len(ended) == len(wanted):
             return [ended[job_id] for job_id in job_ids]
         sleep(ASK_SECONDS)
 
 
-def _looked_at(access: Fleet, job_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+def _looked_at(access: _Asked, job_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
     """How far they are, a portion with each question. Raises the fleet's refusal where one of them is not there any more."""
     listed: dict[str, dict[str, Any]] = {}
     for start in range(0, len(job_ids), PORTION):
@@ -225,7 +263,7 @@ def _looked_at(access: Fleet, job_ids: Sequence[str]) -> dict[str, dict[str, Any
     return {job_id: listed.get(job_id) or access.progress(job_id) for job_id in job_ids}
 
 
-def _tell_change(access: Fleet, job: dict[str, Any], *, why: bool) -> None:
+def _tell_change(access: _Asked, job: dict[str, Any], *, why: bool) -> None:
     if job["status"] in ("queued", "pending", "held"):
         if why:
             _say_what_it_waits_for(access, job, "")

@@ -21,6 +21,7 @@ from groupwise.fleet.doorbells.chosen import doorbell_of, ring_and_leave
 from groupwise.fleet.download import Sum, Tell, Wanted, fetch, tell_nobody
 from groupwise.fleet.files.logs import LOOK_AGAIN, follower_at
 from groupwise.fleet.passable import require_passable
+from groupwise.fleet.patience import Patience
 from groupwise.fleet.queue.request import from_document
 from groupwise.fleet.settings import FleetPlace
 from groupwise.fleet.states import FINAL
@@ -31,6 +32,7 @@ from groupwise.fleet.verbs.actor import Actor
 from groupwise.fleet.verbs.documents import Document, event_document
 from groupwise.hosts.files import PIECE, BlobStore
 from groupwise.wire.fleet import LogPart, expect_few, portions
+from groupwise.wire.idempotency import new_idempotency_key
 from groupwise.wire.problems import Refusal
 
 P = ParamSpec("P")
@@ -40,11 +42,18 @@ T = TypeVar("T")
 class DirectFleet:
     """One fleet that this machine can reach itself."""
 
-    def __init__(self, place: FleetPlace, database: Database, actor: Actor) -> None:
-        """Whoever opened the database closes it."""
+    def __init__(
+        self,
+        place: FleetPlace,
+        database: Database,
+        actor: Actor,
+        patience: Patience | None = None,
+    ) -> None:
+        """Whoever opened the database closes it. `patience`: with a database that went away, while a job is followed."""
         self.place = place
         self.database = database
         self.actor = actor
+        self.patience = Patience() if patience is None else patience
 
     def read(
         self, verb: Callable[Concatenate[Session, Actor, P], T], *args: P.args, **kwargs: P.kwargs
@@ -90,16 +99,19 @@ class DirectFleet:
     ) -> list[Document]:
         """Submit several jobs, all of them or none."""
         expect_few(len(requests))
-        accepted = self._as_asked(
-            lambda session: submission.submit_all(
+        named = new_idempotency_key() if idempotency_key is None else idempotency_key
+
+        def submitted(session: Session) -> list[Document]:
+            return submission.submit_all(
                 session,
                 self.actor,
                 [from_document(each) for each in requests],
                 project=project,
-                key=idempotency_key,
+                key=named,
                 allowed=self.place.secrets,
             )
-        )
+
+        accepted = self.patience.ask(lambda: self._as_asked(submitted))
         self.ring(*(each["job_id"] for each in accepted))
         return accepted
 
@@ -277,12 +289,12 @@ class DirectFleet:
         self, job_id: str, path: str, *, epoch: int, rank: int = 0, offset: int = 0
     ) -> Iterator[bytes]:
         """The bytes of an artefact from an offset on."""
-        job = self.read(left.job_that_left, job_id)
+        job = self.patience.ask(lambda: self.read(left.job_that_left, job_id))
         return _pieces(left.artefact(self.place.artefacts, job, path, epoch, rank), offset)
 
     def checkpoint_pieces(self, job_id: str, sha256: str, *, offset: int = 0) -> Iterator[bytes]:
         """The bytes of a file of a mirrored checkpoint, by its hash, from an offset on."""
-        named = self.read(left.checkpoint_file, job_id, sha256)
+        named = self.patience.ask(lambda: self.read(left.checkpoint_file, job_id, sha256))
         return _pieces(BlobStore(self.place.blobs).path(named), offset)
 
     # Machines, people, state

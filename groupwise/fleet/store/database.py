@@ -30,7 +30,8 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import Session
 from sqlalchemy.sql.functions import FunctionElement
 
-from groupwise.errors import RunError, UsageError
+from groupwise.errors import UsageError
+from groupwise.fleet.patience import AwayError
 from groupwise.fleet.store import engine as engines
 from groupwise.fleet.store import schema
 
@@ -56,13 +57,13 @@ _REPEATABLE = frozenset(
 _HOOKS, _MOMENT = "groupwise_on_commit", "groupwise_moment"
 
 
-class DatabaseFailure(RunError):
+class DatabaseFailure(AwayError):
     """The database cannot be reached, or refuses to work (disk full, time limit). Nothing was committed."""
 
     code = "database"
 
 
-class CommitUnknown(RunError):
+class CommitUnknown(AwayError):
     """The connection was lost during COMMIT: what was written may be there or not. Read it before doing anything else."""
 
     code = "commit_unknown"
@@ -153,7 +154,7 @@ class Database:
             # A wrong address is told at once; a server that was there before is given time to come back.
             if self._was_reached or isinstance(error.orig, sqlite3.Error):
                 raise
-            self._raise_for_people(error)
+            self._raise_for_people(error, passing=False)
         self._was_reached = True
         self._inside.busy = True
         try:
@@ -171,8 +172,9 @@ class Database:
             try:
                 return once()
             except sql.DBAPIError as error:
-                if not _nothing_lost_by_repeating(error) or time.monotonic() >= end:
-                    self._raise_for_people(error)
+                passing = _nothing_lost_by_repeating(error)
+                if not passing or time.monotonic() >= end:
+                    self._raise_for_people(error, passing=passing)
             except sql.TimeoutError as error:
                 raise DatabaseFailure(
                     f"{self.name}: all {engines.CONNECTIONS + engines.MORE_CONNECTIONS} connections of this process stayed in "
@@ -181,13 +183,14 @@ class Database:
             self._sleep(random.uniform(0, bound))
             bound = min(LONGEST_PAUSE, 2 * bound)
 
-    def _raise_for_people(self, error: sql.DBAPIError) -> NoReturn:
+    def _raise_for_people(self, error: sql.DBAPIError, *, passing: bool) -> NoReturn:
         """Constraints and mistakes in statements come through; what is wrong with the database itself is said in words."""
         of_database = type(error) in (sql.OperationalError, sql.DatabaseError)
         if not of_database and not _nothing_lost_by_repeating(error):
             raise error
         raise DatabaseFailure(
-            f"{self.name} does not do its work: {_first_line(error)}. {_remedy(error)}"
+            f"{self.name} does not do its work: {_first_line(error)}. {_remedy(error)}",
+            passing=passing,
         ) from error
 
     # --- threads ----------------------------------------------------------------------------------

@@ -290,6 +290,7 @@ def test_a_server_that_never_was_is_told_at_once(ask: Callable[[Database], objec
     finally:
         database.close()
     assert naps == []
+    assert not raised.value.passing
     assert "s3cr3t" not in str(raised.value)
 
 

@@ -8,6 +8,7 @@ import pytest
 from groupwise.cli import fleet_follow
 from groupwise.cli.fleet_follow import follow_log, print_log, until_ended
 from groupwise.errors import UsageError
+from groupwise.fleet.patience import AwayError, Patience
 from groupwise.wire.fleet import LogPart
 from groupwise.wire.problems import Refusal
 
@@ -25,6 +26,7 @@ class Fleet:
         self.status = "running"
         self.waiting: list[str] = []
         self.later: list[Callable[[], None]] = []
+        self.patience = Patience()
 
     def progress(self, job_id: str) -> dict[str, Any]:
         return {
@@ -246,3 +248,81 @@ def test_the_log_of_another_machine_of_the_job(said: Said) -> None:
     print_log(cast("Any", fleet), "job-1", epoch=None, tail=None, rank=1)
     follow(fleet, rank=1)
     assert said()[0] == "rank 1\n" * 2
+
+
+class Restarted(Fleet):
+    """Of each kind of question, every second is not answered for five minutes."""
+
+    def __init__(self, **logs: bytes) -> None:
+        super().__init__(**logs)
+        self.now = 0.0
+        self.told: list[str] = []
+        self.patience = Patience(tell=self.told.append, sleep=self._sleep, clock=lambda: self.now)
+        self._away_until: dict[str, float] = {}
+
+    def _sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def _expect_here(self, question: str) -> None:
+        if question not in self._away_until:
+            self._away_until[question] = self.now + 300.0
+        if self.now < self._away_until[question]:
+            raise AwayError("no answer")
+        del self._away_until[question]
+
+    def progress(self, job_id: str) -> dict[str, Any]:
+        self._expect_here("progress")
+        return super().progress(job_id)
+
+    def show(self, job_id: str) -> dict[str, Any]:
+        self._expect_here("show")
+        return super().show(job_id)
+
+    def jobs(self, *, ids: list[str], limit: int) -> list[dict[str, Any]]:
+        self._expect_here("jobs")
+        return [Fleet.progress(self, each) for each in ids]
+
+    def log(self, job_id: str, **wanted: Any) -> LogPart:
+        self._expect_here("log")
+        return super().log(job_id, **wanted)
+
+
+def test_a_log_is_followed_over_restarts_and_no_byte_is_lost_or_told_twice(said: Said) -> None:
+    fleet = Restarted()
+    fleet.status, fleet.waiting = "queued", ["no GPU"]
+
+    def begins() -> None:
+        fleet.status, fleet.logs[3], fleet.epochs = "running", b"first and ", [3]
+
+    def ends() -> None:
+        fleet.status = "completed"
+        fleet.logs[3] += b"last words\n"
+
+    fleet.later = [begins, ends]
+    assert follow(fleet)["status"] == "completed"
+    assert said()[0] == "first and last words\n"
+    assert len(fleet.told) >= 10
+    assert {words.partition(":")[0] for words in fleet.told} == {
+        "the fleet does not answer, and is asked on for 10 minutes",
+        "the fleet answers again",
+    }
+
+
+def test_the_end_of_jobs_is_waited_for_over_restarts(said: Said) -> None:
+    fleet = Restarted()
+    fleet.status = "queued"
+
+    def ends(_: float) -> None:
+        fleet.status = "completed"
+
+    (found,) = until_ended(cast("Any", fleet), ["job-1"], ends)
+    assert found["status"] == "completed"
+    assert said()[1] == "job-1 is queued\njob-1 has completed\n"
+    assert fleet.now >= 900.0  # jobs, show, jobs
+
+
+def test_a_log_as_far_as_it_is_is_a_short_question() -> None:
+    fleet = Restarted(of_3=b"text")
+    with pytest.raises(AwayError):
+        print_log(cast("Any", fleet), "job-1", tail=None, epoch=None)
+    assert fleet.told == []

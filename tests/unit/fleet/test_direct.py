@@ -3,6 +3,7 @@
 import inspect
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import text
@@ -10,7 +11,8 @@ from sqlalchemy import text
 from groupwise.fleet.client import FleetClient
 from groupwise.fleet.direct import DirectFleet
 from groupwise.fleet.files.logs import append, make
-from groupwise.fleet.store.database import Database
+from groupwise.fleet.patience import Patience
+from groupwise.fleet.store.database import CommitUnknown, Database
 from groupwise.fleet.verbs.actor import Actor
 from groupwise.wire.fleet import LogPart
 from groupwise.wire.problems import Refusal
@@ -47,6 +49,25 @@ def test_what_admission_finds_wrong_is_a_refusal(fleet: DirectFleet) -> None:
             with pytest.raises(Refusal, check=lambda refusal: refusal.code == "invalid_request"):
                 ask(wrong)
     assert fleet.jobs() == []
+
+
+def test_a_submission_that_got_no_answer_is_sent_again_under_its_name(
+    fleet: DirectFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, told = fleet.database.run, list[str]()
+    fleet.patience = Patience(tell=told.append, sleep=lambda _: None)
+
+    def unheard(fn: Any) -> Any:
+        answer = run(fn)
+        if not told:
+            raise CommitUnknown("the connection was lost")
+        return answer
+
+    monkeypatch.setattr(fleet.database, "run", unheard)
+    job = fleet.submit(COMMAND)["job_id"]
+    assert [each["job_id"] for each in fleet.jobs()] == [job]
+    assert len(told) == 2
+    assert fleet.submit(COMMAND)["job_id"] != job
 
 
 def test_more_of_a_log_is_waited_for(fleet: DirectFleet) -> None:

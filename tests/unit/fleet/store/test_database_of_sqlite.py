@@ -88,8 +88,9 @@ def test_patience_ends(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         with pytest.raises(
             DatabaseFailure, match=r"busy.db does not do its work: database is locked.*end that one"
-        ):
+        ) as raised:
             database.run(put("a"))
+        assert raised.value.passing
     finally:
         database.close()
         other.close()
@@ -99,8 +100,9 @@ def test_a_file_that_is_no_database(tmp_path: Path) -> None:
     (tmp_path / "fleet.db").write_text("something else " * 100)
     database = connect(f"sqlite:///{tmp_path / 'fleet.db'}")
     try:
-        with pytest.raises(DatabaseFailure, match=r"not a database.*name another"):
+        with pytest.raises(DatabaseFailure, match=r"not a database.*name another") as raised:
             database.run(names)
+        assert not raised.value.passing
     finally:
         database.close()
 
