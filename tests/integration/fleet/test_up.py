@@ -14,6 +14,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -254,6 +255,44 @@ def test_the_api_answers_in_a_process_of_its_own(running: Fleet) -> None:
         process.communicate()
     found = json.loads(running.call("status", "--json").stdout)["processes"]
     assert "api" not in {each["role"] for each in found}
+
+
+def test_who_follows_over_an_api_that_is_killed_is_not_thrown_off(
+    running: Fleet, tmp_path: Path
+) -> None:
+    """A log is whole, and the exit code the job's, though the API was away for longer than the few tries of a question."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    flag = tmp_path / "flag"
+    text = (
+        "import os, time; print('before', flush=True)\n"
+        f"while not os.path.exists({str(flag)!r}): time.sleep(0.05)\n"
+        "print('after'); raise SystemExit(5)"
+    )
+
+    def api() -> subprocess.Popen[str]:
+        process = running.begin("api", "--port", port)
+        assert process.stderr is not None
+        assert next(line for line in process.stderr if "The API answers" in line)
+        return process
+
+    first = api()
+    follows = running.begin("exec", "--fleet", f"http://127.0.0.1:{port}", "local", *python(text))
+    assert follows.stdout is not None
+    assert follows.stderr is not None
+    assert follows.stdout.readline() == "before\n"
+    first.kill()
+    first.communicate()
+    assert any("is asked on for 10 minutes" in line for line in follows.stderr)
+    flag.touch()
+    second = api()
+    try:
+        out, said = follows.communicate(timeout=SECONDS)
+    finally:
+        second.kill()
+        second.communicate()
+    assert (out, follows.returncode) == ("after\n", 5)
+    assert "the fleet answers again" in said
 
 
 def test_everything_is_well(running: Fleet) -> None:
