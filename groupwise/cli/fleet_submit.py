@@ -7,8 +7,11 @@ that the fleet checks at admission, the same way as for the API and for a row wr
 from __future__ import annotations
 
 import os
+import re
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+import signal
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,7 +22,7 @@ from groupwise.cli.fleet_access import AsJson, FleetOption, fleet
 from groupwise.cli.fleet_progress import progress
 from groupwise.cli.fleet_words import NONE, number, whole, whole_or_none
 from groupwise.cli.output import say
-from groupwise.errors import UsageError
+from groupwise.errors import GroupwiseError, UsageError
 
 if TYPE_CHECKING:
     from groupwise.cli.fleet_access import Fleet
@@ -704,6 +707,8 @@ def _need(name: str, value: Any) -> str:
 
 EXEC_PRIORITY = 1000
 """Before everything that waits."""
+_OWN_EXIT_CODE = re.compile(r"(crashed|user_error): exit code \d")
+"""Reasons that say no more than exit code and output."""
 
 
 def run_on(
@@ -715,8 +720,8 @@ def run_on(
     time_limit: str,
     project: str | None,
 ) -> int:
-    """A command as a job that is pinned to a machine; its output, and its exit code."""
-    from groupwise.cli.fleet_follow import exit_code_of, follow_log
+    """A command as a job that is pinned to a machine; its output, and its exit code. Interrupted, it does not go on."""
+    from groupwise.cli.fleet_follow import exit_code_of
     from groupwise.cli.fleet_words import seconds_of
     from groupwise.fleet.queue import resources
 
@@ -731,11 +736,65 @@ def run_on(
         "artefacts": [],
         "checkpoints": [],
     }
-    job = access.submit(request, project=project)
-    ended = follow_log(access, job["job_id"])
-    if ended["failure_reason"]:
-        say(ended["failure_reason"])
+    with _sigterm_interrupts():
+        ended = _followed(access, request, project)
+    reason = ended["failure_reason"]
+    if reason and not _OWN_EXIT_CODE.match(reason):
+        say(reason)
     return exit_code_of([ended])
+
+
+def _followed(access: Fleet, request: Mapping[str, Any], project: str | None) -> dict[str, Any]:
+    """What it was at its end. Where that is not waited for, it is called off."""
+    from groupwise.cli.fleet_follow import follow_log
+
+    job_id = None
+    try:
+        job_id = access.submit(request, project=project)["job_id"]
+        return follow_log(access, job_id)
+    except (KeyboardInterrupt, BrokenPipeError):  # or nobody reads any more (`| head`)
+        _call_off(access, job_id)
+        raise
+    except GroupwiseError:
+        if job_id is not None:
+            say(_goes_on(job_id))
+        raise
+
+
+def _call_off(access: Fleet, job_id: str | None) -> None:
+    """Whoever wanted it is no longer there."""
+    from groupwise.wire.problems import Refusal
+
+    if job_id is None:
+        say("whether the command was submitted is not known: `groupwise fleet jobs` says so")
+        return
+    try:
+        now = access.cancel(job_id, "exec was interrupted")["status"]
+    except Refusal as refusal:
+        if refusal.code != "job_state":
+            say(f"{_goes_on(job_id)}: {refusal.message}")
+    except (GroupwiseError, KeyboardInterrupt) as error:
+        say(f"{_goes_on(job_id)}: {error or 'interrupted again'}")
+    else:
+        say(f"{job_id} {'is being ended' if now == 'running' else 'is cancelled'}")
+
+
+def _goes_on(job_id: str) -> str:
+    return f"{job_id} goes on; `groupwise fleet cancel {job_id}` ends it"
+
+
+@contextmanager
+def _sigterm_interrupts() -> Generator[None]:
+    """SIGTERM does what Ctrl-C does, and is told from it by its number."""
+
+    def interrupt(number: int, _: object) -> None:
+        raise KeyboardInterrupt(number)
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _machine_of(access: Fleet, target: str) -> str:

@@ -67,10 +67,6 @@ class Patience:
         """For who asks by other means than `ask`."""
         return Silence(self.seconds, self._tell, self._sleep, self._clock)
 
-    def end(self) -> None:
-        """Have none any more: whoever waited has given up, and what is asked still is to fail soon."""
-        self.seconds = 0.0
-
 
 class Silence:
     """A time without an answer."""

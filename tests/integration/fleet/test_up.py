@@ -226,6 +226,7 @@ def test_retry_begins_a_new_generation(running: Fleet, tmp_path: Path) -> None:
 def test_a_command_on_a_machine(running: Fleet) -> None:
     done = running.call("exec", "local", "--", "python", "-c", "print('here'); raise SystemExit(5)")
     assert (done.stdout, done.returncode) == ("here\n", 5)
+    assert "exit code" not in done.stderr
 
 
 def test_a_folder_has_one_fleet(running: Fleet) -> None:

@@ -4,7 +4,9 @@ Those that only look, or are refused, share one fleet (`still`), and look that i
 """
 
 import json
+import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -22,7 +24,9 @@ from groupwise.cli.fleet_words import (
     whole,
 )
 from groupwise.errors import UsageError
+from groupwise.fleet.direct import DirectFleet
 from groupwise.fleet.files.logs import append, make
+from groupwise.fleet.patience import AwayError
 from groupwise.fleet.store.database import connect
 from groupwise.fleet.store.tables import VM
 from groupwise.fleet.verbs.status import NO_DISPATCHER
@@ -146,6 +150,64 @@ def test_a_command_on_one_machine_runs_once(seen: Command, monkeypatch: pytest.M
     (job,) = json.loads(seen("jobs", "--json")[1])
     found = json.loads(seen("show", job["job_id"], "--json")[1])
     assert found["request"]["retry"] == {"once": True}
+
+
+def test_a_command_on_one_machine_that_is_interrupted_is_cancelled(
+    seen: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(number: int, name: str, code: int) -> None:
+        def follow_log(access: object, job_id: str) -> None:
+            os.kill(os.getpid(), number)
+            raise AssertionError("the signal was not heeded")
+
+        monkeypatch.setattr(fleet_follow, "follow_log", follow_log)
+        before = signal.getsignal(signal.SIGTERM)
+        ended, _, said = seen("exec", "vm-1", "sleep", "500")
+        assert signal.getsignal(signal.SIGTERM) is before
+        job, *_ = json.loads(seen("jobs", "--json")[1])
+        assert (job["status"], ended) == ("cancelled", code)
+        assert said == f"{job['job_id']} is cancelled\ngroupwise: stopped by {name}\n"
+
+    interrupted(signal.SIGINT, "SIGINT", 130)
+    interrupted(signal.SIGTERM, "SIGTERM", 143)
+
+
+def test_a_command_that_could_not_be_cancelled_is_said_to_go_on(
+    seen: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: object) -> None:
+        raise AwayError("no answer")
+
+    monkeypatch.setattr(DirectFleet, "cancel", away)
+    for how, code in ((KeyboardInterrupt(), 130), (AwayError("no answer"), 1)):
+
+        def follow_log(access: object, job_id: str, how: BaseException = how) -> None:
+            raise how
+
+        monkeypatch.setattr(fleet_follow, "follow_log", follow_log)
+        ended, _, said = seen("exec", "vm-1", "sleep", "500")
+        job, *_ = json.loads(seen("jobs", "--json")[1])
+        assert ended == code
+        job_id = job["job_id"]
+        assert f"{job_id} goes on; `groupwise fleet cancel {job_id}` ends it" in said
+        assert job["status"] == "queued"
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "said"),
+    [
+        (7, "crashed: exit code 7: hi (the job allows no second execution)", ""),
+        (2, "user_error: exit code 2: usage (never tried again)", ""),
+        (-11, "crashed: signal 11 (the job allows no second execution)", None),
+        (None, "time_limit: it ran for 600 s", None),
+    ],
+)
+def test_an_exit_code_needs_no_further_words(
+    seen: Command, monkeypatch: pytest.MonkeyPatch, code: int | None, reason: str, said: str | None
+) -> None:
+    ended = {"status": "failed", "exit_code": code, "failure_reason": reason}
+    monkeypatch.setattr(fleet_follow, "follow_log", lambda access, job_id: ended)
+    assert seen("exec", "vm-1", "false")[2] == (f"{reason}\n" if said is None else said)
 
 
 def test_the_lengths_are_flags_of_a_grpo_as_of_its_command(seen: Command) -> None:
