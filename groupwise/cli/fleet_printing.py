@@ -12,7 +12,13 @@ from typing import Any
 
 from rich.cells import cell_len
 
-from groupwise.cli.printing import print_pairs, print_section, print_table, print_text
+from groupwise.cli.printing import (
+    folded,
+    print_pairs,
+    print_section,
+    print_table,
+    print_text,
+)
 from groupwise.display.quantities import duration
 from groupwise.display.text import one_line, shorten
 from groupwise.wire.fleet import UNPREPARED
@@ -20,6 +26,12 @@ from groupwise.wire.fleet import UNPREPARED
 Document = Mapping[str, Any]
 
 LONGEST_REASON, LEAST_REASON = 60, 20
+TIMES = frozenset({"age", "time"})
+"""Columns of tables that say no more than the larger unit where there is no room."""
+WORDS = frozenset({"kind", "project", "where", "address", "model"})
+"""Columns that are cut off where there is none."""
+LEAST_CELL = 8
+"""Of these."""
 LONGEST_COMMAND = 400
 TAIL_LINES = 5
 NOT_SHOWN = frozenset({"spec_hash", "seats", "tail", "state"})
@@ -43,6 +55,8 @@ def megabytes(size: float | None) -> str:
     """`24 GB`."""
     if size is None:
         return ""
+    if size >= 1e6:
+        return f"{size / 1e6:.3g} TB"
     return f"{size / 1000:.3g} GB" if size >= 1000 else f"{size:.0f} MB"
 
 
@@ -71,13 +85,53 @@ def _job_row(job: Document, now: float, with_project: bool) -> tuple[str, ...]:
 
 
 def _print_with_remarks(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
-    """A table whose last column has what a terminal leaves to it."""
+    """A table whose last column has what a terminal leaves to it; where that is too little, others give way."""
     longest = LONGEST_REASON
     if sys.stdout.isatty():
-        columns = zip(*(row[:-1] for row in (head, *rows)), strict=True)
-        taken = sum(max(map(cell_len, column)) + 2 for column in columns)
-        longest = max(LEAST_REASON, shutil.get_terminal_size().columns - taken)
-    print_table([head, *((*row[:-1], shorten(row[-1], longest)) for row in rows)])
+        width = shutil.get_terminal_size().columns
+        wanted = min(LEAST_REASON, max(cell_len(row[-1]) for row in rows))
+        rows = _narrowed(head, rows, width - wanted)
+        longest = max(1, width - sum(_widths(head, rows)))
+    print_table([head, *((*row[:-1], _cut(row[-1], longest)) for row in rows)])
+
+
+def _widths(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[int]:
+    """Of all columns but the last, with the gap behind each."""
+    columns = zip(*(row[:-1] for row in (head, *rows)), strict=True)
+    return [max(map(cell_len, column)) + 2 for column in columns]
+
+
+def _narrowed(
+    head: tuple[str, ...], rows: Sequence[tuple[str, ...]], width: int
+) -> list[tuple[str, ...]]:
+    """The rows with shorter cells where they have no room. The first column is left whole: it is typed in again."""
+    found = list(rows)
+    if sum(_widths(head, found)) > width:
+        times = [place for place, name in enumerate(head) if name in TIMES]
+        for place in times:
+            found = [_with(row, place, " ".join(row[place].split()[:2])) for row in found]
+    words = [place for place, name in enumerate(head) if name in WORDS]
+    while sum(widths := _widths(head, found)) > width:
+        place = max(words, key=widths.__getitem__)
+        room = widths[place] - 3
+        if room < max(LEAST_CELL, cell_len(head[place])):
+            break
+        found = [_with(row, place, _cut(row[place], room)) for row in found]
+    return found
+
+
+def _with(row: tuple[str, ...], place: int, cell: str) -> tuple[str, ...]:
+    return (*row[:place], cell, *row[place + 1 :])
+
+
+def _cut(text: str, cells: int) -> str:
+    """At most so wide in a terminal, with `…` at its end where something was cut off."""
+    if cell_len(text) <= cells:
+        return text
+    text = text[: cells - 1]
+    while cell_len(text) >= cells:
+        text = text[:-1]
+    return f"{text}…"
 
 
 def _status(job: Document) -> str:
@@ -372,26 +426,34 @@ def print_status(found: Document) -> None:
         if machines["gpus"]
         else ""
     )
-    print_pairs(
-        [
-            (
-                "jobs",
-                ", ".join(f"{count} {status}" for status, count in counts.items()) or "none yet",
-            ),
-            ("machines", f"{machines['ready']} of {machines['total']} ready{gpus}"),
-            *(
-                ("running" if n == 0 else "", text)
-                for n, text in enumerate(
-                    _process(each) for each in found["processes"] if each["alive"]
-                )
-            ),
-        ]
+    jobs = ", ".join(f"{count} {status}" for status, count in counts.items()) or "none yet"
+    _print_facts(
+        {
+            "jobs": [jobs],
+            "machines": [f"{machines['ready']} of {machines['total']} ready{gpus}"],
+            "running": [_process(each) for each in found["processes"] if each["alive"]],
+        }
     )
     if found["alarms"]:
         print_text("")
     for alarm in found["alarms"]:
-        print_text(f"! {one_line(alarm['message'])}")
-        print_text(f"  → {one_line(alarm['remedy'])}")
+        _print_folded("! ", alarm["message"])
+        _print_folded("  → ", alarm["remedy"])
+
+
+def _print_facts(facts: Mapping[str, Sequence[str]]) -> None:
+    """Names and values in two columns, in a terminal broken at blanks."""
+    margin = max(map(len, facts)) + 2
+    for name, texts in facts.items():
+        lines = [line for text in texts for line in folded(one_line(text), margin)]
+        for number, line in enumerate(lines):
+            print_text(f"{'' if number else name:<{margin}}{line}")
+
+
+def _print_folded(mark: str, text: str) -> None:
+    """Behind a mark, and in a terminal broken at blanks."""
+    for number, line in enumerate(folded(one_line(text), len(mark))):
+        print_text(f"{mark if number == 0 else ' ' * len(mark)}{line}")
 
 
 def _process(process: Document) -> str:

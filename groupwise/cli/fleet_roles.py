@@ -252,8 +252,8 @@ def exec_command(
 ) -> None:
     """Run a command on a machine, and print its output.
 
-    Exits with its exit code; Ctrl-C cancels it. It is a short job that is pinned to the machine and stands first in the queue: it waits for a free CPU
-    slot there (`vm add --cpu-slots`), or for GPUs with --gpus, and has an empty working folder of its own.
+    Exits with its exit code; Ctrl-C cancels it. It is a short job that is pinned to the machine and stands first in the queue: it waits
+    for a free CPU slot there (`vm add --cpu-slots`), or for GPUs with --gpus, and has an empty working folder of its own.
     """
     from groupwise.cli.fleet_submit import run_on
 
