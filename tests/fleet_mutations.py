@@ -2019,6 +2019,38 @@ QUICK = (
         (f"{API}::test_a_key_of_a_project_sees_no_other",),
     ),
     Mutation(
+        "patience",
+        "who follows gives up as soon as who asks a short question",
+        (
+            (
+                "fleet/patience.py",
+                "if not is_passing(error) or now - since >= self._seconds:",
+                "if error:",
+            ),
+        ),
+        (f"{API}::test_who_follows_goes_on_where_the_fleet_was_away_and_loses_no_byte",),
+    ),
+    Mutation(
+        "patience",
+        "what a proxy says in place of the API is an answer",
+        (("fleet/client.py", "if answer.status_code in OF_A_PROXY", "if not answer.status_code"),),
+        (f"{API}::test_who_follows_goes_on_where_the_fleet_was_away_and_loses_no_byte",),
+    ),
+    Mutation(
+        "exec",
+        "a command whose reader was interrupted runs on",
+        (
+            (
+                "cli/fleet_submit.py",
+                "        _call_off(access, job_id)\n        raise\n",
+                "        raise\n",
+            ),
+        ),
+        (
+            "tests/unit/cli/test_fleet.py::test_a_command_on_one_machine_that_is_interrupted_is_cancelled",
+        ),
+    ),
+    Mutation(
         "projects",
         "who is bound to some changes machines",
         (
