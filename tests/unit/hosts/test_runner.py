@@ -295,6 +295,8 @@ def test_the_environment_of_a_command(here: Machine) -> None:
         "CUDA_VISIBLE_DEVICES": "",
     }
     assert (here.work() / "results").is_dir()
+    ours = set(seen) - {"MINE", "LANG"}
+    assert {n for n in ours if not spec.problems(spec.JobSpec(("x",), {n: ""}))} == set()
 
 
 def test_nothing_of_a_job_is_read_by_a_shell(here: Machine, tmp_path: Path) -> None:
@@ -353,6 +355,8 @@ def test_secrets_are_in_no_file_and_no_argument(here: Machine) -> None:
         ({"spec_environment": {"LD_PRELOAD": "x"}}, "bad_spec", "LD_PRELOAD"),
         ({"spec_environment": {"PATH": "x"}}, "bad_spec", "PATH"),
         ({"spec_environment": {"GROUPWISE_ATTEMPT": "other.1"}}, "bad_spec", "GROUPWISE_ATTEMPT"),
+        ({"spec_environment": {"GROUPWISE_OUTPUT": "/x"}}, "bad_spec", "GROUPWISE_OUTPUT"),
+        ({"secrets": {"GROUPWISE_RENDEZVOUS": "x"}}, "bad_spec", "GROUPWISE_RENDEZVOUS"),
         ({"spec_environment": {"A=B": "x"}}, "bad_spec", "A=B"),
         ({"secrets": {"BASH_ENV": "x"}}, "bad_spec", "BASH_ENV"),
         ({"spec_secrets": ["TOKEN"]}, "bad_spec", "TOKEN"),
