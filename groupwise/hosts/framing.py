@@ -32,6 +32,8 @@ _HEADER = re.compile(rb"GROUPWISE-ANSWER (\d{1,6}) (\d{1,12}) ([0-9a-f]{64}) (\d
 _LONGEST_HEADER = 200
 _MOST_COMPLAINTS = 4000
 """Bytes of standard error that are kept for a message, the last ones."""
+_LONGEST_COMPLAINT = 300
+"""Letters of it, in the message."""
 
 
 class BadAnswer(OutcomeUnknown):
@@ -136,11 +138,12 @@ class AnswerReader:
 def _object(document: bytes) -> Mapping[str, Any]:
     try:
         body: object = json.loads(document)
-    except ValueError as error:
+        body = _storable(body) if b"\\u" in document else body
+    except (ValueError, RecursionError) as error:
         raise BadAnswer(f"the answer is no JSON: {error}") from None
     if not isinstance(body, dict):
         raise BadAnswer(f"the answer is a {type(body).__name__}; an object is expected")
-    return cast("dict[str, Any]", _storable(body) if b"\\u" in document else body)
+    return cast("dict[str, Any]", body)
 
 
 def _storable(value: Any) -> Any:
@@ -169,7 +172,7 @@ CANNOT_EXECUTE = frozenset({126, 127})
 
 def without_answer(reader: AnswerReader, status: int | None, complaints: str) -> HostError:
     """What it means that the command on the machine has ended and there is no answer. `complaints` is what it wrote to standard error."""
-    said = complaints.strip() or reader.noise(500)
+    said = _last_line(complaints) or _last_line(reader.noise())
     if status in CANNOT_EXECUTE and reader.answer is None:
         return RunnerRefused(
             "no_python",
@@ -177,6 +180,11 @@ def without_answer(reader: AnswerReader, status: int | None, complaints: str) ->
         )
     ended = "the connection ended" if status is None else f"the runner ended with status {status}"
     return OutcomeUnknown(f"{ended} before its answer was whole" + (f": {said}" if said else ""))
+
+
+def _last_line(said: str) -> str:
+    """Of a traceback that is the error; people read it among the states of many machines."""
+    return said.strip().rpartition("\n")[2].strip()[-_LONGEST_COMPLAINT:]
 
 
 class Exchange:

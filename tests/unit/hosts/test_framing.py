@@ -108,7 +108,7 @@ def test_an_answer_that_was_changed_is_none() -> None:
         read(bytes(whole))
 
 
-@pytest.mark.parametrize("document", [b"[]", b"{", b"\xff\xfe", b'"ok"'])
+@pytest.mark.parametrize("document", [b"[]", b"{", b"\xff\xfe", b'"ok"', b"[" * 10**5], ids=len)
 def test_an_answer_that_is_no_object_is_none(document: bytes) -> None:
     digest = hashlib.sha256(document).hexdigest()
     with pytest.raises(BadAnswer, match=r"JSON|object is expected"):
@@ -163,6 +163,16 @@ def test_an_end_without_an_answer_leaves_it_open_what_happened(status: int | Non
     error = without_answer(reader, status, "")
     assert isinstance(error, OutcomeUnknown)
     assert "Connection to nowhere" in str(error)
+
+
+def test_of_a_runner_that_broke_only_its_last_words_are_told() -> None:
+    trace = 'Traceback (most recent call last):\n  File "x", line 7, in look\nKeyError: 7\n\n'
+    told = str(without_answer(AnswerReader(), 1, trace))
+    assert told.endswith("before its answer was whole: KeyError: 7")
+    assert len(str(without_answer(AnswerReader(), 1, "first\n" + "x" * 4000))) < 500
+    noisy = AnswerReader()
+    noisy.feed(b"Welcome\nof many\nwords")
+    assert str(without_answer(noisy, 0, " \n ")).endswith("whole: words")
 
 
 async def test_an_exchange_takes_the_first_answer_and_no_later_error() -> None:
