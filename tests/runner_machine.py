@@ -243,9 +243,9 @@ class Machine:
         here = self.root / "attempts"
         marks = [f"GROUPWISE_RUNNER_FOLDER={here}/".encode()]
         for folder in here.iterdir() if here.is_dir() else ():
-            with suppress(OSError, ValueError, KeyError):
-                pid = json.loads((folder / "state.json").read_text())["supervisor"]
-                if "groupwise-super" in Path(f"/proc/{pid}/comm").read_text():
+            with suppress(OSError):
+                pid: int = (runner.read_json(str(folder / "state.json")) or {}).get("supervisor", 0)
+                if pid and "groupwise-super" in Path(f"/proc/{pid}/comm").read_text():
                     os.kill(pid, signal.SIGKILL)
         for name in os.listdir("/proc"):
             with suppress(OSError):

@@ -75,6 +75,9 @@ What is promised
     - When the command ends, or is ended, everything that it started goes too: TERM, then KILL. Known by its control group, by
       descent (the supervisor adopts orphans), by GROUPWISE_ATTEMPT in its environment, by a file that it inherited open. The exit record
       comes after that; a pid is signalled only while its start ticks and boot are those that were seen.
+    - What a job writes, into its folders or over the records of its own attempt, breaks no answer about others: no pipe is waited for,
+      nothing without end is read, and a record counts only as far as a supervisor may have written it so. A checkpoint's manifest has
+      at most LARGEST_MANIFEST bytes, and of very many the newest are read.
     - Clocks: the wall clock decides nothing. `deadman` counts the seconds of the boot clock since the last contact: `launch`, `wait` and
       `touch` that name the attempt. With `clock` (from the last member that came back) they count from then: so answers that do not
       arrive cannot keep an attempt alive whose control plane believes it dead, nor can a launch that was long on its way begin one.
@@ -96,6 +99,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -198,6 +202,19 @@ SETTLED = 2.0
 """Seconds after which another change of a file shows in its times."""
 MOST_ENTRIES = 200_000
 """Files looked at below a working folder."""
+LARGEST_TEXT = 16 << 20
+LARGEST_RECORD = 4 << 20
+"""Bytes of a file of ours in an attempt's folder: its job runs as the same user, and may write anything there."""
+LARGEST_HASHES = 64 << 20
+LARGEST_MANIFEST = 4 << 20
+"""Bytes of the `manifest.json` of a checkpoint: some 30,000 files. What is larger is something else of that name, and is not read."""
+MOST_MANIFESTS = 10_000
+MANIFESTS_TOGETHER = 64 << 20
+"""Bytes that one look at the checkpoints of an attempt reads: a second."""
+REMEMBERED_ABOVE = 64 << 10
+"""Bytes; smaller files that are no checkpoint's manifest are read again sooner than remembered."""
+LONGEST_WORD = 4096
+LONGEST_MARK = 200
 
 
 # --- refusals, clocks ---------------------------------------------------------------------------
@@ -239,28 +256,75 @@ def is_full(error: OSError) -> bool:
 # --- files that are whole or absent -------------------------------------------------------------
 
 
-def read_text(path: str) -> str:
+def open_plain(path: str, how: int = os.O_RDONLY) -> int:
+    """A plain file, and nothing else: whoever opens a pipe waits for its other end, and a job may put one where a file of ours was."""
+    fd = os.open(path, how | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise OSError(errno.EINVAL, "no plain file", path)
+
+
+def read_plain(path: str, most: int) -> bytes:
+    """A plain file, up to that many bytes."""
+    fd, found = open_plain(path), bytearray()
+    try:
+        while len(found) < most:
+            data = os.read(fd, min(most - len(found), 1 << 16))
+            if not data:
+                break
+            found += data
+    finally:
+        os.close(fd)
+    return bytes(found)
+
+
+def read_text(path: str, most: int = LARGEST_TEXT) -> str:
     """Empty if it cannot be read."""
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
+        return read_plain(path, most).decode("utf-8", "replace")
     except OSError:
         return ""
 
 
-def read_json(path: str) -> dict[str, Any] | None:
-    """None if there is none, or what there is was damaged."""
+def read_json(path: str, most: int = LARGEST_RECORD) -> dict[str, Any] | None:
+    """None if there is none, or what there is was damaged, or is longer than anything that was written there."""
     try:
-        with open(path, "rb") as file:
-            found = json.loads(file.read())
-    except (OSError, ValueError):
+        data = read_plain(path, most + 1)
+        return as_object(parsed(data)) if len(data) <= most else None
+    except (OSError, *NO_JSON):
         return None
-    return as_object(found)
+
+
+NO_JSON = (ValueError, RecursionError, MemoryError)
+"""What `parsed` raises for text that somebody wrote to do harm."""
+
+
+def parsed(data: bytes) -> Any:
+    """JSON that a job may have written."""
+    return json.loads(data, parse_int=whole_number, parse_constant=no_number)
+
+
+def whole_number(digits: str) -> int:
+    """Of at most 64 bits or so: to read one of a million digits takes minutes."""
+    if len(digits) > 20:
+        raise ValueError("a number of that many digits")
+    return int(digits)
+
+
+def no_number(name: str) -> NoReturn:
+    """NaN and the like, which are no JSON."""
+    raise ValueError(name)
 
 
 def as_object(value: Any) -> dict[str, Any] | None:
     """A JSON object; None for all else."""
     return value if isinstance(value, dict) else None  # pyright: ignore[reportUnknownVariableType]
+
+
+def as_list(value: Any) -> list[Any]:
+    """A JSON list; empty for all else."""
+    return value if isinstance(value, list) else []  # pyright: ignore[reportUnknownVariableType]
 
 
 def sync_folder(path: str) -> None:
@@ -320,7 +384,7 @@ def make_folder(path: str) -> str:
 def set_cell(path: str, text: str) -> bool:
     """Overwrite a small file in place: one write, no new room. False if there is no such file."""
     try:
-        fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
+        fd = open_plain(path, os.O_WRONLY)
     except OSError:
         return False
     try:
@@ -332,15 +396,16 @@ def set_cell(path: str, text: str) -> bool:
 
 def cell_words(path: str) -> list[str]:
     """What stands in it."""
-    return read_text(path).split()
+    return read_text(path, CELL).split()
 
 
 def number_in(words: Sequence[str]) -> float | None:
-    """The first word, if it is a number."""
+    """The first word, if it is a number that one can count with."""
     try:
-        return float(words[0])
+        found = float(words[0])
     except (IndexError, ValueError):
         return None
+    return found if abs(found) < 1e12 else None
 
 
 # --- locks: they end with the last process that has them open -----------------------------------
@@ -367,7 +432,7 @@ def take_lock(path: str, how: int = fcntl.LOCK_EX, patience: float = 0.0) -> int
 def is_locked(path: str) -> bool:
     """Somebody holds it exclusively."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        fd = open_plain(path)
     except OSError:
         return False
     try:
@@ -412,7 +477,7 @@ class Root:
     def place(self) -> str | None:
         """Its name, of its own and for good: a root that says another one knows nothing of what was begun in this one."""
         path = self.at("place")
-        name = read_text(path)
+        name = read_text(path, CELL)
         return name or self._name_it(path)
 
     def _name_it(self, path: str) -> str | None:
@@ -426,7 +491,7 @@ class Root:
             sync_folder(self.path)
         except OSError:
             remove_file(new)
-        return read_text(path) or None
+        return read_text(path, CELL) or None
 
     def lock(self, name: str) -> str:
         """The path of a lock file."""
@@ -533,6 +598,21 @@ def seconds_of(body: dict[str, Any], name: str, default: float) -> float:
     return float(value)
 
 
+def is_count(value: Any, most: int = 1 << 62) -> bool:
+    """A whole number that is not negative, nor beyond what is counted in."""
+    return type(value) is int and 0 <= value <= most
+
+
+def is_small(value: Any) -> bool:
+    """A count of things that somebody made."""
+    return is_count(value, (1 << 31) - 1)
+
+
+def is_word(value: Any) -> bool:
+    """Text of a length that one would write."""
+    return isinstance(value, str) and len(value) <= LONGEST_WORD
+
+
 def is_amount(value: Any) -> bool:
     """A number that is not negative, nor beyond all reason."""
     return type(value) in (int, float) and 0 <= value < 1e12
@@ -590,7 +670,7 @@ def marker_of(pid: int, root: Root) -> str | None:
     if name is None:
         return None
     folder = environment.get(FOLDER_VARIABLE.encode())
-    text = name.decode("utf-8", "replace")
+    text = name[:LONGEST_MARK].decode("utf-8", "replace")
     here = folder is None or os.fsdecode(folder) == root.at("attempts", text)
     return text if here else None
 
@@ -825,6 +905,23 @@ def own_groups() -> dict[str, str]:
         elif kind == "cgroup" and "memory" in options.split(",") and "memory" in inside:
             found.setdefault("memory", mount + inside["memory"].rstrip("/"))
     return {name: folder for name, folder in found.items() if os.path.isdir(folder)}
+
+
+def is_group_of(attempt: Attempt, folder: object) -> bool:
+    """A control group that a supervisor may have made for it: all below a folder that a state file names is read, and killed."""
+    if not isinstance(folder, str) or os.path.normpath(folder) != folder:
+        return False
+    return os.path.basename(folder) == unit_of(attempt) and folder.startswith(group_mounts())
+
+
+def group_mounts() -> tuple[str, ...]:
+    """Where control groups are, each with a slash at its end."""
+    lines = [line.split(" ") for line in read_text("/proc/self/mounts").splitlines()]
+    return tuple(
+        line[1].replace("\\040", " ").rstrip("/") + "/"
+        for line in lines
+        if line[2] in ("cgroup", "cgroup2")
+    )
 
 
 def unit_of(attempt: Attempt) -> str:
@@ -1210,7 +1307,7 @@ def judged(said: Said, not_read: list[str], found: list[Any]) -> str:
 def arguments_of(value: object) -> list[str]:
     """An argument list."""
     found: list[str] = []
-    for item in value if isinstance(value, list) else []:  # pyright: ignore[reportUnknownVariableType]
+    for item in as_list(value):
         if not isinstance(item, str) or "\0" in item:
             raise Refusal("bad_request", "an argument list holds texts without NUL")
         found.append(item)
@@ -1338,11 +1435,21 @@ KINDS = {
 def parts_of(path: object) -> list[str]:
     """Of a path inside the working folder."""
     parts = path.split("/") if isinstance(path, str) else [""]
-    if "\0" in "".join(parts) or any(p in ("", ".", "..") for p in parts):
+    whole = "".join(parts)
+    if "\0" in whole or any(p in ("", ".", "..") for p in parts) or not is_utf8(whole):
         raise Refusal(
             "refused_path", "a path relative to the working folder is expected, without .."
         )
     return parts
+
+
+def is_utf8(text: str) -> bool:
+    """No half characters, which stand for bytes that are none."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def open_inside(work: str, path: str) -> int:
@@ -1424,23 +1531,30 @@ class Walk:
             os.close(fd)
 
     def _folder(self, fd: int, path: str, depth: int) -> None:
-        with os.scandir(fd) as entries:
-            names = sorted(entry.name for entry in entries)
+        try:
+            with os.scandir(fd) as entries:
+                names = sorted(e.name for e in itertools.islice(entries, self._left()))
+        except OSError:
+            self.refused[path] = "unreadable"
+            return
         for name in names:
             self.seen += 1
             below = f"{path}/{name}"
             if self.seen > MOST_ENTRIES:
                 self.refused[path] = "too_many"
                 return
-            try:
-                name.encode("utf-8")
-                found = os.stat(name, dir_fd=fd, follow_symlinks=False)
-            except UnicodeEncodeError:
+            if not is_utf8(name):
                 self.refused[below.encode("utf-8", "replace").decode()] = "not_utf8"
+                continue
+            try:
+                found = os.stat(name, dir_fd=fd, follow_symlinks=False)
             except OSError:
                 continue  # gone meanwhile
-            else:
-                self._one(fd, name, below, found, depth)
+            self._one(fd, name, below, found, depth)
+
+    def _left(self) -> int:
+        """How many more are listed; one beyond all that are looked at says that there are too many."""
+        return max(0, MOST_ENTRIES - self.seen) + 1
 
     def _one(self, fd: int, name: str, below: str, found: os.stat_result, depth: int) -> None:
         if not stat.S_ISDIR(found.st_mode):
@@ -1470,7 +1584,7 @@ class Hashes:
 
     def __init__(self, attempt: Attempt) -> None:
         self.path, self.work = attempt.at("hashes.json"), attempt.work
-        self.known = read_json(self.path) or {}
+        self.known = read_json(self.path, LARGEST_HASHES) or {}
         self.new = False
 
     def of(self, path: str) -> str | None:
@@ -1478,9 +1592,9 @@ class Hashes:
         try:
             with open(open_regular(self.work, path), "rb") as file:
                 before = identity(os.fstat(file.fileno()))
-                entry = self.known.get(path)
-                if entry and entry[0] == before:
-                    return str(entry[1])
+                entry = as_list(self.known.get(path))
+                if entry[:1] == [before] and is_sha(entry[-1]):
+                    return str(entry[-1])
                 sha = hash_of(file)
                 if identity(os.fstat(file.fileno())) != before:
                     return None
@@ -1510,56 +1624,203 @@ MOST_STEPS = 1 << 63
 class Checkpoint:
     """A folder whose `manifest.json`, which is written last, says a step and files that are all there."""
 
-    def __init__(self, path: str, step: int, files: dict[str, dict[str, Any]]) -> None:
+    def __init__(self, walk: Walk, path: str, step: int, files: dict[str, dict[str, Any]]) -> None:
         self.path, self.step, self.files = path, step, files
+        self.found = walk.files
+
+    @property
+    def manifest(self) -> str:
+        """Its path."""
+        return self.path + "/manifest.json"
 
 
 def checkpoints_of(attempt: Attempt, folders: Iterable[str]) -> list[Checkpoint]:
-    """The complete ones, by their steps."""
+    """The complete ones, by their steps. Of very many or very large manifests the newest are read."""
     walk = Walk(attempt.work)
     for folder in folders:
         walk.enter(folder)
+    others, left = Others(attempt), MANIFESTS_TOGETHER
     found: list[Checkpoint] = []
-    for path in walk.files:
-        folder, _, name = path.rpartition("/")
-        hidden = any(part.startswith(".") for part in folder.split("/"))  # under construction
-        if name == "manifest.json" and not hidden:
-            checkpoint = complete_checkpoint(walk, folder)
-            if checkpoint:
-                found.append(checkpoint)
+    for path in newest_manifests(walk):
+        file = walk.files[path]
+        if file.st_size > min(left, LARGEST_MANIFEST) or others.has(file):
+            continue
+        left -= file.st_size
+        checkpoint = checkpoint_of(walk, path)
+        if checkpoint is None:
+            others.note(file)
+        elif is_complete(checkpoint):
+            found.append(checkpoint)
+    others.keep()
     return sorted(found, key=lambda c: (c.step, c.path))
 
 
-def complete_checkpoint(walk: Walk, folder: str) -> Checkpoint | None:
-    """None if it is no checkpoint, or not all of it is there."""
+def newest_manifests(walk: Walk) -> list[str]:
+    """Those in folders that are not under construction."""
+    found = [
+        path for path in walk.files if path.endswith("/manifest.json") and "/." not in "/" + path
+    ]
+    found.sort(key=lambda path: walk.files[path].st_mtime_ns, reverse=True)
+    return found[:MOST_MANIFESTS]
+
+
+def checkpoint_of(walk: Walk, path: str) -> Checkpoint | None:
+    """None if it is none: anything may stand in a file of that name."""
     try:
-        manifest = json.loads(read_inside(walk.work, folder + "/manifest.json", 64 << 20))
+        manifest = parsed(read_inside(walk.work, path, LARGEST_MANIFEST))
         step, files = manifest["step"], manifest["files"]
-        whole = (
-            type(step) is int
-            and 0 <= step < MOST_STEPS
-            and all(
-                walk.files[folder + "/" + path].st_size == entry["size"]
-                and SHA256.fullmatch(entry["sha256"])
-                for path, entry in files.items()
-            )
+        right = is_count(step, MOST_STEPS - 1) and all(
+            is_count(entry["size"]) and is_sha(entry["sha256"]) for entry in files.values()
         )
-    except (Refusal, OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None  # anything may stand in a file of that name
-    return Checkpoint(folder, step, files) if whole else None
+    except (Refusal, OSError, *NO_JSON, KeyError, TypeError, AttributeError):
+        return None
+    return Checkpoint(walk, path.rpartition("/")[0], step, files) if right else None
+
+
+def is_complete(checkpoint: Checkpoint) -> bool:
+    """Each of its files is there, as long as it should be."""
+    for path, entry in checkpoint.files.items():
+        found = checkpoint.found.get(checkpoint.path + "/" + path)
+        if found is None or found.st_size != entry["size"]:
+            return False
+    return True
+
+
+class Others:
+    """Large files named `manifest.json` that are no checkpoint's, as data sets have them: not read again while they stay what they are."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self.path = attempt.at("others.json")
+        self.known = as_list((read_json(self.path) or {}).get("seen"))
+        self.seen: list[list[int]] = []
+        self.keys = {
+            tuple(entry) for entry in map(as_list, self.known) if all(map(is_count, entry))
+        }
+
+    def has(self, file: os.stat_result) -> bool:
+        """It was read, and is the same."""
+        same = tuple(identity(file)) in self.keys
+        if same:
+            self.seen.append(identity(file))
+        return same
+
+    def note(self, file: os.stat_result) -> None:
+        """It was read. One that has just been written may be written again without a sign of it."""
+        if file.st_size > REMEMBERED_ABOVE and time.time() - file.st_ctime > SETTLED:
+            self.seen.append(identity(file))
+
+    def keep(self) -> None:
+        """For the next look; it is no loss if the disk will not."""
+        if self.seen != self.known:
+            with contextlib.suppress(OSError):
+                write_json(self.path, {"seen": self.seen})
+
+
+def is_sha(value: Any) -> bool:
+    """In hex."""
+    return isinstance(value, str) and SHA256.fullmatch(value) is not None
 
 
 # --- the state of an attempt --------------------------------------------------------------------
+
+
+def state_of(attempt: Attempt) -> dict[str, Any] | None:
+    """What its state file says, as far as a supervisor may have written that: its job can write there too. None: there is none."""
+    found = read_json(attempt.at("state.json"))
+    if found is None:
+        return None
+    state = {name: value for name, value in found.items() if STATE_FIELDS.get(name, no)(value)}
+    limits, group = as_object(found.get("limits")) or {}, as_object(found.get("cgroup")) or {}
+    state["limits"] = {name: value for name, value in limits.items() if is_amount(value)}
+    state["cgroup"] = {n: folder for n, folder in group.items() if is_group_of(attempt, folder)}
+    for name in ("artefacts", "checkpoints"):
+        state[name] = paths_in(found.get(name))
+    if state.get("phase") == "refused" and "refused" not in state:
+        del state["phase"]
+    return state
+
+
+def is_refusal(value: Any) -> bool:
+    """As `Refused` makes it."""
+    found = as_object(value) or {}
+    told = [found.get("code"), found.get("message"), found.get("holder", "")]
+    return set(found) <= {"code", "message", "holder"} and all(map(is_word, told))
+
+
+def no(_value: Any) -> bool:
+    """Not taken as it stands."""
+    return False
+
+
+STATE_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "phase": is_word,
+    "rank": is_small,
+    "boot_id": is_word,
+    "pid": is_count,
+    "start_ticks": is_count,
+    "method": is_word,
+    "started_at": is_amount,
+    "refused": is_refusal,
+}
+
+
+def paths_in(value: Any) -> list[str]:
+    """Those of a list that lie inside the working folder."""
+    found: list[str] = []
+    for path in as_list(value):
+        with contextlib.suppress(Refusal):
+            parts_of(path)
+            found.append(path)
+    return found
+
+
+def exit_of(attempt: Attempt, name: str) -> dict[str, Any] | None:
+    """An exit record, as far as a supervisor may have written it. None: there is none."""
+    found = read_json(attempt.at(name))
+    if found is None or found.get("reason") not in REASONS:
+        return None
+    told = {name: found.get(name) for name in EXIT_FIELDS}
+    record = {name: value if EXIT_FIELDS[name](value) else None for name, value in told.items()}
+    texts = {name: found.get(name) for name in ("reason", "message", "tail")}
+    record.update((n, text[:TAIL] if isinstance(text, str) else "") for n, text in texts.items())
+    return record
+
+
+REASONS = ("exited", "cancelled", "time_limit", "deadman", "spawn_failed")
+EXIT_FIELDS: dict[str, Callable[[Any], bool]] = {
+    "code": lambda value: is_count(value, 255),
+    "signal": lambda value: is_count(value, 255),
+    "oom_kill": is_small,
+    "seconds": is_amount,
+    "cpu_seconds": is_amount,
+    "max_rss_mb": is_amount,
+    "finished_at": is_amount,
+    "gpus": is_small,
+    "checkpoints": is_small,
+    "step": lambda value: is_count(value, MOST_STEPS - 1),
+}
+
+
+def guarded_member(
+    attempt: Attempt, progress: tuple[int, int | None] | None = None
+) -> dict[str, Any]:
+    """`member`, where one answer tells of many: whatever becomes of reading one, the others are told of."""
+    try:
+        return member(attempt, progress)
+    except Exception:  # noqa: BLE001  (its job may have put anything there)
+        held = is_locked(attempt.at("supervisor.lock"))
+        here = {"state": "running" if held else "lost", "boot_id": boot_id(), "same_boot": True}
+        return {**blank(attempt), **here}
 
 
 def member(attempt: Attempt, progress: tuple[int, int | None] | None = None) -> dict[str, Any]:
     """What is known of it. `progress`: how many checkpoints and of which step, if that was counted a moment ago."""
     # The order matters: what is read after the lock was seen free is final, since only its holder writes.
     held = is_locked(attempt.at("supervisor.lock"))
-    ended = read_json(attempt.at("exit.json"))
+    ended = exit_of(attempt, "exit.json")
     if ended is None and not held:
-        ended = read_json(attempt.at("outcome.json"))
-    state = read_json(attempt.at("state.json"))
+        ended = exit_of(attempt, "outcome.json")
+    state = state_of(attempt)
     if state is None and not os.path.isdir(attempt.path):
         return blank(attempt)
     state = state or {}
@@ -1640,7 +1901,7 @@ def progress_of(
     progress: tuple[int, int | None] | None,
 ) -> tuple[int, int | None]:
     """Complete checkpoints, and the step of the newest."""
-    if ended is not None and "checkpoints" in ended:
+    if ended is not None and ended["checkpoints"] is not None:
         return ended["checkpoints"], ended["step"]
     if progress is not None:
         return progress
@@ -1650,8 +1911,11 @@ def progress_of(
 
 
 def count_checkpoints(attempt: Attempt, state: dict[str, Any]) -> tuple[int, int | None]:
-    """By looking."""
-    found = checkpoints_of(attempt, state.get("checkpoints") or ())
+    """By looking. None if that is not possible: the exit record, and what is told of others, do not depend on what a job puts there."""
+    try:
+        found = checkpoints_of(attempt, state.get("checkpoints") or ())
+    except Exception:  # noqa: BLE001  (see above)
+        return 0, None
     return len(found), found[-1].step if found else None
 
 
@@ -1681,7 +1945,10 @@ def contact(attempt: Attempt, clock: float | None = None) -> bool:
     before = number_in(cell_words(path))
     if before is not None and before >= stamp:
         return True
-    return set_cell(path, f"{stamp:.3f}")
+    try:
+        return set_cell(path, f"{stamp:.3f}")
+    except OSError:  # others are named in the same breath
+        return False
 
 
 def attempts_here(root: Root) -> tuple[list[Attempt], list[str]]:
@@ -1691,8 +1958,9 @@ def attempts_here(root: Root) -> tuple[list[Attempt], list[str]]:
     except OSError:
         return [], []
     found = [attempt_by_name(root, name) for name in names if ATTEMPT_NAME.fullmatch(name)]
-    strange = [n for n in names if not ATTEMPT_NAME.fullmatch(n) and not n.startswith(".")]
-    return found, strange
+    found = [attempt for attempt in found if is_count(attempt.epoch)]
+    known = {attempt.name for attempt in found}
+    return found, [name for name in names if name not in known and not name.startswith(".")]
 
 
 # --- verbs --------------------------------------------------------------------------------------
@@ -1785,7 +2053,7 @@ def verb_observe(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
         "gpus": seen.gpus,
         "apps": seen.apps,
         "probe": seen.summary(),
-        "attempts": [member(attempt) for attempt in here],
+        "attempts": [guarded_member(attempt) for attempt in here],
         "quarantined": quarantined,
     }
     return answer, b""
@@ -1935,7 +2203,7 @@ class Watched:
         begun = time.monotonic()
         if begun >= self.next_count:
             self.progress = None
-        found = member(self.attempt, self.progress)
+        found = guarded_member(self.attempt, self.progress)
         if self.progress is None:
             self.progress = found["checkpoints"], found["step"]
             self.next_count = time.monotonic() + max(1.0, 20 * (time.monotonic() - begun))
@@ -1968,18 +2236,18 @@ def verb_kill(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     """End the command, by its supervisor if there is one."""
     attempt = attempt_of(root, body)
     grace = seconds_of(body, "grace", 30.0)
-    if is_locked(attempt.at("supervisor.lock")):
-        before = number_in(cell_words(attempt.at("cancel")))
-        set_cell(attempt.at("cancel"), "%.3f" % (grace if before is None else min(before, grace)))
+    before = number_in(cell_words(attempt.at("cancel")))
+    least = grace if before is None else min(before, grace)
+    if is_locked(attempt.at("supervisor.lock")) and set_cell(attempt.at("cancel"), f"{least:.3f}"):
         ring(attempt)
-    else:
+    else:  # nobody hears of it
         kill_leftovers(attempt)
     return member(attempt), b""
 
 
 def kill_leftovers(attempt: Attempt) -> None:
     """Of an attempt without a supervisor: nobody can say any more how it ended, so nothing is gained by waiting."""
-    state = read_json(attempt.at("state.json")) or {}
+    state = state_of(attempt) or {}
     if state.get("boot_id") not in (None, boot_id()):
         return
     belonging = Belonging(
@@ -2013,7 +2281,7 @@ def verb_log(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     attempt = attempt_of(root, body)
     offset, limit = slice_of(body)
     try:
-        fd = os.open(attempt.at("log"), os.O_RDONLY | os.O_NOFOLLOW)
+        fd = open_plain(attempt.at("log"))
     except OSError:
         return {"size": 0, "offset": offset}, b""
     try:
@@ -2047,14 +2315,14 @@ def verb_manifest(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     attempt, what = attempt_of(root, body), text_of(body, "what")
     if what not in ("artefacts", "checkpoints", "all"):
         raise Refusal("bad_request", "what: artefacts, checkpoints or all")
-    state = read_json(attempt.at("state.json")) or {}
+    state = state_of(attempt) or {}
     answer: dict[str, Any] = {"files": {}, "refused": [], "checkpoints": []}
     hashes = Hashes(attempt)
     if what != "checkpoints":
         list_artefacts(attempt, state, hashes, answer)
     if what != "artefacts":
         found = checkpoints_of(attempt, state.get("checkpoints") or ())
-        answer["checkpoints"] = [described(attempt, c, hashes) for c in found]
+        answer["checkpoints"] = list(filter(None, (described(c, hashes) for c in found)))
     hashes.keep()
     return answer, b""
 
@@ -2085,31 +2353,22 @@ def list_artefacts(
         bytes_left -= found.st_size
 
 
-def described(attempt: Attempt, checkpoint: Checkpoint, hashes: Hashes) -> dict[str, Any]:
-    """One checkpoint, its manifest among its files. Hashes are those that its manifest says: who fetches compares."""
-    files: dict[str, Any] = {}
-    for path, entry in checkpoint.files.items():
-        full = checkpoint.path + "/" + path
-        files[full] = [entry["sha256"], mode_of(attempt, full), entry["size"]]
-    last = checkpoint.path + "/manifest.json"
-    size = size_of(os.path.join(attempt.work, last))
-    files[last] = [hashes.of(last), mode_of(attempt, last), size]
+def described(checkpoint: Checkpoint, hashes: Hashes) -> dict[str, Any] | None:
+    """One checkpoint, its manifest among its files. Hashes are those that its manifest says: who fetches compares. None: it is changing."""
+    hashed = {checkpoint.path + "/" + p: e["sha256"] for p, e in checkpoint.files.items()}
+    hashed[checkpoint.manifest] = hashes.of(checkpoint.manifest)
+    if hashed[checkpoint.manifest] is None:
+        return None
+    found = {path: checkpoint.found[path] for path in hashed}
+    files = {path: [hashed[path], stat.S_IMODE(f.st_mode), f.st_size] for path, f in found.items()}
     return {"path": checkpoint.path, "step": checkpoint.step, "files": files}
-
-
-def mode_of(attempt: Attempt, path: str) -> int:
-    """Permission bits."""
-    try:
-        return stat.S_IMODE(os.lstat(os.path.join(attempt.work, path)).st_mode)
-    except OSError:
-        return 0o644
 
 
 def verb_release(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     """Is all that an attempt held free again? All that says no."""
     attempt = attempt_of(root, body)
     uuids, share = gpus_of(body), body.get("share_mb")
-    state = read_json(attempt.at("state.json")) or {}
+    state = state_of(attempt) or {}
     holders = held_locks(attempt, uuids, share)
     belonging = Belonging(attempt, state)
     grouped = belonging.group.pids()
@@ -2185,7 +2444,7 @@ def verb_forget(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
 def make_forgotten(root: Root, attempt: Attempt) -> None:
     """First that it was, then that it is no more."""
     with root.job_lock(attempt.job):
-        state = read_json(attempt.at("state.json")) or {}
+        state = state_of(attempt) or {}
         if is_locked(attempt.at("supervisor.lock")) or Belonging(attempt, state).alive():
             raise Refusal("still_running", f"{attempt.name} has processes; end it first")
         root.note_epoch(attempt.job, highest=attempt.epoch, forgotten=attempt.epoch)
@@ -2286,6 +2545,8 @@ class Order:
         self.path = path_of(body.get("python"))
         self.memory_mb: dict[str, int | None] = {}
         """Of the GPUs, once they have been looked at."""
+        if len(as_bytes(self.first_state())) > LARGEST_RECORD // 2:
+            raise Refusal("bad_request", "its lists of artefacts and checkpoints are too long")
 
     def check(self) -> None:
         """Raises Refused with everything that is wrong with the spec."""
@@ -2440,7 +2701,7 @@ def too_late(attempt: Attempt, known: dict[str, Any]) -> dict[str, Any]:
 
 def was_unbegun(attempt: Attempt) -> bool:
     """Claimed by a launch that was killed before its command began."""
-    state = read_json(attempt.at("state.json")) or {}
+    state = state_of(attempt) or {}
     return (
         state.get("phase") == "claimed"
         and not is_locked(attempt.at("supervisor.lock"))
@@ -2463,7 +2724,7 @@ def take_over_unbegun(attempt: Attempt) -> None:
 
 def was_unbegun_file(attempt: Attempt) -> bool:
     """Looked at again under its lock: the supervisor may have gone on and ended meanwhile."""
-    state = read_json(attempt.at("state.json")) or {}
+    state = state_of(attempt) or {}
     return state.get("phase") == "claimed" and not os.path.exists(attempt.at("exit.json"))
 
 
@@ -2924,7 +3185,8 @@ class Supervisor:
     def beat(self) -> None:
         """A sign of life."""
         if time.monotonic() >= self.next_beat:
-            set_cell(self.attempt.at("heartbeat"), f"{boot_clock():.3f}")
+            with contextlib.suppress(OSError):  # it goes on living
+                set_cell(self.attempt.at("heartbeat"), f"{boot_clock():.3f}")
             self.next_beat = time.monotonic() + HEARTBEAT
 
     def perhaps_end(self) -> None:
@@ -3011,6 +3273,7 @@ class Supervisor:
             reap_adopted()
         record = self.exit_record(ending, ended)
         while not self.is_removed() and not save_exit(self.attempt, record):
+            make_way(self.attempt)
             self.beat()
             time.sleep(TICK)
         self.group.remove()
@@ -3068,7 +3331,7 @@ def woken(_signum: int, _frame: object) -> None:
 def tail_of(path: str) -> str:
     """The end of a log, as text."""
     try:
-        with open(path, "rb") as file:
+        with open(open_plain(path), "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
             return file.read(TAIL).decode("utf-8", "replace")
     except OSError:
@@ -3093,6 +3356,16 @@ def save_exit(attempt: Attempt, record: dict[str, Any]) -> bool:
         return True
     except OSError:
         return False
+
+
+def make_way(attempt: Attempt) -> None:
+    """For an exit record, where a job has made a folder in its place, or has closed the folder around it."""
+    with contextlib.suppress(OSError):
+        os.chmod(attempt.path, 0o700)
+    for path in (attempt.at("exit.json"), f"{attempt.at('exit.json')}.{os.getpid()}.new"):
+        if os.path.isdir(path) and not os.path.islink(path):
+            with contextlib.suppress(OSError):
+                os.rename(path, f"{path}.{os.urandom(4).hex()}")
 
 
 def command_environment(order: Order, visible: str) -> dict[str, str]:
