@@ -98,6 +98,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import gc
 import hashlib
 import itertools
 import json
@@ -209,7 +210,7 @@ LARGEST_HASHES = 64 << 20
 LARGEST_MANIFEST = 4 << 20
 """Bytes of the `manifest.json` of a checkpoint: some 30,000 files. What is larger is something else of that name, and is not read."""
 MOST_MANIFESTS = 10_000
-MANIFESTS_TOGETHER = 64 << 20
+MANIFESTS_TOGETHER = 32 << 20
 """Bytes that one look at the checkpoints of an attempt reads: a second."""
 REMEMBERED_ABOVE = 64 << 10
 """Bytes; smaller files that are no checkpoint's manifest are read again sooner than remembered."""
@@ -301,8 +302,12 @@ NO_JSON = (ValueError, RecursionError, MemoryError)
 
 
 def parsed(data: bytes) -> Any:
-    """JSON that a job may have written."""
-    return json.loads(data, parse_int=whole_number, parse_constant=no_number)
+    """JSON that a job may have written. A million of lists in it would have Python look for garbage over and over."""
+    gc.disable()
+    try:
+        return json.loads(data, parse_int=whole_number, parse_constant=no_number)
+    finally:
+        gc.enable()
 
 
 def whole_number(digits: str) -> int:
