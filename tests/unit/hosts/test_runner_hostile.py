@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from groupwise.hosts import answers, runner
-from tests.runner_machine import Machine, alive, machine, oldest_python, until
+from tests.runner_machine import Machine, Refused, alive, machine, oldest_python, until
 
 OLDEST = oldest_python()
 NESTED = "[" * 100_000
@@ -244,6 +244,30 @@ def test_lists_without_end_are_not_collected_while_they_are_read() -> None:
         gc.callbacks.remove(note)
     assert len(collected) < 10  # those after it
     assert gc.isenabled()
+
+
+def test_a_checkpoint_whose_manifest_is_being_written_is_not_listed(
+    one: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one.sh("true")
+    one.comes_to("exited")
+    saved(one.work() / "outputs" / "a", 1)
+    saved(one.work() / "outputs" / "b", 2)
+    real = runner.Hashes.of
+    changing = "outputs/a/manifest.json"
+    monkeypatch.setattr(
+        runner.Hashes, "of", lambda self, path: None if path == changing else real(self, path)
+    )
+    body = one.body("manifest", job="job", epoch=1, what="checkpoints")
+    told, _ = runner.VERBS["manifest"](runner.Root(str(one.root)), body, io.BytesIO())
+    assert [c.step for c in answers.work_tree(told).checkpoints] == [2]
+
+
+def test_a_state_that_could_not_be_read_again_is_not_begun(one: Machine) -> None:
+    paths = [f"outputs/{n:0200}" for n in range(20_000)]
+    with pytest.raises(Refused, match="too long"):
+        one.launch("true", spec_checkpoints=paths)
+    assert one.status()["state"] == "absent"
 
 
 def test_more_entries_than_are_looked_at_are_not_even_listed(
