@@ -52,7 +52,7 @@ from groupwise.fleet.files.clearing import EVERY, clear_away
 from groupwise.fleet.machines.clearing import Keeping, MachineClearing, is_doctors
 from groupwise.fleet.queue import admission, claim
 from groupwise.fleet.secrets import UNLESS_TOLD, AllowedSecrets
-from groupwise.fleet.store.database import Database
+from groupwise.fleet.store.database import Database, seconds
 from groupwise.hosts.answers import MemberState, RunnerState
 from groupwise.hosts.driver import Runner
 from groupwise.hosts.files import BlobStore
@@ -130,8 +130,9 @@ class Tuning:
     keeping: Keeping = field(default_factory=Keeping)
     clock: Callable[[], float] = time.monotonic
     """Seconds of this process."""
-    unknown_since: float | None = None
-    """By the database's clock: until then nobody looked at machines, and what they began may stand in no table. None: that is found out."""
+    began: float | None = None
+    """By the database's clock, where a poller began with it: what machines ran before it looks at them may stand in no table. None: it is
+    believed what was seen of them lately."""
 
 
 def new_owner() -> str:
@@ -163,8 +164,8 @@ class GlobalJobDispatcher:
         self._wishes: dict[int, Any] = {}
         self._sightings: dict[str, tuple[str | None, bool]] = {}
         self._mine_until = 0.0
-        self._unknown_since = self._tuning.unknown_since
-        """What began on machines since then may stand in no table; 0.0: all does. None: nobody has asked yet."""
+        self._began = self._tuning.began
+        self._knows_what_runs = False
         self._clearing = MachineClearing(self._gateway, self._tuning.keeping)
         self._watches = Watches(self._watch, self._tuning.watch_pauses)
         self._desk = Desk(
@@ -278,15 +279,15 @@ class GlobalJobDispatcher:
     async def knows_what_runs(self) -> bool:
         """A database that was restored does not know what machines have begun since: after a standstill all that answer are looked at
         before anything begins."""
-        if self._unknown_since is None:
-            self._unknown_since = await self._gateway.look(records.stood_still_since)
-            if self._unknown_since:
-                log.info("the fleet stood still: nothing begins before its machines were looked at")
-        if since := self._unknown_since:
-            if await self._gateway.look(lambda s: records.not_looked_at(s, since)):
-                return False
-            self._unknown_since = 0.0
-        return True
+        if not self._knows_what_runs:
+            if self._began is None:
+                self._began = await self._gateway.look(seconds)
+            began, lately = self._began, self._tuning.began is None
+            unknown = await self._gateway.look(
+                lambda s: records.not_looked_at(s, began, lately=lately)
+            )
+            self._knows_what_runs = not unknown
+        return self._knows_what_runs
 
     async def claim(self) -> int:
         """Admit what is new, claim while there is something to claim; how many attempts that made."""

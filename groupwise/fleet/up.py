@@ -410,8 +410,8 @@ class _ControlPlane:
         poller = Poller(self._database, pace=pace, trust_on_first_use=settings.trust_on_first_use)
         await self._until_stopped(poller.run())
 
-    async def _unknown_since(self) -> float | None:
-        """When this began, by the database's clock, where its own poller is about to look at all machines."""
+    async def _began_with_a_poller(self) -> float | None:
+        """When, by the database's clock; its own poller is about to look at all machines."""
         if len(self._roles) < len(ROLES):
             return None
         now = await self._database.read_in_thread(seconds)
@@ -436,7 +436,7 @@ class _ControlPlane:
                 rhythm=rhythm,
                 concurrency=settings.concurrency,
                 keeping=_keeping(settings),
-                unknown_since=await self._unknown_since(),
+                began=await self._began_with_a_poller(),
             ),
             owner=role.owner,
             gateway=gateway,

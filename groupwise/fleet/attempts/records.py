@@ -21,7 +21,6 @@ from sqlalchemy import (
     and_,
     bindparam,
     exists,
-    func,
     or_,
     select,
     update,
@@ -603,23 +602,17 @@ class LeftBehind:
     share_mb: int | None
 
 
-def stood_still_since(session: Session) -> float:
-    """0.0, unless nobody has looked at any machine for long: the fleet stood still, and its database may have been set back. Then a time
-    before now and after the last look."""
-    newest = session.scalar(select(func.max(VM.observed_round)).where(*_ANSWERS))
-    lately = seconds(session) - capacity.STALE_SECONDS
-    return 0.0 if newest is None or newest >= lately else lately
-
-
-def not_looked_at(session: Session, since: float) -> list[str]:
-    """Of the machines that answered when they were asked last, those that nobody has asked since."""
+def not_looked_at(session: Session, began: float, *, lately: bool = True) -> list[str]:
+    """Of the machines that answered when they were asked last, those that nobody has asked since `began`; `lately`: nor for so long before
+    it that what was seen says nothing any more. Such a fleet stood still, and its database may have been set back."""
     rows = session.execute(
         select(VM.vm_id, VM.observed_round, VM.facts).where(*_ANSWERS).order_by(VM.vm_id)
     )
     return [
         vm_id
         for vm_id, observed, facts in rows
-        if max(observed, facts.get("missed_at") or 0.0) < since
+        if max(observed, facts.get("missed_at") or 0.0)
+        < began - (capacity.stale_after(facts) if lately else 0.0)
     ]
 
 
