@@ -135,7 +135,8 @@ def _submit(
             raise
         return there
     events.append(session, **_submission(actor, project, job.job_id))
-    admit(session, job, allowed)
+    admit(session, [job.job_id], allowed)
+    session.refresh(job)
     return job
 
 
@@ -300,14 +301,13 @@ def _bad_id(job_id: str) -> str:
 # --- admitting ------------------------------------------------------------------------------------
 
 
-def admit(session: Session, job: Job, allowed: AllowedSecrets = UNLESS_TOLD) -> None:
-    """Check, expand and rank one job that is new; `job` then says what became of it.
+def admit(session: Session, ids: Sequence[str], allowed: AllowedSecrets = UNLESS_TOLD) -> None:
+    """Check, expand and rank jobs that are as new; their rows then say what became of each.
 
     A job that does not say how many GPUs it wants stays as it is until some machine was observed: nobody can say before.
     """
     session.flush()
-    _admit(session, [job.job_id], allowed)
-    session.refresh(job)
+    _admit(session, ids, allowed)
 
 
 def admit_new(session: Session, limit: int, allowed: AllowedSecrets = UNLESS_TOLD) -> int:
@@ -675,9 +675,9 @@ def _over_quota(session: Session, job: _Admitted, fleet: _Fleet, rows: Sequence[
     return False
 
 
-def no_room(session: Session, project: str) -> str | None:
-    """Why no job of a project may begin to wait once more, if so; until the end nobody else admits one of it."""
-    return _lock_projects(session, [project])[project].full("retry it")
+def no_room(session: Session, project: str, ahead: int = 0) -> str | None:
+    """Why no job of a project may begin to wait once more, `ahead` of them being about to, if so; until the end nobody else admits one."""
+    return _lock_projects(session, [project])[project].full("retry it", ahead)
 
 
 def _freeze(session: Session, jobs: Sequence[_Admitted], fleet: _Fleet) -> None:
@@ -749,12 +749,13 @@ class _Share:
     """Counted only where there is a limit."""
     line: Line
 
-    def full(self, remedy: str) -> str | None:
+    def full(self, remedy: str, ahead: int = 0) -> str | None:
         """Why no more of it may wait, if so."""
-        if self.max_waiting is None or self.waiting < self.max_waiting:
+        waiting = self.waiting + ahead
+        if self.max_waiting is None or waiting < self.max_waiting:
             return None
         return (
-            f"project {self.name} has {self.waiting} jobs waiting and may have {self.max_waiting}: {remedy} when some have begun, "
+            f"project {self.name} has {waiting} jobs waiting and may have {self.max_waiting}: {remedy} when some have begun, "
             "or ask for a higher max_waiting"
         )
 

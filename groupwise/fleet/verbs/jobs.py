@@ -6,11 +6,11 @@ ask for it in its row, and the dispatcher that owns its attempt ends it and says
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
-from typing import TypeAlias
 
 from sqlalchemy import ColumnElement, Select, and_, or_, select
 from sqlalchemy.orm import Session, aliased
@@ -27,11 +27,19 @@ from groupwise.fleet.verbs.documents import Document, attempt_document, job_docu
 from groupwise.wire.fleet import MOST_CHANGED
 from groupwise.wire.problems import Refusal
 
-Change: TypeAlias = Callable[[Session, Actor, Job], None]
-"""What is done to a job whose row is locked; raises Refusal before it has changed anything."""
 MOST_LISTED = 1000
 MOST_EVENTS = 200
 """Of one job, the newest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What is done to jobs."""
+
+    to_each: Callable[[Session, Actor, Job, int], None]
+    """Its row is locked; raises Refusal before it has changed anything. Told how many of its project were changed before it."""
+    at_last: Callable[[Session, Sequence[str]], None] = lambda session, ids: None
+    """With those that were changed, when all were."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,13 +260,17 @@ def together(session: Session, actor: Actor, ids: Sequence[str], change: Change)
         raise Refusal("invalid_request", f"{len(ids)} ids: at most {MOST_CHANGED} jobs at once.")
     found = find.jobs(session, actor, ids, lock=True)
     refused: dict[str, Refusal] = {}
+    changed: Counter[str] = Counter()
     with capacity.woken_once(session), events.gathered(session), at_one_moment(session):
         for job_id in sorted(set(ids)):
             try:
-                change(session, actor, found.get(job_id) or find.job(session, actor, job_id))
+                job = found.get(job_id) or find.job(session, actor, job_id, lock=True)
+                change.to_each(session, actor, job, changed[job.project])
+                changed[job.project] += 1
             except Refusal as refusal:
                 refused[job_id] = refusal
         session.flush()
+        change.at_last(session, sorted(set(ids) - set(refused)))
     found = find.jobs(session, actor, ids)
     return [
         _refused(job_id, refused[job_id])
@@ -274,18 +286,19 @@ def _refused(job_id: str, refusal: Refusal) -> Document:
 
 def _alone(session: Session, actor: Actor, job_id: str, change: Change) -> Document:
     job = find.job(session, actor, job_id, lock=True)
-    change(session, actor, job)
+    change.to_each(session, actor, job, 0)
     session.flush()
+    change.at_last(session, [job_id])
     session.refresh(job)
     return bound.job(session, actor, job_document(job))
 
 
 def cancelling(reason: str | None = None) -> Change:
     """What `cancel` does."""
-    return partial(_cancel, detail=None if reason is None else {"reason": reason})
+    return Change(partial(_cancel, detail=None if reason is None else {"reason": reason}))
 
 
-def _cancel(session: Session, actor: Actor, job: Job, *, detail: Document | None) -> None:
+def _cancel(session: Session, actor: Actor, job: Job, _: int, *, detail: Document | None) -> None:
     if job.status == JobStatus.CANCELLED:
         return
     if job.status in FINAL:
@@ -307,8 +320,7 @@ def _cancel(session: Session, actor: Actor, job: Job, *, detail: Document | None
         )
 
 
-def holding(session: Session, actor: Actor, job: Job) -> None:
-    """What `hold` does."""
+def _hold(session: Session, actor: Actor, job: Job, _: int) -> None:
     if job.status == JobStatus.HELD:
         return
     if job.status == JobStatus.RUNNING:
@@ -324,8 +336,11 @@ def holding(session: Session, actor: Actor, job: Job) -> None:
     _move(session, actor, job, JobStatus.HELD)
 
 
-def releasing(session: Session, actor: Actor, job: Job) -> None:
-    """What `release` does."""
+holding = Change(_hold)
+"""What `hold` does."""
+
+
+def _release(session: Session, actor: Actor, job: Job, _: int) -> None:
     if job.status in (JobStatus.QUEUED, JobStatus.PENDING):
         return
     if job.status != JobStatus.HELD:
@@ -335,15 +350,19 @@ def releasing(session: Session, actor: Actor, job: Job) -> None:
     _move(session, actor, job, JobStatus.QUEUED)
 
 
+releasing = Change(_release)
+"""What `release` does."""
+
+
 def retrying(allowed: AllowedSecrets = UNLESS_TOLD) -> Change:
     """What `retry` does."""
-    return partial(_retry, allowed=allowed)
+    return Change(_retry, partial(_admit_again, allowed=allowed))
 
 
-def _retry(session: Session, actor: Actor, job: Job, *, allowed: AllowedSecrets) -> None:
+def _retry(session: Session, actor: Actor, job: Job, ahead: int) -> None:
     if job.status not in RETRIED_FROM:
         raise Refusal("job_state", _not_retried(job))
-    if (full := admission.no_room(session, job.project)) is not None:
+    if (full := admission.no_room(session, job.project, ahead)) is not None:
         raise Refusal("job_state", f"{job.job_id} stays {job.status}: {full}.")
     before = {"status": job.status, "generation": job.generation}
     job.generation += 1
@@ -363,9 +382,12 @@ def _retry(session: Session, actor: Actor, job: Job, *, allowed: AllowedSecrets)
         before=before,
         after={"status": job.status, "generation": job.generation},
     )
-    admission.admit(session, job, allowed)
-    if unknown.held_back_by(session, job.job_id):
-        unknown.hold_back(session, [job.job_id])
+
+
+def _admit_again(session: Session, ids: Sequence[str], allowed: AllowedSecrets) -> None:
+    admission.admit(session, ids, allowed)
+    strays = {each["job_id"] for _, each in unknown.on_machines(session)}
+    unknown.hold_back(session, strays.intersection(ids))
 
 
 def _not_retried(job: Job) -> str:
