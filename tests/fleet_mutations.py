@@ -938,7 +938,7 @@ QUICK = (
         (
             (
                 "fleet/machines/observation.py",
-                "return asked_at > known or known > now + AHEAD",
+                "return asked_at > known or known > now + records.AHEAD",
                 "return asked_at > known",
             ),
         ),
@@ -952,7 +952,7 @@ QUICK = (
         (
             (
                 "fleet/attempts/records.py",
-                ", Attempt.lease_until > now + LONGEST_LEASES * lease",
+                ", Attempt.lease_until > now + 2 * LONGEST_LEASE",
                 "",
             ),
         ),

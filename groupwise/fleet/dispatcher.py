@@ -275,6 +275,8 @@ class GlobalJobDispatcher:
         await self._parts.bell.wait(self._tuning.rhythm.sweep)
         if await self.knows_what_runs():
             await self.claim()
+        else:
+            await self._admit()
 
     async def knows_what_runs(self) -> bool:
         """A database that was restored does not know what machines have begun since: after a standstill all that answer are looked at

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -242,8 +243,9 @@ def wake_waiting(session: Session) -> int:
 
 
 def hold_back(session: Session) -> int:
-    """What the last looks at machines found and no table knows; that is no repair, and nothing to tell again."""
-    unknown.hold_back(session, {each["job_id"] for _, each in unknown.on_machines(session)})
+    """What the last looks at machines found that are silent now, and no table knows; that is no repair, and nothing to tell again."""
+    silent = unknown.on_machines(session, silent=True)
+    unknown.hold_back(session, {each["job_id"] for _, each in silent})
     return 0
 
 
@@ -271,7 +273,11 @@ def tell_overdue(session: Session) -> int:
         .order_by(Attempt.epoch, Member.rank)
     ).all()
     now = seconds(session)
-    found = {row.epoch: row for row in reversed(rows) if _overdue(row.handle, now)}
+    found = {
+        row.epoch: row
+        for row in reversed(rows)
+        if _overdue(row.handle, now) and now - _adopted(session, row.epoch) > _patience(row.handle)
+    }
     for row in found.values():
         logger.error(
             "attempt %s.%d on %s is silent beyond its deadman, and nobody ends it; is a dispatcher running?",
@@ -292,7 +298,17 @@ def tell_overdue(session: Session) -> int:
 
 
 def _overdue(handle: dict[str, Any], now: float) -> bool:
-    deadman, since = handle.get("deadman"), handle.get("silent_since")
-    if deadman is None or since is None:
-        return False
-    return now > since + deadman + DEADMAN_MARGIN + DRIVEN_LATE
+    since = handle.get("silent_since")
+    return "deadman" in handle and since is not None and now > since + _patience(handle)
+
+
+def _patience(handle: dict[str, Any]) -> float:
+    return (handle.get("deadman") or math.inf) + DEADMAN_MARGIN + DRIVEN_LATE
+
+
+def _adopted(session: Session, epoch: int) -> float:
+    """When somebody took an attempt over, who counts anew; 0.0: nobody has."""
+    taken = select(func.max(Event.at)).where(
+        Event.epoch == epoch, Event.kind == events.ATTEMPT_ADOPTED
+    )
+    return session.scalar(taken) or 0.0

@@ -95,7 +95,10 @@ class FleetSettings(Strict):
         60.0, "Between two comparisons of all attempts with their machines.", gt=0
     )
     lease_seconds: float = setting(
-        25.0, "Silence of a dispatcher after which another one takes over its attempts.", ge=1
+        25.0,
+        "Silence of a dispatcher after which another one takes over its attempts; at most 120.",
+        ge=1,
+        le=120,
     )
     trust_on_first_use: bool = setting(
         False,

@@ -25,7 +25,7 @@ from enum import StrEnum
 from typing import Any
 
 from groupwise.fleet.attempts import refusals
-from groupwise.fleet.queue.failures import Diagnosis, FailureClass, classify, succeeded
+from groupwise.fleet.queue.failures import FailureClass, classify, succeeded
 from groupwise.fleet.states import AttemptState, Cleanup, Outcome
 from groupwise.hosts.answers import ExitReason, ExitRecord
 
@@ -227,7 +227,7 @@ def _launch_given_up(view: View) -> Move | None:
         return _end(view, outcome, failure, _gone_because(lost[0]))
     if refused := [m for m in view.members if m.reading is Reading.REFUSED or m.rejected]:
         outcome = Outcome.FAILED if ran else Outcome.VOID
-        return _end(view, outcome, *_refused_because(refused[0]))
+        return _end(view, outcome, *_refused_because(refused[0]), culprit=refused[0])
     if voided := [m for m in view.members if m.reading is Reading.VOIDED]:
         outcome = Outcome.FAILED if ran else Outcome.VOID
         failure = FailureClass.LAUNCH_FAILURE if ran else None
@@ -370,7 +370,7 @@ def _result(view: View) -> Move:
     if first.exit.reason is ExitReason.CANCELLED and (lost := [m for m in view.members if m.lost]):
         return _end(view, Outcome.FAILED, FailureClass.HOST_LOST, _gone_because(lost[0]))
     found = classify(first.exit, gpu_problems=first.gpu_problems)
-    return _end(view, Outcome.FAILED, found.failure, found.because, cause=(first, found))
+    return _end(view, Outcome.FAILED, found.failure, found.because, culprit=first)
 
 
 def _cause_order(member: MemberView) -> tuple[bool, float, int]:
@@ -398,16 +398,14 @@ def _end(
     outcome: Outcome,
     failure: FailureClass | None = None,
     because: str = "",
-    cause: tuple[MemberView, Diagnosis] | None = None,
+    culprit: MemberView | None = None,
 ) -> Move:
     evidence: dict[str, Any] = {
         "because": because,
         "members": [_evidence(m) for m in view.members],
     }
-    if cause:
-        evidence["rank"] = cause[0].rank
-    elif failure:
-        evidence["rank"] = _at_fault(view.members).rank
+    if culprit or failure:
+        evidence["rank"] = (culprit or _at_fault(view.members)).rank
     return Move(AttemptState.ENDED, outcome, failure, because, evidence)
 
 

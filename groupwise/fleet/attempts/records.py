@@ -38,8 +38,10 @@ from groupwise.hosts.answers import ExitRecord, MemberState
 
 LEASE = 25.0
 """Seconds without renewal after which another dispatcher takes over; with the next look and some work, under half a minute."""
-LONGEST_LEASES = 2.0
-"""No lease of now ends later than in so many times its length."""
+LONGEST_LEASE = 120.0
+"""That anybody may set; one that ends later than in twice as long was given by another clock."""
+AHEAD = 5.0
+"""Seconds that a time may lie ahead and still be one of now: two processes ask for the time, and write it down, in either order."""
 ADOPTED_AT_ONCE = 200
 """The rest is there for other dispatchers, or for the next look."""
 
@@ -363,7 +365,7 @@ def adopt(session: Session, owner: str, lease: float = LEASE) -> list[int]:
         select(Attempt)
         .where(
             _open(),
-            or_(Attempt.lease_until < now, Attempt.lease_until > now + LONGEST_LEASES * lease),
+            or_(Attempt.lease_until < now, Attempt.lease_until > now + 2 * LONGEST_LEASE),
         )
         .order_by(Attempt.epoch)
         .limit(ADOPTED_AT_ONCE)
@@ -603,20 +605,30 @@ class LeftBehind:
 
 
 def not_looked_at(session: Session, began: float, *, lately: bool = True) -> list[str]:
-    """Of the machines that answered when they were asked last, those that nobody has asked since `began`; `lately`: nor for so long before
-    it that what was seen says nothing any more. Such a fleet stood still, and its database may have been set back."""
+    """Machines that nobody has asked since `began`, with or without an answer; `lately`: nor for so long before it that what was seen says
+    nothing any more. Such a fleet stood still, and its database may have been set back.
+
+    One that was silent before may answer now, so that it counts as well; one that nobody trusts is told nothing, and so runs nothing.
+    """
+    now = seconds(session)
     rows = session.execute(
-        select(VM.vm_id, VM.observed_round, VM.facts).where(*_ANSWERS).order_by(VM.vm_id)
+        select(VM.vm_id, VM.observed_round, VM.facts)
+        .where(VM.active, VM.lost_at.is_(None), VM.contact != Contact.UNTRUSTED)
+        .order_by(VM.vm_id)
     )
     return [
         vm_id
         for vm_id, observed, facts in rows
-        if max(observed, facts.get("missed_at") or 0.0)
+        if _asked_at(observed, facts, now)
         < began - (capacity.stale_after(facts) if lately else 0.0)
     ]
 
 
-_ANSWERS = (VM.active, VM.lost_at.is_(None), VM.contact == Contact.OK)
+def _asked_at(observed: float, facts: Mapping[str, Any], now: float) -> float:
+    """When a machine was asked last, as far as that can be believed: a time to come is one of another clock."""
+    missed = facts.get("missed_at")
+    times = (observed, missed if isinstance(missed, int | float) else 0.0)
+    return max((time for time in times if time <= now + AHEAD), default=0.0)
 
 
 def left_behind(session: Session, vm_id: str) -> list[LeftBehind]:

@@ -39,13 +39,13 @@ from groupwise.hosts.answers import Observation, ProbeStatus, RunnerState, SeenA
 
 MISSES = 3
 """In a row make a machine unreachable."""
-AHEAD = 5.0
-"""Seconds that a time may lie ahead and still be one of now: two processes ask for the time, and write it down, in either order."""
 MISSES_APART = 5.0
 """Seconds between two misses that count, so that several pollers do not count the same silence."""
 LONGEST = 500
 """Characters of a problem."""
 ACTOR = "poller"
+HELD_UNTIL = "held_until"
+"""Among the facts of a machine: what its unknown attempts keep their jobs back for."""
 RUNS = frozenset({RunnerState.CLAIMED, RunnerState.RUNNING})
 
 logger = logging.getLogger(__name__)
@@ -76,8 +76,9 @@ def apply(
     ran, quarantined = _unknown_jobs(vm), _quarantined(session, vm, now, seen)
     vm.facts = {**vm.facts, **_facts(seen), **quarantined, capacity.LOOK_SECONDS: look_seconds}
     session.flush()
-    unknown.hold_back(session, _unknown_jobs(vm))
-    unknown.let_go(session, ran - _unknown_jobs(vm))
+    unknown.let_go(session, ran - _unknown_jobs(vm), vm.facts.get(HELD_UNTIL))
+    if runs := _unknown_jobs(vm):
+        vm.facts = {**vm.facts, HELD_UNTIL: unknown.hold_back(session, runs)}
     epochs.raise_above(session, max((each.epoch for each in seen.attempts), default=0))
     vm.last_polled = func.now()  # pyright: ignore[reportAttributeAccessIssue] — the database's clock
     more = seen.probe.status is ProbeStatus.OK and _write_gpus(session, vm, asked_at, now, seen)
@@ -112,7 +113,7 @@ def missed(session: Session, vm_id: str, asked_at: float, problem: str) -> int:
 def _is_newer(asked_at: float, known: float, now: float) -> bool:
     """Whether a look at `asked_at` is newer than what is known. What is dated in the future was written before the clock of the database
     was set back."""
-    return asked_at > known or known > now + AHEAD
+    return asked_at > known or known > now + records.AHEAD
 
 
 def key_shown(session: Session, vm_id: str, shown: keys.HostKey, *, pin: bool = False) -> None:

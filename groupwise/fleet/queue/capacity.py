@@ -487,7 +487,8 @@ def _patient(session: Session, now: float) -> list[tuple[RankKey, Resources, str
     since = now - PATIENCE_SECONDS
     found: dict[str, tuple[RankKey, Resources, str]] = {}
     for best in best_of_shapes(session):
-        if best.waiting_since is not None and best.waiting_since <= since:
+        held_back = best.not_before > now
+        if not held_back and best.waiting_since is not None and best.waiting_since <= since:
             found[best.key[1]] = (best.key, best.resources, best.project)
     queued = (
         select(Job.job_id, Job.rank, Job.resources, Job.project)
@@ -515,6 +516,7 @@ class Waiting:
     resources: Resources
     project: str
     waiting_since: float | None
+    not_before: float
 
 
 def best_of_shapes(session: Session) -> list[Waiting]:
@@ -533,7 +535,13 @@ def best_of_shapes(session: Session) -> list[Waiting]:
     best = select(first.label("job_id")).select_from(shapes).cte("best")
     best = best.prefix_with("MATERIALIZED", dialect="postgresql")
     query = select(
-        Job.job_id, Job.shape, Job.rank, Job.resources, Job.project, Job.waiting_since
+        Job.job_id,
+        Job.shape,
+        Job.rank,
+        Job.resources,
+        Job.project,
+        Job.waiting_since,
+        Job.not_before,
     ).join(best, best.c.job_id == Job.job_id)
     found = [
         Waiting(
@@ -542,6 +550,7 @@ def best_of_shapes(session: Session) -> list[Waiting]:
             Resources.model_validate(row.resources or {}),
             row.project,
             row.waiting_since,
+            row.not_before,
         )
         for row in session.execute(query)
     ]

@@ -9,30 +9,45 @@ the last look at it found.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, cast
 
 from sqlalchemy import select, update
 from sqlalchemy.orm import Session
 
-from groupwise.fleet.states import FINAL
+from groupwise.fleet.states import FINAL, Contact
 from groupwise.fleet.store.database import seconds
 from groupwise.fleet.store.tables import VM, Job
 
 ATTEMPT = "attempt"
 """In quarantine on a machine, beside the `folder` and `process` that its runner finds."""
+WRITTEN = {"job_id", "epoch", "detail", "since"}
 HELD_BACK = 180.0
 """Seconds: several looks of the poller, and sweeps of the requeue manager."""
 
 
 def in_quarantine(vm: VM) -> list[dict[str, Any]]:
     """What a machine ran and no table knew when it was looked at last: job_id, epoch, and since when it was seen there."""
-    return [each for each in vm.facts.get("quarantined") or () if each.get("what") == ATTEMPT]
+    return _attempts(vm.facts.get("quarantined"))
 
 
-def on_machines(session: Session) -> list[tuple[str, dict[str, Any]]]:
-    """Likewise of all that were not given up, by machine."""
-    known = select(VM).where(VM.active, VM.lost_at.is_(None)).order_by(VM.vm_id)
-    return [(vm.vm_id, each) for vm in session.scalars(known) for each in in_quarantine(vm)]
+def _attempts(found: object) -> list[dict[str, Any]]:
+    """Of a column that anybody may write."""
+    if not isinstance(found, list):
+        return []
+    entries = [
+        cast("dict[str, Any]", each) for each in cast("list[Any]", found) if isinstance(each, dict)
+    ]
+    return [each for each in entries if each.get("what") == ATTEMPT and each.keys() >= WRITTEN]
+
+
+def on_machines(session: Session, *, silent: bool = False) -> list[tuple[str, dict[str, Any]]]:
+    """Likewise of all that were not given up, by machine; `silent`: only of those that nobody hears."""
+    found = VM.facts["quarantined"]
+    known = select(VM.vm_id, found).where(VM.active, VM.lost_at.is_(None), found.is_not(None))
+    if silent:
+        known = known.where(VM.contact != Contact.OK)
+    rows = session.execute(known.order_by(VM.vm_id))
+    return [(vm_id, each) for vm_id, entries in rows for each in _attempts(entries)]
 
 
 def held_back_by(session: Session, job_id: str) -> list[str]:
@@ -44,29 +59,28 @@ def held_back_by(session: Session, job_id: str) -> list[str]:
     ]
 
 
-def hold_back(session: Session, job_ids: Collection[str]) -> int:
-    """Have none of these begin for a while; how many that changed."""
+def hold_back(session: Session, job_ids: Collection[str]) -> float:
+    """Have none of these begin for a while; until when."""
     until = seconds(session) + HELD_BACK
-    if not job_ids:
-        return 0
-    found = session.execute(
-        update(Job)
-        .where(Job.job_id.in_(job_ids), Job.status.not_in(FINAL), Job.not_before < until)
-        .values(not_before=until)
-        .execution_options(synchronize_session=False)
-        .returning(Job.job_id)
-    )
-    return len(found.all())
+    if job_ids:
+        session.execute(
+            update(Job)
+            .where(Job.job_id.in_(job_ids), Job.status.not_in(FINAL), Job.not_before < until)
+            .values(not_before=until)
+            .execution_options(synchronize_session=False)
+        )
+    return until
 
 
-def let_go(session: Session, job_ids: Collection[str]) -> None:
-    """What ran of these on a machine has ended: they may begin, unless another one runs something of them."""
+def let_go(session: Session, job_ids: Collection[str], until: object) -> None:
+    """What ran of these on a machine has ended: they may begin, unless another one runs something of them. `until`: what `hold_back` said;
+    whoever waits for anything else waits on."""
     elsewhere = {each["job_id"] for _, each in on_machines(session)}
-    if free := set(job_ids) - elsewhere:
+    if (free := set(job_ids) - elsewhere) and isinstance(until, float):
         now = seconds(session)
         session.execute(
             update(Job)
-            .where(Job.job_id.in_(free), Job.not_before > now, Job.not_before <= now + HELD_BACK)
+            .where(Job.job_id.in_(free), Job.not_before == until)
             .values(not_before=now)
             .execution_options(synchronize_session=False)
         )

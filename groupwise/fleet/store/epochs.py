@@ -29,8 +29,8 @@ def raise_above(session: Session, seen: int) -> bool:
     if not last < seen <= last + MOST_AHEAD:
         return False
     if kind == "postgresql":
-        # No attempt is made meanwhile, so that the sequence is not set back behind one.
-        session.execute(text("LOCK TABLE attempts IN SHARE ROW EXCLUSIVE MODE"))
+        # One at a time: an epoch is a primary key, so that whoever is given one meanwhile is refused at worst.
+        session.execute(text("SELECT pg_advisory_xact_lock(hashtext('groupwise.epochs'))"))
         session.execute(
             text(
                 "SELECT setval('attempts_epoch_seq', GREATEST(last_value, :seen)) FROM attempts_epoch_seq"

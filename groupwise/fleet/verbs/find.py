@@ -28,8 +28,14 @@ def job(session: Session, actor: Actor, job_id: str, *, lock: bool = False) -> J
     """The job. Raises `unknown_job`, also for a job of a project that the actor may not see."""
     found = session.get(Job, job_id, with_for_update=lock or None)
     if found is None or not actor.may_see(found.project):
-        raise Refusal("unknown_job", _no_job(session, actor, job_id))
+        raise no_job(session, actor, job_id)
     return found
+
+
+def no_job(session: Session, actor: Actor, job_id: str, *, near: bool = True) -> Refusal:
+    """That there is none of this id; `near`: and which ones are called nearly so, which takes a look at many."""
+    text = _no_job(session, actor, job_id) if near else f"there is no job {job_id!r}."
+    return Refusal("unknown_job", text)
 
 
 def jobs(
@@ -37,9 +43,11 @@ def jobs(
 ) -> dict[str, Job]:
     """As they stand there now; without those that there are not, or that the actor may not see."""
     query = select(Job).where(Job.job_id.in_(ids)).order_by(Job.job_id)
+    if actor.projects is not None:
+        query = query.where(Job.project.in_(actor.projects))
     query = query.execution_options(populate_existing=True)
     found = session.scalars(query.with_for_update() if lock else query)
-    return {each.job_id: each for each in found if actor.may_see(each.project)}
+    return {each.job_id: each for each in found}
 
 
 def machine(session: Session, vm_id: str, *, lock: bool = False) -> VM:

@@ -254,7 +254,8 @@ def retry(
 def together(session: Session, actor: Actor, ids: Sequence[str], change: Change) -> list[Document]:
     """The same done to many jobs, in one transaction: each as it is then, or `job_id` and `error` of one for which it was refused.
 
-    They are locked in one order, so that two who do this wait for each other; what becomes free lets others begin once, at the end.
+    They are locked in one order, and their projects after them in one order, so that two who do this wait for each other; what becomes free
+    lets others begin once, at the end.
     """
     if len(ids) > MOST_CHANGED:
         raise Refusal("invalid_request", f"{len(ids)} ids: at most {MOST_CHANGED} jobs at once.")
@@ -262,13 +263,15 @@ def together(session: Session, actor: Actor, ids: Sequence[str], change: Change)
     refused: dict[str, Refusal] = {}
     changed: Counter[str] = Counter()
     with capacity.woken_once(session), events.gathered(session), at_one_moment(session):
-        for job_id in sorted(set(ids)):
+        for job in sorted(found.values(), key=lambda each: (each.project, each.job_id)):
             try:
-                job = found.get(job_id) or find.job(session, actor, job_id, lock=True)
                 change.to_each(session, actor, job, changed[job.project])
                 changed[job.project] += 1
             except Refusal as refusal:
-                refused[job_id] = refusal
+                refused[job.job_id] = refusal
+        for job_id in dict.fromkeys(ids):
+            if job_id not in found:
+                refused[job_id] = find.no_job(session, actor, job_id, near=not refused)
         session.flush()
         change.at_last(session, sorted(set(ids) - set(refused)))
     found = find.jobs(session, actor, ids)

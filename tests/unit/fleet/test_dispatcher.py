@@ -235,6 +235,14 @@ async def test_after_a_standstill_nothing_begins_before_all_that_answered_were_l
     rig.submit("job")
     dispatcher = rig.dispatcher()
     assert not await dispatcher.knows_what_runs()
+    looked_at(rig, "a", observed_round=lambda s: seconds(s) + 1000)
+    assert not await dispatcher.knows_what_runs()  # that was another clock
+    looked_at(rig, "a", contact=lambda _: "unreachable")
+    assert not await dispatcher.knows_what_runs()  # it may answer now
+    looked_at(rig, "a", contact=lambda _: "untrusted", observed_round=lambda _: 0.0)
+    assert await rig.dispatcher("zero").knows_what_runs()
+    looked_at(rig, "a", contact=lambda _: "ok")
+    assert not await dispatcher.knows_what_runs()
     looked_at(rig, "a", facts=lambda s: {"missed_at": seconds(s)})
     assert await dispatcher.knows_what_runs()
     looked_at(rig, "a", facts=lambda s: {})

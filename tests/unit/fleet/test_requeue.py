@@ -241,6 +241,18 @@ async def test_silence_beyond_a_deadman_is_told_once_and_ends_nothing(
     assert caplog.text.count("beyond its deadman") == 1
 
 
+@pytest.mark.parametrize(("ago", "told"), [(200.0, 0), (300.0, 1)])
+async def test_whoever_took_an_attempt_over_counts_its_deadman_anew(
+    fleet: Fleet, ago: float, told: int
+):
+    fleet.job("runs", "running")
+    silent = {"deadman": 100, "silent_since": fleet.now - 1000}
+    epoch = fleet.attempt("runs", contact="unreachable", handle=silent)
+    taken = Event(at=fleet.now - ago, actor="d", kind="attempt.adopted", epoch=epoch)
+    fleet.database.run(lambda s: s.add(taken))
+    assert (await fleet.sweep()).get("silent beyond its deadman", 0) == told
+
+
 @pytest.mark.parametrize(
     "handle", [{"silent_since": 0}, {"deadman": 100}, {"deadman": 3000, "silent_since": -1000}]
 )

@@ -447,3 +447,15 @@ def test_every_state_has_an_answer_for_every_reading() -> None:
             for cancel in (False, True):
                 for lost in (False, True):
                     decide(view(state, member(reading, lost=lost), cancel=cancel))
+
+
+def test_of_a_gang_that_one_member_refused_that_one_is_named() -> None:
+    """Another one's supervisor is dead; what is to be done about the refusal is read where it stands."""
+    members = (
+        member(Reading.LOST, 0, quiet=True),
+        member(Reading.REFUSED, 1, refusal="gpu_busy: GPU-1 is used"),
+    )
+    (move,) = decide(view(LAUNCHING, *members))
+    assert isinstance(move, Move)
+    assert move.evidence["rank"] == 1
+    assert "gpu_busy" in move.because

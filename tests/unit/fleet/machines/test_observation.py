@@ -6,6 +6,7 @@ import pytest
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
+from groupwise.fleet.attempts import records
 from groupwise.fleet.machines import observation
 from groupwise.fleet.queue import unknown
 from groupwise.fleet.queue.resources import Resources
@@ -136,6 +137,9 @@ class Fleet:
 
         return self.database.run(write)
 
+    def not_before(self, job_id: str) -> float:
+        return self.database.read(lambda s: s.get_one(Job, job_id).not_before)
+
     def release(self, epoch: int, at: float) -> None:
         self.database.run(
             lambda s: s.execute(
@@ -222,9 +226,13 @@ def test_the_job_of_what_stands_in_no_table_does_not_begin_meanwhile(fleet: Flee
     assert any("vm runs back.7, which stands in no table" in why for why in shown["waiting"])
     fleet.database.run(lambda s: jobs.retry(s, Actor("user:x"), cancelled))
     assert claimed_ids(fleet.database) == []
-    execute(fleet.database, "UPDATE jobs SET not_before = 0")
+    execute(fleet.database, "UPDATE jobs SET not_before = 1")
+    asyncio.run(RequeueManager(fleet.database).sweep())  # whoever is heard says it himself
+    assert fleet.not_before("back") == 1
+    fleet.set(contact="unreachable")
     asyncio.run(RequeueManager(fleet.database).sweep())
-    assert claimed_ids(fleet.database) == []
+    assert fleet.not_before("back") > now + 100
+    fleet.look(gpu(0), gpu(1), at=now + 0.5, attempts=[running("back", 7), running("over", 8)])
     fleet.look(gpu(0), gpu(1), at=now + 1, attempts=[running("over", 8)])
     assert claimed_ids(fleet.database) == ["back"]
     fleet.look(gpu(0), gpu(1), at=now + 2)
@@ -243,6 +251,29 @@ def test_numbers_of_attempts_go_on_above_what_machines_have_seen(fleet: Fleet, s
     fleet.look(*gpus, attempts=[running("other", seen, "lost")])
     fleet.look(*gpus, attempts=[running("other", seen + epochs.MOST_AHEAD + 2)])
     assert fleet.reserve("GPU-2", job_id="third") == seen + 2
+
+
+def test_a_pause_of_another_kind_outlasts_what_ran_unknown(fleet: Fleet):
+    fleet.look(gpu(0))
+    submit(fleet.database, "back", gpus=1)
+    now = fleet.database.run(databases.seconds)
+    fleet.look(gpu(0), at=now, attempts=[running("back", 7)])
+    execute(fleet.database, f"UPDATE jobs SET not_before = {now + 170}")
+    fleet.look(gpu(0), at=now + 1, attempts=[running("back", 7)])
+    execute(fleet.database, f"UPDATE jobs SET not_before = {now + 170}")
+    fleet.look(gpu(0), at=now + 2)
+    assert fleet.not_before("back") == now + 170
+
+
+@pytest.mark.parametrize(
+    "found", ["x", ["x"], [{"what": "attempt"}], {"what": "attempt"}, [{"what": ["attempt"]}], 7]
+)
+def test_what_somebody_wrote_into_the_facts_breaks_nothing(fleet: Fleet, found: Any):
+    fleet.set(facts={"quarantined": found, "missed_at": found, "held_until": found})
+    assert fleet.database.read(unknown.on_machines) == []
+    assert fleet.database.read(lambda s: records.not_looked_at(s, 1e12)) == ["vm"]
+    assert fleet.look(gpu(0))
+    assert fleet.miss() == 1
 
 
 def test_what_is_dated_in_the_future_was_written_before_the_clock_was_set_back(fleet: Fleet):

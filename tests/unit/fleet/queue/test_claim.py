@@ -617,6 +617,20 @@ def test_a_patient_gang_in_the_queue_keeps_what_it_needs(database: Database) -> 
     assert claimed_ids(database) == ["big"]
 
 
+def test_a_patient_gang_that_may_not_begin_yet_keeps_nothing(database: Database) -> None:
+    add_machine(database, "vm-1", 2)
+    submit(database, "first", gpus=1)
+    assert claimed_ids(database) == ["first"]
+    submit(database, "gang", gpus=2)
+    assert claimed_ids(database) == []
+    execute(
+        database,
+        "UPDATE jobs SET waiting_since = waiting_since - 700, not_before = 1e12 WHERE job_id = 'gang'",
+    )
+    submit(database, "small", gpus=1)
+    assert claimed_ids(database) == ["small"]
+
+
 class Shrinking:
     """A kind whose batch can be halved."""
 

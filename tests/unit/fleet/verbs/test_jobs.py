@@ -251,6 +251,16 @@ def test_what_waits_for_many_that_are_cancelled_is_woken_in_the_same_transaction
     assert small.row(last).status == "queued"
 
 
+def test_only_the_first_id_that_there_is_not_is_looked_for_among_others(small: Any) -> None:
+    small.job()
+    found = small.do(
+        jobs.together, ["job-none", "job-nine", *[f"x-{n}" for n in range(5)]], jobs.holding
+    )
+    messages = [each["error"]["message"] for each in found]
+    assert "fleet jobs" in messages[0]
+    assert messages[1:3] == ["there is no job 'job-nine'.", "there is no job 'x-0'."]
+
+
 def test_of_many_that_are_retried_as_many_begin_to_wait_as_may(small: Any) -> None:
     ids = [small.job("failed", project=p) for p in ("p", "p", "p", "q")]
     small.do(projects.change, "p", max_waiting=2)
