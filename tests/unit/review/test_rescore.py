@@ -30,7 +30,8 @@ def rollout(draw: int, member: int, reward: float | None, **more: Any) -> Rollou
 
 def a_run(runs: Path, **more: Any) -> Path:
     """Three steps of two groups; longer is better, but in the last group it is worse, and one rollout failed."""
-    config = {"model": {"name": "tiny"}, "rewards": {"time_limit": 1.0}, **more.pop("config", {})}
+    rewards = {"in_process": True, **more.pop("rewards", {})}
+    config = {"model": {"name": "tiny"}, "rewards": rewards}
     with RunFolder.create(runs, "r", config, {"max_steps": 3}, **more) as run:
         for step in range(3):
             groups = []
@@ -50,6 +51,14 @@ def a_run(runs: Path, **more: Any) -> Path:
 def runs(tmp_path):
     found = tmp_path / "runs"
     a_run(found)
+    return found
+
+
+@pytest.fixture
+def in_workers(tmp_path):
+    """Scored by processes, which may be killed."""
+    found = tmp_path / "runs"
+    a_run(found, rewards={"in_process": False, "time_limit": 0.7})
     return found
 
 
@@ -158,7 +167,7 @@ def test_a_task_judges_with_its_weights_and_the_configs_task_section(runs):
 
 
 def test_built_in_rewards_go_by_name_and_read_the_configs_answer_column(tmp_path):
-    a_run(tmp_path, config={"rewards": {"answer_column": "number"}})
+    a_run(tmp_path, rewards={"answer_column": "number"})
     found = rescore("r", rewards=["correctness", f"{REWARDS}:length"], runs_dir=tmp_path, step=0)
     assert found.rewards == {"correctness": 1.0, "length": 1.0}
     parts = {row.completion: row.new_parts for row in found.rows()}
@@ -168,14 +177,14 @@ def test_built_in_rewards_go_by_name_and_read_the_configs_answer_column(tmp_path
         rescore("r", rewards=["keyword_mach"], runs_dir=tmp_path)
 
 
-def test_rewards_that_raise_or_hang_cost_their_group_only(runs):
-    raised = judged(runs, "raises_at_two", limit=4)
+def test_rewards_that_raise_or_hang_cost_their_group_only(in_workers):
+    raised = judged(in_workers, "raises_at_two", limit=4)
     assert [row.draw for row in list(raised.rows())[::4]] == [2, 3, 4, 5], "the last groups"
     lost = [row for row in raised.rows() if row.new is None]
     assert {(row.draw, row.new_outcome) for row in lost} == {(2, "failed")}
     assert "two is too much" in (lost[0].reason or "")
     assert raised.steps[1].failed == 4
-    hung = judged(runs, "hangs_at_one", step=0)
+    hung = judged(in_workers, "hangs_at_one", step=0)
     assert {(row.draw, row.new_outcome) for row in hung.rows()} == {(0, "scored"), (1, "timed_out")}
     assert hung.overall.scored == 4
 
@@ -211,11 +220,11 @@ def test_a_reward_that_fails_here_and_there_is_not_broken(runs):
     ] * 4
 
 
-def test_a_call_that_was_cut_off_gave_no_value_of_any_function(runs):
-    found = judged(runs, "length", "hangs_at_one", step=0)
+def test_a_call_that_was_cut_off_gave_no_value_of_any_function(in_workers):
+    found = judged(in_workers, "length", "hangs_at_one", step=0)
     assert found.overall.unanswered == {"length": 4, "hangs_at_one": 4}
     assert found.exit_code == 0
-    alone = judged(runs, "hangs_at_one", step=0, limit=1)
+    alone = judged(in_workers, "hangs_at_one", step=0, limit=1)
     assert (alone.broken, alone.exit_code) == (("hangs_at_one",), 1)
     assert "`hangs_at_one` was running" in next(iter(alone.overall.reasons))
 
@@ -243,7 +252,8 @@ def test_attempts_that_never_ended_are_left_out(tmp_path):
     torn, whole = rollout(0, 0, None, segments=turns), rollout(0, 1, 1.0, segments=turns)
     stages = (Segment("policy", (1,)), Segment("inserted", (2,)), Segment("policy", (1,)))
     two_stage = rollout(0, 2, None, segments=stages)
-    with RunFolder.create(tmp_path, "r", {"model": {"name": "tiny"}}, {}) as run:
+    config = {"model": {"name": "tiny"}, "rewards": {"in_process": True}}
+    with RunFolder.create(tmp_path, "r", config, {}) as run:
         group = Group(0, Example(0, "p"), (torn, whole, two_stage))
         run.store.commit_step(StepRecord(0, 0, 0, "f", (0,), 0.1, 0.0), [group], {})
         run.finish("finished")
@@ -251,7 +261,7 @@ def test_attempts_that_never_ended_are_left_out(tmp_path):
 
 
 def test_without_spread_there_is_no_correlation(tmp_path):
-    a_run(tmp_path, config={"rewards": {"in_process": True}})
+    a_run(tmp_path)
     found = judged(tmp_path, "raises_at_two", step=1, limit=1)
     assert found.overall.correlation == pytest.approx(1)
     empty = judged(tmp_path, "raises_at_two", step=1)
