@@ -160,6 +160,19 @@ WAYS = {
         },
     },
 }
+USUAL = (
+    "several updates",
+    "adaptive kl",
+    "entropy bonus",
+    "all weights",
+    "dropout",
+    "two stages",
+    "an environment ahead",
+    "prompts again",
+    "warned of",
+    "all at once, dynamic sampling ahead",
+)
+"""Between them they have all state that a checkpoint holds; `make soak SUITE=every_way_of_training` goes the others."""
 SEEN_IN = {
     "rollouts/rejected_groups": "dynamic sampling",
     "data/easy_share": ("easy", "all at once"),
@@ -173,7 +186,9 @@ STEPPED = str(Path(__file__).with_name("stepped_task.py"))
 GAME = str(Path(__file__).parents[2] / "examples" / "03_guessing_game" / "task.py")
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[] if way in USUAL else [pytest.mark.soak]) for way in WAYS]
+)
 def test_every_way_of_training_resumes_bit_equal(tmp_path, way):
     """A crash after the fourth step, when a checkpoint is there and two steps are under way."""
     task = GAME if "environment" in way else STEPPED
