@@ -89,12 +89,17 @@ def crash_at(number: int, work: Callable[[], object]) -> int:
 
 def in_child(work: Callable[[], None]) -> int:
     """Do `work` in a forked child; returns its exit status (17 where `die` was called)."""
+    return os.waitstatus_to_exitcode(os.waitpid(begun_in_child(work), 0)[1])
+
+
+def begun_in_child(work: Callable[[], None]) -> int:
+    """Have `work` done by a forked child; whoever asks waits for it."""
     # A time limit that ran out between the two halves of a fork would leave the lock of `logging` held.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
     child = os.fork()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return child
     try:
         work()
     except BaseException:  # noqa: BLE001 — a child must never return into the tests

@@ -33,12 +33,13 @@ from tests.forked_zygote import fork_zygotes
 from tests.integration.running import (
     STEPS,
     TOY,
+    begun_in_child,
     config,
     crash_at,
     go_on,
     what_must_be_equal,
 )
-from tests.unit.ranks.toys import all_gone
+from tests.unit.ranks.toys import all_gone, is_gone
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
@@ -114,6 +115,29 @@ def test_a_crash_of_the_main_process_leaves_nothing_and_can_be_resumed(
         groupwise.rl(ranked(tmp_path), TOY)
 
     assert crash_at(number, start) == 17
+    go_on(ranked(tmp_path))
+    assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(uninterrupted)
+
+
+def below(process: int) -> list[int]:
+    """The processes that it has started, and theirs."""
+    children = Path(f"/proc/{process}/task").glob("*/children")
+    found = [int(word) for file in children for word in file.read_text().split()]
+    return [*found, *(other for each in found for other in below(each))]
+
+
+def test_kill_9_of_a_real_run_leaves_nothing_and_can_be_resumed(uninterrupted, tmp_path):
+    main = begun_in_child(lambda: groupwise.rl(ranked(tmp_path), TOY))
+    try:
+        first = tmp_path / "toy/checkpoints/step-2"
+        while not first.exists() and not is_gone(main):
+            time.sleep(0.01)
+        processes = below(main)
+    finally:
+        os.kill(main, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(main, 0)[1]) == -signal.SIGKILL
+    assert len(processes) >= 3, "a zygote and two ranks"
+    assert all_gone(processes)
     go_on(ranked(tmp_path))
     assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(uninterrupted)
 
@@ -275,32 +299,10 @@ def started(runs: Path, *words: str) -> subprocess.Popen[bytes]:
     )
 
 
-def below(process: int) -> list[int]:
-    """The processes that it has started, and theirs."""
-    children = Path(f"/proc/{process}/task").glob("*/children")
-    found = [int(word) for file in children for word in file.read_text().split()]
-    return [*found, *(other for each in found for other in below(each))]
-
-
 def wait_for(what, main: subprocess.Popen[bytes], patience: float = 90.0) -> None:
     deadline = time.monotonic() + patience
     while not what() and main.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_kill_9_of_a_real_run_leaves_nothing_and_can_be_resumed(uninterrupted, tmp_path):
-    main = started(tmp_path)
-    first = tmp_path / "toy/checkpoints/step-2"
-    wait_for(first.exists, main)
-    processes = below(main.pid)
-    main.kill()
-    main.communicate()
-    assert len(processes) >= 3, "a zygote and two ranks"
-    assert all_gone(processes)
-    go_on(ranked(tmp_path))
-    assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(uninterrupted)
 
 
 @pytest.mark.slow
