@@ -49,12 +49,9 @@ def test_a_dry_run_begins_none(tmp_path, monkeypatch):
     assert groupwise.rl(config(tmp_path), TOY, dry_run=True).exit_code == 0
 
 
-@pytest.mark.parametrize(
-    "module",
-    ["groupwise.loops.rl_start", "groupwise.loops.sft_start", "groupwise.evaluation.evaluate"],
-)
-def test_nothing_heavy_is_imported_until_then(module):
-    code = f"import sys, {module}; print([m for m in {HEAVY!r} if m in sys.modules])"
+def test_nothing_heavy_is_imported_until_then():
+    modules = "groupwise.loops.rl_start, groupwise.loops.sft_start, groupwise.evaluation.evaluate"
+    code = f"import sys, {modules}; print([m for m in {HEAVY!r} if m in sys.modules])"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert shown.stdout == "[]\n"
 
@@ -62,26 +59,31 @@ def test_nothing_heavy_is_imported_until_then(module):
 MAIN = f"""
 import json, sys
 import groupwise
-command, settings, task = sys.argv[1:]
-getattr(groupwise, command)(json.loads(settings), task)
-print([module for module in {OF_RANKS!r} if module in sys.modules])
+for command, settings, task in json.loads(sys.argv[1]):
+    getattr(groupwise, command)(settings, task)
+    print(command, [module for module in {OF_RANKS!r} if module in sys.modules])
 """
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="ranks need Linux")
-@pytest.mark.parametrize(("command", "task"), [("rl", TOY), ("evaluate", TOY), ("sft", SFT)])
-def test_the_main_process_of_ranks_stays_light(command, task, tmp_path):
+def test_the_main_process_of_ranks_stays_light(tmp_path):
+    """Whichever commands it runs: all of them here, one after the other."""
     write_tiny_model(tmp_path / "model")
     settings = config(tmp_path, max_steps=1)
-    if command == "sft":
-        settings["training"] = {"max_steps": 1, "examples_per_step": 4}
-        settings["eval"] = {"eval_steps": 1}
-        del settings["sampler"], settings["rewards"]
     settings["model"] = {"name": str(tmp_path / "model")}
     settings["run"] |= {"threads": 2, "processes": 2}
-    main = [sys.executable, "-c", MAIN, command, json.dumps(settings), task]
+    supervised = {
+        **settings,
+        "training": {"max_steps": 1, "examples_per_step": 4},
+        "eval": {"eval_steps": 1},
+        "run": {**settings["run"], "name": "sft"},
+    }
+    del supervised["sampler"], supervised["rewards"]
+    commands = [("rl", settings, TOY), ("evaluate", settings, TOY), ("sft", supervised, SFT)]
+    main = [sys.executable, "-c", MAIN, json.dumps(commands)]
     shown = subprocess.run(main, capture_output=True, text=True, check=False)
     assert shown.returncode == 0, shown.stderr
-    assert shown.stdout.splitlines()[-1] == "[]"
+    found = [line for line in shown.stdout.splitlines() if line.endswith("]")]
+    assert found[-3:] == ["rl []", "evaluate []", "sft []"]
