@@ -198,7 +198,7 @@ MUTATIONS = (
             ),
         ),
         (
-            f"{NATIVE_SAMPLER}::test_random_schedules_leave_every_row_its_bits[wide-False-graph-dtype0]",
+            f"{NATIVE_SAMPLER}::test_random_schedules_leave_every_row_its_bits[wide-False-graph-float32]",
         ),
     ),
     Mutation(
