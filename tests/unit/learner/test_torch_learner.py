@@ -65,16 +65,30 @@ def differs(found, wanted) -> bool:
 
 KINDS = pytest.mark.parametrize("kind", ["adapter", "modules", "full"])
 
+
+@pytest.fixture(scope="module")
+def plain():
+    """What the plain path computes, by what it is for: the same for all that are compared with it."""
+    return {}
+
+
+async def computed_once(plain, what, learner, *arguments):
+    """Sums and gradient, computed by the first that asks for them."""
+    if what not in plain:
+        plain[what] = await computed(learner(), *arguments)
+    return plain[what]
+
+
 # However the work is cut up
 
 
 @KINDS
 @pytest.mark.parametrize("max_tokens", [1, 20, 33, 60])
 async def test_the_budget_of_a_micro_batch_does_not_matter(
-    make_learner, make_rows, kind, max_tokens
+    make_learner, make_rows, plain, kind, max_tokens
 ):
     rows = make_rows(reference=True)
-    sums, wanted = await computed(make_learner(kind), rows)
+    sums, wanted = await computed_once(plain, ("budget", kind), lambda: make_learner(kind), rows)
     cut_sums, found = await computed(make_learner(kind, max_tokens=max_tokens), rows)
     close(found, wanted)
     assert cut_sums == pytest.approx(sums, rel=1e-5)
@@ -176,9 +190,13 @@ async def test_gradient_checkpointing_does_not_matter(make_learner, make_rows, k
 @KINDS
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("max_tokens", [1, 40, 4096])
-async def test_packing_does_not_matter(make_learner, make_rows, kind, checkpointing, max_tokens):
+async def test_packing_does_not_matter(
+    make_learner, make_rows, plain, kind, checkpointing, max_tokens
+):
     rows = make_rows(count=14, prompts=9, reference=True)
-    sums, wanted = await computed(make_learner(kind, packing=False), rows)
+    sums, wanted = await computed_once(
+        plain, ("packing", kind), lambda: make_learner(kind, packing=False), rows
+    )
     learner = make_learner(kind, max_tokens=max_tokens, gradient_checkpointing=checkpointing)
     assert kind == "adapter" or learner._engine.paths.packing
     found_sums, found = await computed(learner, rows)
@@ -202,12 +220,14 @@ def taught(make_rows):
 @pytest.mark.parametrize("packing", [False, True])
 @pytest.mark.parametrize("max_tokens", [1, 45, 4096])
 async def test_supervised_gradients_do_not_depend_on_the_cuts(
-    make_learner, make_rows, kind, packing, max_tokens
+    make_learner, make_rows, plain, kind, packing, max_tokens
 ):
     """Nor on accumulation over calls: the mean is over the tokens of the whole step."""
     rows = taught(make_rows)
     totals = {"sft": float(sum(sum(row.mask) for row in rows))}
-    sums, wanted = await computed(make_learner(kind, packing=False), rows, SFT, totals)
+    sums, wanted = await computed_once(
+        plain, ("sft", kind), lambda: make_learner(kind, packing=False), rows, SFT, totals
+    )
     found_sums, found = await computed(
         make_learner(kind, packing=packing, max_tokens=max_tokens), rows, SFT, totals
     )
@@ -254,12 +274,6 @@ FAST = {
     "native in small batches": {"kind": "adapter", "max_tokens": 40},
     "native and recomputed": {"kind": "adapter", "gradient_checkpointing": True},
 }
-
-
-@pytest.fixture(scope="module")
-def plain():
-    """What the plain path computes, by the name of the loss: the rows, sums and gradient, the same for all that are compared."""
-    return {}
 
 
 async def computed_plainly(make_learner, rows, loss, totals):
