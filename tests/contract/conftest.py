@@ -219,6 +219,20 @@ MAKERS = {
 }
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test of several cases, ranks are in the usual run with the first one; with the others they are soak tests."""
+    seen: set[tuple[Path, str, str]] = set()
+    for item in items:
+        call = getattr(item, "callspec", None)
+        maker = call.params.get("pair") if call else None
+        if item.path.parent != Path(__file__).parent or maker not in ("ranks", "ranks-added"):
+            continue
+        test = (item.path, item.name.partition("[")[0], maker)
+        if test in seen:
+            item.add_marker(pytest.mark.soak)
+        seen.add(test)
+
+
 @pytest.fixture(params=MAKERS)
 def pair(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
