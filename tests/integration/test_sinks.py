@@ -45,6 +45,15 @@ def shown_by_tensorboard(run: Path, name: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars(name)]
 
 
+@pytest.fixture(scope="module")
+def unobserved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The run without sinks."""
+    torch.set_num_threads(1)
+    runs = tmp_path_factory.mktemp("unobserved")
+    groupwise.rl(config(runs), TOY)
+    return what_must_be_equal(runs / "toy")
+
+
 @pytest.mark.parametrize(
     "point",
     [
@@ -55,7 +64,7 @@ def shown_by_tensorboard(run: Path, name: str) -> list[tuple[int, float]]:
         "append:metrics.jsonl:before#6",
     ],
 )
-def test_files_of_the_folder_show_the_record_whatever_killed_the_run(tmp_path, point):
+def test_files_of_the_folder_show_the_record_whatever_killed_the_run(unobserved, tmp_path, point):
     torch.set_num_threads(1)
     given = settings(tmp_path, "tensorboard", "jsonl", "parquet")
     if point is None:
@@ -82,9 +91,7 @@ def test_files_of_the_folder_show_the_record_whatever_killed_the_run(tmp_path, p
     exported = parquet.read_table(folder / "parquet/metrics.parquet").to_pylist()
     assert [(row["step"] + 1, row["reward"]) for row in exported] == recorded(folder, "reward")
     assert parquet.read_table(folder / "parquet/rollouts.parquet").num_rows == STEPS * 8
-    unobserved = tmp_path / "unobserved"
-    groupwise.rl(config(unobserved), TOY)
-    assert what_must_be_equal(folder) == what_must_be_equal(unobserved / "toy")
+    assert what_must_be_equal(folder) == unobserved
 
 
 def assert_jsonl_is_the_record(folder: Path) -> None:
