@@ -92,7 +92,7 @@ def in_child(work: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(begun_in_child(work), 0)[1])
 
 
-def begun_in_child(work: Callable[[], None]) -> int:
+def begun_in_child(work: Callable[[], object]) -> int:
     """Have `work` done by a forked child; whoever asks waits for it."""
     # A time limit that ran out between the two halves of a fork would leave the lock of `logging` held.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})

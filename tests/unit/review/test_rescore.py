@@ -30,8 +30,8 @@ def rollout(draw: int, member: int, reward: float | None, **more: Any) -> Rollou
 
 def a_run(runs: Path, **more: Any) -> Path:
     """Three steps of two groups; longer is better, but in the last group it is worse, and one rollout failed."""
-    rewards = {"in_process": True, **more.pop("rewards", {})}
-    config = {"model": {"name": "tiny"}, "rewards": rewards}
+    scoring = {"in_process": True, **more.pop("rewards", {})}
+    config = {"model": {"name": "tiny"}, "rewards": scoring}
     with RunFolder.create(runs, "r", config, {"max_steps": 3}, **more) as run:
         for step in range(3):
             groups = []
