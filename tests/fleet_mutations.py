@@ -1010,8 +1010,8 @@ QUICK = (
         (
             (
                 "fleet/machines/observation.py",
-                "    unknown.hold_back(session, ",
-                "    bool(",
+                "HELD_UNTIL: unknown.hold_back(session, runs)}",
+                "HELD_UNTIL: len(runs)}",
             ),
         ),
         (f"{OBSERVATION}::test_the_job_of_what_stands_in_no_table_does_not_begin_meanwhile",),
